@@ -17,21 +17,32 @@ from pallas_kernels.quantization.qtensor import QTensor
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
-def check_grouped(x_RD, w_EDF, group_sizes_E, w_gate_EDF=None, **epilogue) -> None:
-    """Raises ValueError where these are not the operands of `grouped_matmul`."""
-    meaning = "[experts, inputs, outputs]"
+def check_grouped(
+    x_RD, w_EDF, group_sizes_E, w_gate_EDF=None, *, transpose_w=False, group_offset=None,
+    preferred_element_type=None, **epilogue,
+) -> tuple[int, int, int]:  # fmt: skip
+    """(E, D, F); raises ValueError where these are not the operands of `grouped_matmul`."""
+    meaning = "[experts, outputs, inputs]" if transpose_w else "[experts, inputs, outputs]"
     _check_array("w_EDF", w_EDF, meaning, 3, DTYPES)
     if w_gate_EDF is not None:
         _check_array("w_gate_EDF", w_gate_EDF, meaning, 3, DTYPES)
-    check_rows(x_RD, w_EDF.shape, group_sizes_E)
+    E, D, F = w_EDF.shape
+    shape = (E, F, D) if transpose_w else (E, D, F)
+    check_rows(x_RD, shape, group_sizes_E, group_offset)
     if w_gate_EDF is not None and w_gate_EDF.shape != w_EDF.shape:
         raise ValueError(
-            f"w_gate_EDF has shape {w_gate_EDF.shape}; expected {w_EDF.shape}, that of w_EDF"
+            f"w_gate_EDF has shape {w_gate_EDF.shape}; expected {w_EDF.shape}, that of w_EDF: "
+            "give both matrices of a gated linear unit in one layout"
         )
-    check_epilogue(x_RD, w_EDF.shape, **epilogue)
+    check_result_dtype(preferred_element_type)
+    check_epilogue(x_RD, shape, **epilogue)
+    return shape
 
 
-def check_quantized(x_RD, w: QTensor, group_sizes_E, w_gate=None, **epilogue) -> None:
+def check_quantized(
+    x_RD, w: QTensor, group_sizes_E, w_gate=None, *, group_offset=None,
+    preferred_element_type=None, **epilogue,
+) -> None:  # fmt: skip
     """Raises ValueError where these are not the operands of `quantized_grouped_matmul`."""
     for name, each in {"w": w, **({} if w_gate is None else {"w_gate": w_gate})}.items():
         if not isinstance(each, QTensor):
@@ -40,15 +51,31 @@ def check_quantized(x_RD, w: QTensor, group_sizes_E, w_gate=None, **epilogue) ->
                 "bits), or grouped_matmul for weights that are not quantized"
             )
         each.check()
-    check_rows(x_RD, w.shape, group_sizes_E)
+    check_rows(x_RD, w.shape, group_sizes_E, group_offset)
     if w_gate is not None:
-        kinds = [(each.shape, each.bits, each.group_size) for each in (w_gate, w)]
+        kinds = [
+            (each.shape, each.bits, each.group_size, "no" if each.zeros_EFG is None else "with")
+            for each in (w_gate, w)
+        ]
         if kinds[0] != kinds[1]:
             raise ValueError(
-                "w_gate has shape {}, bits={} and group_size={}".format(*kinds[0])
-                + "; expected those of w, {}, {} and {}".format(*kinds[1])
+                "w_gate has shape {}, bits={}, group_size={} and {} zero points".format(
+                    *kinds[0]
+                )
+                + "; expected those of w, {}, {}, {} and {}".format(*kinds[1])
+                + ": quantize both matrices alike, or give zeros_EFG of 0"
             )
+    check_result_dtype(preferred_element_type)
     check_epilogue(x_RD, w.shape, **epilogue)
+
+
+def check_result_dtype(preferred_element_type) -> None:
+    """Raises ValueError where results cannot be of this dtype."""
+    if preferred_element_type is not None and jnp.dtype(preferred_element_type) not in DTYPES:
+        raise ValueError(
+            f"preferred_element_type={jnp.dtype(preferred_element_type).name}; use "
+            f"{_names(DTYPES)}, or None for the dtype of x_RD"
+        )
 
 
 def check_epilogue(x_RD, shape_EDF, *, bias_EF, activation, gate_R) -> None:
@@ -63,54 +90,106 @@ def check_epilogue(x_RD, shape_EDF, *, bias_EF, activation, gate_R) -> None:
             continue
         _check_array(name, array, meaning, len(shape), DTYPES)
         if array.shape != shape:
-            raise ValueError(f"{name} has shape {array.shape}; expected {shape}, {meaning}")
+            raise ValueError(
+                f"{name} has shape {array.shape}; expected {shape}, {meaning}: reshape it, or "
+                f"leave {name} out"
+            )
 
 
-def check_group_sizes(group_sizes_E, R: int, E: int) -> None:
+def check_group_sizes(group_sizes_E, R: int, E: int, group_offset=None) -> None:
     """Raises ValueError where these are no sizes of E groups among R rows.
 
     Values that are being traced cannot be looked at. There `group_bounds` cuts groups at row
     R, and a negative size gives results that mean nothing.
+
+    Args:
+        group_offset: with it, sizes are those of at least E groups, of all devices.
     """
-    _check_array("group_sizes_E", group_sizes_E, "the rows of each expert", 1, (jnp.int32,))
-    if group_sizes_E.shape[0] != E:
+    meaning = "the rows of each expert"
+    _check_array("group_sizes_E", group_sizes_E, meaning, 1, (jnp.integer,))
+    G = group_sizes_E.shape[0]
+    if group_offset is None and G != E:
         raise ValueError(
-            f"group_sizes_E has {group_sizes_E.shape[0]} elements; expected {E}, one for each "
-            "expert of the weights"
+            f"group_sizes_E has {G} elements; expected {E}, one for each expert of the "
+            "weights: give the sizes of these experts, or group_offset"
         )
+    if group_offset is not None:
+        _check_offset(group_offset, G, E)
     if isinstance(group_sizes_E, jax.core.Tracer):
         return
     size_E = np.asarray(group_sizes_E)
     if (size_E < 0).any():
         e = int(np.argmax(size_E < 0))
-        raise ValueError(f"group_sizes_E[{e}]={size_E[e]}; sizes are 0 or more")
-    if size_E.sum(dtype=np.int64) > R:
         raise ValueError(
-            f"group_sizes_E sum to {size_E.sum(dtype=np.int64)}, and x_RD has {R} rows; pad "
-            "the rows, or leave out groups"
+            f"group_sizes_E[{e}]={size_E[e]}; expected sizes of 0 or more: use 0 for an expert "
+            "without rows"
+        )
+    # Not by NumPy, whose uint64 and int64 add up to float64.
+    if (total := sum(map(int, size_E))) > R:
+        raise ValueError(
+            f"group_sizes_E sum to {total}, and x_RD has {R} rows; pad the rows, or leave out "
+            "groups"
         )
 
 
-def check_rows(x_RD, shape_EDF, group_sizes_E) -> None:
+def _check_offset(group_offset, G: int, E: int) -> None:
+    """Raises ValueError where E groups of G cannot begin there."""
+    is_number = isinstance(group_offset, int | np.integer | np.ndarray | jax.Array)
+    if (
+        not is_number
+        or jnp.ndim(group_offset) != 0
+        or not jnp.issubdtype(jnp.result_type(group_offset), jnp.integer)
+    ):
+        raise ValueError(
+            f"group_offset is {group_offset!r}; expected the number of the first expert of the "
+            "weights, an integer or a scalar array of integers"
+        )
+    if isinstance(group_offset, jax.core.Tracer):
+        is_within, first = E <= G, "a traced number"
+    else:
+        first = int(group_offset)
+        is_within = 0 <= first <= G - E
+    if not is_within:
+        raise ValueError(
+            f"group_offset={first} with {G} elements of group_sizes_E and weights of {E} "
+            f"experts; expected an offset of 0 to {G - E}: give the sizes of all groups, and "
+            "the number of the weights' first expert among them"
+        )
+
+
+def check_rows(x_RD, shape_EDF, group_sizes_E, group_offset=None) -> None:
     """Raises ValueError where these are not rows for matrices of this shape."""
     E, D, F = shape_EDF
     _check_array("x_RD", x_RD, "[rows, inputs]", 2, DTYPES)
     if x_RD.shape[1] != D:
         raise ValueError(
             f"x_RD has {x_RD.shape[1]} columns, and the weights are E={E}, D={D}, F={F}; "
-            f"expected {D} columns"
+            f"expected {D} columns: where the weights are the ones that are transposed, see "
+            "transpose_w"
         )
-    check_group_sizes(group_sizes_E, x_RD.shape[0], E)
+    check_group_sizes(group_sizes_E, x_RD.shape[0], E, group_offset)
 
 
 def _check_array(name: str, array, meaning: str, ndim: int, dtypes) -> None:
     if not isinstance(array, jax.Array | np.ndarray):
-        raise ValueError(f"{name} is a {type(array).__name__}; expected an array, {meaning}")
+        raise ValueError(
+            f"{name} is a {type(array).__name__}; expected an array, {meaning}: use jnp.asarray"
+        )
     if array.ndim != ndim:
-        raise ValueError(f"{name} has shape {array.shape}; expected {meaning}")
-    if array.dtype not in dtypes:
-        names = ", ".join(jnp.dtype(dtype).name for dtype in dtypes)
-        raise ValueError(f"{name} has dtype {array.dtype}; use {names}")
+        raise ValueError(
+            f"{name} has shape {array.shape}; expected {ndim} dimensions, {meaning}: reshape it"
+        )
+    if not any(jnp.issubdtype(array.dtype, dtype) for dtype in dtypes):
+        raise ValueError(
+            f"{name} has dtype {array.dtype}; expected {_names(dtypes)}: use "
+            f"{name}.astype(jnp.{_names(dtypes[:1])})"
+        )
+
+
+def _names(dtypes) -> str:
+    return ", ".join(
+        "int32" if dtype is jnp.integer else jnp.dtype(dtype).name for dtype in dtypes
+    )
 
 
 def varying_axes(*operands) -> frozenset:

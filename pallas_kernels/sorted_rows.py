@@ -5,7 +5,7 @@
 the same on every device (JAX 0.7 to 0.11): the forward pass is right, gradients that flow
 through a gather by them are not, and nothing is raised. `lax.sort` of keys and indices
 together types both as the keys are.
-Dims: R rows, E experts
+Dims: R rows, E experts, G all groups where E of them are here
 """
 
 import jax
@@ -29,6 +29,37 @@ def group_bounds(group_sizes_E, R: int):
     """
     end_E = jnp.cumsum(group_sizes_E, dtype=jnp.int32)
     return jnp.minimum(end_E - group_sizes_E, R), jnp.minimum(end_E, R)
+
+
+def int32_sizes(group_sizes_E, R: int):
+    """Sizes of groups in any integer dtype, as int32; what is above R stays above R.
+
+    A traced uint32 above 2^31 would be negative as int32.
+    """
+    if group_sizes_E.dtype == jnp.int32:
+        return group_sizes_E
+    if group_sizes_E.dtype.itemsize >= 4:
+        group_sizes_E = jnp.minimum(group_sizes_E, R + 1)
+    return jnp.asarray(group_sizes_E).astype(jnp.int32)
+
+
+def local_groups(group_sizes_G, group_offset, E: int, R: int):
+    """The sizes of E groups of G, the first of which is number `group_offset`, and their row.
+
+    Groups past the last one are empty. Sizes are cut at row R, so that they fit behind the
+    first row.
+
+    Returns:
+        (group_sizes_E, first_row): int32.
+    """
+    begin_G, end_G = group_bounds(group_sizes_G, R)
+    index_E = group_offset + jnp.arange(E, dtype=jnp.int32)
+    is_there_E = index_E < begin_G.shape[0]
+    begin_E, end_E = (
+        jnp.where(is_there_E, jnp.take(each, index_E, mode="clip"), end_G[-1])
+        for each in (begin_G, end_G)
+    )
+    return end_E - begin_E, begin_E[0]
 
 
 def rows_of_groups(group_sizes_E, R: int):

@@ -7,6 +7,7 @@ activation, gated linear unit and the weight of the row, is done to its float32 
 Dims: R rows, D inputs, F outputs, E experts
 """
 
+import dataclasses
 import functools
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ import numpy as np
 from pallas_kernels.epilogue import epilogue_gradients
 from pallas_kernels.implementations import choose
 from pallas_kernels.operands import check_grouped, sum_over_replicas
-from pallas_kernels.sorted_rows import rows_of_groups
+from pallas_kernels.sorted_rows import int32_sizes, local_groups, rows_of_groups
 from pallas_kernels.tiling.tuned import tuned_tiling
 
 
@@ -31,13 +32,16 @@ def grouped_matmul(
     bias_EF=None,
     activation: str | None = None,
     gate_R=None,
+    transpose_w: bool = False,
+    group_offset=None,
+    preferred_element_type=None,
     implementation: str | None = None,
     tiling: Any = None,
     interpret: bool = False,
 ):
     """`y_r = gate_r act(x_r w_e + bias_e) (x_r w_gate_e)` with e the expert of row r.
 
-    `[R, F]` in the dtype of x; every factor but the product with w is optional. The first
+    `[R, F]`; every factor but the product with w is optional. The first
     `group_sizes_E[0]` rows are expert 0's, the next `group_sizes_E[1]` expert 1's. Rows past
     the last group are not read and give zeros; matrices of empty groups are not read. Products
     are added up in float32 and rounded once, after the epilogue. Differentiable in x, w,
@@ -52,8 +56,17 @@ def grouped_matmul(
         w_gate_EDF: of a gated linear unit, as w. Each tile of rows meets both matrices.
         activation: None, `relu`, `gelu` (tanh), `gelu_exact` or `silu`.
         gate_R: the weight of each row's result, such as a router's gate.
-        group_sizes_E: int32, summing to at most R. Checked where they are concrete. While they
-            are traced they may sum to more: rows past R are neither read nor written.
+        group_sizes_E: integers, signed or not, summing to at most R. Checked where they are
+            concrete. While they are traced they may sum to more: rows past R are neither read
+            nor written.
+        transpose_w: w (and w_gate) is `[E, F, D]`, output-major, as are the gradients.
+        group_offset: w has only the E experts from this one on, of those whose sizes
+            `group_sizes_E` then has: a device's part. Rows of other experts are not read and
+            give zeros. The rows in question are brought to the front and back, a copy of x
+            and one of y, on every back end.
+        preferred_element_type: of the result, `float32`, `bfloat16` or `float16`, to which
+            the float32 sums are rounded; None is the dtype of x. Wider than x, the Hopper
+            kernel writes its sums in two parts, which XLA adds.
         implementation: `reference`, `tpu`, `gpu`, or None: see `implementations.choose`.
         tiling: the implementation's `Tiling` of the forward product; None is the tuned one,
             where `switchx tune kernels` has written one, or its heuristic. Gradients take
@@ -65,23 +78,61 @@ def grouped_matmul(
             group sizes below 0 or above R in sum, an implementation that cannot run here, a
             damaged file of tuned tilings. Nothing has been launched then.
     """
-    check_grouped(
-        x_RD, w_EDF, group_sizes_E, w_gate_EDF,
+    E, D, F = check_grouped(
+        x_RD, w_EDF, group_sizes_E, w_gate_EDF, transpose_w=transpose_w,
+        group_offset=group_offset, preferred_element_type=preferred_element_type,
         bias_EF=bias_EF, activation=activation, gate_R=gate_R,
     )  # fmt: skip
-    (R, D), (E, _, F) = x_RD.shape, w_EDF.shape
+    R = x_RD.shape[0]
     module = choose(
         "grouped_matmul",
         implementation,
         (x_RD.dtype, x_RD.dtype, R, D, F, E),
         interpret=interpret,
     )
-    if tiling is None and not interpret and w_gate_EDF is None:
+    if tiling is None and not interpret and w_gate_EDF is None and not transpose_w:
         tiling = tuned_tiling(module, x_RD.dtype, None, None, R, D, F, E)
-    # Only kernels know the option.
-    options = (("interpret", True),) if interpret else ()
-    operands = _Operands(x_RD, w_EDF, w_gate_EDF, bias_EF, gate_R, group_sizes_E)
-    return _grouped(module, activation, tiling, options, operands)
+    settings = _Settings(
+        module, activation, tiling, interpret, transpose_w,
+        jnp.dtype(preferred_element_type or x_RD.dtype),
+    )  # fmt: skip
+
+    def multiply(x_RD, gate_R, group_sizes_E):
+        operands = _Operands(x_RD, w_EDF, w_gate_EDF, bias_EF, gate_R, group_sizes_E)
+        return _grouped(settings, jax.tree.map(jnp.asarray, operands))
+
+    return with_group_offset(multiply, x_RD, gate_R, group_sizes_E, group_offset, E)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """What is no array: the module that multiplies, and how."""
+
+    module: ModuleType
+    activation: str | None
+    tiling: Any
+    interpret: bool
+    transpose_w: bool
+    out_dtype: jnp.dtype
+
+    @property
+    def options(self) -> dict:
+        """Of every product of the module, forward and backward; only kernels have any."""
+        return {"interpret": True} if self.interpret else {}
+
+
+def with_group_offset(multiply, x_RD, gate_R, group_sizes_E, group_offset, E: int):
+    """`multiply(x_RD, gate_R, int32 sizes of E groups)`, as `grouped_matmul` says of an offset.
+
+    The rows of the E groups are rolled to the front and their results back.
+    """
+    group_sizes_E = int32_sizes(group_sizes_E, len(x_RD))
+    if group_offset is None:
+        return multiply(x_RD, gate_R, group_sizes_E)
+    group_sizes_E, first = local_groups(group_sizes_E, group_offset, E, len(x_RD))
+    gate_R = None if gate_R is None else jnp.roll(gate_R, -first)
+    y_RF = multiply(jnp.roll(x_RD, -first, axis=0), gate_R, group_sizes_E)
+    return jnp.roll(y_RF, first, axis=0)
 
 
 class _Operands(NamedTuple):
@@ -98,41 +149,42 @@ class _Operands(NamedTuple):
         return [each.astype(self.x_RD.dtype) for each in matrices if each is not None]
 
 
-def _run(module, activation, tiling, options, operands: _Operands, *, has_residual: bool):
+def _run(settings: _Settings, operands: _Operands, *, has_residual: bool):
     w, *w_gate = operands.matrices()
-    return module.forward(
+    return settings.module.forward(
         operands.x_RD, w, operands.group_sizes_E, w_gate=w_gate[0] if w_gate else None,
-        bias_EF=operands.bias_EF, activation=activation, gate_R=operands.gate_R,
-        has_residual=has_residual, tiling=tiling, **dict(options),
+        bias_EF=operands.bias_EF, activation=settings.activation, gate_R=operands.gate_R,
+        has_residual=has_residual, transpose_w=settings.transpose_w, tiling=settings.tiling,
+        out_dtype=settings.out_dtype, **settings.options,
     )  # fmt: skip
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _grouped(module: ModuleType, activation, tiling, options, operands: _Operands):
-    return _run(module, activation, tiling, options, operands, has_residual=False)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(settings: _Settings, operands: _Operands):
+    return _run(settings, operands, has_residual=False)
 
 
-def _grouped_forward(module, activation, tiling, options, operands: _Operands):
-    settings = module, activation, tiling, options
+def _grouped_forward(settings: _Settings, operands: _Operands):
     is_plain = operands.w_gate_EDF is None and operands.gate_R is None
-    if operands.w_gate_EDF is None and activation is None:
-        return _run(*settings, operands, has_residual=False), (operands, None)
-    if is_plain and activation == "relu":
-        y_RF = _run(*settings, operands, has_residual=False)
+    if operands.w_gate_EDF is None and settings.activation is None:
+        return _run(settings, operands, has_residual=False), (operands, None)
+    if is_plain and settings.activation == "relu":
+        y_RF = _run(settings, operands, has_residual=False)
         return y_RF, (operands, (y_RF,))  # above 0 where its argument is
-    y_RF, residual = _run(*settings, operands, has_residual=True)
+    y_RF, residual = _run(settings, operands, has_residual=True)
     return y_RF, (operands, residual)
 
 
-def _grouped_backward(module, activation, tiling, options, saved, dy_RF):
+def _grouped_backward(settings: _Settings, saved, dy_RF):
     operands, residual = saved
     x_RD, group_sizes_E, gate_R = operands.x_RD, operands.group_sizes_E, operands.gate_R
     expert_R, is_used_R = rows_of_groups(group_sizes_E, len(x_RD))
 
     def input_gradient(da_RF, w_EDF):
-        return module.forward(
-            da_RF.astype(x_RD.dtype), w_EDF, group_sizes_E, transpose_w=True, **dict(options)
-        )
+        return settings.module.forward(
+            da_RF.astype(x_RD.dtype), w_EDF, group_sizes_E,
+            transpose_w=not settings.transpose_w, **settings.options,
+        )  # fmt: skip
 
     if residual is None:
         # The product is linear: the gates' gradient is that of the ungated rows times x.
@@ -146,7 +198,7 @@ def _grouped_backward(module, activation, tiling, options, saved, dy_RF):
             da = [dy_RF.astype(jnp.float32) * gate_R[:, None]]
             dx_RD = (dx_RD.astype(jnp.float32) * gate_R[:, None]).astype(x_RD.dtype)
     else:
-        da, dgate_R = epilogue_gradients(residual, gate_R, dy_RF, activation)
+        da, dgate_R = epilogue_gradients(residual, gate_R, dy_RF, settings.activation)
         dx_RD = sum(map(input_gradient, da, operands.matrices()))
 
     gradients = {"x_RD": dx_RD}
@@ -156,8 +208,9 @@ def _grouped_backward(module, activation, tiling, options, saved, dy_RF):
     if operands.bias_EF is not None:
         gradients["bias_EF"] = _sum_by_group(da[0], group_sizes_E)
     for name, da_RF in zip(("w_EDF", "w_gate_EDF"), da, strict=False):
-        gradients[name] = module.weight_gradient(
-            x_RD, da_RF, group_sizes_E, out_dtype=getattr(operands, name).dtype, **dict(options)
+        factors = (da_RF, x_RD) if settings.transpose_w else (x_RD, da_RF)
+        gradients[name] = settings.module.weight_gradient(
+            *factors, group_sizes_E, out_dtype=getattr(operands, name).dtype, **settings.options
         )
     gradients = {
         name: sum_over_replicas(each, getattr(operands, name))

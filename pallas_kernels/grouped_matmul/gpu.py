@@ -43,6 +43,7 @@ from pallas_kernels.tiling.gpu import (
     fitted,
     sm_count,
     tile_of_rows,
+    with_parts,
 )
 
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -100,7 +101,7 @@ def candidates(R: int, D: int, F: int, E: int, dtype=jnp.bfloat16) -> list[Tilin
 
 def forward(x_RD, w, group_sizes_E, *, w_gate=None, bias_EF=None,
             activation: str | None = None, gate_R=None, has_residual: bool = False,
-            transpose_w: bool = False, tiling: Tiling | None = None,
+            transpose_w: bool = False, out_dtype=None, tiling: Tiling | None = None,
             interpret: bool = False):  # fmt: skip
     """As `api.grouped_matmul`; with `transpose_w` w is `[E, F, D]`.
 
@@ -109,6 +110,8 @@ def forward(x_RD, w, group_sizes_E, *, w_gate=None, bias_EF=None,
 
     Args:
         has_residual: also returns the residual of `apply_epilogue`, in the dtype of x.
+        out_dtype: of the result; None is the dtype of x. For float32 the sums of two parts of
+            D or more leave the kernel, and XLA adds them up and has the epilogue.
 
     Raises:
         ValueError: `refusal` has a reason, or the tiling cannot run.
@@ -118,6 +121,14 @@ def forward(x_RD, w, group_sizes_E, *, w_gate=None, bias_EF=None,
     sizes = (num_rows, depth, features, w.shape[0])
     if reason := refusal(x_RD.dtype, w.dtype, *sizes):
         raise ValueError(reason)
+    is_wide = jnp.dtype(out_dtype or x_RD.dtype) != x_RD.dtype
+    if is_wide and depth <= ALIGNMENT:  # a step for each of two parts
+        x_RD = padded(x_RD, 1, 2 * ALIGNMENT)
+        w, w_gate = (
+            None if each is None else padded(each, 1 + transpose_w, 2 * ALIGNMENT)
+            for each in (w, w_gate)
+        )
+        depth = x_RD.shape[1]
     matrices = [
         padded(padded(each, 1, ALIGNMENT), 2, ALIGNMENT)
         for each in (w, w_gate)
@@ -125,6 +136,8 @@ def forward(x_RD, w, group_sizes_E, *, w_gate=None, bias_EF=None,
     ]
     depth, tiled = aligned(depth), (num_rows, aligned(depth), aligned(features), w.shape[0])
     tiling = tiling or default_tiling(*tiled, x_RD.dtype, len(matrices))
+    if is_wide:
+        tiling = with_parts(tiling, depth, x_RD.dtype, w.dtype, len(matrices))
     tiling = checked(tiling, depth, x_RD.dtype, w.dtype, num_matrices=len(matrices))
     tiling = dataclasses.replace(tiling, num_sms=tiling.num_sms or sm_count(interpret))
     x = padded_rows(padded(x_RD, 1, ALIGNMENT), tiling, interpret)
@@ -138,8 +151,9 @@ def forward(x_RD, w, group_sizes_E, *, w_gate=None, bias_EF=None,
         interpret=interpret, name="grouped_matmul",
     )  # fmt: skip
     y_RF, *residual = finished(
-        results, x_RD, features, tiles, tiling, w.shape[0], bias_EF, activation, gate_R
-    )
+        results, x_RD, features, tiles, tiling, w.shape[0], bias_EF, activation, gate_R,
+        out_dtype,
+    )  # fmt: skip
     return (y_RF, tuple(residual)) if has_residual else y_RF
 
 
@@ -163,8 +177,11 @@ def epilogue_of(tiles: RowTiles, tiling: Tiling, num_experts: int, scales, bias_
 
 
 def finished(results, x_RD, features: int, tiles: RowTiles, tiling: Tiling, num_experts: int,
-             bias_EF, activation, gate_R) -> list:  # fmt: skip
-    """The kernel's results as `[R, F]` arrays in the dtype of x; sums in parts are added up."""
+             bias_EF, activation, gate_R, out_dtype=None) -> list:  # fmt: skip
+    """The kernel's results as `[R, F]` arrays; sums in parts are added up.
+
+    The first is in `out_dtype`, others, and where that is None all, in the dtype of x.
+    """
     num_rows = len(x_RD)
     if tiling.splits > 1:
         sums, expert_R = [], None
@@ -174,7 +191,11 @@ def finished(results, x_RD, features: int, tiles: RowTiles, tiling: Tiling, num_
         rows = jnp.minimum(expert_R, num_experts - 1), expert_R < num_experts
         y_RF, residual = apply_epilogue(sums, *rows, bias_EF, activation, gate_R)
         results = [y_RF, *residual]
-    return [each[:num_rows, :features].astype(x_RD.dtype) for each in results]
+    dtypes = [out_dtype or x_RD.dtype] + [x_RD.dtype] * (len(results) - 1)
+    return [
+        each[:num_rows, :features].astype(dtype)
+        for each, dtype in zip(results, dtypes, strict=True)
+    ]
 
 
 def _by_warpgroup(value_EFx, tiling: Tiling):

@@ -99,22 +99,26 @@ def forward(
     gate_R=None,
     has_residual: bool = False,
     transpose_w: bool = False,
+    out_dtype=None,
     tiling: Tiling | None = None,
 ):
     """As `api.grouped_matmul`, rounded once at the end; with `transpose_w` w is `[E, F, D]`.
 
     Args:
         has_residual: also returns the residual of `apply_epilogue`, in the dtype of x.
+        out_dtype: of the result; None is the dtype of x.
 
     Raises:
         ValueError: `tiling` does not fit.
     """
+    out_dtype = out_dtype or x_RD.dtype
     R, (E, *leading_columns) = x_RD.shape[0], w.shape
     F = leading_columns[0 if transpose_w else 1]
     matrices = [w] if w_gate is None else [w, w_gate]
     if 0 in (R, E):
-        y_RF = jnp.zeros((R, F), x_RD.dtype)
-        return (y_RF, (y_RF,) * len(matrices)) if has_residual else y_RF
+        y_RF = jnp.zeros((R, F), out_dtype)
+        residual = (y_RF.astype(x_RD.dtype),) * len(matrices)
+        return (y_RF, residual) if has_residual else y_RF
     tiling = tiling or default_tiling(R, *leading_columns, E, transpose_w=transpose_w)
     tiling.check(leading_columns[0])
     sums = [
@@ -133,7 +137,7 @@ def forward(
     else:
         rows = rows_of_groups(group_sizes_E, R)
         y_RF, residual = apply_epilogue(sums, *rows, bias_EF, activation, gate_R)
-    y_RF = y_RF.astype(x_RD.dtype)
+    y_RF = y_RF.astype(out_dtype)
     if not has_residual:
         return y_RF
     return y_RF, tuple(each.astype(x_RD.dtype) for each in residual)

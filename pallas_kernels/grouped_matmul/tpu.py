@@ -59,6 +59,7 @@ def forward(
     gate_R=None,
     has_residual: bool = False,
     transpose_w: bool = False,
+    out_dtype=None,
     tiling: Tiling | None = None,
     interpret=False,
 ):
@@ -66,6 +67,7 @@ def forward(
 
     Args:
         has_residual: also returns the residual of `apply_epilogue`, in the dtype of x.
+        out_dtype: of the result; None is the dtype of x.
         interpret: True, or `pltpu.InterpretParams`, to run without a TPU.
 
     Raises:
@@ -77,7 +79,7 @@ def forward(
         num_matrices = 1 if w_gate is None else 2
         problem = Problem.of(
             R, D, F, w.shape[0], x_RD.dtype, w.dtype, num_matrices=num_matrices,
-            num_results=1 + num_matrices if has_residual else 1,
+            num_results=1 + num_matrices if has_residual else 1, out_dtype=out_dtype,
         )  # fmt: skip
         tiling = tpu_tiling.candidates(problem)[0]
     return multiply_rows(
@@ -85,7 +87,7 @@ def forward(
         epilogue=Epilogue(
             bias_EF=bias_EF, activation=activation, gate_R=gate_R, has_residual=has_residual
         ),
-        interpret=interpret,
+        out_dtype=out_dtype, interpret=interpret,
     )  # fmt: skip
 
 

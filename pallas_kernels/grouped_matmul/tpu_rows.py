@@ -41,11 +41,13 @@ class Epilogue:
     Attributes:
         scales: for each matrix `[E, G, F]`, a factor a feature and group of D / G channels;
             none where weights are not quantized.
+        zeros: for each matrix its zero points, as the scales; none where they are 0.
         bias_EF, activation, gate_R: as of `api.grouped_matmul`.
         has_residual: the residual of the epilogue is a result too.
     """
 
     scales: tuple[jax.Array, ...] = ()
+    zeros: tuple[jax.Array, ...] = ()
     bias_EF: jax.Array | None = None
     activation: str | None = None
     gate_R: jax.Array | None = None
@@ -65,7 +67,6 @@ class _Plan:
     tiling: Tiling
     D: int
     F: int
-    out_dtype: jnp.dtype
     is_output_major: bool
     group_size: int | None
     is_group_scaled: bool
@@ -110,13 +111,15 @@ def multiply_rows(
     is_output_major: bool,
     w_gate=None,
     epilogue: Epilogue | None = None,
+    out_dtype=None,
     interpret=False,
 ):
-    """`y_r = epilogue(x_r w_e)`, `[R, F]` in the dtype of x; zero past the last expert's rows.
+    """`y_r = epilogue(x_r w_e)`, `[R, F]`; zero past the last expert's rows.
 
     Args:
         w: [E, D, F], or [E, F, D] if `is_output_major`; the dtype of x, int8 or int4.
         w_gate: of a gated linear unit, as w.
+        out_dtype: of the result; None is the dtype of x, which a residual always has.
 
     Returns:
         y_RF, with `has_residual` (y_RF, residual).
@@ -134,7 +137,6 @@ def multiply_rows(
         tiling=tiling,
         D=D,
         F=F,
-        out_dtype=x_RD.dtype,
         is_output_major=is_output_major,
         group_size=D // G,
         is_group_scaled=G > 1,
@@ -146,8 +148,9 @@ def multiply_rows(
     )
     problem = Problem.of(
         R, D, F, w.shape[0], x_RD.dtype, w.dtype, num_matrices=len(matrices),
-        num_results=plan.num_results,
+        num_results=plan.num_results, out_dtype=out_dtype,
     )  # fmt: skip
+    dtypes = [out_dtype or x_RD.dtype] + [x_RD.dtype] * (plan.num_results - 1)
     sums = [pltpu.VMEM(plan.y_block, jnp.float32)] * len(matrices)
     # As if every expert had rows.
     accessed = R * (D * plan.num_blocks_F + F * plan.num_results) * x_RD.dtype.itemsize
@@ -159,7 +162,7 @@ def multiply_rows(
     results = run_pipeline(
         functools.partial(_multiply_tile, plan), pipeline,
         lambda sizes_E: tiles_by_block(sizes_E, R, tiling.block_R), group_sizes_E,
-        [x_RD, *matrices, *operands.values()], [((R, F), x_RD.dtype)] * plan.num_results,
+        [x_RD, *matrices, *operands.values()], [((R, F), each) for each in dtypes],
         problem, tiling, scratch=sums if plan.num_blocks_D > 1 else [],
         bytes_accessed=accessed, semantics=(pltpu.PARALLEL, pltpu.ARBITRARY, pltpu.ARBITRARY),
         interpret=interpret, name="multiply_rows", rows_of_tiles=tiling.multiplied_rows,
@@ -185,10 +188,11 @@ def _with_whole_tiles(x_RD, epilogue: Epilogue):
 def _epilogue_operands(epilogue: Epilogue, tiling: Tiling):
     """Arrays as the kernel reads them, and the blocks of each, by name."""
     operands, specs = {}, {}
-    for i, scale_EGF in enumerate(epilogue.scales):
-        # All groups of a feature block at once: a row of them is no whole tile of memory.
-        operands[f"scale{i}"] = scale_EGF
-        specs[f"scale{i}"] = ((None, scale_EGF.shape[1], tiling.block_F), "expert")
+    for name, arrays in (("scale", epilogue.scales), ("zero", epilogue.zeros)):
+        for i, each_EGF in enumerate(arrays):
+            # All groups of a feature block at once: a row of them is no whole tile of memory.
+            operands[f"{name}{i}"] = each_EGF
+            specs[f"{name}{i}"] = ((None, each_EGF.shape[1], tiling.block_F), "expert")
     if epilogue.bias_EF is not None:
         operands["bias"] = epilogue.bias_EF.astype(jnp.float32)[:, None]
         specs["bias"] = ((None, 1, tiling.block_F), "expert")
@@ -257,7 +261,7 @@ def _multiply_tile(plan: _Plan, tiles: BlockTiles, scratch, x_rd, *refs):
     def store(sums, piece: _Piece, columns):
         values = _apply_epilogue(plan, extras, sums, piece, columns)
         for result, value in zip(results, values, strict=False):
-            value = value.astype(plan.out_dtype)
+            value = value.astype(result.dtype)
             if piece.is_first:  # what the tile before stored above `begin` stays
                 row_r = piece.start + lax.broadcasted_iota(jnp.int32, value.shape, 0)
                 value = jnp.where(row_r < begin, result[piece.rows, columns], value)
@@ -370,27 +374,32 @@ def _for_pieces(tiling: Tiling, begin, end, run) -> None:
 
 def _product(plan: _Plan, extras, which: int, x_rd, w, d, columns, width: int | None):
     """`[block_R, chunk]` in float32; of the first `width` channels if that is given."""
+    zeros = extras.get(f"zero{which}")
     if not plan.is_group_scaled:
         w = w[columns, :] if plan.is_output_major else w[:, columns]
-        return _dot(plan, x_rd[...], w, width)
+        return _dot(plan, x_rd[...], w, width, None if zeros is None else zeros[:, columns])
     size, block_D = plan.group_size, plan.tiling.block_D
     total = jnp.zeros((x_rd.shape[0], plan.chunk), jnp.float32)
     for start in range(0, width or block_D, size):
         channels = slice(start, start + size)
         group = pl.ds(d * (block_D // size) + start // size, 1)
-        part_rf = _dot(plan, x_rd[:, channels], w[columns, channels], None)
+        zeros_1f = None if zeros is None else zeros[group, columns]
+        part_rf = _dot(plan, x_rd[:, channels], w[columns, channels], None, zeros_1f)
         total += part_rf * extras[f"scale{which}"][group, columns]
     return total
 
 
-def _dot(plan: _Plan, x_rd, w, width: int | None):
+def _dot(plan: _Plan, x_rd, w, width: int | None, zeros_1f):
     if w.dtype != x_rd.dtype:
         w = w.astype(x_rd.dtype)
     axis = 1 if plan.is_output_major else 0
     if width is not None:
         # What lies behind the last channel is whatever was there: it may be NaN.
         x_rd, w = _first(x_rd, 1, width), _first(w, axis, width)
-    return exact_dot(x_rd, w, 1, axis)
+    y_rf = exact_dot(x_rd, w, 1, axis)
+    if zeros_1f is None:
+        return y_rf
+    return y_rf - jnp.sum(x_rd.astype(jnp.float32), axis=1, keepdims=True) * zeros_1f
 
 
 def exact_dot(a, b, contract_a: int, contract_b: int):

@@ -2,9 +2,9 @@
 """QTensor: quantized expert matrices, and the one layout that they have in memory.
 
 Kim et al. 2022, "Who Says Elephants Can't Run" (arXiv:2211.10017), section 3.4: symmetric,
-range-based, one scale for each output feature of each expert; no zero points. Output-major:
-the training layout is [E, D, F], this one [E, F, D], so that what is summed over lies
-together.
+range-based, one scale for each output feature of each expert. Weights that others quantized
+may have zero points (`packed_int32.py`). Output-major: the training layout is [E, D, F], this
+one [E, F, D], so that what is summed over lies together.
 Dims: E experts, D inputs, F outputs, G groups of D with a scale
 """
 
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QTensor:
-    """`w_edf = scales[e, f, d // group_size] * values[e, f, d]`.
+    """`w_edf = scales[e, f, g] * (values[e, f, d] - zeros[e, f, g])`, `g = d // group_size`.
 
     4-bit values have two forms. Packed, two in a uint8, the one of even d in the low nibble,
     is what files and hosts keep: NumPy's int4 takes a whole byte. Native `jnp.int4` is what
@@ -31,6 +31,7 @@ class QTensor:
         scales_EFG: float32; G = 1, or D / group_size.
         bits: 8 or 4.
         group_size: channels of D that share a scale; None where all of them do.
+        zeros_EFG: zero points, float32; None where all are 0, as `quantize` has them.
         layout_version: of the layout of `values`; goes with the arrays wherever they go.
     """
 
@@ -41,6 +42,7 @@ class QTensor:
     bits: int = dataclasses.field(metadata={"static": True})
     group_size: int | None = dataclasses.field(default=None, metadata={"static": True})
     layout_version: int = dataclasses.field(default=LAYOUT_VERSION, metadata={"static": True})
+    zeros_EFG: Any = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -55,11 +57,12 @@ class QTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values and scales on a device; an int4 takes half of one there.
+        """Bytes of values, scales and zero points on a device; an int4 takes half of one there.
 
         `jax.Array.nbytes` says a whole one for `jnp.int4`.
         """
-        return self.values_nbytes + 4 * math.prod(self.scales_EFG.shape)
+        num_scales = math.prod(self.scales_EFG.shape)
+        return self.values_nbytes + 4 * num_scales * (1 if self.zeros_EFG is None else 2)
 
     @property
     def values_nbytes(self) -> int:
@@ -82,6 +85,30 @@ class QTensor:
         if not isinstance(values_EFD, jax.core.Tracer):
             object.__setattr__(self, "_native", native)  # no field: trees do not have it
         return native
+
+    def without_zeros(self) -> Self:
+        """The same weights as int8 values less their zero points: exact, in twice the bytes.
+
+        For kernels without zero points. Of 4 bits the differences are -15 to 15.
+
+        Raises:
+            ValueError: 8-bit values, whose differences may not fit 8 bits.
+        """
+        self.check()
+        if self.zeros_EFG is None:
+            return self
+        if self.bits == 8:
+            raise ValueError(
+                "w has 8 bits and zero points, which this kernel does not subtract; expected "
+                "4 bits, or zeros_EFG=None: use implementation='reference', or "
+                "quantize(dequantize(w), 8)"
+            )
+        native = self.native()
+        E, F, D = native.values.shape
+        zeros_EFG1 = jnp.asarray(self.zeros_EFG, jnp.int8)[..., None]
+        values_EFGC = native.values.astype(jnp.int8).reshape(*zeros_EFG1.shape[:3], -1)
+        values_EFD = (values_EFGC - zeros_EFG1).reshape(E, F, D)
+        return dataclasses.replace(native, values=values_EFD, bits=8, zeros_EFG=None)
 
     def packed(self) -> Self:
         """The same tensor with values as files store them: int8, or uint8 of two 4-bit ones."""
@@ -122,7 +149,15 @@ class QTensor:
                 f"and scales {self.scales_EFG.shape}; expected scales {(E, F, G)}"
             )
         if self.scales_EFG.dtype != jnp.float32:
-            raise ValueError(f"QTensor has scales of {self.scales_EFG.dtype}; expected float32")
+            raise ValueError(
+                f"QTensor has scales of {self.scales_EFG.dtype}; expected float32: use astype"
+            )
+        zeros = self.zeros_EFG
+        if zeros is not None and (zeros.shape, zeros.dtype) != ((E, F, G), jnp.float32):
+            raise ValueError(
+                f"QTensor has zero points {zeros.dtype}{list(zeros.shape)}; expected float32"
+                f"{[E, F, G]}, one for each scale, or None"
+            )
 
 
 def pack_int4(values_EFD):

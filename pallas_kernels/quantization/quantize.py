@@ -62,6 +62,8 @@ def dequantize(q: QTensor):
     E, D, F = q.shape
     G = q.scales_EFG.shape[2]
     values_EFGC = q.values.reshape(E, F, G, D // G).astype(jnp.float32)
+    if q.zeros_EFG is not None:
+        values_EFGC -= jnp.asarray(q.zeros_EFG)[..., None]
     w_EFD = (values_EFGC * q.scales_EFG[..., None]).reshape(E, F, D)
     return jnp.swapaxes(w_EFD, 1, 2)
 

@@ -10,7 +10,9 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from pallas_kernels.grouped_matmul.api import with_group_offset
 from pallas_kernels.implementations import REFERENCE, choose, warn_once
 from pallas_kernels.operands import check_quantized
 from pallas_kernels.quantization.qtensor import QTensor
@@ -26,6 +28,8 @@ def quantized_grouped_matmul(
     bias_EF=None,
     activation: str | None = None,
     gate_R=None,
+    group_offset=None,
+    preferred_element_type=None,
     implementation: str | None = None,
     tiling: Any = None,
     interpret: bool = False,
@@ -43,20 +47,25 @@ def quantized_grouped_matmul(
 
     Args:
         x_RD: float32, bfloat16 or float16.
-        w: of `quantize`. Kernels read native values: packed ones that are an argument of a
-            compiled program are converted whenever it runs, and a warning says so; others
-            once (`QTensor.native`).
+        w: of `quantize`, or of `from_awq` or `from_gptq`, whose zero points a TPU's kernel
+            subtracts by way of the sums of the rows; for Hopper's they are subtracted from the
+            values, which are int8 then, exactly and in twice the bytes. Kernels read native
+            values: packed ones that are an argument of a compiled program are converted
+            whenever it runs, and a warning says so; others once (`QTensor.native`).
         w_gate: of a gated linear unit; quantized as w is.
-        bias_EF, activation, gate_R, group_sizes_E, implementation, tiling, interpret: as of
-            `grouped_matmul`.
+        bias_EF, activation, gate_R, group_sizes_E, group_offset, preferred_element_type,
+            implementation, tiling, interpret: as of `grouped_matmul`. (A QTensor is
+            output-major, so there is no `transpose_w`.)
 
     Raises:
         ValueError: as `grouped_matmul`, or an unsupported activation, or weights of another
             layout.
     """
     check_quantized(
-        x_RD, w, group_sizes_E, w_gate, bias_EF=bias_EF, activation=activation, gate_R=gate_R
-    )
+        x_RD, w, group_sizes_E, w_gate, group_offset=group_offset,
+        preferred_element_type=preferred_element_type, bias_EF=bias_EF, activation=activation,
+        gate_R=gate_R,
+    )  # fmt: skip
     R, (E, D, F) = x_RD.shape[0], w.shape
     module = choose(
         "quantized_grouped_matmul",
@@ -64,6 +73,8 @@ def quantized_grouped_matmul(
         (x_RD.dtype, w.bits, R, D, F, E, w.group_size),
         interpret=interpret,
     )
+    if module.__name__.endswith(".gpu"):
+        w, w_gate = w.without_zeros(), None if w_gate is None else w_gate.without_zeros()
     if tiling is None and not interpret and w_gate is None:
         tiling = tuned_tiling(module, x_RD.dtype, w.bits, w.group_size, R, D, F, E)
     if not module.__name__.endswith(f".{REFERENCE}"):
@@ -74,8 +85,15 @@ def quantized_grouped_matmul(
             )
         w, w_gate = w.native(), None if w_gate is None else w_gate.native()
     options = (("activation", activation), ("tiling", tiling))
+    options += (("out_dtype", jnp.dtype(preferred_element_type or x_RD.dtype)),)
     options += (("interpret", True),) if interpret else ()
-    return _without_gradient(module, options, x_RD, w, w_gate, group_sizes_E, bias_EF, gate_R)
+
+    def multiply(x_RD, gate_R, group_sizes_E):
+        return _without_gradient(
+            module, options, x_RD, w, w_gate, group_sizes_E, bias_EF, gate_R
+        )
+
+    return with_group_offset(multiply, x_RD, gate_R, group_sizes_E, group_offset, E)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -87,6 +105,8 @@ def _without_gradient(
         return module.forward(x_RD, w, group_sizes_E, w_gate=w_gate, **options)
     if w_gate is not None:
         options["w_gate"] = w_gate.values, w_gate.scales_EFG
+    if w.zeros_EFG is not None:
+        options["zeros"] = [each.zeros_EFG for each in (w, w_gate) if each is not None]
     return module.forward(x_RD, w.values, w.scales_EFG, group_sizes_E, **options)
 
 

@@ -40,6 +40,7 @@ from pallas_kernels.tiling.gpu import (
     fitted,
     sm_count,
     tile_of_rows,
+    with_parts,
 )
 
 # Channels whose weights are converted before their product is issued; the conversion of the
@@ -111,13 +112,14 @@ def _checked(tiling: Tiling, D: int, dtype, bits: int, group_size: int | None,
 
 
 def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, w_gate=None, bias_EF=None,
-            activation=None, gate_R=None, tiling: Tiling | None = None,
+            activation=None, gate_R=None, out_dtype=None, tiling: Tiling | None = None,
             interpret: bool = False):  # fmt: skip
     """As `api.quantized_grouped_matmul`.
 
     Args:
         values_EFD, scales_EFG: of a QTensor with native values.
         w_gate: the same two of the matrices of a gated linear unit.
+        out_dtype: as of `forward` of grouped_matmul.
 
     Raises:
         ValueError: `refusal` has a reason, the activation is unknown, or the tiling cannot
@@ -131,11 +133,20 @@ def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, w_gate=None, bias_EF
     if reason := refusal(x_RD.dtype, bits, num_rows, D, F, E, group_size):
         raise ValueError(reason)
     check_activation(activation)
+    is_wide = jnp.dtype(out_dtype or x_RD.dtype) != x_RD.dtype
+    if is_wide and D <= plain.ALIGNMENT:
+        x_RD = plain.padded(x_RD, 1, 2 * plain.ALIGNMENT)
+        matrices = [
+            (plain.padded(each, 2, 2 * plain.ALIGNMENT), scales) for each, scales in matrices
+        ]
+        D = x_RD.shape[1]
     # As in `gpu.forward` of grouped_matmul.
     D, tiled_F = plain.aligned(D), plain.aligned(F)
     tiling = tiling or default_tiling(
         num_rows, D, tiled_F, E, bits, x_RD.dtype, group_size, len(matrices)
     )
+    if is_wide:
+        tiling = with_parts(tiling, D, x_RD.dtype, values_EFD.dtype, len(matrices))
     tiling = _checked(tiling, D, x_RD.dtype, bits, group_size, len(matrices))
     tiling = dataclasses.replace(
         tiling,
@@ -157,7 +168,8 @@ def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, w_gate=None, bias_EF
         plain.epilogue_of(tiles, tiling, E, scales, bias_EF, activation, gate_R),
         interpret=interpret, name=f"grouped_matmul_int{bits}",
     )  # fmt: skip
-    [y_RF, *_] = plain.finished(results, x_RD, F, tiles, tiling, E, bias_EF, activation, gate_R)
+    [y_RF, *_] = plain.finished(results, x_RD, F, tiles, tiling, E, bias_EF, activation, gate_R,
+                                out_dtype)  # fmt: skip
     return y_RF
 
 

@@ -29,6 +29,7 @@ def forward(
     bias_EF=None,
     activation: str | None = None,
     gate_R=None,
+    out_dtype=None,
     tiling: Tiling | None = None,
 ):
     """As `api.quantized_grouped_matmul`; everything before the last rounding is float32.
@@ -40,7 +41,7 @@ def forward(
     """
     R, (E, D, F) = x_RD.shape[0], w.shape
     if 0 in (R, E):
-        return jnp.zeros((R, F), x_RD.dtype)
+        return jnp.zeros((R, F), out_dtype or x_RD.dtype)
     tiling = tiling or default_tiling(R, D, F, E)
     tiling.check(F)
     sums = [
@@ -55,7 +56,7 @@ def forward(
     ]
     rows = rows_of_groups(group_sizes_E, R)
     y_RF, _ = apply_epilogue(sums, *rows, bias_EF, activation, gate_R)
-    return y_RF.astype(x_RD.dtype)
+    return y_RF.astype(out_dtype or x_RD.dtype)
 
 
 def default_tiling(R: int, D: int, F: int, E: int) -> Tiling:
@@ -85,15 +86,20 @@ def product_on_cpu(x_RD, w: QTensor, group_sizes_E, tiling: Tiling):
             return jax.lax.dynamic_slice(array_EFX, (e, k * K, 0), shape)
 
         block = jax.tree.map(block_of, w)
-        scales_KG = block.scales_EFG[0]
+        scales_KG1 = block.scales_EFG[0][..., None]
+
+        def scaled(values_KGX):
+            values_KGX = values_KGX.astype(jnp.float32)
+            if block.zeros_EFG is not None:
+                values_KGX -= block.zeros_EFG[0][..., None]
+            return values_KGX * scales_KG1
+
         if not is_split:
-            values_KGC = block.native().values.reshape(K, D // C, C).astype(jnp.float32)
-            return (values_KGC * scales_KG[..., None]).reshape(K, D)
+            return scaled(block.native().values.reshape(K, D // C, C)).reshape(K, D)
         packed_KGC = block.values.reshape(K, D // C, C // 2).astype(jnp.int32)
         # A shift to the left and an arithmetic one to the right extend the sign.
         halves = [(packed_KGC << 28) >> 28, (packed_KGC << 24) >> 28]
-        scaled = [half.astype(jnp.float32) * scales_KG[..., None] for half in halves]
-        return jnp.concatenate([half.reshape(K, D // 2) for half in scaled], axis=1)
+        return jnp.concatenate([scaled(half).reshape(K, D // 2) for half in halves], axis=1)
 
     return unquantized.add_up_blocks(x_RD, weight_block, (F, D), group_sizes_E, True, tiling)
 

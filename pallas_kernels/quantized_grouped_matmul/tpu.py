@@ -52,9 +52,11 @@ def forward(
     group_sizes_E,
     *,
     w_gate=None,
+    zeros=None,
     bias_EF=None,
     activation: str | None = None,
     gate_R=None,
+    out_dtype=None,
     tiling: Tiling | None = None,
     interpret=False,
 ):
@@ -63,6 +65,9 @@ def forward(
     Args:
         values_EFD, scales_EFG: of a QTensor with native values.
         w_gate: the same two of the matrices of a gated linear unit.
+        zeros: `zeros_EFG` of each of the matrices, or None. A zero point times the sum of the
+            row over its channels is subtracted from their product.
+        out_dtype: of the result; None is the dtype of x.
         interpret: True, or `pltpu.InterpretParams`, to run without a TPU.
 
     Raises:
@@ -74,7 +79,7 @@ def forward(
         group_size = None if G == 1 else D // G
         problem = Problem.of(
             R, D, F, E, x_RD.dtype, values_EFD.dtype, group_size=group_size,
-            num_matrices=len(matrices),
+            num_matrices=len(matrices), out_dtype=out_dtype,
         )  # fmt: skip
         tiling = tpu_tiling.candidates(problem)[0]
     if tiling.block_D % (D // G) and G > 1:
@@ -82,7 +87,10 @@ def forward(
             f"block_D={tiling.block_D} cuts groups of {D // G} channels with one scale; use "
             f"{D}, or a multiple of {D // G}"
         )
-    scales = (jnp.swapaxes(each, 1, 2).astype(jnp.float32) for _, each in matrices)
+    scales, zeros = (
+        tuple(jnp.swapaxes(each, 1, 2).astype(jnp.float32) for each in numbers)
+        for numbers in ([scales for _, scales in matrices], zeros or ())
+    )
     return multiply_rows(
         x_RD,
         values_EFD,
@@ -91,7 +99,8 @@ def forward(
         is_output_major=True,
         w_gate=None if w_gate is None else w_gate[0],
         epilogue=Epilogue(
-            scales=tuple(scales), bias_EF=bias_EF, activation=activation, gate_R=gate_R
+            scales=scales, zeros=zeros, bias_EF=bias_EF, activation=activation, gate_R=gate_R
         ),
+        out_dtype=out_dtype,
         interpret=interpret,
     )

@@ -163,6 +163,20 @@ def candidates_around(
     return found
 
 
+def with_parts(tiling: Tiling, D: int, x_dtype, w_dtype, num_matrices: int = 1) -> Tiling:
+    """The tiling with D in parts, whose sums leave the kernel as float32.
+
+    D is a multiple of 64 above it.
+    """
+    if tiling.splits > 1:
+        return tiling
+    tile_k = tiling.tile_k if tiling.tile_k < D else 64
+    steps = D // tile_k
+    splits = next(parts for parts in range(2, steps + 1) if steps % parts == 0)
+    tiling = dataclasses.replace(tiling, tile_m=64, tile_k=tile_k, splits=splits)
+    return fitted(tiling, x_dtype, w_dtype, tiling.stages, num_matrices=num_matrices)
+
+
 def rows_per_expert(R: int, E: int) -> int:
     return -(-R // max(1, min(R, E)))
 

@@ -120,6 +120,7 @@ class Problem:
         is_weight_gradient: which of the two kernels.
         num_matrices: 2 in a gated linear unit, whose tiles of rows meet both.
         num_results: 1, and the arrays of a residual.
+        y_bytes: of an element of the result; None as x_bytes.
     """
 
     R: int
@@ -132,11 +133,18 @@ class Problem:
     is_weight_gradient: bool = False
     num_matrices: int = 1
     num_results: int = 1
+    y_bytes: int | None = None
 
     @classmethod
-    def of(cls, R, D, F, E, x_dtype, w_dtype, **fields) -> "Problem":
+    def of(cls, R, D, F, E, x_dtype, w_dtype, out_dtype=None, **fields) -> "Problem":
         x_bytes = jnp.dtype(x_dtype).itemsize
+        fields["y_bytes"] = jnp.dtype(out_dtype or x_dtype).itemsize
         return cls(R, D, F, E, x_bytes, jax.dtypes.itemsize_bits(w_dtype), **fields)
+
+    @property
+    def result_bytes(self) -> int:
+        """Of the elements of all results in one place."""
+        return (self.y_bytes or self.x_bytes) + (self.num_results - 1) * self.x_bytes
 
 
 def candidates(problem: Problem) -> list[Tiling]:
@@ -194,7 +202,7 @@ def vmem_bytes(problem: Problem, tiling: Tiling) -> int:
     if problem.is_weight_gradient:
         buffers = 2 * r * (d + f) * problem.x_bytes + 2 * d * f * problem.w_bits // 8
         return buffers + 4 * d * f
-    buffers = 2 * r * (d + f * problem.num_results) * problem.x_bytes
+    buffers = 2 * r * (d * problem.x_bytes + f * problem.result_bytes)
     buffers += problem.num_matrices * 3 * d * f * problem.w_bits // 8
     is_widened = problem.w_bits < 16 and current_chip().generation == 4
     return buffers + 4 * r * f * problem.num_matrices + 4 * d * f * is_widened
@@ -235,7 +243,7 @@ def estimated_seconds(problem: Problem, tiling: Tiling) -> float:
         times_w = min(E, R) if num_D == 1 else tiles
         rows_x = R if num_D == 1 else tiles * r
         traffic = problem.num_matrices * times_w * D * F * problem.w_bits // 8
-        traffic += (rows_x * D * num_F + R * F * problem.num_results) * problem.x_bytes
+        traffic += rows_x * D * num_F * problem.x_bytes + R * F * problem.result_bytes
         first = problem.num_matrices * d * f * problem.w_bits // 8
         first += r * d * problem.x_bytes
     # Nothing is multiplied while the first blocks arrive.

@@ -185,13 +185,14 @@ def param_dims(name: str, shape) -> str:
     """The dimension letters of a parameter, from the last part of its name.
 
     A quantized matrix `w_in_EDF` is `w_in_EDF/values`, output-major, `EFD`, and
-    `w_in_EDF/scales_EFG`, whose G follow D where there are several (`pallas_kernels.QTensor`).
+    `w_in_EDF/scales_EFG` (and `zeros_EFG`), whose G follow D where there are several
+    (`pallas_kernels.QTensor`).
     """
     *_, owner, last = "", *name.split("/")
-    if last == "values" or (last == "scales_EFG" and shape[-1] > 1):
+    if last == "values" or (last in ("scales_EFG", "zeros_EFG") and shape[-1] > 1):
         letters = dims_of(owner, len(shape))
         return letters[0] + letters[2] + letters[1]
-    if last == "scales_EFG":
+    if last in ("scales_EFG", "zeros_EFG"):
         return dims_of(owner, len(shape))[::2] + "G"
     return dims_of(last, len(shape))
 

@@ -79,6 +79,116 @@ def test_gradients_against_loops_with_nan_in_unused_rows(groups):
         )
 
 
+OPTIONS = {"bias_EF": np.random.default_rng(5).normal(size=(E, F)).astype(np.float32)}
+
+
+@functools.cache
+def optional(name: str):
+    """The gated product with bias and gates, and its gradients, by another form of the call."""
+
+    def run(x_RD, w_EDF, gate_R, sizes_E):
+        options = dict(OPTIONS, w_gate_EDF=w_EDF + 1, activation="silu", gate_R=gate_R)
+        if name == "transpose_w":
+            options["w_gate_EDF"] = options["w_gate_EDF"].swapaxes(1, 2)
+            return grouped_matmul(
+                x_RD, w_EDF.swapaxes(1, 2), sizes_E, transpose_w=True, **options
+            )
+        if name == "float32 of bfloat16":
+            options |= {"preferred_element_type": "float32"}
+            x_RD = x_RD.astype(jnp.bfloat16)
+        if name == "unsigned sizes":
+            sizes_E = sizes_E.astype(jnp.uint32)
+        return grouped_matmul(x_RD, w_EDF, sizes_E, **options)
+
+    def run_with_gradients(x_RD, w_EDF, gate_R, sizes_E, dy_RF):
+        y_RF, pull_back = jax.vjp(lambda *each: run(*each, sizes_E), x_RD, w_EDF, gate_R)
+        return y_RF, *pull_back(dy_RF.astype(y_RF.dtype))
+
+    return jax.jit(run_with_gradients)
+
+
+@pytest.mark.parametrize("name", ["transpose_w", "unsigned sizes", "float32 of bfloat16"])
+def test_other_forms_of_the_operands_give_the_same(name):
+    sizes_E = GROUPS["pruned_tail"]
+    x_RD, w_EDF, dy_RF = loops.operands(sizes_E, D, F, tail=0)
+    x_RD, w_EDF = (
+        np.asarray(jnp.asarray(a).astype("bfloat16"), np.float32) for a in (x_RD, w_EDF)
+    )
+    gate_R = np.linspace(0.2, 1, R).astype(np.float32)
+    operands = x_RD, w_EDF, gate_R, jnp.array(sizes_E), dy_RF
+    wanted, got = optional("plain")(*operands), optional(name)(*operands)
+    assert [each.dtype for each in got] == [jnp.float32] * 4
+    # In bfloat16 w + 1 is rounded, and so is what gradients are made of; the sums are not.
+    is_rounded = name == "float32 of bfloat16"
+    for one, other in zip(got, wanted, strict=True):
+        scale = np.abs(other).max()
+        np.testing.assert_allclose(
+            one / scale, other / scale, atol=2e-2 if is_rounded else 2e-6
+        )
+
+
+def test_float32_results_of_bfloat16_rows_are_not_rounded():
+    sizes_E = GROUPS["uneven"]
+    x_RD, w_EDF, _ = loops.operands(sizes_E, D, F)
+    x_RD, w_EDF = jnp.asarray(x_RD, jnp.bfloat16), jnp.asarray(w_EDF, jnp.bfloat16)
+    run = functools.partial(grouped_matmul, x_RD, w_EDF, jnp.array(sizes_E))
+    y_RF = run(preferred_element_type=jnp.float32)
+    assert y_RF.dtype == jnp.float32
+    wanted = loops.product(np.asarray(x_RD), np.asarray(w_EDF), sizes_E)
+    np.testing.assert_allclose(y_RF, wanted, rtol=1e-5, atol=1e-5)
+    half = run(preferred_element_type="float16")
+    assert half.dtype == jnp.float16
+    np.testing.assert_array_equal(half, y_RF.astype(jnp.float16))
+    with pytest.raises(ValueError, match="preferred_element_type=int8; use float32, bfloat16"):
+        run(preferred_element_type=jnp.int8)
+
+
+@functools.cache
+def offset_run():
+    def run(x_RD, w_EDF, bias_EF, gate_R, sizes_E, offset, dy_RF):
+        def product(x_RD, w_EDF, gate_R):
+            return grouped_matmul(
+                x_RD, w_EDF, sizes_E, bias_EF=bias_EF, activation="relu", gate_R=gate_R,
+                group_offset=offset,
+            )  # fmt: skip
+
+        y_RF, pull_back = jax.vjp(product, x_RD, w_EDF, gate_R)
+        return y_RF, *pull_back(dy_RF)
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("groups", ["uneven", "pruned_tail", "too_many"])
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_a_part_of_the_experts_by_an_offset(groups, offset):
+    """Two experts of five; NaN in the rows of the others must not be read."""
+    sizes_E = GROUPS[groups]
+    x_RD, w_EDF, dy_RF = loops.operands(sizes_E, D, F, tail=0)
+    expert_R = loops.expert_of_rows(sizes_E, R)
+    is_here_R = np.zeros(R, bool)
+    is_here_R[: len(expert_R)] = (expert_R >= offset) & (expert_R < offset + 2)
+    x_RD[~is_here_R] = np.nan
+    gate_R = np.where(is_here_R, np.linspace(0.2, 1, R), np.nan).astype(np.float32)
+    bias_EF = np.random.default_rng(5).normal(size=(2, F)).astype(np.float32)
+    here = w_EDF[offset : offset + 2]
+    y_RF, dx_RD, dw_EDF, dgate_R = offset_run()(
+        x_RD, here, bias_EF, gate_R, jnp.array(sizes_E, jnp.uint32), offset, dy_RF
+    )
+    wanted = np.zeros((R, F))
+    wanted_dx, wanted_dw, wanted_dgate = np.zeros((R, D)), np.zeros((2, D, F)), np.zeros(R)
+    for r in np.flatnonzero(is_here_R):
+        e = expert_R[r] - offset
+        z_F = x_RD[r] @ here[e].astype(np.float64) + bias_EF[e]
+        wanted[r] = gate_R[r] * np.maximum(z_F, 0)
+        dz_F = gate_R[r] * dy_RF[r] * (z_F > 0)
+        wanted_dx[r], wanted_dgate[r] = here[e] @ dz_F, np.maximum(z_F, 0) @ dy_RF[r]
+        wanted_dw[e] += np.outer(x_RD[r], dz_F)
+    for one, other in (
+        (y_RF, wanted), (dx_RD, wanted_dx), (dw_EDF, wanted_dw), (dgate_R, wanted_dgate)
+    ):  # fmt: skip
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
 # Every activation, with and without the second matrix, a bias and gates.
 PARTS = {
     "relu": ("relu", ("bias_EF",)),
@@ -278,12 +388,12 @@ def test_weights_are_not_transposed_in_memory():
     [
         ({"x_RD": jnp.ones((R, D + 1))}, r"9 columns, and the weights are E=5, D=8, F=12"),
         ({"x_RD": jnp.ones(D)}, r"x_RD has shape \(8,\)"),
-        ({"x_RD": jnp.ones((R, D), jnp.int32)}, "dtype int32; use float32"),
+        ({"x_RD": jnp.ones((R, D), jnp.int32)}, "dtype int32; expected float32"),
         ({"x_RD": [[1.0]]}, "x_RD is a list"),
         ({"w_EDF": jnp.ones((D, F))}, "w_EDF has shape"),
         ({"w_EDF": jnp.ones((E, D, F), jnp.int8)}, "dtype int8"),
         ({"bias_EF": jnp.ones((E, F + 1))}, r"bias_EF has shape \(5, 13\); expected \(5, 12\)"),
-        ({"group_sizes_E": jnp.ones(E)}, "dtype float32; use int32"),
+        ({"group_sizes_E": jnp.ones(E)}, "dtype float32; expected int32"),
         ({"group_sizes_E": jnp.ones(E + 1, jnp.int32)}, "6 elements; expected 5"),
         ({"group_sizes_E": jnp.full(E, 5, jnp.int32)}, "sum to 25, and x_RD has 23 rows"),
         ({"group_sizes_E": jnp.array([3, -1, 0, 0, 0])}, r"group_sizes_E\[1\]=-1"),

@@ -27,6 +27,32 @@ def test_traced_sizes_are_checked_for_shape_alone():
         jax.jit(lambda sizes_E: check_group_sizes(sizes_E, 4, 3))(jnp.array([9, 9]))
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint32", "int16", "int64", "uint64"])
+def test_sizes_of_any_integers(dtype):
+    check_group_sizes(np.array([1, 3], dtype), 4, 2)
+    with pytest.raises(ValueError, match="sum to 9, and x_RD has 4 rows; pad"):
+        check_group_sizes(np.array([6, 3], dtype), 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "offset", "message"),
+    [
+        ([1, 1, 1], 2, "group_offset=2 with 3 elements .* weights of 2 experts; expected an "
+         "offset of 0 to 1"),
+        ([1, 1, 1], -1, "group_offset=-1"),
+        ([1], 0, "group_offset=0 with 1 elements"),
+        ([1, 1, 1], 0.5, "group_offset is 0.5; expected the number of the first expert"),
+        ([1, 1, 1], np.zeros(1, np.int32), "group_offset is array"),
+        ([1, 1, 1], None, "3 elements; expected 2, .* or group_offset"),
+        ([1.0, 1.0], None, "group_sizes_E has dtype float64; expected int32"),
+        ([2, -1], None, r"group_sizes_E\[1\]=-1; expected sizes of 0 or more: use 0"),
+    ],
+)  # fmt: skip
+def test_groups_that_are_not_there(sizes, offset, message):
+    with pytest.raises(ValueError, match=message):
+        check_group_sizes(np.array(sizes), 4, 2, offset)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -42,7 +68,7 @@ def test_traced_sizes_are_checked_for_shape_alone():
         ({"w_gate": np.ones((2, 4, 3))}, "w_gate is a ndarray; expected a QTensor"),
         (
             {"w_gate": quantize(np.ones((2, 4, 3), np.float32), 8)},
-            "bits=8 and group_size=None; expected those of w, .*, 4 and None",
+            "bits=8, group_size=None and no zero .*; expected those of w, .*, 4, None and no",
         ),
         ({"gate_R": jnp.ones((5, 1))}, "gate_R has shape"),
         ({"gate_R": jnp.ones(5, jnp.int32)}, "gate_R has dtype int32"),
