@@ -57,7 +57,7 @@ class Comparison:
     """
 
     contenders: tuple[Contender, ...]
-    steps: int = 500
+    steps: int = 300
     seeds: tuple[int, ...] = (0, 1, 2)
     bindings: tuple[str, ...] = ()
     gin_file: str = GIN_FILE
@@ -93,12 +93,14 @@ class Trained:
         step_times: seconds of a step relative to the first contender's; None where not timed.
         flops: of a token in training, relative to the first contender's.
         skipped: steps that were skipped as their gradients were not finite, all seeds.
+        dropped: fraction of tokens that training drops at its end, one a seed.
     """
 
     curves: dict[str, list[dict[int, float]]]
     step_times: dict[str, float] | None
     flops: dict[str, float]
     skipped: dict[str, int]
+    dropped: dict[str, list[float]]
 
     def final(self, name: str) -> list[float]:
         """Quality after the last step, one a seed."""
@@ -138,6 +140,7 @@ class Trained:
                 row["step time"] = self.step_times[name]
                 in_time = self.speedup_in_steps(name, first) / self.step_times[name]
                 row[f"time to its quality, {first}'s over"] = _known(in_time)
+            row["dropped tokens"] = statistics.mean(self.dropped[name])
             rows.append(row | {"skipped steps": self.skipped[name]})
         return rows
 
@@ -185,7 +188,7 @@ def _judged_quick() -> dict[str, Any]:
 def train_all(study: Study, cells: Cells, comparison: Comparison) -> Trained:
     """Every contender on every seed, seed by seed; then the times of steps."""
     curves = {each.name: [] for each in comparison.contenders}
-    skipped = dict.fromkeys(curves, 0)
+    skipped, dropped = dict.fromkeys(curves, 0), {name: [] for name in curves}
     for seed in comparison.seeds:
         for each in comparison.contenders:
             bindings = comparison.bindings_of(each, seed)
@@ -195,6 +198,7 @@ def train_all(study: Study, cells: Cells, comparison: Comparison) -> Trained:
             curve = {int(step): value for step, value in found["curve"].items()}
             curves[each.name].append(curve)
             skipped[each.name] += found["skipped_steps"]
+            dropped[each.name].append(found["dropped"])
     jobs = {
         each.name: job_from_gin(
             ROOT / comparison.gin_file,
@@ -213,7 +217,7 @@ def train_all(study: Study, cells: Cells, comparison: Comparison) -> Trained:
         rounds = 2 if study.is_quick else 9
         step_times = cells.get(cell, lambda: _step_times(jobs, rounds))
     relative = {name: each / least for name, each in flops.items()}
-    return Trained(curves, step_times, relative, skipped)
+    return Trained(curves, step_times, relative, skipped, dropped)
 
 
 def _step_times(jobs: dict[str, TrainingJob], rounds: int) -> dict[str, float]:

@@ -199,9 +199,9 @@ class Study:
 
         Returns:
             `curve` (validation negative log perplexity by step), `tasks` (the same by
-            task, of a mixture), `skipped_steps`,
-            `peaks` (the best of each metric of generated texts, by task) and `seconds` of wall
-            time, restarts included.
+            task, of a mixture), `skipped_steps`, `dropped` (the fraction of tokens at the last
+            logged step), `peaks` (the best of each metric of generated texts, by task) and
+            `seconds` of wall time, restarts included.
 
         Raises:
             SystemExit: interrupted or failed; the same command goes on.
@@ -246,6 +246,7 @@ class Study:
             "curve": {str(line["step"]): line["neg_log_perplexity"] for line in lines},
             "tasks": _by_task(lines),
             "skipped_steps": sum(line["skipped_steps"] for line in logged),
+            "dropped": logged[-1].get("dropped_fraction", 0.0),
             "peaks": json.loads(peaks.read_text()) if peaks.exists() else {},
             "seconds": sum(goodput["seconds"].values()),
         }

@@ -11,7 +11,7 @@ from experiments.fine_tuning.run import DATA, tuned
 from experiments.pages import publish_page
 from experiments.study import Study, bootstrap, main
 
-TASKS = ("glue_cola", "glue_sst2", "super_glue_rte", "trec")
+TASKS = ("glue_cola", "glue_sst2", "trec")
 RATES = {
     "0.1": (0.1, 0.1),
     "0.2": (0.2, 0.2),
