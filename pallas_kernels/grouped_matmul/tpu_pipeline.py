@@ -83,7 +83,9 @@ def run_pipeline(
 
 
 def _counts(
-    pipeline, schedule, tiles, arrays, out_shape, problem: Problem, tiling: Tiling, rows_of_tiles
+
+    pipeline, schedule, tiles, arrays, out_shape, problem: Problem, tiling: Tiling,
+    rows_of_tiles: Callable | None,
 ):  # fmt: skip
     """Of sizes of the groups, the pipeline's copies and what it multiplies (`launches.py`)."""
     tiles_like, arrays_like = (
