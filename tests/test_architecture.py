@@ -91,7 +91,7 @@ ONLY_IN = {
 MAX_LINES = {"switchx": 400, "pallas_kernels": 500}
 MAX_FUNCTION_LINES = 80
 # Of switchx/, experts in storage and what later steps add apart.
-MAX_FILES = 212
+MAX_FILES = 216
 SPDX = "# SPDX-License-Identifier: Apache-2.0"
 
 # Spelt in pieces, so that this file does not offend.
