@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which code runs an operation: plain JAX, or the kernel of a TPU or of a Hopper GPU."""
+"""Which code runs an operation: plain JAX, or a kernel of a TPU, a Hopper GPU or other GPUs."""
 
 import functools
-import importlib
+import importlib.util
 import warnings
 from types import ModuleType
 
 import jax
 
 REFERENCE = "reference"
-KERNELS = ("tpu", "gpu")
-NAMES = (REFERENCE, *KERNELS)
+# In the order in which those of a platform are tried.
+KERNELS = {"tpu": ("tpu",), "gpu": ("gpu", "triton")}
+NAMES = (REFERENCE, *(name for names in KERNELS.values() for name in names))
 HOPPER = "9.0"  # the compute capability with wgmma; later ones do not have it
+AMPERE = 8.0  # the first one with bfloat16
+TRITON = "jax.experimental.pallas.triton"
 
 
 def choose(
@@ -38,29 +41,33 @@ def choose(
     """
     if implementation is not None and implementation not in NAMES:
         raise ValueError(f"implementation={implementation!r}; use None or one of {NAMES}")
-    if interpret and implementation not in KERNELS:
+    if interpret and implementation in (None, REFERENCE):
         raise ValueError(
             f"interpret=True with implementation={implementation!r}: only kernels are "
-            f"interpreted; name one of {KERNELS}"
+            f"interpreted; name one of {NAMES[1:]}"
         )
     device = current_device()
-    name = implementation
-    if name is None:
-        name = device.platform
-        reason = unable(name, device) or _module(op, name).refusal(*refusal_operands)
-        if reason:
-            name = REFERENCE
-            if device.platform != "cpu":  # whose way the reference is
-                warn_once(
-                    f"{op} runs without its kernel, by jax.lax.ragged_dot, which XLA may "
-                    f"compute with every expert's matrix for every row: {reason}"
-                )
-    elif name in KERNELS:
+
+    def reason_against(name: str) -> str | None:
         reason = None if interpret else unable(name, device)
-        reason = reason or _module(op, name).refusal(*refusal_operands)
-        if reason:
-            raise ValueError(f"implementation={name!r} cannot run {op}: {reason}")
-    return _module(op, name)
+        return reason or _module(op, name).refusal(*refusal_operands)
+
+    if implementation is not None:
+        if implementation != REFERENCE and (reason := reason_against(implementation)):
+            raise ValueError(f"implementation={implementation!r} cannot run {op}: {reason}")
+        return _module(op, implementation)
+    reasons = []
+    for name in KERNELS.get(device.platform, ()):
+        if (reason := reason_against(name)) is None:
+            return _module(op, name)
+        reasons.append(f"{name}: {reason}")
+    if device.platform != "cpu":  # whose way the reference is
+        warn_once(
+            f"{op} runs without its kernel, by jax.lax.ragged_dot, which XLA may compute with "
+            f"every expert's matrix for every row: "
+            + ("; ".join(reasons) or f"there is none for {device.platform}")
+        )
+    return _module(op, REFERENCE)
 
 
 @functools.cache
@@ -74,6 +81,7 @@ class Device:
 
     def __init__(self, platform: str, kind: str, compute_capability: str | None):
         self.platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+        self.is_nvidia = platform == "cuda" or "NVIDIA" in kind
         self.kind = kind
         self.compute_capability = compute_capability
 
@@ -98,14 +106,37 @@ def current_device() -> Device:
 def unable(name: str, device: Device) -> str | None:
     """Why a device cannot run the kernels `name`, with the way out; None if it can."""
     way_out = f"use implementation=None or {REFERENCE!r}, or interpret=True to test it slowly"
-    if name not in KERNELS or device.platform != name:
-        return f"it needs a {name.upper()}, and JAX runs on {device.platform}; {way_out}"
+    platform = next(key for key, names in KERNELS.items() if name in names)
+    if device.platform != platform:
+        return f"it needs a {platform.upper()}, and JAX runs on {device.platform}; {way_out}"
+    has = f"and {device.kind} has {device.compute_capability}; {way_out}"
     if name == "gpu" and device.compute_capability != HOPPER:
-        return (
-            f"it needs a GPU of compute capability {HOPPER} (Hopper), and {device.kind} has "
-            f"{device.compute_capability}; {way_out}"
-        )
+        return f"it needs a GPU of compute capability {HOPPER} (Hopper), {has}"
+    if name == "triton" and not _is_from_ampere(device):
+        return f"it needs an NVIDIA GPU of compute capability {AMPERE} or later, {has}"
+    if name == "triton" and importlib.util.find_spec(TRITON) is None:
+        return f"JAX {jax.__version__} has no {TRITON}; {way_out}"
     return None
+
+
+def _is_from_ampere(device: Device) -> bool:
+    try:
+        return device.is_nvidia and float(device.compute_capability or AMPERE) >= AMPERE
+    except ValueError:  # of no NVIDIA GPU
+        return False
+
+
+def reads_packed_int4(platform: str | None = None) -> bool:
+    """Whether quantized products read weights of 4 bits packed in uint8, not as `jnp.int4`.
+
+    Args:
+        platform: of another machine, whose GPU is a Hopper; None is the device in use.
+    """
+    if platform is not None:
+        return platform == "cpu"
+    device = current_device()
+    is_other_gpu = device.platform == "gpu" and unable("gpu", device) is not None
+    return device.platform == "cpu" or is_other_gpu
 
 
 def _module(op: str, name: str) -> ModuleType:

@@ -134,6 +134,14 @@ def transposed(ref, scratch, interpret: bool):
     return scratch
 
 
+def strided_iota(size: int, interpret: bool):
+    """int32 0, 1, .. in registers, element i with thread i % 128; of a multiple of 128."""
+    if interpret:
+        return lax.iota(jnp.int32, size)
+    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=1)
+    return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
+
+
 def load_as(ref, layout, *, optimized: bool = True) -> jax.Array:
     """All of a reference in registers of a layout.
 

@@ -68,7 +68,12 @@ def rows_of_groups(group_sizes_E, R: int):
     Returns:
         (expert_R, is_used_R): int32 and bool; rows past the last group have the last group.
     """
-    _, end_E = group_bounds(group_sizes_E, R)
+    return rows_before(group_bounds(group_sizes_E, R)[1], R)
+
+
+def rows_before(end_E, R: int):
+    """`rows_of_groups` of the groups that end before these rows."""
     row_R = jax.lax.iota(jnp.int32, R)
-    expert_R = jnp.searchsorted(end_E, row_R, side="right").astype(jnp.int32)
+    # Comparing with all is one fused kernel; a binary search is a loop of them.
+    expert_R = jnp.sum(row_R[:, None] >= end_E[None], axis=1, dtype=jnp.int32)
     return jnp.minimum(expert_R, end_E.shape[0] - 1), row_R < end_E[-1]

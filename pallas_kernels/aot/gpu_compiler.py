@@ -5,8 +5,8 @@ A description of the GPU (`h200.txtpb`) stands in for it: XLA, Mosaic, ptxas and
 as they would, nothing is executed. They are in the folder that the environment variable
 SWITCHX_AOT_GPU names; `compiler.py` says how to run this file. A kernel's resources are of a
 thread the registers at launch (Hopper's warpgroups then trade them) and the bytes spilled, the
-shared memory of a block, HGMMA and all instructions in the machine code, and XLA's temporary
-bytes.
+shared memory of a block, HGMMA and all instructions in the machine code, XLA's temporary
+bytes, and how many kernels the whole product launches, the one of its tile schedule among them.
 """
 
 import functools
@@ -27,7 +27,12 @@ from pallas_kernels.aot.case import Case, benchmark_cases, build, variant
 TARGETS = {"h200": "h200.txtpb"}
 FOLDER_VARIABLE = "SWITCHX_AOT_GPU"
 DEFAULT_FOLDER = ".venv/aot_gpu"
-RESOURCES = ("registers", "spill_bytes", "shared_bytes", "hgmma", "instructions", "temp_bytes")
+RESOURCES = (
+    *("registers", "spill_bytes", "shared_bytes", "hgmma", "instructions", "temp_bytes"),
+    "kernels",
+)
+# Of an HLO program, what launches nothing.
+_FREE = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element")
 
 
 def budget_cases() -> dict[str, Case]:
@@ -118,6 +123,22 @@ def read_resources(ptxas: str, sass: str, passes: str) -> dict[str, int]:
     }
 
 
+def count_kernels(hlo: str) -> int:
+    """Kernels that the entry of a compiled program launches; it has no loops.
+
+    Raises:
+        ValueError: there is no entry.
+    """
+    found = re.search(r"^ENTRY [^\n]*\{\n(.*?)^\}", hlo, re.MULTILINE | re.DOTALL)
+    if not found:
+        raise ValueError(f"expected HLO with an ENTRY computation, got {hlo[:200]!r}")
+    # Opcodes follow the type, which is one word or a tuple in brackets.
+    names = re.findall(
+        r"^ +(?:ROOT )?%\S+ = (?:\(.*?\)|\S+) ([\w-]+)\(", found[1], re.MULTILINE
+    )
+    return sum(name not in _FREE for name in names)
+
+
 @functools.cache
 def described_gpu(target: str):
     """The device that the compiler makes of a description."""
@@ -165,10 +186,12 @@ def compile_here(target: str, case: Case, dump: pathlib.Path) -> dict[str, int]:
     compiled = jax.jit(function).lower(*specs).compile()
     texts = (
         "\n".join(path.read_text() for path in sorted(dump.glob(pattern)))
-        for pattern in ("*.ptxas", "*.sass*", "*.mlir-passes.log")
+        for pattern in ("grouped_*.ptxas", "grouped_*.sass*", "grouped_*.mlir-passes.log")
     )
-    temporary = compiled.memory_analysis().temp_size_in_bytes
-    return read_resources(*texts) | {"temp_bytes": temporary}
+    return read_resources(*texts) | {
+        "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "kernels": count_kernels(compiled.as_text()),
+    }
 
 
 COMPILER = compiler.Compiler(

@@ -17,6 +17,7 @@ import numpy as np
 from pallas_kernels.bench.cells import Cell
 from pallas_kernels.bench.timing import Contender, all_in_one_program, one_by_one
 from pallas_kernels.grouped_matmul.api import grouped_matmul
+from pallas_kernels.implementations import reads_packed_int4
 from pallas_kernels.quantization.qtensor import QTensor
 from pallas_kernels.quantization.quantize import dequantize
 from pallas_kernels.quantized_grouped_matmul.api import quantized_grouped_matmul
@@ -99,8 +100,7 @@ def random_weights(cell: Cell, bits: int | None, seed: int):
         values = rng.integers(-128, 128, (E, F, D), np.int8)
         return QTensor(jnp.array(values), scales_EF1, bits)
     q = QTensor(jnp.array(rng.integers(0, 256, (E, F, D // 2), np.uint8)), scales_EF1, bits)
-    # CPUs read packed ones, kernels native ones.
-    return q if jax.default_backend() == "cpu" else q.native()
+    return q if reads_packed_int4() else q.native()
 
 
 def weight_bytes(cell: Cell, bits: int | None, experts: int) -> int:

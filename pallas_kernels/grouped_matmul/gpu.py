@@ -26,14 +26,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.epilogue import apply_epilogue
 from pallas_kernels.grouped_matmul import gpu_weight_gradient
+from pallas_kernels.grouped_matmul.gpu_schedule import schedule
 from pallas_kernels.grouped_matmul.gpu_swap_ab import Epilogue, Weights, swap_ab
 from pallas_kernels.grouped_matmul.tile_schedule import (
     ROW_ALIGNMENT,
     RowTiles,
-    row_tiles,
-    summed_splits,
+    max_row_tiles,
 )
 from pallas_kernels.mosaic_gpu import transposed
+from pallas_kernels.sorted_rows import rows_before
 from pallas_kernels.tiling.gpu import (
     Tiling,
     candidates_around,
@@ -144,14 +145,14 @@ def forward(x_RD, w, group_sizes_E, *, w_gate=None, bias_EF=None,
     if interpret:
         block = tiling.tile_m * tiling.warpgroups
         matrices = [padded(each, 1 if transpose_w else 2, block) for each in matrices]
-    tiles = row_tiles(group_sizes_E, num_rows, tiling.tile_n)
+    tiles, bound_B = schedule(group_sizes_E, num_rows, tiling.tile_n, interpret=interpret)
     results = swap_ab(
         x, matrices, tiles, tiling, _weights(transpose_w, x_RD.dtype, tiling, interpret),
         epilogue_of(tiles, tiling, w.shape[0], (), bias_EF, activation, gate_R, has_residual),
-        interpret=interpret, name="grouped_matmul",
+        num_rows=num_rows, interpret=interpret, name="grouped_matmul",
     )  # fmt: skip
     y_RF, *residual = finished(
-        results, x_RD, features, tiles, tiling, w.shape[0], bias_EF, activation, gate_R,
+        results, x_RD, features, tiling, bound_B[1 : len(w) + 1], bias_EF, activation, gate_R,
         out_dtype,
     )  # fmt: skip
     return (y_RF, tuple(residual)) if has_residual else y_RF
@@ -176,25 +177,23 @@ def epilogue_of(tiles: RowTiles, tiling: Tiling, num_experts: int, scales, bias_
     )
 
 
-def finished(results, x_RD, features: int, tiles: RowTiles, tiling: Tiling, num_experts: int,
-             bias_EF, activation, gate_R, out_dtype=None) -> list:  # fmt: skip
+def finished(results, x_RD, features: int, tiling: Tiling, end_E, bias_EF, activation,
+             gate_R, out_dtype=None) -> list:  # fmt: skip
     """The kernel's results as `[R, F]` arrays; sums in parts are added up.
 
     The first is in `out_dtype`, others, and where that is None all, in the dtype of x.
+
+    Args:
+        end_E: the row after each expert's last one.
     """
-    num_rows = len(x_RD)
     if tiling.splits > 1:
-        sums, expert_R = [], None
-        for parts_SPFT in results:
-            y_RF, expert_R = summed_splits(parts_SPFT, tiles, num_rows)
-            sums.append(y_RF[:, :features])
-        rows = jnp.minimum(expert_R, num_experts - 1), expert_R < num_experts
+        sums = [jnp.sum(parts_SRF[..., :features], axis=0) for parts_SRF in results]
+        rows = rows_before(end_E, len(x_RD))
         y_RF, residual = apply_epilogue(sums, *rows, bias_EF, activation, gate_R)
         results = [y_RF, *residual]
     dtypes = [out_dtype or x_RD.dtype] + [x_RD.dtype] * (len(results) - 1)
     return [
-        each[:num_rows, :features].astype(dtype)
-        for each, dtype in zip(results, dtypes, strict=True)
+        each[:, :features].astype(dtype) for each, dtype in zip(results, dtypes, strict=True)
     ]
 
 
@@ -208,9 +207,11 @@ def _by_warpgroup(value_EFx, tiling: Tiling):
 
 def _by_tile(gate_R, tiles: RowTiles, block: int, num_experts: int):
     """The gates of each tile's rows, `[P, T]` float32."""
-    row_PT = tiles.start_P[:, None] + jnp.arange(block, dtype=jnp.int32)[None]
+    num_tiles = max_row_tiles(gate_R.shape[0], num_experts, block)
+    start_P, expert_P = tiles.start_P[:num_tiles], tiles.expert_P[:num_tiles]
+    row_PT = start_P[:, None] + jnp.arange(block, dtype=jnp.int32)[None]
     gate_PT = gate_R.astype(jnp.float32)[jnp.minimum(row_PT, gate_R.shape[0] - 1)]
-    return jnp.where((tiles.expert_P < num_experts)[:, None], gate_PT, 0.0)
+    return jnp.where((expert_P < num_experts)[:, None], gate_PT, 0.0)
 
 
 def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | None = None,

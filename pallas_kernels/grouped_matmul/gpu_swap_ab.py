@@ -82,23 +82,23 @@ class Epilogue:
 
 
 def swap_ab(x_RD, matrices, tiles: RowTiles, tiling: Tiling, weights: Weights,
-            epilogue: Epilogue, *, interpret: bool, name: str):  # fmt: skip
+            epilogue: Epilogue, *, num_rows: int, interpret: bool, name: str):  # fmt: skip
     """The product and, with `has_residual`, the residual: arrays `[R, F]` in the dtype of x.
 
-    With splits, the float32 sums of each matrix instead, `[splits, P, F, T]`: tile by tile, the
-    rows of other groups among them.
+    With splits, parts of the float32 sums of each matrix instead, `[splits, R, F]`.
 
     Args:
-        x_RD: R is a multiple of 8.
+        x_RD: with rows after the last one up to a multiple of 8.
+        num_rows: R, the rows of the groups and of none; no more are written.
         matrices: one, or two of a gated linear unit. A warpgroup has the same features of
             both, in an accumulator each, so that a tile of rows is copied once for both.
     """
     [w, *_] = matrices
     features = w.shape[1] if weights.is_depth_minor else w.shape[2]
-    shape = (x_RD.shape[0], features)
+    shape = (num_rows, features)
     dtype, num_results = x_RD.dtype, 1
     if tiling.splits > 1:
-        shape = (tiling.splits, tiles.expert_P.shape[0], features, tiling.tile_n)
+        shape = (tiling.splits, *shape)
         dtype, num_results = jnp.float32, len(matrices)
     elif epilogue.has_residual:
         num_results += len(matrices)
@@ -113,7 +113,7 @@ def swap_ab(x_RD, matrices, tiles: RowTiles, tiling: Tiling, weights: Weights,
     record(
         name, [x_RD, *matrices, *tiles.arrays(), *extras.values()], results,
         functools.partial(
-            copied_bytes, walk=walk, num_rows=x_RD.shape[0], x=x_RD.dtype, w=w.dtype,
+            copied_bytes, walk=walk, num_rows=num_rows, x=x_RD.dtype, w=w.dtype,
             num_matrices=len(matrices), extras=[(a.shape, a.dtype) for a in extras.values()],
             results=results,
         ),
@@ -142,12 +142,10 @@ def _scratch(tiling, weights, x_dtype, w_dtype, y_dtype, num_matrices, interpret
 
     smem = functools.partial(tiled_smem, interpret=interpret)
     # Rows are stored from any one on, so that these are not in tiles of 8.
-    by_row = () if interpret else (plgpu.SwizzleTransform(128),)
+    by_row = () if interpret or tiling.splits > 1 else (plgpu.SwizzleTransform(128),)
     y_smem = plgpu.SMEM(
         (groups, tiling.tile_m // STORED, rows, STORED), y_dtype, transforms=by_row
     )
-    if tiling.splits > 1:
-        y_smem = smem((groups, tiling.tile_m, rows), y_dtype)
     own = dict(weights.scratch)
     if interpret and not weights.waits:
         own["x"] = ((depth, rows), x_dtype)
@@ -229,6 +227,25 @@ def _copies(x_gmem, w_gmem, x_smem, w_smem, full, empty, tiles, walk, weights):
 
 
 @dataclasses.dataclass(frozen=True)
+class _Tile:
+    """A tile of the result, and what was loaded for it.
+
+    Attributes:
+        row_tile, column, split: its place; columns are those of warpgroups.
+        start, offset, size: of `RowTiles`.
+        of_features: scales and bias of the features, in registers.
+    """
+
+    row_tile: Any
+    column: Any
+    split: Any
+    start: Any
+    offset: Any
+    size: Any
+    of_features: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
 class _Consumer:
     """One warpgroup that multiplies the first `rows` rows of tiles."""
 
@@ -254,6 +271,17 @@ class _Consumer:
         expert = self.tiles.expert_P[row_tile]
         steps = self.walk.steps(expert)
         column = feature_tile * self.walk.tiling.warpgroups + self.warpgroup
+        # Before the products, which hide how long memory takes.
+        tile = _Tile(
+            row_tile, column, split, *(ref[row_tile] for ref in (
+                self.tiles.start_P, self.tiles.offset_P, self.tiles.size_P
+            )),
+            {
+                name: self._vector_of_features(name, expert, column)
+                for name in self.extra_gmem
+                if name == "bias" or (name != "gate" and self.weights.depth_per_scale is None)
+            },
+        )  # fmt: skip
 
         def compute(rows):
             part = dataclasses.replace(self, rows=rows)
@@ -261,10 +289,9 @@ class _Consumer:
                 sums = part._accumulate(steps, step)
             else:
                 sums = part._accumulate_scaled(steps, step, expert, column, split)
-            part._store_results(sums, expert, column, row_tile, split)
+            part._store_results(sums, tile)
 
-        end = self.tiles.offset_P[row_tile] + self.tiles.size_P[row_tile]
-        for_rows(self.walk.tiling, end, compute)
+        for_rows(self.walk.tiling, tile.offset + tile.size, compute)
         return step + steps
 
     @property
@@ -300,8 +327,18 @@ class _Consumer:
         """The accumulators with a scale for each group of D, applied to each step's own sum."""
         walk = self.walk
         per_group = self.weights.depth_per_scale // walk.tiling.tile_k
+        names = [f"scale{i}" for i in range(self.num_matrices)]
+        some_expert = lax.min(expert, jnp.int32(walk.num_experts - 1))
 
-        def multiply(k, totals):
+        def scales_of(k):
+            group = lax.div(split * walk.depth_steps + k, per_group)
+            index = (some_expert, column, slice(None), group)
+            return [self._load(self.extra_gmem[name].at[index], axis=0) for name in names]
+
+        def multiply(k, carry):
+            totals, scales = carry
+            # The next step's, on their way during this one's products.
+            next_scales = scales_of(lax.min(k + 1, walk.depth_steps - 1))
             slot = lax.rem(first_step + k, walk.tiling.stages)
 
             def once(*accumulators):
@@ -311,17 +348,17 @@ class _Consumer:
 
             parts = pl.run_scoped(once, *self._accumulators)
             plgpu.barrier_arrive(self.empty.at[slot])
-            group = lax.div(split * walk.depth_steps + k, per_group)
-            index = (expert, column, slice(None), group)
-            return [
-                total_MT + part_MT * self._of_feature(self.extra_gmem[f"scale{i}"], index)
-                for i, (total_MT, part_MT) in enumerate(zip(totals, parts, strict=True))
+            totals = [
+                total_MT + part_MT * self._down_rows(scale_M)
+                for total_MT, part_MT, scale_M in zip(totals, parts, scales, strict=True)
             ]
+            return totals, next_scales
 
         zero_MT = jnp.zeros((walk.tiling.tile_m, self.rows), jnp.float32)
         if not self.interpret:
             zero_MT = plgpu.layout_cast(zero_MT, plgpu.Layout.WGMMA)
-        return lax.fori_loop(0, steps, multiply, [zero_MT] * self.num_matrices)
+        first = [zero_MT] * self.num_matrices, scales_of(0)
+        return lax.fori_loop(0, steps, multiply, first)[0]
 
     def _multiply(self, accumulators, slot):
         x = self.x_smem.at[slot, pl.ds(0, self.rows)]
@@ -329,37 +366,34 @@ class _Consumer:
             w = self.w_smem.at[slot, self.warpgroup, i]
             self.weights.multiply(acc, w, x, self.own)
 
-    def _of_feature(self, ref, index):
+    def _down_rows(self, value_M):
         """Values of this warpgroup's features, down the rows of the accumulator."""
-        value_M = self._load(ref.at[index], axis=0)
         return lax.broadcast_in_dim(value_M, (self.walk.tiling.tile_m, self.rows), [0])
 
-    def _of_feature_or_zero(self, name, index):
+    def _vector_of_features(self, name, expert, column):
         """Values of this warpgroup's features by name; zero for tiles of no expert."""
-        expert, *rest = index
+        index = (column,) if name == "bias" else (column, slice(None), 0)
         # Another expert's values are loaded and dropped. Not a `lax.cond`: inside
         # `jax.shard_map` the type of a loaded value names mesh axes, that of a zero does not.
         some_expert = lax.min(expert, jnp.int32(self.walk.num_experts - 1))
-        value_M = self._load(self.extra_gmem[name].at[(some_expert, *rest)], axis=0)
+        value_M = self._load(self.extra_gmem[name].at[(some_expert, *index)], axis=0)
         zero_M = jnp.zeros((self.walk.tiling.tile_m,), jnp.float32)
         if not self.interpret:
             zero_M = plgpu.layout_cast(zero_M, plgpu.Layout.WGMMA.reduce(1))
         is_used_M = lax.broadcast(expert < self.walk.num_experts, zero_M.shape)
-        value_M = lax.select(is_used_M, value_M, zero_M)
-        return lax.broadcast_in_dim(value_M, (self.walk.tiling.tile_m, self.rows), [0])
+        return lax.select(is_used_M, value_M, zero_M)
 
     def _load(self, ref, axis):
         if self.interpret:
             return ref[...]
         return load_as(ref, plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
 
-    def _store_results(self, sums, expert, column, row_tile, split):
+    def _store_results(self, sums, tile: "_Tile"):
         """Stores the residual, then the result; with splits the sums, scaled."""
-        store = functools.partial(self._store, row_tile=row_tile, column=column, split=split)
-        if "scale0" in self.extra_gmem and self.weights.depth_per_scale is None:
-            index = expert, column, slice(None), 0
+        store = functools.partial(self._store, tile=tile)
+        if "scale0" in tile.of_features:
             sums = [
-                acc_MT * self._of_feature_or_zero(f"scale{i}", index)
+                acc_MT * self._down_rows(tile.of_features[f"scale{i}"])
                 for i, acc_MT in enumerate(sums)
             ]
         if self.walk.tiling.splits > 1:
@@ -367,8 +401,8 @@ class _Consumer:
                 store(parts_gmem, acc_MT)
             return
         z_MT, *others = sums
-        if "bias" in self.extra_gmem:
-            z_MT = z_MT + self._of_feature_or_zero("bias", (expert, column))
+        if "bias" in tile.of_features:
+            z_MT = z_MT + self._down_rows(tile.of_features["bias"])
         y_gmem, *residual_gmem = self.results_gmem
         # Before the result takes registers.
         for residual, value_MT in zip(residual_gmem, [z_MT, *others], strict=False):
@@ -378,23 +412,17 @@ class _Consumer:
             y_MT = y_MT * each
         if "gate" in self.extra_gmem:
             gate_T = self._load(
-                self.extra_gmem["gate"].at[row_tile, pl.ds(0, self.rows)], axis=1
+                self.extra_gmem["gate"].at[tile.row_tile, pl.ds(0, self.rows)], axis=1
             )
             y_MT = y_MT * lax.broadcast_in_dim(gate_T, y_MT.shape, [1])
         store(y_gmem, y_MT)
 
-    def _store(self, y_gmem, y_MT, *, row_tile, column, split):
+    def _store(self, y_gmem, y_MT, *, tile: "_Tile"):
         # The last tile has left shared memory before this one overwrites it.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        if self.walk.tiling.splits > 1:
-            self.y_smem[self.warpgroup] = y_MT
-            plgpu.commit_smem()
-            features = pl.ds(column * self.walk.tiling.tile_m, self.walk.tiling.tile_m)
-            plgpu.copy_smem_to_gmem(
-                self.y_smem.at[self.warpgroup], y_gmem.at[split, row_tile, features]
-            )
-            return
         y_MT = y_MT.astype(self.y_smem.dtype)
+        if self.walk.tiling.splits > 1:
+            y_gmem = y_gmem.at[tile.split]
         if not self.interpret:
             y_MT = plgpu.layout_cast(y_MT, plgpu.Layout.WGMMA_TRANSPOSED)
         for chunk in range(self.y_smem.shape[1]):
@@ -405,22 +433,20 @@ class _Consumer:
             else:
                 plgpu.transpose_ref(y_smem, (1, 0))[...] = part_MT
         plgpu.commit_smem()
-        self._copy_group(y_gmem, row_tile, column)
+        self._copy_group(y_gmem, tile)
         plgpu.commit_smem_to_gmem_group()
 
-    def _copy_group(self, y_gmem, row_tile, column):
+    def _copy_group(self, y_gmem, tile: "_Tile"):
         """The group's rows of a tile and no other.
 
         A copy has a fixed number of rows: one of 2^i rows for each bit of how many there are.
         """
-        start, size = self.tiles.start_P[row_tile], self.tiles.size_P[row_tile]
-        offset = self.tiles.offset_P[row_tile]
-        length = self.rows
+        offset, size, length = tile.offset, tile.size, self.rows
         while length:
 
             @pl.when((size & length) != 0)
             def _(length=length, offset=offset):
-                self._copy_rows(y_gmem, start + offset, offset, length, column)
+                self._copy_rows(y_gmem, tile.start + offset, offset, length, tile.column)
 
             offset = offset + (size & length)
             length //= 2

@@ -89,7 +89,7 @@ def copied_bytes(group_sizes_E, *, walk: Walk, num_rows: int, x, w, num_matrices
     x_bytes, w_bytes, y_bytes = 0, [0] * num_matrices, 0
     for row_tile, column, split in zip(*map(np.asarray, places), strict=True):
         expert, columns = expert_P[row_tile], min(features, walk.features - column * features)
-        stored = size_P[row_tile] if tiling.splits == 1 else tiling.tile_n
+        stored = size_P[row_tile]
         y_bytes += num_bytes((stored, columns), results[0].dtype)
         if expert < walk.num_experts:
             rows = copied_rows(tiling, offset_P[row_tile] + size_P[row_tile])

@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.grouped_matmul.gpu_schedule import schedule
 from pallas_kernels.grouped_matmul.tile_schedule import ROW_ALIGNMENT
 from pallas_kernels.launches import Cache, num_bytes, record
 from pallas_kernels.mosaic_gpu import (
@@ -33,7 +34,7 @@ from pallas_kernels.mosaic_gpu import (
     turns_of,
 )
 from pallas_kernels.sorted_rows import group_bounds
-from pallas_kernels.tiling.gpu import Tiling, checked, fitted, sm_count
+from pallas_kernels.tiling.gpu import Tiling, checked, fitted, sm_count, tile_of_rows
 
 # Columns that are masked or stored at a time.
 CHUNK = 64
@@ -60,17 +61,19 @@ def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling, interpret)
     x_RD = jnp.pad(x_RD, ((0, row_block - num_rows), (0, d_block)))
     dy_RF = jnp.pad(dy_RF, ((0, row_block - num_rows), (0, f_block)))
 
-    begin_E, end_E = group_bounds(group_sizes_E, num_rows)
-    first_E = begin_E // ROW_ALIGNMENT * ROW_ALIGNMENT
-    steps_E = jnp.where(end_E > begin_E, -(-(end_E - first_E) // tiling.tile_k), 0)
+    # Of tiles as the product of these rows has them: its schedule is this one.
+    E = group_sizes_E.shape[0]
+    _, bound_B = schedule(
+        group_sizes_E, num_rows, tile_of_rows(num_rows, E), interpret=interpret
+    )
     walk = _Walk(
         tiling=dataclasses.replace(tiling, num_sms=tiling.num_sms or sm_count(interpret)),
-        num_experts=begin_E.shape[0],
+        num_experts=E,
         D=x_RD.shape[1],
         F=dy_RF.shape[1],
     )
     result = jax.ShapeDtypeStruct((walk.num_experts, walk.D, walk.F), out_dtype)
-    operands = x_RD, dy_RF, first_E, begin_E, end_E, steps_E
+    operands = x_RD, dy_RF, bound_B
     record(
         "grouped_matmul_weight_gradient", operands, [result],
         functools.partial(_copied, walk=walk, num_rows=num_rows, x=x_RD.dtype, result=result),
@@ -136,6 +139,17 @@ class _Walk:
         """(expert, tile of D, tile of F): panels of F, all of D in each."""
         return self.place(lax.axis_index("sm") + turn * self.tiling.num_sms)
 
+    def rows(self, bound_gmem, expert):
+        """(first, begin, end, steps): the first step's first row, relative to it the expert's
+        first row and the one after its last, and how many steps they take."""
+        first_row, end_row = bound_gmem[expert], bound_gmem[expert + 1]
+        first = first_row & -ROW_ALIGNMENT
+        steps = lax.div(
+            end_row - first + (self.tiling.tile_k - 1), jnp.int32(self.tiling.tile_k)
+        )
+        steps = lax.select(end_row > first_row, steps, 0)
+        return first, first_row - first, end_row - first, steps
+
     def place(self, index):
         """(expert, tile of D, tile of F) of the index-th tile of all blocks."""
         d_tiles, f_tiles = self.tiles
@@ -164,18 +178,18 @@ def _copied(group_sizes_E, *, walk: _Walk, num_rows: int, x, result):
             read[i] += cache.read((i, expert, tile[i]), num_bytes((rows, width), x))
         block = num_bytes((tile_d, tiling.tile_n), result.dtype)
         cache.write(("dw", expert, *tile), block)
-    once = [num_bytes((walk.num_experts,), jnp.int32)] * 4
-    return [*read, *once], [num_bytes(result.shape, result.dtype)]
+    return [*read, num_bytes((walk.num_experts + 1,), jnp.int32)], [
+        num_bytes(result.shape, result.dtype)
+    ]
 
 
 def _body(
-    x_gmem, dy_gmem, first_gmem, begin_gmem, end_gmem, steps_gmem, dw_gmem, *, walk, interpret,
+    x_gmem, dy_gmem, bound_gmem, dw_gmem, *, walk, interpret,
     x_smem, dy_smem, dw_smem, full, empty, masked, own,
 ):  # fmt: skip
     def tile_loop(warpgroup):
         return _Consumer(
-            walk=walk, first_gmem=first_gmem, begin_gmem=begin_gmem, end_gmem=end_gmem,
-            steps_gmem=steps_gmem, dw_gmem=dw_gmem, x_smem=x_smem, dy_smem=dy_smem,
+            walk=walk, bound_gmem=bound_gmem, dw_gmem=dw_gmem, x_smem=x_smem, dy_smem=dy_smem,
             dw_smem=dw_smem, full=full, empty=empty, masked=masked,
             own=own[0].at[warpgroup] if own else None, warpgroup=warpgroup,
             interpret=interpret,
@@ -185,19 +199,19 @@ def _body(
         walk.tiling.warpgroups,
         walk.tiling.stages,
         empty,
-        _copies(x_gmem, dy_gmem, first_gmem, steps_gmem, x_smem, dy_smem, full, empty, walk),
+        _copies(x_gmem, dy_gmem, bound_gmem, x_smem, dy_smem, full, empty, walk),
         tile_loop,
         walk.turns,
     )
 
 
-def _copies(x_gmem, dy_gmem, first_gmem, steps_gmem, x_smem, dy_smem, full, empty, walk):
+def _copies(x_gmem, dy_gmem, bound_gmem, x_smem, dy_smem, full, empty, walk):
     tiling = walk.tiling
     k = tiling.tile_k
 
     def copy_tile(turn, step):
         expert, d_tile, f_tile = walk.tile(turn)
-        first = first_gmem[expert]
+        first, _, _, steps = walk.rows(bound_gmem, expert)
 
         def copy_step(i, step):
             slot = lax.rem(step, tiling.stages)
@@ -214,7 +228,7 @@ def _copies(x_gmem, dy_gmem, first_gmem, steps_gmem, x_smem, dy_smem, full, empt
                 )
             return step + 1
 
-        return lax.fori_loop(0, steps_gmem[expert], copy_step, step)
+        return lax.fori_loop(0, steps, copy_step, step)
 
     return copy_tile
 
@@ -224,10 +238,7 @@ class _Consumer:
     """One warpgroup that multiplies."""
 
     walk: _Walk
-    first_gmem: Any
-    begin_gmem: Any
-    end_gmem: Any
-    steps_gmem: Any
+    bound_gmem: Any
     dw_gmem: Any
     x_smem: Any
     dy_smem: Any
@@ -241,12 +252,9 @@ class _Consumer:
 
     def compute_tile(self, turn, first_step):
         expert, d_tile, f_tile = self.walk.tile(turn)
-        steps = self.steps_gmem[expert]
         tiling = self.walk.tiling
         stages, k = tiling.stages, tiling.tile_k
-        # Relative to the first row of the first step.
-        begin = self.begin_gmem[expert] - self.first_gmem[expert]
-        end = self.end_gmem[expert] - self.first_gmem[expert]
+        _, begin, end, steps = self.walk.rows(self.bound_gmem, expert)
 
         def accumulate(acc):
             def multiply(i, step):

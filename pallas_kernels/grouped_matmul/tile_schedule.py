@@ -6,8 +6,7 @@ experts is two tiles (Gale et al. 2022, MegaBlocks, arXiv:2211.15841, and JAX's 
 computes the schedule from prefix sums before the kernel, without a loop: scalar code in the
 kernel takes longer than the product itself once experts are many and rows few. TPU tiles lie in
 blocks of fixed size; Hopper tiles begin at any multiple of 8 rows.
-Dims: R rows, E experts, F output features; P tiles, T rows of a tile, S parts of a sum, G
-groups of rows: the experts', then those of none
+Dims: R rows, E experts; P tiles, G groups of rows: the experts', then those of none
 """
 
 import dataclasses
@@ -123,7 +122,7 @@ class RowTiles:
         start_P: int32, first row of the tile, a multiple of 8.
         offset_P: int32, rows of the tile before those of its group.
         size_P: int32, how many of its rows are the group's.
-        count_1: int32, how many tiles there are; the rest of the arrays is unused.
+        count_1: int32, first how many tiles there are; the rest of the arrays is unused.
     """
 
     expert_P: jax.Array
@@ -151,10 +150,10 @@ def _aligned(num_rows: int) -> int:
 
 
 def row_tiles(group_sizes_E, num_rows: int, block: int) -> RowTiles:
-    """Tiles of up to `block` rows over `num_rows` rows, and those up to a multiple of 8."""
+    """Tiles of up to `block` rows; `gpu_schedule.py` is the kernel that makes them."""
     num_experts = group_sizes_E.shape[0]
     _, end_E = group_bounds(group_sizes_E, num_rows)
-    begin_G, end_G = jnp.pad(end_E, (1, 0)), jnp.append(end_E, _aligned(num_rows))
+    begin_G, end_G = jnp.pad(end_E, (1, 0)), jnp.append(end_E, num_rows)
     first_G = begin_G // ROW_ALIGNMENT * ROW_ALIGNMENT
     tiles_G = jnp.where(end_G > begin_G, -(-(end_G - first_G) // block), 0)
     tiles_end_G = jnp.cumsum(tiles_G)
@@ -174,23 +173,3 @@ def row_tiles(group_sizes_E, num_rows: int, block: int) -> RowTiles:
         size_P=jnp.where(used_P, upper_P - lower_P, 0),
         count_1=tiles_end_G[-1:],
     )
-
-
-def summed_splits(parts_SPFT, tiles: RowTiles, num_rows: int):
-    """Rows out of tiles that hold parts of their sums, `[R, F]` float32, and whose they are.
-
-    Args:
-        parts_SPFT: S parts for each tile; what a tile has of other groups is not used.
-
-    Returns:
-        (y_RF, expert_R): expert_R is E for rows of no expert, of which y_RF means nothing.
-    """
-    block = parts_SPFT.shape[-1]
-    row_R = jnp.arange(num_rows, dtype=jnp.int32)
-    begin_P = tiles.start_P + tiles.offset_P
-    is_used_P = jnp.arange(begin_P.shape[0]) < tiles.count_1
-    is_begun_RP = (row_R[:, None] >= begin_P[None]) & is_used_P[None]
-    tile_R = jnp.sum(is_begun_RP, axis=1, dtype=jnp.int32) - 1
-    within_R = jnp.clip(row_R - tiles.start_P[tile_R], 0, block - 1)
-    y_RF = jnp.sum(parts_SPFT[:, tile_R, :, within_R], axis=1)
-    return y_RF, tiles.expert_P[tile_R]

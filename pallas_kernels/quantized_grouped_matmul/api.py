@@ -78,12 +78,15 @@ def quantized_grouped_matmul(
     if tiling is None and not interpret and w_gate is None:
         tiling = tuned_tiling(module, x_RD.dtype, w.bits, w.group_size, R, D, F, E)
     if not module.__name__.endswith(f".{REFERENCE}"):
-        if w.is_packed and isinstance(w.values, jax.core.Tracer):
+        form = getattr(module, "FORM", "native")
+        is_other = w.bits == 4 and w.is_packed != (form == "packed")
+        if is_other and isinstance(w.values, jax.core.Tracer):
             warn_once(
-                "quantized_grouped_matmul gets packed int4 values in a compiled program, which "
-                "converts them whenever it runs: give it w.native(), made once"
+                "quantized_grouped_matmul gets int4 values in a compiled program that are not "
+                f"as its kernel reads them, and converts them whenever it runs: give it "
+                f"w.{form}(), made once"
             )
-        w, w_gate = w.native(), None if w_gate is None else w_gate.native()
+        w, w_gate = (each and getattr(each, form)() for each in (w, w_gate))
     options = (("activation", activation), ("tiling", tiling))
     options += (("out_dtype", jnp.dtype(preferred_element_type or x_RD.dtype)),)
     options += (("interpret", True),) if interpret else ()

@@ -28,8 +28,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.epilogue import check_activation
 from pallas_kernels.grouped_matmul import gpu as plain
+from pallas_kernels.grouped_matmul.gpu_schedule import schedule
 from pallas_kernels.grouped_matmul.gpu_swap_ab import Weights, swap_ab
-from pallas_kernels.grouped_matmul.tile_schedule import row_tiles
 from pallas_kernels.mosaic_gpu import load_as
 from pallas_kernels.tiling.gpu import (
     Tiling,
@@ -160,16 +160,17 @@ def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, w_gate=None, bias_EF
     x = plain.padded(x_RD, 1, plain.ALIGNMENT)
     if interpret:
         values = [plain.padded(each, 1, tiling.tile_m * tiling.warpgroups) for each in values]
-    tiles = row_tiles(group_sizes_E, num_rows, tiling.tile_n)
+    tiles, bound_B = schedule(group_sizes_E, num_rows, tiling.tile_n, interpret=interpret)
     scales = [each for _, each in matrices]
     results = swap_ab(
         plain.padded_rows(x, tiling, interpret), values, tiles, tiling,
         _weights(x_RD.dtype, bits, group_size, tiling, interpret),
         plain.epilogue_of(tiles, tiling, E, scales, bias_EF, activation, gate_R),
-        interpret=interpret, name=f"grouped_matmul_int{bits}",
+        num_rows=num_rows, interpret=interpret, name=f"grouped_matmul_int{bits}",
     )  # fmt: skip
-    [y_RF, *_] = plain.finished(results, x_RD, F, tiles, tiling, E, bias_EF, activation, gate_R,
-                                out_dtype)  # fmt: skip
+    [y_RF, *_] = plain.finished(
+        results, x_RD, F, tiling, bound_B[1 : E + 1], bias_EF, activation, gate_R, out_dtype
+    )
     return y_RF
 
 

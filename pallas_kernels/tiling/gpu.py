@@ -20,7 +20,7 @@ _BARRIER_BYTES = 1024
 H200_SMS = 132
 # Of an H100's and an H200's 50 MB of cache, what the weights of a panel may take.
 PANEL_BYTES = 24 * 10**6
-# Features of a row that are stored at once: 128 bytes, the most that the copy engine swizzles.
+# Features of a row that are stored at once; of 16 bits the most that the copy engine swizzles.
 STORED = 64
 # Registers of a thread that an accumulator may take; with 128 nothing spills.
 _ACCUMULATOR_REGISTERS = 128

@@ -15,6 +15,7 @@ import numpy as np
 
 from pallas_kernels import QTensor, SeparateMatrices, quantization_error, quantize
 from pallas_kernels.grouped_matmul.separate import MAX_EXPERTS
+from pallas_kernels.implementations import reads_packed_int4
 from switchx import tree
 from switchx.models.config import ModelConfig, require_our_blocks
 from switchx.models.unroll import unrolled
@@ -117,13 +118,12 @@ def packed(params: dict) -> dict:
 def native(params: dict, platform: str | None = None) -> dict:
     """Parameters whose 4-bit matrices are as kernels read them, once and for all.
 
-    On CPU they are packed: that is the form that its loops read.
+    On CPUs, and on GPUs that are not Hopper, they are packed: that is the form read there.
 
     Args:
         platform: as JAX names it; None is the one that is in use.
     """
-    is_cpu = (platform or jax.default_backend()) == "cpu"
-    change = QTensor.packed if is_cpu else QTensor.native
+    change = QTensor.packed if reads_packed_int4(platform) else QTensor.native
     return jax.tree.map(
         lambda leaf: change(leaf) if is_quantized(leaf) else leaf, params, is_leaf=is_quantized
     )

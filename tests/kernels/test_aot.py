@@ -215,6 +215,7 @@ def test_gpu_kernels_compile_within_budget(needs_cuda):
             "shared_bytes",
             "instructions",
             "temp_bytes",
+            "kernels",
         )
         if row[resource] > (1.15 if resource == "instructions" else 1) * budget[name][resource]
     ]
@@ -248,6 +249,30 @@ def test_the_table_of_gpus_spills_nothing_and_multiplies_on_tensor_cores():
         assert row["registers"] <= 168
         assert row["shared_bytes"] <= SHARED_BYTES
         assert row["hgmma"] > 0
+
+
+def test_the_schedule_of_a_product_is_one_kernel():
+    [table] = gpu_compiler.COMPILER.budgets().values()
+    for name, case in gpu_compiler.budget_cases().items():
+        # The product, its schedule, the gates by tile; one row is padded to 8, and its sums in
+        # parts are added up.
+        expected = 2 + case.epilogue + 2 * ("one row" in name)
+        assert table[name]["kernels"] == expected, name
+
+
+HLO = """ENTRY %main (s: s32[4]) -> bf16[8,64] {
+  %s = s32[4]{0} parameter(0), sharding={replicated}
+  %k = (s32[128]{0}, /*index=1*/s32[128]{0}) custom-call(%s), custom_call_target="mosaic_gpu_v2"
+  %one = s32[128]{0} get-tuple-element(%k), index=0
+  ROOT %y = bf16[8,64]{1,0} fusion(%one), kind=kLoop, calls=%sum
+}
+"""
+
+
+def test_launched_kernels_are_counted():
+    assert gpu_compiler.count_kernels(HLO) == 2
+    with pytest.raises(ValueError, match="ENTRY"):
+        gpu_compiler.count_kernels("")
 
 
 PTXAS = """ptxas info    : Compiling entry function 'k' for 'sm_90a'

@@ -45,8 +45,11 @@ def chosen(monkeypatch, device, implementation=None, interpret=False):
         (Device("cpu", "cpu", None), "reference"),
         (V5E, "tpu"),
         (H200, "gpu"),
-        (A100, "reference"),
-        (Device("rocm", "MI300", "9.4"), "reference"),
+        (A100, "triton"),
+        (Device("cuda", "NVIDIA B200", "10.0"), "triton"),
+        (Device("gpu", "NVIDIA L4", None), "triton"),
+        (Device("cuda", "Tesla T4", "7.5"), "reference"),
+        (Device("rocm", "MI300", "gfx942"), "reference"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:grouped_matmul runs without its kernel")
@@ -62,11 +65,17 @@ def test_none_is_the_reference_where_the_kernel_refuses_and_says_so_once(kernels
         assert chosen(monkeypatch, V5E) == "grouped_matmul.reference"
     assert len(said) == 1
     assert kernels.asked == [OPERANDS] * 2
-    with pytest.warns(UserWarning, match="compute capability 9.0 .*NVIDIA A100"):
+    kernels.refuses.add("triton")
+    with pytest.warns(UserWarning, match="9.0 .*NVIDIA A100.*; triton: F=3 is no multiple"):
         assert chosen(monkeypatch, A100) == "grouped_matmul.reference"
     with warnings.catch_warnings(action="error"):
         assert chosen(monkeypatch, H200) == "grouped_matmul.gpu"
         assert chosen(monkeypatch, Device("cpu", "cpu", None)) == "grouped_matmul.reference"
+
+
+def test_what_hoppers_kernel_refuses_is_the_others(kernels, monkeypatch):
+    kernels.refuses.add("gpu")
+    assert chosen(monkeypatch, H200) == "grouped_matmul.triton"
 
 
 def test_a_named_one_is_taken_or_refused(kernels, monkeypatch):
@@ -76,6 +85,8 @@ def test_a_named_one_is_taken_or_refused(kernels, monkeypatch):
         (V5E, "gpu", "it needs a GPU, and JAX runs on tpu; use implementation=None or 'ref"),
         (A100, "gpu", "compute capability 9.0 .Hopper., and NVIDIA A100-SXM4-80GB has 8.0"),
         (H200, "tpu", "it needs a TPU, and JAX runs on gpu"),
+        (V5E, "triton", "it needs a GPU, and JAX runs on tpu"),
+        (Device("cuda", "Tesla T4", "7.5"), "triton", "8.0 or later, and Tesla T4 has 7.5"),
     ):
         with pytest.raises(ValueError, match=reason):
             chosen(monkeypatch, device, name)

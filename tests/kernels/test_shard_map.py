@@ -19,8 +19,12 @@ from tests.kernels import loops
 
 P = PartitionSpec
 BOTH = ("expert", "data")
-DEVICES = {"cuda": ("NVIDIA H200", "gpu"), "tpu": ("TPU v5 lite", "tpu")}
-KERNEL = {"cuda": "mosaic_gpu", "tpu": "tpu_custom_call"}
+DEVICES = {
+    "H200": ("NVIDIA H200", "gpu"),
+    "A100": ("NVIDIA A100-SXM4-80GB", "gpu"),
+    "v5e": ("TPU v5 lite", "tpu"),
+}
+KERNEL = {"H200": "mosaic_gpu", "A100": "__gpu\\$xla.gpu.triton", "v5e": "tpu_custom_call"}
 # Rows (with the sizes of their groups) and weights: (over both axes, over one), ...
 PLACES = {
     "weights split": (P(BOTH), P("expert")),
@@ -29,8 +33,8 @@ PLACES = {
 }
 
 
-def absent_mesh(platform: str):
-    return mesh_of(*DEVICES[platform], {"expert": 2, "data": 2})
+def absent_mesh(device: str):
+    return mesh_of(*DEVICES[device], {"expert": 2, "data": 2})
 
 
 def number_of_parts(spec: PartitionSpec) -> int:
@@ -46,7 +50,7 @@ def mapped(function, mesh, rows: PartitionSpec, weights: PartitionSpec):
     return jax.shard_map(function, mesh=mesh, in_specs=(rows, weights, sizes), out_specs=sizes)
 
 
-def lowered(function, platform, mesh, *operands_and_specs) -> str:
+def lowered(function, device, mesh, *operands_and_specs) -> str:
     structs = [
         jax.tree.map(
             lambda a, spec=spec: jax.ShapeDtypeStruct(
@@ -57,6 +61,7 @@ def lowered(function, platform, mesh, *operands_and_specs) -> str:
         for operand, spec in operands_and_specs
     ]
     traced = jax.jit(function).trace(*structs)
+    platform = {"gpu": "cuda", "tpu": "tpu"}[DEVICES[device][1]]
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -80,11 +85,11 @@ def cells(*kinds):
     ]
 
 
-@pytest.mark.parametrize("platform", DEVICES)
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("place", "implementation"), cells((None,), ("reference",)))
-def test_products_and_gradients_lower(platform, place, implementation):
+def test_products_and_gradients_lower(device, place, implementation):
     rows, weights = PLACES[place]
-    mesh = absent_mesh(platform)
+    mesh = absent_mesh(device)
     product = functools.partial(grouped_matmul, implementation=implementation)
     on_mesh = mapped(product, mesh, rows, weights)
 
@@ -94,20 +99,22 @@ def test_products_and_gradients_lower(platform, place, implementation):
     operands = operands_of(rows, weights)
     specs = (rows, weights, rows or weights)
     text = lowered(
-        jax.value_and_grad(loss, (0, 1)), platform, mesh, *zip(operands, specs, strict=True)
+        jax.value_and_grad(loss, (0, 1)), device, mesh, *zip(operands, specs, strict=True)
     )
-    calls = len(re.findall(rf"custom_call @{KERNEL[platform]}", text))
-    assert calls == (3 if implementation is None else 0)
+    calls = len(re.findall(rf"custom_call @{KERNEL[device]}", text))
+    # On Hopper they share one kernel that makes their schedule.
+    kernels = 4 if device == "H200" else 3
+    assert calls == (kernels if implementation is None else 0)
 
 
-@pytest.mark.parametrize("platform", DEVICES)
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("place", "bits", "G", "implementation"),
     cells((4, 2, None), (8, 1, None), (4, 1, None), (4, 2, "reference")),
 )
-def test_quantized_products_lower(platform, place, bits, G, implementation):
+def test_quantized_products_lower(device, place, bits, G, implementation):
     rows, weights = PLACES[place]
-    mesh = absent_mesh(platform)
+    mesh = absent_mesh(device)
 
     def product(x_RD, w, sizes_E):
         values, scales_EFG, bias_EF, gate_R = w
@@ -126,10 +133,10 @@ def test_quantized_products_lower(platform, place, bits, G, implementation):
         None,
     )
     text = lowered(
-        mapped(product, mesh, rows, weights), platform, mesh,
+        mapped(product, mesh, rows, weights), device, mesh,
         (x_RD, rows), (w, weights), (sizes_E, rows or weights),
     )  # fmt: skip
-    calls = len(re.findall(rf"custom_call @{KERNEL[platform]}", text))
+    calls = len(re.findall(rf"custom_call @{KERNEL[device]}", text))
     assert calls == (1 if implementation is None else 0)
 
 

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels.grouped_matmul.gpu_schedule import schedule
 from pallas_kernels.grouped_matmul.gpu_walk import Walk
 from pallas_kernels.grouped_matmul.tile_schedule import (
     max_row_tiles,
     row_tiles,
-    summed_splits,
     tiles_by_block,
     tiles_by_expert,
 )
 from pallas_kernels.tiling.gpu import Tiling
 from tests.kernels.loops import expert_of_rows
 
-BLOCK, BLOCK_ROWS, ALIGNED_ROWS = 16, 73, 200
+BLOCK, BLOCK_ROWS, ALIGNED_ROWS = 16, 73, 203
 by_block = jax.jit(tiles_by_block, static_argnums=(1, 2))
 by_expert = jax.jit(tiles_by_expert, static_argnums=(1, 2))
 tiles_of = jax.jit(row_tiles, static_argnums=(1, 2))
@@ -137,19 +137,25 @@ def test_experts_without_rows_have_no_tile():
     assert used.tolist() == [1, 3]
 
 
-def test_parts_are_summed_for_the_rows_of_experts():
-    sizes, block = jnp.asarray([3, 0, 20]), 16
-    tiles = tiles_of(sizes, 32, block)
-    parts = np.random.default_rng(0).standard_normal((3, tiles.expert_P.shape[0], 4, block))
-    y, expert_R = jax.jit(summed_splits, static_argnums=2)(jnp.float32(parts), tiles, 30)
-    assert expert_R.tolist() == [0] * 3 + [2] * 20 + [3] * 7
-    expert, start, offset, size, count = map(np.asarray, tiles.arrays())
-    want = np.zeros((30, 4))
-    for p in range(count[0]):
-        if expert[p] < 3:
-            for row in range(start[p] + offset[p], start[p] + offset[p] + size[p]):
-                want[row] = parts[:, p, :, row - start[p]].sum(0)
-    np.testing.assert_allclose(np.asarray(y)[:23], want[:23], atol=1e-6)
+@pytest.mark.parametrize("block", [8, 64])
+def test_the_gpus_kernel_makes_the_same_schedule(block):
+    rng = np.random.default_rng(0)
+    for R, sizes in (
+        (21, [3, 0, 9, 1]),
+        (21, [0, 21, 0, 0]),
+        (21, [9, 30, 4, 7]),  # more than there are
+        (21, [0] * 4),
+        (777, rng.multinomial(700, np.ones(150) / 150)),  # more bounds than threads
+    ):
+        sizes = np.asarray(sizes, np.int32)
+        want = tiles_of(sizes, R, block)
+        got, bound_B = schedule(jnp.asarray(sizes), R, block, interpret=True)
+        count = int(want.count_1[0])
+        assert got.count_1[0] == count
+        for one, other in zip(got.arrays()[:-1], want.arrays()[:-1], strict=True):
+            assert one[:count].tolist() == other[:count].tolist()
+        bounds = np.minimum(np.append(0, np.cumsum(sizes)), R)
+        assert bound_B[: len(bounds)].tolist() == bounds.tolist()
 
 
 @pytest.mark.parametrize(("panel", "splits"), [(1, 1), (2, 2), (3, 1), (16, 2)])

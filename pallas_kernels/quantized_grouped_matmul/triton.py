@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped product with int8 or int4 weights on NVIDIA GPUs before and after Hopper.
+
+Kim et al. 2022, Who Says Elephants Can't Run (arXiv:2211.10017), section 3.3: weights cross
+memory as they are stored, and become floating point in registers, those of experts with rows
+alone. Triton knows no int4: weights of 4 bits are read packed, and multiplied as two halves,
+the channels of even and of odd numbers, so that nibbles are not interleaved.
+Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale; T rows of a tile,
+K one step of D, H half of it, N features of a tile
+"""
+
+import jax.numpy as jnp
+
+from pallas_kernels.epilogue import check_activation
+from pallas_kernels.grouped_matmul import triton as plain
+from pallas_kernels.grouped_matmul.triton import Place, dot, iota, multiply_rows
+from pallas_kernels.tiling import triton as tilings
+from pallas_kernels.tiling.triton import SMALLEST, Tiling
+
+# The form of a `QTensor` that `forward` reads.
+FORM = "packed"
+# Offsets of larger arrays of bytes are wrong in Triton up to twice that (JAX 0.10 to 0.12).
+_MOST_BYTES = 2**31
+
+
+def refusal(x_dtype, bits: int, R: int, D: int, F: int, E: int,
+            group_size: int | None = None) -> str | None:  # fmt: skip
+    """Why the kernel cannot run with these, and the way out; None if they can."""
+    if reason := plain.refusal(x_dtype, x_dtype, R, D, F, E):
+        return reason
+    if bits not in (4, 8) or D * bits % 8:
+        return f"weights of {bits} bits, D={D}; use 8 bits, or 4 and an even D"
+    if group_size not in (None, D) and (group_size % (2 * SMALLEST) or D % group_size):
+        return (
+            f"group_size={group_size}; use a multiple of {2 * SMALLEST} that divides D={D}, or "
+            "one scale for all"
+        )
+    if _MOST_BYTES <= E * D * F * bits // 8 <= 2 * _MOST_BYTES:
+        return (
+            f"weights of E={E}, D={D}, F={F} take {E * D * F * bits // 8} bytes, whose offsets "
+            "Triton computes in 32 bits: split the experts"
+        )
+    return None
+
+
+def candidates(R: int, D: int, F: int, E: int, bits: int, dtype=jnp.bfloat16,
+               group_size: int | None = None) -> list[Tiling]:  # fmt: skip
+    """Tilings worth a measurement, the default first."""
+    group_size = group_size or D
+    found = tilings.candidates(R, E, dtype)
+    return [each for each in found if group_size == D or group_size % each.depth == 0]
+
+
+def forward(x_RD, values, scales_EFG, group_sizes_E, *, w_gate=None, bias_EF=None,
+            activation=None, gate_R=None, tiling: Tiling | None = None, out_dtype=None,
+            interpret: bool = False):  # fmt: skip
+    """As `api.quantized_grouped_matmul`.
+
+    Args:
+        values, scales_EFG: of a QTensor with packed values.
+        w_gate: the same two of the matrices of a gated linear unit.
+
+    Raises:
+        ValueError: `refusal` has a reason, the activation is unknown, or the tiling cannot be.
+    """
+    (R, D), (E, F, last), G = x_RD.shape, values.shape, scales_EFG.shape[2]
+    bits = 8 if values.dtype == jnp.int8 else 4
+    group_size = D // G
+    if reason := refusal(x_RD.dtype, bits, R, D, F, E, None if G == 1 else group_size):
+        raise ValueError(reason)
+    check_activation(activation)
+    matrices = [(values, scales_EFG), *([] if w_gate is None else [w_gate])]
+    if tiling is None:
+        fitting = candidates(R, D, F, E, bits, x_RD.dtype, group_size)
+        tiling = (fitting or [Tiling(SMALLEST, 64, 2 * SMALLEST)])[0]
+    if G > 1 and group_size % tiling.depth:
+        raise ValueError(
+            f"depth={tiling.depth} reaches over groups of {group_size} channels; use a depth "
+            f"that divides {group_size}"
+        )
+
+    def product(at: Place, first, K: int, x_ref, values_ref, scales_ref):
+        if bits == 8:
+            depth_K = first + iota(K)
+            parts = [(depth_K, at.matrix_of(values_ref, (at.feature_N, F), (depth_K, D)))]
+        else:
+            half_H = first // 2 + iota(K // 2)
+            pairs_NH = at.matrix_of(values_ref, (at.feature_N, F), (half_H, last))
+            pairs_NH = pairs_NH.astype(jnp.int32)
+            # A shift to the left and an arithmetic one to the right extend the sign.
+            parts = [(2 * half_H + i, (pairs_NH << (28 - 4 * i)) >> 28) for i in (0, 1)]
+        sum_TN = sum(
+            dot(at.rows_of(x_ref, depth), q.astype(x_RD.dtype), 1, 1) for depth, q in parts
+        )
+        if G == 1:
+            return sum_TN
+        return sum_TN * at.of_features(scales_ref, first // group_size)
+
+    def finish(sum_TN, at: Place, values_ref, scales_ref):
+        return sum_TN * at.of_features(scales_ref, 0) if G == 1 else sum_TN
+
+    [y_RF] = multiply_rows(
+        x_RD, matrices, group_sizes_E, F, product, finish=finish, tiling=tiling,
+        bias_EF=bias_EF, activation=activation, gate_R=gate_R, out_dtype=out_dtype,
+        interpret=interpret, name=f"grouped_matmul_int{bits}",
+    )  # fmt: skip
+    return y_RF
