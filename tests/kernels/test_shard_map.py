@@ -102,8 +102,8 @@ def test_products_and_gradients_lower(device, place, implementation):
         jax.value_and_grad(loss, (0, 1)), device, mesh, *zip(operands, specs, strict=True)
     )
     calls = len(re.findall(rf"custom_call @{KERNEL[device]}", text))
-    # On Hopper they share one kernel that makes their schedule.
-    kernels = 4 if device == "H200" else 3
+    # On Hopper a schedule for each pass; where both are one program, XLA makes one of them.
+    kernels = 5 if device == "H200" else 3
     assert calls == (kernels if implementation is None else 0)
 
 
@@ -137,7 +137,8 @@ def test_quantized_products_lower(device, place, bits, G, implementation):
         (x_RD, rows), (w, weights), (sizes_E, rows or weights),
     )  # fmt: skip
     calls = len(re.findall(rf"custom_call @{KERNEL[device]}", text))
-    assert calls == (1 if implementation is None else 0)
+    kernels = 2 if device == "H200" else 1  # and its schedule
+    assert calls == (kernels if implementation is None else 0)
 
 
 def slice_of(spec: PartitionSpec, expert: int, data: int, length: int) -> slice:
