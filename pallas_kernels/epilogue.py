@@ -24,7 +24,10 @@ def check_activation(activation: str | None) -> None:
     """Raises ValueError where it is none that a kernel has."""
     if activation not in ACTIVATIONS:
         *others, last = (repr(name) for name in ACTIVATIONS)
-        raise ValueError(f"activation={activation!r}; use {', '.join(others)} or {last}")
+        raise ValueError(
+            f"activation={activation!r}; expected {', '.join(others)} or {last}: use one of "
+            "these, or None and apply it to the result"
+        )
 
 
 def activated(activation: str | None, z):

@@ -73,8 +73,8 @@ def check_result_dtype(preferred_element_type) -> None:
     """Raises ValueError where results cannot be of this dtype."""
     if preferred_element_type is not None and jnp.dtype(preferred_element_type) not in DTYPES:
         raise ValueError(
-            f"preferred_element_type={jnp.dtype(preferred_element_type).name}; use "
-            f"{_names(DTYPES)}, or None for the dtype of x_RD"
+            f"preferred_element_type={jnp.dtype(preferred_element_type).name}; expected "
+            f"{_names(DTYPES)}: use one of these, or None for the dtype of x_RD"
         )
 
 
@@ -127,8 +127,8 @@ def check_group_sizes(group_sizes_E, R: int, E: int, group_offset=None) -> None:
     # Not by NumPy, whose uint64 and int64 add up to float64.
     if (total := sum(map(int, size_E))) > R:
         raise ValueError(
-            f"group_sizes_E sum to {total}, and x_RD has {R} rows; pad the rows, or leave out "
-            "groups"
+            f"group_sizes_E sum to {total}, and x_RD has {R} rows; expected at most {R}: pad "
+            "the rows, or leave out groups"
         )
 
 

@@ -29,7 +29,8 @@ class Case:
     Attributes:
         op: one of `OPS`.
         R, D, F, E: rows, contraction, output features, experts.
-        dtype: of the rows, `bfloat16`, `float16` or `float32`.
+        dtype: of the rows, `bfloat16`, `float16` or `float32`; `int8` of quantized rows, whose
+            results are bfloat16.
         bits: 8 or 4 for quantized weights; None for weights in `dtype`.
         group_size: channels of D that share a scale; None for one scale an output feature.
         direction: one of `PASSES`; quantized weights have the forward pass alone.
@@ -63,6 +64,11 @@ class Case:
             raise ValueError(
                 f"op={self.op!r} with bits={self.bits}; quantized weights have 4 or 8 bits, "
                 "others None"
+            )
+        if self.dtype == "int8" and not is_quantized:
+            raise ValueError(
+                "dtype='int8' with op='grouped_matmul'; expected quantized weights for "
+                "quantized rows: use op='quantized_grouped_matmul'"
             )
         if is_quantized and self.direction != "forward":
             raise ValueError(
@@ -122,6 +128,9 @@ def build(case: Case, implementation: str):
         options |= {"transpose_w": True} if is_backward else {}
         operands = spec((R, F if is_backward else D), dtype), w, counts
     named = {"w_gate": w} if case.is_gated_unit else {}
+    if case.dtype == "int8":
+        named |= {"row_scale_R": spec((R,), jnp.float32)}
+        options |= {"out_dtype": jnp.bfloat16}
     if case.epilogue:
         named |= {"bias_EF": spec((E, F), jnp.float32), "gate_R": spec((R,), jnp.float32)}
         options |= {"activation": "gelu" if case.is_gated_unit else "relu"}

@@ -30,15 +30,15 @@ def refusal(x_dtype, w_dtype, R: int, D: int, F: int, E: int) -> str | None:
     x_name, w_name = jnp.dtype(x_dtype).name, jnp.dtype(w_dtype).name
     if x_name not in DTYPES:
         return (
-            f"rows are {x_name}, which the TPU kernels do not multiply; use "
-            f"{' or '.join(DTYPES)}, or implementation='reference'"
+            f"x_RD is {x_name}; expected {' or '.join(DTYPES)}: cast the rows, or use "
+            "implementation='reference'"
         )
     if w_name != x_name:
-        return f"weights are {w_name} and rows {x_name}; cast the weights to {x_name}"
+        return f"w is {w_name}; expected {x_name}, the dtype of x_RD: cast the weights"
     if 0 in (R, D, F, E):
         return (
-            f"R={R}, D={D}, F={F}, E={E} has a size of 0, of which there are no blocks; use "
-            "implementation='reference'"
+            f"x_RD and w have R={R}, D={D}, F={F}, E={E}; expected sizes of 1 or more, as of 0 "
+            "there are no blocks: use implementation='reference'"
         )
     return None
 

@@ -29,9 +29,10 @@ from pallas_kernels.tiling.tpu import (
     ROW_UNIT,
     Problem,
     Tiling,
+    multiplies_int8,
+    row_unit_of,
 )
-
-ROWS_OF_A_TILE = 8
+from pallas_kernels.tpu_chip import current_chip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +43,14 @@ class Epilogue:
         scales: for each matrix `[E, G, F]`, a factor a feature and group of D / G channels;
             none where weights are not quantized.
         zeros: for each matrix its zero points, as the scales; none where they are 0.
+        row_scale_R: a factor of each row's sums, where rows are quantized.
         bias_EF, activation, gate_R: as of `api.grouped_matmul`.
         has_residual: the residual of the epilogue is a result too.
     """
 
     scales: tuple[jax.Array, ...] = ()
     zeros: tuple[jax.Array, ...] = ()
+    row_scale_R: jax.Array | None = None
     bias_EF: jax.Array | None = None
     activation: str | None = None
     gate_R: jax.Array | None = None
@@ -61,6 +64,8 @@ class _Plan:
     Attributes:
         num_matrices: 2 in a gated linear unit.
         chunk: columns of a block that are multiplied at a time.
+        row_unit: what pieces of rows begin at a multiple of.
+        multiplies_int8: whether the chip does; others multiply int8 rows in bfloat16.
         names: of the operands after rows and matrices, in their order.
     """
 
@@ -74,6 +79,8 @@ class _Plan:
     has_residual: bool
     num_matrices: int
     chunk: int
+    row_unit: int
+    multiplies_int8: bool
     names: tuple[str, ...]
 
     @property
@@ -117,6 +124,8 @@ def multiply_rows(
     """`y_r = epilogue(x_r w_e)`, `[R, F]`; zero past the last expert's rows.
 
     Args:
+        x_RD: float32, bfloat16, or int8, whose products with int8 are added up as int32 where
+            the chip multiplies int8, in float32 elsewhere; then `block_R` is a multiple of 32.
         w: [E, D, F], or [E, F, D] if `is_output_major`; the dtype of x, int8 or int4.
         w_gate: of a gated linear unit, as w.
         out_dtype: of the result; None is the dtype of x, which a residual always has.
@@ -129,7 +138,8 @@ def multiply_rows(
     epilogue = epilogue or Epilogue()
     x_RD, epilogue = _with_whole_tiles(x_RD, epilogue)
     R, D = x_RD.shape
-    tiling.check(D, F)
+    row_unit = row_unit_of(x_RD.dtype)
+    tiling.check(D, F, row_unit)
     matrices = [w] if w_gate is None else [w, w_gate]
     operands, specs = _epilogue_operands(epilogue, tiling)
     G = epilogue.scales[0].shape[1] if epilogue.scales else 1
@@ -144,6 +154,8 @@ def multiply_rows(
         has_residual=epilogue.has_residual,
         num_matrices=len(matrices),
         chunk=tiling.chunk,
+        row_unit=row_unit,
+        multiplies_int8=multiplies_int8(current_chip()),
         names=tuple(operands),
     )
     problem = Problem.of(
@@ -172,17 +184,20 @@ def multiply_rows(
 
 
 def _with_whole_tiles(x_RD, epilogue: Epilogue):
-    """The rows and their gates, padded to a multiple of 8: Mosaic copies whole tiles of memory.
+    """The rows and what they have, to a multiple of 8 (32 of int8): Mosaic copies whole tiles.
 
     Few texts that are decoded together have fewer rows. Rows past the last expert's are not
     read.
     """
-    missing = -len(x_RD) % ROWS_OF_A_TILE
+    missing = -len(x_RD) % (row_unit_of(x_RD.dtype) if x_RD.dtype == jnp.int8 else 8)
     if not missing:
         return x_RD, epilogue
-    if epilogue.gate_R is not None:
-        epilogue = dataclasses.replace(epilogue, gate_R=jnp.pad(epilogue.gate_R, (0, missing)))
-    return jnp.pad(x_RD, ((0, missing), (0, 0))), epilogue
+    padded = {
+        name: jnp.pad(numbers_R, (0, missing))
+        for name in ("gate_R", "row_scale_R")
+        if (numbers_R := getattr(epilogue, name)) is not None
+    }
+    return jnp.pad(x_RD, ((0, missing), (0, 0))), dataclasses.replace(epilogue, **padded)
 
 
 def _epilogue_operands(epilogue: Epilogue, tiling: Tiling):
@@ -196,9 +211,10 @@ def _epilogue_operands(epilogue: Epilogue, tiling: Tiling):
     if epilogue.bias_EF is not None:
         operands["bias"] = epilogue.bias_EF.astype(jnp.float32)[:, None]
         specs["bias"] = ((None, 1, tiling.block_F), "expert")
-    if epilogue.gate_R is not None:
-        operands["gate"] = _by_block(epilogue.gate_R, tiling)
-        specs["gate"] = ((None, 1, tiling.block_R), "rows")
+    for name, numbers_R in (("row_scale", epilogue.row_scale_R), ("gate", epilogue.gate_R)):
+        if numbers_R is not None:
+            operands[name] = _by_block(numbers_R, tiling)
+            specs[name] = ((None, 1, tiling.block_R), "rows")
     return operands, specs
 
 
@@ -299,7 +315,7 @@ def _multiply_tile(plan: _Plan, tiles: BlockTiles, scratch, x_rd, *refs):
             store([each[piece.rows, columns] for each in scratch], piece, columns)
 
     def multiply_chunk(columns):
-        _for_pieces(plan.tiling, begin, end, lambda piece: multiply(piece, columns))
+        _for_pieces(plan, begin, end, lambda piece: multiply(piece, columns))
 
     @pl.when(p < tiles.count[1])
     def _():
@@ -331,36 +347,38 @@ class _Piece:
     """Rows of a block that are multiplied at once.
 
     Attributes:
-        start: the first, a multiple of 16, known when the kernel runs.
+        start: the first, known when the kernel runs.
+        unit: divides start and size.
         is_first: of its tile; the rows above the tile's may be another expert's.
     """
 
     start: jax.Array
     size: int
+    unit: int
     is_first: bool
 
     @property
     def rows(self):
-        return pl.ds(pl.multiple_of(self.start, ROW_UNIT), self.size)
+        return pl.ds(pl.multiple_of(self.start, self.unit), self.size)
 
 
-def _for_pieces(tiling: Tiling, begin, end, run) -> None:
+def _for_pieces(plan: _Plan, begin, end, run) -> None:
     """Runs `run(piece)` for pieces that cover the rows from `begin` to `end` of a block.
 
     Every piece pushes the matrix into the matrix unit again, which is hidden behind 60 rows or
     more. So all but the first are as large as one may be.
     """
-    sizes = tiling.first_pieces
-    start = begin // ROW_UNIT * ROW_UNIT
+    tiling, unit = plan.tiling, plan.row_unit
+    start = begin // unit * unit
     further = (end - start - 1) // PIECE_ROWS
     which = (end - start - 1 - further * PIECE_ROWS) // PIECE_STEP
-    for i, size in enumerate(sizes):
+    for i, size in enumerate(tiling.first_pieces):
 
         @pl.when(which == i)
         def _(size=size):
             # Not beyond the block, whose size is no multiple of that of the steps.
             first = jnp.minimum(start, tiling.block_R - size - further * PIECE_ROWS)
-            run(_Piece(first, size, is_first=True))
+            run(_Piece(first, size, unit, is_first=True))
 
     if tiling.block_R <= PIECE_ROWS:
         return
@@ -369,7 +387,7 @@ def _for_pieces(tiling: Tiling, begin, end, run) -> None:
 
     @pl.loop(0, further)
     def _(i):
-        run(_Piece(second + i * PIECE_ROWS, PIECE_ROWS, is_first=False))
+        run(_Piece(second + i * PIECE_ROWS, PIECE_ROWS, unit, is_first=False))
 
 
 def _product(plan: _Plan, extras, which: int, x_rd, w, d, columns, width: int | None):
@@ -390,6 +408,8 @@ def _product(plan: _Plan, extras, which: int, x_rd, w, d, columns, width: int | 
 
 
 def _dot(plan: _Plan, x_rd, w, width: int | None, zeros_1f):
+    if x_rd.dtype == jnp.int8 and not plan.multiplies_int8:
+        x_rd = x_rd.astype(jnp.bfloat16)  # which has integers up to 256
     if w.dtype != x_rd.dtype:
         w = w.astype(x_rd.dtype)
     axis = 1 if plan.is_output_major else 0
@@ -403,7 +423,12 @@ def _dot(plan: _Plan, x_rd, w, width: int | None, zeros_1f):
 
 
 def exact_dot(a, b, contract_a: int, contract_b: int):
-    """A product, added up in float32; float32 operands are not rounded to bfloat16."""
+    """A product in float32; float32 operands are not rounded to bfloat16, integers at all."""
+    if a.dtype == jnp.int8:
+        contracted = (((contract_a,), (contract_b,)), ((), ()))
+        return lax.dot_general(a, b, contracted, preferred_element_type=jnp.int32).astype(
+            jnp.float32
+        )
     is_exact = a.dtype == jnp.float32
     return lax.dot_general(
         a,
@@ -423,6 +448,9 @@ def _apply_epilogue(plan: _Plan, extras, sums, piece: _Piece, columns):
     """The result, and the residual if it is wanted."""
     if not plan.is_group_scaled and "scale0" in extras:
         sums = [each * extras[f"scale{i}"][:, columns] for i, each in enumerate(sums)]
+    if "row_scale" in extras:
+        row_scale = _column(extras["row_scale"], piece)
+        sums = [each * row_scale for each in sums]
     z_rf, *others = sums
     if "bias" in extras:
         z_rf = z_rf + extras["bias"][:, columns]

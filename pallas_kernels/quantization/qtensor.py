@@ -87,16 +87,15 @@ class QTensor:
         return native
 
     def without_zeros(self) -> Self:
-        """The same weights as int8 values less their zero points: exact, in twice the bytes.
+        """`native`, zero points subtracted from the values: exact, int8, in twice the bytes.
 
         For kernels without zero points. Of 4 bits the differences are -15 to 15.
 
         Raises:
             ValueError: 8-bit values, whose differences may not fit 8 bits.
         """
-        self.check()
         if self.zeros_EFG is None:
-            return self
+            return self.native()
         if self.bits == 8:
             raise ValueError(
                 "w has 8 bits and zero points, which this kernel does not subtract; expected "
@@ -129,7 +128,7 @@ class QTensor:
             )
         dtypes = {8: (jnp.int8,), 4: (jnp.uint8, jnp.int4)}.get(self.bits)
         if dtypes is None:
-            raise ValueError(f"QTensor has bits={self.bits}; use 8 or 4")
+            raise ValueError(f"QTensor has bits={self.bits}; expected 8 or 4: use quantize()")
         if self.values.dtype not in dtypes:
             names = " or ".join(jnp.dtype(dtype).name for dtype in dtypes)
             raise ValueError(

@@ -52,6 +52,24 @@ def quantize(w_EDF, bits: int, method: str | None = None, group_size: int | None
     return _quantize(jnp.asarray(w_EDF), bits, method, group_size)
 
 
+def quantize_rows(x_RD):
+    """Rows as int8 with a scale each: `x_rd = scale_r values_rd`, largest magnitude 127.
+
+    Rounded to nearest, ties to even. Rows of zeros have scale 1; those with NaN, as rows of no
+    expert may have, mean nothing.
+
+    Returns:
+        (values_RD, scale_R): int8 and float32.
+    """
+    x_RD = x_RD.astype(jnp.float32)
+    largest_R = jnp.max(jnp.abs(x_RD), axis=1)
+    # A reciprocal of less would not be finite.
+    is_zero_R = largest_R < 127 * jnp.finfo(jnp.float32).tiny
+    scale_R = jnp.where(is_zero_R, 1, largest_R / 127)
+    values_RD = jnp.clip(jnp.round(x_RD / scale_R[:, None]), -127, 127)
+    return values_RD.astype(jnp.int8), scale_R
+
+
 def dequantize(q: QTensor):
     """float32 `[E, D, F]`: the weights that a QTensor stands for.
 

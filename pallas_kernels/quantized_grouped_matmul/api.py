@@ -16,6 +16,7 @@ from pallas_kernels.grouped_matmul.api import with_group_offset
 from pallas_kernels.implementations import REFERENCE, choose, warn_once
 from pallas_kernels.operands import check_quantized
 from pallas_kernels.quantization.qtensor import QTensor
+from pallas_kernels.quantization.quantize import quantize_rows
 from pallas_kernels.tiling.tuned import tuned_tiling
 
 
@@ -30,6 +31,7 @@ def quantized_grouped_matmul(
     gate_R=None,
     group_offset=None,
     preferred_element_type=None,
+    quantize_rows_to=None,
     implementation: str | None = None,
     tiling: Any = None,
     interpret: bool = False,
@@ -53,6 +55,10 @@ def quantized_grouped_matmul(
             values: packed ones that are an argument of a compiled program are converted
             whenever it runs, and a warning says so; others once (`QTensor.native`).
         w_gate: of a gated linear unit; quantized as w is.
+        quantize_rows_to: `int8` quantizes the rows as well, with a scale each
+            (`quantize_rows`). A TPU multiplies int8 by int8 (int4 weights become int8) and adds
+            up in int32. Other back ends multiply the rows that the integers stand for, Hopper
+            rounded to the dtype of x.
         bias_EF, activation, gate_R, group_sizes_E, group_offset, preferred_element_type,
             implementation, tiling, interpret: as of `grouped_matmul`. (A QTensor is
             output-major, so there is no `transpose_w`.)
@@ -66,6 +72,11 @@ def quantized_grouped_matmul(
         preferred_element_type=preferred_element_type, bias_EF=bias_EF, activation=activation,
         gate_R=gate_R,
     )  # fmt: skip
+    if quantize_rows_to not in (None, "int8", jnp.int8):
+        raise ValueError(
+            f"quantize_rows_to={quantize_rows_to!r}; expected 'int8': use that, or None for "
+            "rows in their own dtype"
+        )
     R, (E, D, F) = x_RD.shape[0], w.shape
     module = choose(
         "quantized_grouped_matmul",
@@ -73,37 +84,58 @@ def quantized_grouped_matmul(
         (x_RD.dtype, w.bits, R, D, F, E, w.group_size),
         interpret=interpret,
     )
-    if module.__name__.endswith(".gpu"):
-        w, w_gate = w.without_zeros(), None if w_gate is None else w_gate.without_zeros()
-    if tiling is None and not interpret and w_gate is None:
+    if tiling is None and not interpret and w_gate is None and quantize_rows_to is None:
         tiling = tuned_tiling(module, x_RD.dtype, w.bits, w.group_size, R, D, F, E)
-    if not module.__name__.endswith(f".{REFERENCE}"):
-        form = getattr(module, "FORM", "native")
-        is_other = w.bits == 4 and w.is_packed != (form == "packed")
-        if is_other and isinstance(w.values, jax.core.Tracer):
-            warn_once(
-                "quantized_grouped_matmul gets int4 values in a compiled program that are not "
-                f"as its kernel reads them, and converts them whenever it runs: give it "
-                f"w.{form}(), made once"
-            )
-        w, w_gate = (each and getattr(each, form)() for each in (w, w_gate))
+    w, w_gate = (each and _weights_of(module, each) for each in (w, w_gate))
     options = (("activation", activation), ("tiling", tiling))
     options += (("out_dtype", jnp.dtype(preferred_element_type or x_RD.dtype)),)
     options += (("interpret", True),) if interpret else ()
 
     def multiply(x_RD, gate_R, group_sizes_E):
+        scale_R = None
+        if quantize_rows_to is not None:
+            x_RD, scale_R = _quantized_rows(module, x_RD)
         return _without_gradient(
-            module, options, x_RD, w, w_gate, group_sizes_E, bias_EF, gate_R
+            module, options, x_RD, scale_R, w, w_gate, group_sizes_E, bias_EF, gate_R
         )
 
     return with_group_offset(multiply, x_RD, gate_R, group_sizes_E, group_offset, E)
 
 
+def _weights_of(module: ModuleType, w: QTensor) -> QTensor:
+    """The weights as a module reads them."""
+    if module.__name__.endswith(f".{REFERENCE}"):
+        return w
+    form = getattr(module, "FORM", "native")
+    is_other = w.bits == 4 and w.is_packed != (form == "packed")
+    if is_other and isinstance(w.values, jax.core.Tracer):
+        warn_once(
+            "quantized_grouped_matmul gets int4 values in a compiled program that are not as "
+            f"its kernel reads them, and converts them whenever it runs: give it w.{form}(), "
+            "made once"
+        )
+    if w.zeros_EFG is not None and not module.__name__.endswith(".tpu"):
+        w = w.without_zeros()
+    return getattr(w, form)()
+
+
+def _quantized_rows(module: ModuleType, x_RD):
+    """The rows as a module multiplies quantized ones, and their scales where it has them."""
+    values_RD, scale_R = quantize_rows(x_RD)
+    if module.__name__.endswith(".tpu"):
+        return values_RD, scale_R
+    dtype = x_RD.dtype if module.__name__.endswith(".gpu") else jnp.float32
+    return (values_RD.astype(jnp.float32) * scale_R[:, None]).astype(dtype), None
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _without_gradient(
-    module: ModuleType, options, x_RD, w: QTensor, w_gate, group_sizes_E, bias_EF, gate_R
-):
+    module: ModuleType, options, x_RD, scale_R, w: QTensor, w_gate, group_sizes_E, bias_EF,
+    gate_R,
+):  # fmt: skip
     options = dict(options, bias_EF=bias_EF, gate_R=gate_R)
+    if scale_R is not None:
+        options["row_scale_R"] = scale_R
     if module.__name__.endswith(f".{REFERENCE}"):
         return module.forward(x_RD, w, group_sizes_E, w_gate=w_gate, **options)
     if w_gate is not None:

@@ -27,11 +27,11 @@ def refusal(
     if reason := plain.refusal(x_dtype, x_dtype, R, D, F, E):
         return reason
     if bits not in (4, 8):
-        return f"weights have {bits} bits; use 4 or 8"
+        return f"w has {bits} bits; expected 4 or 8: use quantize(w_EDF, 4) or (w_EDF, 8)"
     if group_size not in (None, D) and (group_size % LANES or D % group_size):
         return (
-            f"group_size={group_size} is not a multiple of {LANES} that divides D={D}; use "
-            "one, or one scale a channel, or implementation='reference'"
+            f"w has group_size={group_size}; expected a multiple of {LANES} that divides "
+            f"D={D}: use one, or one scale a channel, or implementation='reference'"
         )
     return None
 
@@ -53,6 +53,7 @@ def forward(
     *,
     w_gate=None,
     zeros=None,
+    row_scale_R=None,
     bias_EF=None,
     activation: str | None = None,
     gate_R=None,
@@ -67,6 +68,7 @@ def forward(
         w_gate: the same two of the matrices of a gated linear unit.
         zeros: `zeros_EFG` of each of the matrices, or None. A zero point times the sum of the
             row over its channels is subtracted from their product.
+        row_scale_R: of int8 rows, whose products with int8 weights are added up as int32.
         out_dtype: of the result; None is the dtype of x.
         interpret: True, or `pltpu.InterpretParams`, to run without a TPU.
 
@@ -99,7 +101,12 @@ def forward(
         is_output_major=True,
         w_gate=None if w_gate is None else w_gate[0],
         epilogue=Epilogue(
-            scales=scales, zeros=zeros, bias_EF=bias_EF, activation=activation, gate_R=gate_R
+            scales=scales,
+            zeros=zeros,
+            row_scale_R=row_scale_R,
+            bias_EF=bias_EF,
+            activation=activation,
+            gate_R=gate_R,
         ),
         out_dtype=out_dtype,
         interpret=interpret,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.grouped_matmul.tile_schedule import num_blocks
-from pallas_kernels.tpu_chip import MIB, current_chip
+from pallas_kernels.tpu_chip import MIB, Chip, current_chip
 
 # From schedules: control of the pipeline, and the rows whose products take as long as their
 # matrix takes to get into the matrix unit, by generation. An integer is converted on its way; a
@@ -27,6 +27,9 @@ from pallas_kernels.tpu_chip import MIB, current_chip
 STEP_S = 1.5e-7
 PUSH_ROWS = {4: 70, 5: 55, 6: 115, 7: 80}
 PUSH_ROWS_QUANTIZED = {4: 430, 5: 60, 6: 120, 7: 140}
+# A v4 multiplies no int8, a tpu7x converts it. Where it is multiplied, products and
+# pushes take half of the time of bfloat16.
+INT8_GENERATIONS = (5, 6)
 # Of the shorter of products and pushes, what is not hidden.
 EXPOSED = 0.25
 # A weight gradient's sum is loaded and stored once a step, half of it while the unit is busy.
@@ -91,10 +94,14 @@ class Tiling:
             parts *= 2
         return self.block_F // parts
 
-    def check(self, D: int, F: int) -> None:
-        """Raises ValueError where no TPU can address the blocks."""
-        unit = PIECE_ROWS if self.block_R > PIECE_ROWS else ROW_UNIT
-        if self.block_R < ROW_UNIT or self.block_R % unit:
+    def check(self, D: int, F: int, row_unit: int = ROW_UNIT) -> None:
+        """Raises ValueError where no TPU can address the blocks.
+
+        Args:
+            row_unit: of the dtype of the rows.
+        """
+        unit = PIECE_ROWS if self.block_R > PIECE_ROWS else row_unit
+        if self.block_R < row_unit or self.block_R % unit:
             raise ValueError(
                 f"block_R={self.block_R} is not a multiple of {unit}; use one of {ROWS}"
             )
@@ -106,6 +113,16 @@ class Tiling:
                 )
         if self.cores < 1:
             raise ValueError(f"cores={self.cores} is less than 1; use 1 or the chip's cores")
+
+
+def multiplies_int8(chip: Chip) -> bool:
+    """Whether the chip's matrix unit multiplies int8 by int8, and not converted to bfloat16."""
+    return chip.generation in INT8_GENERATIONS
+
+
+def row_unit_of(x_dtype) -> int:
+    """What pieces of a block's rows begin at a multiple of: rows of a tile of memory."""
+    return PIECE_STEP if jnp.dtype(x_dtype).itemsize == 1 else ROW_UNIT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +171,8 @@ def candidates(problem: Problem) -> list[Tiling]:
         ValueError: none fits.
     """
     chip = current_chip()
-    rows = [block for block in ROWS if block < problem.R + 16] or [ROWS[0]]
+    sizes = [block for block in ROWS if problem.x_bytes > 1 or block >= PIECE_STEP]
+    rows = [block for block in sizes if block < problem.R + 16] or sizes[:1]
     tilings = [
         Tiling(*blocks, cores=chip.cores)
         for blocks in itertools.product(rows, _depths(problem), _columns(problem.F))
@@ -225,8 +243,9 @@ def estimated_seconds(problem: Problem, tiling: Tiling) -> float:
     num_R, num_D, num_F = (num_blocks(*pair) for pair in ((R, r), (D, d), (F, f)))
     tiles = num_R + min(E, R) - 1
     steps = tiles * num_D * (-(-num_F // tiling.cores) * tiling.cores)
-    # A float32 product is made of six bfloat16 ones.
-    passes = 6 if problem.x_bytes == 4 else 1
+    # A float32 product is made of six bfloat16 ones; one of int8 is half of one.
+    is_int8 = problem.x_bytes == 1 and multiplies_int8(chip)
+    passes = 6 if problem.x_bytes == 4 else 0.5 if is_int8 else 1
     row_s = passes * 2 * d * f / chip.flops_per_s
     if problem.is_weight_gradient:
         steps_s = steps * (STEP_S + r * row_s + SUM_S * d * f)
@@ -235,7 +254,9 @@ def estimated_seconds(problem: Problem, tiling: Tiling) -> float:
         first = r * (d + f) * problem.x_bytes
     else:
         rows, pieces = multiplied_rows(problem, tiling)
-        push_rows = PUSH_ROWS if problem.w_bits >= 16 else PUSH_ROWS_QUANTIZED
+        push_rows = PUSH_ROWS_QUANTIZED
+        if problem.w_bits >= 16 or is_int8:
+            push_rows = PUSH_ROWS
         push_rows = pieces * push_rows[chip.generation]
         rows = max(rows, push_rows) + EXPOSED * min(rows, push_rows)
         steps_s = steps * STEP_S + steps / tiles * rows * row_s * problem.num_matrices

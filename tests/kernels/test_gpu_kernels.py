@@ -87,14 +87,25 @@ def shipped(kernel, **settings):
     return jax.jit(functools.partial(kernel, **settings))
 
 
-def check_forward(make, sizes, dtype, *, transpose_w=False, tiling=SMALL, D=D, F=F):
+def check_forward(
+    make, sizes, dtype, *, transpose_w=False, tiling=SMALL, D=D, F=F, out_dtype=None
+):
     x_RD = rows(sizes, D, dtype)
     shape = (len(sizes), F, D) if transpose_w else (len(sizes), D, F)
     w = jnp.asarray(np.random.default_rng(1).standard_normal(shape), dtype)
-    run = make(gpu.forward, transpose_w=transpose_w, tiling=tiling)
+    out_dtype = jnp.dtype(out_dtype or dtype)
+    run = make(gpu.forward, transpose_w=transpose_w, tiling=tiling, out_dtype=out_dtype)
     y_RF = run(x_RD, w, jnp.asarray(sizes, jnp.int32))
     w_EDF = in_float64(w).swapaxes(1, 2) if transpose_w else in_float64(w)
-    assert_agrees(y_RF, loops.product(in_float64(x_RD), w_EDF, sizes), dtype)
+    assert y_RF.dtype == out_dtype
+    assert_agrees(y_RF, loops.product(in_float64(x_RD), w_EDF, sizes), out_dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("D", [64, 192])
+def test_float32_results_are_sums_in_parts(D):
+    """One step is padded to two; three are three parts."""
+    check_forward(interpreted, GROUPS["ragged"], jnp.bfloat16, D=D, F=64, out_dtype=jnp.float32)
 
 
 @pytest.mark.parametrize("transpose_w", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -386,7 +397,7 @@ def test_what_runs_is_accepted():
 def test_bad_arguments_raise():
     x_RD, (_, values_EFD) = rows((8,), 128, jnp.bfloat16), integers((1, 64, 128), 8)
     for x, G, message, options in (
-        (x_RD, 1, "use None, 'relu'", {"activation": "tanh"}),
+        (x_RD, 1, "expected None, 'relu'", {"activation": "tanh"}),
         (x_RD, 2, "over groups of 64 channels", {"tiling": gpu.Tiling(64, 16, 128, stages=2)}),
         (x_RD, 2, "leaves no registers", {"tiling": gpu.Tiling(64, 256, 64, stages=2)}),
         (x_RD.astype(jnp.float32), 1, "tensor cores take bfloat16", {}),

@@ -139,7 +139,7 @@ def test_float32_results_of_bfloat16_rows_are_not_rounded():
     half = run(preferred_element_type="float16")
     assert half.dtype == jnp.float16
     np.testing.assert_array_equal(half, y_RF.astype(jnp.float16))
-    with pytest.raises(ValueError, match="preferred_element_type=int8; use float32, bfloat16"):
+    with pytest.raises(ValueError, match="preferred_element_type=int8; expected float32, bfl"):
         run(preferred_element_type=jnp.int8)
 
 

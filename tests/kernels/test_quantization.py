@@ -211,7 +211,7 @@ def test_a_pytree_keeps_its_static_fields():
     ("changes", "message"),
     [
         ({"layout_version": 2}, "layout version 2; this code reads version 1: quantize"),
-        ({"bits": 3}, "bits=3; use 8 or 4"),
+        ({"bits": 3}, "bits=3; expected 8 or 4"),
         ({"bits": 8}, "bits=8 has values of uint8; expected int8"),
         ({"scales_EFG": jnp.ones((2, 3))}, r"expected \[E, F, D\]"),
         ({"scales_EFG": jnp.ones((2, 3, 2))}, r"expected scales \(2, 3, 1\)"),

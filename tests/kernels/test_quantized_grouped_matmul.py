@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`quantized_grouped_matmul` and its reference: against loops, forms of weights, refusals."""
 
+import contextlib
 import dataclasses
 import itertools
 import types
@@ -10,10 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dequantize, grouped_matmul, quantize, quantized_grouped_matmul
+from pallas_kernels import (
+    dequantize,
+    grouped_matmul,
+    quantize,
+    quantize_rows,
+    quantized_grouped_matmul,
+)
 from pallas_kernels.grouped_matmul.reference import Tiling
 from pallas_kernels.quantization.qtensor import QTensor
 from pallas_kernels.quantized_grouped_matmul import reference
+from pallas_kernels.tiling.tpu import Tiling as TPUTiling
+from pallas_kernels.tpu_chip import described_tpu
 from tests.kernels import loops
 from tests.kernels.loops import GROUPS, E, R
 
@@ -66,7 +75,7 @@ def test_what_it_says_to_do_works():
         ({"x_RD": jnp.ones((R, D + 2))}, "26 columns, and the weights are E=5, D=24, F=20"),
         ({"w": jnp.ones((E, D, F))}, "expected a QTensor"),
         ({"group_sizes_E": jnp.full(E, 5, jnp.int32)}, "sum to 25, and x_RD has 23 rows"),
-        ({"activation": "tanh"}, "activation='tanh'; use None, 'relu'"),
+        ({"activation": "tanh"}, "activation='tanh'; expected None, 'relu'"),
         ({"implementation": "triton"}, "use None or one of"),
         ({"interpret": True}, "only kernels are interpreted"),
         ({"tiling": Tiling(0, 1)}, "rows=0; use 1"),
@@ -113,7 +122,7 @@ def weights_of(q: QTensor) -> np.ndarray:
     scales_EFG = np.asarray(q.scales_EFG, np.float64)
     w_EDF = np.zeros(q.shape)
     for d in range(q.shape[1]):
-        w_EDF[:, d] = scales_EFG[:, :, d // (q.group_size or D)] * values_EFD[:, :, d]
+        w_EDF[:, d] = scales_EFG[:, :, d // (q.group_size or q.shape[1])] * values_EFD[:, :, d]
     return w_EDF
 
 
@@ -207,3 +216,79 @@ def test_tilings_are_of_output_features():
             jnp.ones((R, D)), quantize(np.ones((E, D, F), np.float32), 8),
             jnp.array(GROUPS["uneven"]), tiling=Tiling(4, 3),
         )  # fmt: skip
+
+
+def rows_by_loop(x_RD):
+    """Rows to int8 and their scales, value by value."""
+    values, scales = np.zeros(x_RD.shape, np.int64), np.ones(len(x_RD))
+    for r, x_D in enumerate(x_RD):
+        if np.abs(x_D).max() > 0:
+            scales[r] = np.float32(np.abs(x_D).max() / np.float32(127))
+            values[r] = np.rint(np.float32(x_D) / np.float32(scales[r]))
+    return values, scales
+
+
+def test_rows_are_quantized_as_a_loop_does():
+    x_RD = np.random.default_rng(3).normal(size=(9, 40)).astype(np.float32)
+    x_RD[2] = 0
+    x_RD[3] *= np.float32(1e-36)
+    x_RD[4] *= np.float32(1e36)
+    values_RD, scale_R = jax.jit(quantize_rows)(x_RD)
+    assert (values_RD.dtype, scale_R.dtype) == (jnp.int8, jnp.float32)
+    wanted, scales = rows_by_loop(x_RD)
+    np.testing.assert_allclose(scale_R, scales, rtol=2e-7)
+    assert np.abs(values_RD - wanted).max() <= 1  # a tie may fall either way
+    assert np.abs(np.asarray(values_RD)).max(axis=1).tolist() == [127, 127, 0] + [127] * 6
+
+
+# (implementation, bits, group): a TPU's kernel is interpreted, with int8 products.
+QUANTIZED_ROWS = [
+    ("reference", "", 8, None),
+    ("tpu", "TPU v5 lite", 8, None),
+    ("tpu", "TPU v5 lite", 4, 128),
+    ("tpu", "TPU v4", 8, None),  # which multiplies them in bfloat16
+]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "kind", "bits", "group_size"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow) if i > 1 else case
+        for i, case in enumerate(QUANTIZED_ROWS)
+    ],
+)
+def test_int8_rows_against_float64(implementation, kind, bits, group_size):
+    """Within float32 of the integers' product, and within 2% of that of the numbers."""
+    sizes, depth, features = (0, 9, 20), 256, 96
+    rng = np.random.default_rng(6)
+    x_RD = (rng.normal(size=(33, depth)) * rng.uniform(0.1, 9, (33, 1))).astype(np.float32)
+    x_RD[sum(sizes) :] = np.nan
+    x_RD = jnp.asarray(x_RD, jnp.bfloat16)
+    w_EDF = rng.normal(size=(3, depth, features)).astype(np.float32)
+    q = quantize(w_EDF, bits, group_size=group_size)
+    bias_EF = rng.normal(size=(3, features)).astype(np.float32)
+    options = {} if implementation == "reference" else {
+        "interpret": True, "tiling": TPUTiling(32, 128, features),
+    }  # fmt: skip
+    with described_tpu(kind) if kind else contextlib.nullcontext():
+        y_RF = quantized_grouped_matmul(
+            x_RD, q, jnp.array(sizes), bias_EF=bias_EF, quantize_rows_to="int8",
+            preferred_element_type=jnp.float32, implementation=implementation, **options,
+        )  # fmt: skip
+    used = sum(sizes)
+    assert not np.asarray(y_RF[used:]).any()
+    bias_RF = bias_EF[loops.expert_of_rows(sizes, len(x_RD))]
+    values, scales = (np.asarray(each)[:used] for each in quantize_rows(x_RD))
+    integers = loops.product(values * np.float64(scales)[:, None], weights_of(q), sizes)
+    exact = loops.product(np.asarray(x_RD)[:used], w_EDF, sizes)
+    got = np.asarray(y_RF[:used], np.float64) - bias_RF
+    assert np.abs(got - integers).max() < 2e-6 * np.abs(integers).max()
+    error = np.sqrt(np.mean((got - exact) ** 2) / np.mean(exact**2))
+    assert 0.005 < error < (0.02 if bits == 8 else 0.12)
+
+
+def test_other_dtypes_of_rows_are_refused():
+    with pytest.raises(ValueError, match="quantize_rows_to='int4'; expected 'int8': use that"):
+        call(quantize_rows_to="int4")
+    with pytest.raises(TypeError, match="no gradient"):
+        jax.grad(lambda x_RD: call(x_RD=x_RD, quantize_rows_to="int8").sum())(jnp.ones((R, D)))

@@ -195,3 +195,34 @@ def test_raw_gradients_are_those_of_all_devices(place):
     expected = by_loops(*operands, rows, weights)
     for name, got, want in zip(("y", "dx", "dw"), found, expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_devices_multiply_the_rows_of_their_own_experts_by_an_offset():
+    """All rows everywhere, experts split over four devices: parts add up to the whole."""
+    sizes, D, F = (3, 0, 7, 2, 0, 5, 4, 1), 8, 12
+    rng = np.random.default_rng(0)
+    x_RD, dy_RF = (rng.normal(size=(24, n)).astype(np.float32) for n in (D, F))
+    w_EDF = rng.normal(size=(8, D, F)).astype(np.float32)
+    mesh = jax.make_mesh((4,), ("expert",), axis_types=(AxisType.Auto,))
+
+    def on_device(x_RD, w_EDF, sizes_G):
+        offset = jax.lax.axis_index("expert") * len(w_EDF)
+        y_RF = grouped_matmul(x_RD, w_EDF, sizes_G, group_offset=offset)
+        return jax.lax.psum(y_RF, "expert")
+
+    def product(x_RD, w_EDF):
+        specs = {"in_specs": (P(), P("expert"), P()), "out_specs": P()}
+        return jax.shard_map(on_device, mesh=mesh, **specs)(x_RD, w_EDF, jnp.array(sizes))
+
+    @jax.jit
+    def run(x_RD, w_EDF, dy_RF):
+        y_RF, pull_back = jax.vjp(product, x_RD, w_EDF)
+        return y_RF, *pull_back(dy_RF)
+
+    y_RF, dx_RD, dw_EDF = run(x_RD, w_EDF, dy_RF)
+    for got, wanted in (
+        (y_RF, loops.product(x_RD, w_EDF, sizes)),
+        (dx_RD, loops.product(dy_RF, w_EDF.swapaxes(1, 2), sizes)),
+        (dw_EDF, loops.weight_gradient(x_RD, dy_RF, sizes)),
+    ):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)

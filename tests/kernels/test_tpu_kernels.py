@@ -378,14 +378,32 @@ def test_race_detection_finds_a_race():
 @pytest.mark.parametrize(
     ("reason", "said"),
     [
-        (tpu.refusal("float16", "float16", 8, 8, 8, 2), "rows are float16"),
-        (tpu.refusal("int8", "int8", 8, 8, 8, 2), "rows are int8"),
-        (tpu.refusal("bfloat16", "float32", 8, 8, 8, 2), "cast the weights to bfloat16"),
-        (tpu.refusal("bfloat16", "bfloat16", 0, 8, 8, 2), "R=0, D=8, F=8, E=2 has a size of 0"),
-        (quantized.refusal("float16", 8, 8, 256, 256, 4, None), "rows are float16"),
-        (quantized.refusal("bfloat16", 2, 8, 256, 256, 4, None), "2 bits; use 4 or 8"),
+        (
+            tpu.refusal("float16", "float16", 8, 8, 8, 2),
+            "x_RD is float16; expected bfloat16 or float32: ",
+        ),
+        (tpu.refusal("int8", "int8", 8, 8, 8, 2), "x_RD is int8; expected"),
+        (
+            tpu.refusal("bfloat16", "float32", 8, 8, 8, 2),
+            "expected bfloat16, the dtype of x_RD: cast the weights",
+        ),
+        (
+            tpu.refusal("bfloat16", "bfloat16", 0, 8, 8, 2),
+            "R=0, D=8, F=8, E=2; expected sizes of 1",
+        ),
+        (
+            quantized.refusal("float16", 8, 8, 256, 256, 4, None),
+            "x_RD is float16; expected bfloat16 or float32: ",
+        ),
+        (
+            quantized.refusal("bfloat16", 2, 8, 256, 256, 4, None),
+            "w has 2 bits; expected 4 or 8: use",
+        ),
         (quantized.refusal("bfloat16", 8, 0, 256, 256, 4, None), "R=0, D=256"),
-        (quantized.refusal("bfloat16", 8, 8, 256, 256, 4, 64), "group_size=64 is not a mul"),
+        (
+            quantized.refusal("bfloat16", 8, 8, 256, 256, 4, 64),
+            "w has group_size=64; expected a mul",
+        ),
         (quantized.refusal("bfloat16", 8, 8, 256, 256, 4, 384), "divides D=256"),
     ],
 )
