@@ -11,7 +11,7 @@ on what else the machine did during hours of training.
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -52,6 +52,7 @@ class Comparison:
 
     Attributes:
         contenders: the first is the one that the others are compared with.
+        gin_files: what contenders have in common, the later one wins.
         seeds: of initialization and order of the data; contenders of a seed share both.
         times: whether steps are timed; a precision's time on a CPU says nothing of a TPU's.
     """
@@ -60,7 +61,7 @@ class Comparison:
     steps: int = 300
     seeds: tuple[int, ...] = (0, 1, 2)
     bindings: tuple[str, ...] = ()
-    gin_file: str = GIN_FILE
+    gin_files: tuple[str, ...] = (GIN_FILE,)
     data: tuple[str, ...] = ENGLISH
     times: bool = True
 
@@ -149,10 +150,12 @@ def run_comparison(
     study: Study,
     comparison: Comparison,
     verdict: Callable[[Trained], dict[str, Any]],
+    tables: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """Trains all contenders, tabulates them, writes results, figure and page.
 
     Args:
+        tables: further ones, after that of the contenders.
         verdict: the rule, written before the runs: `verdict`, `because`, `effect` and
             `effect_of` of `Study.publish`.
     """
@@ -167,7 +170,7 @@ def run_comparison(
         **judged,
         seeds=list(comparison.seeds),
         steps=comparison.steps,
-        tables=[{"title": "", "rows": trained.rows()}],
+        tables=[{"title": "", "rows": trained.rows()}, *tables],
         curves={
             name: [{str(step): value for step, value in curve.items()} for curve in curves]
             for name, curves in trained.curves.items()
@@ -193,7 +196,7 @@ def train_all(study: Study, cells: Cells, comparison: Comparison) -> Trained:
         for each in comparison.contenders:
             bindings = comparison.bindings_of(each, seed)
             found = study.train(
-                cells, run_name(each.name, seed), [comparison.gin_file], bindings
+                cells, run_name(each.name, seed), comparison.gin_files, bindings
             )
             curve = {int(step): value for step, value in found["curve"].items()}
             curves[each.name].append(curve)
@@ -201,7 +204,7 @@ def train_all(study: Study, cells: Cells, comparison: Comparison) -> Trained:
             dropped[each.name].append(found["dropped"])
     jobs = {
         each.name: job_from_gin(
-            ROOT / comparison.gin_file,
+            [ROOT / file for file in comparison.gin_files],
             study.placed((*comparison.bindings_of(each, 0), *study.quick_bindings)),
         )
         for each in comparison.contenders

@@ -17,6 +17,17 @@ from switchx.analysis.plots import curves_figure, intervals_figure, write_svg
 HERE = ROOT / "experiments"
 BEGIN, END = "<!-- made of results.json -->", "<!-- end -->"
 NOT_RUN = "Not run."
+PICTURE = "effects.svg"
+# Of a full run on two quiet cores: cells, by steps, by the 0.45 s (dense) to 0.9 s (64 experts)
+# of a step of 8,192 tokens; 70 s a run of fine-tuning.
+EXPECTED_HOURS = {
+    "capacity_factor": 1.1, "distillation": 1.4, "elastic_tasks": 0.1, "elephants": 2.0,
+    "expert_dropout": 0.7, "expert_offload": 0.2, "exploration": 0.8, "fewer_experts": 0.5,
+    "fine_tuning": 1.6, "initialization": 0.6, "multilingual": 0.9, "no_token_left_behind": 0.8,
+    "pipeline_convergence": 0.8, "planner_vs_papers": 0.1, "pretraining": 0.8,
+    "quantization": 0.1, "routers": 1.0, "selective_precision": 0.8, "switch_attention": 1.1,
+    "switch_vs_dense": 1.5, "upcycling": 0.5,
+}  # fmt: skip
 # Folders with a form of their own: notebooks, the papers' tables, translation.
 OWN_PAGES = ("elephants", "first_steps", "planner_vs_papers", "routing_statistics")
 
@@ -32,37 +43,66 @@ def read_results(folder: pathlib.Path) -> dict[str, Any] | None:
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
+def summary_of(folder: pathlib.Path) -> dict[str, Any] | None:
+    """`verdict`, `because`, `effect`, `effect_of` and `wall_seconds`; None where nothing is
+    claimed or nothing was run."""
+    results = read_results(folder)
+    return results and results.get("summary", results)
+
+
 def overview() -> str:
-    """One table of all: question, verdict, effect, hours."""
-    rows = []
+    """One table of all: question, verdict, effect, hours; their sum; the picture."""
+    rows, spent, expected = [], 0.0, 0.0
     for folder in folders():
         question = (
             (folder / "README.md").read_text(encoding="utf-8").splitlines()[0].strip("# ")
         )
         row = {"experiment": f"[{folder.name}]({folder.name}/README.md)", "question": question}
-        results = None if folder.name in OWN_PAGES else read_results(folder)
-        if results is None:
-            verdict = (
-                "its page says" if folder.name in OWN_PAGES else NOT_RUN.lower().strip(".")
-            )
-            rows.append(row | {"verdict": verdict, "effect, 95%": None, "hours": None})
-            continue
-        effect = f"{shown(results['effect'])}, {results['effect_of']}"
-        hours = round(results["wall_seconds"] / 3600, 1)
-        rows.append(
-            row | {"verdict": results["verdict"], "effect, 95%": effect, "hours": hours}
-        )
-    total = sum(row["hours"] or 0.0 for row in rows)
-    return f"{table(rows)}\n\nTime of those that were run: {total:.1f} hours on two cores."
+        found = summary_of(folder)
+        if found is not None:
+            hours = found["wall_seconds"] / 3600
+            effect = f"{shown(found['effect'])}, {found['effect_of']}"
+            row |= {"verdict": found["verdict"], "effect, 95%": effect, "hours": f"{hours:.1f}"}
+            spent += hours
+        elif folder.name in EXPECTED_HOURS:
+            expected += EXPECTED_HOURS[folder.name]
+            of_row = f"{EXPECTED_HOURS[folder.name]:.1f} expected"
+            row |= {"verdict": "not run", "effect, 95%": None, "hours": of_row}
+        else:
+            row |= {"verdict": "a notebook: no claim", "effect, 95%": None, "hours": None}
+        rows.append(row)
+    text = (
+        f"{table(rows)}\n\nTime on two cores: {spent:.1f} hours of those that were run, and "
+        f"{expected:.1f} expected of the others."
+    )
+    return f"{text}\n\n![effects in nats]({PICTURE})" if effects_in_nats() else text
+
+
+def effects_in_nats() -> dict[str, dict[str, float]]:
+    """Effects with their intervals of all that were run and are measured in nats a token."""
+    found = {folder.name.replace("_", " "): summary_of(folder) for folder in folders()}
+    return {
+        f"{name}: {each['effect_of'].partition(', nats')[0]}": each["effect"]
+        for name, each in found.items()
+        if each is not None and ", nats a token" in each["effect_of"]
+    }
 
 
 def publish_page(folder: pathlib.Path) -> None:
-    """Figure and page of a folder, of its results.json alone."""
+    """Figure and page of a folder, of its results.json alone, and the table of all."""
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     figure = figure_of(results)
     if figure is not None:
         write_svg(figure, folder / "figure.svg")
     write_page(folder, page(results))
+    publish_overview()
+
+
+def publish_overview() -> None:
+    """The table of all and its picture."""
+    if effects := effects_in_nats():
+        write_svg(intervals_figure(effects, "nats a token"), HERE / PICTURE)
+    write_page(HERE, overview())
 
 
 def figure_of(results: dict[str, Any]) -> Figure | None:
@@ -131,7 +171,7 @@ def main() -> None:
             write_page(folder, NOT_RUN)
         else:
             publish_page(folder)
-    write_page(HERE, overview())
+    publish_overview()
 
 
 if __name__ == "__main__":

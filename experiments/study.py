@@ -138,18 +138,19 @@ class Study:
         """
         file, code = self.runs / "begun.json", code_fingerprint(self.name)
         now = {"commit": git_commit(), "code": code}
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
+        found = Cells(self.runs / "cells.jsonl")
+        if not file.exists() or not found.lines:
             file.write_text(json.dumps(now) + "\n")
         begun = json.loads(file.read_text())
         if begun["code"] != code:
+            commit, _, is_dirty = begun["commit"].partition("-")
+            go_on = "" if is_dirty else f"go on with `git checkout {commit}`, "
             raise ValueError(
                 f"{self.runs} was begun by commit {begun['commit']} and this is "
-                f"{now['commit']}, whose code is another one; go on with `git checkout "
-                f"{begun['commit']}`, begin anew with --output=OTHER, or remove {file} to "
-                "have results of both in one table"
+                f"{now['commit']}, whose code is another one; {go_on}begin anew with "
+                f"--output=OTHER, or remove {file} to have results of both in one table"
             )
-        return Cells(self.runs / "cells.jsonl")
+        return found
 
     def files(self, *patterns: str) -> dict[str, pathlib.Path]:
         """Data files by their names below the data folder, as sorted, each checked.

@@ -257,7 +257,9 @@ def in_ring() -> dict[str, Any]:
     }
 
 
-def step_times() -> dict[str, Any]:
+def step_times(
+    weights: str = "bf16", slots: int = TIMED_SLOTS, turns: int = TURNS
+) -> dict[str, Any]:
     """Seconds of greedy decoding with some slots, by turns with a model that has as many
     experts.
 
@@ -266,9 +268,9 @@ def step_times() -> dict[str, Any]:
     by turns too. Medians.
     """
     contenders = {}
-    for num_experts in (NUM_EXPERTS, TIMED_SLOTS):
-        config, params = on_host(*model("bf16", num_experts))
-        experts = ChosenExperts(config, params, TIMED_SLOTS)
+    for num_experts in (NUM_EXPERTS, slots):
+        config, params = on_host(*model(weights, num_experts))
+        experts = ChosenExperts(config, params, slots)
         generator = Generator(
             for_decoding(config),
             experts.params,
@@ -279,30 +281,35 @@ def step_times() -> dict[str, Any]:
         contenders[num_experts] = experts, generator
         outputs(generator)
     expert = experts.source.expert(0, 0)
-    bank = jax.tree.map(lambda x: jnp.zeros((TIMED_SLOTS, *x.shape[1:]), x.dtype), expert)
+    bank = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype), expert)
     spent: dict[Any, list[float]] = {name: [] for name in (*contenders, "copies")}
-    moved = 0
-    for _ in range(TURNS):
-        for num_experts, (experts, generator) in contenders.items():
-            before, begin = experts.traffic.moved_bytes, time.perf_counter()
+    held = contenders[NUM_EXPERTS][0]
+    before = held.traffic
+    for _ in range(turns):
+        for num_experts, (_, generator) in contenders.items():
+            begin = time.perf_counter()
             outputs(generator)
             spent[num_experts].append(time.perf_counter() - begin)
-            if num_experts == NUM_EXPERTS:
-                moved = experts.traffic.moved_bytes - before
         begin = time.perf_counter()
-        for slot in range(TIMED_SLOTS):
+        for slot in range(slots):
             bank = moved_into(bank, expert, np.int32(slot))
         jax.block_until_ready(bank)
         spent["copies"].append(time.perf_counter() - begin)
     seconds = {name: float(np.median(each)) for name, each in spent.items()}
-    size = bytes_of_expert(config, FORMATS["bf16"])
-    copies_s = moved / size * seconds["copies"] / TIMED_SLOTS
-    bound = max(seconds[TIMED_SLOTS], copies_s)
+    size = bytes_of_expert(config, FORMATS[weights])
+    after = held.traffic
+    moved = (after.moved_bytes - before.moved_bytes) / turns
+    copies_s = moved / size * seconds["copies"] / slots
+    bound = max(seconds[slots], copies_s)
     return {
-        "timed": "bf16, 1 beams",
-        "slots": TIMED_SLOTS,
+        "timed": f"{weights}, 1 beams",
+        "slots": slots,
+        "hits": (after.hits - before.hits) / (after.requested - before.requested),
+        "device_mib": after.device_bytes / MEBIBYTE,
+        "moved_mib": moved / MEBIBYTE,
+        "tokens_per_s": BATCH * TIMED_TOKENS / seconds[NUM_EXPERTS],
         "decoding_s": seconds[NUM_EXPERTS],
-        "computing_s": seconds[TIMED_SLOTS],
+        "computing_s": seconds[slots],
         "copies_s": copies_s,
         "step_vs_bound": seconds[NUM_EXPERTS] / bound,
     }

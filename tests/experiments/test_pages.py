@@ -67,6 +67,18 @@ def test_the_overview_is_made_of_results():
     assert made_of_results(ROOT / "experiments") == pages.overview()
 
 
+def test_all_experiments_take_a_day_at_most():
+    hours = 0.0
+    for folder in pages.folders():
+        found = pages.summary_of(folder)
+        assert found is None or found["verdict"] in study.VERDICTS
+        if folder in FOLDERS:
+            assert folder.name in pages.EXPECTED_HOURS
+        planned = pages.EXPECTED_HOURS.get(folder.name, 0.0)
+        hours += planned if found is None else found["wall_seconds"] / 3600
+    assert 0 < hours <= 24
+
+
 def trained(dense: list[float], sparse: list[float]) -> Trained:
     """Two contenders, a seed each value, whose quality is reached on a straight line."""
 
@@ -124,12 +136,18 @@ def test_a_cell_is_measured_once_and_a_torn_line_again(tmp_path):
 
 
 def test_other_code_is_named(tmp_path, monkeypatch):
+    """Once something has been done; a commit with changes cannot be checked out."""
     mine = Study("exploration", tmp_path, None)
+    monkeypatch.setattr(study, "git_commit", lambda: "abc")
     mine.cells()
     monkeypatch.setattr(study, "code_fingerprint", lambda name: "another")
-    with pytest.raises(
-        ValueError, match=r"was begun by commit .*`git checkout .*--output=OTHER"
-    ):
+    mine.cells().get({"a": 1}, lambda: 1)
+    monkeypatch.setattr(study, "code_fingerprint", lambda name: "a third")
+    with pytest.raises(ValueError, match=r"begun by commit abc .*`git checkout abc`.*--output"):
+        mine.cells()
+    begun = mine.runs / "begun.json"
+    begun.write_text(begun.read_text().replace("abc", "abc-dirty"))
+    with pytest.raises(ValueError, match=r"begun by commit abc-dirty (?!.*checkout)"):
         mine.cells()
 
 
@@ -177,7 +195,7 @@ def test_all_contenders_are_jobs_of_their_own(name, comparison):
             re.sub("<(data|run|pretrained)( [^>]*)?>", placed, text)
             for text in (*comparison.bindings_of(each, seed=0), *study.QUICK)
         ]
-        jobs.append(job_from_gin(ROOT / comparison.gin_file, texts))
+        jobs.append(job_from_gin([ROOT / file for file in comparison.gin_files], texts))
         assert jobs[-1] not in jobs[:-1], each.name
         assert jobs[-1].train_steps == 2
 

@@ -88,7 +88,8 @@ def test_commands_run_in_their_order(folder, scripts, monkeypatch, capsys):
     commands = "".join(BLOCK.findall(PAGE)).splitlines()
     assert [run(each, scripts) for each in commands] == list(BRIEF)
     results = json.loads((folder / "results.json").read_text())
-    assert list(results) == ["cost", "quality", "throughput"]
+    assert list(results) == ["cost", "quality", "throughput", "summary"]
+    assert results["summary"]["verdict"] == "undecided"  # of the paper's batches none
     directions = [(row["direction"], row["beams"]) for row in results["quality"]["rows"]]
     assert directions == [
         (direction, beams) for direction in ("en_de", "de_en", "mean") for beams in (1, 2)

@@ -61,7 +61,10 @@ def test_the_command_prints_and_writes_what_is_published(experiment, tmp_path, c
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     written = json.loads(results.read_text())
     published = json.loads((FOLDER / "results.json").read_text())
-    assert written == {name: printed[name] for name in ("results", "checks")}
+    assert {name: written[name] for name in ("results", "checks")} == {
+        name: printed[name] for name in ("results", "checks")
+    }
+    assert written["summary"]["verdict"] == published["summary"]["verdict"] == "reproduced"
     assert [check["name"] for check in written["checks"]] == [
         "papers_parameters_error", "ppmoe_vs_dpmoe_small_low", "ppmoe_vs_dpmoe_small_high",
         "ppmoe_vs_dpmoe_143b_low", "ppmoe_vs_dpmoe_143b_high", "hierarchical_saving",

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding with some experts of each layer on the device: tokens a second, memory and hits by
+slots and bits (SE-MoE, Figure 10).
+
+    make experiments EXPERIMENT=expert_offload
+
+A model of 16 experts a layer with random weights, `switchx.bench.offload`. The time of decoding
+is predicted from two measurements beside it, memory from sizes.
+"""
+
+import math
+from typing import Any
+
+from experiments.pages import publish_page
+from experiments.study import Interval, Study, main
+from switchx.bench import offload
+
+BITS, SLOTS, TURNS = ("bf16", "int8", "int4"), (2, 4, 8), 7
+
+
+def row_of(weights: str, slots: int, turns: int) -> dict[str, Any]:
+    """What was measured, and what the formulas say of it.
+
+    Time is that of a model with as many experts as slots, which moves nothing, and of the
+    copies: on a CPU they do not run beside products, so the two are added. Memory is the slots
+    of all layers.
+    """
+    timed = offload.step_times(weights, slots, turns)
+    config, _ = offload.model(weights)
+    layers = len(config.sparse_layer_names)
+    size = offload.bytes_of_expert(config, offload.FORMATS[weights])
+    predicted = timed["computing_s"] + timed["copies_s"]
+    memory = layers * slots * size / 2**20
+    return {
+        "weights": weights,
+        "slots of 16": slots,
+        "hits": timed["hits"],
+        "tokens/s": timed["tokens_per_s"],
+        "time over predicted": timed["decoding_s"] / predicted,
+        "computing, share": timed["computing_s"] / predicted,
+        "MiB on the device": timed["device_mib"],
+        "memory over predicted": timed["device_mib"] / memory,
+        "memory over all experts'": slots / offload.NUM_EXPERTS,
+    }
+
+
+def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Reproduced: time is within 20% and memory within 5% of the formula in every cell."""
+    keys = ("time over predicted", "memory over predicted")
+    time, memory = (
+        max((row[key] for row in rows), key=lambda x: abs(math.log(x))) for key in keys
+    )
+    holds = abs(time - 1) <= 0.2 and abs(memory - 1) <= 0.05
+    slowest = min(rows, key=lambda row: row["tokens/s"])
+    return {
+        "verdict": "reproduced" if holds else "not reproduced",
+        "because": f"Farthest from the formulas are {time:.2f} of the time and {memory:.2f} of "
+        f"the memory. {slowest['weights']} with {slowest['slots of 16']} slots is slowest: "
+        f"{slowest['hits']:.0%} hits, {slowest['tokens/s']:.0f} tokens/s.",
+        "effect": Interval(time, time, time),
+        "effect_of": "time over the formula's, the farthest cell",
+    }  # fmt: skip
+
+
+def run(study: Study) -> None:
+    cells = study.cells()
+    bits, slots, turns = (("int8",), (4,), 1) if study.is_quick else (BITS, SLOTS, TURNS)
+    rows = [
+        cells.get(
+            {"weights": weights, "slots": number, "turns": turns},
+            lambda weights=weights, number=number: row_of(weights, number, turns),
+        )
+        for weights in bits
+        for number in slots
+    ]
+    judged = verdict(rows)
+    study.publish(cells, {}, **judged, seeds=[0], tables=[{"title": "", "rows": rows}])
+    if not study.is_quick:
+        publish_page(study.folder)
+
+
+if __name__ == "__main__":
+    main(__file__, __doc__, run)
