@@ -193,6 +193,7 @@ def test_sizes():
         "switchx/serving/request_queue.py",
         "switchx/inference/programs.py",
         "switchx/inference/rows.py",
+        "switchx/inference/prompt_lookup.py",
         "switchx/bench/decode_programs.py",
         "switchx/bench/inflight.py",
         "switchx/bench/ctranslate2_peer.py",

@@ -14,7 +14,14 @@ import jax.numpy as jnp
 
 from switchx.inference.config import DecodingProgram
 from switchx.inference.rows import EARLY_STOPPING, Rows, lengthened
-from switchx.inference.sampling import BLOCK, LogProbs, largest, likeliest_tokens, top_k
+from switchx.inference.sampling import (
+    BLOCK,
+    LogProbs,
+    ancestors_seen,
+    largest,
+    likeliest_tokens,
+    top_k,
+)
 
 NEVER = -jnp.inf
 
@@ -57,6 +64,28 @@ class Beams:
             LogProbs.start(batch, program),
         )
 
+    @property
+    def num_places(self) -> int:
+        """T, also that of the ring."""
+        return self.ancestor_BLT.shape[2]
+
+    def number_B(self, num_steps_B):
+        """New tokens after so many steps."""
+        return num_steps_B
+
+    def lanes_of(self, position_B):
+        """Positions `[B, L]` of the tokens that a step reads, which are all the same."""
+        return jnp.broadcast_to(position_B[:, None], self.log_prob_BL.shape)
+
+    def sees_BLTL(self, behind_T):
+        """Which lanes of each step in the ring a lane sees; see `ancestors_seen`."""
+        return ancestors_seen(self.ancestor_BLT)
+
+    @property
+    def number_BTL(self):
+        """Of each lane in the ring the tokens before it; None where a step is a token."""
+        return None
+
     def begun_at(self, place) -> "Beams":
         """The same, where the first token is written at another place of the ring."""
         ancestor_BLT = jnp.roll(self.ancestor_BLT, place, axis=2)
@@ -64,7 +93,7 @@ class Beams:
 
     def with_places(self, program: DecodingProgram) -> "Beams":
         """The same with places for `max_new_tokens`; the ring is laid end to end."""
-        times = program.max_new_tokens // self.ancestor_BLT.shape[2]
+        times = program.max_new_tokens // self.num_places
         running, finished = self.log_probs, self.finished_log_probs
         return dataclasses.replace(
             self,

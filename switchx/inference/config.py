@@ -101,6 +101,8 @@ class DecodingConfig:
         early_stopping: when a sentence's search ends, all beams being finished: `True` at
             once; `False` when the best running beam, as long as it is, scores no better than
             the worst finished one; `never` when it could not even at full length.
+        prompt_lookup_num_tokens: greedy decoding drafts so many tokens a step
+            (prompt_lookup.py); the output is the same.
         forced_prefix: token ids that each output begins with, whatever the model finds likely,
             such as the language of a multilingual translation (`forced_bos_token_id`). They
             count as tokens of the output, and nothing in its score.
@@ -125,6 +127,9 @@ class DecodingConfig:
         "makes the batch smaller",
     )
     early_stopping: Literal[True, False, "never"] = False
+    prompt_lookup_num_tokens: int | None = option(
+        None, "tokens drafted from what the text repeats, and checked in one step", 1, 64
+    )
     min_new_tokens: int = option(0, "tokens of an output before its end", 0, 2**20)
     repetition_penalty: float = option(
         1.0,
@@ -179,6 +184,8 @@ class DecodingConfig:
             is_unread = getattr(self, field) is not None and not is_sampling
             refuse(field, is_unread, "temperature=0 does not sample; set a temperature")
         self._check_texts(refuse)
+        if self.prompt_lookup_num_tokens is not None:
+            self._check_drafts(refuse)
 
     def _listed(self, name: str, of: type) -> tuple:
         values = getattr(self, name)
@@ -207,6 +214,23 @@ class DecodingConfig:
         refuse("forced_prefix", len(prefix) > most, f"use max_new_tokens={most} ids at most")
         has_end = self.eos_id in prefix
         refuse("forced_prefix", has_end, f"id {self.eos_id} ends an output; leave it out")
+
+    def _check_drafts(self, refuse) -> None:
+        """What does not go with drafts: they are compared with the likeliest token alone."""
+        for name, is_asked in (
+            ("beam_size", self.beam_size > 1),
+            ("temperature", self.is_sampling),
+            ("repetition_penalty", self.repetition_penalty != 1),
+            ("no_repeat_ngram_size", self.no_repeat_ngram_size > 0),
+            ("forced_prefix", bool(self.forced_prefix)),
+            ("logprobs", self.logprobs is not None),
+            ("stop", bool(self.stop)),
+        ):
+            way_out = (
+                f"drafts are for plain greedy decoding, and {name} is "
+                f"{getattr(self, name)!r:.40}; leave out one of the two"
+            )
+            refuse("prompt_lookup_num_tokens", is_asked, way_out)
 
     @property
     def is_sampling(self) -> bool:
@@ -248,6 +272,7 @@ class DecodingConfig:
             self.is_prompt_bidirectional,
             self.has_processors,
             self.num_kept,
+            self.prompt_lookup_num_tokens or 0,
         )
 
 
@@ -265,6 +290,7 @@ class DecodingProgram:
             forced tokens; a program without reads none of these.
         num_kept: likeliest tokens of each step whose log-probabilities are kept, beside the
             chosen one's; None keeps neither.
+        num_drafts: tokens that a step reads beside each row's newest one; 0 drafts none.
     """
 
     max_new_tokens: int
@@ -276,3 +302,9 @@ class DecodingProgram:
     is_prompt_bidirectional: bool
     has_processors: bool = False
     num_kept: int | None = None
+    num_drafts: int = 0
+
+    @property
+    def num_lanes(self) -> int:
+        """Tokens of a row that a step reads side by side: beams, or the newest and drafts."""
+        return self.beam_size + self.num_drafts

@@ -6,12 +6,13 @@ sentence's row of the cache: the prompt's P places, then a ring of T places a be
 rows write at one place, the step's number modulo T. So a write is one contiguous update, and
 how far a place lies behind is the same for all rows; a row's own is where it began, which
 masks, positions and samples read. Which beam's places a beam may see is a mask (its ancestors),
-so beams are never moved or copied. Iteration-level scheduling is Yu et al.'s (Orca, OSDI 2022).
-Pruning has two levels (Kim et al. 2022, arXiv:2211.10017, section 3.5): finished sentences take
-part in no Switch layer, and the loop ends as soon as the unfinished ones fit the next smaller
-batch.
-Dims: B batch, L beams, M places that attention reads, P prompt, T new tokens, H heads,
-K head size, D model, V vocabulary
+so beams are never moved or copied. Drafts (prompt_lookup.py) are read beside the newest token
+as beams are; positions are then each row's own, as rows go on by different numbers of tokens.
+Iteration-level scheduling is Yu et al.'s (Orca, OSDI 2022). Pruning has two levels (Kim et al.
+2022, arXiv:2211.10017, section 3.5): finished sentences take part in no Switch layer, and the
+loop ends as soon as the unfinished ones fit the next smaller batch.
+Dims: B batch, L lanes (beams, or the newest token and its drafts), M places that attention
+reads, P prompt, T new tokens, H heads, K head size, D model, V vocabulary
 """
 
 import dataclasses
@@ -25,6 +26,7 @@ from switchx import tree
 from switchx.axes import dims_of
 from switchx.inference.beam_search import Beams
 from switchx.inference.config import DecodingProgram
+from switchx.inference.prompt_lookup import Drafted
 from switchx.inference.rows import Rows
 from switchx.inference.sampling import Greedy
 from switchx.models.block import BlockCache, BlockInputs
@@ -43,7 +45,7 @@ class Decoding:
         step: steps of the batch so far; the next writes at place `step % T` of the ring.
         begin_B: the step that each sentence began with, its prompt's last token.
         token_BL: the newest tokens, not yet in the cache.
-        hypotheses: `Greedy` or `Beams`.
+        hypotheses: `Greedy`, `Beams` or `Drafted`.
         is_prompt_BP: which places of the prompt a step reads: all of the text but its last
             token, which is in the ring. P is 0 where prompts are one token.
         is_source_BM: which of the encoder's output is text; None without an encoder.
@@ -59,8 +61,8 @@ class Decoding:
     is_source_BM: jax.Array | None
 
     @property
-    def number_B(self) -> jax.Array:
-        """New tokens that each sentence has had time for."""
+    def num_steps_B(self) -> jax.Array:
+        """Steps that each sentence has had time for."""
         return self.step - self.begin_B
 
 
@@ -86,7 +88,7 @@ def prefill(
     model = bind(config, params)
     B = prompt_BP.shape[0]
     P = 0 if prompt_BP.shape[1] == 1 else prompt_BP.shape[1]
-    L, T = decoding.beam_size, decoding.max_new_tokens
+    L, T = decoding.num_lanes, decoding.max_new_tokens
     if decoding.has_processors:
         rows = dataclasses.replace(rows, read_BP=jnp.where(is_prompt_BP, prompt_BP, -1))
     memory_BMD = None
@@ -110,14 +112,21 @@ def prefill(
         )
         x_BPD = constrain(model.embedding.embed(prompt_BP, position_BP), "BLD")
         _, cache = model.decoder.extend(x_BPD, inputs, cache)
+    token_BL = jnp.broadcast_to(prompt_BP[:, -1:], (B, L))
+    if decoding.num_drafts:
+        texts = (source_BM, is_source_BM), (prompt_BP, is_prompt_BP)
+        hypotheses = Drafted.of_texts(texts, decoding)
+        token_BL = hypotheses.with_drafts(prompt_BP[:, -1])
+    else:
+        hypotheses = (Beams if L > 1 else Greedy).start(B, decoding)
     return constrain_named(
         Decoding(
             cache,
             step=jnp.int32(0),
             begin_B=jnp.zeros(B, jnp.int32),
-            token_BL=jnp.broadcast_to(prompt_BP[:, -1:], (B, L)),
+            token_BL=token_BL,
             rows=rows,
-            hypotheses=(Beams if L > 1 else Greedy).start(B, decoding),
+            hypotheses=hypotheses,
             is_prompt_BP=is_prompt_BP[:, :P] & (jnp.arange(P) < P - 1)[None],
             is_source_BM=is_source_BM,
         )
@@ -167,8 +176,9 @@ def run_step(config: ModelConfig, decoding: DecodingProgram, params, state: Deco
 def _advance(model, decoding: DecodingProgram, state: Decoding, positions: tuple) -> Decoding:
     logits_BLV, cache = step_logits(model, decoding, state, positions)
     place = (state.step + 1) % decoding.max_new_tokens  # of the tokens that are chosen now
+    number_B = state.hypotheses.number_B(state.num_steps_B)
     hypotheses, token_BL, is_live_B = state.hypotheses.advance(
-        logits_BLV, state.number_B, place, state.rows, decoding
+        logits_BLV, number_B, place, state.rows, decoding
     )
     return constrain_named(
         dataclasses.replace(
@@ -189,30 +199,34 @@ def step_logits(model, decoding: DecodingProgram, state: Decoding, positions: tu
         positions: of `position_terms`.
     """
     B, P = state.is_prompt_BP.shape
-    L, T = decoding.beam_size, decoding.max_new_tokens
-    place, number_B = state.step % T, state.number_B
+    L, T = decoding.num_lanes, decoding.max_new_tokens
+    place, num_steps_B = state.step % T, state.num_steps_B
     behind_T = (place - jnp.arange(T)) % T
-    is_past_BT = behind_T[None] <= number_B[:, None]
-    is_place_BLTL = state.hypotheses.ancestor_BLT[..., None] == jnp.arange(L)[None, None, None]
-    is_ancestor_BLM = (is_place_BLTL & is_past_BT[:, None, :, None]).reshape(B, L, T * L)
+    is_past_BT = behind_T[None] <= num_steps_B[:, None]
+    sees_BLTL = state.hypotheses.sees_BLTL(behind_T)
+    is_seen_BLM = (sees_BLTL & is_past_BT[:, None, :, None]).reshape(B, L, T * L)
     is_prompt_BLP = jnp.broadcast_to(state.is_prompt_BP[:, None], (B, L, P))
     is_live_B1 = jnp.ones((B, 1), bool)
     if decoding.is_pruning:
         is_live_B1 = state.rows.is_live_B[:, None]
-    bias_HLM, row_bias_BHLM = _biases_of_step(positions, state, behind_T, L)
+    # The prompt's last token is in the ring: it is at the position after those of the others.
+    number_B = state.hypotheses.number_B(num_steps_B)
+    position_B = jnp.sum(state.is_prompt_BP, axis=1) + number_B
+    position_BL = state.hypotheses.lanes_of(position_B)
+    if state.hypotheses.number_BTL is None:
+        bias_HLM, row_bias_BHLM = _biases_of_step(positions, state, behind_T, L)
+    else:
+        bias_HLM, row_bias_BHLM = None, _biases_of_rows(positions, state, position_BL)
     is_source_BM = state.is_source_BM
     inputs = BlockInputs(
         is_token_BL=jnp.broadcast_to(is_live_B1, (B, L)),
-        mask_BLM=jnp.concatenate([is_prompt_BLP, is_ancestor_BLM], axis=2),
+        mask_BLM=jnp.concatenate([is_prompt_BLP, is_seen_BLM], axis=2),
         bias_HLM=bias_HLM,
         memory_mask_BLM=None if is_source_BM is None else is_source_BM[:, None],
         token_BL=state.token_BL,
         row_bias_BHLM=row_bias_BHLM,
         place=P + place * L,
     )
-    # The prompt's last token is in the ring: it is at the position after those of the others.
-    position_B = jnp.sum(state.is_prompt_BP, axis=1) + number_B
-    position_BL = jnp.broadcast_to(position_B[:, None], (B, L))
     x_BLD = constrain(model.embedding.embed(state.token_BL, position_BL), "BLD")
     x_BLD, cache = model.decoder.extend(x_BLD, inputs, state.cache)
     return constrain(model.embedding.logits(x_BLD), "BLV"), cache
@@ -251,30 +265,50 @@ def _biases_of_step(positions: tuple, state: Decoding, behind_T, L: int) -> tupl
         bias_HLM = jnp.pad(new_HM, ((0, 0), (P, 0)))[:, None]
         if P:
             # A row's ring goes on from the prompt's last place.
-            behind_BP = P - 1 + state.number_B[:, None] - jnp.arange(P)[None]
+            behind_BP = P - 1 + state.num_steps_B[:, None] - jnp.arange(P)[None]
             old_HBP = jnp.take(bias_HN, jnp.maximum(N - 1 - behind_BP, 0), axis=1)
             old_BHP = jnp.moveaxis(old_HBP, 0, 1)
             own_BHM.append(jnp.pad(old_BHP, ((0, 0), (0, 0), (0, T * L))))
     if untied is not None:
-        own_BHM.append(_untied_bias(untied, state, behind_T, L))
+        before_B = jnp.sum(state.is_prompt_BP, axis=1)
+        position_B = before_B + state.num_steps_B
+        new_BM = jnp.repeat(position_B[:, None] - behind_T[None], L, axis=1)
+        own_BHM.append(_untied_bias(untied, position_B, _position_BM(P, before_B, new_BM)))
     return bias_HLM, sum(own_BHM)[:, :, None] if own_BHM else None
 
 
-def _untied_bias(untied, state: Decoding, behind_T, L: int):
-    """What TUPE's positions add to a step's scores, `[B, H, P + T * L]`."""
+def _biases_of_rows(positions: tuple, state: Decoding, position_BL):
+    """`row_bias_BHLM` of a step that reads tokens of these positions, where rows have their own
+    in the ring, too."""
+    bias_HN, untied = positions
+    (B, P), before_B = state.is_prompt_BP.shape, jnp.sum(state.is_prompt_BP, axis=1)
+    new_BM = before_B[:, None] + state.hypotheses.number_BTL.reshape(B, -1)
+    position_BM, terms = _position_BM(P, before_B, new_BM), []
+    if bias_HN is not None:
+        # Of what is not seen, any number.
+        behind_BLM = position_BL[:, :, None] - position_BM[:, None]
+        bias_HBLM = jnp.take(bias_HN, bias_HN.shape[1] - 1 - behind_BLM, axis=1, mode="clip")
+        terms.append(jnp.moveaxis(bias_HBLM, 0, 1))
+    if untied is not None:
+        of_lanes = jax.vmap(_untied_bias, in_axes=(None, 1, None), out_axes=2)
+        terms.append(of_lanes(untied, position_BL, position_BM))
+    return sum(terms) if terms else None
+
+
+def _position_BM(P: int, before_B, new_BM):
+    """Positions of a prompt's places and, `new_BM`, of the ring's: a text begins where its
+    padding on the left ends, and its last token is in the ring."""
+    old_BP = jnp.arange(P)[None] - (P - 1 - before_B)[:, None]
+    return jnp.maximum(jnp.concatenate([old_BP, new_BM], axis=1), 0)
+
+
+def _untied_bias(untied, position_B, position_BM):
+    """What TUPE's positions of queries and of places add to scores, `[B, H, M]`."""
     query_MHK, key_MHK = untied
-    P = state.is_prompt_BP.shape[1]
-    before_B = jnp.sum(state.is_prompt_BP, axis=1)
-    position_B = before_B + state.number_B
     query_BHK = jnp.take(query_MHK, position_B, axis=0, mode="clip")
     score_BHM = jnp.einsum(
         "BHK,MHK->BHM", query_BHK, key_MHK, preferred_element_type=jnp.float32
     )
-    # From positions to places: the text begins where its padding on the left ends, and its
-    # last token is in the ring.
-    old_BP = jnp.arange(P)[None] - (P - 1 - before_B)[:, None]
-    new_BM = jnp.repeat(position_B[:, None] - behind_T[None], L, axis=1)
-    position_BM = jnp.maximum(jnp.concatenate([old_BP, new_BM], axis=1), 0)
     return jnp.take_along_axis(score_BHM, position_BM[:, None], axis=2, mode="clip")
 
 
@@ -296,7 +330,7 @@ def insert(state: Decoding, fresh: Decoding, row_B) -> Decoding:
         fresh: with as many places for prompts, sources and new tokens.
         row_B: where its rows go, each another place; numbers from B of `state` on go nowhere.
     """
-    P, T = state.is_prompt_BP.shape[1], state.hypotheses.ancestor_BLT.shape[-1]
+    P, T = state.is_prompt_BP.shape[1], state.hypotheses.num_places
     fresh = dataclasses.replace(
         fresh,
         begin_B=fresh.begin_B + state.step,
@@ -326,7 +360,7 @@ def enlarged(
             to end, where each token of the last T steps is at its new place, too.
         prompt, source: P, and M of the encoder.
     """
-    P, T = batch.is_prompt_BP.shape[1], batch.hypotheses.ancestor_BLT.shape[-1]
+    P, T = batch.is_prompt_BP.shape[1], batch.hypotheses.num_places
 
     def longer(leaf, axis: int, before: int, after: int, fill=0):
         widths = [(0, 0)] * leaf.ndim
@@ -342,6 +376,8 @@ def enlarged(
             return longer(leaf, 1, prompt - P, 0)
         if name == "rows/read_BP":
             return longer(leaf, 1, max(prompt, 1) - leaf.shape[1], 0, -1)
+        if name == "hypotheses/read_BM":
+            return longer(leaf, 1, (source or 0) + max(prompt, 1) - leaf.shape[1], 0, -1)
         if name == "rows/settings/forced_BT":
             # Without processors it has no places.
             return longer(leaf, 1, 0, decoding.max_new_tokens - T if leaf.shape[1] else 0, -1)

@@ -9,7 +9,7 @@ from switchx.fields import FieldError
 from switchx.inference.chosen_experts import ChosenExperts
 from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig
 from switchx.inference.expert_slots import slotted
-from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
+from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh, has_capacity
 from switchx.inference.quantize import separate_experts
 from switchx.inference.running_batch import Hypothesis, RunningBatch
 from switchx.inference.texts import StopStrings
@@ -145,6 +145,8 @@ class Generator:
                 "the model came without a vocabulary, so its outputs are no texts; leave it out"
             )
             raise FieldError(decoding, "stop", way_out)
+        if decoding.prompt_lookup_num_tokens is not None:
+            check_drafts(config, decoding, has_slots=experts is not None)
         self.stops = StopStrings(vocabulary, decoding.stop) if decoding.stop else None
         devices.check(config, params)
         self.config = config if experts is None else slotted(config)
@@ -259,6 +261,20 @@ def check_tokens(config: ModelConfig, decoding: DecodingConfig) -> None:
     if decoding.num_kept and decoding.num_kept > V:
         way_out = f"the vocabulary has {V} tokens; use 0, or leave it out"
         raise FieldError(decoding, "logprobs", way_out)
+
+
+def check_drafts(config: ModelConfig, decoding: DecodingConfig, *, has_slots: bool) -> None:
+    """Raises FieldError: experts are such that drafts would change the output, or cost more
+    than they save."""
+    way_out = None
+    if has_slots:
+        way_out = "experts come when chosen, those of wrong drafts for nothing"
+    elif has_capacity(config) and config.switch.router.kind != "expert_choice":
+        way_out = "experts have a capacity, and drafts would take the places of tokens"
+    if way_out:
+        raise FieldError(
+            decoding, "prompt_lookup_num_tokens", f"{way_out}; leave out one of the two"
+        )
 
 
 def positions_needed(config: ModelConfig, input_length: int, new_tokens: int) -> int | None:

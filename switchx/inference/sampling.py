@@ -240,6 +240,11 @@ def likeliest_tokens(logits_BLV, number: int) -> tuple:
     return token_RS.reshape(shape).astype(jnp.int32), log_prob_RS.reshape(shape)
 
 
+def ancestors_seen(ancestor_BLT):
+    """`[B, L, T, L]`: each lane sees one lane of each step, whose number is given."""
+    return ancestor_BLT[..., None] == jnp.arange(ancestor_BLT.shape[1])[None, None, None]
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Greedy:
@@ -268,9 +273,26 @@ class Greedy:
         )
 
     @property
-    def ancestor_BLT(self):
-        """Whose each place of the ring is: there is one hypothesis alone."""
-        return jnp.zeros_like(self.token_BT)[:, None]
+    def num_places(self) -> int:
+        """T, also that of the ring."""
+        return self.token_BT.shape[1]
+
+    def number_B(self, num_steps_B):
+        """New tokens after so many steps."""
+        return num_steps_B
+
+    def lanes_of(self, position_B):
+        """Positions `[B, L]` of the tokens that a step reads, by that of the first."""
+        return position_B[:, None]
+
+    def sees_BLTL(self, behind_T):
+        """Which lanes of each step in the ring a lane sees; see `ancestors_seen`."""
+        return ancestors_seen(jnp.zeros_like(self.token_BT)[:, None])
+
+    @property
+    def number_BTL(self):
+        """Of each lane in the ring the tokens before it; None where a step is a token."""
+        return None
 
     def begun_at(self, place) -> "Greedy":
         """The same, where the first token is written at another place of the ring."""

@@ -83,8 +83,10 @@ class BlockRun(nnx.Module):
         """What each block reads: where biases are the layers' own, its heads of them."""
         if not self.has_own_biases:
             return [inputs] * self.length
-        biases, rows = jnp.split(inputs.bias_HLM, self.length), [None] * self.length
-        if inputs.row_bias_BHLM is not None:  # in decoding, of a prompt's places
+        biases = rows = [None] * self.length
+        if inputs.bias_HLM is not None:
+            biases = jnp.split(inputs.bias_HLM, self.length)
+        if inputs.row_bias_BHLM is not None:  # in decoding, of a prompt's places, or of all
             rows = jnp.split(inputs.row_bias_BHLM, self.length, axis=1)
         return [
             dataclasses.replace(inputs, bias_HLM=bias_HLM, row_bias_BHLM=row_bias_BHLM)

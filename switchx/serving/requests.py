@@ -22,8 +22,9 @@ from switchx.inference.model_mesh import ONE_DEVICE
 from switchx.object_store import is_nested_deeper
 from switchx.serving.limits import Limits
 
-# What is decoded together is pruned together: the server's choice.
-OPTIONS = {name: each for name, each in options(DecodingConfig).items() if name != "pruning"}
+# What is decoded together is pruned together, and drafted or not: the server's choice.
+_OWN = "pruning", "prompt_lookup_num_tokens"
+OPTIONS = {name: each for name, each in options(DecodingConfig).items() if name not in _OWN}
 FIELDS = ("inputs", "model", "stream", "experts", *OPTIONS)
 MAX_STOPS = 4
 # Of lists and objects in each other: a request needs three.

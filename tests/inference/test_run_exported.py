@@ -164,9 +164,14 @@ def test_samples_of_an_export(tmp_path):
         exported.generate(INPUTS)
 
 
-def test_a_decoder_only_model_goes_on_from_prompts(tmp_path):
+@pytest.mark.parametrize(
+    "drafted",
+    [{}, pytest.param({"prompt_lookup_num_tokens": 2}, marks=pytest.mark.slow)],
+    ids=["plain", "drafted"],
+)
+def test_a_decoder_only_model_goes_on_from_prompts(tmp_path, drafted):
     model = trained(None, DECODER)
-    export(tmp_path / "a", model, ("cpu",))
+    export(tmp_path / "a", model, ("cpu",), **drafted)
     got = ExportedModel(tmp_path / "a").generate(INPUTS)
     assert [best["tokens"] for best, *_ in got] == [best[0] for best, *_ in generated(model)]
 

@@ -95,6 +95,16 @@ def test_greedy_tokens(both, name):
         np.testing.assert_allclose(said.token_logprobs, own, atol=2e-4)
 
 
+def test_drafted_tokens(both):
+    """Of greedy decoding theirs, which drafts nothing."""
+    theirs, ours = both
+    decoding = DecodingConfig(T, prompt_lookup_num_tokens=3)
+    for inputs in (INPUTS, INPUTS[:1]):
+        got = dict(Generator(*ours, decoding)(inputs))
+        for number, want in zip(range(len(inputs)), asked(theirs), strict=False):
+            assert got[number][0].tokens == without_end(want.sequences[0])
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_n_best_of_a_search_and_their_scores(both, name):
     theirs, ours = both
