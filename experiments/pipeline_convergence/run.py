@@ -22,8 +22,10 @@ COMPARISON = Comparison(
         Contender(MOE, ("SwitchConfig.group_size=128",)),
     ),
     steps=200,
+    # Two stages of one dense and one sparse block each.
     bindings=(
-        "BATCH_SIZE=32", "LEARNING_RATE=0.001", "WARMUP_STEPS=40", "COSINE_STEPS=200",
+        "ModelConfig.num_decoder_layers=4", "BATCH_SIZE=32", "LEARNING_RATE=0.001",
+        "WARMUP_STEPS=40", "COSINE_STEPS=200",
     ),
     gin_files=(
         GIN_FILE, "configs/models/gpt_tiny_moe.gin", "configs/optimizers/adamw.gin",
