@@ -19,12 +19,13 @@ import numpy as np
 
 from pallas_kernels.launches import recorded_launches
 from pallas_kernels.tpu_chip import described_tpu
-from switchx.bench.hlo_bytes import moved_bytes
+from switchx.bench.hlo_bytes import Rates, moved_bytes
 from switchx.bench.report import Check, Report
 from switchx.models.config import ModelConfig, Precision, SwitchConfig
 from switchx.models.params import params_of, with_params
 from switchx.moe.layer import SwitchFFN
 from switchx.partitioning.topology import Topology
+from switchx.planner.hardware import load_hardware
 from switchx.training.aot_devices import describe_devices, run_with_compiler
 
 TARGETS = ("v5e:2x2", "h200:1")
@@ -36,6 +37,10 @@ R = ROWS * LENGTH
 BOUND = "<=1.15"
 COUNTED = ("kernels", "pallas_kernels", "num_bytes", "pallas_bytes")
 _ELEMENT = 2  # bytes of a bfloat16
+# Matrix units of a device (of a v5p both cores) and what one does in a cycle, 128 x 128
+# multiplications and additions; with the peak of the spec file they give its cycles.
+MATRIX_UNITS = {"v5e": 4, "v5p": 8}
+UNIT_FLOPS = 2 * 128 * 128
 
 
 def layer_config(activation: str) -> ModelConfig:
@@ -110,6 +115,13 @@ def in_direction(forward: Callable, params, x_BLD, direction: str) -> tuple[Call
         return jnp.sum((y_BLD * dy_BLD).astype(jnp.float32)) + balance_loss
 
     return jax.grad(loss, argnums=(0, 1)), (params, x_BLD, x_BLD)
+
+
+def rates_of(kind: str) -> Rates:
+    """Of a TPU, by its spec file; cycles are those of its matrix units."""
+    hardware = load_hardware(kind)
+    peak = hardware.compute.peak_flops_per_s
+    return Rates(peak, hardware.memory.bytes_per_s, peak / (MATRIX_UNITS[kind] * UNIT_FLOPS))
 
 
 def described_chip(topology: Topology, device):

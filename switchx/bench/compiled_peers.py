@@ -20,16 +20,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.launches import recorded_launches
-from switchx.bench import compiled_layer
+from switchx.bench import compiled_layer, compiled_step
 from switchx.bench.compiled_layer import (
     described_chip,
     group_sizes,
     in_direction,
     layer_bytes,
     layer_function,
+    rates_of,
     rows_of_child,
 )
-from switchx.bench.hlo_bytes import Rates, moved_bytes
+from switchx.bench.hlo_bytes import moved_bytes
 from switchx.bench.pallas_grids import pallas_launches
 from switchx.bench.peer_layers import (
     NEEDED,
@@ -43,7 +44,6 @@ from switchx.bench.peer_layers import (
 from switchx.bench.report import Check, Report
 from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from switchx.partitioning.topology import Topology
-from switchx.planner.hardware import load_hardware
 from switchx.planner.program_cost import matrix_flops
 from switchx.training.aot_devices import describe_devices
 
@@ -55,17 +55,6 @@ DEFAULT = SwitchConfig(8, every=1).dispatcher
 # What is compiled of each: layers, and their capacity factors; None drops nothing.
 OURS = {DEFAULT: (1.0, 1.25), "einsum": (1.25,), "dropless": (None,)}
 PEERS = {"flaxformer": (1.0, 1.25), "maxtext": (1.25, None)}
-# Matrix units of a device (of a v5p both cores) and what one does in a cycle, 128 x 128
-# multiplications and additions; with the peak of the spec file they give its cycles.
-MATRIX_UNITS = {"v5e": 4, "v5p": 8}
-UNIT_FLOPS = 2 * 128 * 128
-
-
-def rates_of(kind: str) -> Rates:
-    """Of a TPU, by its spec file; cycles are those of its matrix units."""
-    hardware = load_hardware(kind)
-    peak = hardware.compute.peak_flops_per_s
-    return Rates(peak, hardware.memory.bytes_per_s, peak / (MATRIX_UNITS[kind] * UNIT_FLOPS))
 
 
 def ideal_flops(shape: LayerShape, direction: str, capacity_factor: float | None) -> int:
@@ -215,7 +204,7 @@ def run(note=print, peers: Sequence[str] = (), *, is_quick: bool = False) -> Rep
 
     Args:
         peers: clones of projects whose layers are compared.
-        is_quick: 64 experts on a v5e, and of ours the larger capacity.
+        is_quick: 64 experts on a v5e, of ours the larger capacity, and no training step.
 
     Raises:
         ValueError: one of them is no clone that is known here.
@@ -225,6 +214,8 @@ def run(note=print, peers: Sequence[str] = (), *, is_quick: bool = False) -> Rep
     for target in TARGETS[:1] if is_quick else TARGETS:
         note(f"compiling layers of Switch-Base for {target}")
         rows += rows_of_child(__name__, target, str(int(is_quick)), *folders)
+        if not is_quick:
+            rows += rows_of_child(compiled_step.__name__, target)
     for name in NEEDED:
         if not any(row.get("layer") == name for row in rows):
             why = "its code was not given; clone it and use --peer=FOLDER"

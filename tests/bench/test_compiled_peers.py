@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.bench import compiled_peers, peer_layers
+from switchx.bench import compiled_layer, compiled_peers, compiled_step, peer_layers
 from switchx.bench.hlo_bytes import Rates, moved_bytes
 from switchx.bench.pallas_grids import pallas_launches
 from switchx.bench.peer_layers import LayerShape
@@ -108,8 +108,8 @@ def test_bytes_and_seconds_by_hand():
 
 def test_cycles_are_those_of_the_chips():
     """1.5 GHz and 1.75 GHz, which Google names for these chips."""
-    assert compiled_peers.rates_of("v5e").cycles_per_s == pytest.approx(1.5e9, rel=0.01)
-    assert compiled_peers.rates_of("v5p").cycles_per_s == pytest.approx(1.75e9, rel=0.01)
+    assert compiled_layer.rates_of("v5e").cycles_per_s == pytest.approx(1.5e9, rel=0.01)
+    assert compiled_layer.rates_of("v5p").cycles_per_s == pytest.approx(1.75e9, rel=0.01)
 
 
 def test_the_ideal_by_hand():
@@ -179,6 +179,15 @@ def test_peers_whose_code_is_not_given_are_not_compared(tmp_path, monkeypatch, c
     without = [each for each in printed["results"] if "not_compared" in each]
     assert {each["layer"] for each in without} == {"flaxformer", "maxtext"}
     assert all("--peer=FOLDER" in each["not_compared"] for each in without)
+
+
+def test_bytes_of_products_count_a_loop_by_its_length():
+    def repeated(x_RD, w_NDD):
+        return jax.lax.scan(lambda x, w: (x @ w, None), x_RD, w_NDD)[0]
+
+    shapes = (jax.ShapeDtypeStruct(each, jnp.bfloat16) for each in ((8, 64), (3, 64, 64)))
+    jaxpr = jax.jit(repeated).trace(*shapes).jaxpr.jaxpr
+    assert compiled_step.product_bytes(jaxpr) == 3 * 2 * (2 * 8 * 64 + 64 * 64)
 
 
 @pytest.mark.slow
