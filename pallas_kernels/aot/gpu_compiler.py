@@ -5,8 +5,9 @@ A description of the GPU (`h200.txtpb`) stands in for it: XLA, Mosaic, ptxas and
 as they would, nothing is executed. They are in the folder that the environment variable
 SWITCHX_AOT_GPU names; `compiler.py` says how to run this file. A kernel's resources are of a
 thread the registers at launch (Hopper's warpgroups then trade them) and the bytes spilled, the
-shared memory of a block, HGMMA and all instructions in the machine code, XLA's temporary
-bytes, and how many kernels the whole product launches, the one of its tile schedule among them.
+shared memory of a block, HGMMA and all instructions in the machine code, what the loop over D
+has of them (`gpu_cost.py`), XLA's temporary bytes, and how many kernels the whole product
+launches, the one of its tile schedule among them.
 """
 
 import functools
@@ -23,13 +24,14 @@ from jaxlib import _jax
 
 from pallas_kernels.aot import compiler
 from pallas_kernels.aot.case import Case, benchmark_cases, build, variant
+from pallas_kernels.aot.gpu_cost import read_loop
 
 TARGETS = {"h200": "h200.txtpb"}
 FOLDER_VARIABLE = "SWITCHX_AOT_GPU"
 DEFAULT_FOLDER = ".venv/aot_gpu"
 RESOURCES = (
     *("registers", "spill_bytes", "shared_bytes", "hgmma", "instructions", "temp_bytes"),
-    "kernels",
+    *("loop_instructions", "loop_stalls", "loop_hgmma", "kernels"),
 )
 # Of an HLO program, what launches nothing.
 _FREE = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element")
@@ -120,6 +122,7 @@ def read_resources(ptxas: str, sass: str, passes: str) -> dict[str, int]:
         "shared_bytes": max(map(int, shared)),
         "hgmma": sass.count("HGMMA"),
         "instructions": instructions,
+        **read_loop(sass),
     }
 
 

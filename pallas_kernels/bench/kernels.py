@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.aot.gpu_cost import predicted_share
 from pallas_kernels.bench.cells import Cell, all_cells, cells_of_a_cpu
 from pallas_kernels.bench.products import activation_dtype, compiled_weight_bytes, contenders
 from pallas_kernels.bench.timing import (
@@ -21,6 +22,7 @@ from pallas_kernels.bench.timing import (
     speedup,
     take_turns,
 )
+from pallas_kernels.implementations import current_device, unable
 
 Measured = list[tuple[Cell, dict[str, Contender]]]
 
@@ -67,7 +69,17 @@ def row(cell: Cell, each: Contender, ours: Contender) -> dict[str, Any]:
         "tflop_per_s": cell.flops / each.median_s / 1e12,
         "speedup": speedup(each, ours),
         "error": each.error,
+        "predicted_bandwidth_share": _predicted(cell, each.name),
     }
+
+
+def _predicted(cell: Cell, name: str) -> float | None:
+    """The share of the memory's bandwidth by the cost model, on Hopper and for our products."""
+    bits = {"bfloat16": None, "int8": 8, "int4": 4}
+    if name not in bits or unable("gpu", current_device()) is not None:
+        return None
+    # Experts without rows have no tiles.
+    return predicted_share(cell.R, cell.D, cell.F, cell.active, bits[name])
 
 
 def means(measured: Measured) -> list[dict[str, Any]]:

@@ -9,9 +9,9 @@ feature multiplies the float32 accumulator once, where a scale in the weights wo
 multiplication more for each of them. A scale for each group of D multiplies the sum of each
 step instead.
 
-bfloat16 rows have the fast conversion of both widths: 2.7 instructions of a step for each int4
+bfloat16 rows have the fast conversion of both widths: 2.0 instructions of a step for each int4
 weight and 3.5 for each int8 one. float16 rows run too: int8 costs them the same, int4, which
-JAX converts for them one by one, 6.
+JAX converts for them one by one, 5.5.
 
 Through shared memory (`Tiling.through_smem`), the converted weights are written there and
 read by wgmma from there: the same products in the same order, and what the interpreter runs,

@@ -11,10 +11,10 @@ import subprocess
 
 import pytest
 
-from pallas_kernels.aot import gpu_compiler, install, tpu_compiler
+from pallas_kernels.aot import gpu_compiler, gpu_cost, install, tpu_compiler
 from pallas_kernels.aot.case import Case
 from pallas_kernels.grouped_matmul import tpu
-from pallas_kernels.tiling.gpu import SHARED_BYTES
+from pallas_kernels.tiling.gpu import SHARED_BYTES, Tiling
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,12 @@ PTXAS = """ptxas info    : Compiling entry function 'k' for 'sm_90a'
 ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
 """
 SASS = """        /*0000*/                   LDC R1, c[0x0][0x28] ;
+.L_x_1:
    -:-:1:Y:07        /*0010*/      HGMMA.64x16x16.F32.BF16 R24, R32, gdesc[UR16]
+   -:-:1:Y:01        /*0020*/      IADD3 R1, R1, 0x1, RZ
+   1:-:-:Y:05        /*0030*/      @P1 BRA `(.L_x_1)
+   -:-:-:Y:05        /*0040*/      @P1 BRA `(.L_x_2)
+.L_x_2:
 """
 PASSES = "gpu.launch dynamic_shared_memory_size %c213072_i32 {"
 
@@ -288,8 +293,38 @@ PASSES = "gpu.launch dynamic_shared_memory_size %c213072_i32 {"
 def test_resources_are_read_off_the_stages():
     assert gpu_compiler.read_resources(PTXAS, SASS, PASSES) == {
         "registers": 168, "spill_bytes": 20, "shared_bytes": 213072, "hgmma": 1,
-        "instructions": 2,
+        "instructions": 5, "loop_instructions": 3, "loop_stalls": 13, "loop_hgmma": 1,
     }  # fmt: skip
+    with pytest.raises(ValueError, match="a loop with HGMMA"):
+        gpu_cost.read_loop(SASS.replace("HGMMA", "IMMA"))
+
+
+def test_cycles_by_hand():
+    # K of 16 by two warpgroups of 64 features, 32 rows: 64 KB of products, 2,048 a cycle.
+    tiling = Tiling(tile_m=64, tile_n=32, tile_k=64)
+    loop = {"loop_instructions": 30, "loop_stalls": 50, "loop_hgmma": 1}
+    cycles = gpu_cost.predict(loop, tiling, None)
+    assert (cycles.issue, cycles.latency, cycles.tensor) == (60, 50, 32)
+    # 128 x 16 weights of 2 bytes; 4.8e12 bytes a second over 132 SMs of 1.98e9 cycles.
+    assert cycles.memory == pytest.approx(4096 / (4.8e12 / 1.98e9 / 132))
+    assert (cycles.bound, cycles.bandwidth_share) == ("memory", 1)
+    # A quarter of the bytes; the product is waited for.
+    cycles = gpu_cost.predict(loop, tiling, 4)
+    assert (cycles.latency, cycles.bound) == (66, "latency")
+    assert cycles.bandwidth_share == pytest.approx(1024 / (4.8e12 / 1.98e9 / 132) / 66)
+
+
+def test_every_shape_of_table_1_has_a_prediction():
+    rows = gpu_cost.predictions()
+    assert len(rows) == 4 * 3
+    assert all(0 < row["bandwidth_share"] <= 1 for row in rows)
+    for bits in (None, 8, 4):
+        name = f"int{bits} 1024x4096 few" if bits else "bfloat16 forward 1024x4096 few"
+        [row] = (row for row in rows if row["product"] == name)
+        share = gpu_cost.predicted_share(256, 1024, 4096, 32, bits)
+        assert share == row["bandwidth_share"]
+    # No case is compiled with the tile that 256 rows an expert have.
+    assert gpu_cost.predicted_share(8192, 1024, 4096, 32, 8) is None
 
 
 @pytest.mark.parametrize("without", [0, 1, 2])
