@@ -103,7 +103,7 @@ def build(case: Case, implementation: str):
     """The function of a case on a back end, and the shapes of its arguments.
 
     Args:
-        implementation: `tpu` or `gpu`, a module of the op's package.
+        implementation: `tpu`, `gpu` or `triton`, a module of the op's package.
 
     Returns:
         (function, specs): `function(*arrays like specs)`, trees of them, runs the kernel.
@@ -117,6 +117,8 @@ def build(case: Case, implementation: str):
     if case.op == "quantized_grouped_matmul":
         G = 1 if case.group_size is None else D // case.group_size
         values = spec((E, F, D), jnp.int8 if case.bits == 8 else jnp.int4)
+        if case.bits == 4 and getattr(module, "FORM", "native") == "packed":
+            values = spec((E, F, D // 2), jnp.uint8)
         w = values, spec((E, F, G), jnp.float32)
         operands = spec((R, D), dtype), *w, counts
     elif case.direction == "weight_gradient":

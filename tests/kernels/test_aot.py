@@ -233,6 +233,19 @@ def test_temporaries_of_gpus_hold_no_dequantized_weights(needs_cuda):
 
 
 @pytest.mark.aot
+def test_an_a100_has_one_kernel_for_each_product_and_no_temporaries(needs_cuda):
+    cases = [
+        dataclasses.replace(case, tiling=None)
+        for name, case in gpu_compiler.budget_cases().items()
+        if " 1024x4096 " in name and "one row" not in name
+    ]
+    cases += [*EPILOGUES, dataclasses.replace(MANY, dtype="float32")]
+    for case, row in zip(cases, gpu_compiler.COMPILER.compile("a100", cases), strict=True):
+        # `jax.lax.ragged_dot` has the rows once for every expert there.
+        assert (row["error"], row["kernels"], row["temp_bytes"]) == (None, 1, 0), case
+
+
+@pytest.mark.aot
 def test_what_does_not_compile_says_so(needs_cuda):
     (row,) = gpu_compiler.COMPILER.compile(
         "h200", [Case(op="grouped_matmul", R=8, D=100, F=64, E=2)]
