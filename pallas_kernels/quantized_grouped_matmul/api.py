@@ -124,7 +124,7 @@ def _quantized_rows(module: ModuleType, x_RD):
     values_RD, scale_R = quantize_rows(x_RD)
     if module.__name__.endswith(".tpu"):
         return values_RD, scale_R
-    dtype = x_RD.dtype if module.__name__.endswith(".gpu") else jnp.float32
+    dtype = jnp.float32 if module.__name__.endswith(f".{REFERENCE}") else x_RD.dtype
     return (values_RD.astype(jnp.float32) * scale_R[:, None]).astype(dtype), None
 
 
