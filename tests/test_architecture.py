@@ -194,6 +194,7 @@ def test_sizes():
         "switchx/inference/programs.py",
         "switchx/inference/rows.py",
         "switchx/inference/prompt_lookup.py",
+        "switchx/bench/speculation.py",
         "switchx/bench/decode_programs.py",
         "switchx/bench/inflight.py",
         "switchx/bench/ctranslate2_peer.py",

@@ -6,7 +6,14 @@ import json
 
 import pytest
 
-from switchx.bench import ctranslate2_peer, decode_programs, serving, torch_peer, train
+from switchx.bench import (
+    ctranslate2_peer,
+    decode_programs,
+    serving,
+    speculation,
+    torch_peer,
+    train,
+)
 from switchx.bench import decode as bench
 from switchx.cli.main import main
 from switchx.models.config import SwitchConfig
@@ -27,6 +34,9 @@ def small(monkeypatch):
     for name, value in (("VOCABULARY", 512), ("STEPS", 1), ("SETTINGS", 4), ("FIRST", 3)):
         monkeypatch.setattr(decode_programs, name, value)
     monkeypatch.setattr(decode_programs, "switch_model", lambda num_experts: SMALL)
+    monkeypatch.setattr(speculation, "switch_model", lambda num_experts: SMALL)
+    for name, value in (("PERIOD", 3), ("CYCLES", 2), ("NEW_TOKENS", 16), ("BATCHES", (2,))):
+        monkeypatch.setattr(speculation, name, value)
     monkeypatch.setattr(bench, "PRUNINGS", ("none", "compact"))
     monkeypatch.setattr(bench, "switch_model", lambda num_experts: SMALL)
     monkeypatch.setattr(bench, "CASES", (((2, 1), "greedy_b16_vs_torch", 2.5),))
@@ -49,7 +59,7 @@ def test_without_pytorch_ours_is_measured_alone(small, monkeypatch, capsys):
     assert checks["int4_bytes_vs_f32"]["holds"]
     assert set(checks) == {
         "pruning_gain", "pruning_tokens_identical", "int4_bytes_vs_f32",
-        "sampling_vs_greedy_step", "programs_bounded",
+        "sampling_vs_greedy_step", "programs_bounded", "speculation_tokens_identical",
     }  # fmt: skip
     assert printed["results"][-1] == {
         "peer": "CTranslate2",

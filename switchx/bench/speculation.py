@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of `switchx bench decode` about drafted tokens (`inference/prompt_lookup.py`).
+
+One model writes two kinds of texts, whose tokens its matrix of logits decides: after each token
+one other is the likeliest. Some tokens are in short cycles, so that a prompt with one of them
+is copied over and over; all others are in one long cycle, so that nothing is repeated and no
+draft is right. All else is random, and computed. Greedy decoding and drafts take turns.
+Dims: D model, V vocabulary
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.bench.timing import Contender, speedup, take_turns
+from switchx.bench.report import Check
+from switchx.bench.train import in_ms, switch_model
+from switchx.inference.config import DecodingConfig
+from switchx.inference.generate import for_decoding
+from switchx.inference.running_batch import Hypothesis, RunningBatch
+from switchx.models.config import ModelConfig
+from switchx.models.params import init_params
+
+NUM_EXPERTS, NEW_TOKENS, DRAFTS = 8, 64, 7
+BATCHES = 1, 4
+PERIOD, CYCLES = 16, 16  # tokens of a short cycle; how many there are
+FIRST = 3  # token that is no padding, end or start
+
+
+def successors(vocab_size: int) -> np.ndarray:
+    """Of each token the one that follows it: short cycles, then one of all others."""
+    after_V = np.arange(vocab_size) + 1
+    after_V[FIRST - 1] = 0
+    long = FIRST + PERIOD * CYCLES
+    for first in range(FIRST, long, PERIOD):
+        after_V[first + PERIOD - 1] = first
+    after_V[-1] = long
+    return after_V
+
+
+def model() -> tuple[ModelConfig, dict]:
+    """A sparse decoder-only model that writes each token's successor."""
+    config = dataclasses.replace(
+        switch_model(NUM_EXPERTS),
+        architecture="decoder_only",
+        num_encoder_layers=0,
+        tie_embeddings=False,
+    )
+    params = init_params(config, jax.random.key(0))
+    # What blocks add to a token is small beside it, and tables of random rows are nearly
+    # orthogonal: the row that is a token's own has the largest product with it.
+    table_VD = params["embedding"]["embedding_VD"] * 16
+    before_V = np.empty(config.vocab_size, int)
+    before_V[successors(config.vocab_size)] = np.arange(config.vocab_size)
+    embedding = params["embedding"] | {
+        "embedding_VD": table_VD,
+        "w_logits_DV": jnp.asarray(table_VD[before_V].T),
+    }
+    return for_decoding(config), params | {"embedding": embedding}
+
+
+def inputs(batch: int, vocab_size: int, *, is_copied: bool) -> list[list[int]]:
+    """Of each row a prompt of `PERIOD` tokens: a short cycle, or a part of the long one."""
+    long = FIRST + PERIOD * CYCLES
+    begin, apart = (FIRST, PERIOD) if is_copied else (long, (vocab_size - long) // batch)
+    firsts = [begin + row * apart for row in range(batch)]
+    return [list(range(first, first + PERIOD)) for first in firsts]
+
+
+@dataclasses.dataclass
+class Decoder:
+    """Decodes the same inputs at each call.
+
+    Attributes:
+        said, num_steps: of the last call.
+    """
+
+    config: ModelConfig
+    params: dict
+    decoding: DecodingConfig
+    sentences: list[list[int]]
+    said: dict[int, list[Hypothesis]] = dataclasses.field(default_factory=dict)
+    num_steps: int = 0
+
+    def __call__(self) -> None:
+        batch, size = RunningBatch(self.config, self.params, self.decoding), len(self.sentences)
+        batch.admit(self.sentences, numbers=range(size), token_limits=[NEW_TOKENS] * size)
+        self.said = batch.advance()
+        self.num_steps = batch.num_steps
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [self.said[number][0].tokens for number in sorted(self.said)]
+
+
+def speculation(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
+    """Times whole outputs with drafts against outputs without, and compares their tokens."""
+    (config, params), rows, are_same = model(), [], []
+    plain = DecodingConfig(NEW_TOKENS, eos_id=-1, pruning="none")
+    drafting = dataclasses.replace(plain, prompt_lookup_num_tokens=DRAFTS)
+    for batch in BATCHES:
+        for text, is_copied in (("copied", True), ("without repetition", False)):
+            sentences = inputs(batch, config.vocab_size, is_copied=is_copied)
+            greedy, drafted = (
+                Contender(name, Decoder(config, params, decoding, sentences))
+                for name, decoding in (("greedy", plain), (f"{DRAFTS} drafts", drafting))
+            )
+            take_turns([greedy, drafted], rounds)
+            are_same.append(greedy.step.tokens == drafted.step.tokens)
+            rows += [
+                {
+                    "drafts": f"{each.name}, {text}, batch {batch}",
+                    **in_ms(each),
+                    "ms_per_token": 1e3 * each.median_s / NEW_TOKENS,
+                    "tokens_per_step": NEW_TOKENS / each.step.num_steps,
+                    "vs_greedy": speedup(each, greedy),
+                }
+                for each in (greedy, drafted)
+            ]
+    return rows, [Check("speculation_tokens_identical", float(all(are_same)), "==1")]
