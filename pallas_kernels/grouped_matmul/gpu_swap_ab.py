@@ -35,6 +35,10 @@ from pallas_kernels.mosaic_gpu import (
 )
 from pallas_kernels.tiling.gpu import STORED, Tiling
 
+# Elements of a warpgroup's accumulators beside which a tile's scales and bias fit; with twice
+# as many, gated units spill.
+LOADED_BEFORE = 64 * 128
+
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
@@ -232,16 +236,14 @@ class _Tile:
 
     Attributes:
         row_tile, column, split: its place; columns are those of warpgroups.
-        start, offset, size: of `RowTiles`.
+        rows_of: gives start, offset and size, of `RowTiles`.
         of_features: scales and bias of the features, in registers.
     """
 
     row_tile: Any
     column: Any
     split: Any
-    start: Any
-    offset: Any
-    size: Any
+    rows_of: Callable
     of_features: dict[str, Any]
 
 
@@ -271,17 +273,20 @@ class _Consumer:
         expert = self.tiles.expert_P[row_tile]
         steps = self.walk.steps(expert)
         column = feature_tile * self.walk.tiling.warpgroups + self.warpgroup
-        # Before the products, which hide how long memory takes.
-        tile = _Tile(
-            row_tile, column, split, *(ref[row_tile] for ref in (
-                self.tiles.start_P, self.tiles.offset_P, self.tiles.size_P
-            )),
-            {
-                name: self._vector_of_features(name, expert, column)
-                for name in self.extra_gmem
-                if name == "bias" or (name != "gate" and self.weights.depth_per_scale is None)
-            },
-        )  # fmt: skip
+        start_P, offset_P, size_P = self.tiles.start_P, self.tiles.offset_P, self.tiles.size_P
+
+        def rows_of():
+            return start_P[row_tile], offset_P[row_tile], size_P[row_tile]
+
+        def tile_of(rows_of):
+            features = self._of_features(expert, column)
+            return _Tile(row_tile, column, split, rows_of, features)
+
+        # Before the products, which hide how long memory takes, where registers are left.
+        tiling = self.walk.tiling
+        is_small = self.num_matrices * tiling.tile_m * tiling.tile_n <= LOADED_BEFORE
+        loaded = rows_of() if is_small else None
+        tile = tile_of(lambda: loaded) if is_small else None
 
         def compute(rows):
             part = dataclasses.replace(self, rows=rows)
@@ -289,9 +294,9 @@ class _Consumer:
                 sums = part._accumulate(steps, step)
             else:
                 sums = part._accumulate_scaled(steps, step, expert, column, split)
-            part._store_results(sums, tile)
+            part._store_results(sums, tile or tile_of(rows_of))
 
-        for_rows(self.walk.tiling, tile.offset + tile.size, compute)
+        for_rows(tiling, offset_P[row_tile] + size_P[row_tile], compute)
         return step + steps
 
     @property
@@ -370,6 +375,14 @@ class _Consumer:
         """Values of this warpgroup's features, down the rows of the accumulator."""
         return lax.broadcast_in_dim(value_M, (self.walk.tiling.tile_m, self.rows), [0])
 
+    def _of_features(self, expert, column) -> dict[str, Any]:
+        """The bias of a tile, and the scales that the epilogue applies."""
+        return {
+            name: self._vector_of_features(name, expert, column)
+            for name in self.extra_gmem
+            if name == "bias" or (name != "gate" and self.weights.depth_per_scale is None)
+        }
+
     def _vector_of_features(self, name, expert, column):
         """Values of this warpgroup's features by name; zero for tiles of no expert."""
         index = (column,) if name == "bias" else (column, slice(None), 0)
@@ -441,12 +454,12 @@ class _Consumer:
 
         A copy has a fixed number of rows: one of 2^i rows for each bit of how many there are.
         """
-        offset, size, length = tile.offset, tile.size, self.rows
+        (start, offset, size), length = tile.rows_of(), self.rows
         while length:
 
             @pl.when((size & length) != 0)
             def _(length=length, offset=offset):
-                self._copy_rows(y_gmem, tile.start + offset, offset, length, tile.column)
+                self._copy_rows(y_gmem, start + offset, offset, length, tile.column)
 
             offset = offset + (size & length)
             length //= 2
