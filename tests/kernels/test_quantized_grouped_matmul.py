@@ -76,7 +76,7 @@ def test_what_it_says_to_do_works():
         ({"w": jnp.ones((E, D, F))}, "expected a QTensor"),
         ({"group_sizes_E": jnp.full(E, 5, jnp.int32)}, "sum to 25, and x_RD has 23 rows"),
         ({"activation": "tanh"}, "activation='tanh'; expected None, 'relu'"),
-        ({"implementation": "triton"}, "use None or one of"),
+        ({"implementation": "cuda"}, "use None or one of"),
         ({"interpret": True}, "only kernels are interpreted"),
         ({"tiling": Tiling(0, 1)}, "rows=0; use 1"),
     ],

@@ -90,7 +90,8 @@ def test_on_accelerators_all_products_are_our_kernels(kind, platform, kernel):
         )
     text = exported.mlir_module()
     called = re.findall(r"custom_call @([\w.]+)", text)
-    assert called.count(kernel) == 5
+    # On Hopper a schedule for each pass, too.
+    assert called.count(kernel) == (7 if platform == "cuda" else 5)
     assert "ragged_dot" not in text
 
 
@@ -141,6 +142,8 @@ def test_training_on_meshes_of_accelerators_runs_our_kernels(
         x_BLD = jax.ShapeDtypeStruct((4, 64, 128), jnp.bfloat16, sharding=whole)
         traced = jax.jit(jax.grad(loss)).trace(params, x_BLD)
         text = traced.lower(lowering_platforms=(platform,)).as_text()
-    # Two forward, three or four backward: the gradient of x is not asked for.
-    assert len(re.findall(rf"custom_call @{kernel}", text)) in (5, 6)
+    # Two forward, three or four backward: the gradient of x is not asked for; on Hopper a
+    # schedule for each pass.
+    schedules = 2 if platform == "cuda" else 0
+    assert len(re.findall(rf"custom_call @{kernel}", text)) - schedules in (5, 6)
     assert "ragged_dot" not in text

@@ -117,7 +117,8 @@ def test_a_request_with_everything():
     )
     others = {"model", "inputs", "stream", "experts", "beam_size", "best_of"}
     assert set(settings) | others == set(FIELDS)
-    assert options(DecodingConfig).keys() - set(FIELDS) == {"pruning"}
+    not_asked_for = {"pruning", "prompt_lookup_num_tokens"}
+    assert options(DecodingConfig).keys() - set(FIELDS) == not_asked_for
 
 
 def test_experts_of_a_model_that_cannot_say_them():
