@@ -147,7 +147,7 @@ def _workers(model, limits) -> dict[str, Any]:
             return batch_by_batch(self.running, super().candidates())
 
     workers = {"in flight": Worker, "batch by batch": BatchByBatch}
-    workers = {name: kind(model, limits, Metrics()) for name, kind in workers.items()}
+    workers = {name: kind(model, limits, Metrics().of(name)) for name, kind in workers.items()}
     for worker in workers.values():
         worker.start()
         worker.compiler.start()
