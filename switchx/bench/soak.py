@@ -28,7 +28,7 @@ import numpy as np
 
 from switchx.bench.report import Check, Report
 from switchx.bench.soak_clients import (
-    MOST_HELD_S,
+    CLOSE_TIMEOUT_S,
     MOST_INPUT_TOKENS,
     MOST_NEW_TOKENS,
     Tally,
@@ -166,7 +166,7 @@ async def _soak(seconds: float, model_dir: str, process, address, note):
             await asyncio.gather(*good, return_exceptions=True)
         if process.poll() is None:
             # Idle connections end in seconds.
-            await asyncio.sleep(min(30.0, MOST_HELD_S))
+            await asyncio.sleep(min(30.0, CLOSE_TIMEOUT_S))
             left = held_by(process.pid) | {"second": time.monotonic() - start_s}
             samples.append(left | {"answers": tally.answers})
     for sample, after in zip(samples, samples[1:], strict=False):

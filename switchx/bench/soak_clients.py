@@ -27,10 +27,10 @@ MOST_NEW_TOKENS, MOST_INPUT_TOKENS, MOST_INPUTS = 16, 15, 4
 SCORE_TOLERANCE = 1e-3
 # A good client's; the server's own is longer.
 DEADLINE_S = 600.0
-# Of a connection that a bad client leaves open: the server has closed it by then.
-MOST_HELD_S = 120.0
-# Of a bad client that waits for an answer, which may be long in coming.
-MOST_PATIENT_S = 30.0
+# The server closes a connection that a bad client leaves open within this time.
+CLOSE_TIMEOUT_S = 120.0
+# Read timeout of a bad client that waits for an answer.
+READ_TIMEOUT_S = 30.0
 
 
 @dataclasses.dataclass
@@ -152,13 +152,13 @@ async def bad_client(
         tally.bad[name] = tally.bad.get(name, 0) + 1
         request = random_request(rng, vocab_size) | {"stream": bool(rng.integers(2))}
         try:
-            async with asyncio.timeout(MOST_HELD_S):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 with contextlib.suppress(OSError, asyncio.IncompleteReadError):
                     async with _connected(address) as (reader, writer):
                         await BAD[name](reader, writer, request, rng)
         except TimeoutError:
             tally.held += 1
-            tally.note(f"a connection stayed open for {MOST_HELD_S:g} s: {name}")
+            tally.note(f"a connection stayed open for {CLOSE_TIMEOUT_S:g} s: {name}")
 
 
 @contextlib.asynccontextmanager
@@ -199,7 +199,7 @@ async def _break_off(reader, writer, request, rng) -> None:
 async def _break_off_while_reading(reader, writer, request, rng) -> None:
     writer.write(_bytes(request | {"stream": True}))
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(MOST_PATIENT_S):
+        async with asyncio.timeout(READ_TIMEOUT_S):
             await reader.read(int(rng.integers(1, 600)))
 
 
@@ -219,7 +219,7 @@ async def _slow_body(reader, writer, request, rng) -> None:
 async def _slow_reader(reader, writer, request, rng) -> None:
     writer.write(_bytes(request | {"stream": True, "max_new_tokens": MOST_NEW_TOKENS}))
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(MOST_PATIENT_S):
+        async with asyncio.timeout(READ_TIMEOUT_S):
             for _ in range(int(rng.integers(20, 200))):
                 if not await reader.read(16):
                     return

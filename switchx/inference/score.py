@@ -153,7 +153,7 @@ class Scorer:
             self.decoder_layers,
             "the decoder has no Switch layers; ask a model that has some which expert it chose",
         )
-        # The last token is read, too: a target that nobody looks at follows it.
+        # The last token is read, too: padding follows it as its target.
         pair = inputs, [*targets, PAD_ID]
         if fault := self.fault(pair):
             raise ValueError(f"the pair {fault}")
