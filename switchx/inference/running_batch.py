@@ -268,9 +268,11 @@ class RunningBatch:
             source = length if self._config.is_encoder_decoder else None
             sizes = program, fresh.is_prompt_BP.shape[1], source
             self._change(enlarged, sizes, batch=self._state)
-        if (more := B - len(is_free_B)) > 0:
+        while (size := len(is_free_B)) < B:
+            # Size by size, as it shrinks.
+            more = self._batches[self._batches.index(size) + 1] - size
             is_live_B = np.pad(~is_free_B, (0, more))
-            row_B = np.minimum(np.arange(B), len(is_free_B) - 1)
+            row_B = np.minimum(np.arange(size + more), size - 1)
             self._change(_taken, (), batch=self._state, row_B=row_B.astype(np.int32))
             self._keep_live(is_live_B)
             is_free_B = ~is_live_B

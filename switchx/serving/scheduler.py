@@ -276,27 +276,37 @@ class Worker(threading.Thread):
         return size
 
     def compile_more(self, group: Group) -> None:
-        """Compiles what the next larger batch of a group needs."""
+        """Compiles what the next larger batch of a group needs to begin, to be joined by few
+        or many inputs, and to shrink."""
         generator = self._generator(group)
         # On a mesh they are multiples of the devices that split them.
         sizes = generator.devices.batches(generator.config, BATCHES)
         most = rounded_up(self._limits.batch_size, sizes)
         size = next(size for size in sizes if self._num_compiled(group) < size <= most)
-        # All but one end at once, and it soon after: the batch shrinks to all smaller sizes.
-        longest = min(2, group.answer_length)
-        inputs = [
-            QueuedInput([1], DecodingConfig(1 if i else longest), i, group, id)
-            for i in range(size)
-        ]
+        smaller = (0, *sizes)[: sizes.index(size) + 1]
+        # The least inputs of each size that can join one that goes on.
+        joining = [each + 1 for each in smaller if each < min(MOST_JOINING, size - 1)]
+        longest = min(len(joining) + 2, group.answer_length)
         with self._moving_experts():
             running = self._running_batch(group)
-            for first in range(0, size, MOST_JOINING):
-                self._read(running, inputs[first : first + MOST_JOINING], group, {})
+            self._read_ones(running, group, smaller[-1] or 1, longest)
+            for number in joining:
+                self._read_ones(running, group, number, 1)
+                running.advance(1, is_compacting=False)
             while running.waiting:
                 running.advance(STEPS[0])
         self._compiled[group] = size
         self._unused.add(group)
         self.queue.notify()
+
+    def _read_ones(self, running: RunningBatch, group: Group, number: int, longest: int):
+        """Joins inputs of one token to a batch; one of them has the longest answer."""
+        inputs = [
+            QueuedInput([1], DecodingConfig(1 if i else longest), i, group, id)
+            for i in range(number)
+        ]
+        for first in range(0, number, MOST_JOINING):
+            self._read(running, inputs[first : first + MOST_JOINING], group, {})
 
     def drop(self, group: Group) -> None:
         """Fails the inputs that wait for a group's programs."""

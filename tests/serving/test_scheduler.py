@@ -14,7 +14,7 @@ import pytest
 from switchx.api import Model
 from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import ByteVocabulary
-from switchx.inference.programs import PROGRAMS
+from switchx.inference.programs import COMPILATIONS, PROGRAMS
 from switchx.inference.running_batch import Hypothesis, RunningBatch
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
@@ -218,6 +218,29 @@ def test_a_new_group_is_compiled_while_others_are_answered(service, monkeypatch)
     (got,) = answers(searches, 1)
     ((_, (want, *_)),) = service.model.generator(max_new_tokens=8, beam_size=2)(prompts[:1])
     same(got, want)
+
+
+def test_inputs_of_a_compiled_group_join_and_leave_without_a_compilation(service):
+    """Any number beside any number; the baseline of these is what a batch of each size needs."""
+    group, worker = Group(16, 16, 1, False), service.worker
+    while worker._num_compiled(group) < served.LIMITS.batch_size:
+        worker.compile_more(group)
+
+    def inputs(number, tokens):
+        return [QueuedInput([5], DecodingConfig(tokens), i, group, id) for i in range(number)]
+
+    def compiled_by(there: int, joining: int) -> int:
+        before, running = COMPILATIONS.number, worker._running_batch(group)
+        worker._read(running, inputs(there, 4), group, {})
+        running.advance(1)
+        worker._read(running, inputs(joining, 2), group, {})
+        while running.waiting:
+            running.advance(1)
+        return COMPILATIONS.number - before
+
+    most = served.LIMITS.batch_size
+    pairs = [(there, most - there) for there in range(1, most)]
+    assert [compiled_by(*pair) for pair in [*pairs, (1, 1)]] == [0] * most
 
 
 def test_inputs_are_answered_where_not_even_their_programs_are_kept(service, monkeypatch):
