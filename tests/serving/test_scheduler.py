@@ -221,7 +221,7 @@ def test_a_new_group_is_compiled_while_others_are_answered(service, monkeypatch)
 
 
 def test_inputs_of_a_compiled_group_join_and_leave_without_a_compilation(service):
-    """Any number beside any number; the baseline of these is what a batch of each size needs."""
+    """Any number beside any number, in the largest batch."""
     group, worker = Group(16, 16, 1, False), service.worker
     while worker._num_compiled(group) < served.LIMITS.batch_size:
         worker.compile_more(group)
