@@ -2,7 +2,7 @@
 """`switchx bench compiled`: a training step of Switch-Base on a chip, by the compiler's clock.
 
 The model as printed (Fedus et al. 2021, arXiv:2101.03961, Table 9) with 8 experts in every
-other block, 16 rows of 512 tokens on both sides, bfloat16 products, float32 parameters,
+other block, 4 or 16 rows of 512 tokens on both sides, bfloat16 products, float32 parameters,
 Adafactor, nothing computed again: forward, backward and update are one program. The ideal has
 the FLOPs of the planner's formula, and the bytes of each product's operands and result once,
 and of parameters and optimizer state read and written once more. Nothing is run.
@@ -26,7 +26,9 @@ from switchx.training.aot_devices import describe_devices
 from switchx.training.program import TrainingProgram
 from switchx.training.workload import layout_of, workload_of
 
-ROWS, LENGTH, NUM_EXPERTS = 16, 512, 8
+# By chip: 16 rows take 27.6 GiB of temporaries, and a v5e has 15.75.
+ROWS = {"v5e": 4, "v5p": 16}
+LENGTH, NUM_EXPERTS = 512, 8
 
 
 def step_row(topology: Topology, num_layers: int = 12) -> dict:
@@ -42,7 +44,7 @@ def step_row(topology: Topology, num_layers: int = 12) -> dict:
         tie_embeddings=True, scan_layers=True, switch=switch,
         precision=Precision(compute="bfloat16"),
     )  # fmt: skip
-    job = small_job(model, MeshSpec(data=1), ROWS, LENGTH, optimizer=Adafactor())
+    job = small_job(model, MeshSpec(data=1), ROWS[topology.kind], LENGTH, optimizer=Adafactor())
     program = TrainingProgram(job, describe_devices(topology)[:1])
     batch = program.abstract_batch(batch_shapes(program))
     with program.scope():
@@ -55,7 +57,8 @@ def step_row(topology: Topology, num_layers: int = 12) -> dict:
     ideal_bytes = product_bytes(traced.jaxpr.jaxpr) + 2 * state
     return {
         "step": f"switch_base, {num_layers}+{num_layers} blocks", "target": str(topology),
-        "experts": NUM_EXPERTS, "capacity_factor": switch.capacity_factor, "flops": flops,
+        "rows": ROWS[topology.kind], "experts": NUM_EXPERTS,
+        "capacity_factor": switch.capacity_factor, "flops": flops,
         "hbm_bytes": moved.num_bytes, "temporary_bytes": memory.temp_size_in_bytes,
         "argument_bytes": memory.argument_size_in_bytes, "kernels": moved.kernels,
         "estimated_s": moved.estimated_s,
