@@ -2,9 +2,10 @@
 """Kernels compiled for a TPU on a machine that has none, and what they take of it.
 
 The compiler is libtpu, in the folder that the environment variable SWITCHX_AOT_TPU names.
-`compiler.py` says how to run this file. A kernel's resources are `vmem_bytes`, its vector
-memory; `bundles`, its instructions, counted once however often they run; `temp_bytes`, what
-the program around it takes of HBM beside arguments and results.
+`compiler.py` says how to run this file. A kernel's resources are `vmem_bytes`, the end of what
+it allocates of vector memory, where branches share addresses; `bundles`, its instructions,
+counted once however often they run; `temp_bytes`, what the program around it takes of HBM
+beside arguments and results.
 """
 
 import os
@@ -93,9 +94,10 @@ def read_dump(dump: pathlib.Path) -> dict[str, int]:
     listing = _note(dump, "schedule-analysis_final_bundles").read_text()
     bundles = re.search(r"total scheduled bundles:\s+(\d+)", listing)
     program = _note(dump, "post-delay-converter").read_text()
-    sizes = re.findall(r"#allocation\d+ \[.*?space=vmem, size = (0x[0-9a-f]+)", program)
+    # Offsets are hexadecimal, but for 0.
+    found = re.findall(r"space=vmem, size = (0x[0-9a-f]+), offset = (0x[0-9a-f]+|0)", program)
     return {
-        "vmem_bytes": sum(int(size, 16) for size in sizes),
+        "vmem_bytes": max(int(size, 16) + int(offset, 16) for size, offset in found),
         "bundles": int(bundles.group(1)),
     }
 

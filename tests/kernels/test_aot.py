@@ -180,9 +180,11 @@ def test_notes_of_libtpu_are_read(tmp_path):
         "Schedule analysis:\n\ttotal scheduled bundles:    608\n\tempty scheduled bundles: 12\n"
     )
     (tmp_path / "1-multiply_rows.1-68-post-delay-converter.txt").write_text(
-        "  #allocation2 [shape = 'u32[72,128]{1,0:T(1,128)}', space=vmem, size = 0x9000, x]\n"
-        "  #allocation3 [shape = 'u8[512]{0}', space=smem, size = 0x200, scoped]\n"
-        "    #allocation8 [shape = 'u8[65536]{0}', space=vmem, size = 0x10000, scoped]\n"
+        "  #allocation2 [shape = 'u32', space=vmem, size = 0x9000, offset = 0, scoped]\n"
+        "  #allocation3 [shape = 'u8[512]', space=smem, size = 0x200, offset = 0, scoped]\n"
+        # Of two branches, at one address.
+        "  #allocation8 [shape = 'u8', space=vmem, size = 0x10000, offset = 0x9000, scoped]\n"
+        "  #allocation9 [shape = 'u8', space=vmem, size = 0x1000, offset = 0x9000, scoped]\n"
     )
     assert tpu_compiler.read_dump(tmp_path) == {"bundles": 608, "vmem_bytes": 0x19000}
 
