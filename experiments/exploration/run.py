@@ -8,6 +8,8 @@ from experiments.comparison import Comparison, Contender, Trained, run_compariso
 from experiments.study import main
 
 NAMES = {"argmax": "none", "sampling": "sample", "input dropout": "dropout", "jitter": "jitter"}
+# Nats a token that count as no worse: an eighth of what 32 experts gain over a dense model.
+NO_WORSE = 0.02
 
 COMPARISON = Comparison(
     contenders=tuple(
@@ -18,14 +20,23 @@ COMPARISON = Comparison(
 
 
 def verdict(trained: Trained) -> dict:
-    """Reproduced: jitter is significantly worse than none of the others."""
+    """Reproduced: jitter is at most `NO_WORSE` below each of the others, by whole intervals.
+
+    Not reproduced: it is further below one of them, by a whole interval. Otherwise undecided.
+    """
     gains = {name: trained.gain("jitter", name) for name in NAMES if name != "jitter"}
-    worse_than = [name for name, gain in gains.items() if gain.high < 0]
-    better_than = [name for name, gain in gains.items() if gain.low > 0]
+    word = "undecided"
+    if all(gain.low > -NO_WORSE for gain in gains.values()):
+        word = "reproduced"
+    elif any(gain.high < -NO_WORSE for gain in gains.values()):
+        word = "not reproduced"
+    said = ", ".join(
+        f"{gain.mean:+.3f} ({gain.low:+.3f} to {gain.high:+.3f}) over {name}"
+        for name, gain in gains.items()
+    )
     return {
-        "verdict": "not reproduced" if worse_than else "reproduced",
-        "because": f"Jitter is better than {', '.join(better_than) or 'none'} and worse than "
-        f"{', '.join(worse_than) or 'none'} with an interval that leaves out 0.",
+        "verdict": word,
+        "because": f"Jitter is {said}, nats a token.",
         "effect": gains["argmax"],
         "effect_of": "jitter over argmax, nats a token",
     }

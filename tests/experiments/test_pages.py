@@ -113,6 +113,85 @@ def test_what_never_reaches_a_quality_has_no_speedup():
     assert first_step_at({0: -9.0, 10: -8.0}, -7.0) is None
 
 
+def ended(**finals: list[float]) -> Trained:
+    """Contenders, `_` for a space, that end at these qualities, a seed each value."""
+    names = {name.replace("_", " "): values for name, values in finals.items()}
+    times = {name: 2.0 if name.startswith("MoE") else 1.0 for name in names}
+    return Trained(
+        {name: [{0: -9.0, 100: each} for each in values] for name, values in names.items()},
+        times, dict.fromkeys(names, 1.0), dict.fromkeys(names, 0),
+        {name: [0.0] for name in names},
+    )  # fmt: skip
+
+
+def factors(switch: list[float], moe: list[float]) -> Trained:
+    of = {"Switch": switch, "MoE": moe}
+    return ended(
+        dense=[-5.0] * 3,
+        **{f"{name}_{factor}": of[name] for factor in (1.0, 1.25, 2.0) for name in of},
+    )
+
+
+EVEN, BELOW, NOISE = [-4.0, -4.1, -4.2], [-4.3, -4.4, -4.5], [-3.9, -4.3, -4.2]
+RULES = {
+    "capacity_factor": (factors(EVEN, EVEN), factors([-4.99] * 3, [0.0] * 3),
+                        factors(EVEN, [-5.5] * 3)),
+    "exploration": tuple(
+        ended(argmax=EVEN, sampling=BELOW, input_dropout=EVEN, jitter=jitter)
+        for jitter in (EVEN, BELOW, NOISE)
+    ),
+    "no_token_left_behind": tuple(
+        ended(drop=BELOW, **{"2_rounds": BELOW, "4_rounds": four}, dropless=EVEN)
+        for four in (BELOW, EVEN, [-4.2, -4.6, -4.5])
+    ),
+    "selective_precision": tuple(
+        ended(float32=EVEN, selective=selective, bfloat16=low, bfloat16_parameters=BELOW)
+        for selective, low in ((EVEN, BELOW), (EVEN, EVEN), (NOISE, BELOW))
+    ),
+    "initialization": tuple(
+        ended(**{"scale_1.0": large, "scale_0.1": small})
+        for large, small in (
+            ([-4.0, -5.0, -3.0, -7.0, -4.5], [-3.0] * 5),
+            ([-3.0] * 5, [-4.0, -5.0, -3.0, -7.0, -4.5]),
+            ([-4.0, -4.1, -4.2, -4.3, -4.4], [-4.4, -4.3, -4.2, -4.1, -4.0]),
+        )
+    ),
+    "switch_attention": tuple(
+        ended(
+            ffn_float32=BELOW, attention_float32=attention, both_float32=[-3.0] * 3,
+            attention_bfloat16=BELOW, both_bfloat16=BELOW,
+        )
+        for attention in (EVEN, [-5.0] * 3, [-4.2, -4.6, -4.5])
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_verdicts_follow_their_rules(name):
+    """What is written before the runs is what hours of them end with."""
+    verdict = importlib.import_module(f"experiments.{name}.run").verdict
+    found = [verdict(each) for each in RULES[name]]
+    assert [each["verdict"] for each in found] == ["reproduced", "not reproduced", "undecided"]
+    for each in found:
+        assert isinstance(each["effect"], Interval) and each["because"].endswith(".")
+
+
+def test_upcycling_and_routers_are_reported():
+    upcycling, routers = (
+        importlib.import_module(f"experiments.{name}.run") for name in ("upcycling", "routers")
+    )
+
+    def alike(run) -> Trained:
+        names = [each.name.replace(" ", "_") for each in run.COMPARISON.contenders]
+        return ended(**dict.fromkeys(names, EVEN))
+
+    found = upcycling.verdict(alike(upcycling))
+    assert found["verdict"] == "reported" and "in 1.00 of its time" in found["because"]
+    encoder = ended(Switch_in_the_encoder=BELOW, expert_choice_in_the_encoder=EVEN)
+    found = routers.verdict(alike(routers), encoder)
+    assert found["because"] == "Better than Switch: expert choice in the encoder; worse: none."
+
+
 def test_bootstrap_of_one_value_has_no_width():
     assert bootstrap([0.25]) == Interval(0.25, 0.25, 0.25)
 
@@ -177,12 +256,13 @@ def test_pretraining_that_is_not_there_is_named(tmp_path):
 
 
 def comparisons() -> dict[str, Comparison]:
-    """Of the experiments that train contenders."""
+    """Of the experiments that train contenders, by folder and name."""
     found = {}
-    for name in NAMES:
-        run = importlib.import_module(f"experiments.{name}.run")
-        if hasattr(run, "COMPARISON"):
-            found[name] = run.COMPARISON
+    for folder in NAMES:
+        run = importlib.import_module(f"experiments.{folder}.run")
+        for name, value in vars(run).items():
+            if isinstance(value, Comparison):
+                found[f"{folder}.{name}"] = value
     return found
 
 
