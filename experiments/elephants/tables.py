@@ -17,7 +17,7 @@ BEGIN, END = "<!-- tables of results.json -->\n", "<!-- end of the tables -->\n"
 NOT_YET = "Not measured yet.\n"
 # Of the throughput table, each with one and two beams.
 BATCHES = (1, 8, 20, 32, 64, 96)
-# As README.md says: training and quality.py.
+# Of training and quality.py where no run.py has measured it.
 WALL_SECONDS = 64 * 60
 
 # Kim et al. 2022, Table 2: BLEU of int8 and int4 less that of float16. Its average is of ten
@@ -92,7 +92,7 @@ def throughput(section: dict) -> str:
         f"Checkpoint {section['step']:,}, {section['direction'].replace('_', '-')}, "
         f"{section['sentences']} sentences of {section['input_tokens']:,} input tokens, up to "
         f"{section['max_new_tokens']} new ones each, medians of {section['rounds']} rounds; "
-        f"{_where(section)}{note}.\n\n"
+        f"{_where(section)}{note}{_load(rows)}.\n\n"
     )
     gains = ["gain, experts only", "gain, compaction", "same texts"]
     return (
@@ -140,12 +140,15 @@ def all_tables(results: dict) -> str:
     return "\n".join(parts)
 
 
-def summary(results: dict) -> dict | None:
+def summary(results: dict, wall_seconds: int | None = None) -> dict | None:
     """What the table of all experiments says; None before BLEU is measured.
 
     Undecided where batches of the paper's are missing. Reproduced (Table 2): on average over
     the directions with two beams int8 loses nothing that its interval can show, and int4 loses
     no more than half a point.
+
+    Args:
+        wall_seconds: of training and all that was measured; None keeps what is known.
     """
     if "quality" not in results:
         return None
@@ -157,6 +160,7 @@ def summary(results: dict) -> dict | None:
     measured = {
         (row["batch"], row["beams"]) for row in results.get("throughput", {}).get("rows", ())
     }
+    known = results.get("summary", {}).get("wall_seconds", WALL_SECONDS)
     missing = len(BATCHES) * 2 - len(
         measured & {(batch, k) for batch in BATCHES for k in (1, 2)}
     )
@@ -169,7 +173,7 @@ def summary(results: dict) -> dict | None:
         f"{int4['change']:+.3f}; {missing} of {2 * len(BATCHES)} cells of Table 3 are missing.",
         "effect": {"mean": int4["change"], "low": int4["low"], "high": int4["high"]},
         "effect_of": "int4 over float32, BLEU",
-        "wall_seconds": WALL_SECONDS,
+        "wall_seconds": known if wall_seconds is None else wall_seconds,
     }
 
 
@@ -189,12 +193,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
     parser.add_argument("--readme", type=pathlib.Path, default=README)
     parser.add_argument("--update", action="store_true", help="write them into the README")
+    parser.add_argument("--wall_seconds", type=int, help="that training and measuring took")
     arguments = parser.parse_args(arguments)
     results = read_results(arguments.results)
     tables = all_tables(results)
     print(tables, end="")
     if arguments.update:
-        if found := summary(results):
+        if found := summary(results, arguments.wall_seconds):
             arguments.results.write_text(
                 json.dumps(results | {"summary": found}, indent=1) + "\n"
             )
@@ -204,6 +209,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _by_beams(cells: list[str]) -> tuple[int, int]:
     return int(cells[0]), int(cells[1])
+
+
+def _load(rows: list[dict]) -> str:
+    """What else the machine did, where that was recorded: more than its cores is too much."""
+    loads = [row["load_average"] for row in rows if "load_average" in row]
+    if not loads:
+        return ""
+    return f". Load average while measuring: {min(loads):.1f} to {max(loads):.1f}"
 
 
 def _direction(name: str) -> str:

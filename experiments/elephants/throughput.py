@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import os
 import pathlib
 import statistics
 import tempfile
@@ -109,11 +110,13 @@ def measure(arguments, models, sentences: Sentences, batch: int, beams: int, tor
         ask = functools.partial(torch.peer.ask, f"{batch} {beams}")
         contenders.append(Contender(TORCH, ask))
     take_turns(contenders, arguments.rounds)
+    load_average = os.getloadavg()[0]  # of the last minute: other programs too
     said = {name: decode.tokens for name, decode in decoders.items()}
     if torch is not None:
         said[TORCH] = torch.said()
     return {
         "seconds": {each.name: each.times_s for each in contenders},
+        "load_average": load_average,
         "same_texts": {
             name: statistics.fmean(a == b for a, b in zip(said["float32"], texts, strict=True))
             for name, texts in said.items()
@@ -140,6 +143,7 @@ def row_of(batch: int, beams: int, sentences: Sentences, value: dict) -> dict:
             for name, each in medians.items()
         },
         "same_texts_as_float32": value["same_texts"],
+        "load_average": value["load_average"],
     }
 
 

@@ -306,12 +306,15 @@ def run_quick(name: str, output: pathlib.Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "elephants"])
 def test_quick_runs_end(name, quick_output):
     run_quick(name, quick_output)
     runs = quick_output / f"{name}_quick"
     results = json.loads((runs / "results.json").read_text())
-    assert results["tables"][0]["rows"]
+    if name == "elephants":
+        assert results["throughput"]["rows"] and results["cost"]["rows"]
+    else:
+        assert results["tables"][0]["rows"]
     done = (runs / "cells.jsonl").read_text()
     run_quick(name, quick_output)  # there is nothing left to do
     assert (runs / "cells.jsonl").read_text() == done
