@@ -239,6 +239,12 @@ class Study:
 
     def _trained(self, run: RunFolder, arguments: Sequence[str]) -> dict:
         self._switchx(run.root.name, "train", *arguments)
+        done = json.loads(run.goodput.read_text())["step"]
+        asked = json.loads(run.config.read_text())["train_steps"]
+        if done < asked:  # SIGTERM: the state is saved, and the status is 0
+            raise SystemExit(
+                f"{run.root} was stopped at step {done} of {asked}; the same command goes on"
+            )
         lines = [json.loads(line) for line in run.validation.read_text().splitlines()]
         logged = [json.loads(line) for line in run.metrics.read_text().splitlines()]
         goodput = json.loads((run.root / "goodput.json").read_text())

@@ -214,6 +214,24 @@ def test_a_cell_is_measured_once_and_a_torn_line_again(tmp_path):
     assert len(file.read_text().splitlines()) == 3
 
 
+def test_a_run_that_a_signal_stopped_is_no_result(tmp_path, monkeypatch):
+    """`switchx train` saves and ends with status 0: the same command is to go on."""
+    mine = Study("exploration", tmp_path, None)
+    folder = mine.runs / "jitter_seed0"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"train_steps": 300}')
+    (folder / "goodput.json").write_text('{"step": 73, "seconds": {"step": 1.0}}')
+    (folder / "validation.jsonl").write_text('{"step": 0, "neg_log_perplexity": -9.0}\n')
+    (folder / "metrics.jsonl").write_text('{"step": 50, "skipped_steps": 0}\n')
+    monkeypatch.setattr(Study, "_switchx", lambda *arguments: "")
+    cells = Cells(mine.runs / "cells.jsonl")
+    with pytest.raises(SystemExit, match="stopped at step 73 of 300; the same command goes on"):
+        mine.train(cells, "jitter_seed0", [], [])
+    assert not cells.lines
+    (folder / "goodput.json").write_text('{"step": 300, "seconds": {"step": 1.0}}')
+    assert mine.train(cells, "jitter_seed0", [], [])["seconds"] == 1.0
+
+
 def test_other_code_is_named(tmp_path, monkeypatch):
     """Once something has been done; a commit with changes cannot be checked out."""
     mine = Study("exploration", tmp_path, None)
