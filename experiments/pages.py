@@ -25,11 +25,11 @@ EXPECTED_HOURS = {
     "expert_dropout": 0.7, "expert_offload": 0.2, "exploration": 0.8, "fewer_experts": 0.5,
     "fine_tuning": 1.6, "initialization": 0.6, "multilingual": 0.9, "no_token_left_behind": 0.8,
     "pipeline_convergence": 0.8, "planner_vs_papers": 0.1, "pretraining": 0.8,
-    "quantization": 0.1, "routers": 1.4, "selective_precision": 1.0, "switch_attention": 1.1,
-    "switch_vs_dense": 1.5, "upcycling": 0.5,
+    "quantization": 0.1, "routers": 1.4, "routing_statistics": 0.2, "selective_precision": 1.0,
+    "switch_attention": 1.1, "switch_vs_dense": 1.5, "upcycling": 0.5,
 }  # fmt: skip
 # Folders with a form of their own: notebooks, the papers' tables, translation.
-OWN_PAGES = ("elephants", "first_steps", "planner_vs_papers", "routing_statistics")
+OWN_PAGES = ("elephants", "first_steps", "planner_vs_papers")
 
 
 def folders() -> list[pathlib.Path]:

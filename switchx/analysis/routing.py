@@ -11,6 +11,7 @@ Dims: N Switch layers, T tokens of the sample, S experts selected by a token, E 
 
 import dataclasses
 import json
+import math
 import pathlib
 import zipfile
 from collections.abc import Sequence
@@ -309,16 +310,41 @@ def layer_similarity(expert_NTS: np.ndarray, num_experts: int) -> np.ndarray:
         for b, there_T in enumerate(first_NT):
             # The class of a token is its other expert; those without one are the last.
             counts = class_counts(here_T[:, None], there_T, num_experts, num_experts + 1)
-            similarity_NN[a, b] = _normalised_information(counts[:, :-1])
+            similarity_NN[a, b] = information(counts[:, :-1]).normalised
     return similarity_NN
 
 
-def _normalised_information(counts: np.ndarray) -> float:
+@dataclasses.dataclass(frozen=True)
+class Information:
+    """What rows and columns of a table of counts tell about each other, in nats.
+
+    Attributes:
+        mutual: I(row; column).
+        rows, columns: their entropies.
+    """
+
+    mutual: float
+    rows: float
+    columns: float
+
+    @property
+    def normalised(self) -> float:
+        """I / sqrt(H(row) H(column)); 0 where one of them is always the same."""
+        if min(self.rows, self.columns) < 1e-9:  # one expert, up to rounding
+            return 0.0
+        return self.mutual / math.sqrt(self.rows * self.columns)
+
+
+def information(counts: np.ndarray) -> Information:
+    """Of a table of counts `[rows, columns]`, such as `class_counts`, taken as frequencies.
+
+    I = H(row) + H(column) - H(row, column). Of a sample it is too large: compare it with that
+    of permuted labels.
+    """
+
     def entropy(share: np.ndarray) -> float:
-        return -np.sum(share[share > 0] * np.log(share[share > 0]))
+        return float(-np.sum(share[share > 0] * np.log(share[share > 0])))
 
     joint = counts / max(counts.sum(), 1)
-    p, q = entropy(joint.sum(axis=1)), entropy(joint.sum(axis=0))
-    if min(p, q) < 1e-9:  # one expert, up to rounding
-        return 0.0
-    return float((p + q - entropy(joint)) / np.sqrt(p * q))
+    rows, columns = entropy(joint.sum(axis=1)), entropy(joint.sum(axis=0))
+    return Information(rows + columns - entropy(joint), rows, columns)

@@ -12,6 +12,7 @@ from switchx.analysis.routing import (
     comparable,
     dead_experts,
     even_shares,
+    information,
     layer_similarity,
     read_history,
     read_snapshots,
@@ -266,6 +267,18 @@ def test_information_of_two_layers_by_hand():
     b_T = np.arange(8) % 4
     got = layer_similarity(np.stack([b_T // 2, b_T])[..., None], NUM_EXPERTS)
     assert math.isclose(got[0, 1], math.log(2) / math.sqrt(math.log(2) * math.log(4)))
+
+
+def test_information_of_a_table_by_hand():
+    # Rows are halves and tell nothing of columns; then row and column are the same.
+    none, all_of_it = information(np.ones((2, 4))), information(np.eye(4))
+    assert math.isclose(none.mutual, 0, abs_tol=1e-12) and math.isclose(none.rows, math.log(2))
+    assert math.isclose(none.columns, math.log(4))
+    assert math.isclose(all_of_it.mutual, math.log(4)) and math.isclose(all_of_it.normalised, 1)
+    # p = 3/8, 1/8, 1/8, 3/8: I = 2 ln 2 - H, in sums of p ln p.
+    entropy = -2 * (3 / 8 * math.log(3 / 8) + 1 / 8 * math.log(1 / 8))
+    found = information(np.array([[3, 1], [1, 3]]))
+    assert math.isclose(found.mutual, 2 * math.log(2) - entropy)
 
 
 def test_tokens_without_an_expert_and_further_choices_do_not_count():

@@ -47,4 +47,4 @@ def test_the_notebook_computes_nothing_itself_and_runs(finished_run):
     client.execute(cwd=str(NOTEBOOK.parent), env=environment)
     shown = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"][1:]
     assert all(outputs and "text/html" in outputs[0]["data"] for outputs in shown)
-    assert sum("data:image/svg+xml" in json.dumps(outputs) for outputs in shown) == 4
+    assert sum("data:image/svg+xml" in json.dumps(outputs) for outputs in shown) == 5
