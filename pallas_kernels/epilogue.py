@@ -9,15 +9,39 @@ arXiv:2002.05202):
 Every part is optional: without v there is no b_r, and an activation of None is the identity.
 `act(a_r + bias_e) b_r` are two halves of one product: each tile of x meets both matrices.
 Kernels apply the same functions to their accumulators that the reference applies to arrays.
+What they are given is one record, `Epilogue`, which each cuts for its copies at its launch.
 Dims: R rows, F outputs, E experts
 """
 
+import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 
 ACTIVATIONS = (None, "relu", "gelu", "gelu_exact", "silu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """What a kernel's product is given beside rows and matrices.
+
+    Attributes:
+        scales: for each matrix `[E, F, G]`, a factor of each feature and group of D / G
+            channels; none where weights are not quantized.
+        zeros: for each matrix its zero points, as the scales; none where they are 0.
+        row_scale_R: a factor of each row's sums, where rows are quantized.
+        bias_EF, activation, gate_R: as of `api.grouped_matmul`.
+        has_residual: the residual is a result, too.
+    """
+
+    scales: tuple[jax.Array, ...] = ()
+    zeros: tuple[jax.Array, ...] = ()
+    row_scale_R: jax.Array | None = None
+    bias_EF: jax.Array | None = None
+    activation: str | None = None
+    gate_R: jax.Array | None = None
+    has_residual: bool = False
 
 
 def check_activation(activation: str | None) -> None:
@@ -50,6 +74,15 @@ def activated(activation: str | None, z):
     raise ValueError(f"activation={activation!r}; use one of {ACTIVATIONS}")
 
 
+def result_of(activation: str | None, residual):
+    """`act(z) b` of a residual, `(z,)` or `(z, b)`."""
+    z, *others = residual
+    y = activated(activation, z)
+    for each in others:
+        y = y * each
+    return y
+
+
 def apply_epilogue(sums, expert_R, is_used_R, bias_EF, activation: str | None, gate_R):
     """Rows `y_RF` of the sums, and the residual that its derivative needs; 0 in unused rows.
 
@@ -62,9 +95,7 @@ def apply_epilogue(sums, expert_R, is_used_R, bias_EF, activation: str | None, g
     z_RF, *others = sums
     if bias_EF is not None:
         z_RF = z_RF + bias_EF.astype(jnp.float32)[expert_R]
-    y_RF = activated(activation, z_RF)
-    for b_RF in others:
-        y_RF = y_RF * b_RF
+    y_RF = result_of(activation, (z_RF, *others))
     if gate_R is not None:
         y_RF = y_RF * gate_R.astype(jnp.float32)[:, None]
     y_RF, *residual = (jnp.where(is_used_R[:, None], each, 0) for each in (y_RF, z_RF, *others))
@@ -80,10 +111,10 @@ def epilogue_gradients(residual, gate_R, dy_RF, activation: str | None):
 
     def run(residual, gate_R):
         z_RF, *others = residual
-        # The derivative of `maximum` is a half where both are 0.
-        y_RF = jax.nn.relu(z_RF) if activation == "relu" else activated(activation, z_RF)
-        for b_RF in others:
-            y_RF = y_RF * b_RF
+        if activation == "relu":  # The derivative of `maximum` is a half where both are 0.
+            y_RF = result_of(None, (jax.nn.relu(z_RF), *others))
+        else:
+            y_RF = result_of(activation, residual)
         return y_RF if gate_R is None else y_RF * gate_R[:, None]
 
     residual, gate_R, dy_RF = jax.tree.map(

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of both Hopper kernels: their start, warpgroups, shared memory and registers.
+"""Parts of all Hopper kernels: launch, shared memory, ring of stages, warpgroups.
 
 Mosaic GPU is Pallas' compiler for Hopper and later. What differs between JAX 0.10.2, 0.11 and
 0.12 stands here alone: 0.10.2 has the interpreter on private paths, lowers by lanes unless told
-otherwise, and loads with an index that 0.12 no longer takes.
+otherwise, and loads with an index that 0.12 no longer takes. So does what differs between a
+kernel on Hopper and one that the CPU interprets (`Mosaic`).
+Dims: R rows, X columns
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.operands import vary_like
+from pallas_kernels.tiling.gpu import H200_SMS, ROW_ALIGNMENT
 
 try:  # JAX 0.11 and later
     from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams, force_gpu_interpret_mode
@@ -36,32 +41,129 @@ _SEMANTICS = (
 PRODUCER_REGISTERS = 40
 
 
-def mosaic_gpu_kernel(body, *, out_type, scratch_types, grid, num_threads, interpret, name):
-    """A Mosaic GPU kernel: `grid` blocks, axis `sm`, of `num_threads` warpgroups, axis `wg`.
+@dataclasses.dataclass(frozen=True)
+class Mosaic:
+    """The compiler for Hopper, or its interpreter: no kernel asks which of them runs it.
 
-    Its results are a list, as `out_type` is.
-
-    Interpreted, it runs on the CPU and looks for races between warpgroups, copies included.
+    What the interpreter of JAX 0.10.2, 0.11.2 and 0.12.0.1 alike does not know has a substitute
+    here, of the same arithmetic in the same order: no tile in shared memory is swizzled, views
+    of transposed tiles are copies, registers have no layouts, copies out of bounds need zeros
+    there.
     """
-    kernel = plgpu.kernel(
-        body,
-        out_type=out_type,
-        scratch_types=scratch_types,
-        grid=(grid,),
-        grid_names=("sm",),
-        num_threads=num_threads,
-        thread_name="wg",
-        kernel_name=name,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=_SEMANTICS),
-    )
 
-    def run(*operands):
-        interpreter = force_gpu_interpret_mode(InterpretGPUParams(detect_races=True))
-        with interpreter if interpret else contextlib.nullcontext():
-            # `plgpu.kernel` types its results as the same on all devices of a `shard_map`.
-            return [vary_like(result, *operands) for result in kernel(*operands)]
+    is_interpreted: bool = False
 
-    return run
+    @property
+    def num_sms(self) -> int:
+        """Blocks to start: an interpreter's 2, the GPU's SMs, or an H200's without one."""
+        if self.is_interpreted:
+            return 2
+        if jax.default_backend() == "gpu":
+            return jax.devices()[0].core_count
+        return H200_SMS
+
+    def kernel(self, body, *, out_type, scratch_types, grid, num_threads, name):
+        """A kernel of `grid` blocks, axis `sm`, of `num_threads` warpgroups, axis `wg`.
+
+        Its results are a list, as `out_type` is. Interpreted, it looks for races between
+        warpgroups, copies included.
+        """
+        kernel = plgpu.kernel(
+            body,
+            out_type=out_type,
+            scratch_types=scratch_types,
+            grid=(grid,),
+            grid_names=("sm",),
+            num_threads=num_threads,
+            thread_name="wg",
+            kernel_name=name,
+            compiler_params=plgpu.CompilerParams(lowering_semantics=_SEMANTICS),
+        )
+
+        def run(*operands):
+            interpreter = force_gpu_interpret_mode(InterpretGPUParams(detect_races=True))
+            with interpreter if self.is_interpreted else contextlib.nullcontext():
+                # `plgpu.kernel` types its results as the same on all devices of a `shard_map`.
+                return [vary_like(result, *operands) for result in kernel(*operands)]
+
+        return run
+
+    def rows(self, x_RX, tile: int):
+        """Rows up to a multiple of 8, and those that a tile reads past the last one."""
+        x_RX = padded(x_RX, 0, ROW_ALIGNMENT)
+        return jnp.pad(x_RX, ((0, tile), (0, 0))) if self.is_interpreted else x_RX
+
+    def blocks(self, array, axis: int, block: int):
+        """The array with what copies of whole blocks read past the end of an axis."""
+        return padded(array, axis, block) if self.is_interpreted else array
+
+    def smem(self, shape: tuple[int, ...], dtype):
+        """Shared memory for matrices of the tensor core."""
+        return plgpu.SMEM(
+            shape, dtype, transforms=() if self.is_interpreted else tiled(shape[-1], dtype)
+        )
+
+    def smem_of_rows(self, shape: tuple[int, ...], dtype, *, is_swizzled: bool):
+        """Shared memory that is read from any row on, so that it is not in tiles of 8."""
+        is_swizzled = is_swizzled and not self.is_interpreted
+        transforms = (plgpu.SwizzleTransform(128),) if is_swizzled else ()
+        return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+    def scratch_of_transposes(self, **scratch: tuple) -> dict[str, tuple]:
+        """Shape and dtype by name of what `transposed` needs."""
+        return scratch if self.is_interpreted else {}
+
+    def transposed(self, ref, scratch):
+        """The transpose of a tile: a view, or a copy in the scratch memory."""
+        if not self.is_interpreted:
+            return plgpu.transpose_ref(ref, (1, 0))
+        scratch = scratch.at[:, : ref.shape[0]]
+        scratch[...] = ref[...].T
+        # The next copy into `ref` must come after this read.
+        plgpu.commit_smem()
+        return scratch
+
+    def store_transposed(self, ref, value) -> None:
+        """Stores registers of layout `WGMMA_TRANSPOSED` with their columns as rows."""
+        if self.is_interpreted:
+            ref[...] = value.T
+        else:
+            plgpu.transpose_ref(ref, (1, 0))[...] = value
+
+    def load(self, ref, layout, *, optimized: bool = True) -> jax.Array:
+        """All of a reference in registers of a layout.
+
+        Args:
+            optimized: refuse a load that the layout makes slow; without it, vectors from global
+                memory can be loaded too.
+        """
+        if self.is_interpreted:
+            return ref[...]
+        if jax.__version_info__ < (0, 11, 0):
+            return plgpu.load(ref, (), layout=layout, optimized=optimized)
+        return plgpu.load(ref, layout=layout, optimized=optimized)
+
+    def as_layout(self, value, layout):
+        """A value in registers of a layout."""
+        return value if self.is_interpreted else plgpu.layout_cast(value, layout)
+
+    def iota(self, shape: tuple[int, ...], layout=None):
+        """int32 0, 1, .. along the first axis; a vector's element i is with thread i % 128.
+
+        Args:
+            layout: None for a vector whose length is a multiple of 128.
+        """
+        if self.is_interpreted:
+            return lax.broadcasted_iota(jnp.int32, shape, 0)
+        layout = layout or plgpu.Layout.WG_STRIDED(shape, vec_size=1)
+        return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+
+
+def padded(array, axis: int, multiple: int):
+    """The array with zeros after it, up to a multiple of its size along an axis."""
+    missing = -array.shape[axis] % multiple
+    widths = [(0, missing if i == axis else 0) for i in range(array.ndim)]
+    return jnp.pad(array, widths) if missing else array
 
 
 def turns_of(tiles, num_sms: int):
@@ -70,8 +172,99 @@ def turns_of(tiles, num_sms: int):
     return lax.div(last, jnp.int32(num_sms))
 
 
+def tiled(columns: int, dtype) -> tuple:
+    """The transforms that the tensor core asks of a matrix in shared memory."""
+    swizzle = min(128, columns * itemsize_bits(dtype) // 8)
+    columns = swizzle * 8 // itemsize_bits(dtype)
+    return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Stages of shared memory that copies fill and products empty, step after step.
+
+    Attributes:
+        full, empty: barriers, one a stage: it may be read, it may be overwritten.
+    """
+
+    stages: int
+    full: Any
+    empty: Any
+
+    def slot(self, step):
+        """The number of the stage that a step uses."""
+        return lax.rem(step, self.stages)
+
+    def slot_to_fill(self, step):
+        """`slot`, once it may be overwritten."""
+        slot = self.slot(step)
+        pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.empty.at[slot]))
+        return slot
+
+    def wait_until_full(self, slot) -> None:
+        plgpu.barrier_wait(self.full.at[slot])
+
+    def release(self, slot) -> None:
+        """Says that this warpgroup has read a stage."""
+        plgpu.barrier_arrive(self.empty.at[slot])
+
+    def release_before(self, step) -> None:
+        """Says that the stage of the step before is read."""
+        self.release(lax.rem(step + self.stages - 1, self.stages))
+
+
+@dataclasses.dataclass(frozen=True)
+class Consumer:
+    """One warpgroup that multiplies. Each kernel adds what its products read and where they go.
+
+    Attributes:
+        mosaic: what runs the kernel.
+        walk: the order in which its block takes tiles.
+        ring: of the operands' stages.
+        own: shared memory of this warpgroup alone, by name.
+        warpgroup: its number.
+    """
+
+    mosaic: Mosaic
+    walk: Any
+    ring: Ring
+    own: dict[str, Any]
+    warpgroup: Any
+
+    def accumulate(
+        self, shapes: list, steps, first_step, multiply: Callable, *, waits: bool = False
+    ) -> list:
+        """The float32 sums of `steps` steps of the ring, of these shapes.
+
+        Args:
+            multiply: `(accumulators, k, slot)` issues the products of the k-th step.
+            waits: nothing reads the stage any more when `multiply` returns.
+        """
+
+        def accumulate(*accumulators):
+            def one_step(k, step):
+                slot = self.ring.slot(step)
+                self.ring.wait_until_full(slot)
+                multiply(accumulators, k, slot)
+                if waits:
+                    self.ring.release(slot)
+                else:
+                    # The products of the step before are done; these still run.
+                    plgpu.wgmma_wait(len(accumulators))
+                    pl.when(k > 0)(lambda: self.ring.release_before(step))
+                return step + 1
+
+            end = lax.fori_loop(0, steps, one_step, first_step)
+            sums = [acc[...] for acc in accumulators]
+            if not waits:
+                pl.when(steps > 0)(lambda: self.ring.release_before(end))
+            return sums
+
+        return pl.run_scoped(accumulate, *map(plgpu.ACC, shapes))
+
+
 def copy_and_multiply(
-    groups: int, stages: int, empty, copy_tile: Callable, tile_loop: Callable, turns: Callable
+    groups: int, ring: Ring, copy_tile: Callable, tile_loop: Callable, turns: Callable
 ) -> None:
     """Splits the work of a block whose kernel was started with `groups + 1` warpgroups.
 
@@ -81,7 +274,6 @@ def copy_and_multiply(
 
     Args:
         groups: warpgroups that multiply; the one after them copies.
-        empty: the barriers of the stages that may be overwritten.
         copy_tile: the body that issues the copies of a tile.
         tile_loop: of the number of a multiplying warpgroup, the body that computes a tile.
         turns: says how many tiles this block has.
@@ -93,9 +285,9 @@ def copy_and_multiply(
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         steps = lax.fori_loop(0, turns(), copy_tile, jnp.int32(0))
 
-        @pl.loop(lax.max(steps - stages, 0), steps)
+        @pl.loop(lax.max(steps - ring.stages, 0), steps)
         def _(step):  # No barrier is left in the middle of a phase.
-            plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
+            plgpu.barrier_wait(ring.empty.at[ring.slot(step)])
 
     @pl.when(warpgroup < groups)
     def _():
@@ -103,52 +295,3 @@ def copy_and_multiply(
         plgpu.set_max_registers(registers, action="increase")
         lax.fori_loop(0, turns(), tile_loop(warpgroup), jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
-
-
-def release_before(empty, step, stages: int) -> None:
-    """Says that the stage of the step before is read."""
-    plgpu.barrier_arrive(empty.at[lax.rem(step + stages - 1, stages)])
-
-
-def tiled(columns: int, dtype) -> tuple:
-    """The transforms that the tensor core asks of a matrix in shared memory."""
-    swizzle = min(128, columns * itemsize_bits(dtype) // 8)
-    columns = swizzle * 8 // itemsize_bits(dtype)
-    return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
-
-
-def tiled_smem(shape: tuple[int, ...], dtype, interpret: bool):
-    """Shared memory for matrices of the tensor core; plain where it is interpreted."""
-    transforms = () if interpret else tiled(shape[-1], dtype)
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
-def transposed(ref, scratch, interpret: bool):
-    """The transpose of a tile: a view, or, interpreted, a copy: 0.10.2 interprets no view."""
-    if not interpret:
-        return plgpu.transpose_ref(ref, (1, 0))
-    scratch = scratch.at[:, : ref.shape[0]]
-    scratch[...] = ref[...].T
-    # The next copy into `ref` must come after this read.
-    plgpu.commit_smem()
-    return scratch
-
-
-def strided_iota(size: int, interpret: bool):
-    """int32 0, 1, .. in registers, element i with thread i % 128; of a multiple of 128."""
-    if interpret:
-        return lax.iota(jnp.int32, size)
-    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=1)
-    return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
-
-
-def load_as(ref, layout, *, optimized: bool = True) -> jax.Array:
-    """All of a reference in registers of a layout.
-
-    Args:
-        optimized: refuse a load that the layout makes slow; without it, vectors from global
-            memory can be loaded too.
-    """
-    if jax.__version_info__ < (0, 11, 0):
-        return plgpu.load(ref, (), layout=layout, optimized=optimized)
-    return plgpu.load(ref, layout=layout, optimized=optimized)

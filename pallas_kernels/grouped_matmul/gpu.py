@@ -5,11 +5,11 @@ Bfloat16 and float16 with float32 accumulation. The transposed product reads the
 through transposed descriptors of shared memory: nothing is copied.
 
 What the interpreter of Mosaic GPU runs, in JAX 0.10.2, 0.11.2 and 0.12.0.1 alike, and what
-stands in for the rest, with the same arithmetic in the same order:
+stands in for the rest (`mosaic_gpu.Mosaic`), with the same arithmetic in the same order:
 
     the schedule, the ring of stages, its barriers, the stores of a group's rows   as shipped
     the masks of the weights' gradient, the epilogue, sums in parts                 as shipped
-    transposed views of tiles (0.10.2 reads none)              copies, `mosaic_gpu.transposed`
+    transposed views of tiles (0.10.2 reads none)              copies, `Mosaic.transposed`
     swizzled tiles (0.10.2 slices none), register layouts       plain shared memory, no layouts
     registers as operand of wgmma                               through shared memory
     int4 and int8 conversion by prmt and lop3                   XLA's conversion
@@ -24,16 +24,11 @@ import dataclasses
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.epilogue import apply_epilogue
+from pallas_kernels.epilogue import Epilogue, apply_epilogue
 from pallas_kernels.grouped_matmul import gpu_weight_gradient
 from pallas_kernels.grouped_matmul.gpu_schedule import schedule
-from pallas_kernels.grouped_matmul.gpu_swap_ab import Epilogue, Weights, swap_ab
-from pallas_kernels.grouped_matmul.tile_schedule import (
-    ROW_ALIGNMENT,
-    RowTiles,
-    max_row_tiles,
-)
-from pallas_kernels.mosaic_gpu import transposed
+from pallas_kernels.grouped_matmul.gpu_swap_ab import Weights, swap_ab
+from pallas_kernels.mosaic_gpu import Mosaic, padded
 from pallas_kernels.sorted_rows import rows_before
 from pallas_kernels.tiling.gpu import (
     Tiling,
@@ -42,7 +37,6 @@ from pallas_kernels.tiling.gpu import (
     default_panel,
     default_splits,
     fitted,
-    sm_count,
     tile_of_rows,
     with_parts,
 )
@@ -140,45 +134,27 @@ def forward(x_RD, w, group_sizes_E, *, w_gate=None, bias_EF=None,
     if is_wide:
         tiling = with_parts(tiling, depth, x_RD.dtype, w.dtype, len(matrices))
     tiling = checked(tiling, depth, x_RD.dtype, w.dtype, num_matrices=len(matrices))
-    tiling = dataclasses.replace(tiling, num_sms=tiling.num_sms or sm_count(interpret))
-    x = padded_rows(padded(x_RD, 1, ALIGNMENT), tiling, interpret)
-    if interpret:
-        block = tiling.tile_m * tiling.warpgroups
-        matrices = [padded(each, 1 if transpose_w else 2, block) for each in matrices]
-    tiles, bound_B = schedule(group_sizes_E, num_rows, tiling.tile_n, interpret=interpret)
+    mosaic = Mosaic(interpret)
+    tiling = dataclasses.replace(tiling, num_sms=tiling.num_sms or mosaic.num_sms)
+    x = mosaic.rows(padded(x_RD, 1, ALIGNMENT), tiling.tile_n)
+    block = tiling.tile_m * tiling.warpgroups
+    matrices = [mosaic.blocks(each, 1 if transpose_w else 2, block) for each in matrices]
+    tiles, bound_B = schedule(group_sizes_E, num_rows, tiling.tile_n, mosaic)
+    epilogue = Epilogue(
+        bias_EF=bias_EF, activation=activation, gate_R=gate_R, has_residual=has_residual
+    )
     results = swap_ab(
-        x, matrices, tiles, tiling, _weights(transpose_w, x_RD.dtype, tiling, interpret),
-        epilogue_of(tiles, tiling, w.shape[0], (), bias_EF, activation, gate_R, has_residual),
-        num_rows=num_rows, interpret=interpret, name="grouped_matmul",
+        x, matrices, tiles, tiling, _weights(transpose_w, x_RD.dtype, tiling, mosaic), epilogue,
+        mosaic, num_rows=num_rows, name="grouped_matmul",
     )  # fmt: skip
     y_RF, *residual = finished(
-        results, x_RD, features, tiling, bound_B[1 : len(w) + 1], bias_EF, activation, gate_R,
-        out_dtype,
-    )  # fmt: skip
+        results, x_RD, features, tiling, bound_B[1 : len(w) + 1], epilogue, out_dtype
+    )
     return (y_RF, tuple(residual)) if has_residual else y_RF
 
 
-def epilogue_of(tiles: RowTiles, tiling: Tiling, num_experts: int, scales, bias_EF, activation,
-                gate_R, has_residual: bool = False) -> Epilogue:  # fmt: skip
-    """The part of the epilogue that is the kernel's, its operands cut as the kernel reads them.
-
-    Args:
-        scales: of each matrix, `[E, F, G]`.
-    """
-    scales = tuple(_by_warpgroup(each, tiling) for each in scales)
-    if tiling.splits > 1:  # Only whole sums have a bias and an activation: `finished`.
-        return Epilogue(scales=scales)
-    return Epilogue(
-        scales=scales,
-        bias_ENM=None if bias_EF is None else _by_warpgroup(bias_EF, tiling),
-        activation=activation,
-        gate_PT=None if gate_R is None else _by_tile(gate_R, tiles, tiling.tile_n, num_experts),
-        has_residual=has_residual,
-    )
-
-
-def finished(results, x_RD, features: int, tiling: Tiling, end_E, bias_EF, activation,
-             gate_R, out_dtype=None) -> list:  # fmt: skip
+def finished(results, x_RD, features: int, tiling: Tiling, end_E, epilogue: Epilogue,
+             out_dtype=None) -> list:  # fmt: skip
     """The kernel's results as `[R, F]` arrays; sums in parts are added up.
 
     The first is in `out_dtype`, others, and where that is None all, in the dtype of x.
@@ -189,29 +165,14 @@ def finished(results, x_RD, features: int, tiling: Tiling, end_E, bias_EF, activ
     if tiling.splits > 1:
         sums = [jnp.sum(parts_SRF[..., :features], axis=0) for parts_SRF in results]
         rows = rows_before(end_E, len(x_RD))
-        y_RF, residual = apply_epilogue(sums, *rows, bias_EF, activation, gate_R)
+        y_RF, residual = apply_epilogue(
+            sums, *rows, epilogue.bias_EF, epilogue.activation, epilogue.gate_R
+        )
         results = [y_RF, *residual]
     dtypes = [out_dtype or x_RD.dtype] + [x_RD.dtype] * (len(results) - 1)
     return [
         each[:, :features].astype(dtype) for each, dtype in zip(results, dtypes, strict=True)
     ]
-
-
-def _by_warpgroup(value_EFx, tiling: Tiling):
-    """Features cut into those of a warpgroup: `[E, F, ...]` to `[E, N, M, ...]`, padded."""
-    block = tiling.tile_m * tiling.warpgroups
-    value_EFx = padded(value_EFx.astype(jnp.float32), 1, block)
-    E, F, *rest = value_EFx.shape
-    return value_EFx.reshape(E, F // tiling.tile_m, tiling.tile_m, *rest)
-
-
-def _by_tile(gate_R, tiles: RowTiles, block: int, num_experts: int):
-    """The gates of each tile's rows, `[P, T]` float32."""
-    num_tiles = max_row_tiles(gate_R.shape[0], num_experts, block)
-    start_P, expert_P = tiles.start_P[:num_tiles], tiles.expert_P[:num_tiles]
-    row_PT = start_P[:, None] + jnp.arange(block, dtype=jnp.int32)[None]
-    gate_PT = gate_R.astype(jnp.float32)[jnp.minimum(row_PT, gate_R.shape[0] - 1)]
-    return jnp.where((expert_P < num_experts)[:, None], gate_PT, 0.0)
 
 
 def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | None = None,
@@ -227,29 +188,20 @@ def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | N
     (_, D), F = x_RD.shape, dy_RF.shape[1]
     x_RD, dy_RF = padded(x_RD, 1, ALIGNMENT), padded(dy_RF, 1, ALIGNMENT)
     dw_EDF = gpu_weight_gradient.weight_gradient(
-        x_RD, dy_RF, group_sizes_E, out_dtype=out_dtype, tiling=tiling, interpret=interpret
+        x_RD, dy_RF, group_sizes_E, out_dtype=out_dtype, tiling=tiling, mosaic=Mosaic(interpret)
     )
     return dw_EDF[:, :D, :F]
 
 
-def padded(array, axis: int, multiple: int):
-    """The array with zeros after it, up to a multiple of its size along an axis."""
-    missing = -array.shape[axis] % multiple
-    widths = [(0, missing if i == axis else 0) for i in range(array.ndim)]
-    return jnp.pad(array, widths) if missing else array
-
-
-def padded_rows(x_RD, tiling: Tiling, interpret: bool):
-    """Rows up to a multiple of 8; interpreted, also those that a tile reads past the end."""
-    x_RD = padded(x_RD, 0, ROW_ALIGNMENT)
-    return jnp.pad(x_RD, ((0, tiling.tile_n), (0, 0))) if interpret else x_RD
-
-
-def _weights(transpose_w: bool, dtype, tiling: Tiling, interpret: bool) -> Weights:
+def _weights(transpose_w: bool, dtype, tiling: Tiling, mosaic: Mosaic) -> Weights:
     def multiply(acc_MT, w, x_TK, scratch):
-        w_MK = w if transpose_w else transposed(w, scratch.get("w"), interpret)
-        plgpu.wgmma(acc_MT, w_MK, transposed(x_TK, scratch.get("x"), interpret))
+        w_MK = w if transpose_w else mosaic.transposed(w, scratch.get("w"))
+        plgpu.wgmma(acc_MT, w_MK, mosaic.transposed(x_TK, scratch.get("x")))
 
-    is_copied = interpret and not transpose_w
-    scratch = {"w": ((tiling.tile_m, tiling.tile_k), dtype)} if is_copied else {}
+    shapes = {"x": (tiling.tile_k, tiling.tile_n)}
+    if not transpose_w:
+        shapes["w"] = tiling.tile_m, tiling.tile_k
+    scratch = mosaic.scratch_of_transposes(
+        **{name: (shape, dtype) for name, shape in shapes.items()}
+    )
     return Weights(is_depth_minor=transpose_w, multiply=multiply, scratch=scratch, waits=False)

@@ -15,18 +15,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.grouped_matmul.tile_schedule import (
-    ROW_ALIGNMENT,
-    RowTiles,
-    max_row_tiles,
-)
+from pallas_kernels.grouped_matmul.tile_schedule import RowTiles, max_row_tiles
 from pallas_kernels.launches import num_bytes, record
-from pallas_kernels.mosaic_gpu import mosaic_gpu_kernel, strided_iota
+from pallas_kernels.mosaic_gpu import Mosaic
+from pallas_kernels.tiling.gpu import ROW_ALIGNMENT
 
 THREADS = 128
 
 
-def schedule(group_sizes_E, num_rows: int, block: int, *, interpret: bool):
+def schedule(group_sizes_E, num_rows: int, block: int, mosaic: Mosaic):
     """`tile_schedule.row_tiles` and the bounds of the groups.
 
     Args:
@@ -45,20 +42,19 @@ def schedule(group_sizes_E, num_rows: int, block: int, *, interpret: bool):
         "tile_schedule", [group_sizes_E], results,
         lambda _: ([num_bytes((num_experts,), jnp.int32)], nbytes),
     )  # fmt: skip
-    *arrays, count_1, bound_B = _run(group_sizes_E, num_rows, block, tuple(results), interpret)
+    *arrays, count_1, bound_B = _run(group_sizes_E, num_rows, block, tuple(results), mosaic)
     return RowTiles(*arrays, count_1), bound_B
 
 
 # A jitted function is one function of the program that calls it: so XLA sees equal kernels.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _run(group_sizes_E, num_rows: int, block: int, results: tuple, interpret: bool):
-    run = mosaic_gpu_kernel(
-        functools.partial(_body, num_rows=num_rows, block=block, interpret=interpret),
+def _run(group_sizes_E, num_rows: int, block: int, results: tuple, mosaic: Mosaic):
+    run = mosaic.kernel(
+        functools.partial(_body, num_rows=num_rows, block=block, mosaic=mosaic),
         out_type=results,
         scratch_types={},
         grid=1,
         num_threads=1,
-        interpret=interpret,
         name="tile_schedule",
     )
     return run(group_sizes_E)
@@ -70,11 +66,11 @@ def _whole(size: int) -> int:
 
 def _body(
     sizes_gmem, expert_gmem, start_gmem, offset_gmem, size_gmem, count_gmem, bound_gmem,
-    *, num_rows, block, interpret,
+    *, num_rows, block, mosaic,
 ):  # fmt: skip
     num_experts = sizes_gmem.shape[0]
-    tile_P = strided_iota(expert_gmem.shape[0], interpret)
-    index_B = strided_iota(bound_gmem.shape[0], interpret)
+    tile_P = mosaic.iota(expert_gmem.shape)
+    index_B = mosaic.iota(bound_gmem.shape)
     zero_P, zero_B = tile_P * 0, index_B * 0
 
     def group(e, carry, end):
@@ -111,5 +107,5 @@ def _body(
     start_gmem[...] = start_P
     offset_gmem[...] = lower_P - start_P
     size_gmem[...] = jnp.minimum(end_P, start_P + block) - lower_P
-    count_gmem[...] = strided_iota(THREADS, interpret) * 0 + num_tiles
+    count_gmem[...] = mosaic.iota((THREADS,)) * 0 + num_tiles
     bound_gmem[...] = bound_B

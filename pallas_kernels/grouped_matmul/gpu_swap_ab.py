@@ -22,17 +22,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.epilogue import activated
+from pallas_kernels.epilogue import Epilogue, result_of
 from pallas_kernels.grouped_matmul.gpu_walk import Walk, copied_bytes, for_rows
-from pallas_kernels.grouped_matmul.tile_schedule import RowTiles
+from pallas_kernels.grouped_matmul.tile_schedule import RowTiles, max_row_tiles
 from pallas_kernels.launches import record
-from pallas_kernels.mosaic_gpu import (
-    copy_and_multiply,
-    load_as,
-    mosaic_gpu_kernel,
-    release_before,
-    tiled_smem,
-)
+from pallas_kernels.mosaic_gpu import Consumer, Mosaic, Ring, copy_and_multiply, padded
 from pallas_kernels.tiling.gpu import STORED, Tiling
 
 # Elements of a warpgroup's accumulators beside which a tile's scales and bias fit; with twice
@@ -61,35 +55,12 @@ class Weights:
     depth_per_scale: int | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Epilogue:
-    """The function of the float32 accumulators (`pallas_kernels/epilogue.py`).
-
-    Attributes:
-        scales: for each matrix `[E, N, M, G]` float32, the features cut into those of a
-            warpgroup, whole blocks of them; none where weights are not quantized.
-        bias_ENM: float32, cut as the scales.
-        gate_PT: float32, for the rows of each tile; finite for rows of no expert.
-        has_residual: the residual of the epilogue is a result too.
-    """
-
-    scales: tuple[jax.Array, ...] = ()
-    bias_ENM: jax.Array | None = None
-    activation: str | None = None
-    gate_PT: jax.Array | None = None
-    has_residual: bool = False
-
-    def operands(self) -> dict[str, jax.Array]:
-        named = {f"scale{i}": scale_ENMG for i, scale_ENMG in enumerate(self.scales)}
-        named |= {"bias": self.bias_ENM, "gate": self.gate_PT}
-        return {name: array for name, array in named.items() if array is not None}
-
-
 def swap_ab(x_RD, matrices, tiles: RowTiles, tiling: Tiling, weights: Weights,
-            epilogue: Epilogue, *, num_rows: int, interpret: bool, name: str):  # fmt: skip
+            epilogue: Epilogue, mosaic: Mosaic, *, num_rows: int, name: str):  # fmt: skip
     """The product and, with `has_residual`, the residual: arrays `[R, F]` in the dtype of x.
 
-    With splits, parts of the float32 sums of each matrix instead, `[splits, R, F]`.
+    With splits, parts of the float32 sums of each matrix instead, `[splits, R, F]`: only whole
+    sums have a bias and an activation.
 
     Args:
         x_RD: with rows after the last one up to a multiple of 8.
@@ -102,11 +73,12 @@ def swap_ab(x_RD, matrices, tiles: RowTiles, tiling: Tiling, weights: Weights,
     shape = (num_rows, features)
     dtype, num_results = x_RD.dtype, 1
     if tiling.splits > 1:
+        epilogue = Epilogue(scales=epilogue.scales)
         shape = (tiling.splits, *shape)
         dtype, num_results = jnp.float32, len(matrices)
     elif epilogue.has_residual:
         num_results += len(matrices)
-    extras = epilogue.operands()
+    extras = _operands(epilogue, tiles, tiling, w.shape[0])
     walk = Walk(
         tiling=tiling,
         features=features,
@@ -115,7 +87,7 @@ def swap_ab(x_RD, matrices, tiles: RowTiles, tiling: Tiling, weights: Weights,
     )
     results = [jax.ShapeDtypeStruct(shape, dtype)] * num_results
     record(
-        name, [x_RD, *matrices, *tiles.arrays(), *extras.values()], results,
+        name, [x_RD, *matrices, *tiles, *extras.values()], results,
         functools.partial(
             copied_bytes, walk=walk, num_rows=num_rows, x=x_RD.dtype, w=w.dtype,
             num_matrices=len(matrices), extras=[(a.shape, a.dtype) for a in extras.values()],
@@ -124,76 +96,90 @@ def swap_ab(x_RD, matrices, tiles: RowTiles, tiling: Tiling, weights: Weights,
     )  # fmt: skip
     body = functools.partial(
         _body, walk=walk, weights=weights, num_matrices=len(matrices),
-        activation=epilogue.activation, extras=tuple(extras), interpret=interpret,
+        activation=epilogue.activation, extras=tuple(extras), mosaic=mosaic,
     )  # fmt: skip
-    run = mosaic_gpu_kernel(
+    run = mosaic.kernel(
         body,
         out_type=results,
         scratch_types=_scratch(
-            tiling, weights, x_RD.dtype, w.dtype, dtype, len(matrices), interpret
+            tiling, weights, x_RD.dtype, w.dtype, dtype, len(matrices), mosaic
         ),
         grid=tiling.num_sms,
         num_threads=tiling.warpgroups + 1,
-        interpret=interpret,
         name=name,
     )
-    return run(x_RD, *matrices, *tiles.arrays(), *extras.values())
+    return run(x_RD, *matrices, *tiles, *extras.values())
 
 
-def _scratch(tiling, weights, x_dtype, w_dtype, y_dtype, num_matrices, interpret) -> dict:
+def _operands(epilogue: Epilogue, tiles: RowTiles, tiling: Tiling, num_experts: int) -> dict:
+    """The arrays of an epilogue by name, float32, cut as the kernel reads them.
+
+    Scales are `[E, N, M, G]`, a bias is `[E, N, M]`, gates are `[P, T]`, of each tile's rows.
+    """
+    block = tiling.tile_m * tiling.warpgroups
+
+    def by_warpgroup(value_EFx):
+        value_EFx = padded(value_EFx.astype(jnp.float32), 1, block)
+        E, F, *rest = value_EFx.shape
+        return value_EFx.reshape(E, F // tiling.tile_m, tiling.tile_m, *rest)
+
+    named = {f"scale{i}": by_warpgroup(each) for i, each in enumerate(epilogue.scales)}
+    if epilogue.bias_EF is not None:
+        named["bias"] = by_warpgroup(epilogue.bias_EF)
+    if (gate_R := epilogue.gate_R) is not None:
+        num_tiles = max_row_tiles(gate_R.shape[0], num_experts, tiling.tile_n)
+        start_P, expert_P = tiles.start_P[:num_tiles], tiles.expert_P[:num_tiles]
+        row_PT = start_P[:, None] + jnp.arange(tiling.tile_n, dtype=jnp.int32)[None]
+        gate_PT = gate_R.astype(jnp.float32)[jnp.minimum(row_PT, gate_R.shape[0] - 1)]
+        # Finite for the rows of no expert, whose sums are 0.
+        named["gate"] = jnp.where((expert_P < num_experts)[:, None], gate_PT, 0.0)
+    return named
+
+
+def _scratch(tiling, weights, x_dtype, w_dtype, y_dtype, num_matrices, mosaic: Mosaic) -> dict:
     stages, rows, depth, groups = tiling.stages, tiling.tile_n, tiling.tile_k, tiling.warpgroups
     minor = (tiling.tile_m, depth) if weights.is_depth_minor else (depth, tiling.tile_m)
-
-    smem = functools.partial(tiled_smem, interpret=interpret)
-    # Rows are stored from any one on, so that these are not in tiles of 8.
-    by_row = () if interpret or tiling.splits > 1 else (plgpu.SwizzleTransform(128),)
-    y_smem = plgpu.SMEM(
-        (groups, tiling.tile_m // STORED, rows, STORED), y_dtype, transforms=by_row
-    )
-    own = dict(weights.scratch)
-    if interpret and not weights.waits:
-        own["x"] = ((depth, rows), x_dtype)
+    own = weights.scratch
     return dict(
-        x_smem=smem((stages, rows, depth), x_dtype),
-        w_smem=smem((stages, groups, num_matrices, *minor), w_dtype),
-        y_smem=y_smem,
+        x_smem=mosaic.smem((stages, rows, depth), x_dtype),
+        w_smem=mosaic.smem((stages, groups, num_matrices, *minor), w_dtype),
+        y_smem=mosaic.smem_of_rows(
+            (groups, tiling.tile_m // STORED, rows, STORED), y_dtype,
+            is_swizzled=tiling.splits == 1,
+        ),
         # One for each copy: the rows, and every matrix' features of every warpgroup.
         full=plgpu.Barrier(num_arrivals=1 + groups * num_matrices, num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
-        own={name: smem((groups, *shape), dtype) for name, (shape, dtype) in own.items()},
-    )
+        own={name: mosaic.smem((groups, *shape), each) for name, (shape, each) in own.items()},
+    )  # fmt: skip
 
 
 def _body(
-    x_gmem, *refs, walk, weights, num_matrices, activation, extras, interpret,
+    x_gmem, *refs, walk, weights, num_matrices, activation, extras, mosaic,
     x_smem, w_smem, y_smem, full, empty, own,
 ):  # fmt: skip
     w_gmem, refs = refs[:num_matrices], refs[num_matrices:]
-    num_fields = len(dataclasses.fields(RowTiles))
+    num_fields = len(RowTiles._fields)
     tiles, refs = RowTiles(*refs[:num_fields]), refs[num_fields:]
     extra_gmem = dict(zip(extras, refs, strict=False))
+    ring = Ring(walk.tiling.stages, full, empty)
 
     def tile_loop(warpgroup):
         return _Consumer(
-            rows=walk.tiling.tile_n, walk=walk, tiles=tiles, weights=weights,
-            num_matrices=num_matrices, extra_gmem=extra_gmem, activation=activation,
-            results_gmem=refs[len(extras) :], x_smem=x_smem,
-            w_smem=w_smem, y_smem=y_smem, full=full, empty=empty,
+            mosaic=mosaic, walk=walk, ring=ring, warpgroup=warpgroup,
             own={name: ref.at[warpgroup] for name, ref in own.items()},
-            warpgroup=warpgroup, interpret=interpret,
+            rows=walk.tiling.tile_n, tiles=tiles, weights=weights, num_matrices=num_matrices,
+            extra_gmem=extra_gmem, activation=activation, results_gmem=refs[len(extras) :],
+            x_smem=x_smem, w_smem=w_smem, y_smem=y_smem,
         ).compute_tile  # fmt: skip
 
+    copies = _copies(x_gmem, w_gmem, x_smem, w_smem, ring, tiles, walk, weights)
     copy_and_multiply(
-        walk.tiling.warpgroups,
-        walk.tiling.stages,
-        empty,
-        _copies(x_gmem, w_gmem, x_smem, w_smem, full, empty, tiles, walk, weights),
-        tile_loop,
-        lambda: walk.turns(tiles),
+        walk.tiling.warpgroups, ring, copies, tile_loop, lambda: walk.turns(tiles)
     )
 
 
-def _copies(x_gmem, w_gmem, x_smem, w_smem, full, empty, tiles, walk, weights):
+def _copies(x_gmem, w_gmem, x_smem, w_smem, ring: Ring, tiles, walk: Walk, weights: Weights):
     tiling = walk.tiling
 
     def copy_tile(turn, step):
@@ -203,8 +189,8 @@ def _copies(x_gmem, w_gmem, x_smem, w_smem, full, empty, tiles, walk, weights):
         end = tiles.offset_P[row_tile] + tiles.size_P[row_tile]
 
         def copy_step(k, step):
-            slot = lax.rem(step, tiling.stages)
-            pl.when(step >= tiling.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+            slot = ring.slot_to_fill(step)
+            full = ring.full.at[slot]
             k_slice = pl.ds((split * walk.depth_steps + k) * tiling.tile_k, tiling.tile_k)
             for_rows(
                 tiling,
@@ -212,7 +198,7 @@ def _copies(x_gmem, w_gmem, x_smem, w_smem, full, empty, tiles, walk, weights):
                 lambda rows: plgpu.copy_gmem_to_smem(
                     x_gmem.at[pl.ds(start, rows), k_slice],
                     x_smem.at[slot, pl.ds(0, rows)],
-                    full.at[slot],
+                    full,
                 ),
             )
             for warpgroup in range(tiling.warpgroups):
@@ -221,7 +207,7 @@ def _copies(x_gmem, w_gmem, x_smem, w_smem, full, empty, tiles, walk, weights):
                 window = (f_slice, k_slice) if weights.is_depth_minor else (k_slice, f_slice)
                 for i, w in enumerate(w_gmem):
                     plgpu.copy_gmem_to_smem(
-                        w.at[(expert, *window)], w_smem.at[slot, warpgroup, i], full.at[slot]
+                        w.at[(expert, *window)], w_smem.at[slot, warpgroup, i], full
                     )
             return step + 1
 
@@ -248,11 +234,10 @@ class _Tile:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Consumer:
-    """One warpgroup that multiplies the first `rows` rows of tiles."""
+class _Consumer(Consumer):
+    """One that multiplies the first `rows` rows of tiles."""
 
     rows: int
-    walk: Walk
     tiles: RowTiles
     weights: Weights
     num_matrices: int
@@ -262,11 +247,6 @@ class _Consumer:
     x_smem: Any
     w_smem: Any
     y_smem: Any
-    full: Any
-    empty: Any
-    own: dict
-    warpgroup: Any
-    interpret: bool
 
     def compute_tile(self, turn, step):
         row_tile, feature_tile, split = self.walk.tile(turn, self.tiles)
@@ -291,7 +271,9 @@ class _Consumer:
         def compute(rows):
             part = dataclasses.replace(self, rows=rows)
             if self.weights.depth_per_scale is None:
-                sums = part._accumulate(steps, step)
+                sums = part.accumulate(
+                    part.accumulators, steps, step, part.multiply, waits=self.weights.waits
+                )
             else:
                 sums = part._accumulate_scaled(steps, step, expert, column, split)
             part._store_results(sums, tile or tile_of(rows_of))
@@ -300,33 +282,8 @@ class _Consumer:
         return step + steps
 
     @property
-    def _accumulators(self):
-        acc = plgpu.ACC((self.walk.tiling.tile_m, self.rows))
-        return [acc] * self.num_matrices
-
-    def _accumulate(self, steps, first_step):
-        stages = self.walk.tiling.stages
-
-        def accumulate(*accumulators):
-            def multiply(k, step):
-                slot = lax.rem(step, stages)
-                plgpu.barrier_wait(self.full.at[slot])
-                self._multiply(accumulators, slot)
-                if self.weights.waits:
-                    plgpu.barrier_arrive(self.empty.at[slot])
-                else:
-                    # The products of the step before are done; these still run.
-                    plgpu.wgmma_wait(len(accumulators))
-                    pl.when(k > 0)(lambda: release_before(self.empty, step, stages))
-                return step + 1
-
-            end = lax.fori_loop(0, steps, multiply, first_step)
-            results = [acc[...] for acc in accumulators]
-            if not self.weights.waits:
-                pl.when(steps > 0)(lambda: release_before(self.empty, end, stages))
-            return results
-
-        return pl.run_scoped(accumulate, *self._accumulators)
+    def accumulators(self) -> list[tuple[int, int]]:
+        return [(self.walk.tiling.tile_m, self.rows)] * self.num_matrices
 
     def _accumulate_scaled(self, steps, first_step, expert, column, split):
         """The accumulators with a scale for each group of D, applied to each step's own sum."""
@@ -344,15 +301,15 @@ class _Consumer:
             totals, scales = carry
             # The next step's, on their way during this one's products.
             next_scales = scales_of(lax.min(k + 1, walk.depth_steps - 1))
-            slot = lax.rem(first_step + k, walk.tiling.stages)
+            slot = self.ring.slot(first_step + k)
 
             def once(*accumulators):
-                plgpu.barrier_wait(self.full.at[slot])
-                self._multiply(accumulators, slot)
+                self.ring.wait_until_full(slot)
+                self.multiply(accumulators, k, slot)
                 return [acc[...] for acc in accumulators]
 
-            parts = pl.run_scoped(once, *self._accumulators)
-            plgpu.barrier_arrive(self.empty.at[slot])
+            parts = pl.run_scoped(once, *map(plgpu.ACC, self.accumulators))
+            self.ring.release(slot)
             totals = [
                 total_MT + part_MT * self._down_rows(scale_M)
                 for total_MT, part_MT, scale_M in zip(totals, parts, scales, strict=True)
@@ -360,12 +317,11 @@ class _Consumer:
             return totals, next_scales
 
         zero_MT = jnp.zeros((walk.tiling.tile_m, self.rows), jnp.float32)
-        if not self.interpret:
-            zero_MT = plgpu.layout_cast(zero_MT, plgpu.Layout.WGMMA)
+        zero_MT = self.mosaic.as_layout(zero_MT, plgpu.Layout.WGMMA)
         first = [zero_MT] * self.num_matrices, scales_of(0)
         return lax.fori_loop(0, steps, multiply, first)[0]
 
-    def _multiply(self, accumulators, slot):
+    def multiply(self, accumulators, k, slot):
         x = self.x_smem.at[slot, pl.ds(0, self.rows)]
         for i, acc in enumerate(accumulators):
             w = self.w_smem.at[slot, self.warpgroup, i]
@@ -391,15 +347,12 @@ class _Consumer:
         some_expert = lax.min(expert, jnp.int32(self.walk.num_experts - 1))
         value_M = self._load(self.extra_gmem[name].at[(some_expert, *index)], axis=0)
         zero_M = jnp.zeros((self.walk.tiling.tile_m,), jnp.float32)
-        if not self.interpret:
-            zero_M = plgpu.layout_cast(zero_M, plgpu.Layout.WGMMA.reduce(1))
+        zero_M = self.mosaic.as_layout(zero_M, plgpu.Layout.WGMMA.reduce(1))
         is_used_M = lax.broadcast(expert < self.walk.num_experts, zero_M.shape)
         return lax.select(is_used_M, value_M, zero_M)
 
     def _load(self, ref, axis):
-        if self.interpret:
-            return ref[...]
-        return load_as(ref, plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+        return self.mosaic.load(ref, plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
 
     def _store_results(self, sums, tile: "_Tile"):
         """Stores the residual, then the result; with splits the sums, scaled."""
@@ -420,9 +373,7 @@ class _Consumer:
         # Before the result takes registers.
         for residual, value_MT in zip(residual_gmem, [z_MT, *others], strict=False):
             store(residual, value_MT)
-        y_MT = activated(self.activation, z_MT)
-        for each in others:
-            y_MT = y_MT * each
+        y_MT = result_of(self.activation, (z_MT, *others))
         if "gate" in self.extra_gmem:
             gate_T = self._load(
                 self.extra_gmem["gate"].at[tile.row_tile, pl.ds(0, self.rows)], axis=1
@@ -436,15 +387,10 @@ class _Consumer:
         y_MT = y_MT.astype(self.y_smem.dtype)
         if self.walk.tiling.splits > 1:
             y_gmem = y_gmem.at[tile.split]
-        if not self.interpret:
-            y_MT = plgpu.layout_cast(y_MT, plgpu.Layout.WGMMA_TRANSPOSED)
+        y_MT = self.mosaic.as_layout(y_MT, plgpu.Layout.WGMMA_TRANSPOSED)
         for chunk in range(self.y_smem.shape[1]):
             y_smem = self.y_smem.at[self.warpgroup, chunk, pl.ds(0, self.rows)]
-            part_MT = y_MT[chunk * STORED : (chunk + 1) * STORED]
-            if self.interpret:
-                y_smem[...] = part_MT.T
-            else:
-                plgpu.transpose_ref(y_smem, (1, 0))[...] = part_MT
+            self.mosaic.store_transposed(y_smem, y_MT[chunk * STORED : (chunk + 1) * STORED])
         plgpu.commit_smem()
         self._copy_group(y_gmem, tile)
         plgpu.commit_smem_to_gmem_group()

@@ -6,6 +6,7 @@ Dims: R rows, D inputs, F outputs, E experts; P tiles of rows
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,11 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.grouped_matmul.tile_schedule import ROW_ALIGNMENT, RowTiles, row_tiles
+from pallas_kernels.grouped_matmul.tile_schedule import RowTiles, row_tiles
 from pallas_kernels.launches import Cache, num_bytes
 from pallas_kernels.mosaic_gpu import turns_of
-from pallas_kernels.tiling.gpu import Tiling
+from pallas_kernels.sorted_rows import group_bounds
+from pallas_kernels.tiling.gpu import ROW_ALIGNMENT, Tiling
 
 # Rows of the smallest part of a tile that has a product of its own.
 SMALLEST = 64
@@ -24,7 +26,7 @@ SMALLEST = 64
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The order in which the blocks of the GPU take tiles."""
+    """The order in which the blocks of the GPU take tiles of rows times matrices."""
 
     tiling: Tiling
     features: int
@@ -57,16 +59,62 @@ class Walk:
         if self.tiling.panel >= self.feature_tiles:
             row_tile = lax.div(index, self.feature_tiles)
             return row_tile, index - row_tile * self.feature_tiles, split
-        in_panel = row_tiles * self.tiling.panel
-        which = lax.div(index, in_panel)
-        rest = index - which * in_panel
-        width = lax.min(self.tiling.panel, self.feature_tiles - which * self.tiling.panel)
-        row_tile = lax.div(rest, width)
-        return row_tile, which * self.tiling.panel + rest - row_tile * width, split
+        return *_in_panels(index, row_tiles, self.feature_tiles, self.tiling.panel), split
 
     def steps(self, expert):
         """Steps along D; none for the rows of no expert."""
         return lax.select(expert < self.num_experts, self.depth_steps, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientWalk:
+    """The order in which the blocks of the GPU take tiles of the experts' gradients."""
+
+    tiling: Tiling
+    num_experts: int
+    D: int
+    F: int
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        return pl.cdiv(self.D, self.tiling.tile_m * self.tiling.warpgroups), pl.cdiv(
+            self.F, self.tiling.tile_n
+        )
+
+    def turns(self):
+        return turns_of(self.num_experts * math.prod(self.tiles), self.tiling.num_sms)
+
+    def tile(self, turn):
+        """(expert, tile of D, tile of F): panels of F, all of D in each."""
+        return self.place(lax.axis_index("sm") + turn * self.tiling.num_sms)
+
+    def place(self, index):
+        """(expert, tile of D, tile of F) of the index-th tile of all blocks."""
+        d_tiles, f_tiles = self.tiles
+        expert = lax.div(index, d_tiles * f_tiles)
+        rest = index - expert * (d_tiles * f_tiles)
+        return expert, *_in_panels(rest, d_tiles, f_tiles, min(self.tiling.panel, f_tiles))
+
+    def rows(self, bound_gmem, expert):
+        """(first, begin, end, steps): the first step's first row, relative to it the expert's
+        first row and the one after its last, and how many steps they take."""
+        first_row, end_row = bound_gmem[expert], bound_gmem[expert + 1]
+        first = first_row & -ROW_ALIGNMENT
+        steps = lax.div(
+            end_row - first + (self.tiling.tile_k - 1), jnp.int32(self.tiling.tile_k)
+        )
+        steps = lax.select(end_row > first_row, steps, 0)
+        return first, first_row - first, end_row - first, steps
+
+
+def _in_panels(index, rows, columns: int, panel: int):
+    """(row, column) of the index-th tile: all rows of `panel` columns before the next ones."""
+    in_panel = rows * panel
+    which = lax.div(index, in_panel)
+    rest = index - which * in_panel
+    width = lax.min(panel, columns - which * panel)
+    row = lax.div(rest, width)
+    return row, which * panel + rest - row * width
 
 
 def copied_bytes(group_sizes_E, *, walk: Walk, num_rows: int, x, w, num_matrices: int, extras,
@@ -79,7 +127,7 @@ def copied_bytes(group_sizes_E, *, walk: Walk, num_rows: int, x, w, num_matrices
     """
     tiling, cache = walk.tiling, Cache()
     tiles = row_tiles(jnp.asarray(group_sizes_E, jnp.int32), num_rows, tiling.tile_n)
-    expert_P, start_P, offset_P, size_P, count_1 = map(np.asarray, tiles.arrays())
+    expert_P, start_P, offset_P, size_P, count_1 = map(np.asarray, tiles)
     total = int(count_1[0]) * walk.feature_tiles * tiling.splits
     places = jax.vmap(walk.place, in_axes=(0, None))(
         jnp.arange(total, dtype=jnp.int32), jnp.int32(count_1[0])
@@ -103,9 +151,29 @@ def copied_bytes(group_sizes_E, *, walk: Walk, num_rows: int, x, w, num_matrices
                 w_bytes[i] += cache.read(key, num_bytes((depth, columns), w))
         for i in range(len(results)):
             cache.write(("y", i, row_tile, column, split), num_bytes((stored, columns), x))
-    once = [num_bytes(each.shape, each.dtype) for each in tiles.arrays()]
+    once = [num_bytes(each.shape, each.dtype) for each in tiles]
     once += [num_bytes(*each) for each in extras]
     return [x_bytes, *w_bytes, *once], [y_bytes] * len(results)
+
+
+def copied_bytes_of_gradient(group_sizes_E, *, walk: GradientWalk, num_rows: int, x, result):
+    """`copied_bytes` of the weights' gradient."""
+    tiling, cache = walk.tiling, Cache()
+    begin_E, end_E = map(np.asarray, group_bounds(jnp.asarray(group_sizes_E), num_rows))
+    first_E = begin_E // ROW_ALIGNMENT * ROW_ALIGNMENT
+    steps_E = np.where(end_E > begin_E, -(-(end_E - first_E) // tiling.tile_k), 0)
+    total = walk.num_experts * math.prod(walk.tiles)
+    places = jax.vmap(walk.place)(jnp.arange(total, dtype=jnp.int32))
+    tile_d, read = tiling.tile_m * tiling.warpgroups, [0, 0]
+    for expert, *tile in zip(*map(np.asarray, places), strict=True):
+        for i, width in enumerate((tile_d, tiling.tile_n)):
+            rows = min(int(steps_E[expert]) * tiling.tile_k, num_rows - int(first_E[expert]))
+            read[i] += cache.read((i, expert, tile[i]), num_bytes((rows, width), x))
+        block = num_bytes((tile_d, tiling.tile_n), result.dtype)
+        cache.write(("dw", expert, *tile), block)
+    return [*read, num_bytes((walk.num_experts + 1,), jnp.int32)], [
+        num_bytes(result.shape, result.dtype)
+    ]
 
 
 def copied_rows(tiling: Tiling, end: int) -> int:

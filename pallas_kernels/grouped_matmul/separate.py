@@ -5,7 +5,7 @@ XLA's CPU product in a loop first copies the matrix that the loop takes out of a
 matrix that is an array by itself it reads each weight once. With a few rows an expert, as in
 decoding, that is most of the time. So a loop runs over tiles of rows, and branches to the
 product with their expert's matrix. Forward only.
-Dims: R rows, D inputs, F outputs, E experts; b rows of a tile; N tiles, at most
+Dims: R rows, D inputs, F outputs, E experts; b rows of a tile; P tiles, at most
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.epilogue import apply_epilogue
+from pallas_kernels.grouped_matmul.tile_schedule import RowTiles
 from pallas_kernels.operands import check_epilogue, check_rows
 from pallas_kernels.sorted_rows import rows_of_groups
 
@@ -88,21 +89,21 @@ def _multiply(x_RD, w: SeparateMatrices, group_sizes_E):
     if R == 0:
         return y_RF
     b = tile_rows(R, E)
-    tiles = _Tiles.of(group_sizes_E, R, b)
+    tiles = _tiles(group_sizes_E, R, b)
     branches = [lambda x_bD, w_DF=w_DF: _product(x_bD, w_DF) for w_DF in w.matrices]
 
     def tile(n, y_RF):
-        first = tiles.first_N[n]
+        first, offset = tiles.start_P[n], tiles.offset_P[n]
         x_bD = jax.lax.dynamic_slice_in_dim(x_RD, first, b)
-        new_bF = jax.lax.switch(tiles.expert_N[n], branches, x_bD)
+        new_bF = jax.lax.switch(tiles.expert_P[n], branches, x_bD)
         old_bF = jax.lax.dynamic_slice_in_dim(y_RF, first, b)
-        row_b = first + jax.lax.iota(jnp.int32, b)
-        is_its_b = (row_b >= tiles.begin_N[n]) & (row_b < tiles.end_N[n])
+        row_b = jax.lax.iota(jnp.int32, b)
+        is_its_b = (row_b >= offset) & (row_b < offset + tiles.size_P[n])
         return jax.lax.dynamic_update_slice_in_dim(
             y_RF, jnp.where(is_its_b[:, None], new_bF, old_bF), first, axis=0
         )
 
-    return jax.lax.fori_loop(0, tiles.number, tile, y_RF)
+    return jax.lax.fori_loop(0, tiles.count_1[0], tile, y_RF)
 
 
 def tile_rows(R: int, E: int) -> int:
@@ -110,33 +111,18 @@ def tile_rows(R: int, E: int) -> int:
     return min(max(2, 2 ** (R // E).bit_length()), MAX_ROWS, R)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tiles:
-    """Tiles in the order of experts; of each array the first `number` mean something.
-
-    Attributes:
-        expert_N: whose rows.
-        first_N: the first row that is read. One that would end behind R begins earlier.
-        begin_N, end_N: the rows that count are of these.
-    """
-
-    number: jax.Array
-    expert_N: jax.Array
-    first_N: jax.Array
-    begin_N: jax.Array
-    end_N: jax.Array
-
-    @classmethod
-    def of(cls, group_sizes_E, R: int, b: int) -> "_Tiles":
-        E = group_sizes_E.shape[0]
-        start_E, tiles_E = _before(group_sizes_E), (group_sizes_E + b - 1) // b
-        first_tile_E = _before(tiles_E)
-        tile_N = jax.lax.iota(jnp.int32, R // b + min(E, R))
-        ends_NE = (first_tile_E + tiles_E)[None] <= tile_N[:, None]
-        expert_N = jnp.minimum(jnp.sum(ends_NE, axis=1, dtype=jnp.int32), E - 1)
-        begin_N = start_E[expert_N] + (tile_N - first_tile_E[expert_N]) * b
-        end_N = (start_E + group_sizes_E)[expert_N]
-        return cls(jnp.sum(tiles_E), expert_N, jnp.minimum(begin_N, R - b), begin_N, end_N)
+def _tiles(group_sizes_E, R: int, b: int) -> RowTiles:
+    """Tiles of b rows; one that would end behind R begins earlier."""
+    E = group_sizes_E.shape[0]
+    start_E, tiles_E = _before(group_sizes_E), (group_sizes_E + b - 1) // b
+    first_tile_E = _before(tiles_E)
+    tile_P = jax.lax.iota(jnp.int32, R // b + min(E, R))
+    ends_PE = (first_tile_E + tiles_E)[None] <= tile_P[:, None]
+    expert_P = jnp.minimum(jnp.sum(ends_PE, axis=1, dtype=jnp.int32), E - 1)
+    begin_P = start_E[expert_P] + (tile_P - first_tile_E[expert_P]) * b
+    size_P = (start_E + group_sizes_E)[expert_P] - begin_P
+    start_P = jnp.minimum(begin_P, R - b)
+    return RowTiles(expert_P, start_P, begin_P - start_P, size_P, jnp.sum(tiles_E)[None])
 
 
 def _before(size_E):

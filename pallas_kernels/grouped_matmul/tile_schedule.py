@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tile schedule of the kernels: which rows each tile covers, and whose matrix they meet.
+"""Tile schedules: which rows each tile covers, and whose matrix they meet.
 
 Rows lie sorted by expert. A tile holds rows of one expert, so that a block of rows of two
 experts is two tiles (Gale et al. 2022, MegaBlocks, arXiv:2211.15841, and JAX's megablox). XLA
 computes the schedule from prefix sums before the kernel, without a loop: scalar code in the
-kernel takes longer than the product itself once experts are many and rows few. TPU tiles lie in
-blocks of fixed size; Hopper tiles begin at any multiple of 8 rows.
+kernel takes longer than the product itself once experts are many and rows few.
+
+There are two types, since tiles are copied in two ways: a TPU's pipeline copies blocks that lie
+side by side, by their numbers (`BlockTiles`); Hopper's copy engine and the loop of
+`separate.py` copy from a row on (`RowTiles`), so that few rows of an expert are one tile.
 Dims: R rows, E experts; P tiles, G groups of rows: the experts', then those of none
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.sorted_rows import group_bounds
-
-# Hopper's copy engine reads tiled rows from a multiple of 8 on.
-ROW_ALIGNMENT = 8
+from pallas_kernels.tiling.gpu import ROW_ALIGNMENT
 
 
 class BlockTiles(NamedTuple):
@@ -108,18 +108,17 @@ def _block_tiles(begin_E, end_E, expert_P, block_P, block: int, count) -> BlockT
     return BlockTiles(*(array.astype(jnp.int32) for array in arrays))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RowTiles:
-    """Tiles that begin at multiples of 8 rows, in the order of the experts.
+class RowTiles(NamedTuple):
+    """Tiles that begin at a row, in the order of the experts; the first `count_1[0]` are used.
 
     A tile may cover rows of another expert: they are multiplied and not stored. Experts
-    without rows have no tile; their weights are not read. The rows past the last expert's are
-    a group of their own, number E, whose tiles are stored as zeros.
+    without rows have no tile; their weights are not read. On Hopper tiles begin at multiples
+    of 8, and the rows past the last expert's are a group of their own, number E, whose tiles
+    are stored as zeros.
 
     Attributes:
         expert_P: int32, the group of each tile; E for the rows of no expert.
-        start_P: int32, first row of the tile, a multiple of 8.
+        start_P: int32, first row of the tile.
         offset_P: int32, rows of the tile before those of its group.
         size_P: int32, how many of its rows are the group's.
         count_1: int32, first how many tiles there are; the rest of the arrays is unused.
@@ -130,9 +129,6 @@ class RowTiles:
     offset_P: jax.Array
     size_P: jax.Array
     count_1: jax.Array
-
-    def arrays(self) -> tuple[jax.Array, ...]:
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
 def max_row_tiles(num_rows: int, num_experts: int, block: int) -> int:

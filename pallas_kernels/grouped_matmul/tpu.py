@@ -13,9 +13,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.epilogue import Epilogue
 from pallas_kernels.grouped_matmul.tile_schedule import BlockTiles, num_blocks, tiles_by_expert
 from pallas_kernels.grouped_matmul.tpu_pipeline import run_pipeline
-from pallas_kernels.grouped_matmul.tpu_rows import Epilogue, exact_dot, multiply_rows
+from pallas_kernels.grouped_matmul.tpu_rows import exact_dot, multiply_rows
 from pallas_kernels.tiling import tpu as tpu_tiling
 from pallas_kernels.tiling.tpu import Problem, Tiling
 

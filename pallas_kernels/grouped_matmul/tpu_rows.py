@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.epilogue import activated
+from pallas_kernels.epilogue import Epilogue, result_of
 from pallas_kernels.grouped_matmul.tile_schedule import BlockTiles, num_blocks, tiles_by_block
 from pallas_kernels.grouped_matmul.tpu_pipeline import run_pipeline
 from pallas_kernels.tiling.tpu import (
@@ -33,28 +33,6 @@ from pallas_kernels.tiling.tpu import (
     row_unit_of,
 )
 from pallas_kernels.tpu_chip import current_chip
-
-
-@dataclasses.dataclass(frozen=True)
-class Epilogue:
-    """The function of the float32 sums before they are rounded (`pallas_kernels/epilogue.py`).
-
-    Attributes:
-        scales: for each matrix `[E, G, F]`, a factor a feature and group of D / G channels;
-            none where weights are not quantized.
-        zeros: for each matrix its zero points, as the scales; none where they are 0.
-        row_scale_R: a factor of each row's sums, where rows are quantized.
-        bias_EF, activation, gate_R: as of `api.grouped_matmul`.
-        has_residual: the residual of the epilogue is a result too.
-    """
-
-    scales: tuple[jax.Array, ...] = ()
-    zeros: tuple[jax.Array, ...] = ()
-    row_scale_R: jax.Array | None = None
-    bias_EF: jax.Array | None = None
-    activation: str | None = None
-    gate_R: jax.Array | None = None
-    has_residual: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +120,7 @@ def multiply_rows(
     tiling.check(D, F, row_unit)
     matrices = [w] if w_gate is None else [w, w_gate]
     operands, specs = _epilogue_operands(epilogue, tiling)
-    G = epilogue.scales[0].shape[1] if epilogue.scales else 1
+    G = epilogue.scales[0].shape[2] if epilogue.scales else 1
     plan = _Plan(
         tiling=tiling,
         D=D,
@@ -204,8 +182,9 @@ def _epilogue_operands(epilogue: Epilogue, tiling: Tiling):
     """Arrays as the kernel reads them, and the blocks of each, by name."""
     operands, specs = {}, {}
     for name, arrays in (("scale", epilogue.scales), ("zero", epilogue.zeros)):
-        for i, each_EGF in enumerate(arrays):
+        for i, each_EFG in enumerate(arrays):
             # All groups of a feature block at once: a row of them is no whole tile of memory.
+            each_EGF = jnp.swapaxes(each_EFG, 1, 2).astype(jnp.float32)
             operands[f"{name}{i}"] = each_EGF
             specs[f"{name}{i}"] = ((None, each_EGF.shape[1], tiling.block_F), "expert")
     if epilogue.bias_EF is not None:
@@ -454,9 +433,7 @@ def _apply_epilogue(plan: _Plan, extras, sums, piece: _Piece, columns):
     z_rf, *others = sums
     if "bias" in extras:
         z_rf = z_rf + extras["bias"][:, columns]
-    y_rf = activated(plan.activation, z_rf)
-    for each in others:
-        y_rf = y_rf * each
+    y_rf = result_of(plan.activation, (z_rf, *others))
     if "gate" in extras:
         y_rf = y_rf * _column(extras["gate"], piece)
     return [y_rf, z_rf, *others]

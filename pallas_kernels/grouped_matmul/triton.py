@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.epilogue import activated
+from pallas_kernels.epilogue import result_of
 from pallas_kernels.operands import result_type
 from pallas_kernels.tiling import triton as tilings
 from pallas_kernels.tiling.triton import Tiling
@@ -156,10 +156,6 @@ def multiply_rows(
     operands = [group_sizes_E, x_RD, *arrays, *named.values()]
     # At most a tile for each expert with rows, and for the rows of none, that is not full.
     tiles = R // tiling.rows + min(E, R) + 1
-    shape = R, F
-    if interpret:  # The interpreter moves what would be out of bounds.
-        operands = [operands[0], *(_widened(each, tiling) for each in operands[1:])]
-        shape = R + tiling.rows, F + tiling.features
 
     def body(*refs):
         sizes_ref, x_ref, *refs = refs
@@ -172,22 +168,31 @@ def multiply_rows(
             activation,
         )  # fmt: skip
 
-    results = pl.pallas_call(
+    grid, results = (tiles, pl.cdiv(F, tiling.features)), [((R, F), each) for each in dtypes]
+    return _run(body, operands, results, grid, tiling, interpret, name)
+
+
+def _run(body, operands, results, grid, tiling: Tiling, interpret: bool, name: str) -> list:
+    """The results of a kernel, on a GPU or interpreted; the sizes of the groups come first.
+
+    The interpreter moves a tile that reaches out of bounds, masked or not: there arrays are
+    longer by as much as any tile is.
+    """
+    sizes_E, *arrays = operands
+    shapes = [shape for shape, _ in results]
+    if interpret:
+        most = max(tiling.rows, tiling.features, tiling.depth)
+        arrays = [jnp.pad(each, [(0, most)] * each.ndim) for each in arrays]
+        results = [(tuple(size + most for size in shape), each) for shape, each in results]
+    found = pl.pallas_call(
         body,
-        out_shape=[result_type(shape, dtype, *operands) for dtype in dtypes],
-        grid=(tiles, pl.cdiv(F, tiling.features)),
+        out_shape=[result_type(*each, *operands) for each in results],
+        grid=grid,
         compiler_params=plgpu.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
         interpret=interpret,
         name=name,
-    )(*operands)
-    return [each[:R, :F] for each in results]
-
-
-def _widened(array, tiling: Tiling):
-    """The array with zeros after it, as many as any tile is long."""
-    most = max(tiling.rows, tiling.features, tiling.depth)
-    widths = [(0, 0), *[(0, most)] * (array.ndim - 1)] if array.ndim == 3 else None
-    return jnp.pad(array, widths or [(0, most)] * array.ndim)
+    )(sizes_E, *arrays)
+    return [each[tuple(map(slice, shape))] for each, shape in zip(found, shapes, strict=True)]
 
 
 def _tile(sizes, E, tiling, sizes_ref, x_ref, parts, extras, results, product, finish,
@@ -214,9 +219,7 @@ def _tile(sizes, E, tiling, sizes_ref, x_ref, parts, extras, results, product, f
     z_TN, *others = sums
     if "bias" in extras:
         z_TN = z_TN + at.of_features(extras["bias"]).astype(jnp.float32)
-    y_TN = activated(activation, z_TN)
-    for other_TN in others:
-        y_TN = y_TN * other_TN
+    y_TN = result_of(activation, (z_TN, *others))
     if "gate" in extras:
         gate_T = plgpu.load(extras["gate"].at[row_T], mask=row_T < end, other=0)
         y_TN = y_TN * gate_T.astype(jnp.float32)[:, None]
@@ -278,10 +281,6 @@ def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | N
         is_wide = x_RD.dtype.itemsize == 2
         tiling = Tiling(32, *((128, 128, 8) if is_wide else (64, 64, 4)))
     tiling.check()
-    shape = E, D, F
-    if interpret:
-        x_RD, dy_RF = (_widened(each, tiling) for each in (x_RD, dy_RF))
-        shape = E, D + tiling.depth, F + tiling.features
 
     def body(sizes_ref, x_ref, dy_ref, dw_ref):
         expert = pl.program_id(2)
@@ -306,13 +305,9 @@ def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | N
         place = dw_ref.at[expert, depth_M[:, None], feature_N[None]]
         plgpu.store(place, dw_MN.astype(out_dtype), mask=mask)
 
-    operands = group_sizes_E, x_RD, dy_RF
-    dw_EDF = pl.pallas_call(
-        body,
-        out_shape=result_type(shape, out_dtype, *operands),
-        grid=(pl.cdiv(F, tiling.features), pl.cdiv(D, tiling.depth), E),
-        compiler_params=plgpu.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
-        interpret=interpret,
-        name="grouped_matmul_weight_gradient",
-    )(*operands)
-    return dw_EDF[:, :D, :F]
+    grid = pl.cdiv(F, tiling.features), pl.cdiv(D, tiling.depth), E
+    [dw_EDF] = _run(
+        body, (group_sizes_E, x_RD, dy_RF), [((E, D, F), out_dtype)], grid, tiling, interpret,
+        "grouped_matmul_weight_gradient",
+    )  # fmt: skip
+    return dw_EDF

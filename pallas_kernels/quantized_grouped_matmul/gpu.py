@@ -26,11 +26,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.epilogue import check_activation
+from pallas_kernels.epilogue import Epilogue, check_activation
 from pallas_kernels.grouped_matmul import gpu as plain
 from pallas_kernels.grouped_matmul.gpu_schedule import schedule
 from pallas_kernels.grouped_matmul.gpu_swap_ab import Weights, swap_ab
-from pallas_kernels.mosaic_gpu import load_as
+from pallas_kernels.mosaic_gpu import Mosaic, padded
 from pallas_kernels.tiling.gpu import (
     Tiling,
     candidates_around,
@@ -38,7 +38,6 @@ from pallas_kernels.tiling.gpu import (
     default_panel,
     default_splits,
     fitted,
-    sm_count,
     tile_of_rows,
     with_parts,
 )
@@ -135,10 +134,8 @@ def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, w_gate=None, bias_EF
     check_activation(activation)
     is_wide = jnp.dtype(out_dtype or x_RD.dtype) != x_RD.dtype
     if is_wide and D <= plain.ALIGNMENT:
-        x_RD = plain.padded(x_RD, 1, 2 * plain.ALIGNMENT)
-        matrices = [
-            (plain.padded(each, 2, 2 * plain.ALIGNMENT), scales) for each, scales in matrices
-        ]
+        x_RD = padded(x_RD, 1, 2 * plain.ALIGNMENT)
+        matrices = [(padded(each, 2, 2 * plain.ALIGNMENT), scales) for each, scales in matrices]
         D = x_RD.shape[1]
     # As in `gpu.forward` of grouped_matmul.
     D, tiled_F = plain.aligned(D), plain.aligned(F)
@@ -148,64 +145,56 @@ def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, w_gate=None, bias_EF
     if is_wide:
         tiling = with_parts(tiling, D, x_RD.dtype, values_EFD.dtype, len(matrices))
     tiling = _checked(tiling, D, x_RD.dtype, bits, group_size, len(matrices))
+    mosaic = Mosaic(interpret)
     tiling = dataclasses.replace(
         tiling,
-        num_sms=tiling.num_sms or sm_count(interpret),
+        num_sms=tiling.num_sms or mosaic.num_sms,
         through_smem=int(interpret) or tiling.through_smem,
     )
     values = [
-        plain.padded(plain.padded(each, 1, plain.ALIGNMENT), 2, plain.ALIGNMENT)
-        for each, _ in matrices
+        padded(padded(each, 1, plain.ALIGNMENT), 2, plain.ALIGNMENT) for each, _ in matrices
     ]
-    x = plain.padded(x_RD, 1, plain.ALIGNMENT)
-    if interpret:
-        values = [plain.padded(each, 1, tiling.tile_m * tiling.warpgroups) for each in values]
-    tiles, bound_B = schedule(group_sizes_E, num_rows, tiling.tile_n, interpret=interpret)
-    scales = [each for _, each in matrices]
+    x = mosaic.rows(padded(x_RD, 1, plain.ALIGNMENT), tiling.tile_n)
+    values = [mosaic.blocks(each, 1, tiling.tile_m * tiling.warpgroups) for each in values]
+    tiles, bound_B = schedule(group_sizes_E, num_rows, tiling.tile_n, mosaic)
+    epilogue = Epilogue(
+        scales=tuple(scales for _, scales in matrices), bias_EF=bias_EF, activation=activation,
+        gate_R=gate_R,
+    )  # fmt: skip
     results = swap_ab(
-        plain.padded_rows(x, tiling, interpret), values, tiles, tiling,
-        _weights(x_RD.dtype, bits, group_size, tiling, interpret),
-        plain.epilogue_of(tiles, tiling, E, scales, bias_EF, activation, gate_R),
-        num_rows=num_rows, interpret=interpret, name=f"grouped_matmul_int{bits}",
+        x, values, tiles, tiling, _weights(x_RD.dtype, bits, group_size, tiling, mosaic),
+        epilogue, mosaic, num_rows=num_rows, name=f"grouped_matmul_int{bits}",
     )  # fmt: skip
     [y_RF, *_] = plain.finished(
-        results, x_RD, F, tiling, bound_B[1 : E + 1], bias_EF, activation, gate_R, out_dtype
+        results, x_RD, F, tiling, bound_B[1 : E + 1], epilogue, out_dtype
     )
     return y_RF
 
 
-def _weights(dtype, bits: int, group_size: int | None, tiling: Tiling, interpret) -> Weights:
+def _weights(dtype, bits: int, group_size: int | None, tiling: Tiling,
+             mosaic: Mosaic) -> Weights:  # fmt: skip
     def multiply(acc_MT, q_smem, x_TK, scratch):
-        if interpret:
-            q_MK = q_smem[...]
-        else:
-            q_MK = plgpu.layout_cast(load_as(q_smem, _LAYOUTS[bits]), plgpu.Layout.WGMMA)
+        q_MK = mosaic.load(q_smem, _LAYOUTS[bits])
+        q_MK = mosaic.as_layout(q_MK, plgpu.Layout.WGMMA)
         for first in range(0, tiling.tile_k, CONVERTED):
             part = slice(first, first + CONVERTED)
             w_MK = q_MK[:, part].astype(dtype)
-            x = x_TK.at[:, part]
-            if interpret:
-                x = scratch["x_part"].at[:, : x_TK.shape[0]]
-                x[...] = x_TK[:, part].T
-            else:
-                x = plgpu.transpose_ref(x, (1, 0))
+            x_KT = mosaic.transposed(x_TK.at[:, part], scratch.get("x"))
             if tiling.through_smem:
                 scratch["w"][...] = w_MK
                 plgpu.commit_smem()
-                plgpu.wgmma(acc_MT, scratch["w"], x)
+                plgpu.wgmma(acc_MT, scratch["w"], x_KT)
                 plgpu.wgmma_wait(0)
             else:
-                plgpu.wgmma(acc_MT, w_MK, x)
+                plgpu.wgmma(acc_MT, w_MK, x_KT)
         if not tiling.through_smem:
             # The next copy into the weights' place must come after they were read.
             plgpu.commit_smem()
             plgpu.wgmma_wait(0)
 
-    scratch = {}
+    scratch = mosaic.scratch_of_transposes(x=((CONVERTED, tiling.tile_n), dtype))
     if tiling.through_smem:
         scratch["w"] = ((tiling.tile_m, CONVERTED), dtype)
-    if interpret:
-        scratch["x_part"] = ((CONVERTED, tiling.tile_n), dtype)
     return Weights(
         is_depth_minor=True, multiply=multiply, scratch=scratch, waits=True,
         depth_per_scale=group_size,

@@ -11,8 +11,9 @@ Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale
 
 import jax.numpy as jnp
 
+from pallas_kernels.epilogue import Epilogue
 from pallas_kernels.grouped_matmul import tpu as plain
-from pallas_kernels.grouped_matmul.tpu_rows import Epilogue, multiply_rows
+from pallas_kernels.grouped_matmul.tpu_rows import multiply_rows
 from pallas_kernels.tiling import tpu as tpu_tiling
 from pallas_kernels.tiling.tpu import LANES, Problem, Tiling
 
@@ -89,10 +90,6 @@ def forward(
             f"block_D={tiling.block_D} cuts groups of {D // G} channels with one scale; use "
             f"{D}, or a multiple of {D // G}"
         )
-    scales, zeros = (
-        tuple(jnp.swapaxes(each, 1, 2).astype(jnp.float32) for each in numbers)
-        for numbers in ([scales for _, scales in matrices], zeros or ())
-    )
     return multiply_rows(
         x_RD,
         values_EFD,
@@ -101,8 +98,8 @@ def forward(
         is_output_major=True,
         w_gate=None if w_gate is None else w_gate[0],
         epilogue=Epilogue(
-            scales=scales,
-            zeros=zeros,
+            scales=tuple(scales for _, scales in matrices),
+            zeros=tuple(zeros or ()),
             row_scale_R=row_scale_R,
             bias_EF=bias_EF,
             activation=activation,

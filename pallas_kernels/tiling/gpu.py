@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax.dtypes import itemsize_bits
 
 # Shared memory that a block may ask for on Hopper, and what its barriers take of it at most.
@@ -22,6 +21,8 @@ H200_SMS = 132
 PANEL_BYTES = 24 * 10**6
 # Features of a row that are stored at once; of 16 bits the most that the copy engine swizzles.
 STORED = 64
+# It reads tiled rows from a multiple of this on.
+ROW_ALIGNMENT = 8
 # Registers of a thread that an accumulator may take; with 128 nothing spills.
 _ACCUMULATOR_REGISTERS = 128
 
@@ -54,15 +55,6 @@ class Tiling:
     splits: int = 1
     through_smem: int = 0
     num_sms: int = 0
-
-
-def sm_count(interpret: bool) -> int:
-    """Blocks to start: 2 of an interpreter, else the GPU's SMs, or an H200's without one."""
-    if interpret:
-        return 2
-    if jax.default_backend() == "gpu":
-        return jax.devices()[0].core_count
-    return H200_SMS
 
 
 def shared_bytes(

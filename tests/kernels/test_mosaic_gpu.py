@@ -8,7 +8,7 @@ from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu import mosaic_gpu_kernel, tiled
+from pallas_kernels.mosaic_gpu import Mosaic, tiled
 
 
 def doubled(x, *, waits: bool):
@@ -30,13 +30,12 @@ def doubled(x, *, waits: bool):
 
         lax.cond(warpgroup == 0, write, read)
 
-    return mosaic_gpu_kernel(
+    return Mosaic(is_interpreted=True).kernel(
         body,
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
         scratch_types=dict(smem=plgpu.SMEM(x.shape, x.dtype), done=plgpu.Barrier()),
         grid=1,
         num_threads=2,
-        interpret=True,
         name="doubled",
     )(x)
 

@@ -19,6 +19,7 @@ from pallas_kernels.grouped_matmul.tile_schedule import (
     tiles_by_block,
     tiles_by_expert,
 )
+from pallas_kernels.mosaic_gpu import Mosaic
 from pallas_kernels.tiling.gpu import Tiling
 from tests.kernels.loops import expert_of_rows
 
@@ -113,7 +114,7 @@ def test_schedule_is_computed_without_a_loop(schedule):
 )
 def test_aligned_tiles_cover_every_row_once_with_its_expert(sizes, block):
     tiles = tiles_of(jnp.asarray(sizes), ALIGNED_ROWS, block)
-    expert, start, offset, size, count = map(np.asarray, tiles.arrays())
+    expert, start, offset, size, count = map(np.asarray, tiles)
     assert count[0] <= max_row_tiles(ALIGNED_ROWS, len(sizes), block) == expert.shape[0]
     owner = np.full(ALIGNED_ROWS, -1)
     for p in range(count[0]):
@@ -149,10 +150,10 @@ def test_the_gpus_kernel_makes_the_same_schedule(block):
     ):
         sizes = np.asarray(sizes, np.int32)
         want = tiles_of(sizes, R, block)
-        got, bound_B = schedule(jnp.asarray(sizes), R, block, interpret=True)
+        got, bound_B = schedule(jnp.asarray(sizes), R, block, Mosaic(is_interpreted=True))
         count = int(want.count_1[0])
         assert got.count_1[0] == count
-        for one, other in zip(got.arrays()[:-1], want.arrays()[:-1], strict=True):
+        for one, other in zip(got[:-1], want[:-1], strict=True):
             assert one[:count].tolist() == other[:count].tolist()
         bounds = np.minimum(np.append(0, np.cumsum(sizes)), R)
         assert bound_B[: len(bounds)].tolist() == bounds.tolist()

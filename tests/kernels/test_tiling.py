@@ -8,6 +8,7 @@ import pytest
 
 from pallas_kernels.grouped_matmul import gpu as plain_gpu
 from pallas_kernels.grouped_matmul import gpu_weight_gradient
+from pallas_kernels.mosaic_gpu import Mosaic
 from pallas_kernels.quantized_grouped_matmul import gpu as quantized_gpu
 from pallas_kernels.quantized_grouped_matmul import tpu as quantized_tpu
 from pallas_kernels.tiling import gpu
@@ -190,7 +191,7 @@ def test_a_tile_holds_most_experts_rows(rows, experts, tile):
 
 
 def test_interpreters_have_two_blocks():
-    assert gpu.sm_count(True) == 2
+    assert Mosaic(is_interpreted=True).num_sms == 2
 
 
 def test_default_tiles_are_no_wider_than_the_gradient():
