@@ -71,3 +71,30 @@ def with_epilogue(sums, sizes_E, bias_EF, activation, gate_R):
             own[r] = other[r]
             y_RF[r] *= other[r]
     return y_RF, residual
+
+
+def gradients(parts: dict, sizes_E, dy_RF, activation) -> dict[str, np.ndarray]:
+    """Of sum(y dy) with y of `with_epilogue`, for x_RD, w_EDF and the parts that there are.
+
+    The derivative of the activation is a central difference, so that none is written here.
+    """
+    x_RD, w_EDF = parts["x_RD"], parts["w_EDF"]
+    w_gate_EDF, bias_EF, gate_R = map(parts.get, ("w_gate_EDF", "bias_EF", "gate_R"))
+    found = {name: np.zeros(each.shape) for name, each in parts.items()}
+    act, step = ACTIVATIONS[activation], 1e-6
+    for r, e in enumerate(expert_of_rows(sizes_E, len(x_RD))):
+        z_F = x_RD[r] @ w_EDF[e] + (0 if bias_EF is None else bias_EF[e])
+        b_F = 1 if w_gate_EDF is None else x_RD[r] @ w_gate_EDF[e]
+        weight = 1 if gate_R is None else gate_R[r]
+        slope_F = (act(z_F + step) - act(z_F - step)) / (2 * step)
+        dz_F, db_F = weight * dy_RF[r] * b_F * slope_F, weight * dy_RF[r] * act(z_F)
+        found["x_RD"][r] = w_EDF[e] @ dz_F
+        found["w_EDF"][e] += np.outer(x_RD[r], dz_F)
+        if w_gate_EDF is not None:
+            found["x_RD"][r] += w_gate_EDF[e] @ db_F
+            found["w_gate_EDF"][e] += np.outer(x_RD[r], db_F)
+        if bias_EF is not None:
+            found["bias_EF"][e] += dz_F
+        if gate_R is not None:
+            found["gate_R"][r] = np.sum(dy_RF[r] * act(z_F) * b_F)
+    return found

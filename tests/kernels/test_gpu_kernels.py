@@ -87,6 +87,12 @@ def shipped(kernel, **settings):
     return jax.jit(functools.partial(kernel, **settings))
 
 
+# A grid that runs interpreted and, where there is one, on a GPU.
+everywhere = pytest.mark.parametrize(
+    "make", [interpreted, pytest.param(shipped, marks=pytest.mark.gpu)]
+)
+
+
 def check_forward(
     make, sizes, dtype, *, transpose_w=False, tiling=SMALL, D=D, F=F, out_dtype=None
 ):
@@ -140,8 +146,9 @@ def test_sum_in_parts():
     ],
     ids=["small", "one_warpgroup", "wide", "parts", "many_rows"],
 )
-def test_every_edge(tiling, groups, dtype, transpose_w):
-    check_forward(interpreted, GROUPS[groups], dtype, transpose_w=transpose_w, tiling=tiling)
+@everywhere
+def test_every_edge(make, tiling, groups, dtype, transpose_w):
+    check_forward(make, GROUPS[groups], dtype, transpose_w=transpose_w, tiling=tiling)
 
 
 @pytest.mark.gpu
@@ -184,8 +191,9 @@ def test_weight_gradient_of_ragged_groups_and_a_tail_of_nan(groups):
     [GRADIENT, gpu.Tiling(tile_m=64, tile_n=256, tile_k=64, warpgroups=1, stages=3, panel=1)],
     ids=["small", "wide"],
 )
-def test_every_edge_of_the_weight_gradient(tiling, sizes, dtype, out_dtype):
-    check_gradient(interpreted, sizes, dtype, out_dtype or dtype, tiling)
+@everywhere
+def test_every_edge_of_the_weight_gradient(make, tiling, sizes, dtype, out_dtype):
+    check_gradient(make, sizes, dtype, out_dtype or dtype, tiling)
 
 
 @pytest.mark.gpu
@@ -335,9 +343,10 @@ def test_quantized_sum_in_parts_of_too_many_rows():
         pytest.param(gpu.Tiling(64, 128, 64, stages=2), 2, True, id="many_rows_scales"),
     ],
 )  # fmt: skip
-def test_every_edge_of_quantized(tiling, groups_of_d, epilogue, groups, dtype, bits):
+@everywhere
+def test_every_edge_of_quantized(make, tiling, groups_of_d, epilogue, groups, dtype, bits):
     check_quantized(
-        interpreted, GROUPS[groups], bits, dtype, groups_of_d=groups_of_d, epilogue=epilogue,
+        make, GROUPS[groups], bits, dtype, groups_of_d=groups_of_d, epilogue=epilogue,
         tiling=tiling,
     )  # fmt: skip
 

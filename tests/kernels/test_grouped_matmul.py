@@ -314,29 +314,6 @@ def test_float32_parameters_have_gradients_that_were_never_rounded():
     assert error <= 8e-3 * np.abs(want_EDF).max()  # of the residual, in bfloat16
 
 
-@pytest.mark.parametrize("implementation", ["tpu", pytest.param("gpu", marks=pytest.mark.slow)])
-def test_gradients_through_an_interpreted_kernel(implementation):
-    """All passes of the public function by the kernels' code, against the reference."""
-    rng = np.random.default_rng(0)
-    dtype = jnp.float32 if implementation == "tpu" else jnp.bfloat16
-    sizes_E, sizes = jnp.array([5, 0, 9], jnp.int32), {"R": 16, "E": 3, "D": 64, "F": 64}
-    parts = {
-        name: jnp.array(rng.normal(size=[sizes[dim] for dim in name.rpartition("_")[2]]) / 4)
-        for name in ("x_RD", "w_EDF", "w_gate_EDF", "bias_EF", "gate_R")
-    }
-    parts["x_RD"] = parts["x_RD"].astype(dtype)
-    dy_RF = jnp.array(rng.normal(size=(16, 64)), dtype)
-    found = pulled_back("gelu", implementation=implementation, interpret=True)(
-        parts, sizes_E, dy_RF
-    )
-    want = pulled_back("gelu", implementation="reference")(parts, sizes_E, dy_RF)
-    bound = 1e-5 if implementation == "tpu" else 2e-2
-    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-        assert got.dtype == expected.dtype
-        got, expected = np.float64(got), np.float64(expected)
-        assert np.abs(got - expected).max() <= bound * max(1, np.abs(expected).max())
-
-
 @pytest.mark.slow
 def test_gradients_against_finite_differences():
     x_RD, w_EDF, dy_RF = loops.operands(GROUPS["pruned_tail"], D, F, tail=0)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import grouped_matmul, quantize, quantized_grouped_matmul
+from pallas_kernels import quantize, quantized_grouped_matmul
 from pallas_kernels.grouped_matmul import triton
 from pallas_kernels.quantized_grouped_matmul import triton as quantized
 from pallas_kernels.tiling.triton import Tiling
@@ -63,26 +63,6 @@ def test_epilogue_and_residual(groups, activation, is_gated_unit, dtype):
     near(got, want, dtype)
     for one, other in zip(residual, kept, strict=True):
         near(one, other, dtype)
-
-
-@functools.cache
-def loss_gradients():
-    def loss(x_RD, w_EDF, sizes_E, dy_RF):
-        y_RF = grouped_matmul(
-            x_RD, w_EDF, sizes_E, implementation="triton", interpret=True, tiling=SMALL
-        )
-        return jnp.sum(jnp.where(dy_RF == dy_RF, y_RF * dy_RF, 0))
-
-    return jax.jit(jax.grad(loss, (0, 1)))
-
-
-@pytest.mark.parametrize("groups", ["empty_groups", "pruned_tail", "too_many"])
-def test_gradients_through_the_public_function(groups):
-    sizes_E = loops.GROUPS[groups]
-    x_RD, w_EDF, dy_RF = loops.operands(sizes_E, D, F)
-    dx_RD, dw_EDF = loss_gradients()(x_RD, w_EDF, jnp.asarray(sizes_E), dy_RF)
-    near(dx_RD, loops.product(dy_RF, w_EDF.swapaxes(1, 2), sizes_E), "float32")
-    near(dw_EDF, loops.weight_gradient(x_RD, dy_RF, sizes_E), "float32")
 
 
 @functools.cache
