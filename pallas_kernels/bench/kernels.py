@@ -12,9 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.aot.gpu_cost import predicted_share
+from pallas_kernels.aot.gpu_cost import BYTES_PER_S, predicted_share
 from pallas_kernels.bench.cells import Cell, all_cells, cells_of_a_cpu
-from pallas_kernels.bench.products import activation_dtype, compiled_weight_bytes, contenders
+from pallas_kernels.bench.products import (
+    activation_dtype,
+    compiled_weight_bytes,
+    contenders,
+    weight_bytes,
+)
 from pallas_kernels.bench.timing import (
     Contender,
     copy_bytes_per_s,
@@ -23,6 +28,7 @@ from pallas_kernels.bench.timing import (
     take_turns,
 )
 from pallas_kernels.implementations import current_device, unable
+from pallas_kernels.tiling import tpu as tpu_tiling
 
 Measured = list[tuple[Cell, dict[str, Contender]]]
 
@@ -50,44 +56,76 @@ def run(
         times = ", ".join(f"{each.name} {1e6 * each.median_s:.0f} us" for each in found)
         note(f"{i + 1}/{len(cells)}  {labels}: {times}")
     rows = [
-        row(cell, each, next(iter(by_name.values())))
+        row(cell, each, ours_of(by_name, each.of))
         for cell, by_name in measured
         for each in by_name.values()
     ]
     return rows + means(measured), checks(measured)
 
 
+def ours_of(by_name: dict[str, Contender], of: str) -> Contender:
+    """Our product of unquantized weights in a pass: the first one."""
+    return next(each for each in by_name.values() if each.of == of)
+
+
 def row(cell: Cell, each: Contender, ours: Contender) -> dict[str, Any]:
-    """One contender in one cell; `speedup` is over our product of unquantized weights."""
+    """One contender in one cell; `speedup` is over our product of unquantized weights.
+
+    `pass` is one of `products.PASSES`. `predicted_us` is of the cost model of the platform, for
+    our products: on Hopper that of their machine code, on a TPU the estimate that chooses
+    tilings. Neither was fitted to a measurement.
+    """
+    share, seconds = _predicted(cell, each)
+    is_schedule = each.of == "schedule"
     return {
         **cell.labels(),
+        "pass": each.of,
         "contender": each.name,
         "us": 1e6 * each.median_s,
         "p10_us": 1e6 * each.percentile_s(10),
         "p90_us": 1e6 * each.percentile_s(90),
-        "weight_gb_per_s": each.weight_bytes / each.median_s / 1e9,
-        "tflop_per_s": cell.flops / each.median_s / 1e12,
+        "predicted_us": None if seconds is None else 1e6 * seconds,
+        "weight_gb_per_s": None if is_schedule else each.weight_bytes / each.median_s / 1e9,
+        "tflop_per_s": None if is_schedule else cell.flops / each.median_s / 1e12,
         "speedup": speedup(each, ours),
         "error": each.error,
-        "predicted_bandwidth_share": _predicted(cell, each.name),
+        "predicted_bandwidth_share": share,
     }
 
 
-def _predicted(cell: Cell, name: str) -> float | None:
-    """The share of the memory's bandwidth by the cost model, on Hopper and for our products."""
+def _predicted(cell: Cell, each: Contender) -> tuple[float | None, float | None]:
+    """(share of the memory's bandwidth, seconds) by the cost model of the platform."""
     bits = {"bfloat16": None, "int8": 8, "int4": 4}
-    if name not in bits or unable("gpu", current_device()) is not None:
-        return None
+    weights = each.name.removesuffix(f" {each.of}")
+    if weights not in bits:
+        return None, None
+    bits, device = bits[weights], current_device()
     # Experts without rows have no tiles.
-    return predicted_share(cell.R, cell.D, cell.F, cell.active, bits[name])
+    R, D, F, active = cell.R, cell.D, cell.F, cell.active
+    if device.platform == "tpu":
+        if each.of == "dx":
+            D, F = F, D
+        w_dtype = {None: jnp.bfloat16, 8: jnp.int8, 4: jnp.int4}[bits]
+        problem = tpu_tiling.Problem.of(
+            R, D, F, active, jnp.bfloat16, w_dtype, is_weight_gradient=each.of == "dw"
+        )
+        tiling = tpu_tiling.candidates(problem)[0]
+        return None, tpu_tiling.estimated_seconds(problem, tiling)
+    if unable("gpu", device) is not None or each.of != "forward":
+        return None, None
+    share = predicted_share(R, D, F, active, bits)
+    if share is None:
+        return None, None
+    return share, weight_bytes(cell, bits, active) / (share * BYTES_PER_S)
 
 
 def means(measured: Measured) -> list[dict[str, Any]]:
     """Geometric means of the speed-ups by active experts, of up to 16 tokens and of all."""
     groups: dict[tuple, list[float]] = {}
     for cell, by_name in measured:
-        ours = next(iter(by_name.values()))
-        for each in list(by_name.values())[1:]:
+        for each in by_name.values():
+            if each is (ours := ours_of(by_name, each.of)):
+                continue
             for tokens in ("all", *(["<=16"] if cell.tokens <= 16 else [])):
                 key = (cell.active, cell.E, tokens, cell.load, each.name)
                 groups.setdefault(key, []).append(speedup(each, ours))

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contenders of one cell: our products by weights, and what they are compared with.
 
+Libraries of others take part where they are installed: megablox, which JAX ships for TPUs, and
+tokamax.
 Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale
 """
 
 import dataclasses
 import functools
+import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +19,10 @@ import numpy as np
 
 from pallas_kernels.bench.cells import Cell
 from pallas_kernels.bench.timing import Contender, all_in_one_program, one_by_one
+from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.grouped_matmul.api import grouped_matmul
-from pallas_kernels.implementations import reads_packed_int4
+from pallas_kernels.grouped_matmul.tile_schedule import tiles_by_block
+from pallas_kernels.implementations import choose, reads_packed_int4
 from pallas_kernels.quantization.qtensor import QTensor
 from pallas_kernels.quantization.quantize import dequantize
 from pallas_kernels.quantized_grouped_matmul.api import quantized_grouped_matmul
@@ -25,6 +30,11 @@ from pallas_kernels.quantized_grouped_matmul.api import quantized_grouped_matmul
 # Read between two uses of the same weights: more than four times what caches hold.
 ROTATED_BYTES = {"cpu": 2**27, "gpu": 2**28, "tpu": 2**29}
 CHECKED_ROWS = 8
+# Rows an expert from which on gradients are measured, too: those of training.
+LEAST_OF_GRADIENTS = 64
+MEGABLOX = "jax.experimental.pallas.ops.tpu.megablox"
+# What a row of the table measures: a product, a gradient, or what comes before our product.
+PASSES = ("forward", "dx", "dw", "schedule")
 
 
 def activation_dtype():
@@ -37,17 +47,30 @@ class Product:
     """A way to multiply.
 
     Attributes:
-        run: `(x_RD, weights, group_sizes_E) -> y_RF`.
+        run: `(x_RD, weights, group_sizes_E) -> y_RF`; of a pass `dx`, the rows are the
+            gradient of y.
         bits: of the weights; None is those of the rows.
+        of: one of `PASSES`.
     """
 
     name: str
     run: Callable[[Any, Any, Any], Any]
     bits: int | None = None
+    of: str = "forward"
 
 
 def ragged_dot(x_RD, w_EDF, group_sizes_E):
     return jax.lax.ragged_dot(x_RD, w_EDF, group_sizes_E)
+
+
+def megablox(x_RD, w_EDF, group_sizes_E):
+    """The kernel that JAX ships for TPUs, with its default tiles."""
+    gmm = importlib.import_module(MEGABLOX).gmm
+    return gmm(x_RD, w_EDF, group_sizes_E, preferred_element_type=x_RD.dtype)
+
+
+def tokamax(x_RD, w_EDF, group_sizes_E):
+    return importlib.import_module("tokamax").ragged_dot(x_RD, w_EDF, group_sizes_E)
 
 
 def dequantize_then_multiply(x_RD, w: QTensor, group_sizes_E):
@@ -68,7 +91,7 @@ def dense(x_RD, w_EDF, group_sizes_E):
 
 
 def products(cell: Cell) -> list[Product]:
-    """Ours unquantized first, which the others are compared with."""
+    """Of each pass ours unquantized first, which the others are compared with."""
     is_cpu = jax.default_backend() == "cpu"
     name = jnp.dtype(activation_dtype()).name
     found = [
@@ -85,7 +108,68 @@ def products(cell: Cell) -> list[Product]:
         found.append(Product(f"ragged_dot {name}", ragged_dot))
         if cell.load == "balanced" and cell.active == cell.E:
             found.append(Product(f"dense {name}", dense))
+    found += [Product(f"{each.__name__} {name}", each) for each in installed()]
+    if cell.active == cell.E and cell.tokens >= LEAST_OF_GRADIENTS:
+        others = [each for each in found if each.bits is None and each.run is not dense]
+        found += [gradient(each, of, cell) for of in ("dx", "dw") for each in others]
+    if (run := tile_schedule(cell)) is not None:
+        found.append(Product("tile schedule", run, of="schedule"))
     return found
+
+
+def installed() -> list[Callable]:
+    """Products of other libraries that can run here."""
+    wanted = {
+        "tpu": {MEGABLOX: megablox, "tokamax": tokamax},
+        "gpu": {"tokamax": tokamax},
+    }
+    here = wanted.get(jax.default_backend(), {})
+    return [run for name, run in here.items() if importlib.util.find_spec(name) is not None]
+
+
+def gradient(product: Product, of: str, cell: Cell) -> Product:
+    """The gradient of a product by its rows, `dx`, or by its matrices, `dw`, alone.
+
+    Nothing of the product itself is left in the compiled program: its result is not used.
+    """
+
+    def dx(dy_RF, w_EDF, group_sizes_E):
+        x_RD = jnp.zeros((cell.R, cell.D), dy_RF.dtype)
+        _, pull_back = jax.vjp(lambda x_RD: product.run(x_RD, w_EDF, group_sizes_E), x_RD)
+        return pull_back(dy_RF)[0]
+
+    def dw(x_RD, w_EDF, group_sizes_E):
+        _, pull_back = jax.vjp(lambda w_EDF: product.run(x_RD, w_EDF, group_sizes_E), w_EDF)
+        return pull_back(rows_of(cell.R, cell.F, seed=1).astype(x_RD.dtype))[0]
+
+    return Product(f"{product.name} {of}", dx if of == "dx" else dw, of=of)
+
+
+def tile_schedule(cell: Cell) -> Callable | None:
+    """What our product computes of the sizes of the groups before it multiplies, by itself.
+
+    None where the kernel does so inside.
+    """
+    dtype, sizes = activation_dtype(), (cell.R, cell.D, cell.F, cell.E)
+    module = choose("grouped_matmul", None, (dtype, dtype, *sizes), interpret=False)
+    match module.__name__.rpartition(".")[2]:
+        case "reference":
+            return lambda x_RD, w, sizes_E: reference.Groups.of(sizes_E, cell.R).arrays()
+        case "tpu":
+            block_R = module.candidates(*sizes, dtype, dtype)[0].block_R
+            return lambda x_RD, w, sizes_E: tiles_by_block(sizes_E, cell.R, block_R)
+        case "gpu":
+            from pallas_kernels.grouped_matmul.gpu_schedule import schedule
+            from pallas_kernels.mosaic_gpu import Mosaic
+
+            tile_n = module.default_tiling(*sizes, dtype).tile_n
+            return lambda x_RD, w, sizes_E: schedule(sizes_E, cell.R, tile_n, Mosaic())
+    return None
+
+
+def rows_of(R: int, columns: int, seed: int = 0):
+    rng = np.random.default_rng(seed)
+    return jnp.array(rng.standard_normal((R, columns), np.float32), activation_dtype())
 
 
 def random_weights(cell: Cell, bits: int | None, seed: int):
@@ -118,9 +202,11 @@ def contenders(cell: Cell, cache: dict) -> list[Contender]:
     """
     found = []
     for product in products(cell):
-        given = operands(cell, product.bits, cache)
+        given = operands(cell, product.bits, cache, product.of)
         each = contender(product.name, product.run, given)
-        each.weight_bytes = weight_bytes(cell, product.bits, cell.active)
+        each.of = product.of
+        if product.of != "schedule":
+            each.weight_bytes = weight_bytes(cell, product.bits, cell.active)
         each.error = relative_error(product, given)
         found.append(each)
     return found
@@ -134,10 +220,11 @@ def contender(name: str, run, given: tuple[Any, list, list]) -> Contender:
     return Contender(name, all_in_one_program(run, *given), calls=len(sets) * len(sizes))
 
 
-def operands(cell: Cell, bits: int | None, cache: dict) -> tuple[Any, list, list]:
+def operands(
+    cell: Cell, bits: int | None, cache: dict, of: str = "forward"
+) -> tuple[Any, list, list]:
     """Rows, more weights than a cache holds together, sizes that use all their experts."""
-    rng = np.random.default_rng(0)
-    x_RD = jnp.array(rng.standard_normal((cell.R, cell.D), np.float32), activation_dtype())
+    x_RD = rows_of(cell.R, cell.F if of == "dx" else cell.D)
     sizes = [jnp.array(cell.group_sizes(first)) for first in range(0, cell.E, cell.active)]
     return x_RD, _weight_sets(cell, bits, cache), sizes
 
@@ -155,24 +242,36 @@ def _weight_sets(cell: Cell, bits: int | None, cache: dict) -> list:
 
 
 def relative_error(product: Product, given: tuple[Any, list, list]) -> float | None:
-    """The error of a sample of rows against float64, in Euclidean length; None for `dense`.
+    """The error of a sample against float64, in Euclidean length.
 
-    With the first weights and sizes of `operands`.
+    With the first weights and sizes of `operands`: of some rows, or of the matrix of one expert
+    in a pass `dw`. None for `dense` and for a schedule.
     """
-    if product.run is dense:
+    if product.run is dense or product.of == "schedule":
         return None
     x_RD, [weights, *_], [sizes_E, *_] = given
-    row_i = np.linspace(0, x_RD.shape[0] - 1, CHECKED_ROWS).astype(int)
-    y_iF = np.asarray(jax.jit(product.run)(x_RD, weights, sizes_E)[row_i], np.float64)
+    found = jax.jit(product.run)(x_RD, weights, sizes_E)
     expert_R = np.repeat(np.arange(sizes_E.shape[0]), np.asarray(sizes_E))
+    if product.of == "dw":
+        e = expert_R[0]
+        dy_RF = rows_of(len(x_RD), found.shape[2], seed=1)
+        x_rD, dy_rF = (np.asarray(each, np.float64)[expert_R == e] for each in (x_RD, dy_RF))
+        return _relative(np.asarray(found[e], np.float64), x_rD.T @ dy_rF)
+    row_i = np.linspace(0, x_RD.shape[0] - 1, CHECKED_ROWS).astype(int)
+    y_iF = np.asarray(found[row_i], np.float64)
     x_iD = np.asarray(x_RD[row_i], np.float64)
     expected_iF = np.zeros_like(y_iF)
     for i, r in enumerate(row_i):
         e = int(expert_R[r])
         one = jax.tree.map(lambda array, e=e: array[e : e + 1], weights)
         w_DF = dequantize(one)[0] if isinstance(one, QTensor) else one[0]
-        expected_iF[i] = x_iD[i] @ np.asarray(w_DF, np.float64)
-    return float(np.linalg.norm(y_iF - expected_iF) / np.linalg.norm(expected_iF))
+        w_DF = np.asarray(w_DF, np.float64)
+        expected_iF[i] = x_iD[i] @ (w_DF.T if product.of == "dx" else w_DF)
+    return _relative(y_iF, expected_iF)
+
+
+def _relative(found, expected) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
 @functools.cache

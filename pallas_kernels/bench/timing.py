@@ -27,6 +27,7 @@ class Contender:
         weight_bytes: that a call has to read.
         peak_bytes: arguments and temporaries of the compiled step.
         error: relative, of the checked part of the result against float64.
+        of: the pass that it is of, `products.PASSES`.
         times_s: of a call, one for each round.
     """
 
@@ -36,6 +37,7 @@ class Contender:
     weight_bytes: int = 0
     peak_bytes: int = 0
     error: float | None = None
+    of: str = "forward"
     times_s: list[float] = dataclasses.field(default_factory=list)
 
     def measure(self, num_steps: int) -> None:

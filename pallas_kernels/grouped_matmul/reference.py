@@ -164,7 +164,7 @@ def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | N
 
 
 @dataclasses.dataclass(frozen=True)
-class _Groups:
+class Groups:
     """Which experts have rows, and which rows: what the loops of the CPU run over.
 
     Attributes:
@@ -178,10 +178,13 @@ class _Groups:
     end_E: jax.Array
 
     @classmethod
-    def of(cls, group_sizes_E, R: int) -> "_Groups":
+    def of(cls, group_sizes_E, R: int) -> "Groups":
         begin_E, end_E = group_bounds(group_sizes_E, R)
         expert_E = stable_argsort(jnp.int32(end_E == begin_E))
         return cls(expert_E, jnp.sum(end_E > begin_E, dtype=jnp.int32), begin_E, end_E)
+
+    def arrays(self) -> tuple[jax.Array, ...]:
+        return self.expert_E, self.num_experts, self.start_E, self.end_E
 
     def tiles(self, e, rows: int):
         """How many tiles of `rows` rows expert e has."""
@@ -223,7 +226,7 @@ def add_up_blocks(x_RD, weight_block, shape, group_sizes_E, transpose_w, tiling:
     R, K = x_RD.shape[0], tiling.weight_rows
     b = min(tiling.rows, R)
     F = shape[0] if transpose_w else shape[1]
-    groups = _Groups.of(group_sizes_E, R)
+    groups = Groups.of(group_sizes_E, R)
     zeros_RF = jax.lax.full_like(x_RD, 0, jnp.float32, shape=(R, F))
 
     def expert(i, y_RF):
@@ -258,7 +261,7 @@ def weight_gradient_on_cpu(x_RD, dy_RF, group_sizes_E, out_dtype, tiling: Tiling
     (R, D), F, E = x_RD.shape, dy_RF.shape[1], group_sizes_E.shape[0]
     b, K = min(tiling.rows, R), tiling.weight_rows
     x_RD = vary_like(x_RD, dy_RF, group_sizes_E)
-    groups = _Groups.of(group_sizes_E, R)
+    groups = Groups.of(group_sizes_E, R)
     zeros_EDF = jax.lax.full_like(x_RD, 0, out_dtype, shape=(E, D, F))
     zeros_KF = jax.lax.full_like(x_RD, 0, jnp.float32, shape=(K, F))
 

@@ -24,6 +24,7 @@ from pallas_kernels.bench.timing import (
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.grouped_matmul.reference import Tiling
 from pallas_kernels.tiling.tuned import read
+from pallas_kernels.tpu_chip import described_tpu
 from tests.kernels import loops
 
 CELL = Cell(8, 12, 4, 4, 3)
@@ -70,7 +71,9 @@ def test_other_weights_are_read_from_call_to_call():
 
 def test_contenders_of_a_cpu():
     names = [product.name for product in products.products(CELL)]
-    assert names == ["float32", "int8", "int4", "dequantize int8", "batched einsum"]
+    assert names == [
+        "float32", "int8", "int4", "dequantize int8", "batched einsum", "tile schedule",
+    ]  # fmt: skip
     skewed = dataclasses.replace(CELL, load="skewed")
     assert "batched einsum" not in [product.name for product in products.products(skewed)]
 
@@ -80,8 +83,45 @@ def test_contenders_of_an_accelerator(monkeypatch):
     names = [product.name for product in products.products(CELL)]
     assert names == [
         "bfloat16", "int8", "int4", "dequantize int8", "dequantize int4", "ragged_dot bfloat16",
-        "dense bfloat16",
+        "dense bfloat16", "tile schedule",
     ]  # fmt: skip
+
+
+def test_gradients_where_an_expert_has_the_rows_of_training(monkeypatch):
+    training = [each for each in products.products(Cell(8, 12, 4, 4, 64)) if each.of[0] == "d"]
+    assert [(each.name, each.of) for each in training] == [
+        ("float32 dx", "dx"), ("batched einsum dx", "dx"), ("float32 dw", "dw"),
+        ("batched einsum dw", "dw"),
+    ]  # fmt: skip
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    names = [each.name for each in products.products(Cell(8, 12, 4, 4, 64))]
+    assert {"ragged_dot bfloat16 dx", "ragged_dot bfloat16 dw"} <= set(names)
+
+
+def test_libraries_of_others_take_part_where_they_are_installed(monkeypatch):
+    there = {"tokamax"}
+    monkeypatch.setattr(
+        products.importlib.util, "find_spec", lambda name: name in there or None
+    )
+    assert products.installed() == []  # they have no product for a CPU
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert products.installed() == [products.tokamax]
+    assert "tokamax bfloat16" in [each.name for each in products.products(CELL)]
+    there.add(products.MEGABLOX)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert products.installed() == [products.megablox, products.tokamax]
+
+
+def test_megablox_is_called_as_it_wants_to_be():
+    """Traced alone: its interpreter is no measure."""
+    x_RD = jax.ShapeDtypeStruct((256, 128), jnp.bfloat16)
+    w_EDF = jax.ShapeDtypeStruct((4, 128, 256), jnp.bfloat16)
+    run = products.Product("megablox", products.megablox)
+    sizes_E = jax.ShapeDtypeStruct((4,), jnp.int32)
+    y_RF = jax.eval_shape(run.run, x_RD, w_EDF, sizes_E)
+    assert (y_RF.shape, y_RF.dtype) == ((256, 256), jnp.bfloat16)
+    dw = products.gradient(run, "dw", Cell(128, 256, 4, 4, 64))
+    assert jax.eval_shape(dw.run, x_RD, w_EDF, sizes_E).shape == w_EDF.shape
 
 
 @pytest.mark.parametrize("run", [products.ragged_dot, products.batched_einsum])
@@ -94,13 +134,16 @@ def test_what_we_compare_with_multiplies_the_same(run):
 
 
 def test_every_contender_is_checked_and_right():
-    for each in products.contenders(CELL, {}):
-        assert each.error < 1e-6, each.name
+    for each in products.contenders(dataclasses.replace(CELL, tokens=64), {}):
         each.measure(1)
+        if each.of == "schedule":
+            assert (each.error, each.weight_bytes) == (None, 0)
+            continue
+        assert each.error < 1e-6, each.name
         assert each.weight_bytes == {
             "float32": 4 * 8 * 12 * 4, "batched einsum": 4 * 8 * 12 * 4,
             "int4": 4 * (4 * 12 + 4 * 12),
-        }.get(each.name, 4 * (8 * 12 + 4 * 12))  # fmt: skip
+        }.get(each.name.removesuffix(f" {each.of}"), 4 * (8 * 12 + 4 * 12))  # fmt: skip
 
 
 def test_a_wrong_product_has_a_large_error():
@@ -197,7 +240,12 @@ def test_rows_and_checks_of_small_cells():
     rows, checks = kernels.run(2, cells, notes.append)
     assert len(notes) == 2
     measured = [row for row in rows if "us" in row]
-    assert len(measured) == 5 + 4
+    assert len(measured) == 6 + 5
+    assert all(
+        {"pass", "predicted_us", "predicted_bandwidth_share"} <= row.keys() for row in measured
+    )
+    [schedule, _] = [row for row in measured if row["pass"] == "schedule"]
+    assert schedule["contender"] == "tile schedule" and schedule["weight_gb_per_s"] is None
     assert all(
         row["us"] > 0 and row["p10_us"] <= row["us"] <= row["p90_us"] for row in measured
     )
@@ -212,6 +260,31 @@ def test_rows_and_checks_of_small_cells():
     ]  # fmt: skip
     assert [check["value"] for check in checks[1:3]] == [0.25, 0.125]
     assert 0 < checks[3]["value"] < 1e-6
+
+
+@pytest.mark.parametrize("of", ["forward", "dx", "dw"])
+def test_predictions_of_a_tpu_are_those_that_choose_tilings(of):
+    cell = Cell(1024, 4096, 32, 32, 64)
+    suffix = "" if of == "forward" else f" {of}"
+    with described_tpu("TPU v5 lite"):
+        share, seconds = kernels._predicted(cell, Contender("bfloat16" + suffix, None, of=of))
+        ragged = kernels._predicted(cell, Contender("ragged_dot bfloat16", None))
+    assert share is None and ragged == (None, None)
+    # The weights of 32 experts at 819 GB/s take 328 us.
+    assert 3e-4 < seconds < 2e-3
+
+
+def test_predictions_of_hopper_are_bytes_at_a_share_of_the_bandwidth(monkeypatch):
+    device = types.SimpleNamespace(platform="gpu", compute_capability="9.0", kind="NVIDIA H200")
+    monkeypatch.setattr(kernels, "current_device", lambda: device)
+    share, seconds = kernels._predicted(Cell(1024, 4096, 32, 32, 8), Contender("int8", None))
+    assert 0.5 < share <= 1
+    num_bytes = 32 * (1024 * 4096 + 4 * 4096)
+    assert seconds == pytest.approx(num_bytes / 4.8e12 / share)
+    # Of large tiles and gradients there is no loop in the table.
+    assert kernels._predicted(
+        Cell(1024, 4096, 32, 32, 512), Contender("bfloat16 dw", None, of="dw")
+    ) == (None, None)
 
 
 def h200_cell(tokens, active=32, **times):

@@ -218,7 +218,9 @@ DIFFERENTIATED = {
 }
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    "kernel", ["tpu", "triton", pytest.param("gpu", marks=pytest.mark.slow)]
+)
 def test_raw_gradients_through_the_public_function(kernel):
     """Of rows, both matrices, bias and gates, for sizes below and above the rows."""
     for seed, total in enumerate((9, 20)):
