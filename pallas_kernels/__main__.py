@@ -50,7 +50,7 @@ def _shown(value) -> str:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
+    number = int(text) if text.isdecimal() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is no number of turns; use 1 or more")
     return number

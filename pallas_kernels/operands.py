@@ -71,10 +71,26 @@ def check_quantized(
 
 def check_result_dtype(preferred_element_type) -> None:
     """Raises ValueError where results cannot be of this dtype."""
-    if preferred_element_type is not None and jnp.dtype(preferred_element_type) not in DTYPES:
+    if preferred_element_type is None:
+        return
+    try:
+        name = jnp.dtype(preferred_element_type).name
+    except TypeError:
+        name = repr(preferred_element_type)
+    if name not in _names(DTYPES).split(", "):
         raise ValueError(
-            f"preferred_element_type={jnp.dtype(preferred_element_type).name}; expected "
-            f"{_names(DTYPES)}: use one of these, or None for the dtype of x_RD"
+            f"preferred_element_type={name}; expected {_names(DTYPES)}: use one of these, or "
+            "None for the dtype of x_RD"
+        )
+
+
+def check_tiling(tiling, module) -> None:
+    """Raises ValueError where it is no tiling of the module that multiplies."""
+    if not isinstance(tiling, module.Tiling):
+        expected = f"{module.Tiling.__module__}.{module.Tiling.__qualname__}"
+        raise ValueError(
+            f"tiling is {tiling!r}; expected a {expected}, as {module.__name__} runs here: use "
+            "one of its candidates(...), or None"
         )
 
 

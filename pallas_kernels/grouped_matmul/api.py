@@ -18,7 +18,7 @@ import numpy as np
 
 from pallas_kernels.epilogue import epilogue_gradients
 from pallas_kernels.implementations import choose
-from pallas_kernels.operands import check_grouped, sum_over_replicas
+from pallas_kernels.operands import check_grouped, check_tiling, sum_over_replicas
 from pallas_kernels.sorted_rows import int32_sizes, local_groups, rows_of_groups
 from pallas_kernels.tiling.tuned import tuned_tiling
 
@@ -45,9 +45,9 @@ def grouped_matmul(
     `group_sizes_E[0]` rows are expert 0's, the next `group_sizes_E[1]` expert 1's. Rows past
     the last group are not read and give zeros; matrices of empty groups are not read. Products
     are added up in float32 and rounded once, after the epilogue. Differentiable in x, w,
-    w_gate, bias and gate; neither pass transposes the weights in memory. For the gradient of
-    an activation the forward pass also returns its argument (and `x_r w_gate_e`) as the one
-    residual; for that of a ReLU alone the result is enough.
+    w_gate, bias and gate, once and in reverse mode; neither pass transposes the weights in
+    memory. For the gradient of an activation the forward pass also returns its argument (and
+    `x_r w_gate_e`) as the one residual; for that of a ReLU alone the result is enough.
 
     Args:
         x_RD, bias_EF: float32, bfloat16 or float16.
@@ -90,7 +90,9 @@ def grouped_matmul(
         (x_RD.dtype, x_RD.dtype, R, D, F, E),
         interpret=interpret,
     )
-    if tiling is None and not interpret and w_gate_EDF is None and not transpose_w:
+    if tiling is not None:
+        check_tiling(tiling, module)
+    elif not interpret and w_gate_EDF is None and not transpose_w:
         tiling = tuned_tiling(module, x_RD.dtype, None, None, R, D, F, E)
     settings = _Settings(
         module, activation, tiling, interpret, transpose_w,

@@ -115,23 +115,26 @@ def forward(
     R, (E, *leading_columns) = x_RD.shape[0], w.shape
     F = leading_columns[0 if transpose_w else 1]
     matrices = [w] if w_gate is None else [w, w_gate]
-    if 0 in (R, E):
+    if 0 in (R, E, F):
         y_RF = jnp.zeros((R, F), out_dtype)
         residual = (y_RF.astype(x_RD.dtype),) * len(matrices)
         return (y_RF, residual) if has_residual else y_RF
-    tiling = tiling or default_tiling(R, *leading_columns, E, transpose_w=transpose_w)
-    tiling.check(leading_columns[0])
-    sums = [
-        jax.lax.platform_dependent(
-            x_RD,
-            each,
-            group_sizes_E,
-            # Not a `functools.partial`: its arguments would be traced.
-            cpu=lambda *operands: forward_on_cpu(*operands, transpose_w, tiling),
-            default=lambda *operands: forward_by_ragged_dot(*operands, transpose_w),
-        )
-        for each in matrices
-    ]
+    if x_RD.shape[1] == 0:  # sums of nothing, which may still have a bias
+        sums = [jnp.zeros((R, F), jnp.float32) for _ in matrices]
+    else:
+        tiling = tiling or default_tiling(R, *leading_columns, E, transpose_w=transpose_w)
+        tiling.check(leading_columns[0])
+        sums = [
+            jax.lax.platform_dependent(
+                x_RD,
+                each,
+                group_sizes_E,
+                # Not a `functools.partial`: its arguments would be traced.
+                cpu=lambda *operands: forward_on_cpu(*operands, transpose_w, tiling),
+                default=lambda *operands: forward_by_ragged_dot(*operands, transpose_w),
+            )
+            for each in matrices
+        ]
     if w_gate is bias_EF is activation is gate_R is None:
         [y_RF], residual = sums, sums
     else:
@@ -150,7 +153,7 @@ def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | N
         ValueError: `tiling` does not fit.
     """
     (R, D), F, E = x_RD.shape, dy_RF.shape[1], group_sizes_E.shape[0]
-    if 0 in (R, E):
+    if 0 in (R, D, F, E):
         return jnp.zeros((E, D, F), out_dtype)
     tiling = tiling or default_tiling(R, D, F, E)
     tiling.check(D)

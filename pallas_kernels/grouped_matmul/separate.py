@@ -40,8 +40,17 @@ class SeparateMatrices:
 
     @classmethod
     def of(cls, w_EDF) -> "SeparateMatrices":
-        """Parts of an array on a CPU: the same memory, not copied where it is aligned."""
+        """Parts of an array on a CPU: the same memory, not copied where it is aligned.
+
+        Raises:
+            ValueError: there is no expert in it.
+        """
         parts = np.asarray(w_EDF)
+        if parts.ndim != 3 or len(parts) == 0:
+            raise ValueError(
+                f"w_EDF has shape {parts.shape}; expected [experts, inputs, outputs] of one "
+                "expert or more: reshape it"
+            )
         return cls(tuple(jax.device_put(w_DF, may_alias=True) for w_DF in parts))
 
     @property
@@ -72,7 +81,17 @@ def separate_matmul(
         ValueError: shapes that do not agree, or sizes below 0 or above R in sum.
     """
     matrices = [w] if w_gate is None else [w, w_gate]
-    for each in matrices:
+    for name, each in zip(("w", "w_gate"), matrices, strict=False):
+        if not isinstance(each, SeparateMatrices):
+            raise ValueError(
+                f"{name} is a {type(each).__name__}; expected SeparateMatrices: use "
+                "SeparateMatrices.of(w_EDF), or grouped_matmul"
+            )
+        if each.shape != w.shape:
+            raise ValueError(
+                f"w_gate has shape {each.shape}; expected {w.shape}, that of w: give both "
+                "matrices of a gated linear unit in one layout"
+            )
         check_rows(x_RD, each.shape, group_sizes_E)
     check_epilogue(x_RD, w.shape, bias_EF=bias_EF, activation=activation, gate_R=gate_R)
     y_RF, *gate = (_multiply(x_RD, each, group_sizes_E) for each in matrices)

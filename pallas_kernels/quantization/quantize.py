@@ -60,7 +60,15 @@ def quantize_rows(x_RD):
 
     Returns:
         (values_RD, scale_R): int8 and float32.
+
+    Raises:
+        ValueError: they are no floating point rows.
     """
+    if jnp.ndim(x_RD) != 2 or not jnp.issubdtype(x_RD.dtype, jnp.floating):
+        raise ValueError(
+            f"x_RD has shape {jnp.shape(x_RD)} and dtype {jnp.result_type(x_RD)}; expected "
+            "floating point [rows, inputs]: reshape or cast it, or use quantize for matrices"
+        )
     x_RD = x_RD.astype(jnp.float32)
     largest_R = jnp.max(jnp.abs(x_RD), axis=1)
     # A reciprocal of less would not be finite.
@@ -74,8 +82,9 @@ def dequantize(q: QTensor):
     """float32 `[E, D, F]`: the weights that a QTensor stands for.
 
     Raises:
-        ValueError: `q` is of another layout.
+        ValueError: `q` is no QTensor, or of another layout.
     """
+    _check_qtensor(q)
     q = q.native()
     E, D, F = q.shape
     G = q.scales_EFG.shape[2]
@@ -94,10 +103,18 @@ def quantization_error(w_EDF, q: QTensor):
     Raises:
         ValueError: the shapes differ, or `q` is of another layout.
     """
+    _check_qtensor(q)
     if w_EDF.shape != q.shape:
         raise ValueError(f"w_EDF has shape {w_EDF.shape}, the QTensor {q.shape}; expected one")
     q.check()
     return _error(jnp.asarray(w_EDF), q)
+
+
+def _check_qtensor(q) -> None:
+    if not isinstance(q, QTensor):
+        raise ValueError(
+            f"q is a {type(q).__name__}; expected a QTensor: use quantize(w_EDF, bits)"
+        )
 
 
 def _check(w_EDF, bits, method, group_size) -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul.api import with_group_offset
 from pallas_kernels.implementations import REFERENCE, choose, warn_once
-from pallas_kernels.operands import check_quantized
+from pallas_kernels.operands import check_quantized, check_tiling
 from pallas_kernels.quantization.qtensor import QTensor
 from pallas_kernels.quantization.quantize import quantize_rows
 from pallas_kernels.tiling.tuned import tuned_tiling
@@ -84,7 +84,9 @@ def quantized_grouped_matmul(
         (x_RD.dtype, w.bits, R, D, F, E, w.group_size),
         interpret=interpret,
     )
-    if tiling is None and not interpret and w_gate is None and quantize_rows_to is None:
+    if tiling is not None:
+        check_tiling(tiling, module)
+    elif not interpret and w_gate is None and quantize_rows_to is None:
         tiling = tuned_tiling(module, x_RD.dtype, w.bits, w.group_size, R, D, F, E)
     w, w_gate = (each and _weights_of(module, each) for each in (w, w_gate))
     options = (("activation", activation), ("tiling", tiling))

@@ -40,7 +40,7 @@ def forward(
         ValueError: `tiling` does not fit.
     """
     R, (E, D, F) = x_RD.shape[0], w.shape
-    if 0 in (R, E):
+    if 0 in (R, D, F, E):
         return jnp.zeros((R, F), out_dtype or x_RD.dtype)
     tiling = tiling or default_tiling(R, D, F, E)
     tiling.check(F)

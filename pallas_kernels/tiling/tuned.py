@@ -118,6 +118,8 @@ def read(path: pathlib.Path) -> dict[Key, dict[str, int]]:
         stamp = path.stat()
     except FileNotFoundError:
         return {}
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error}); set {VARIABLE}") from error
     # Looked up in every call that is not compiled: read again only where it has changed.
     return _read(path, stamp.st_mtime_ns, stamp.st_size)
 
@@ -130,7 +132,7 @@ def _read(path: pathlib.Path, mtime_ns: int, size: int) -> dict[Key, dict[str, i
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']}, expected {FORMAT}")
         return {Key(**entry["key"]): dict(entry["tiling"]) for entry in content["entries"]}
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no tuned tilings ({error}); {way_out}") from error
 
 

@@ -37,6 +37,7 @@ def test_it_says_where_tilings_are_written(monkeypatch, capsys, tilings_file):
 
 
 def test_no_rounds_are_refused(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        command.main(["tune", "--rounds=0"])
-    assert "use 1 or more" in capsys.readouterr().err
+    for rounds in ("0", "many"):
+        with pytest.raises(SystemExit, match="2"):
+            command.main(["tune", f"--rounds={rounds}"])
+        assert f"{rounds} is no number of turns; use 1 or more" in capsys.readouterr().err

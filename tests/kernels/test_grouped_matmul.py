@@ -378,6 +378,11 @@ def test_weights_are_not_transposed_in_memory():
         ({"implementation": "reference", "interpret": True}, "only kernels are interpreted"),
         ({"interpret": True}, "only kernels are interpreted"),
         ({"tiling": reference.Tiling(0, 1)}, "rows=0; use 1"),
+        (
+            {"tiling": (8, 8)},
+            r"tiling is \(8, 8\); expected a pallas_kernels.grouped",
+        ),
+        ({"preferred_element_type": "bf16"}, "preferred_element_type='bf16'; expected float32"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, message):
@@ -405,7 +410,7 @@ def test_a_kernel_gets_all_three_passes(monkeypatch):
 
     kernel = types.ModuleType("pallas_kernels.grouped_matmul.tpu")
     kernel.forward, kernel.weight_gradient = recorded("forward"), recorded("weight_gradient")
-    kernel.refusal = lambda *operands: None
+    kernel.refusal, kernel.Tiling = (lambda *operands: None), str
     monkeypatch.setattr("pallas_kernels.implementations._module", lambda op, name: kernel)
     x_RD, w_EDF, _ = loops.operands(GROUPS["uneven"], D, F)
     jax.grad(
@@ -518,6 +523,20 @@ def test_nothing_at_all(num_rows, E):
         x_RD, jnp.ones((num_rows, 6)), sizes_E, out_dtype=jnp.float32
     )
     assert dw_EDF.shape == (E, 8, 6)
+
+
+@pytest.mark.parametrize(("D", "F"), [(0, 6), (8, 0)])
+def test_sums_of_nothing_have_a_bias_and_gradients(D, F):
+    x_RD, w_EDF, bias_EF = jnp.ones((4, D)), jnp.ones((2, D, F)), jnp.full((2, F), 3.0)
+
+    def product(x_RD, w_EDF, bias_EF):
+        return grouped_matmul(x_RD, w_EDF, jnp.array([1, 2]), bias_EF=bias_EF)
+
+    y_RF, pull_back = jax.vjp(product, x_RD, w_EDF, bias_EF)
+    np.testing.assert_array_equal(y_RF, np.full((4, F), 3) * np.array([[1], [1], [1], [0]]))
+    dx_RD, dw_EDF, dbias_EF = pull_back(y_RF)
+    assert (dx_RD.shape, dw_EDF.shape) == (x_RD.shape, w_EDF.shape)
+    np.testing.assert_array_equal(dbias_EF, np.full((2, F), 3) * np.array([[1], [2]]))
 
 
 def test_work_and_memory_follow_the_rows():

@@ -14,6 +14,7 @@ import pytest
 from pallas_kernels import (
     dequantize,
     grouped_matmul,
+    quantization_error,
     quantize,
     quantize_rows,
     quantized_grouped_matmul,
@@ -285,6 +286,17 @@ def test_int8_rows_against_float64(implementation, kind, bits, group_size):
     assert np.abs(got - integers).max() < 2e-6 * np.abs(integers).max()
     error = np.sqrt(np.mean((got - exact) ** 2) / np.mean(exact**2))
     assert 0.005 < error < (0.02 if bits == 8 else 0.12)
+
+
+def test_what_is_not_quantized_is_refused_with_the_way_out():
+    for run in (dequantize, lambda w: quantization_error(np.ones((E, D, F)), w)):
+        with pytest.raises(ValueError, match="q is a ndarray; expected a QTensor: use"):
+            run(np.ones((E, D, F)))
+    for rows in (np.ones((E, D, F), np.float32), np.ones((R, D), np.int32)):
+        with pytest.raises(ValueError, match=r"expected floating point \[rows, inputs\]"):
+            quantize_rows(rows)
+    with pytest.raises(ValueError, match="tiling is 8; expected a pallas_kernels"):
+        call(tiling=8)
 
 
 def test_other_dtypes_of_rows_are_refused():

@@ -78,6 +78,19 @@ def test_refuses_what_does_not_fit(x_shape, sizes_E, message):
         )
 
 
+def test_refuses_what_are_no_matrices_of_experts():
+    x_RD, sizes_E = jnp.zeros((4, D)), jnp.array([2, 2])
+    w = SeparateMatrices.of(np.zeros((2, D, F), np.float32))
+    for shape in ((D, F), (0, D, F)):
+        with pytest.raises(ValueError, match=r"expected \[experts, inputs, outputs\] of one"):
+            SeparateMatrices.of(np.zeros(shape))
+    with pytest.raises(ValueError, match="w is a list; expected SeparateMatrices: use"):
+        separate_matmul(x_RD, list(w.matrices), sizes_E)
+    wide = SeparateMatrices.of(np.zeros((2, D, F + 1), np.float32))
+    with pytest.raises(ValueError, match=rf"w_gate has shape \(2, {D}, {F + 1}\); expected"):
+        separate_matmul(x_RD, w, sizes_E, w_gate=wide)
+
+
 def test_weights_are_multiplied_in_the_dtype_of_the_rows():
     rng = np.random.default_rng(0)
     x_RD = jnp.array(rng.normal(size=(6, 64)), jnp.bfloat16)

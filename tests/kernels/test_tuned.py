@@ -124,3 +124,11 @@ def test_where_the_users_file_is(tilings_file, monkeypatch, tmp_path):
 def test_the_version_of_jax_is_its_first_two_numbers():
     assert jax.__version__.startswith(f"{KEY.jax}.")
     assert KEY.jax.count(".") == 1
+
+
+def test_paths_that_are_no_files_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "below"):
+        monkeypatch.setenv("PALLAS_KERNELS_TILINGS", str(path))
+        with pytest.raises(ValueError, match=f"{path} (holds no|cannot be).*set PALLAS_KERN"):
+            read(tuned.user_file())
