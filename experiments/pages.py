@@ -125,7 +125,8 @@ def page(results: dict[str, Any]) -> str:
         parts.append("\n\n".join([each["title"]] * bool(each["title"]) + [table(each["rows"])]))
     if figure_of(results) is not None:
         parts.append("![what was found](figure.svg)")
-    parts.append(f"{len(results['seeds'])} seeds. {provenance(results)}")
+    seeds = len(results["seeds"])
+    parts.append(f"{seeds} seed{'s' * (seeds != 1)}. {provenance(results)}")
     return "\n\n".join(parts)
 
 
