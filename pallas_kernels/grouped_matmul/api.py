@@ -56,9 +56,8 @@ def grouped_matmul(
         w_gate_EDF: of a gated linear unit, as w. Each tile of rows meets both matrices.
         activation: None, `relu`, `gelu` (tanh), `gelu_exact` or `silu`.
         gate_R: the weight of each row's result, such as a router's gate.
-        group_sizes_E: integers, signed or not, summing to at most R. Checked where they are
-            concrete. While they are traced they may sum to more: rows past R are neither read
-            nor written.
+        group_sizes_E: integers, signed or not, summing to at most R; checked where they are
+            concrete. Traced ones may sum to more: rows past R are neither read nor written.
         transpose_w: w (and w_gate) is `[E, F, D]`, output-major, as are the gradients.
         group_offset: w has only the E experts from this one on, of those whose sizes
             `group_sizes_E` then has: a device's part. Rows of other experts are not read and
@@ -67,10 +66,10 @@ def grouped_matmul(
         preferred_element_type: of the result, `float32`, `bfloat16` or `float16`, to which
             the float32 sums are rounded; None is the dtype of x. Wider than x, the Hopper
             kernel writes its sums in two parts, which XLA adds.
-        implementation: `reference`, `tpu`, `gpu`, or None: see `implementations.choose`.
-        tiling: the implementation's `Tiling` of the forward product; None is the tuned one,
-            where `switchx tune kernels` has written one, or its heuristic. Gradients take
-            the heuristic's.
+        implementation: `reference`, `tpu`, `gpu`, `triton`, or None: see
+            `implementations.choose`.
+        tiling: the implementation's `Tiling` of the forward product; None is the tuned one
+            (`switchx tune kernels`) or its heuristic, which gradients always take.
         interpret: runs a named kernel by interpretation, on any machine and slowly.
 
     Raises:
@@ -90,9 +89,8 @@ def grouped_matmul(
         (x_RD.dtype, x_RD.dtype, R, D, F, E),
         interpret=interpret,
     )
-    if tiling is not None:
-        check_tiling(tiling, module)
-    elif not interpret and w_gate_EDF is None and not transpose_w:
+    check_tiling(tiling, module)
+    if tiling is None and not interpret and w_gate_EDF is None and not transpose_w:
         tiling = tuned_tiling(module, x_RD.dtype, None, None, R, D, F, E)
     settings = _Settings(
         module, activation, tiling, interpret, transpose_w,

@@ -64,8 +64,7 @@ def quantized_grouped_matmul(
             output-major, so there is no `transpose_w`.)
 
     Raises:
-        ValueError: as `grouped_matmul`, or an unsupported activation, or weights of another
-            layout.
+        ValueError: as `grouped_matmul`, or weights of another layout.
     """
     check_quantized(
         x_RD, w, group_sizes_E, w_gate, group_offset=group_offset,
@@ -84,9 +83,8 @@ def quantized_grouped_matmul(
         (x_RD.dtype, w.bits, R, D, F, E, w.group_size),
         interpret=interpret,
     )
-    if tiling is not None:
-        check_tiling(tiling, module)
-    elif not interpret and w_gate is None and quantize_rows_to is None:
+    check_tiling(tiling, module)
+    if tiling is None and not interpret and w_gate is None and quantize_rows_to is None:
         tiling = tuned_tiling(module, x_RD.dtype, w.bits, w.group_size, R, D, F, E)
     w, w_gate = (each and _weights_of(module, each) for each in (w, w_gate))
     options = (("activation", activation), ("tiling", tiling))

@@ -22,6 +22,7 @@ from switchx.serving.app import make_app
 from switchx.serving.models import Models
 from switchx.serving.request_queue import Answer, NewTokens
 from switchx.serving.requests import GenerateRequest
+from switchx.serving.scheduler import Worker
 from tests.serving import served
 
 HEADERS = {"Content-Type": "application/json"}
@@ -247,13 +248,14 @@ def test_health_says_what_it_does(client, models, service, monkeypatch):
 
 def test_health_says_that_a_step_does_not_end(client, service, limited, monkeypatch):
     limited(worker_timeout_s=5.0)
-    monkeypatch.setattr(service.worker, "_limits", service.limits)
-    monkeypatch.setattr(service.worker, "heartbeat_s", time.monotonic() - 6.0)
+    worker = Worker(service.model, service.limits, service.metrics)  # whose thread never runs
+    monkeypatch.setattr(service, "worker", worker)
+    worker.heartbeat_s = time.monotonic() - 6.0
     assert client.get("/healthz").json()["alive"]  # it has nothing to do
-    monkeypatch.setattr(service.worker, "_batches", {"some": None})
+    worker._batches["some"] = None
     response = client.get("/healthz")
     assert response.status_code == 503 and not response.json()["alive"]
-    monkeypatch.setattr(service.worker, "heartbeat_s", time.monotonic() - 4.0)
+    worker.heartbeat_s = time.monotonic() - 4.0
     assert client.get("/healthz").status_code == 200
 
 
