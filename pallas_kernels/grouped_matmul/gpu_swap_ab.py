@@ -400,7 +400,7 @@ class _Consumer(Consumer):
 
         A copy has a fixed number of rows: one of 2^i rows for each bit of how many there are.
         """
-        (start, offset, size), length = tile.rows_of(), self.rows
+        (start, offset, size), length = tile.rows_of(), 1 << (self.rows.bit_length() - 1)
         while length:
 
             @pl.when((size & length) != 0)

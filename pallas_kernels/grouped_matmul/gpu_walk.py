@@ -20,8 +20,8 @@ from pallas_kernels.mosaic_gpu import turns_of
 from pallas_kernels.sorted_rows import group_bounds
 from pallas_kernels.tiling.gpu import ROW_ALIGNMENT, Tiling
 
-# Rows of the smallest part of a tile that has a product of its own.
-SMALLEST = 64
+# Rows of a part of a tile that has a product of its own: each is a loop in the program.
+CUT = (64, 96, 128, 160, 192)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,26 +176,26 @@ def copied_bytes_of_gradient(group_sizes_E, *, walk: GradientWalk, num_rows: int
     ]
 
 
+def heights(tiling: Tiling) -> list[int]:
+    """Rows that a tile is multiplied as, the fewest that hold its group's, its own last.
+
+    The last tile of most groups holds few. With sums in parts a tile is always whole.
+    """
+    rows = tiling.tile_n
+    cut = [height for height in CUT if height < rows] if tiling.splits == 1 else []
+    return [*cut, rows]
+
+
 def copied_rows(tiling: Tiling, end: int) -> int:
     """Rows that are copied of a tile: what `for_rows` chooses."""
-    rows = tiling.tile_n
-    if tiling.splits > 1:
-        return rows
-    parts = (4, 2) if rows >= 4 * SMALLEST else (2,) if rows >= 2 * SMALLEST else ()
-    return next((rows // part for part in parts if end <= rows // part), rows)
+    return next(height for height in heights(tiling) if end <= height)
 
 
 def for_rows(tiling: Tiling, end, run) -> None:
-    """`run(rows)` with the fewest rows of a tile that reach to `end`.
-
-    A large tile that holds few rows of its group, the last of most groups, is multiplied as
-    half or a quarter of one. With sums in parts all of it is.
-    """
-    rows = tiling.tile_n
-    if rows < 2 * SMALLEST or tiling.splits > 1:
-        run(rows)
+    """`run(rows)` with the fewest of a tile's `heights` that reach to `end`."""
+    if len(options := heights(tiling)) == 1:
+        run(*options)
         return
-    options = [rows // 4, rows // 2, rows] if rows >= 4 * SMALLEST else [rows // 2, rows]
     at_least = 0
     for option in options:
         fits = (end > at_least) & (end <= option)

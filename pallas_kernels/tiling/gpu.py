@@ -35,7 +35,8 @@ class Tiling:
 
     Attributes:
         tile_m: M, 64 or 128 output features of each warpgroup.
-        tile_n: N, rows of a tile: 8, 16, 32, 64, 128 or 256.
+        tile_n: N, rows of a tile: 8, 16, 32, 64, 128 or 256. It is multiplied as fewer where
+            fewer are its group's (`gpu_walk.heights`).
         tile_k: K, one step along D, which it divides.
         warpgroups: those that multiply; each has features of its own.
         stages: steps of K in shared memory at once.

@@ -266,6 +266,7 @@ def test_model_that_fits_elsewhere(simulated, in_a_folder, capsys):
 
 
 @pytest.mark.aot
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("run_file", "topology"), compiled.PODS)
 def test_the_four_switch_models(run_file, topology):
     """Minutes each; each in a process of its own."""

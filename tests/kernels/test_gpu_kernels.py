@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-from pallas_kernels.grouped_matmul import gpu
+from pallas_kernels.grouped_matmul import gpu, gpu_walk
+from pallas_kernels.grouped_matmul.tile_schedule import row_tiles
 from pallas_kernels.quantized_grouped_matmul import gpu as quantized
 from tests.kernels import loops
 
@@ -27,7 +28,8 @@ GROUPS = {
     # More rows than there are, which only traced sizes can say: cut at the last row.
     "too_many": (9, 0, 11, 7, 5),
     "whole_tiles": (16, 0, 16, 32, 16),
-    "halves_of_tiles": (150, 0, 40, 3, 65),
+    # The last of their tiles of 256 reach to rows 64, 106, 42, 182 and 72.
+    "parts_of_tiles": (320, 106, 40, 180, 66),
 }
 LARGE_GROUPS = [*GROUPS.values(), (300, 0, 129, 7, 1000), (2, 9, 1, 8, 4)]
 # What a float32 sum, rounded once to this dtype, may be off by, relative to the largest.
@@ -119,11 +121,16 @@ def test_ragged_groups_and_a_tail_of_nan(transpose_w):
     check_forward(interpreted, GROUPS["ragged"], jnp.bfloat16, transpose_w=transpose_w)
 
 
-def test_large_tiles_with_few_rows_are_cut():
-    tiling = gpu.Tiling(tile_m=64, tile_n=128, tile_k=64, warpgroups=1, stages=2)
-    check_forward(
-        interpreted, GROUPS["halves_of_tiles"], jnp.bfloat16, tiling=tiling, D=64, F=64
-    )
+def test_tiles_are_multiplied_as_high_as_their_rows_reach():
+    tiling = gpu.Tiling(tile_m=64, tile_n=256, tile_k=64, warpgroups=1, stages=2)
+    sizes = GROUPS["parts_of_tiles"]
+    check_forward(interpreted, sizes, jnp.bfloat16, tiling=tiling, D=64, F=64)
+    tiles = row_tiles(jnp.asarray(sizes), sum(sizes), tiling.tile_n)
+    ends = (tiles.offset_P + tiles.size_P)[: tiles.count_1[0]].tolist()
+    assert ends == [256, 64, 106, 42, 182, 72]
+    copied = [gpu_walk.copied_rows(tiling, end) for end in ends]
+    assert copied == [256, 64, 128, 64, 192, 96]
+    assert gpu_walk.copied_rows(tiling, 129) == 160
 
 
 @pytest.mark.slow
