@@ -179,7 +179,13 @@ MANY = {
 }
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+# Hopper's kernels take the interpreter longest.
+by_kernel = pytest.mark.parametrize(
+    "kernel", ["tpu", "triton", pytest.param("gpu", marks=pytest.mark.slow)]
+)
+
+
+@by_kernel
 def test_130_experts_and_sizes_below_at_and_above_the_rows(kernel):
     case = MANY[kernel]
     for seed, total in enumerate((13, case.R, 3 * case.R)):
@@ -218,9 +224,7 @@ DIFFERENTIATED = {
 }
 
 
-@pytest.mark.parametrize(
-    "kernel", ["tpu", "triton", pytest.param("gpu", marks=pytest.mark.slow)]
-)
+@by_kernel
 def test_raw_gradients_through_the_public_function(kernel):
     """Of rows, both matrices, bias and gates, for sizes below and above the rows."""
     for seed, total in enumerate((9, 20)):
