@@ -103,7 +103,7 @@ def test_temporaries_of_tpus_hold_no_dequantized_weights(needs_libtpu, target):
 def test_what_is_refused_for_tpus_does_not_compile(needs_libtpu, target):
     case = Case("grouped_matmul", 16, 128, 128, 2, dtype="float16")
     [result] = tpu_compiler.COMPILER.compile(target, [case])
-    assert "legalize" in result["error"] or "float16" in result["error"]
+    assert "legalize" in result["error"] or "xf16" in result["error"]
     assert "float16" in tpu.refusal("float16", "float16", 16, 128, 128, 2)
 
 
