@@ -249,10 +249,11 @@ def test_an_a100_has_one_kernel_for_each_product_and_no_temporaries(needs_cuda):
 
 @pytest.mark.aot
 def test_what_does_not_compile_says_so(needs_cuda):
-    (row,) = gpu_compiler.COMPILER.compile(
-        "h200", [Case(op="grouped_matmul", R=8, D=100, F=64, E=2)]
-    )
-    assert "pad the weights once to D=128" in row["error"]
+    tiling = {"tile_m": 64, "tile_n": 24, "tile_k": 64}
+    refused = Case("grouped_matmul", 8, 128, 64, 2, tiling=tiling)
+    padded = Case("grouped_matmul", 8, 100, 64, 2)
+    errors = [row["error"] for row in gpu_compiler.COMPILER.compile("h200", [refused, padded])]
+    assert "tile_m=64, tile_n=24; expected" in errors[0] and errors[1] is None
 
 
 def test_the_table_of_gpus_spills_nothing_and_multiplies_on_tensor_cores():
