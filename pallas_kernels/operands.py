@@ -86,7 +86,7 @@ def check_result_dtype(preferred_element_type) -> None:
 
 def check_tiling(tiling, module) -> None:
     """Raises ValueError where it is neither None nor a tiling of the module that multiplies."""
-    if not isinstance(tiling, module.Tiling | None):
+    if tiling is not None and not isinstance(tiling, module.Tiling):
         expected = f"{module.Tiling.__module__}.{module.Tiling.__qualname__}"
         raise ValueError(
             f"tiling is {tiling!r}; expected a {expected}, as {module.__name__} runs here: use "

@@ -98,15 +98,20 @@ def token_array(tokens, name: str, config: ModelConfig) -> jax.Array:
 
 
 class StopStrings:
-    """Texts before the first of which an output ends."""
+    """Texts before the first of which an output ends.
+
+    The first is the one that is complete first, and of several then the longest, so that an
+    output is the same in whatever pieces its text comes.
+    """
 
     def __init__(self, vocabulary: Vocabulary, stops: Sequence[str]):
         self._vocabulary, self._stops = vocabulary, stops
 
     def place(self, text: str) -> int | None:
         """Where a text ends; None where it has none of them."""
-        places = [text.find(stop) for stop in self._stops]
-        return min((place for place in places if place >= 0), default=None)
+        places = ((text.find(stop), stop) for stop in self._stops)
+        found = [(place + len(stop), place) for place, stop in places if place >= 0]
+        return min(found)[1] if found else None
 
     def cut(self, text: str) -> str:
         """What stands before the first of them."""
