@@ -44,6 +44,8 @@ SETTINGS = {
     ),
 }
 CHOSEN_ON = ("trec", "glue_sst2")
+# Over a task's own file: of Winogrande's training sets the one before the largest.
+OF_TASK = {"winogrande": ("TRAIN_SPLIT='train_l'",)}
 # A task of each kind, learnt from an earlier step too.
 UPSTREAM_TASKS, EARLIER_STEP = ("trec", "arc_easy"), 500
 # What a data set's files are called below the data folder.
@@ -58,6 +60,7 @@ def tuned(study: Study, cells: Cells, model: str, task: str, seed: int, *more: s
     """Peak over evaluations of the mean of a task's metrics, in percent."""
     if model == "dense":
         more = tuple(each for each in more if not each.startswith("SwitchConfig."))
+    more = (*OF_TASK.get(task, ()), *more)
     name = run_name(" ".join((model, task, *more)), seed)
     name = "".join(c if c.isalnum() or c in "_-" else "_" for c in name)
     bindings = [
