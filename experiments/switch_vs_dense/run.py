@@ -52,8 +52,9 @@ def verdict(trained: Trained) -> dict:
         "verdict": word,
         "because": f"More experts are better up to {names[until]}; {best} have the dense "
         f"model's quality {in_time:.2f} times as fast by time and end {nats:.3f} nats ahead. "
-        f"Over a dense model of 3.5 times the FLOPs they end {over_large:+.3f} nats ahead; it "
-        f"has the dense model's quality {large_in_time:.2f} times as fast.",
+        f"From a dense model of 3.5 times the FLOPs (Figure 6: behind) they end "
+        f"{over_large:+.3f} nats; it has the small one's quality {large_in_time:.2f} times as "
+        "fast.",
         "effect": effect,
         "effect_of": f"{best} over dense, nats a token",
     }
