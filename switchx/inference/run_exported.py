@@ -34,8 +34,8 @@ FORMAT_VERSION = 3
 MANIFEST = "export.json"
 WEIGHTS = "weights.safetensors"
 HOST = "pinned_host"  # a kind of memory, as JAX names it
-# Of integers of a byte or less.
-_BITS = {"int4": 4, "int8": 8, "uint8": 8}
+# Of values of a byte or less.
+_BITS = {"int4": 4, "int8": 8, "uint8": 8, "float8_e4m3fn": 8}
 LANES = 128  # columns of a tile of a TPU's memory
 
 
