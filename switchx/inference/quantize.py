@@ -116,6 +116,14 @@ def packed(params: dict) -> dict:
     return native(params, "cpu")
 
 
+def in_bytes(params: dict) -> dict:
+    """`packed`, and float8 as its bits, uint8: for readers whose NumPy has no float8."""
+    bits = {jnp.dtype(jnp.float8_e4m3fn): jnp.uint8}
+    return jax.tree.map(
+        lambda leaf: leaf.view(bits.get(leaf.dtype, leaf.dtype)), packed(params)
+    )
+
+
 def native(params: dict, platform: str | None = None) -> dict:
     """Parameters whose 4-bit matrices are as kernels read them, once and for all.
 

@@ -226,9 +226,9 @@ class ExportedModel:
                     array = np.stack([host_form(layer, dtype) for layer in layers])
                 else:
                     array = jnp.array(file.get_tensor(name))
-                    if described["dtype"] == "int4":  # stored two in a byte
-                        nibbles = jax.lax.bitcast_convert_type(array, jnp.int4)
-                        array = nibbles.reshape(described["shape"])
+                    if (dtype := described["dtype"]) in ("int4", "float8_e4m3fn"):  # in bytes
+                        array = jax.lax.bitcast_convert_type(array, dtype)
+                        array = array.reshape(described["shape"])
                 weights[name] = jax.device_put(array, self._sharding(described))
         return weights
 
