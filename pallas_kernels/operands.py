@@ -54,7 +54,10 @@ def check_quantized(
     check_rows(x_RD, w.shape, group_sizes_E, group_offset)
     if w_gate is not None:
         kinds = [
-            (each.shape, each.bits, each.group_size, "no" if each.zeros_EFG is None else "with")
+            (
+                *(each.shape, "float8_e4m3fn" if each.is_float8 else each.bits),
+                *(each.group_size, "no" if each.zeros_EFG is None else "with"),
+            )
             for each in (w_gate, w)
         ]
         if kinds[0] != kinds[1]:

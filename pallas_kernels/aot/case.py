@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from pallas_kernels.bench.cells import MATRICES
 
 OPS = ("grouped_matmul", "quantized_grouped_matmul")
+ROWS_OF_8_BITS = ("int8", "float8_e4m3fn")
 PASSES = ("forward", "input_gradient", "weight_gradient")
 EXPERTS = 32
 # Rows an expert: of a decoding step, and of an encoder or a training batch.
@@ -29,9 +30,10 @@ class Case:
     Attributes:
         op: one of `OPS`.
         R, D, F, E: rows, contraction, output features, experts.
-        dtype: of the rows, `bfloat16`, `float16` or `float32`; `int8` of quantized rows, whose
-            results are bfloat16.
+        dtype: of the rows, `bfloat16`, `float16` or `float32`; `int8` or `float8_e4m3fn` of
+            quantized rows, whose results are bfloat16.
         bits: 8 or 4 for quantized weights; None for weights in `dtype`.
+        is_float8: weights of 8 bits are floating point.
         group_size: channels of D that share a scale; None for one scale an output feature.
         direction: one of `PASSES`; quantized weights have the forward pass alone.
         epilogue: of a forward pass, with bias, activation and the rows' gates; the activation
@@ -48,6 +50,7 @@ class Case:
     E: int
     dtype: str = "bfloat16"
     bits: int | None = None
+    is_float8: bool = False
     group_size: int | None = None
     direction: str = "forward"
     epilogue: bool = False
@@ -65,11 +68,13 @@ class Case:
                 f"op={self.op!r} with bits={self.bits}; quantized weights have 4 or 8 bits, "
                 "others None"
             )
-        if self.dtype == "int8" and not is_quantized:
+        if self.dtype in ROWS_OF_8_BITS and not is_quantized:
             raise ValueError(
-                "dtype='int8' with op='grouped_matmul'; expected quantized weights for "
-                "quantized rows: use op='quantized_grouped_matmul'"
+                f"dtype={self.dtype!r} with op='grouped_matmul'; expected quantized weights "
+                "for quantized rows: use op='quantized_grouped_matmul'"
             )
+        if self.is_float8 and self.bits != 8:
+            raise ValueError(f"is_float8 with bits={self.bits}; float8 weights have bits=8")
         if is_quantized and self.direction != "forward":
             raise ValueError(
                 "quantized weights have no gradient; use direction='forward', or "
@@ -116,7 +121,8 @@ def build(case: Case, implementation: str):
     counts = spec((E,), jnp.int32)
     if case.op == "quantized_grouped_matmul":
         G = 1 if case.group_size is None else D // case.group_size
-        values = spec((E, F, D), jnp.int8 if case.bits == 8 else jnp.int4)
+        eight = jnp.float8_e4m3fn if case.is_float8 else jnp.int8
+        values = spec((E, F, D), eight if case.bits == 8 else jnp.int4)
         if case.bits == 4 and getattr(module, "FORM", "native") == "packed":
             values = spec((E, F, D // 2), jnp.uint8)
         w = values, spec((E, F, G), jnp.float32)
@@ -130,7 +136,7 @@ def build(case: Case, implementation: str):
         options |= {"transpose_w": True} if is_backward else {}
         operands = spec((R, F if is_backward else D), dtype), w, counts
     named = {"w_gate": w} if case.is_gated_unit else {}
-    if case.dtype == "int8":
+    if case.dtype in ROWS_OF_8_BITS:
         named |= {"row_scale_R": spec((R,), jnp.float32)}
         options |= {"out_dtype": jnp.bfloat16}
     if case.epilogue:

@@ -22,6 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.epilogue import Epilogue, result_of
 from pallas_kernels.grouped_matmul.tile_schedule import BlockTiles, num_blocks, tiles_by_block
 from pallas_kernels.grouped_matmul.tpu_pipeline import run_pipeline
+from pallas_kernels.quantization.qtensor import FLOAT8
 from pallas_kernels.tiling.tpu import (
     LANES,
     PIECE_ROWS,
@@ -30,9 +31,10 @@ from pallas_kernels.tiling.tpu import (
     Problem,
     Tiling,
     multiplies_int8,
+    reads_float8,
     row_unit_of,
 )
-from pallas_kernels.tpu_chip import current_chip
+from pallas_kernels.tpu_chip import Chip, current_chip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,7 @@ class _Plan:
         num_matrices: 2 in a gated linear unit.
         chunk: columns of a block that are multiplied at a time.
         row_unit: what pieces of rows begin at a multiple of.
-        multiplies_int8: whether the chip does; others multiply int8 rows in bfloat16.
+        chip: others than those of `multiplies_int8` multiply int8 rows in bfloat16.
         names: of the operands after rows and matrices, in their order.
     """
 
@@ -58,7 +60,7 @@ class _Plan:
     num_matrices: int
     chunk: int
     row_unit: int
-    multiplies_int8: bool
+    chip: Chip
     names: tuple[str, ...]
 
     @property
@@ -103,8 +105,10 @@ def multiply_rows(
 
     Args:
         x_RD: float32, bfloat16, or int8, whose products with int8 are added up as int32 where
-            the chip multiplies int8, in float32 elsewhere; then `block_R` is a multiple of 32.
-        w: [E, D, F], or [E, F, D] if `is_output_major`; the dtype of x, int8 or int4.
+            the chip multiplies int8, in float32 elsewhere, or float8_e4m3fn with weights of it;
+            of 8 bits `block_R` is a multiple of 32.
+        w: [E, D, F], or [E, F, D] if `is_output_major`; the dtype of x, int8, int4 or
+            float8_e4m3fn.
         w_gate: of a gated linear unit, as w.
         out_dtype: of the result; None is the dtype of x, which a residual always has.
 
@@ -133,7 +137,7 @@ def multiply_rows(
         num_matrices=len(matrices),
         chunk=tiling.chunk,
         row_unit=row_unit,
-        multiplies_int8=multiplies_int8(current_chip()),
+        chip=current_chip(),
         names=tuple(operands),
     )
     problem = Problem.of(
@@ -162,12 +166,12 @@ def multiply_rows(
 
 
 def _with_whole_tiles(x_RD, epilogue: Epilogue):
-    """The rows and what they have, to a multiple of 8 (32 of int8): Mosaic copies whole tiles.
+    """The rows and what they have, to a multiple of 8, or of 32 where they have 8 bits.
 
-    Few texts that are decoded together have fewer rows. Rows past the last expert's are not
-    read.
+    Mosaic copies whole tiles. Few texts that are decoded together have fewer rows. Rows past
+    the last expert's are not read.
     """
-    missing = -len(x_RD) % (row_unit_of(x_RD.dtype) if x_RD.dtype == jnp.int8 else 8)
+    missing = -len(x_RD) % (row_unit_of(x_RD.dtype) if x_RD.dtype.itemsize == 1 else 8)
     if not missing:
         return x_RD, epilogue
     padded = {
@@ -387,9 +391,13 @@ def _product(plan: _Plan, extras, which: int, x_rd, w, d, columns, width: int | 
 
 
 def _dot(plan: _Plan, x_rd, w, width: int | None, zeros_1f):
-    if x_rd.dtype == jnp.int8 and not plan.multiplies_int8:
+    if x_rd.dtype == jnp.int8 and not multiplies_int8(plan.chip):
         x_rd = x_rd.astype(jnp.bfloat16)  # which has integers up to 256
-    if w.dtype != x_rd.dtype:
+    if x_rd.dtype == FLOAT8 and (width is not None or not reads_float8(plan.chip)):
+        x_rd = x_rd.astype(jnp.bfloat16)
+    # The matrix unit takes float8 beside bfloat16, in half of the time; not to be masked.
+    is_read = w.dtype == FLOAT8 and x_rd.dtype == jnp.bfloat16 and reads_float8(plan.chip)
+    if w.dtype != x_rd.dtype and not (is_read and width is None):
         w = w.astype(x_rd.dtype)
     axis = 1 if plan.is_output_major else 0
     if width is not None:

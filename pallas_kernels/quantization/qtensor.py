@@ -15,6 +15,9 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 
+# Floating point of 8 bits: 4 of exponent, 3 of mantissa, no infinity; the largest is 448.
+FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +29,13 @@ class QTensor:
     kernels read; XLA packs it by itself on devices. Changing from one to the other costs
     copies (on TPU some twenty bytes for each), so it is done once, when weights are loaded.
 
+    8-bit values are int8, or float8_e4m3fn. Those have no NaN and no negative zero: a TPU v5 or
+    v6 reads them as another type of 8 bits (e4m3b11fnuz), in which these are 480 and NaN. A NaN
+    is in the scale.
+
     Attributes:
-        values: int8 `[E, F, D]`, packed uint8 `[E, F, D // 2]` or int4 `[E, F, D]`.
+        values: int8 or float8_e4m3fn `[E, F, D]`, packed uint8 `[E, F, D // 2]` or int4
+            `[E, F, D]`.
         scales_EFG: float32; G = 1, or D / group_size.
         bits: 8 or 4.
         group_size: channels of D that share a scale; None where all of them do.
@@ -56,6 +64,10 @@ class QTensor:
         return self.values.dtype == jnp.uint8
 
     @property
+    def is_float8(self) -> bool:
+        return self.values.dtype == FLOAT8
+
+    @property
     def nbytes(self) -> int:
         """Bytes of values, scales and zero points on a device; an int4 takes half of one there.
 
@@ -69,7 +81,7 @@ class QTensor:
         return math.prod(self.shape) * self.bits // 8
 
     def native(self) -> Self:
-        """The same tensor with values as kernels read them: int8, or `jnp.int4`.
+        """The same tensor with values as kernels read them: of 8 bits, or `jnp.int4`.
 
         Arrays are converted once: the tensor keeps what it returned, and while it is there,
         both take memory. Values that are traced are converted wherever their program runs.
@@ -110,7 +122,7 @@ class QTensor:
         return dataclasses.replace(native, values=values_EFD, bits=8, zeros_EFG=None)
 
     def packed(self) -> Self:
-        """The same tensor with values as files store them: int8, or uint8 of two 4-bit ones."""
+        """The same tensor with values as files store them: of 8 bits, or uint8 of two of 4."""
         self.check()
         if self.bits == 8 or self.is_packed:
             return self
@@ -126,7 +138,7 @@ class QTensor:
                 f"QTensor has layout version {self.layout_version}; this code reads version "
                 f"{self.LAYOUT_VERSION}: quantize the weights again with this version"
             )
-        dtypes = {8: (jnp.int8,), 4: (jnp.uint8, jnp.int4)}.get(self.bits)
+        dtypes = {8: (jnp.int8, FLOAT8), 4: (jnp.uint8, jnp.int4)}.get(self.bits)
         if dtypes is None:
             raise ValueError(f"QTensor has bits={self.bits}; expected 8 or 4: use quantize()")
         if self.values.dtype not in dtypes:
@@ -156,6 +168,11 @@ class QTensor:
             raise ValueError(
                 f"QTensor has zero points {zeros.dtype}{list(zeros.shape)}; expected float32"
                 f"{[E, F, G]}, one for each scale, or None"
+            )
+        if zeros is not None and self.is_float8:
+            raise ValueError(
+                "QTensor has float8_e4m3fn values and zero points; expected integers with zero "
+                "points: subtract them first, quantize(dequantize(w), 8, dtype='float8_e4m3fn')"
             )
 
 

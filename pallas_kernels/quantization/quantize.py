@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights to integers and back, by three rules for the scale, and the error that is made.
+"""Weights to integers or float8 and back, by rules for the scale, and the error that is made.
 
 Kim et al. 2022 (arXiv:2211.10017), section 3.4: symmetric, per channel, weights only, so
 that nothing has to be calibrated.
@@ -12,16 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.quantization.qtensor import QTensor, pack_int4
+from pallas_kernels.quantization.qtensor import FLOAT8, QTensor, pack_int4
 
 METHODS = ("absmax", "ft", "mse")
+VALUES_OF_8_BITS = ("int8", FLOAT8.name)
+MAX_FLOAT8 = float(jnp.finfo(FLOAT8).max)  # 448
 
 # What `mse` tries: the largest weight times 32/64, 33/64, .. 64/64 is the largest integer.
 # For normal weights and D = 4096 the best lies near 0.6 with 4 bits and at 0.9 or above with 8.
 CLIP_RATIOS = np.arange(32, 65) / 64
 
 
-def quantize(w_EDF, bits: int, method: str | None = None, group_size: int | None = None):
+def quantize(
+    w_EDF, bits: int, method: str | None = None, group_size: int | None = None, dtype=None
+):
     """`w_EDF` as a QTensor; one expert at a time, so that little more than it is in memory.
 
     With m the largest magnitude of a channel (of an output feature's D weights, or of
@@ -34,48 +38,78 @@ def quantize(w_EDF, bits: int, method: str | None = None, group_size: int | None
       of -q - 1 .. q is clipped. With 4 bits a fifth to a third less error than `absmax`, at
       no cost later.
 
-    Integers are rounded to nearest, ties to even. Channels of zeros have scale 1.
+    Values are rounded to nearest, ties to even. Channels of zeros have scale 1.
+
+    float8_e4m3fn has `absmax` alone, with q = 448: the scale takes the largest weight to the
+    largest value, so that none overflows, which would be NaN. A weight within 1/28,672 of the
+    largest is off by up to a sixteenth of itself, a smaller one by up to 1/458,752 of the
+    largest.
 
     Args:
         w_EDF: floating point, the layout of training.
         bits: 8 or 4. 4-bit values come packed; `QTensor.native` is for kernels.
         method: None is `mse` with 4 bits and `absmax` with 8.
         group_size: None is one scale for each output feature.
+        dtype: of values of 8 bits, `int8` (also None) or `float8_e4m3fn`; of 4 None or `int4`.
 
     Raises:
-        ValueError: an unknown `bits` or `method`, D is odd with 4 bits or no multiple of
-            `group_size`, weights that are no numbers or not finite. (Under `jax.jit` their
-            values cannot be looked at.)
+        ValueError: an unknown `bits`, `method` or `dtype`, D is odd with 4 bits or no multiple
+            of `group_size`, weights that are no numbers or not finite. (Under `jax.jit` their
+            values cannot be looked at; there a NaN makes the scale of its channel NaN.)
     """
     method = method or ("mse" if bits == 4 else "absmax")
-    _check(w_EDF, bits, method, group_size)
-    return _quantize(jnp.asarray(w_EDF), bits, method, group_size)
+    dtype = name_of(dtype or f"int{bits}")
+    _check(w_EDF, bits, method, group_size, dtype)
+    return _quantize(jnp.asarray(w_EDF), bits, method, group_size, dtype == FLOAT8.name)
 
 
-def quantize_rows(x_RD):
-    """Rows as int8 with a scale each: `x_rd = scale_r values_rd`, largest magnitude 127.
+def name_of(dtype) -> str:
+    """The name of a dtype, which may be one."""
+    return dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
 
-    Rounded to nearest, ties to even. Rows of zeros have scale 1; those with NaN, as rows of no
-    expert may have, mean nothing.
+
+def quantize_rows(x_RD, dtype="int8"):
+    """Rows of 8 bits with a scale each: `x_rd = scale_r values_rd`.
+
+    The largest magnitude is 127, of float8_e4m3fn 448. Rounded to nearest, ties to even. Rows
+    of zeros have scale 1. A row with NaN has the scale NaN, and so has its product.
+
+    Args:
+        dtype: `int8` or `float8_e4m3fn`.
 
     Returns:
-        (values_RD, scale_R): int8 and float32.
+        (values_RD, scale_R): of `dtype`, and float32.
 
     Raises:
-        ValueError: they are no floating point rows.
+        ValueError: they are no floating point rows, or `dtype` is another one.
     """
+    if (dtype := name_of(dtype)) not in VALUES_OF_8_BITS:
+        raise ValueError(
+            f"dtype={dtype!r}; expected {' or '.join(VALUES_OF_8_BITS)}: use one of these"
+        )
     if jnp.ndim(x_RD) != 2 or not jnp.issubdtype(x_RD.dtype, jnp.floating):
         raise ValueError(
             f"x_RD has shape {jnp.shape(x_RD)} and dtype {jnp.result_type(x_RD)}; expected "
             "floating point [rows, inputs]: reshape or cast it, or use quantize for matrices"
         )
     x_RD = x_RD.astype(jnp.float32)
+    is_float8 = dtype == FLOAT8.name
+    most = MAX_FLOAT8 if is_float8 else 127
     largest_R = jnp.max(jnp.abs(x_RD), axis=1)
     # A reciprocal of less would not be finite.
-    is_zero_R = largest_R < 127 * jnp.finfo(jnp.float32).tiny
-    scale_R = jnp.where(is_zero_R, 1, largest_R / 127)
-    values_RD = jnp.clip(jnp.round(x_RD / scale_R[:, None]), -127, 127)
-    return values_RD.astype(jnp.int8), scale_R
+    is_zero_R = largest_R < most * jnp.finfo(jnp.float32).tiny
+    scale_R = jnp.where(is_zero_R, 1, largest_R / most)
+    values_RD = x_RD / scale_R[:, None]
+    if is_float8:
+        return _float8(values_RD), scale_R
+    return jnp.clip(jnp.round(values_RD), -most, most).astype(jnp.int8), scale_R
+
+
+def _float8(values):
+    """float8_e4m3fn without NaN and negative zero (see `QTensor`), within -448..448."""
+    values = jnp.clip(values, -MAX_FLOAT8, MAX_FLOAT8).astype(FLOAT8)
+    is_number = jnp.abs(values.astype(jnp.float32)) > 0  # neither 0 nor NaN
+    return jnp.where(is_number, values, jnp.zeros((), FLOAT8))
 
 
 def dequantize(q: QTensor):
@@ -117,11 +151,18 @@ def _check_qtensor(q) -> None:
         )
 
 
-def _check(w_EDF, bits, method, group_size) -> None:
+def _check(w_EDF, bits, method, group_size, dtype) -> None:
     if bits not in (4, 8):
         raise ValueError(f"bits={bits}; use 8 or 4")
+    if dtype not in (known := VALUES_OF_8_BITS if bits == 8 else ("int4",)):
+        raise ValueError(f"dtype={dtype!r} with bits={bits}; use {' or '.join(known)}, or None")
     if method not in METHODS:
         raise ValueError(f"method={method!r}; use one of {', '.join(METHODS)}")
+    if dtype == FLOAT8.name and method != "absmax":
+        raise ValueError(
+            f"method={method!r} with dtype=float8_e4m3fn; use 'absmax': clipping the largest "
+            "makes no step smaller there"
+        )
     if w_EDF.ndim != 3 or not jnp.issubdtype(w_EDF.dtype, jnp.floating):
         raise ValueError(
             f"w_EDF has shape {w_EDF.shape} and dtype {w_EDF.dtype}; expected floating point "
@@ -152,14 +193,14 @@ def _is_finite(w_EDF):
     return jnp.all(jnp.isfinite(w_EDF), axis=(1, 2))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _quantize(w_EDF, bits, method, group_size):
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _quantize(w_EDF, bits, method, group_size, is_float8):
     E, D, F = w_EDF.shape
     C = group_size or D
 
     def one_expert(w_DF):
         w_FGC = w_DF.T.reshape(F, D // C, C).astype(jnp.float32)
-        values_FGC, scales_FG = _quantize_channels(w_FGC, bits, method)
+        values_FGC, scales_FG = _quantize_channels(w_FGC, bits, method, is_float8)
         values_FD = values_FGC.reshape(F, D)
         return pack_int4(values_FD) if bits == 4 else values_FD, scales_FG
 
@@ -167,13 +208,13 @@ def _quantize(w_EDF, bits, method, group_size):
     return QTensor(values, scales_EFG, bits, group_size)
 
 
-def _quantize_channels(w_FGC, bits, method):
-    """int8 values and float32 scales; channels are along the last dimension."""
-    largest = 2 ** (bits - 1) - 1
+def _quantize_channels(w_FGC, bits, method, is_float8):
+    """Values of 8 bits and float32 scales; channels are along the last dimension."""
+    largest = MAX_FLOAT8 if is_float8 else 2 ** (bits - 1) - 1
     max_FG1 = jnp.max(jnp.abs(w_FGC), axis=-1, keepdims=True)
     # Relative to their maximum: squares of weights as they are may leave float32's range,
     # and so may the reciprocal of the maximum, which XLA divides by.
-    is_zero_FG1 = max_FG1 < jnp.finfo(jnp.float32).tiny * 2**bits  # the scale would be 0
+    is_zero_FG1 = max_FG1 < jnp.finfo(jnp.float32).tiny * 2 * (largest + 1)  # a scale of 0
     near_1_FG1 = jnp.where(max_FG1 > 1, 2.0**-32, 2.0**32)
     divisor_FG1 = jnp.where(is_zero_FG1, 1, max_FG1 * near_1_FG1)
     relative_FGC = jnp.where(is_zero_FG1, 0, w_FGC * near_1_FG1 / divisor_FG1)
@@ -183,7 +224,11 @@ def _quantize_channels(w_FGC, bits, method):
         step_FG1, low = jnp.full_like(max_FG1, 1 / (largest + 1)), -largest - 1
     else:
         step_FG1, low = jnp.full_like(max_FG1, 1 / largest), -largest
-    values_FGC = jnp.clip(jnp.round(relative_FGC / step_FG1), low, largest).astype(jnp.int8)
+    values_FGC = relative_FGC / step_FG1
+    if is_float8:
+        values_FGC = _float8(values_FGC)
+    else:
+        values_FGC = jnp.clip(jnp.round(values_FGC), low, largest).astype(jnp.int8)
     scales_FG1 = jnp.where(is_zero_FG1, 1, max_FG1 * step_FG1)
     return values_FGC, scales_FG1[..., 0]
 

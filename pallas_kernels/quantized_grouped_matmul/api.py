@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quantized_grouped_matmul`: rows sorted by expert, times int8 or int4 matrices.
+"""`quantized_grouped_matmul`: rows sorted by expert, times int8, int4 or float8 matrices.
 
 Kim et al. 2022, "Who Says Elephants Can't Run" (arXiv:2211.10017), sections 3.3 to 3.5.
 Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale
@@ -16,7 +16,7 @@ from pallas_kernels.grouped_matmul.api import with_group_offset
 from pallas_kernels.implementations import REFERENCE, choose, warn_once
 from pallas_kernels.operands import check_quantized, check_tiling
 from pallas_kernels.quantization.qtensor import QTensor
-from pallas_kernels.quantization.quantize import quantize_rows
+from pallas_kernels.quantization.quantize import VALUES_OF_8_BITS, name_of, quantize_rows
 from pallas_kernels.tiling.tuned import tuned_tiling
 
 
@@ -55,10 +55,11 @@ def quantized_grouped_matmul(
             values: packed ones that are an argument of a compiled program are converted
             whenever it runs, and a warning says so; others once (`QTensor.native`).
         w_gate: of a gated linear unit; quantized as w is.
-        quantize_rows_to: `int8` quantizes the rows as well, with a scale each
-            (`quantize_rows`). A TPU multiplies int8 by int8 (int4 weights become int8) and adds
-            up in int32. Other back ends multiply the rows that the integers stand for, Hopper
-            rounded to the dtype of x.
+        quantize_rows_to: `int8` or, of float8 weights, `float8_e4m3fn` quantizes the rows as
+            well, with a scale each (`quantize_rows`). A TPU multiplies int8 by int8 (int4
+            weights become int8) and adds up in int32, and float8 by float8 in float32. Other
+            back ends multiply the rows that the values stand for, Hopper rounded to the dtype
+            of x.
         bias_EF, activation, gate_R, group_sizes_E, group_offset, preferred_element_type,
             implementation, tiling, interpret: as of `grouped_matmul`. (A QTensor is
             output-major, so there is no `transpose_w`.)
@@ -71,11 +72,8 @@ def quantized_grouped_matmul(
         preferred_element_type=preferred_element_type, bias_EF=bias_EF, activation=activation,
         gate_R=gate_R,
     )  # fmt: skip
-    if quantize_rows_to not in (None, "int8", jnp.int8):
-        raise ValueError(
-            f"quantize_rows_to={quantize_rows_to!r}; expected 'int8': use that, or None for "
-            "rows in their own dtype"
-        )
+    if quantize_rows_to is not None:
+        quantize_rows_to = _checked_row_dtype(quantize_rows_to, w)
     R, (E, D, F) = x_RD.shape[0], w.shape
     module = choose(
         "quantized_grouped_matmul",
@@ -84,7 +82,8 @@ def quantized_grouped_matmul(
         interpret=interpret,
     )
     check_tiling(tiling, module)
-    if tiling is None and not interpret and w_gate is None and quantize_rows_to is None:
+    is_tuned = w_gate is None and quantize_rows_to is None and not w.is_float8
+    if tiling is None and not interpret and is_tuned:
         tiling = tuned_tiling(module, x_RD.dtype, w.bits, w.group_size, R, D, F, E)
     w, w_gate = (each and _weights_of(module, each) for each in (w, w_gate))
     options = (("activation", activation), ("tiling", tiling))
@@ -94,7 +93,7 @@ def quantized_grouped_matmul(
     def multiply(x_RD, gate_R, group_sizes_E):
         scale_R = None
         if quantize_rows_to is not None:
-            x_RD, scale_R = _quantized_rows(module, x_RD)
+            x_RD, scale_R = _quantized_rows(module, x_RD, quantize_rows_to)
         return _without_gradient(
             module, options, x_RD, scale_R, w, w_gate, group_sizes_E, bias_EF, gate_R
         )
@@ -119,9 +118,20 @@ def _weights_of(module: ModuleType, w: QTensor) -> QTensor:
     return getattr(w, form)()
 
 
-def _quantized_rows(module: ModuleType, x_RD):
+def _checked_row_dtype(quantize_rows_to, w: QTensor) -> str:
+    """Its name; raises ValueError where rows are not quantized to it beside these weights."""
+    name, expected = name_of(quantize_rows_to), VALUES_OF_8_BITS[w.is_float8]
+    if name != expected:
+        raise ValueError(
+            f"quantize_rows_to={quantize_rows_to!r} with weights of {w.values.dtype}; expected "
+            f"{expected!r}: use that, or None for rows in their own dtype"
+        )
+    return name
+
+
+def _quantized_rows(module: ModuleType, x_RD, dtype: str):
     """The rows as a module multiplies quantized ones, and their scales where it has them."""
-    values_RD, scale_R = quantize_rows(x_RD)
+    values_RD, scale_R = quantize_rows(x_RD, dtype)
     if module.__name__.endswith(".tpu"):
         return values_RD, scale_R
     dtype = jnp.float32 if module.__name__.endswith(f".{REFERENCE}") else x_RD.dtype

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped product with int8 or int4 weights on Hopper GPUs, dequantized inside the kernel.
+"""Grouped product with int8, int4 or float8 weights on Hopper, dequantized inside the kernel.
 
 Kim et al. 2022, Who Says Elephants Can't Run (arXiv:2211.10017), section 3.3: weights stay
 integers up to the registers. There they are converted (`prmt`, `lop3` and one subtraction, the
@@ -31,6 +31,7 @@ from pallas_kernels.grouped_matmul import gpu as plain
 from pallas_kernels.grouped_matmul.gpu_schedule import schedule
 from pallas_kernels.grouped_matmul.gpu_swap_ab import Weights, swap_ab
 from pallas_kernels.mosaic_gpu import Mosaic, padded
+from pallas_kernels.quantization.qtensor import FLOAT8
 from pallas_kernels.tiling.gpu import (
     Tiling,
     candidates_around,
@@ -172,11 +173,14 @@ def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, w_gate=None, bias_EF
 
 
 def _converted(q_MK, dtype):
-    """Integers as `dtype`, exactly; int4 to float16 by way of bfloat16.
+    """Values as `dtype`, exactly; int4 to float16 by way of bfloat16, float8 of float16.
 
     JAX has magic numbers (Kim et al. 2022, section 3.4.3) for bfloat16, and converts to float16
-    one by one.
+    one by one. Hopper has an instruction for two float8 to float16.
     """
+    if q_MK.dtype == FLOAT8:
+        q_MK = q_MK.astype(jnp.float16)
+        return q_MK if dtype == jnp.float16 else q_MK.astype(jnp.float32).astype(dtype)
     if (q_MK.dtype, dtype) == (jnp.int4, jnp.float16):
         q_MK = q_MK.astype(jnp.bfloat16).astype(jnp.float32)
     return q_MK.astype(dtype)

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped product with int8 or int4 weights on NVIDIA GPUs before and after Hopper.
+"""Grouped product with int8, int4 or float8 weights on NVIDIA GPUs before and after Hopper.
 
 Kim et al. 2022, Who Says Elephants Can't Run (arXiv:2211.10017), section 3.3: weights cross
 memory as they are stored, and become floating point in registers, those of experts with rows
 alone. Triton knows no int4: weights of 4 bits are read packed, and multiplied as two halves,
-the channels of even and of odd numbers, so that nibbles are not interleaved.
+the channels of even and of odd numbers, so that nibbles are not interleaved. It converts no
+float8 below compute capability 8.9: its bits are moved to where float16 has them.
 Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale; T rows of a tile,
 K one step of D, H half of it, N features of a tile
 """
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.epilogue import check_activation
 from pallas_kernels.grouped_matmul import triton as plain
 from pallas_kernels.grouped_matmul.triton import Place, dot, iota, multiply_rows
+from pallas_kernels.quantization.qtensor import FLOAT8
 from pallas_kernels.tiling import triton as tilings
 from pallas_kernels.tiling.triton import SMALLEST, Tiling
 
@@ -64,12 +67,14 @@ def forward(x_RD, values, scales_EFG, group_sizes_E, *, w_gate=None, bias_EF=Non
         ValueError: `refusal` has a reason, the activation is unknown, or the tiling cannot be.
     """
     (R, D), (E, F, last), G = x_RD.shape, values.shape, scales_EFG.shape[2]
-    bits = 8 if values.dtype == jnp.int8 else 4
+    bits, is_float8 = 4 if values.dtype == jnp.uint8 else 8, values.dtype == FLOAT8
     group_size = D // G
     if reason := refusal(x_RD.dtype, bits, R, D, F, E, None if G == 1 else group_size):
         raise ValueError(reason)
     check_activation(activation)
     matrices = [(values, scales_EFG), *([] if w_gate is None else [w_gate])]
+    if is_float8:
+        matrices = [(jax.lax.bitcast_convert_type(q, jnp.int8), scale) for q, scale in matrices]
     if tiling is None:
         fitting = candidates(R, D, F, E, bits, x_RD.dtype, group_size)
         tiling = (fitting or [Tiling(SMALLEST, 64, 2 * SMALLEST)])[0]
@@ -82,7 +87,8 @@ def forward(x_RD, values, scales_EFG, group_sizes_E, *, w_gate=None, bias_EF=Non
     def product(at: Place, first, K: int, x_ref, values_ref, scales_ref):
         if bits == 8:
             depth_K = first + iota(K)
-            parts = [(depth_K, at.matrix_of(values_ref, (at.feature_N, F), (depth_K, D)))]
+            q_NK = at.matrix_of(values_ref, (at.feature_N, F), (depth_K, D))
+            parts = [(depth_K, _float8_to_float16(q_NK) if is_float8 else q_NK)]
         else:
             half_H = first // 2 + iota(K // 2)
             pairs_NH = at.matrix_of(values_ref, (at.feature_N, F), (half_H, last))
@@ -102,6 +108,17 @@ def forward(x_RD, values, scales_EFG, group_sizes_E, *, w_gate=None, bias_EF=Non
     [y_RF] = multiply_rows(
         x_RD, matrices, group_sizes_E, F, product, finish=finish, tiling=tiling,
         bias_EF=bias_EF, activation=activation, gate_R=gate_R, out_dtype=out_dtype,
-        interpret=interpret, name=f"grouped_matmul_int{bits}",
+        interpret=interpret, name=f"grouped_matmul_{'float' if is_float8 else 'int'}{bits}",
     )  # fmt: skip
     return y_RF
+
+
+def _float8_to_float16(bits_NK):
+    """float8_e4m3fn, given as int8, as float16: exact, for the values of a `QTensor`.
+
+    Both have the exponent before the mantissa; 2^8 is what lies between their biases of 7 and
+    15. Subnormal numbers become subnormal ones, and then normal.
+    """
+    bits_NK = bits_NK.astype(jnp.int16)
+    bits_NK = (bits_NK & -(2**15)) | ((bits_NK & 127) << 7)
+    return jax.lax.bitcast_convert_type(bits_NK, jnp.float16) * 256

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.grouped_matmul.tile_schedule import num_blocks
+from pallas_kernels.quantization.qtensor import FLOAT8
 from pallas_kernels.tpu_chip import MIB, Chip, current_chip
 
 # From schedules: control of the pipeline, and the rows whose products take as long as their
@@ -30,6 +31,10 @@ PUSH_ROWS_QUANTIZED = {4: 430, 5: 60, 6: 120, 7: 140}
 # A v4 multiplies no int8, a tpu7x converts it. Where it is multiplied, products and
 # pushes take half of the time of bfloat16.
 INT8_GENERATIONS = (5, 6)
+# The matrix unit reads float8 by itself, from v5 on: into the unit it takes what these
+# bfloat16 rows take. A tpu7x alone multiplies it by float8 in half of the time.
+PUSH_ROWS_FLOAT8 = {4: 880, 5: 40, 6: 125, 7: 65}
+FLOAT8_GENERATIONS = (7,)
 # Of the shorter of products and pushes, what is not hidden.
 EXPOSED = 0.25
 # A weight gradient's sum is loaded and stored once a step, half of it while the unit is busy.
@@ -120,6 +125,11 @@ def multiplies_int8(chip: Chip) -> bool:
     return chip.generation in INT8_GENERATIONS
 
 
+def reads_float8(chip: Chip) -> bool:
+    """Whether the chip's matrix unit takes float8_e4m3fn as it is."""
+    return chip.generation >= 5
+
+
 def row_unit_of(x_dtype) -> int:
     """What pieces of a block's rows begin at a multiple of: rows of a tile of memory."""
     return PIECE_STEP if jnp.dtype(x_dtype).itemsize == 1 else ROW_UNIT
@@ -138,6 +148,7 @@ class Problem:
         num_matrices: 2 in a gated linear unit, whose tiles of rows meet both.
         num_results: 1, and the arrays of a residual.
         y_bytes: of an element of the result; None as x_bytes.
+        is_float8: whether weights of 8 bits are floating point, and rows of 8 bits.
     """
 
     R: int
@@ -151,11 +162,13 @@ class Problem:
     num_matrices: int = 1
     num_results: int = 1
     y_bytes: int | None = None
+    is_float8: bool = False
 
     @classmethod
     def of(cls, R, D, F, E, x_dtype, w_dtype, out_dtype=None, **fields) -> "Problem":
         x_bytes = jnp.dtype(x_dtype).itemsize
         fields["y_bytes"] = jnp.dtype(out_dtype or x_dtype).itemsize
+        fields["is_float8"] = w_dtype == FLOAT8
         return cls(R, D, F, E, x_bytes, jax.dtypes.itemsize_bits(w_dtype), **fields)
 
     @property
@@ -243,9 +256,10 @@ def estimated_seconds(problem: Problem, tiling: Tiling) -> float:
     num_R, num_D, num_F = (num_blocks(*pair) for pair in ((R, r), (D, d), (F, f)))
     tiles = num_R + min(E, R) - 1
     steps = tiles * num_D * (-(-num_F // tiling.cores) * tiling.cores)
-    # A float32 product is made of six bfloat16 ones; one of int8 is half of one.
-    is_int8 = problem.x_bytes == 1 and multiplies_int8(chip)
-    passes = 6 if problem.x_bytes == 4 else 0.5 if is_int8 else 1
+    # A float32 product is made of six bfloat16 ones; one of 8 bits is half of one.
+    by_generation = FLOAT8_GENERATIONS if problem.is_float8 else INT8_GENERATIONS
+    is_halved = problem.x_bytes == 1 and chip.generation in by_generation
+    passes = 6 if problem.x_bytes == 4 else 0.5 if is_halved else 1
     row_s = passes * 2 * d * f / chip.flops_per_s
     if problem.is_weight_gradient:
         steps_s = steps * (STEP_S + r * row_s + SUM_S * d * f)
@@ -254,10 +268,7 @@ def estimated_seconds(problem: Problem, tiling: Tiling) -> float:
         first = r * (d + f) * problem.x_bytes
     else:
         rows, pieces = multiplied_rows(problem, tiling)
-        push_rows = PUSH_ROWS_QUANTIZED
-        if problem.w_bits >= 16 or is_int8:
-            push_rows = PUSH_ROWS
-        push_rows = pieces * push_rows[chip.generation]
+        push_rows = pieces * _push_rows(problem, chip, passes)
         rows = max(rows, push_rows) + EXPOSED * min(rows, push_rows)
         steps_s = steps * STEP_S + steps / tiles * rows * row_s * problem.num_matrices
         # An uncut matrix block stays for all its rows, and rows for all their experts.
@@ -269,6 +280,14 @@ def estimated_seconds(problem: Problem, tiling: Tiling) -> float:
         first += r * d * problem.x_bytes
     # Nothing is multiplied while the first blocks arrive.
     return max(steps_s, traffic / chip.bytes_per_s) / tiling.cores + (first / chip.bytes_per_s)
+
+
+def _push_rows(problem: Problem, chip: Chip, passes: float) -> float:
+    """Rows whose products take as long as their matrix takes to get into the matrix unit."""
+    if problem.is_float8 and problem.x_bytes < 4:  # beside float32 it is converted
+        return PUSH_ROWS_FLOAT8[chip.generation] / passes
+    is_as_it_is = problem.w_bits >= 16 or passes < 1
+    return (PUSH_ROWS if is_as_it_is else PUSH_ROWS_QUANTIZED)[chip.generation]
 
 
 def multiplied_rows(problem: Problem, tiling: Tiling) -> tuple[float, float]:

@@ -10,10 +10,14 @@ from switchx.cli import arguments as shared
 from switchx.manifest import git_commit, require_free
 
 DESCRIPTION = """\
-Writes a model whose experts' matrices are int8 or int4, one scale for each output feature of
-each expert, and everything else as it was or in another dtype:
+Writes a model whose experts' matrices are int8, int4 or float8_e4m3fn, one scale for each
+output feature of each expert, and everything else as it was or in another dtype:
 
   switchx quantize --model_dir=runs/tiny --output=runs/tiny_int4 --bits=4 --rest=bfloat16
+  switchx quantize --model_dir=runs/tiny --output=runs/tiny_fp8 --bits=8 --dtype=float8_e4m3fn
+
+Normal weights are off by 0.9% in int8 and by 2.7% in float8; of weights with outliers float8
+can be the better one, and a tpu7x multiplies it faster (docs/kernels.md).
 
 The folder holds the weights (safetensors), the vocabulary, and artifact.json: what the model
 is, where it comes from, and a SHA-256 of every file, which loading compares. `switchx
@@ -27,11 +31,16 @@ METHODS = ("absmax", "ft", "mse")
 
 def add_command(commands) -> None:
     parser = shared.add_command(
-        commands, "quantize", run, "make a model's experts int8 or int4", DESCRIPTION
+        commands, "quantize", run, "make a model's experts int8, int4 or float8", DESCRIPTION
     )
     shared.add_model_dir(parser, "run folder of `switchx train`; nothing is written there")
     shared.add_output(parser, "folder to write; nothing may be there", "DIR", required=True)
     parser.add_argument("--bits", type=int, choices=(4, 8), required=True, help="of a weight")
+    parser.add_argument(
+        "--dtype",
+        choices=("int8", "int4", "float8_e4m3fn"),
+        help="of a weight; default: int8 or int4, by --bits",
+    )
     parser.add_argument(
         "--method",
         choices=METHODS,
@@ -73,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         bits=arguments.bits,
         method=arguments.method,
         group_size=arguments.group_size,
+        dtype=arguments.dtype,
         rest=arguments.rest,
     )
     about = _provenance(arguments, model)
@@ -103,6 +113,7 @@ def _provenance(arguments: argparse.Namespace, model) -> dict[str, Any]:
         "source_fingerprint": model.fingerprint,
         "step": model.step,
         "bits": arguments.bits,
+        "dtype": arguments.dtype or f"int{arguments.bits}",
         "method": method,
         "group_size": arguments.group_size,
         "rest": arguments.rest,

@@ -10,7 +10,9 @@ renamed, so an artifact is there whole or not at all. The format holds nothing t
 """
 
 import dataclasses
+import functools
 import json
+import math
 import os
 import pathlib
 from collections.abc import Callable
@@ -20,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_leaves_with_path
 from safetensors import SafetensorError, safe_open
-from safetensors.flax import load_file, save_file
+from safetensors.flax import save_file
 
 from pallas_kernels import QTensor
 from switchx.inference import expert_source
@@ -114,7 +116,7 @@ def read_artifact(folder: str | os.PathLike) -> Artifact:
         ValueError: a file is missing, cut short or changed, or the artifact is of another
             version; names the file.
     """
-    return _read(folder, load_file)
+    return _read(folder, functools.partial(_arrays, are_experts_read=True))
 
 
 def open_artifact(folder: str | os.PathLike) -> Artifact:
@@ -123,7 +125,7 @@ def open_artifact(folder: str | os.PathLike) -> Artifact:
     Raises:
         ValueError: as `read_artifact`.
     """
-    return _read(folder, _arrays_without_experts)
+    return _read(folder, functools.partial(_arrays, are_experts_read=False))
 
 
 def _read(folder: str | os.PathLike, load: Callable[[pathlib.Path], dict]) -> Artifact:
@@ -210,17 +212,20 @@ def _params(path: pathlib.Path, config: ModelConfig, quantized: dict, arrays: di
     return params
 
 
-# Of safetensors; bfloat16 is a dtype of NumPy's once JAX is imported.
+# Of safetensors; all are dtypes of NumPy's once JAX is imported.
 _DTYPES = {
     "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8",
+    "F8_E4M3": "float8_e4m3fn",
 }  # fmt: skip
 
 
-def _arrays_without_experts(path: pathlib.Path) -> dict:
-    """All arrays of a file of safetensors by name, those of experts as `FileArray`s.
+def _arrays(path: pathlib.Path, are_experts_read: bool) -> dict:
+    """All arrays of a file of safetensors by name, those of experts that are not read as
+    `FileArray`s.
 
-    The file begins with the length of a header, 8 bytes, little-endian, and the header: JSON of
-    dtype, shape and place behind the header of each array.
+    safetensors 0.8 reads no float8 itself. The file begins with the length of a header, 8
+    bytes, little-endian, and the header: JSON of dtype, shape and place behind the header of
+    each array.
     """
     with safe_open(path, "np"):  # which checks the header: its size, and every place in it
         pass
@@ -234,7 +239,10 @@ def _arrays_without_experts(path: pathlib.Path) -> dict:
         if each["dtype"] not in _DTYPES:
             raise SafetensorError(f"{name} is of {each['dtype']}, no dtype of switchx")
         dtype, offset = np.dtype(_DTYPES[each["dtype"]]), 8 + length + each["data_offsets"][0]
-        array = expert_source.FileArray(path, offset, tuple(each["shape"]), dtype)
-        is_expert = expert_source.EXPERTS in name
-        found[name] = array if is_expert else jnp.array(array[:])
+        shape = tuple(each["shape"])
+        if expert_source.EXPERTS in name and not are_experts_read:
+            found[name] = expert_source.FileArray(path, offset, shape, dtype)
+        else:
+            array = np.fromfile(path, dtype, math.prod(shape), offset=offset)
+            found[name] = jnp.array(array.reshape(shape))
     return found

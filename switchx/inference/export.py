@@ -35,7 +35,7 @@ from switchx.inference.expert_slots import slotted
 from switchx.inference.expert_source import EXPERTS
 from switchx.inference.generate import check_tokens, for_decoding, positions_needed
 from switchx.inference.model_mesh import ModelMesh
-from switchx.inference.quantize import native, packed
+from switchx.inference.quantize import in_bytes, native
 from switchx.inference.ring_decode import check_ring
 from switchx.inference.ring_program import Bank, run_with_ring
 from switchx.inference.rows import Rows, RowSettings
@@ -168,7 +168,7 @@ def export_model(
     }
 
     with new_folder(folder) as partial:
-        save_file(tree.named_leaves(packed(params)), partial / run_exported.WEIGHTS)
+        save_file(tree.named_leaves(in_bytes(params)), partial / run_exported.WEIGHTS)
         for file, program in files.items():
             (partial / file).write_bytes(program.serialize())
         (partial / "run.py").write_bytes(pathlib.Path(run_exported.__file__).read_bytes())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forms of experts' matrices in use: int8 or int4, and on a CPU an array an expert.
+"""Forms of experts' matrices in use: int8, int4 or float8, and on a CPU an array an expert.
 
 Kim et al. 2022 (arXiv:2211.10017), section 3.4: experts hold most of the weights and are what
 a step of decoding reads; everything else stays as it is, or takes another dtype.
@@ -61,12 +61,13 @@ def quantize_experts(
     bits: int,
     method: str | None = None,
     group_size: int | None = None,
+    dtype: str | None = None,
     rest: str | None = None,
 ) -> tuple[ModelConfig, dict, list[QuantizedMatrix], ModelBytes]:
     """A model whose experts' matrices are `QTensor`s, layers unrolled.
 
     Args:
-        bits, method, group_size: see `pallas_kernels.quantize`.
+        bits, method, group_size, dtype: see `pallas_kernels.quantize`.
         rest: dtype of all other parameters, such as `bfloat16`; routers stay as they are.
             None leaves all as they are.
 
@@ -91,7 +92,7 @@ def quantize_experts(
         if EXPERTS not in name:
             keep = rest is None or "router" in name
             return leaf if keep else jnp.asarray(leaf).astype(rest)
-        quantized = quantize(leaf, bits, method, group_size)
+        quantized = quantize(leaf, bits, method, group_size, dtype)
         error_E = np.asarray(quantization_error(leaf, quantized))
         whole = np.sqrt(np.mean(error_E**2))
         errors.append(QuantizedMatrix(name, float(whole), float(error_E.max())))
@@ -113,6 +114,14 @@ def is_quantized(leaf) -> bool:
 def packed(params: dict) -> dict:
     """Parameters whose 4-bit matrices are as files hold them, two values in a byte."""
     return native(params, "cpu")
+
+
+def in_bytes(params: dict) -> dict:
+    """`packed`, and float8 as its bits, uint8: for readers whose NumPy has no float8."""
+    bits = {jnp.dtype(jnp.float8_e4m3fn): jnp.uint8}
+    return jax.tree.map(
+        lambda leaf: leaf.view(bits.get(leaf.dtype, leaf.dtype)), packed(params)
+    )
 
 
 def native(params: dict, platform: str | None = None) -> dict:

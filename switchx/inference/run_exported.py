@@ -34,8 +34,8 @@ FORMAT_VERSION = 3
 MANIFEST = "export.json"
 WEIGHTS = "weights.safetensors"
 HOST = "pinned_host"  # a kind of memory, as JAX names it
-# Of integers of a byte or less.
-_BITS = {"int4": 4, "int8": 8, "uint8": 8}
+# Of values of a byte or less.
+_BITS = {"int4": 4, "int8": 8, "uint8": 8, "float8_e4m3fn": 8}
 LANES = 128  # columns of a tile of a TPU's memory
 
 
@@ -226,9 +226,9 @@ class ExportedModel:
                     array = np.stack([host_form(layer, dtype) for layer in layers])
                 else:
                     array = jnp.array(file.get_tensor(name))
-                    if described["dtype"] == "int4":  # stored two in a byte
-                        nibbles = jax.lax.bitcast_convert_type(array, jnp.int4)
-                        array = nibbles.reshape(described["shape"])
+                    if (dtype := described["dtype"]) in ("int4", "float8_e4m3fn"):  # in bytes
+                        array = jax.lax.bitcast_convert_type(array, dtype)
+                        array = array.reshape(described["shape"])
                 weights[name] = jax.device_put(array, self._sharding(described))
         return weights
 

@@ -47,6 +47,19 @@ def test_quantized_report_is_that_of_the_folder(folder, tmp_path, capsys):
     assert after.config.precision.params == "bfloat16"
 
 
+def test_float8_experts_generate(folder, tmp_path, capsys):
+    output = tmp_path / "float8"
+    options = ["--bits=8", "--dtype=float8_e4m3fn", "--json"]
+    assert main(["quantize", f"--model_dir={folder}", f"--output={output}", *options]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["about"]["dtype"], report["about"]["method"]) == ("float8_e4m3fn", "absmax")
+    assert all(0.01 < each["error"] < 0.03 for each in report["matrices"])
+    before, after = switchx.load(folder), switchx.load(output)
+    [score], [expected] = (each.score([[3, 4]], [[4, 3, 1]]) for each in (after, before))
+    assert score.log_likelihood == pytest.approx(expected.log_likelihood, rel=0.1)
+    assert score.log_likelihood != expected.log_likelihood
+
+
 def test_tables_for_a_person(folder, tmp_path, capsys):
     output = tmp_path / "int8"
     words = ["quantize", f"--model_dir={folder}", f"--output={output}", "--bits=8"]
@@ -66,6 +79,7 @@ def test_tables_for_a_person(folder, tmp_path, capsys):
         (["--bits=8", "--output="], "--output: it is empty"),
         (["--bits=3", "--output=x"], "invalid choice: 3 (choose from 4, 8)"),
         (["--bits=8", "--output=x", "--group_size=5"], "group_size=5 does not divide D="),
+        (["--bits=4", "--output=x", "--dtype=float8_e4m3fn"], "with bits=4; use int4"),
         (["--bits=8", "--output=x", "--step=7"], "no complete checkpoint of step 7"),
     ],
 )

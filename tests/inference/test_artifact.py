@@ -8,6 +8,7 @@ import shutil
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 
@@ -55,6 +56,30 @@ def test_everything_comes_back(quantized, written):
         np.testing.assert_array_equal(leaf, leaves[name], err_msg=name)
     dtypes = {str(leaf.dtype) for leaf in leaves.values()}
     assert dtypes == {"uint8", "bfloat16", "float32"}
+
+
+def test_float8_comes_back_whole_and_with_experts_in_the_file(tmp_path):
+    config, params, _, _ = quantize_experts(
+        ENCODER_DECODER, make_params(ENCODER_DECODER), bits=8, dtype="float8_e4m3fn"
+    )
+    artifact.write_artifact(tmp_path / "float8", config, params, ABOUT)
+    leaves = tree.named_leaves(params)
+    assert {str(leaf.dtype) for leaf in leaves.values()} == {"float8_e4m3fn", "float32"}
+    for read in (artifact.read_artifact, artifact.open_artifact):
+        for name, leaf in tree.named_leaves(read(tmp_path / "float8").params).items():
+            got = np.asarray(leaf[:] if leaf.ndim else leaf)
+            assert got.dtype == leaves[name].dtype
+            np.testing.assert_array_equal(got.view(np.uint8), leaves[name].view(np.uint8))
+    # As another program sees it.
+    with safetensors.safe_open(tmp_path / "float8" / artifact.WEIGHTS, "np") as file:
+        values = file.get_slice("encoder/blocks/layer_1/ffn/experts/w_in_EDF/values")
+        assert values.get_dtype() == "F8_E4M3"
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "orbax", params)
+    with ocp.StandardCheckpointer() as checkpointer:
+        got = checkpointer.restore(tmp_path / "orbax", jax.eval_shape(lambda: params))
+    for name, leaf in tree.named_leaves(got).items():
+        np.testing.assert_array_equal(leaf.view(np.uint8), leaves[name].view(np.uint8))
 
 
 def test_any_reader_of_safetensors_and_sha256_can_check_it(quantized, written):

@@ -99,11 +99,12 @@ def rewrite(folder, change) -> None:
         (4, 1, MESH),
         pytest.param(4, 1, None, marks=pytest.mark.slow),
         pytest.param(8, 3, MESH, marks=pytest.mark.slow),
+        pytest.param("float8_e4m3fn", 1, None, marks=pytest.mark.slow),
     ],
     ids=lambda value: "mesh" if value is MESH else str(value),
 )
 def test_its_tokens_are_switchxs_own_without_switchx(tmp_path, bits, beam_size, mesh):
-    model = trained(bits)
+    model = trained(8, dtype=bits) if bits == "float8_e4m3fn" else trained(bits)
     export(tmp_path / "a", model, ("cpu",), mesh=mesh, beam_size=beam_size)
     result = run(tmp_path / "a", tmp_path, devices=8 if mesh else 1)
     assert result.returncode == 0, result.stderr

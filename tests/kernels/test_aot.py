@@ -24,6 +24,8 @@ from pallas_kernels.tiling.gpu import SHARED_BYTES, Tiling
         ({"direction": "sideways"}, "is not one of forward"),
         ({"bits": 4}, "others None"),
         ({"op": "quantized_grouped_matmul"}, "4 or 8 bits"),
+        ({"op": "quantized_grouped_matmul", "bits": 4, "is_float8": True}, "have bits=8"),
+        ({"dtype": "float8_e4m3fn"}, "use op='quantized_grouped_matmul'"),
         (
             {"op": "quantized_grouped_matmul", "bits": 8, "direction": "weight_gradient"},
             "have no gradient",
@@ -117,10 +119,11 @@ def test_sizes_of_tpus_that_do_not_divide_compile(needs_libtpu):
         Case("quantized_grouped_matmul", **sizes, bits=4, epilogue=True),
         Case("quantized_grouped_matmul", **sizes | {"tiling": None}, bits=8),
         Case("grouped_matmul", 3, 50, 70, 4, dtype="float32"),
+        Case("quantized_grouped_matmul", **sizes, bits=8, is_float8=True, epilogue=True),
     ]
     assert [result["error"] for result in tpu_compiler.COMPILER.compile("v5e", cases)] == [
         None
-    ] * 5
+    ] * 6
 
 
 # The first product of a layer with many rows, as inference and as training compile it.
@@ -234,6 +237,19 @@ def test_temporaries_of_gpus_hold_no_dequantized_weights(needs_cuda):
             assert measured_on_h200()[name]["temp_bytes"] < one_expert / 2, name
 
 
+FLOAT8 = Case("quantized_grouped_matmul", 256, 1024, 4096, 32, bits=8, is_float8=True)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_float8_takes_fewer_instructions_than_int8_on_gpus(needs_cuda, dtype):
+    float8 = dataclasses.replace(FLOAT8, dtype=dtype)
+    cases = [float8, dataclasses.replace(float8, is_float8=False)]
+    found, of_int8 = gpu_compiler.COMPILER.compile("h200", cases)
+    assert (found["error"], found["spill_bytes"], found["temp_bytes"]) == (None, 0, 2816)
+    assert found["loop_instructions"] < of_int8["loop_instructions"]
+
+
 @pytest.mark.aot
 def test_an_a100_has_one_kernel_for_each_product_and_no_temporaries(needs_cuda):
     cases = [
@@ -241,7 +257,7 @@ def test_an_a100_has_one_kernel_for_each_product_and_no_temporaries(needs_cuda):
         for name, case in gpu_compiler.budget_cases().items()
         if " 1024x4096 " in name and "one row" not in name
     ]
-    cases += [*EPILOGUES, dataclasses.replace(MANY, dtype="float32")]
+    cases += [*EPILOGUES, dataclasses.replace(MANY, dtype="float32"), FLOAT8]
     for case, row in zip(cases, gpu_compiler.COMPILER.compile("a100", cases), strict=True):
         # `jax.lax.ragged_dot` has the rows once for every expert there.
         assert (row["error"], row["kernels"], row["temp_bytes"]) == (None, 1, 0), case

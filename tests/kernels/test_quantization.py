@@ -6,6 +6,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -212,7 +213,7 @@ def test_a_pytree_keeps_its_static_fields():
     [
         ({"layout_version": 2}, "layout version 2; this code reads version 1: quantize"),
         ({"bits": 3}, "bits=3; expected 8 or 4"),
-        ({"bits": 8}, "bits=8 has values of uint8; expected int8"),
+        ({"bits": 8}, "bits=8 has values of uint8; expected int8 or float8_e4m3fn"),
         ({"scales_EFG": jnp.ones((2, 3))}, r"expected \[E, F, D\]"),
         ({"scales_EFG": jnp.ones((2, 3, 2))}, r"expected scales \(2, 3, 1\)"),
         ({"group_size": 2}, r"expected scales \(2, 3, 3\)"),
@@ -260,3 +261,89 @@ def test_the_papers_example_and_layouts():
     assert hex(int(bias_int8(jnp.array([[-128, -127, -126, -125]]))[0])) == "0x3020100"
     registers = bias_int4(jnp.arange(8)[None] - 8)
     assert hex(int(registers[0])) == "0x75316420"
+
+
+def codes_of(values) -> np.ndarray:
+    return np.asarray(values).view(np.uint8)
+
+
+# Of float8_e4m3fn: NaN, and a negative zero.
+NOT_STORED = (0x7F, 0xFF, 0x80)
+
+
+@pytest.mark.parametrize("group_size", [None, 8])
+def test_float8_against_a_loop_over_channels(group_size):
+    w_EDF = weights()
+    w_EDF[0, :6, 0] = (0, -1e-9, 3e-6, -3e-6, 1e-4, -2e-4)  # zeros and subnormal values
+    q = quantize(w_EDF, 8, group_size=group_size, dtype="float8_e4m3fn")
+    q.check()
+    values_EFD = np.asarray(q.values).astype(np.float32)
+    C = group_size or 24
+    for e, f, g in np.ndindex(2, 5, 24 // C):
+        w_C = w_EDF[e, g * C : (g + 1) * C, f]
+        scale = np.abs(w_C).max() / np.float32(448)
+        expected_C = (w_C / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        np.testing.assert_array_equal(values_EFD[e, f, g * C : (g + 1) * C], expected_C)
+        assert np.asarray(q.scales_EFG)[e, f, g] == pytest.approx(scale, rel=1e-6)
+    assert not np.isin(codes_of(q.values), NOT_STORED).any()
+    if group_size is None:
+        assert 0 < np.abs(values_EFD[0, 0, 3]) < 2**-6
+    scales_EGF = np.swapaxes(np.repeat(q.scales_EFG, C, axis=2), 1, 2)
+    expected_EDF = np.swapaxes(values_EFD, 1, 2) * scales_EGF
+    np.testing.assert_allclose(np.asarray(dequantize(q)), expected_EDF, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-45, 1e-37, 1e-30, 1, 1e30, 3e38])
+def test_float8_neither_overflows_nor_has_nan(scale):
+    w_EDF = np.clip(weights() / 4, -1, 1)
+    w_EDF[0, :, 1] *= np.float32(scale)
+    q = quantize(w_EDF, 8, dtype=jnp.float8_e4m3fn)
+    assert not np.isin(codes_of(q.values), NOT_STORED).any()
+    largest_EF = np.abs(np.asarray(q.values).astype(np.float32)).max(axis=2)
+    assert largest_EF[0, 1] == (448 if scale > 1e-35 else 0)
+    assert (np.delete(largest_EF.ravel(), 1) == 448).all()
+    assert np.all(np.isfinite(np.asarray(q.scales_EFG))) and np.all(np.asarray(q.scales_EFG))
+    error = np.abs(np.asarray(dequantize(q)) - w_EDF)
+    largest_EDF = np.abs(w_EDF).max(axis=1, keepdims=True)
+    assert np.all(error <= np.maximum(np.abs(w_EDF) / 16, largest_EDF / 458752) * 1.001 + 6e-36)
+
+
+@pytest.mark.parametrize(("D", "error"), [(768, 0.0265), (4096, 0.0265)])
+def test_error_of_normal_weights_in_float8(D, error):
+    w_EDF = weights(E=1, D=D, F=256)
+    q = quantize(w_EDF, 8, dtype="float8_e4m3fn")
+    assert float(quantization_error(w_EDF, q)[0]) == pytest.approx(error, rel=0.012)
+
+
+def test_traced_nan_is_in_the_scale():
+    w_EDF = weights()
+    w_EDF[1, 3, 2] = np.nan
+    q = jax.jit(lambda w_EDF: quantize(w_EDF, 8, dtype="float8_e4m3fn"))(w_EDF)
+    assert not np.isin(codes_of(q.values), NOT_STORED).any()
+    is_nan_EF = np.isnan(np.asarray(dequantize(q))).all(axis=1)
+    assert np.argwhere(is_nan_EF).tolist() == [[1, 2]]
+    with pytest.raises(ValueError, match="expert 1 are NaN"):
+        quantize(w_EDF, 8, dtype="float8_e4m3fn")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 4, "dtype": "float8_e4m3fn"}, "'float8_e4m3fn' with bits=4; use int4"),
+        ({"bits": 8, "dtype": "int4"}, "'int4' with bits=8; use int8 or float8_e4m3fn"),
+        ({"bits": 8, "dtype": "float7"}, "'float7' with bits=8; use int8 or float8_e4m3fn"),
+        ({"bits": 8, "dtype": "float8_e4m3fn", "method": "mse"}, "float8_e4m3fn; use 'absmax'"),
+    ],
+)
+def test_dtypes_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        quantize(np.ones((1, 4, 2), np.float32), **options)
+
+
+def test_float8_has_8_bits_and_no_zero_points():
+    q = quantize(weights(), 8, dtype="float8_e4m3fn")
+    assert q.packed() is q and q.native() is q and q.values_nbytes == q.values.nbytes
+    with pytest.raises(ValueError, match="float8_e4m3fn; expected uint8 or int4"):
+        dataclasses.replace(q, bits=4).check()
+    with pytest.raises(ValueError, match="float8_e4m3fn values and zero points"):
+        dataclasses.replace(q, zeros_EFG=jnp.zeros((2, 5, 1))).check()
