@@ -1,64 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Integers to float16 by bits instead of a conversion: the number 0x6400.
+"""Integers to 16-bit floating point by their bits, where a GPU's conversion is slow.
 
-Kim et al. 2022 (arXiv:2211.10017), sections 3.4.1 to 3.4.3. In float16 1024 is 0x6400, and
-between 1024 and 2048 neighbours differ by 1: 0x6400 | u is 1024 + u for 0 <= u < 1024. So
-weights are stored unsigned (8 bits: plus 128; 4 bits: plus 8), put below 0x64, and 1024 and
-the offset are subtracted: exact, for two numbers of a 32-bit register at a time. Hardware
-kernels do the same with their own instructions; this is what they are held to.
-Dims: N registers of 32 bits, K parts of a register
+Kim et al. 2022, Who Says Elephants Can't Run (arXiv:2211.10017), sections 3.4.1 to 3.4.3. In
+float16 1024 is 0x6400, and between 1024 and 2048 neighbours differ by 1: 0x6400 | u is 1024 + u
+for 0 <= u < 1024. bfloat16 has the same from 128, which is 0x4300, for 0 <= u < 128. A signed
+integer of n bits with its highest bit flipped is u = q + 2^(n-1), so `bits ^ (0x6400 |
+2^(n-1))` is 1024 + 2^(n-1) + q, and a subtraction of two numbers at once leaves q. All steps
+are exact.
+
+What is here is what compiled code was counted to gain from, in the kernels that call it
+(experiments/magic_numbers). Elsewhere kernels convert by `astype`: to bfloat16 Mosaic GPU has
+magic numbers of its own, and TPUs convert in fewer instructions.
 """
 
-import jax
 import jax.numpy as jnp
+from jax import lax
 
-ONE_THOUSAND_TWENTY_FOUR = 0x6400
-INT8_OFFSET, INT4_OFFSET = 128, 8
-
-# Element of the paper's 4-bit layout in each nibble, low to high: a shift by 4 i leaves
-# elements 2 i and 2 i + 1 in the low nibbles of the two halves of a register.
-INT4_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-
-
-def bias_int8(values_N4):
-    """uint32 `[N]`: four int8 plus 128 in each, the first in the lowest byte."""
-    biased_N4 = (values_N4.astype(jnp.int32) + INT8_OFFSET).astype(jnp.uint32)
-    return _joined(biased_N4, 8)
+# Of each type, the number from which on neighbours differ by 1, and its bits.
+_FIRST = {
+    jnp.dtype(jnp.float16): (1024, 0x6400),
+    jnp.dtype(jnp.bfloat16): (128, 0x4300),
+}
 
 
-def int8_to_float16(registers_N):
-    """float16 `[N, 4]`: the int8 that `bias_int8` took (section 3.4.2)."""
-    pairs = []
-    for i in (0, 2):
-        # The bytes i and i + 1, each in a half of a register: the `prmt` instruction.
-        low_N = (registers_N >> (8 * i)) & 0xFF
-        high_N = (registers_N >> (8 * (i + 1))) & 0xFF
-        pairs.append(_halves(low_N | (high_N << 16), INT8_OFFSET))
-    return jnp.concatenate(pairs, axis=-1)
+def int8_to_float16(q):
+    """float16 of int8 values."""
+    # Not by uint8: the compilers for GPUs then take each byte out of a register twice.
+    return _signed(q.astype(jnp.int16) & jnp.int16(0xFF), 8, jnp.float16)
 
 
-def bias_int4(values_N8):
-    """uint32 `[N]`: eight int4 plus 8 in each, in `INT4_ORDER` (section 3.4.3)."""
-    biased_N8 = (values_N8.astype(jnp.int32) + INT4_OFFSET).astype(jnp.uint32)
-    return _joined(biased_N8[:, jnp.array(INT4_ORDER)], 4)
+def nibbles_to_float(u, dtype):
+    """Floating point of integers of 4 bits, two's complement.
+
+    Args:
+        u: any integers of 16 bits, from 0 to 15, such as the low half of a byte.
+        dtype: float16 or bfloat16.
+    """
+    return _signed(u, 4, dtype)
 
 
-def int4_to_float16(registers_N):
-    """float16 `[N, 8]`: the int4 that `bias_int4` took (section 3.4.3)."""
-    pairs = [_halves((registers_N >> (4 * i)) & 0x000F000F, INT4_OFFSET) for i in range(4)]
-    return jnp.concatenate(pairs, axis=-1)
+def int4_to_float16(q):
+    """float16 of `jnp.int4` values, by way of bfloat16, to which Mosaic GPU converts them.
+
+    bfloat16 of 136 + q, 0x4308 + q, read as float16 is 2 + 2 (0x308 + q) / 1024, so 512 times
+    that is 1800 + q.
+    """
+    sum_as_float16 = lax.bitcast_convert_type(
+        q.astype(jnp.bfloat16) + jnp.bfloat16(136), jnp.float16
+    )
+    return sum_as_float16 * jnp.float16(512) - jnp.float16(1800)
 
 
-def _joined(parts_NK, bits: int):
-    registers_N = jnp.zeros(parts_NK.shape[0], jnp.uint32)
-    for i in range(parts_NK.shape[1]):
-        registers_N |= parts_NK[:, i] << (bits * i)
-    return registers_N
-
-
-def _halves(registers_N, offset: int):
-    """float16 `[N, 2]` of the two halves, each an unsigned integer below 1024."""
-    magic_N = registers_N | (ONE_THOUSAND_TWENTY_FOUR << 16 | ONE_THOUSAND_TWENTY_FOUR)
-    halves_N2 = jnp.stack([magic_N & 0xFFFF, magic_N >> 16], axis=-1).astype(jnp.uint16)
-    plus_1024_N2 = jax.lax.bitcast_convert_type(halves_N2, jnp.float16)
-    return plus_1024_N2 - jnp.float16(1024 + offset)
+def _signed(bits, width: int, dtype):
+    """The low `width` bits, two's complement, with zeros above them, as `dtype`."""
+    (first, first_bits), sign = _FIRST[jnp.dtype(dtype)], 1 << (width - 1)
+    magic = bits ^ jnp.asarray(first_bits | sign, bits.dtype)
+    return lax.bitcast_convert_type(magic, dtype) - jnp.asarray(first + sign, dtype)

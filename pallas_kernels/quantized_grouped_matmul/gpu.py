@@ -9,9 +9,8 @@ feature multiplies the float32 accumulator once, where a scale in the weights wo
 multiplication more for each of them. A scale for each group of D multiplies the sum of each
 step instead.
 
-bfloat16 rows have the fast conversion of both widths: 2.0 instructions of a step for each int4
-weight and 3.5 for each int8 one. float16 rows run too: int8 costs them the same, int4 4.1 by
-way of bfloat16 (5.5 where JAX converts it to float16, one by one).
+With bfloat16 rows a step has 2.0 instructions for each int4 weight and 3.5 for each int8 one,
+with float16 rows 3.0 and 3.3 (quantization/magic_numbers.py).
 
 Through shared memory (`Tiling.through_smem`), the converted weights are written there and
 read by wgmma from there: the same products in the same order, and what the interpreter runs,
@@ -31,6 +30,7 @@ from pallas_kernels.grouped_matmul import gpu as plain
 from pallas_kernels.grouped_matmul.gpu_schedule import schedule
 from pallas_kernels.grouped_matmul.gpu_swap_ab import Weights, swap_ab
 from pallas_kernels.mosaic_gpu import Mosaic, padded
+from pallas_kernels.quantization.magic_numbers import int4_to_float16, int8_to_float16
 from pallas_kernels.quantization.qtensor import FLOAT8
 from pallas_kernels.tiling.gpu import (
     Tiling,
@@ -173,17 +173,17 @@ def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, w_gate=None, bias_EF
 
 
 def _converted(q_MK, dtype):
-    """Values as `dtype`, exactly; int4 to float16 by way of bfloat16, float8 of float16.
+    """Values as `dtype`, exactly.
 
-    JAX has magic numbers (Kim et al. 2022, section 3.4.3) for bfloat16, and converts to float16
-    one by one. Hopper has an instruction for two float8 to float16.
+    To bfloat16 Mosaic has magic numbers of its own; to float16 it converts integers one by one.
+    Hopper has an instruction for two float8 to float16.
     """
     if q_MK.dtype == FLOAT8:
         q_MK = q_MK.astype(jnp.float16)
         return q_MK if dtype == jnp.float16 else q_MK.astype(jnp.float32).astype(dtype)
-    if (q_MK.dtype, dtype) == (jnp.int4, jnp.float16):
-        q_MK = q_MK.astype(jnp.bfloat16).astype(jnp.float32)
-    return q_MK.astype(dtype)
+    if dtype != jnp.float16:
+        return q_MK.astype(dtype)
+    return int8_to_float16(q_MK) if q_MK.dtype == jnp.int8 else int4_to_float16(q_MK)
 
 
 def _weights(dtype, bits: int, group_size: int | None, tiling: Tiling,

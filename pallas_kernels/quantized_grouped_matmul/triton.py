@@ -5,7 +5,9 @@ Kim et al. 2022, Who Says Elephants Can't Run (arXiv:2211.10017), section 3.3: w
 memory as they are stored, and become floating point in registers, those of experts with rows
 alone. Triton knows no int4: weights of 4 bits are read packed, and multiplied as two halves,
 the channels of even and of odd numbers, so that nibbles are not interleaved. It converts no
-float8 below compute capability 8.9: its bits are moved to where float16 has them.
+float8 below compute capability 8.9: its bits are moved to where float16 has them. Where their
+compiled code is shorter for it, integers are converted by the paper's magic numbers
+(quantization/magic_numbers.py).
 Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale; T rows of a tile,
 K one step of D, H half of it, N features of a tile
 """
@@ -16,6 +18,7 @@ import jax.numpy as jnp
 from pallas_kernels.epilogue import check_activation
 from pallas_kernels.grouped_matmul import triton as plain
 from pallas_kernels.grouped_matmul.triton import Place, dot, iota, multiply_rows
+from pallas_kernels.quantization.magic_numbers import int8_to_float16, nibbles_to_float
 from pallas_kernels.quantization.qtensor import FLOAT8
 from pallas_kernels.tiling import triton as tilings
 from pallas_kernels.tiling.triton import SMALLEST, Tiling
@@ -88,16 +91,13 @@ def forward(x_RD, values, scales_EFG, group_sizes_E, *, w_gate=None, bias_EF=Non
         if bits == 8:
             depth_K = first + iota(K)
             q_NK = at.matrix_of(values_ref, (at.feature_N, F), (depth_K, D))
-            parts = [(depth_K, _float8_to_float16(q_NK) if is_float8 else q_NK)]
+            parts = [(depth_K, _converted(q_NK, x_RD.dtype, is_float8))]
         else:
             half_H = first // 2 + iota(K // 2)
             pairs_NH = at.matrix_of(values_ref, (at.feature_N, F), (half_H, last))
-            pairs_NH = pairs_NH.astype(jnp.int32)
-            # A shift to the left and an arithmetic one to the right extend the sign.
-            parts = [(2 * half_H + i, (pairs_NH << (28 - 4 * i)) >> 28) for i in (0, 1)]
-        sum_TN = sum(
-            dot(at.rows_of(x_ref, depth), q.astype(x_RD.dtype), 1, 1) for depth, q in parts
-        )
+            halves = _halves(pairs_NH, x_RD.dtype)
+            parts = [(2 * half_H + i, w_NH) for i, w_NH in enumerate(halves)]
+        sum_TN = sum(dot(at.rows_of(x_ref, depth), w, 1, 1) for depth, w in parts)
         if G == 1:
             return sum_TN
         return sum_TN * at.of_features(scales_ref, first // group_size)
@@ -111,6 +111,29 @@ def forward(x_RD, values, scales_EFG, group_sizes_E, *, w_gate=None, bias_EF=Non
         interpret=interpret, name=f"grouped_matmul_{'float' if is_float8 else 'int'}{bits}",
     )  # fmt: skip
     return y_RF
+
+
+def _converted(q_NK, dtype, is_float8: bool):
+    """int8, or the bits of float8, as `dtype`.
+
+    int8 to float16 is by magic numbers, which spare a slow conversion of each.
+    """
+    if is_float8:
+        return _float8_to_float16(q_NK).astype(dtype)
+    return int8_to_float16(q_NK) if dtype == jnp.float16 else q_NK.astype(dtype)
+
+
+def _halves(pairs_NH, dtype):
+    """The low and the high nibbles of bytes as `dtype`; of 16 bits by magic numbers."""
+    if dtype == jnp.float32:
+        pairs_NH = pairs_NH.astype(jnp.int32)
+        # A shift to the left and an arithmetic one to the right extend the sign.
+        return [((pairs_NH << (28 - 4 * i)) >> 28).astype(dtype) for i in (0, 1)]
+    pairs_NH = pairs_NH.astype(jnp.uint16)
+    return [
+        nibbles_to_float(each, dtype)
+        for each in (pairs_NH & jnp.uint16(15), pairs_NH >> jnp.uint16(4))
+    ]
 
 
 def _float8_to_float16(bits_NK):

@@ -21,7 +21,7 @@ from pallas_kernels import (
     quantized_grouped_matmul,
 )
 from pallas_kernels.grouped_matmul.reference import Tiling
-from pallas_kernels.quantization.qtensor import QTensor
+from pallas_kernels.quantization.qtensor import QTensor, pack_int4
 from pallas_kernels.quantized_grouped_matmul import reference
 from pallas_kernels.tiling.tpu import Tiling as TPUTiling
 from pallas_kernels.tpu_chip import described_tpu
@@ -183,6 +183,30 @@ def test_half_precision_is_rounded_once(dtype):
         rtol=1.01 * float(jnp.finfo(dtype).eps) / 2,
         atol=1e-5,
     )
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [
+        ("gpu", jnp.float16),
+        ("triton", jnp.float16),
+        ("triton", jnp.bfloat16),
+        pytest.param("gpu", jnp.bfloat16, marks=pytest.mark.slow),
+        pytest.param("tpu", jnp.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_convert_every_weight_exactly(implementation, dtype, bits):
+    """Rows of the unit matrix take the integers out: as the reference has them, to the bit."""
+    D, F, most = 64, 64, 2 ** (bits - 1)
+    values_EFD = (np.arange(F * D) % (2 * most) - most).astype(np.int8).reshape(1, F, D)
+    q = QTensor(jnp.array(values_EFD if bits == 8 else pack_int4(values_EFD)),
+                jnp.ones((1, F, 1)), bits)  # fmt: skip
+    operands = jnp.eye(D, dtype=dtype), q, jnp.array([D])
+    got_RF = quantized_grouped_matmul(*operands, implementation=implementation, interpret=True)
+    want_RF = quantized_grouped_matmul(*operands, implementation="reference")
+    np.testing.assert_array_equal(np.asarray(got_RF), np.asarray(want_RF))
+    np.testing.assert_array_equal(np.asarray(got_RF), values_EFD[0].T.astype(dtype))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
