@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped matrix product with int8 or int4 weights on a TPU, dequantized in the kernel.
+"""Grouped matrix product with int8, int4 or float8 weights on a TPU, dequantized in the kernel.
 
 The weights cross memory as they are stored and become floating point on their way into the
 matrix unit, from native int4: v6e and later convert it in one instruction, and nibbles that
-are unpacked by hand take 1.2 to 1.6 times the instructions. The scale is multiplied to the
-float32 sums after the last channel, so it costs nothing per weight. (Kim et al. 2022, Who
-Says Elephants Can't Run, arXiv:2211.10017, sections 3.3 to 3.5.)
+are unpacked by hand take 1.2 to 1.6 times the instructions. The matrix unit of a v5 and later
+takes float8_e4m3fn as it is; see `QTensor` for the values that it must not have. The scale is
+multiplied to the float32 sums after the last channel, so it costs nothing per weight. (Kim et
+al. 2022, Who Says Elephants Can't Run, arXiv:2211.10017, sections 3.3 to 3.5.)
 Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale
 """
 
@@ -69,7 +70,8 @@ def forward(
         w_gate: the same two of the matrices of a gated linear unit.
         zeros: `zeros_EFG` of each of the matrices, or None. A zero point times the sum of the
             row over its channels is subtracted from their product.
-        row_scale_R: of int8 rows, whose products with int8 weights are added up as int32.
+        row_scale_R: of float8 rows, and of int8 rows, whose products with int8 weights are
+            added up as int32.
         out_dtype: of the result; None is the dtype of x.
         interpret: True, or `pltpu.InterpretParams`, to run without a TPU.
 

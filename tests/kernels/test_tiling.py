@@ -77,6 +77,20 @@ def test_products_of_many_rows_take_little_more_than_their_own_rows(kind, most_s
     assert seconds == sorted(seconds, reverse=True)  # fewer bits take no longer
 
 
+@pytest.mark.parametrize(("kind", "multiplies"), [("TPU v5", False), ("TPU7x", True)])
+def test_float8_is_quicker_where_the_matrix_unit_reads_or_multiplies_it(kind, multiplies):
+    def seconds(x_dtype, w_dtype):
+        problem = Problem.of(8192, 1024, 4096, 32, x_dtype, w_dtype, out_dtype=jnp.bfloat16)
+        return estimated_seconds(problem, candidates(problem)[0])
+
+    with described_tpu(kind):
+        int8 = seconds(jnp.bfloat16, jnp.int8)
+        float8 = seconds(jnp.bfloat16, jnp.float8_e4m3fn)
+        rows = seconds(jnp.float8_e4m3fn, jnp.float8_e4m3fn)
+    assert float8 < 0.97 * int8
+    assert (rows < 0.7 * float8) == multiplies and rows <= float8
+
+
 def test_rows_and_pieces_by_hand():
     problem = Problem(8192, 1024, 4096, 32, 2, 16)
     # 16 blocks of 512 rows and 31 further tiles, each with 8 rows before its own and 16 behind.
