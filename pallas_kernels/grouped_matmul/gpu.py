@@ -155,7 +155,7 @@ def forward(x_RD, w, group_sizes_E, *, w_gate=None, bias_EF=None,
 
 def finished(results, x_RD, features: int, tiling: Tiling, end_E, epilogue: Epilogue,
              out_dtype=None) -> list:  # fmt: skip
-    """The kernel's results as `[R, F]` arrays; sums in parts are added up.
+    """The kernel's results as `[R, F]` arrays; float32 sums get their epilogue.
 
     The first is in `out_dtype`, others, and where that is None all, in the dtype of x.
 
@@ -163,7 +163,7 @@ def finished(results, x_RD, features: int, tiling: Tiling, end_E, epilogue: Epil
         end_E: the row after each expert's last one.
     """
     if tiling.splits > 1:
-        sums = [jnp.sum(parts_SRF[..., :features], axis=0) for parts_SRF in results]
+        sums = [sums_RF[:, :features] for sums_RF in results]
         rows = rows_before(end_E, len(x_RD))
         y_RF, residual = apply_epilogue(
             sums, *rows, epilogue.bias_EF, epilogue.activation, epilogue.gate_R

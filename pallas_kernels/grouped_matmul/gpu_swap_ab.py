@@ -59,8 +59,9 @@ def swap_ab(x_RD, matrices, tiles: RowTiles, tiling: Tiling, weights: Weights,
             epilogue: Epilogue, mosaic: Mosaic, *, num_rows: int, name: str):  # fmt: skip
     """The product and, with `has_residual`, the residual: arrays `[R, F]` in the dtype of x.
 
-    With splits, parts of the float32 sums of each matrix instead, `[splits, R, F]`: only whole
-    sums have a bias and an activation.
+    With splits, the float32 sums of each matrix instead: the kernel has as many of their parts
+    `[splits, R, F]` as the run has tiles for, and XLA adds those. Only whole sums have a bias
+    and an activation. Rows of no expert are then undefined.
 
     Args:
         x_RD: with rows after the last one up to a multiple of 8.
@@ -82,7 +83,7 @@ def swap_ab(x_RD, matrices, tiles: RowTiles, tiling: Tiling, weights: Weights,
     walk = Walk(
         tiling=tiling,
         features=features,
-        depth_steps=x_RD.shape[1] // tiling.tile_k // tiling.splits,
+        depth_steps=x_RD.shape[1] // tiling.tile_k,
         num_experts=w.shape[0],
     )
     results = [jax.ShapeDtypeStruct(shape, dtype)] * num_results
@@ -108,7 +109,18 @@ def swap_ab(x_RD, matrices, tiles: RowTiles, tiling: Tiling, weights: Weights,
         num_threads=tiling.warpgroups + 1,
         name=name,
     )
-    return run(x_RD, *matrices, *tiles, *extras.values())
+    results = run(x_RD, *matrices, *tiles, *extras.values())
+    if tiling.splits == 1:
+        return results
+    parts = walk.of_run(tiles).parts
+    return [_sum_of_parts(each, parts) for each in results]
+
+
+def _sum_of_parts(parts_SRF, parts):
+    """The sum of the first `parts`; no others are written, so they may hold anything."""
+    index_S = lax.iota(jnp.int32, parts_SRF.shape[0])
+    is_written_S11 = (index_S < parts)[:, None, None]
+    return jnp.sum(jnp.where(is_written_S11, parts_SRF, 0), axis=0)
 
 
 def _operands(epilogue: Epilogue, tiles: RowTiles, tiling: Tiling, num_experts: int) -> dict:
@@ -162,6 +174,7 @@ def _body(
     num_fields = len(RowTiles._fields)
     tiles, refs = RowTiles(*refs[:num_fields]), refs[num_fields:]
     extra_gmem = dict(zip(extras, refs, strict=False))
+    walk = walk.of_run(tiles)
     ring = Ring(walk.tiling.stages, full, empty)
 
     def tile_loop(warpgroup):
@@ -188,10 +201,12 @@ def _copies(x_gmem, w_gmem, x_smem, w_smem, ring: Ring, tiles, walk: Walk, weigh
         start = pl.multiple_of(tiles.start_P[row_tile], 8)
         end = tiles.offset_P[row_tile] + tiles.size_P[row_tile]
 
+        first_step, steps = split * walk.part_steps, walk.steps(expert)
+
         def copy_step(k, step):
             slot = ring.slot_to_fill(step)
             full = ring.full.at[slot]
-            k_slice = pl.ds((split * walk.depth_steps + k) * tiling.tile_k, tiling.tile_k)
+            k_slice = pl.ds((first_step + k) * tiling.tile_k, tiling.tile_k)
             for_rows(
                 tiling,
                 end,
@@ -211,7 +226,7 @@ def _copies(x_gmem, w_gmem, x_smem, w_smem, ring: Ring, tiles, walk: Walk, weigh
                     )
             return step + 1
 
-        return lax.fori_loop(0, walk.steps(expert), copy_step, step)
+        return lax.fori_loop(0, steps, copy_step, step)
 
     return copy_tile
 
@@ -293,14 +308,14 @@ class _Consumer(Consumer):
         some_expert = lax.min(expert, jnp.int32(walk.num_experts - 1))
 
         def scales_of(k):
-            group = lax.div(split * walk.depth_steps + k, per_group)
+            group = lax.div(split * walk.part_steps + k, per_group)
             index = (some_expert, column, slice(None), group)
             return [self._load(self.extra_gmem[name].at[index], axis=0) for name in names]
 
         def multiply(k, carry):
             totals, scales = carry
             # The next step's, on their way during this one's products.
-            next_scales = scales_of(lax.min(k + 1, walk.depth_steps - 1))
+            next_scales = scales_of(lax.min(k + 1, walk.part_steps - 1))
             slot = self.ring.slot(first_step + k)
 
             def once(*accumulators):

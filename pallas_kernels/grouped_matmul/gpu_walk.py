@@ -7,6 +7,7 @@ Dims: R rows, D inputs, F outputs, E experts; P tiles of rows
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,12 @@ from pallas_kernels.grouped_matmul.tile_schedule import RowTiles, row_tiles
 from pallas_kernels.launches import Cache, num_bytes
 from pallas_kernels.mosaic_gpu import turns_of
 from pallas_kernels.sorted_rows import group_bounds
-from pallas_kernels.tiling.gpu import ROW_ALIGNMENT, Tiling
+from pallas_kernels.tiling.gpu import (
+    ROW_ALIGNMENT,
+    STEPS_OF_A_STORE,
+    Tiling,
+    parts_to_try,
+)
 
 # Rows of a part of a tile that has a product of its own: each is a loop in the program.
 CUT = (64, 96, 128, 160, 192)
@@ -26,19 +32,54 @@ CUT = (64, 96, 128, 160, 192)
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The order in which the blocks of the GPU take tiles of rows times matrices."""
+    """The order in which the blocks of the GPU take tiles of rows times matrices.
+
+    Attributes:
+        depth_steps: steps along D of all parts.
+        parts: parts of D, each a tile of its own; where the tiling has more than one a value
+            of the run, `best_parts`.
+    """
 
     tiling: Tiling
     features: int
     depth_steps: int
     num_experts: int
+    parts: Any = 1
 
     @property
     def feature_tiles(self) -> int:
         return pl.cdiv(self.features, self.tiling.tile_m * self.tiling.warpgroups)
 
+    def of_run(self, tiles: RowTiles) -> "Walk":
+        """The walk with the parts of D that the tiles of a run ask for."""
+        if self.tiling.splits == 1:
+            return self
+        return dataclasses.replace(self, parts=self.best_parts(self.row_tiles(tiles)))
+
+    def row_tiles(self, tiles: RowTiles):
+        """How many tiles of rows are taken; of sums in parts, those of no expert are not."""
+        return tiles.count[int(self.tiling.splits > 1)]
+
+    def best_parts(self, row_tiles):
+        """The parts of D with which the busiest block has the fewest steps.
+
+        Of divisors of the steps up to `Tiling.splits`; the fewest parts of those that are
+        equal. It depends on nothing but the number of tiles, so that sums are the same in
+        every run.
+        """
+        tiles, sms = row_tiles * self.feature_tiles, self.tiling.num_sms
+        best, fewest = jnp.int32(1), None
+        for parts in parts_to_try(self.depth_steps, self.tiling.splits):
+            turns = lax.div(tiles * parts + (sms - 1), jnp.int32(sms))
+            steps = turns * (self.depth_steps // parts + STEPS_OF_A_STORE)
+            if fewest is not None:
+                best = lax.select(steps < fewest, jnp.int32(parts), best)
+                steps = lax.min(steps, fewest)
+            fewest = steps
+        return best
+
     def turns(self, tiles: RowTiles):
-        total = tiles.count_1[0] * (self.feature_tiles * self.tiling.splits)
+        total = self.row_tiles(tiles) * (self.feature_tiles * self.parts)
         return turns_of(total, self.tiling.num_sms)
 
     def tile(self, turn, tiles: RowTiles):
@@ -48,22 +89,28 @@ class Walk:
         of a panel and the rows are in the cache together.
         """
         index = lax.axis_index("sm") + turn * self.tiling.num_sms
-        return self.place(index, tiles.count_1[0])
+        return self.place(index, self.row_tiles(tiles))
 
     def place(self, index, row_tiles):
         """(tile of rows, tile of features, split) of the index-th tile of all blocks."""
         split = jnp.int32(0)
         if self.tiling.splits > 1:
-            split = lax.rem(index, self.tiling.splits)
-            index = lax.div(index, self.tiling.splits)
+            split = lax.rem(index, self.parts)
+            index = lax.div(index, self.parts)
         if self.tiling.panel >= self.feature_tiles:
             row_tile = lax.div(index, self.feature_tiles)
             return row_tile, index - row_tile * self.feature_tiles, split
         return *_in_panels(index, row_tiles, self.feature_tiles, self.tiling.panel), split
 
     def steps(self, expert):
-        """Steps along D; none for the rows of no expert."""
-        return lax.select(expert < self.num_experts, self.depth_steps, 0)
+        """Steps along D of a part; none for the rows of no expert."""
+        return lax.select(expert < self.num_experts, self.part_steps, 0)
+
+    @property
+    def part_steps(self):
+        if self.tiling.splits == 1:
+            return self.depth_steps
+        return lax.div(jnp.int32(self.depth_steps), self.parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,12 +174,13 @@ def copied_bytes(group_sizes_E, *, walk: Walk, num_rows: int, x, w, num_matrices
     """
     tiling, cache = walk.tiling, Cache()
     tiles = row_tiles(jnp.asarray(group_sizes_E, jnp.int32), num_rows, tiling.tile_n)
-    expert_P, start_P, offset_P, size_P, count_1 = map(np.asarray, tiles)
-    total = int(count_1[0]) * walk.feature_tiles * tiling.splits
+    walk, count = walk.of_run(tiles), walk.row_tiles(tiles)
+    expert_P, start_P, offset_P, size_P, _ = map(np.asarray, tiles)
+    total = int(count) * walk.feature_tiles * int(walk.parts)
     places = jax.vmap(walk.place, in_axes=(0, None))(
-        jnp.arange(total, dtype=jnp.int32), jnp.int32(count_1[0])
+        jnp.arange(total, dtype=jnp.int32), count
     )
-    depth = walk.depth_steps * tiling.tile_k
+    depth = int(walk.part_steps) * tiling.tile_k
     features = tiling.tile_m * tiling.warpgroups
     x_bytes, w_bytes, y_bytes = 0, [0] * num_matrices, 0
     for row_tile, column, split in zip(*map(np.asarray, places), strict=True):

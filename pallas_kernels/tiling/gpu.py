@@ -25,6 +25,12 @@ STORED = 64
 ROW_ALIGNMENT = 8
 # Registers of a thread that an accumulator may take; with 128 nothing spills.
 _ACCUMULATOR_REGISTERS = 128
+# What a tile takes beside its steps along D, in steps: its sums are stored.
+STEPS_OF_A_STORE = 1
+# Of D, by default. Their sum is read from memory once more, by another kernel, for which the
+# steps of the product have to be fewer by a tenth.
+MOST_PARTS = 16
+WORTH_A_SUM = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +47,8 @@ class Tiling:
         warpgroups: those that multiply; each has features of its own.
         stages: steps of K in shared memory at once.
         panel: tiles of features that share the cache with all rows.
-        splits: parts of D that are summed by XLA afterwards; divides D / K.
+        splits: parts of D that are summed by XLA afterwards, the most of them; divides D / K.
+            A run has as many as occupy the SMs with its tiles (`gpu_walk.Walk.best_parts`).
         through_smem: quantized weights only: 1 sends them to the tensor core through shared
             memory instead of registers, the same arithmetic.
         num_sms: blocks, one an SM; 0 for as many as the GPU has, 132 where there is none.
@@ -195,14 +202,27 @@ def default_panel(tiling: Tiling, D: int, F: int, bits: int, num_matrices: int =
     return min(-(-F // block), max(1, fitting))
 
 
+def parts_to_try(steps: int, most: int) -> list[int]:
+    """Parts that the steps along D can have, up to `most`."""
+    return [parts for parts in range(1, most + 1) if steps % parts == 0]
+
+
 def default_splits(tiling: Tiling, R: int, D: int, F: int, E: int) -> int:
-    """Parts of D so that every SM has a tile, where there are few tiles."""
+    """The most parts of D that are of use where rows are few, 1 where they are not.
+
+    Up to two rows an expert it is unknown how many experts have any. With the fewest tiles,
+    those of one expert that has all rows, the busiest of an H200's SMs should have as few
+    steps as it can; the kernel takes fewer parts when a run has more tiles. With more rows
+    most experts have some.
+    """
     if tiling.tile_n > 64 or tiling.tile_m != 64:
         return 1
-    tiles = min(R, E) * -(-F // (tiling.tile_m * tiling.warpgroups))
+    row_tiles = -(-R // tiling.tile_n) if R <= 2 * E else min(R, E)
+    tiles = row_tiles * -(-F // (tiling.tile_m * tiling.warpgroups))
     steps = D // tiling.tile_k
-    return max(
-        splits
-        for splits in (1, 2, 4, 8)
-        if splits == 1 or (steps % splits == 0 and tiles * splits <= 2 * H200_SMS)
-    )
+
+    def steps_of_busiest(parts: int) -> int:
+        return -(-tiles * parts // H200_SMS) * (steps // parts + STEPS_OF_A_STORE)
+
+    parts = min(parts_to_try(steps, MOST_PARTS), key=steps_of_busiest)
+    return parts if steps_of_busiest(parts) <= WORTH_A_SUM * steps_of_busiest(1) else 1
