@@ -5,9 +5,9 @@
 
 prints, for the shapes of Table 1 of Kim et al. 2022 (arXiv:2211.10017), the cycles that one run
 of the loop over D takes of each resource of an SM, and the share of the memory's bandwidth that
-follows. Of the loop the compiler's table (`gpu_budgets.json`) has its instructions, its HGMMA
-and the stall counts that ptxas wrote into it; nothing was measured. The longest resource is
-taken for the time:
+follows, and how many SMs are busy with few active experts. Of the loop the compiler's table
+(`gpu_budgets.json`) has its instructions, its HGMMA and the stall counts that ptxas wrote into
+it; nothing was measured. The longest resource is taken for the time:
 
     issue    instructions of all warpgroups; each of the four schedulers issues one a cycle, and
              has a warp of every warpgroup
@@ -22,13 +22,19 @@ Dims: R rows, D inputs, F outputs, E experts, N rows of a tile
 
 import dataclasses
 import importlib
+import itertools
 import json
+import math
 import pathlib
 import re
 from typing import Any
 
-from pallas_kernels.aot.case import Case, benchmark_cases
-from pallas_kernels.tiling.gpu import H200_SMS, Tiling
+import numpy as np
+
+from pallas_kernels.aot.case import EXPERTS, ROWS, Case, benchmark_cases
+from pallas_kernels.bench.cells import MATRICES
+from pallas_kernels.grouped_matmul import tile_schedule
+from pallas_kernels.tiling.gpu import H200_SMS, Tiling, best_parts, steps_of_busiest
 
 TABLE = pathlib.Path(__file__).with_name("gpu_budgets.json")
 # Of an H200 (h200.txtpb).
@@ -158,11 +164,50 @@ def predicted_share(R: int, D: int, F: int, E: int, bits: int | None) -> float |
     return None
 
 
+def occupancy(case: Case, active: int) -> dict[str, float]:
+    """How `active` experts, which share a product's rows equally, occupy an H200.
+
+    Returns:
+        Of the parts of D that the kernel takes, and beside them (`whole_`) of D in one part:
+        waves of tiles over all SMs, SMs with a tile on average, and the steps along D of the
+        busiest SM, with one for each store.
+    """
+    tiling, steps = tiling_of(case), case.D // tiling_of(case).tile_k
+    sizes_E = np.zeros(case.E, np.int32)
+    sizes_E[:active] = case.R // active
+    row_tiles = int(tile_schedule.row_tiles(sizes_E, case.R, tiling.tile_n).count[1])
+    tiles = row_tiles * -(-case.F // (tiling.tile_m * tiling.warpgroups))
+    parts = best_parts(tiles, steps, tiling.splits, H200_SMS)
+    found = {"parts": parts}
+    for name, count in (("", parts), ("whole_", 1)):
+        waves = tiles * count / H200_SMS
+        found |= {
+            f"{name}waves": waves,
+            f"{name}busy_sms": tiles * count / math.ceil(waves),
+            f"{name}steps": steps_of_busiest(count, tiles, steps, H200_SMS),
+        }
+    return found
+
+
+def occupancies() -> list[dict[str, Any]]:
+    """A row for each number of active experts of 32, of Table 1's shapes, 8 rows for each."""
+    rows = []
+    for (D, F), bits in itertools.product(MATRICES, (None, 8, 4)):
+        for active in (1, 2, 4, 8, EXPERTS):
+            op = "grouped_matmul" if bits is None else "quantized_grouped_matmul"
+            case = Case(op, ROWS["few"] * active, D, F, EXPERTS, bits=bits)
+            rows.append({
+                "product": f"int{bits} {D}x{F}" if bits else f"bfloat16 {D}x{F}",
+                "active": active, **occupancy(case, active),
+            })  # fmt: skip
+    return rows
+
+
 def _tile(tiling: Tiling) -> tuple:
     return tiling.tile_m, tiling.tile_n, tiling.tile_k, tiling.warpgroups
 
 
 if __name__ == "__main__":
-    for each in predictions():
+    for each in predictions() + occupancies():
         shown = (f"{v:.3g}" if isinstance(v, float) else str(v) for v in each.values())
         print("  ".join(f"{key}={value}" for key, value in zip(each, shown, strict=True)))

@@ -8,7 +8,7 @@ runs through the tiles of a block without a stop, so the next tile's weights are
 while the last one is stored. Blocks stay on their SM and take tiles in turn.
 Dims: R rows, D inputs, F outputs, E experts; P tiles of rows, T rows of a tile,
 K one step of D, M features of a warpgroup,
-N tiles of M features, C warpgroups that multiply, G groups of D with a scale
+N tiles of M features, C warpgroups that multiply, G groups of D with a scale, S parts of D
 """
 
 import dataclasses
@@ -79,13 +79,15 @@ def swap_ab(x_RD, matrices, tiles: RowTiles, tiling: Tiling, weights: Weights,
         dtype, num_results = jnp.float32, len(matrices)
     elif epilogue.has_residual:
         num_results += len(matrices)
-    extras = _operands(epilogue, tiles, tiling, w.shape[0])
     walk = Walk(
         tiling=tiling,
         features=features,
         depth_steps=x_RD.shape[1] // tiling.tile_k,
         num_experts=w.shape[0],
     )
+    extras = _operands(epilogue, tiles, tiling, w.shape[0])
+    if tiling.splits > 1:
+        extras["parts"] = jnp.asarray(walk.parts_table(len(tiles.expert_P)))
     results = [jax.ShapeDtypeStruct(shape, dtype)] * num_results
     record(
         name, [x_RD, *matrices, *tiles, *extras.values()], results,
@@ -112,15 +114,15 @@ def swap_ab(x_RD, matrices, tiles: RowTiles, tiling: Tiling, weights: Weights,
     results = run(x_RD, *matrices, *tiles, *extras.values())
     if tiling.splits == 1:
         return results
-    parts = walk.of_run(tiles).parts
+    parts = walk.of_run(tiles, extras["parts"]).parts
     return [_sum_of_parts(each, parts) for each in results]
 
 
 def _sum_of_parts(parts_SRF, parts):
     """The sum of the first `parts`; no others are written, so they may hold anything."""
     index_S = lax.iota(jnp.int32, parts_SRF.shape[0])
-    is_written_S11 = (index_S < parts)[:, None, None]
-    return jnp.sum(jnp.where(is_written_S11, parts_SRF, 0), axis=0)
+    is_written_S = index_S < parts
+    return jnp.sum(jnp.where(is_written_S[:, None, None], parts_SRF, 0), axis=0)
 
 
 def _operands(epilogue: Epilogue, tiles: RowTiles, tiling: Tiling, num_experts: int) -> dict:
@@ -174,7 +176,7 @@ def _body(
     num_fields = len(RowTiles._fields)
     tiles, refs = RowTiles(*refs[:num_fields]), refs[num_fields:]
     extra_gmem = dict(zip(extras, refs, strict=False))
-    walk = walk.of_run(tiles)
+    walk = walk.of_run(tiles, extra_gmem.get("parts"))
     ring = Ring(walk.tiling.stages, full, empty)
 
     def tile_loop(warpgroup):
@@ -351,7 +353,8 @@ class _Consumer(Consumer):
         return {
             name: self._vector_of_features(name, expert, column)
             for name in self.extra_gmem
-            if name == "bias" or (name != "gate" and self.weights.depth_per_scale is None)
+            if name == "bias"
+            or (name.startswith("scale") and self.weights.depth_per_scale is None)
         }
 
     def _vector_of_features(self, name, expert, column):

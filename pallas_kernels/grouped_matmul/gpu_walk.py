@@ -19,12 +19,7 @@ from pallas_kernels.grouped_matmul.tile_schedule import RowTiles, row_tiles
 from pallas_kernels.launches import Cache, num_bytes
 from pallas_kernels.mosaic_gpu import turns_of
 from pallas_kernels.sorted_rows import group_bounds
-from pallas_kernels.tiling.gpu import (
-    ROW_ALIGNMENT,
-    STEPS_OF_A_STORE,
-    Tiling,
-    parts_to_try,
-)
+from pallas_kernels.tiling.gpu import ROW_ALIGNMENT, Tiling, best_parts
 
 # Rows of a part of a tile that has a product of its own: each is a loop in the program.
 CUT = (64, 96, 128, 160, 192)
@@ -36,8 +31,7 @@ class Walk:
 
     Attributes:
         depth_steps: steps along D of all parts.
-        parts: parts of D, each a tile of its own; where the tiling has more than one a value
-            of the run, `best_parts`.
+        parts: parts of D, each a tile of its own; of a run, where the tiling has more than one.
     """
 
     tiling: Tiling
@@ -50,33 +44,28 @@ class Walk:
     def feature_tiles(self) -> int:
         return pl.cdiv(self.features, self.tiling.tile_m * self.tiling.warpgroups)
 
-    def of_run(self, tiles: RowTiles) -> "Walk":
-        """The walk with the parts of D that the tiles of a run ask for."""
-        if self.tiling.splits == 1:
+    def parts_table(self, most_tiles: int) -> np.ndarray:
+        """int32, the parts of D by the number of tiles of rows, up to `most_tiles` of these.
+
+        They depend on nothing else, so that a run's sums are the same every time.
+        """
+        tiling = self.tiling
+        return np.asarray([
+            best_parts(
+                tiles * self.feature_tiles, self.depth_steps, tiling.splits, tiling.num_sms
+            )
+            for tiles in range(most_tiles + 1)
+        ], np.int32)  # fmt: skip
+
+    def of_run(self, tiles: RowTiles, parts_table) -> "Walk":
+        """The walk with the parts of D that a run has; unchanged without a table."""
+        if parts_table is None:
             return self
-        return dataclasses.replace(self, parts=self.best_parts(self.row_tiles(tiles)))
+        return dataclasses.replace(self, parts=parts_table[self.row_tiles(tiles)])
 
     def row_tiles(self, tiles: RowTiles):
         """How many tiles of rows are taken; of sums in parts, those of no expert are not."""
         return tiles.count[int(self.tiling.splits > 1)]
-
-    def best_parts(self, row_tiles):
-        """The parts of D with which the busiest block has the fewest steps.
-
-        Of divisors of the steps up to `Tiling.splits`; the fewest parts of those that are
-        equal. It depends on nothing but the number of tiles, so that sums are the same in
-        every run.
-        """
-        tiles, sms = row_tiles * self.feature_tiles, self.tiling.num_sms
-        best, fewest = jnp.int32(1), None
-        for parts in parts_to_try(self.depth_steps, self.tiling.splits):
-            turns = lax.div(tiles * parts + (sms - 1), jnp.int32(sms))
-            steps = turns * (self.depth_steps // parts + STEPS_OF_A_STORE)
-            if fewest is not None:
-                best = lax.select(steps < fewest, jnp.int32(parts), best)
-                steps = lax.min(steps, fewest)
-            fewest = steps
-        return best
 
     def turns(self, tiles: RowTiles):
         total = self.row_tiles(tiles) * (self.feature_tiles * self.parts)
@@ -174,12 +163,11 @@ def copied_bytes(group_sizes_E, *, walk: Walk, num_rows: int, x, w, num_matrices
     """
     tiling, cache = walk.tiling, Cache()
     tiles = row_tiles(jnp.asarray(group_sizes_E, jnp.int32), num_rows, tiling.tile_n)
-    walk, count = walk.of_run(tiles), walk.row_tiles(tiles)
+    table = walk.parts_table(len(tiles.expert_P)) if tiling.splits > 1 else None
+    walk, count = walk.of_run(tiles, table), walk.row_tiles(tiles)
     expert_P, start_P, offset_P, size_P, _ = map(np.asarray, tiles)
     total = int(count) * walk.feature_tiles * int(walk.parts)
-    places = jax.vmap(walk.place, in_axes=(0, None))(
-        jnp.arange(total, dtype=jnp.int32), count
-    )
+    places = jax.vmap(walk.place, in_axes=(0, None))(jnp.arange(total, dtype=jnp.int32), count)
     depth = int(walk.part_steps) * tiling.tile_k
     features = tiling.tile_m * tiling.warpgroups
     x_bytes, w_bytes, y_bytes = 0, [0] * num_matrices, 0

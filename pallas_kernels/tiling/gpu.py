@@ -48,7 +48,7 @@ class Tiling:
         stages: steps of K in shared memory at once.
         panel: tiles of features that share the cache with all rows.
         splits: parts of D that are summed by XLA afterwards, the most of them; divides D / K.
-            A run has as many as occupy the SMs with its tiles (`gpu_walk.Walk.best_parts`).
+            A run has as many as occupy the SMs with its tiles (`best_parts`).
         through_smem: quantized weights only: 1 sends them to the tensor core through shared
             memory instead of registers, the same arithmetic.
         num_sms: blocks, one an SM; 0 for as many as the GPU has, 132 where there is none.
@@ -202,27 +202,32 @@ def default_panel(tiling: Tiling, D: int, F: int, bits: int, num_matrices: int =
     return min(-(-F // block), max(1, fitting))
 
 
-def parts_to_try(steps: int, most: int) -> list[int]:
-    """Parts that the steps along D can have, up to `most`."""
-    return [parts for parts in range(1, most + 1) if steps % parts == 0]
+def steps_of_busiest(parts: int, tiles: int, steps: int, num_sms: int) -> int:
+    """Steps of the SM that has most tiles, each in parts of the steps along D."""
+    return -(-tiles * parts // num_sms) * (steps // parts + STEPS_OF_A_STORE)
+
+
+def best_parts(tiles: int, steps: int, most: int, num_sms: int) -> int:
+    """The parts of D, up to `most`, with which the busiest SM has the fewest steps.
+
+    The fewest of those that are equal.
+    """
+    options = (parts for parts in range(1, most + 1) if steps % parts == 0)
+    return min(options, key=lambda parts: steps_of_busiest(parts, tiles, steps, num_sms))
 
 
 def default_splits(tiling: Tiling, R: int, D: int, F: int, E: int) -> int:
     """The most parts of D that are of use where rows are few, 1 where they are not.
 
-    Up to two rows an expert it is unknown how many experts have any. With the fewest tiles,
-    those of one expert that has all rows, the busiest of an H200's SMs should have as few
-    steps as it can; the kernel takes fewer parts when a run has more tiles. With more rows
-    most experts have some.
+    Up to two rows an expert it is unknown how many experts have any: the parts are those of
+    the fewest tiles, which one expert that has all rows gives, and the kernel takes fewer when
+    a run has more tiles. With more rows most experts have some.
     """
     if tiling.tile_n > 64 or tiling.tile_m != 64:
         return 1
     row_tiles = -(-R // tiling.tile_n) if R <= 2 * E else min(R, E)
     tiles = row_tiles * -(-F // (tiling.tile_m * tiling.warpgroups))
-    steps = D // tiling.tile_k
-
-    def steps_of_busiest(parts: int) -> int:
-        return -(-tiles * parts // H200_SMS) * (steps // parts + STEPS_OF_A_STORE)
-
-    parts = min(parts_to_try(steps, MOST_PARTS), key=steps_of_busiest)
-    return parts if steps_of_busiest(parts) <= WORTH_A_SUM * steps_of_busiest(1) else 1
+    work = tiles, D // tiling.tile_k, H200_SMS
+    parts = best_parts(*work[:2], MOST_PARTS, H200_SMS)
+    is_worth_it = steps_of_busiest(parts, *work) <= WORTH_A_SUM * steps_of_busiest(1, *work)
+    return parts if is_worth_it else 1

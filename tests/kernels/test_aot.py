@@ -7,6 +7,7 @@ Tests marked `aot` compile; the others hold the tables, and the way to the compi
 import dataclasses
 import functools
 import importlib.metadata
+import itertools
 import subprocess
 
 import pytest
@@ -341,6 +342,22 @@ def test_every_shape_of_table_1_has_a_prediction():
         assert share == row["bandwidth_share"]
     # No case is compiled with the tile that 256 rows an expert have.
     assert gpu_cost.predicted_share(8192, 1024, 4096, 32, 8) is None
+
+
+def test_few_active_experts_occupy_the_chip():
+    found = {(row["product"], row["active"]): row for row in gpu_cost.occupancies()}
+    assert len(found) == 4 * 3 * 5
+    for weights, matrix in itertools.product(
+        ("bfloat16", "int8", "int4"), ("1024x4096", "4096x1024")
+    ):
+        for active in (1, 2, 4, 8, 32):
+            row = found[f"{weights} {matrix}", active]
+            assert row["busy_sms"] == 128
+            assert row["steps"] <= row["whole_steps"]
+    # One expert's 8 tiles of 32 steps are 128 of 2; each has a store, which counts as a step.
+    row = found["bfloat16 4096x1024", 1]
+    assert (row["parts"], row["whole_busy_sms"]) == (16, 8)
+    assert (row["steps"], row["whole_steps"]) == (3, 33)
 
 
 @pytest.mark.parametrize("without", [0, 1, 2])
