@@ -89,7 +89,7 @@ def default_tiling(R: int, D: int, F: int, E: int, dtype=jnp.bfloat16,
 def candidates(R: int, D: int, F: int, E: int, dtype=jnp.bfloat16) -> list[Tiling]:
     """Tilings worth a measurement, the default first."""
     return candidates_around(
-        default_tiling(R, D, F, E, dtype), R, E, (64, 128), dtype, dtype,
+        default_tiling(R, D, F, E, dtype), R, F, E, (64, 128), dtype, dtype,
         lambda tiling: checked(tiling, D, dtype, dtype),
     )  # fmt: skip
 

@@ -83,8 +83,8 @@ def candidates(R: int, D: int, F: int, E: int, bits: int, dtype=jnp.bfloat16,
                group_size: int | None = None) -> list[Tiling]:  # fmt: skip
     """Tilings worth a measurement, the default first."""
     return candidates_around(
-        default_tiling(R, D, F, E, bits, dtype, group_size), R, E, (64, 128, 256), dtype,
-        _w_dtype(bits), lambda tiling: _checked(tiling, D, dtype, bits, group_size),
+        default_tiling(R, D, F, E, bits, dtype, group_size), R, F, E, (64, 128, 256),
+        dtype, _w_dtype(bits), lambda tiling: _checked(tiling, D, dtype, bits, group_size),
     )  # fmt: skip
 
 
