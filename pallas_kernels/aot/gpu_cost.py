@@ -5,9 +5,10 @@
 
 prints, for the shapes of Table 1 of Kim et al. 2022 (arXiv:2211.10017), the cycles that one run
 of the loop over D takes of each resource of an SM, and the share of the memory's bandwidth that
-follows, and how many SMs are busy with few active experts. Of the loop the compiler's table
-(`gpu_budgets.json`) has its instructions, its HGMMA and the stall counts that ptxas wrote into
-it; nothing was measured. The longest resource is taken for the time:
+follows; what a tile of many rows takes with its epilogue, and what ping-pong would take; and
+how many SMs are busy with few active experts. Of loop and epilogue the compiler's table
+(`gpu_budgets.json`) has the instructions, HGMMA and the stall counts that ptxas wrote into
+them; nothing was measured. The longest resource is taken for the time:
 
     issue    instructions of all warpgroups; each of the four schedulers issues one a cycle, and
              has a warp of every warpgroup
@@ -15,8 +16,10 @@ it; nothing was measured. The longest resource is taken for the time:
              step (quantized weights), that product
     tensor   64 x N x 16 products of an HGMMA at 2,048 a cycle (bfloat16, dense)
     memory   the weights' bytes at an SM's share of the bandwidth; rows come from the cache
+    copies   of tiles of many rows, their bytes at an SM's share of the L2 cache's
 
-Waits for barriers, start, epilogue and the last wave are not in it: it is an upper bound.
+Waits for barriers and for loads, start and the last wave are not in it, and of few rows the
+epilogue is not, which the ring hides: it is an upper bound.
 Dims: R rows, D inputs, F outputs, E experts, N rows of a tile
 """
 
@@ -31,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.aot.case import EXPERTS, ROWS, Case, benchmark_cases
+from pallas_kernels.aot.case import EXPERTS, ROWS, Case, benchmark_cases, epilogue_cases
 from pallas_kernels.bench.cells import MATRICES
 from pallas_kernels.grouped_matmul import tile_schedule
 from pallas_kernels.tiling.gpu import H200_SMS, Tiling, best_parts, steps_of_busiest
@@ -40,6 +43,8 @@ TABLE = pathlib.Path(__file__).with_name("gpu_budgets.json")
 # Of an H200 (h200.txtpb).
 BYTES_PER_S, CLOCK_HZ = 4.8e12, 1.98e9
 PRODUCTS_PER_CYCLE = 2048
+# From the L2 cache to all SMs, of an A100 (NVIDIA's white paper); of Hopper none is published.
+L2_BYTES_PER_CYCLE = 5120
 _INSTRUCTION = re.compile(r"^\s*\S+:\S+:\S+:\S+:(\d+)\s+/\*[0-9a-f]+\*/\s+(.*)")
 _LABEL = re.compile(r"^\s*\.(L_x_\d+):")
 _BRANCH = re.compile(r"\bBRA\b.*\(\.(L_x_\d+)\)")
@@ -47,9 +52,11 @@ _WIDTH = re.compile(r"HGMMA\.64x(\d+)x")
 
 
 def read_loop(sass: str) -> dict[str, int]:
-    """`loop_instructions`, `loop_stalls` (cycles) and `loop_hgmma` of the loop over D.
+    """Instructions, stall counts (cycles) and HGMMA of the loop over D and of its epilogue.
 
-    It is the innermost loop with HGMMA; where tiles are cut, that of whole ones.
+    It is the innermost loop with HGMMA; where tiles are cut, that of whole ones. Its epilogue
+    ends where the loop over tiles does. Of the stores, which are one for each bit of the
+    number of rows, a whole tile takes one.
 
     Args:
         sass: with control codes, as Mosaic dumps it.
@@ -64,24 +71,47 @@ def read_loop(sass: str) -> dict[str, int]:
         elif instruction := _INSTRUCTION.match(line):
             stalls.append(int(instruction[1]))
             texts.append(instruction[2])
-    loops = []
-    for end, text in enumerate(texts):
-        branch = _BRANCH.search(text)
-        begin = labels.get(branch[1], end + 1) if branch else end + 1
-        widths = [int(each) for each in _WIDTH.findall("\n".join(texts[begin : end + 1]))]
+    targets = [
+        labels.get(branch[1]) if (branch := _BRANCH.search(text)) else None for text in texts
+    ]
+    loops = [
+        (begin, end + 1)
+        for end, begin in enumerate(targets)
+        if begin is not None and begin <= end
+    ]
+    found = []
+    for begin, end in loops:
+        widths = [int(each) for each in _WIDTH.findall("\n".join(texts[begin:end]))]
         if widths:
-            loops.append((-max(widths), end - begin, begin, end + 1, len(widths)))
-    if not loops:
+            found.append((-max(widths), end - begin, begin, end, len(widths)))
+    if not found:
         raise ValueError(
             f"expected a loop with HGMMA among {len(texts)} instructions with control codes; "
             "other versions of nvdisasm may write them otherwise"
         )
-    _, _, begin, end, hgmma = min(loops)
+    _, _, begin, end, hgmma = min(found)
+    around = [last for first, last in loops if first < begin and last > end]
+    epilogue = _epilogue(texts, targets, end, min(around, default=len(texts)))
     return {
         "loop_instructions": end - begin,
         "loop_stalls": sum(stalls[begin:end]),
         "loop_hgmma": hgmma,
+        "epilogue_instructions": len(epilogue),
+        "epilogue_stalls": sum(stalls[i] for i in epilogue),
     }
+
+
+def _epilogue(texts: list[str], targets: list, begin: int, end: int) -> list[int]:
+    """The instructions that run from `begin` to `end` with one store of each result."""
+    taken, is_stored, i = [], False, begin
+    while i < end:
+        taken.append(i)
+        if "STS" in texts[i]:  # What is stored next is another result.
+            is_stored = False
+        target, i = targets[i], i + 1
+        if target is not None and i < target and "UTMASTG" in "\n".join(texts[i:target]):
+            i, is_stored = (target if is_stored else i), True
+    return taken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,10 +157,94 @@ def predict(loop: dict[str, int], tiling: Tiling, bits: int | None, num_matrices
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class TileCycles:
+    """Of a whole tile of many rows: products, then an epilogue, beside the tile's copies.
+
+    With ping-pong each warpgroup has tiles of its own, so that one's epilogue is hidden behind
+    the other's products. Its accumulators are as large, for half of the features or for half
+    of the rows: for the same products either the rows or the weights are copied twice, and
+    with half of the rows converted twice.
+
+    Attributes:
+        products: the longest of issue, latency and tensor cores.
+        epilogue: until the result is on its way to memory.
+        copies: from the L2 cache, which go on during both as far as the ring has stages.
+        total: the longer of products with epilogue, and copies.
+        ping_pong: for the same products, in the better of the two ways.
+        even_l2: bytes a cycle of the L2 cache with which ping-pong would take as long as
+            products with epilogue; infinite where its own conversions take longer.
+    """
+
+    products: float
+    epilogue: float
+    copies: float
+    total: float
+    ping_pong: float
+    even_l2: float
+
+
+def tile_cycles(row: dict[str, int], case: Case) -> TileCycles:
+    """What a tile costs whose rows fill it, and with ping-pong.
+
+    Args:
+        row: of the case, in the compiler's table.
+    """
+    tiling, num_matrices = tiling_of(case), 1 + case.is_gated_unit
+    groups, cycles = tiling.warpgroups, predict(row, tiling, case.bits, num_matrices)
+    runs = case.D * num_matrices * tiling.tile_m // 64 / (16 * row["loop_hgmma"])
+    products = runs * max(cycles.issue, cycles.latency, cycles.tensor)
+    issue, stalls = row["epilogue_instructions"] * groups, row["epilogue_stalls"]
+    epilogue = max(issue, stalls)
+    rate = L2_BYTES_PER_CYCLE / H200_SMS
+    x_bytes = case.D * tiling.tile_n * 2
+    w_bytes = case.D * num_matrices * tiling.tile_m * groups * (case.bits or 16) // 8
+    ways = []
+    for copied, times in (
+        (groups * x_bytes + w_bytes, 1),
+        (x_bytes + groups * w_bytes, groups),
+    ):
+        latency = cycles.latency + (times - 1) * row["loop_stalls"]
+        hidden = max(runs * times * cycles.issue + issue, runs * latency + stalls)
+        hidden = max(hidden, runs * cycles.tensor)
+        ways.append((max(hidden, copied / rate), hidden, copied))
+    ping_pong, hidden, copied = min(ways)
+    together = products + epilogue
+    return TileCycles(
+        products=products,
+        epilogue=epilogue,
+        copies=(copies := (x_bytes + w_bytes) / rate),
+        total=max(copies, together),
+        ping_pong=ping_pong,
+        even_l2=H200_SMS * copied / together if hidden < together else math.inf,
+    )
+
+
+def tiles() -> list[dict[str, Any]]:
+    """A row for each product with many rows."""
+    [table] = json.loads(TABLE.read_text()).values()
+    found = []
+    for name, case in many_rows().items():
+        cycles = tile_cycles(table[name], case)
+        found.append({"product": name, **dataclasses.asdict(cycles)})
+    return found
+
+
+def many_rows() -> dict[str, Case]:
+    """Forward products with many rows that the table has, by name."""
+    cases = benchmark_cases() | epilogue_cases()
+    return {
+        name: case
+        for name, case in cases.items()
+        if name.endswith(" many") and case.direction == "forward"
+    }
+
+
 def tiling_of(case: Case) -> Tiling:
     """The default tiling of a forward product."""
     module = importlib.import_module(f"pallas_kernels.{case.op}.gpu")
     options = {} if case.bits is None else {"bits": case.bits, "group_size": case.group_size}
+    options["num_matrices"] = 1 + case.is_gated_unit
     return module.default_tiling(case.R, case.D, case.F, case.E, **options)
 
 
@@ -208,6 +322,6 @@ def _tile(tiling: Tiling) -> tuple:
 
 
 if __name__ == "__main__":
-    for each in predictions() + occupancies():
+    for each in predictions() + tiles() + occupancies():
         shown = (f"{v:.3g}" if isinstance(v, float) else str(v) for v in each.values())
         print("  ".join(f"{key}={value}" for key, value in zip(each, shown, strict=True)))

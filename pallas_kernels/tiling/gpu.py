@@ -257,6 +257,8 @@ def default_splits(tiling: Tiling, R: int, D: int, F: int, E: int) -> int:
         return 1
     row_tiles = -(-R // tiling.tile_n) if R <= 2 * E else min(R, E)
     tiles = row_tiles * -(-F // (tiling.tile_m * tiling.warpgroups))
+    if tiles >= H200_SMS:
+        return 1
     work = tiles, D // tiling.tile_k, H200_SMS
     parts = best_parts(*work[:2], MOST_PARTS, H200_SMS)
     is_worth_it = steps_of_busiest(parts, *work) <= WORTH_A_SUM * steps_of_busiest(1, *work)

@@ -13,7 +13,7 @@ import subprocess
 import pytest
 
 from pallas_kernels.aot import gpu_compiler, gpu_cost, install, tpu_compiler
-from pallas_kernels.aot.case import Case
+from pallas_kernels.aot.case import Case, epilogue_cases
 from pallas_kernels.grouped_matmul import tpu
 from pallas_kernels.tiling.gpu import SHARED_BYTES, Tiling
 
@@ -125,8 +125,7 @@ def test_sizes_of_tpus_that_do_not_divide_compile(needs_libtpu):
 
 
 # The first product of a layer with many rows, as inference and as training compile it.
-MANY = Case("grouped_matmul", 8192, 1024, 4096, 32, epilogue=True, is_gated_unit=True)
-EPILOGUES = [MANY, dataclasses.replace(MANY, has_residual=True)]
+_, MANY, _ = EPILOGUES = list(epilogue_cases().values())
 
 
 @pytest.mark.aot
@@ -271,9 +270,10 @@ def test_the_table_of_gpus_spills_nothing_and_multiplies_on_tensor_cores():
 def test_the_schedule_of_a_product_is_one_kernel():
     [table] = gpu_compiler.COMPILER.budgets().values()
     for name, case in gpu_compiler.budget_cases().items():
-        # The product, its schedule, the gates by tile; one row is padded to 8, and its sums in
-        # parts are added up.
-        expected = 2 + case.epilogue + 2 * ("one row" in name)
+        # The product, its schedule, the gates by tile; rows are padded to 8, and sums in parts
+        # are added up.
+        has_parts = "8 rows" in name or "one row" in name
+        expected = 2 + case.epilogue + has_parts + (case.R % 8 > 0)
         assert table[name]["kernels"] == expected, name
 
 
@@ -311,6 +311,7 @@ def test_resources_are_read_off_the_stages():
     assert gpu_compiler.read_resources(PTXAS, SASS, PASSES) == {
         "registers": 168, "spill_bytes": 20, "shared_bytes": 213072, "hgmma": 1,
         "instructions": 5, "loop_instructions": 3, "loop_stalls": 13, "loop_hgmma": 1,
+        "epilogue_instructions": 1, "epilogue_stalls": 5,
     }  # fmt: skip
     with pytest.raises(ValueError, match="a loop with HGMMA"):
         gpu_cost.read_loop(SASS.replace("HGMMA", "IMMA"))
@@ -342,6 +343,47 @@ def test_every_shape_of_table_1_has_a_prediction():
         assert share == row["bandwidth_share"]
     # No case is compiled with the tile that 256 rows an expert have.
     assert gpu_cost.predicted_share(8192, 1024, 4096, 32, 8) is None
+
+
+def test_cycles_of_a_tile_by_hand():
+    # Two warpgroups, 256 rows, 1,024 channels: 16 runs of 4 HGMMA, 512 cycles each.
+    case = Case("grouped_matmul", 8192, 1024, 4096, 32)
+    row = {
+        "loop_instructions": 54, "loop_stalls": 125, "loop_hgmma": 4,
+        "epilogue_instructions": 400, "epilogue_stalls": 700,
+    }  # fmt: skip
+    cycles = gpu_cost.tile_cycles(row, case)
+    assert (cycles.products, cycles.epilogue) == (16 * 2 * 512, 800)
+    # Rows, 128 features: 786,432 bytes at 5,120 a cycle for 132 SMs; twice the features are
+    # copied with tiles of half of the rows.
+    assert cycles.total == cycles.copies == pytest.approx(786_432 * 132 / 5120)
+    assert cycles.ping_pong == pytest.approx(1_048_576 * 132 / 5120)
+    assert cycles.even_l2 == pytest.approx(1_048_576 * 132 / (16_384 + 800))
+
+
+def test_epilogues_are_read_to_the_end_of_the_loop_over_tiles():
+    lines = [
+        ".L_x_0:", "HGMMA.64x16x16.F32.BF16 R24", ".L_x_1:", "HGMMA.64x256x16.F32.BF16 R24",
+        "@P1 BRA `(.L_x_1)",  # the loop: 2 instructions
+        "STS [R1], R2", "@!P0 BRA `(.L_x_2)", "UTMASTG.2D [UR1]", ".L_x_2:",
+        "@!P1 BRA `(.L_x_3)", "UTMASTG.2D [UR1]", "NOP", ".L_x_3:",  # a second part: jumped
+        "STS [R1], R3", "@!P0 BRA `(.L_x_4)", "UTMASTG.2D [UR2]", ".L_x_4:",
+        "@P2 BRA `(.L_x_0)", "EXIT",
+    ]  # fmt: skip
+    sass = "\n".join(
+        line if line.startswith(".L") else f"   -:-:-:Y:02        /*0010*/   {line} ;"
+        for line in lines
+    )
+    found = gpu_cost.read_loop(sass)
+    assert (found["loop_instructions"], found["loop_hgmma"]) == (2, 1)
+    assert (found["epilogue_instructions"], found["epilogue_stalls"]) == (8, 16)
+
+
+def test_ping_pong_pays_for_no_product_with_many_rows():
+    rows = gpu_cost.tiles()
+    assert len(rows) == 4 * 3 + 3
+    for row in rows:
+        assert row["ping_pong"] > row["total"], row["product"]
 
 
 def test_few_active_experts_occupy_the_chip():
