@@ -43,8 +43,8 @@ TABLE = pathlib.Path(__file__).with_name("gpu_budgets.json")
 # Of an H200 (h200.txtpb).
 BYTES_PER_S, CLOCK_HZ = 4.8e12, 1.98e9
 PRODUCTS_PER_CYCLE = 2048
-# From the L2 cache to all SMs, of an A100 (NVIDIA's white paper); of Hopper none is published.
-L2_BYTES_PER_CYCLE = 5120
+# From the L2 cache to all SMs, as XLA's cost model of dots has it, measured on an H100.
+L2_BYTES_PER_S = 6.65e12
 _INSTRUCTION = re.compile(r"^\s*\S+:\S+:\S+:\S+:(\d+)\s+/\*[0-9a-f]+\*/\s+(.*)")
 _LABEL = re.compile(r"^\s*\.(L_x_\d+):")
 _BRANCH = re.compile(r"\bBRA\b.*\(\.(L_x_\d+)\)")
@@ -172,7 +172,7 @@ class TileCycles:
         copies: from the L2 cache, which go on during both as far as the ring has stages.
         total: the longer of products with epilogue, and copies.
         ping_pong: for the same products, in the better of the two ways.
-        even_l2: bytes a cycle of the L2 cache with which ping-pong would take as long as
+        even_l2_bytes_per_s: of an L2 cache with which ping-pong would take as long as
             products with epilogue; infinite where its own conversions take longer.
     """
 
@@ -181,7 +181,7 @@ class TileCycles:
     copies: float
     total: float
     ping_pong: float
-    even_l2: float
+    even_l2_bytes_per_s: float
 
 
 def tile_cycles(row: dict[str, int], case: Case) -> TileCycles:
@@ -196,7 +196,7 @@ def tile_cycles(row: dict[str, int], case: Case) -> TileCycles:
     products = runs * max(cycles.issue, cycles.latency, cycles.tensor)
     issue, stalls = row["epilogue_instructions"] * groups, row["epilogue_stalls"]
     epilogue = max(issue, stalls)
-    rate = L2_BYTES_PER_CYCLE / H200_SMS
+    rate = L2_BYTES_PER_S / CLOCK_HZ / H200_SMS
     x_bytes = case.D * tiling.tile_n * 2
     w_bytes = case.D * num_matrices * tiling.tile_m * groups * (case.bits or 16) // 8
     ways = []
@@ -209,14 +209,17 @@ def tile_cycles(row: dict[str, int], case: Case) -> TileCycles:
         hidden = max(hidden, runs * cycles.tensor)
         ways.append((max(hidden, copied / rate), hidden, copied))
     ping_pong, hidden, copied = min(ways)
-    together = products + epilogue
+    copies = (x_bytes + w_bytes) / rate
+    together, even = products + epilogue, math.inf
+    if hidden < together:
+        even = copied / together * H200_SMS * CLOCK_HZ
     return TileCycles(
         products=products,
         epilogue=epilogue,
-        copies=(copies := (x_bytes + w_bytes) / rate),
+        copies=copies,
         total=max(copies, together),
         ping_pong=ping_pong,
-        even_l2=H200_SMS * copied / together if hidden < together else math.inf,
+        even_l2_bytes_per_s=even,
     )
 
 

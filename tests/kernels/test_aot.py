@@ -354,11 +354,13 @@ def test_cycles_of_a_tile_by_hand():
     }  # fmt: skip
     cycles = gpu_cost.tile_cycles(row, case)
     assert (cycles.products, cycles.epilogue) == (16 * 2 * 512, 800)
-    # Rows, 128 features: 786,432 bytes at 5,120 a cycle for 132 SMs; twice the features are
-    # copied with tiles of half of the rows.
-    assert cycles.total == cycles.copies == pytest.approx(786_432 * 132 / 5120)
-    assert cycles.ping_pong == pytest.approx(1_048_576 * 132 / 5120)
-    assert cycles.even_l2 == pytest.approx(1_048_576 * 132 / (16_384 + 800))
+    # Rows and 128 features are 786,432 bytes, of 6.65e12 a second for 132 SMs of 1.98e9 cycles;
+    # with tiles of half of the rows the features are copied twice.
+    bytes_per_cycle = 6.65e12 / 1.98e9 / 132
+    assert cycles.total == cycles.copies == pytest.approx(786_432 / bytes_per_cycle)
+    assert cycles.ping_pong == pytest.approx(1_048_576 / bytes_per_cycle)
+    # As many bytes in the time of products and epilogue.
+    assert cycles.even_l2_bytes_per_s == pytest.approx(1_048_576 * 132 * 1.98e9 / 17_184)
 
 
 def test_epilogues_are_read_to_the_end_of_the_loop_over_tiles():
