@@ -79,15 +79,13 @@ def swap_ab(x_RD, matrices, tiles: RowTiles, tiling: Tiling, weights: Weights,
         dtype, num_results = jnp.float32, len(matrices)
     elif epilogue.has_residual:
         num_results += len(matrices)
+    extras = _operands(epilogue, tiles, tiling, w.shape[0])
     walk = Walk(
         tiling=tiling,
         features=features,
         depth_steps=x_RD.shape[1] // tiling.tile_k,
         num_experts=w.shape[0],
     )
-    extras = _operands(epilogue, tiles, tiling, w.shape[0])
-    if tiling.splits > 1:
-        extras["parts"] = jnp.asarray(walk.parts_table(len(tiles.expert_P)))
     results = [jax.ShapeDtypeStruct(shape, dtype)] * num_results
     record(
         name, [x_RD, *matrices, *tiles, *extras.values()], results,
@@ -114,7 +112,9 @@ def swap_ab(x_RD, matrices, tiles: RowTiles, tiling: Tiling, weights: Weights,
     results = run(x_RD, *matrices, *tiles, *extras.values())
     if tiling.splits == 1:
         return results
-    parts = walk.of_run(tiles, extras["parts"]).parts
+    # XLA fuses a lookup with the sum, where the comparisons of `of_run` are a kernel more.
+    table = jnp.asarray(walk.parts_table(tiles.expert_P.shape[0]))
+    parts = table[walk.row_tiles(tiles)]
     return [_sum_of_parts(each, parts) for each in results]
 
 
@@ -176,7 +176,7 @@ def _body(
     num_fields = len(RowTiles._fields)
     tiles, refs = RowTiles(*refs[:num_fields]), refs[num_fields:]
     extra_gmem = dict(zip(extras, refs, strict=False))
-    walk = walk.of_run(tiles, extra_gmem.get("parts"))
+    walk = walk.of_run(tiles)
     ring = Ring(walk.tiling.stages, full, empty)
 
     def tile_loop(warpgroup):
@@ -353,8 +353,7 @@ class _Consumer(Consumer):
         return {
             name: self._vector_of_features(name, expert, column)
             for name in self.extra_gmem
-            if name == "bias"
-            or (name.startswith("scale") and self.weights.depth_per_scale is None)
+            if name == "bias" or (name != "gate" and self.weights.depth_per_scale is None)
         }
 
     def _vector_of_features(self, name, expert, column):

@@ -57,11 +57,16 @@ class Walk:
             for tiles in range(most_tiles + 1)
         ], np.int32)  # fmt: skip
 
-    def of_run(self, tiles: RowTiles, parts_table) -> "Walk":
-        """The walk with the parts of D that a run has; unchanged without a table."""
-        if parts_table is None:
+    def of_run(self, tiles: RowTiles) -> "Walk":
+        """The walk with the parts of D that the tiles of a run ask for."""
+        if self.tiling.splits == 1:
             return self
-        return dataclasses.replace(self, parts=parts_table[self.row_tiles(tiles)])
+        table, row_tiles = self.parts_table(tiles.expert_P.shape[0]), self.row_tiles(tiles)
+        parts = jnp.int32(table[0])
+        # Few comparisons: the table would be a load that waits for that of the number.
+        for first in np.flatnonzero(np.diff(table)) + 1:
+            parts = lax.select(row_tiles >= int(first), jnp.int32(table[first]), parts)
+        return dataclasses.replace(self, parts=parts)
 
     def row_tiles(self, tiles: RowTiles):
         """How many tiles of rows are taken; of sums in parts, those of no expert are not."""
@@ -163,8 +168,7 @@ def copied_bytes(group_sizes_E, *, walk: Walk, num_rows: int, x, w, num_matrices
     """
     tiling, cache = walk.tiling, Cache()
     tiles = row_tiles(jnp.asarray(group_sizes_E, jnp.int32), num_rows, tiling.tile_n)
-    table = walk.parts_table(len(tiles.expert_P)) if tiling.splits > 1 else None
-    walk, count = walk.of_run(tiles, table), walk.row_tiles(tiles)
+    walk, count = walk.of_run(tiles), walk.row_tiles(tiles)
     expert_P, start_P, offset_P, size_P, _ = map(np.asarray, tiles)
     total = int(count) * walk.feature_tiles * int(walk.parts)
     places = jax.vmap(walk.place, in_axes=(0, None))(jnp.arange(total, dtype=jnp.int32), count)

@@ -31,6 +31,7 @@ STEPS_OF_A_STORE = 1
 # Of D, by default. Their sum is read from memory once more, by another kernel, for which the
 # steps of the product have to be fewer by a tenth.
 MOST_PARTS = 16
+FEW_WAVES = 4
 WORTH_A_SUM = 0.9
 
 
@@ -240,8 +241,10 @@ def steps_of_busiest(parts: int, tiles: int, steps: int, num_sms: int) -> int:
 def best_parts(tiles: int, steps: int, most: int, num_sms: int) -> int:
     """The parts of D, up to `most`, with which the busiest SM has the fewest steps.
 
-    The fewest of those that are equal.
+    The fewest of those that are equal; one where the last of many waves is not a large part.
     """
+    if tiles >= FEW_WAVES * num_sms:
+        return 1
     options = (parts for parts in range(1, most + 1) if steps % parts == 0)
     return min(options, key=lambda parts: steps_of_busiest(parts, tiles, steps, num_sms))
 

@@ -151,7 +151,7 @@ def test_one_program_has_as_many_parts_as_active_experts_leave_blocks_idle(bits)
         ((0, 0, 0, 0, 0, 0, 0, 0), 1),
     ):
         tiles = row_tiles(jnp.asarray(sizes), 26, 16)
-        assert walk.parts_table(8)[tiles.count[1]] == parts
+        assert walk.of_run(tiles).parts == parts
         if bits is None:
             check_forward(interpreted, sizes, jnp.bfloat16, tiling=tiling, D=256, F=64)
         else:
