@@ -31,8 +31,8 @@ FOLDER_VARIABLE = "SWITCHX_AOT_GPU"
 DEFAULT_FOLDER = ".venv/aot_gpu"
 RESOURCES = (
     *("registers", "spill_bytes", "shared_bytes", "hgmma", "instructions", "temp_bytes"),
-    *("loop_instructions", "loop_stalls", "loop_hgmma"),
-    *("epilogue_instructions", "epilogue_stalls", "kernels"),
+    *("loop_instructions", "loop_latency", "loop_hgmma"),
+    *("epilogue_instructions", "epilogue_latency", "kernels"),
 )
 # Of an HLO program, what launches nothing.
 _FREE = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element")
@@ -111,8 +111,11 @@ def read_resources(ptxas: str, sass: str, passes: str) -> dict[str, int]:
     """Resources from what the compiler's stages wrote.
 
     Raises:
-        ValueError: one of them did not write what is read here.
+        ValueError: one of them did not write what is read here, or ptxas says that products
+            wait for each other.
     """
+    if notes := re.findall(r".*wgmma.mma_async instructions are serialized.*", ptxas):
+        raise ValueError(f"expected products that do not wait for each other, got {notes}")
     registers = re.findall(r"Used (\d+) registers", ptxas)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas)
     shared = re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", passes)

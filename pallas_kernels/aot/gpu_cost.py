@@ -7,13 +7,14 @@ prints, for the shapes of Table 1 of Kim et al. 2022 (arXiv:2211.10017), the cyc
 of the loop over D takes of each resource of an SM, and the share of the memory's bandwidth that
 follows; what a tile of many rows takes with its epilogue, and what ping-pong would take; and
 how many SMs are busy with few active experts. Of loop and epilogue the compiler's table
-(`gpu_budgets.json`) has the instructions, HGMMA and the stall counts that ptxas wrote into
-them; nothing was measured. The longest resource is taken for the time:
+(`gpu_budgets.json`) has the instructions, HGMMA and the cycles of one warp; nothing was
+measured. The longest resource is taken for the time:
 
     issue    instructions of all warpgroups; each of the four schedulers issues one a cycle, and
              has a warp of every warpgroup
-    latency  the stall counts of one warp and, where it waits for its product before the next
-             step (quantized weights), that product
+    latency  one warp that issues in order: the stall counts that ptxas wrote into the code, the
+             waits for what it loads and exchanges through shared memory, and those for its own
+             products, as if the tensor core had no others
     tensor   64 x N x 16 products of an HGMMA at 2,048 a cycle (bfloat16, dense)
     memory   the weights' bytes at an SM's share of the bandwidth; rows come from the cache
     copies   of tiles of many rows, their bytes at an SM's share of the L2 cache's
@@ -45,14 +46,19 @@ BYTES_PER_S, CLOCK_HZ = 4.8e12, 1.98e9
 PRODUCTS_PER_CYCLE = 2048
 # From the L2 cache to all SMs, as XLA's cost model of dots has it, measured on an H100.
 L2_BYTES_PER_S = 6.65e12
-_INSTRUCTION = re.compile(r"^\s*\S+:\S+:\S+:\S+:(\d+)\s+/\*[0-9a-f]+\*/\s+(.*)")
+# Cycles until a result is there, assumed, of the order that microbenchmarks of an H100 give
+# (Luo et al. 2024, arXiv:2402.13499): through shared memory, and from the L2 cache.
+SHARED_CYCLES, GLOBAL_CYCLES = 30, 300
+# Scoreboards that are waited for, those set by reads and by results, the stall count, the text.
+_INSTRUCTION = re.compile(r"^\s*(\S+):(\S+):(\S+):\S+:(\d+)\s+/\*[0-9a-f]+\*/\s+(.*)")
 _LABEL = re.compile(r"^\s*\.(L_x_\d+):")
 _BRANCH = re.compile(r"\bBRA\b.*\(\.(L_x_\d+)\)")
 _WIDTH = re.compile(r"HGMMA\.64x(\d+)x")
+_PRODUCT_WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\w+)")
 
 
 def read_loop(sass: str) -> dict[str, int]:
-    """Instructions, stall counts (cycles) and HGMMA of the loop over D and of its epilogue.
+    """Instructions, cycles of one warp and HGMMA of the loop over D and of its epilogue.
 
     It is the innermost loop with HGMMA; where tiles are cut, that of whole ones. Its epilogue
     ends where the loop over tiles does. Of the stores, which are one for each bit of the
@@ -64,13 +70,13 @@ def read_loop(sass: str) -> dict[str, int]:
     Raises:
         ValueError: there is no such loop.
     """
-    stalls, texts, labels = [], [], {}
+    instructions, labels = [], {}
     for line in sass.splitlines():
         if label := _LABEL.match(line):
-            labels[label[1]] = len(texts)
+            labels[label[1]] = len(instructions)
         elif instruction := _INSTRUCTION.match(line):
-            stalls.append(int(instruction[1]))
-            texts.append(instruction[2])
+            instructions.append(instruction.groups())
+    texts = [instruction[-1] for instruction in instructions]
     targets = [
         labels.get(branch[1]) if (branch := _BRANCH.search(text)) else None for text in texts
     ]
@@ -94,10 +100,10 @@ def read_loop(sass: str) -> dict[str, int]:
     epilogue = _epilogue(texts, targets, end, min(around, default=len(texts)))
     return {
         "loop_instructions": end - begin,
-        "loop_stalls": sum(stalls[begin:end]),
+        "loop_latency": _latency(instructions[begin:end]),
         "loop_hgmma": hgmma,
         "epilogue_instructions": len(epilogue),
-        "epilogue_stalls": sum(stalls[i] for i in epilogue),
+        "epilogue_latency": _latency([instructions[i] for i in epilogue]),
     }
 
 
@@ -112,6 +118,36 @@ def _epilogue(texts: list[str], targets: list, begin: int, end: int) -> list[int
         if target is not None and i < target and "UTMASTG" in "\n".join(texts[i:target]):
             i, is_stored = (target if is_stored else i), True
     return taken
+
+
+def _latency(loop) -> int:
+    """Cycles of one run of a loop by one warp, after runs that have filled its pipeline.
+
+    It issues in order. An instruction waits for the scoreboards that it names; a wait for
+    products leaves that many groups of them, the last of a group has a `gsb0`.
+    """
+    now, products_end, ready, groups, ends = 0.0, 0.0, {}, [], []
+    for _ in range(3):
+        for waits, *sets, stall, text in loop:
+            now = max([now, *(ready.get(each, 0) for each in waits.split("&"))])
+            if wait := _PRODUCT_WAIT.search(text):
+                done = groups[: len(groups) - int(wait[1], 16)]
+                now = max([now, *done[-1:]])
+            if width := _WIDTH.search(text):
+                products_end = max(products_end, now) + _product_cycles(int(width[1]))
+                groups += [products_end] if "gsb0" in text else []
+            for each in sets:
+                if each != "-":
+                    took = GLOBAL_CYCLES if "LDG" in text else SHARED_CYCLES
+                    ready[each] = max(ready.get(each, 0), now + took)
+            now += int(stall)
+        ends.append(now)
+    return round(ends[-1] - ends[-2])
+
+
+def _product_cycles(rows: int) -> float:
+    """Of one HGMMA: 64 features, 16 channels."""
+    return 64 * 16 * rows / PRODUCTS_PER_CYCLE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,12 +183,11 @@ def predict(loop: dict[str, int], tiling: Tiling, bits: int | None, num_matrices
     halves = num_matrices * tiling.tile_m // 64
     channels = 16 * loop["loop_hgmma"] / halves
     weights = channels * tiling.warpgroups * tiling.tile_m * num_matrices
-    one_group = loop["loop_hgmma"] * 64 * 16 * tiling.tile_n / PRODUCTS_PER_CYCLE
     bytes_per_cycle = BYTES_PER_S / CLOCK_HZ / H200_SMS
     return Cycles(
         issue=loop["loop_instructions"] * tiling.warpgroups,
-        latency=loop["loop_stalls"] + (one_group if bits else 0),
-        tensor=one_group * tiling.warpgroups,
+        latency=loop["loop_latency"],
+        tensor=loop["loop_hgmma"] * _product_cycles(tiling.tile_n) * tiling.warpgroups,
         memory=weights * (bits or 16) / 8 / bytes_per_cycle,
     )
 
@@ -194,8 +229,9 @@ def tile_cycles(row: dict[str, int], case: Case) -> TileCycles:
     groups, cycles = tiling.warpgroups, predict(row, tiling, case.bits, num_matrices)
     runs = case.D * num_matrices * tiling.tile_m // 64 / (16 * row["loop_hgmma"])
     products = runs * max(cycles.issue, cycles.latency, cycles.tensor)
-    issue, stalls = row["epilogue_instructions"] * groups, row["epilogue_stalls"]
-    epilogue = max(issue, stalls)
+    issue, latency = row["epilogue_instructions"] * groups, row["epilogue_latency"]
+    epilogue = max(issue, latency)
+    waits = max(0, cycles.latency - cycles.tensor / groups)
     rate = L2_BYTES_PER_S / CLOCK_HZ / H200_SMS
     x_bytes = case.D * tiling.tile_n * 2
     w_bytes = case.D * num_matrices * tiling.tile_m * groups * (case.bits or 16) // 8
@@ -204,8 +240,8 @@ def tile_cycles(row: dict[str, int], case: Case) -> TileCycles:
         (groups * x_bytes + w_bytes, 1),
         (x_bytes + groups * w_bytes, groups),
     ):
-        latency = cycles.latency + (times - 1) * row["loop_stalls"]
-        hidden = max(runs * times * cycles.issue + issue, runs * latency + stalls)
+        one_run = cycles.latency + (times - 1) * waits
+        hidden = max(runs * times * cycles.issue + issue, runs * one_run + latency)
         hidden = max(hidden, runs * cycles.tensor)
         ways.append((max(hidden, copied / rate), hidden, copied))
     ping_pong, hidden, copied = min(ways)

@@ -204,4 +204,4 @@ def _weights(transpose_w: bool, dtype, tiling: Tiling, mosaic: Mosaic) -> Weight
     scratch = mosaic.scratch_of_transposes(
         **{name: (shape, dtype) for name, shape in shapes.items()}
     )
-    return Weights(is_depth_minor=transpose_w, multiply=multiply, scratch=scratch, waits=False)
+    return Weights(is_depth_minor=transpose_w, multiply=multiply, scratch=scratch)

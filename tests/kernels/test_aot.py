@@ -207,7 +207,8 @@ def measured_on_h200() -> dict[str, dict]:
 def test_gpu_kernels_compile_within_budget(needs_cuda):
     budget, found = gpu_compiler.COMPILER.budgets()["h200"], measured_on_h200()
     assert {name: row["error"] for name, row in found.items() if "error" in row} == {}
-    # Instructions vary a little with JAX and ptxas.
+    # These vary a little with JAX and ptxas.
+    slack = {"instructions": 1.15, "loop_latency": 1.15}
     over = [
         f"{name}: {resource} {row[resource]} is over the budget of {budget[name][resource]}"
         for name, row in found.items()
@@ -218,8 +219,9 @@ def test_gpu_kernels_compile_within_budget(needs_cuda):
             "instructions",
             "temp_bytes",
             "kernels",
+            "loop_latency",
         )
-        if row[resource] > (1.15 if resource == "instructions" else 1) * budget[name][resource]
+        if row[resource] > slack.get(resource, 1) * budget[name][resource]
     ]
     assert over == []
     assert all(row["hgmma"] for row in found.values())
@@ -298,10 +300,11 @@ ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
 """
 SASS = """        /*0000*/                   LDC R1, c[0x0][0x28] ;
 .L_x_1:
-   -:-:1:Y:07        /*0010*/      HGMMA.64x16x16.F32.BF16 R24, R32, gdesc[UR16]
-   -:-:1:Y:01        /*0020*/      IADD3 R1, R1, 0x1, RZ
-   1:-:-:Y:05        /*0030*/      @P1 BRA `(.L_x_1)
-   -:-:-:Y:05        /*0040*/      @P1 BRA `(.L_x_2)
+   -:-:1:Y:07        /*0010*/      LDS R32, [R2]
+   1:-:-:Y:01        /*0020*/      HGMMA.64x16x16.F32.BF16 R24, R32, gdesc[UR16], gsb0
+   -:-:-:Y:01        /*0030*/      WARPGROUP.DEPBAR.LE gsb0, 0x0
+   -:-:-:Y:05        /*0040*/      @P1 BRA `(.L_x_1)
+   -:-:-:Y:05        /*0050*/      @P1 BRA `(.L_x_2)
 .L_x_2:
 """
 PASSES = "gpu.launch dynamic_shared_memory_size %c213072_i32 {"
@@ -310,25 +313,42 @@ PASSES = "gpu.launch dynamic_shared_memory_size %c213072_i32 {"
 def test_resources_are_read_off_the_stages():
     assert gpu_compiler.read_resources(PTXAS, SASS, PASSES) == {
         "registers": 168, "spill_bytes": 20, "shared_bytes": 213072, "hgmma": 1,
-        "instructions": 5, "loop_instructions": 3, "loop_stalls": 13, "loop_hgmma": 1,
-        "epilogue_instructions": 1, "epilogue_stalls": 5,
+        "instructions": 6, "loop_instructions": 4, "loop_latency": 30 + 8 + 1 + 5,
+        "loop_hgmma": 1,
+        "epilogue_instructions": 1, "epilogue_latency": 5,
     }  # fmt: skip
+    # One product may still run: it waits for the load, not for the product.
+    behind = gpu_cost.read_loop(SASS.replace("gsb0, 0x0", "gsb0, 0x1"))
+    assert behind["loop_latency"] == 30 + 1 + 1 + 5
+    # The L2 cache takes longer to answer; a load that nothing waits for takes no time.
+    assert gpu_cost.read_loop(SASS.replace("LDS", "LDG"))["loop_latency"] == 300 + 8 + 1 + 5
+    unused = gpu_cost.read_loop(SASS.replace("1:-:-:Y:01", "-:-:-:Y:01"))
+    assert unused["loop_latency"] == 7 + 8 + 1 + 5
     with pytest.raises(ValueError, match="a loop with HGMMA"):
         gpu_cost.read_loop(SASS.replace("HGMMA", "IMMA"))
+
+
+def test_products_that_ptxas_serializes_are_refused():
+    note = (
+        "ptxas info    : (C7513) Potential Performance Loss: wgmma.mma_async instructions are "
+        "serialized due to non wgmma instructions defining input registers of a wgmma\n"
+    )
+    with pytest.raises(ValueError, match="C7513"):
+        gpu_compiler.read_resources(PTXAS + note, SASS, PASSES)
 
 
 def test_cycles_by_hand():
     # K of 16 by two warpgroups of 64 features, 32 rows: 64 KB of products, 2,048 a cycle.
     tiling = Tiling(tile_m=64, tile_n=32, tile_k=64)
-    loop = {"loop_instructions": 30, "loop_stalls": 50, "loop_hgmma": 1}
+    loop = {"loop_instructions": 30, "loop_latency": 50, "loop_hgmma": 1}
     cycles = gpu_cost.predict(loop, tiling, None)
     assert (cycles.issue, cycles.latency, cycles.tensor) == (60, 50, 32)
     # 128 x 16 weights of 2 bytes; 4.8e12 bytes a second over 132 SMs of 1.98e9 cycles.
     assert cycles.memory == pytest.approx(4096 / (4.8e12 / 1.98e9 / 132))
     assert (cycles.bound, cycles.bandwidth_share) == ("memory", 1)
-    # A quarter of the bytes; the product is waited for.
-    cycles = gpu_cost.predict(loop, tiling, 4)
-    assert (cycles.latency, cycles.bound) == (66, "latency")
+    # A quarter of the bytes.
+    cycles = gpu_cost.predict(loop | {"loop_latency": 66}, tiling, 4)
+    assert cycles.bound == "latency"
     assert cycles.bandwidth_share == pytest.approx(1024 / (4.8e12 / 1.98e9 / 132) / 66)
 
 
@@ -349,8 +369,8 @@ def test_cycles_of_a_tile_by_hand():
     # Two warpgroups, 256 rows, 1,024 channels: 16 runs of 4 HGMMA, 512 cycles each.
     case = Case("grouped_matmul", 8192, 1024, 4096, 32)
     row = {
-        "loop_instructions": 54, "loop_stalls": 125, "loop_hgmma": 4,
-        "epilogue_instructions": 400, "epilogue_stalls": 700,
+        "loop_instructions": 54, "loop_latency": 512, "loop_hgmma": 4,
+        "epilogue_instructions": 400, "epilogue_latency": 700,
     }  # fmt: skip
     cycles = gpu_cost.tile_cycles(row, case)
     assert (cycles.products, cycles.epilogue) == (16 * 2 * 512, 800)
@@ -378,7 +398,7 @@ def test_epilogues_are_read_to_the_end_of_the_loop_over_tiles():
     )
     found = gpu_cost.read_loop(sass)
     assert (found["loop_instructions"], found["loop_hgmma"]) == (2, 1)
-    assert (found["epilogue_instructions"], found["epilogue_stalls"]) == (8, 16)
+    assert (found["epilogue_instructions"], found["epilogue_latency"]) == (8, 16)
 
 
 def test_ping_pong_pays_for_no_product_with_many_rows():
