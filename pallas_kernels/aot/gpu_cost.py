@@ -17,7 +17,7 @@ measured. The longest resource is taken for the time:
              products, as if the tensor core had no others
     tensor   64 x N x 16 products of an HGMMA at 2,048 a cycle (bfloat16, dense)
     memory   the weights' bytes at an SM's share of the bandwidth; rows come from the cache
-    copies   of tiles of many rows, their bytes at an SM's share of the L2 cache's
+    l2       of tiles of many rows, their bytes at an SM's share of the L2 cache's
 
 Waits for barriers and for loads, start and the last wave are not in it, and of few rows the
 epilogue is not, which the ring hides: it is an upper bound.
@@ -194,7 +194,7 @@ def predict(loop: dict[str, int], tiling: Tiling, bits: int | None, num_matrices
 
 @dataclasses.dataclass(frozen=True)
 class TileCycles:
-    """Of a whole tile of many rows: products, then an epilogue, beside the tile's copies.
+    """Of a whole tile of many rows: products, then an epilogue, beside the tile's copies from the L2 cache.
 
     With ping-pong each warpgroup has tiles of its own, so that one's epilogue is hidden behind
     the other's products. Its accumulators are as large, for half of the features or for half
@@ -204,8 +204,8 @@ class TileCycles:
     Attributes:
         products: the longest of issue, latency and tensor cores.
         epilogue: until the result is on its way to memory.
-        copies: from the L2 cache, which go on during both as far as the ring has stages.
-        total: the longer of products with epilogue, and copies.
+        l2: copies from the L2 cache, which go on during both as far as the ring has stages.
+        total: the longer of products with epilogue, and of these copies.
         ping_pong: for the same products, in the better of the two ways.
         even_l2_bytes_per_s: of an L2 cache with which ping-pong would take as long as
             products with epilogue; infinite where its own conversions take longer.
@@ -213,7 +213,7 @@ class TileCycles:
 
     products: float
     epilogue: float
-    copies: float
+    l2: float
     total: float
     ping_pong: float
     even_l2_bytes_per_s: float
@@ -245,15 +245,15 @@ def tile_cycles(row: dict[str, int], case: Case) -> TileCycles:
         hidden = max(hidden, runs * cycles.tensor)
         ways.append((max(hidden, copied / rate), hidden, copied))
     ping_pong, hidden, copied = min(ways)
-    copies = (x_bytes + w_bytes) / rate
+    l2 = (x_bytes + w_bytes) / rate
     together, even = products + epilogue, math.inf
     if hidden < together:
         even = copied / together * H200_SMS * CLOCK_HZ
     return TileCycles(
         products=products,
         epilogue=epilogue,
-        copies=copies,
-        total=max(copies, together),
+        l2=l2,
+        total=max(l2, together),
         ping_pong=ping_pong,
         even_l2_bytes_per_s=even,
     )

@@ -377,7 +377,7 @@ def test_cycles_of_a_tile_by_hand():
     # Rows and 128 features are 786,432 bytes, of 6.65e12 a second for 132 SMs of 1.98e9 cycles;
     # with tiles of half of the rows the features are copied twice.
     bytes_per_cycle = 6.65e12 / 1.98e9 / 132
-    assert cycles.total == cycles.copies == pytest.approx(786_432 / bytes_per_cycle)
+    assert cycles.total == cycles.l2 == pytest.approx(786_432 / bytes_per_cycle)
     assert cycles.ping_pong == pytest.approx(1_048_576 / bytes_per_cycle)
     # As many bytes in the time of products and epilogue.
     assert cycles.even_l2_bytes_per_s == pytest.approx(1_048_576 * 132 * 1.98e9 / 17_184)
