@@ -15,6 +15,8 @@ and the cycles of one warp; nothing was measured. The longest resource is taken 
              products, as if the tensor core had no others
     tensor   64 x N x 16 products of an HGMMA at 2,048 a cycle (bfloat16, dense)
     memory   the weights' bytes at an SM's share of the bandwidth; rows come from the cache
+    copies   Little's law: a copy is under way for a fixed time, and all stages of the ring but
+             the one that is multiplied are
 
 Waits for barriers, start, epilogue and the last wave are not in it: it is an upper bound.
 Dims: R rows, D inputs, F outputs, E experts, N rows of a tile
@@ -35,13 +37,15 @@ TABLE = pathlib.Path(__file__).with_name("gpu_budgets.json")
 BYTES_PER_S, CLOCK_HZ = 4.8e12, 1.98e9
 PRODUCTS_PER_CYCLE = 2048
 # Cycles until a result is there, assumed, of the order that microbenchmarks of an H100 give
-# (Luo et al. 2024, arXiv:2402.13499): through shared memory, and from the L2 cache.
-SHARED_CYCLES, GLOBAL_CYCLES = 30, 300
+# (Luo et al. 2024, arXiv:2402.13499): through shared memory, and from the L2 cache. A copy from
+# memory that is busy takes longer.
+SHARED_CYCLES, GLOBAL_CYCLES, COPY_CYCLES = 30, 300, 1000
 # Scoreboards that are waited for, those set by reads and by results, the stall count, the text.
 _INSTRUCTION = re.compile(r"^\s*(\S+):(\S+):(\S+):\S+:(\d+)\s+/\*[0-9a-f]+\*/\s+(.*)")
 _LABEL = re.compile(r"^\s*\.(L_x_\d+):")
 _BRANCH = re.compile(r"\bBRA\b.*\(\.(L_x_\d+)\)")
 _WIDTH = re.compile(r"HGMMA\.64x(\d+)x")
+_GLOBAL_LOAD = re.compile(r"^(@\S+ )?LDG?\.")
 _PRODUCT_WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\w+)")
 
 
@@ -91,7 +95,7 @@ def _latency(loop) -> int:
     """
     now, products_end, ready, groups, ends = 0.0, 0.0, {}, [], []
     for _ in range(3):
-        for waits, *sets, stall, text in loop:
+        for waits, read, written, stall, text in loop:
             now = max([now, *(ready.get(each, 0) for each in waits.split("&"))])
             if wait := _PRODUCT_WAIT.search(text):
                 done = groups[: len(groups) - int(wait[1], 16)]
@@ -99,10 +103,10 @@ def _latency(loop) -> int:
             if width := _WIDTH.search(text):
                 products_end = max(products_end, now) + _product_cycles(int(width[1]))
                 groups += [products_end] if "gsb0" in text else []
-            for each in sets:
-                if each != "-":
-                    took = GLOBAL_CYCLES if "LDG" in text else SHARED_CYCLES
-                    ready[each] = max(ready.get(each, 0), now + took)
+            took = GLOBAL_CYCLES if _GLOBAL_LOAD.match(text) else SHARED_CYCLES
+            ready[written] = max(ready.get(written, 0), now + took)
+            ready[read] = max(ready.get(read, 0), now + SHARED_CYCLES)  # operands
+            ready["-"] = 0
             now += int(stall)
         ends.append(now)
     return round(ends[-1] - ends[-2])
@@ -121,6 +125,7 @@ class Cycles:
     latency: float
     tensor: float
     memory: float
+    copies: float
 
     @property
     def longest(self) -> float:
@@ -152,6 +157,7 @@ def predict(loop: dict[str, int], tiling: Tiling, bits: int | None, num_matrices
         latency=loop["loop_latency"],
         tensor=loop["loop_hgmma"] * _product_cycles(tiling.tile_n) * tiling.warpgroups,
         memory=weights * (bits or 16) / 8 / bytes_per_cycle,
+        copies=COPY_CYCLES / (tiling.stages - 1),
     )
 
 
