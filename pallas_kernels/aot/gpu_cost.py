@@ -17,9 +17,11 @@ measured. The longest resource is taken for the time:
              products, as if the tensor core had no others
     tensor   64 x N x 16 products of an HGMMA at 2,048 a cycle (bfloat16, dense)
     memory   the weights' bytes at an SM's share of the bandwidth; rows come from the cache
+    copies   Little's law: a copy is under way for a fixed time, and all stages of the ring but
+             the one that is multiplied are
     l2       of tiles of many rows, their bytes at an SM's share of the L2 cache's
 
-Waits for barriers and for loads, start and the last wave are not in it, and of few rows the
+Waits for barriers, start and the last wave are not in it, and of few rows the
 epilogue is not, which the ring hides: it is an upper bound.
 Dims: R rows, D inputs, F outputs, E experts, N rows of a tile
 """
@@ -47,13 +49,15 @@ PRODUCTS_PER_CYCLE = 2048
 # From the L2 cache to all SMs, as XLA's cost model of dots has it, measured on an H100.
 L2_BYTES_PER_S = 6.65e12
 # Cycles until a result is there, assumed, of the order that microbenchmarks of an H100 give
-# (Luo et al. 2024, arXiv:2402.13499): through shared memory, and from the L2 cache.
-SHARED_CYCLES, GLOBAL_CYCLES = 30, 300
+# (Luo et al. 2024, arXiv:2402.13499): through shared memory, and from the L2 cache. A copy from
+# memory that is busy takes longer.
+SHARED_CYCLES, GLOBAL_CYCLES, COPY_CYCLES = 30, 300, 1000
 # Scoreboards that are waited for, those set by reads and by results, the stall count, the text.
 _INSTRUCTION = re.compile(r"^\s*(\S+):(\S+):(\S+):\S+:(\d+)\s+/\*[0-9a-f]+\*/\s+(.*)")
 _LABEL = re.compile(r"^\s*\.(L_x_\d+):")
 _BRANCH = re.compile(r"\bBRA\b.*\(\.(L_x_\d+)\)")
 _WIDTH = re.compile(r"HGMMA\.64x(\d+)x")
+_GLOBAL_LOAD = re.compile(r"^(@\S+ )?LDG?\.")
 _PRODUCT_WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\w+)")
 
 
@@ -128,7 +132,7 @@ def _latency(loop) -> int:
     """
     now, products_end, ready, groups, ends = 0.0, 0.0, {}, [], []
     for _ in range(3):
-        for waits, *sets, stall, text in loop:
+        for waits, read, written, stall, text in loop:
             now = max([now, *(ready.get(each, 0) for each in waits.split("&"))])
             if wait := _PRODUCT_WAIT.search(text):
                 done = groups[: len(groups) - int(wait[1], 16)]
@@ -136,10 +140,10 @@ def _latency(loop) -> int:
             if width := _WIDTH.search(text):
                 products_end = max(products_end, now) + _product_cycles(int(width[1]))
                 groups += [products_end] if "gsb0" in text else []
-            for each in sets:
-                if each != "-":
-                    took = GLOBAL_CYCLES if "LDG" in text else SHARED_CYCLES
-                    ready[each] = max(ready.get(each, 0), now + took)
+            took = GLOBAL_CYCLES if _GLOBAL_LOAD.match(text) else SHARED_CYCLES
+            ready[written] = max(ready.get(written, 0), now + took)
+            ready[read] = max(ready.get(read, 0), now + SHARED_CYCLES)  # operands
+            ready["-"] = 0
             now += int(stall)
         ends.append(now)
     return round(ends[-1] - ends[-2])
@@ -158,6 +162,7 @@ class Cycles:
     latency: float
     tensor: float
     memory: float
+    copies: float
 
     @property
     def longest(self) -> float:
@@ -189,12 +194,13 @@ def predict(loop: dict[str, int], tiling: Tiling, bits: int | None, num_matrices
         latency=loop["loop_latency"],
         tensor=loop["loop_hgmma"] * _product_cycles(tiling.tile_n) * tiling.warpgroups,
         memory=weights * (bits or 16) / 8 / bytes_per_cycle,
+        copies=COPY_CYCLES / (tiling.stages - 1),
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class TileCycles:
-    """Of a whole tile of many rows: products, then an epilogue, beside the tile's copies from the L2 cache.
+    """Of a whole tile of many rows: products, then an epilogue, beside copies from the L2 cache.
 
     With ping-pong each warpgroup has tiles of its own, so that one's epilogue is hidden behind
     the other's products. Its accumulators are as large, for half of the features or for half

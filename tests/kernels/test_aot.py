@@ -321,7 +321,7 @@ def test_resources_are_read_off_the_stages():
     behind = gpu_cost.read_loop(SASS.replace("gsb0, 0x0", "gsb0, 0x1"))
     assert behind["loop_latency"] == 30 + 1 + 1 + 5
     # The L2 cache takes longer to answer; a load that nothing waits for takes no time.
-    assert gpu_cost.read_loop(SASS.replace("LDS", "LDG"))["loop_latency"] == 300 + 8 + 1 + 5
+    assert gpu_cost.read_loop(SASS.replace("LDS", "LDG.E"))["loop_latency"] == 300 + 8 + 1 + 5
     unused = gpu_cost.read_loop(SASS.replace("1:-:-:Y:01", "-:-:-:Y:01"))
     assert unused["loop_latency"] == 7 + 8 + 1 + 5
     with pytest.raises(ValueError, match="a loop with HGMMA"):
@@ -341,15 +341,20 @@ def test_cycles_by_hand():
     # K of 16 by two warpgroups of 64 features, 32 rows: 64 KB of products, 2,048 a cycle.
     tiling = Tiling(tile_m=64, tile_n=32, tile_k=64)
     loop = {"loop_instructions": 30, "loop_latency": 50, "loop_hgmma": 1}
+    tiling = dataclasses.replace(tiling, stages=6)
     cycles = gpu_cost.predict(loop, tiling, None)
     assert (cycles.issue, cycles.latency, cycles.tensor) == (60, 50, 32)
+    # Five stages are under way for 1,000 cycles, of two stages one is.
+    assert cycles.copies == 200
     # 128 x 16 weights of 2 bytes; 4.8e12 bytes a second over 132 SMs of 1.98e9 cycles.
     assert cycles.memory == pytest.approx(4096 / (4.8e12 / 1.98e9 / 132))
     assert (cycles.bound, cycles.bandwidth_share) == ("memory", 1)
+    two_stages = dataclasses.replace(tiling, stages=2)
+    assert gpu_cost.predict(loop, two_stages, None).bound == "copies"
     # A quarter of the bytes.
-    cycles = gpu_cost.predict(loop | {"loop_latency": 66}, tiling, 4)
+    cycles = gpu_cost.predict(loop | {"loop_latency": 250}, tiling, 4)
     assert cycles.bound == "latency"
-    assert cycles.bandwidth_share == pytest.approx(1024 / (4.8e12 / 1.98e9 / 132) / 66)
+    assert cycles.bandwidth_share == pytest.approx(1024 / (4.8e12 / 1.98e9 / 132) / 250)
 
 
 def test_every_shape_of_table_1_has_a_prediction():
