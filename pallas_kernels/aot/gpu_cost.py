@@ -200,7 +200,7 @@ def predict(loop: dict[str, int], tiling: Tiling, bits: int | None, num_matrices
 
 @dataclasses.dataclass(frozen=True)
 class TileCycles:
-    """Of a whole tile of many rows: products, then an epilogue, beside copies from the L2 cache.
+    """Of a whole tile of many rows: products, then an epilogue, beside copies from the cache.
 
     With ping-pong each warpgroup has tiles of its own, so that one's epilogue is hidden behind
     the other's products. Its accumulators are as large, for half of the features or for half
