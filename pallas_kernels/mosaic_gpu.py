@@ -10,7 +10,8 @@ Dims: R rows, X columns
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -231,14 +232,11 @@ class Consumer:
     own: dict[str, Any]
     warpgroup: Any
 
-    def accumulate(
-        self, shapes: list, steps, first_step, multiply: Callable, *, waits: bool = False
-    ) -> list:
+    def accumulate(self, shapes: list, steps, first_step, multiply: Callable) -> list:
         """The float32 sums of `steps` steps of the ring, of these shapes.
 
         Args:
             multiply: `(accumulators, k, slot)` issues the products of the k-th step.
-            waits: nothing reads the stage any more when `multiply` returns.
         """
 
         def accumulate(*accumulators):
@@ -246,25 +244,70 @@ class Consumer:
                 slot = self.ring.slot(step)
                 self.ring.wait_until_full(slot)
                 multiply(accumulators, k, slot)
-                if waits:
-                    self.ring.release(slot)
-                else:
-                    # The products of the step before are done; these still run.
-                    plgpu.wgmma_wait(len(accumulators))
-                    pl.when(k > 0)(lambda: self.ring.release_before(step))
+                # The products of the step before are done; these still run.
+                plgpu.wgmma_wait(len(accumulators))
+                pl.when(k > 0)(lambda: self.ring.release_before(step))
                 return step + 1
 
             end = lax.fori_loop(0, steps, one_step, first_step)
             sums = [acc[...] for acc in accumulators]
-            if not waits:
-                pl.when(steps > 0)(lambda: self.ring.release_before(end))
+            pl.when(steps > 0)(lambda: self.ring.release_before(end))
             return sums
 
         return pl.run_scoped(accumulate, *map(plgpu.ACC, shapes))
 
+    def accumulate_ahead(
+        self, shapes: list, steps, first_step, load: Callable, multiply: Callable, *, number
+    ) -> list:
+        """`accumulate` where one operand is multiplied out of registers.
+
+        It is loaded for the next step while the products of this one run. Those are done before
+        the next ones are issued: where products out of registers still run at the end of a
+        loop, ptxas makes each of them wait for the one before (C7513).
+
+        Args:
+            load: `(slot)` loads the operand from a full stage.
+            multiply: `(accumulators, loaded, slot)` issues the products of a step.
+            number: any that was loaded from memory.
+        """
+
+        def load_step(step):
+            slot = self.ring.slot(step)
+            self.ring.wait_until_full(slot)
+            return load(slot)
+
+        def accumulate(*accumulators):
+            def one_step(k, loaded):
+                step = first_step + k
+                slot = self.ring.slot(step)
+                multiply(accumulators, loaded, slot)
+                loaded = lax.cond(k + 1 < steps, lambda: load_step(step + 1), lambda: loaded)
+                plgpu.wgmma_wait(0)
+                self.ring.release(slot)
+                return loaded
+
+            lax.fori_loop(0, steps, one_step, load_step(first_step))
+            return [acc[...] for acc in accumulators]
+
+        def zeros():
+            # Inside `jax.shard_map` the type of what is loaded names mesh axes, so of sums too.
+            zero = lax.convert_element_type(number * 0, jnp.float32)
+            return [
+                self.mosaic.as_layout(lax.broadcast(zero, shape), plgpu.Layout.WGMMA)
+                for shape in shapes
+            ]
+
+        # Without steps there is nothing to load.
+        sums = functools.partial(pl.run_scoped, accumulate, *map(plgpu.ACC, shapes))
+        return lax.cond(steps > 0, sums, zeros)
+
 
 def copy_and_multiply(
-    groups: int, ring: Ring, copy_tile: Callable, tile_loop: Callable, turns: Callable
+    groups: int,
+    rings: Collection[Ring],
+    copy_tile: Callable,
+    tile_loop: Callable,
+    turns: Callable,
 ) -> None:
     """Splits the work of a block whose kernel was started with `groups + 1` warpgroups.
 
@@ -274,6 +317,7 @@ def copy_and_multiply(
 
     Args:
         groups: warpgroups that multiply; the one after them copies.
+        rings: whose steps are counted alike.
         copy_tile: the body that issues the copies of a tile.
         tile_loop: of the number of a multiplying warpgroup, the body that computes a tile.
         turns: says how many tiles this block has.
@@ -285,9 +329,11 @@ def copy_and_multiply(
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         steps = lax.fori_loop(0, turns(), copy_tile, jnp.int32(0))
 
-        @pl.loop(lax.max(steps - ring.stages, 0), steps)
-        def _(step):  # No barrier is left in the middle of a phase.
-            plgpu.barrier_wait(ring.empty.at[ring.slot(step)])
+        for ring in rings:
+
+            @pl.loop(lax.max(steps - ring.stages, 0), steps)
+            def _(step, ring=ring):  # No barrier is left in the middle of a phase.
+                plgpu.barrier_wait(ring.empty.at[ring.slot(step)])
 
     @pl.when(warpgroup < groups)
     def _():

@@ -97,6 +97,18 @@ def benchmark_cases() -> dict[str, Case]:
     return found
 
 
+def epilogue_cases() -> dict[str, Case]:
+    """The first product of a layer with many rows, with bias, activation and gates, by name."""
+    (D, F), R = MATRICES[0], ROWS["many"] * EXPERTS
+    relu = Case("grouped_matmul", R, D, F, EXPERTS, epilogue=True)
+    geglu = dataclasses.replace(relu, is_gated_unit=True)
+    kept = dataclasses.replace(geglu, has_residual=True)
+    return {
+        f"bfloat16 {name} {D}x{F} many": case
+        for name, case in (("relu", relu), ("geglu", geglu), ("geglu and residual", kept))
+    }
+
+
 def variant(op: str = "grouped_matmul", **changes) -> Case:
     """A kernel at the first shape with few rows."""
     D, F = MATRICES[0]

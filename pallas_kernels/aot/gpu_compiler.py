@@ -6,8 +6,8 @@ as they would, nothing is executed. They are in the folder that the environment 
 SWITCHX_AOT_GPU names; `compiler.py` says how to run this file. A kernel's resources are of a
 thread the registers at launch (Hopper's warpgroups then trade them) and the bytes spilled, the
 shared memory of a block, HGMMA and all instructions in the machine code, what the loop over D
-has of them (`gpu_cost.py`), XLA's temporary bytes, and how many kernels the whole product
-launches, the one of its tile schedule among them.
+and its epilogue have of them (`gpu_cost.py`), XLA's temporary bytes, and how many kernels the
+whole product launches, the one of its tile schedule among them.
 """
 
 import functools
@@ -23,7 +23,7 @@ from jax.experimental import topologies
 from jaxlib import _jax
 
 from pallas_kernels.aot import compiler
-from pallas_kernels.aot.case import Case, benchmark_cases, build, variant
+from pallas_kernels.aot.case import Case, benchmark_cases, build, epilogue_cases, variant
 from pallas_kernels.aot.gpu_cost import read_loop
 
 TARGETS = {"h200": "h200.txtpb", "a100": "a100.txtpb"}
@@ -31,7 +31,8 @@ FOLDER_VARIABLE = "SWITCHX_AOT_GPU"
 DEFAULT_FOLDER = ".venv/aot_gpu"
 RESOURCES = (
     *("registers", "spill_bytes", "shared_bytes", "hgmma", "instructions", "temp_bytes"),
-    *("loop_instructions", "loop_stalls", "loop_hgmma", "kernels"),
+    *("loop_instructions", "loop_latency", "loop_hgmma"),
+    *("epilogue_instructions", "epilogue_latency", "kernels"),
 )
 # Of an HLO program, what launches nothing.
 _FREE = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element")
@@ -51,12 +52,18 @@ def budget_cases() -> dict[str, Case]:
             f"int{bits} {name} 1024x4096 few": variant(quantized, bits=bits, **changes)
             for name, changes in variants.items()
         }
-    # One row: sums in parts, so that every SM has a share of its expert's weights.
-    return found | {
-        "float16 forward 1024x4096 few": variant(dtype="float16"),
-        "bfloat16 forward 1024x4096 one row": variant(R=1),
-        "int4 1024x4096 one row": variant(quantized, bits=4, R=1),
-    }
+    # Few rows: sums in parts, so that every SM has a share of their experts' weights.
+    return (
+        found
+        | epilogue_cases()
+        | {
+            "float16 forward 1024x4096 few": variant(dtype="float16"),
+            "bfloat16 forward 1024x4096 one row": variant(R=1),
+            "int4 1024x4096 one row": variant(quantized, bits=4, R=1),
+            "bfloat16 forward 4096x1024 8 rows": variant(R=8, D=4096, F=1024),
+            "int4 4096x1024 8 rows": variant(quantized, bits=4, R=8, D=4096, F=1024),
+        }
+    )
 
 
 def compiler_folder() -> pathlib.Path:
@@ -104,8 +111,11 @@ def read_resources(ptxas: str, sass: str, passes: str) -> dict[str, int]:
     """Resources from what the compiler's stages wrote.
 
     Raises:
-        ValueError: one of them did not write what is read here.
+        ValueError: one of them did not write what is read here, or ptxas says that products
+            wait for each other.
     """
+    if notes := re.findall(r".*wgmma.mma_async instructions are serialized.*", ptxas):
+        raise ValueError(f"expected products that do not wait for each other, got {notes}")
     registers = re.findall(r"Used (\d+) registers", ptxas)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas)
     shared = re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", passes)

@@ -89,7 +89,7 @@ def default_tiling(R: int, D: int, F: int, E: int, dtype=jnp.bfloat16,
 def candidates(R: int, D: int, F: int, E: int, dtype=jnp.bfloat16) -> list[Tiling]:
     """Tilings worth a measurement, the default first."""
     return candidates_around(
-        default_tiling(R, D, F, E, dtype), R, E, (64, 128), dtype, dtype,
+        default_tiling(R, D, F, E, dtype), R, F, E, (64, 128), dtype, dtype,
         lambda tiling: checked(tiling, D, dtype, dtype),
     )  # fmt: skip
 
@@ -155,7 +155,7 @@ def forward(x_RD, w, group_sizes_E, *, w_gate=None, bias_EF=None,
 
 def finished(results, x_RD, features: int, tiling: Tiling, end_E, epilogue: Epilogue,
              out_dtype=None) -> list:  # fmt: skip
-    """The kernel's results as `[R, F]` arrays; sums in parts are added up.
+    """The kernel's results as `[R, F]` arrays; float32 sums get their epilogue.
 
     The first is in `out_dtype`, others, and where that is None all, in the dtype of x.
 
@@ -163,7 +163,7 @@ def finished(results, x_RD, features: int, tiling: Tiling, end_E, epilogue: Epil
         end_E: the row after each expert's last one.
     """
     if tiling.splits > 1:
-        sums = [jnp.sum(parts_SRF[..., :features], axis=0) for parts_SRF in results]
+        sums = [sums_RF[:, :features] for sums_RF in results]
         rows = rows_before(end_E, len(x_RD))
         y_RF, residual = apply_epilogue(
             sums, *rows, epilogue.bias_EF, epilogue.activation, epilogue.gate_R
@@ -204,4 +204,4 @@ def _weights(transpose_w: bool, dtype, tiling: Tiling, mosaic: Mosaic) -> Weight
     scratch = mosaic.scratch_of_transposes(
         **{name: (shape, dtype) for name, shape in shapes.items()}
     )
-    return Weights(is_depth_minor=transpose_w, multiply=multiply, scratch=scratch, waits=False)
+    return Weights(is_depth_minor=transpose_w, multiply=multiply, scratch=scratch)

@@ -35,15 +35,15 @@ def schedule(group_sizes_E, num_rows: int, block: int, mosaic: Mosaic):
     """
     (num_experts,) = group_sizes_E.shape
     num_tiles = max_row_tiles(num_rows, num_experts, block)
-    sizes = [num_tiles] * 4 + [1, num_experts + 1]
+    sizes = [num_tiles] * 4 + [2, num_experts + 1]
     results = [jax.ShapeDtypeStruct((_whole(size),), jnp.int32) for size in sizes]
     nbytes = [num_bytes(each.shape, each.dtype) for each in results]
     record(
         "tile_schedule", [group_sizes_E], results,
         lambda _: ([num_bytes((num_experts,), jnp.int32)], nbytes),
     )  # fmt: skip
-    *arrays, count_1, bound_B = _run(group_sizes_E, num_rows, block, tuple(results), mosaic)
-    return RowTiles(*arrays, count_1), bound_B
+    *arrays, bound_B = _run(group_sizes_E, num_rows, block, tuple(results), mosaic)
+    return RowTiles(*arrays), bound_B
 
 
 # A jitted function is one function of the program that calls it: so XLA sees equal kernels.
@@ -99,6 +99,7 @@ def _body(
     zero = sizes_gmem[0] * 0
     start = zero, zero, zero_P + num_experts, zero_P, zero_P, zero_P, zero_B
     carry = lax.fori_loop(0, num_experts, expert, start)
+    of_experts = carry[1]
     # The rows of no expert.
     carry = group(num_experts, carry, jnp.int32(num_rows))
     _, num_tiles, expert_P, begin_P, end_P, start_P, bound_B = carry
@@ -107,5 +108,6 @@ def _body(
     start_gmem[...] = start_P
     offset_gmem[...] = lower_P - start_P
     size_gmem[...] = jnp.minimum(end_P, start_P + block) - lower_P
-    count_gmem[...] = mosaic.iota((THREADS,)) * 0 + num_tiles
+    index = mosaic.iota((THREADS,))
+    count_gmem[...] = jnp.where(index == 0, index * 0 + num_tiles, index * 0 + of_experts)
     bound_gmem[...] = bound_B

@@ -8,7 +8,7 @@ runs through the tiles of a block without a stop, so the next tile's weights are
 while the last one is stored. Blocks stay on their SM and take tiles in turn.
 Dims: R rows, D inputs, F outputs, E experts; P tiles of rows, T rows of a tile,
 K one step of D, M features of a warpgroup,
-N tiles of M features, C warpgroups that multiply, G groups of D with a scale
+N tiles of M features, C warpgroups that multiply, G groups of D with a scale, S parts of D
 """
 
 import dataclasses
@@ -32,6 +32,9 @@ from pallas_kernels.tiling.gpu import STORED, Tiling
 # Elements of a warpgroup's accumulators beside which a tile's scales and bias fit; with twice
 # as many, gated units spill.
 LOADED_BEFORE = 64 * 128
+# Weights of a step beside which those of the next one fit into a warpgroup's registers, where
+# there is one accumulator.
+LOADED_AHEAD = 64 * 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +44,10 @@ class Weights:
     Attributes:
         is_depth_minor: `[E, F, D]`, else `[E, D, F]`.
         multiply: `(acc_MT, w, x_TK, scratch)` issues the products of one step; `w` is one
-            warpgroup's `[M, K]` or, with features minor, `[K, M]`.
+            warpgroup's `[M, K]` or, with features minor, `[K, M]`, or what `load` returned.
         scratch: shared memory of `multiply`, name -> (shape, dtype), one a warpgroup.
-        waits: nothing reads the stage any more when `multiply` returns.
+        load: of `[M, K]` into registers, which then no product reads in shared memory: their
+            place is free before they are multiplied. None where the tensor core reads it.
         depth_per_scale: channels of D that share a scale, a multiple of K; None for one
             scale, which the epilogue applies.
     """
@@ -51,7 +55,7 @@ class Weights:
     is_depth_minor: bool
     multiply: Callable
     scratch: dict[str, Any]
-    waits: bool
+    load: Callable | None = None
     depth_per_scale: int | None = None
 
 
@@ -59,8 +63,9 @@ def swap_ab(x_RD, matrices, tiles: RowTiles, tiling: Tiling, weights: Weights,
             epilogue: Epilogue, mosaic: Mosaic, *, num_rows: int, name: str):  # fmt: skip
     """The product and, with `has_residual`, the residual: arrays `[R, F]` in the dtype of x.
 
-    With splits, parts of the float32 sums of each matrix instead, `[splits, R, F]`: only whole
-    sums have a bias and an activation.
+    With splits, the float32 sums of each matrix instead: the kernel has as many of their parts
+    `[splits, R, F]` as the run has tiles for, and XLA adds those. Only whole sums have a bias
+    and an activation. Rows of no expert are then undefined.
 
     Args:
         x_RD: with rows after the last one up to a multiple of 8.
@@ -82,7 +87,7 @@ def swap_ab(x_RD, matrices, tiles: RowTiles, tiling: Tiling, weights: Weights,
     walk = Walk(
         tiling=tiling,
         features=features,
-        depth_steps=x_RD.shape[1] // tiling.tile_k // tiling.splits,
+        depth_steps=x_RD.shape[1] // tiling.tile_k,
         num_experts=w.shape[0],
     )
     results = [jax.ShapeDtypeStruct(shape, dtype)] * num_results
@@ -108,7 +113,20 @@ def swap_ab(x_RD, matrices, tiles: RowTiles, tiling: Tiling, weights: Weights,
         num_threads=tiling.warpgroups + 1,
         name=name,
     )
-    return run(x_RD, *matrices, *tiles, *extras.values())
+    results = run(x_RD, *matrices, *tiles, *extras.values())
+    if tiling.splits == 1:
+        return results
+    # XLA fuses a lookup with the sum, where the comparisons of `of_run` are a kernel more.
+    table = jnp.asarray(walk.parts_table(tiles.expert_P.shape[0]))
+    parts = table[walk.row_tiles(tiles)]
+    return [_sum_of_parts(each, parts) for each in results]
+
+
+def _sum_of_parts(parts_SRF, parts):
+    """The sum of the first `parts`; no others are written, so they may hold anything."""
+    index_S = lax.iota(jnp.int32, parts_SRF.shape[0])
+    is_written_S = index_S < parts
+    return jnp.sum(jnp.where(is_written_S[:, None, None], parts_SRF, 0), axis=0)
 
 
 def _operands(epilogue: Epilogue, tiles: RowTiles, tiling: Tiling, num_experts: int) -> dict:
@@ -140,6 +158,7 @@ def _scratch(tiling, weights, x_dtype, w_dtype, y_dtype, num_matrices, mosaic: M
     stages, rows, depth, groups = tiling.stages, tiling.tile_n, tiling.tile_k, tiling.warpgroups
     minor = (tiling.tile_m, depth) if weights.is_depth_minor else (depth, tiling.tile_m)
     own = weights.scratch
+    places = ("x",) if weights.load is None else ("x", "w")
     return dict(
         x_smem=mosaic.smem((stages, rows, depth), x_dtype),
         w_smem=mosaic.smem((stages, groups, num_matrices, *minor), w_dtype),
@@ -149,7 +168,9 @@ def _scratch(tiling, weights, x_dtype, w_dtype, y_dtype, num_matrices, mosaic: M
         ),
         # One for each copy: the rows, and every matrix' features of every warpgroup.
         full=plgpu.Barrier(num_arrivals=1 + groups * num_matrices, num_barriers=stages),
-        empty=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        empty={
+            name: plgpu.Barrier(num_arrivals=groups, num_barriers=stages) for name in places
+        },
         own={name: mosaic.smem((groups, *shape), each) for name, (shape, each) in own.items()},
     )  # fmt: skip
 
@@ -162,25 +183,27 @@ def _body(
     num_fields = len(RowTiles._fields)
     tiles, refs = RowTiles(*refs[:num_fields]), refs[num_fields:]
     extra_gmem = dict(zip(extras, refs, strict=False))
-    ring = Ring(walk.tiling.stages, full, empty)
+    walk = walk.of_run(tiles)
+    rings = {name: Ring(walk.tiling.stages, full, each) for name, each in empty.items()}
+    ring, w_ring = rings["x"], rings.get("w")
 
     def tile_loop(warpgroup):
         return _Consumer(
-            mosaic=mosaic, walk=walk, ring=ring, warpgroup=warpgroup,
+            mosaic=mosaic, walk=walk, ring=ring, w_ring=w_ring, warpgroup=warpgroup,
             own={name: ref.at[warpgroup] for name, ref in own.items()},
             rows=walk.tiling.tile_n, tiles=tiles, weights=weights, num_matrices=num_matrices,
             extra_gmem=extra_gmem, activation=activation, results_gmem=refs[len(extras) :],
             x_smem=x_smem, w_smem=w_smem, y_smem=y_smem,
         ).compute_tile  # fmt: skip
 
-    copies = _copies(x_gmem, w_gmem, x_smem, w_smem, ring, tiles, walk, weights)
+    copies = _copies(x_gmem, w_gmem, x_smem, w_smem, rings, tiles, walk, weights)
     copy_and_multiply(
-        walk.tiling.warpgroups, ring, copies, tile_loop, lambda: walk.turns(tiles)
+        walk.tiling.warpgroups, rings.values(), copies, tile_loop, lambda: walk.turns(tiles)
     )
 
 
-def _copies(x_gmem, w_gmem, x_smem, w_smem, ring: Ring, tiles, walk: Walk, weights: Weights):
-    tiling = walk.tiling
+def _copies(x_gmem, w_gmem, x_smem, w_smem, rings, tiles, walk: Walk, weights: Weights):
+    tiling, ring, w_ring = walk.tiling, rings["x"], rings.get("w")
 
     def copy_tile(turn, step):
         row_tile, feature_tile, split = walk.tile(turn, tiles)
@@ -188,10 +211,23 @@ def _copies(x_gmem, w_gmem, x_smem, w_smem, ring: Ring, tiles, walk: Walk, weigh
         start = pl.multiple_of(tiles.start_P[row_tile], 8)
         end = tiles.offset_P[row_tile] + tiles.size_P[row_tile]
 
+        first_step, steps = split * walk.part_steps, walk.steps(expert)
+
         def copy_step(k, step):
-            slot = ring.slot_to_fill(step)
+            # The place of the weights is free before that of the rows: theirs come first.
+            slot = (w_ring or ring).slot_to_fill(step)
             full = ring.full.at[slot]
-            k_slice = pl.ds((split * walk.depth_steps + k) * tiling.tile_k, tiling.tile_k)
+            k_slice = pl.ds((first_step + k) * tiling.tile_k, tiling.tile_k)
+            for warpgroup in range(tiling.warpgroups):
+                first = (feature_tile * tiling.warpgroups + warpgroup) * tiling.tile_m
+                f_slice = pl.ds(first, tiling.tile_m)
+                window = (f_slice, k_slice) if weights.is_depth_minor else (k_slice, f_slice)
+                for i, w in enumerate(w_gmem):
+                    plgpu.copy_gmem_to_smem(
+                        w.at[(expert, *window)], w_smem.at[slot, warpgroup, i], full
+                    )
+            if w_ring is not None:
+                ring.slot_to_fill(step)
             for_rows(
                 tiling,
                 end,
@@ -201,17 +237,9 @@ def _copies(x_gmem, w_gmem, x_smem, w_smem, ring: Ring, tiles, walk: Walk, weigh
                     full,
                 ),
             )
-            for warpgroup in range(tiling.warpgroups):
-                first = (feature_tile * tiling.warpgroups + warpgroup) * tiling.tile_m
-                f_slice = pl.ds(first, tiling.tile_m)
-                window = (f_slice, k_slice) if weights.is_depth_minor else (k_slice, f_slice)
-                for i, w in enumerate(w_gmem):
-                    plgpu.copy_gmem_to_smem(
-                        w.at[(expert, *window)], w_smem.at[slot, warpgroup, i], full
-                    )
             return step + 1
 
-        return lax.fori_loop(0, walk.steps(expert), copy_step, step)
+        return lax.fori_loop(0, steps, copy_step, step)
 
     return copy_tile
 
@@ -235,9 +263,14 @@ class _Tile:
 
 @dataclasses.dataclass(frozen=True)
 class _Consumer(Consumer):
-    """One that multiplies the first `rows` rows of tiles."""
+    """One that multiplies the first `rows` rows of tiles.
+
+    Attributes:
+        w_ring: of weights that are loaded into registers; others have their place in `ring`.
+    """
 
     rows: int
+    w_ring: Ring | None
     tiles: RowTiles
     weights: Weights
     num_matrices: int
@@ -270,12 +303,15 @@ class _Consumer(Consumer):
 
         def compute(rows):
             part = dataclasses.replace(self, rows=rows)
-            if self.weights.depth_per_scale is None:
-                sums = part.accumulate(
-                    part.accumulators, steps, step, part.multiply, waits=self.weights.waits
-                )
-            else:
+            if self.weights.depth_per_scale is not None:
                 sums = part._accumulate_scaled(steps, step, expert, column, split)
+            elif self.loads_ahead:
+                sums = part.accumulate_ahead(
+                    part.accumulators, steps, step, part._load_ahead, part._multiply,
+                    number=expert,
+                )  # fmt: skip
+            else:
+                sums = part.accumulate(part.accumulators, steps, step, part.multiply)
             part._store_results(sums, tile or tile_of(rows_of))
 
         for_rows(tiling, offset_P[row_tile] + size_P[row_tile], compute)
@@ -285,6 +321,42 @@ class _Consumer(Consumer):
     def accumulators(self) -> list[tuple[int, int]]:
         return [(self.walk.tiling.tile_m, self.rows)] * self.num_matrices
 
+    @property
+    def loads_ahead(self) -> bool:
+        """Whether the next step's weights are loaded while the products of this one run."""
+        weights = self.walk.tiling.tile_m * self.walk.tiling.tile_k
+        return self.w_ring is not None and self.num_matrices == 1 and weights <= LOADED_AHEAD
+
+    def multiply(self, accumulators, k, slot):
+        """Issues the products of one step; those out of registers are done when it returns."""
+        if self.w_ring is None:
+            w = [self.w_smem.at[slot, self.warpgroup, i] for i in range(self.num_matrices)]
+            self._multiply(accumulators, w, slot)
+        else:
+            self._multiply(accumulators, self._load_weights(slot), slot)
+            self._release_weights(slot)
+            plgpu.wgmma_wait(0)
+
+    def _multiply(self, accumulators, weights, slot):
+        x_TK = self.x_smem.at[slot, pl.ds(0, self.rows)]
+        for acc, w in zip(accumulators, weights, strict=True):
+            self.weights.multiply(acc, w, x_TK, self.own)
+
+    def _load_weights(self, slot) -> list:
+        places = [self.w_smem.at[slot, self.warpgroup, i] for i in range(self.num_matrices)]
+        return [self.weights.load(place) for place in places]
+
+    def _release_weights(self, slot) -> None:
+        """Says that this warpgroup has loaded the weights of a stage."""
+        # The next copy into their place must come after they were read.
+        plgpu.commit_smem()
+        self.w_ring.release(slot)
+
+    def _load_ahead(self, slot) -> list:
+        loaded = self._load_weights(slot)
+        self._release_weights(slot)
+        return loaded
+
     def _accumulate_scaled(self, steps, first_step, expert, column, split):
         """The accumulators with a scale for each group of D, applied to each step's own sum."""
         walk = self.walk
@@ -293,14 +365,14 @@ class _Consumer(Consumer):
         some_expert = lax.min(expert, jnp.int32(walk.num_experts - 1))
 
         def scales_of(k):
-            group = lax.div(split * walk.depth_steps + k, per_group)
+            group = lax.div(split * walk.part_steps + k, per_group)
             index = (some_expert, column, slice(None), group)
             return [self._load(self.extra_gmem[name].at[index], axis=0) for name in names]
 
         def multiply(k, carry):
             totals, scales = carry
             # The next step's, on their way during this one's products.
-            next_scales = scales_of(lax.min(k + 1, walk.depth_steps - 1))
+            next_scales = scales_of(lax.min(k + 1, walk.part_steps - 1))
             slot = self.ring.slot(first_step + k)
 
             def once(*accumulators):
@@ -320,12 +392,6 @@ class _Consumer(Consumer):
         zero_MT = self.mosaic.as_layout(zero_MT, plgpu.Layout.WGMMA)
         first = [zero_MT] * self.num_matrices, scales_of(0)
         return lax.fori_loop(0, steps, multiply, first)[0]
-
-    def multiply(self, accumulators, k, slot):
-        x = self.x_smem.at[slot, pl.ds(0, self.rows)]
-        for i, acc in enumerate(accumulators):
-            w = self.w_smem.at[slot, self.warpgroup, i]
-            self.weights.multiply(acc, w, x, self.own)
 
     def _down_rows(self, value_M):
         """Values of this warpgroup's features, down the rows of the accumulator."""

@@ -7,6 +7,7 @@ Dims: R rows, D inputs, F outputs, E experts; P tiles of rows
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from pallas_kernels.grouped_matmul.tile_schedule import RowTiles, row_tiles
 from pallas_kernels.launches import Cache, num_bytes
 from pallas_kernels.mosaic_gpu import turns_of
 from pallas_kernels.sorted_rows import group_bounds
-from pallas_kernels.tiling.gpu import ROW_ALIGNMENT, Tiling
+from pallas_kernels.tiling.gpu import ROW_ALIGNMENT, Tiling, best_parts
 
 # Rows of a part of a tile that has a product of its own: each is a loop in the program.
 CUT = (64, 96, 128, 160, 192)
@@ -26,19 +27,53 @@ CUT = (64, 96, 128, 160, 192)
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The order in which the blocks of the GPU take tiles of rows times matrices."""
+    """The order in which the blocks of the GPU take tiles of rows times matrices.
+
+    Attributes:
+        depth_steps: steps along D of all parts.
+        parts: parts of D, each a tile of its own; of a run, where the tiling has more than one.
+    """
 
     tiling: Tiling
     features: int
     depth_steps: int
     num_experts: int
+    parts: Any = 1
 
     @property
     def feature_tiles(self) -> int:
         return pl.cdiv(self.features, self.tiling.tile_m * self.tiling.warpgroups)
 
+    def parts_table(self, most_tiles: int) -> np.ndarray:
+        """int32, the parts of D by the number of tiles of rows, up to `most_tiles` of these.
+
+        They depend on nothing else, so that a run's sums are the same every time.
+        """
+        tiling = self.tiling
+        return np.asarray([
+            best_parts(
+                tiles * self.feature_tiles, self.depth_steps, tiling.splits, tiling.num_sms
+            )
+            for tiles in range(most_tiles + 1)
+        ], np.int32)  # fmt: skip
+
+    def of_run(self, tiles: RowTiles) -> "Walk":
+        """The walk with the parts of D that the tiles of a run ask for."""
+        if self.tiling.splits == 1:
+            return self
+        table, row_tiles = self.parts_table(tiles.expert_P.shape[0]), self.row_tiles(tiles)
+        parts = jnp.int32(table[0])
+        # Few comparisons: the table would be a load that waits for that of the number.
+        for first in np.flatnonzero(np.diff(table)) + 1:
+            parts = lax.select(row_tiles >= int(first), jnp.int32(table[first]), parts)
+        return dataclasses.replace(self, parts=parts)
+
+    def row_tiles(self, tiles: RowTiles):
+        """How many tiles of rows are taken; of sums in parts, those of no expert are not."""
+        return tiles.count[int(self.tiling.splits > 1)]
+
     def turns(self, tiles: RowTiles):
-        total = tiles.count_1[0] * (self.feature_tiles * self.tiling.splits)
+        total = self.row_tiles(tiles) * (self.feature_tiles * self.parts)
         return turns_of(total, self.tiling.num_sms)
 
     def tile(self, turn, tiles: RowTiles):
@@ -48,22 +83,28 @@ class Walk:
         of a panel and the rows are in the cache together.
         """
         index = lax.axis_index("sm") + turn * self.tiling.num_sms
-        return self.place(index, tiles.count_1[0])
+        return self.place(index, self.row_tiles(tiles))
 
     def place(self, index, row_tiles):
         """(tile of rows, tile of features, split) of the index-th tile of all blocks."""
         split = jnp.int32(0)
         if self.tiling.splits > 1:
-            split = lax.rem(index, self.tiling.splits)
-            index = lax.div(index, self.tiling.splits)
+            split = lax.rem(index, self.parts)
+            index = lax.div(index, self.parts)
         if self.tiling.panel >= self.feature_tiles:
             row_tile = lax.div(index, self.feature_tiles)
             return row_tile, index - row_tile * self.feature_tiles, split
         return *_in_panels(index, row_tiles, self.feature_tiles, self.tiling.panel), split
 
     def steps(self, expert):
-        """Steps along D; none for the rows of no expert."""
-        return lax.select(expert < self.num_experts, self.depth_steps, 0)
+        """Steps along D of a part; none for the rows of no expert."""
+        return lax.select(expert < self.num_experts, self.part_steps, 0)
+
+    @property
+    def part_steps(self):
+        if self.tiling.splits == 1:
+            return self.depth_steps
+        return lax.div(jnp.int32(self.depth_steps), self.parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,12 +168,11 @@ def copied_bytes(group_sizes_E, *, walk: Walk, num_rows: int, x, w, num_matrices
     """
     tiling, cache = walk.tiling, Cache()
     tiles = row_tiles(jnp.asarray(group_sizes_E, jnp.int32), num_rows, tiling.tile_n)
-    expert_P, start_P, offset_P, size_P, count_1 = map(np.asarray, tiles)
-    total = int(count_1[0]) * walk.feature_tiles * tiling.splits
-    places = jax.vmap(walk.place, in_axes=(0, None))(
-        jnp.arange(total, dtype=jnp.int32), jnp.int32(count_1[0])
-    )
-    depth = walk.depth_steps * tiling.tile_k
+    walk, count = walk.of_run(tiles), walk.row_tiles(tiles)
+    expert_P, start_P, offset_P, size_P, _ = map(np.asarray, tiles)
+    total = int(count) * walk.feature_tiles * int(walk.parts)
+    places = jax.vmap(walk.place, in_axes=(0, None))(jnp.arange(total, dtype=jnp.int32), count)
+    depth = int(walk.part_steps) * tiling.tile_k
     features = tiling.tile_m * tiling.warpgroups
     x_bytes, w_bytes, y_bytes = 0, [0] * num_matrices, 0
     for row_tile, column, split in zip(*map(np.asarray, places), strict=True):

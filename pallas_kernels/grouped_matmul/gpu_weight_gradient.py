@@ -115,7 +115,7 @@ def _body(
         ).compute_tile  # fmt: skip
 
     copies = _copies(x_gmem, dy_gmem, bound_gmem, x_smem, dy_smem, ring, walk)
-    copy_and_multiply(walk.tiling.warpgroups, ring, copies, tile_loop, walk.turns)
+    copy_and_multiply(walk.tiling.warpgroups, [ring], copies, tile_loop, walk.turns)
 
 
 def _copies(x_gmem, dy_gmem, bound_gmem, x_smem, dy_smem, ring: Ring, walk: GradientWalk):

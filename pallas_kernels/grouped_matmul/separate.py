@@ -122,7 +122,7 @@ def _multiply(x_RD, w: SeparateMatrices, group_sizes_E):
             y_RF, jnp.where(is_its_b[:, None], new_bF, old_bF), first, axis=0
         )
 
-    return jax.lax.fori_loop(0, tiles.count_1[0], tile, y_RF)
+    return jax.lax.fori_loop(0, tiles.count[0], tile, y_RF)
 
 
 def tile_rows(R: int, E: int) -> int:

@@ -109,7 +109,7 @@ def _block_tiles(begin_E, end_E, expert_P, block_P, block: int, count) -> BlockT
 
 
 class RowTiles(NamedTuple):
-    """Tiles that begin at a row, in the order of the experts; the first `count_1[0]` are used.
+    """Tiles that begin at a row, in the order of the experts; the first `count[0]` are used.
 
     A tile may cover rows of another expert: they are multiplied and not stored. Experts
     without rows have no tile; their weights are not read. On Hopper tiles begin at multiples
@@ -121,14 +121,14 @@ class RowTiles(NamedTuple):
         start_P: int32, first row of the tile.
         offset_P: int32, rows of the tile before those of its group.
         size_P: int32, how many of its rows are the group's.
-        count_1: int32, first how many tiles there are; the rest of the arrays is unused.
+        count: int32 [tiles, tiles of experts]; the rest of the arrays is unused.
     """
 
     expert_P: jax.Array
     start_P: jax.Array
     offset_P: jax.Array
     size_P: jax.Array
-    count_1: jax.Array
+    count: jax.Array
 
 
 def max_row_tiles(num_rows: int, num_experts: int, block: int) -> int:
@@ -167,5 +167,5 @@ def row_tiles(group_sizes_E, num_rows: int, block: int) -> RowTiles:
         start_P=jnp.where(used_P, start_P, 0),
         offset_P=jnp.where(used_P, lower_P - start_P, 0),
         size_P=jnp.where(used_P, upper_P - lower_P, 0),
-        count_1=tiles_end_G[-1:],
+        count=tiles_end_G[jnp.array([-1, -2])],
     )

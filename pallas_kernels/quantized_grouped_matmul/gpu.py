@@ -84,8 +84,8 @@ def candidates(R: int, D: int, F: int, E: int, bits: int, dtype=jnp.bfloat16,
                group_size: int | None = None) -> list[Tiling]:  # fmt: skip
     """Tilings worth a measurement, the default first."""
     return candidates_around(
-        default_tiling(R, D, F, E, bits, dtype, group_size), R, E, (64, 128, 256), dtype,
-        _w_dtype(bits), lambda tiling: _checked(tiling, D, dtype, bits, group_size),
+        default_tiling(R, D, F, E, bits, dtype, group_size), R, F, E, (64, 128, 256),
+        dtype, _w_dtype(bits), lambda tiling: _checked(tiling, D, dtype, bits, group_size),
     )  # fmt: skip
 
 
@@ -188,8 +188,11 @@ def _converted(q_MK, dtype):
 
 def _weights(dtype, bits: int, group_size: int | None, tiling: Tiling,
              mosaic: Mosaic) -> Weights:  # fmt: skip
-    def multiply(acc_MT, q_smem, x_TK, scratch):
-        q_MK = mosaic.load(q_smem, _LAYOUTS[bits])
+    def load(q_smem):
+        return mosaic.load(q_smem, _LAYOUTS[bits])
+
+    def multiply(acc_MT, q_MK, x_TK, scratch):
+        # Not before it is carried from step to step: then every byte would be an instruction.
         q_MK = mosaic.as_layout(q_MK, plgpu.Layout.WGMMA)
         for first in range(0, tiling.tile_k, CONVERTED):
             part = slice(first, first + CONVERTED)
@@ -202,15 +205,11 @@ def _weights(dtype, bits: int, group_size: int | None, tiling: Tiling,
                 plgpu.wgmma_wait(0)
             else:
                 plgpu.wgmma(acc_MT, w_MK, x_KT)
-        if not tiling.through_smem:
-            # The next copy into the weights' place must come after they were read.
-            plgpu.commit_smem()
-            plgpu.wgmma_wait(0)
 
     scratch = mosaic.scratch_of_transposes(x=((CONVERTED, tiling.tile_n), dtype))
     if tiling.through_smem:
         scratch["w"] = ((tiling.tile_m, CONVERTED), dtype)
     return Weights(
-        is_depth_minor=True, multiply=multiply, scratch=scratch, waits=True,
+        is_depth_minor=True, multiply=multiply, scratch=scratch, load=load,
         depth_per_scale=group_size,
     )  # fmt: skip

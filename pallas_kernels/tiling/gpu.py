@@ -23,8 +23,16 @@ PANEL_BYTES = 24 * 10**6
 STORED = 64
 # It reads tiled rows from a multiple of this on.
 ROW_ALIGNMENT = 8
-# Registers of a thread that an accumulator may take; with 128 nothing spills.
-_ACCUMULATOR_REGISTERS = 128
+# Registers of a thread that accumulators may take, by the warpgroups that multiply; with these
+# nothing spills. The compiler gives each of 512 threads 128 registers.
+_ACCUMULATOR_REGISTERS = {1: 128, 2: 128, 3: 64}
+# What a tile takes beside its steps along D, in steps: its sums are stored.
+STEPS_OF_A_STORE = 1
+# Of D, by default. Their sum is read from memory once more, by another kernel, for which the
+# steps of the product have to be fewer by a tenth.
+MOST_PARTS = 16
+FEW_WAVES = 4
+WORTH_A_SUM = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +49,8 @@ class Tiling:
         warpgroups: those that multiply; each has features of its own.
         stages: steps of K in shared memory at once.
         panel: tiles of features that share the cache with all rows.
-        splits: parts of D that are summed by XLA afterwards; divides D / K.
+        splits: parts of D that are summed by XLA afterwards, the most of them; divides D / K.
+            A run has as many as occupy the SMs with its tiles (`best_parts`).
         through_smem: quantized weights only: 1 sends them to the tensor core through shared
             memory instead of registers, the same arithmetic.
         num_sms: blocks, one an SM; 0 for as many as the GPU has, 132 where there is none.
@@ -88,10 +97,17 @@ def checked(
             f"tile_m={tiling.tile_m}, tile_n={n}; expected tile_m 64 or 128 and tile_n 8, 16, "
             "32, 64, 128 or 256"
         )
-    if num_matrices * tiling.tile_m * n // 128 > _ACCUMULATOR_REGISTERS:
+    if tiling.warpgroups not in (1, 2, 3) or tiling.stages < 2 or tiling.panel < 1:
         raise ValueError(
-            f"tile_m={tiling.tile_m} by tile_n={n} needs more registers than a warpgroup has; "
-            f"use tile_m * tile_n <= {128 * _ACCUMULATOR_REGISTERS // num_matrices}"
+            f"warpgroups={tiling.warpgroups}, stages={tiling.stages}, panel={tiling.panel}; "
+            "expected 1 to 3 warpgroups, 2 stages or more and a panel of at least 1"
+        )
+    registers = _ACCUMULATOR_REGISTERS[tiling.warpgroups]
+    if num_matrices * tiling.tile_m * n // 128 > registers:
+        raise ValueError(
+            f"tile_m={tiling.tile_m} by tile_n={n} needs more registers than one of "
+            f"{tiling.warpgroups} warpgroups has; use tile_m * tile_n <= "
+            f"{128 * registers // num_matrices}"
         )
     if tiling.tile_k % 64 or D % tiling.tile_k:
         raise ValueError(
@@ -102,11 +118,6 @@ def checked(
         raise ValueError(
             f"splits={tiling.splits} must divide the {steps} steps of tile_k={tiling.tile_k} "
             f"along D={D} and takes tile_m=64, not {tiling.tile_m}; use splits=1"
-        )
-    if tiling.warpgroups not in (1, 2, 3) or tiling.stages < 2 or tiling.panel < 1:
-        raise ValueError(
-            f"warpgroups={tiling.warpgroups}, stages={tiling.stages}, panel={tiling.panel}; "
-            "expected 1 to 3 warpgroups, 2 stages or more and a panel of at least 1"
         )
     taken = shared_bytes(tiling, x_dtype, w_dtype, stored_bytes, num_matrices)
     taken += _BARRIER_BYTES
@@ -136,20 +147,47 @@ def fitted(
 
 
 def candidates_around(
-    first: Tiling, R: int, E: int, depths, x_dtype, w_dtype, check: Callable[[Tiling], Any]
+    first: Tiling,
+    R: int,
+    F: int,
+    E: int,
+    depths,
+    x_dtype,
+    w_dtype,
+    check: Callable[[Tiling], Any],
 ) -> list[Tiling]:
     """Tilings of the forward product worth a measurement, `first` before the others.
+
+    Every tile near the first one's, then the first one with another number of warpgroups, panel
+    or number of stages, one of these at a time.
 
     Args:
         depths: steps along D.
         check: raises ValueError for a tiling that the kernel cannot run with.
     """
-    found = [first]
     rows = sorted({max(8, first.tile_n // 2), first.tile_n, min(256, 2 * first.tile_n)})
-    splits = (1, 2, 4) if rows_per_expert(R, E) <= 16 else (1,)
-    for tile_n, tile_m, tile_k, parts in itertools.product(rows, (64, 128), depths, splits):
-        tiling = Tiling(tile_m, tile_n, tile_k, splits=parts, panel=first.panel)
-        tiling = fitted(tiling, x_dtype, w_dtype, most=8)
+    splits = sorted({1, 2, 4, first.splits}) if rows_per_expert(R, E) <= 16 else [1]
+    tried = [
+        dataclasses.replace(first, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, splits=parts)
+        for tile_n, tile_m, tile_k, parts in itertools.product(rows, (64, 128), depths, splits)
+    ]
+    tried += [
+        dataclasses.replace(first, warpgroups=groups, tile_k=tile_k)
+        for groups, tile_k in itertools.product((1, 2, 3), depths)
+    ]
+    tried = [fitted(tiling, x_dtype, w_dtype, most=8) for tiling in tried]
+    # A panel of all columns or more is one panel.
+    columns = -(-F // (first.tile_m * first.warpgroups))
+    panels = {max(1, columns // share) for share in (1, 2, 4, columns)} - {
+        min(columns, first.panel)
+    }
+    tried += [dataclasses.replace(first, panel=panel) for panel in sorted(panels)]
+    tried += [
+        dataclasses.replace(first, stages=stages)
+        for stages in (2, (first.stages + 2) // 2, first.stages - 1, first.stages + 1)
+    ]
+    found = [first]
+    for tiling in tried:
         with contextlib.suppress(ValueError):
             check(tiling)
             found += [tiling] if tiling not in found else []
@@ -195,14 +233,36 @@ def default_panel(tiling: Tiling, D: int, F: int, bits: int, num_matrices: int =
     return min(-(-F // block), max(1, fitting))
 
 
+def steps_of_busiest(parts: int, tiles: int, steps: int, num_sms: int) -> int:
+    """Steps of the SM that has most tiles, each in parts of the steps along D."""
+    return -(-tiles * parts // num_sms) * (steps // parts + STEPS_OF_A_STORE)
+
+
+def best_parts(tiles: int, steps: int, most: int, num_sms: int) -> int:
+    """The parts of D, up to `most`, with which the busiest SM has the fewest steps.
+
+    The fewest of those that are equal; one where the last of many waves is not a large part.
+    """
+    if tiles >= FEW_WAVES * num_sms:
+        return 1
+    options = (parts for parts in range(1, most + 1) if steps % parts == 0)
+    return min(options, key=lambda parts: steps_of_busiest(parts, tiles, steps, num_sms))
+
+
 def default_splits(tiling: Tiling, R: int, D: int, F: int, E: int) -> int:
-    """Parts of D so that every SM has a tile, where there are few tiles."""
+    """The most parts of D that are of use where rows are few, 1 where they are not.
+
+    Up to two rows an expert it is unknown how many experts have any: the parts are those of
+    the fewest tiles, which one expert that has all rows gives, and the kernel takes fewer when
+    a run has more tiles. With more rows most experts have some.
+    """
     if tiling.tile_n > 64 or tiling.tile_m != 64:
         return 1
-    tiles = min(R, E) * -(-F // (tiling.tile_m * tiling.warpgroups))
-    steps = D // tiling.tile_k
-    return max(
-        splits
-        for splits in (1, 2, 4, 8)
-        if splits == 1 or (steps % splits == 0 and tiles * splits <= 2 * H200_SMS)
-    )
+    row_tiles = -(-R // tiling.tile_n) if R <= 2 * E else min(R, E)
+    tiles = row_tiles * -(-F // (tiling.tile_m * tiling.warpgroups))
+    if tiles >= H200_SMS:
+        return 1
+    work = tiles, D // tiling.tile_k, H200_SMS
+    parts = best_parts(*work[:2], MOST_PARTS, H200_SMS)
+    is_worth_it = steps_of_busiest(parts, *work) <= WORTH_A_SUM * steps_of_busiest(1, *work)
+    return parts if is_worth_it else 1

@@ -7,12 +7,13 @@ Tests marked `aot` compile; the others hold the tables, and the way to the compi
 import dataclasses
 import functools
 import importlib.metadata
+import itertools
 import subprocess
 
 import pytest
 
 from pallas_kernels.aot import gpu_compiler, gpu_cost, install, tpu_compiler
-from pallas_kernels.aot.case import Case
+from pallas_kernels.aot.case import Case, epilogue_cases
 from pallas_kernels.grouped_matmul import tpu
 from pallas_kernels.tiling.gpu import SHARED_BYTES, Tiling
 
@@ -127,8 +128,7 @@ def test_sizes_of_tpus_that_do_not_divide_compile(needs_libtpu):
 
 
 # The first product of a layer with many rows, as inference and as training compile it.
-MANY = Case("grouped_matmul", 8192, 1024, 4096, 32, epilogue=True, is_gated_unit=True)
-EPILOGUES = [MANY, dataclasses.replace(MANY, has_residual=True)]
+_, MANY, _ = EPILOGUES = list(epilogue_cases().values())
 
 
 @pytest.mark.aot
@@ -210,7 +210,8 @@ def measured_on_h200() -> dict[str, dict]:
 def test_gpu_kernels_compile_within_budget(needs_cuda):
     budget, found = gpu_compiler.COMPILER.budgets()["h200"], measured_on_h200()
     assert {name: row["error"] for name, row in found.items() if "error" in row} == {}
-    # Instructions vary a little with JAX and ptxas.
+    # These vary a little with JAX and ptxas.
+    slack = {"instructions": 1.15, "loop_latency": 1.15}
     over = [
         f"{name}: {resource} {row[resource]} is over the budget of {budget[name][resource]}"
         for name, row in found.items()
@@ -221,8 +222,9 @@ def test_gpu_kernels_compile_within_budget(needs_cuda):
             "instructions",
             "temp_bytes",
             "kernels",
+            "loop_latency",
         )
-        if row[resource] > (1.15 if resource == "instructions" else 1) * budget[name][resource]
+        if row[resource] > slack.get(resource, 1) * budget[name][resource]
     ]
     assert over == []
     assert all(row["hgmma"] for row in found.values())
@@ -286,9 +288,10 @@ def test_the_table_of_gpus_spills_nothing_and_multiplies_on_tensor_cores():
 def test_the_schedule_of_a_product_is_one_kernel():
     [table] = gpu_compiler.COMPILER.budgets().values()
     for name, case in gpu_compiler.budget_cases().items():
-        # The product, its schedule, the gates by tile; one row is padded to 8, and its sums in
-        # parts are added up.
-        expected = 2 + case.epilogue + 2 * ("one row" in name)
+        # The product, its schedule, the gates by tile; rows are padded to 8, and sums in parts
+        # are added up.
+        has_parts = "8 rows" in name or "one row" in name
+        expected = 2 + case.epilogue + has_parts + (case.R % 8 > 0)
         assert table[name]["kernels"] == expected, name
 
 
@@ -313,10 +316,11 @@ ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
 """
 SASS = """        /*0000*/                   LDC R1, c[0x0][0x28] ;
 .L_x_1:
-   -:-:1:Y:07        /*0010*/      HGMMA.64x16x16.F32.BF16 R24, R32, gdesc[UR16]
-   -:-:1:Y:01        /*0020*/      IADD3 R1, R1, 0x1, RZ
-   1:-:-:Y:05        /*0030*/      @P1 BRA `(.L_x_1)
-   -:-:-:Y:05        /*0040*/      @P1 BRA `(.L_x_2)
+   -:-:1:Y:07        /*0010*/      LDS R32, [R2]
+   1:-:-:Y:01        /*0020*/      HGMMA.64x16x16.F32.BF16 R24, R32, gdesc[UR16], gsb0
+   -:-:-:Y:01        /*0030*/      WARPGROUP.DEPBAR.LE gsb0, 0x0
+   -:-:-:Y:05        /*0040*/      @P1 BRA `(.L_x_1)
+   -:-:-:Y:05        /*0050*/      @P1 BRA `(.L_x_2)
 .L_x_2:
 """
 PASSES = "gpu.launch dynamic_shared_memory_size %c213072_i32 {"
@@ -325,25 +329,48 @@ PASSES = "gpu.launch dynamic_shared_memory_size %c213072_i32 {"
 def test_resources_are_read_off_the_stages():
     assert gpu_compiler.read_resources(PTXAS, SASS, PASSES) == {
         "registers": 168, "spill_bytes": 20, "shared_bytes": 213072, "hgmma": 1,
-        "instructions": 5, "loop_instructions": 3, "loop_stalls": 13, "loop_hgmma": 1,
+        "instructions": 6, "loop_instructions": 4, "loop_latency": 30 + 8 + 1 + 5,
+        "loop_hgmma": 1,
+        "epilogue_instructions": 1, "epilogue_latency": 5,
     }  # fmt: skip
+    # One product may still run: it waits for the load, not for the product.
+    behind = gpu_cost.read_loop(SASS.replace("gsb0, 0x0", "gsb0, 0x1"))
+    assert behind["loop_latency"] == 30 + 1 + 1 + 5
+    # The L2 cache takes longer to answer; a load that nothing waits for takes no time.
+    assert gpu_cost.read_loop(SASS.replace("LDS", "LDG.E"))["loop_latency"] == 300 + 8 + 1 + 5
+    unused = gpu_cost.read_loop(SASS.replace("1:-:-:Y:01", "-:-:-:Y:01"))
+    assert unused["loop_latency"] == 7 + 8 + 1 + 5
     with pytest.raises(ValueError, match="a loop with HGMMA"):
         gpu_cost.read_loop(SASS.replace("HGMMA", "IMMA"))
+
+
+def test_products_that_ptxas_serializes_are_refused():
+    note = (
+        "ptxas info    : (C7513) Potential Performance Loss: wgmma.mma_async instructions are "
+        "serialized due to non wgmma instructions defining input registers of a wgmma\n"
+    )
+    with pytest.raises(ValueError, match="C7513"):
+        gpu_compiler.read_resources(PTXAS + note, SASS, PASSES)
 
 
 def test_cycles_by_hand():
     # K of 16 by two warpgroups of 64 features, 32 rows: 64 KB of products, 2,048 a cycle.
     tiling = Tiling(tile_m=64, tile_n=32, tile_k=64)
-    loop = {"loop_instructions": 30, "loop_stalls": 50, "loop_hgmma": 1}
+    loop = {"loop_instructions": 30, "loop_latency": 50, "loop_hgmma": 1}
+    tiling = dataclasses.replace(tiling, stages=6)
     cycles = gpu_cost.predict(loop, tiling, None)
     assert (cycles.issue, cycles.latency, cycles.tensor) == (60, 50, 32)
+    # Five stages are under way for 1,000 cycles, of two stages one is.
+    assert cycles.copies == 200
     # 128 x 16 weights of 2 bytes; 4.8e12 bytes a second over 132 SMs of 1.98e9 cycles.
     assert cycles.memory == pytest.approx(4096 / (4.8e12 / 1.98e9 / 132))
     assert (cycles.bound, cycles.bandwidth_share) == ("memory", 1)
-    # A quarter of the bytes; the product is waited for.
-    cycles = gpu_cost.predict(loop, tiling, 4)
-    assert (cycles.latency, cycles.bound) == (66, "latency")
-    assert cycles.bandwidth_share == pytest.approx(1024 / (4.8e12 / 1.98e9 / 132) / 66)
+    two_stages = dataclasses.replace(tiling, stages=2)
+    assert gpu_cost.predict(loop, two_stages, None).bound == "copies"
+    # A quarter of the bytes.
+    cycles = gpu_cost.predict(loop | {"loop_latency": 250}, tiling, 4)
+    assert cycles.bound == "latency"
+    assert cycles.bandwidth_share == pytest.approx(1024 / (4.8e12 / 1.98e9 / 132) / 250)
 
 
 def test_every_shape_of_table_1_has_a_prediction():
@@ -357,6 +384,65 @@ def test_every_shape_of_table_1_has_a_prediction():
         assert share == row["bandwidth_share"]
     # No case is compiled with the tile that 256 rows an expert have.
     assert gpu_cost.predicted_share(8192, 1024, 4096, 32, 8) is None
+
+
+def test_cycles_of_a_tile_by_hand():
+    # Two warpgroups, 256 rows, 1,024 channels: 16 runs of 4 HGMMA, 512 cycles each.
+    case = Case("grouped_matmul", 8192, 1024, 4096, 32)
+    row = {
+        "loop_instructions": 54, "loop_latency": 512, "loop_hgmma": 4,
+        "epilogue_instructions": 400, "epilogue_latency": 700,
+    }  # fmt: skip
+    cycles = gpu_cost.tile_cycles(row, case)
+    assert (cycles.products, cycles.epilogue) == (16 * 2 * 512, 800)
+    # Rows and 128 features are 786,432 bytes, of 6.65e12 a second for 132 SMs of 1.98e9 cycles;
+    # with tiles of half of the rows the features are copied twice.
+    bytes_per_cycle = 6.65e12 / 1.98e9 / 132
+    assert cycles.total == cycles.l2 == pytest.approx(786_432 / bytes_per_cycle)
+    assert cycles.ping_pong == pytest.approx(1_048_576 / bytes_per_cycle)
+    # As many bytes in the time of products and epilogue.
+    assert cycles.even_l2_bytes_per_s == pytest.approx(1_048_576 * 132 * 1.98e9 / 17_184)
+
+
+def test_epilogues_are_read_to_the_end_of_the_loop_over_tiles():
+    lines = [
+        ".L_x_0:", "HGMMA.64x16x16.F32.BF16 R24", ".L_x_1:", "HGMMA.64x256x16.F32.BF16 R24",
+        "@P1 BRA `(.L_x_1)",  # the loop: 2 instructions
+        "STS [R1], R2", "@!P0 BRA `(.L_x_2)", "UTMASTG.2D [UR1]", ".L_x_2:",
+        "@!P1 BRA `(.L_x_3)", "UTMASTG.2D [UR1]", "NOP", ".L_x_3:",  # a second part: jumped
+        "STS [R1], R3", "@!P0 BRA `(.L_x_4)", "UTMASTG.2D [UR2]", ".L_x_4:",
+        "@P2 BRA `(.L_x_0)", "EXIT",
+    ]  # fmt: skip
+    sass = "\n".join(
+        line if line.startswith(".L") else f"   -:-:-:Y:02        /*0010*/   {line} ;"
+        for line in lines
+    )
+    found = gpu_cost.read_loop(sass)
+    assert (found["loop_instructions"], found["loop_hgmma"]) == (2, 1)
+    assert (found["epilogue_instructions"], found["epilogue_latency"]) == (8, 16)
+
+
+def test_ping_pong_pays_for_no_product_with_many_rows():
+    rows = gpu_cost.tiles()
+    assert len(rows) == 4 * 3 + 3
+    for row in rows:
+        assert row["ping_pong"] > row["total"], row["product"]
+
+
+def test_few_active_experts_occupy_the_chip():
+    found = {(row["product"], row["active"]): row for row in gpu_cost.occupancies()}
+    assert len(found) == 4 * 3 * 5
+    for weights, matrix in itertools.product(
+        ("bfloat16", "int8", "int4"), ("1024x4096", "4096x1024")
+    ):
+        for active in (1, 2, 4, 8, 32):
+            row = found[f"{weights} {matrix}", active]
+            assert row["busy_sms"] == 128
+            assert row["steps"] <= row["whole_steps"]
+    # One expert's 8 tiles of 32 steps are 128 of 2; each has a store, which counts as a step.
+    row = found["bfloat16 4096x1024", 1]
+    assert (row["parts"], row["whole_busy_sms"]) == (16, 8)
+    assert (row["steps"], row["whole_steps"]) == (3, 33)
 
 
 @pytest.mark.parametrize("without", [0, 1, 2])

@@ -37,7 +37,8 @@ TOLERANCE = {"bfloat16": 4e-3, "float16": 5e-4, "float32": 1e-5}
 # F is a block and a half; D two steps.
 D, F, E = 128, 192, 5
 SMALL = gpu.Tiling(tile_m=64, tile_n=16, tile_k=64, stages=2)
-PARTS = dataclasses.replace(SMALL, splits=2)
+# Blocks enough for two parts of the tiles of one expert, one of several experts.
+PARTS = dataclasses.replace(SMALL, splits=2, num_sms=8)
 
 
 def rows(sizes, columns: int, dtype, *, seed: int = 0):
@@ -126,7 +127,7 @@ def test_tiles_are_multiplied_as_high_as_their_rows_reach():
     sizes = GROUPS["parts_of_tiles"]
     check_forward(interpreted, sizes, jnp.bfloat16, tiling=tiling, D=64, F=64)
     tiles = row_tiles(jnp.asarray(sizes), sum(sizes), tiling.tile_n)
-    ends = (tiles.offset_P + tiles.size_P)[: tiles.count_1[0]].tolist()
+    ends = (tiles.offset_P + tiles.size_P)[: tiles.count[0]].tolist()
     assert ends == [256, 64, 106, 42, 182, 72]
     copied = [gpu_walk.copied_rows(tiling, end) for end in ends]
     assert copied == [256, 64, 128, 64, 192, 96]
@@ -136,6 +137,28 @@ def test_tiles_are_multiplied_as_high_as_their_rows_reach():
 @pytest.mark.slow
 def test_sum_in_parts():
     check_forward(interpreted, GROUPS["ragged"], jnp.bfloat16, tiling=PARTS)
+
+
+@pytest.mark.parametrize("bits", [None, pytest.param(4, marks=pytest.mark.slow)])
+def test_one_program_has_as_many_parts_as_active_experts_leave_blocks_idle(bits):
+    """Known at run time only; what is not written is NaN when it is interpreted."""
+    tiling = gpu.Tiling(64, 16, 64, warpgroups=1, stages=2, splits=4, num_sms=4)
+    walk = gpu_walk.Walk(tiling=tiling, features=64, depth_steps=4, num_experts=8)
+    for sizes, parts in (
+        ((0, 0, 0, 0, 0, 0, 8, 0), 4),
+        ((0, 3, 0, 0, 0, 5, 0, 0), 2),
+        ((1, 1, 1, 1, 1, 1, 1, 1), 1),
+        ((0, 0, 0, 0, 0, 0, 0, 0), 1),
+    ):
+        tiles = row_tiles(jnp.asarray(sizes), 26, 16)
+        assert walk.of_run(tiles).parts == parts
+        if bits is None:
+            check_forward(interpreted, sizes, jnp.bfloat16, tiling=tiling, D=256, F=64)
+        else:
+            check_quantized(
+                interpreted, sizes, bits, jnp.bfloat16, groups_of_d=2, epilogue=True,
+                tiling=tiling, D=256, F=64,
+            )  # fmt: skip
 
 
 @pytest.mark.slow

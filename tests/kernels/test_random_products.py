@@ -46,6 +46,8 @@ class Product:
     def tiling(self):
         if self.kernel == "gpu":
             tiling = gpu.Tiling(64, 16, 64, warpgroups=1, stages=2, splits=self.splits)
+            # Blocks enough for the parts of few tiles.
+            tiling = dataclasses.replace(tiling, num_sms=2 if self.splits == 1 else 8)
             return dataclasses.replace(tiling, panel=1)
         if self.kernel == "tpu":
             return tpu.Tiling(16, self.D, 128 if self.F > 128 else self.F)

@@ -134,7 +134,7 @@ def test_aligned_tiles_cover_every_row_once_with_its_expert(sizes, block):
 
 def test_experts_without_rows_have_no_tile():
     tiles = tiles_of(jnp.asarray([0, 5, 0, 3, 0]), 8, 16)
-    used = np.asarray(tiles.expert_P)[: int(tiles.count_1[0])]
+    used = np.asarray(tiles.expert_P)[: int(tiles.count[0])]
     assert used.tolist() == [1, 3]
 
 
@@ -151,26 +151,51 @@ def test_the_gpus_kernel_makes_the_same_schedule(block):
         sizes = np.asarray(sizes, np.int32)
         want = tiles_of(sizes, R, block)
         got, bound_B = schedule(jnp.asarray(sizes), R, block, Mosaic(is_interpreted=True))
-        count = int(want.count_1[0])
-        assert got.count_1[0] == count
+        count = int(want.count[0])
+        assert got.count[0] == count
         for one, other in zip(got[:-1], want[:-1], strict=True):
             assert one[:count].tolist() == other[:count].tolist()
         bounds = np.minimum(np.append(0, np.cumsum(sizes)), R)
         assert bound_B[: len(bounds)].tolist() == bounds.tolist()
 
 
-@pytest.mark.parametrize(("panel", "splits"), [(1, 1), (2, 2), (3, 1), (16, 2)])
-def test_blocks_of_the_gpu_take_every_tile_once(monkeypatch, panel, splits):
-    tiling = Tiling(64, 16, 64, panel=panel, splits=splits, num_sms=4)
+def taken_tiles(monkeypatch, walk, tiles, num_sms):
+    """(row, feature, split) of every tile, block after block."""
+    taken = []
+    for sm in range(num_sms):
+        monkeypatch.setattr(jax.lax, "axis_index", lambda name, sm=sm: jnp.int32(sm))
+        run = walk.of_run(tiles)
+        turns = range(int(run.turns(tiles)))
+        taken.append([tuple(map(int, run.tile(turn, tiles))) for turn in turns])
+    return taken
+
+
+@pytest.mark.parametrize("panel", [1, 2, 3, 16])
+def test_blocks_of_the_gpu_take_every_tile_once(monkeypatch, panel):
+    tiling = Tiling(64, 16, 64, panel=panel, num_sms=4)
     walk = Walk(tiling=tiling, features=128 * 7 - 64, depth_steps=2, num_experts=3)
     tiles = tiles_of(jnp.asarray([20, 0, 40]), 64, 16)
-    taken = []
-    for sm in range(4):
-        monkeypatch.setattr(jax.lax, "axis_index", lambda name, sm=sm: jnp.int32(sm))
-        taken += [
-            tuple(map(int, walk.tile(turn, tiles))) for turn in range(int(walk.turns(tiles)))
-        ]
-    count = int(tiles.count_1[0])
-    assert sorted(taken) == [
-        (r, f, s) for r in range(count) for f in range(7) for s in range(splits)
-    ]
+    taken = taken_tiles(monkeypatch, walk, tiles, 4)
+    count = int(tiles.count[0])
+    want = [(r, f, 0) for r in range(count) for f in range(7)]
+    assert sorted(sum(taken, [])) == want
+
+
+@pytest.mark.parametrize("panel", [1, 16])
+@pytest.mark.parametrize("active", [0, 1, 2, 3, 5, 8, 32])
+def test_parts_of_the_sums_follow_the_number_of_tiles(monkeypatch, panel, active):
+    """Of 12 steps, 7 tiles of features, 16 blocks: what a search in Python finds is taken."""
+    tiling = Tiling(64, 16, 64, panel=panel, splits=6, num_sms=16)
+    walk = Walk(tiling=tiling, features=128 * 7, depth_steps=12, num_experts=32)
+    sizes = np.zeros(32, np.int32)
+    sizes[-active:] = 8 if active else 0
+    tiles = tiles_of(jnp.asarray(sizes), 300, 16)
+    assert tiles.count[1] == active < tiles.count[0]
+    steps = {p: -(-active * 7 * p // 16) * (12 // p + 1) for p in (1, 2, 3, 4, 6)}
+    # From 64 tiles on, four waves, there is one part.
+    parts = min(steps, key=lambda p: (steps[p], p)) if active * 7 < 64 else 1
+    assert int(walk.of_run(tiles).parts) == parts
+    taken = taken_tiles(monkeypatch, walk, tiles, 16)
+    want = [(r, f, s) for r in range(active) for f in range(7) for s in range(parts)]
+    assert sorted(sum(taken, [])) == want
+    assert max(map(len, taken)) * (12 // parts + 1) == steps[parts]
