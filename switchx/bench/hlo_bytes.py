@@ -4,7 +4,9 @@
 Read off the HLO text, as `planner/program_cost.py` reads FLOPs: XLA's `cost_analysis` counts a
 loop once, and believes what a Pallas kernel says of itself. Here a kernel reads each operand
 once and writes each result once; of what it gathers or slices, the part that it takes.
-Arrays that a TPU's compiler keeps in vector memory (`S(1)` in a layout) move nothing. Pallas
+Arrays that a TPU's compiler keeps in vector memory (`S(1)` in a layout) move nothing. A copy
+that nothing reads is not counted: at a program's end it puts an argument back where the next
+run begins with it (cross-program prefetch), and that run does not copy it again. Pallas
 kernels are looked up among the launches that were recorded while the program was traced
 (`pallas_kernels/launches.py`), which count the copies and the products of their grids.
 
@@ -204,6 +206,8 @@ class _Counter:
             seconds = self._roofline(size, flops)
             return Moved(1, 1, size, size, flops, other_s=seconds, roofline_s=seconds)
         if each.opcode.endswith("-start"):
+            if _is_unread(each, instructions):
+                return Moved()
             size = _copied_bytes(each, list(arrays.values()))
             return Moved(
                 1, 0, size, other_s=self._roofline(size), roofline_s=self._roofline(size)
@@ -298,6 +302,14 @@ class _Counter:
             else:
                 return whole, False
         return total, is_result
+
+
+def _is_unread(start: _Instruction, instructions: dict[str, _Instruction]) -> bool:
+    """Whether nothing in its computation reads what an asynchronous copy brings."""
+    done = {each.name for each in instructions.values() if start.name in each.operands}
+    readers = (each for each in instructions.values() if done.intersection(each.operands))
+    is_result = any(instructions[name].is_root for name in done)
+    return start.opcode == "copy-start" and not is_result and not any(readers)
 
 
 def _copied_bytes(start: _Instruction, operands: list[_Array]) -> int:

@@ -71,6 +71,20 @@ def test_by_hand():
     assert moved == Moved(3 + 3, 1, 32 + 8 * 256 * 2 + pallas + 3 * 2 * 128, pallas)
 
 
+def test_an_argument_that_is_prefetched_for_the_next_run_is_copied_once():
+    again = HLO.replace(
+        "  %y = ",
+        "  %copy-start.1 = (s32[8]{0:T(256)S(1)}, s32[8]{0:T(256)}, u32[]{:S(2)}) "
+        "copy-start(%b)\n"
+        "  %copy-done.1 = s32[8]{0:T(256)S(1)} copy-done(%copy-start.1)\n  %y = ",
+    )
+    rows = [PALLAS], [1, 2, 3, 2]
+    assert moved_bytes(again, *rows) == moved_bytes(HLO, *rows)
+    read = again.replace("fusion(%a, %copy-done)", "fusion(%a, %copy-done.1)")
+    read = read.replace("bitcast(%y)", "fusion(%y, %copy-done), kind=kLoop, calls=%gathered")
+    assert moved_bytes(read, *rows).kernels == moved_bytes(HLO, *rows).kernels + 2
+
+
 def test_a_kernel_that_was_not_recorded_is_an_error():
     with pytest.raises(ValueError, match="was not recorded"):
         moved_bytes(HLO, [], [])
