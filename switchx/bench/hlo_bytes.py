@@ -17,6 +17,7 @@ longer.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Sequence
 
@@ -229,7 +230,11 @@ class _Counter:
         written = sum(size_of(result) for result in each.results)
         if each.opcode == "fusion":
             [called] = called_by(each.line)
+            written = self._written_by_fusion(called, each.results, size_of)
             return written + self._read_by_fusion(called, each.operands, arrays, size_of)
+        if each.opcode == "dynamic-update-slice":
+            part = size_of(arrays[each.operands[1]])
+            return part + min(written, arrays[each.operands[1]].size)
         if each.opcode in ("gather", "dynamic-slice", "slice"):
             first, *others = map(size_of, arrays.values())
             return written + min(first, written) + sum(others)
@@ -252,6 +257,28 @@ class _Counter:
         pairs = zip((*operands, *each.results), (*read, *written), strict=True)
         flops = launch.flops(self._group_sizes) if launch.flops else 0
         return sum(size if array.moved else 0 for array, size in pairs), flops
+
+    def _written_by_fusion(self, called: str, results: Sequence[_Array], size_of) -> int:
+        """Of each result what the fusion writes: of an array that it updates in place, a part."""
+        inside = self._instructions(called)
+        root = next(each for each in inside.values() if each.is_root)
+        parts = [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
+        if root.opcode == "fusion":
+            return self._written_by_fusion(called_by(root.line)[0], results, size_of)
+        if len(parts) != len(results):  # of one instruction, such as a sort of several arrays
+            return sum(map(size_of, results))
+        return sum(map(functools.partial(self._written, inside, size_of), parts, results))
+
+    def _written(self, inside, size_of, each: _Instruction, result: _Array) -> int:
+        """Bytes of a result that an instruction of a fusion writes."""
+        while each.opcode == "bitcast":
+            each = inside[each.operands[0]]
+        if each.opcode == "fusion" and len(each.results) == 1:
+            return self._written_by_fusion(called_by(each.line)[0], [result], size_of)
+        whole = size_of(result)
+        if each.opcode == "dynamic-update-slice":
+            return min(whole, inside[each.operands[1]].results[0].size)
+        return whole
 
     def _read_by_fusion(self, called: str, operands, arrays: dict[str, _Array], size_of) -> int:
         """Of each operand what the fusion takes: all of it, unless it only takes parts."""

@@ -85,6 +85,36 @@ def test_an_argument_that_is_prefetched_for_the_next_run_is_copied_once():
     assert moved_bytes(read, *rows).kernels == moved_bytes(HLO, *rows).kernels + 2
 
 
+UPDATES = """\
+HloModule m
+
+%updated (p0: bf16[6,8,128], p1: bf16[8,128], p2: s32[]) -> (bf16[6,8,128], bf16[8,128]) {
+  %p0 = bf16[6,8,128]{2,1,0} parameter(0)
+  %p1 = bf16[8,128]{1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  %part = bf16[1,8,128]{2,1,0} bitcast(%p1)
+  %d = bf16[6,8,128]{2,1,0} dynamic-update-slice(%p0, %part, %p2)
+  ROOT %t = (bf16[6,8,128]{2,1,0}, bf16[8,128]{1,0}) tuple(%d, %p1)
+}
+
+ENTRY %main (a: bf16[6,8,128], b: bf16[8,128], i: s32[]) -> bf16[6,8,128] {
+  %a = bf16[6,8,128]{2,1,0} parameter(0)
+  %b = bf16[8,128]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %x = (bf16[6,8,128]{2,1,0}, bf16[8,128]{1,0}) fusion(%a, %b, %i), kind=kLoop, calls=%updated
+  %y = bf16[6,8,128]{2,1,0} get-tuple-element(%x), index=0
+  %z = bf16[1,8,128]{2,1,0} bitcast(%b)
+  ROOT %u = bf16[6,8,128]{2,1,0} dynamic-update-slice(%y, %z, %i)
+}
+"""
+
+
+def test_of_an_array_that_is_updated_in_place_a_part_is_written():
+    part = 8 * 128 * 2
+    # The fusion reads a part and an index and writes it twice; the second reads and writes it.
+    assert moved_bytes(UPDATES) == Moved(2, 0, (part + 4 + 2 * part) + 2 * part)
+
+
 def test_a_kernel_that_was_not_recorded_is_an_error():
     with pytest.raises(ValueError, match="was not recorded"):
         moved_bytes(HLO, [], [])
