@@ -4,7 +4,9 @@
 Read off the HLO text, as `planner/program_cost.py` reads FLOPs: XLA's `cost_analysis` counts a
 loop once, and believes what a Pallas kernel says of itself. Here a kernel reads each operand
 once and writes each result once; of what it gathers or slices, the part that it takes.
-Arrays that a TPU's compiler keeps in vector memory (`S(1)` in a layout) move nothing. Pallas
+Arrays that a TPU's compiler keeps in vector memory (`S(1)` in a layout) move nothing. A copy
+that nothing reads is not counted: at a program's end it puts an argument back where the next
+run begins with it (cross-program prefetch), and that run does not copy it again. Pallas
 kernels are looked up among the launches that were recorded while the program was traced
 (`pallas_kernels/launches.py`), which count the copies and the products of their grids.
 
@@ -15,6 +17,7 @@ longer.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Sequence
 
@@ -204,6 +207,8 @@ class _Counter:
             seconds = self._roofline(size, flops)
             return Moved(1, 1, size, size, flops, other_s=seconds, roofline_s=seconds)
         if each.opcode.endswith("-start"):
+            if _is_unread(each, instructions):
+                return Moved()
             size = _copied_bytes(each, list(arrays.values()))
             return Moved(
                 1, 0, size, other_s=self._roofline(size), roofline_s=self._roofline(size)
@@ -225,7 +230,11 @@ class _Counter:
         written = sum(size_of(result) for result in each.results)
         if each.opcode == "fusion":
             [called] = called_by(each.line)
+            written = self._written_by_fusion(called, each.results, size_of)
             return written + self._read_by_fusion(called, each.operands, arrays, size_of)
+        if each.opcode == "dynamic-update-slice":
+            part = size_of(arrays[each.operands[1]])
+            return part + min(written, arrays[each.operands[1]].size)
         if each.opcode in ("gather", "dynamic-slice", "slice"):
             first, *others = map(size_of, arrays.values())
             return written + min(first, written) + sum(others)
@@ -248,6 +257,28 @@ class _Counter:
         pairs = zip((*operands, *each.results), (*read, *written), strict=True)
         flops = launch.flops(self._group_sizes) if launch.flops else 0
         return sum(size if array.moved else 0 for array, size in pairs), flops
+
+    def _written_by_fusion(self, called: str, results: Sequence[_Array], size_of) -> int:
+        """Of each result what the fusion writes: of an array that it updates in place, a part."""
+        inside = self._instructions(called)
+        root = next(each for each in inside.values() if each.is_root)
+        parts = [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
+        if root.opcode == "fusion":
+            return self._written_by_fusion(called_by(root.line)[0], results, size_of)
+        if len(parts) != len(results):  # of one instruction, such as a sort of several arrays
+            return sum(map(size_of, results))
+        return sum(map(functools.partial(self._written, inside, size_of), parts, results))
+
+    def _written(self, inside, size_of, each: _Instruction, result: _Array) -> int:
+        """Bytes of a result that an instruction of a fusion writes."""
+        while each.opcode == "bitcast":
+            each = inside[each.operands[0]]
+        if each.opcode == "fusion" and len(each.results) == 1:
+            return self._written_by_fusion(called_by(each.line)[0], [result], size_of)
+        whole = size_of(result)
+        if each.opcode == "dynamic-update-slice":
+            return min(whole, inside[each.operands[1]].results[0].size)
+        return whole
 
     def _read_by_fusion(self, called: str, operands, arrays: dict[str, _Array], size_of) -> int:
         """Of each operand what the fusion takes: all of it, unless it only takes parts."""
@@ -298,6 +329,14 @@ class _Counter:
             else:
                 return whole, False
         return total, is_result
+
+
+def _is_unread(start: _Instruction, instructions: dict[str, _Instruction]) -> bool:
+    """Whether nothing in its computation reads what an asynchronous copy brings."""
+    done = {each.name for each in instructions.values() if start.name in each.operands}
+    readers = (each for each in instructions.values() if done.intersection(each.operands))
+    is_result = any(instructions[name].is_root for name in done)
+    return start.opcode == "copy-start" and not is_result and not any(readers)
 
 
 def _copied_bytes(start: _Instruction, operands: list[_Array]) -> int:

@@ -71,6 +71,50 @@ def test_by_hand():
     assert moved == Moved(3 + 3, 1, 32 + 8 * 256 * 2 + pallas + 3 * 2 * 128, pallas)
 
 
+def test_an_argument_that_is_prefetched_for_the_next_run_is_copied_once():
+    again = HLO.replace(
+        "  %y = ",
+        "  %copy-start.1 = (s32[8]{0:T(256)S(1)}, s32[8]{0:T(256)}, u32[]{:S(2)}) "
+        "copy-start(%b)\n"
+        "  %copy-done.1 = s32[8]{0:T(256)S(1)} copy-done(%copy-start.1)\n  %y = ",
+    )
+    rows = [PALLAS], [1, 2, 3, 2]
+    assert moved_bytes(again, *rows) == moved_bytes(HLO, *rows)
+    read = again.replace("fusion(%a, %copy-done)", "fusion(%a, %copy-done.1)")
+    read = read.replace("bitcast(%y)", "fusion(%y, %copy-done), kind=kLoop, calls=%gathered")
+    assert moved_bytes(read, *rows).kernels == moved_bytes(HLO, *rows).kernels + 2
+
+
+UPDATES = """\
+HloModule m
+
+%updated (p0: bf16[6,8,128], p1: bf16[8,128], p2: s32[]) -> (bf16[6,8,128], bf16[8,128]) {
+  %p0 = bf16[6,8,128]{2,1,0} parameter(0)
+  %p1 = bf16[8,128]{1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  %part = bf16[1,8,128]{2,1,0} bitcast(%p1)
+  %d = bf16[6,8,128]{2,1,0} dynamic-update-slice(%p0, %part, %p2)
+  ROOT %t = (bf16[6,8,128]{2,1,0}, bf16[8,128]{1,0}) tuple(%d, %p1)
+}
+
+ENTRY %main (a: bf16[6,8,128], b: bf16[8,128], i: s32[]) -> bf16[6,8,128] {
+  %a = bf16[6,8,128]{2,1,0} parameter(0)
+  %b = bf16[8,128]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %x = (bf16[6,8,128]{2,1,0}, bf16[8,128]{1,0}) fusion(%a, %b, %i), kind=kLoop, calls=%updated
+  %y = bf16[6,8,128]{2,1,0} get-tuple-element(%x), index=0
+  %z = bf16[1,8,128]{2,1,0} bitcast(%b)
+  ROOT %u = bf16[6,8,128]{2,1,0} dynamic-update-slice(%y, %z, %i)
+}
+"""
+
+
+def test_of_an_array_that_is_updated_in_place_a_part_is_written():
+    part = 8 * 128 * 2
+    # The fusion reads a part and an index and writes it twice; the second reads and writes it.
+    assert moved_bytes(UPDATES) == Moved(2, 0, (part + 4 + 2 * part) + 2 * part)
+
+
 def test_a_kernel_that_was_not_recorded_is_an_error():
     with pytest.raises(ValueError, match="was not recorded"):
         moved_bytes(HLO, [], [])
