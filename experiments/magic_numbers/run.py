@@ -28,8 +28,8 @@ def comparison(name: str, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each width and type of a chip: the cost of the compiler's conversion and of
     the best magic numbers, with few and with many rows an expert.
 
-    Magic numbers belong into a kernel where one way of them costs less with few rows and with
-    many: the cost model of docs/kernels.md, without what a conversion does not change.
+    Magic numbers cost less where one way of them does with few rows and with many: by the cost
+    model of docs/kernels.md, without what a conversion does not change.
     """
     rows = []
     for (bits, dtype), of_kind in itertools.groupby(found, lambda x: (x["bits"], x["dtype"])):
@@ -47,7 +47,7 @@ def comparison(name: str, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
             row |= {f"{load}: compiler's": own[i], f"{load}: magic": ours[best][i]}
         if "conversions" in costs[COMPILER][ROWS["few"]]:
             row |= {"slow conversions": costs[COMPILER][ROWS["few"]]["conversions"]}
-        rows.append(row | {"magic is": best, "in the kernel": best if wins else COMPILER})
+        rows.append(row | {"magic is": best, "costs less": best if wins else COMPILER})
     return rows
 
 
@@ -58,17 +58,17 @@ def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
     gains = [
         row[f"{load}: compiler's"] / row[f"{load}: magic"] for row in papers for load in ROWS
     ]
-    wins = [row["in the kernel"] != COMPILER for row in papers]
+    wins = [row["costs less"] != COMPILER for row in papers]
     others = [
         f"{row['weights']} to {row['rows are']} on {row['chip']}"
         for row in rows
-        if row not in papers and row["in the kernel"] != COMPILER
+        if row not in papers and row["costs less"] != COMPILER
     ]
     mean = math.exp(sum(map(math.log, gains)) / len(gains))
     some = "undecided" if any(wins) else "not reproduced"
     return {
         "verdict": "reproduced" if all(wins) else some,
-        "because": f"To float16 they cost less in {sum(wins)} of {len(wins)} kernels for GPUs; "
+        "because": f"To float16 they cost less in {sum(wins)} of {len(wins)} products on GPUs; "
         f"of other types in: {'; '.join(others) or 'none'}.",
         "effect": Interval(mean, min(gains), max(gains)),
         "effect_of": "counted cycles with the compiler's conversion to float16 over those with "
