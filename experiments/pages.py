@@ -23,7 +23,8 @@ PICTURE = "effects.svg"
 EXPECTED_HOURS = {
     "capacity_factor": 1.6, "distillation": 1.4, "elastic_tasks": 0.1, "elephants": 2.0,
     "expert_dropout": 0.7, "expert_offload": 0.2, "exploration": 0.8, "fewer_experts": 0.5,
-    "fine_tuning": 1.6, "initialization": 0.6, "multilingual": 0.9, "no_token_left_behind": 0.8,
+    "fine_tuning": 1.6, "initialization": 0.6, "magic_numbers": 0.2, "multilingual": 0.9,
+    "no_token_left_behind": 0.8,
     "pipeline_convergence": 0.8, "planner_vs_papers": 0.1, "pretraining": 0.8,
     "quantization": 0.1, "routers": 1.4, "routing_statistics": 0.2, "selective_precision": 1.0,
     "switch_attention": 1.1, "switch_vs_dense": 1.5, "upcycling": 0.5,
