@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Integers to float16 by bits instead of a conversion: the number 0x6400.
+"""Integers to float16 by bits instead of a conversion: the number 0x6400; and float8.
 
 Kim et al. 2022 (arXiv:2211.10017), sections 3.4.1 to 3.4.3. In float16 1024 is 0x6400, and
 between 1024 and 2048 neighbours differ by 1: 0x6400 | u is 1024 + u for 0 <= u < 1024. So
@@ -62,3 +62,14 @@ def _halves(registers_N, offset: int):
     halves_N2 = jnp.stack([magic_N & 0xFFFF, magic_N >> 16], axis=-1).astype(jnp.uint16)
     plus_1024_N2 = jax.lax.bitcast_convert_type(halves_N2, jnp.float16)
     return plus_1024_N2 - jnp.float16(1024 + offset)
+
+
+def float8_to_float16(bits):
+    """float8_e4m3fn, given as int8, as float16: exact, for the values of a `QTensor`.
+
+    Both have the exponent before the mantissa; 2^8 is what lies between their biases of 7 and
+    15. Subnormal numbers become subnormal ones, and then normal.
+    """
+    bits = bits.astype(jnp.int16)
+    bits = (bits & -(2**15)) | ((bits & 127) << 7)
+    return jax.lax.bitcast_convert_type(bits, jnp.float16) * 256

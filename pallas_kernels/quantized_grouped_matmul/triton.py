@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from pallas_kernels.epilogue import check_activation
 from pallas_kernels.grouped_matmul import triton as plain
 from pallas_kernels.grouped_matmul.triton import Place, dot, iota, multiply_rows
+from pallas_kernels.quantization.magic_numbers import float8_to_float16
 from pallas_kernels.quantization.qtensor import FLOAT8
 from pallas_kernels.tiling import triton as tilings
 from pallas_kernels.tiling.triton import SMALLEST, Tiling
@@ -88,7 +89,7 @@ def forward(x_RD, values, scales_EFG, group_sizes_E, *, w_gate=None, bias_EF=Non
         if bits == 8:
             depth_K = first + iota(K)
             q_NK = at.matrix_of(values_ref, (at.feature_N, F), (depth_K, D))
-            parts = [(depth_K, _float8_to_float16(q_NK) if is_float8 else q_NK)]
+            parts = [(depth_K, float8_to_float16(q_NK) if is_float8 else q_NK)]
         else:
             half_H = first // 2 + iota(K // 2)
             pairs_NH = at.matrix_of(values_ref, (at.feature_N, F), (half_H, last))
@@ -111,14 +112,3 @@ def forward(x_RD, values, scales_EFG, group_sizes_E, *, w_gate=None, bias_EF=Non
         interpret=interpret, name=f"grouped_matmul_{'float' if is_float8 else 'int'}{bits}",
     )  # fmt: skip
     return y_RF
-
-
-def _float8_to_float16(bits_NK):
-    """float8_e4m3fn, given as int8, as float16: exact, for the values of a `QTensor`.
-
-    Both have the exponent before the mantissa; 2^8 is what lies between their biases of 7 and
-    15. Subnormal numbers become subnormal ones, and then normal.
-    """
-    bits_NK = bits_NK.astype(jnp.int16)
-    bits_NK = (bits_NK & -(2**15)) | ((bits_NK & 127) << 7)
-    return jax.lax.bitcast_convert_type(bits_NK, jnp.float16) * 256
