@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Integers to 16-bit floating point by their bits, where a GPU's conversion is slow.
+"""Integers and float8 to 16-bit floating point by their bits, where a conversion is slow.
 
 Kim et al. 2022, Who Says Elephants Can't Run (arXiv:2211.10017), sections 3.4.1 to 3.4.3. In
 float16 1024 is 0x6400, and between 1024 and 2048 neighbours differ by 1: 0x6400 | u is 1024 + u
@@ -56,3 +56,14 @@ def _signed(bits, width: int, dtype):
     (first, first_bits), sign = _FIRST[jnp.dtype(dtype)], 1 << (width - 1)
     magic = bits ^ jnp.asarray(first_bits | sign, bits.dtype)
     return lax.bitcast_convert_type(magic, dtype) - jnp.asarray(first + sign, dtype)
+
+
+def float8_to_float16(bits):
+    """float8_e4m3fn, given as int8, as float16: exact, for the values of a `QTensor`.
+
+    Both have the exponent before the mantissa; 2^8 is what lies between their biases of 7 and
+    15. Subnormal numbers become subnormal ones, and then normal.
+    """
+    bits = bits.astype(jnp.int16)
+    bits = (bits & -(2**15)) | ((bits & 127) << 7)
+    return lax.bitcast_convert_type(bits, jnp.float16) * 256

@@ -18,7 +18,11 @@ import jax.numpy as jnp
 from pallas_kernels.epilogue import check_activation
 from pallas_kernels.grouped_matmul import triton as plain
 from pallas_kernels.grouped_matmul.triton import Place, dot, iota, multiply_rows
-from pallas_kernels.quantization.magic_numbers import int8_to_float16, nibbles_to_float
+from pallas_kernels.quantization.magic_numbers import (
+    float8_to_float16,
+    int8_to_float16,
+    nibbles_to_float,
+)
 from pallas_kernels.quantization.qtensor import FLOAT8
 from pallas_kernels.tiling import triton as tilings
 from pallas_kernels.tiling.triton import SMALLEST, Tiling
@@ -119,7 +123,7 @@ def _converted(q_NK, dtype, is_float8: bool):
     int8 to float16 is by magic numbers, which spare a slow conversion of each.
     """
     if is_float8:
-        return _float8_to_float16(q_NK).astype(dtype)
+        return float8_to_float16(q_NK).astype(dtype)
     return int8_to_float16(q_NK) if dtype == jnp.float16 else q_NK.astype(dtype)
 
 
@@ -134,14 +138,3 @@ def _halves(pairs_NH, dtype):
         nibbles_to_float(each, dtype)
         for each in (pairs_NH & jnp.uint16(15), pairs_NH >> jnp.uint16(4))
     ]
-
-
-def _float8_to_float16(bits_NK):
-    """float8_e4m3fn, given as int8, as float16: exact, for the values of a `QTensor`.
-
-    Both have the exponent before the mantissa; 2^8 is what lies between their biases of 7 and
-    15. Subnormal numbers become subnormal ones, and then normal.
-    """
-    bits_NK = bits_NK.astype(jnp.int16)
-    bits_NK = (bits_NK & -(2**15)) | ((bits_NK & 127) << 7)
-    return jax.lax.bitcast_convert_type(bits_NK, jnp.float16) * 256

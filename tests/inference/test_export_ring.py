@@ -141,6 +141,12 @@ def test_words_are_rows_together():
         form = host_form(np.asarray(packed), dtype)
         stored = Stored(jax.numpy.array(form), want.shape[1:], dtype)
         np.testing.assert_array_equal(np.asarray(stored.parameter(), np.int8), want)
+    float8 = Stored(
+        jax.numpy.array(host_form(int8.view(np.uint8), "float8_e4m3fn")), int8.shape[1:],
+        "float8_e4m3fn",
+    ).parameter()  # fmt: skip
+    assert float8.dtype == "float8_e4m3fn"
+    np.testing.assert_array_equal(np.asarray(float8).view(np.int8), int8)
 
 
 def test_what_is_refused(tmp_path):

@@ -110,7 +110,13 @@ def test_products_and_gradients_lower(device, place, implementation):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("place", "bits", "G", "implementation"),
-    cells((4, 2, None), (8, 1, None), (4, 1, None), (4, 2, "reference")),
+    cells(
+        (4, 2, None),
+        (8, 1, None),
+        ("float8_e4m3fn", 2, None),
+        (4, 1, None),
+        (4, 2, "reference"),
+    ),
 )
 def test_quantized_products_lower(device, place, bits, G, implementation):
     rows, weights = PLACES[place]
@@ -118,16 +124,18 @@ def test_quantized_products_lower(device, place, bits, G, implementation):
 
     def product(x_RD, w, sizes_E):
         values, scales_EFG, bias_EF, gate_R = w
-        q = QTensor(values, scales_EFG, bits, None if G == 1 else x_RD.shape[1] // G)
+        q = QTensor(
+            values, scales_EFG, 4 if bits == 4 else 8, None if G == 1 else x_RD.shape[1] // G
+        )
         return quantized_grouped_matmul(
             x_RD, q, sizes_E, bias_EF=bias_EF, activation="relu", gate_R=x_RD[:, 0],
-            implementation=implementation,
+            implementation=implementation, quantize_rows_to=bits if q.is_float8 else None,
         )  # fmt: skip
 
     x_RD, w_EDF, sizes_E = operands_of(rows, weights, D=256)
     E, D, F = w_EDF.shape
     w = (
-        jax.ShapeDtypeStruct((E, F, D), "int8" if bits == 8 else "int4"),
+        jax.ShapeDtypeStruct((E, F, D), {8: "int8", 4: "int4"}.get(bits, bits)),
         jax.ShapeDtypeStruct((E, F, G), "float32"),
         jax.ShapeDtypeStruct((E, F), "float32"),
         None,
