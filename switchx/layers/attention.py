@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from switchx.layers.dense import along_last, cheap_again, dropout, times, weight, zeros
+from switchx.layers.dense import along_last, dropout, times, weight, zeros
 
 MASKED = -1e9
 
@@ -82,13 +82,9 @@ def attend(
     if mask_BLM is not None:
         scores_BHLM = jnp.where(mask_BLM[:, None], scores_BHLM, MASKED)
     weights_BHLM = softmax_in(query_BLHK.dtype, scores_BHLM)
-
-    def mix(weights_BHLM, value_BHMK):
-        weights_BHLM = dropout(weights_BHLM, dropout_rate, key=key, shared_dims=(2,))
-        return jnp.einsum("BHLM,BHMK->BHLK", weights_BHLM, value_BHMK)
-
-    # With dropout, the weights before it are kept for the backward pass, and not those after.
-    return (mix if key is None else cheap_again(mix))(weights_BHLM, memory.value_BHMK)
+    # Of a mask that all queries share, (w mask) v = w (mask v), and v is the smaller one.
+    value_BHMK = dropout(memory.value_BHMK, dropout_rate, key=key, shared_dims=(3,))
+    return jnp.einsum("BHLM,BHMK->BHLK", weights_BHLM, value_BHMK)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
