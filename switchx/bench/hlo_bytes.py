@@ -259,7 +259,7 @@ class _Counter:
         return sum(size if array.moved else 0 for array, size in pairs), flops
 
     def _written_by_fusion(self, called: str, results: Sequence[_Array], size_of) -> int:
-        """Of each result what the fusion writes: of an array that it updates in place, a part."""
+        """Of each result what the fusion writes: a part where it updates an array in place."""
         inside = self._instructions(called)
         root = next(each for each in inside.values() if each.is_root)
         parts = [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]

@@ -7,12 +7,13 @@ Dims: B batch, L queries, M keys and values (the memory), D model, H heads, K he
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from switchx.layers.dense import along_last, dropout, weight, zeros
+from switchx.layers.dense import along_last, dropout, times, weight, zeros
 
 MASKED = -1e9
 
@@ -80,9 +81,36 @@ def attend(
         scores_BHLM = scores_BHLM + row_bias_BHLM.astype(scores_BHLM.dtype)
     if mask_BLM is not None:
         scores_BHLM = jnp.where(mask_BLM[:, None], scores_BHLM, MASKED)
-    weights_BHLM = jax.nn.softmax(scores_BHLM, axis=-1).astype(query_BLHK.dtype)
-    weights_BHLM = dropout(weights_BHLM, dropout_rate, key=key, shared_dims=(2,))
-    return jnp.einsum("BHLM,BHMK->BHLK", weights_BHLM, memory.value_BHMK)
+    weights_BHLM = softmax_in(query_BLHK.dtype, scores_BHLM)
+    # Of a mask that all queries share, (w mask) v = w (mask v), and v is the smaller one.
+    value_BHMK = dropout(memory.value_BHMK, dropout_rate, key=key, shared_dims=(3,))
+    return jnp.einsum("BHLM,BHMK->BHLK", weights_BHLM, value_BHMK)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def softmax_in(dtype, scores_BHLM):
+    """softmax over the last dimension in the scores' dtype, rounded to `dtype` at its end.
+
+    Its backward pass reads the rounded weights, which the product with the values keeps too, so
+    that none of the size of the scores are kept in float32. Of w, as rounded, the gradient is
+    w (dw - sum(w dw)) in the scores' dtype.
+    """
+    return jax.nn.softmax(scores_BHLM, axis=-1).astype(dtype)
+
+
+def _softmax_forward(dtype, scores_BHLM):
+    weights_BHLM = softmax_in(dtype, scores_BHLM)
+    # An empty array, whose dtype is that of the scores.
+    return weights_BHLM, (weights_BHLM, scores_BHLM[..., :0])
+
+
+def _softmax_backward(dtype, residuals, dweights_BHLM):
+    weights_BHLM, like = residuals
+    w_BHLM, dw_BHLM = weights_BHLM.astype(like.dtype), dweights_BHLM.astype(like.dtype)
+    return (w_BHLM * (dw_BHLM - jnp.sum(w_BHLM * dw_BHLM, axis=-1, keepdims=True)),)
+
+
+softmax_in.defvjp(_softmax_forward, _softmax_backward)
 
 
 class AttentionOutput(nnx.Module):
@@ -116,8 +144,7 @@ class AttentionOutput(nnx.Module):
             query_BLHK = query_BLHK * jnp.asarray(self.score_scale, query_BLHK.dtype)
         rate = self.config.dropout_rate
         out_BHLK = attend(query_BLHK, memory, dropout_rate=rate, key=key, **biases)
-        w_out_HKD = self.w_out_HKD[...].astype(out_BHLK.dtype)
-        y_BLD = jnp.einsum("BHLK,HKD->BLD", out_BHLK, w_out_HKD)
+        y_BLD = times("BHLK,HKD->BLD", out_BHLK, self.w_out_HKD[...])
         return y_BLD + along_last(self.b_out_D[...], y_BLD) if self.config.use_bias else y_BLD
 
 
@@ -138,8 +165,7 @@ class Attention(AttentionOutput):
                 setattr(self, f"b_{name}_HK", zeros(config, H, K))
 
     def _project(self, name: str, x_BLD):
-        w_DHK = getattr(self, f"w_{name}_DHK")[...].astype(x_BLD.dtype)
-        y_BLHK = jnp.einsum("BLD,DHK->BLHK", x_BLD, w_DHK)
+        y_BLHK = times("BLD,DHK->BLHK", x_BLD, getattr(self, f"w_{name}_DHK")[...])
         if not self.config.use_bias:
             return y_BLHK
         return y_BLHK + along_last(getattr(self, f"b_{name}_HK")[...], y_BLHK)

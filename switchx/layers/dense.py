@@ -10,6 +10,7 @@ Norms: T5's RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) and GPT's LayerN
 Dims: B batch, L length, D model, F ffn
 """
 
+import functools
 import math
 
 import jax
@@ -47,6 +48,18 @@ def split_key(key: jax.Array | None, num: int) -> list:
     return [None] * num if key is None else list(jax.random.split(key, num))
 
 
+# Computed again in the backward pass of a loop over layers, which otherwise keeps each
+# intermediate array of each layer, masks in the shape of what they mask among them. The barrier
+# against that (`prevent_cse`) is not needed in a loop; elsewhere the compiler chooses.
+cheap_again = functools.partial(jax.checkpoint, prevent_cse=False)
+
+
+@functools.partial(cheap_again, static_argnums=0)
+def times(dimensions: str, x, w):
+    """The einsum of x and a weight that is rounded to x's dtype, here and for the gradient."""
+    return jnp.einsum(dimensions, x, w.astype(x.dtype))
+
+
 def dropout(x, rate: float, *, key: jax.Array | None, shared_dims: tuple[int, ...] = ()):
     """Zeroes entries with probability `rate` and scales the others by 1/(1-rate).
 
@@ -67,6 +80,7 @@ def bernoulli(share: float):
     return lambda key, shape: jax.random.bernoulli(key, share, shape)
 
 
+@functools.partial(cheap_again, static_argnums=2)
 def kept(x, is_kept, rate: float):
     """What dropout keeps, scaled by 1/(1-rate), and zeros."""
     return jnp.where(is_kept, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros((), x.dtype))
@@ -100,9 +114,10 @@ class Norm(nnx.Module):
             self.bias_D = zeros(config, D)
 
     def __call__(self, x):
+        norm, params = rms_norm, [self.scale_D[...]]
         if hasattr(self, "bias_D"):
-            return layer_norm(x, self.scale_D[...], self.bias_D[...], self.epsilon)
-        return rms_norm(x, self.scale_D[...], self.epsilon)
+            norm, params = layer_norm, [self.scale_D[...], self.bias_D[...]]
+        return cheap_again(lambda x, *params: norm(x, *params, self.epsilon))(x, *params)
 
 
 def activate(activation: str, h, gate=None):
@@ -111,9 +126,14 @@ def activate(activation: str, h, gate=None):
     GELU is the tanh form, as T5's and GPT's; `_exact` names h times the normal distribution's
     function of h (Hendrycks and Gimpel 2016, arXiv:1606.08415).
     """
+    if activation == "relu":  # keeps a mask alone
+        return jax.nn.relu(h)
+    return _smooth(activation, h, gate)
+
+
+@functools.partial(cheap_again, static_argnums=0)
+def _smooth(activation: str, h, gate):
     match activation:
-        case "relu":
-            return jax.nn.relu(h)
         case "gelu":
             return jax.nn.gelu(h, approximate=True)
         case "geglu":
@@ -145,14 +165,13 @@ class DenseFFN(nnx.Module):
             self.b_out_D = zeros(config, D)
 
     def __call__(self, x_BLD, *, key=None):
-        dtype = x_BLD.dtype
-        h_BLF = jnp.einsum("BLD,DF->BLF", x_BLD, self.w_in_DF[...].astype(dtype))
+        h_BLF = times("BLD,DF->BLF", x_BLD, self.w_in_DF[...])
         if self.config.use_bias:
             h_BLF = h_BLF + along_last(self.b_in_F[...], h_BLF)
         gate_BLF = None
         if self.config.is_gated:
-            gate_BLF = jnp.einsum("BLD,DF->BLF", x_BLD, self.w_gate_DF[...].astype(dtype))
+            gate_BLF = times("BLD,DF->BLF", x_BLD, self.w_gate_DF[...])
         h_BLF = activate(self.config.activation, h_BLF, gate_BLF)
         h_BLF = dropout(h_BLF, self.config.dropout_rate, key=key, shared_dims=(1,))
-        y_BLD = jnp.einsum("BLF,FD->BLD", h_BLF, self.w_out_FD[...].astype(dtype))
+        y_BLD = times("BLF,FD->BLD", h_BLF, self.w_out_FD[...])
         return y_BLD + along_last(self.b_out_D[...], y_BLD) if self.config.use_bias else y_BLD

@@ -23,7 +23,7 @@ from pallas_kernels import (
     quantized_grouped_matmul,
     separate_matmul,
 )
-from switchx.layers.dense import activate, bernoulli, kept, weight, zeros
+from switchx.layers.dense import activate, bernoulli, kept, times, weight, zeros
 from switchx.partitioning.replicas import random_rows
 
 Weight = jax.Array | QTensor | SeparateMatrices
@@ -199,7 +199,7 @@ def blocks_product(x_ERD, w: Weight, *, w_gate=None, bias_EF=None, activation=No
         return y_RF.reshape(E, R, -1)
     dtype = x_ERD.dtype
     matrices = [w] if w_gate is None else [w, w_gate]
-    h, *gate = (jnp.einsum(BLOCKS, x_ERD, each.astype(dtype)) for each in matrices)
+    h, *gate = (times(BLOCKS, x_ERD, each) for each in matrices)
     if bias_EF is not None:
         h = h + bias_EF.astype(dtype)[:, None]
     return h if activation is None else activate(activation, h, *gate)

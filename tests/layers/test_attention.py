@@ -92,6 +92,26 @@ def test_bfloat16_keeps_the_softmax_in_float32():
     np.testing.assert_allclose(np.asarray(out, np.float32), exact, rtol=2e-2, atol=2e-2)
 
 
+def test_bfloat16_gradients_are_those_of_float32():
+    """The backward pass reads rounded weights; the error is that of one rounding or two."""
+    q, k, v, bias_HLM, mask_BLM = inputs()
+    target = np.random.default_rng(1).normal(size=(B, L, H, K)).astype(np.float32)
+
+    def gradients(*arguments):
+        def loss(q, k, v, bias_HLM):
+            return jnp.sum(run(q, k, v, bias_HLM, mask_BLM).astype(jnp.float32) * target)
+
+        return jax.grad(loss, (0, 1, 2, 3))(*arguments)
+
+    half = [jnp.asarray(a, jnp.bfloat16) for a in (q, k, v)]
+    got = gradients(*half, bias_HLM)
+    want = gradients(*(each.astype(jnp.float32) for each in half), bias_HLM)
+    assert [each.dtype for each in got] == [jnp.bfloat16] * 3 + [jnp.float32]
+    for g, w in zip(got, want, strict=True):
+        error = np.linalg.norm(np.asarray(g, np.float32) - w) / np.linalg.norm(w)
+        assert error < 2**-7
+
+
 def test_a_bias_for_each_row_is_added_and_has_gradients():
     """Rows of one alone, where a bias for each is a bias for all."""
     q, k, v, bias_HLM, mask_BLM = map(jnp.asarray, inputs())

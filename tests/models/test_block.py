@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from switchx.models.block import Block, BlockInputs
-from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
+from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from tests.layers.weights import numbers_for, with_params
 from tests.models import oracle
 
@@ -122,6 +122,34 @@ def test_equals_float64_forward_and_by_finite_differences(name):
     slope = (moved(1e-6) - moved(-1e-6)) / 2e-6
     dot = sum(map(np.vdot, jax.tree.leaves(grads), jax.tree.leaves(direction)))
     np.testing.assert_allclose(dot, slope, rtol=1e-3)
+
+
+def test_a_scan_keeps_little_of_a_block_for_its_backward_pass(key):
+    """Of bfloat16 with dropout: no float32 scores, no masks in the shape of what they mask."""
+    precision = Precision(compute="bfloat16")
+    config = dataclasses.replace(T5, activation="geglu", dropout_rate=0.1, precision=precision)
+    block, params = make(config, True)
+    x_BLD, reads = inputs(config, True)
+    reads = dataclasses.replace(reads, memory_BMD=reads.memory_BMD.astype(jnp.bfloat16))
+    num_layers = 3
+    params = jax.tree.map(lambda leaf: jnp.stack([leaf] * num_layers), params)
+
+    def loss(params, x_BLD):
+        def layer(x_BLD, params):
+            return with_params(block, params)(x_BLD, reads, is_training=True, key=key)[0], None
+
+        return jnp.sum(jax.lax.scan(layer, x_BLD, params)[0].astype(jnp.float32))
+
+    traced = jax.make_jaxpr(jax.grad(loss))(params, x_BLD.astype(jnp.bfloat16))
+    [forward, _] = (each for each in traced.eqns if each.primitive.name == "scan")
+    arrays = [each.aval for each in forward.outvars[forward.params["num_carry"] :]]
+    kept = [(each.shape[1:], str(each.dtype)) for each in arrays]
+    assert kept.count(((B, H, L, L), "bfloat16")) == 1  # of self-attention
+    assert kept.count(((B, H, L, M), "bfloat16")) == 1  # of the other one
+    # Before the activation, its gate, and what the last product reads.
+    assert kept.count(((B, L, config.d_ff), "bfloat16")) == 3
+    # All else of these sizes are keys, values and rows; no float32, no mask, no weight.
+    assert {dtype for shape, dtype in kept if np.prod(shape) >= B * L * D} == {"bfloat16"}
 
 
 def test_each_sublayer_drops_out_on_its_own_and_over_the_whole_length(key):
