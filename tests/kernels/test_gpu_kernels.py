@@ -16,6 +16,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_kernels.grouped_matmul import gpu, gpu_walk
 from pallas_kernels.grouped_matmul.tile_schedule import row_tiles
+from pallas_kernels.launches import recorded_launches
 from pallas_kernels.quantized_grouped_matmul import gpu as quantized
 from tests.kernels import loops
 
@@ -159,6 +160,26 @@ def test_one_program_has_as_many_parts_as_active_experts_leave_blocks_idle(bits)
                 interpreted, sizes, bits, jnp.bfloat16, groups_of_d=2, epilogue=True,
                 tiling=tiling, D=256, F=64,
             )  # fmt: skip
+
+
+def test_bytes_of_parts_are_those_that_a_run_writes():
+    tiling = gpu.Tiling(64, 16, 64, warpgroups=1, stages=2, splits=4, num_sms=4)
+    shapes = [((8, 256), jnp.bfloat16), ((8, 256, 64), jnp.bfloat16), ((8,), jnp.int32)]
+    with recorded_launches() as recorded:
+        jax.eval_shape(
+            functools.partial(gpu.forward, tiling=tiling),
+            *(jax.ShapeDtypeStruct(*each) for each in shapes),
+        )
+    product = recorded[-1]
+    # One expert has four parts, two have two parts each, eight have one.
+    for sizes, experts, parts in (
+        ((8, *[0] * 7), 1, 4),
+        ((4, 4, *[0] * 6), 2, 2),
+        ([1] * 8, 8, 1),
+    ):
+        (x_bytes, w_bytes, *_), written = product.copied(np.asarray(sizes))
+        assert (x_bytes, w_bytes) == (8 * 256 * 2, experts * 256 * 64 * 2)
+        assert written == [parts * 8 * 64 * 4]
 
 
 @pytest.mark.slow
