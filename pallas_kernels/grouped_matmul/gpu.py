@@ -15,6 +15,7 @@ stands in for the rest (`mosaic_gpu.Mosaic`), with the same arithmetic in the sa
     int4 and int8 conversion by prmt and lop3                   XLA's conversion
     zeros for copies out of bounds                              operands padded to whole tiles
     copies that are still under way                             copies that are done at once
+    prefetches into the L2 cache                                none
 Dims: R rows, D inputs, F outputs, E experts; P tiles of rows, T rows of a tile,
 K one step of D, M features of a tile
 """

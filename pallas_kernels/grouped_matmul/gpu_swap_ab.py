@@ -8,7 +8,7 @@ runs through the tiles of a block without a stop, so the next tile's weights are
 while the last one is stored. Blocks stay on their SM and take tiles in turn.
 Dims: R rows, D inputs, F outputs, E experts; P tiles of rows, T rows of a tile,
 K one step of D, M features of a warpgroup,
-N tiles of M features, C warpgroups that multiply, G groups of D with a scale, S parts of D
+N tiles of M features, C warpgroups that multiply, G groups of D with a scale
 """
 
 import dataclasses
@@ -114,31 +114,23 @@ def swap_ab(x_RD, matrices, tiles: RowTiles, tiling: Tiling, weights: Weights,
         name=name,
     )
     results = run(x_RD, *matrices, *tiles, *extras.values())
-    if tiling.splits == 1:
-        return results
-    # XLA fuses a lookup with the sum, where the comparisons of `of_run` are a kernel more.
-    table = jnp.asarray(walk.parts_table(tiles.expert_P.shape[0]))
-    parts = table[walk.row_tiles(tiles)]
-    return [_sum_of_parts(each, parts) for each in results]
-
-
-def _sum_of_parts(parts_SRF, parts):
-    """The sum of the first `parts`; no others are written, so they may hold anything."""
-    index_S = lax.iota(jnp.int32, parts_SRF.shape[0])
-    is_written_S = index_S < parts
-    return jnp.sum(jnp.where(is_written_S[:, None, None], parts_SRF, 0), axis=0)
+    return (
+        [walk.sum_of_parts(each, tiles) for each in results] if tiling.splits > 1 else results
+    )
 
 
 def _operands(epilogue: Epilogue, tiles: RowTiles, tiling: Tiling, num_experts: int) -> dict:
     """The arrays of an epilogue by name, float32, cut as the kernel reads them.
 
-    Scales are `[E, N, M, G]`, a bias is `[E, N, M]`, gates are `[P, T]`, of each tile's rows.
+    Scales are `[E, N, M, G]`, or `[E, N, M]` with one group, a bias is `[E, N, M]`, gates are
+    `[P, T]`, of each tile's rows.
     """
     block = tiling.tile_m * tiling.warpgroups
 
     def by_warpgroup(value_EFx):
         value_EFx = padded(value_EFx.astype(jnp.float32), 1, block)
         E, F, *rest = value_EFx.shape
+        rest = [] if rest == [1] else rest
         return value_EFx.reshape(E, F // tiling.tile_m, tiling.tile_m, *rest)
 
     named = {f"scale{i}": by_warpgroup(each) for i, each in enumerate(epilogue.scales)}
@@ -196,13 +188,19 @@ def _body(
             x_smem=x_smem, w_smem=w_smem, y_smem=y_smem,
         ).compute_tile  # fmt: skip
 
-    copies = _copies(x_gmem, w_gmem, x_smem, w_smem, rings, tiles, walk, weights)
+    of_features = [extra_gmem[name] for name in extras if name.startswith(("scale", "bias"))]
+    copies = _copies(
+        x_gmem, w_gmem, of_features, x_smem, w_smem, rings, tiles, walk, weights, mosaic
+    )
     copy_and_multiply(
         walk.tiling.warpgroups, rings.values(), copies, tile_loop, lambda: walk.turns(tiles)
     )
 
 
-def _copies(x_gmem, w_gmem, x_smem, w_smem, rings, tiles, walk: Walk, weights: Weights):
+def _copies(
+    x_gmem, w_gmem, of_features, x_smem, w_smem, rings, tiles, walk: Walk, weights: Weights,
+    mosaic: Mosaic,
+):  # fmt: skip
     tiling, ring, w_ring = walk.tiling, rings["x"], rings.get("w")
 
     def copy_tile(turn, step):
@@ -210,6 +208,13 @@ def _copies(x_gmem, w_gmem, x_smem, w_smem, rings, tiles, walk: Walk, weights: W
         expert = tiles.expert_P[row_tile]
         start = pl.multiple_of(tiles.start_P[row_tile], 8)
         end = tiles.offset_P[row_tile] + tiles.size_P[row_tile]
+
+        @pl.when(expert < walk.num_experts)
+        def _():
+            for warpgroup in range(tiling.warpgroups):
+                column = feature_tile * tiling.warpgroups + warpgroup
+                for each in of_features:
+                    mosaic.prefetch(each.at[expert, column])
 
         first_step, steps = split * walk.part_steps, walk.steps(expert)
 
@@ -407,11 +412,10 @@ class _Consumer(Consumer):
 
     def _vector_of_features(self, name, expert, column):
         """Values of this warpgroup's features by name; zero for tiles of no expert."""
-        index = (column,) if name == "bias" else (column, slice(None), 0)
         # Another expert's values are loaded and dropped. Not a `lax.cond`: inside
         # `jax.shard_map` the type of a loaded value names mesh axes, that of a zero does not.
         some_expert = lax.min(expert, jnp.int32(self.walk.num_experts - 1))
-        value_M = self._load(self.extra_gmem[name].at[(some_expert, *index)], axis=0)
+        value_M = self._load(self.extra_gmem[name].at[some_expert, column], axis=0)
         zero_M = jnp.zeros((self.walk.tiling.tile_m,), jnp.float32)
         zero_M = self.mosaic.as_layout(zero_M, plgpu.Layout.WGMMA.reduce(1))
         is_used_M = lax.broadcast(expert < self.walk.num_experts, zero_M.shape)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order in which blocks of a Hopper GPU take tiles of a product, and the bytes they copy.
 
-Dims: R rows, D inputs, F outputs, E experts; P tiles of rows
+Dims: R rows, D inputs, F outputs, E experts; P tiles of rows, S parts of D
 """
 
 import dataclasses
@@ -67,6 +67,14 @@ class Walk:
         for first in np.flatnonzero(np.diff(table)) + 1:
             parts = lax.select(row_tiles >= int(first), jnp.int32(table[first]), parts)
         return dataclasses.replace(self, parts=parts)
+
+    def sum_of_parts(self, parts_SRF, tiles: RowTiles):
+        """The sum of the parts that a run has; others are not written and may hold anything."""
+        # XLA fuses a lookup with the sum, where the comparisons of `of_run` are a kernel more.
+        table = jnp.asarray(self.parts_table(tiles.expert_P.shape[0]))
+        index_S = lax.iota(jnp.int32, parts_SRF.shape[0])
+        is_written_S = index_S < table[self.row_tiles(tiles)]
+        return jnp.sum(jnp.where(is_written_S[:, None, None], parts_SRF, 0), axis=0)
 
     def row_tiles(self, tiles: RowTiles):
         """How many tiles of rows are taken; of sums in parts, those of no expert are not."""

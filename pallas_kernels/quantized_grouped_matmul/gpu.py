@@ -33,6 +33,7 @@ from pallas_kernels.mosaic_gpu import Mosaic, padded
 from pallas_kernels.quantization.magic_numbers import int4_to_float16, int8_to_float16
 from pallas_kernels.quantization.qtensor import FLOAT8
 from pallas_kernels.tiling.gpu import (
+    H200_SMS,
     Tiling,
     candidates_around,
     checked,
@@ -72,7 +73,11 @@ def default_tiling(R: int, D: int, F: int, E: int, bits: int, dtype=jnp.bfloat16
     if group_size is not None and group_size < D:
         tile_n = min(tile_n, 128 // num_matrices)  # Each accumulator has a second beside it.
     wanted = 256 if bits == 4 and tile_n <= 64 else 128 if tile_n <= 128 else 64
-    tile_k = next(k for k in (256, 128, 64) if k <= wanted and D % k == 0 and most % k == 0)
+    # Longer steps have fewer waits; not where D is in parts for want of tiles.
+    if bits == 4 and tile_n == 32 and num_matrices == 1 and min(R, E) * F >= 128 * H200_SMS:
+        wanted = 512
+    depths = (512, 256, 128, 64)
+    tile_k = next(k for k in depths if k <= wanted and D % k == 0 and most % k == 0)
     tiling = Tiling(tile_m=64, tile_n=tile_n, tile_k=tile_k)
     panel = F if tile_n <= 64 else default_panel(tiling, D, F, bits, num_matrices)
     tiling = dataclasses.replace(tiling, panel=panel)

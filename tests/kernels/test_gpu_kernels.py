@@ -7,6 +7,7 @@ axis, and look for races.
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -421,6 +422,37 @@ def test_quantized_on_the_gpu(sizes, groups_of_d, dtype, bits):
     found = in_float64(shipped(quantized.forward, tiling=SMALL)(*operands))
     other = in_float64(interpreted(quantized.forward)(*operands))
     assert np.abs(found - other).max() <= 2e-2 * max(1.0, np.abs(other).max())
+
+
+@pytest.mark.parametrize(
+    ("D", "groups_of_d", "bias", "prefetched"),
+    # One scale a feature: 64 numbers in a row. Six are 24 bytes, which the copy engine refuses.
+    [(256, 4, False, 2), (384, 6, False, 0), (384, 6, True, 2), (256, 1, True, 4)],
+)
+def test_scales_and_biases_are_prefetched(D, groups_of_d, bias, prefetched):
+    """An array by two warpgroups, by the program that a GPU would compile."""
+    E, F = 3, 128
+    spec = jax.ShapeDtypeStruct
+    named = {"bias_EF": spec((E, F), jnp.float32)} if bias else {}
+    program = jax.make_jaxpr(functools.partial(quantized.forward, tiling=SMALL))(
+        spec((16, D), jnp.bfloat16), spec((E, F, D), jnp.int4),
+        spec((E, F, groups_of_d), jnp.float32), spec((E,), jnp.int32), **named,
+    )  # fmt: skip
+    assert str(program).count("async_prefetch[") == prefetched
+
+
+@pytest.mark.parametrize("groups_of_d", [1, 2])
+def test_the_place_of_loaded_weights_is_released_before_their_products_are_done(groups_of_d):
+    spec = jax.ShapeDtypeStruct
+    program = jax.make_jaxpr(functools.partial(quantized.forward, tiling=SMALL))(
+        spec((16, D), jnp.bfloat16), spec((3, 128, D), jnp.int8),
+        spec((3, 128, groups_of_d), jnp.float32), spec((3,), jnp.int32),
+    )  # fmt: skip
+    found = re.findall("wgmma_ref|wgmma_wait|barrier_arrive|commit_smem", str(program))
+    assert found[found.index("wgmma_ref") :][:4] == [
+        "wgmma_ref", "commit_smem", "barrier_arrive", "wgmma_wait",
+    ]  # fmt: skip
+    assert found[-1] == "barrier_arrive"  # the rows' place
 
 
 BFLOAT16 = (jnp.bfloat16, jnp.bfloat16)

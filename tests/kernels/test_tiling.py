@@ -205,6 +205,17 @@ def test_a_tile_holds_most_experts_rows(rows, experts, tile):
     assert gpu.tile_of_rows(rows, experts) == tile
 
 
+def test_int4_steps_are_long_where_tiles_are_many():
+    def depth(R, D, F, E, **options):
+        return quantized_gpu.default_tiling(R, D, F, E, 4, **options).tile_k
+
+    assert depth(256, 1024, 4096, 32) == 512
+    assert depth(256, 768, 3072, 32) == 256  # does not divide
+    assert depth(8, 1024, 4096, 1) == 256  # 32 tiles for 132 SMs
+    assert depth(256, 1024, 4096, 32, num_matrices=2) == 256
+    assert depth(256, 1024, 4096, 32, group_size=128) == 128
+
+
 def test_interpreters_have_two_blocks():
     assert Mosaic(is_interpreted=True).num_sms == 2
 
