@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from pallas_kernels import quantize, quantized_grouped_matmul
 from pallas_kernels.grouped_matmul import triton
@@ -92,6 +93,22 @@ def test_quantized(groups, bits, group_size):
     sums = loops.product(x_RD, (values * scales).swapaxes(1, 2), sizes_E)
     want, _ = loops.with_epilogue([sums], sizes_E, bias_EF, "relu", gate_R)
     near(got, want, "float32")
+
+
+def test_groups_end_at_the_last_row():
+    """Interpreted arrays are longer than a GPU's, so a kernel's result would not show it."""
+    sizes_E, R = [9, 0, 30, 4], 23
+
+    def body(sizes_ref, begin_ref, end_ref):
+        _, begin_ref[...], end_ref[...] = triton._bounds(sizes_ref, R)
+
+    bounds = jax.ShapeDtypeStruct((8,), jnp.int32)
+    begin_G, end_G = pl.pallas_call(body, out_shape=(bounds, bounds), interpret=True)(
+        jnp.array(sizes_E)
+    )
+    # Four experts, the rows of none, and what fills a power of 2.
+    assert begin_G.tolist()[:5] == [0, 9, 9, 23, 23]
+    assert end_G.tolist() == [9, 9, *[23] * 6]
 
 
 def test_what_cannot_run_is_refused_with_a_way_out():
