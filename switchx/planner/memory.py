@@ -26,6 +26,12 @@ LOGIT_BYTES = 4
 LOGIT_COPIES = 2
 # Of a teacher: its logits, its probabilities, and the student's at their temperature.
 TEACHER_LOGIT_COPIES = 3
+# Arrays `[tokens, F]` that the derivative of an activation function keeps beside the values
+# before and after it: counted in programs compiled without remat. Relu has a mask.
+ACTIVATION_RESIDUALS = {
+    **{"relu": 0, "gelu": 5, "geglu": 5, "swiglu": 2},
+    **{"gelu_exact": 5, "geglu_exact": 5},  # not counted: those of the tanh form
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +78,7 @@ def memory_use(workload: Workload, layout: Layout) -> MemoryUse:
     params = state_bytes(workload, layout, "params")
     is_added_up = layout.num_microbatches > 1
     stacks = workload.stacks
-    kept = sum(
-        _block(workload, layout, stack, workload.model.remat) * workload.num_layers(stack)
-        for stack in stacks
-    )
+    kept = sum(_kept(workload, layout, stack) * workload.num_layers(stack) for stack in stacks)
     if layout.pipe > 1:
         # A tick takes one microbatch through a stage; of others the stage keeps the inputs.
         kept /= layout.pipe
@@ -152,12 +155,23 @@ def _local_bytes(array: StateArray, layout: Layout) -> float:
     return num_bytes / (layout.pipe if array.is_in_blocks else 1)
 
 
-def _block(workload: Workload, layout: Layout, stack: str, remat: str) -> float:
-    """Bytes of a block's values that a backward pass reads, under a remat policy.
+def _kept(workload: Workload, layout: Layout, stack: str) -> float:
+    """Bytes that a block keeps for its backward pass, the mean over dense and sparse ones."""
+    model = workload.model
+    kept = _block(workload, layout, stack, model.remat)
+    if model.remat == "none":
+        sparse = model.num_sparse_layers_of(stack) / workload.num_layers(stack)
+        tokens = rows_on_device(workload, layout) * workload.length(stack)
+        hidden = (1 - sparse) * tokens * model.d_ff / layout.parts_of("F")
+        if sparse:
+            slots = _slot_rows(workload, layout, stack)
+            hidden += sparse * slots * _expert_d_ff(workload, layout)
+        kept += ACTIVATION_RESIDUALS[model.activation] * hidden * workload.activation_bytes
+    return kept
 
-    The mean over dense and sparse blocks. What norms, activations and dropout compute is
-    computed again (`layers/dense.py`).
-    """
+
+def _block(workload: Workload, layout: Layout, stack: str, remat: str) -> float:
+    """Bytes of a block's values that a backward pass reads, under a remat policy."""
     model, width = workload.model, workload.activation_bytes
     tokens = rows_on_device(workload, layout) * workload.length(stack)
     if remat == "full":
@@ -178,7 +192,10 @@ def _block(workload: Workload, layout: Layout, stack: str, remat: str) -> float:
         probabilities = tokens * model.switch.num_experts * 4 / width
         slots = _slot_rows(workload, layout, stack)
         elements += sparse * (slots * per_row + probabilities)
-    return elements * width
+    dropout = 0.0
+    if remat == "none" and model.dropout_rate:
+        dropout = tokens * (2 * model.d_model + model.d_ff / layout.parts_of("F"))
+    return elements * width + dropout
 
 
 def _attention(workload: Workload, layout: Layout, memory_length: int, remat: str) -> float:
