@@ -28,7 +28,7 @@ measured in the same run. Medians; the machine should have nothing else to do.
                                and backward: kernels, and the bytes that they move against
                                the ideal; layers of Switch-Base for a v5e and a v5p: FLOPs,
                                bytes, and the seconds that the compiler expects; needs the
-                               compilers (docs/kernels.md); nothing is run
+                               compilers (docs/compiled.md); nothing is run
   switchx bench compiled --peer=FOLDER
                                the same beside the layers of clones of MaxText and
                                Flaxformer; --peer may be given twice; --quick for one chip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/kernels.md: its Python runs, its commands exist, its table names what is exported."""
+"""docs/kernels.md and compiled.md: Python runs, commands exist, what is exported is named."""
 
 import re
 import shlex
@@ -10,11 +10,12 @@ from switchx.cli.main import _parse, _parser
 from tests.processes import ROOT
 
 PAGE = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
+COMPILED = (ROOT / "docs/compiled.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def test_blocks_are_right(capsys):
-    blocks = BLOCK.findall(PAGE)
+    blocks = BLOCK.findall(PAGE + COMPILED)
     [python] = (text for kind, text in blocks if kind == "python")
     exec(python, {})
     assert capsys.readouterr().out.startswith("0.1")  # 4 of 32 bits, and the scales
