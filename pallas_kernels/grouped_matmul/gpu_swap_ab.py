@@ -32,9 +32,9 @@ from pallas_kernels.tiling.gpu import STORED, Tiling
 # Elements of a warpgroup's accumulators beside which a tile's scales and bias fit; with twice
 # as many, gated units spill.
 LOADED_BEFORE = 64 * 128
-# Weights of a step beside which those of the next one fit into a warpgroup's registers, where
-# there is one accumulator.
-LOADED_AHEAD = 64 * 256
+# Of one accumulator and a step's weights, beside which the weights of the next step fit into a
+# warpgroup's registers.
+LOADED_AHEAD = 64 * (256 + 64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,8 +329,9 @@ class _Consumer(Consumer):
     @property
     def loads_ahead(self) -> bool:
         """Whether the next step's weights are loaded while the products of this one run."""
-        weights = self.walk.tiling.tile_m * self.walk.tiling.tile_k
-        return self.w_ring is not None and self.num_matrices == 1 and weights <= LOADED_AHEAD
+        tiling = self.walk.tiling
+        held = tiling.tile_m * (tiling.tile_n + tiling.tile_k)
+        return self.w_ring is not None and self.num_matrices == 1 and held <= LOADED_AHEAD
 
     def multiply(self, accumulators, k, slot):
         """Issues the products of one step; those out of registers are done when it returns."""

@@ -64,8 +64,11 @@ def quantize(
 
 
 def name_of(dtype) -> str:
-    """The name of a dtype, which may be one."""
-    return dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    """The name of a dtype, which may be one; of what is none its text, which callers refuse."""
+    try:
+        return dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    except TypeError:
+        return str(dtype)
 
 
 def quantize_rows(x_RD, dtype="int8"):

@@ -83,9 +83,9 @@ def quantized_grouped_matmul(
     )
     check_tiling(tiling, module)
     is_tuned = w_gate is None and quantize_rows_to is None and not w.is_float8
+    w, w_gate = (each and _weights_of(module, each) for each in (w, w_gate))
     if tiling is None and not interpret and is_tuned:
         tiling = tuned_tiling(module, x_RD.dtype, w.bits, w.group_size, R, D, F, E)
-    w, w_gate = (each and _weights_of(module, each) for each in (w, w_gate))
     options = (("activation", activation), ("tiling", tiling))
     options += (("out_dtype", jnp.dtype(preferred_element_type or x_RD.dtype)),)
     options += (("interpret", True),) if interpret else ()

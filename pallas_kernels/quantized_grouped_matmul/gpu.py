@@ -9,8 +9,8 @@ feature multiplies the float32 accumulator once, where a scale in the weights wo
 multiplication more for each of them. A scale for each group of D multiplies the sum of each
 step instead.
 
-With bfloat16 rows a step has 2.0 instructions for each int4 weight and 3.5 for each int8 one,
-with float16 rows 3.0 and 3.3 (quantization/magic_numbers.py).
+With bfloat16 rows a step has 1.9 instructions for each int4 weight and 3.7 for each int8 one,
+with float16 rows 2.9 and 3.5 (quantization/magic_numbers.py).
 
 Through shared memory (`Tiling.through_smem`), the converted weights are written there and
 read by wgmma from there: the same products in the same order, and what the interpreter runs,
@@ -169,7 +169,7 @@ def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, w_gate=None, bias_EF
     )  # fmt: skip
     results = swap_ab(
         x, values, tiles, tiling, _weights(x_RD.dtype, bits, group_size, tiling, mosaic),
-        epilogue, mosaic, num_rows=num_rows, name=f"grouped_matmul_int{bits}",
+        epilogue, mosaic, num_rows=num_rows, name=f"grouped_matmul_{values_EFD.dtype}",
     )  # fmt: skip
     [y_RF, *_] = plain.finished(
         results, x_RD, F, tiling, bound_B[1 : E + 1], epilogue, out_dtype

@@ -50,7 +50,7 @@ _FREE_TARGETS = {"ConcatBitcast"}
 _LOOKED_THROUGH = {"bitcast", "reshape", "copy", "transpose", "convert"}
 _HLO_DTYPES = {
     "bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32", "int8": "s8",
-    "int4": "s4", "uint8": "u8", "uint32": "u32", "bool": "pred",
+    "int4": "s4", "uint8": "u8", "uint32": "u32", "bool": "pred", "float8_e4m3fn": "f8e4m3fn",
 }  # fmt: skip
 
 

@@ -313,6 +313,7 @@ def test_traced_nan_is_in_the_scale():
     [
         ({"bits": 4, "dtype": "float8_e4m3fn"}, "'float8_e4m3fn' with bits=4; use int4"),
         ({"bits": 8, "dtype": "int4"}, "'int4' with bits=8; use int8 or float8_e4m3fn"),
+        ({"bits": 8, "dtype": 8}, "'8' with bits=8; use int8 or float8_e4m3fn"),
         ({"bits": 8, "dtype": "float7"}, "'float7' with bits=8; use int8 or float8_e4m3fn"),
         ({"bits": 8, "dtype": "float8_e4m3fn", "method": "mse"}, "float8_e4m3fn; use 'absmax'"),
     ],
