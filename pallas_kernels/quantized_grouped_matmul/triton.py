@@ -95,7 +95,8 @@ def forward(x_RD, values, scales_EFG, group_sizes_E, *, w_gate=None, bias_EF=Non
         if bits == 8:
             depth_K = first + iota(K)
             q_NK = at.matrix_of(values_ref, (at.feature_N, F), (depth_K, D))
-            parts = [(depth_K, _converted(q_NK, x_RD.dtype, is_float8))]
+            q_NK = float8_to_float16(q_NK) if is_float8 else q_NK
+            parts = [(depth_K, _converted(q_NK, x_RD.dtype))]
         else:
             half_H = first // 2 + iota(K // 2)
             pairs_NH = at.matrix_of(values_ref, (at.feature_N, F), (half_H, last))
@@ -117,14 +118,10 @@ def forward(x_RD, values, scales_EFG, group_sizes_E, *, w_gate=None, bias_EF=Non
     return y_RF
 
 
-def _converted(q_NK, dtype, is_float8: bool):
-    """int8, or the bits of float8, as `dtype`.
-
-    int8 to float16 is by magic numbers, which spare a slow conversion of each.
-    """
-    if is_float8:
-        return float8_to_float16(q_NK).astype(dtype)
-    return int8_to_float16(q_NK) if dtype == jnp.float16 else q_NK.astype(dtype)
+def _converted(q_NK, dtype):
+    """Values as `dtype`; int8 to float16 by magic numbers, which spare a slow conversion."""
+    is_slow = (q_NK.dtype, dtype) == (jnp.int8, jnp.float16)
+    return int8_to_float16(q_NK) if is_slow else q_NK.astype(dtype)
 
 
 def _halves(pairs_NH, dtype):
