@@ -73,9 +73,9 @@ def overview() -> str:
             row |= {"verdict": "a notebook: no claim", "effect, 95%": None, "hours": None}
         rows.append(row)
     text = (
-        f"{table(rows)}\n\nTime on two cores: {spent:.1f} hours of those that were run, most of "
-        f"them beside other work, and {expected:.1f} expected of the others; on quiet cores all "
-        f"are planned to take {sum(EXPECTED_HOURS.values()):.1f}."
+        f"{table(rows)}\n\nTime on two cores: {spent:.1f} hours of those that were run, most "
+        f"of them beside other work, and {expected:.1f} expected of the others; on quiet cores "
+        f"all are planned to take {sum(EXPECTED_HOURS.values()):.1f}."
     )
     return f"{text}\n\n![effects in nats]({PICTURE})" if effects_in_nats() else text
 
