@@ -47,7 +47,7 @@ class Walk:
     def parts_table(self, most_tiles: int) -> np.ndarray:
         """int32, the parts of D by the number of tiles of rows, up to `most_tiles` of these.
 
-        They depend on nothing else, so that a run's sums are the same every time.
+        They depend on nothing else: runs with as many tiles add up in the same order.
         """
         tiling = self.tiling
         return np.asarray([

@@ -262,7 +262,7 @@ def default_splits(tiling: Tiling, R: int, D: int, F: int, E: int) -> int:
     tiles = row_tiles * -(-F // (tiling.tile_m * tiling.warpgroups))
     if tiles >= H200_SMS:
         return 1
-    work = tiles, D // tiling.tile_k, H200_SMS
-    parts = best_parts(*work[:2], MOST_PARTS, H200_SMS)
-    is_worth_it = steps_of_busiest(parts, *work) <= WORTH_A_SUM * steps_of_busiest(1, *work)
-    return parts if is_worth_it else 1
+    steps = D // tiling.tile_k
+    parts = best_parts(tiles, steps, MOST_PARTS, H200_SMS)
+    whole, in_parts = (steps_of_busiest(n, tiles, steps, H200_SMS) for n in (1, parts))
+    return parts if in_parts <= WORTH_A_SUM * whole else 1

@@ -118,10 +118,11 @@ def packed(params: dict) -> dict:
 
 def in_bytes(params: dict) -> dict:
     """`packed`, and float8 as its bits, uint8: for readers whose NumPy has no float8."""
-    bits = {jnp.dtype(jnp.float8_e4m3fn): jnp.uint8}
-    return jax.tree.map(
-        lambda leaf: leaf.view(bits.get(leaf.dtype, leaf.dtype)), packed(params)
-    )
+
+    def bits_of(leaf):
+        return leaf.view(jnp.uint8) if leaf.dtype == jnp.float8_e4m3fn else leaf
+
+    return jax.tree.map(bits_of, packed(params))
 
 
 def native(params: dict, platform: str | None = None) -> dict:
