@@ -10,6 +10,7 @@ Dims: B batch, L length, T tokens, D model, V vocabulary, R rows of the table on
 a device
 """
 
+import functools
 import math
 
 import jax
@@ -67,13 +68,17 @@ class Embedding(nnx.Module):
 
     def logits(self, x_BLD):
         """Logits `[B, L, V]` in the precision's logits dtype."""
+        return project(*self.factors(x_BLD))
+
+    def factors(self, x_BLD):
+        """What logits are the product of: x in their dtype and scaled, a weight, its dims."""
         dtype = jnp.dtype(self.config.precision.logits)
         x_BLD = x_BLD.astype(dtype)
         if not self.config.tie_embeddings:
-            return project(x_BLD, self.w_logits_DV[...].astype(dtype), "DV")
+            return x_BLD, self.w_logits_DV[...].astype(dtype), "DV"
         if self.config.scale_tied_logits:
             x_BLD = x_BLD * jnp.asarray(1 / math.sqrt(self.config.d_model), dtype)
-        return project(x_BLD, self.embedding_VD[...].astype(dtype), "VD")
+        return x_BLD, self.embedding_VD[...].astype(dtype), "VD"
 
 
 def take_rows(table_VD, ids_BL, dims: str = "VD"):
@@ -89,7 +94,7 @@ def take_rows(table_VD, ids_BL, dims: str = "VD"):
     if num_devices() == 1:
         return jnp.take(table_VD, ids_BL, axis=0)
     mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
-    batch = _entry(rules.spec("B", ids_BL.shape[:1], mesh, table="activations")[0])
+    batch = _batch_axes(len(ids_BL))
     spec = rules.spec(dims, table_VD.shape, mesh, table="params")
     rows, columns = map(_entry, spec)
     is_exchanged = bool(rows) and set(rows) <= set(batch)
@@ -146,26 +151,70 @@ def _exchanged_rows(table_VD, ids_BL, rows: MeshAxes, columns: MeshAxes, batch: 
 def project(x_BLD, weight, dims: str):
     """`[B, L, D]` times a weight of dimensions `VD` or `DV`: logits `[B, L, V]`.
 
-    A split weight is gathered whole for this product and its gradient reduce-scattered: the
-    bytes that an all-reduce of a replicated weight's gradient sends.
+    A weight whose rows are on devices with other tokens is gathered whole for this product.
     """
-    equation = f"BLD,{dims}->BLV"
+    multiply = functools.partial(jnp.einsum, f"BLD,{dims}->BLV")
     if not _is_split(x_BLD.shape[0]):
-        weight = gathered_where_used({f"w_{dims}": weight})[f"w_{dims}"]
-        return jnp.einsum(equation, x_BLD, weight)
-    batch = _axes("B", "activations")
+        return multiply(x_BLD, _gathered_by_compiler(weight, dims))
+    return _on_own_tokens(multiply, x_BLD, weight, dims)
 
-    def local(x_BLD, weight):
+
+def summed_over_tokens(compute, x_BLD, weight, dims: str, *of_tokens):
+    """`compute(x_BLD, weight, *of_tokens, axes)`, sums over a device's tokens, over all tokens.
+
+    A device has its own tokens, and of the weight all rows or, over `axes`, a part of V. The
+    weight's gradient is summed over devices once, whatever loops `compute` has.
+
+    Args:
+        of_tokens: `[B, L]`.
+    """
+    if num_devices() == 1:
+        return compute(x_BLD, weight, *of_tokens, ())
+    batch, split = _batch_axes(x_BLD.shape[0]), _split_axes(weight, dims)
+    if not set(split[dims.index("D")]) <= set(batch):
+        # Of a batch that does not divide.
+        return compute(x_BLD, _gathered_by_compiler(weight, dims), *of_tokens, ())
+    axes = tuple(axis for axis in split[dims.index("V")] if axis not in batch)
+
+    def sums(*arrays):
+        return jax.lax.psum(compute(*arrays, axes), batch) if batch else compute(*arrays, axes)
+
+    return _on_own_tokens(sums, x_BLD, weight, dims, *of_tokens, out_specs=PartitionSpec())
+
+
+def _gathered_by_compiler(weight, dims: str):
+    return gathered_where_used({f"w_{dims}": weight})[f"w_{dims}"]
+
+
+def _split_axes(weight, dims: str) -> list[MeshAxes]:
+    """The axes of the ambient mesh that each dimension of a weight is split over."""
+    mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
+    return [_entry(axes) for axes in rules.spec(dims, weight.shape, mesh, table="params")]
+
+
+def _on_own_tokens(compute, x_BLD, weight, dims: str, *of_tokens, out_specs=None):
+    """What axes of the batch split of the weight is gathered, and its gradient
+    reduce-scattered: the bytes that an all-reduce of a replicated weight's gradient sends."""
+    batch, split = _batch_axes(x_BLD.shape[0]), _split_axes(weight, dims)
+
+    def local(x_BLD, weight, *of_tokens):
         weight = vary(weight, batch)
-        for axis, letter in enumerate(dims):
-            weight = _gather(weight, _axes(letter), axis=axis)
-        return jnp.einsum(equation, x_BLD, weight)
+        for axis, axes in enumerate(split):
+            gathered = tuple(each for each in axes if each in batch)
+            weight = _gather(weight, gathered, axis=axis)
+        return compute(x_BLD, weight, *of_tokens)
 
-    tokens, weights = PartitionSpec(batch), PartitionSpec(*map(_axes, dims))
-    sharded = jax.shard_map(
-        local, in_specs=(tokens, weights), out_specs=tokens, axis_names=open_axes()
+    tokens, weights = (
+        PartitionSpec(batch or None),
+        PartitionSpec(*(axes or None for axes in split)),
     )
-    return sharded(x_BLD, weight)
+    sharded = jax.shard_map(
+        local,
+        in_specs=(tokens, weights, *(tokens for _ in of_tokens)),
+        out_specs=tokens if out_specs is None else out_specs,
+        axis_names=open_axes(),
+    )
+    return sharded(x_BLD, weight, *of_tokens)
 
 
 def _axes(letter: str, table: str = "params") -> MeshAxes:
@@ -178,13 +227,18 @@ def _entry(axes) -> MeshAxes:
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
+def _batch_axes(rows: int) -> MeshAxes:
+    """The axes of the ambient mesh that so many rows of a batch are split over."""
+    if num_devices() == 1:
+        return ()
+    mesh = jax.sharding.get_abstract_mesh()
+    return _entry(current_rules().spec("B", (rows,), mesh, table="activations")[0])
+
+
 def _is_split(rows: int) -> bool:
     """Whether rows of the table and `rows` of the batch are split over the same devices."""
-    if num_devices() == 1:
-        return False
-    mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
-    batch = _entry(rules.spec("B", (rows,), mesh, table="activations")[0])
-    return bool(set(_axes("V")) & set(batch))
+    batch = _batch_axes(rows)
+    return bool(batch) and not set(batch).isdisjoint(_axes("V"))
 
 
 def _gather(array, axes: MeshAxes, *, axis: int):

@@ -38,6 +38,8 @@ MOST_OF_MODEL = dict.fromkeys(_SIZES, 1 << 31) | dict.fromkeys(
 )
 MOST_OF_SWITCH = {"num_experts": 1 << 16, "every": 1000}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+# Tokens whose logits are there at a time, at least: those of 4,096 words are 8 MB.
+LEAST_TOKENS_OF_LOGITS = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,6 +264,15 @@ class ModelConfig:
         if self.switch is None or self.switch.has_named_layers:
             return 1
         return self.switch.every
+
+    def num_logit_parts(self, tokens: int) -> int:
+        """In how many equal parts the loss takes a device's tokens, for fewer logits at a time.
+
+        Each part adds to the gradient `[D, V]` of the logits' matrix: with fewer tokens than
+        twice D, that would be most of what is read and written.
+        """
+        most = tokens // max(LEAST_TOKENS_OF_LOGITS, 2 * self.d_model)
+        return next((parts for parts in range(most, 1, -1) if tokens % parts == 0), 1)
 
     @property
     def num_sparse_layers(self) -> int:

@@ -208,9 +208,9 @@ class Chunk:
         x_BLD = jnp.where(op.is_last, stack.leave(x_BLD, key=key), x_BLD)
         return constrain_named(message | {"x_BLD": x_BLD}), stats
 
-    def logits(self, shared, x_BLD):
-        """Logits `[B, L, V]` from the decoder's last message."""
-        return self._model({}, shared).embedding.logits(x_BLD)
+    def embedding(self, shared):
+        """What makes logits of the decoder's last message."""
+        return self._model({}, shared).embedding
 
     def _model(self, blocks, shared):
         return bind(self.config, shared | {self.stack: shared[self.stack] | {BLOCKS: blocks}})

@@ -28,7 +28,13 @@ class Transformer(nnx.Module):
         self.decoder = Stack(config, "decoder", key=keys[-1])
 
     def __call__(self, batch: dict, *, is_training: bool, key=None):
-        """Logits `[B, L, V]` and statistics of all Switch layers, the encoder's first.
+        """Logits `[B, L, V]` and the statistics of `activations`."""
+        y_BLD, stats = self.activations(batch, is_training=is_training, key=key)
+        return self.embedding.logits(y_BLD), stats
+
+    def activations(self, batch: dict, *, is_training: bool, key=None):
+        """What logits are made of, `[B, L, D]`, and statistics of all Switch layers, the
+        encoder's first.
 
         Args:
             batch: T5X's feature names, as `data/features.py` makes them; where a decoder-only
@@ -49,7 +55,7 @@ class Transformer(nnx.Module):
         x_BLD = self.embedding.embed(batch["decoder_input_tokens"], batch["decoder_positions"])
         inputs = self.decoder_inputs(batch, memory_BMD)
         y_BLD, stats = self.decoder(x_BLD, inputs, is_training=is_training, key=key)
-        return self.embedding.logits(y_BLD), join_stacks(encoder_stats, stats)
+        return y_BLD, join_stacks(encoder_stats, stats)
 
     def encode(
         self, tokens_BL, segment_BL, position_BL, task_B=None, *, is_training=False, key=None

@@ -114,6 +114,12 @@ def vary(array, axes: MeshAxes):
     return jax.lax.pcast(array, missing, to="varying") if missing else array
 
 
+def vary_alike(*arrays) -> list:
+    """The arrays, all typed as different along the axes that any of them is."""
+    axes = [jax.typeof(array).manual_axis_type.varying for array in arrays]
+    return [vary(array, tuple(set().union(*axes))) for array in arrays]
+
+
 def connect_processes(mesh: Mesh) -> None:
     """Has the processes that exchange over some of the mesh's axes connect, all at one time.
 

@@ -22,7 +22,7 @@ from switchx.planner.step_comm import (
 )
 
 LOGIT_BYTES = 4
-# Arrays `[B, L, V]` that are alive at once: the logits, and their gradient.
+# Arrays of V that are alive at once: logits of the tokens taken at a time, and their gradient.
 LOGIT_COPIES = 2
 # Of a teacher: its logits, its probabilities, and the student's at their temperature.
 TEACHER_LOGIT_COPIES = 3
@@ -42,7 +42,7 @@ class MemoryUse:
         gradients: twice the parameters' bytes where microbatches are added up.
         activations: kept from forward to backward, of all microbatches in flight.
         working: the block that is computed, with its Switch layer's buffers.
-        logits: the logits and their gradient.
+        logits: those of the tokens that the loss takes at a time, and their gradient.
         gathered: whole parameters, where devices keep slices.
         slots: experts that are elsewhere (storage_tiers.py), while they are here.
         teacher: of a teacher beside the model: its parameters, its logits, and what a block
@@ -87,9 +87,11 @@ def memory_use(workload: Workload, layout: Layout) -> MemoryUse:
             parts = stacks if stack == "decoder" else (stack,)
             kept += number * sum(activation_bytes(workload, layout, each) for each in parts)
     working = max(_block(workload, layout, stack, "none") for stack in stacks)
-    targets = rows_on_device(workload, layout) * workload.decoder_length
+    # Each stage has a part of the targets.
+    targets = rows_on_device(workload, layout) * workload.decoder_length / layout.pipe
+    if layout.is_ours:
+        targets /= workload.model.num_logit_parts(math.ceil(targets))
     logits = targets * workload.model.vocab_size / vocabulary_parts(workload, layout)
-    logits /= layout.pipe  # each stage has a part
     return MemoryUse(
         params=params,
         gradients=params * (2 if is_added_up else 1),

@@ -17,7 +17,7 @@ from switchx.planner.hardware import Compute
 from switchx.planner.layout import Layout, Workload, local_shape, own_rows_axes
 
 GRADIENT = "gradient of "
-TOKEN_TABLE = "embedding/embedding_VD"
+TOKEN_TABLE, LOGITS_MATRIX = "embedding/embedding_VD", "embedding/w_logits_DV"
 FLOAT32_BYTES = 4
 # Of a compiler that sends what programs name, where they name it.
 AS_WRITTEN = Compute(math.inf, 1.0, "no device")
@@ -88,10 +88,12 @@ def weight_collectives(
             share = min(1, compute.operand_bytes / array.itemsize) if is_operand else 1
             is_again = array.is_in_blocks and (model.remat != "none" or model.scan_layers)
             times = uses * ((layout.forwards if array.is_in_blocks else 1) + is_again)
-            compiled = functools.partial(collective, by_compiler=True)
+            # The logits' matrix: `layers/embedding.summed_over_tokens`.
+            by_compiler = array.name not in (TOKEN_TABLE, LOGITS_MATRIX)
+            of_array = functools.partial(collective, by_compiler=by_compiler)
             found += [
-                compiled("all-gather", what, gathered, whole * share, times, forward=uses),
-                compiled("reduce-scatter", gradient, gathered, whole * narrower, uses),
+                of_array("all-gather", what, gathered, whole * share, times, forward=uses),
+                of_array("reduce-scatter", gradient, gathered, whole * narrower, uses),
             ]
         replicas = tuple(axis for axis in batch if axis not in split)
         # Of the token table's gradient, the lookups', and that of tied logits.

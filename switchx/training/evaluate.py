@@ -25,9 +25,8 @@ import numpy as np
 
 from switchx.data.data_dir import write_atomically
 from switchx.models.config import ModelConfig
-from switchx.models.params import forward
 from switchx.moe.stats import RoutingStats
-from switchx.training.losses import LossConfig, TokenSums, cross_entropy
+from switchx.training.losses import LossConfig, TokenSums, token_sums
 from switchx.training.metrics import cut_files_after, routing_metrics, token_metrics
 
 # Evaluation reports the plain likelihood whatever the training loss adds to it.
@@ -90,16 +89,7 @@ def eval_step(
 ) -> tuple[TokenSums, RoutingStats | None, dict[str, StackSample]]:
     """Token sums, routing statistics and a sample of the routing of one batch: no dropout,
     no jitter, and the evaluation capacity."""
-    return measure(config, *forward(config, params, batch, is_training=False), batch)
-
-
-def measure(
-    config: ModelConfig, logits_BLV, stats: RoutingStats | None, batch: dict
-) -> tuple[TokenSums, RoutingStats | None, dict[str, StackSample]]:
-    """What `eval_step` returns, of a batch's logits and routing."""
-    sums = cross_entropy(
-        logits_BLV, batch["decoder_target_tokens"], batch["decoder_loss_weights"], PLAIN_LOSS
-    )
+    sums, stats = token_sums(config, PLAIN_LOSS, params, batch, is_training=False)
     return sampled(config, sums, stats, batch)
 
 

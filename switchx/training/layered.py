@@ -27,7 +27,7 @@ from switchx.models.stages import (
 )
 from switchx.optim.protocol import global_norm
 from switchx.storage.record import StoreError
-from switchx.training.evaluate import measure
+from switchx.training.evaluate import PLAIN_LOSS, sampled
 from switchx.training.expert_records import ExpertRecords
 from switchx.training.job import TrainingJob
 from switchx.training.layered_runs import joined
@@ -164,8 +164,8 @@ class LayeredProgram(TrainingProgram):
             return self._measure(params, x_BLD, stats, batch)
 
     def _measure_batch(self, params, x_BLD, stats, batch):
-        logits_BLV = self._layered.logits(params, x_BLD)
-        return measure(self.job.model, logits_BLV, stats, batch)
+        sums = self._layered.token_sums(params, x_BLD, batch, PLAIN_LOSS)
+        return sampled(self.job.model, sums, stats, batch)
 
 
 def _return_freed_memory() -> None:

@@ -45,6 +45,7 @@ from switchx.partitioning.ticks import Op
 from switchx.training.losses import (
     LossConfig,
     TokenSums,
+    cross_entropy_of,
     into_microbatches,
     loss_denominators,
 )
@@ -103,10 +104,12 @@ class RunPrograms:
         self._config = dataclasses.replace(config, remat="none")
         self._loss, self._num_microbatches = loss, num_microbatches
 
-    def logits(self, dense: dict, x_BLD):
-        """Logits `[B, L, V]` from the decoder's last activations of an evaluation."""
+    def token_sums(self, dense: dict, x_BLD, batch: dict, loss: LossConfig) -> TokenSums:
+        """Of the decoder's last activations of an evaluation."""
         _, shared = split_blocks(self._config, dense)
-        return Chunk(self._config, "decoder", 1, is_training=False).logits(shared, x_BLD)
+        embedding = Chunk(self._config, "decoder", 1, is_training=False).embedding(shared)
+        targets_BL, weights_BL = batch["decoder_target_tokens"], batch["decoder_loss_weights"]
+        return cross_entropy_of(embedding, x_BLD, targets_BL, weights_BL, loss)
 
     def begin(self, blocks, batch, key):
         """What all runs read, the input of the first one, which it does not read, and the

@@ -60,7 +60,7 @@ class LayeredGradients:
 
     Attributes:
         runs: of the model, first to last.
-        logits: of the decoder's last activations of an evaluation, see `RunPrograms`.
+        token_sums: of the decoder's last activations of an evaluation, see `RunPrograms`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class LayeredGradients:
         self._forward = jit(programs.forward, static_argnums=(0, 1))
         self._backward = jit(programs.backward, static_argnums=0, donate_argnums=(8, 9, 10))
         self._link, self._link_back = jit(programs.link), jit(programs.link_back)
-        self.logits = programs.logits
+        self.token_sums = programs.token_sums
 
     def gradients(self, dense: dict, batch: dict, banks: ExpertBanks, *, key, loss_scale=1.0):
         """Raw gradients of `loss_scale` times the loss over the whole batch.

@@ -6,6 +6,7 @@ tokens of a group
 """
 
 import dataclasses
+import functools
 import math
 from typing import Literal
 
@@ -13,10 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from switchx.fields import check_choices, require_at_least, require_below_one
+from switchx.layers.embedding import Embedding, summed_over_tokens
 from switchx.models.config import ModelConfig, SwitchConfig
-from switchx.models.params import forward
+from switchx.models.params import bind, forward
 from switchx.moe.capacity import into_groups, layer_groups, rows_of_groups
 from switchx.moe.stats import RoutingStats
+from switchx.partitioning.collectives import vary_alike
 from switchx.partitioning.constrain import current_rules
 from switchx.partitioning.replicas import replica_axes
 from switchx.partitioning.rules import MeshAxes
@@ -69,31 +72,47 @@ class TokenSums:
     soft_loss: jax.Array | None = None
 
 
-def cross_entropy(logits_BLV, targets_BL, weights_BL, config: LossConfig) -> TokenSums:
+def cross_entropy(
+    logits_BLV, targets_BL, weights_BL, config: LossConfig, axes: MeshAxes = ()
+) -> TokenSums:
     """Weighted cross-entropy sums of a batch, in float32.
 
     With label smoothing s the target distribution is 1 - s on the target and s / (V - 1)
     on every other token; its entropy, a constant, is subtracted (t5x does the same), so a
     perfect prediction costs 0. Targets have to be 0 to V - 1: others are
     not told apart, `check_vocabulary` of a job is what keeps them out.
+
+    Args:
+        axes: inside of a `shard_map`, those that V is split over: devices exchange what they
+            sum over V (Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3).
     """
+
+    def sum_over_v(array_BLV):
+        total_BL = jnp.sum(array_BLV, axis=-1)
+        return jax.lax.psum(total_BL, axes) if axes else total_BL
+
     logits_BLV = logits_BLV.astype(jnp.float32)
     max_BL = jax.lax.stop_gradient(jnp.max(logits_BLV, axis=-1))
+    V, first = logits_BLV.shape[-1], 0
+    if axes:
+        max_BL = jax.lax.pmax(max_BL, axes)
+        first, V = jax.lax.axis_index(axes) * V, V * jax.lax.axis_size(axes)
     shifted_BLV = logits_BLV - max_BL[..., None]
-    log_z_BL = jnp.log(jnp.sum(jnp.exp(shifted_BLV), axis=-1))
+    log_z_BL = jnp.log(sum_over_v(jnp.exp(shifted_BLV)))
     # Not a gather: of logits that are split over V it aborts XLA's partitioner in a pipeline.
-    token_BLV = jax.lax.broadcasted_iota(targets_BL.dtype, shifted_BLV.shape, 2)
-    is_target_BLV = token_BLV == targets_BL[..., None]
-    target_BL = jnp.sum(jnp.where(is_target_BLV, shifted_BLV, 0), axis=-1)
+    token_BLV = jax.lax.broadcasted_iota(
+        targets_BL.dtype, shifted_BLV.shape, shifted_BLV.ndim - 1
+    )
+    is_target_BLV = token_BLV == targets_BL[..., None] - first
+    target_BL = sum_over_v(jnp.where(is_target_BLV, shifted_BLV, 0))
     nll_BL = log_z_BL - target_BL
     loss_BL = nll_BL + config.z_loss * (log_z_BL + max_BL) ** 2
     smoothing = config.label_smoothing
     if smoothing:
-        num_others = logits_BLV.shape[-1] - 1
-        others_BL = jnp.sum(shifted_BLV, axis=-1) - target_BL
-        other_nll_BL = log_z_BL - others_BL / num_others
+        others_BL = sum_over_v(shifted_BLV) - target_BL
+        other_nll_BL = log_z_BL - others_BL / (V - 1)
         entropy = -(1 - smoothing) * jnp.log(1 - smoothing) - smoothing * jnp.log(
-            smoothing / num_others
+            smoothing / (V - 1)
         )
         loss_BL = loss_BL + smoothing * (other_nll_BL - nll_BL) - entropy
     is_correct_BL = (target_BL >= 0).astype(jnp.float32)
@@ -103,6 +122,85 @@ def cross_entropy(logits_BLV, targets_BL, weights_BL, config: LossConfig) -> Tok
         correct=jnp.sum(is_correct_BL * weights_BL),
         tokens=jnp.sum(weights_BL),
     )
+
+
+def cross_entropy_of(
+    embedding: Embedding, x_BLD, targets_BL, weights_BL, config: LossConfig
+) -> TokenSums:
+    """`cross_entropy` of `embedding.logits(x_BLD)`, of which one part is there at a time.
+
+    The gradient of a part is computed with its sums (Hsu et al. 2024, Liger Kernel,
+    arXiv:2410.10989, section 3.2): what comes backward is one number that multiplies it. The
+    logits `[B, L, V]` in float32 and their gradient would be a step's largest arrays.
+    """
+    x_BLD, weight, dims = embedding.factors(x_BLD)
+
+    def compute(x_BLD, weight, targets_BL, weights_BL, axes):
+        parts = embedding.config.num_logit_parts(math.prod(x_BLD.shape[:2]))
+        x_BLD, weight = vary_alike(x_BLD, weight)
+        x_PTD, *of_tokens = (
+            array.reshape(parts, -1, *array.shape[2:])
+            for array in (x_BLD, targets_BL, weights_BL)
+        )
+        sums_of = functools.partial(cross_entropy, config=config, axes=axes)
+        return _sums_of_parts(sums_of, dims, x_PTD, weight, *of_tokens)
+
+    return summed_over_tokens(compute, x_BLD, weight, dims, targets_BL, weights_BL)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _sums_of_parts(sums_of, dims: str, x_PTD, weight, targets_PT, weights_PT):
+    def of_part(_, part):
+        x_TD, *of_tokens = part
+        return None, sums_of(_logits(x_TD, weight, dims), *of_tokens)
+
+    parts = x_PTD, targets_PT, weights_PT
+    _, sums = jax.lax.scan(of_part, None, parts, unroll=len(x_PTD) == 1)
+    return _added(sums)
+
+
+def _sums_and_gradients(sums_of, dims: str, x_PTD, weight, targets_PT, weights_PT):
+    """The sums, and the gradients of `loss`, in float32 at least."""
+    dtype = jnp.promote_types(weight.dtype, jnp.float32)
+    product = functools.partial(jnp.einsum, preferred_element_type=dtype)
+
+    def of_part(d_weight_DV, part):
+        x_TD, *of_tokens = part
+
+        def loss(logits_TV):
+            sums = sums_of(logits_TV, *of_tokens)
+            return sums.loss, sums
+
+        d_logits_TV, sums = jax.grad(loss, has_aux=True)(_logits(x_TD, weight, dims))
+        # The larger operand is the right one: XLA transposes a left one on CPUs.
+        d_weight_DV += product("TD,TV->DV", x_TD, d_logits_TV)
+        return d_weight_DV, (sums, product(f"TV,{dims}->TD", d_logits_TV, weight))
+
+    shape = x_PTD.shape[-1], weight.shape[dims.index("V")]
+    zeros_DV, _ = vary_alike(jnp.zeros(shape, dtype), x_PTD)
+    parts = x_PTD, targets_PT, weights_PT
+    found = jax.lax.scan(of_part, zeros_DV, parts, unroll=len(x_PTD) == 1)
+    d_weight_DV, (sums, dx_PTD) = found
+    d_weight = d_weight_DV if dims == "DV" else d_weight_DV.T
+    return _added(sums), (x_PTD, weight, dx_PTD, d_weight)
+
+
+def _scaled_gradients(sums_of, dims: str, residuals, d_sums: TokenSums):
+    *inputs, dx_PTD, d_weight = residuals
+    gradients = zip((dx_PTD, d_weight), inputs, strict=True)
+    scaled = [(d_sums.loss * gradient).astype(x.dtype) for gradient, x in gradients]
+    return *scaled, None, None
+
+
+_sums_of_parts.defvjp(_sums_and_gradients, _scaled_gradients)
+
+
+def _logits(x_TD, weight, dims: str):
+    return jnp.einsum(f"TD,{dims}->TV", x_TD, weight)
+
+
+def _added(sums: TokenSums) -> TokenSums:
+    return jax.tree.map(functools.partial(jnp.sum, axis=0), sums)
 
 
 @jax.tree_util.register_dataclass
@@ -263,6 +361,19 @@ def loss_terms(
     return value + auxiliary / (len(layers) if loss.layer_reduction == "mean" else 1)
 
 
+def token_sums(
+    config: ModelConfig, loss: LossConfig, params, batch, *, is_training: bool, key=None
+) -> tuple[TokenSums, RoutingStats | None]:
+    """The token sums of `forward`'s logits, and its statistics."""
+    of_tokens = batch["decoder_target_tokens"], batch["decoder_loss_weights"], loss
+    if config.build is not None:
+        logits_BLV, stats = forward(config, params, batch, is_training=is_training, key=key)
+        return cross_entropy(logits_BLV, *of_tokens), stats
+    model = bind(config, params)
+    x_BLD, stats = model.activations(batch, is_training=is_training, key=key)
+    return cross_entropy_of(model.embedding, x_BLD, *of_tokens), stats
+
+
 def batch_loss(
     config: ModelConfig, loss: LossConfig, params, batch, *, denominators: LossDenominators, key
 ):
@@ -277,9 +388,6 @@ def batch_loss(
     Returns:
         The loss and (token sums, routing statistics).
     """
-    logits_BLV, stats = forward(config, params, batch, is_training=True, key=key)
-    sums = cross_entropy(
-        logits_BLV, batch["decoder_target_tokens"], batch["decoder_loss_weights"], loss
-    )
+    sums, stats = token_sums(config, loss, params, batch, is_training=True, key=key)
     value = loss_terms(loss, config, denominators, sums, stats)
     return value, (sums, None if stats is None else stats.summed)

@@ -30,7 +30,7 @@ from switchx.partitioning.ticks import Lane, Objective, Op
 from switchx.training.losses import (
     LossConfig,
     TokenSums,
-    cross_entropy,
+    cross_entropy_of,
     into_microbatches,
     loss_denominators,
     loss_terms,
@@ -166,9 +166,9 @@ def sums_of_part(
         x_BL = jnp.pad(x_BL, ((0, 0), (0, length)))  # past the end: no targets
         return jax.lax.dynamic_slice_in_dim(x_BL, first, length, axis=1)
 
-    logits_BLV = chunk.logits(shared, x_BLD)
     names = ("decoder_target_tokens", "decoder_loss_weights")
-    return cross_entropy(logits_BLV, *(part(batch[name]) for name in names), loss)
+    of_tokens = (part(batch[name]) for name in names)
+    return cross_entropy_of(chunk.embedding(shared), x_BLD, *of_tokens, loss)
 
 
 def microbatch_of(inputs: dict, op: Op):

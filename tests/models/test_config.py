@@ -35,6 +35,15 @@ def test_pattern_of_sparse_blocks():
     assert not any(T5.is_sparse(i) for i in range(6))
 
 
+def test_the_loss_takes_parts_of_equal_size_with_tokens_enough():
+    small = dataclasses.replace(T5, d_model=64)
+    assert small.num_logit_parts(8192) == 16
+    assert small.num_logit_parts(6 * 512 + 6) == 6
+    assert [small.num_logit_parts(tokens) for tokens in (0, 1, 1023, 1031)] == [1, 1, 1, 1]
+    large = dataclasses.replace(T5, d_model=768)
+    assert [large.num_logit_parts(tokens) for tokens in (2048, 8192)] == [1, 4]
+
+
 def test_derived_sizes():
     assert (T5.period, SPARSE.period) == (1, 2)
     # 6 encoder and 4 decoder blocks, every other one.

@@ -66,7 +66,7 @@ def test_chunks_are_the_model_with_dropout(config):
                 )
                 message, stats = chunk(part, shared, batch, message, op(place), key=key)
                 rows.append(stats)
-        return chunk.logits(shared, message["x_BLD"]), rows
+        return chunk.embedding(shared).logits(message["x_BLD"]), rows
 
     logits_BLV, rows = jax.jit(run)(params)
     whole = jax.jit(lambda params: forward(config, params, batch, is_training=True, key=key))

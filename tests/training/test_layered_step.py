@@ -13,8 +13,10 @@ from switchx import tree
 from switchx.models.config import RouterConfig
 from switchx.models.params import forward, init_params
 from switchx.models.stages import init_run_experts, is_of_experts, model_runs, without_experts
+from switchx.training.evaluate import PLAIN_LOSS
 from switchx.training.layered_runs import joined
 from switchx.training.layered_step import LayeredGradients
+from switchx.training.losses import cross_entropy
 from switchx.training.step import StepConfig, gradients
 from tests.training.jobs import ENCODER_DECODER, LOSS, SPARSE, make_batch, make_params
 
@@ -201,10 +203,14 @@ def test_evaluation_is_that_of_the_whole_model():
     params, batch = make_params(config), make_batch(config, ROWS)
     step = layered_of(config, 2)
     x_BLD, stats = step.evaluate(without_experts(params), batch, Banks(params, "some"))
-    logits = jax.jit(step.logits)(without_experts(params), x_BLD)
+    sums_of = jax.jit(functools.partial(step.token_sums, loss=PLAIN_LOSS))
+    sums = sums_of(without_experts(params), x_BLD, batch)
     compute = jax.jit(functools.partial(forward, config, is_training=False))
-    want, want_stats = compute(params, batch)
-    np.testing.assert_allclose(logits, want, rtol=1e-5, atol=1e-5)
+    logits_BLV, want_stats = compute(params, batch)
+    targets_BL, weights_BL = batch["decoder_target_tokens"], batch["decoder_loss_weights"]
+    want = cross_entropy(logits_BLV, targets_BL, weights_BL, PLAIN_LOSS)
+    for got, expected in zip(jax.tree.leaves(sums), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5)
     assert jax.tree.structure(stats) == jax.tree.structure(want_stats)
     for got, expected in zip(jax.tree.leaves(stats), jax.tree.leaves(want_stats), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss of logits of which a part is there at a time, against that of whole logits."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from switchx import tree
+from switchx.layers.embedding import Embedding
+from switchx.models.config import ModelConfig, Precision
+from switchx.partitioning.constrain import use_mesh
+from switchx.partitioning.hlo_collectives import executed_collectives
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.rules import Rules, param_shardings
+from switchx.training.fused_loss import fused_batch_loss
+from switchx.training.losses import (
+    LossConfig,
+    batch_loss,
+    cross_entropy,
+    cross_entropy_of,
+    loss_denominators,
+)
+from tests.layers.weights import with_params
+from tests.training.jobs import DENSE, make_batch, make_params
+from tests.training.test_pipelined import assert_equal, pipelined, stacked, unpipelined
+
+B, L, V, D, PARTS = 16, 6, 48, 8, 3
+TIED = ModelConfig("decoder_only", V, D, 8, 2, 4, 1)
+CONFIGS = {
+    "tied": TIED,
+    "untied": dataclasses.replace(TIED, tie_embeddings=False),
+    "bfloat16": dataclasses.replace(TIED, precision=Precision(logits="bfloat16")),
+}
+LOSS = LossConfig("mean", z_loss=0.3, label_smoothing=0.2)
+VOCABULARY_ROWS = Rules(params=(("V", ("data",)), ("D", ("fsdp",))), may_stay_whole=())
+MESHES = {
+    "data": MeshSpec(),
+    "fsdp": MeshSpec(data=2, fsdp=4),
+    "model": MeshSpec(data=4, model=2),
+    "model alone": MeshSpec(data=1, model=8),
+    "rows of the vocabulary": MeshSpec(data=4, fsdp=2, rules=VOCABULARY_ROWS),
+}
+
+
+@pytest.fixture(autouse=True)
+def parts(monkeypatch):
+    """So many parts of few tokens, too."""
+
+    def num_parts(config, tokens):
+        return PARTS if tokens % PARTS == 0 else 2 if tokens % 2 == 0 else 1
+
+    monkeypatch.setattr(ModelConfig, "num_logit_parts", num_parts)
+
+
+def inputs():
+    rng = np.random.default_rng(0)
+    x_BLD = rng.normal(size=(B, L, D)).astype(np.float32) * 3
+    weights_BL = rng.choice([0, 0.5, 1, 2], (B, L)).astype(np.float32)
+    return x_BLD, rng.integers(0, V, (B, L)), weights_BL
+
+
+def weight_of(embedding):
+    name = "embedding_VD" if embedding.config.tie_embeddings else "w_logits_DV"
+    return name, getattr(embedding, name)[...]
+
+
+def in_parts(embedding, name, x_BLD, weight, targets_BL, weights_BL):
+    changed = with_params(embedding, {name: weight})
+    sums = cross_entropy_of(changed, x_BLD, targets_BL, weights_BL, LOSS)
+    return 7 * sums.loss, sums
+
+
+def of_whole_logits(embedding, name, x_BLD, weight, targets_BL, weights_BL):
+    logits_BLV = with_params(embedding, {name: weight}).logits(x_BLD)
+    sums = cross_entropy(logits_BLV, targets_BL, weights_BL, LOSS)
+    return 7 * sums.loss, sums
+
+
+def with_gradients(function, *fixed):
+    return jax.value_and_grad(functools.partial(function, *fixed), (0, 1), has_aux=True)
+
+
+def compare(got, want, rtol=1e-5):
+    for mine, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert mine.dtype == right.dtype
+        mine, right = (np.asarray(each, np.float32) for each in (mine, right))
+        np.testing.assert_allclose(mine, right, rtol=0, atol=rtol * np.max(np.abs(right)))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sums_and_raw_gradients_are_those_of_whole_logits(name, key):
+    embedding = Embedding(CONFIGS[name], key=key)
+    weight_name, weight = weight_of(embedding)
+    x_BLD, *of_tokens = inputs()
+    got, want = (
+        jax.jit(with_gradients(function, embedding, weight_name))(x_BLD, weight, *of_tokens)
+        for function in (in_parts, of_whole_logits)
+    )
+    compare(got, want, rtol=1e-2 if name == "bfloat16" else 1e-5)
+    # Without a gradient another function is run.
+    compare(in_parts(embedding, weight_name, x_BLD, weight, *of_tokens), want[0], rtol=1e-2)
+
+
+def test_no_whole_logits_are_there(key):
+    """Neither forward nor backward."""
+    embedding = Embedding(TIED, key=key)
+    name, weight = weight_of(embedding)
+    x_BLD, *of_tokens = inputs()
+    jitted = jax.jit(with_gradients(in_parts, embedding, name))
+    text = jitted.lower(x_BLD, weight, *of_tokens).as_text()
+    assert f"tensor<{B * L // PARTS}x{V}x" in text
+    assert all(f"tensor<{whole}x{V}x" not in text for whole in (B * L, f"{B}x{L}"))
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("name", MESHES)
+def test_on_every_mesh_and_the_weight_s_gradient_is_summed_once(name, tied, key):
+    """Not once a part, which a loop that the compiler splits by itself would do."""
+    spec, config = MESHES[name], CONFIGS["tied" if tied else "untied"]
+    embedding = Embedding(config, key=key)
+    weight_name, weight = weight_of(embedding)
+    x_BLD, *of_tokens = inputs()
+    compute = with_gradients(in_parts, embedding, weight_name)
+    want = jax.jit(with_gradients(of_whole_logits, embedding, weight_name))(
+        x_BLD, weight, *of_tokens
+    )
+    mesh = spec.build()
+    sharding = param_shardings(spec.rules, mesh, {weight_name: weight})[weight_name]
+    rows = jax.sharding.NamedSharding(
+        mesh, spec.rules.spec("B", (B,), mesh, table="activations")
+    )
+    with use_mesh(mesh, spec.rules):
+        jitted = jax.jit(
+            compute,
+            in_shardings=(rows, sharding, rows, rows),
+            out_shardings=(None, (rows, sharding)),
+        )
+        compiled = jitted.lower(x_BLD, weight, *of_tokens).compile()
+        got = compiled(x_BLD, weight, *of_tokens)
+    compare(got, want)
+    if name == "model alone":
+        return  # each device has all tokens
+    executed = executed_collectives(compiled.as_text())
+    # A device's own part of V, before it is summed; what is smaller is of a part's tokens.
+    least = weight.nbytes // mesh.shape["model"] // mesh.shape["fsdp"]
+    sums = {each: times for each, times in executed.items() if each.num_bytes >= least}
+    assert {each.kind for each in sums} <= {"all-reduce", "reduce-scatter", "all-gather"}
+    assert set(sums.values()) == {1}
+
+
+def test_a_pipeline_s_stages_take_their_logits_in_parts():
+    config = stacked(DENSE, 4)
+    assert_equal(pipelined(config, MeshSpec(pipe=2, data=2, model=2)), unpipelined(config))
+
+
+def test_buckets_take_logits_in_parts():
+    """Inside of a `shard_map` over all axes."""
+    config = dataclasses.replace(stacked(DENSE, 2), remat="minimal")
+    spec, batch, params = MeshSpec(data=2, fsdp=4), make_batch(DENSE, 16), make_params(config)
+    denominators = loss_denominators(config, batch, 1)
+
+    def loss(function, params, **options):
+        return function(
+            config, LOSS, params, batch, denominators=denominators, key=None, **options
+        )
+
+    want = jax.jit(jax.grad(functools.partial(loss, batch_loss), has_aux=True))(params)
+    mesh = spec.build()
+    with use_mesh(mesh, spec.rules):
+        placed = jax.device_put(params, param_shardings(spec.rules, mesh, params))
+        bucketed = functools.partial(loss, fused_batch_loss, bucket_bytes=1 << 12)
+        got = jax.jit(jax.grad(bucketed, has_aux=True))(placed)
+    compare(tree.named_leaves(got[0]), tree.named_leaves(want[0]))
+    compare(got[1], want[1])
