@@ -156,13 +156,14 @@ def project(x_BLD, weight, dims: str):
     multiply = functools.partial(jnp.einsum, f"BLD,{dims}->BLV")
     if not _is_split(x_BLD.shape[0]):
         return multiply(x_BLD, _gathered_by_compiler(weight, dims))
-    return _on_own_tokens(multiply, x_BLD, weight, dims)
+    tokens = PartitionSpec(_batch_axes(x_BLD.shape[0]))
+    return _on_own_tokens(multiply, x_BLD, weight, dims, out_specs=tokens)
 
 
 def summed_over_tokens(compute, x_BLD, weight, dims: str, *of_tokens):
-    """`compute(x_BLD, weight, *of_tokens, axes)`, sums over a device's tokens, over all tokens.
+    """`compute(x_BLD, weight, *of_tokens, axes)`, which sums over tokens, over those of all.
 
-    A device has its own tokens, and of the weight all rows or, over `axes`, a part of V. The
+    A device has its own tokens, and of the weight all of V or, over `axes`, a part. The
     weight's gradient is summed over devices once, whatever loops `compute` has.
 
     Args:
@@ -172,7 +173,7 @@ def summed_over_tokens(compute, x_BLD, weight, dims: str, *of_tokens):
         return compute(x_BLD, weight, *of_tokens, ())
     batch, split = _batch_axes(x_BLD.shape[0]), _split_axes(weight, dims)
     if not set(split[dims.index("D")]) <= set(batch):
-        # Of a batch that does not divide.
+        # Slices of D are on devices that have the same tokens: a batch that does not divide.
         return compute(x_BLD, _gathered_by_compiler(weight, dims), *of_tokens, ())
     axes = tuple(axis for axis in split[dims.index("V")] if axis not in batch)
 
@@ -180,6 +181,32 @@ def summed_over_tokens(compute, x_BLD, weight, dims: str, *of_tokens):
         return jax.lax.psum(compute(*arrays, axes), batch) if batch else compute(*arrays, axes)
 
     return _on_own_tokens(sums, x_BLD, weight, dims, *of_tokens, out_specs=PartitionSpec())
+
+
+def _on_own_tokens(compute, x_BLD, weight, dims: str, *of_tokens, out_specs):
+    """`compute` inside of a `shard_map`: by each device, of its own tokens.
+
+    Of the weight, what devices with other tokens have is gathered, and its gradient
+    reduce-scattered: the bytes that an all-reduce of a replicated weight's gradient sends.
+    """
+    batch, split = _batch_axes(x_BLD.shape[0]), _split_axes(weight, dims)
+
+    def local(x_BLD, weight, *of_tokens):
+        weight = vary(weight, batch)
+        for axis, axes in enumerate(split):
+            others = tuple(each for each in axes if each in batch)
+            weight = _gather(weight, others, axis=axis)
+        return compute(x_BLD, weight, *of_tokens)
+
+    tokens = PartitionSpec(batch or None)
+    weights = PartitionSpec(*(axes or None for axes in split))
+    sharded = jax.shard_map(
+        local,
+        in_specs=(tokens, weights, *(tokens for _ in of_tokens)),
+        out_specs=out_specs,
+        axis_names=open_axes(),
+    )
+    return sharded(x_BLD, weight, *of_tokens)
 
 
 def _gathered_by_compiler(weight, dims: str):
@@ -190,31 +217,6 @@ def _split_axes(weight, dims: str) -> list[MeshAxes]:
     """The axes of the ambient mesh that each dimension of a weight is split over."""
     mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
     return [_entry(axes) for axes in rules.spec(dims, weight.shape, mesh, table="params")]
-
-
-def _on_own_tokens(compute, x_BLD, weight, dims: str, *of_tokens, out_specs=None):
-    """What axes of the batch split of the weight is gathered, and its gradient
-    reduce-scattered: the bytes that an all-reduce of a replicated weight's gradient sends."""
-    batch, split = _batch_axes(x_BLD.shape[0]), _split_axes(weight, dims)
-
-    def local(x_BLD, weight, *of_tokens):
-        weight = vary(weight, batch)
-        for axis, axes in enumerate(split):
-            gathered = tuple(each for each in axes if each in batch)
-            weight = _gather(weight, gathered, axis=axis)
-        return compute(x_BLD, weight, *of_tokens)
-
-    tokens, weights = (
-        PartitionSpec(batch or None),
-        PartitionSpec(*(axes or None for axes in split)),
-    )
-    sharded = jax.shard_map(
-        local,
-        in_specs=(tokens, weights, *(tokens for _ in of_tokens)),
-        out_specs=tokens if out_specs is None else out_specs,
-        axis_names=open_axes(),
-    )
-    return sharded(x_BLD, weight, *of_tokens)
 
 
 def _axes(letter: str, table: str = "params") -> MeshAxes:
