@@ -164,7 +164,7 @@ def _sums_and_gradients(sums_of, dims: str, x_PTD, weight, targets_PT, weights_P
     dtype = jnp.promote_types(weight.dtype, jnp.float32)
     product = functools.partial(jnp.einsum, preferred_element_type=dtype)
 
-    def of_part(d_weight_DV, part):
+    def of_part(d_weight, part):
         x_TD, *of_tokens = part
 
         def loss(logits_TV):
@@ -173,15 +173,12 @@ def _sums_and_gradients(sums_of, dims: str, x_PTD, weight, targets_PT, weights_P
 
         d_logits_TV, sums = jax.grad(loss, has_aux=True)(_logits(x_TD, weight, dims))
         # The larger operand is the right one: XLA transposes a left one on CPUs.
-        d_weight_DV += product("TD,TV->DV", x_TD, d_logits_TV)
-        return d_weight_DV, (sums, product(f"TV,{dims}->TD", d_logits_TV, weight))
+        d_weight += product(f"TD,TV->{dims}", x_TD, d_logits_TV)
+        return d_weight, (sums, product(f"TV,{dims}->TD", d_logits_TV, weight))
 
-    shape = x_PTD.shape[-1], weight.shape[dims.index("V")]
-    zeros_DV, _ = vary_alike(jnp.zeros(shape, dtype), x_PTD)
-    parts = x_PTD, targets_PT, weights_PT
-    found = jax.lax.scan(of_part, zeros_DV, parts, unroll=len(x_PTD) == 1)
-    d_weight_DV, (sums, dx_PTD) = found
-    d_weight = d_weight_DV if dims == "DV" else d_weight_DV.T
+    zeros, _ = vary_alike(jnp.zeros(weight.shape, dtype), x_PTD)
+    parts, is_one = (x_PTD, targets_PT, weights_PT), len(x_PTD) == 1
+    d_weight, (sums, dx_PTD) = jax.lax.scan(of_part, zeros, parts, unroll=is_one)
     return _added(sums), (x_PTD, weight, dx_PTD, d_weight)
 
 
