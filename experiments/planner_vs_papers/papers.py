@@ -146,7 +146,9 @@ def paper_workload(model: ModelConfig, rows: int, *, optimizer_bytes: int) -> Wo
 
     tree.map_named(add, abstract_params(model))
     routing = functools.partial(layer_shape, model.switch)
-    return Workload(model, 0, LENGTH, rows, tuple(state), routing, lambda *_: None)
+    return Workload(
+        model, 0, LENGTH, rows, tuple(state), routing, lambda *_: None, has_whole_logits=True
+    )
 
 
 def with_dispatcher(model: ModelConfig, dispatcher: str) -> ModelConfig:

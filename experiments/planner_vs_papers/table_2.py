@@ -151,7 +151,7 @@ def copies_of(table: str, layout: Layout) -> int:
 
 def needed_bytes(row: Row, workload: Workload, layout: Layout) -> float:
     """Bytes of a device's memory; of a row with ZeRO those of stage 2, the fewest."""
-    use = memory_use(workload, dataclasses.replace(layout, is_ours=False))
+    use = memory_use(workload, layout)
     use = dataclasses.replace(use, logits=use.logits * layout.pipe)
     if not row.has_zero:
         return use.total

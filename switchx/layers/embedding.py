@@ -93,12 +93,10 @@ def take_rows(table_VD, ids_BL, dims: str = "VD"):
     """
     if num_devices() == 1:
         return jnp.take(table_VD, ids_BL, axis=0)
-    mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
-    batch = _batch_axes(len(ids_BL))
-    spec = rules.spec(dims, table_VD.shape, mesh, table="params")
-    rows, columns = map(_entry, spec)
+    batch, (rows, columns) = _batch_axes(len(ids_BL)), _split_axes(table_VD, dims)
     is_exchanged = bool(rows) and set(rows) <= set(batch)
-    if not is_exchanged and set(rows) & set(_axes("B", "activations")):
+    is_undivided = not is_exchanged and set(rows) & set(_axes("B", "activations"))
+    if is_undivided or not set(columns) <= set(batch):
         # Of a batch that does not divide: left to the compiler.
         return jnp.take(table_VD, ids_BL, axis=0)
 
@@ -106,13 +104,11 @@ def take_rows(table_VD, ids_BL, dims: str = "VD"):
         table_VD = vary(table_VD, batch)
         if is_exchanged:
             return _exchanged_rows(table_VD, ids_BL, rows, columns, batch)
-        shared = tuple(axis for axis in columns if axis not in batch)
-        columns_here = tuple(axis for axis in columns if axis in batch)
-        return _gather(_own_rows(table_VD, ids_BL, rows, columns_here), shared, axis=2)
+        return _own_rows(table_VD, ids_BL, rows, columns)
 
-    tokens = PartitionSpec(batch or None)
+    tokens, table = PartitionSpec(batch or None), PartitionSpec(rows or None, columns or None)
     sharded = jax.shard_map(
-        local, in_specs=(spec, tokens), out_specs=tokens, axis_names=open_axes()
+        local, in_specs=(table, tokens), out_specs=tokens, axis_names=open_axes()
     )
     return sharded(table_VD, ids_BL)
 
@@ -173,7 +169,8 @@ def summed_over_tokens(compute, x_BLD, weight, dims: str, *of_tokens):
         return compute(x_BLD, weight, *of_tokens, ())
     batch, split = _batch_axes(x_BLD.shape[0]), _split_axes(weight, dims)
     if not set(split[dims.index("D")]) <= set(batch):
-        # Slices of D are on devices that have the same tokens: a batch that does not divide.
+        # Slices of D are on devices with the same tokens, as where a batch does not divide: the
+        # compiler sums the weight's gradient, in each turn of a loop.
         return compute(x_BLD, _gathered_by_compiler(weight, dims), *of_tokens, ())
     axes = tuple(axis for axis in split[dims.index("V")] if axis not in batch)
 

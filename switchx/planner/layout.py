@@ -95,6 +95,8 @@ class Workload:
             parameters, no optimizer, the capacity of evaluation; None where there is none.
         imbalance: devices that the experts are split over -> the largest load of one over the
             mean; of loads that were measured, or 1 (`replica_placement.measured_imbalance`).
+        has_whole_logits: the loss reads those of all tokens at once, as a student's does, and
+            not of a part at a time (`ModelConfig.num_logit_parts`).
     """
 
     model: ModelConfig
@@ -107,6 +109,7 @@ class Workload:
     task_slots: Callable[["Layout"], int | None] = lambda layout: None
     teacher: "Workload | None" = None
     imbalance: Callable[[int], float] = lambda parts: 1.0
+    has_whole_logits: bool = False
 
     def uneven(self, layout: "Layout") -> float:
         """What the busiest device's experts compute over the mean, where blocks are as large as

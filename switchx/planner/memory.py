@@ -88,8 +88,9 @@ def memory_use(workload: Workload, layout: Layout) -> MemoryUse:
             kept += number * sum(activation_bytes(workload, layout, each) for each in parts)
     working = max(_block(workload, layout, stack, "none") for stack in stacks)
     # Each stage has a part of the targets.
-    targets = rows_on_device(workload, layout) * workload.decoder_length / layout.pipe
-    if layout.is_ours:
+    length = math.ceil(workload.decoder_length / layout.pipe)
+    targets = rows_on_device(workload, layout) * length
+    if not workload.has_whole_logits:
         targets /= workload.model.num_logit_parts(math.ceil(targets))
     logits = targets * workload.model.vocab_size / vocabulary_parts(workload, layout)
     return MemoryUse(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loss: cross-entropy plus the routers' auxiliary losses, summed in one place.
 
-Dims: B batch, L length, V vocabulary, N Switch layers, M microbatches, G routing groups, T
-tokens of a group
+Dims: B batch, L length, D model, V vocabulary, N Switch layers, M microbatches, G routing
+groups, P parts of a device's tokens, T tokens of a group or a part
 """
 
 import dataclasses
@@ -129,9 +129,10 @@ def cross_entropy_of(
 ) -> TokenSums:
     """`cross_entropy` of `embedding.logits(x_BLD)`, of which one part is there at a time.
 
-    The gradient of a part is computed with its sums (Hsu et al. 2024, Liger Kernel,
-    arXiv:2410.10989, section 3.2): what comes backward is one number that multiplies it. The
-    logits `[B, L, V]` in float32 and their gradient would be a step's largest arrays.
+    The logits `[B, L, V]` in float32 and their gradient would be a step's largest arrays. The
+    gradient of a part is computed with its sums (Hsu et al. 2024, Liger Kernel,
+    arXiv:2410.10989, section 3.2): what comes backward is one number that multiplies it. So it
+    is that of `loss` alone, by activations and parameters, and there is no forward mode.
     """
     x_BLD, weight, dims = embedding.factors(x_BLD)
 
@@ -142,36 +143,40 @@ def cross_entropy_of(
             array.reshape(parts, -1, *array.shape[2:])
             for array in (x_BLD, targets_BL, weights_BL)
         )
-        sums_of = functools.partial(cross_entropy, config=config, axes=axes)
-        return _sums_of_parts(sums_of, dims, x_PTD, weight, *of_tokens)
+        return _sums_of_parts(config, axes, dims, x_PTD, weight, *of_tokens)
 
     return summed_over_tokens(compute, x_BLD, weight, dims, targets_BL, weights_BL)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _sums_of_parts(sums_of, dims: str, x_PTD, weight, targets_PT, weights_PT):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _sums_of_parts(config, axes, dims: str, x_PTD, weight, targets_PT, weights_PT):
     def of_part(_, part):
         x_TD, *of_tokens = part
-        return None, sums_of(_logits(x_TD, weight, dims), *of_tokens)
+        logits_TV = jnp.einsum(f"TD,{dims}->TV", x_TD, weight)
+        return None, cross_entropy(logits_TV, *of_tokens, config, axes)
 
     parts = x_PTD, targets_PT, weights_PT
     _, sums = jax.lax.scan(of_part, None, parts, unroll=len(x_PTD) == 1)
     return _added(sums)
 
 
-def _sums_and_gradients(sums_of, dims: str, x_PTD, weight, targets_PT, weights_PT):
+def _sums_and_gradients(config, axes, dims: str, x_PTD, weight, targets_PT, weights_PT):
     """The sums, and the gradients of `loss`, in float32 at least."""
     dtype = jnp.promote_types(weight.dtype, jnp.float32)
     product = functools.partial(jnp.einsum, preferred_element_type=dtype)
+    # What would be too small for float16 before a loss scale multiplies it stays in float32.
+    factor = dtype if weight.dtype == jnp.float16 else weight.dtype
 
     def of_part(d_weight, part):
         x_TD, *of_tokens = part
 
         def loss(logits_TV):
-            sums = sums_of(logits_TV, *of_tokens)
+            sums = cross_entropy(logits_TV, *of_tokens, config, axes)
             return sums.loss, sums
 
-        d_logits_TV, sums = jax.grad(loss, has_aux=True)(_logits(x_TD, weight, dims))
+        logits_TV = jnp.einsum(f"TD,{dims}->TV", x_TD, weight)
+        d_logits_TV, sums = jax.grad(loss, has_aux=True)(logits_TV.astype(dtype))
+        d_logits_TV = d_logits_TV.astype(factor)
         # The larger operand is the right one: XLA transposes a left one on CPUs.
         d_weight += product(f"TD,TV->{dims}", x_TD, d_logits_TV)
         return d_weight, (sums, product(f"TV,{dims}->TD", d_logits_TV, weight))
@@ -182,7 +187,7 @@ def _sums_and_gradients(sums_of, dims: str, x_PTD, weight, targets_PT, weights_P
     return _added(sums), (x_PTD, weight, dx_PTD, d_weight)
 
 
-def _scaled_gradients(sums_of, dims: str, residuals, d_sums: TokenSums):
+def _scaled_gradients(config, axes, dims: str, residuals, d_sums: TokenSums):
     *inputs, dx_PTD, d_weight = residuals
     gradients = zip((dx_PTD, d_weight), inputs, strict=True)
     scaled = [(d_sums.loss * gradient).astype(x.dtype) for gradient, x in gradients]
@@ -190,10 +195,6 @@ def _scaled_gradients(sums_of, dims: str, residuals, d_sums: TokenSums):
 
 
 _sums_of_parts.defvjp(_sums_and_gradients, _scaled_gradients)
-
-
-def _logits(x_TD, weight, dims: str):
-    return jnp.einsum(f"TD,{dims}->TV", x_TD, weight)
 
 
 def _added(sums: TokenSums) -> TokenSums:

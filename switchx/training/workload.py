@@ -62,6 +62,7 @@ def workload_of(job: TrainingJob) -> Workload:
         refusal=refused,
         task_slots=task_slots,
         teacher=_teacher_of(job),
+        has_whole_logits=job.distillation is not None,
     )
 
 

@@ -110,9 +110,11 @@ def test_logits_gather_a_split_weight_once_and_scatter_its_gradient():
     assert found == {"all-gather": TABLE_VD.nbytes, "reduce-scatter": TABLE_VD.nbytes}
 
 
-def test_a_batch_that_the_devices_do_not_divide_is_left_to_the_compiler():
+@pytest.mark.parametrize(
+    "spec", [MESHES["data"], MeshSpec(data=2, fsdp=4)], ids=["rows", "fsdp"]
+)
+def test_a_batch_that_the_devices_do_not_divide_is_left_to_the_compiler(spec):
     """As in decoding: such rows are on every device, and so is what they look up."""
-    spec = MESHES["data"]
     mesh = spec.build()
     table = param_sharding(spec.rules, mesh, "a_VD", TABLE_VD)
     with use_mesh(mesh, spec.rules):

@@ -104,6 +104,25 @@ def test_sums_and_raw_gradients_are_those_of_whole_logits(name, key):
     compare(in_parts(embedding, weight_name, x_BLD, weight, *of_tokens), want[0], rtol=1e-2)
 
 
+def test_a_large_vocabulary_s_float16_gradients_do_not_vanish(key):
+    """Of 250,000 words each has a probability of 4e-6, as a float16 a multiple of 6e-8."""
+    half = Precision(compute="float16", logits="float16")
+    rng = np.random.default_rng(0)
+    x_BLD = rng.normal(size=(4, 6, D)).astype(np.float32) * 0.1
+    of_tokens = rng.integers(0, 250_000, (4, 6)), np.ones((4, 6), np.float32)
+    gradients = []
+    for precision in (Precision(), half):
+        config = dataclasses.replace(TIED, vocab_size=250_000, precision=precision)
+        embedding = Embedding(config, key=key)
+        name, weight = weight_of(embedding)
+        x = x_BLD.astype(precision.compute_dtype)
+        compute = jax.jit(with_gradients(in_parts, embedding, name))
+        gradients.append(np.asarray(compute(x, weight, *of_tokens)[1][1], np.float64))
+    want, got = gradients
+    error_V = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
+    assert np.median(error_V) < 1e-3
+
+
 def test_no_whole_logits_are_there(key):
     """Neither forward nor backward."""
     embedding = Embedding(TIED, key=key)
