@@ -20,10 +20,7 @@ LANGUAGES = tuple("en uk es zh_cn ja pt_br ko fr zh_tw tr it ro pl id".split())
 NUM_EXPERTS = 32
 SPARSE = f"{NUM_EXPERTS} experts"
 COMPARISON = Comparison(
-    contenders=(
-        Contender("dense", ("ModelConfig.switch=None",)),
-        Contender(SPARSE),
-    ),
+    contenders=(Contender("dense", ("ModelConfig.switch=None",)), Contender(SPARSE)),
     steps=600,
 )
 Curves = dict[str, list[dict[int, float]]]

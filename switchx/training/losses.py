@@ -165,7 +165,7 @@ def _sums_and_gradients(config, axes, dims: str, x_PTD, weight, targets_PT, weig
     dtype = jnp.promote_types(weight.dtype, jnp.float32)
     product = functools.partial(jnp.einsum, preferred_element_type=dtype)
     # What would be too small for float16 before a loss scale multiplies it stays in float32.
-    factor = dtype if weight.dtype == jnp.float16 else weight.dtype
+    operand = dtype if weight.dtype == jnp.float16 else weight.dtype
 
     def of_part(d_weight, part):
         x_TD, *of_tokens = part
@@ -176,7 +176,7 @@ def _sums_and_gradients(config, axes, dims: str, x_PTD, weight, targets_PT, weig
 
         logits_TV = jnp.einsum(f"TD,{dims}->TV", x_TD, weight)
         d_logits_TV, sums = jax.grad(loss, has_aux=True)(logits_TV.astype(dtype))
-        d_logits_TV = d_logits_TV.astype(factor)
+        d_logits_TV = d_logits_TV.astype(operand)
         # The larger operand is the right one: XLA transposes a left one on CPUs.
         d_weight += product(f"TD,TV->{dims}", x_TD, d_logits_TV)
         return d_weight, (sums, product(f"TV,{dims}->TD", d_logits_TV, weight))

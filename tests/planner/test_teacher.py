@@ -129,7 +129,7 @@ def test_bytes_and_flops_of_a_forward_pass(runs):
 
 @pytest.mark.slow  # compiles two steps
 def test_memory_is_that_of_a_compiled_step(tmp_path):
-    """Arguments exactly; of temporaries none too few, and at most 1.6 times."""
+    """Arguments exactly, temporaries within a third."""
     sizes = dict(vocab_size=256, max_length=None, scan_layers=False)
     teacher = dataclasses.replace(DENSE, num_decoder_layers=4, **sizes)
     student = dataclasses.replace(DENSE, num_decoder_layers=2, **sizes)
@@ -151,7 +151,7 @@ def test_memory_is_that_of_a_compiled_step(tmp_path):
     arguments = facts[0].argument_size_in_bytes - facts[1].argument_size_in_bytes
     assert arguments == theirs
     temporaries = use.total - use.state - theirs
-    assert 1.0 <= temporaries / facts[0].temp_size_in_bytes < 1.6
+    assert temporaries / facts[0].temp_size_in_bytes == pytest.approx(1.0, abs=0.34)
 
 
 def test_a_search_keeps_to_what_a_student_can_run(runs, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from switchx import tree
 from switchx.models.config import RouterConfig
-from switchx.models.params import forward, init_params
+from switchx.models.params import bind, forward, init_params
 from switchx.models.stages import init_run_experts, is_of_experts, model_runs, without_experts
 from switchx.training.evaluate import PLAIN_LOSS
 from switchx.training.layered_runs import joined
@@ -208,6 +208,8 @@ def test_evaluation_is_that_of_the_whole_model():
     compute = jax.jit(functools.partial(forward, config, is_training=False))
     logits_BLV, want_stats = compute(params, batch)
     targets_BL, weights_BL = batch["decoder_target_tokens"], batch["decoder_loss_weights"]
+    logits = jax.jit(lambda params, x_BLD: bind(config, params).embedding.logits(x_BLD))
+    np.testing.assert_allclose(logits(params, x_BLD), logits_BLV, rtol=1e-5, atol=1e-5)
     want = cross_entropy(logits_BLV, targets_BL, weights_BL, PLAIN_LOSS)
     for got, expected in zip(jax.tree.leaves(sums), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5)
