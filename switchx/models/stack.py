@@ -47,9 +47,23 @@ class BlockRun(nnx.Module):
         return [getattr(self, f"layer_{i}") for i in range(self.length)]
 
     def __call__(
-        self, x_BLD, inputs: BlockInputs, cache=None, *, is_training: bool, remat: str, key=None
+        self,
+        x_BLD,
+        inputs: BlockInputs,
+        cache=None,
+        *,
+        is_training: bool,
+        remat: str,
+        is_in_loop: bool = False,
+        key=None,
     ):
-        """Output, the sparse blocks' statistics stacked over them (None if none is), cache."""
+        """Output, the sparse blocks' statistics stacked over them (None if none is), cache.
+
+        Args:
+            is_in_loop: of several runs. Its passes are loops of their own, so that the backward
+                pass needs no barrier against what the forward pass computed; one would copy
+                each block's parameters.
+        """
 
         # A scan without remat would keep what was gathered for each of its blocks.
         is_gathered = remat != "none" or not self.is_scanned
@@ -62,7 +76,8 @@ class BlockRun(nnx.Module):
             return block(x_BLD, inputs, cache, is_training=is_training, key=key)
 
         if remat != "none":
-            run_block = jax.checkpoint(run_block, policy=REMAT_POLICIES[remat])
+            policy = REMAT_POLICIES[remat]
+            run_block = jax.checkpoint(run_block, policy=policy, prevent_cse=not is_in_loop)
         all_stats, caches = [], []
         for block, inputs_i, cache_i, key_i in zip(
             self.blocks,
@@ -202,16 +217,18 @@ class Stack(nnx.Module):
                 x_BLD, inputs, cache, is_training=is_training, remat=remat, key=key_blocks
             )
 
+        num_runs = jax.tree.leaves(nnx.state(self.blocks))[0].shape[0]
+
         def run_blocks(x_BLD, blocks, others, inputs):
             cache, key = others
             x_BLD, *others = blocks(
-                x_BLD, inputs, cache, is_training=is_training, remat=remat, key=key
-            )
+                x_BLD, inputs, cache, is_training=is_training, remat=remat,
+                is_in_loop=num_runs > 1, key=key,
+            )  # fmt: skip
             return x_BLD, others
 
         keys = None
         if key is not None:
-            num_runs = jax.tree.leaves(nnx.state(self.blocks))[0].shape[0]
             keys = jax.random.split(key_blocks, self.repeats)
             keys = jax.lax.dynamic_slice_in_dim(keys, first_run, num_runs)
         others = cache, keys

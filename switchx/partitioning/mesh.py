@@ -260,6 +260,11 @@ def _machines(devices: Sequence) -> list[list]:
 _OPTION = re.compile(r"xla_\w+=\S+")
 
 
+# With it a loop over blocks reads a copy of all their weights in the products' dtype: half of
+# the parameters' bytes more, from the forward pass to the end of the backward pass.
+DEFAULT_OPTIONS = {"tpu": {"xla_jf_bf16_propagation": "False"}}
+
+
 @dataclasses.dataclass(frozen=True)
 class CompilerOptions:
     """XLA's options of a job's compiled steps, as `xla_name=value`, by platform.
@@ -267,6 +272,7 @@ class CompilerOptions:
     They travel with each program that is compiled, so that nothing in the environment has to be
     set before JAX starts, and XLA refuses a name that it does not know. Options of other
     platforms than the mesh's are not used. configs/xla/overlap.gin says what they do.
+    `DEFAULT_OPTIONS` hold where a job does not set them.
 
     Attributes:
         gpu, tpu: of the platform. Truth values are `True` and `False`.
@@ -293,6 +299,7 @@ class CompilerOptions:
                 not twice, f"CompilerOptions.{platform} sets {', '.join(twice)} twice; keep one"
             )
         known = {option.partition("=")[0] for option in (*self.gpu, *self.tpu)}
+        known |= {name for options in DEFAULT_OPTIONS.values() for name in options}
         unknown = [name for _, name in self.not_on if name not in known]
         require(
             not unknown,
@@ -307,5 +314,7 @@ class CompilerOptions:
         """
         platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
         options = {"gpu": self.gpu, "tpu": self.tpu}.get(platform, ())
-        pairs = (each.partition("=")[::2] for each in options)
-        return {name: value for name, value in pairs if (device_kind, name) not in self.not_on}
+        found = dict(each.partition("=")[::2] for each in options)
+        found = DEFAULT_OPTIONS.get(platform, {}) | found
+        refused = [name for kind, name in self.not_on if kind == device_kind]
+        return {name: value for name, value in found.items() if name not in refused}

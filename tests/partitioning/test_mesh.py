@@ -19,6 +19,7 @@ from switchx.bench import torus
 from switchx.gin_config import building
 from switchx.partitioning.mesh import (
     AXES,
+    DEFAULT_OPTIONS,
     CompilerOptions,
     MeshSpec,
     arranged,
@@ -360,6 +361,13 @@ def test_a_chip_is_not_given_what_its_compiler_refuses(overlap):
     assert everything == overlap.of("tpu") and name in everything
     del everything[name]
     assert overlap.of("tpu", "TPU v5 lite") == everything
+
+
+def test_a_job_has_the_last_word_on_what_all_have():
+    ((name, value),) = DEFAULT_OPTIONS["tpu"].items()
+    assert CompilerOptions().of("tpu") == {name: value}
+    assert CompilerOptions(tpu=(f"{name}=True",)).of("tpu") == {name: "True"} != value
+    assert CompilerOptions(not_on=(("TPU v9", name),)).of("tpu", "TPU v9") == {}
 
 
 def test_each_option_is_explained():

@@ -391,6 +391,49 @@ def test_experts_compute_while_another_part_travels():
     assert halves[2] == whole[2]  # the same bytes
 
 
+IN_A_LOOP = """
+import dataclasses
+from switchx.models.config import Precision
+from switchx.partitioning.mesh import DEFAULT_OPTIONS, CompilerOptions, MeshSpec
+from switchx.partitioning.topology import Topology
+from switchx.training.aot import batch_shapes
+from switchx.training.aot_devices import describe_devices
+from switchx.training.program import TrainingProgram
+from tests.training.jobs import DENSE, make_job
+
+((name, _),) = DEFAULT_OPTIONS["tpu"].items()
+for remat in ("none", "full"):
+    model = dataclasses.replace(
+        DENSE, d_model=512, d_ff=2048, num_decoder_layers=4, scan_layers=True, remat=remat,
+        precision=Precision(compute="bfloat16"),
+    )
+    for options in ((), (f"{name}=True",)):
+        job = make_job(model, mesh=MeshSpec(data=1), compiler=CompilerOptions(tpu=options))
+        program = TrainingProgram(job, describe_devices(Topology.parse("v5e:2x2"))[:1])
+        with program.scope():
+            compiled = program.trace_step(batch_shapes(program)).lower().compile()
+        is_copied = "bf16[4,512,2048]" in compiled.as_text()
+        print(int(is_copied), compiled.memory_analysis().temp_size_in_bytes)
+"""
+
+
+@pytest.mark.aot
+def test_a_loop_over_blocks_has_no_copy_of_their_weights():
+    try:
+        variables = tpu_compiler.compiler_variables() | {"XLA_FLAGS": ""}
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_LOOP], env=os.environ | variables, check=True,
+        capture_output=True, text=True, cwd=pathlib.Path(__file__).parents[2],
+    )  # fmt: skip
+    rows = [[int(word) for word in line.split()] for line in done.stdout.splitlines()[-4:]]
+    copies = 4 * 2 * 512 * 2048 * 2  # bytes of four layers' matrices in bfloat16
+    for ours, other in (rows[:2], rows[2:]):
+        assert (ours[0], other[0]) == (0, 1)
+        assert other[1] - ours[1] > 0.9 * copies
+
+
 def test_the_child_alone_sees_the_compiler(tmp_path, monkeypatch):
     (tmp_path / "libtpu").mkdir()
     monkeypatch.setenv(tpu_compiler.FOLDER_VARIABLE, str(tmp_path))
