@@ -2,10 +2,14 @@
 """Bytes of a device: the state's exactly, activations within a factor of compiled programs."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import jax
 import pytest
 
+from pallas_kernels.aot import tpu_compiler
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
 from switchx.partitioning.mesh import MeshSpec
@@ -15,6 +19,7 @@ from switchx.planner.memory import in_flight, memory_use, state_bytes, updated_b
 from switchx.training.program import TrainingProgram
 from switchx.training.workload import workload_of
 from tests.planner.workloads import DENSE, SPARSE, SWITCH, make_workload
+from tests.processes import ROOT
 from tests.training.jobs import make_job
 
 
@@ -77,6 +82,65 @@ def test_temporaries_are_those_of_a_compiled_step(remat):
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     use = memory_use(workload_of(job), Layout())
     assert (use.total - use.state) / temporaries == pytest.approx(1.0, abs=0.34)
+
+
+ON_A_TPU = """
+import dataclasses, pathlib, sys
+from switchx.models.config import ModelConfig, Precision, SwitchConfig
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.topology import Topology
+from switchx.planner.layout import Layout
+from switchx.planner.memory import memory_use
+from switchx.training.aot import batch_shapes
+from switchx.training.aot_devices import describe_devices
+from switchx.training.distillation import Distillation
+from switchx.training.distilled_program import DistilledProgram
+from switchx.training.program import TrainingProgram
+from switchx.training.workload import workload_of
+from tests.training.jobs import make_job
+from tests.training.saved_runs import save_run
+
+dense = ModelConfig(
+    "decoder_only", 4096, 512, 2048, 4, 128, 6, activation="geglu", scan_layers=True,
+    precision=Precision(compute="bfloat16"),
+)
+switch = SwitchConfig(8, every=2, capacity_factor=1.25, group_size=512)
+student = dataclasses.replace(dense, num_decoder_layers=2, scan_layers=False)
+teacher = dataclasses.replace(dense, num_decoder_layers=4, scan_layers=False)
+run = save_run(pathlib.Path(sys.argv[1]), teacher)
+for name, model, settings in (
+    ("sparse", dataclasses.replace(dense, switch=switch), None),
+    ("remat", dataclasses.replace(dense, switch=switch, remat="full"), None),
+    ("taught", student, Distillation(str(run), starts_from_teacher=False)),
+):
+    job = make_job(
+        model, mesh=MeshSpec(data=1), batch_size=4, inputs_length=256, targets_length=256,
+        distillation=settings,
+    )
+    made = TrainingProgram if settings is None else DistilledProgram
+    program = made(job, describe_devices(Topology.parse("v5e:2x2"))[:1])
+    with program.scope():
+        compiled = program.trace_step(batch_shapes(program)).lower().compile()
+    memory, use = compiled.memory_analysis(), memory_use(workload_of(job), Layout())
+    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    print(name, use.total / needed)
+"""
+
+
+@pytest.mark.aot
+def test_memory_is_that_of_a_step_compiled_for_a_tpu(tmp_path):
+    """What the planner is asked is whether a step fits: arguments and temporaries together."""
+    try:
+        variables = tpu_compiler.compiler_variables() | {"XLA_FLAGS": ""}
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    done = subprocess.run(
+        [sys.executable, "-c", ON_A_TPU, str(tmp_path / "run")], env=os.environ | variables,
+        capture_output=True, text=True, check=True, cwd=ROOT,
+    )  # fmt: skip
+    for line in done.stdout.splitlines()[-3:]:
+        name, ratio = line.split()
+        assert float(ratio) == pytest.approx(1.0, abs=0.2), name
 
 
 def test_remat_keeps_less():
