@@ -260,8 +260,9 @@ def _machines(devices: Sequence) -> list[list]:
 _OPTION = re.compile(r"xla_\w+=\S+")
 
 
-# With it a loop over blocks reads a copy of all their weights in the products' dtype: half of
-# the parameters' bytes more, from the forward pass to the end of the backward pass.
+# Of programs that gather no weights. With it a loop over blocks reads a copy of all their
+# weights in the products' dtype: half of the parameters' bytes more, from the forward pass to
+# the end of the backward pass. Where weights are gathered it halves what travels.
 DEFAULT_OPTIONS = {"tpu": {"xla_jf_bf16_propagation": "False"}}
 
 
@@ -272,7 +273,7 @@ class CompilerOptions:
     They travel with each program that is compiled, so that nothing in the environment has to be
     set before JAX starts, and XLA refuses a name that it does not know. Options of other
     platforms than the mesh's are not used. configs/xla/overlap.gin says what they do.
-    `DEFAULT_OPTIONS` hold where a job does not set them.
+    `DEFAULT_OPTIONS` hold where a job does not set them and no weights are gathered.
 
     Attributes:
         gpu, tpu: of the platform. Truth values are `True` and `False`.
@@ -306,15 +307,19 @@ class CompilerOptions:
             f"CompilerOptions.not_on has {', '.join(unknown)}, which neither gpu nor tpu sets",
         )
 
-    def of(self, platform: str, device_kind: str = "") -> dict[str, str]:
+    def of(
+        self, platform: str, device_kind: str = "", *, gathers_weights: bool = False
+    ) -> dict[str, str]:
         """What `jax.jit(compiler_options=...)` takes on a platform; nothing on others.
 
         Args:
             device_kind: as `jax.Device.device_kind` names it.
+            gathers_weights: whether devices keep slices of weights (`fsdp`).
         """
         platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
         options = {"gpu": self.gpu, "tpu": self.tpu}.get(platform, ())
         found = dict(each.partition("=")[::2] for each in options)
-        found = DEFAULT_OPTIONS.get(platform, {}) | found
+        if not gathers_weights:
+            found = DEFAULT_OPTIONS.get(platform, {}) | found
         refused = [name for kind, name in self.not_on if kind == device_kind]
         return {name: value for name, value in found.items() if name not in refused}

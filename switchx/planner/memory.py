@@ -43,7 +43,7 @@ class MemoryUse:
         activations: kept from forward to backward, of all microbatches in flight.
         working: the block that is computed, with its Switch layer's buffers.
         logits: those of the tokens that the loss takes at a time, and their gradient.
-        gathered: whole parameters, where devices keep slices.
+        gathered: whole parameters, where devices keep slices, and what is gathered of them.
         slots: experts that are elsewhere (storage_tiers.py), while they are here.
         teacher: of a teacher beside the model: its parameters, its logits, and what a block
             of its forward pass takes beyond `working`.
@@ -101,7 +101,7 @@ def memory_use(workload: Workload, layout: Layout) -> MemoryUse:
         # Values and their gradients.
         working=2 * working,
         logits=LOGIT_COPIES * LOGIT_BYTES * logits,
-        gathered=_gathered(workload, layout),
+        gathered=_gathered(workload, layout) + _rounded(workload, layout),
         teacher=_teacher(workload, layout, 2 * working),
     )
 
@@ -247,3 +247,22 @@ def _gathered(workload: Workload, layout: Layout) -> float:
         return total
     # The largest array, the one that is gathered ahead, and its gradient.
     return min(total, 3 * largest)
+
+
+def _rounded(workload: Workload, layout: Layout) -> float:
+    """Bytes of the copies in the products' dtype that a loop over blocks has of their slices.
+
+    The compiler makes them of all blocks at once; that copies travel and not parameters is why
+    it may (`DEFAULT_OPTIONS` of partitioning/mesh.py).
+    """
+    tables = ("params", "expert_params")
+    has_slices = any(layout.rules.axes("D", layout, table=table) for table in tables)
+    if not (workload.model.scan_layers and has_slices):
+        return 0.0
+    return sum(
+        _local_bytes(array, layout) * workload.activation_bytes / array.itemsize
+        for array in workload.state
+        if array.kind == "params"
+        and array.is_in_blocks
+        and array.itemsize > workload.activation_bytes
+    )

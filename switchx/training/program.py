@@ -90,8 +90,14 @@ class TrainingProgram:
         self.shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         rows_sharding = PartitionSpec(batch_axes(self.mesh, job.mesh.rules))
         self.batch_sharding = NamedSharding(self.mesh, rows_sharding)
-        kind = device_kind_of(self.mesh)
-        self.compiler_options = job.compiler.of(platform_of(self.mesh), kind)
+        rules, kind = job.mesh.rules, device_kind_of(self.mesh)
+        self.compiler_options = job.compiler.of(
+            platform_of(self.mesh),
+            kind,
+            gathers_weights=any(
+                rules.axes("D", self.mesh, table=table) for table in ("params", "expert_params")
+            ),
+        )
         self.slot_tables = self._initial_slot_tables()
         self.train_step, self.eval_step = self._steps()
 

@@ -368,6 +368,7 @@ def test_a_job_has_the_last_word_on_what_all_have():
     assert CompilerOptions().of("tpu") == {name: value}
     assert CompilerOptions(tpu=(f"{name}=True",)).of("tpu") == {name: "True"} != value
     assert CompilerOptions(not_on=(("TPU v9", name),)).of("tpu", "TPU v9") == {}
+    assert CompilerOptions().of("tpu", gathers_weights=True) == {}
 
 
 def test_each_option_is_explained():
