@@ -135,6 +135,10 @@ class Rules:
         axes = dict(getattr(self, table)).get(letter, ())
         return tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
 
+    def has_slices_of_weights(self, mesh) -> bool:
+        """Whether devices keep slices of D, so that weights are gathered for their use."""
+        return any(self.axes("D", mesh, table=table) for table in ("params", "expert_params"))
+
     def spec(self, dims: str, shape, mesh, *, table: str) -> PartitionSpec:
         """The partition of an array with some dimensions over `mesh`.
 

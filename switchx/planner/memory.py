@@ -255,9 +255,7 @@ def _rounded(workload: Workload, layout: Layout) -> float:
     The compiler makes them of all blocks at once; that copies travel and not parameters is why
     it may (`DEFAULT_OPTIONS` of partitioning/mesh.py).
     """
-    tables = ("params", "expert_params")
-    has_slices = any(layout.rules.axes("D", layout, table=table) for table in tables)
-    if not (workload.model.scan_layers and has_slices):
+    if not (workload.model.scan_layers and layout.rules.has_slices_of_weights(layout)):
         return 0.0
     return sum(
         _local_bytes(array, layout) * workload.activation_bytes / array.itemsize

@@ -94,9 +94,7 @@ class TrainingProgram:
         self.compiler_options = job.compiler.of(
             platform_of(self.mesh),
             kind,
-            gathers_weights=any(
-                rules.axes("D", self.mesh, table=table) for table in ("params", "expert_params")
-            ),
+            gathers_weights=rules.has_slices_of_weights(self.mesh),
         )
         self.slot_tables = self._initial_slot_tables()
         self.train_step, self.eval_step = self._steps()
