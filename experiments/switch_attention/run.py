@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts in the FFN, in the attention, in both; those in the attention in bfloat16, too.
+"""Experts in the FFN, in the attention, in both; in float32 and in bfloat16.
 
 make experiments EXPERIMENT=switch_attention DATA=FOLDER
 """
@@ -18,7 +18,7 @@ COMPARISON = Comparison(
         *(Contender(f"{w} float32", (f"SwitchConfig.sublayers='{w}'",)) for w in _WHERE),
         *(
             Contender(f"{w} bfloat16", (f"SwitchConfig.sublayers='{w}'", *_SELECTIVE))
-            for w in _WHERE[1:]
+            for w in _WHERE
         ),
     ),
     steps=250,
@@ -41,7 +41,7 @@ def verdict(trained: Trained) -> dict:
         word = "not reproduced"
     said = ", ".join(f"{a} over {b} {gain.mean:+.3f}" for (a, b), gain in gains.items())
     lower = []
-    for where in _WHERE[1:]:
+    for where in _WHERE:
         name = f"{where} bfloat16"
         gain = trained.gain(name, f"{where} float32")
         lower.append(
