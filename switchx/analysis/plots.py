@@ -12,7 +12,7 @@ Dims: N Switch layers, E experts; of a schedule T ticks, P stages, S lanes (its 
 import dataclasses
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import matplotlib
 import numpy as np
@@ -43,7 +43,6 @@ MAX_COLUMNS = 4
 MAX_NUMBERED_ROWS = 12
 # Loads from here on look alike.
 LOAD_LIMIT = 4.0
-DASHES = ("-", (0, (5, 1.5)), (0, (2, 1)), (0, (6, 1.5, 1, 1.5)))
 
 
 def load_figure(steps: np.ndarray, even_load: np.ndarray, layers: Sequence[str]) -> Figure:
@@ -120,63 +119,6 @@ def course_figure(
     for axis in grid[-1]:
         axis.set_xlabel("step")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    return figure
-
-
-def curves_figure(
-    curves: Mapping[str, Sequence[Mapping[int, float]]], x: str, y: str
-) -> Figure:
-    """One number of several runs by step: the mean over seeds, and a band from least to most.
-
-    Later names are darker; dashes tell apart what grey does not.
-
-    Args:
-        curves: by name, one `{step: number}` a seed, of the same steps.
-        x, y: labels of the axes.
-    """
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(6.4, 3.8))
-        axis = figure.subplots()
-    ends = []
-    for i, (name, seeds) in enumerate(curves.items()):
-        steps = sorted(seeds[0])
-        values_SN = np.array([[seed[step] for step in steps] for seed in seeds])
-        shade = COLOURS(0.35 + 0.65 * (i + 1) / len(curves))
-        mean_N = values_SN.mean(0)
-        axis.plot(steps, mean_N, color=shade, linestyle=DASHES[i % len(DASHES)], label=name)
-        low_N, high_N = values_SN.min(0), values_SN.max(0)
-        axis.fill_between(steps, low_N, high_N, color=shade, alpha=0.15, linewidth=0)
-        ends.append(mean_N[len(steps) // 4 :])
-    # The first quarter of training would leave no room for what tells the runs apart.
-    shown = np.concatenate(ends)
-    low, high = float(shown.min()), float(shown.max())
-    room = 0.06 * (high - low) or 1.0
-    axis.set_ylim(low - room, high + room)
-    axis.set_xlabel(x)
-    axis.set_ylabel(y)
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    axis.legend(frameon=False, fontsize=8)
-    return figure
-
-
-def intervals_figure(intervals: Mapping[str, Mapping[str, float]], x: str) -> Figure:
-    """Differences, a row each: a dot at `mean`, a bar from `low` to `high`, a line at 0.
-
-    A dot is filled where the interval leaves out 0.
-    """
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(6.4, 1.0 + 0.3 * len(intervals)))
-        axis = figure.subplots()
-    dark = COLOURS(0.9)
-    for row, each in enumerate(intervals.values()):
-        is_known = each["low"] > 0 or each["high"] < 0
-        axis.plot([each["low"], each["high"]], [row, row], color=dark, linewidth=1.5)
-        face = dark if is_known else "white"
-        axis.plot(each["mean"], row, "o", color=dark, markerfacecolor=face, markersize=6)
-    axis.axvline(0, color="0.4", linestyle=":", linewidth=1)
-    axis.set_yticks(range(len(intervals)), list(intervals))
-    axis.set_ylim(len(intervals) - 0.5, -0.5)
-    axis.set_xlabel(x)
     return figure
 
 
@@ -314,11 +256,21 @@ def _limits(course: Course) -> tuple[float, float]:
 
 
 def _label_ends(axis, ends) -> None:
-    """Block numbers behind the ends of the graphs, moved apart where they would overlap."""
+    """Block numbers behind the ends of the graphs."""
     if len(ends) > 4:  # the order is in the shades; first and last say which way
         ends = [ends[0], ends[-1]]
+    name_ends(axis, ends, least_gap=0.13)
+
+
+def name_ends(axis, ends, least_gap: float) -> None:
+    """Names behind the ends of graphs, moved apart where they would overlap.
+
+    Args:
+        ends: (last value, name, colour) each.
+        least_gap: between two names, of the axis' height.
+    """
     low, high = axis.get_ylim()
-    gap = 0.13 * (high - low)
+    gap = least_gap * (high - low)
     ends = sorted(ends, key=lambda end: end[0])
     places = [value for value, _, _ in ends]
     for _ in range(50):

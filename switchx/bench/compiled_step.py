@@ -31,7 +31,10 @@ ROWS = {"v5e": 4, "v5p": 16}
 LENGTH, NUM_EXPERTS = 512, 8
 
 
-def step_row(topology: Topology, num_layers: int = 12) -> dict:
+BFLOAT16 = Precision(compute="bfloat16")
+
+
+def step_row(topology: Topology, num_layers: int = 12, precision: Precision = BFLOAT16) -> dict:
     """The step compiled and counted, in a process that has the compiler.
 
     Args:
@@ -42,7 +45,7 @@ def step_row(topology: Topology, num_layers: int = 12) -> dict:
         "encoder_decoder", vocab_size=32128, d_model=768, d_ff=2048, num_heads=12, d_head=64,
         num_encoder_layers=num_layers, num_decoder_layers=num_layers, activation="geglu",
         tie_embeddings=True, scan_layers=True, switch=switch,
-        precision=Precision(compute="bfloat16"),
+        precision=precision,
     )  # fmt: skip
     job = small_job(model, MeshSpec(data=1), ROWS[topology.kind], LENGTH, optimizer=Adafactor())
     program = TrainingProgram(job, describe_devices(topology)[:1])
@@ -93,4 +96,5 @@ def product_bytes(jaxpr) -> int:
 
 
 if __name__ == "__main__":
-    print(json.dumps([step_row(Topology.parse(sys.argv[1]))]))
+    settings = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {"compute": "bfloat16"}
+    print(json.dumps([step_row(Topology.parse(sys.argv[1]), precision=Precision(**settings))]))

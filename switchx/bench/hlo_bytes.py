@@ -18,6 +18,7 @@ longer.
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Iterable, Sequence
 
@@ -52,6 +53,10 @@ _HLO_DTYPES = {
     "bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32", "int8": "s8",
     "int4": "s4", "uint8": "u8", "uint32": "u32", "bool": "pred", "float8_e4m3fn": "f8e4m3fn",
 }  # fmt: skip
+
+
+# A kernel of XLA's own on TPUs: the softmax of float32 scores times the values.
+ONLINE_SOFTMAX = "online-softmax"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,6 +251,10 @@ class _Counter:
         return max(num_bytes / self._rates.bytes_per_s, flops / self._rates.flops_per_s)
 
     def _of_pallas(self, each: _Instruction, operands: list[_Array]) -> tuple[int, int]:
+        if each.name.startswith(ONLINE_SOFTMAX):
+            scores, values = operands
+            flops = 2 * math.prod(scores.shape) * values.shape[-1]
+            return sum(array.moved for array in (*operands, *each.results)), flops
         key = tuple(a.key for a in operands), tuple(a.key for a in each.results)
         if key not in self._launches:
             raise ValueError(

@@ -6,6 +6,8 @@ import itertools
 import json
 import operator
 import os
+import pathlib
+import re
 from typing import Any
 
 import jax
@@ -78,14 +80,24 @@ class Report:
 
 
 def environment() -> dict[str, Any]:
-    """Device, cores, JAX and commit of a measurement, and glibc's tunables, which change it."""
+    """Device, processor, cores, JAX and commit of a measurement, and glibc's tunables, which
+    change it."""
     return {
         "device": jax.devices()[0].device_kind,
+        "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "jax": jax.__version__,
         "commit": git_commit(),
         "glibc_tunables": os.environ.get("GLIBC_TUNABLES"),
     }
+
+
+def _processor() -> str | None:
+    """The host's, as Linux names it; None where it does not."""
+    file = pathlib.Path("/proc/cpuinfo")
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    names = re.findall(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    return names[0] if names else None
 
 
 def _shown(value) -> str:

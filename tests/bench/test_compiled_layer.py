@@ -120,6 +120,20 @@ def test_a_kernel_that_was_not_recorded_is_an_error():
         moved_bytes(HLO, [], [])
 
 
+def test_xlas_own_softmax_is_counted():
+    """Scores [2, 8, 8] and values [2, 8, 4], float32; the product has 2 m n k operations."""
+    scores, values = "f32[2,8,8]{2,1,0}", "f32[2,8,4]{2,1,0}"
+    program = (
+        f"HloModule m\n\nENTRY %main (a: f32[2,8,8], b: f32[2,8,4]) -> f32[2,8,4] {{\n"
+        f"  %a = {scores} parameter(0)\n  %b = {values} parameter(1)\n"
+        f"  ROOT %online-softmax.1 = {values} custom-call(%a, %b), "
+        'custom_call_target="tpu_custom_call"\n}\n'
+    )
+    moved = moved_bytes(program)
+    assert moved.pallas_bytes == 4 * (2 * 8 * 8 + 2 * 2 * 8 * 4)
+    assert moved.pallas_flops == 2 * 2 * 8 * 8 * 4
+
+
 def test_a_loop_without_a_count_is_an_error():
     with pytest.raises(ValueError, match="no known trip count"):
         moved_bytes(HLO.replace("known_trip", "other"), [PALLAS], [1])

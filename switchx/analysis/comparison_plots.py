@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plots of runs that are compared: curves by step, one number by size, differences.
+
+In the style of `plots.py`: later runs are darker, and dashes and names at the ends tell apart
+what grey does not.
+
+Dims: S seeds, N steps
+"""
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from switchx.analysis.plots import COLOURS, STYLE, name_ends
+
+DASHES = ("-", (0, (5, 1.5)), (0, (2, 1)), (0, (6, 1.5, 1, 1.5)))
+
+
+def curves_figure(
+    curves: Mapping[str, Sequence[Mapping[int, float]]], x: str, y: str
+) -> Figure:
+    """One number of several runs by step: the mean over seeds, and a band from least to most.
+
+    Later names are darker; dashes, and names at the ends, tell apart what grey does not.
+
+    Args:
+        curves: by name, one `{step: number}` a seed, of the same steps.
+        x, y: labels of the axes.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(6.4, 3.8))
+        axis = figure.subplots()
+    shown, ends = [], []
+    for i, (name, seeds) in enumerate(curves.items()):
+        steps = sorted(seeds[0])
+        values_SN = np.array([[seed[step] for step in steps] for seed in seeds])
+        shade = COLOURS(0.35 + 0.65 * (i + 1) / len(curves))
+        mean_N = values_SN.mean(0)
+        axis.plot(steps, mean_N, color=shade, linestyle=DASHES[i % len(DASHES)])
+        low_N, high_N = values_SN.min(0), values_SN.max(0)
+        axis.fill_between(steps, low_N, high_N, color=shade, alpha=0.15, linewidth=0)
+        shown.append(mean_N[len(steps) // 4 :])
+        ends.append((float(mean_N[-1]), name, shade))
+    # The first quarter of training would leave no room for what tells the runs apart.
+    every = np.concatenate(shown)
+    low, high = float(every.min()), float(every.max())
+    room = 0.06 * (high - low) or 1.0
+    axis.set_ylim(low - room, high + room)
+    axis.set_xlim(0, steps[-1])
+    name_ends(axis, ends, least_gap=0.055)
+    axis.set_xlabel(x)
+    axis.set_ylabel(y)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    return figure
+
+
+def sizes_figure(
+    values: Mapping[int, Sequence[float]], levels: Mapping[str, float], x: str, y: str
+) -> Figure:
+    """One number by size, sizes by powers of two: a dot a seed, a line through their means.
+
+    Args:
+        values: by size, one a seed.
+        levels: horizontal lines with their names, of what has no such size.
+        x, y: labels of the axes.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(6.4, 3.8))
+        axis = figure.subplots()
+    dark, light = COLOURS(0.9), COLOURS(0.5)
+    for size, seeds in values.items():
+        axis.plot([size] * len(seeds), seeds, "o", color=light, markersize=4)
+    axis.plot(list(values), [np.mean(seeds) for seeds in values.values()], "-", color=dark)
+    for i, (name, level) in enumerate(levels.items()):
+        axis.axhline(level, color="0.4", linestyle=DASHES[1 + i % 3], linewidth=1)
+        axis.annotate(
+            name, (1.0, level), xycoords=("axes fraction", "data"), xytext=(0, 3),
+            textcoords="offset points", ha="right", fontsize=8, color="0.3",
+        )  # fmt: skip
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(list(values), [str(size) for size in values])
+    axis.set_xlabel(x)
+    axis.set_ylabel(y)
+    return figure
+
+
+def intervals_figure(intervals: Mapping[str, Mapping[str, float]], x: str) -> Figure:
+    """Differences, a row each: a dot at `mean`, a bar from `low` to `high`, a line at 0.
+
+    A dot is filled where the interval leaves out 0.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(6.4, 1.0 + 0.3 * len(intervals)))
+        axis = figure.subplots()
+    dark = COLOURS(0.9)
+    for row, each in enumerate(intervals.values()):
+        is_known = each["low"] > 0 or each["high"] < 0
+        axis.plot([each["low"], each["high"]], [row, row], color=dark, linewidth=1.5)
+        face = dark if is_known else "white"
+        axis.plot(each["mean"], row, "o", color=dark, markerfacecolor=face, markersize=6)
+    axis.axvline(0, color="0.4", linestyle=":", linewidth=1)
+    axis.set_yticks(range(len(intervals)), list(intervals))
+    axis.set_ylim(len(intervals) - 0.5, -0.5)
+    axis.set_xlabel(x)
+    return figure
