@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from experiments.pages import publish_page
 from experiments.study import (
     ROOT,
     Cells,
@@ -112,6 +112,13 @@ class Trained:
         pairs = zip(self.final(name), self.final(over), strict=True)
         return bootstrap([mine - other for mine, other in pairs])
 
+    def quality_at(self, name: str, step: float) -> float:
+        """Between evaluations, the mean over seeds."""
+        return statistics.mean(
+            float(np.interp(step, sorted(curve), [curve[s] for s in sorted(curve)]))
+            for curve in self.curves[name]
+        )
+
     def speedup_in_steps(self, name: str, over: str) -> float:
         """Steps of `over` divided by those after which `name` has its final quality."""
         gains = []
@@ -176,8 +183,6 @@ def run_comparison(
             for name, curves in trained.curves.items()
         },
     )
-    if not study.is_quick:
-        publish_page(study.folder)
     return results
 
 

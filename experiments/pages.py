@@ -6,31 +6,23 @@ make experiments
 
 import json
 import pathlib
+import statistics
 from collections.abc import Iterable
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.study import ROOT
-from switchx.analysis.plots import curves_figure, intervals_figure, write_svg
+from switchx.analysis.comparison_plots import curves_figure, intervals_figure, sizes_figure
+from switchx.analysis.plots import write_svg
 
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 HERE = ROOT / "experiments"
 BEGIN, END = "<!-- made of results.json -->", "<!-- end -->"
 NOT_RUN = "Not run."
-PICTURE = "effects.svg"
-# Of a full run on two quiet cores: cells, by steps, by the 0.45 s (dense) to 0.9 s (64 experts)
-# of a step of 8,192 tokens; 70 s a run of fine-tuning.
-EXPECTED_HOURS = {
-    "capacity_factor": 1.6, "distillation": 1.4, "elastic_tasks": 0.1, "elephants": 2.0,
-    "expert_dropout": 0.7, "expert_offload": 0.2, "exploration": 0.8, "fewer_experts": 0.5,
-    "fine_tuning": 1.6, "initialization": 0.6, "magic_numbers": 0.2, "multilingual": 0.9,
-    "no_token_left_behind": 0.8,
-    "pipeline_convergence": 0.8, "planner_vs_papers": 0.1, "pretraining": 0.8,
-    "quantization": 0.1, "routers": 1.4, "routing_statistics": 0.2, "selective_precision": 1.0,
-    "switch_attention": 1.1, "switch_vs_dense": 1.5, "upcycling": 0.5,
-}  # fmt: skip
-# Folders with a form of their own: notebooks, the papers' tables, translation.
-OWN_PAGES = ("elephants", "first_steps", "planner_vs_papers")
+PICTURE = "experts.svg"
+# A folder that claims nothing.
+NOTEBOOK = "first_steps"
+EFFECT = "effect (95%, where an interval is given)"
 
 
 def folders() -> list[pathlib.Path]:
@@ -44,50 +36,50 @@ def read_results(folder: pathlib.Path) -> dict[str, Any] | None:
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
-def summary_of(folder: pathlib.Path) -> dict[str, Any] | None:
-    """`verdict`, `because`, `effect`, `effect_of` and `wall_seconds`; None where nothing is
-    claimed or nothing was run."""
-    results = read_results(folder)
-    return results and results.get("summary", results)
-
-
 def overview() -> str:
     """One table of all: question, verdict, effect, hours; their sum; the picture."""
-    rows, spent, expected = [], 0.0, 0.0
+    rows = []
     for folder in folders():
-        question = (
-            (folder / "README.md").read_text(encoding="utf-8").splitlines()[0].strip("# ")
-        )
-        row = {"experiment": f"[{folder.name}]({folder.name}/README.md)", "question": question}
-        found = summary_of(folder)
+        page = (folder / "README.md").read_text(encoding="utf-8")
+        row = {
+            "experiment": f"[{folder.name}]({folder.name}/README.md)",
+            "question": page.splitlines()[0].strip("# "),
+        }
+        found = read_results(folder)
         if found is not None:
             hours = found["wall_seconds"] / 3600
             effect = f"{shown(found['effect'])}, {found['effect_of']}"
-            row |= {"verdict": found["verdict"], "effect, 95%": effect, "hours": f"{hours:.1f}"}
-            spent += hours
-        elif folder.name in EXPECTED_HOURS:
-            expected += EXPECTED_HOURS[folder.name]
-            of_row = f"{EXPECTED_HOURS[folder.name]:.1f} expected"
-            row |= {"verdict": "not run", "effect, 95%": None, "hours": of_row}
+            row |= {"verdict": found["verdict"], EFFECT: effect, "hours": f"{hours:.1f}"}
         else:
-            row |= {"verdict": "a notebook: no claim", "effect, 95%": None, "hours": None}
+            word = "a notebook: no claim" if folder.name == NOTEBOOK else "not run"
+            row |= {"verdict": word, EFFECT: None, "hours": None}
         rows.append(row)
     text = (
-        f"{table(rows)}\n\nTime on two cores: {spent:.1f} hours of those that were run, most "
-        f"of them beside other work, and {expected:.1f} expected of the others; on quiet cores "
-        f"all are planned to take {sum(EXPECTED_HOURS.values()):.1f}."
+        f"{table(rows)}\n\nTime: {hours_of_all():.1f} hours on two cores; most experiments had "
+        "one of them, and another experiment the other."
     )
-    return f"{text}\n\n![effects in nats]({PICTURE})" if effects_in_nats() else text
+    return f"{text}\n\n![quality by number of experts]({PICTURE})" if experts() else text
 
 
-def effects_in_nats() -> dict[str, dict[str, float]]:
-    """Effects with their intervals of all that were run and are measured in nats a token."""
-    found = {folder.name.replace("_", " "): summary_of(folder) for folder in folders()}
-    return {
-        f"{name}: {each['effect_of'].partition(', nats')[0]}": each["effect"]
-        for name, each in found.items()
-        if each is not None and ", nats a token" in each["effect_of"]
+def hours_of_all() -> float:
+    """Of two cores: an experiment that had one of them counts half."""
+    every = [found for folder in folders() if (found := read_results(folder))]
+    return sum(e["wall_seconds"] * min(e["environment"]["cores"], 2) / 2 for e in every) / 3600
+
+
+def experts() -> tuple[dict[int, list[float]], dict[str, float]] | None:
+    """Of switch_vs_dense: quality after the last step, a seed each, by number of experts, and
+    the means of the dense models; None before it was run."""
+    results = read_results(HERE / "switch_vs_dense")
+    if results is None:
+        return None
+    final = {
+        name: [seed[str(results["steps"])] for seed in seeds]
+        for name, seeds in results["curves"].items()
     }
+    sizes = {int(n.split()[0]): each for n, each in final.items() if n.endswith("experts")}
+    means = {n: statistics.mean(each) for n, each in final.items() if n.startswith("dense")}
+    return sizes, means
 
 
 def publish_page(folder: pathlib.Path) -> None:
@@ -102,8 +94,9 @@ def publish_page(folder: pathlib.Path) -> None:
 
 def publish_overview() -> None:
     """The table of all and its picture."""
-    if effects := effects_in_nats():
-        write_svg(intervals_figure(effects, "nats a token"), HERE / PICTURE)
+    if found := experts():
+        labels = "experts, equal FLOPs a token", "validation negative log perplexity"
+        write_svg(sizes_figure(*found, *labels), HERE / PICTURE)
     write_page(HERE, overview())
 
 
@@ -127,9 +120,18 @@ def page(results: dict[str, Any]) -> str:
         parts.append("\n\n".join([each["title"]] * bool(each["title"]) + [table(each["rows"])]))
     if figure_of(results) is not None:
         parts.append("![what was found](figure.svg)")
-    seeds = len(results["seeds"])
-    parts.append(f"{seeds} seed{'s' * (seeds != 1)}. {provenance(results)}")
+    parts.append(f"{seeds_of(results)}{provenance(results)}")
     return "\n\n".join(parts)
+
+
+def seeds_of(results: dict[str, Any]) -> str:
+    """How many; of tables that say it row by row, the fewest and the most."""
+    rows = [row for each in results["tables"] for row in each["rows"]]
+    most = len(results["seeds"])
+    least = min((row["seeds"] for row in rows if "seeds" in row), default=most)
+    if not most:
+        return ""
+    return f"{least} to {most} seeds. " if least < most else f"{most} seed{'s' * (most > 1)}. "
 
 
 def write_page(folder: pathlib.Path, page: str) -> None:
@@ -150,7 +152,9 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
 
 def shown(value: Any) -> str:
     """A value of results.json on a page."""
-    if isinstance(value, dict):  # an Interval
+    if isinstance(value, dict):  # an Interval; of one value it has no width
+        if value["low"] == value["high"]:
+            return f"{value['mean']:+.3f}"
         return f"{value['mean']:+.3f} ({value['low']:+.3f} to {value['high']:+.3f})"
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
@@ -160,15 +164,20 @@ def shown(value: Any) -> str:
 def provenance(results: dict[str, Any]) -> str:
     """A line that says where and when results come from."""
     where, hours = results["environment"], results["wall_seconds"] / 3600
+    commit, _, is_dirty = where["commit"].partition("-")
+    commit = commit[:12] + " with changes" * bool(is_dirty)
+    if "pretraining" in results:
+        commit += f", from pretraining of {results['pretraining'][:12]}"
+    cores = f"{where['cores']} core{'s' * (where['cores'] != 1)}"
     return (
-        f"Run on {results['date']}, {where['device']}, {where['cores']} cores, JAX "
-        f"{where['jax']}, commit {where['commit'][:12]}; {hours:.1f} hours in all."
+        f"Run on {results['date']}, {where.get('processor') or where['device']}, {cores}, JAX "
+        f"{where['jax']}, commit {commit}; {hours:.1f} hours in all."
     )
 
 
 def main() -> None:
     for folder in folders():
-        if folder.name in OWN_PAGES:
+        if folder.name == NOTEBOOK:
             continue
         if read_results(folder) is None:
             write_page(folder, NOT_RUN)

@@ -18,16 +18,16 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from experiments.pages import ROOT, publish_page
 from switchx.bench.report import environment
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.manifest import git_commit
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 HASHES = ROOT / "experiments/data.json"
 VERDICTS = ("reproduced", "not reproduced", "undecided", "reported")
 # Over the bindings of a quick run: two small steps, an evaluation before and one after them.
@@ -57,6 +57,15 @@ def bootstrap(values: Sequence[float], samples: int = 10_000) -> Interval:
     drawn = np.random.default_rng(0).integers(0, len(values_S), (samples, len(values_S)))
     low, high = np.percentile(values_S[drawn].mean(1), (2.5, 97.5))
     return Interval(float(values_S.mean()), float(low), float(high))
+
+
+def word_of(gains: Iterable[Interval]) -> str:
+    """`reproduced` where every interval is above 0, `not reproduced` where one is below it;
+    otherwise `undecided`."""
+    gains = list(gains)
+    if any(gain.high < 0 for gain in gains):
+        return "not reproduced"
+    return "reproduced" if all(gain.low > 0 for gain in gains) else "undecided"
 
 
 class Cells:
@@ -126,6 +135,12 @@ class Study:
         return self.output.absolute() / (self.name + "_quick" * self.is_quick)
 
     @property
+    def is_published(self) -> bool:
+        """Whether results go into the checkout: those of a whole run on the files that
+        `data.json` knows."""
+        return not (self.is_quick or self.takes_other_data)
+
+    @property
     def quick_bindings(self) -> tuple[str, ...]:
         """Over the bindings of a run, where it is a quick one."""
         return QUICK * self.is_quick
@@ -144,13 +159,27 @@ class Study:
         begun = json.loads(file.read_text())
         if begun["code"] != code:
             commit, _, is_dirty = begun["commit"].partition("-")
-            go_on = "" if is_dirty else f"go on with `git checkout {commit}`, "
+            go_on = "" if is_dirty else f"go on with `git checkout {commit}`, or "
             raise ValueError(
                 f"{self.runs} was begun by commit {begun['commit']} and this is "
-                f"{now['commit']}, whose code is another one; {go_on}begin anew with "
-                f"--output=OTHER, or remove {file} to have results of both in one table"
+                f"{now['commit']}, whose code is another one; {go_on}begin anew: "
+                f"{self.again(output='OTHER')}"
             )
         return found
+
+    def again(self, name: str | None = None, **changes: str) -> str:
+        """The command of this experiment, or of another one, as a user types it.
+
+        Args:
+            changes: `data` or `output`, in place of what this one has.
+        """
+        data = changes.get("data", self.data or "FOLDER")
+        output = changes.get("output", self.output)
+        quick, other = " QUICK=1" * self.is_quick, " ARGS=--other_data" * self.takes_other_data
+        return (
+            f"`make experiments EXPERIMENT={name or self.name} DATA={data} "
+            f"OUTPUT={output}{quick}{other}`"
+        )
 
     def files(self, *patterns: str) -> dict[str, pathlib.Path]:
         """Data files by their names below the data folder, as sorted, each checked.
@@ -159,7 +188,8 @@ class Study:
             patterns: of names, such as `openstax/*.txt.gz`.
 
         Raises:
-            ValueError: no folder is given, files are missing or have other hashes.
+            ValueError: no folder is given, files are missing or have other hashes, or others
+                than those that this experiment was begun with.
         """
         known = json.loads(HASHES.read_text())
         wanted = [
@@ -168,7 +198,9 @@ class Study:
         if not wanted:
             raise ValueError(f"{HASHES.name} knows no file {' or '.join(patterns)}")
         if self.data is None:
-            raise ValueError(f"no data folder; give --data=FOLDER with {', '.join(patterns)}")
+            raise ValueError(
+                f"no data folder; give one with {', '.join(patterns)}: {self.again()}"
+            )
         found = {name: self.data.absolute() / name for name in sorted(wanted)}
         missing = [name for name, path in found.items() if not path.is_file()]
         if missing:
@@ -176,14 +208,30 @@ class Study:
                 f"{self.data} has no {', '.join(missing)}; experiments/README.md says where "
                 "each is to be had"
             )
-        changed = [name for name, path in found.items() if sha256(path) != known[name]]
+        hashes = {name: sha256(path) for name, path in found.items()}
+        changed = [name for name, of in hashes.items() if of != known[name]]
         if changed and not self.takes_other_data:
+            taken = dataclasses.replace(self, takes_other_data=True)
             raise ValueError(
                 f"of {self.data}, {', '.join(changed)} have other hashes than experiments/"
                 "data.json: results would not be comparable; get them as experiments/README.md "
-                "says, or give --other_data"
+                f"says, or have results of your own: {taken.again()}"
             )
+        self._begin_with(hashes)
         return found
+
+    def _begin_with(self, hashes: dict[str, str]) -> None:
+        """Notes what files this experiment reads; its runs are all of the same ones."""
+        file = self.runs / "data.json"
+        begun = json.loads(file.read_text()) if file.exists() else {}
+        changed = [name for name, of in hashes.items() if begun.get(name, of) != of]
+        if changed:
+            raise ValueError(
+                f"{self.runs} was begun with other files than {self.data} has: "
+                f"{', '.join(changed)}; begin anew: {self.again(output='OTHER')}"
+            )
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(begun | hashes, indent=1) + "\n")
 
     def train(
         self,
@@ -279,11 +327,14 @@ class Study:
         tail = log.read_text(errors="replace").splitlines()
         if status:
             said = "\n".join(tail[-5:])
-            raise SystemExit(f"{said}\n{log}: status {status}; the same command goes on")
+            go_on = "the same command goes on"
+            if status == 2:  # refused: as it is, it would be again
+                go_on = f"mend what it says, or begin anew: {self.again(output='OTHER')}"
+            raise SystemExit(f"{said}\n{log}: status {status}; {go_on}")
         return tail[-1]
 
     def publish(self, cells: Cells, files: dict[str, pathlib.Path], **found) -> dict[str, Any]:
-        """Writes results.json, of a quick run beside its runs, otherwise into the folder.
+        """Writes results.json and the page; beside the runs alone where not `is_published`.
 
         Args:
             found: what the experiment found; `verdict`, one of VERDICTS, `because`, a sentence,
@@ -298,13 +349,23 @@ class Study:
             "environment": environment(),
             "data": {name: sha256(path) for name, path in files.items()},
             "wall_seconds": round(cells.seconds),
+            **self._began_with(cells),
         } | {
             k: dataclasses.asdict(v) if isinstance(v, Interval) else v for k, v in found.items()
         }
-        target = (self.runs if self.is_quick else self.folder) / "results.json"
+        target = (self.folder if self.is_published else self.runs) / "results.json"
         target.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        if self.is_published:
+            publish_page(self.folder)
         print(f"{self.name}: {results['verdict']}; {results['because']} ({target})")
         return results
+
+    def _began_with(self, cells: Cells) -> dict[str, str]:
+        """The commit of the pretraining that any of the runs began with."""
+        if not any("<pretrained " in _key(line["cell"]) for line in cells.lines):
+            return {}
+        begun = dataclasses.replace(self, name="pretraining").runs / "begun.json"
+        return {"pretraining": json.loads(begun.read_text())["commit"]}
 
 
 def main(file: str, description: str, run: Callable[[Study], Any]) -> None:
@@ -337,15 +398,25 @@ def pretrained(study: Study, contender: str) -> RunFolder:
 
 
 def _pretraining(study: Study, contender: str) -> dict[str, Any]:
+    from experiments.pretraining.run import COMPARISON  # it is a study, too
+
     runs = dataclasses.replace(study, name="pretraining").runs
     name = run_name(contender, seed=0)
+    (asked,) = (each for each in COMPARISON.contenders if each.name == contender)
+    bindings = [*COMPARISON.bindings_of(asked, seed=0), *study.quick_bindings]
     for line in Cells(runs / "cells.jsonl").lines:
-        if line["cell"].get("run") == name:
-            return line["value"]
-    quick = " QUICK=1" * study.is_quick
+        if line["cell"].get("run") != name:
+            continue
+        if other := sorted(set(bindings) ^ set(line["cell"]["bindings"])):
+            raise ValueError(
+                f"{runs / name} was trained with another configuration ({', '.join(other)}); "
+                "make one that experiments/pretraining/run.py asks for: "
+                f"{study.again('pretraining', output='OTHER')}"
+            )
+        return line["value"]
     raise ValueError(
-        f"{runs / name} is not there or not finished; it is made by `make experiments "
-        f"EXPERIMENT=pretraining DATA=FOLDER OUTPUT={study.output}{quick}`"
+        f"{runs / name} is not there or not finished; it is made by "
+        f"{study.again('pretraining')}"
     )
 
 
@@ -378,11 +449,23 @@ def code_fingerprint(name: str) -> str:
     digest = hashlib.sha256()
     paths = [path for top in _CODE for path in sorted((ROOT / top).rglob("*"))]
     paths += sorted((ROOT / "experiments").glob("*.py"))
-    paths += sorted((ROOT / "experiments" / name).rglob("*"))
+    paths += [path for each in _with_imported(name) for path in sorted(each.rglob("*"))]
     for path in paths:
         if path.suffix in (".py", ".gin"):
             digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _with_imported(name: str) -> list[pathlib.Path]:
+    """An experiment's folder, and those of the experiments that its code imports."""
+    names = [name]
+    for each in names:  # grows
+        for file in sorted((ROOT / "experiments" / each).rglob("*.py")):
+            imported = re.findall(
+                r"^from experiments\.(\w+)(?:\.| import)", file.read_text(), re.M
+            )
+            names += [n for n in dict.fromkeys(imported) if n not in names]
+    return [folder for each in names if (folder := ROOT / "experiments" / each).is_dir()]
 
 
 def _key(cell: dict[str, Any]) -> str:

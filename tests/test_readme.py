@@ -193,8 +193,8 @@ TESTED_ELSEWHERE = {
         "tests/bench/test_elastic.py::test_losing_devices_changes_nothing"
     ),
     OWN: "tests/data/test_own_code.py::test_the_page_runs_as_printed",
-    "python experiments/planner_vs_papers/run.py --json": (
-        "tests/planner/test_papers.py::test_the_command_prints_and_writes_what_is_published"
+    "make experiments EXPERIMENT=planner_vs_papers": (
+        "tests/planner/test_papers.py::test_the_command_finds_what_is_published"
     ),
 }
 

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.pages import publish_page
 from experiments.study import Interval, Study, main
 from switchx.bench.step_cases import TASK, small_job
 from switchx.cli.arguments import simulate_devices
@@ -122,8 +121,6 @@ def run(study: Study) -> None:
         for name, each in found.items()
     ]
     study.publish(cells, {}, **verdict(found), seeds=[0], tables=[{"title": "", "rows": table}])
-    if not study.is_quick:
-        publish_page(study.folder)
 
 
 if __name__ == "__main__":

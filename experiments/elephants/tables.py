@@ -7,7 +7,6 @@ With --update they take the place of what stands between the markers in README.m
 """
 
 import argparse
-import json
 import pathlib
 
 from cells import HERE, RESULTS, read_results
@@ -15,10 +14,6 @@ from cells import HERE, RESULTS, read_results
 README = HERE / "README.md"
 BEGIN, END = "<!-- tables of results.json -->\n", "<!-- end of the tables -->\n"
 NOT_YET = "Not measured yet.\n"
-# Of the throughput table, each with one and two beams.
-BATCHES = (1, 8, 20, 32, 64, 96)
-# Of training and quality.py where no run.py has measured it.
-WALL_SECONDS = 64 * 60
 
 # Kim et al. 2022, Table 2: BLEU of int8 and int4 less that of float16. Its average is of ten
 # pairs, of which it names two.
@@ -140,43 +135,6 @@ def all_tables(results: dict) -> str:
     return "\n".join(parts)
 
 
-def summary(results: dict, wall_seconds: int | None = None) -> dict | None:
-    """What the table of all experiments says; None before BLEU is measured.
-
-    Undecided where batches of the paper's are missing. Reproduced (Table 2): on average over
-    the directions with two beams int8 loses nothing that its interval can show, and int4 loses
-    no more than half a point.
-
-    Args:
-        wall_seconds: of training and all that was measured; None keeps what is known.
-    """
-    if "quality" not in results:
-        return None
-    (mean,) = (
-        row
-        for row in results["quality"]["rows"]
-        if (row["direction"], row["beams"]) == ("mean", 2)
-    )
-    measured = {
-        (row["batch"], row["beams"]) for row in results.get("throughput", {}).get("rows", ())
-    }
-    known = results.get("summary", {}).get("wall_seconds", WALL_SECONDS)
-    missing = len(BATCHES) * 2 - len(
-        measured & {(batch, k) for batch in BATCHES for k in (1, 2)}
-    )
-    int8, int4 = mean["int8"], mean["int4"]
-    is_reproduced = int8["high"] >= 0 and int4["low"] > -0.5
-    word = "reproduced" if is_reproduced else "not reproduced"
-    return {
-        "verdict": "undecided" if missing else word,
-        "because": f"int8 changes BLEU by {int8['change']:+.3f} and int4 by "
-        f"{int4['change']:+.3f}; {missing} of {2 * len(BATCHES)} cells of Table 3 are missing.",
-        "effect": {"mean": int4["change"], "low": int4["low"], "high": int4["high"]},
-        "effect_of": "int4 over float32, BLEU",
-        "wall_seconds": known if wall_seconds is None else wall_seconds,
-    }
-
-
 def with_tables(page: str, tables: str) -> str:
     """The page with these tables between its markers."""
     before, _, rest = page.partition(BEGIN)
@@ -193,16 +151,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
     parser.add_argument("--readme", type=pathlib.Path, default=README)
     parser.add_argument("--update", action="store_true", help="write them into the README")
-    parser.add_argument("--wall_seconds", type=int, help="that training and measuring took")
     arguments = parser.parse_args(arguments)
     results = read_results(arguments.results)
     tables = all_tables(results)
     print(tables, end="")
     if arguments.update:
-        if found := summary(results, arguments.wall_seconds):
-            arguments.results.write_text(
-                json.dumps(results | {"summary": found}, indent=1) + "\n"
-            )
         page = arguments.readme.read_text(encoding="utf-8")
         arguments.readme.write_text(with_tables(page, tables), encoding="utf-8")
 

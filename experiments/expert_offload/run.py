@@ -11,7 +11,6 @@ is predicted from two measurements beside it, memory from sizes.
 import math
 from typing import Any
 
-from experiments.pages import publish_page
 from experiments.study import Interval, Study, main
 from switchx.bench import offload
 
@@ -75,8 +74,6 @@ def run(study: Study) -> None:
     ]
     judged = verdict(rows)
     study.publish(cells, {}, **judged, seeds=[0], tables=[{"title": "", "rows": rows}])
-    if not study.is_quick:
-        publish_page(study.folder)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.pages import publish_page
 from experiments.study import (
     Cells,
     Interval,
@@ -173,8 +172,6 @@ def run(study: Study) -> None:
         tables=tables,
         intervals={task: dataclasses.asdict(gain) for task, gain in gains.items()},
     )
-    if not study.is_quick:
-        publish_page(study.folder)
 
 
 def upstream(study: Study, cells: Cells, scores: dict, setting: Sequence[str]) -> dict:

@@ -14,7 +14,6 @@ from typing import Any
 
 from experiments.magic_numbers.conversions import COMPILER
 from experiments.magic_numbers.count import TARGETS, counts
-from experiments.pages import publish_page
 from experiments.study import Interval, Study, main
 from pallas_kernels.aot.case import ROWS
 
@@ -92,8 +91,6 @@ def run(study: Study) -> None:
     if tpus := [row for row in rows if row not in gpus]:
         tables.append({"title": "TPUs: instructions (bundles) of the kernel.", "rows": tpus})
     study.publish(cells, {}, **verdict(rows), seeds=[0], tables=tables)
-    if not study.is_quick:
-        publish_page(study.folder)
 
 
 if __name__ == "__main__":

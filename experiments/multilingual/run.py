@@ -2,7 +2,7 @@
 """Dense against 32 experts on 14 languages: steps to equal quality by language.
 
 Validation has one language a batch, whose tokens ask for the same few experts: capacity
-factor 2.0 drops most of them. Each sparse run is therefore evaluated again with slots for all.
+factor 2.0 drops many of them. Each sparse run is therefore evaluated again with slots for all.
 
 make experiments EXPERIMENT=multilingual DATA=FOLDER
 """
@@ -12,7 +12,6 @@ import statistics
 from typing import Any
 
 from experiments.comparison import Comparison, Contender, first_step_at
-from experiments.pages import publish_page
 from experiments.study import Cells, Study, bootstrap, main, run_name
 
 GIN_FILE = "configs/runs/pretrain_languages.gin"
@@ -131,8 +130,6 @@ def run(study: Study) -> None:
         tables=[{"title": "", "rows": rows}, {"title": title, "rows": rows_of_slots}],
         intervals={row["language"]: row["gain, nats a token (95%)"] for row in rows},
     )
-    if not study.is_quick:
-        publish_page(study.folder)
 
 
 if __name__ == "__main__":

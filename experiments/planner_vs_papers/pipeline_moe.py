@@ -8,10 +8,9 @@ ratios and their order; of Tables 1 and 3 the shares of the forward time.
 import dataclasses
 import functools
 
-import table_2
-from papers import Cell, Interval, gpt
-from table_2 import EXPERTS, LARGE, SMALL
-
+from experiments.planner_vs_papers import table_2
+from experiments.planner_vs_papers.papers import Cell, Interval, gpt
+from experiments.planner_vs_papers.table_2 import EXPERTS, LARGE, SMALL
 from switchx.planner.hardware import Hardware, load_hardware
 from switchx.planner.layout import Layout, Workload
 from switchx.planner.model_cost import count_parameters, flops_per_sequence

@@ -9,8 +9,7 @@ parameters (sections 2.1 and 4.2). No row length is given: 2048 is taken.
 
 import functools
 
-from papers import Cell, gpt, paper_workload
-
+from experiments.planner_vs_papers.papers import Cell, gpt, paper_workload
 from switchx.planner.hardware import load_hardware
 from switchx.planner.layout import Layout
 from switchx.planner.model_cost import count_parameters

@@ -26,8 +26,7 @@ import functools
 import math
 from collections.abc import Iterable
 
-from papers import Interval, gpt, paper_workload, with_dispatcher
-
+from experiments.planner_vs_papers.papers import Interval, gpt, paper_workload, with_dispatcher
 from switchx.partitioning.rules import Rules
 from switchx.planner.hardware import load_hardware
 from switchx.planner.layout import Layout, Workload

@@ -5,7 +5,7 @@ make experiments EXPERIMENT=switch_attention DATA=FOLDER
 """
 
 from experiments.comparison import Comparison, Contender, Trained, run_comparison
-from experiments.study import main
+from experiments.study import main, word_of
 
 _WHERE = ("ffn", "attention", "both")
 _SELECTIVE = (
@@ -34,11 +34,6 @@ def verdict(trained: Trained) -> dict:
     Otherwise undecided. What bfloat16 does is said."""
     order = [("attention", "ffn"), ("both", "ffn"), ("both", "attention")]
     gains = {pair: trained.gain(*(f"{where} float32" for where in pair)) for pair in order}
-    word = "undecided"
-    if all(gain.low > 0 for gain in gains.values()):
-        word = "reproduced"
-    elif any(gain.high < 0 for gain in gains.values()):
-        word = "not reproduced"
     said = ", ".join(f"{a} over {b} {gain.mean:+.3f}" for (a, b), gain in gains.items())
     lower = []
     for where in _WHERE:
@@ -49,7 +44,7 @@ def verdict(trained: Trained) -> dict:
             f"{trained.skipped[name]} steps skipped)"
         )
     return {
-        "verdict": word,
+        "verdict": word_of(gains.values()),
         "because": f"Nats a token, float32: {said}; bfloat16 over float32: {', '.join(lower)}.",
         "effect": gains["both", "ffn"],
         "effect_of": "experts in both over experts in the FFN, nats a token",

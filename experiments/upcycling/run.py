@@ -61,7 +61,6 @@ def verdict(trained: Trained) -> dict:
 
 
 def run(study: Study) -> dict:
-    output = study.runs / "upcycled"
     study.command(
         study.cells(),
         "upcycled",
@@ -70,7 +69,7 @@ def run(study: Study) -> dict:
         "--gin.ModelConfig.switch=None",
         f"--gin.FILES=<data {' '.join(COMPARISON.data)}>",
         "--model_dir=<pretrained dense>",
-        f"--output={output}",
+        "--output=<run upcycled>",
         f"--experts={EXPERTS}",
         "--every=1",
     )

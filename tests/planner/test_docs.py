@@ -21,7 +21,7 @@ BRIEF = ["--gin.VOCAB_SIZE=500", "--gin.SwitchConfig.group_size=128"]
 def test_commands_run(in_a_folder, capsys):
     commands = [shlex.split(line) for line in COMMANDS]
     assert [words[:2] for words in commands if words[0] != "switchx"] == [
-        ["python", "experiments/planner_vs_papers/run.py"]  # tests/planner/test_papers.py
+        ["make", "experiments"]  # tests/planner/test_papers.py
     ]
     plans = [words[1:] for words in commands if words[0] == "switchx"]
     small = [words for words in plans if "--gin_file=configs/runs/pretrain_tiny.gin" in words]

@@ -6,10 +6,10 @@ import dataclasses
 import importlib
 import json
 import re
-import sys
 
 import pytest
 
+from experiments.study import Study
 from switchx.planner.hardware import load_hardware
 from switchx.planner.layout import Layout
 from switchx.planner.memory import memory_use, state_bytes
@@ -27,12 +27,9 @@ DPMOE, PPMOE = "143B DPMoE DP128 TP2", "143B PPMoE TP8 PP16"
 
 @pytest.fixture(scope="module")
 def experiment():
-    """The experiment's modules by name, imported as its `run.py` imports them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
-        yield {name: importlib.import_module(name) for name in MODULES}
-        for name in MODULES:  # other experiments have a `run`, too
-            del sys.modules[name]
+    """The experiment's modules by name."""
+    package = "experiments.planner_vs_papers"
+    return {name: importlib.import_module(f"{package}.{name}") for name in MODULES}
 
 
 @pytest.fixture(scope="module")
@@ -55,28 +52,27 @@ def cells(pipeline_moe, se_moe):
     return pipeline_moe.cells() + se_moe.cells()
 
 
-def test_the_command_prints_and_writes_what_is_published(experiment, tmp_path, capsys):
-    results = tmp_path / "results.json"
-    assert experiment["run"].main(["--json", f"--results={results}"]) == 0
-    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
-    written = json.loads(results.read_text())
+def test_the_command_finds_what_is_published(experiment, tmp_path):
+    """A quick run, which is a whole one here, beside results.json."""
+    study = Study("planner_vs_papers", tmp_path, None, is_quick=True)
+    experiment["run"].run(study)
+    written = json.loads((study.runs / "results.json").read_text())
     published = json.loads((FOLDER / "results.json").read_text())
-    assert {name: written[name] for name in ("results", "checks")} == {
-        name: printed[name] for name in ("results", "checks")
-    }
-    assert written["summary"]["verdict"] == published["summary"]["verdict"] == "reproduced"
-    assert [check["name"] for check in written["checks"]] == [
+    assert written["verdict"] == published["verdict"] == "undecided"
+    checks = written["tables"][0]["rows"]
+    assert [check["name"] for check in checks] == [
         "papers_parameters_error", "ppmoe_vs_dpmoe_small_low", "ppmoe_vs_dpmoe_small_high",
         "ppmoe_vs_dpmoe_143b_low", "ppmoe_vs_dpmoe_143b_high", "hierarchical_saving",
     ]  # fmt: skip
     assert len(published["results"]) == len(written["results"]) > 50
     for old, new in zip(published["results"], written["results"], strict=True):
         assert old == pytest.approx(new), old["cell"]
+    failed = experiment["run"].verdict([check | {"holds": False} for check in checks])
+    assert failed["verdict"] == "not reproduced"
 
 
 def test_the_readme_has_the_command_and_the_numbers(pipeline_moe, table_2, se_moe, cells):
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert "python experiments/planner_vs_papers/run.py --json\n" in page
     for name, what in (("6.7B", "small"), ("143B", "143B")):
         what = f"PPMoE over the best DPMoE, {what}"
         of, over, _ = pipeline_moe.HEADLINES[what]
