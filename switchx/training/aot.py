@@ -363,11 +363,23 @@ def _compile(
             used, limit = found
             temporaries = max(0, used - memory.arguments)
             return Memory(memory.arguments, temporaries, used, limit), None, 0
-    # Donated arguments' results take their places.
-    results = facts.output_size_in_bytes - facts.alias_size_in_bytes
-    temporaries = facts.temp_size_in_bytes + facts.generated_code_size_in_bytes
-    arguments = facts.argument_size_in_bytes
-    needed = arguments + max(0, results) + temporaries
     on_host = facts.host_argument_size_in_bytes + facts.host_temp_size_in_bytes
-    memory = Memory(arguments, temporaries, needed, memory.limit)
-    return memory, text, on_host
+    return memory_of(facts, memory.limit, platform), text, on_host
+
+
+def memory_of(facts, limit: int, platform: str) -> Memory:
+    """What a compiled program takes of one device.
+
+    Args:
+        facts: `compiled.memory_analysis()`.
+    """
+    arguments, code = facts.argument_size_in_bytes, facts.generated_code_size_in_bytes
+    # Donated arguments' results take their places.
+    results = max(0, facts.output_size_in_bytes - facts.alias_size_in_bytes)
+    temporaries = facts.temp_size_in_bytes + code
+    if platform == "tpu" and facts.peak_memory_in_bytes:
+        # A TPU's temporaries may have an update twice that is in place: its compiler accepts
+        # programs whose arguments and temporaries are more than a chip has.
+        peak = facts.peak_memory_in_bytes + code
+        temporaries = min(temporaries, max(0, peak - arguments - results))
+    return Memory(arguments, temporaries, arguments + results + temporaries, limit)

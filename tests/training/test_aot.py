@@ -8,6 +8,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax
 import pytest
@@ -27,6 +28,7 @@ from switchx.training.aot import (
     bytes_on_one_device,
     compile_step,
     memory_in_refusal,
+    memory_of,
     slots_per_token,
 )
 from switchx.training.aot_devices import (
@@ -197,6 +199,22 @@ def test_equal_blocks_that_are_not_found_are_an_error(monkeypatch):
     monkeypatch.setattr("switchx.training.aot.executed_slots", lambda jaxpr, model: 0)
     with pytest.raises(RuntimeError, match="no product"):
         slots_per_token(TrainingProgram(job_on(MeshSpec(data=2, expert=4))))
+
+
+def test_a_tpu_takes_what_it_has_at_its_peak():
+    """As a v5e's compiler said of a step that it accepted: 16.9 GB are there."""
+    facts = types.SimpleNamespace(
+        argument_size_in_bytes=6969185792, output_size_in_bytes=6969192448,
+        alias_size_in_bytes=6969179648, temp_size_in_bytes=12783100928,
+        generated_code_size_in_bytes=53628416, peak_memory_in_bytes=15095300096,
+    )  # fmt: skip
+    limit = GENERATIONS["v5e"].hbm_bytes
+    memory = memory_of(facts, limit, "tpu")
+    assert memory.fits and memory.needed == 15095300096 + 53628416
+    assert memory.arguments + memory.temporaries == memory.needed - 12800  # results
+    assert not memory_of(facts, limit, "gpu").fits
+    facts.peak_memory_in_bytes = 0  # of a compiler that does not say
+    assert memory_of(facts, limit, "tpu") == memory_of(facts, limit, "gpu")
 
 
 def test_a_compilers_refusal_is_read():
