@@ -128,7 +128,11 @@ def run(study: Study) -> None:
         **verdict(rows),
         seeds=list(COMPARISON.seeds),
         tables=[{"title": "", "rows": rows}, {"title": title, "rows": rows_of_slots}],
-        intervals={row["language"]: row["gain, nats a token (95%)"] for row in rows},
+        intervals={
+            f"{row['language']}{how}": row["gain, nats a token (95%)"]
+            for each in zip(rows, rows_of_slots, strict=True)
+            for row, how in zip(each, ("", ", slots for all"), strict=True)
+        },
     )
 
 
