@@ -55,6 +55,8 @@ scale: $(VENV)/.installed $(VENV)/aot_tpu/.installed
 
 # Without EXPERIMENT: the pages made anew of results.json.
 experiments: $(VENV)/.installed
+	@test -z "$(EXPERIMENT)" || test -f experiments/$(EXPERIMENT)/run.py || { \
+		echo "no experiment $(EXPERIMENT); there are $(notdir $(patsubst %/run.py,%,$(wildcard experiments/*/run.py)))"; exit 2; }
 	GLIBC_TUNABLES=$(MALLOC) $(BIN)/python -m experiments.$(if $(EXPERIMENT),$(EXPERIMENT).run \
 		--output=$(OUTPUT) $(if $(DATA),--data=$(DATA)) $(if $(QUICK),--quick),pages) $(ARGS)
 
