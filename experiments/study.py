@@ -390,7 +390,7 @@ def pretrained(study: Study, contender: str) -> RunFolder:
     """A finished run of experiments/pretraining below the study's output, such as `dense`.
 
     Raises:
-        ValueError: it is not there.
+        ValueError: it is not there, or is of another configuration or other data.
     """
     _pretraining(study, contender)
     runs = dataclasses.replace(study, name="pretraining").runs
@@ -413,11 +413,26 @@ def _pretraining(study: Study, contender: str) -> dict[str, Any]:
                 "make one that experiments/pretraining/run.py asks for: "
                 f"{study.again('pretraining', output='OTHER')}"
             )
+        _require_known_data(study, runs)
         return line["value"]
     raise ValueError(
         f"{runs / name} is not there or not finished; it is made by "
         f"{study.again('pretraining')}"
     )
+
+
+def _require_known_data(study: Study, runs: pathlib.Path) -> None:
+    """That runs which are begun with read what `data.json` knows, or nobody asks for it."""
+    file, known = runs / "data.json", json.loads(HASHES.read_text())
+    read = json.loads(file.read_text()) if file.exists() else {}
+    other = [name for name, of in read.items() if known.get(name) != of]
+    if other and not study.takes_other_data:
+        taken = dataclasses.replace(study, takes_other_data=True)
+        raise ValueError(
+            f"{runs} is of other data: {', '.join(other)}; make it anew: "
+            f"{study.again('pretraining', output='OTHER')}, or have results of your own: "
+            f"{taken.again()}"
+        )
 
 
 def pretrained_curve(study: Study, contender: str) -> dict[int, float]:

@@ -398,6 +398,11 @@ def test_pretraining_of_another_configuration_is_named(tmp_path):
     cells.get({"run": name, "bindings": of}, lambda: {"curve": {"1000": -4.0}})
     assert study.pretrained(mine, "32 experts").root.name == name
     assert study.pretrained_curve(mine, "32 experts") == {1000: -4.0}
+    data = tmp_path / "pretraining/data.json"
+    data.write_text('{"movie_reviews/reviews.txt.gz": "other"}')
+    with pytest.raises(ValueError, match=r"is of other data: .* ARGS=--other_data`"):
+        study.pretrained(mine, "32 experts")
+    assert study.pretrained(dataclasses.replace(mine, takes_other_data=True), "32 experts")
 
 
 def test_code_that_an_experiment_imports_is_its_code():
