@@ -27,7 +27,7 @@ def test_json_has_the_agreed_form(capsys):
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert printed["command"] == "bench x"
     assert printed["environment"].keys() == {
-        "device", "cores", "jax", "commit", "glibc_tunables"
+        "device", "processor", "cores", "jax", "commit", "glibc_tunables"
     }  # fmt: skip
     assert printed["results"] == [{"model": "dense", "step_ms": 1.5}]
     assert printed["checks"] == [{"name": "c", "value": 1.0, "bound": ">=0.9", "holds": True}]
