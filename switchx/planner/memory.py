@@ -87,6 +87,10 @@ def memory_use(workload: Workload, layout: Layout) -> MemoryUse:
             parts = stacks if stack == "decoder" else (stack,)
             kept += number * sum(activation_bytes(workload, layout, each) for each in parts)
     working = max(_block(workload, layout, stack, "none") for stack in stacks)
+    # Values and their gradients; of blocks that stand one after the other and are not computed
+    # again, the values are among those that are kept.
+    model = workload.model
+    working *= 2 if model.scan_layers or model.remat != "none" or layout.pipe > 1 else 1
     # Each stage has a part of the targets.
     length = math.ceil(workload.decoder_length / layout.pipe)
     targets = rows_on_device(workload, layout) * length
@@ -98,11 +102,10 @@ def memory_use(workload: Workload, layout: Layout) -> MemoryUse:
         gradients=params * (2 if is_added_up else 1),
         optimizer=state_bytes(workload, layout, "optimizer"),
         activations=kept,
-        # Values and their gradients.
-        working=2 * working,
+        working=working,
         logits=LOGIT_COPIES * LOGIT_BYTES * logits,
         gathered=_gathered(workload, layout) + _rounded(workload, layout),
-        teacher=_teacher(workload, layout, 2 * working),
+        teacher=_teacher(workload, layout, working),
     )
 
 

@@ -144,7 +144,6 @@ def test_arguments_are_those_of_a_compiled_step(runs):
 
 
 @pytest.mark.slow  # compiles a step
-@pytest.mark.xfail(strict=True, reason="planned at 1.53 times: docs/planner.md")
 def test_temporaries_are_those_of_a_compiled_step(tmp_path):
     """Within a third, on a CPU."""
     sizes = dict(vocab_size=256, max_length=None, scan_layers=False)
