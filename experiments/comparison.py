@@ -17,14 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.study import (
-    ROOT,
-    Cells,
-    Interval,
-    Study,
-    bootstrap,
-    run_name,
-)
+from experiments.measured import Cells, Interval, bootstrap
+from experiments.study import ROOT, Study, run_name
 from pallas_kernels.bench.timing import Contender as Timed
 from pallas_kernels.bench.timing import speedup, take_turns
 from switchx.data.loader import evaluation_batches

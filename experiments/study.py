@@ -10,19 +10,17 @@ README.md, all made of results.json alone.
 import argparse
 import dataclasses
 import datetime
-import hashlib
 import json
 import pathlib
 import re
 import shlex
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
+from experiments.fingerprints import code_fingerprint, sha256
+from experiments.measured import Cells, Interval, key_of
 from experiments.pages import ROOT, publish_page
 from switchx.bench.report import environment
 from switchx.checkpoint.run_folder import RunFolder
@@ -35,77 +33,6 @@ QUICK = (
     "TRAIN_STEPS=2", "EVAL_EVERY=2", "LOG_EVERY=1", "CHECKPOINT_EVERY=2", "BATCH_SIZE=8",
     "TrainingJob.eval_batches=1",
 )  # fmt: skip
-_CODE = ("switchx", "pallas_kernels", "configs")
-
-
-@dataclasses.dataclass(frozen=True)
-class Interval:
-    """A mean and the middle 95% of its bootstrap samples."""
-
-    mean: float
-    low: float
-    high: float
-
-    @property
-    def excludes_zero(self) -> bool:
-        return self.low > 0 or self.high < 0
-
-
-def bootstrap(values: Sequence[float], samples: int = 10_000) -> Interval:
-    """The mean of one value a seed (or sentence); of one value, that value without width."""
-    values_S = np.asarray(values, float)
-    drawn = np.random.default_rng(0).integers(0, len(values_S), (samples, len(values_S)))
-    low, high = np.percentile(values_S[drawn].mean(1), (2.5, 97.5))
-    return Interval(float(values_S.mean()), float(low), float(high))
-
-
-def word_of(gains: Iterable[Interval]) -> str:
-    """`reproduced` where every interval is above 0, `not reproduced` where one is below it;
-    otherwise `undecided`."""
-    gains = list(gains)
-    if any(gain.high < 0 for gain in gains):
-        return "not reproduced"
-    return "reproduced" if all(gain.low > 0 for gain in gains) else "undecided"
-
-
-class Cells:
-    """JSON lines of `{"cell": settings, "value": found, "seconds": s}`: what has been done.
-
-    Settings say all that a value depends on, so that other settings are other cells.
-    """
-
-    def __init__(self, file: pathlib.Path):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self._file = file
-        text = file.read_text(encoding="utf-8") if file.exists() else ""
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:  # killed in the middle of a line
-            file.write_text(whole, encoding="utf-8")
-        self._lines = {_key(line["cell"]): line for line in map(json.loads, whole.splitlines())}
-
-    def get(self, cell: dict[str, Any], measure: Callable[[], Any]) -> Any:
-        """What is known of a cell; what it takes to know it is done the first time."""
-        if _key(cell) not in self._lines:
-            begin = time.perf_counter()
-            value = measure()
-            line = {"cell": cell, "value": value, "seconds": time.perf_counter() - begin}
-            # A run that was killed and went on has lasted longer than this call.
-            if isinstance(value, dict) and "seconds" in value:
-                line["seconds"] = value["seconds"]
-            with self._file.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps(line, ensure_ascii=False) + "\n")
-            self._lines[_key(cell)] = line
-        return self._lines[_key(cell)]["value"]
-
-    @property
-    def lines(self) -> list[dict[str, Any]]:
-        """All that has been done, oldest first."""
-        return list(self._lines.values())
-
-    @property
-    def seconds(self) -> float:
-        """Of all cells, whenever they were measured."""
-        return sum(line["seconds"] for line in self.lines)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,7 +289,7 @@ class Study:
 
     def _began_with(self, cells: Cells) -> dict[str, str]:
         """The commit of the pretraining that any of the runs began with."""
-        if not any("<pretrained " in _key(line["cell"]) for line in cells.lines):
+        if not any("<pretrained " in key_of(line["cell"]) for line in cells.lines):
             return {}
         begun = dataclasses.replace(self, name="pretraining").runs / "begun.json"
         return {"pretraining": json.loads(begun.read_text())["commit"]}
@@ -452,36 +379,3 @@ def _by_task(lines: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
         for task, metrics in line.get("tasks", {}).items():
             curves.setdefault(task, {})[str(line["step"])] = metrics["neg_log_perplexity"]
     return curves
-
-
-def sha256(path: pathlib.Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def code_fingerprint(name: str) -> str:
-    """Of all Python and gin files of this checkout that an experiment depends on."""
-    digest = hashlib.sha256()
-    paths = [path for top in _CODE for path in sorted((ROOT / top).rglob("*"))]
-    paths += sorted((ROOT / "experiments").glob("*.py"))
-    paths += [path for each in _with_imported(name) for path in sorted(each.rglob("*"))]
-    for path in paths:
-        if path.suffix in (".py", ".gin"):
-            digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _with_imported(name: str) -> list[pathlib.Path]:
-    """An experiment's folder, and those of the experiments that its code imports."""
-    names = [name]
-    for each in names:  # grows
-        for file in sorted((ROOT / "experiments" / each).rglob("*.py")):
-            imported = re.findall(
-                r"^from experiments\.(\w+)(?:\.| import)", file.read_text(), re.M
-            )
-            names += [n for n in dict.fromkeys(imported) if n not in names]
-    return [folder for each in names if (folder := ROOT / "experiments" / each).is_dir()]
-
-
-def _key(cell: dict[str, Any]) -> str:
-    return json.dumps(cell, sort_keys=True)

@@ -11,7 +11,8 @@ from experiments.comparison import (
     first_step_at,
     run_comparison,
 )
-from experiments.study import Interval, bootstrap, main
+from experiments.measured import Interval, bootstrap
+from experiments.study import main
 
 FACTORS = (1.0, 1.25, 2.0)
 # Those at which the paper's Switch is ahead.

@@ -11,7 +11,8 @@ import dataclasses
 import statistics
 
 from experiments.comparison import Comparison, Contender, Trained, run_comparison
-from experiments.study import Study, main, pretrained_curve, word_of
+from experiments.measured import word_of
+from experiments.study import Study, main, pretrained_curve
 
 # A step of which pretraining keeps the checkpoint.
 STEPS = 500

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.study import Interval, Study, main
+from experiments.measured import Interval
+from experiments.study import Study, main
 from switchx.bench.step_cases import TASK, small_job
 from switchx.cli.arguments import simulate_devices
 from switchx.data.loader import TrainLoader

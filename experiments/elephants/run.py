@@ -13,7 +13,8 @@ import shlex
 import subprocess
 import sys
 
-from experiments.study import ROOT, Interval, Study, main
+from experiments.measured import Interval
+from experiments.study import ROOT, Study, main
 
 MODEL = "translation"
 # Of Table 3, each with one and two beams.

@@ -11,7 +11,8 @@ is predicted from two measurements beside it, memory from sizes.
 import math
 from typing import Any
 
-from experiments.study import Interval, Study, main
+from experiments.measured import Interval
+from experiments.study import Study, main
 from switchx.bench import offload
 
 BITS, SLOTS, TURNS = ("bf16", "int8", "int4"), (2, 4, 8), 7

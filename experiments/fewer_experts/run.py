@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from experiments.comparison import Comparison, Contender, Trained, run_comparison
-from experiments.study import Cells, Study, main, word_of
+from experiments.measured import Cells, word_of
+from experiments.study import Study, main
 
 MODEL, BEFORE = "32 experts", 32
 EXPERTS, TRAINED = (16, 8, 4), 8

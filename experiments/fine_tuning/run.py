@@ -13,15 +13,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.study import (
-    Cells,
-    Interval,
-    Study,
-    bootstrap,
-    main,
-    pretrained_curve,
-    run_name,
-)
+from experiments.measured import Cells, Interval, bootstrap
+from experiments.study import Study, main, pretrained_curve, run_name
 
 MODELS = {"dense": ("ModelConfig.switch=None",), "32 experts": ()}
 REASONING = ("glue_cola", "glue_sst2", "super_glue_copa", "winogrande", "trec")

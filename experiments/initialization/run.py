@@ -7,7 +7,8 @@ make experiments EXPERIMENT=initialization DATA=FOLDER
 import numpy as np
 
 from experiments.comparison import Comparison, Contender, Trained, run_comparison
-from experiments.study import Interval, main
+from experiments.measured import Interval
+from experiments.study import main
 
 
 def _scale(scale: float) -> Contender:

@@ -14,7 +14,8 @@ from typing import Any
 
 from experiments.magic_numbers.conversions import COMPILER
 from experiments.magic_numbers.count import TARGETS, counts
-from experiments.study import Interval, Study, main
+from experiments.measured import Interval
+from experiments.study import Study, main
 from pallas_kernels.aot.case import ROWS
 
 

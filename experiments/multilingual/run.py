@@ -12,7 +12,8 @@ import statistics
 from typing import Any
 
 from experiments.comparison import Comparison, Contender, first_step_at
-from experiments.study import Cells, Study, bootstrap, main, run_name
+from experiments.measured import Cells, bootstrap
+from experiments.study import Study, main, run_name
 
 GIN_FILE = "configs/runs/pretrain_languages.gin"
 LANGUAGES = tuple("en uk es zh_cn ja pt_br ko fr zh_tw tr it ro pl id".split())

@@ -10,9 +10,10 @@ stands as it is. No device is needed, and no data.
 
 import dataclasses
 
+from experiments.measured import Interval
 from experiments.planner_vs_papers import pipeline_moe, se_moe
 from experiments.planner_vs_papers.papers import Cell
-from experiments.study import Interval, Study, main
+from experiments.study import Study, main
 from switchx.bench.report import Check
 
 # Papers round parameters to two or three digits.

@@ -12,7 +12,8 @@ import dataclasses
 import numpy as np
 
 import switchx
-from experiments.study import Cells, Interval, Study, bootstrap, main, pretrained
+from experiments.measured import Cells, Interval, bootstrap
+from experiments.study import Study, main, pretrained
 from switchx.data.corpora.text_files import TextFiles
 
 FILES = ("openstax/*.txt.gz", "movie_reviews/*.txt.gz")

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 import switchx
+from experiments.measured import Cells, Interval
 from experiments.pages import publish_page
-from experiments.study import Cells, Interval, Study, main, pretrained
+from experiments.study import Study, main, pretrained
 from switchx.analysis.plots import class_figure, write_svg
 from switchx.analysis.report import Section
 from switchx.analysis.routing import class_counts, information, rows_to_shares

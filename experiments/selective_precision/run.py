@@ -12,7 +12,8 @@ import json
 from typing import Any
 
 from experiments.comparison import Comparison, Contender, Trained, run_comparison
-from experiments.study import Cells, Study, main
+from experiments.measured import Cells
+from experiments.study import Study, main
 from switchx.bench import compiled_step
 from switchx.bench.compiled_layer import rows_of_child
 from switchx.models.config import Precision

@@ -5,7 +5,8 @@ make experiments EXPERIMENT=switch_attention DATA=FOLDER
 """
 
 from experiments.comparison import Comparison, Contender, Trained, run_comparison
-from experiments.study import main, word_of
+from experiments.measured import word_of
+from experiments.study import main
 
 _WHERE = ("ffn", "attention", "both")
 _SELECTIVE = (

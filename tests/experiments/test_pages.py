@@ -16,10 +16,11 @@ import xml.etree.ElementTree
 
 import pytest
 
-from experiments import pages, study
+from experiments import fingerprints, pages, study
 from experiments.comparison import Comparison, Trained, first_step_at
+from experiments.measured import Cells, Interval, bootstrap
 from experiments.pages import BEGIN, END, page
-from experiments.study import ROOT, Cells, Interval, Study, bootstrap
+from experiments.study import ROOT, Study
 from pallas_kernels.aot import gpu_compiler
 from switchx.gin_config.building import job_from_gin
 
@@ -406,9 +407,9 @@ def test_pretraining_of_another_configuration_is_named(tmp_path):
 
 
 def test_code_that_an_experiment_imports_is_its_code():
-    folders = [folder.name for folder in study._with_imported("expert_dropout")]
+    folders = [folder.name for folder in fingerprints._with_imported("expert_dropout")]
     assert folders == ["expert_dropout", "fine_tuning"]
-    assert [folder.name for folder in study._with_imported("elephants")] == ["elephants"]
+    assert [folder.name for folder in fingerprints._with_imported("elephants")] == ["elephants"]
 
 
 def comparisons() -> dict[str, Comparison]:

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What results depend on: the data's hashes, and the code of an experiment."""
+
+import hashlib
+import pathlib
+import re
+
+from experiments.pages import ROOT
+
+_CODE = ("switchx", "pallas_kernels", "configs")
+
+
+def sha256(path: pathlib.Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def code_fingerprint(name: str) -> str:
+    """Of all Python and gin files of this checkout that an experiment depends on."""
+    digest = hashlib.sha256()
+    paths = [path for top in _CODE for path in sorted((ROOT / top).rglob("*"))]
+    paths += sorted((ROOT / "experiments").glob("*.py"))
+    paths += [path for each in _with_imported(name) for path in sorted(each.rglob("*"))]
+    for path in paths:
+        if path.suffix in (".py", ".gin"):
+            digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _with_imported(name: str) -> list[pathlib.Path]:
+    """An experiment's folder, and those of the experiments that its code imports."""
+    names = [name]
+    for each in names:  # grows
+        for file in sorted((ROOT / "experiments" / each).rglob("*.py")):
+            imported = re.findall(
+                r"^from experiments\.(\w+)(?:\.| import)", file.read_text(), re.M
+            )
+            names += [n for n in dict.fromkeys(imported) if n not in names]
+    return [folder for each in names if (folder := ROOT / "experiments" / each).is_dir()]
