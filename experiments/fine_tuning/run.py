@@ -1,25 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense against 32 experts of the same pretraining, fine-tuned on eight tasks (Table 5).
+"""Dense against 32 experts of the same pretraining, fine-tuned on twelve tasks (Table 5).
 
     make experiments EXPERIMENT=fine_tuning DATA=FOLDER
 
 First a setting is chosen, one for both models and all tasks: the best mean of both models on
 two tasks, on parts that are held out of their training sets, seed 100. Then every task is
-learnt with it. At last two tasks are learnt from an earlier checkpoint (Figure 13).
+learnt with it. At last three tasks are learnt from every kept checkpoint (Figure 13).
 """
 
 import dataclasses
+import pathlib
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from experiments.comparison import ENGLISH
 from experiments.measured import Cells, Interval, bootstrap
-from experiments.study import Study, main, pretrained_curve, run_name
+from experiments.study import Study, main, run_name
 
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """How a task of configs/tasks is learnt.
+
+    Attributes:
+        files: of its data, below the data folder.
+        inputs: tokens of an input, enough for nearly all; of RTE, CB and SciTLDR the first
+            ones of each.
+        bindings: over its gin file.
+        gin_file: below configs/tasks; None is the task's own.
+        seeds: five of sets with fewer than a thousand examples.
+    """
+
+    kind: str
+    files: str
+    inputs: int
+    bindings: tuple[str, ...] = ()
+    gin_file: str | None = None
+    seeds: int = 3
+
+
+REASONING, KNOWLEDGE = "reasoning", "knowledge"
+# Closed-book questions of the textbooks' glossaries, a folder of the runs.
+GLOSSARY = "glossary"
+TASKS = {
+    "glue_cola": Task(REASONING, "glue/CoLA/*", 48),
+    "glue_sst2": Task(REASONING, "glue/SST-2/*", 80),
+    "super_glue_rte": Task(REASONING, "super_glue/RTE/*", 128),
+    "super_glue_cb": Task(REASONING, "super_glue/CB/*", 128, seeds=5),
+    "super_glue_copa": Task(REASONING, "super_glue/COPA/*", 64, seeds=5),
+    # Of its training sets the one before the largest.
+    "winogrande": Task(REASONING, "winogrande/*", 80, ("TRAIN_SPLIT='train_l'",)),
+    "trec": Task(REASONING, "trec/*", 48),
+    "scitldr": Task(
+        "summaries",
+        "scitldr/*",
+        128,
+        (
+            "TARGETS_LENGTH=48",
+            "TextEvaluation.max_new_tokens=48",
+            "TextEvaluation.max_examples=200",
+        ),
+    ),
+    "arc_easy": Task(KNOWLEDGE, "arc_easy/*", 96),
+    "openbookqa": Task(KNOWLEDGE, "openbookqa/*", 96),
+    "web_questions": Task(KNOWLEDGE, "web_questions/*", 32),
+    GLOSSARY: Task(
+        KNOWLEDGE,
+        "openstax/glossary.*",
+        64,
+        (
+            f"FROM='<run {GLOSSARY}>'",
+            "INPUTS='glossary question: {inputs}'",
+            "TARGETS='{targets}'",
+        ),
+        gin_file="templates",
+    ),
+}
 MODELS = {"dense": ("ModelConfig.switch=None",), "32 experts": ()}
-REASONING = ("glue_cola", "glue_sst2", "super_glue_copa", "winogrande", "trec")
-KNOWLEDGE = ("arc_easy", "openbookqa", "web_questions")
-SMALL = ("super_glue_copa",)
 # Over configs/runs/finetune_english.gin; what a dense model has not does not change it.
 SETTINGS = {
     "rate 0.003": ("LEARNING_RATE=0.003",),
@@ -34,36 +92,74 @@ SETTINGS = {
         "LEARNING_RATE=0.01",
         r"StepConfig.rate_multipliers=((r'.*/ffn/.*', 0.0),)",
     ),
+    "rate 0.01, capacity 4, batch 16": (
+        "LEARNING_RATE=0.01",
+        "SwitchConfig.capacity_factor=4.0",
+        "BATCH_SIZE=16",
+    ),
 }
 CHOSEN_ON = ("trec", "glue_sst2")
-# Over a task's own file: of Winogrande's training sets the one before the largest.
-OF_TASK = {"winogrande": ("TRAIN_SPLIT='train_l'",)}
-# A task of each kind, learnt from an earlier step too.
-UPSTREAM_TASKS, EARLIER_STEP = ("trec", "arc_easy"), 500
-# What a data set's files are called below the data folder.
-DATA = {
-    "glue_cola": "glue/CoLA/*", "glue_sst2": "glue/SST-2/*",
-    "super_glue_copa": "super_glue/COPA/*", "winogrande": "winogrande/*", "trec": "trec/*",
-    "arc_easy": "arc_easy/*", "openbookqa": "openbookqa/*", "web_questions": "web_questions/*",
-}  # fmt: skip
+# Tasks of both kinds, learnt from earlier steps too.
+UPSTREAM_TASKS = ("trec", "web_questions", GLOSSARY)
+EARLIER_STEPS, LAST_STEP = (250, 500, 750), 1000
 
 
-def tuned(study: Study, cells: Cells, model: str, task: str, seed: int, *more: str) -> float:
-    """Peak over evaluations of the mean of a task's metrics, in percent."""
+@dataclasses.dataclass(frozen=True)
+class Peaks:
+    """The best of a run's evaluations.
+
+    Attributes:
+        score: the mean of the task's metrics of what the model wrote, in percent.
+        log_likelihood: of the right answers, nats a token; it tells models apart that write
+            hardly any right answer.
+    """
+
+    score: float
+    log_likelihood: float
+
+
+def tuned(
+    study: Study, cells: Cells, model: str, name_of_task: str, seed: int, *more: str
+) -> Peaks:
+    """A model of experiments/pretraining, fine-tuned on a task.
+
+    Args:
+        more: bindings over those of the task.
+    """
+    task = TASKS[name_of_task]
     if model == "dense":
         more = tuple(each for each in more if not each.startswith("SwitchConfig."))
-    more = (*OF_TASK.get(task, ()), *more)
-    name = run_name(" ".join((model, task, *more)), seed)
+    name = run_name(" ".join((model, name_of_task, *more)), seed)
     name = "".join(c if c.isalnum() or c in "_-" else "_" for c in name)
     bindings = [
-        f"INIT_FROM='<pretrained {model}>'", "MANUAL_DIR='<data>'", f"SEED={seed}",
-        *MODELS[model], *more,
+        f"INIT_FROM='<pretrained {model}>'", f"SEED={seed}",
+        f"INPUTS_LENGTH={task.inputs}", *task.bindings, *MODELS[model], *more,
     ]  # fmt: skip
+    if task.gin_file is None:
+        bindings.append("MANUAL_DIR='<data>'")
     if study.is_quick:
         bindings.append("TextEvaluation.max_examples=4")
-    files = ["configs/runs/finetune_english.gin", f"configs/tasks/{task}.gin"]
-    (metrics,) = study.train(cells, name, files, bindings)["peaks"].values()
-    return statistics.mean(each["score"] for each in metrics.values())
+    files = [
+        "configs/runs/finetune_english.gin",
+        f"configs/tasks/{task.gin_file or name_of_task}.gin",
+    ]
+    found = study.train(cells, name, files, bindings)
+    (metrics,) = found["peaks"].values()
+    score = statistics.mean(each["score"] for each in metrics.values())
+    return Peaks(score, max(found["curve"].values()))
+
+
+def files_of(study: Study, tasks: Sequence[str]) -> dict[str, pathlib.Path]:
+    """The tasks' data, the glossary's under the names that configs/tasks/templates.gin asks
+    for."""
+    files = study.files(*(TASKS[task].files for task in tasks))
+    for name, path in files.items():
+        if "/glossary." in name:
+            link = study.runs / GLOSSARY / path.name.removeprefix("glossary.")
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.unlink(missing_ok=True)
+            link.symlink_to(path)
+    return files
 
 
 def chosen_setting(study: Study, cells: Cells) -> tuple[str, list[dict[str, Any]]]:
@@ -73,7 +169,9 @@ def chosen_setting(study: Study, cells: Cells) -> tuple[str, list[dict[str, Any]
     for name in list(SETTINGS)[-1:] if study.is_quick else SETTINGS:
         split = ("TRAIN_SPLIT='train[:90%]'", "EVALUATION_SPLIT='train[90%:]'")
         scores = {
-            f"{model}, {task}": tuned(study, cells, model, task, 100, *SETTINGS[name], *split)
+            f"{model}, {task}": tuned(
+                study, cells, model, task, 100, *SETTINGS[name], *split
+            ).score
             for model in MODELS
             for task in tasks
         }
@@ -84,13 +182,13 @@ def chosen_setting(study: Study, cells: Cells) -> tuple[str, list[dict[str, Any]
 
 def learnt(
     study: Study, cells: Cells, tasks: Sequence[str], *more: str
-) -> dict[str, dict[str, list[float]]]:
-    """Scores by task and model, one a seed."""
+) -> dict[str, dict[str, list[Peaks]]]:
+    """Peaks by task and model, one a seed."""
     return {
         task: {
             model: [
                 tuned(study, cells, model, task, seed, *more)
-                for seed in range(1 if study.is_quick else 5 if task in SMALL else 3)
+                for seed in range(1 if study.is_quick else TASKS[task].seeds)
             ]
             for model in MODELS
         }
@@ -98,13 +196,22 @@ def learnt(
     }
 
 
-def gains_of(scores: dict[str, dict[str, list[float]]]) -> dict[str, Interval]:
-    """Experts over dense by task, paired by seed."""
+def gains_of(
+    peaks: dict[str, dict[str, list[Peaks]]], of: str = "score"
+) -> dict[str, Interval]:
+    """Experts over dense by task, paired by seed.
+
+    Args:
+        of: a field of Peaks.
+    """
     return {
         task: bootstrap(
-            [sparse - dense for dense, sparse in zip(*of_task.values(), strict=True)]
+            [
+                getattr(sparse, of) - getattr(dense, of)
+                for dense, sparse in zip(*of_task.values(), strict=True)
+            ]
         )
-        for task, of_task in scores.items()
+        for task, of_task in peaks.items()
     }
 
 
@@ -114,11 +221,10 @@ def verdict(gains: dict[str, Interval]) -> dict[str, Any]:
     better = [task for task, gain in gains.items() if gain.low > 0]
     worse = [task for task, gain in gains.items() if gain.high < 0]
     mean = bootstrap([gain.mean for gain in gains.values()])
-    kinds = {"reasoning": REASONING, "knowledge": KNOWLEDGE}
     by_kind = ", ".join(
-        f"{statistics.mean(gains[task].mean for task in tasks if task in gains):+.1f} in {kind}"
-        for kind, tasks in kinds.items()
-        if any(task in gains for task in tasks)
+        f"{statistics.mean(gains[task].mean for task in of_kind):+.1f} in {kind}"
+        for kind in (REASONING, KNOWLEDGE)
+        if (of_kind := [task for task in gains if TASKS[task].kind == kind])
     )
     word = "undecided" if not mean.excludes_zero else "not reproduced"
     if mean.low > 0 and len(better) > len(worse):
@@ -135,20 +241,19 @@ def verdict(gains: dict[str, Interval]) -> dict[str, Any]:
 
 def run(study: Study) -> None:
     cells = study.cells()
-    tasks = ("trec",) if study.is_quick else (*REASONING, *KNOWLEDGE)
-    files = study.files(*(DATA[task] for task in tasks))
+    tasks = ("trec",) if study.is_quick else tuple(TASKS)
+    files = files_of(study, tasks)
     chosen, sweep = chosen_setting(study, cells)
-    scores = learnt(study, cells, tasks, *SETTINGS[chosen])
-    gains = gains_of(scores)
+    peaks = learnt(study, cells, tasks, *SETTINGS[chosen])
+    gains, of_answers = gains_of(peaks), gains_of(peaks, "log_likelihood")
     rows = [
-        {
-            "task": task,
-            "kind": "knowledge" if task in KNOWLEDGE else "reasoning",
-            "seeds": len(of_task["dense"]),
+        {"task": task, "kind": TASKS[task].kind, "seeds": len(of_task["dense"])}
+        | {model: statistics.mean(each.score for each in of_task[model]) for model in MODELS}
+        | {
+            "gain (95%)": dataclasses.asdict(gains[task]),
+            "gain in nats a token of right answers (95%)": dataclasses.asdict(of_answers[task]),
         }
-        | {model: statistics.mean(each) for model, each in of_task.items()}
-        | {"gain (95%)": dataclasses.asdict(gains[task])}
-        for task, of_task in scores.items()
+        for task, of_task in peaks.items()
     ]
     tables = [
         {"title": f"Chosen on held-out parts: {chosen}.", "rows": sweep},
@@ -156,7 +261,7 @@ def run(study: Study) -> None:
          "write; differences are paired by seed:", "rows": rows},
     ]  # fmt: skip
     if not study.is_quick:
-        tables.append(upstream(study, cells, scores, SETTINGS[chosen]))
+        tables.append(upstream(study, cells, peaks, SETTINGS[chosen]))
     study.publish(
         cells,
         files,
@@ -164,20 +269,38 @@ def run(study: Study) -> None:
         seeds=[0, 1, 2, 3, 4],
         tables=tables,
         intervals={task: dataclasses.asdict(gain) for task, gain in gains.items()},
+        peaks={
+            task: {model: [dataclasses.asdict(p) for p in each] for model, each in by.items()}
+            for task, by in peaks.items()
+        },
     )
 
 
-def upstream(study: Study, cells: Cells, scores: dict, setting: Sequence[str]) -> dict:
+def upstream(
+    study: Study,
+    cells: Cells,
+    peaks: dict[str, dict[str, list[Peaks]]],
+    setting: Sequence[str],
+) -> dict[str, Any]:
     """Quality in pretraining against that of fine-tuning, by kept checkpoint (Figure 13)."""
-    earlier = learnt(study, cells, UPSTREAM_TASKS, *setting, f"INIT_STEP={EARLIER_STEP}")
+    earlier = {
+        step: learnt(study, cells, UPSTREAM_TASKS, *setting, f"INIT_STEP={step}")
+        for step in EARLIER_STEPS
+    }
     rows = []
     for model in MODELS:
-        curve = pretrained_curve(study, model)
-        for step, found in ((EARLIER_STEP, earlier), (max(curve), scores)):
-            means = {task: statistics.mean(found[task][model]) for task in UPSTREAM_TASKS}
-            row = {"model": model, "pretraining step": step, "upstream": curve[step]}
-            rows.append(row | means)
-    return {"title": "From an earlier checkpoint; upstream is the validation negative log "
+        for step, found in (earlier | {LAST_STEP: peaks}).items():
+            evaluated = study.command(
+                cells, f"{model.replace(' ', '_')}_step_{step}",
+                "eval", f"--model_dir=<pretrained {model}>", f"--step={step}",
+                f"--gin.FILES=<data {' '.join(ENGLISH)}>",
+            )  # fmt: skip
+            row = {"model": model, "pretraining step": step}
+            row["upstream"] = evaluated["neg_log_perplexity"]
+            for task in UPSTREAM_TASKS:
+                row[task] = statistics.mean(each.score for each in found[task][model])
+            rows.append(row)
+    return {"title": "From every kept checkpoint; upstream is the validation negative log "
             "perplexity of pretraining:", "rows": rows}  # fmt: skip
 
 
