@@ -119,18 +119,22 @@ class Peaks:
 
 
 def tuned(
-    study: Study, cells: Cells, model: str, name_of_task: str, seed: int, *more: str
+    study: Study,
+    cells: Cells,
+    model: str,
+    name_of_task: str,
+    seed: int,
+    *more: str,
+    folder: str | None = None,
 ) -> Peaks:
     """A model of experiments/pretraining, fine-tuned on a task.
 
     Args:
         more: bindings over those of the task.
+        folder: of the run; None is `run_of` the others.
     """
-    task = TASKS[name_of_task]
-    if model == "dense":
-        more = tuple(each for each in more if not each.startswith("SwitchConfig."))
-    name = run_name(" ".join((model, name_of_task, *more)), seed)
-    name = "".join(c if c.isalnum() or c in "_-" else "_" for c in name)
+    task, name = TASKS[name_of_task], folder or run_of(model, name_of_task, seed, *more)
+    more = _known_to(model, more)
     bindings = [
         f"INIT_FROM='<pretrained {model}>'", f"SEED={seed}",
         f"INPUTS_LENGTH={task.inputs}", *task.bindings, *MODELS[model], *more,
@@ -147,6 +151,18 @@ def tuned(
     (metrics,) = found["peaks"].values()
     score = statistics.mean(each["score"] for each in metrics.values())
     return Peaks(score, max(found["curve"].values()))
+
+
+def run_of(model: str, task: str, seed: int, *more: str) -> str:
+    """Folder of a run of `tuned`."""
+    name = run_name(" ".join((model, task, *_known_to(model, more))), seed)
+    return "".join(c if c.isalnum() or c in "_-" else "_" for c in name)
+
+
+def _known_to(model: str, bindings: Sequence[str]) -> tuple[str, ...]:
+    """Those of experts are not for a dense model."""
+    is_dense = model == "dense"
+    return tuple(b for b in bindings if not (is_dense and b.startswith("SwitchConfig.")))
 
 
 def files_of(study: Study, tasks: Sequence[str]) -> dict[str, pathlib.Path]:

@@ -1,83 +1,163 @@
 # SPDX-License-Identifier: Apache-2.0
-"""int8 and int4 experts, by output feature and by group, on log-likelihood of held-out text.
+"""int8 and int4 experts, by output feature and by group, the router in float32 and without, on
+held-out text and on tasks.
 
     make experiments EXPERIMENT=quantization DATA=FOLDER
 
-Of the 32 experts of experiments/pretraining. A text is a held-out paragraph; intervals are over
-texts, the same ones for every precision.
+Of the 32 experts of experiments/pretraining, and of the same model fine-tuned on three tasks.
+Intervals are over texts or examples, the same ones for every precision.
 """
 
 import dataclasses
+import functools
+from typing import Any
 
 import numpy as np
 
 import switchx
+from experiments.comparison import ENGLISH
+from experiments.fine_tuning.run import GLOSSARY, SETTINGS, files_of, run_of, tuned
 from experiments.measured import Cells, Interval, bootstrap
-from experiments.study import Study, main, pretrained
+from experiments.study import Study, main
+from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.corpora.text_files import TextFiles
+from switchx.data.evaluation import evaluation_examples
+from switchx.data.mixtures import evaluated_tasks
+from switchx.gin_config.files import configuration_of
 
-FILES = ("openstax/*.txt.gz", "movie_reviews/*.txt.gz")
 MODEL = "32 experts"
-# Bits and inputs that share a scale; 0 is all of them.
-PRECISIONS = {
-    "int8": (8, 0), "int4": (4, 0),
+# Of the experts: bits and inputs that share a scale; 0 is all of them.
+EXPERTS = {
+    "float32": None, "int8": (8, 0), "int4": (4, 0),
     "int4, groups of 64": (4, 64), "int4, groups of 32": (4, 32),
 }  # fmt: skip
+# Of everything else: Precision.compute and Precision.router.
+REST = {
+    "float32": ("float32", "float32"),
+    "bfloat16, router float32": ("bfloat16", "float32"),
+    "bfloat16": ("bfloat16", "bfloat16"),
+}
+EXACT = ("float32", "float32")
 TEXTS, CHARACTERS = 400, 400
+PARAGRAPHS = "paragraphs"
+# As fine_tuning learns them.
+TASKS, SETTING = ("trec", "glue_sst2", GLOSSARY), SETTINGS["rate 0.01, capacity 4"]
 
 
-def log_likelihoods(study: Study, cells: Cells, precision: str) -> dict[str, list[float]]:
-    """Of every text: nats, and tokens."""
-    settings = {"precision": precision, "texts": 8 if study.is_quick else TEXTS}
-    return cells.get(settings, lambda: _measured(study, cells, precision, settings["texts"]))
+@dataclasses.dataclass(frozen=True)
+class Questions:
+    """What a model reads, and the right answers; paragraphs have nothing before them."""
+
+    inputs: list[str]
+    targets: list[str]
 
 
-def _measured(study: Study, cells: Cells, precision: str, num_texts: int) -> dict:
-    folder = pretrained(study, MODEL).root
-    if precision != "float32":
-        bits, group = PRECISIONS[precision]
-        name = precision.replace(",", "").replace(" ", "_")
-        folder = study.runs / name
-        arguments = [
-            f"--model_dir=<pretrained {MODEL}>",
-            f"--output=<run {name}>",
-            f"--bits={bits}",
-        ]
-        if group:
-            arguments.append(f"--group_size={group}")
-        study.command(cells, name, "quantize", *arguments)
-    model = switchx.load(folder)
-    paths = tuple(map(str, study.files(*FILES).values()))
-    corpus = TextFiles(path=paths, max_characters=CHARACTERS).open("validation", None)
-    texts = [corpus[i]["text"] for i in range(num_texts)]
-    scores = model.score([""] * num_texts, texts)
-    return {
+def questions_of(study: Study, kind: str, limit: int | None) -> Questions:
+    """Held-out paragraphs, or the examples that a task is evaluated on."""
+    if kind == PARAGRAPHS:
+        paths = tuple(map(str, study.files(*ENGLISH).values()))
+        corpus = TextFiles(path=paths, max_characters=CHARACTERS).open("validation", None)
+        texts = [corpus[i]["text"] for i in range(TEXTS if limit is None else limit)]
+        return Questions([""] * len(texts), texts)
+    (folder,) = study.placed((_folder(kind),))
+    job = switchx.job_from_gin(configuration_of(RunFolder(folder)))
+    (task,) = evaluated_tasks(job.source)
+    split = (task.evaluation_split, job.features, job.data_dir)
+    examples = evaluation_examples(task, *split, limit)
+    return Questions(examples.inputs, [str(each) for each in examples.targets])
+
+
+def _folder(kind: str) -> str:
+    """Of the model that is asked, as `Study.placed` knows it."""
+    is_pretrained = kind == PARAGRAPHS
+    return (
+        f"<pretrained {MODEL}>"
+        if is_pretrained
+        else f"<run {run_of(MODEL, kind, 0, *SETTING)}>"
+    )
+
+
+def measured(
+    study: Study, cells: Cells, kind: str, experts: str, rest: str
+) -> dict[str, list[float]]:
+    """Of every question: nats and tokens of the right answer, and in `right` of a task whether
+    the model writes it."""
+    limit = 8 if study.is_quick else None
+    cell = {"questions": kind, "experts": experts, "rest": rest, "limit": limit}
+    return cells.get(cell, lambda: _measured(study, cells, kind, experts, rest, limit))
+
+
+def _measured(study: Study, cells: Cells, kind: str, experts: str, rest: str, limit) -> dict:
+    model = _with_rest(switchx.load(_quantized(study, cells, kind, experts)), rest)
+    questions = _questions_of(study, kind, limit)
+    scores = model.score(questions.inputs, questions.targets)
+    found = {
         "nats": [float(score.log_likelihood) for score in scores],
         "tokens": [int(score.num_tokens) for score in scores],
     }
+    if kind != PARAGRAPHS:
+        texts = model.generate(questions.inputs, max_length=16)
+        pairs = zip(texts, questions.targets, strict=True)
+        found["right"] = [100.0 * (text.strip() == target.strip()) for text, target in pairs]
+    return found
 
 
-def change(base: dict, other: dict) -> Interval:
-    """Of the log-likelihood, nats a token: the mean over texts, the same for both."""
-    tokens, before, after = (
-        np.array(each) for each in (base["tokens"], base["nats"], other["nats"])
+_questions_of = functools.cache(questions_of)
+
+
+def _quantized(study: Study, cells: Cells, kind: str, experts: str) -> str:
+    """Folder of a model whose experts have a precision."""
+    source = _folder(kind)
+    if EXPERTS[experts] is None:
+        return study.placed((source,))[0]
+    bits, group = EXPERTS[experts]
+    name = f"{kind} {experts}".replace(",", "").replace(" ", "_")
+    arguments = [f"--model_dir={source}", f"--output=<run {name}>", f"--bits={bits}"]
+    if group:
+        arguments.append(f"--group_size={group}")
+    study.command(cells, name, "quantize", *arguments)
+    return str(study.runs / name)
+
+
+def _with_rest(model: switchx.Model, rest: str) -> switchx.Model:
+    compute, router = REST[rest]
+    precision = dataclasses.replace(model.config.precision, compute=compute, router=router)
+    return dataclasses.replace(
+        model, config=dataclasses.replace(model.config, precision=precision)
     )
+
+
+def change(base: dict, other: dict, of: str = "nats") -> Interval:
+    """Of the log-likelihood in nats a token, or of the right answers in points: the mean over
+    texts, the same for both."""
+    before, after = np.array(base[of]), np.array(other[of])
     # Weighted so that the mean over texts is the mean over tokens.
-    return bootstrap((after - before) / tokens.mean())
+    weight = np.mean(base["tokens"]) if of == "nats" else 1.0
+    return bootstrap((after - before) / weight)
 
 
-def verdict(changes: dict[str, Interval]) -> dict:
+def verdict(changes: dict[str, Interval], of_tasks: dict[str, dict[str, Interval]]) -> dict:
     """Reproduced (Table 2: 0.007 BLEU by int8, 0.167 by int4, both a scale an output feature):
     int8 changes less than 0.001 nats a token and int4 less than 0.02, a quarter of what 32
-    experts gain over a dense model in 300 steps."""
+    experts gain over a dense model in 300 steps; and neither changes the right answers of a
+    task by an interval that leaves out 0.
+
+    Args:
+        changes: of paragraphs, by precision of the experts.
+        of_tasks: of right answers, in points, by task.
+    """
     int8, int4, grouped = (changes[name] for name in ("int8", "int4", "int4, groups of 32"))
-    is_reproduced = abs(int8.mean) < 0.001 and abs(int4.mean) < 0.02
+    judged = {f"{task} with {name}": each[name] for task, each in of_tasks.items()
+              for name in ("int8", "int4")}  # fmt: skip
+    moved = [name for name, each in judged.items() if each.excludes_zero]
+    is_reproduced = abs(int8.mean) < 0.001 and abs(int4.mean) < 0.02 and not moved
     hurts = [name for name, each in changes.items() if each.high < -0.001]
     return {
         "verdict": "reproduced" if is_reproduced else "not reproduced",
         "because": f"int8 changes the log-likelihood by {int8.mean:+.4f} nats a token, "
         f"int4 by {int4.mean:+.4f} and by {grouped.mean:+.4f} with groups of 32; it "
-        f"hurts first with {hurts[0] if hurts else 'none'}.",
+        f"hurts first with {hurts[0] if hurts else 'none'}. Right answers of tasks change "
+        f"beyond noise in {', '.join(moved) or 'none'}.",
         "effect": int4,
         "effect_of": "int4 over float32, nats a token",
     }
@@ -85,27 +165,80 @@ def verdict(changes: dict[str, Interval]) -> dict:
 
 def run(study: Study) -> None:
     cells = study.cells()
-    names = list(PRECISIONS)[:1] if study.is_quick else list(PRECISIONS)
-    base = log_likelihoods(study, cells, "float32")
-    changes = {name: change(base, log_likelihoods(study, cells, name)) for name in names}
-    rows = [
-        {
-            "experts": name,
-            "change of the log-likelihood, nats a token (95%)": dataclasses.asdict(each),
+    files = study.files(*ENGLISH)
+    tasks = TASKS[:1] if study.is_quick else TASKS
+    files |= files_of(study, tasks)
+    for task in tasks:
+        tuned(study, cells, MODEL, task, 0, *SETTING)
+    names = [name for name in EXPERTS if name != "float32"]
+    names, kinds = (names[:1], tasks) if study.is_quick else (names, (PARAGRAPHS, *tasks))
+
+    def changes(kind: str, rest: str, of: str) -> dict[str, Interval]:
+        base = measured(study, cells, kind, *EXACT)
+        return {
+            name: change(base, measured(study, cells, kind, name, rest), of)
+            for name in (*(["float32"] if rest != "float32" else []), *names)
         }
-        for name, each in changes.items()
-    ]
-    judged = {"verdict": "undecided", "because": "a quick run", "effect": changes["int8"],
-              "effect_of": "int8"} if study.is_quick else verdict(changes)  # fmt: skip
+
+    found = {(kind, rest): changes(kind, rest, "nats") for kind in kinds for rest in REST}
+    right = {(task, rest): changes(task, rest, "right") for task in tasks for rest in REST}
+    tables = [_table(study, cells, kind, names, found, right) for kind in kinds]
+    tables.append(_routers(study, cells, kinds, names))
+    exact = found[kinds[0], "float32"]
+    judged = {"verdict": "undecided", "because": "a quick run", "effect": exact["int8"],
+              "effect_of": "int8"} if study.is_quick else verdict(
+        exact, {task: right[task, "float32"] for task in tasks}
+    )  # fmt: skip
     study.publish(
         cells,
-        study.files(*FILES),
+        files,
         **judged,
         seeds=[0],
-        tables=[{"title": f"{len(base['nats'])} texts, {sum(base['tokens']):,} tokens:",
-                 "rows": rows}],
-        intervals={name: dataclasses.asdict(each) for name, each in changes.items()},
-    )  # fmt: skip
+        tables=tables,
+        intervals={name: dataclasses.asdict(each) for name, each in exact.items()},
+        right_answers={
+            task: {
+                name: dataclasses.asdict(each) for name, each in right[task, "float32"].items()
+            }
+            for task in tasks
+        },
+    )
+
+
+def _table(study: Study, cells: Cells, kind: str, names, found, right) -> dict[str, Any]:
+    """What becomes of a kind of questions, a row each precision."""
+    base = measured(study, cells, kind, *EXACT)
+    title = f"{kind}, {len(base['nats'])} texts of {sum(base['tokens']):,} tokens"
+    if "right" in base:
+        title += f", {np.mean(base['right']):.1f}% right in float32"
+    rows = []
+    for rest in REST:
+        for name in ("float32", *names):
+            if (name, rest) == EXACT:
+                continue
+            row = {"experts": name, "everything else": rest}
+            row["log-likelihood, nats a token (95%)"] = dataclasses.asdict(
+                found[kind, rest][name]
+            )
+            if "right" in base:
+                row["right answers, points (95%)"] = dataclasses.asdict(right[kind, rest][name])
+            rows.append(row)
+    return {"title": f"{title}; changes by precision:", "rows": rows}
+
+
+def _routers(study: Study, cells: Cells, kinds, names) -> dict[str, Any]:
+    """What the router's float32 is worth where everything else is bfloat16."""
+    rows = []
+    for kind in kinds:
+        row = {"questions": kind}
+        for name in ("float32", *names):
+            selective, bfloat16 = (
+                measured(study, cells, kind, name, rest) for rest in list(REST)[1:]
+            )
+            row[f"{name} experts"] = dataclasses.asdict(change(selective, bfloat16))
+        rows.append(row)
+    return {"title": "The router in bfloat16 over the router in float32, everything else in "
+            "bfloat16, nats a token (95%):", "rows": rows}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -257,13 +257,24 @@ def trained_of(results: dict) -> Trained:
     )  # fmt: skip
 
 
+def intervals(written: dict[str, dict]) -> dict[str, Interval]:
+    """As results.json has them."""
+    return {name: Interval(**each) for name, each in written.items()}
+
+
 @pytest.mark.parametrize("name", [*RULES, "switch_vs_dense", "distillation", "fewer_experts",
-                                  "quantization", "upcycling", "elephants"])  # fmt: skip
+                                  "quantization", "upcycling", "elephants", "fine_tuning",
+                                  "distilled_tasks"])  # fmt: skip
 def test_published_verdicts_are_those_of_the_rules(name):
     results = pages.read_results(ROOT / "experiments" / name)
     run = importlib.import_module(f"experiments.{name}.run")
     if name == "quantization":
-        asked = ({way: Interval(**each) for way, each in results["intervals"].items()},)
+        of_tasks = results["right_answers"]
+        asked = intervals(results["intervals"]), {t: intervals(of_tasks[t]) for t in of_tasks}
+    elif name == "fine_tuning":
+        asked = (intervals(results["intervals"]),)
+    elif name == "distilled_tasks":
+        asked = (results["scores"],)
     elif name == "elephants":
         asked = results["quality"], results["throughput"]
     else:
