@@ -5,6 +5,10 @@ import importlib.metadata
 import os
 import pathlib
 import socket
+import subprocess
+import sys
+
+import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -43,3 +47,22 @@ def free_port() -> int:
     """A port at which process 0 of several may listen."""
     with socket.create_server(("", 0)) as probe:
         return probe.getsockname()[1]
+
+
+def script_with_compiler(compiler, script: str, *arguments: str) -> subprocess.CompletedProcess:
+    """What a script prints that sees a compiler of devices which are not there.
+
+    Skips the test where the compiler is not installed.
+
+    Args:
+        compiler: `pallas_kernels.aot.tpu_compiler` or `gpu_compiler`.
+    """
+    try:
+        variables = compiler.compiler_variables()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env=os.environ | variables | {"XLA_FLAGS": ""},
+        capture_output=True, text=True, check=True, cwd=ROOT,
+    )  # fmt: skip

@@ -40,6 +40,8 @@ REST = {
 EXACT = ("float32", "float32")
 TEXTS, CHARACTERS = 400, 400
 PARAGRAPHS = "paragraphs"
+# Of tables.
+UNIT = "thousandths of a nat a token"
 # As fine_tuning learns them.
 TASKS, SETTING = ("trec", "glue_sst2", GLOSSARY), SETTINGS["rate 0.01, capacity 4"]
 
@@ -217,9 +219,7 @@ def _table(study: Study, cells: Cells, kind: str, names, found, right) -> dict[s
             if (name, rest) == EXACT:
                 continue
             row = {"experts": name, "everything else": rest}
-            row["log-likelihood, nats a token (95%)"] = dataclasses.asdict(
-                found[kind, rest][name]
-            )
+            row[f"log-likelihood, {UNIT} (95%)"] = _thousandths(found[kind, rest][name])
             if "right" in base:
                 row["right answers, points (95%)"] = dataclasses.asdict(right[kind, rest][name])
             rows.append(row)
@@ -235,10 +235,15 @@ def _routers(study: Study, cells: Cells, kinds, names) -> dict[str, Any]:
             selective, bfloat16 = (
                 measured(study, cells, kind, name, rest) for rest in list(REST)[1:]
             )
-            row[f"{name} experts"] = dataclasses.asdict(change(selective, bfloat16))
+            row[f"{name} experts"] = _thousandths(change(selective, bfloat16))
         rows.append(row)
     return {"title": "The router in bfloat16 over the router in float32, everything else in "
-            "bfloat16, nats a token (95%):", "rows": rows}  # fmt: skip
+            f"bfloat16, {UNIT} (95%):", "rows": rows}  # fmt: skip
+
+
+def _thousandths(of: Interval) -> dict[str, float]:
+    """In UNIT."""
+    return {name: 1000 * value for name, value in dataclasses.asdict(of).items()}
 
 
 if __name__ == "__main__":

@@ -3,10 +3,6 @@
 
 import collections
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -16,6 +12,7 @@ from switchx.bench import planned_bytes
 from switchx.bench.planned_bytes import BOUND, Compiled, compare
 from switchx.bench.step_cases import CASES, IN_BFLOAT16, NUM_DEVICES, tpu_cases
 from switchx.bench.step_cases import ON_TPU as ON_TPU_NAMES
+from tests.processes import script_with_compiler
 
 BRIEF = (
     "dense data=2 fsdp=2 model=2",
@@ -48,6 +45,7 @@ import json
 from switchx.bench.planned_bytes import TOPOLOGY, compare
 from switchx.bench.step_cases import ON_TPU, tpu_cases
 from switchx.training.aot_devices import describe_devices
+from tests.processes import script_with_compiler
 
 names = "dense fsdp=8", "all_to_all fsdp=2 expert=4", "1f1b pipe=2 data=2 expert=2"
 assert set(names) <= set(ON_TPU)
@@ -62,14 +60,7 @@ print(json.dumps(rows))
 
 @pytest.mark.aot
 def test_bytes_and_flops_on_a_tpu_are_the_planned_ones():
-    try:
-        variables = tpu_compiler.compiler_variables() | {"XLA_FLAGS": ""}
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    done = subprocess.run(
-        [sys.executable, "-c", ON_TPU], env=os.environ | variables, check=True,
-        capture_output=True, text=True, cwd=pathlib.Path(__file__).parents[2],
-    )  # fmt: skip
+    done = script_with_compiler(tpu_compiler, ON_TPU)
     rows = json.loads(done.stdout.splitlines()[-1])
     assert len(rows) == 3
     for row in rows:

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies from host memory in HLO texts, cut from what XLA's compilers wrote of a ring."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
 
 from pallas_kernels.aot import gpu_compiler
 from switchx.partitioning.host_copies import host_copies, noted_strides, share_overlapped
+from tests.processes import script_with_compiler
 
 # The TPU compiler's: a loop of 4 turns over layers, and the optimizer's loop.
 STACK = "f32[8,4,64]{2,1,0:T(8,128)S(5)}"
@@ -146,14 +142,7 @@ print(program.hlo_modules()[0].to_string())
 
 @pytest.mark.aot
 def test_no_stride_of_host_memory_is_noted_for_an_h200():
-    try:
-        variables = gpu_compiler.compiler_variables() | {"XLA_FLAGS": ""}
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    done = subprocess.run(
-        [sys.executable, "-c", ON_H200], env=os.environ | variables, text=True,
-        capture_output=True, check=True, cwd=pathlib.Path(__file__).parents[2],
-    )  # fmt: skip
+    done = script_with_compiler(gpu_compiler, ON_H200)
     assert "S(5)" in done.stdout and "does device compute in host memory" not in done.stderr
     assert noted_strides(done.stdout) == []
     # Nor is any array read backwards: releases differ in which they note, and how.

@@ -3,10 +3,7 @@
 
 import dataclasses
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +29,7 @@ from switchx.partitioning.rules import Rules
 from switchx.partitioning.topology import Topology
 from switchx.training.job import TrainingJob
 from tests.data.refusals import refused
-from tests.processes import ROOT
+from tests.processes import ROOT, script_with_compiler
 
 
 @pytest.mark.parametrize(
@@ -339,15 +336,8 @@ for name, value in json.loads(sys.argv[1]).items():
 
 @pytest.mark.aot
 def test_the_tpu_compiler_knows_the_options_of_tpus(overlap):
-    try:
-        environment = os.environ | tpu_compiler.compiler_variables()
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
     options = overlap.of("tpu") | {"xla_tpu_enable_overlap": "True"}
-    done = subprocess.run(
-        [sys.executable, "-c", TPU_PROGRAM, json.dumps(options)],
-        env=environment, capture_output=True, text=True, timeout=280, check=True,
-    )  # fmt: skip
+    done = script_with_compiler(tpu_compiler, TPU_PROGRAM, json.dumps(options))
     (refusal,) = [line for line in done.stdout.splitlines() if line.startswith("xla_")]
     assert "No such compile option: 'xla_tpu_enable_overlap'" in refusal
 

@@ -2,9 +2,6 @@
 """Bytes of a device: the state's exactly, activations within a factor of compiled programs."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -20,7 +17,7 @@ from switchx.planner.memory import in_flight, memory_use, state_bytes, updated_b
 from switchx.training.program import TrainingProgram
 from switchx.training.workload import workload_of
 from tests.planner.workloads import DENSE, SPARSE, SWITCH, make_workload
-from tests.processes import ROOT
+from tests.processes import script_with_compiler
 from tests.training.jobs import make_job
 
 
@@ -137,14 +134,7 @@ def test_memory_is_that_of_a_step_compiled_for_a_tpu(tmp_path):
 
     A step with a teacher is planned at twice what it takes.
     """
-    try:
-        variables = tpu_compiler.compiler_variables() | {"XLA_FLAGS": ""}
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    done = subprocess.run(
-        [sys.executable, "-c", ON_A_TPU, str(tmp_path / "run")], env=os.environ | variables,
-        capture_output=True, text=True, check=True, cwd=ROOT,
-    )  # fmt: skip
+    done = script_with_compiler(tpu_compiler, ON_A_TPU, str(tmp_path / "run"))
     ratios = dict(line.split() for line in done.stdout.splitlines()[-3:])
     # A teacher's logits, probabilities and the student's are counted apart; this compiler fuses
     # them, and no step is refused or chosen for less than it takes.

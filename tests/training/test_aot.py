@@ -4,8 +4,6 @@
 import dataclasses
 import json
 import math
-import os
-import pathlib
 import subprocess
 import sys
 import types
@@ -43,6 +41,7 @@ from switchx.training.distilled_program import DistilledProgram
 from switchx.training.program import TrainingProgram
 from switchx.training.step import StepConfig
 from switchx.training.workload import layout_of, workload_of
+from tests.processes import script_with_compiler
 from tests.training.jobs import DENSE, SPARSE, SWITCH, make_job
 from tests.training.saved_runs import save_run
 
@@ -233,13 +232,6 @@ def test_a_compilers_refusal_is_read():
     assert memory_in_refusal("INVALID_ARGUMENT: no") is None
 
 
-def tpu_folder():
-    try:
-        return tpu_compiler.compiler_folder()
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-
-
 LIMITS = """
 import jax, jax.numpy as jnp, sys
 from switchx.partitioning.topology import Topology
@@ -258,13 +250,8 @@ for name in sys.argv[1:]:
 
 @pytest.mark.aot
 def test_limits_are_those_the_compiler_names():
-    tpu_folder()
-    variables = tpu_compiler.compiler_variables()
     names = list(tpu_compiler.TOPOLOGIES.values())
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITS, *names],
-        env=os.environ | variables, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    done = script_with_compiler(tpu_compiler, LIMITS, *names)
     said = dict(line.split() for line in done.stdout.splitlines())
     for kind, limit in said.items():
         assert math.isclose(int(limit), GENERATIONS[kind].hbm_bytes, rel_tol=1e-3), kind
@@ -292,13 +279,8 @@ for name in sys.argv[1:]:
 @pytest.mark.timeout(200)
 def test_chips_are_where_the_compiler_has_them():
     """Of `bench scale`'s check of meshes on a torus; a v4's two cores are one device."""
-    tpu_folder()
     names = ["v4:8x8x16", "v5p:8x8x16", "v5e:16x16"]
-    done = subprocess.run(
-        [sys.executable, "-c", PLACES, *names],
-        env=os.environ | tpu_compiler.compiler_variables(),
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    done = script_with_compiler(tpu_compiler, PLACES, *names)
     lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
     for name, line in zip(names, lines, strict=True):
         topology = Topology.parse(name)
@@ -343,15 +325,7 @@ print(json.dumps(dataclasses.asdict(step)))
 @pytest.mark.parametrize("topology", ["v5e:2x2", "h200:4"])
 def test_experts_in_host_memory_leave_the_devices(topology):
     is_tpu = topology.startswith("v")
-    try:
-        compiler = tpu_compiler if is_tpu else gpu_compiler
-        variables = compiler.compiler_variables() | {"XLA_FLAGS": ""}
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    done = subprocess.run(
-        [sys.executable, "-c", ON_HOST, topology], env=os.environ | variables,
-        capture_output=True, text=True, check=True, cwd=pathlib.Path(__file__).parents[2],
-    )  # fmt: skip
+    done = script_with_compiler(tpu_compiler if is_tpu else gpu_compiler, ON_HOST, topology)
     step = json.loads(done.stdout.splitlines()[-1])
     memory, host = step["memory"], step["host"]
     # 32 layers of 8 / 4 experts a device: weights and two moments leave it.
@@ -396,14 +370,7 @@ for parts in (1, 2):
 
 @pytest.mark.aot
 def test_experts_compute_while_another_part_travels():
-    try:
-        variables = tpu_compiler.compiler_variables() | {"XLA_FLAGS": ""}
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    done = subprocess.run(
-        [sys.executable, "-c", IN_PARTS], env=os.environ | variables, check=True,
-        capture_output=True, text=True, cwd=pathlib.Path(__file__).parents[2],
-    )  # fmt: skip
+    done = script_with_compiler(tpu_compiler, IN_PARTS)
     whole, halves = (line.split() for line in done.stdout.splitlines()[-2:])
     assert int(halves[1]) >= 4 > int(whole[1])
     assert halves[2] == whole[2]  # the same bytes
@@ -440,14 +407,7 @@ print(len(sliced.compiler_options))
 
 @pytest.mark.aot
 def test_a_loop_over_blocks_has_no_copy_of_their_weights():
-    try:
-        variables = tpu_compiler.compiler_variables() | {"XLA_FLAGS": ""}
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    done = subprocess.run(
-        [sys.executable, "-c", IN_A_LOOP], env=os.environ | variables, check=True,
-        capture_output=True, text=True, cwd=pathlib.Path(__file__).parents[2],
-    )  # fmt: skip
+    done = script_with_compiler(tpu_compiler, IN_A_LOOP)
     rows = [[int(word) for word in line.split()] for line in done.stdout.splitlines()[-5:]]
     # Copies are what devices with slices gather: there they stay.
     assert rows.pop() == [0]
