@@ -7,14 +7,12 @@ make experiments EXPERIMENT=distilled_tasks DATA=FOLDER
 import dataclasses
 import statistics
 
-from experiments.fine_tuning.run import GLOSSARY, SETTINGS, Peaks, files_of, run_of, tuned
+from experiments.fine_tuning.run import CHOSEN, GLOSSARY, Peaks, files_of, run_of, tuned
 from experiments.measured import Cells, bootstrap, word_of
 from experiments.study import Study, main, run_name
 
 TEACHER = "32 experts"
 TASKS, SEEDS = ("glue_sst2", "trec", "web_questions", GLOSSARY), (0, 1, 2)
-# As fine_tuning learns them.
-SETTING = SETTINGS["rate 0.01, capacity 4"]
 
 
 def student(study: Study, cells: Cells, task: str, seed: int) -> Peaks:
@@ -22,12 +20,12 @@ def student(study: Study, cells: Cells, task: str, seed: int) -> Peaks:
     the loss is the fine-tuned teacher's probabilities."""
     mix = (
         "DISTILLATION=@distillation.Distillation()",
-        f"distillation.Distillation.teacher='<run {run_of(TEACHER, task, seed, *SETTING)}>'",
+        f"distillation.Distillation.teacher='<run {run_of(TEACHER, task, seed, *CHOSEN)}>'",
         "distillation.Distillation.soft_weight=0.25",
         "distillation.Distillation.starts_from_teacher=False",
     )
     folder = run_name(f"student of {task}", seed)
-    return tuned(study, cells, "dense", task, seed, *SETTING, *mix, folder=folder)
+    return tuned(study, cells, "dense", task, seed, *CHOSEN, *mix, folder=folder)
 
 
 def verdict(scores: dict[str, dict[str, list[float]]]) -> dict:
@@ -68,7 +66,7 @@ def run(study: Study) -> None:
     for task in tasks:
         for model in ("dense", TEACHER):
             peaks[task][model] = [
-                tuned(study, cells, model, task, seed, *SETTING) for seed in seeds
+                tuned(study, cells, model, task, seed, *CHOSEN) for seed in seeds
             ]
         peaks[task]["student"] = [student(study, cells, task, seed) for seed in seeds]
     scores = {

@@ -16,7 +16,7 @@ import numpy as np
 
 import switchx
 from experiments.comparison import ENGLISH
-from experiments.fine_tuning.run import GLOSSARY, SETTINGS, files_of, run_of, tuned
+from experiments.fine_tuning.run import CHOSEN, GLOSSARY, files_of, run_of, tuned
 from experiments.measured import Cells, Interval, bootstrap
 from experiments.study import Study, main
 from switchx.checkpoint.run_folder import RunFolder
@@ -42,8 +42,7 @@ TEXTS, CHARACTERS = 400, 400
 PARAGRAPHS = "paragraphs"
 # Of tables.
 UNIT = "thousandths of a nat a token"
-# As fine_tuning learns them.
-TASKS, SETTING = ("trec", "glue_sst2", GLOSSARY), SETTINGS["rate 0.01, capacity 4"]
+TASKS = ("trec", "glue_sst2", GLOSSARY)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +72,7 @@ def _folder(kind: str) -> str:
     """Of the model that is asked, as `Study.placed` knows it."""
     is_pretrained = kind == PARAGRAPHS
     return (
-        f"<pretrained {MODEL}>"
-        if is_pretrained
-        else f"<run {run_of(MODEL, kind, 0, *SETTING)}>"
+        f"<pretrained {MODEL}>" if is_pretrained else f"<run {run_of(MODEL, kind, 0, *CHOSEN)}>"
     )
 
 
@@ -171,7 +168,7 @@ def run(study: Study) -> None:
     tasks = TASKS[:1] if study.is_quick else TASKS
     files |= files_of(study, tasks)
     for task in tasks:
-        tuned(study, cells, MODEL, task, 0, *SETTING)
+        tuned(study, cells, MODEL, task, 0, *CHOSEN)
     names = [name for name in EXPERTS if name != "float32"]
     names, kinds = (names[:1], tasks) if study.is_quick else (names, (PARAGRAPHS, *tasks))
 

@@ -273,6 +273,8 @@ def test_published_verdicts_are_those_of_the_rules(name):
         asked = intervals(results["intervals"]), {t: intervals(of_tasks[t]) for t in of_tasks}
     elif name == "fine_tuning":
         asked = (intervals(results["intervals"]),)
+        (chosen,) = (name for name, each in run.SETTINGS.items() if each == run.CHOSEN)
+        assert results["tables"][0]["title"].endswith(f": {chosen}.")
     elif name == "distilled_tasks":
         asked = (results["scores"],)
     elif name == "elephants":
