@@ -164,78 +164,79 @@ def verdict(changes: dict[str, Interval], of_tasks: dict[str, dict[str, Interval
 
 def run(study: Study) -> None:
     cells = study.cells()
-    files = study.files(*ENGLISH)
-    tasks = TASKS[:1] if study.is_quick else TASKS
-    files |= files_of(study, tasks)
+    tasks, kinds, experts = TASKS, (PARAGRAPHS, *TASKS), list(EXPERTS)
+    if study.is_quick:
+        tasks, kinds, experts = TASKS[:1], TASKS[:1], experts[:2]
+    files = study.files(*ENGLISH) | files_of(study, tasks)
     for task in tasks:
         tuned(study, cells, MODEL, task, 0, *CHOSEN)
-    names = [name for name in EXPERTS if name != "float32"]
-    names, kinds = (names[:1], tasks) if study.is_quick else (names, (PARAGRAPHS, *tasks))
-
-    def changes(kind: str, rest: str, of: str) -> dict[str, Interval]:
-        base = measured(study, cells, kind, *EXACT)
-        return {
-            name: change(base, measured(study, cells, kind, name, rest), of)
-            for name in (*(["float32"] if rest != "float32" else []), *names)
+    found = {
+        kind: {
+            (each, rest): measured(study, cells, kind, each, rest)
+            for rest in REST
+            for each in experts
         }
-
-    found = {(kind, rest): changes(kind, rest, "nats") for kind in kinds for rest in REST}
-    right = {(task, rest): changes(task, rest, "right") for task in tasks for rest in REST}
-    tables = [_table(study, cells, kind, names, found, right) for kind in kinds]
-    tables.append(_routers(study, cells, kinds, names))
-    exact = found[kinds[0], "float32"]
-    judged = {"verdict": "undecided", "because": "a quick run", "effect": exact["int8"],
-              "effect_of": "int8"} if study.is_quick else verdict(
-        exact, {task: right[task, "float32"] for task in tasks}
-    )  # fmt: skip
+        for kind in kinds
+    }
+    changes = _of_experts(found[kinds[0]], "nats")
+    right = {task: _of_experts(found[task], "right") for task in tasks}
+    judged = {"verdict": "undecided", "because": "a quick run", "effect": changes["int8"],
+              "effect_of": "int8"} if study.is_quick else verdict(changes, right)  # fmt: skip
     study.publish(
         cells,
         files,
         **judged,
         seeds=[0],
-        tables=tables,
-        intervals={name: dataclasses.asdict(each) for name, each in exact.items()},
-        right_answers={
-            task: {
-                name: dataclasses.asdict(each) for name, each in right[task, "float32"].items()
-            }
-            for task in tasks
-        },
+        tables=[*(table_of(kind, found[kind]) for kind in kinds), table_of_routers(found)],
+        intervals=_written(changes),
+        right_answers={task: _written(each) for task, each in right.items()},
     )
 
 
-def _table(study: Study, cells: Cells, kind: str, names, found, right) -> dict[str, Any]:
-    """What becomes of a kind of questions, a row each precision."""
-    base = measured(study, cells, kind, *EXACT)
+def _of_experts(found: dict, of: str) -> dict[str, Interval]:
+    """Changes by the precision of experts, everything else in float32."""
+    return {
+        experts: change(found[EXACT], each, of)
+        for (experts, rest), each in found.items()
+        if rest == "float32" != experts
+    }
+
+
+def table_of(kind: str, found: dict) -> dict[str, Any]:
+    """Changes of the answers to one kind of questions, a row each precision."""
+    base, rows = found[EXACT], []
     title = f"{kind}, {len(base['nats'])} texts of {sum(base['tokens']):,} tokens"
     if "right" in base:
         title += f", {np.mean(base['right']):.1f}% right in float32"
-    rows = []
-    for rest in REST:
-        for name in ("float32", *names):
-            if (name, rest) == EXACT:
-                continue
-            row = {"experts": name, "everything else": rest}
-            row[f"log-likelihood, {UNIT} (95%)"] = _thousandths(found[kind, rest][name])
-            if "right" in base:
-                row["right answers, points (95%)"] = dataclasses.asdict(right[kind, rest][name])
-            rows.append(row)
+    for (experts, rest), each in found.items():
+        if (experts, rest) == EXACT:
+            continue
+        row = {"experts": experts, "everything else": rest}
+        row[f"log-likelihood, {UNIT} (95%)"] = _thousandths(change(base, each))
+        if "right" in base:
+            row["right answers, points (95%)"] = dataclasses.asdict(change(base, each, "right"))
+        rows.append(row)
     return {"title": f"{title}; changes by precision:", "rows": rows}
 
 
-def _routers(study: Study, cells: Cells, kinds, names) -> dict[str, Any]:
+def table_of_routers(found: dict[str, dict]) -> dict[str, Any]:
     """What the router's float32 is worth where everything else is bfloat16."""
-    rows = []
-    for kind in kinds:
-        row = {"questions": kind}
-        for name in ("float32", *names):
-            selective, bfloat16 = (
-                measured(study, cells, kind, name, rest) for rest in list(REST)[1:]
-            )
-            row[f"{name} experts"] = _thousandths(change(selective, bfloat16))
-        rows.append(row)
+    _, selective, bfloat16 = REST
+    rows = [
+        {"questions": kind}
+        | {
+            f"{experts} experts": _thousandths(change(of[experts, selective], each))
+            for (experts, rest), each in of.items()
+            if rest == bfloat16
+        }
+        for kind, of in found.items()
+    ]
     return {"title": "The router in bfloat16 over the router in float32, everything else in "
-            f"bfloat16, {UNIT} (95%):", "rows": rows}  # fmt: skip
+            f"bfloat16, log-likelihood, {UNIT} (95%):", "rows": rows}  # fmt: skip
+
+
+def _written(intervals: dict[str, Interval]) -> dict[str, dict]:
+    return {name: dataclasses.asdict(each) for name, each in intervals.items()}
 
 
 def _thousandths(of: Interval) -> dict[str, float]:
