@@ -6,12 +6,13 @@ make experiments EXPERIMENT=distilled_tasks DATA=FOLDER
 
 import dataclasses
 import statistics
+from typing import Any
 
 from experiments.fine_tuning.run import CHOSEN, GLOSSARY, Peaks, files_of, run_of, tuned
 from experiments.measured import Cells, bootstrap, word_of
 from experiments.study import Study, main, run_name
 
-TEACHER = "32 experts"
+TEACHER, STUDENT = "32 experts", "student"
 TASKS, SEEDS = ("glue_sst2", "trec", "web_questions", GLOSSARY), (0, 1, 2)
 
 
@@ -46,7 +47,7 @@ def verdict(scores: dict[str, dict[str, list[float]]]) -> dict:
             ]
         )
 
-    kept, teachers = gain("student"), gain(TEACHER)
+    kept, teachers = gain(STUDENT), gain(TEACHER)
     share = f"{kept.mean / teachers.mean:.0%} of it" if teachers.low > 0 else "no share of it"
     return {
         "verdict": word_of([kept]),
@@ -58,55 +59,51 @@ def verdict(scores: dict[str, dict[str, list[float]]]) -> dict:
     }
 
 
+def table_of(title: str, found: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+    """Means over seeds, and gains over the dense model, a row each task."""
+    rows = []
+    for task, by in found.items():
+        row = {"task": task} | {name: statistics.mean(each) for name, each in by.items()}
+        for name in (TEACHER, STUDENT):
+            gain = bootstrap([m - d for m, d in zip(by[name], by["dense"], strict=True)])
+            row[f"gain of {name} (95%)"] = dataclasses.asdict(gain)
+        rows.append(row)
+    return {"title": title, "rows": rows}
+
+
 def run(study: Study) -> None:
     cells = study.cells()
     tasks, seeds = (("trec",), (0,)) if study.is_quick else (TASKS, SEEDS)
     files = files_of(study, tasks)
-    peaks = {task: {} for task in tasks}
-    for task in tasks:
-        for model in ("dense", TEACHER):
-            peaks[task][model] = [
-                tuned(study, cells, model, task, seed, *CHOSEN) for seed in seeds
-            ]
-        peaks[task]["student"] = [student(study, cells, task, seed) for seed in seeds]
-    scores = {
-        task: {name: [each.score for each in of] for name, of in by.items()}
-        for task, by in peaks.items()
-    }
-    gains = {
+    peaks = {
         task: {
-            name: bootstrap([m - d for m, d in zip(by[name], by["dense"], strict=True)])
-            for name in (TEACHER, "student")
+            name: [tuned(study, cells, name, task, seed, *CHOSEN) for seed in seeds]
+            for name in ("dense", TEACHER)
         }
-        for task, by in scores.items()
+        | {STUDENT: [student(study, cells, task, seed) for seed in seeds]}
+        for task in tasks
     }
-    rows = [
-        {"task": task}
-        | {name: statistics.mean(each) for name, each in by.items()}
-        | {
-            f"{name}'s gain (95%)": dataclasses.asdict(gains[task][name])
-            for name in (TEACHER, "student")
+    scores, likelihoods = (
+        {
+            task: {name: [getattr(each, of) for each in seen] for name, seen in by.items()}
+            for task, by in peaks.items()
         }
-        for task, by in scores.items()
-    ]
-    likelihoods = [
-        {"task": task}
-        | {name: statistics.mean(e.log_likelihood for e in of) for name, of in by.items()}
-        for task, by in peaks.items()
-    ]
+        for of in ("score", "log_likelihood")
+    )
+    table = table_of("Peaks of the mean of each task's metrics, in percent; gains over dense are "
+                     "paired by seed:", scores)  # fmt: skip
     study.publish(
         cells,
         files,
         **verdict(scores),
         seeds=list(seeds),
         tables=[
-            {"title": "Peaks of the mean of each task's metrics, in percent; gains over dense "
-             "are paired by seed:", "rows": rows},
-            {"title": "Log-likelihood of right answers, nats a token:", "rows": likelihoods},
+            table,
+            table_of("Log-likelihood of right answers, nats a token:", likelihoods),
         ],
-        intervals={task: dataclasses.asdict(each["student"]) for task, each in gains.items()},
+        intervals={row["task"]: row[f"gain of {STUDENT} (95%)"] for row in table["rows"]},
         scores=scores,
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":
