@@ -90,8 +90,8 @@ def run(study: Study) -> None:
         }
         for of in ("score", "log_likelihood")
     )
-    table = table_of("Peaks of the mean of each task's metrics, in percent; gains over dense are "
-                     "paired by seed:", scores)  # fmt: skip
+    title = "Peaks of the mean of each task's metrics, in percent; gains are paired by seed:"
+    table = table_of(title, scores)
     study.publish(
         cells,
         files,
