@@ -8,6 +8,8 @@ import re
 from experiments.pages import ROOT
 
 _CODE = ("switchx", "pallas_kernels", "configs")
+# Results depend on data by its hashes, and not on what made it.
+_MAKES_DATA = ("prepare_data.py", "texts.py")
 
 
 def sha256(path: pathlib.Path) -> str:
@@ -19,7 +21,8 @@ def code_fingerprint(name: str) -> str:
     """Of all Python and gin files of this checkout that an experiment depends on."""
     digest = hashlib.sha256()
     paths = [path for top in _CODE for path in sorted((ROOT / top).rglob("*"))]
-    paths += sorted((ROOT / "experiments").glob("*.py"))
+    shared = sorted((ROOT / "experiments").glob("*.py"))
+    paths += [path for path in shared if path.name not in _MAKES_DATA]
     paths += [path for each in _with_imported(name) for path in sorted(each.rglob("*"))]
     for path in paths:
         if path.suffix in (".py", ".gin"):

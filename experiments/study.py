@@ -132,8 +132,8 @@ class Study:
         missing = [name for name, path in found.items() if not path.is_file()]
         if missing:
             raise ValueError(
-                f"{self.data} has no {', '.join(missing)}; experiments/README.md says where "
-                "each is to be had"
+                f"{self.data} has no {', '.join(missing)}; get the data: `python -m "
+                "experiments.prepare_data --help`"
             )
         hashes = {name: sha256(path) for name, path in found.items()}
         changed = [name for name, of in hashes.items() if of != known[name]]
