@@ -5,8 +5,8 @@
 
 First a setting is chosen, one for both models and all tasks: the best mean of both models on
 two tasks, on parts that are held out of their training sets, seed 100. Then every task is
-learnt with it. At last three tasks are learnt from every kept checkpoint, on one
-seed (Figure 13).
+learnt with it. At last three tasks are learnt from every kept checkpoint, on one seed
+(Figure 13).
 """
 
 import dataclasses
@@ -312,9 +312,11 @@ def upstream(study: Study, cells: Cells, setting: Sequence[str]) -> dict[str, An
                 found = tuned(study, cells, model, task, 0, *setting, *begins)
                 row |= {task: found.score, f"{task}, nats": found.log_likelihood}
             rows.append(row)
-    return {"title": "From every kept checkpoint, on one seed: scores, and the log-likelihood of "
-            "right answers; upstream is the validation negative log perplexity of pretraining:",
-            "rows": rows}  # fmt: skip
+    title = (
+        "From every kept checkpoint, on one seed: scores, and the log-likelihood of right "
+        "answers; upstream is the validation negative log perplexity of pretraining:"
+    )
+    return {"title": title, "rows": rows}
 
 
 if __name__ == "__main__":
