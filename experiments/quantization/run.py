@@ -27,10 +27,7 @@ from switchx.gin_config.files import configuration_of
 
 MODEL = "32 experts"
 # Of the experts: bits and inputs that share a scale; 0 is all of them.
-EXPERTS = {
-    "float32": None, "int8": (8, 0), "int4": (4, 0),
-    "int4, groups of 64": (4, 64), "int4, groups of 32": (4, 32),
-}  # fmt: skip
+EXPERTS = {"float32": None, "int8": (8, 0), "int4": (4, 0), "int4, groups of 32": (4, 32)}
 # Of everything else: Precision.compute and Precision.router.
 REST = {
     "float32": ("float32", "float32"),
