@@ -26,8 +26,8 @@ class Task:
 
     Attributes:
         files: of its data, below the data folder.
-        inputs: tokens of an input, enough for nearly all; of RTE, CB and SciTLDR the first
-            ones of each.
+        inputs: tokens of an input, enough for nine in ten; of RTE, CB and SciTLDR most are
+            longer, and cut.
         bindings: over its gin file.
         gin_file: below configs/tasks; None is the task's own.
         seeds: five of sets with fewer than a thousand examples.
