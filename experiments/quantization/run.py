@@ -4,7 +4,7 @@ held-out text and on tasks.
 
     make experiments EXPERIMENT=quantization DATA=FOLDER
 
-Of the 32 experts of experiments/pretraining, and of the same model fine-tuned on three tasks.
+Of the 32 experts of experiments/pretraining, and of the same model fine-tuned on two tasks.
 Intervals are over texts or examples, the same ones for every precision.
 """
 
@@ -39,7 +39,7 @@ TEXTS, CHARACTERS = 400, 400
 PARAGRAPHS = "paragraphs"
 # Of tables.
 UNIT = "thousandths of a nat a token"
-TASKS = ("trec", "glue_sst2", GLOSSARY)
+TASKS = ("trec", GLOSSARY)
 
 
 @dataclasses.dataclass(frozen=True)
