@@ -132,7 +132,7 @@ class Study:
         missing = [name for name, path in found.items() if not path.is_file()]
         if missing:
             raise ValueError(
-                f"{self.data} has no {', '.join(missing)}; get the data: `python -m "
+                f"{self.data} has no {', '.join(missing)}; get the data: `python3 -m "
                 "experiments.prepare_data --help`"
             )
         hashes = {name: sha256(path) for name, path in found.items()}

@@ -368,7 +368,7 @@ def test_other_code_is_named(tmp_path, monkeypatch):
 def test_data_that_is_not_there_or_not_the_same_is_named(tmp_path):
     with pytest.raises(ValueError, match="`make experiments EXPERIMENT=exploration DATA=FOLD"):
         Study("exploration", tmp_path, None).files("openstax/*.txt.gz")
-    with pytest.raises(ValueError, match=r"has no openstax/anatomy.txt.gz, .*README.md"):
+    with pytest.raises(ValueError, match=r"has no openstax/anatomy.txt.gz, .*prepare_data"):
         Study("exploration", tmp_path, tmp_path).files("openstax/*.txt.gz")
     (tmp_path / "movie_reviews").mkdir()
     (tmp_path / "movie_reviews/reviews.txt.gz").write_bytes(b"other")
