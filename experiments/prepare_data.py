@@ -242,6 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
     wrong = prepare(flags.sources, flags.output)
     if wrong:
         print("Not as published:", ", ".join(wrong))
+        print("Sources are fetched by the same command with --commands | sh, without --output.")
     else:
         print("All files have the hashes of data.json.")
     return 1 if wrong else 0
