@@ -228,6 +228,44 @@ def test_expert_dropout_is_undecided_where_too_much_is_possible():
     assert words == ["reproduced", "not reproduced", "undecided"]
 
 
+def test_quantization_that_changes_answers_is_not_reproduced():
+    verdict = importlib.import_module("experiments.quantization.run").verdict
+    none, some = Interval(0.0, -0.5, 0.5), Interval(-1.0, -1.5, -0.5)
+    even = dict.fromkeys(("int8", "int4", "int4, groups of 32"), Interval(0.0, 0.0, 0.0))
+    words = [
+        verdict(even | {"int4": loss}, {"trec": {"int8": none, "int4": answers}})["verdict"]
+        for loss, answers in (
+            (Interval(-0.01, -0.02, 0.0), none),
+            (Interval(-0.03, -0.04, -0.02), none),
+            (even["int4"], some),
+        )
+    ]
+    assert words == ["reproduced", "not reproduced", "not reproduced"]
+
+
+def test_students_of_fine_tuned_teachers_are_judged_over_all_tasks():
+    verdict = importlib.import_module("experiments.distilled_tasks.run").verdict
+    found = [
+        verdict({
+            task: {"dense": [50.0, 52.0], "32 experts": [60.0, 62.0], "student": student}
+            for task in ("trec", "glossary")
+        })
+        for student in ([55.0, 57.0], [45.0, 47.0], [55.0, 47.0])
+    ]  # fmt: skip
+    assert [each["verdict"] for each in found] == ["reproduced", "not reproduced", "undecided"]
+    assert "50% of it" in found[0]["because"]
+
+
+def test_a_glossary_lies_where_templates_read_it(tmp_path, monkeypatch):
+    run = importlib.import_module("experiments.fine_tuning.run")
+    given = tmp_path / "data/openstax/glossary.train.jsonl.gz"
+    monkeypatch.setattr(Study, "files", lambda *of: {"openstax/glossary.train.jsonl.gz": given})
+    mine = Study("fine_tuning", tmp_path, tmp_path / "data")
+    for _ in range(2):
+        run.files_of(mine, (run.GLOSSARY,))
+    assert (mine.runs / run.GLOSSARY / "train.jsonl.gz").readlink() == given
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_verdicts_follow_their_rules(name):
     """What is written before the runs is what hours of them end with."""
