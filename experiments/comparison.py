@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.measured import Cells, Interval, bootstrap
+from experiments.measured import Cells, Interval, paired
 from experiments.study import ROOT, Study, run_name
 from pallas_kernels.bench.timing import Contender as Timed
 from pallas_kernels.bench.timing import speedup, take_turns
@@ -103,8 +103,7 @@ class Trained:
 
     def gain(self, name: str, over: str) -> Interval:
         """Final quality over another's, paired by seed, in nats a token."""
-        pairs = zip(self.final(name), self.final(over), strict=True)
-        return bootstrap([mine - other for mine, other in pairs])
+        return paired(self.final(name), self.final(over))
 
     def quality_at(self, name: str, step: float) -> float:
         """Between evaluations, the mean over seeds."""
@@ -164,7 +163,7 @@ def run_comparison(
         comparison = comparison.quick()
     files, cells = study.files(*comparison.data), study.cells()
     trained = train_all(study, cells, comparison)
-    judged = _judged_quick() if study.is_quick else verdict(trained)
+    judged = judged_quick() if study.is_quick else verdict(trained)
     results = study.publish(
         cells,
         files,
@@ -180,7 +179,8 @@ def run_comparison(
     return results
 
 
-def _judged_quick() -> dict[str, Any]:
+def judged_quick() -> dict[str, Any]:
+    """In place of a verdict."""
     return {
         "verdict": "undecided", "because": "a quick run shows only that it runs",
         "effect": Interval(0.0, 0.0, 0.0), "effect_of": "nothing",

@@ -32,6 +32,11 @@ def bootstrap(values: Sequence[float], samples: int = 10_000) -> Interval:
     return Interval(float(values_S.mean()), float(low), float(high))
 
 
+def paired(mine: Sequence[float], others: Sequence[float]) -> Interval:
+    """Differences, mine less the others', of the same seeds in the same order."""
+    return bootstrap([a - b for a, b in zip(mine, others, strict=True)])
+
+
 def word_of(gains: Iterable[Interval]) -> str:
     """`reproduced` where every interval is above 0, `not reproduced` where one is below it;
     otherwise `undecided`."""

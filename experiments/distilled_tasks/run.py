@@ -9,7 +9,7 @@ import statistics
 from typing import Any
 
 from experiments.fine_tuning.run import CHOSEN, GLOSSARY, Peaks, files_of, run_of, tuned
-from experiments.measured import Cells, bootstrap, word_of
+from experiments.measured import Cells, paired, word_of
 from experiments.study import Study, main, run_name
 
 TEACHER, STUDENT = "32 experts", "student"
@@ -38,16 +38,11 @@ def verdict(scores: dict[str, dict[str, list[float]]]) -> dict:
         scores: by task and model, one a seed.
     """
 
-    def gain(name):
-        return bootstrap(
-            [
-                mine - alone
-                for by in scores.values()
-                for mine, alone in zip(by[name], by["dense"], strict=True)
-            ]
-        )
-
-    kept, teachers = gain(STUDENT), gain(TEACHER)
+    of_all = {
+        name: [score for by in scores.values() for score in by[name]]
+        for name in ("dense", STUDENT, TEACHER)
+    }
+    kept, teachers = (paired(of_all[name], of_all["dense"]) for name in (STUDENT, TEACHER))
     share = f"{kept.mean / teachers.mean:.0%} of it" if teachers.low > 0 else "no share of it"
     return {
         "verdict": word_of([kept]),
@@ -65,7 +60,7 @@ def table_of(title: str, found: dict[str, dict[str, list[float]]]) -> dict[str, 
     for task, by in found.items():
         row = {"task": task} | {name: statistics.mean(each) for name, each in by.items()}
         for name in (TEACHER, STUDENT):
-            gain = bootstrap([m - d for m, d in zip(by[name], by["dense"], strict=True)])
+            gain = paired(by[name], by["dense"])
             row[f"gain of {name} (95%)"] = dataclasses.asdict(gain)
         rows.append(row)
     return {"title": title, "rows": rows}

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.comparison import ENGLISH
-from experiments.measured import Cells, Interval, bootstrap
+from experiments.measured import Cells, Interval, bootstrap, paired
 from experiments.study import Study, main, run_name
 
 
@@ -25,6 +25,7 @@ class Task:
     """How a task of configs/tasks is learnt.
 
     Attributes:
+        kind: what it asks for, of Figure 13's kinds or summaries.
         files: of its data, below the data folder.
         inputs: tokens of an input, enough for nine in ten; of RTE, CB and SciTLDR most are
             longer, and cut.
@@ -221,15 +222,11 @@ def gains_of(
     Args:
         of: a field of Peaks.
     """
-    return {
-        task: bootstrap(
-            [
-                getattr(sparse, of) - getattr(dense, of)
-                for dense, sparse in zip(*of_task.values(), strict=True)
-            ]
-        )
-        for task, of_task in peaks.items()
-    }
+    gains = {}
+    for task, by in peaks.items():
+        values = {model: [getattr(each, of) for each in seen] for model, seen in by.items()}
+        gains[task] = paired(values["32 experts"], values["dense"])
+    return gains
 
 
 def verdict(gains: dict[str, Interval]) -> dict[str, Any]:

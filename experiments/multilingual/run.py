@@ -12,7 +12,7 @@ import statistics
 from typing import Any
 
 from experiments.comparison import Comparison, Contender, first_step_at
-from experiments.measured import Cells, bootstrap
+from experiments.measured import Cells, bootstrap, paired
 from experiments.study import Study, main, run_name
 
 GIN_FILE = "configs/runs/pretrain_languages.gin"
@@ -64,7 +64,7 @@ def with_slots_for_all(study: Study, cells: Cells, contender: Contender) -> Curv
 def row_of(language: str, dense: list[dict], sparse: list[dict]) -> dict[str, Any]:
     """Of one language: means over seeds, and the gain paired by seed."""
     finals = [[curve[max(curve)] for curve in curves] for curves in (dense, sparse)]
-    gain = bootstrap([mine - theirs for theirs, mine in zip(*finals, strict=True)])
+    gain = paired(finals[1], finals[0])
     return {
         "language": language,
         "dense": statistics.mean(finals[0]),

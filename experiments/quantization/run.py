@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import switchx
-from experiments.comparison import ENGLISH
+from experiments.comparison import ENGLISH, judged_quick
 from experiments.fine_tuning.run import CHOSEN, GLOSSARY, files_of, run_of, tuned
 from experiments.measured import Cells, Interval, bootstrap
 from experiments.study import Study, main
@@ -50,6 +50,7 @@ class Questions:
     targets: list[str]
 
 
+@functools.cache
 def questions_of(study: Study, kind: str, limit: int | None) -> Questions:
     """Held-out paragraphs, or the examples that a task is evaluated on."""
     if kind == PARAGRAPHS:
@@ -85,7 +86,7 @@ def measured(
 
 def _measured(study: Study, cells: Cells, kind: str, experts: str, rest: str, limit) -> dict:
     model = _with_rest(switchx.load(_quantized(study, cells, kind, experts)), rest)
-    questions = _questions_of(study, kind, limit)
+    questions = questions_of(study, kind, limit)
     scores = model.score(questions.inputs, questions.targets)
     found = {
         "nats": [float(score.log_likelihood) for score in scores],
@@ -96,9 +97,6 @@ def _measured(study: Study, cells: Cells, kind: str, experts: str, rest: str, li
         pairs = zip(texts, questions.targets, strict=True)
         found["right"] = [100.0 * (text.strip() == target.strip()) for text, target in pairs]
     return found
-
-
-_questions_of = functools.cache(questions_of)
 
 
 def _quantized(study: Study, cells: Cells, kind: str, experts: str) -> str:
@@ -177,8 +175,7 @@ def run(study: Study) -> None:
     }
     changes = _of_experts(found[kinds[0]], "nats")
     right = {task: _of_experts(found[task], "right") for task in tasks}
-    judged = {"verdict": "undecided", "because": "a quick run", "effect": changes["int8"],
-              "effect_of": "int8"} if study.is_quick else verdict(changes, right)  # fmt: skip
+    judged = judged_quick() if study.is_quick else verdict(changes, right)
     study.publish(
         cells,
         files,
