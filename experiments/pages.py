@@ -109,7 +109,8 @@ def figure_of(results: dict[str, Any]) -> Figure | None:
         }
         return curves_figure(curves, "step", "validation negative log perplexity")
     if "intervals" in results:
-        return intervals_figure(results["intervals"], results["effect_of"])
+        no_effect = results.get("no_effect", 0.0)
+        return intervals_figure(results["intervals"], results["effect_of"], no_effect)
     return None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense against 32 experts of the same pretraining, fine-tuned on eleven tasks (Table 5).
+"""Dense against 32 experts of the same pretraining, fine-tuned on twelve tasks (Table 5).
 
     make experiments EXPERIMENT=fine_tuning DATA=FOLDER
 
@@ -51,6 +51,7 @@ TASKS = {
     "super_glue_rte": Task(REASONING, "super_glue/RTE/*", 128),
     "super_glue_cb": Task(REASONING, "super_glue/CB/*", 128, seeds=5),
     "super_glue_copa": Task(REASONING, "super_glue/COPA/*", 64, seeds=5),
+    "winogrande": Task(REASONING, "winogrande/*", 80, ("TRAIN_SPLIT='train_l'",)),
     "trec": Task(REASONING, "trec/*", 48),
     "scitldr": Task(
         "summaries",

@@ -87,21 +87,23 @@ def sizes_figure(
     return figure
 
 
-def intervals_figure(intervals: Mapping[str, Mapping[str, float]], x: str) -> Figure:
-    """Differences, a row each: a dot at `mean`, a bar from `low` to `high`, a line at 0.
+def intervals_figure(
+    intervals: Mapping[str, Mapping[str, float]], x: str, no_effect: float = 0.0
+) -> Figure:
+    """Effects, a row each: a dot at `mean`, a bar from `low` to `high`, a line at `no_effect`.
 
-    A dot is filled where the interval leaves out 0.
+    A dot is filled where the interval leaves out `no_effect`: 0 of differences, 1 of ratios.
     """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(6.4, 1.0 + 0.3 * len(intervals)))
         axis = figure.subplots()
     dark = COLOURS(0.9)
     for row, each in enumerate(intervals.values()):
-        is_known = each["low"] > 0 or each["high"] < 0
+        is_known = each["low"] > no_effect or each["high"] < no_effect
         axis.plot([each["low"], each["high"]], [row, row], color=dark, linewidth=1.5)
         face = dark if is_known else "white"
         axis.plot(each["mean"], row, "o", color=dark, markerfacecolor=face, markersize=6)
-    axis.axvline(0, color="0.4", linestyle=":", linewidth=1)
+    axis.axvline(no_effect, color="0.4", linestyle=":", linewidth=1)
     axis.set_yticks(range(len(intervals)), list(intervals))
     axis.set_ylim(len(intervals) - 0.5, -0.5)
     axis.set_xlabel(x)
