@@ -256,6 +256,28 @@ def test_students_of_fine_tuned_teachers_are_judged_over_all_tasks():
     assert "50% of it" in found[0]["because"]
 
 
+def test_languages_are_judged_by_steps():
+    run = importlib.import_module("experiments.multilingual.run")
+    slow, fast = {0: -9.0, 100: -5.0}, {0: -9.0, 100: -4.0}
+    never = {0: -3.0, 100: -6.0}  # from where the others end, and worse
+    assert run.speedup_in_steps(slow, fast) == pytest.approx(5 / 4)
+    assert run.speedup_in_steps(fast, slow) == pytest.approx(4 / 5)
+    assert run.speedup_in_steps(slow, never) == pytest.approx(3 / 4)
+    assert run.speedup_in_steps(never, never) == 1
+    words = [
+        run.verdict([
+            {"language": name, run.SPEEDUP: dataclasses.asdict(Interval(*each))}
+            for name, each in zip("abc", of_languages, strict=True)
+        ])["verdict"]
+        for of_languages in (
+            [(1.5, 1.4, 1.6), (1.2, 1.1, 1.3), (1.1, 0.8, 1.2)],
+            [(0.5, 0.4, 0.6), (0.8, 0.7, 0.9), (0.9, 0.8, 1.2)],
+            [(1.5, 0.9, 1.6), (1.2, 1.1, 1.3), (1.1, 0.8, 1.2)],
+        )
+    ]  # fmt: skip
+    assert words == ["reproduced", "not reproduced", "undecided"]
+
+
 def test_a_glossary_lies_where_templates_read_it(tmp_path, monkeypatch):
     run = importlib.import_module("experiments.fine_tuning.run")
     given = tmp_path / "data/openstax/glossary.train.jsonl.gz"
@@ -302,7 +324,8 @@ def intervals(written: dict[str, dict]) -> dict[str, Interval]:
 
 @pytest.mark.parametrize("name", [*RULES, "switch_vs_dense", "distillation", "fewer_experts",
                                   "quantization", "upcycling", "elephants", "fine_tuning",
-                                  "distilled_tasks"])  # fmt: skip
+                                  "distilled_tasks", "expert_dropout",
+                                  "multilingual"])  # fmt: skip
 def test_published_verdicts_are_those_of_the_rules(name):
     results = pages.read_results(ROOT / "experiments" / name)
     run = importlib.import_module(f"experiments.{name}.run")
@@ -313,8 +336,10 @@ def test_published_verdicts_are_those_of_the_rules(name):
         asked = (intervals(results["intervals"]),)
         (chosen,) = (name for name, each in run.SETTINGS.items() if each == run.CHOSEN)
         assert results["tables"][0]["title"].endswith(f": {chosen}.")
-    elif name == "distilled_tasks":
+    elif name in ("distilled_tasks", "expert_dropout"):
         asked = (results["scores"],)
+    elif name == "multilingual":
+        asked = (results["tables"][0]["rows"],)
     elif name == "elephants":
         asked = results["quality"], results["throughput"]
     else:
