@@ -98,6 +98,14 @@ def test_switch_transformers():
         ({"tie_word_embeddings": True}, True),
         # What transformers 5 writes: DENSE always tied, the division apart from it.
         ({"tie_word_embeddings": True, "scale_decoder_outputs": False}, False),
+        (
+            {
+                "model_type": "umt5",
+                "tie_word_embeddings": True,
+                "scale_decoder_outputs": False,
+            },
+            False,
+        ),
         ({"model_type": "mt5", "tie_word_embeddings": True}, True),
         (
             {

@@ -86,9 +86,10 @@ def build(family: str, sizes: dict):
 
 
 def as_trained(model):
-    """transformers 5 divides UMT5's logits by sqrt(D) even where they have their own matrix."""
+    """transformers 5 divides UMT5's logits by sqrt(D) even where they have their own matrix;
+    its later releases ask the second of these fields."""
     if type(model).__name__.startswith("UMT5"):
-        model.config.tie_word_embeddings = False
+        model.config.tie_word_embeddings = model.config.scale_decoder_outputs = False
     return model
 
 
