@@ -24,12 +24,21 @@ class Interval:
         return self.low > 0 or self.high < 0
 
 
-def bootstrap(values: Sequence[float], samples: int = 10_000) -> Interval:
+@dataclasses.dataclass(frozen=True)
+class Ratio(Interval):
+    """One of quotients: 1 is no effect."""
+
+    no_effect: float = 1.0
+
+
+def bootstrap(
+    values: Sequence[float], samples: int = 10_000, kind: type[Interval] = Interval
+) -> Interval:
     """The mean of one value a seed (or sentence); of one value, that value without width."""
     values_S = np.asarray(values, float)
     drawn = np.random.default_rng(0).integers(0, len(values_S), (samples, len(values_S)))
     low, high = np.percentile(values_S[drawn].mean(1), (2.5, 97.5))
-    return Interval(float(values_S.mean()), float(low), float(high))
+    return kind(float(values_S.mean()), float(low), float(high))
 
 
 def paired(mine: Sequence[float], others: Sequence[float]) -> Interval:

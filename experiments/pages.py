@@ -109,7 +109,7 @@ def figure_of(results: dict[str, Any]) -> Figure | None:
         }
         return curves_figure(curves, "step", "validation negative log perplexity")
     if "intervals" in results:
-        no_effect = results.get("no_effect", 0.0)
+        no_effect = results["effect"].get("no_effect", 0.0)
         return intervals_figure(results["intervals"], results["effect_of"], no_effect)
     return None
 
@@ -154,9 +154,9 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
 def shown(value: Any) -> str:
     """A value of results.json on a page."""
     if isinstance(value, dict):  # an Interval; of one value it has no width
-        if value["low"] == value["high"]:
-            return f"{value['mean']:+.3f}"
-        return f"{value['mean']:+.3f} ({value['low']:+.3f} to {value['high']:+.3f})"
+        form = ".3f" if "no_effect" in value else "+.3f"  # a Ratio has no sign
+        mean, low, high = (format(value[name], form) for name in ("mean", "low", "high"))
+        return mean if value["low"] == value["high"] else f"{mean} ({low} to {high})"
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return "" if value is None else str(value)
@@ -167,6 +167,9 @@ def provenance(results: dict[str, Any]) -> str:
     where, hours = results["environment"], results["wall_seconds"] / 3600
     commit, _, is_dirty = where["commit"].partition("-")
     commit = commit[:12] + " with changes" * bool(is_dirty)
+    trained = [each[:12] for each in results.get("trained_by", ()) if each[:12] not in commit]
+    if trained:
+        commit += f", models trained by {', '.join(trained)}"
     if "pretraining" in results:
         commit += f", from pretraining of {results['pretraining'][:12]}"
     cores = f"{where['cores']} core{'s' * (where['cores'] != 1)}"

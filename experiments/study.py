@@ -277,6 +277,7 @@ class Study:
             "data": {name: sha256(path) for name, path in files.items()},
             "wall_seconds": round(cells.seconds),
             **self._began_with(cells),
+            **self.trained_by(cells),
         } | {
             k: dataclasses.asdict(v) if isinstance(v, Interval) else v for k, v in found.items()
         }
@@ -293,6 +294,13 @@ class Study:
             return {}
         begun = dataclasses.replace(self, name="pretraining").runs / "begun.json"
         return {"pretraining": json.loads(begun.read_text())["commit"]}
+
+    def trained_by(self, cells: Cells) -> dict[str, list[str]]:
+        """The commits that trained the runs, where their folders are still there."""
+        names = [line["cell"]["run"] for line in cells.lines if "run" in line["cell"]]
+        files = [RunFolder(self.runs / name).git_commit for name in names]
+        commits = {file.read_text().strip() for file in files if file.exists()}
+        return {"trained_by": sorted(commits)} if commits else {}
 
 
 def main(file: str, description: str, run: Callable[[Study], Any]) -> None:

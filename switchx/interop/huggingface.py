@@ -107,7 +107,9 @@ def read_checkpoint(
     config, family = read_config(values, str(file), overflow=overflow, tensors=tensors.shapes)
     said, _ = read_config(values, str(file), overflow=overflow)
     config = dataclasses.replace(config, precision=Precision(params=dtype))
-    params, config = _read_params(folder, tensors, config, family, scratch)
+    # Before it had this field, transformers 5 said that UMT5's heads are tied; none is.
+    own_head = family == UMT5 and "scale_decoder_outputs" not in values
+    params, config = _read_params(folder, tensors, config, family, scratch, own_head)
     files = (folder / VOCABULARY, folder / TOKENIZER)
     vocabulary = next((file for file in files if file.is_file()), None)
     return Checkpoint(
@@ -115,8 +117,14 @@ def read_checkpoint(
     )
 
 
-def _read_params(folder, tensors: TensorFolder, config: ModelConfig, family: str, scratch):
-    """The parameters, and the configuration as the tensors have it."""
+def _read_params(
+    folder, tensors: TensorFolder, config: ModelConfig, family: str, scratch, own_head: bool
+):
+    """The parameters, and the configuration as the tensors have it.
+
+    Args:
+        own_head: whether an lm_head that is no copy is one of its own, whatever the file says.
+    """
     found = {name: shape for name, shape in tensors.shapes.items() if name not in UNREAD}
     head = DECODER_LM_HEAD if DECODER_LM_HEAD in found and LM_HEAD not in found else LM_HEAD
     if head == DECODER_LM_HEAD:
@@ -138,7 +146,7 @@ def _read_params(folder, tensors: TensorFolder, config: ModelConfig, family: str
     expected |= dict.fromkeys(copies, torch_shape("embedding/embedding_VD", config))
     require_same_tensors(expected, found, str(folder), _WAY_OUT)
     different = _unlike(tensors, tables[0], copies)
-    if different == [head] and (family == UMT5 or not config.scale_tied_logits):
+    if different == [head] and (own_head or not config.scale_tied_logits):
         # T5 1.1, mT5, UMT5, saved by transformers 5: not tied, whatever the file says.
         config = dataclasses.replace(config, tie_embeddings=False)
         names["embedding/w_logits_DV"] = (head,)

@@ -18,7 +18,7 @@ import pytest
 
 from experiments import fingerprints, pages, study
 from experiments.comparison import Comparison, Trained, first_step_at
-from experiments.measured import Cells, Interval, bootstrap
+from experiments.measured import Cells, Interval, Ratio, bootstrap
 from experiments.pages import BEGIN, END, page
 from experiments.study import ROOT, Study
 from pallas_kernels.aot import gpu_compiler
@@ -263,10 +263,12 @@ def test_languages_are_judged_by_steps():
     assert run.speedup_in_steps(slow, fast) == pytest.approx(5 / 4)
     assert run.speedup_in_steps(fast, slow) == pytest.approx(4 / 5)
     assert run.speedup_in_steps(slow, never) == pytest.approx(3 / 4)
+    assert run.speedup_in_steps(slow, {0: -9.0, 50: -4.5, 100: -5.5}) == pytest.approx(7 / 8)
     assert run.speedup_in_steps(never, never) == 1
+    few = {run.FEW_GAIN: dataclasses.asdict(Interval(0.0, 0.0, 0.0))}
     words = [
         run.verdict([
-            {"language": name, run.SPEEDUP: dataclasses.asdict(Interval(*each))}
+            {"language": name, run.SPEEDUP: dataclasses.asdict(Ratio(*each))} | few
             for name, each in zip("abc", of_languages, strict=True)
         ])["verdict"]
         for of_languages in (
@@ -373,6 +375,27 @@ def test_upcycling_and_routers_are_reported():
 
 def test_bootstrap_of_one_value_has_no_width():
     assert bootstrap([0.25]) == Interval(0.25, 0.25, 0.25)
+
+
+def test_ratios_have_no_sign():
+    assert (
+        pages.shown(dataclasses.asdict(Interval(1.5, 1.0, 2.0))) == "+1.500 (+1.000 to +2.000)"
+    )
+    assert pages.shown(dataclasses.asdict(Ratio(1.5, 1.0, 2.0))) == "1.500 (1.000 to 2.000)"
+
+
+def test_pages_say_what_trained_their_models(tmp_path):
+    """Where that was another commit than the one that published."""
+    mine, commits = Study("fine_tuning", tmp_path, None), ["a" * 40, "b" * 40]
+    cells = Cells(mine.runs / "cells.jsonl")
+    for name, commit in zip("xyz", [*commits, commits[0]], strict=True):
+        cells.get({"run": name}, dict)
+        (mine.runs / name).mkdir()
+        (mine.runs / name / "git_commit.txt").write_text(commit + "\n")
+    results = {"environment": {"commit": commits[0], "device": "cpu", "cores": 1, "jax": "0"},
+               "date": "", "wall_seconds": 0} | mine.trained_by(cells)  # fmt: skip
+    assert results["trained_by"] == commits
+    assert f"commit {'a' * 12}, models trained by {'b' * 12};" in pages.provenance(results)
 
 
 def test_a_cell_is_measured_once_and_a_torn_line_again(tmp_path):

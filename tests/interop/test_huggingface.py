@@ -25,6 +25,8 @@ from tests.interop.folders import (
 )
 from tests.training.jobs import make_params
 
+UMT5 = dataclasses.replace(T5_1_1, relative_bias_per_layer=True)
+
 
 def test_every_parameter_has_its_tensors_and_no_tensor_two_parameters():
     for config, family in ((T5, "t5"), (T5_1_1, "mt5"), (SWITCH, "switch_transformers")):
@@ -173,9 +175,22 @@ def test_transformers_5_says_that_t5_1_1_is_tied(tmp_path):
     assert_same_params(checkpoint.params, params)
 
 
-def test_a_head_of_its_own_that_is_said_to_be_tied(tmp_path):
-    folder, _ = huggingface_folder(tmp_path, T5_1_1)
+def test_transformers_5_says_that_umt5_is_tied(tmp_path):
+    folder, params = huggingface_folder(tmp_path, UMT5)
     change_config(folder, tie_word_embeddings=True)
+    checkpoint = read_checkpoint(folder)
+    assert checkpoint.config == UMT5
+    assert_same_params(checkpoint.params, params)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [(T5_1_1, {}), (UMT5, {"scale_decoder_outputs": True})],
+    ids=["t5", "umt5"],
+)
+def test_a_head_of_its_own_that_is_said_to_be_tied(tmp_path, config, said):
+    folder, _ = huggingface_folder(tmp_path, config)
+    change_config(folder, tie_word_embeddings=True, **said)
     with refused(
         f"{folder}: shared.weight is not equal to lm_head.weight, which config.json says it is "
         "tied to; switchx has one embedding table for both stacks, and divides tied logits "

@@ -86,8 +86,8 @@ def build(family: str, sizes: dict):
 
 
 def as_trained(model):
-    """transformers 5 divides UMT5's logits by sqrt(D) even where they have their own matrix;
-    its later releases ask the second of these fields."""
+    """transformers 5.0 to 5.23 divide UMT5's logits by sqrt(D) even where they have their own
+    matrix; 5.24 asks the second of these fields."""
     if type(model).__name__.startswith("UMT5"):
         model.config.tie_word_embeddings = model.config.scale_decoder_outputs = False
     return model
