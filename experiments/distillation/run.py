@@ -86,7 +86,8 @@ def verdict(trained: Trained, teachers: dict[str, float]) -> dict:
 def run(study: Study) -> dict:
     def judged(trained: Trained) -> dict:
         names = (TEACHER, SMALL_TEACHER)
-        return verdict(trained, {name: pretrained_curve(study, name)[STEPS] for name in names})
+        teachers = {name: pretrained_curve(study, name)[STEPS] for name in names}
+        return verdict(trained, teachers) | {"teachers": teachers}
 
     comparison = COMPARISON
     if study.is_quick:  # its teacher has no such step
