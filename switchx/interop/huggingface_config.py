@@ -236,8 +236,7 @@ def _scales_tied_logits(fields: Fields, family: str) -> bool:
         version = fields.text("transformers_version", "4").partition(".")[0]
         return is_tied and not (version.isdecimal() and int(version) >= 5)
     # transformers 5 says that these embeddings are tied whatever they are.
-    is_said_apart = family in ("t5", UMT5)
-    return fields.flag("scale_decoder_outputs", is_tied) if is_said_apart else is_tied
+    return fields.flag("scale_decoder_outputs", is_tied) if family in ("t5", UMT5) else is_tied
 
 
 _BLOCK = re.compile(r"(encoder|decoder)\.block\.([0-9]{1,4})\.layer\.[0-9]\.(.*)")
