@@ -2,7 +2,7 @@
 """Times of contenders that take turns, with weights that no cache holds from call to call.
 
 All of them are in one process, so that a machine whose speed drifts is equally fast for all.
-Dims: R rows, D inputs, E experts, F outputs, J sets of sizes, N elements
+Dims: R rows, D inputs, E experts, J sets of sizes, N elements
 """
 
 import dataclasses
@@ -15,6 +15,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+# Of an accelerator's step, which takes as long to start as a few products.
+LEAST_CALLS = 64
 
 
 @dataclasses.dataclass
@@ -87,25 +90,35 @@ def one_by_one(function, x_RD, weight_sets: Sequence, sizes: Sequence) -> Callab
 
 def all_in_one_program(
     function, x_RD, weight_sets: Sequence, sizes: Sequence
-) -> Callable[[], Any]:
-    """A step of a call with every set of weights and all sizes, one after the other.
+) -> tuple[Callable[[], Any], int]:
+    """A step of calls with every set of weights and all sizes, `LEAST_CALLS` or more, and how many.
 
-    For accelerators: starting a program takes them longer than many a product.
+    For accelerators: starting a program takes them longer than many a product. XLA leaves out
+    what no result needs and computes once what no call changes: so a number of every result is
+    added up, and rows and weights of a call wait for the result before it.
     """
     table_JE = jnp.stack(sizes)
+    calls_of_sizes = len(weight_sets) * len(sizes)
+    turns = math.ceil(LEAST_CALLS / calls_of_sizes) * len(sizes)
 
     def run(x_RD, weight_sets, table_JE):
-        def calls(j, x_RD):
+        def calls(j, carry):
+            x_RD, total = carry
             for weights in weight_sets:
-                y_RF = function(x_RD, weights, table_JE[j])
-                # The next call waits for this result, so that XLA keeps every call.
-                x_RD, _ = jax.lax.optimization_barrier((x_RD, y_RF))
-            return x_RD
+                x_RD, weights = jax.lax.optimization_barrier((x_RD, weights))
+                result = function(x_RD, weights, table_JE[j % len(sizes)])
+                x_RD, result = jax.lax.optimization_barrier((x_RD, result))
+                total += jax.tree.leaves(result)[0].ravel()[0].astype(jnp.float32)
+            return x_RD, total
 
-        return jax.lax.fori_loop(0, table_JE.shape[0], calls, x_RD)
+        return jax.lax.fori_loop(0, turns, calls, (x_RD, jnp.float32(0)))[1]
 
     compiled = jax.jit(run).lower(x_RD, tuple(weight_sets), table_JE).compile()
-    return lambda: jax.block_until_ready(compiled(x_RD, tuple(weight_sets), table_JE))
+
+    def step():
+        return jax.block_until_ready(compiled(x_RD, tuple(weight_sets), table_JE))
+
+    return step, turns * len(weight_sets)
 
 
 def copy_bytes_per_s(num_bytes: int = 2**30, rounds: int = 5) -> float:

@@ -13,6 +13,7 @@ from pallas_kernels import QTensor, dequantize
 from pallas_kernels.bench import kernels, products, tune
 from pallas_kernels.bench.cells import Cell, all_cells, cells_of_a_cpu
 from pallas_kernels.bench.timing import (
+    LEAST_CALLS,
     Contender,
     all_in_one_program,
     copy_bytes_per_s,
@@ -217,17 +218,24 @@ def test_one_by_one_goes_through_all_weights_and_sizes():
 
 
 def test_one_program_makes_every_call():
-    """The number of calls of the product in the compiled program's loop: none is dropped."""
+    """Not left out although nobody wants the result, nor made once of weights that stay."""
     seen = []
 
-    def product(x_RD, weights, sizes):
-        jax.debug.callback(lambda w, s: seen.append((float(w[0]), int(s[0]))), weights, sizes)
-        return x_RD * weights
+    def on_host(weights, sizes):
+        seen.append((float(weights[0]), int(sizes[0])))
+        return np.float32(weights * sizes)
 
-    step = all_in_one_program(product, jnp.ones(1), SETS, SIZES)
-    step()
-    jax.effects_barrier()
-    assert sorted(seen) == [(1.0, 3), (1.0, 4), (2.0, 3), (2.0, 4)]
+    def product(x_RD, weights, sizes):
+        # Without effects: XLA may drop it or move it out of a loop.
+        result = jax.ShapeDtypeStruct((1,), jnp.float32)
+        return x_RD + jax.pure_callback(on_host, result, weights, sizes)
+
+    step, calls = all_in_one_program(product, jnp.ones(1), SETS, SIZES)
+    assert calls == LEAST_CALLS
+    total = step()
+    each = [(1.0, 3), (1.0, 4), (2.0, 3), (2.0, 4)]
+    assert sorted(seen) == sorted(each * (calls // 4))
+    assert float(total) == sum(1 + w * s for w, s in each) * calls // 4
 
 
 def test_copying_has_a_bandwidth():
