@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 # Of an accelerator's step, which takes as long to start as a few products.
 LEAST_CALLS = 64
+UNROLLED = 8
 
 
 @dataclasses.dataclass
@@ -91,7 +92,7 @@ def one_by_one(function, x_RD, weight_sets: Sequence, sizes: Sequence) -> Callab
 def all_in_one_program(
     function, x_RD, weight_sets: Sequence, sizes: Sequence
 ) -> tuple[Callable[[], Any], int]:
-    """A step of calls with every set of weights and all sizes, `LEAST_CALLS` or more, and how many.
+    """A step of `LEAST_CALLS` or more, with every set of weights and all sizes, and how many.
 
     For accelerators: starting a program takes them longer than many a product. XLA leaves out
     what no result needs and computes once what no call changes: so a number of every result is
@@ -111,7 +112,9 @@ def all_in_one_program(
                 total += jax.tree.leaves(result)[0].ravel()[0].astype(jnp.float32)
             return x_RD, total
 
-        return jax.lax.fori_loop(0, turns, calls, (x_RD, jnp.float32(0)))[1]
+        carry = x_RD, jnp.float32(0)
+        # A turn of a loop takes a GPU as long as many a product.
+        return jax.lax.fori_loop(0, turns, calls, carry, unroll=UNROLLED)[1]
 
     compiled = jax.jit(run).lower(x_RD, tuple(weight_sets), table_JE).compile()
 

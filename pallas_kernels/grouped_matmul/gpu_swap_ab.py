@@ -26,7 +26,7 @@ from pallas_kernels.epilogue import Epilogue, result_of
 from pallas_kernels.grouped_matmul.gpu_walk import Walk, copied_bytes, for_rows
 from pallas_kernels.grouped_matmul.tile_schedule import RowTiles, max_row_tiles
 from pallas_kernels.launches import record
-from pallas_kernels.mosaic_gpu import Consumer, Mosaic, Ring, copy_and_multiply, padded
+from pallas_kernels.mosaic_gpu import Consumer, Mosaic, Ring, copy_and_multiply, erf, padded
 from pallas_kernels.tiling.gpu import STORED, Tiling
 
 # Elements of a warpgroup's accumulators beside which a tile's scales and bias fit; with twice
@@ -63,9 +63,9 @@ def swap_ab(x_RD, matrices, tiles: RowTiles, tiling: Tiling, weights: Weights,
             epilogue: Epilogue, mosaic: Mosaic, *, num_rows: int, name: str):  # fmt: skip
     """The product and, with `has_residual`, the residual: arrays `[R, F]` in the dtype of x.
 
-    With splits, the float32 sums of each matrix instead: the kernel has as many of their parts
-    `[splits, R, F]` as the run has tiles for, and XLA adds those. Only whole sums have a bias
-    and an activation. Rows of no expert are then undefined.
+    With splits, the float32 sums of each matrix instead, of the features of whole tiles: the
+    kernel has as many of their parts `[splits, R, F]` as the run has tiles for, and XLA adds
+    those. Only whole sums have a bias and an activation. Rows of no expert are then undefined.
 
     Args:
         x_RD: with rows after the last one up to a multiple of 8.
@@ -74,22 +74,21 @@ def swap_ab(x_RD, matrices, tiles: RowTiles, tiling: Tiling, weights: Weights,
             both, in an accumulator each, so that a tile of rows is copied once for both.
     """
     [w, *_] = matrices
-    features = w.shape[1] if weights.is_depth_minor else w.shape[2]
-    shape = (num_rows, features)
+    walk = Walk(
+        tiling=tiling,
+        features=w.shape[1] if weights.is_depth_minor else w.shape[2],
+        depth_steps=x_RD.shape[1] // tiling.tile_k,
+        num_experts=w.shape[0],
+    )
+    shape = (num_rows, walk.features)
     dtype, num_results = x_RD.dtype, 1
     if tiling.splits > 1:
         epilogue = Epilogue(scales=epilogue.scales)
-        shape = (tiling.splits, *shape)
+        shape = (tiling.splits, num_rows, walk.stored_features)
         dtype, num_results = jnp.float32, len(matrices)
     elif epilogue.has_residual:
         num_results += len(matrices)
     extras = _operands(epilogue, tiles, tiling, w.shape[0])
-    walk = Walk(
-        tiling=tiling,
-        features=features,
-        depth_steps=x_RD.shape[1] // tiling.tile_k,
-        num_experts=w.shape[0],
-    )
     results = [jax.ShapeDtypeStruct(shape, dtype)] * num_results
     record(
         name, [x_RD, *matrices, *tiles, *extras.values()], results,
@@ -444,7 +443,7 @@ class _Consumer(Consumer):
         # Before the result takes registers.
         for residual, value_MT in zip(residual_gmem, [z_MT, *others], strict=False):
             store(residual, value_MT)
-        y_MT = result_of(self.activation, (z_MT, *others))
+        y_MT = result_of(self.activation, (z_MT, *others), erf)
         if "gate" in self.extra_gmem:
             gate_T = self._load(
                 self.extra_gmem["gate"].at[tile.row_tile, pl.ds(0, self.rows)], axis=1

@@ -44,6 +44,17 @@ class Walk:
     def feature_tiles(self) -> int:
         return pl.cdiv(self.features, self.tiling.tile_m * self.tiling.warpgroups)
 
+    @property
+    def stored_features(self) -> int:
+        """Of a row of the results: of sums in parts those of whole tiles.
+
+        Their rows are not swizzled in shared memory, and of such a copy of one row Mosaic cuts
+        off what is past the array's end, but not past the row's: that would go into the next.
+        """
+        if self.tiling.splits == 1:
+            return self.features
+        return self.feature_tiles * self.tiling.tile_m * self.tiling.warpgroups
+
     def parts_table(self, most_tiles: int) -> np.ndarray:
         """int32, the parts of D by the number of tiles of rows, up to `most_tiles` of these.
 
@@ -185,8 +196,8 @@ def copied_bytes(group_sizes_E, *, walk: Walk, num_rows: int, x, w, num_matrices
     x_bytes, w_bytes, y_bytes = 0, [0] * num_matrices, 0
     for row_tile, column, split in zip(*map(np.asarray, places), strict=True):
         expert, columns = expert_P[row_tile], min(features, walk.features - column * features)
-        stored = size_P[row_tile]
-        y_bytes += num_bytes((stored, columns), results[0].dtype)
+        stored = size_P[row_tile], min(features, walk.stored_features - column * features)
+        y_bytes += num_bytes(stored, results[0].dtype)
         if expert < walk.num_experts:
             rows = copied_rows(tiling, offset_P[row_tile] + size_P[row_tile])
             first, end = start_P[row_tile], min(start_P[row_tile] + rows, num_rows)
@@ -198,7 +209,7 @@ def copied_bytes(group_sizes_E, *, walk: Walk, num_rows: int, x, w, num_matrices
                 key = i, expert, column, split
                 w_bytes[i] += cache.read(key, num_bytes((depth, columns), w))
         for i in range(len(results)):
-            cache.write(("y", i, row_tile, column, split), num_bytes((stored, columns), x))
+            cache.write(("y", i, row_tile, column, split), num_bytes(stored, x))
     once = [num_bytes(each.shape, each.dtype) for each in tiles]
     once += [num_bytes(*each) for each in extras]
     return [x_bytes, *w_bytes, *once], [y_bytes] * len(results)

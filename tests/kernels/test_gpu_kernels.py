@@ -183,6 +183,20 @@ def test_bytes_of_parts_are_those_that_a_run_writes():
         assert written == [parts * 8 * 64 * 4]
 
 
+def test_sums_in_parts_have_the_features_of_whole_tiles():
+    """A copy of one row goes past the row's end, which a GPU does not cut off."""
+    block = PARTS.tile_m * PARTS.warpgroups
+    assert F % block
+    operands = rows(GROUPS["ragged"], D, jnp.bfloat16), jnp.ones((E, D, F), jnp.bfloat16)
+    with recorded_launches() as recorded:
+        y_RF = jax.eval_shape(
+            functools.partial(gpu.forward, tiling=PARTS), *operands, jnp.zeros(E, jnp.int32)
+        )
+    [stored] = recorded[-1].results
+    assert stored.shape[-1] == -(-F // block) * block
+    assert y_RF.shape[-1] == F
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("transpose_w", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
