@@ -85,9 +85,9 @@ def batched_einsum(x_RD, w_EDF, group_sizes_E):
     return y_ERF.reshape(x_RD.shape[0], -1)
 
 
-def dense(x_RD, w_EDF, group_sizes_E):
+def dense(x_RD, w_DF, group_sizes_E):
     """A product of as many FLOPs with one matrix: on GPU, cuBLAS."""
-    return x_RD @ w_EDF[0]
+    return x_RD @ w_DF
 
 
 def products(cell: Cell) -> list[Product]:
@@ -203,10 +203,13 @@ def contenders(cell: Cell, cache: dict) -> list[Contender]:
     found = []
     for product in products(cell):
         given = operands(cell, product.bits, cache, product.of)
+        if product.run is dense:
+            given = _of_one_matrix(given, cell)
         each = contender(product.name, product.run, given)
         each.of = product.of
         if product.of != "schedule":
-            each.weight_bytes = weight_bytes(cell, product.bits, cell.active)
+            matrices = 1 if product.run is dense else cell.active
+            each.weight_bytes = weight_bytes(cell, product.bits, matrices)
         each.error = relative_error(product, given)
         found.append(each)
     return found
@@ -229,14 +232,26 @@ def operands(
     return x_RD, _weight_sets(cell, bits, cache), sizes
 
 
+def _of_one_matrix(given: tuple[Any, list, list], cell: Cell) -> tuple[Any, list, list]:
+    """Operands of `dense`: more single matrices than a cache holds."""
+    x_RD, sets, sizes = given
+    matrices = [w_EDF[e] for w_EDF in sets for e in range(cell.E)]
+    return x_RD, matrices[: _rotated(cell, None, 1)], sizes
+
+
+def _rotated(cell: Cell, bits: int | None, experts: int) -> int:
+    """How many sets of so many experts' matrices are read between two uses of one."""
+    wanted = ROTATED_BYTES[jax.default_backend()]
+    return math.ceil(wanted / weight_bytes(cell, bits, experts))
+
+
 def _weight_sets(cell: Cell, bits: int | None, cache: dict) -> list:
     matrices = (cell.E, cell.D, cell.F)
     if cache.get("matrices") != matrices:
         cache.clear()  # of the last matrices, before these are made
         cache["matrices"] = matrices
     if bits not in cache:
-        wanted = ROTATED_BYTES[jax.default_backend()]
-        number = math.ceil(wanted / weight_bytes(cell, bits, cell.E))
+        number = _rotated(cell, bits, cell.E)
         cache[bits] = [random_weights(cell, bits, seed) for seed in range(number)]
     return cache[bits]
 

@@ -94,34 +94,39 @@ def all_in_one_program(
 ) -> tuple[Callable[[], Any], int]:
     """A step of `LEAST_CALLS` or more, with every set of weights and all sizes, and how many.
 
-    For accelerators: starting a program takes them longer than many a product. XLA leaves out
-    what no result needs and computes once what no call changes: so a number of every result is
-    added up, and rows and weights of a call wait for the result before it.
+    For accelerators: starting a program takes them longer than many a product.
     """
-    table_JE = jnp.stack(sizes)
-    calls_of_sizes = len(weight_sets) * len(sizes)
-    turns = math.ceil(LEAST_CALLS / calls_of_sizes) * len(sizes)
+    table_JE, weight_sets = jnp.stack(sizes), tuple(weight_sets)
+    run, calls = repeated(function, len(weight_sets), len(sizes))
+    compiled = jax.jit(run).lower(x_RD, weight_sets, table_JE).compile()
+    return lambda: jax.block_until_ready(compiled(x_RD, weight_sets, table_JE)), calls
+
+
+def repeated(function, num_sets: int, num_sizes: int) -> tuple[Callable, int]:
+    """(`run(x_RD, weight_sets, table_JE)`, the number of its calls).
+
+    XLA leaves out what no result needs, and computes once what is the same in two calls. So a
+    number of every result is added up, and all that a call is given waits for the result
+    before it.
+    """
+    turns = math.ceil(LEAST_CALLS / (num_sets * num_sizes)) * num_sizes
 
     def run(x_RD, weight_sets, table_JE):
         def calls(j, carry):
             x_RD, total = carry
             for weights in weight_sets:
-                x_RD, weights = jax.lax.optimization_barrier((x_RD, weights))
-                result = function(x_RD, weights, table_JE[j % len(sizes)])
+                given = jax.lax.optimization_barrier((x_RD, weights, table_JE[j % num_sizes]))
+                result = function(*given)
                 x_RD, result = jax.lax.optimization_barrier((x_RD, result))
                 total += jax.tree.leaves(result)[0].ravel()[0].astype(jnp.float32)
             return x_RD, total
 
         carry = x_RD, jnp.float32(0)
         # A turn of a loop takes a GPU as long as many a product.
-        return jax.lax.fori_loop(0, turns, calls, carry, unroll=UNROLLED)[1]
+        unroll = max(1, UNROLLED // num_sets)
+        return jax.lax.fori_loop(0, turns, calls, carry, unroll=unroll)[1]
 
-    compiled = jax.jit(run).lower(x_RD, tuple(weight_sets), table_JE).compile()
-
-    def step():
-        return jax.block_until_ready(compiled(x_RD, tuple(weight_sets), table_JE))
-
-    return step, turns * len(weight_sets)
+    return run, turns * num_sets
 
 
 def copy_bytes_per_s(num_bytes: int = 2**30, rounds: int = 5) -> float:

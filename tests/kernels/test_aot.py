@@ -8,12 +8,15 @@ import dataclasses
 import functools
 import importlib.metadata
 import itertools
+import os
 import subprocess
+import sys
 
 import pytest
 
 from pallas_kernels.aot import gpu_compiler, gpu_cost, install, tpu_compiler
 from pallas_kernels.aot.case import Case, epilogue_cases
+from pallas_kernels.bench import timing
 from pallas_kernels.grouped_matmul import tpu
 from pallas_kernels.tiling.gpu import SHARED_BYTES, Tiling
 
@@ -237,6 +240,38 @@ def test_temporaries_of_gpus_hold_no_dequantized_weights(needs_cuda):
         if case.bits:
             one_expert = case.D * case.F * 2
             assert measured_on_h200()[name]["temp_bytes"] < one_expert / 2, name
+
+
+# With one set of sizes and of weights: nothing but the result before tells two calls apart.
+COUNTED = """
+import jax, jax.numpy as jnp
+from pallas_kernels.aot.gpu_compiler import described_gpu
+from pallas_kernels.bench.timing import UNROLLED, repeated
+from pallas_kernels.grouped_matmul import gpu
+from pallas_kernels.grouped_matmul.gpu_schedule import schedule
+from pallas_kernels.mosaic_gpu import Mosaic
+sharding = jax.sharding.SingleDeviceSharding(described_gpu("h200"))
+bfloat16 = [((64, 128), jnp.bfloat16), ((4, 128, 256), jnp.bfloat16)]
+x_RD, w_EDF, table_JE = (
+    jax.ShapeDtypeStruct(*each, sharding=sharding) for each in [*bfloat16, ((1, 4), jnp.int32)]
+)
+for function in (gpu.forward, lambda x_RD, w, sizes_E: schedule(sizes_E, 64, 8, Mosaic())):
+    run, calls = repeated(function, 1, 1)
+    program = jax.jit(run).lower(x_RD, (w_EDF,), table_JE).compile().as_text()
+    # The body of the loop has so many calls; what follows it has none.
+    assert calls % UNROLLED == 0
+    print(program.count('custom_call_target="mosaic_gpu'))
+"""
+
+
+@pytest.mark.aot
+def test_the_bench_makes_every_call_on_gpus(needs_cuda):
+    """Of a product two kernels, the tile schedule's and its own, and of the schedule one."""
+    found = subprocess.run(
+        [sys.executable, "-c", COUNTED], env=os.environ | gpu_compiler.compiler_variables(),
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert found.stdout.split() == [str(2 * timing.UNROLLED), str(timing.UNROLLED)]
 
 
 FLOAT8 = Case("quantized_grouped_matmul", 256, 1024, 4096, 32, bits=8, is_float8=True)

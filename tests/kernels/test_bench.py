@@ -218,7 +218,7 @@ def test_one_by_one_goes_through_all_weights_and_sizes():
 
 
 def test_one_program_makes_every_call():
-    """Not left out although nobody wants the result, nor made once of weights that stay."""
+    """Not left out although nobody wants its result; test_aot.py compiles it for a GPU."""
     seen = []
 
     def on_host(weights, sizes):
@@ -226,7 +226,7 @@ def test_one_program_makes_every_call():
         return np.float32(weights * sizes)
 
     def product(x_RD, weights, sizes):
-        # Without effects: XLA may drop it or move it out of a loop.
+        # Without effects, as a product: XLA may drop it.
         result = jax.ShapeDtypeStruct((1,), jnp.float32)
         return x_RD + jax.pure_callback(on_host, result, weights, sizes)
 
@@ -236,6 +236,15 @@ def test_one_program_makes_every_call():
     each = [(1.0, 3), (1.0, 4), (2.0, 3), (2.0, 4)]
     assert sorted(seen) == sorted(each * (calls // 4))
     assert float(total) == sum(1 + w * s for w, s in each) * calls // 4
+
+
+def test_a_dense_product_takes_turns_with_single_matrices():
+    """As many of 64 float32 as a cache of 2,048 bytes does not hold."""
+    x_RD, w_EDF = jnp.ones((8, 8)), jnp.arange(6.0)[:, None, None] * jnp.ones((6, 8, 8))
+    given = x_RD, [w_EDF, -w_EDF], [jnp.full(6, 2)]
+    _, matrices, _ = products._of_one_matrix(given, Cell(8, 8, 6, 6, 2))
+    found = [float(products.dense(x_RD, w_DF, None)[0, 0]) for w_DF in matrices]
+    assert found == [0, 8, 16, 24, 32, 40, 0, -8]
 
 
 def test_copying_has_a_bandwidth():
