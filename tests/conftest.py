@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from tests.processes import ROOT, child_environment, xla_flags
 
-# They are read when JAX is imported. On an accelerator: JAX_PLATFORMS=cuda pytest -m gpu.
+# They are read when JAX is imported. On a GPU: JAX_PLATFORMS=cuda,cpu pytest -m gpu.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(devices=8)}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Simulated devices wait in threads for each other: `give_threads_to_simulated_devices`.

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Mosaic GPU kernel runs interpreted, and its race is found; swizzles follow the row."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu import Mosaic, tiled
+from pallas_kernels.mosaic_gpu import Mosaic, erf, tiled
 
 
 def doubled(x, *, waits: bool):
@@ -67,3 +69,11 @@ def test_swizzle_follows_the_row():
     assert swizzle(256, jnp.int4) == ((8, 256), 128)
     assert swizzle(64, jnp.int4) == ((8, 64), 32)
     assert swizzle(16, jnp.float32) == ((8, 16), 64)
+
+
+def test_the_error_function():
+    x = np.linspace(-6, 6, 10_001, dtype=np.float32)
+    want = np.vectorize(math.erf)(x.astype(np.float64))
+    np.testing.assert_allclose(erf(x), want, rtol=5e-7, atol=5e-7)
+    ends = erf(jnp.asarray([np.inf, -np.inf, np.nan]))
+    np.testing.assert_allclose(ends, [1, -1, np.nan], atol=5e-7)
