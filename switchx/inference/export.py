@@ -44,8 +44,8 @@ from switchx.models.config import ModelConfig
 from switchx.models.unroll import unrolled
 from switchx.partitioning.mesh import MeshSpec, batch_parts
 
-# JAX does not promise to run it in later versions: `run_exported` asks for this one.
-UNSTABLE_CALL = "ragged_all_to_all"
+# JAX does not promise to run them in later versions: `run_exported` asks for this one.
+UNSTABLE_CALLS = ("ragged_all_to_all", "__gpu$xla.gpu.triton")
 # Platforms, and the device whose kernels are taken where none is named.
 DEVICE_KINDS = {"cpu": "cpu", "tpu": "TPU v5 lite", "cuda": "NVIDIA H200"}
 
@@ -265,7 +265,7 @@ def _export(config: ModelConfig, params, decoding, shapes: Shapes, target: Targe
     text = programs["step"]["program"].mlir_module()
     return {
         "device_kind": target.kind,
-        "needs_same_jax": f"custom_call @{UNSTABLE_CALL}" in text,
+        "needs_same_jax": any(f"custom_call @{call}" in text for call in UNSTABLE_CALLS),
         "weights": bound.described(),
         **programs,
     }
@@ -340,7 +340,7 @@ def _lowered(function, arguments, weights, target: Target, devices: ModelMesh):
         exported = jax_export.export(
             jax.jit(function, out_shardings=shardings),
             platforms=[target.platform],
-            disabled_checks=[jax_export.DisabledSafetyCheck.custom_call(UNSTABLE_CALL)],
+            disabled_checks=[*map(jax_export.DisabledSafetyCheck.custom_call, UNSTABLE_CALLS)],
         )(weights, arguments)
     return {
         "program": exported,

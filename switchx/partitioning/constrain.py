@@ -108,7 +108,8 @@ def gathered_where_used(params):
         return params
 
     def gather(name, x):
-        name = name.removesuffix("/value")  # of a module's parameter
+        # A module's parameter has its array, or its quantized matrix, as `value`.
+        name = f"{name}/".replace("/value/", "/", 1).removesuffix("/")
         dims = param_dims(name, x.shape)
         if "D" not in dims or param_table(dims) == "expert_params":
             return x

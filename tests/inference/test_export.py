@@ -82,6 +82,14 @@ def test_what_goes_in_and_out_is_described(for_accelerators):
     }
 
 
+def test_float32_for_gpus_needs_the_jax_that_made_it(tmp_path):
+    """Its products are Triton's kernels, which JAX may change."""
+    manifest = export(tmp_path / "m", trained(), ("cuda",))
+    assert manifest["programs"]["cuda"]["needs_same_jax"]
+    text = program(tmp_path / "m", manifest, "cuda", "step").mlir_module()
+    assert "custom_call @__gpu$xla.gpu.triton" in text
+
+
 def test_weights_are_stored_packed_and_the_manifest_says_what_made_them(for_accelerators):
     folder, manifest = for_accelerators
     content = json.loads((folder / "export.json").read_text())

@@ -47,7 +47,7 @@ MESHES = {
     "data": MeshSpec(),
 }
 # Bits of the experts, beams, a mesh and positions.
-DEFAULT_CELLS = [(4, 1, "expert x model x data", "relative")]
+DEFAULT_CELLS = [(4, 1, "fsdp x expert x model", "relative")]
 CELLS = [
     *DEFAULT_CELLS,
     *(
