@@ -201,7 +201,9 @@ def test_an_answer_that_takes_too_long_is_an_error(service, limited, is_streamin
 def test_requests_without_a_seed_get_other_samples(client):
     def samples(**settings):
         request = {"inputs": ["gate"] * 4, "temperature": 1.0} | settings
-        return client.post("/v1/generate", json=request).json()["results"]
+        results = client.post("/v1/generate", json=request).json()["results"]
+        # Not scores: in a batch of other rows they are rounded otherwise.
+        return [each["tokens"] for each in results]
 
     assert samples() != samples()
     assert samples(seed=5) == samples(seed=5) != samples(seed=6)
