@@ -109,7 +109,7 @@ def gathered_where_used(params):
 
     def gather(name, x):
         # A module's parameter has its array, or its quantized matrix, as `value`.
-        name = f"{name}/".replace("/value/", "/", 1).removesuffix("/")
+        name = "/".join(part for part in name.split("/") if part != "value")
         dims = param_dims(name, x.shape)
         if "D" not in dims or param_table(dims) == "expert_params":
             return x

@@ -47,7 +47,9 @@ MESHES = {
     "data": MeshSpec(),
 }
 # Bits of the experts, beams, a mesh and positions.
-DEFAULT_CELLS = [(4, 1, "fsdp x expert x model", "relative")]
+DEFAULT_CELLS = [
+    (4, 1, mesh, "relative") for mesh in ("expert x model x data", "fsdp x expert x model")
+]
 CELLS = [
     *DEFAULT_CELLS,
     *(
