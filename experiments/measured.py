@@ -19,14 +19,14 @@ class Interval:
     low: float
     high: float
 
-    @property
-    def excludes_zero(self) -> bool:
-        return self.low > 0 or self.high < 0
+    def excludes(self, value: float) -> bool:
+        """Whether the value lies outside of the interval: 0 is no effect, of a Ratio 1."""
+        return self.low > value or self.high < value
 
 
 @dataclasses.dataclass(frozen=True)
 class Ratio(Interval):
-    """One of quotients: 1 is no effect."""
+    """One of quotients."""
 
     no_effect: float = 1.0
 

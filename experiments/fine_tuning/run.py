@@ -241,7 +241,7 @@ def verdict(gains: dict[str, Interval]) -> dict[str, Any]:
         for kind in (REASONING, KNOWLEDGE)
         if (of_kind := [task for task in gains if TASKS[task].kind == kind])
     )
-    word = "undecided" if not mean.excludes_zero else "not reproduced"
+    word = "undecided" if not mean.excludes(0) else "not reproduced"
     if mean.low > 0 and len(better) > len(worse):
         word = "reproduced"
     return {

@@ -43,7 +43,7 @@ def verdict(trained: Trained) -> dict:
     final = [trained.final(f"scale {scale}") for scale in (0.1, 1.0)]
     effect = smaller_spread(*final)
     word = "undecided"
-    if effect.excludes_zero:
+    if effect.excludes(0):
         word = "reproduced" if effect.low > 0 else "not reproduced"
     small, large = (np.std(values, ddof=1) for values in final)
     gain = trained.gain("scale 0.1", "scale 1.0")

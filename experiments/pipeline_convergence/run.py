@@ -47,7 +47,7 @@ def verdict(trained: Trained) -> dict[str, Any]:
     )
     is_stable = trained.skipped[MOE] == 0 and rises <= 0.05
     word = "reproduced" if is_stable and gain.low > 0 else "not reproduced"
-    if is_stable and not gain.excludes_zero:
+    if is_stable and not gain.excludes(0):
         word = "undecided"
     return {
         "verdict": word,

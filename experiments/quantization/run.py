@@ -143,7 +143,7 @@ def verdict(changes: dict[str, Interval], of_tasks: dict[str, dict[str, Interval
     int8, int4, grouped = (changes[name] for name in ("int8", "int4", "int4, groups of 32"))
     judged = {f"{task} with {name}": each[name] for task, each in of_tasks.items()
               for name in ("int8", "int4")}  # fmt: skip
-    moved = [name for name, each in judged.items() if each.excludes_zero]
+    moved = [name for name, each in judged.items() if each.excludes(0)]
     is_reproduced = abs(int8.mean) < 0.001 and abs(int4.mean) < 0.02 and not moved
     hurts = [name for name, each in changes.items() if each.high < -0.001]
     return {

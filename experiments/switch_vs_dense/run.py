@@ -52,7 +52,7 @@ def verdict(trained: Trained) -> dict:
     if until >= 2 and not worse and effect.low > 0 and in_time > 1:
         word = "reproduced"
     else:
-        word = "undecided" if not effect.excludes_zero else "not reproduced"
+        word = "undecided" if not effect.excludes(0) else "not reproduced"
     return {
         "verdict": word,
         "because": f"A doubling is better up to {names[until]} and worse at "

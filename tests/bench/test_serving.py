@@ -36,8 +36,7 @@ def test_each_request_is_timed_and_compared(small):
 def test_wrong_and_lost_answers_are_counted(small):
     """Of requests by turns answered, refused, and answered otherwise than it was wanted."""
     tally = bench.Tally()
-    service = served.start(dataclasses.replace(served.LIMITS, warm_up_tokens=0))
-    with served.listening(service) as address:
+    limits = dataclasses.replace(served.LIMITS, warm_up_tokens=0)
+    with served.started(limits) as service, served.listening(service) as address:
         bench._ask(address, [[5, 1], [400]], [[7], []], 2, tally)
-    service.close()
     assert (tally.lost, tally.wrong, len(tally.latencies_s)) == (3, 4, 4)

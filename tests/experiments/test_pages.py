@@ -147,7 +147,7 @@ def trained(dense: list[float], sparse: list[float]) -> Trained:
 def test_gains_are_paired_by_seed():
     found = trained([-4.0, -5.0], [-3.9, -4.8])
     gain = found.gain("sparse", "dense")
-    assert gain.mean == pytest.approx(0.15) and gain.excludes_zero
+    assert gain.mean == pytest.approx(0.15) and gain.excludes(0)
     assert gain.low == pytest.approx(0.1) and gain.high == pytest.approx(0.2)
     # The lines from -9 reach -4 and -5 after 5/5.1 and 4/4.2 of their steps.
     speedup = (5.1 / 5 + 4.2 / 4) / 2
@@ -160,7 +160,7 @@ def test_what_never_reaches_a_quality_has_no_speedup():
     found = trained([-4.0, -5.0], [-4.1, -4.8])
     assert math.isnan(found.speedup_in_steps("sparse", "dense"))
     assert found.rows()[1]["steps to its quality, dense's over"] is None
-    assert not found.gain("sparse", "dense").excludes_zero
+    assert not found.gain("sparse", "dense").excludes(0)
     assert first_step_at({0: -9.0, 10: -8.0}, -7.0) is None
 
 

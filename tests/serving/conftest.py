@@ -11,10 +11,11 @@ from tests.serving import served
 
 @pytest.fixture(scope="session")
 def service(session_cache):
-    with compiled_once(session_cache / "compiled"):
-        service = served.start(name="tiny")
+    with (
+        compiled_once(session_cache / "compiled"),
+        served.started(name="tiny") as service,
+    ):
         yield service
-        service.close()
 
 
 @pytest.fixture(scope="session")

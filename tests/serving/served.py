@@ -57,6 +57,23 @@ def start(limits: Limits = LIMITS, a_model: Model | None = None, **keywords) -> 
     return service
 
 
+def stop(service: Service) -> None:
+    """Waits for its threads too: the interpreter aborts if it ends while one compiles."""
+    service.close()
+    for each in (service.worker, service.worker.compiler):
+        each.join(60)
+
+
+@contextlib.contextmanager
+def started(*arguments, **keywords):
+    """A service (`start`'s arguments) that is ready, and stopped on leaving."""
+    service = start(*arguments, **keywords)
+    try:
+        yield service
+    finally:
+        stop(service)
+
+
 @functools.cache
 def said(settings: tuple = (("max_new_tokens", 8),)):
     """What the model itself says to all of TEXTS, by text."""

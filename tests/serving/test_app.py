@@ -132,13 +132,10 @@ def test_a_model_with_slots_for_experts_answers_the_same():
     config, params = on_host(resident.config, resident.params)
     experts = ChosenExperts(config, params, slots=1)
     model = dataclasses.replace(resident, config=config, params=params, experts=experts)
-    service = served.start(a_model=model)
-    try:
+    with served.started(a_model=model) as service:
         client = TestClient(make_app(Models([service])))
         body = client.post("/v1/generate", json={"inputs": served.TEXTS}).json()
         assert all(map(served.is_said, body["results"], served.TEXTS))
-    finally:
-        service.close()
 
 
 def test_token_ids_are_read_as_they_are(client):

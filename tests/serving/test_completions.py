@@ -202,16 +202,13 @@ def test_echo_with_log_probabilities_scores_the_prompt():
     format_ = TextFormat(False, False, False)
     model = Model(config, params, ByteVocabulary(), 0, format_, "")
     limits = dataclasses.replace(served.LIMITS, warm_up_tokens=0)
-    service = served.start(limits, model, name="tiny")
     request = {"prompt": ["gate", "of"], "logprobs": 1, "echo": True} | GREEDY
-    try:
+    with served.started(limits, model, name="tiny") as service:
         client = TestClient(make_app(Models([service])))
         got = client.post("/v1/completions", json=request)
         assert got.status_code == 200, got.text
         choices = got.json()["choices"]
         streamed = client.post("/v1/completions", json=request | {"stream": True}).text
-    finally:
-        service.close()
     chunks = [json.loads(line[6:]) for line in streamed.split("\n\n")[:-2]]
     for index, (choice, prompt) in enumerate(zip(choices, request["prompt"], strict=True)):
         kept = choice["logprobs"]

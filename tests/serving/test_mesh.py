@@ -50,26 +50,22 @@ def test_answers_are_those_of_one_device(service, mesh):
         model(), params=devices.place(model().params), devices=devices
     )
     assert len({each.output for each in said().values()}) > 3
-    split = served.start(served.LIMITS, on_mesh, name="split")
     asked = []
-    try:
-        with (
-            served.listening(Models([split])) as address,
-            concurrent.futures.ThreadPoolExecutor(6) as pool,
-        ):
-            for number in range(24):
-                text, settings = served.TEXTS[number % 8], BEAMS if number % 3 == 0 else {}
-                body = {"inputs": text} | settings
-                asked.append((text, settings, pool.submit(served.post, address, body)))
-            for text, settings, each in asked:
-                status, body = each.result()
-                assert status == 200, body
-                (got,), want = body["results"], said(**settings)[text]
-                assert (got["text"], got["is_finished"]) == (want.output, want.is_finished)
-                assert got["score"] == pytest.approx(want.score, rel=1e-4)
-    finally:
-        split.close()
-    split.worker.join(60)
+    with (
+        served.started(served.LIMITS, on_mesh, name="split") as split,
+        served.listening(Models([split])) as address,
+        concurrent.futures.ThreadPoolExecutor(6) as pool,
+    ):
+        for number in range(24):
+            text, settings = served.TEXTS[number % 8], BEAMS if number % 3 == 0 else {}
+            body = {"inputs": text} | settings
+            asked.append((text, settings, pool.submit(served.post, address, body)))
+        for text, settings, each in asked:
+            status, body = each.result()
+            assert status == 200, body
+            (got,), want = body["results"], said(**settings)[text]
+            assert (got["text"], got["is_finished"]) == (want.output, want.is_finished)
+            assert got["score"] == pytest.approx(want.score, rel=1e-4)
     assert split.worker.error is None
     leaf = on_mesh.params["encoder"]["blocks"]["layer_0"]["ffn"]["experts"]["w_in_EDF"]
     assert len(leaf.sharding.device_set) == 8

@@ -44,9 +44,9 @@ def both(service):
     """The model of all tests, and one of other parameters with the same programs."""
     params = init_params(served.CONFIG, jax.random.key(34))
     other = dataclasses.replace(served.model(), params=params, fingerprint="other")
-    other = served.start(a_model=other, name="other", metrics=service.metrics.server)
-    yield Models([service, other])
-    other.close()
+    metrics = service.metrics.server
+    with served.started(a_model=other, name="other", metrics=metrics) as other:
+        yield Models([service, other])
 
 
 def texts_of(response) -> list[str]:
@@ -188,7 +188,8 @@ def run(saved):
         yield Run(folder, models, reloader, address, want)
     reloader.close()
     reloader.join(30)
-    models.close()
+    for each in models.all:
+        served.stop(each)
     shutil.rmtree(folder / "checkpoints/9", ignore_errors=True)
 
 

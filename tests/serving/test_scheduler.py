@@ -321,14 +321,12 @@ def test_a_decoder_only_model_with_few_positions():
     format_ = TextFormat(False, True, False)
     model = Model(config, params, ByteVocabulary(), 0, format_, "")
     limits = dataclasses.replace(served.LIMITS, max_new_tokens=16, warm_up_tokens=0)
-    service = served.start(limits, model)
     prompts = model.prompts(["ab", "c"])
     assert prompts[1] == [0, *model.vocabulary.encode("c")]
-    _, events = ask(service, prompts, [DecodingConfig(9)] * 2)
-    want = model.generate(["ab", "c"], max_length=9)
-    got = [model.vocabulary.decode(each.tokens) for each in answers(events, 2)]
-    service.close()
-    assert got == want
+    with served.started(limits, model) as service:
+        _, events = ask(service, prompts, [DecodingConfig(9)] * 2)
+        got = [model.vocabulary.decode(each.tokens) for each in answers(events, 2)]
+    assert got == model.generate(["ab", "c"], max_length=9)
     with pytest.raises(Refusal, match="needs 13 positions, the model has 12"):
         read_request({"inputs": "ab", "max_new_tokens": 10}, model, limits)
 
