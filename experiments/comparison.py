@@ -102,7 +102,7 @@ class Trained:
         return [curve[max(curve)] for curve in self.curves[name]]
 
     def gain(self, name: str, over: str) -> Interval:
-        """Final quality over another's, paired by seed, in nats a token."""
+        """Final quality over another's, paired by seed, in nats per token."""
         return paired(self.final(name), self.final(over))
 
     def quality_at(self, name: str, step: float) -> float:
@@ -113,11 +113,11 @@ class Trained:
         )
 
     def speedup_in_steps(self, name: str, over: str) -> float:
-        """Steps of `over` divided by those after which `name` has its final quality."""
+        """Steps after which `over` first has its final quality, divided by those of `name`."""
         gains = []
         for mine, other in zip(self.curves[name], self.curves[over], strict=True):
-            step = first_step_at(mine, other[max(other)])
-            gains.append(max(other) / step if step else math.nan)
+            steps = [first_step_at(curve, other[max(other)]) for curve in (other, mine)]
+            gains.append(steps[0] / steps[1] if steps[1] else math.nan)
         return statistics.mean(gains)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -128,22 +128,41 @@ class Trained:
             final = self.final(name)
             row = {
                 "model": name,
-                "FLOPs a token": self.flops[name],
+                "FLOPs per token": self.flops[name],
                 "negative log perplexity": statistics.mean(final),
                 "lowest seed": min(final),
                 "highest seed": max(final),
                 f"gain over {first} (95%)": dataclasses.asdict(self.gain(name, first)),
-                f"steps to its quality, {first}'s over": _known(
-                    self.speedup_in_steps(name, first)
-                ),
+                "speed-up in steps": _known(self.speedup_in_steps(name, first)),
             }
             if self.step_times is not None:
                 row["step time"] = self.step_times[name]
                 in_time = self.speedup_in_steps(name, first) / self.step_times[name]
-                row[f"time to its quality, {first}'s over"] = _known(in_time)
+                row["speed-up in time"] = _known(in_time)
             row["dropped tokens"] = statistics.mean(self.dropped[name])
             rows.append(row | {"skipped steps": self.skipped[name]})
         return rows
+
+
+def trained_in(results: dict[str, Any]) -> Trained:
+    """What came of a comparison, as results.json has it."""
+    curves = {
+        name: [{int(step): value for step, value in seed.items()} for seed in seeds]
+        for name, seeds in results["curves"].items()
+    }
+    rows = {row["model"]: row for row in results["tables"][0]["rows"]}
+
+    def column(name: str) -> dict[str, Any]:
+        return {model: row.get(name) for model, row in rows.items()}
+
+    times = column("step time")
+    return Trained(
+        curves,
+        None if None in times.values() else times,
+        column("FLOPs per token"),
+        column("skipped steps"),
+        {model: [dropped] for model, dropped in column("dropped tokens").items()},
+    )
 
 
 def run_comparison(
@@ -246,8 +265,11 @@ def _timed(name: str, job: TrainingJob) -> Timed:
 
 
 def first_step_at(curve: dict[int, float], quality: float) -> float | None:
-    """Step at which a curve first reaches a quality, interpolated between evaluations."""
+    """Step at which a curve first reaches a quality, interpolated between evaluations; None
+    where it never does."""
     points = sorted(curve.items())
+    if points[0][1] >= quality:
+        return points[0][0]
     for (step_0, value_0), (step_1, value_1) in zip(points, points[1:], strict=False):
         if value_0 < quality <= value_1:
             return step_0 + (quality - value_0) / (value_1 - value_0) * (step_1 - step_0)

@@ -12,7 +12,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from switchx.analysis.comparison_plots import curves_figure, intervals_figure, sizes_figure
+from switchx.analysis.comparison_plots import gains_figure, intervals_figure, sizes_figure
 from switchx.analysis.plots import write_svg
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -95,22 +95,25 @@ def publish_page(folder: pathlib.Path) -> None:
 def publish_overview() -> None:
     """The table of all and its picture."""
     if found := experts():
-        labels = "experts, equal FLOPs a token", "validation negative log perplexity"
+        labels = "experts, equal FLOPs per token", "validation negative log perplexity"
         write_svg(sizes_figure(*found, *labels), HERE / PICTURE)
     write_page(HERE, overview())
 
 
 def figure_of(results: dict[str, Any]) -> Figure | None:
-    """Curves by step, or differences with their intervals; none where there are neither."""
+    """Gains by step, or differences with their intervals; none where there are neither."""
     if "curves" in results:
         curves = {
             name: [{int(step): value for step, value in curve.items()} for curve in seeds]
             for name, seeds in results["curves"].items()
         }
-        return curves_figure(curves, "step", "validation negative log perplexity")
+        rows = results["tables"][0]["rows"]
+        times = {row["model"]: row["step time"] for row in rows if "step time" in row}
+        return gains_figure(curves, "nats per token", times or None)
     if "intervals" in results:
-        no_effect = results["effect"].get("no_effect", 0.0)
-        return intervals_figure(results["intervals"], results["effect_of"], no_effect)
+        first = next(iter(results["intervals"].values()))
+        label = results.get("intervals_of", results["effect_of"])
+        return intervals_figure(results["intervals"], label, first.get("no_effect", 0.0))
     return None
 
 

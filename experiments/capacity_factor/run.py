@@ -11,7 +11,7 @@ from experiments.comparison import (
     first_step_at,
     run_comparison,
 )
-from experiments.measured import Interval, bootstrap
+from experiments.measured import Ratio, interval_of
 from experiments.study import main
 
 FACTORS = (1.0, 1.25, 2.0)
@@ -41,48 +41,50 @@ COMPARISON = Comparison(
 )
 
 
-def saved_time(trained: Trained, name: str, over: str) -> Interval | None:
-    """The part of `over`'s time to the dense model's final quality that `name` saves, paired
-    by seed; None where a seed of either never has that quality."""
-    saved = []
+def time_over(trained: Trained, name: str, other: str) -> Ratio | None:
+    """Time of `name` to the dense model's final quality over that of `other`, paired by seed;
+    None where a seed of either never has that quality."""
+    ratios = []
     for seed, dense in enumerate(trained.curves["dense"]):
         quality = dense[max(dense)]
-        steps = [first_step_at(trained.curves[each][seed], quality) for each in (name, over)]
+        steps = [first_step_at(trained.curves[each][seed], quality) for each in (name, other)]
         if None in steps:
             return None
         times = trained.step_times
-        saved.append(1 - steps[0] * times[name] / (steps[1] * times[over]))
-    return bootstrap(saved)
+        ratios.append(steps[0] * times[name] / (steps[1] * times[other]))
+    return interval_of(ratios, Ratio)
 
 
 def verdict(trained: Trained) -> dict:
     """Reproduced: at factors 1.0 and 1.25 Switch has the dense model's quality in less time
-    than MoE, by intervals without 0, and Switch at 1.0 takes no more time than at 2.0.
+    than MoE, by intervals without 1, and Switch at 1.0 takes no more time than at 2.0.
 
-    Not reproduced: one of these is the other way round by an interval without 0. Otherwise
+    Not reproduced: one of these is the other way round by an interval without 1. Otherwise
     undecided, and so where a model does not have that quality on some seed.
     """
-    over_moe = {f: saved_time(trained, f"Switch {f}", f"MoE {f}") for f in FACTORS}
-    lower = saved_time(trained, "Switch 1.0", "Switch 2.0")
+    over_moe = {f: time_over(trained, f"Switch {f}", f"MoE {f}") for f in FACTORS}
+    lower = time_over(trained, "Switch 1.0", "Switch 2.0")
     asked = [*(over_moe[f] for f in LOW_FACTORS), lower]
     if None in asked:
         word = "undecided"
-    elif any(each.high < 0 for each in asked):
+    elif any(each.low > 1 for each in asked):
         word = "not reproduced"
     else:
-        is_ahead = all(over_moe[f].low > 0 for f in LOW_FACTORS)
-        word = "reproduced" if is_ahead and lower.mean >= 0 else "undecided"
+        is_ahead = all(over_moe[f].high < 1 for f in LOW_FACTORS)
+        word = "reproduced" if is_ahead and lower.mean <= 1 else "undecided"
 
-    def said(saved: Interval | None) -> str:
-        return "unknown" if saved is None else f"{saved.mean:+.0%}"
+    def said(ratio: Ratio | None) -> str:
+        if ratio is None:
+            return "an unknown multiple"
+        return f"{ratio.mean:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
 
     by_factor = ", ".join(f"{said(over_moe[f])} at {f}" for f in FACTORS)
     return {
         "verdict": word,
-        "because": f"Of MoE's time to the dense model's quality Switch saves {by_factor}; "
-        f"of its own at factor 2.0 it saves {said(lower)} at 1.0.",
-        "effect": over_moe[1.0] or Interval(0.0, 0.0, 0.0),
-        "effect_of": "part of MoE's time that Switch saves at factor 1.0"
+        "because": f"To the dense model's quality Switch takes, of MoE's time, {by_factor}; at "
+        f"factor 1.0, of its own at 2.0, {said(lower)}.",
+        "effect": over_moe[1.0] or Ratio(1.0, 1.0, 1.0),
+        "effect_of": "time of Switch over that of MoE, to the dense model's quality, factor 1.0"
         + " (unknown)" * (over_moe[1.0] is None),
     }
 

@@ -71,15 +71,14 @@ def verdict(trained: Trained, teachers: dict[str, float]) -> dict:
     of_teachers = {name: quality - dense for name, quality in teachers.items()}
     return {
         "verdict": word_of([both, over_init, trained.gain(BOTH, MIX)]),
-        "because": f"Mix and initialization keep {both.mean / of_teachers[TEACHER]:.0%} of the "
-        f"gain of {of_teachers[TEACHER]:.3f} nats of {TEACHER}, and "
-        f"{of_small.mean / of_teachers[SMALL_TEACHER]:.0%} of the "
-        f"{of_teachers[SMALL_TEACHER]:.3f} of {SMALL_TEACHER}; the mix alone gains "
-        f"{mix.mean:+.3f} nats, initialization alone {init.mean:+.3f}; both are "
-        f"{over_init.mean:+.3f} ({over_init.low:+.3f} to {over_init.high:+.3f}) from "
-        "initialization alone.",
-        "effect": both,
-        "effect_of": f"{BOTH} over dense, nats a token",
+        "because": f"Over the dense model, in nats per token: mix and initialization "
+        f"{both.mean:+.3f} with {TEACHER} as the teacher (itself {of_teachers[TEACHER]:+.3f}) "
+        f"and {of_small.mean:+.3f} with {SMALL_TEACHER} ({of_teachers[SMALL_TEACHER]:+.3f}), "
+        f"the mix alone {mix.mean:+.3f}, initialization alone {init.mean:+.3f}. Both together "
+        f"over initialization alone: {over_init.mean:+.3f} ({over_init.low:+.3f} to "
+        f"{over_init.high:+.3f}).",
+        "effect": over_init,
+        "effect_of": "mix and initialization over initialization alone, nats per token",
     }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.measured import Interval
+from experiments.measured import Ratio, interval_of
 from experiments.study import Study, main
 from switchx.bench.step_cases import TASK, small_job
 from switchx.cli.arguments import simulate_devices
@@ -96,7 +96,7 @@ def verdict(found: dict[str, dict]) -> dict[str, Any]:
         f"{alone['rows']}, {flops:.2f} of the FLOPs and {memory:.2f} of the memory; on 8, "
         f"{eight['rows']} rows and {eight['flops'] / alone['flops']:.2f} of the FLOPs. Losses "
         f"differ by {differing:.1e} from those of one device.",
-        "effect": Interval(flops, flops, flops),
+        "effect": interval_of([flops], Ratio),
         "effect_of": "FLOPs of the busiest of 4 devices, a device a task's over",
     }
 
@@ -121,7 +121,31 @@ def run(study: Study) -> None:
         }
         for name, each in found.items()
     ]
-    study.publish(cells, {}, **verdict(found), seeds=[0], tables=[{"title": "", "rows": table}])
+    study.publish(
+        cells,
+        {},
+        **verdict(found),
+        seeds=[0],
+        tables=[{"title": "", "rows": table}],
+        intervals=over_alone(table),
+        intervals_of="of the busiest device, over a device a task",
+    )
+
+
+def over_alone(table: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Rows, FLOPs and memory of a device over those of a device a task, for the picture."""
+    alone, _, *elastic = table
+    return {
+        f"{name} on {row['layout'].removeprefix('elastic, ')}": dataclasses.asdict(
+            interval_of([row[key] / alone[key]], Ratio)
+        )
+        for row in elastic
+        for name, key in (
+            ("rows", "rows a device"),
+            ("FLOPs", "MFLOPs a device"),
+            ("memory", "MiB a device"),
+        )
+    }
 
 
 if __name__ == "__main__":

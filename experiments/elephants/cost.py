@@ -4,7 +4,7 @@
     python experiments/elephants/cost.py --usd_per_month=73.46 --hardware="2 cores"
 
 The paper's "Monthly USD/token" is the price of a month over words a second: three of its four
-rows are (390.55 / 1565 = 0.250), the first is an eighth of it. Dollars a million input tokens
+rows are (390.55 / 1565 = 0.250), the first is an eighth of it. Dollars per million words
 are of a machine that translates all the time, a month having 730 hours. Writes the section
 `cost` of results.json.
 """
@@ -37,14 +37,14 @@ def cost_rows(throughput: dict, usd_per_month: float, batches, beams: int) -> li
             if name not in row["words_per_s"]:
                 continue
             words_per_s = row["words_per_s"][name]
-            tokens_a_month = SECONDS_A_MONTH * row["input_tokens_per_s"][name]
+            words_a_month = SECONDS_A_MONTH * words_per_s
             rows.append(
                 {
                     "model": name,
                     "batch": row["batch"],
                     "latency_ms": row["batch_latency_ms"][name],
                     "words_per_s": words_per_s,
-                    "usd_per_million_tokens": 1e6 * usd_per_month / tokens_a_month,
+                    "usd_per_million_words": 1e6 * usd_per_month / words_a_month,
                     "monthly_usd_per_word_per_s": usd_per_month / words_per_s,
                 }
             )

@@ -105,12 +105,12 @@ def cost(section: dict) -> str:
             str(row["batch"]),
             f"{row['latency_ms']:,.0f}",
             f"{row['words_per_s']:,.0f}",
-            f"{row['usd_per_million_tokens']:.4f}",
+            f"{row['usd_per_million_words']:.4f}",
             f"{row['monthly_usd_per_word_per_s']:.3f}",
         ]
         for row in section["rows"]
     ]
-    header = ["model", "batch", "latency, ms", "words/s", "USD per million input tokens",
+    header = ["model", "batch", "latency, ms", "words/s", "USD per million words",
               "monthly USD per word/s"]  # fmt: skip
     return (
         f"{section['hardware']}, ${section['usd_per_month']:,.2f} a month; "

@@ -5,11 +5,10 @@ make experiments EXPERIMENT=exploration DATA=FOLDER
 """
 
 from experiments.comparison import Comparison, Contender, Trained, run_comparison
+from experiments.measured import NOISE
 from experiments.study import main
 
 NAMES = {"argmax": "none", "sampling": "sample", "input dropout": "dropout", "jitter": "jitter"}
-# Nats a token that count as no worse: an eighth of what 32 experts gain over a dense model.
-NO_WORSE = 0.02
 
 COMPARISON = Comparison(
     contenders=tuple(
@@ -20,15 +19,15 @@ COMPARISON = Comparison(
 
 
 def verdict(trained: Trained) -> dict:
-    """Reproduced: jitter is at most `NO_WORSE` below each of the others, by whole intervals.
+    """Reproduced: jitter is at most `NOISE` below each of the others, by whole intervals.
 
     Not reproduced: it is further below one of them, by a whole interval. Otherwise undecided.
     """
     gains = {name: trained.gain("jitter", name) for name in NAMES if name != "jitter"}
     word = "undecided"
-    if all(gain.low > -NO_WORSE for gain in gains.values()):
+    if all(gain.low > -NOISE for gain in gains.values()):
         word = "reproduced"
-    elif any(gain.high < -NO_WORSE for gain in gains.values()):
+    elif any(gain.high < -NOISE for gain in gains.values()):
         word = "not reproduced"
     said = ", ".join(
         f"{gain.mean:+.3f} ({gain.low:+.3f} to {gain.high:+.3f}) over {name}"
@@ -36,9 +35,9 @@ def verdict(trained: Trained) -> dict:
     )
     return {
         "verdict": word,
-        "because": f"Jitter is {said}, nats a token.",
+        "because": f"Jitter is {said}, nats per token.",
         "effect": gains["argmax"],
-        "effect_of": "jitter over argmax, nats a token",
+        "effect_of": "jitter over argmax, nats per token",
     }
 
 

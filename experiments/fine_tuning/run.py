@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.comparison import ENGLISH
-from experiments.measured import Cells, Interval, bootstrap, paired
+from experiments.measured import Cells, Interval, interval_of, paired
 from experiments.study import Study, main, run_name
 
 
@@ -113,7 +113,7 @@ class Peaks:
 
     Attributes:
         score: the mean of the task's metrics of what the model wrote, in percent.
-        log_likelihood: of the right answers, nats a token; it tells models apart that write
+        log_likelihood: of the right answers, nats per token; it tells models apart that write
             hardly any right answer.
     """
 
@@ -235,7 +235,7 @@ def verdict(gains: dict[str, Interval]) -> dict[str, Any]:
     of all tasks' gains is above 0 in its interval."""
     better = [task for task, gain in gains.items() if gain.low > 0]
     worse = [task for task, gain in gains.items() if gain.high < 0]
-    mean = bootstrap([gain.mean for gain in gains.values()])
+    mean = interval_of([gain.mean for gain in gains.values()])
     by_kind = ", ".join(
         f"{statistics.mean(gains[task].mean for task in of_kind):+.1f} in {kind}"
         for kind in (REASONING, KNOWLEDGE)
@@ -266,7 +266,7 @@ def run(study: Study) -> None:
         | {model: statistics.mean(each.score for each in of_task[model]) for model in MODELS}
         | {
             "gain (95%)": dataclasses.asdict(gains[task]),
-            "gain in nats a token of right answers (95%)": dataclasses.asdict(of_answers[task]),
+            "right answers, gain in nats per token (95%)": dataclasses.asdict(of_answers[task]),
         }
         for task, of_task in peaks.items()
     ]

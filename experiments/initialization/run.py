@@ -51,9 +51,9 @@ def verdict(trained: Trained) -> dict:
         "verdict": word,
         "because": f"The standard deviation over {len(final[0])} seeds is {small:.4f} at scale "
         f"0.1 and {large:.4f} at 1.0; the mean is {gain.mean:+.3f} ({gain.low:+.3f} to "
-        f"{gain.high:+.3f}) nats from that at 1.0.",
+        f"{gain.high:+.3f}) nats over that at 1.0.",
         "effect": effect,
-        "effect_of": "smaller standard deviation over seeds at scale 0.1, nats a token",
+        "effect_of": "smaller standard deviation over seeds at scale 0.1, nats per token",
     }
 
 

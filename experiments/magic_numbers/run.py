@@ -8,13 +8,14 @@ Compiles 96 programs for hardware that need not be there; the environment variab
 SWITCHX_AOT_TPU and SWITCHX_AOT_GPU name the folders of the compilers.
 """
 
+import dataclasses
 import itertools
 import math
 from typing import Any
 
 from experiments.magic_numbers.conversions import COMPILER
 from experiments.magic_numbers.count import TARGETS, counts
-from experiments.measured import Interval
+from experiments.measured import Ratio
 from experiments.study import Study, main
 from pallas_kernels.aot.case import ROWS
 
@@ -52,28 +53,34 @@ def comparison(name: str, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Reproduced: to float16, the paper's type, magic numbers cost less for int8 and int4 in
-    every kernel for GPUs; not reproduced: in none. Other types and TPUs are reported."""
+    """Cycles are counted on other chips than the paper's, by a model: reported. The effect is
+    that of the paper's type, float16."""
     papers = [row for row in rows if row["rows are"] == "float16"]
-    gains = [
-        row[f"{load}: compiler's"] / row[f"{load}: magic"] for row in papers for load in ROWS
-    ]
+    gains = [each for row in papers for each in gains_of(row)]
     wins = [row["costs less"] != COMPILER for row in papers]
     others = [
         f"{row['weights']} to {row['rows are']} on {row['chip']}"
         for row in rows
         if row not in papers and row["costs less"] != COMPILER
     ]
-    mean = math.exp(sum(map(math.log, gains)) / len(gains))
-    some = "undecided" if any(wins) else "not reproduced"
     return {
-        "verdict": "reproduced" if all(wins) else some,
+        "verdict": "reported",
         "because": f"To float16 they cost less in {sum(wins)} of {len(wins)} products on GPUs; "
         f"of other types in: {'; '.join(others) or 'none'}.",
-        "effect": Interval(mean, min(gains), max(gains)),
+        "effect": spread_of(gains),
         "effect_of": "counted cycles with the compiler's conversion to float16 over those with "
         "magic numbers, mean and range",
     }  # fmt: skip
+
+
+def gains_of(row: dict[str, Any]) -> list[float]:
+    """Cost with the compiler's conversion over that with magic numbers, by load."""
+    return [row[f"{load}: compiler's"] / row[f"{load}: magic"] for load in ROWS]
+
+
+def spread_of(gains: list[float]) -> Ratio:
+    """Geometric mean and range."""
+    return Ratio(math.exp(sum(map(math.log, gains)) / len(gains)), min(gains), max(gains))
 
 
 def run(study: Study) -> None:
@@ -91,7 +98,25 @@ def run(study: Study) -> None:
     }]  # fmt: skip
     if tpus := [row for row in rows if row not in gpus]:
         tables.append({"title": "TPUs: instructions (bundles) of the kernel.", "rows": tpus})
-    study.publish(cells, {}, **verdict(rows), seeds=[0], tables=tables)
+    study.publish(
+        cells,
+        {},
+        **verdict(rows),
+        seeds=[0],
+        tables=tables,
+        intervals=by_product(rows),
+        intervals_of="the compiler's cost over magic numbers'",
+    )
+
+
+def by_product(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Gains by chip and types, for the picture."""
+    return {
+        f"{row['chip']}, {row['weights']} to {row['rows are']}": dataclasses.asdict(
+            spread_of(gains_of(row))
+        )
+        for row in rows
+    }
 
 
 if __name__ == "__main__":

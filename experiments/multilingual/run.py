@@ -12,7 +12,7 @@ import statistics
 from typing import Any
 
 from experiments.comparison import Comparison, Contender, first_step_at, judged_quick
-from experiments.measured import Cells, Ratio, bootstrap, paired
+from experiments.measured import Cells, Ratio, interval_of, paired
 from experiments.study import Study, main, run_name
 
 GIN_FILE = "configs/runs/pretrain_languages.gin"
@@ -69,13 +69,11 @@ def final(curves: list[dict[int, float]]) -> list[float]:
 
 
 def speedup_in_steps(dense: dict[int, float], sparse: dict[int, float]) -> float:
-    """Steps of both over those after which experts first have the dense model's final quality
-    (Figure 8). Where they end behind it is the inverse, below 1: the steps after which the
-    dense model has theirs, over all. 1 where none comes to the other's."""
-    (theirs,), (mine,) = final([dense]), final([sparse])
-    if mine >= theirs:
-        return max(sparse) / (first_step_at(sparse, theirs) or max(sparse))
-    return (first_step_at(dense, mine) or max(dense)) / max(dense)
+    """Steps after which the dense model first has a quality over those of the experts (Figure
+    8): the final quality of the dense model, or that of the experts where they end behind it,
+    which gives a number below 1."""
+    quality = min(*final([dense]), *final([sparse]))
+    return first_step_at(dense, quality) / first_step_at(sparse, quality)
 
 
 def row_of(
@@ -92,8 +90,8 @@ def row_of(
         "language": language,
         "dense": statistics.mean(final(dense)),
         SPARSE: statistics.mean(final(sparse)),
-        "gain, nats a token (95%)": dataclasses.asdict(paired(final(sparse), final(dense))),
-        SPEEDUP: dataclasses.asdict(bootstrap(speedups, kind=Ratio)),
+        "gain, nats per token (95%)": dataclasses.asdict(paired(final(sparse), final(dense))),
+        SPEEDUP: dataclasses.asdict(interval_of(speedups, kind=Ratio)),
         FEW_GAIN: dataclasses.asdict(paired(of_few, final(dense))),
         "dropped there": statistics.mean(dropped),
     }
@@ -109,7 +107,7 @@ def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
     slower = sum(each["high"] < 1 for each in speedups.values())
     means = {language: each["mean"] for language, each in speedups.items()}
     least, most = min(means, key=means.get), max(means, key=means.get)
-    mean = bootstrap(list(means.values()), kind=Ratio)
+    mean = interval_of(list(means.values()), kind=Ratio)
     word = "undecided"
     if 2 * faster > len(rows) and mean.low > 1:
         word = "reproduced"

@@ -5,11 +5,10 @@ make experiments EXPERIMENT=no_token_left_behind DATA=FOLDER
 """
 
 from experiments.comparison import Comparison, Contender, Trained, run_comparison
+from experiments.measured import NOISE
 from experiments.study import main
 
 ROUNDS = (2, 4)
-# Nats a token that count as no gain: an eighth of what 32 experts gain over a dense model.
-NO_GAIN = 0.02
 
 COMPARISON = Comparison(
     contenders=(
@@ -32,15 +31,15 @@ COMPARISON = Comparison(
 
 
 def verdict(trained: Trained) -> dict:
-    """Reproduced: no number of rounds gains more than `NO_GAIN`, by whole intervals.
+    """Reproduced: no number of rounds gains more than `NOISE`, by whole intervals.
 
     Not reproduced: one gains more than that, by a whole interval. Otherwise undecided.
     """
     gains = {f"{n} rounds": trained.gain(f"{n} rounds", "drop") for n in ROUNDS}
     word = "undecided"
-    if all(gain.high < NO_GAIN for gain in gains.values()):
+    if all(gain.high < NOISE for gain in gains.values()):
         word = "reproduced"
-    elif any(gain.low > NO_GAIN for gain in gains.values()):
+    elif any(gain.low > NOISE for gain in gains.values()):
         word = "not reproduced"
     said = ", ".join(
         f"{name} {gain.mean:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
@@ -49,10 +48,10 @@ def verdict(trained: Trained) -> dict:
     most = trained.gain("dropless", "drop")
     return {
         "verdict": word,
-        "because": f"Over dropping at capacity factor 1.0, nats a token: {said}; with slots "
+        "because": f"Over dropping at capacity factor 1.0, nats per token: {said}; with slots "
         f"for all {most.mean:+.3f}.",
         "effect": gains["4 rounds"],
-        "effect_of": "4 rounds over dropping, nats a token",
+        "effect_of": "4 rounds over dropping, nats per token",
     }
 
 

@@ -25,9 +25,10 @@ def verdict(trained: Trained) -> dict:
     best = max(trained.curves, key=lambda name: trained.final(name)[0])
     return {
         "verdict": "reported",
-        "because": f"One seed, the runs that other experiments start from; {best} ends first.",
+        "because": "One seed, the runs that other experiments start from; "
+        f"{best} end with the best quality.",
         "effect": trained.gain("32 experts", "dense"),
-        "effect_of": "32 experts over dense, nats a token",
+        "effect_of": "32 experts over dense, nats per token",
     }
 
 

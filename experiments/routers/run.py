@@ -58,7 +58,7 @@ def verdict(trained: Trained, encoder: Trained) -> dict:
         "because": f"Better than Switch: {', '.join(better) or 'none'}; worse: "
         f"{', '.join(worse) or 'none'}.",
         "effect": over["loss-free balancing"],
-        "effect_of": "loss-free balancing over Switch, nats a token",
+        "effect_of": "loss-free balancing over Switch, nats per token",
     }
 
 

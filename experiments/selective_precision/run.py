@@ -12,15 +12,11 @@ import json
 from typing import Any
 
 from experiments.comparison import Comparison, Contender, Trained, run_comparison
-from experiments.measured import Cells
+from experiments.measured import NOISE, Cells
 from experiments.study import Study, main
 from switchx.bench import compiled_step
 from switchx.bench.compiled_layer import rows_of_child
 from switchx.models.config import Precision
-
-# Nats a token that count as equal: an eighth of what 32 experts gain over a dense model.
-EQUAL = 0.02
-
 
 PRECISIONS = {
     "float32": Precision(),
@@ -49,9 +45,9 @@ COMPARISON = Comparison(
 
 def verdict(trained: Trained) -> dict:
     """Reproduced: bfloat16 with a bfloat16 router skips steps or ends below float32 by an
-    interval without 0, and selective precision is within `EQUAL` of float32.
+    interval without 0, and selective precision is within `NOISE` of float32.
 
-    Not reproduced: bfloat16 skips nothing and is no more than `EQUAL` below, or selective
+    Not reproduced: bfloat16 skips nothing and is no more than `NOISE` below, or selective
     precision is further below than that, by whole intervals. Otherwise undecided.
     """
     names = ("selective", "bfloat16", "bfloat16 parameters")
@@ -59,11 +55,11 @@ def verdict(trained: Trained) -> dict:
     selective, low = gains["selective"], gains["bfloat16"]
     skipped = trained.skipped["bfloat16"]
     is_worse = skipped > 0 or low.high < 0
-    is_equal = selective.low > -EQUAL and selective.high < EQUAL
+    is_equal = selective.low > -NOISE and selective.high < NOISE
     word = "undecided"
     if is_worse and is_equal:
         word = "reproduced"
-    elif (not is_worse and low.low > -EQUAL) or selective.high < -EQUAL:
+    elif (not is_worse and low.low > -NOISE) or selective.high < -NOISE:
         word = "not reproduced"
     said = ", ".join(
         f"{name} {gain.mean:+.3f} ({gain.low:+.3f} to {gain.high:+.3f}, "
@@ -72,9 +68,9 @@ def verdict(trained: Trained) -> dict:
     )
     return {
         "verdict": word,
-        "because": f"Nats a token from float32: {said}.",
+        "because": f"Nats per token over float32: {said}.",
         "effect": selective,
-        "effect_of": "selective precision over float32, nats a token",
+        "effect_of": "selective precision over float32, nats per token",
     }
 
 

@@ -46,9 +46,10 @@ def verdict(trained: Trained) -> dict:
         )
     return {
         "verdict": word_of(gains.values()),
-        "because": f"Nats a token, float32: {said}; bfloat16 over float32: {', '.join(lower)}.",
+        "because": f"Nats per token, float32: {said}; bfloat16 over float32: "
+        f"{', '.join(lower)}.",
         "effect": gains["both", "ffn"],
-        "effect_of": "experts in both over experts in the FFN, nats a token",
+        "effect_of": "experts in both over experts in the FFN, nats per token",
     }
 
 

@@ -32,8 +32,8 @@ COMPARISON = Comparison(
 def verdict(trained: Trained) -> dict:
     """Reproduced: each doubling of the experts is better until a difference's interval holds 0,
     at least the first two are, none is worse after that, and the best sparse model has the
-    dense one's quality in less than its time. Not reproduced: one of these does not hold.
-    Undecided: nor is the best sparse model ahead or behind by an interval without 0. The
+    dense one's quality in less than its time. Not reproduced: a doubling is worse, or the best
+    sparse model is behind the dense one, by an interval without 0. Otherwise undecided. The
     larger dense model decides nothing; how it stands by step and by time is said."""
     names = ["dense", *(f"{n} experts" for n in EXPERTS)]
     gains = [trained.gain(b, a) for a, b in zip(names, names[1:], strict=False)]
@@ -49,20 +49,19 @@ def verdict(trained: Trained) -> dict:
     # How far the larger model is when the sparse one has ended.
     step = COMPARISON.steps * trained.step_times[best] / trained.step_times[LARGE]
     by_time = statistics.mean(trained.final(best)) - trained.quality_at(LARGE, step)
+    word = "not reproduced" if worse or effect.high < 0 else "undecided"
     if until >= 2 and not worse and effect.low > 0 and in_time > 1:
         word = "reproduced"
-    else:
-        word = "undecided" if not effect.excludes(0) else "not reproduced"
     return {
         "verdict": word,
         "because": f"A doubling is better up to {names[until]} and worse at "
         f"{', '.join(worse) or 'none'}; {best} have the dense "
         f"model's quality {in_time:.2f} times as fast by time and end {nats:.3f} nats ahead. "
-        f"From a dense model of 3.5 times the FLOPs (Figure 6: behind) they end "
+        f"Over a dense model of 3.5 times the FLOPs (Figure 6: ahead) they end "
         f"{over_large:+.3f} nats, and {by_time:+.3f} where it has had as much time; it has the "
         f"small one's quality {large_in_time:.2f} times as fast.",
         "effect": effect,
-        "effect_of": f"{best} over dense, nats a token",
+        "effect_of": f"{best} over dense, nats per token",
     }
 
 

@@ -17,7 +17,7 @@ EXPERTS = 8
 COMPARISON = Comparison(
     contenders=(
         Contender(
-            "dense, goes on", ("ModelConfig.switch=None", "INIT_FROM='<pretrained dense>'")
+            "dense, continued", ("ModelConfig.switch=None", "INIT_FROM='<pretrained dense>'")
         ),
         Contender(
             f"upcycled, {EXPERTS} experts",
@@ -52,11 +52,11 @@ def verdict(trained: Trained) -> dict:
         by_time = f"at the dense model's quality in {1 / in_time:.2f} of its time"
     return {
         "verdict": "reported",
-        "because": f"After 300 more steps upcycled experts are {gain.mean:+.3f} nats from "
-        f"the dense model that goes on, {by_time}, and {over_scratch.mean:+.3f} from experts "
+        "because": f"After 300 more steps upcycled experts are {gain.mean:+.3f} nats over "
+        f"the continued dense model, {by_time}, and {over_scratch.mean:+.3f} over experts "
         "trained from scratch for as many.",
         "effect": gain,
-        "effect_of": "upcycled over dense, nats a token",
+        "effect_of": "upcycled over dense, nats per token",
     }
 
 

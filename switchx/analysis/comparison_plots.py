@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of runs that are compared: curves by step, one number by size, differences.
+"""Plots of runs that are compared: gains by step and time, one number by size, differences.
 
 In the style of `plots.py`: later runs are darker, and dashes and names at the ends tell apart
 what grey does not.
@@ -19,42 +19,68 @@ from switchx.analysis.plots import COLOURS, STYLE, name_ends
 DASHES = ("-", (0, (5, 1.5)), (0, (2, 1)), (0, (6, 1.5, 1, 1.5)))
 
 
-def curves_figure(
-    curves: Mapping[str, Sequence[Mapping[int, float]]], x: str, y: str
+def gains_figure(
+    curves: Mapping[str, Sequence[Mapping[int, float]]],
+    unit: str,
+    step_times: Mapping[str, float] | None = None,
 ) -> Figure:
-    """One number of several runs by step: the mean over seeds, and a band from least to most.
+    """How far runs are ahead of the first one, by step: the mean over seeds, and a band from
+    the least to the most. Beside it the same by time, where times are known.
 
     Later names are darker; dashes, and names at the ends, tell apart what grey does not.
 
     Args:
-        curves: by name, one `{step: number}` a seed, of the same steps.
-        x, y: labels of the axes.
+        curves: by name, one `{step: number}` a seed, of the same steps; seeds are paired.
+        unit: of the numbers.
+        step_times: by name, those of a step over the first run's.
     """
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(6.4, 3.8))
-        axis = figure.subplots()
-    shown, ends = [], []
-    for i, (name, seeds) in enumerate(curves.items()):
-        steps = sorted(seeds[0])
-        values_SN = np.array([[seed[step] for step in steps] for seed in seeds])
-        shade = COLOURS(0.35 + 0.65 * (i + 1) / len(curves))
-        mean_N = values_SN.mean(0)
-        axis.plot(steps, mean_N, color=shade, linestyle=DASHES[i % len(DASHES)])
-        low_N, high_N = values_SN.min(0), values_SN.max(0)
-        axis.fill_between(steps, low_N, high_N, color=shade, alpha=0.15, linewidth=0)
-        shown.append(mean_N[len(steps) // 4 :])
-        ends.append((float(mean_N[-1]), name, shade))
-    # The first quarter of training would leave no room for what tells the runs apart.
-    every = np.concatenate(shown)
-    low, high = float(every.min()), float(every.max())
-    room = 0.06 * (high - low) or 1.0
-    axis.set_ylim(low - room, high + room)
-    axis.set_xlim(0, steps[-1])
-    name_ends(axis, ends, least_gap=0.055)
-    axis.set_xlabel(x)
-    axis.set_ylabel(y)
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        panels = 1 if step_times is None else 2
+        figure = Figure(figsize=(6.4 if panels == 1 else 11.0, 3.8))
+        axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
+    baseline, *names = curves
+    for axis, times in zip(axes, (dict.fromkeys(curves, 1.0), step_times), strict=False):
+        shown, ends = [], []
+        for i, name in enumerate(names):
+            steps_N, gains_SN = _gains(curves[name], curves[baseline], times[name])
+            shade = COLOURS(0.35 + 0.65 * (i + 1) / len(names))
+            mean_N = gains_SN.mean(0)
+            axis.plot(steps_N, mean_N, color=shade, linestyle=DASHES[i % len(DASHES)])
+            low_N, high_N = gains_SN.min(0), gains_SN.max(0)
+            axis.fill_between(steps_N, low_N, high_N, color=shade, alpha=0.15, linewidth=0)
+            shown.append(mean_N[len(steps_N) // 4 :])
+            ends.append((float(mean_N[-1]), name, shade))
+        axis.set_xlim(0, max(curves[baseline][0]))
+        axis.axhline(0, color="0.4", linewidth=1)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        if axis is axes[0]:
+            # The first quarter of training would leave no room for what tells runs apart.
+            every = np.concatenate([*shown, [0.0]])
+            low, high = float(every.min()), float(every.max())
+            room = 0.06 * (high - low) or 1.0
+            axis.set_ylim(low - room, high + room)
+            axis.set_ylabel(f"gain over {baseline}, {unit}")
+            axis.set_xlabel("step")
+        else:
+            axis.set_xlabel(f"time, in steps of {baseline}")
+        low, high = axis.get_ylim()
+        name_ends(axis, [end for end in ends if low < end[0] < high], least_gap=0.055)
     return figure
+
+
+def _gains(
+    mine: Sequence[Mapping[int, float]], others: Sequence[Mapping[int, float]], time: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Steps of the others (N), and how far a run whose steps take `time` of theirs is ahead
+    when they have done so many (S, N)."""
+    steps_N = np.array(sorted(others[0]))
+    steps_N = steps_N[steps_N <= time * max(mine[0])]
+    gains = []
+    for my, other in zip(mine, others, strict=True):
+        my_steps = sorted(my)
+        mine_N = np.interp(steps_N / time, my_steps, [my[step] for step in my_steps])
+        gains.append(mine_N - np.array([other[step] for step in steps_N]))
+    return steps_N, np.array(gains)
 
 
 def sizes_figure(

@@ -18,7 +18,7 @@ With fewer experts, like ones are merged (--reduce=merge) or the least used ones
 layer becomes the mean of its experts (merge) or the most used one (drop). A dense model gets
 experts in the last of every --every blocks, all equal to its FFN, and a new router.
 
-It prints parameters, bytes and validation loss (nats a token, nothing dropped) before and
+It prints parameters, bytes and validation loss (nats per token, nothing dropped) before and
 after. To train on:
 
   switchx train --gin_file=configs/runs/finetune.gin --gin_file=fewer/model.gin \\

@@ -166,11 +166,11 @@ def test_prices_are_the_papers(scripts):
     """Its T4 at batch 20: $390.55 a month, 1565 words/s, 0.250 monthly USD/token."""
     row = {
         "batch": 20, "beams": 1, "words_per_s": {"int4": 1565.0},
-        "input_tokens_per_s": {"int4": 1e6 / 3600}, "batch_latency_ms": {"int4": 421.0},
+        "batch_latency_ms": {"int4": 421.0},
     }  # fmt: skip
     (found,) = scripts["cost"].cost_rows({"rows": [row]}, 390.55, (20,), 1)
     assert found["monthly_usd_per_word_per_s"] == pytest.approx(0.250, abs=5e-4)
-    assert found["usd_per_million_tokens"] == pytest.approx(390.55 / 730)  # of an hour
+    assert found["usd_per_million_words"] == pytest.approx(390.55 / 730 * 1e6 / 3600 / 1565)
     with pytest.raises(ValueError, match=r"measured were \(batch, beams\) \[\(20, 1\)\]"):
         scripts["cost"].cost_rows({"rows": [row]}, 390.55, (20,), 2)
 
