@@ -55,8 +55,8 @@ def overview() -> str:
             row |= {"verdict": word, EFFECT: None, "hours": None}
         rows.append(row)
     text = (
-        f"{table(rows)}\n\nTime: {hours_of_all():.1f} hours on two cores; most experiments had "
-        "one of them, and another experiment the other."
+        f"{table(rows)}\n\nTime: {hours_of_all():.1f} hours on two cores; an experiment that "
+        "had one of them counts half."
     )
     return f"{text}\n\n![quality by number of experts]({PICTURE})" if experts() else text
 
