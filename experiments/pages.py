@@ -174,7 +174,8 @@ def provenance(results: dict[str, Any]) -> str:
     if trained:
         commit += f", models trained by {', '.join(trained)}"
     if "pretraining" in results:
-        commit += f", from pretraining of {results['pretraining'][:12]}"
+        began = ", ".join(each[:12] for each in results["pretraining"])
+        commit += f", from pretraining of {began}"
     cores = f"{where['cores']} core{'s' * (where['cores'] != 1)}"
     return (
         f"Run on {results['date']}, {where.get('processor') or where['device']}, {cores}, JAX "

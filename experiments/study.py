@@ -214,15 +214,14 @@ class Study:
 
     def _trained(self, run: RunFolder, arguments: Sequence[str]) -> dict:
         self._switchx(run.root.name, "train", *arguments)
-        done = json.loads(run.goodput.read_text())["step"]
-        asked = json.loads(run.config.read_text())["train_steps"]
+        goodput = json.loads(run.goodput.read_text())
+        done, asked = goodput["step"], json.loads(run.config.read_text())["train_steps"]
         if done < asked:  # SIGTERM: the state is saved, and the status is 0
             raise SystemExit(
                 f"{run.root} was stopped at step {done} of {asked}; the same command goes on"
             )
         lines = [json.loads(line) for line in run.validation.read_text().splitlines()]
         logged = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-        goodput = json.loads((run.root / "goodput.json").read_text())
         peaks = run.root / "peaks.json"
         return {
             "curve": {str(line["step"]): line["neg_log_perplexity"] for line in lines},
@@ -276,7 +275,7 @@ class Study:
             "environment": environment(),
             "data": {name: sha256(path) for name, path in files.items()},
             "wall_seconds": round(cells.seconds),
-            **self._began_with(cells),
+            **self.began_with(cells),
             **self.trained_by(cells),
         } | {
             k: dataclasses.asdict(v) if isinstance(v, Interval) else v for k, v in found.items()
@@ -288,19 +287,17 @@ class Study:
         print(f"{self.name}: {results['verdict']}; {results['because']} ({target})")
         return results
 
-    def _began_with(self, cells: Cells) -> dict[str, str]:
-        """The commit of the pretraining that any of the runs began with."""
-        if not any("<pretrained " in key_of(line["cell"]) for line in cells.lines):
-            return {}
-        begun = dataclasses.replace(self, name="pretraining").runs / "begun.json"
-        return {"pretraining": json.loads(begun.read_text())["commit"]}
+    def began_with(self, cells: Cells) -> dict[str, list[str]]:
+        """The commits of the runs of pretraining that any of the runs began with."""
+        keys = " ".join(key_of(line["cell"]) for line in cells.lines)
+        runs = dataclasses.replace(self, name="pretraining").runs
+        names = set(re.findall("<pretrained ([^>]*)>", keys))
+        return _commits("pretraining", [runs / run_name(name, seed=0) for name in names])
 
     def trained_by(self, cells: Cells) -> dict[str, list[str]]:
         """The commits that trained the runs, where their folders are still there."""
         names = [line["cell"]["run"] for line in cells.lines if "run" in line["cell"]]
-        files = [RunFolder(self.runs / name).git_commit for name in names]
-        commits = {file.read_text().strip() for file in files if file.exists()}
-        return {"trained_by": sorted(commits)} if commits else {}
+        return _commits("trained_by", [self.runs / name for name in names])
 
 
 def main(file: str, description: str, run: Callable[[Study], Any]) -> None:
@@ -378,6 +375,13 @@ def pretrained_curve(study: Study, contender: str) -> dict[int, float]:
 def run_name(contender: str, seed: int) -> str:
     """Folder of a contender's run of a seed."""
     return f"{contender.replace(',', '').replace(' ', '_')}_seed{seed}"
+
+
+def _commits(key: str, folders: Sequence[pathlib.Path]) -> dict[str, list[str]]:
+    """Under a key of results.json, what trained these runs; nothing where none is there."""
+    files = [RunFolder(folder).git_commit for folder in folders]
+    commits = {file.read_text().strip() for file in files if file.exists()}
+    return {key: sorted(commits)} if commits else {}
 
 
 def _by_task(lines: list[dict[str, Any]]) -> dict[str, dict[str, float]]:

@@ -11,7 +11,7 @@ import dataclasses
 import statistics
 from typing import Any
 
-from experiments.comparison import Comparison, Contender, first_step_at, judged_quick
+from experiments.comparison import Contender, first_step_at, judged_quick
 from experiments.measured import Cells, Ratio, interval_of, paired
 from experiments.study import Study, main, run_name
 
@@ -21,26 +21,24 @@ SPARSE = "32 experts"
 FEW_SLOTS = 2.0
 SPEEDUP = "speed-up in steps (95%)"
 FEW_GAIN = f"gain at factor {FEW_SLOTS} (95%)"
-COMPARISON = Comparison(
-    contenders=(Contender("dense", ("ModelConfig.switch=None",)), Contender(SPARSE)),
-    steps=600,
-)
+CONTENDERS = (Contender("dense", ("ModelConfig.switch=None",)), Contender(SPARSE))
+SEEDS, STEPS = (0, 1, 2), 600
 Curves = dict[str, list[dict[int, float]]]
 
 
 def _seeds(study: Study) -> tuple[int, ...]:
-    return COMPARISON.seeds[:1] if study.is_quick else COMPARISON.seeds
+    return SEEDS[:1] if study.is_quick else SEEDS
 
 
 def by_language(study: Study, cells: Cells, contender: Contender) -> Curves:
     """Validation curves by language, one a seed."""
-    every = max(COMPARISON.steps // 10, 1)
+    every = max(STEPS // 10, 1)
     languages = LANGUAGES[-2:] if study.is_quick else LANGUAGES
     curves = {}
     for seed in _seeds(study):
         bindings = [
             "FOLDER='<data>/python_docs'", f"LANGUAGES={languages}", f"SEED={seed}",
-            f"TRAIN_STEPS={COMPARISON.steps}", f"EVAL_EVERY={every}", *contender.bindings,
+            f"TRAIN_STEPS={STEPS}", f"EVAL_EVERY={every}", *contender.bindings,
         ]  # fmt: skip
         found = study.train(cells, run_name(contender.name, seed), [GIN_FILE], bindings)
         for task, curve in found["tasks"].items():
@@ -130,7 +128,7 @@ def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def run(study: Study) -> None:
     cells = study.cells()
     files = study.files("python_docs/*.txt.gz")
-    dense, sparse = (by_language(study, cells, each) for each in COMPARISON.contenders)
+    dense, sparse = (by_language(study, cells, each) for each in CONTENDERS)
     few = with_few_slots(study, cells)
     rows = [row_of(name, dense[name], sparse[name], few[name]) for name in dense]
     rows.sort(key=lambda row: -row[SPEEDUP]["mean"])
@@ -138,8 +136,8 @@ def run(study: Study) -> None:
         cells,
         files,
         **(judged_quick() if study.is_quick else verdict(rows)),
-        seeds=list(COMPARISON.seeds),
-        steps=COMPARISON.steps,
+        seeds=list(SEEDS),
+        steps=STEPS,
         tables=[{"title": "", "rows": rows}],
         intervals={row["language"]: row[SPEEDUP] for row in rows},
         by_language={"dense": dense, SPARSE: sparse},

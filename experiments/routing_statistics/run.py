@@ -21,6 +21,7 @@ import numpy as np
 
 import switchx
 from experiments.measured import Cells, Interval
+from experiments.multilingual.run import LANGUAGES
 from experiments.pages import publish_page
 from experiments.study import Study, main, pretrained
 from switchx.analysis.plots import class_figure, write_svg
@@ -31,7 +32,6 @@ from switchx.data.tokenizers import Vocabulary, token_classes
 
 MODEL = "32 experts"
 BOOKS = ("openstax/*.txt.gz", "movie_reviews/*.txt.gz")
-LANGUAGES = tuple("en uk es zh_cn ja pt_br ko fr zh_tw tr it ro pl id".split())
 LANGUAGE_MODEL = "14_languages_seed0"
 LANGUAGE_STEPS = 300
 # Of each book or language, at most: documents, rows of a document, tokens of a row as trained.
@@ -273,7 +273,8 @@ def run(study: Study) -> None:
     cells = study.cells()
     documents = 2 if study.is_quick else DOCUMENTS
     settings = {"documents": documents, "rows": ROWS, "permutations": PERMUTATIONS}
-    labels = cells.get({"labels": "books"} | settings, lambda: read_books(study, documents))
+    books = {"labels": "books", "model": f"<pretrained {MODEL}>"} | settings
+    labels = cells.get(books, lambda: read_books(study, documents))
     publish(study, cells, labels)
     bindings = [
         "FOLDER='<data>/python_docs'", f"LANGUAGES={LANGUAGES}", "EVAL_EVERY=150",

@@ -95,10 +95,9 @@ def test_magic_numbers_have_to_cost_less_with_few_rows_and_with_many():
     assert other["costs less"] == COMPILER
     bfloat16 = comparison("a chip", programs(own, own, dtype="bfloat16", bits=4))
     found = verdict([row, *bfloat16])
-    assert found["verdict"] == "reproduced" and "int4 to bfloat16 on a chip" in found["because"]
+    assert "in 1 of 1 products" in found["because"] and "int4 to bfloat16" in found["because"]
     assert found["effect"].low == pytest.approx(1.25)
-    assert verdict([row, other])["verdict"] == "undecided"
-    assert verdict([other])["verdict"] == "not reproduced"
+    assert "in 1 of 2 products" in verdict([row, other])["because"]
 
 
 def test_kernels_convert_as_the_counts_say():
