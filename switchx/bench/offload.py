@@ -245,8 +245,8 @@ def in_ring() -> dict[str, Any]:
         for_decoding(ring.config), ring.params, decoding(1), BATCH, experts=ring
     )
     found, traffic = outputs(generator), ring.traffic
-    # The first call runs both stacks, a step the decoder.
-    all_layers = (traffic.calls + 1) * traffic.expert_bytes // 2
+    # A call runs one stack: the prompt's the encoder, a step's the decoder.
+    all_layers = traffic.calls * traffic.expert_bytes // 2
     return {
         "a ring": "float32, 1 beams",
         "slots": RING_SLOTS,

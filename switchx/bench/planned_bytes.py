@@ -158,10 +158,12 @@ class Compiled:
     """A compiled training step, as its text counts it.
 
     Attributes:
+        argument_bytes: that a device holds of the state and the batch.
         layout: the same step, for the planner.
     """
 
     text: str
+    argument_bytes: int
     layout: Layout
     shares: dict[str, Fraction]
 
@@ -197,10 +199,11 @@ def compile_step(job: TrainingJob, devices: Sequence) -> Compiled:
         # What is read off does not depend on LLVM, and its optimizations take long.
         is_cpu = devices[0].platform == "cpu"
         options = {"xla_backend_optimization_level": "0"} if is_cpu else {}
-        text = step.compile(compiler_options=options).as_text()
+        compiled = step.compile(compiler_options=options)
     layout = layout_of(job, program.mesh.shape)
     shares = branch_shares(program.pipeline) if program.pipeline else {}
-    return Compiled(text, layout, shares)
+    held = compiled.memory_analysis().argument_size_in_bytes
+    return Compiled(compiled.as_text(), held, layout, shares)
 
 
 def planned_bytes(

@@ -79,7 +79,7 @@ def counted(monkeypatch):
     """`counted(compiled, planned)`: the first case's row, of such bytes by kind."""
 
     def row(compiled: dict, planned: dict) -> dict:
-        step = Compiled("", planned_bytes.Layout(data=NUM_DEVICES), {})
+        step = Compiled("", 0, planned_bytes.Layout(data=NUM_DEVICES), {})
         monkeypatch.setattr(planned_bytes, "compile_step", lambda *arguments: step)
         monkeypatch.setattr(Compiled, "num_bytes", collections.Counter(compiled))
         monkeypatch.setattr(Compiled, "flops", lambda self, tiles: 1)

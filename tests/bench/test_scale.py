@@ -130,7 +130,6 @@ def test_collectives_of_a_layer_are_those_of_the_paper():
     assert not scale.extra_collectives([{"collectives": 2}, {"collectives": 3}]).holds
 
 
-@pytest.mark.slow
 def test_a_split_table_takes_an_eighth_of_the_bytes():
     ratio, (replicated, split) = scale.token_tables()
     assert ratio == 1 / 8
