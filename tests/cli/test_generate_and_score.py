@@ -176,7 +176,7 @@ def test_with_a_ring_lines_are_the_same(lines, tmp_path, capsys):
     assert main(words(run, *options, *both, "--hardware=h200")) == 0
     captured = capsys.readouterr()
     assert captured.out == want
-    assert "experts: 0 calls streamed whole layers, 2 moved chosen experts" in captured.err
+    assert "experts: 0 calls streamed whole layers, 3 moved chosen experts" in captured.err
     assert "h200: 2 calls moved chosen experts; decoder, 4 tokens" in captured.err
 
 
