@@ -260,19 +260,19 @@ def test_quantization_that_changes_answers_is_not_reproduced():
 
 
 def test_what_slots_add_is_held_to_the_copies():
-    """Where the copies are a tenth of the time: elsewhere computing alone is near enough."""
+    """Where the copies are a twentieth of the time: elsewhere they are within the noise."""
     run = importlib.import_module("experiments.expert_offload.run")
 
     def row(time: float, computing: float, memory: float = 1.0) -> dict:
         return {
             "weights": "int8", "slots of 16": 4, "time over predicted": time,
             "computing, share": computing, "memory over predicted": memory,
-            run.ADDED: (time - computing) / (1 - computing),
+            run.ADDED: run.added(time, computing),
         }  # fmt: skip
 
     words = [
         run.verdict([row(1.02, 0.8), each])["verdict"]
-        for each in (row(1.1, 0.95), row(1.1, 0.85), row(1.3, 0.95), row(1.0, 0.95, 1.2))
+        for each in (row(1.1, 0.97), row(1.1, 0.85), row(1.3, 0.97), row(1.0, 0.97, 1.2))
     ]
     assert words == ["reproduced"] + 3 * ["not reproduced"]
 
