@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments.fingerprints import code_fingerprint, sha256
-from experiments.measured import Cells, Interval, key_of
+from experiments.measured import Cells, key_of
 from experiments.pages import ROOT, publish_page
 from switchx.bench.report import environment
 from switchx.checkpoint.run_folder import RunFolder
@@ -277,11 +277,12 @@ class Study:
             "wall_seconds": round(cells.seconds),
             **self.began_with(cells),
             **self.trained_by(cells),
-        } | {
-            k: dataclasses.asdict(v) if isinstance(v, Interval) else v for k, v in found.items()
+            **found,
         }
         target = (self.folder if self.is_published else self.runs) / "results.json"
-        target.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        # Intervals are written as their fields, wherever they are.
+        text = json.dumps(results, indent=1, default=dataclasses.asdict)
+        target.write_text(f"{text}\n", encoding="utf-8")
         if self.is_published:
             publish_page(self.folder)
         print(f"{self.name}: {results['verdict']}; {results['because']} ({target})")

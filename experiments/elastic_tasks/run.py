@@ -132,12 +132,12 @@ def run(study: Study) -> None:
     )
 
 
-def over_alone(table: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def over_alone(table: list[dict[str, Any]]) -> dict[str, Ratio]:
     """Rows, FLOPs and memory of a device over those of a device a task, for the picture."""
     alone, _, *elastic = table
     return {
-        f"{name} on {row['layout'].removeprefix('elastic, ')}": dataclasses.asdict(
-            interval_of([row[key] / alone[key]], Ratio)
+        f"{name} on {row['layout'].removeprefix('elastic, ')}": interval_of(
+            [row[key] / alone[key]], Ratio
         )
         for row in elastic
         for name, key in (

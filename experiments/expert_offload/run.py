@@ -8,7 +8,6 @@ A model of 16 experts a layer with random weights, `switchx.bench.offload`. The 
 is predicted from two measurements beside it, memory from sizes.
 """
 
-import dataclasses
 import math
 import statistics
 from typing import Any
@@ -64,17 +63,24 @@ def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
     time, memory = (
         max((row[key] for row in rows), key=lambda x: abs(math.log(x))) for key in keys
     )
-    of_slots = [row[ADDED] for row in rows if row[ADDED] is not None] or [1.0]
+    of_slots = [row[ADDED] for row in rows if row[ADDED] is not None]
     holds = abs(time - 1) <= 0.2 and abs(memory - 1) <= 0.05
     holds &= all(abs(each - 1) <= 0.2 for each in of_slots)
-    least, most = min(of_slots), max(of_slots)
+    said = f"In no cell are copies {LEAST_COPIES:.0%} of the time."
+    effect, effect_of = Ratio(time, time, time), "time over the formula's, the farthest cell"
+    if of_slots:
+        effect = Ratio(statistics.mean(of_slots), min(of_slots), max(of_slots))
+        effect_of = "time that slots add over that of the copies, mean and range of cells"
+        said = (
+            f"What slots add to computing is {effect.low:.2f} to {effect.high:.2f} times the "
+            f"time of the copies, where these are {LEAST_COPIES:.0%} of the time or more."
+        )
     return {
         "verdict": "reproduced" if holds else "not reproduced",
         "because": f"Farthest from the formulas are {time:.2f} of the time and {memory:.2f} of "
-        f"the memory. What slots add to computing is {least:.2f} to {most:.2f} times the time "
-        f"of the copies, where these are {LEAST_COPIES:.0%} of the time or more.",
-        "effect": Ratio(statistics.mean(of_slots), least, most),
-        "effect_of": "time that slots add over that of the copies, mean and range of cells",
+        f"the memory. {said}",
+        "effect": effect,
+        "effect_of": effect_of,
     }
 
 
@@ -100,11 +106,11 @@ def run(study: Study) -> None:
     )
 
 
-def cells_of(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def cells_of(rows: list[dict[str, Any]]) -> dict[str, Ratio]:
     """Time over predicted by weights and slots, for the picture."""
     return {
-        f"{row['weights']}, {row['slots of 16']} slots": dataclasses.asdict(
-            interval_of([row["time over predicted"]], Ratio)
+        f"{row['weights']}, {row['slots of 16']} slots": interval_of(
+            [row["time over predicted"]], Ratio
         )
         for row in rows
     }

@@ -283,7 +283,7 @@ def run(study: Study) -> None:
         **verdict(gains),
         seeds=[0, 1, 2, 3, 4],
         tables=tables,
-        intervals={task: dataclasses.asdict(gain) for task, gain in gains.items()},
+        intervals=gains,
         peaks={
             task: {model: [dataclasses.asdict(p) for p in each] for model, each in by.items()}
             for task, by in peaks.items()

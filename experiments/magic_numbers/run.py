@@ -8,7 +8,6 @@ Compiles 96 programs for hardware that need not be there; the environment variab
 SWITCHX_AOT_TPU and SWITCHX_AOT_GPU name the folders of the compilers.
 """
 
-import dataclasses
 import itertools
 import math
 from typing import Any
@@ -109,12 +108,10 @@ def run(study: Study) -> None:
     )
 
 
-def by_product(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def by_product(rows: list[dict[str, Any]]) -> dict[str, Ratio]:
     """Gains by chip and types, for the picture."""
     return {
-        f"{row['chip']}, {row['weights']} to {row['rows are']}": dataclasses.asdict(
-            spread_of(gains_of(row))
-        )
+        f"{row['chip']}, {row['weights']} to {row['rows are']}": spread_of(gains_of(row))
         for row in rows
     }
 

@@ -83,14 +83,14 @@ def run(study: Study) -> None:
     )
 
 
-def speedups_of(cells: list[dict]) -> dict[str, dict[str, float]]:
+def speedups_of(cells: list[dict]) -> dict[str, Ratio]:
     """Of one system over another, predicted over measured, for the picture."""
     found = {}
     for cell in cells:
         if any(name in cell["cell"] for name in SPEEDUPS):
             bounds = (cell["predicted_low"], cell["predicted_high"])
             low, high = (each / cell["published"] for each in bounds)
-            found[cell["cell"]] = dataclasses.asdict(Ratio((low * high) ** 0.5, low, high))
+            found[cell["cell"]] = Ratio((low * high) ** 0.5, low, high)
     return found
 
 

@@ -189,9 +189,9 @@ def run(study: Study) -> None:
         **judged,
         seeds=[0],
         tables=[*(table_of(kind, found[kind]) for kind in kinds), table_of_routers(found)],
-        intervals=_written(changes),
+        intervals=changes,
         intervals_of="over float32, nats per token of paragraphs",
-        right_answers={task: _written(each) for task, each in right.items()},
+        right_answers=right,
     )
 
 
@@ -235,10 +235,6 @@ def table_of_routers(found: dict[str, dict]) -> dict[str, Any]:
     ]
     return {"title": "The router in bfloat16 over the router in float32, everything else in "
             f"bfloat16, log-likelihood, {UNIT} (95%):", "rows": rows}  # fmt: skip
-
-
-def _written(intervals: dict[str, Interval]) -> dict[str, dict]:
-    return {name: dataclasses.asdict(each) for name, each in intervals.items()}
 
 
 def _thousandths(of: Interval) -> dict[str, float]:
