@@ -5,11 +5,14 @@ A contender is a name and gin bindings over `configs/runs/pretrain_english.gin`;
 learning rate of that file (T5's, chosen for none of them). Quality is the validation negative
 log perplexity after the last step, higher is better. Differences are paired by seed. Times of
 steps are measured apart, all contenders taking turns in one process, so that they do not depend
-on what else the machine did during hours of training.
+on what else the machine did during hours of training. That is done in TIMINGS processes, as a
+program's memory lies elsewhere in another one.
 """
 
+import concurrent.futures
 import dataclasses
 import math
+import multiprocessing
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.measured import Cells, Interval, paired
+from experiments.measured import Cells, Interval, Ratio, paired
 from experiments.study import ROOT, Study, run_name
 from pallas_kernels.bench.timing import Contender as Timed
 from pallas_kernels.bench.timing import speedup, take_turns
@@ -30,6 +33,8 @@ from switchx.training.program import TrainingProgram
 
 GIN_FILE = "configs/runs/pretrain_english.gin"
 ENGLISH = ("openstax/*.txt.gz", "movie_reviews/*.txt.gz")
+# Processes that time steps.
+TIMINGS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,17 +90,27 @@ class Trained:
 
     Attributes:
         curves: validation negative log perplexity by step, one curve a seed.
-        step_times: seconds of a step relative to the first contender's; None where not timed.
+        step_times: seconds of a step relative to the first contender's, one a timing; None
+            where not timed.
         flops: of a token in training, relative to the first contender's.
         skipped: steps that were skipped as their gradients were not finite, all seeds.
-        dropped: fraction of tokens that training drops at its end, one a seed.
+        dropped: fraction of tokens that training drops at its end, the mean over seeds.
     """
 
     curves: dict[str, list[dict[int, float]]]
-    step_times: dict[str, float] | None
+    step_times: dict[str, list[float]] | None
     flops: dict[str, float]
     skipped: dict[str, int]
-    dropped: dict[str, list[float]]
+    dropped: dict[str, float]
+
+    def models(self) -> dict[str, dict[str, Any]]:
+        """All but the curves, as results.json has it."""
+        return {
+            name: {"flops": self.flops[name]}
+            | ({} if self.step_times is None else {"step_times": self.step_times[name]})
+            | {"skipped_steps": self.skipped[name], "dropped": self.dropped[name]}
+            for name in self.curves
+        }
 
     def final(self, name: str) -> list[float]:
         """Quality after the last step, one a seed."""
@@ -120,6 +135,17 @@ class Trained:
             gains.append(steps[0] / steps[1] if steps[1] else math.nan)
         return statistics.mean(gains)
 
+    def step_time(self, name: str, over: str) -> Ratio:
+        """Of a step over another's: the median and the range of all timings."""
+        pairs = zip(self.step_times[name], self.step_times[over], strict=True)
+        ratios = [mine / other for mine, other in pairs]
+        return Ratio(statistics.median(ratios), min(ratios), max(ratios))
+
+    def speedup_in_time(self, name: str, over: str) -> Ratio:
+        """`speedup_in_steps` by the median and the range of all timings."""
+        steps, time = self.speedup_in_steps(name, over), self.step_time(name, over)
+        return Ratio(steps / time.mean, steps / time.high, steps / time.low)
+
     def rows(self) -> list[dict[str, Any]]:
         """One a contender, for a page."""
         first = next(iter(self.curves))
@@ -133,83 +159,79 @@ class Trained:
                 "lowest seed": min(final),
                 "highest seed": max(final),
                 f"gain over {first} (95%)": dataclasses.asdict(self.gain(name, first)),
-                "speed-up in steps": _known(self.speedup_in_steps(name, first)),
+                "speed-up in steps": known(self.speedup_in_steps(name, first)),
             }
             if self.step_times is not None:
-                row["step time"] = self.step_times[name]
-                in_time = self.speedup_in_steps(name, first) / self.step_times[name]
-                row["speed-up in time"] = _known(in_time)
-            row["dropped tokens"] = statistics.mean(self.dropped[name])
+                row["step time (range)"] = dataclasses.asdict(self.step_time(name, first))
+                row["speed-up in time"] = known(self.speedup_in_time(name, first).mean)
+            row["dropped tokens"] = self.dropped[name]
             rows.append(row | {"skipped steps": self.skipped[name]})
         return rows
 
 
 def trained_in(results: dict[str, Any]) -> Trained:
-    """What came of a comparison, as results.json has it."""
+    """What came of a comparison, of its `models` and `curves` as results.json has them."""
     curves = {
         name: [{int(step): value for step, value in seed.items()} for seed in seeds]
         for name, seeds in results["curves"].items()
     }
-    rows = {row["model"]: row for row in results["tables"][0]["rows"]}
 
-    def column(name: str) -> dict[str, Any]:
-        return {model: row.get(name) for model, row in rows.items()}
+    def each(key: str) -> dict[str, Any]:
+        return {name: model[key] for name, model in results["models"].items() if key in model}
 
-    times = column("step time")
     return Trained(
         curves,
-        None if None in times.values() else times,
-        column("FLOPs per token"),
-        column("skipped steps"),
-        {model: [dropped] for model, dropped in column("dropped tokens").items()},
+        each("step_times") or None,
+        each("flops"),
+        each("skipped_steps"),
+        each("dropped"),
     )
+
+
+def judge_of(
+    verdict: Callable[[Trained], dict[str, Any]],
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """`judge` of an experiment that has nothing but a comparison, by its rule."""
+
+    def judge(results: dict[str, Any]) -> dict[str, Any]:
+        trained = trained_in(results)
+        return verdict(trained) | {"tables": [{"title": "", "rows": trained.rows()}]}
+
+    return judge
 
 
 def run_comparison(
     study: Study,
     comparison: Comparison,
-    verdict: Callable[[Trained], dict[str, Any]],
-    tables: Sequence[dict[str, Any]] = (),
+    judge: Callable[[dict[str, Any]], dict[str, Any]],
+    **measured,
 ) -> dict[str, Any]:
-    """Trains all contenders, tabulates them, writes results, figure and page.
+    """Trains all contenders, writes results, figure and page.
 
     Args:
-        tables: further ones, after that of the contenders.
-        verdict: the rule, written before the runs: `verdict`, `because`, `effect` and
-            `effect_of` of `Study.publish`.
+        judge: by the rule, written before the runs (`Study.publish`).
+        measured: beside the comparison.
     """
     if study.is_quick:
         comparison = comparison.quick()
     files, cells = study.files(*comparison.data), study.cells()
     trained = train_all(study, cells, comparison)
-    judged = judged_quick() if study.is_quick else verdict(trained)
-    results = study.publish(
+    return study.publish(
         cells,
         files,
-        **judged,
+        judge,
         seeds=list(comparison.seeds),
         steps=comparison.steps,
-        tables=[{"title": "", "rows": trained.rows()}, *tables],
-        curves={
-            name: [{str(step): value for step, value in curve.items()} for curve in curves]
-            for name, curves in trained.curves.items()
-        },
+        models=trained.models(),
+        curves=trained.curves,
+        **measured,
     )
-    return results
-
-
-def judged_quick() -> dict[str, Any]:
-    """In place of a verdict."""
-    return {
-        "verdict": "undecided", "because": "a quick run shows only that it runs",
-        "effect": Interval(0.0, 0.0, 0.0), "effect_of": "nothing",
-    }  # fmt: skip
 
 
 def train_all(study: Study, cells: Cells, comparison: Comparison) -> Trained:
     """Every contender on every seed, seed by seed; then the times of steps."""
     curves = {each.name: [] for each in comparison.contenders}
-    skipped, dropped = dict.fromkeys(curves, 0), {name: [] for name in curves}
+    skipped, dropped = dict.fromkeys(curves, 0), dict.fromkeys(curves, 0.0)
     for seed in comparison.seeds:
         for each in comparison.contenders:
             bindings = comparison.bindings_of(each, seed)
@@ -219,14 +241,12 @@ def train_all(study: Study, cells: Cells, comparison: Comparison) -> Trained:
             curve = {int(step): value for step, value in found["curve"].items()}
             curves[each.name].append(curve)
             skipped[each.name] += found["skipped_steps"]
-            dropped[each.name].append(found["dropped"])
-    jobs = {
-        each.name: job_from_gin(
-            [ROOT / file for file in comparison.gin_files],
-            study.placed((*comparison.bindings_of(each, 0), *study.quick_bindings)),
-        )
+            dropped[each.name] += found["dropped"] / len(comparison.seeds)
+    bindings = {
+        each.name: study.placed((*comparison.bindings_of(each, 0), *study.quick_bindings))
         for each in comparison.contenders
     }
+    jobs = _jobs(comparison.gin_files, bindings)
     flops = {name: train_flops(job.model, *job.sequence_lengths) for name, job in jobs.items()}
     least = next(iter(flops.values()))
     step_times = None
@@ -236,13 +256,37 @@ def train_all(study: Study, cells: Cells, comparison: Comparison) -> Trained:
             "bindings": [list(c.bindings) for c in comparison.contenders],
         }
         rounds = 2 if study.is_quick else 9
-        step_times = cells.get(cell, lambda: _step_times(jobs, rounds))
+        timings = [
+            cells.get(
+                cell | {"timing": timing},
+                lambda: _in_a_process(_step_times, comparison.gin_files, bindings, rounds),
+            )
+            for timing in range(1 if study.is_quick else TIMINGS)
+        ]
+        step_times = {name: [each[name] for each in timings] for name in jobs}
     relative = {name: each / least for name, each in flops.items()}
     return Trained(curves, step_times, relative, skipped, dropped)
 
 
-def _step_times(jobs: dict[str, TrainingJob], rounds: int) -> dict[str, float]:
+def _jobs(
+    gin_files: Sequence[str], bindings: dict[str, Sequence[str]]
+) -> dict[str, TrainingJob]:
+    files = [ROOT / file for file in gin_files]
+    return {name: job_from_gin(files, each) for name, each in bindings.items()}
+
+
+def _in_a_process(function: Callable, *arguments):
+    """What a function returns that a process of its own calls."""
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as executor:
+        return executor.submit(function, *arguments).result()
+
+
+def _step_times(
+    gin_files: Sequence[str], bindings: dict[str, Sequence[str]], rounds: int
+) -> dict[str, float]:
     """Seconds of a training step relative to the first job's, measured in turns."""
+    jobs = _jobs(gin_files, bindings)
     timed = {name: _timed(name, job) for name, job in jobs.items()}
     take_turns(list(timed.values()), rounds, num_steps=5)
     first = next(iter(timed.values()))
@@ -276,6 +320,6 @@ def first_step_at(curve: dict[int, float], quality: float) -> float | None:
     return None
 
 
-def _known(value: float) -> float | None:
+def known(value: float) -> float | None:
     """None where some seed never came to the other's quality: JSON has no NaN."""
     return None if math.isnan(value) else value

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages and pictures of all experiments, made anew of their results.json.
+"""Verdicts, pages and pictures of all experiments, made anew of what results.json measured.
 
 make experiments
 """
 
+import dataclasses
+import datetime
+import importlib
 import json
 import pathlib
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -22,7 +25,8 @@ NOT_RUN = "Not run."
 PICTURE = "experts.svg"
 # A folder that claims nothing.
 NOTEBOOK = "first_steps"
-EFFECT = "effect (95%, where an interval is given)"
+EFFECT = "effect (a 95% interval, unless it says a range)"
+VERDICTS = ("reproduced", "not reproduced", "undecided", "reported")
 
 
 def folders() -> list[pathlib.Path]:
@@ -34,6 +38,39 @@ def read_results(folder: pathlib.Path) -> dict[str, Any] | None:
     """results.json, None of an experiment that has not been run in full."""
     file = folder / "results.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+
+
+def write_results(
+    folder: pathlib.Path,
+    measured: dict[str, Any],
+    judge: Callable[[dict[str, Any]], dict[str, Any]],
+) -> dict[str, Any]:
+    """Writes what was measured and what a run.py's `judge` makes of it (`Study.publish`).
+
+    Returns:
+        It, as `read_results` reads it.
+    """
+    measured = as_written(measured)
+    results = as_written(measured | judge(measured))
+    if results["verdict"] not in VERDICTS:
+        raise ValueError(f"verdict={results['verdict']!r}; use one of {', '.join(VERDICTS)}")
+    text = json.dumps(results, indent=1)
+    (folder / "results.json").write_text(f"{text}\n", encoding="utf-8")
+    return results
+
+
+def as_written(found: Any) -> Any:
+    """What JSON makes of it; Intervals become their fields, wherever they are."""
+    return json.loads(json.dumps(found, default=dataclasses.asdict))
+
+
+def judge_anew(folder: pathlib.Path) -> None:
+    """By the rule as it stands now; what that changes is dated."""
+    before = read_results(folder)
+    judge = importlib.import_module(f"experiments.{folder.name}.run").judge
+    if write_results(folder, before, judge) != before:
+        today = {"judged": datetime.date.today().isoformat()}
+        write_results(folder, before | today, judge)
 
 
 def overview() -> str:
@@ -107,14 +144,23 @@ def figure_of(results: dict[str, Any]) -> Figure | None:
             name: [{int(step): value for step, value in curve.items()} for curve in seeds]
             for name, seeds in results["curves"].items()
         }
-        rows = results["tables"][0]["rows"]
-        times = {row["model"]: row["step time"] for row in rows if "step time" in row}
-        return gains_figure(curves, "nats per token", times or None)
+        times = step_times(results)
+        return gains_figure(curves, "nats per token", times)
     if "intervals" in results:
         first = next(iter(results["intervals"].values()))
         label = results.get("intervals_of", results["effect_of"])
         return intervals_figure(results["intervals"], label, first.get("no_effect", 0.0))
     return None
+
+
+def step_times(results: dict[str, Any]) -> dict[str, float] | None:
+    """Of models, over the first one's: the median of the times that they were timed; None
+    where they were not."""
+    if not all("step_times" in each for each in results["models"].values()):
+        return None
+    return {
+        name: statistics.median(each["step_times"]) for name, each in results["models"].items()
+    }
 
 
 def page(results: dict[str, Any]) -> str:
@@ -177,9 +223,10 @@ def provenance(results: dict[str, Any]) -> str:
         began = ", ".join(each[:12] for each in results["pretraining"])
         commit += f", from pretraining of {began}"
     cores = f"{where['cores']} core{'s' * (where['cores'] != 1)}"
+    judged = f"; judged anew on {results['judged']}" if "judged" in results else ""
     return (
         f"Run on {results['date']}, {where.get('processor') or where['device']}, {cores}, JAX "
-        f"{where['jax']}, commit {commit}; {hours:.1f} hours in all."
+        f"{where['jax']}, commit {commit}; {hours:.1f} hours in all{judged}."
     )
 
 
@@ -190,6 +237,7 @@ def main() -> None:
         if read_results(folder) is None:
             write_page(folder, NOT_RUN)
         else:
+            judge_anew(folder)
             publish_page(folder)
     publish_overview()
 

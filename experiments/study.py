@@ -3,8 +3,8 @@
 
 `make experiments EXPERIMENT=NAME DATA=FOLDER` runs `experiments/NAME/run.py`. What it trains
 and measures lies cell by cell below `--output`; the same command goes on after a kill. At the
-end it writes `experiments/NAME/results.json`, `figure.svg` and the page between two marks of
-README.md, all made of results.json alone.
+end it writes `experiments/NAME/results.json`: what was measured, and what `judge` of run.py
+makes of that. `figure.svg` and the page between two marks of README.md are made of it alone.
 """
 
 import argparse
@@ -20,14 +20,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments.fingerprints import code_fingerprint, sha256
-from experiments.measured import Cells, key_of
-from experiments.pages import ROOT, publish_page
+from experiments.measured import Cells, Interval, key_of
+from experiments.pages import ROOT, publish_page, write_results
 from switchx.bench.report import environment
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.manifest import git_commit
 
 HASHES = ROOT / "experiments/data.json"
-VERDICTS = ("reproduced", "not reproduced", "undecided", "reported")
 # Over the bindings of a quick run: two small steps, an evaluation before and one after them.
 QUICK = (
     "TRAIN_STEPS=2", "EVAL_EVERY=2", "LOG_EVERY=1", "CHECKPOINT_EVERY=2", "BATCH_SIZE=8",
@@ -81,7 +80,8 @@ class Study:
         file, code = self.runs / "begun.json", code_fingerprint(self.name)
         now = {"commit": git_commit(), "code": code}
         found = Cells(self.runs / "cells.jsonl")
-        if not file.exists() or not found.lines:
+        has_runs = any(RunFolder(each).config.exists() for each in self.runs.iterdir())
+        if not file.exists() or not (found.lines or has_runs):
             file.write_text(json.dumps(now) + "\n")
         begun = json.loads(file.read_text())
         if begun["code"] != code:
@@ -132,8 +132,7 @@ class Study:
         missing = [name for name, path in found.items() if not path.is_file()]
         if missing:
             raise ValueError(
-                f"{self.data} has no {', '.join(missing)}; get the data: `python3 -m "
-                "experiments.prepare_data --help`"
+                f"{self.data} has no {', '.join(missing)}; get the data: {get_data(self.data)}"
             )
         hashes = {name: sha256(path) for name, path in found.items()}
         changed = [name for name, of in hashes.items() if of != known[name]]
@@ -141,8 +140,8 @@ class Study:
             taken = dataclasses.replace(self, takes_other_data=True)
             raise ValueError(
                 f"of {self.data}, {', '.join(changed)} have other hashes than experiments/"
-                "data.json: results would not be comparable; get them as experiments/README.md "
-                f"says, or have results of your own: {taken.again()}"
+                f"data.json: results would not be comparable; make those: "
+                f"{get_data(self.data)}, or have results of your own: {taken.again()}"
             )
         self._begin_with(hashes)
         return found
@@ -259,16 +258,23 @@ class Study:
             raise SystemExit(f"{said}\n{log}: status {status}; {go_on}")
         return tail[-1]
 
-    def publish(self, cells: Cells, files: dict[str, pathlib.Path], **found) -> dict[str, Any]:
+    def publish(
+        self,
+        cells: Cells,
+        files: dict[str, pathlib.Path],
+        judge: Callable[[dict[str, Any]], dict[str, Any]],
+        **measured,
+    ) -> dict[str, Any]:
         """Writes results.json and the page; beside the runs alone where not `is_published`.
 
         Args:
-            found: what the experiment found; `verdict`, one of VERDICTS, `because`, a sentence,
-                `effect`, an Interval with `effect_of`, and `tables`, each a `title` and `rows`,
-                are required. `curves` or `intervals`, if there are, become the figure.
+            judge: results, as results.json has them -> what follows from what was measured:
+                `verdict`, one of VERDICTS, `because`, a sentence, `effect`, an Interval with
+                `effect_of`, and `tables`, each a `title` and `rows`. `intervals`, if there are,
+                become the figure, or else the measured `curves`. Not called by a quick run,
+                which has not measured enough.
+            measured: what the experiment measured; `seeds` is required.
         """
-        if found["verdict"] not in VERDICTS:
-            raise ValueError(f"verdict={found['verdict']!r}; use one of {', '.join(VERDICTS)}")
         results = {
             "experiment": self.name,
             "date": datetime.date.today().isoformat(),
@@ -277,12 +283,10 @@ class Study:
             "wall_seconds": round(cells.seconds),
             **self.began_with(cells),
             **self.trained_by(cells),
-            **found,
+            **measured,
         }
-        target = (self.folder if self.is_published else self.runs) / "results.json"
-        # Intervals are written as their fields, wherever they are.
-        text = json.dumps(results, indent=1, default=dataclasses.asdict)
-        target.write_text(f"{text}\n", encoding="utf-8")
+        target = self.folder if self.is_published else self.runs
+        results = write_results(target, results, _nothing if self.is_quick else judge)
         if self.is_published:
             publish_page(self.folder)
         print(f"{self.name}: {results['verdict']}; {results['because']} ({target})")
@@ -299,6 +303,14 @@ class Study:
         """The commits that trained the runs, where their folders are still there."""
         names = [line["cell"]["run"] for line in cells.lines if "run" in line["cell"]]
         return _commits("trained_by", [self.runs / name for name in names])
+
+
+def _nothing(results: dict[str, Any]) -> dict[str, Any]:
+    """What a quick run is judged to show."""
+    return {
+        "verdict": "undecided", "because": "a quick run shows only that it runs",
+        "effect": Interval(0.0, 0.0, 0.0), "effect_of": "nothing",
+    }  # fmt: skip
 
 
 def main(file: str, description: str, run: Callable[[Study], Any]) -> None:
@@ -371,6 +383,12 @@ def _require_known_data(study: Study, runs: pathlib.Path) -> None:
 def pretrained_curve(study: Study, contender: str) -> dict[int, float]:
     """Validation negative log perplexity by step of a run of experiments/pretraining."""
     return {int(step): value for step, value in _pretraining(study, contender)["curve"].items()}
+
+
+def get_data(folder: pathlib.Path) -> str:
+    """The commands that make the data."""
+    prepare = "python3 -m experiments.prepare_data --sources=sources"
+    return f"`{prepare} --commands | sh && {prepare} --output={folder}`"
 
 
 def run_name(contender: str, seed: int) -> str:

@@ -8,9 +8,11 @@ Teachers are those of experiments/pretraining after as many steps as a student t
 """
 
 import dataclasses
+import functools
 import statistics
+from typing import Any
 
-from experiments.comparison import Comparison, Contender, Trained, run_comparison
+from experiments.comparison import Comparison, Contender, Trained, judge_of, run_comparison
 from experiments.measured import word_of
 from experiments.study import Study, main, pretrained_curve
 
@@ -82,20 +84,23 @@ def verdict(trained: Trained, teachers: dict[str, float]) -> dict:
     }
 
 
-def run(study: Study) -> dict:
-    def judged(trained: Trained) -> dict:
-        names = (TEACHER, SMALL_TEACHER)
-        teachers = {name: pretrained_curve(study, name)[STEPS] for name in names}
-        return verdict(trained, teachers) | {"teachers": teachers}
+def judge(results: dict[str, Any]) -> dict[str, Any]:
+    return judge_of(functools.partial(verdict, teachers=results["teachers"]))(results)
 
-    comparison = COMPARISON
+
+def run(study: Study) -> dict:
+    comparison, teachers = COMPARISON, {}
     if study.is_quick:  # its teacher has no such step
         contenders = [
             dataclasses.replace(each, bindings=tuple(b for b in each.bindings if b != STEP))
             for each in comparison.contenders
         ]
         comparison = dataclasses.replace(comparison, contenders=tuple(contenders))
-    return run_comparison(study, comparison, judged)
+    else:
+        teachers = {
+            name: pretrained_curve(study, name)[STEPS] for name in (TEACHER, SMALL_TEACHER)
+        }
+    return run_comparison(study, comparison, judge, teachers=teachers)
 
 
 if __name__ == "__main__":

@@ -65,6 +65,19 @@ def table_of(title: str, found: dict[str, dict[str, list[float]]]) -> dict[str, 
     return {"title": title, "rows": rows}
 
 
+def judge(results: dict[str, Any]) -> dict[str, Any]:
+    scores, likelihoods = results["scores"], results["log_likelihoods"]
+    tables = [
+        table_of(
+            "Peaks of the mean of each task's metrics, in percent; gains are paired by seed:",
+            scores,
+        ),
+        table_of("Log-likelihood of right answers, nats per token:", likelihoods),
+    ]
+    gains = {row["task"]: row[f"gain of {STUDENT} (95%)"] for row in tables[0]["rows"]}
+    return verdict(scores) | {"tables": tables, "intervals": gains}
+
+
 def run(study: Study) -> None:
     cells = study.cells()
     tasks, seeds = (("trec",), (0,)) if study.is_quick else (TASKS, SEEDS)
@@ -84,19 +97,8 @@ def run(study: Study) -> None:
         }
         for of in ("score", "log_likelihood")
     )
-    title = "Peaks of the mean of each task's metrics, in percent; gains are paired by seed:"
-    table = table_of(title, scores)
     study.publish(
-        cells,
-        files,
-        **verdict(scores),
-        seeds=list(seeds),
-        tables=[
-            table,
-            table_of("Log-likelihood of right answers, nats per token:", likelihoods),
-        ],
-        intervals={row["task"]: row[f"gain of {STUDENT} (95%)"] for row in table["rows"]},
-        scores=scores,
+        cells, files, judge, seeds=list(seeds), scores=scores, log_likelihoods=likelihoods
     )
 
 

@@ -101,16 +101,9 @@ def verdict(found: dict[str, dict]) -> dict[str, Any]:
     }
 
 
-def run(study: Study) -> None:
-    simulate_devices(max(DEVICES.values()))
-    cells = study.cells()
-    rows_of_tasks = tuple(n // 16 for n in ROWS) if study.is_quick else ROWS
-    found = {}
-    for name, devices in DEVICES.items():
-        rows = rows_of_tasks[:1] if name == ALONE else rows_of_tasks
-        cell = {"layout": name, "rows": list(rows), "devices": devices}
-        found[name] = cells.get(cell, lambda rows=rows, n=devices: measured(rows, n))
-    table = [
+def judge(results: dict[str, Any]) -> dict[str, Any]:
+    found = results["layouts"]
+    rows = [
         {
             "layout": name,
             "rows a device": each["rows"],
@@ -121,15 +114,23 @@ def run(study: Study) -> None:
         }
         for name, each in found.items()
     ]
-    study.publish(
-        cells,
-        {},
-        **verdict(found),
-        seeds=[0],
-        tables=[{"title": "", "rows": table}],
-        intervals=over_alone(table),
-        intervals_of="of the busiest device, over a device a task",
-    )
+    return verdict(found) | {
+        "tables": [{"title": "", "rows": rows}],
+        "intervals": over_alone(rows),
+        "intervals_of": "of the busiest device, over a device a task",
+    }
+
+
+def run(study: Study) -> None:
+    simulate_devices(max(DEVICES.values()))
+    cells = study.cells()
+    rows_of_tasks = tuple(n // 16 for n in ROWS) if study.is_quick else ROWS
+    found = {}
+    for name, devices in DEVICES.items():
+        rows = rows_of_tasks[:1] if name == ALONE else rows_of_tasks
+        cell = {"layout": name, "rows": list(rows), "devices": devices}
+        found[name] = cells.get(cell, lambda rows=rows, n=devices: measured(rows, n))
+    study.publish(cells, {}, judge, seeds=[0], layouts=found)
 
 
 def over_alone(table: list[dict[str, Any]]) -> dict[str, Ratio]:

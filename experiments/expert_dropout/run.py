@@ -5,6 +5,7 @@ make experiments EXPERIMENT=expert_dropout DATA=FOLDER
 """
 
 import statistics
+from typing import Any
 
 from experiments.fine_tuning.run import files_of, tuned
 from experiments.measured import Interval, mean_of_tasks, paired
@@ -49,6 +50,19 @@ def verdict(means: dict[str, dict[str, list[float]]]) -> dict:
     }
 
 
+def judge(results: dict[str, Any]) -> dict[str, Any]:
+    scores = results["scores"]
+    rows = [
+        {"dropout": name} | {task: round(statistics.mean(of), 1) for task, of in each.items()}
+        for name, each in scores.items()
+    ]
+    return verdict(scores) | {
+        "tables": [{"title": "", "rows": rows}],
+        "intervals": {f"over {name}": gain for name, gain in gains_over(scores).items()},
+        "intervals_of": "dropout 0.1 with expert dropout 0.4 over one rate for all, points",
+    }
+
+
 def run(study: Study) -> None:
     cells = study.cells()
     tasks, seeds = (("trec",), (0,)) if study.is_quick else (TASKS, (0, 1, 2))
@@ -67,20 +81,7 @@ def run(study: Study) -> None:
         }
         for name, (rate, expert_rate) in RATES.items()
     }  # fmt: skip
-    rows = [
-        {"dropout": name} | {task: round(statistics.mean(each[task]), 1) for task in tasks}
-        for name, each in scores.items()
-    ]
-    study.publish(
-        cells,
-        files,
-        **verdict(scores),
-        seeds=list(seeds),
-        tables=[{"title": "", "rows": rows}],
-        scores=scores,
-        intervals={f"over {name}": gain for name, gain in gains_over(scores).items()},
-        intervals_of="dropout 0.1 with expert dropout 0.4 over one rate for all, points",
-    )
+    study.publish(cells, files, judge, seeds=list(seeds), scores=scores)
 
 
 if __name__ == "__main__":

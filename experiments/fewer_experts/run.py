@@ -7,11 +7,12 @@ Of the 32 experts of experiments/pretraining. First nothing is trained; then mod
 go on, with the text alone or with the model of 32 as their teacher, too.
 """
 
+import functools
 import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from experiments.comparison import Comparison, Contender, Trained, run_comparison
+from experiments.comparison import Comparison, Contender, Trained, judge_of, run_comparison
 from experiments.measured import Cells
 from experiments.study import Study, main
 
@@ -76,8 +77,12 @@ def verdict(trained: Trained, rows: list[dict[str, Any]]) -> dict[str, Any]:
     change = {
         row["how"]: row["change of the loss"] for row in rows if row["experts"] == TRAINED
     }
-    (before,) = (row["loss, nats per token"] for row in rows if row["experts"] == BEFORE)
-    left = {way: before + statistics.mean(trained.final(f"{way}, distilled")) for way in WAYS}
+    back = {
+        way: statistics.mean(
+            curve[max(curve)] - curve[0] for curve in trained.curves[f"{way}, distilled"]
+        )
+        for way in WAYS
+    }
     said = ", ".join(
         f"{gain.mean:+.3f} ({gain.low:+.3f} to {gain.high:+.3f}) {way}"
         for way, gain in gains.items()
@@ -86,20 +91,24 @@ def verdict(trained: Trained, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "verdict": "reported",
         "because": f"From {BEFORE} to {TRAINED} experts the loss rises by "
         f"{change['merged']:.3f} nats merged and {change['dropped']:.3f} dropped. After "
-        f"{COMPARISON.steps} steps with distillation {-left['merged']:.3f} and "
-        f"{-left['dropped']:.3f} of it are left; distillation gains over training on the text "
-        f"alone {said}.",
+        f"{COMPARISON.steps} steps with distillation, evaluated with drops, it is "
+        f"{back['merged']:.3f} and {back['dropped']:.3f} lower; distillation gains over "
+        f"training on the text alone {said}.",
         "effect": gains["merged"],
         "effect_of": f"distillation of {TRAINED} merged experts over training, nats per token",
     }
 
 
+def judge(results: dict[str, Any]) -> dict[str, Any]:
+    rows = results["untrained"]
+    judged = judge_of(functools.partial(verdict, rows=rows))(results)
+    judged["tables"].append({"title": "Nothing trained:", "rows": rows})
+    return judged
+
+
 def run(study: Study) -> dict:
     rows = reshaped(study, study.cells(), (TRAINED,) if study.is_quick else EXPERTS)
-    untrained = {"title": "Nothing trained:", "rows": rows}
-    return run_comparison(
-        study, COMPARISON, lambda trained: verdict(trained, rows), tables=[untrained]
-    )
+    return run_comparison(study, COMPARISON, judge, untrained=rows)
 
 
 if __name__ == "__main__":

@@ -232,7 +232,8 @@ def gains_of(
 
 def verdict(gains: dict[str, Interval]) -> dict[str, Any]:
     """Reproduced: more tasks have a gain whose interval leaves out 0 than a loss, and the mean
-    of all tasks' gains is above 0 in its interval."""
+    of all tasks' gains is above 0 in its interval. Not reproduced: that mean is below 0 so.
+    Otherwise undecided."""
     better = [task for task, gain in gains.items() if gain.low > 0]
     worse = [task for task, gain in gains.items() if gain.high < 0]
     mean = interval_of([gain.mean for gain in gains.values()])
@@ -241,9 +242,11 @@ def verdict(gains: dict[str, Interval]) -> dict[str, Any]:
         for kind in (REASONING, KNOWLEDGE)
         if (of_kind := [task for task in gains if TASKS[task].kind == kind])
     )
-    word = "undecided" if not mean.excludes(0) else "not reproduced"
+    word = "undecided"
     if mean.low > 0 and len(better) > len(worse):
         word = "reproduced"
+    elif mean.high < 0:
+        word = "not reproduced"
     return {
         "verdict": word,
         "because": f"Experts are ahead in {', '.join(better) or 'no task'} and behind in "
@@ -254,12 +257,11 @@ def verdict(gains: dict[str, Interval]) -> dict[str, Any]:
     }
 
 
-def run(study: Study) -> None:
-    cells = study.cells()
-    tasks = ("trec",) if study.is_quick else tuple(TASKS)
-    files = files_of(study, tasks)
-    chosen, sweep = chosen_setting(study, cells)
-    peaks = learnt(study, cells, tasks, *SETTINGS[chosen])
+def judge(results: dict[str, Any]) -> dict[str, Any]:
+    peaks = {
+        task: {model: [Peaks(**each) for each in seen] for model, seen in by.items()}
+        for task, by in results["peaks"].items()
+    }
     gains, of_answers = gains_of(peaks), gains_of(peaks, "log_likelihood")
     rows = [
         {"task": task, "kind": TASKS[task].kind, "seeds": len(of_task["dense"])}
@@ -271,27 +273,35 @@ def run(study: Study) -> None:
         for task, of_task in peaks.items()
     ]
     tables = [
-        {"title": f"Chosen on held-out parts: {chosen}.", "rows": sweep},
+        {"title": f"Chosen on held-out parts: {results['chosen']}.", "rows": results["sweep"]},
         {"title": "Peaks of the mean of each task's metrics, of the texts that the models "
          "write; differences are paired by seed:", "rows": rows},
+        {"title": "From every kept checkpoint, on one seed: scores, and the log-likelihood of "
+         "right answers; upstream is the validation negative log perplexity of pretraining:",
+         "rows": results["upstream"]},
     ]  # fmt: skip
-    if not study.is_quick:
-        tables.append(upstream(study, cells, SETTINGS[chosen]))
+    return verdict(gains) | {"tables": tables, "intervals": gains}
+
+
+def run(study: Study) -> None:
+    cells = study.cells()
+    tasks = ("trec",) if study.is_quick else tuple(TASKS)
+    files = files_of(study, tasks)
+    chosen, sweep = chosen_setting(study, cells)
+    peaks = learnt(study, cells, tasks, *SETTINGS[chosen])
     study.publish(
         cells,
         files,
-        **verdict(gains),
+        judge,
         seeds=[0, 1, 2, 3, 4],
-        tables=tables,
-        intervals=gains,
-        peaks={
-            task: {model: [dataclasses.asdict(p) for p in each] for model, each in by.items()}
-            for task, by in peaks.items()
-        },
+        chosen=chosen,
+        sweep=sweep,
+        peaks=peaks,
+        upstream=[] if study.is_quick else upstream(study, cells, SETTINGS[chosen]),
     )
 
 
-def upstream(study: Study, cells: Cells, setting: Sequence[str]) -> dict[str, Any]:
+def upstream(study: Study, cells: Cells, setting: Sequence[str]) -> list[dict[str, Any]]:
     """Quality in pretraining against that of fine-tuning, by kept checkpoint (Figure 13)."""
     rows = []
     for model in MODELS:
@@ -308,11 +318,7 @@ def upstream(study: Study, cells: Cells, setting: Sequence[str]) -> dict[str, An
                 found = tuned(study, cells, model, task, 0, *setting, *begins)
                 row |= {task: found.score, f"{task}, nats": found.log_likelihood}
             rows.append(row)
-    title = (
-        "From every kept checkpoint, on one seed: scores, and the log-likelihood of right "
-        "answers; upstream is the validation negative log perplexity of pretraining:"
-    )
-    return {"title": title, "rows": rows}
+    return rows
 
 
 if __name__ == "__main__":

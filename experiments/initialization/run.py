@@ -4,10 +4,13 @@
 make experiments EXPERIMENT=initialization DATA=FOLDER
 """
 
-import numpy as np
+import math
 
-from experiments.comparison import Comparison, Contender, Trained, run_comparison
-from experiments.measured import Interval
+import numpy as np
+import scipy.stats
+
+from experiments.comparison import Comparison, Contender, Trained, judge_of, run_comparison
+from experiments.measured import Ratio
 from experiments.study import main
 
 
@@ -27,24 +30,23 @@ COMPARISON = Comparison(
 )
 
 
-def smaller_spread(of: list[float], than: list[float]) -> Interval:
-    """How much smaller a standard deviation over seeds is, by bootstrap samples of seeds."""
-    values_2S = np.array([of, than])
-    drawn = np.random.default_rng(0).integers(0, len(of), (10_000, len(of)))
-    smaller, larger = values_2S[:, drawn].std(axis=-1, ddof=1)
-    low, high = np.percentile(larger - smaller, (2.5, 97.5))
-    mine, other = values_2S.std(axis=-1, ddof=1)
-    return Interval(float(other - mine), float(low), float(high))
+def ratio_of_spreads(of: list[float], over: list[float]) -> Ratio:
+    """Of standard deviations over seeds; its interval is that of Fisher's F."""
+    mine, other = (float(np.std(values, ddof=1)) for values in (of, over))
+    freedom = len(of) - 1, len(over) - 1
+    low, high = (math.sqrt(scipy.stats.f.ppf(q, *freedom)) for q in (0.025, 0.975))
+    return Ratio(mine / other, mine / other / high, mine / other / low)
 
 
 def verdict(trained: Trained) -> dict:
-    """Reproduced: the standard deviation over seeds is smaller at 0.1, by an interval without
-    0; not reproduced where it is larger by one; otherwise undecided. The mean is reported."""
+    """Reproduced: the standard deviation over seeds is smaller at 0.1, by an interval of their
+    ratio without 1; not reproduced where it is larger by one; otherwise undecided. The mean is
+    reported."""
     final = [trained.final(f"scale {scale}") for scale in (0.1, 1.0)]
-    effect = smaller_spread(*final)
+    effect = ratio_of_spreads(*final)
     word = "undecided"
-    if effect.excludes(0):
-        word = "reproduced" if effect.low > 0 else "not reproduced"
+    if effect.excludes(1):
+        word = "reproduced" if effect.high < 1 else "not reproduced"
     small, large = (np.std(values, ddof=1) for values in final)
     gain = trained.gain("scale 0.1", "scale 1.0")
     return {
@@ -53,9 +55,12 @@ def verdict(trained: Trained) -> dict:
         f"0.1 and {large:.4f} at 1.0; the mean is {gain.mean:+.3f} ({gain.low:+.3f} to "
         f"{gain.high:+.3f}) nats over that at 1.0.",
         "effect": effect,
-        "effect_of": "smaller standard deviation over seeds at scale 0.1, nats per token",
+        "effect_of": "standard deviation over seeds at scale 0.1 over that at 1.0",
     }
 
 
+judge = judge_of(verdict)
+
+
 if __name__ == "__main__":
-    main(__file__, __doc__, lambda study: run_comparison(study, COMPARISON, verdict))
+    main(__file__, __doc__, lambda study: run_comparison(study, COMPARISON, judge))

@@ -11,7 +11,7 @@ import dataclasses
 import statistics
 from typing import Any
 
-from experiments.comparison import Contender, first_step_at, judged_quick
+from experiments.comparison import Contender, first_step_at
 from experiments.measured import Cells, Ratio, interval_of, paired
 from experiments.study import Study, main, run_name
 
@@ -125,22 +125,35 @@ def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def judge(results: dict[str, Any]) -> dict[str, Any]:
+    dense, sparse = (
+        {
+            language: [{int(step): value for step, value in curve.items()} for curve in curves]
+            for language, curves in results["by_language"][name].items()
+        }
+        for name in ("dense", SPARSE)
+    )
+    few = results["with_few_slots"]
+    rows = [row_of(name, dense[name], sparse[name], few[name]) for name in dense]
+    rows.sort(key=lambda row: -row[SPEEDUP]["mean"])
+    return verdict(rows) | {
+        "tables": [{"title": "", "rows": rows}],
+        "intervals": {row["language"]: row[SPEEDUP] for row in rows},
+    }
+
+
 def run(study: Study) -> None:
     cells = study.cells()
     files = study.files("python_docs/*.txt.gz")
     dense, sparse = (by_language(study, cells, each) for each in CONTENDERS)
-    few = with_few_slots(study, cells)
-    rows = [row_of(name, dense[name], sparse[name], few[name]) for name in dense]
-    rows.sort(key=lambda row: -row[SPEEDUP]["mean"])
     study.publish(
         cells,
         files,
-        **(judged_quick() if study.is_quick else verdict(rows)),
+        judge,
         seeds=list(SEEDS),
         steps=STEPS,
-        tables=[{"title": "", "rows": rows}],
-        intervals={row["language"]: row[SPEEDUP] for row in rows},
         by_language={"dense": dense, SPARSE: sparse},
+        with_few_slots=with_few_slots(study, cells),
     )
 
 

@@ -4,7 +4,7 @@
 make experiments EXPERIMENT=no_token_left_behind DATA=FOLDER
 """
 
-from experiments.comparison import Comparison, Contender, Trained, run_comparison
+from experiments.comparison import Comparison, Contender, Trained, judge_of, run_comparison
 from experiments.measured import NOISE
 from experiments.study import main
 
@@ -55,5 +55,8 @@ def verdict(trained: Trained) -> dict:
     }
 
 
+judge = judge_of(verdict)
+
+
 if __name__ == "__main__":
-    main(__file__, __doc__, lambda study: run_comparison(study, COMPARISON, verdict))
+    main(__file__, __doc__, lambda study: run_comparison(study, COMPARISON, judge))

@@ -9,7 +9,14 @@ of data parallelism (configs/meshes/pipeline_moe_stages.gin).
 
 from typing import Any
 
-from experiments.comparison import GIN_FILE, Comparison, Contender, Trained, run_comparison
+from experiments.comparison import (
+    GIN_FILE,
+    Comparison,
+    Contender,
+    Trained,
+    judge_of,
+    run_comparison,
+)
 from experiments.study import Study, main
 from switchx.cli.arguments import simulate_devices
 
@@ -69,9 +76,12 @@ def largest_rise(trained: Trained, name: str) -> float:
     return max(0.0, *rises)
 
 
+judge = judge_of(verdict)
+
+
 def run(study: Study) -> None:
     simulate_devices(8)
-    run_comparison(study, COMPARISON, verdict)
+    run_comparison(study, COMPARISON, judge)
 
 
 if __name__ == "__main__":

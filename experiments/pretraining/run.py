@@ -4,7 +4,14 @@
 make experiments EXPERIMENT=pretraining DATA=FOLDER
 """
 
-from experiments.comparison import ENGLISH, Comparison, Contender, Trained, run_comparison
+from experiments.comparison import (
+    ENGLISH,
+    Comparison,
+    Contender,
+    Trained,
+    judge_of,
+    run_comparison,
+)
 from experiments.study import main
 
 COMPARISON = Comparison(
@@ -32,5 +39,8 @@ def verdict(trained: Trained) -> dict:
     }
 
 
+judge = judge_of(verdict)
+
+
 if __name__ == "__main__":
-    main(__file__, __doc__, lambda study: run_comparison(study, COMPARISON, verdict))
+    main(__file__, __doc__, lambda study: run_comparison(study, COMPARISON, judge))

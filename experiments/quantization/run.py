@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import switchx
-from experiments.comparison import ENGLISH, judged_quick
+from experiments.comparison import ENGLISH
 from experiments.fine_tuning.run import CHOSEN, GLOSSARY, files_of, run_of, tuned
 from experiments.measured import NOISE, Cells, Interval, interval_of
 from experiments.study import Study, main
@@ -164,6 +164,16 @@ def verdict(changes: dict[str, Interval], of_tasks: dict[str, dict[str, Interval
     }
 
 
+def judge(results: dict[str, Any]) -> dict[str, Any]:
+    """Of the changes in results.json: the answers to every text are in the cells alone."""
+
+    def intervals(of: dict[str, dict[str, float]]) -> dict[str, Interval]:
+        return {name: Interval(**each) for name, each in of.items()}
+
+    right = {task: intervals(each) for task, each in results["right_answers"].items()}
+    return verdict(intervals(results["intervals"]), right)
+
+
 def run(study: Study) -> None:
     cells = study.cells()
     tasks, kinds, experts = TASKS, (PARAGRAPHS, *TASKS), list(EXPERTS)
@@ -182,11 +192,10 @@ def run(study: Study) -> None:
     }
     changes = _of_experts(found[kinds[0]], "nats")
     right = {task: _of_experts(found[task], "right") for task in tasks}
-    judged = judged_quick() if study.is_quick else verdict(changes, right)
     study.publish(
         cells,
         files,
-        **judged,
+        judge,
         seeds=[0],
         tables=[*(table_of(kind, found[kind]) for kind in kinds), table_of_routers(found)],
         intervals=changes,

@@ -5,9 +5,16 @@ expert choice, which looks at later tokens, in the encoder of an encoder-decoder
 make experiments EXPERIMENT=routers DATA=FOLDER
 """
 
-import functools
+from typing import Any
 
-from experiments.comparison import Comparison, Contender, Trained, run_comparison, train_all
+from experiments.comparison import (
+    Comparison,
+    Contender,
+    Trained,
+    run_comparison,
+    train_all,
+    trained_in,
+)
 from experiments.study import Study, main
 
 # Nothing but the bias balances.
@@ -62,11 +69,17 @@ def verdict(trained: Trained, encoder: Trained) -> dict:
     }
 
 
+def judge(results: dict[str, Any]) -> dict[str, Any]:
+    trained, encoder = trained_in(results), trained_in(results["encoder"])
+    titles = {"": trained, "In the encoder, span corruption:": encoder}
+    tables = [{"title": title, "rows": each.rows()} for title, each in titles.items()]
+    return verdict(trained, encoder) | {"tables": tables}
+
+
 def run(study: Study) -> dict:
-    encoder = train_all(study, study.cells(), ENCODER.quick() if study.is_quick else ENCODER)
-    table = {"title": "In the encoder, span corruption:", "rows": encoder.rows()}
-    judge = functools.partial(verdict, encoder=encoder)
-    return run_comparison(study, COMPARISON, judge, [table])
+    trained = train_all(study, study.cells(), ENCODER.quick() if study.is_quick else ENCODER)
+    encoder = {"models": trained.models(), "curves": trained.curves}
+    return run_comparison(study, COMPARISON, judge, encoder=encoder)
 
 
 if __name__ == "__main__":

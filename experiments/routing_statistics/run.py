@@ -4,7 +4,7 @@
     make experiments EXPERIMENT=routing_statistics DATA=FOLDER
 
 Books and kinds of words: the 32 experts of experiments/pretraining. Languages: a model of the
-same size that is trained here, after the others are published. A token's expert and its label
+same size that is trained here. A token's expert and its label
 are compared by their mutual information, as a share of the label's entropy: 0 tells nothing of
 it, 1 all.
 
@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 
 import switchx
-from experiments.measured import Cells, Interval
+from experiments.measured import Interval
 from experiments.multilingual.run import LANGUAGES
-from experiments.pages import publish_page
 from experiments.study import Study, main, pretrained
 from switchx.analysis.plots import class_figure, write_svg
 from switchx.analysis.report import Section
@@ -212,8 +211,8 @@ def row_of(label: str, names: Sequence[str], layer: dict) -> dict[str, Any]:
         "layer": layer["layer"],
         "told by the expert": layer["told"],
         "by chance": layer["chance"],
-        "over chance (95%)": layer["over chance"],
-        "over the tokens alone (95%)": layer["over the tokens alone"],
+        "over chance (range)": layer["over chance"],
+        "over the tokens alone (range)": layer["over the tokens alone"],
     }
 
 
@@ -240,8 +239,9 @@ def section(results: dict[str, Any] | None = None) -> Section:
     )
 
 
-def publish(study: Study, cells: Cells, labels: dict[str, dict]) -> None:
-    """Results, picture and page of the labels that have been measured."""
+def judge(results: dict[str, Any]) -> dict[str, Any]:
+    """Reported, of the labels that have been measured."""
+    labels = results["labels"]
     rows = [
         row_of(label, found["names"], layer)
         for label, found in labels.items()
@@ -252,30 +252,22 @@ def publish(study: Study, cells: Cells, labels: dict[str, dict]) -> None:
         f"{each['told']:.1%} of its {label} (by chance {each['chance']:.1%})"
         for label, each in last.items()
     )
-    rest = "" if "language" in labels else " Languages have not been measured."
-    results = study.publish(
-        cells,
-        study.files(*BOOKS, *(("python_docs/*.txt.gz",) if not rest else ())),
-        verdict="reported",
-        because=f"In the last layer a token's expert tells {said}.{rest}",
-        effect=Interval(**last["book"]["over chance"]),
-        effect_of="share of a token's book that its expert tells, over chance",
-        seeds=[0],
-        tables=[{"title": "", "rows": rows}],
-        labels=labels,
-    )
-    if not study.is_quick:
-        write_svg(section(results).figures[0], FOLDER / "experts.svg")
-        publish_page(study.folder)
+    return {
+        "verdict": "reported",
+        "because": f"In the last layer a token's expert tells {said}.",
+        "effect": last["book"]["over chance"],
+        "effect_of": "share of a token's book that its expert tells, over chance; range of 95% "
+        "of permutations",
+        "tables": [{"title": "", "rows": rows}],
+    }
 
 
 def run(study: Study) -> None:
-    cells = study.cells()
+    cells, files = study.cells(), study.files(*BOOKS, "python_docs/*.txt.gz")
     documents = 2 if study.is_quick else DOCUMENTS
     settings = {"documents": documents, "rows": ROWS, "permutations": PERMUTATIONS}
     books = {"labels": "books", "model": f"<pretrained {MODEL}>"} | settings
     labels = cells.get(books, lambda: read_books(study, documents))
-    publish(study, cells, labels)
     bindings = [
         "FOLDER='<data>/python_docs'", f"LANGUAGES={LANGUAGES}", "EVAL_EVERY=150",
         f"TRAIN_STEPS={LANGUAGE_STEPS}", f"CHECKPOINT_EVERY={LANGUAGE_STEPS}",
@@ -284,7 +276,9 @@ def run(study: Study) -> None:
     labels |= cells.get(
         {"labels": "languages"} | settings, lambda: read_languages(study, documents)
     )
-    publish(study, cells, labels)
+    results = study.publish(cells, files, judge, seeds=[0], labels=labels)
+    if study.is_published:
+        write_svg(section(results).figures[0], FOLDER / "experts.svg")
 
 
 if __name__ == "__main__":

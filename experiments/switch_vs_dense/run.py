@@ -6,7 +6,8 @@ make experiments EXPERIMENT=switch_vs_dense DATA=FOLDER
 
 import statistics
 
-from experiments.comparison import Comparison, Contender, Trained, run_comparison
+from experiments.comparison import Comparison, Contender, Trained, judge_of, run_comparison
+from experiments.measured import Interval, paired
 from experiments.study import main
 
 EXPERTS = (2, 4, 8, 16, 32, 64)
@@ -29,41 +30,51 @@ COMPARISON = Comparison(
 )
 
 
+def of_a_doubling(trained: Trained) -> Interval:
+    """What one gains on average, paired by seed."""
+    fewest, most = (trained.final(f"{EXPERTS[i]} experts") for i in (0, -1))
+    doublings = len(EXPERTS) - 1
+    return paired([each / doublings for each in most], [each / doublings for each in fewest])
+
+
 def verdict(trained: Trained) -> dict:
     """Reproduced: each doubling of the experts is better until a difference's interval holds 0,
     at least the first two are, none is worse after that, and the best sparse model has the
-    dense one's quality in less than its time. Not reproduced: a doubling is worse, or the best
-    sparse model is behind the dense one, by an interval without 0. Otherwise undecided. The
-    larger dense model decides nothing; how it stands by step and by time is said."""
+    dense one's quality in less than its time by every timing. Not reproduced: a doubling is
+    worse, or the best sparse model is behind the dense one, by an interval without 0. Otherwise
+    undecided. The larger dense model decides nothing; how it stands by step and by time is
+    said."""
     names = ["dense", *(f"{n} experts" for n in EXPERTS)]
     gains = [trained.gain(b, a) for a, b in zip(names, names[1:], strict=False)]
     until = next((i for i, gain in enumerate(gains) if gain.low <= 0), len(gains))
     worse = [names[i + 1] for i in range(until, len(gains)) if gains[i].high < 0]
     best = max(names[1:], key=lambda name: statistics.mean(trained.final(name)))
-    effect = trained.gain(best, "dense")
-    in_time, large_in_time = (
-        trained.speedup_in_steps(name, "dense") / trained.step_times[name]
-        for name in (best, LARGE)
-    )
-    nats, over_large = effect.mean, trained.gain(best, LARGE).mean
+    over_dense = trained.gain(best, "dense")
+    in_time, large_in_time = (trained.speedup_in_time(name, "dense") for name in (best, LARGE))
+    over_large = trained.gain(best, LARGE).mean
     # How far the larger model is when the sparse one has ended.
-    step = COMPARISON.steps * trained.step_times[best] / trained.step_times[LARGE]
+    step = COMPARISON.steps * trained.step_time(best, LARGE).mean
     by_time = statistics.mean(trained.final(best)) - trained.quality_at(LARGE, step)
-    word = "not reproduced" if worse or effect.high < 0 else "undecided"
-    if until >= 2 and not worse and effect.low > 0 and in_time > 1:
+    word = "not reproduced" if worse or over_dense.high < 0 else "undecided"
+    if until >= 2 and not worse and over_dense.low > 0 and in_time.low > 1:
         word = "reproduced"
     return {
         "verdict": word,
         "because": f"A doubling is better up to {names[until]} and worse at "
         f"{', '.join(worse) or 'none'}; {best} have the dense "
-        f"model's quality {in_time:.2f} times as fast by time and end {nats:.3f} nats ahead. "
-        f"Over a dense model of 3.5 times the FLOPs (Figure 6: ahead) they end "
-        f"{over_large:+.3f} nats, and {by_time:+.3f} where it has had as much time; it has the "
-        f"small one's quality {large_in_time:.2f} times as fast.",
-        "effect": effect,
-        "effect_of": f"{best} over dense, nats per token",
+        f"model's quality {in_time.mean:.2f} times as fast by time ({in_time.low:.2f} to "
+        f"{in_time.high:.2f}) and end {over_dense.mean:.3f} nats ahead. Over a dense model of "
+        f"3.5 times the FLOPs (Figure 6: ahead) they end {over_large:+.3f} nats, and "
+        f"{by_time:+.3f} where it has had as much time; it has the small one's quality "
+        f"{large_in_time.mean:.2f} times as fast.",
+        "effect": of_a_doubling(trained),
+        "effect_of": f"a doubling, the mean from {EXPERTS[0]} to {EXPERTS[-1]} experts, nats "
+        "per token",
     }
 
 
+judge = judge_of(verdict)
+
+
 if __name__ == "__main__":
-    main(__file__, __doc__, lambda study: run_comparison(study, COMPARISON, verdict))
+    main(__file__, __doc__, lambda study: run_comparison(study, COMPARISON, judge))

@@ -9,7 +9,14 @@ of experiments/pretraining.
 
 import math
 
-from experiments.comparison import GIN_FILE, Comparison, Contender, Trained, run_comparison
+from experiments.comparison import (
+    GIN_FILE,
+    Comparison,
+    Contender,
+    Trained,
+    judge_of,
+    run_comparison,
+)
 from experiments.study import Study, main
 
 EXPERTS = 8
@@ -46,10 +53,10 @@ def verdict(trained: Trained) -> dict:
     scratch, which takes the same time."""
     dense, upcycled, scratch = trained.curves
     gain, over_scratch = (trained.gain(upcycled, other) for other in (dense, scratch))
-    in_time = trained.speedup_in_steps(upcycled, dense) / trained.step_times[upcycled]
+    in_time = trained.speedup_in_time(upcycled, dense)
     by_time = "not at the dense model's quality on some seed"
-    if not math.isnan(in_time):
-        by_time = f"at the dense model's quality in {1 / in_time:.2f} of its time"
+    if not math.isnan(in_time.mean):
+        by_time = f"at the dense model's quality in {1 / in_time.mean:.2f} of its time"
     return {
         "verdict": "reported",
         "because": f"After 300 more steps upcycled experts are {gain.mean:+.3f} nats over "
@@ -58,6 +65,9 @@ def verdict(trained: Trained) -> dict:
         "effect": gain,
         "effect_of": "upcycled over dense, nats per token",
     }
+
+
+judge = judge_of(verdict)
 
 
 def run(study: Study) -> dict:
@@ -73,7 +83,7 @@ def run(study: Study) -> dict:
         f"--experts={EXPERTS}",
         "--every=1",
     )
-    return run_comparison(study, COMPARISON, verdict)
+    return run_comparison(study, COMPARISON, judge)
 
 
 if __name__ == "__main__":
