@@ -23,7 +23,9 @@ from experiments.fingerprints import code_fingerprint, sha256
 from experiments.measured import Cells, Interval, key_of
 from experiments.pages import ROOT, publish_page, write_results
 from switchx.bench.report import environment
-from switchx.checkpoint.run_folder import RunFolder
+from switchx.checkpoint.run_folder import RunFolder, read_config
+from switchx.fields import differences
+from switchx.gin_config.building import job_from_gin
 from switchx.manifest import git_commit
 
 HASHES = ROOT / "experiments/data.json"
@@ -339,31 +341,48 @@ def pretrained(study: Study, contender: str) -> RunFolder:
     """
     _pretraining(study, contender)
     runs = dataclasses.replace(study, name="pretraining").runs
-    return RunFolder(runs / run_name(contender, seed=0))
+    run = RunFolder(runs / run_name(contender, seed=0))
+    files, bindings = _asked(study, contender)
+    job = job_from_gin([ROOT / file for file in files], study.placed(bindings))
+    # Gin files may have been edited since.
+    _require_same(study, run.root, list(differences(read_config(run), job, "resume")))
+    return run
 
 
 def _pretraining(study: Study, contender: str) -> dict[str, Any]:
-    from experiments.pretraining.run import COMPARISON  # it is a study, too
-
     runs = dataclasses.replace(study, name="pretraining").runs
     name = run_name(contender, seed=0)
-    (asked,) = (each for each in COMPARISON.contenders if each.name == contender)
-    bindings = [*COMPARISON.bindings_of(asked, seed=0), *study.quick_bindings]
+    _, bindings = _asked(study, contender)
     for line in Cells(runs / "cells.jsonl").lines:
         if line["cell"].get("run") != name:
             continue
-        if other := sorted(set(bindings) ^ set(line["cell"]["bindings"])):
-            raise ValueError(
-                f"{runs / name} was trained with another configuration ({', '.join(other)}); "
-                "make one that experiments/pretraining/run.py asks for: "
-                f"{study.again('pretraining', output='OTHER')}"
-            )
+        _require_same(study, runs / name, sorted({*bindings} ^ {*line["cell"]["bindings"]}))
         _require_known_data(study, runs)
         return line["value"]
     raise ValueError(
         f"{runs / name} is not there or not finished; it is made by "
         f"{study.again('pretraining')}"
     )
+
+
+def _asked(study: Study, contender: str) -> tuple[Sequence[str], list[str]]:
+    """Gin files and bindings of a run of experiments/pretraining."""
+    from experiments.pretraining.run import COMPARISON  # it is a study, too
+
+    (asked,) = (each for each in COMPARISON.contenders if each.name == contender)
+    return COMPARISON.gin_files, [
+        *COMPARISON.bindings_of(asked, seed=0), *study.quick_bindings
+    ]  # fmt: skip
+
+
+def _require_same(study: Study, run: pathlib.Path, differing: Sequence[str]) -> None:
+    """That nothing differs between a run of experiments/pretraining and what is asked for."""
+    if differing:
+        raise ValueError(
+            f"{run} was trained with another configuration ({'; '.join(differing)}); make one "
+            "that experiments/pretraining/run.py asks for: "
+            f"{study.again('pretraining', output='OTHER')}"
+        )
 
 
 def _require_known_data(study: Study, runs: pathlib.Path) -> None:

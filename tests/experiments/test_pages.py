@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import xml.etree.ElementTree
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from experiments.measured import Cells, Interval, Ratio, interval_of
 from experiments.pages import BEGIN, END, page
 from experiments.study import ROOT, Study
 from pallas_kernels.aot import gpu_compiler
+from switchx import fields
 from switchx.gin_config.building import job_from_gin
 
 FOLDERS = [folder for folder in pages.folders() if folder.name != pages.NOTEBOOK]
@@ -586,7 +588,7 @@ def test_pretraining_that_is_not_there_is_named(tmp_path):
         study.pretrained(mine, "32 experts")
 
 
-def test_pretraining_of_another_configuration_is_named(tmp_path):
+def test_pretraining_of_another_configuration_is_named(tmp_path, monkeypatch):
     mine = Study("fine_tuning", tmp_path, None)
     comparison = importlib.import_module("experiments.pretraining.run").COMPARISON
     of = comparison.bindings_of(comparison.contenders[1], seed=0)
@@ -599,8 +601,18 @@ def test_pretraining_of_another_configuration_is_named(tmp_path):
     (tmp_path / "pretraining/cells.jsonl").unlink()
     cells = Cells(tmp_path / "pretraining/cells.jsonl")
     cells.get({"run": name, "bindings": of}, lambda: {"curve": {"1000": -4.0}})
+    job = job_from_gin([ROOT / file for file in comparison.gin_files], placed_texts(of))
+    folder = tmp_path / "pretraining" / name
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(fields.describe(job)))
+    monkeypatch.setattr(Study, "placed", lambda self, texts: placed_texts(texts))
     assert study.pretrained(mine, "32 experts").root.name == name
     assert study.pretrained_curve(mine, "32 experts") == {1000: -4.0}
+    edited = dataclasses.replace(job, model=dataclasses.replace(job.model, d_ff=128))
+    (folder / "config.json").write_text(json.dumps(fields.describe(edited)))
+    with pytest.raises(ValueError, match=r"another configuration \(model.d_ff.*OUTPUT=OTHER`"):
+        study.pretrained(mine, "32 experts")
+    (folder / "config.json").write_text(json.dumps(fields.describe(job)))
     data = tmp_path / "pretraining/data.json"
     data.write_text('{"movie_reviews/reviews.txt.gz": "other"}')
     with pytest.raises(ValueError, match=r"is of other data: .* ARGS=--other_data`"):
@@ -630,13 +642,14 @@ def test_all_contenders_are_jobs_of_their_own(name, comparison):
     """Their bindings are built, none is without effect, and no two are the same job."""
     jobs = []
     for each in comparison.contenders:
-        texts = [
-            re.sub("<(data|run|pretrained)( [^>]*)?>", placed, text)
-            for text in (*comparison.bindings_of(each, seed=0), *study.QUICK)
-        ]
+        texts = placed_texts((*comparison.bindings_of(each, seed=0), *study.QUICK))
         jobs.append(job_from_gin([ROOT / file for file in comparison.gin_files], texts))
         assert jobs[-1] not in jobs[:-1], each.name
         assert jobs[-1].train_steps == 2
+
+
+def placed_texts(texts: Sequence[str]) -> list[str]:
+    return [re.sub("<(data|run|pretrained)( [^>]*)?>", placed, text) for text in texts]
 
 
 def placed(match: re.Match) -> str:
