@@ -193,7 +193,7 @@ def write_page(folder: pathlib.Path, page: str) -> None:
 
 
 def table(rows: Iterable[dict[str, Any]]) -> str:
-    """Rows of the same columns as a table of Markdown; floats by four digits."""
+    """Rows of the same columns as a table of Markdown; floats to four digits."""
     rows = list(rows)
     lines = [list(rows[0]), ["---"] * len(rows[0])]
     lines += [[shown(value) for value in row.values()] for row in rows]
@@ -208,6 +208,8 @@ def shown(value: Any) -> str:
         return mean if value["low"] == value["high"] else f"{mean} ({low} to {high})"
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
     return "" if value is None else str(value)
 
 

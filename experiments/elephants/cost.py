@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What translating costs: Table 4 of Kim et al. 2022 (arXiv:2211.10017), from throughput.py.
 
-    python experiments/elephants/cost.py --usd_per_month=73.46 --hardware="2 cores"
+    python -m experiments.elephants.cost --usd_per_month=73.46 --hardware="2 cores"
 
 The paper's "Monthly USD/token" is the price of a month over words a second: three of its four
 rows are (390.55 / 1565 = 0.250), the first is an eighth of it. Dollars per million words
@@ -12,7 +12,7 @@ are of a machine that translates all the time, a month having 730 hours. Writes 
 import argparse
 import pathlib
 
-from cells import RESULTS, read_results, write_section
+from experiments.elephants.sections import RESULTS, read_results, write_section
 
 SECONDS_A_MONTH = 730 * 3600
 BATCHES = (1, 20, 64)  # of the paper's table

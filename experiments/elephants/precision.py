@@ -6,9 +6,9 @@ import dataclasses
 import pathlib
 
 import jax
-from cells import RESULTS
 
 import switchx
+from experiments.elephants.sections import RESULTS
 from switchx.api import Model
 from switchx.data.evaluation import evaluation_examples
 from switchx.data.features import EncoderDecoderFeatures

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""What int8 and int4 experts cost in BLEU: Table 2 of Kim et al. 2022 (arXiv:2211.10017).
 
-    python experiments/elephants/quality.py --model_dir=runs/elephants \
+    python -m experiments.elephants.quality --model_dir=runs/elephants \
         --output=runs/elephants_measured
 
 Translates Multi30K's 2016 test set at each precision, direction and number of beams. The
@@ -10,16 +10,24 @@ sentences with and without quantization and in all directions, whose captions ar
 pictures. Interrupted, the same command goes on. Writes the section `quality` of results.json.
 """
 
+import functools
 import statistics
 import time
 from collections.abc import Sequence
 
 import jax
 import numpy as np
-from cells import FinishedCells, write_section
-from precision import BITS, arguments_parser, open_model, read_sentences, with_experts
 from sacrebleu.metrics import BLEU
 
+from experiments.elephants.precision import (
+    BITS,
+    arguments_parser,
+    open_model,
+    read_sentences,
+    with_experts,
+)
+from experiments.elephants.sections import write_section
+from experiments.measured import Cells
 from switchx.data.mixtures import multi30k_directions
 from switchx.text_evaluation import answer
 
@@ -49,7 +57,7 @@ def change_and_interval(base: Sequence[float], other: Sequence[float]) -> dict[s
     return {"change": change, "low": float(low), "high": float(high)}
 
 
-def translate(arguments, model, finished: FinishedCells) -> dict[tuple[str, int, str], dict]:
+def translate(arguments, model, finished: Cells) -> dict[tuple[str, int, str], dict]:
     """Texts and how many were cut off, by direction, beams and precision."""
     questions = {
         direction: read_sentences(model, direction, arguments.data_dir, arguments.sentences)
@@ -57,7 +65,7 @@ def translate(arguments, model, finished: FinishedCells) -> dict[tuple[str, int,
     }
     found = {}
     for precision in BITS:
-        variant = None
+        variant = functools.cache(functools.partial(with_experts, model, precision))
         for beams in BEAMS:
             jax.clear_caches()  # a process has only so many memory maps, programs take them
             for direction, asked in questions.items():
@@ -66,12 +74,13 @@ def translate(arguments, model, finished: FinishedCells) -> dict[tuple[str, int,
                     "precision": precision, "sentences": len(asked.prompts),
                     "max_new_tokens": arguments.max_new_tokens,
                 }  # fmt: skip
-                value = finished.get(cell)
-                if value is None:
-                    variant = variant or with_experts(model, precision)
-                    value = _translate_cell(arguments, variant, beams, asked)
-                    finished.add(cell, value)
-                    print(f"{direction} beam {beams} {precision}: {value['seconds']:.0f} s")
+                value = finished.get(
+                    cell,
+                    lambda beams=beams, asked=asked, variant=variant: _translate_cell(
+                        arguments, variant(), beams, asked
+                    ),
+                )
+                print(f"{direction} beam {beams} {precision}: {value['seconds']:.0f} s")
                 found[direction, beams, precision] = value | {"targets": asked.examples.targets}
     return found
 
@@ -139,7 +148,7 @@ def main(arguments: list[str] | None = None) -> None:
     if arguments.directions == ["all"]:
         tasks = multi30k_directions(model.vocabulary).tasks
         arguments.directions = [task.name.removeprefix("multi30k_") for task in tasks]
-    finished = FinishedCells(arguments.output / "translations.jsonl")
+    finished = Cells(arguments.output / "translations.jsonl")
     found = translate(arguments, model, finished)
     section = {
         "step": model.step,

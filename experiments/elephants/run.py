@@ -8,11 +8,11 @@ Each step goes on where it was killed, cell by cell; nothing else should run bes
 
 import functools
 import json
-import os
 import shlex
 import subprocess
 import sys
 
+from experiments.elephants.tables import change, shown, tables
 from experiments.measured import Interval
 from experiments.study import ROOT, Study, main
 
@@ -94,11 +94,7 @@ def verdict(quality: dict, throughput: dict) -> dict:
 def changes_of(quality: dict) -> dict[str, dict[str, float]]:
     """Of BLEU with two beams by direction and precision, for the picture."""
     return {
-        f"{row['direction'].replace('_', '-')}, {bits}": {
-            "mean": row[bits]["change"],
-            "low": row[bits]["low"],
-            "high": row[bits]["high"],
-        }
+        f"{shown(row['direction'])}, {bits}": change(row[bits])
         for bits in LOSSES
         for row in quality["rows"]
         if row["beams"] == 2
@@ -108,7 +104,7 @@ def changes_of(quality: dict) -> dict[str, dict[str, float]]:
 def judge(results: dict) -> dict:
     quality = results["quality"]
     return verdict(quality, results["throughput"]) | {
-        "tables": [],
+        "tables": tables(results),
         "intervals": changes_of(quality),
         "intervals_of": "BLEU over float32's, two beams",
     }
@@ -119,21 +115,19 @@ def run(study: Study) -> None:
     files = study.files("multi30k/*.gz")
     bindings = ["DATA_DIR='<data>/multi30k'", *(SMALL if study.is_quick else ())]
     study.train(cells, MODEL, [GIN_FILE], bindings)
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
     def script(name: str, *arguments: str) -> None:
-        command = [sys.executable, str(ROOT / f"experiments/elephants/{name}.py"), *arguments]
+        command = [sys.executable, "-m", f"experiments.elephants.{name}", *arguments]
         print(f"[elephants] {shlex.join(command[1:])}", flush=True)
-        status = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path})
+        status = subprocess.run(command, cwd=ROOT)
         if status.returncode:
-            raise SystemExit(f"{name}.py: status {status.returncode}; {study.again()} goes on")
+            raise SystemExit(f"{name}: status {status.returncode}; {study.again()} goes on")
 
     for name, arguments in steps(study).items():
         cells.get({"script": name}, functools.partial(script, name, *arguments))
     found = json.loads((study.runs / "results.json").read_text())
     sections = {name: found[name] for name in steps(study)}
     study.publish(cells, files, judge, seeds=[0], **sections)
-    script("tables", *("--update",) * study.is_published)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Input tokens a second by batch and beams: Table 3 of Kim et al. 2022 (arXiv:2211.10017).
 
-    python experiments/elephants/throughput.py --model_dir=runs/elephants \
+    python -m experiments.elephants.throughput --model_dir=runs/elephants \
         --output=runs/elephants_measured
 
 PyTorch's `generate` with the same weights (where `switchx[hf]` is installed, in a process of
@@ -21,9 +21,15 @@ import statistics
 import tempfile
 
 import jax
-from cells import HERE, FinishedCells, write_section
-from precision import arguments_parser, open_model, read_sentences, with_experts
 
+from experiments.elephants.precision import (
+    arguments_parser,
+    open_model,
+    read_sentences,
+    with_experts,
+)
+from experiments.elephants.sections import write_section
+from experiments.measured import Cells
 from pallas_kernels.bench.timing import Contender, take_turns
 from switchx.bench import torch_peer
 from switchx.bench.decode import Decoder
@@ -83,7 +89,8 @@ def torch_side(model, sentences: Sentences, max_new_tokens: int):
         write_checkpoint(folder, without_capacity(model.config), model.params)
         (folder / "sentences.json").write_text(json.dumps(sentences.prompts))
         settings = {"folder": name, "max_new_tokens": max_new_tokens}
-        with torch_peer.TorchPeer(HERE / "torch_translate.py", settings) as peer:
+        script = pathlib.Path(__file__).with_name("torch_translate.py")
+        with torch_peer.TorchPeer(script, settings) as peer:
             yield TorchSide(peer, folder)
 
 
@@ -148,7 +155,7 @@ def row_of(batch: int, beams: int, sentences: Sentences, value: dict) -> dict:
 
 
 def measure_all(arguments, model, sentences: Sentences) -> list[dict]:
-    finished = FinishedCells(arguments.output / "throughput.jsonl")
+    finished = Cells(arguments.output / "throughput.jsonl")
     models = {name: with_experts(model, name) for name in ("float32", "int8", "int4")}
     rows = []
     with torch_side(model, sentences, arguments.max_new_tokens) as torch:
@@ -160,10 +167,12 @@ def measure_all(arguments, model, sentences: Sentences) -> list[dict]:
                     "max_new_tokens": arguments.max_new_tokens, "rounds": arguments.rounds,
                     "torch": torch is not None,
                 }  # fmt: skip
-                value = finished.get(cell)
-                if value is None:
-                    value = measure(arguments, models, sentences, batch, beams, torch)
-                    finished.add(cell, value)
+                value = finished.get(
+                    cell,
+                    lambda batch=batch, beams=beams: measure(
+                        arguments, models, sentences, batch, beams, torch
+                    ),
+                )
                 rows.append(row_of(batch, beams, sentences, value))
                 speeds = rows[-1]["input_tokens_per_s"].items()
                 shown = ", ".join(f"{name} {speed:.0f}" for name, speed in speeds)

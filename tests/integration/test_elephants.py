@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import sacrebleu
 
-from experiments.elephants.run import verdict
+from experiments.elephants.run import judge
+from experiments.elephants.tables import throughput
 from switchx.bench import torch_peer
 from switchx.cli.main import main
 from switchx.data.corpora.multi30k import LANGUAGES
@@ -22,7 +23,7 @@ from tests.processes import ROOT
 FOLDER = ROOT / "experiments/elephants"
 PAGE = (FOLDER / "README.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SCRIPTS = ("cells", "quality", "throughput", "cost", "tables")
+SCRIPTS = ("quality", "throughput", "cost")
 
 # What is added to a command so that it takes seconds.
 BRIEF = {
@@ -39,20 +40,17 @@ BRIEF = {
                 "--samples=20"],
     "throughput": ["--batches=4", "--sentences=4", "--max_new_tokens=4", "--rounds=1"],
     "cost": ["--batches=4"],
-    "tables": [],
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def scripts():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
-        yield {name: importlib.import_module(name) for name in SCRIPTS}
+    return {name: importlib.import_module(f"experiments.elephants.{name}") for name in SCRIPTS}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, session_cache):
-    """Where the commands run: `multi30k`, made up, and a copy of the README."""
+    """Where the commands run, with `multi30k`, made up."""
     base = tmp_path_factory.mktemp("elephants")
     (base / "multi30k").mkdir()
     lines = sentences(400)
@@ -60,7 +58,6 @@ def folder(tmp_path_factory, session_cache):
         for split in ("train", "val", "test_2016_flickr"):
             text = "".join(lines[number:] + lines[:number])
             (base / f"multi30k/{split}.{language}").write_text(text, encoding="utf-8")
-    (base / "README.md").write_text(PAGE, encoding="utf-8")
     with compiled_once(session_cache / "compiled"):
         yield base
     building.gin.clear_config()
@@ -68,29 +65,28 @@ def folder(tmp_path_factory, session_cache):
 
 def run(command: str, scripts) -> str:
     """Runs a line of the README in this folder and gives the script's or command's name."""
-    program, name, *options = shlex.split(command)
+    program, flag, *options = shlex.split(command)
     if program == "switchx":
-        assert main([name, *options, *BRIEF[name]]) == 0
-        return name
-    path = name
-    name = path.removeprefix("experiments/elephants/").removesuffix(".py")
-    assert program == "python" and (ROOT / path).is_file()
-    results = ["--results=results.json"]
-    readme = ["--readme=README.md"] if name == "tables" else []
-    scripts[name].main([*options, *BRIEF[name], *results, *readme])
+        assert main([flag, *options, *BRIEF[flag]]) == 0
+        return flag
+    module, *options = options
+    name = module.removeprefix("experiments.elephants.")
+    assert (program, flag) == ("python", "-m")
+    scripts[name].main([*options, *BRIEF[name], "--results=results.json"])
     return name
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_commands_run_in_their_order(folder, scripts, monkeypatch, capsys):
+def test_commands_run_in_their_order(folder, scripts, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(torch_peer, "is_available", lambda: False)
-    commands = "".join(BLOCK.findall(PAGE)).splitlines()
+    *commands, last = "".join(BLOCK.findall(PAGE)).splitlines()
     assert [run(each, scripts) for each in commands] == list(BRIEF)
+    assert last == "make experiments"  # whose tests are in tests/experiments
     results = json.loads((folder / "results.json").read_text())
-    assert list(results) == ["cost", "quality", "throughput"]
-    judged = verdict(results["quality"], results["throughput"])
+    assert list(results) == ["quality", "throughput", "cost"]
+    judged = judge(results)
     assert judged["verdict"] == "undecided" and "12 of 12 cells" in judged["because"]
     directions = [(row["direction"], row["beams"]) for row in results["quality"]["rows"]]
     assert directions == [
@@ -102,11 +98,7 @@ def test_commands_run_in_their_order(folder, scripts, monkeypatch, capsys):
         # Pruning changes no text.
         assert [same[name] for name in same if name.startswith("float32")] == [1.0] * 3
     assert [row["model"] for row in results["cost"]["rows"]] == ["float32", "int8", "int4"]
-    page = (folder / "README.md").read_text(encoding="utf-8")
-    printed = capsys.readouterr().out
-    assert scripts["tables"].all_tables(results) in page
-    assert scripts["tables"].all_tables(results) in printed
-    assert "were not installed" in page and "Not measured yet" not in page
+    assert "were not installed" in judged["tables"][1]["title"]
 
     # What was measured is not measured again.
     def refuse(*arguments):
@@ -131,14 +123,9 @@ def test_pytorch_says_the_same_texts(folder, scripts, monkeypatch):
     results = json.loads((folder / "results.json").read_text())
     for row in results["throughput"]["rows"]:
         assert row["same_texts_as_float32"]["torch"] == 1.0
-    tables = scripts["tables"].all_tables(results)
-    assert "PyTorch | float32 | int8 | int4 | float32 over PyTorch | same texts |" in tables
-
-
-def test_the_page_has_the_tables_of_its_results(scripts):
-    tables = scripts["tables"]
-    results = scripts["cells"].read_results(FOLDER / "results.json")
-    assert tables.with_tables(PAGE, tables.all_tables(results)) == PAGE
+    (row, *_) = throughput(results["throughput"])["rows"]
+    columns = ("PyTorch", "float32", "int8", "int4", "float32 over PyTorch", "same texts")
+    assert tuple(row) == ("beams", "batch", *columns)
 
 
 def test_a_sample_is_sacrebleus_score_of_the_resampled_texts(scripts):
@@ -173,13 +160,3 @@ def test_prices_are_the_papers(scripts):
     assert found["usd_per_million_words"] == pytest.approx(390.55 / 730 * 1e6 / 3600 / 1565)
     with pytest.raises(ValueError, match=r"measured were \(batch, beams\) \[\(20, 1\)\]"):
         scripts["cost"].cost_rows({"rows": [row]}, 390.55, (20,), 2)
-
-
-def test_half_a_line_is_forgotten(scripts, tmp_path):
-    file = tmp_path / "cells.jsonl"
-    scripts["cells"].FinishedCells(file).add({"a": 1, "b": "ü"}, {"x": [1]})
-    file.write_text(file.read_text() + '{"cell": {"a"')
-    finished = scripts["cells"].FinishedCells(file)
-    assert finished.get({"b": "ü", "a": 1}) == {"x": [1]} and finished.get({"a": 2}) is None
-    finished.add({"a": 2}, None)
-    assert len(file.read_text().splitlines()) == 2
