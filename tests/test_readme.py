@@ -105,6 +105,9 @@ VARIANTS = {
     "--gin.StepConfig.ema_decay=0.99 --model_dir=runs/non_experts": T5,
     f"{EIGHT} {TINY} --gin.SwitchConfig.group_size=64 --mesh=auto --hardware=v5e "
     "--model_dir=runs/elastic": T5,
+    f"switchx {TINY} --profile=10:13 --model_dir=runs/profiled": (
+        *T5, "--gin.TRAIN_STEPS=13",
+    ),
 }  # fmt: skip
 
 # Command -> the test that runs it.
@@ -189,6 +192,9 @@ TESTED_ELSEWHERE = {
         "tests/bench/test_storage.py::test_names_and_bounds_of_the_checks_are_fixed"
     ),
     "switchx check equivalence --json": MEASURING + "::test_report_and_exit_status",
+    "switchx check planned_bytes --json": (
+        "tests/bench/test_planned_bytes.py::test_bytes_and_flops_are_the_planned_ones"
+    ),
     "switchx check elastic --json": (
         "tests/bench/test_elastic.py::test_losing_devices_changes_nothing"
     ),
@@ -361,6 +367,36 @@ def test_links_and_paths_lead_somewhere(page):
     folders = "configs|docs|switchx|tests|experiments|launch"
     paths = re.findall(rf"(?<![\w/])(?:{folders})/[\w/.]+", PAGES[page])
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_a_shell_finds_switchx_before_it_is_called():
+    """`make train` installs it into a folder of its own, which is on no path."""
+    assert README.index("`source .venv/bin/activate`") < README.index("`switchx")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "VENV ?= .venv\n" in makefile
+
+
+def measured(page: str) -> dict[str, list[list[str]]]:
+    """Command -> the numbers of each row of a page's measurements that it made."""
+    found: dict[str, list[list[str]]] = {}
+    _, _, text = page.partition("\n## Measured\n")
+    rows = re.compile(r"^\|[^|]*\| `([^`]+)`[^|]*\|([^|]*)\|$", re.MULTILINE)
+    for command, cell in rows.findall(text):
+        numbers = re.findall(r"(?<![\w.])-?\d+(?:[.,]\d+)*(?:e-?\d+)?", cell)
+        found.setdefault(command, []).append(numbers)
+    return found
+
+
+def test_both_pages_measured_the_same():
+    """A row of the README has the first numbers of one row of the other page, or the first one
+    of several."""
+    ours, theirs = measured(README), measured(PAGES[ROOT / "docs/capabilities.md"])
+    assert sum(map(len, ours.values())) == 8
+    for command, rows in ours.items():
+        for row in rows:
+            firsts = iter([other[0] for other in theirs[command]])
+            is_of_one = any(other[: len(row)] == row for other in theirs[command])
+            assert is_of_one or all(number in firsts for number in row), (command, row)
 
 
 def test_dimension_key_is_that_of_axes():
