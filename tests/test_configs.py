@@ -15,12 +15,14 @@ from switchx.data.vocabularies import save_vocabulary
 from switchx.gin_config import building
 from switchx.gin_config.building import job_from_gin
 from switchx.gin_config.writing import job_gin
-from switchx.models.config import ModelConfig
+from switchx.models.config import ModelConfig, Precision
 from switchx.models.params import abstract_params
-from switchx.partitioning.mesh import AXES, batch_parts
+from switchx.partitioning.mesh import AXES, CompilerOptions, batch_parts
 from switchx.partitioning.rules import param_shardings
+from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.layout import SPREAD_RULES
 from switchx.planner.model_cost import count_parameters
+from switchx.storage.cache import StorageSpec
 from switchx.training.job import TrainingJob
 from switchx.training.text_evaluation import TextEvaluation
 from switchx.tree import num_elements
@@ -139,6 +141,22 @@ def test_run_honours_the_common_macros(name, build_job):
     assert (job.train_steps, job.batch_size, job.seed) == (7000, 48, 11)
     assert (job.log_every, job.eval_every, job.checkpoint_every) == (2, 3, 5)
     assert job.data_dir == "some/where"
+
+
+def test_parts_with_defaults_are_found_on_a_command_line(build_job):
+    """All runs bind them, so that `--gin.Precision.compute=float16` is no unknown name."""
+    plain = build_job("runs/pretrain_tiny.gin")
+    assert plain.model.precision == Precision() and plain.storage == StorageSpec()
+    assert plain.pipeline == ScheduleSpec() and plain.compiler == CompilerOptions()
+    bindings = {
+        "Precision.compute": "float16",
+        "StorageSpec.slots": 3,
+        "ScheduleSpec.kind": "gpipe",
+        "CompilerOptions.tpu": ("xla_name=True",),
+    }
+    job = build_job("runs/pretrain_tiny.gin", **bindings)
+    assert (job.model.precision.compute, job.storage.slots) == ("float16", 3)
+    assert (job.pipeline.kind, job.compiler.tpu) == ("gpipe", ("xla_name=True",))
 
 
 def test_texts_are_evaluated_where_a_run_says_so(build_job):

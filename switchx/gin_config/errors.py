@@ -84,8 +84,9 @@ def _no_configurable(selector: str) -> str:
     known = {name.rpartition(".")[2] for name, _ in gin.config._REGISTRY.items()}
     stem = selector.rpartition(".")[2]
     return (
-        f"there is no {selector!r}{did_you_mean(stem, known)}; a gin file has to import the "
-        "module that it is in"
+        f"there is no {selector!r}{did_you_mean(stem, known)}; a gin file has to import its "
+        "module and to name it, as `from switchx.models import config` and "
+        "`MODEL = @config.ModelConfig()` do"
     )
 
 

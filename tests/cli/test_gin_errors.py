@@ -87,6 +87,18 @@ def test_mistake_in_a_binding_is_told_with_its_value(binding, said):
     assert said in message(binding)
 
 
+def test_a_class_is_found_where_a_file_names_it():
+    """The way out that is said of a class whose module alone is imported is one."""
+    said = message("LinearWarmup.peak=0.5", text="from switchx.optim import schedules\n")
+    assert "no 'LinearWarmup'" in said and "has to import its module and to name it, as" in said
+    pathlib.Path("my.gin").write_text(
+        "from __gin__ import dynamic_registration\nfrom switchx.optim import schedules\n"
+        "SCHEDULE = @schedules.LinearWarmup()\nschedules.LinearWarmup.warmup_steps = 3\n"
+    )
+    bindings = ["FILES=a.txt", "LinearWarmup.peak=0.5"]
+    assert building.parse_job([str(SMALL), "my.gin"], bindings).schedule.peak == 0.5
+
+
 def test_all_that_is_required_is_asked_for_at_once():
     for names, required in (
         (["runs/finetune.gin", "tasks/text_span_corruption.gin"], ["INIT_FROM", "FILES"]),
