@@ -52,6 +52,7 @@ CHAIN = {
     f"switchx {TUNE} --model_dir=runs/finetuned": T5,
     "switchx report --model_dir=runs/pretrain_tiny": (),
     "switchx tasks glue_cola --manual_dir=data": (),
+    "switchx checkpoint inspect runs/pretrain_tiny": (),
     "switchx checkpoint verify runs/pretrain_tiny": (),
     "switchx show schedule --stages=4 --microbatches=8": (),
     "switchx plan --gin_file=configs/runs/pretrain_switch_base.gin --hardware=v5p "

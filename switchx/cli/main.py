@@ -54,8 +54,9 @@ any setting of the gin files, several --gin_file are read in order:
 `configs/` is found from any folder; runs to start from are in configs/runs.
 """
 EPILOG = """\
-`switchx COMMAND --help` explains one. Exit status: 0 done, 1 failed on the way, 2 wrong
-input (nothing was done), 75 saved after a signal to one of several processes, 130 interrupted.
+`switchx COMMAND --help` explains one. Exit status: 0 done, 1 failed on the way or a check does
+not hold, 2 wrong input (nothing was done), 75 saved after a signal to one of several processes,
+130 interrupted.
 """
 
 

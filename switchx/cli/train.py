@@ -25,6 +25,11 @@ Macros that every file in configs/runs honours:
 
   TRAIN_STEPS       step at which training ends; may be raised to go on
   BATCH_SIZE        rows of a batch, over all devices
+  INPUTS_LENGTH     tokens of a row, for the encoder
+  TARGETS_LENGTH    tokens of a row, for the decoder
+  NUM_MICROBATCHES  parts of a batch whose gradients are summed
+  LEARNING_RATE     of the optimizer's file
+  WARMUP_STEPS      of the optimizer's file, where it has a warm-up
   SEED              of parameters, dropout, jitter and data order
   LOG_EVERY         steps between lines of metrics.jsonl
   EVAL_EVERY        steps between evaluations

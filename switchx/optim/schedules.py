@@ -92,7 +92,8 @@ class WarmupCosine:
         require(
             self.total_steps > self.warmup_steps,
             f"WarmupCosine.total_steps={self.total_steps} leaves nothing after "
-            f"warmup_steps={self.warmup_steps}; use more steps or a shorter warm-up",
+            f"warmup_steps={self.warmup_steps}; use more steps or a shorter warm-up "
+            "(COSINE_STEPS and WARMUP_STEPS of configs/optimizers/adamw.gin)",
         )
         require(
             0 <= self.final <= self.peak,

@@ -9,9 +9,10 @@ import shutil
 import pytest
 
 from switchx.bench import storage_time
+from switchx.cli import train
 from switchx.cli.arguments import parse_job
 from switchx.cli.main import _parse, _parser, main
-from tests.compilation import T5
+from tests.compilation import T5, TINY_RUN
 from tests.processes import ROOT
 from tests.test_readme import CHAIN, dry_run
 
@@ -43,7 +44,9 @@ def test_commands_run(trains, my_text, tiny_run, one_device, capsys):
         words = shlex.split(command)
         name, *options = words[words.index("switchx") + 1 :]
         if name == "train":
+            parse_job(_parse(_parser(), [name, *options]))
             steps += 1
+            options = [each.replace("WARMUP_STEPS=40", "WARMUP_STEPS=1") for each in options]
             options += [*T5, f"--gin.TRAIN_STEPS={steps}"]
             if not trains:
                 assert parse_job(_parse(_parser(), [name, *options])).train_steps == steps
@@ -83,6 +86,39 @@ def test_commands_of_all_pages_are_understood():
     assert num_commands > 50
 
 
+def subcommands() -> dict[str, list[str]]:
+    """Each command, and what its first word may be where that is one of a few."""
+    (actions,) = [each for each in _parser()._actions if isinstance(each.choices, dict)]
+    found = {}
+    for name, parser in actions.choices.items():
+        words = [each for each in parser._actions if each.choices and not each.option_strings]
+        found[name] = list(words[0].choices) if words else []
+    return found
+
+
+def test_all_commands_are_on_the_pages():
+    synopsis = PAGE.partition("    switchx ")[2].partition("\n\n")[0]
+    assert sorted(re.findall("[a-z]+", synopsis)) == sorted(subcommands())
+    table = (ROOT / "docs/capabilities.md").read_text(encoding="utf-8")
+    for name, words in subcommands().items():
+        for command in [f"switchx {name} {word}" for word in words] or [f"switchx {name} "]:
+            assert command in table, command
+    assert subcommands()["check"] == ["equivalence", "planned_bytes", "elastic"]
+
+
+def test_names_for_users_of_t5x_are_there():
+    rows = PAGE.partition("| T5X | here |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert 0 < len(rows) <= 10
+    job = parse_job(_parse(_parser(), ["train", *TINY_RUN[1:], "--model_dir=x"]))
+    words = "train --gin_file=runs/finetune_task.gin --gin.INIT_FROM=x --gin.CACHE_TOKENS=True"
+    words += " --gin.INPUTS_LENGTH=9 --gin.INIT_RULES=() --model_dir=x"
+    assert parse_job(_parse(_parser(), words.split())).source.cache_tokens
+    parts = {"Task": job.source, "ModelConfig": job.model, "SwitchConfig": job.model.switch}
+    here = " ".join(row.split("|")[2] for row in rows)
+    for name, field in re.findall(r"`(\w+)\.([a-z_]+)`", here):
+        assert hasattr(parts[name], field)
+
+
 def test_malloc_is_tuned_as_make_train_does():
     (said,) = re.findall(r"GLIBC_TUNABLES=\S+", PAGE)
     assert said == f"GLIBC_TUNABLES={storage_time.MALLOC}"
@@ -90,19 +126,25 @@ def test_malloc_is_tuned_as_make_train_does():
 
 
 def test_macros_are_those_of_the_runs(in_a_folder):
-    cells = re.findall(r"^\| (`[A-Z_`, ]+`) \|", PAGE, re.MULTILINE)
+    table = PAGE.partition("Macros that every file")[2].partition("**From T5X")[0]
+    cells = re.findall(r"^\| (`[A-Z_`, ]+`) \|", table, re.MULTILINE)
     macros = {macro for cell in cells for macro in re.findall(r"[A-Z_]{2,}", cell)}
     words = ["train", "--gin_file=runs/pretrain_tiny.gin", "--model_dir=x"]
     values = {"DATA_DIR": "a", "INIT_FROM": "b", "BEST_METRIC": "c/d", "EVAL_TIME_SHARE": 0.7}
     values["LOCAL_DIR"] = "/e"
+    values["NUM_MICROBATCHES"] = 1
     values["TEXT_EVALUATION"] = "@text_evaluation.TextEvaluation()"
     named = sorted(macros | {"TEXT_EVALUATION"})
     words += [f"--gin.{macro}={values.get(macro, 7)}" for macro in named]
     job = parse_job(_parse(_parser(), words))
-    assert len(macros) == 13
+    assert len(macros) == 18
+    listed = re.findall(r"^  ([A-Z_]+)  ", train.DESCRIPTION, re.MULTILINE)
+    assert macros <= {*listed}
     assert (job.train_steps, job.batch_size, job.seed, job.log_every) == (7, 7, 7, 7)
     assert (job.eval_every, job.checkpoint_every) == (7, 7)
     assert (job.data_dir, job.init_from) == ("a", "b")
+    assert (job.inputs_length, job.targets_length, job.step.num_microbatches) == (7, 7, 1)
+    assert (job.schedule.base, job.schedule.warmup_steps) == (7, 7)
     retention = job.retention
     assert (retention.local_dir, retention.local_every, retention.grace_s) == ("/e", 7, 7)
     assert (job.retention.best_metric, job.text_evaluation.time_share) == ("c/d", 0.7)
