@@ -4,11 +4,13 @@
 #
 #   gcloud compute tpus tpu-vm ssh NAME --zone=ZONE --worker=all --command='
 #     cd switchx && launch/tpu_vm.sh --gin_file=configs/runs/pretrain_switch_base.gin \
-#       --gin_file=configs/meshes/pod.gin --gin.VOCABULARY_FILE=t5.model --model_dir=/shared/base'
+#       --gin.VOCABULARY_FILE=t5.model --model_dir=/shared/base'
 #
-# Of several slices of a queued resource, the same for each of them. What follows the script's
-# name are options of `switchx train`. JAX asks the metadata server which worker this is, and how
-# many there are; process 0 is worker 0 of slice 0, whose port 8482 the others have to reach.
+# The run has its own mesh, 4 x 4 x 8 devices and more along `data`; a file of configs/meshes/ after
+# it takes its place. Of several slices of a queued resource, the same for each of them. What
+# follows the script's name are options of `switchx train`. JAX asks the metadata server which
+# worker this is, and how many there are; process 0 is worker 0 of slice 0, whose port 8482 the
+# others have to reach.
 #
 # A process that is lost ends those of all workers; each of these scripts begins its own again,
 # from the last checkpoint, RESTARTS times in a row without a new one, and they wait

@@ -172,7 +172,9 @@ def test_the_examples_of_the_scripts_are_jobs():
     job = example_of(SLURM, "sbatch")
     assert (job.mesh.node, job.mesh.expert) == (4, 8)
     assert job.compiler.gpu
-    assert example_of(TPU_VM, "  cd switchx &&").mesh.fsdp == 2
+    mesh = example_of(TPU_VM, "  cd switchx &&").mesh
+    # The run's own: no file after it binds another.
+    assert (mesh.data, mesh.fsdp, mesh.node, mesh.expert, mesh.model) == (None, 4, 4, 8, 1)
 
 
 def manifest() -> dict:

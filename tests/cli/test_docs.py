@@ -106,6 +106,22 @@ def test_all_commands_are_on_the_pages():
     assert subcommands()["check"] == ["equivalence", "planned_bytes", "elastic"]
 
 
+def parsers(parser, name: str = "switchx"):
+    """Names and parsers of a command and all below it."""
+    yield name, parser
+    for action in parser._actions:
+        if isinstance(action.choices, dict):
+            for word, inner in action.choices.items():
+                yield from parsers(inner, f"{name} {word}")
+
+
+def test_commands_of_several_hosts_are_those_that_are_said():
+    page = (ROOT / "docs/several_hosts.md").read_text(encoding="utf-8")
+    said = re.findall("`(switchx [a-z ]+)`", page.partition(" run on many machines")[0])
+    have = [name for name, each in parsers(_parser()) if "--coordinator" in each.format_help()]
+    assert sorted(said) == sorted(have)
+
+
 def test_names_for_users_of_t5x_are_there():
     rows = PAGE.partition("| T5X | here |")[2].partition("\n\n")[0].splitlines()[2:]
     assert 0 < len(rows) <= 10
