@@ -38,6 +38,20 @@ def test_all_tasks_are_listed_and_have_a_gin_file(capsys):
     assert set(DATASETS) <= named
 
 
+def test_the_page_says_which_gin_files_are_no_data_sets():
+    page = (ROOT / "docs/tasks.md").read_text(encoding="utf-8")
+    table, _, after = page.partition("## The table")[2].partition("\nMost gin files")
+    names = set()
+    for cell in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE):
+        listed = re.findall(r"`(\w+)`", cell)
+        names |= {f"super_glue{name}" if name.startswith("_") else name for name in listed}
+    said = set(re.findall(r"`(\w+)`", after.partition("\n\n")[0]))
+    files = {path.stem for path in (ROOT / "configs/tasks").glob("*.gin")}
+    assert names <= files
+    assert names - set(DATASETS) == said & files
+    assert set(DATASETS) - names == said & set(DATASETS)
+
+
 def test_an_example_is_shown(capsys, folder):
     folders = (f"--manual_dir={folder}", f"--data_dir={folder}")
     about = json.loads(shown(capsys, "super_glue_copa", *folders, "--json"))

@@ -170,7 +170,8 @@ def require_dataset(name: str) -> Dataset:
     """
     require(
         name in DATASETS,
-        f"there is no data set {name!r}; use one of {', '.join(DATASETS)}, or Templates for "
-        "any other",
+        f"there is no data set {name!r}; use one of {', '.join(DATASETS)}. Any other is read "
+        "by templates: configs/tasks/templates.gin, or `switchx tasks tfds:NAME` (or a folder) "
+        "with --inputs and --targets",
     )
     return DATASETS[name]
