@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What of a run may change when it goes on or is evaluated; `config.json`."""
 
+import ast
 import dataclasses
 import json
 import pathlib
+import re
 
 import optax
 import pytest
@@ -40,6 +42,7 @@ from switchx.training.resume import (
 from switchx.training.step import StepConfig
 from switchx.training.text_evaluation import TextEvaluation
 from tests.data.refusals import refused
+from tests.processes import ROOT
 from tests.training.jobs import LENGTH, LOSS, SPARSE, TASK, make_job
 
 
@@ -312,3 +315,30 @@ def test_a_kill_while_writing_leaves_no_half_written_configuration(tmp_path, mon
         write_run_config(RunFolder(tmp_path), make_job())
     assert (tmp_path / "vocabulary.json").exists()  # written first
     assert not (tmp_path / "config.json").exists()
+
+
+def declared() -> set[str]:
+    """`Class.field` of all fields of switchx that say `at_resume()`."""
+    found = set()
+    for path in (ROOT / "switchx").rglob("*.py"):
+        for cls in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(cls, ast.ClassDef):
+                continue
+            for field in cls.body:
+                value = getattr(field, "value", None)
+                if isinstance(value, ast.Call) and ast.unparse(value.func) == "at_resume":
+                    found.add(f"{cls.name}.{field.target.id}")
+    return found
+
+
+def test_the_page_has_all_fields_that_may_change():
+    page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    table = page.partition("| may change on resume | fields |")[2].partition("\n\n")[0]
+    named = set()
+    for row in table.splitlines()[2:]:
+        for name in re.findall(r"`([\w.]+)`", row.split("|")[2]):
+            named.add(name if "." in name or name[0].isupper() else f"TrainingJob.{name}")
+    # `storage` and `init` may change, so all of them may.
+    whole = {"StorageSpec", "InitConfig"}
+    assert whole <= named
+    assert named - whole == {each for each in declared() if each.split(".")[0] not in whole}
