@@ -122,6 +122,10 @@ def predict(
     if workload.teacher is not None and storage.tier != "device":
         raise ValueError(TEACHER_IN_STORAGE)
     use = storage_use(workload, layout, storage, hardware)
+    if storage.tier != "device":
+        # Backward computes each run of blocks again from its input, whatever the model says.
+        again = dataclasses.replace(workload.model, remat="full")
+        workload = dataclasses.replace(workload, model=again)
     time = step_time(workload, layout, hardware)
     time, memory = with_storage(workload, layout, use, time, memory_use(workload, layout))
     return Plan(layout, time, memory, workload.tokens / time.step_s, use)

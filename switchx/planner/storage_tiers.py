@@ -14,7 +14,8 @@ Copies of the forward and backward pass run beside its products, those of the up
 
     step = max(products + collectives, layers' copies) + max(update, its copies)
 
-where a sweep's copies are its bytes over the bandwidth, on each way by itself. Of a cache of c
+where a sweep's copies are its bytes over the bandwidth, on each way by itself; with a disk also
+those within the host's memory, which all of a host's processors make. Of a cache of c
 records, where a step touches t, c / t are taken to hit, which a policy that knows the order of
 the sweeps nearly reaches (docs/storage.md).
 Symbols: D dense and S sparse parameters, L Switch layers, N devices, a touched share (the
@@ -230,10 +231,14 @@ def storage_use(
     read, written = SWEEPS * misses * used, misses * used + records / storage.checkpoint_every
     read_s = read / disk.read_bytes_per_s / disk.efficiency * sharing
     written_s = written / disk.write_bytes_per_s / disk.efficiency * sharing
-    # Records are read and written, gradients read.
-    update_bytes = touched * (2 * records + stored)
-    update_bytes_per_s = hardware.host.memory_bytes_per_s * hardware.host.efficiency / sharing
     to_device, from_device = 2 * touched * params, touched * stored
+    # In each of two sweeps banks are made of records and copied to the device; gradients
+    # arrive, and are put in order.
+    layers_bytes = 4 * touched * stored + to_device + 3 * from_device
+    # Each record is copied into the update's loop, and changed there; its gradient is read,
+    # written, read twice (lazy_update.py). Adafactor reads matrices for its means besides.
+    update_bytes = touched * (4 * records + 4 * stored)
+    memory_bytes_per_s = hardware.host.memory_bytes_per_s * hardware.host.efficiency / sharing
     return StorageUse(
         tier=tier,
         # Banks, and the gradients of the run that backward has reached.
@@ -247,8 +252,12 @@ def storage_use(
         from_device=from_device,
         disk_read=read,
         disk_written=written,
-        layers_s=max(to_device / link, from_device / link, read_s * (SWEEPS - 1) / SWEEPS),
-        update_s=max(update_bytes / update_bytes_per_s, read_s / SWEEPS, written_s),
+        layers_s=max(
+            max(to_device, from_device) / link,
+            layers_bytes / memory_bytes_per_s,
+            read_s * (SWEEPS - 1) / SWEEPS,
+        ),
+        update_s=max(update_bytes / memory_bytes_per_s, read_s / SWEEPS, written_s),
     )
 
 
