@@ -119,6 +119,7 @@ class Checkpointer:
         self._run, self._folder, self._retention = run, run.checkpoints, retention
         self._experts = experts
         self._saving = Manifest(0, None, {})  # of the save that is under way
+        self._is_saving = False  # one was begun that `wait` has not seen end
         self._is_alone = False  # this process of several could not write its part
         if jax.process_index() == 0:
             if not run.is_in_store:
@@ -215,6 +216,7 @@ class Checkpointer:
             self._scores[step] = score
         arguments = {item: SaveArrays(tree) for item, tree in items.items()}
         arguments["data"] = ocp.args.JsonSave(encode_data_state(data_state))
+        self._is_saving = True
         try:
             self._manager.save(step, args=ocp.args.Composite(**arguments), force=True)
         except Exception as error:
@@ -223,6 +225,8 @@ class Checkpointer:
 
     def check(self) -> None:
         """Raises the error of a save that has failed; cheap, for every step."""
+        if not self._is_saving:
+            return  # `wait` lists the checkpoints, in a store over the network
         if self._arrays.has_failed() or not self._manager.is_saving_in_progress():
             self.wait()
 
@@ -246,6 +250,7 @@ class Checkpointer:
             raise self._save_error(str(error)) from error
         if jax.process_index() == 0:
             self._remove_expired()
+        self._is_saving = False
         self.meter.finished(self._folder / str(self._saving.step))
 
     def latest_complete_step(self) -> int | None:

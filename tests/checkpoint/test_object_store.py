@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from orbax.checkpoint._src.serialization import tensorstore_utils
 
 import switchx
 from switchx import object_store
+from switchx.checkpoint import checkpointer as checkpointer_module
 from switchx.checkpoint.checkpointer import Checkpointer, SaveError
 from switchx.checkpoint.restore import choose_step, restore_params
 from switchx.checkpoint.retention import Retention, rewind
@@ -70,6 +72,31 @@ def test_what_is_saved_comes_back_and_older_ones_go(run):
         step, state, data = checkpointer.resume(shapes(filled_state(0)))
     assert (step, data) == (3, [{"position": 3}])
     assert_same(state, filled_state(3))
+
+
+def test_a_check_of_every_step_lists_nothing_unless_a_save_is_under_way(run, monkeypatch):
+    listed, paths = [], checkpointer_module.checkpoint_paths
+
+    def counted(folder):
+        listed.append(folder)
+        return paths(folder)
+
+    with Checkpointer(run, Retention(keep_last=1, keep_best=0)) as checkpointer:
+        monkeypatch.setattr(checkpointer_module, "checkpoint_paths", counted)
+        for _ in range(10):
+            checkpointer.check()
+        assert listed == []
+        for step in (1, 2):
+            checkpointer.save(step, filled_state(step))
+            while checkpointer.meter.last is None:
+                time.sleep(0.01)
+                checkpointer.check()
+            checkpointer.meter.last = None
+        assert steps_of(run) == {"2"}  # the check that found the save done removed the older
+        listed.clear()
+        for _ in range(10):
+            checkpointer.check()
+        assert listed == []
 
 
 def test_a_save_that_was_cut_short_is_deleted_and_the_older_taken(run, caplog):
