@@ -2,9 +2,8 @@
 """Checkpoints by Orbax: asynchronous, atomic, the newest few and the best kept.
 
 `checkpoints/<step>/` appears by one rename when all of it, the manifest last, is on disk.
-What is damaged or half-written is skipped with a warning and never deleted: the trainer that is
-about to write moves it to `<step>.damaged-<n>`, since Orbax deletes what is in its way. See
-docs/checkpoints.md.
+What is damaged or half-written is skipped with a warning, never deleted: the trainer renames it
+before it writes (`set_aside`), as Orbax deletes what is in its way. See docs/checkpoints.md.
 """
 
 import contextlib
@@ -40,11 +39,7 @@ from switchx.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from switchx.checkpoint.parts import (
-    ChecksummedArrays,
-    DamagedCheckpoint,
-    SaveArrays,
-)
+from switchx.checkpoint.parts import ChecksummedArrays, DamagedCheckpoint, SaveArrays
 from switchx.checkpoint.restore import (
     checkpoint_paths,
     choose_step,
@@ -53,11 +48,13 @@ from switchx.checkpoint.restore import (
 )
 from switchx.checkpoint.retention import (
     MIB,
+    SET_ASIDE,
     UNFINISHED,
     Preservation,
     Retention,
     SaveMeter,
     damaged_bytes,
+    require_none_damaged,
     set_aside,
 )
 from switchx.checkpoint.run_folder import RunFolder
@@ -254,9 +251,17 @@ class Checkpointer:
         self.meter.finished(self._folder / str(self._saving.step))
 
     def latest_complete_step(self) -> int | None:
-        """The newest checkpoint whose files are there; those before it are set aside."""
+        """The newest checkpoint whose files are there, or None where no save has finished yet.
+
+        Newer ones that are not whole are set aside.
+
+        Raises:
+            ValueError: there were checkpoints, and none is left.
+        """
         step = first_complete(checkpoint_paths(self._folder), set_aside)
         self._manager.reload()
+        if step is None:
+            require_none_damaged(self._folder)
         return step
 
     def resume(
@@ -270,19 +275,16 @@ class Checkpointer:
             abstract_state, model: see `restore`.
 
         Raises:
-            ValueError: none is left, or one does not fit.
+            ValueError: none is there or left, or one does not fit.
         """
-        while (step := self.latest_complete_step()) is not None:
+        while True:
+            step = choose_step(self._run, self.latest_complete_step())
             try:
                 return step, *self.restore(abstract_state, step, model=model)
             except DamagedCheckpoint as error:
                 if jax.process_index() == 0:
                     set_aside(self._folder / str(step), error.fault)
                 multihost_utils.sync_global_devices("switchx_checkpoint_set_aside")
-        raise ValueError(
-            f"no checkpoint in {self._folder} is what was saved; all are kept as *.damaged-*. "
-            "Give another model_dir to begin again"
-        )
 
     def restore(
         self, abstract_state: Tree, step: int | None = None, *, model: ModelConfig | None = None
@@ -379,7 +381,7 @@ class Checkpointer:
         damaged_mib = damaged_bytes(self._folder) / MIB
         return SaveError(
             f"{what}; the disk has {free_mib:.1f} MiB free. {intact}. Make room or mend the "
-            f"disk ({damaged_mib:.1f} MiB are in *.damaged-* there), then run the same command "
+            f"disk ({damaged_mib:.1f} MiB are in {SET_ASIDE} there), then run the same command "
             "to resume"
         )
 

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from switchx.checkpoint.manifest import MANIFEST, numbers_of, read_manifest
 from switchx.checkpoint.parts import ChecksummedArrays
@@ -26,6 +28,9 @@ from switchx.object_store import Folder, is_address, remove
 logger = logging.getLogger(__name__)
 
 UNFINISHED = ocp.path.atomicity.TMP_DIR_SUFFIX  # `<step>` + this, while it is being written
+# `<step>` + these, once set aside: what was saved and is not whole; a save that was cut short.
+DAMAGED, _CUT_SHORT = "*.damaged-*", "*.unfinished-*"
+SET_ASIDE = f"{DAMAGED} and {_CUT_SHORT}"
 MIB = 1 << 20
 
 
@@ -212,7 +217,9 @@ class SaveMeter:
 def set_aside(path: Folder, damage: str) -> None:
     """Renames one checkpoint; `damage` says why, for the warning.
 
-    A store cannot rename. What a save that was cut short left there is deleted.
+    The new name says whether its save had finished: `<step>.damaged-<n>`, or
+    `<step>.unfinished-<n>`. A store cannot rename. What a save that was cut short left there is
+    deleted.
 
     Raises:
         ValueError: it is in a store, and has a manifest.
@@ -221,20 +228,37 @@ def set_aside(path: Folder, damage: str) -> None:
         if (path / MANIFEST).exists():
             raise ValueError(
                 f"checkpoint {path} is not whole: {damage}. A store cannot rename it: move it "
-                "away or delete it, then run the same command to go on from an older one"
+                "away or delete it, then run the same command to go on from an older one, or "
+                "from step 0 where there is none"
             )
         logger.warning("checkpoint %s is deleted: its save did not finish", path)
         remove(path, MANIFEST)
         return
-    name = _renamed(path, "damaged")
+    name = _renamed(path, "unfinished" if path.name.endswith(UNFINISHED) else "damaged")
     logger.warning(
-        "checkpoint %s is skipped: %s. It is kept as %s; all %s take %.1f MiB and are yours to "
-        "delete",
+        "checkpoint %s is skipped: %s. It is kept as %s; %s there take %.1f MiB and are yours "
+        "to delete",
         path,
         damage,
         name,
-        path.with_name("*.damaged-*"),
+        SET_ASIDE,
         damaged_bytes(path.parent) / MIB,
+    )
+
+
+def require_none_damaged(checkpoints: Folder) -> None:
+    """Checks, where no checkpoint is left, that none was there: only then may a run begin.
+
+    Raises:
+        ValueError: one that was saved was set aside.
+    """
+    is_first = jax.process_index() == 0  # other processes may not see the new names yet
+    damaged = np.bool_(is_first and any(checkpoints.glob(DAMAGED)))
+    require(
+        not multihost_utils.broadcast_one_to_all(damaged),
+        f"no checkpoint in {checkpoints} is what was saved; all are kept as {DAMAGED}. Give "
+        "another model_dir to begin again; where those are moved away, training begins again "
+        "in this one and its logs are lost",
     )
 
 
@@ -276,4 +300,8 @@ def damaged_bytes(checkpoints: Folder) -> int:
     """Bytes of everything that was set aside."""
     if is_address(checkpoints):
         return 0
-    return sum(os.lstat(path).st_size for path in checkpoints.glob("*.damaged-*/**/*"))
+    return sum(
+        os.lstat(path).st_size
+        for pattern in (DAMAGED, _CUT_SHORT)
+        for path in checkpoints.glob(f"{pattern}/**/*")
+    )

@@ -296,12 +296,37 @@ def test_half_written_save_is_kept_and_a_cut_deletion_finished(tmp_path, caplog)
         assert checkpointer.steps == (10,)
         checkpointer.save(20, filled_state(20))
     assert f"checkpoint {unfinished} is skipped: its save did not finish" in caplog.text
-    assert "*.damaged-* take 3.0 MiB and are yours to delete" in caplog.text
+    assert "It is kept as 20.unfinished-1" in caplog.text
+    assert (
+        "*.damaged-* and *.unfinished-* there take 3.0 MiB and are yours to delete"
+        in caplog.text
+    )
     assert f"checkpoint {folder / '30'} is skipped: it has no manifest.json" in caplog.text
-    assert (folder / "20.damaged-1" / "part").stat().st_size == 3 << 20
+    assert (folder / "20.unfinished-1" / "part").stat().st_size == 3 << 20
     assert (folder / "30.damaged-1").is_dir()
     assert not (folder / "expired").exists()
     assert kept(tmp_path) == [10, 20]
+
+
+def test_a_run_begins_again_after_unfinished_saves_alone(tmp_path):
+    folder = tmp_path / "checkpoints"
+    (folder / "10.orbax-checkpoint-tmp").mkdir(parents=True)
+    for _ in range(2):  # the second start finds what the first has renamed
+        with reopened(tmp_path) as checkpointer:
+            assert checkpointer.latest_complete_step() is None
+        assert [path.name for path in folder.iterdir()] == ["10.unfinished-1"]
+    save_all(tmp_path, [10])
+    truncate(folder / "10" / "data" / "process_0_of_1.json")
+    for _ in range(2):
+        with (
+            reopened(tmp_path) as checkpointer,
+            refused(
+                f"no checkpoint in {folder} is what was saved; all are kept as *.damaged-*. "
+                "Give another model_dir to begin again"
+            ),
+        ):
+            checkpointer.latest_complete_step()
+    assert {path.name for path in folder.iterdir()} == {"10.unfinished-1", "10.damaged-1"}
 
 
 TRAINER = """
@@ -369,7 +394,7 @@ def test_full_disk_is_seen_before_saving(small_disk):
         message = (
             r"checkpoint 2 could not be written to .*: it needs about 16.0 MiB; the disk has "
             r"6.\d MiB free. Intact: 1. Make room or mend the disk \(0.0 MiB are in "
-            r"\*.damaged-\* there\), then run the same command to resume"
+            r"\*.damaged-\* and \*.unfinished-\* there\), then run the same command to resume"
         )
         with pytest.raises(SaveError, match=message):
             checkpointer.save(2, big_state(16))

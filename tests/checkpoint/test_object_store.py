@@ -107,6 +107,10 @@ def test_a_save_that_was_cut_short_is_deleted_and_the_older_taken(run, caplog):
     saved(run, 2)
     assert f"checkpoint {run.checkpoints}/2 is deleted: its save did not finish" in caplog.text
     np.testing.assert_array_equal(restore_params(run.path)["embedding_VD"][0, 0], 2)
+    for step in ("1", "2"):  # as of a run that was killed in its first save
+        (run.checkpoints / step / "manifest.json").unlink()
+    with Checkpointer(run, Retention()) as checkpointer:
+        assert checkpointer.latest_complete_step() is None and steps_of(run) == set()
 
 
 def test_a_missing_shard_is_named_and_nothing_deleted(run, capsys):

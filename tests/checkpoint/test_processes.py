@@ -200,7 +200,7 @@ def test_a_process_that_cannot_finish_ends_both_and_loses_nothing(
     assert kept(tmp_path) == [1]
     outcomes = in_two(tmp_path, "resume", session_cache)
     assert [output.splitlines()[-1] for _, output in outcomes] == ["1", "1"], outcomes
-    assert (tmp_path / "checkpoints" / "2.damaged-1").is_dir()
+    assert (tmp_path / "checkpoints" / "2.unfinished-1").is_dir()
 
 
 def test_two_processes_verify_together(tmp_path, session_cache):

@@ -147,6 +147,24 @@ def test_training_goes_on_from_the_checkpoint_that_a_run_is_rewound_to(finished,
     assert steps_in(run.metrics) == [1, 2, 3, 4] and steps_in(run.validation) == [0, 2, 4]
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_again(finished, tmp_path):
+    run, events = RunFolder(tmp_path / "run"), Events()
+    shutil.copytree(finished[0].root, run.root)
+    for step in (2, 4):
+        file = run.checkpoints / str(step) / "data" / "process_0_of_1.json"
+        file.write_bytes(file.read_bytes()[:-1])
+    for _ in range(2):
+        with refused(
+            f"no checkpoint in {run.checkpoints} is what was saved; all are kept<any>"
+        ):
+            train(tiny_job(), run, events)
+    assert steps_in(run.metrics) == [1, 2, 3, 4] and events == []
+    for step in (2, 4):
+        (run.checkpoints / f"{step}.damaged-1").rename(run.checkpoints / f"{step}.unfinished-1")
+    train(tiny_job(train_steps=1), run, events)  # as if both saves had been cut short
+    assert steps_in(run.metrics) == [1]
+
+
 def test_a_signal_saves_the_step_that_was_running(finished, tmp_path):
     run = RunFolder(tmp_path)
 
