@@ -200,12 +200,25 @@ class LocalCopies:
         self.seconds = time.monotonic() - begun
 
 
+def renew_identity(run: RunFolder) -> None:
+    """Gives a run that begins again another identity: earlier copies are none of its.
+
+    It is written anew and not deleted, as a store keeps what is deleted in the mirror.
+    """
+    if jax.process_index() == 0 and run.identity.exists():
+        _write_identity(run)
+
+
+def _write_identity(run: RunFolder) -> None:
+    write_atomically(run.identity, secrets.token_hex(16).encode())
+
+
 def _identity(run: RunFolder) -> str:
     """The run's identity, which process 0 writes where there is none; of all processes."""
     words = np.zeros(16, np.uint8)
     if jax.process_index() == 0:
         if not run.identity.exists():
-            write_atomically(run.identity, secrets.token_hex(16).encode())
+            _write_identity(run)
         words = np.frombuffer(bytes.fromhex(run.identity.read_text()), np.uint8)
     return bytes(multihost_utils.broadcast_one_to_all(words)).hex()
 

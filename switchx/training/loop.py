@@ -35,7 +35,7 @@ from switchx.training.metrics import (
 )
 from switchx.training.profiling import ProfiledSteps, StepProfiler
 from switchx.training.program import TrainingProgram
-from switchx.training.resume import check_same_run, flat_description, write_run_config
+from switchx.training.resume import check_same_run, flat_description
 from switchx.training.saving import Saving
 from switchx.training.start import (
     evaluator_of,
@@ -130,16 +130,16 @@ def train(
         with program.scope(), Checkpointer(run, job.retention, program.experts) as checkpointer:
             step = checkpointer.latest_complete_step()
             first = first_params(job, program) if step is None else None
-            saving = Saving(run, job.retention, checkpointer, stop, reporter.note)
+            saving = Saving(
+                run, job.retention, checkpointer, stop, reporter.note, is_new=step is None
+            )
             loader = loader_of(job, program.shard)
             with contextlib.closing(saving), contextlib.closing(loader):
                 for task in evaluated_tasks(job.source):
                     # Refuses now what is read much later.
                     _evaluation_batches(job, task, program.shard)
                 if step is None:
-                    if is_first:
-                        write_run_config(run, job)
-                    state = first_state(program, first, run, reporter.note)
+                    state = first_state(job, program, first, run, reporter.note)
                 else:
                     step, state, data = saving.resume(program.abstract_state, job.model)
                     loader.restore(merge_states(data))

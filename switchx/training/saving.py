@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from switchx.checkpoint.checkpointer import Checkpointer
-from switchx.checkpoint.local_copies import LocalCopies
+from switchx.checkpoint.local_copies import LocalCopies, renew_identity
 from switchx.checkpoint.parts import DamagedCheckpoint
 from switchx.checkpoint.retention import Retention
 from switchx.checkpoint.run_folder import RunFolder
@@ -41,11 +41,14 @@ class Saving:
         checkpointer: Checkpointer,
         stop: StopRequest,
         note: Callable[[str], None],
+        is_new: bool,
     ):
         """Opens the folder of local copies, if there are to be any.
 
         Args:
             note: tells a person.
+            is_new: the run has no checkpoint. Copies of an attempt before, which may have had
+                another configuration, are then forgotten.
 
         Raises:
             ValueError: that folder cannot be written.
@@ -53,7 +56,11 @@ class Saving:
         self._run, self._retention, self._note = run, retention, note
         self._checkpointer, self._stop = checkpointer, stop
         directory = retention.local_dir
+        if is_new:
+            renew_identity(run)
         self._copies = None if directory is None else LocalCopies(directory, run)
+        if is_new and self._copies is not None:
+            self._copies.forget(lambda step: True)
 
     def resume(self, abstract_state: Tree, model: ModelConfig) -> Resumed:
         """Step, state and data iterators of the newest copy or checkpoint.

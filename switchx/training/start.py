@@ -28,7 +28,7 @@ from switchx.training.initialize import Source
 from switchx.training.job import TrainingJob
 from switchx.training.layered import LayeredProgram
 from switchx.training.program import TrainingProgram
-from switchx.training.resume import check_same_model
+from switchx.training.resume import check_same_model, write_run_config
 from switchx.training.step import StepConfig, TrainState, init_key
 from switchx.training.text_evaluation import TextEvaluator
 from switchx.tree import Tree, named_leaves
@@ -82,12 +82,18 @@ def first_params(job: TrainingJob, program: TrainingProgram) -> FirstParams | No
 
 
 def first_state(
+    job: TrainingJob,
     program: TrainingProgram,
     first: FirstParams | None,
     run: RunFolder,
     note: Callable[[str], None],
 ) -> TrainState:
-    """The state at step 0, drawn or of another run; says and keeps what came from where."""
+    """The state at step 0, drawn or of another run.
+
+    Writes the job's description into the run folder; says and keeps what came from where.
+    """
+    if jax.process_index() == 0:
+        write_run_config(run, job)
     logger.info("reading or drawing the parameters, beginning the optimizer")
     if first is None:
         return program.init_state(None)

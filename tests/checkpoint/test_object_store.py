@@ -17,6 +17,7 @@ import switchx
 from switchx import object_store
 from switchx.checkpoint import checkpointer as checkpointer_module
 from switchx.checkpoint.checkpointer import Checkpointer, SaveError
+from switchx.checkpoint.local_copies import renew_identity
 from switchx.checkpoint.restore import choose_step, restore_params
 from switchx.checkpoint.retention import Retention, rewind
 from switchx.checkpoint.run_folder import RunFolder
@@ -152,6 +153,16 @@ def test_the_trainer_before_ends_at_its_next_save(run, caplog):
     with run.locked():
         assert "was held by process 4711 on node002 since " in caplog.text
     assert "trainer.json" not in files_in(run.where)
+
+
+def test_a_run_that_begins_again_has_another_identity_on_every_machine(run):
+    run.identity.write_text("00" * 16)
+    run.put()
+    renew_identity(run)
+    run.put()
+    renewed = run.identity.read_text()
+    mirror.cache_clear()
+    assert run.identity.read_text() == renewed != "00" * 16
 
 
 @pytest.mark.slow

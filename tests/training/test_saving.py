@@ -95,24 +95,51 @@ def test_the_copy_that_is_made_instead_is_gone_on_from(tmp_path, final):
     assert_same(restore_params(run.root), final)
 
 
+def killed_at(step: int, run: RunFolder, job) -> None:
+    """Trains as if it were killed before the state of that step is saved."""
+
+    class Killed(Exception):
+        pass
+
+    def end(now):
+        if now == step:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(job, run, Events(end))
+
+
+def copies_in(local) -> set[int]:
+    return {int(each.name) for each in local.glob("run-*/process_0_of_1/*") if each.is_dir()}
+
+
 @pytest.fixture
 def copied(tmp_path):
     """A run with a checkpoint of step 2 and a copy of step 3; its job."""
     run = RunFolder(tmp_path / "run")
     job = job_of(local_dir=str(tmp_path / "local"), local_every=3)
     train(dataclasses.replace(job, train_steps=2), run, Events())
-
-    class Killed(Exception):
-        pass
-
-    def end(now):
-        if now == 4:
-            raise Killed
-
-    with pytest.raises(Killed):
-        train(dataclasses.replace(job, train_steps=5), run, Events(end))
+    killed_at(4, run, dataclasses.replace(job, train_steps=5))
     (arrays,) = (tmp_path / "local").glob("run-*/process_0_of_1/3/arrays.bin")
     return run, job, arrays
+
+
+@pytest.mark.parametrize("has_copies", [True, False])
+def test_copies_of_an_attempt_without_a_checkpoint_are_not_the_next_ones(
+    has_copies, tmp_path, final
+):
+    run, local = RunFolder(tmp_path / "run"), tmp_path / "local"
+    job = job_of(local_dir=str(local), local_every=1)
+    first = dataclasses.replace(job, seed=1, train_steps=9, checkpoint_every=9)
+    killed_at(5, run, first)
+    assert copies_in(local) == {3, 4}
+    killed_at(4, run, job if has_copies else tiny_job())  # after it has saved step 2
+    assert copies_in(local) == ({1, 3} if has_copies else {3, 4})
+    events = Events()
+    train(job, run, events)
+    found = f"3 in the copies of {local}" if has_copies else f"2 in {run.checkpoints / '2'}"
+    assert events.notes == [f"resumed from step {found}"]
+    assert_same(restore_params(run.root), final)
 
 
 def test_a_damaged_copy_is_deleted_and_the_checkpoint_taken(copied, final, caplog):
