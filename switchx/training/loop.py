@@ -361,7 +361,9 @@ class _Loop:
         raise TrainingStopped(
             f"{self.skipped_in_a_row} steps in a row had a loss or gradient that is not finite "
             f"({self.skipped.last(self.skipped_in_a_row)}); the state is saved at step {step}. "
-            "Use a lower learning rate or clip_norm, or resume from an earlier checkpoint"
+            "Train with a lower learning rate or clip_norm in a new model_dir, with "
+            f"INIT_FROM={str(self.run.path)!r} and INIT_STEP={step} or that of an earlier "
+            "checkpoint"
         )
 
 

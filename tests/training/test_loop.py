@@ -333,8 +333,9 @@ def test_too_many_in_a_row_stop_training_with_the_state_saved(spoil, tmp_path):
     batches = ", ".join(f"{step}: {batch_digest(placed[step - 1])}" for step in (3, 4, 5))
     assert str(caught.value) == (
         "3 steps in a row had a loss or gradient that is not finite (batches "
-        f"{batches}, kept in {run.skipped_batches}); the state is saved at step 5. Use a lower "
-        "learning rate or clip_norm, or resume from an earlier checkpoint"
+        f"{batches}, kept in {run.skipped_batches}); the state is saved at step 5. Train "
+        "with a lower learning rate or clip_norm in a new model_dir, with "
+        f"INIT_FROM={str(run.path)!r} and INIT_STEP=5 or that of an earlier checkpoint"
     )
     assert saved_steps(run) == {5} and len(events.notes) == 4
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(restore_params(run.root)))
