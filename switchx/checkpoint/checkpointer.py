@@ -26,6 +26,7 @@ from switchx.checkpoint.items import (
     from_items,
     has_records,
     item_name,
+    num_updates,
     read_data_states,
     read_items,
     require_records_unchanged,
@@ -316,8 +317,7 @@ class Checkpointer:
             of_items = {item_name(name): leaf for name, leaf in experts.items()}
             items = restore_items(path, nested(targets | of_items), model)
             if experts:
-                leaves = named_leaves(items)
-                updates = int(items["train_state"]["step"] - items["train_state"]["skipped"])
+                leaves, updates = named_leaves(items), num_updates(items["train_state"])
                 self._experts.fill({n: leaves[item_name(n)] for n in experts}, updates)
         return from_items(items, abstract_state), read_data_states(path)
 

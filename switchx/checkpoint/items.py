@@ -61,6 +61,18 @@ def from_items(items: dict[str, Tree], like: Tree) -> Tree:
     return jax.tree.unflatten(structure, [leaves[name] for name in named_leaves(like)])
 
 
+def num_updates(state: Tree) -> int:
+    """Updates that the optimizer of a state, or of a `train_state`, has counted.
+
+    Schedules go by this count, which goes on from a source with `InitConfig.optimizer`. Where
+    an optimizer has none, it is the number of steps that were not skipped.
+    """
+    leaves = named_leaves(state)
+    names = (name for name in leaves if name.startswith("opt_state/"))
+    counts = [int(leaves[name]) for name in names if name.endswith("/count")]
+    return max(counts, default=int(leaves["step"]) - int(leaves["skipped"]))
+
+
 def items_of(path: Folder) -> list[str]:
     """Which of the items of arrays a checkpoint has: a converted model's has parameters."""
     return [item for item in ("params", "train_state", "average") if (path / item).is_dir()]

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from switchx.checkpoint.checkpointer import Checkpointer
+from switchx.checkpoint.items import num_updates
 from switchx.checkpoint.run_folder import RunFolder, require_shared
 from switchx.data.data_dir import write_atomically
 from switchx.data.features import Batch
@@ -163,7 +164,6 @@ class _Loop:
 
     Attributes:
         pending: the step that was started last, its batch and its metrics, not yet read.
-        num_updates: steps so far that were not skipped.
     """
 
     job: TrainingJob
@@ -180,7 +180,6 @@ class _Loop:
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
     interval: Interval = dataclasses.field(default_factory=lambda: Interval(0.0))
     pending: tuple | None = None
-    num_updates: int = 0
     skipped_in_a_row: int = 0
     last_metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -212,7 +211,6 @@ class _Loop:
 
     def _steps(self, state: TrainState) -> Outcome:
         step, job = int(state.step), self.job
-        self.num_updates = step - int(state.skipped)
         self.reporter.begin(step, job.train_steps)
         if step < job.train_steps:
             self.goodput.begin(step)
@@ -246,7 +244,7 @@ class _Loop:
             self.reporter.stepped(step)
             is_last = step == job.train_steps
             if step % job.log_every == 0 or is_last:
-                self._log(step)
+                self._log(step, state)
             evaluation = None
             if step % job.eval_every == 0 or is_last:
                 evaluation = self._evaluate(step, state)
@@ -292,17 +290,15 @@ class _Loop:
         self.skipped_in_a_row = int(metrics.skipped_in_a_row)
         if metrics.is_skipped:
             self.reporter.note(self.skipped.keep(step, batch, metrics))
-        else:
-            self.num_updates += 1
 
-    def _log(self, step: int) -> None:
+    def _log(self, step: int, state: TrainState) -> None:
         self._account()
         seconds = self.watch.read()
         flops = train_flops(self.job.model, *self.job.sequence_lengths) * self.job.batch_size
         metrics = self.interval.metrics(seconds, flops)
         if self.job.model.build is not None:
             del metrics["model_flops_per_s"]  # counted for our own blocks alone
-        metrics["learning_rate"] = float(self.job.schedule(max(self.num_updates - 1, 0)))
+        metrics["learning_rate"] = float(self.job.schedule(max(num_updates(state) - 1, 0)))
         metrics["train_seconds"] = seconds
         if self.program.experts is not None:
             metrics["storage"] = self.program.experts.metrics()

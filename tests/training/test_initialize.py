@@ -10,6 +10,7 @@ import pytest
 from switchx.checkpoint.items import _read_records
 from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder
+from switchx.optim.schedules import LinearWarmup
 from switchx.partitioning.mesh import MeshSpec
 from switchx.storage.cache import StorageSpec
 from switchx.training.host_program import HostProgram
@@ -123,6 +124,23 @@ def test_a_step_with_its_optimizer(source):
     assert "optimizer as there, step is fresh" in found.notes[0]
     state, _ = start(source, step="best")
     assert int(state.opt_state.count) == 0
+
+
+def test_the_rate_that_is_logged_goes_on_with_the_optimizers_count(source, tmp_path):
+    run = RunFolder(tmp_path / "run")
+    job = make_job(
+        TINY, schedule=LinearWarmup(1.0, 10), init_from=str(source.path), train_steps=2,
+        init=InitConfig(optimizer=True),
+    )  # fmt: skip
+
+    def rates():
+        lines = map(json.loads, run.metrics.read_text().splitlines())
+        return [line["learning_rate"] for line in lines]
+
+    train(job, run, Events())
+    assert rates() == pytest.approx([0.4, 0.5])  # the source has taken four steps
+    train(dataclasses.replace(job, train_steps=3), run, Events())  # resumed
+    assert rates() == pytest.approx([0.4, 0.5, 0.6])
 
 
 def test_another_model_by_rules_on_a_mesh(source):
