@@ -42,7 +42,8 @@ class Distillation:
     Attributes:
         teacher: run folder of a trained or converted model, sparse or dense, or what
             `switchx teach` wrote of one.
-        step: of the teacher's checkpoint; None is the newest complete one.
+        step: of the teacher's checkpoint; None is the newest complete one when the run begins,
+            with which it then goes on.
         soft_weight: of the teacher's probabilities; the text has the rest. Switch
             Transformers, section 4.2: 0.25 for the teacher, 0.75 for the text.
         temperature: divides the logits of both.

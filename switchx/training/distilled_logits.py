@@ -12,13 +12,13 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from switchx.checkpoint.restore import checkpoint_fingerprint
 from switchx.data.features import Batch
 from switchx.data.loader import TrainLoader
 from switchx.data.vocabularies import load_vocabulary, save_vocabulary
@@ -79,8 +79,6 @@ def write_logits(
         job.source, job.batches, seed=job.seed, data_dir=job.data_dir, shard=program.shard,
         prefetch=job.prefetch,
     )  # fmt: skip
-    run, step = program.teacher_folder, program.teacher_step
-    vocabulary = load_vocabulary(run.root)
     own = program.shard.rows(job.batch_size)
     is_first, num_bytes = jax.process_index() == 0, 0
     with folder_of_all(folder) as partial, program.scope():
@@ -97,17 +95,14 @@ def write_logits(
         writer.end()
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("switchx_logits")
-        about = {
-            "teacher": str(run.root),
-            "step": step,
-            "fingerprint": checkpoint_fingerprint(run, step, vocabulary),
+        about = program.teacher_record | {
             "top": top,
             "vocab_size": V,
             "architecture": job.model.architecture,
             "batch_size": job.batch_size,
         }
         if is_first:
-            save_vocabulary(vocabulary, partial)
+            save_vocabulary(load_vocabulary(program.teacher_folder.root), partial)
             write_manifest(partial, MANIFEST, about, CHECKSUM)
             num_bytes = sum(path.stat().st_size for path in partial.iterdir())
     return num_bytes
@@ -198,6 +193,11 @@ class WrittenTeacherProgram(TrainingProgram):
         struct = functools.partial(jax.ShapeDtypeStruct, shape, sharding=self.batch_sharding)
         added = {"teacher_token_ids": jnp.int32, "teacher_logits": jnp.float32}
         return batch | {name: struct(dtype=dtype) for name, dtype in added.items()}
+
+    @property
+    def teacher_record(self) -> dict[str, Any]:
+        """See `DistilledProgram.teacher_record`; and how many tokens were kept of it."""
+        return {n: self._about[n] for n in ("teacher", "step", "fingerprint", "top")}
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -8,12 +8,18 @@ of the training state: no checkpoint has them.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 
 from switchx import tree
-from switchx.checkpoint.restore import choose_step, restore_params
+from switchx.checkpoint.restore import (
+    checkpoint_fingerprint,
+    choose_step,
+    restore_params,
+)
 from switchx.checkpoint.run_folder import RunFolder, read_model_config
+from switchx.data.vocabularies import load_vocabulary
 from switchx.fields import require
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, init_params
@@ -75,6 +81,13 @@ class DistilledProgram(TrainingProgram):
     def _train_step(self, state, batch, *tables):
         """See `step.train_step`; the state is donated, the teacher stays."""
         return self._student_step(state, batch, self.teacher_params, *tables)
+
+    @property
+    def teacher_record(self) -> dict[str, Any]:
+        """Which model the teacher is; its `step` and `fingerprint` are those of a copy too."""
+        folder, step = self.teacher_folder, self.teacher_step
+        fingerprint = checkpoint_fingerprint(folder, step, load_vocabulary(folder.root))
+        return {"teacher": str(folder.where), "step": step, "fingerprint": fingerprint}
 
     @functools.cached_property
     def teacher_params(self) -> tree.Tree:

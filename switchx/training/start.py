@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 
@@ -17,11 +17,16 @@ from switchx.data.data_dir import write_atomically
 from switchx.data.loader import Shard, TrainLoader
 from switchx.fields import describe, require
 from switchx.models.params import init_params
+from switchx.object_store import read_json_object
 from switchx.partitioning.collectives import connect_processes
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.storage.cache import StorageSpec
-from switchx.training.distilled_logits import student_program
+from switchx.training.distilled_logits import (
+    WrittenTeacherProgram,
+    has_logits,
+    student_program,
+)
 from switchx.training.distilled_program import DistilledProgram
 from switchx.training.host_program import compiled_program
 from switchx.training.initialize import Source
@@ -40,16 +45,69 @@ def program_of(job: TrainingJob, run: RunFolder, devices) -> TrainingProgram:
     """The program that a job is trained by, the processes of its mesh connected.
 
     Raises:
-        ValueError: something in the job does not go together.
+        ValueError: something in the job does not go together, or the run has begun with a
+            teacher that is not there any more.
     """
     if job.distillation is not None:
-        program = student_program(job, devices)
+        program = _student_program(job, run, devices)
     elif job.storage.experts == "disk":
         program = LayeredProgram(job, run, devices)
     else:
         program = compiled_program(job, devices)
     connect_processes(program.mesh)
     return program
+
+
+def _student_program(
+    job: TrainingJob, run: RunFolder, devices
+) -> DistilledProgram | WrittenTeacherProgram:
+    """With the teacher that the run has begun with, whatever its folder has saved since."""
+    before = _teacher_of(run) if run.is_begun else None
+    if before is None:
+        return student_program(job, devices)
+    where = f"{run.where} was taught by checkpoint {before['step']} of {before['teacher']}"
+    way_out = (
+        "put it back, or train in another model_dir; INIT_FROM="
+        f"{str(run.path)!r} with Distillation.starts_from_teacher=False keeps what was learnt"
+    )
+    teacher = job.distillation.teacher
+    if not has_logits(teacher):
+        try:
+            choose_step(RunFolder(teacher), before["step"])
+        except ValueError as error:
+            raise ValueError(f"{where}, which is not there: {error}; {way_out}") from error
+        settings = dataclasses.replace(job.distillation, step=before["step"])
+        job = dataclasses.replace(job, distillation=settings)
+    program = student_program(job, devices)
+    # A copy elsewhere is the same teacher.
+    there = program.teacher_record | {"teacher": before["teacher"]}
+    require(there == before, f"{where}, and {teacher} has another teacher now; {way_out}")
+    return program
+
+
+def _teacher_of(run: RunFolder) -> dict[str, Any] | None:
+    """What `first_state` wrote of the teacher; None in a run of before it did.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    if not run.taught_by.exists():
+        logger.warning(
+            "%s does not say which checkpoint of the teacher it began with: it goes on with "
+            "the one that Distillation.step means now",
+            run.where,
+        )
+        return None
+    try:
+        content = read_json_object(run.taught_by)
+        if not {"teacher", "step", "fingerprint"} <= content.keys():
+            raise ValueError("it names no teacher")
+        return content
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{run.taught_by} cannot be read ({error}); without that file the run goes on with "
+            "the checkpoint that Distillation.step means now"
+        ) from error
 
 
 class FirstParams(Protocol):
@@ -90,10 +148,14 @@ def first_state(
 ) -> TrainState:
     """The state at step 0, drawn or of another run.
 
-    Writes the job's description into the run folder; says and keeps what came from where.
+    Writes into the run folder what the job and its teacher are; says and keeps what came from
+    where.
     """
     if jax.process_index() == 0:
         write_run_config(run, job)
+        if job.distillation is not None:
+            record = json.dumps(program.teacher_record, indent=2) + "\n"
+            write_atomically(run.taught_by, record.encode())
     logger.info("reading or drawing the parameters, beginning the optimizer")
     if first is None:
         return program.init_state(None)

@@ -7,6 +7,7 @@ Dims: B batch, L length, V vocabulary
 import dataclasses
 import json
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,9 @@ import numpy as np
 import pytest
 
 from switchx import tree
+from switchx.checkpoint.checkpointer import Checkpointer
 from switchx.checkpoint.restore import restore_params
+from switchx.checkpoint.retention import Retention
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.tokenizers import TokenIdVocabulary
 from switchx.data.vocabularies import save_vocabulary
@@ -33,7 +36,7 @@ from switchx.training.distillation import (
 from switchx.training.distilled_program import DistilledProgram
 from switchx.training.loop import train
 from switchx.training.losses import LossConfig
-from switchx.training.step import StepConfig, gradients
+from switchx.training.step import StepConfig, gradients, init_state
 from tests.data.refusals import refused
 from tests.training.jobs import (
     DENSE,
@@ -273,6 +276,50 @@ def test_twenty_steps_come_nearer_to_the_teacher_and_are_gone_on_with(teacher_ru
 def test_a_run_starts_with_the_teachers_weights(teacher_run, tmp_path):
     _, notes = trained(tmp_path / "student", teacher_run, 1)
     assert any(re.match(r"\d+ of \d+ parameter arrays are the teacher's", n) for n in notes)
+
+
+def test_a_student_goes_on_with_the_checkpoint_that_it_began_with(teacher_run, tmp_path):
+    teacher, run = RunFolder(tmp_path / "teacher"), RunFolder(tmp_path / "student")
+    shutil.copytree(teacher_run, teacher.root)
+    newest, moved = teacher.checkpoints / "9", tmp_path / "moved"
+
+    def go_on(train_steps):
+        settings = Distillation(teacher.root, **ALONE)  # the newest checkpoint
+        job = make_job(
+            DENSE, train_steps=train_steps, eval_every=200, checkpoint_every=200,
+            distillation=settings,
+        )  # fmt: skip
+        train(job, run, events := Events(), devices=jax.devices()[:1])
+        return events.notes[0]
+
+    assert go_on(1).endswith(f"parameters of {teacher.root}, checkpoint 9")
+    save(teacher, 12, seed=12)  # it learns on
+    assert go_on(2).endswith(f"parameters of {teacher.root}, checkpoint 9")
+    newest.rename(moved)
+    with refused(
+        f"{run.root} was taught by checkpoint 9 of {teacher.root}, which is not there: no "
+        f"complete checkpoint of step 9<any>; put it back"
+    ):
+        go_on(3)
+    save(teacher, 9, seed=1)
+    with refused(
+        f"{run.root} was taught by checkpoint 9 of {teacher.root}, and {teacher.root} has "
+        "another teacher now"
+    ):
+        go_on(3)
+    shutil.rmtree(newest)
+    moved.rename(newest)
+    assert go_on(3).endswith("checkpoint 9")
+
+
+def save(folder, step: int, seed: int) -> None:
+    """Another checkpoint of a teacher."""
+    job = make_job(SPARSE)
+    state = init_state(
+        SPARSE, job.optimizer.build(job.schedule), 0, make_params(SPARSE, seed=seed)
+    )
+    with Checkpointer(folder, Retention()) as checkpointer:
+        checkpointer.save(step, state)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from switchx.training.distillation import Distillation
 from switchx.training.distilled_folder import LogitsReader
 from switchx.training.distilled_logits import WrittenTeacherProgram, has_logits, write_logits
 from switchx.training.loop import train
+from switchx.training.start import program_of
 from switchx.training.step import StepConfig
 from tests.data.refusals import refused
 from tests.training.jobs import DENSE, SPARSE, make_job, make_params
@@ -131,6 +132,24 @@ def test_what_does_not_fit_is_refused(folders, tmp_path):
         write_logits(job_of(folders / "run"), tmp_path / "x", 385, ONE)
     with refused(f"{top} exists"):
         write_logits(job_of(folders / "run"), top, 4, ONE)
+
+
+def test_a_run_goes_on_with_the_logits_that_it_began_with(folders, tmp_path):
+    run, job = RunFolder(tmp_path), job_of(folders / "top_4")
+    (run.checkpoints / "1").mkdir(parents=True)
+    run.config.write_text("{}")
+    record = WrittenTeacherProgram(job, ONE).teacher_record
+    assert (record["step"], record["top"]) == (9, 4)
+    run.taught_by.write_text(json.dumps(record | {"teacher": "moved"}))
+    assert program_of(job, run, ONE).teacher_record == record
+    other = record | {"fingerprint": "of another run"}
+    for there in (other, record | {"top": 5}):
+        run.taught_by.write_text(json.dumps(there))
+        with refused(f"{folders / 'top_4'} has another teacher now"):
+            program_of(job, run, ONE)
+    run.taught_by.write_text("{}")
+    with refused("taught_by.json cannot be read (it names no teacher)"):
+        program_of(job, run, ONE)
 
 
 def test_damaged_folders_are_refused(folders, tmp_path):
