@@ -58,16 +58,18 @@ class NewTokens:
     Attributes:
         input: its place in the request.
         text: None of a model without a vocabulary.
+        sample: which of an input's samples it is, from 0 on.
     """
 
     input: int
     tokens: list[int]
     text: str | None
+    sample: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The answer to an input.
+    """The answer to an input, or one of several.
 
     Attributes:
         input: its place in the request.
@@ -75,6 +77,8 @@ class Answer:
         score: log-probability over length ** length_penalty, the end included.
         is_finished: it came to an end; otherwise it was cut off.
         more: whatever else the server says of it, by its names.
+        sample: with `num_return_sequences` above 1 which of the input's answers it is, from 0
+            on; of a search and of `best_of` the first one is the best.
     """
 
     input: int
@@ -83,6 +87,7 @@ class Answer:
     score: float
     is_finished: bool
     more: dict[str, Any] = dataclasses.field(default_factory=dict)
+    sample: int = 0
 
 
 class Client:
@@ -134,8 +139,10 @@ class Client:
 
     async def generate(
         self, inputs: Inputs, *, deadline_s: float | None = None, **settings
-    ) -> Answer | list[Answer]:
+    ) -> Answer | list[Answer] | list[list[Answer]]:
         """The answer to a text, or the answers to a list, in its order.
+
+        With `num_return_sequences` above 1 each input has a list of `Answer`s.
 
         Args:
             inputs: a text, or a list of texts or of lists of token ids.
@@ -154,7 +161,7 @@ class Client:
             content = await response.aread()
         try:
             results = json.loads(content)["results"]
-            answers = [_answer(number, each) for number, each in enumerate(results)]
+            answers = [_result(number, each) for number, each in enumerate(results)]
         except (ValueError, KeyError, TypeError):
             raise _error(response.status_code, content) from None
         return answers[0] if isinstance(inputs, str) else answers
@@ -164,8 +171,9 @@ class Client:
     ) -> AsyncIterator[NewTokens | Answer]:
         """New tokens as they come, and each input's answer when it has ended.
 
-        A search has no tokens before its end. Where the iteration is left early, close the
-        iterator (`contextlib.aclosing`): the server then decodes no further.
+        A search has no tokens before its end. With `num_return_sequences` above 1 an input has
+        several answers, each an event. Where the iteration is left early, close the iterator
+        (`contextlib.aclosing`): the server then decodes no further.
 
         Args, Raises: as `generate`; ServerError also where the stream ends without all answers.
         """
@@ -183,10 +191,12 @@ class Client:
                     return
                 if event.event == "error":
                     raise _error(values["error"]["status"], event.data.encode())
-                if event.event == "tokens":
-                    yield NewTokens(values["input"], values["tokens"], values.get("text"))
-                elif event.event == "answer":
-                    yield _answer(values.pop("input"), values)
+                try:
+                    found = _found(event.event, values)
+                except (KeyError, TypeError):
+                    raise _error(response.status_code, event.data.encode()) from None
+                for each in found:
+                    yield each
         finally:
             await response.aclose()
 
@@ -256,9 +266,28 @@ async def _until(deadline: float):
         ) from None
 
 
-def _answer(number: int, values: dict[str, Any]) -> Answer:
+def _result(number: int, values: dict[str, Any]) -> Answer | list[Answer]:
+    """The answer to an input, or several, in a list; raises KeyError where it is neither."""
+    if "hypotheses" in values:
+        return [_answer(number, i, each) for i, each in enumerate(values["hypotheses"])]
+    return _answer(number, 0, values)
+
+
+def _answer(number: int, sample: int, values: dict[str, Any]) -> Answer:
     own = {name: values.pop(name) for name in ("text", "tokens", "score", "is_finished")}
-    return Answer(number, **own, more=values)
+    return Answer(number, **own, more=values, sample=sample)
+
+
+def _found(name: str, values: dict[str, Any]) -> Sequence[NewTokens | Answer]:
+    """What an event of a stream says of an input; nothing where it has another name."""
+    if name not in ("tokens", "answer"):
+        return ()
+    number, sample = values.pop("input"), values.pop("sample", 0)
+    if name == "tokens":
+        return [NewTokens(number, values["tokens"], values.get("text"), sample)]
+    if "hypotheses" in values:
+        return _result(number, values)
+    return [_answer(number, sample, values)]
 
 
 def _error(status: int, content: bytes, headers=None) -> ServerError:

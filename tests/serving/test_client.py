@@ -56,6 +56,52 @@ def test_a_stream_is_the_answer_in_pieces(address):
         assert served.is_said(as_result(answers[number]), text)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"beam_size": 2}, pytest.param({"temperature": 1.0, "seed": 3}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_several_answers_to_an_input_are_a_list(address, settings):
+    texts, settings = served.TEXTS[:2], settings | {"num_return_sequences": 2}
+    want = served.model().generate(texts, max_length=8, pruning="none", **settings)
+
+    async def ask(client):
+        lists = await client.generate(texts, max_new_tokens=8, **settings)
+        one = await client.generate(texts[0], max_new_tokens=8, **settings)
+        events = [e async for e in client.stream(texts, max_new_tokens=8, **settings)]
+        return lists, one, events
+
+    lists, one, events = asked(address, ask)
+    assert [[answer.text for answer in answers] for answers in lists] == want
+    places = [[(answer.input, answer.sample) for answer in answers] for answers in lists]
+    assert places == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
+    assert [answer.text for answer in one] == want[0]
+    answers = {(e.input, e.sample): e for e in events if isinstance(e, Answer)}
+    assert [[answers[i, s].text for s in range(2)] for i in range(2)] == want
+    assert all("sample" not in each.more for each in answers.values())
+    pieces = [e for e in events if isinstance(e, NewTokens)]
+    for (number, sample), answer in answers.items() if pieces else ():
+        own = [e.tokens for e in pieces if (e.input, e.sample) == (number, sample)]
+        assert sum(own, []) == answer.tokens
+
+
+def test_events_of_a_sample_have_its_number():
+    tokens = {"input": 0, "sample": 1, "tokens": [5], "text": "x"}
+    both = {"tokens": tokens, "answer": {"input": 0, "sample": 1} | SAID, "done": {}}
+    stream = "".join(f"event: {n}\ndata: {json.dumps(x)}\n\n" for n, x in both.items())
+
+    async def ask(client):
+        return [event async for event in client.stream("gate", num_return_sequences=2)]
+
+    reply = (200, {"Content-Type": "text/event-stream"}, stream.encode())
+    with scripted(reply) as (server, _):
+        events = asked(server, ask)
+    assert events == [
+        NewTokens(0, [5], "x", sample=1),
+        Answer(0, "x", [5], -1.0, True, {"experts": [[1]]}, sample=1),
+    ]
+
+
 def test_many_at_a_time_and_one_that_is_left_early(service, address):
     async def ask(client):
         calls = [client.generate(text, max_new_tokens=8) for text in served.TEXTS * 2]
@@ -155,7 +201,10 @@ TIMED_OUT = (
 )
 
 
-@pytest.mark.parametrize("end", [b"", TIMED_OUT])
+NO_ANSWER = b'event: answer\ndata: {"input": 0}\n\n'
+
+
+@pytest.mark.parametrize("end", [b"", TIMED_OUT, NO_ANSWER])
 def test_a_stream_that_ends_without_its_answers_is_an_error(end):
     async def ask(client):
         return [event async for event in client.stream("gate")]
@@ -163,7 +212,7 @@ def test_a_stream_that_ends_without_its_answers_is_an_error(end):
     reply = (200, {"Content-Type": "text/event-stream"}, end)
     with (
         scripted(reply) as (broken, _),
-        pytest.raises(ServerError, match="504|without its end"),
+        pytest.raises(ServerError, match="504|without its end|no answer of switchx"),
     ):
         asked(broken, ask)
 
