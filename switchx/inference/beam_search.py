@@ -20,6 +20,7 @@ from switchx.inference.sampling import (
     ancestors_seen,
     largest,
     likeliest_tokens,
+    scores,
     top_k,
 )
 
@@ -158,7 +159,7 @@ class Beams:
         L = program.beam_size
         is_new_BJ = ends_BJ & (jnp.arange(2 * L) < L)[None] & rows.is_live_B[:, None]
         is_new_BJ &= log_prob_BJ > NEVER
-        score_BJ = jnp.where(is_new_BJ, _score(log_prob_BJ, length_B, rows), NEVER)
+        score_BJ = jnp.where(is_new_BJ, scores(log_prob_BJ, length_B, rows), NEVER)
         score_BL, best_BL = jax.lax.top_k(jnp.concatenate([self.score_BL, score_BJ], 1), L)
         all_texts = jax.tree.map(
             lambda *both: jnp.concatenate(both, axis=1),
@@ -182,7 +183,7 @@ class Beams:
         is_looking_ahead_B = rule_B == EARLY_STOPPING.index("never")
         is_looking_ahead_B &= settings.length_penalty_B > 0
         most_B = jnp.where(is_looking_ahead_B, rows.max_new_tokens_B, length_B)
-        best_BL = jnp.where(log_prob_BL > NEVER, _score(log_prob_BL, most_B, rows), NEVER)
+        best_BL = jnp.where(log_prob_BL > NEVER, scores(log_prob_BL, most_B, rows), NEVER)
         # As long as not all beams are finished, the last score is NEVER.
         goes_on_B = best_BL[:, 0] > self.score_BL[:, -1]
         are_enough_B = (rule_B == EARLY_STOPPING.index(True)) & self.is_finished_BL[:, -1]
@@ -232,12 +233,6 @@ def continuations(logits_BLV, allowed_BLV, log_prob_BL, num: int):
         return jnp.take_along_axis(x_BJ, index_BJ // X, axis=1)
 
     return log_prob_BJ, of(beam_BJ), of(column_BJ) * X + index_BJ % X
-
-
-def _score(log_prob_BJ, length_B, rows: Rows):
-    """log p / length ** penalty, a finite number: an exponent below 0 may make it huge."""
-    divisor_B1 = (length_B.astype(jnp.float32) ** rows.settings.length_penalty_B)[:, None]
-    return jnp.maximum(log_prob_BJ / divisor_B1, jnp.finfo(jnp.float32).min)
 
 
 def _of(arrays, index_BJ):

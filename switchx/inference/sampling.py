@@ -339,13 +339,19 @@ class Greedy:
 
     def results(self, rows: Rows):
         """Of each sentence its hypotheses, the best first: token_BLT, score_BL."""
-        length_B = jnp.maximum(self.length_B, 1).astype(jnp.float32)
-        score_B = self.log_prob_B / length_B**rows.settings.length_penalty_B
-        return self.token_BT[:, None], score_B[:, None]
+        length_B = jnp.maximum(self.length_B, 1)
+        return self.token_BT[:, None], scores(self.log_prob_B[:, None], length_B, rows)
 
     @property
     def result_log_probs(self) -> LogProbs | None:
         return self.log_probs
+
+
+def scores(log_prob_BL, length_B, rows: Rows):
+    """log p / length ** penalty, finite unless log p is NaN: an exponent below 0 may make it
+    huge."""
+    divisor_B1 = (length_B.astype(jnp.float32) ** rows.settings.length_penalty_B)[:, None]
+    return jnp.maximum(log_prob_BL / divisor_B1, jnp.finfo(jnp.float32).min)
 
 
 def _uniform_numbers(number_B, rows: Rows):

@@ -43,6 +43,21 @@ def kept(logits_BV, top_k, top_p):
     return logits_BV >= np.asarray(least(logits_BV, top_k_B, top_p_B))[:, None]
 
 
+def test_scores_are_finite_whatever_the_length_penalty():
+    """-1e5 / 4096 ** -10 is beyond float32; NaN stays what it is."""
+    decoding = DecodingConfig(4096, length_penalty=-10.0)
+    rows = Rows(
+        np.arange(2), np.ones(2, bool), np.full(2, 4096), RowSettings.of([decoding] * 2)
+    )
+    said = dataclasses.replace(
+        Greedy.start(2, decoding.program),
+        log_prob_B=jnp.array([-1e5, jnp.nan]),
+        length_B=jnp.array([4096, 4096]),
+    )
+    _, ((huge,), (nan,)) = said.results(rows)
+    assert huge == jnp.finfo(jnp.float32).min and jnp.isnan(nan)
+
+
 @pytest.mark.parametrize(
     ("top_k", "top_p", "want"),
     [
