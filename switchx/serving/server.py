@@ -24,6 +24,7 @@ LOG = logging.getLogger(__name__)
 SEND_BUFFER_BYTES = 256 << 10
 # Beside connections: of the model, the log, libraries.
 OTHER_FILES = 256
+STOPPED = "the server stopped before the answer; ask another one"
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -112,13 +113,12 @@ class Server(uvicorn.Server):
             LOG.info("ready")
         if self._models.error is not None:
             self.is_cut_short = self.should_exit = True
+            self._models.refuse_open(STOPPED)
         if self._drain_until_s is not None:
             is_late = now_s > self._drain_until_s
             if is_late and self._models.num_open:
                 self.is_cut_short = True
-                self._models.refuse_open(
-                    "the server stopped before the answer; ask another one"
-                )
+                self._models.refuse_open(STOPPED)
             self.should_exit |= is_late or not self._models.num_open
         return await super().on_tick(counter)
 

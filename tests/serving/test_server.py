@@ -205,6 +205,28 @@ def test_a_drain_that_is_too_long_refuses_what_is_left(service, limited, monkeyp
     wait_until(lambda: service.num_open == 0 and len(service._queue) == 0)
 
 
+def test_a_server_whose_worker_dies_refuses_what_is_open(service, limited, monkeypatch):
+    limited(batch_wait_ms=20_000)
+    monkeypatch.setattr(service, "close", lambda: None)
+    with open_socket("127.0.0.1", 0) as listener:
+        address, ends, received = listener.getsockname(), [], []
+        server = Server(Models([service]))
+        serving = threading.Thread(
+            target=lambda: ends.append(server.run_until_stopped(listener))
+        )
+        asking = threading.Thread(target=lambda: received.append(exchange(address, GOOD)))
+        serving.start()
+        asking.start()
+        wait_until(lambda: len(service._queue) == 1)
+        monkeypatch.setattr(service.worker, "error", MemoryError("say"))
+        asking.join(30)
+        serving.join(30)
+    status, body = status_and_json(received[0])
+    assert status == 503 and "stopped before the answer" in body["error"]["message"]
+    assert b"retry-after: 10" in received[0].lower()
+    assert ends == [False]
+
+
 def test_a_second_signal_does_not_wait(service, limited, monkeypatch):
     limited(batch_wait_ms=1500)
     monkeypatch.setattr(service, "close", lambda: None)
