@@ -10,10 +10,10 @@ import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Executor
 from typing import Any
 
 from starlette import responses
-from starlette.concurrency import run_in_threadpool
 
 from switchx.api import Model
 from switchx.data.tokenizers import Vocabulary
@@ -116,10 +116,9 @@ class GrowingAnswer:
 class GenerateForm:
     """How `/v1/generate` is asked and answered."""
 
-    def __init__(self, model: Model, reading: asyncio.Lock):
-        """Reads texts again for their experts while it holds `reading`: a pass takes all
-        cores."""
-        self._model, self._reading = model, reading
+    def __init__(self, model: Model, reader: Executor):
+        """Has `reader`, of one thread, read texts again for their experts."""
+        self._model, self._reader = model, reader
 
     def read(self, values: dict[str, Any], limits: Limits) -> GenerateRequest:
         return read_request(values, self._model, limits)
@@ -186,9 +185,11 @@ class GenerateForm:
         return results[0] if is_one else {"hypotheses": results}
 
     async def _experts(self, prompt: list[int], tokens: list[int]) -> dict[str, Any]:
-        async with self._reading:
-            # Beside the loop, and beside the worker's batches.
-            return await run_in_threadpool(experts_json, self._model, prompt, tokens)
+        # Beside the loop, and beside the worker's batches.
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._reader, experts_json, self._model, prompt, tokens
+        )
 
 
 def experts_json(model: Model, prompt: list[int], tokens: list[int]) -> dict[str, Any]:
@@ -215,6 +216,11 @@ def said_so_far(event: Event) -> Hypothesis:
     if isinstance(event, Answer):
         return event.hypothesis
     return event.so_far or Hypothesis(event.tokens, 0.0, False)
+
+
+def reason_of(said: Hypothesis) -> str:
+    """Why it goes no further, in OpenAI's words."""
+    return "stop" if said.is_finished else "length"
 
 
 def logprobs_json(vocabulary, tokens, said, number: int, offset: int = 0, first: int = 0):

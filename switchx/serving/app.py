@@ -19,6 +19,7 @@ import time
 import urllib.parse
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -101,10 +102,14 @@ def make_app(
         require_token(request)
         return JSONResponse(_model_json(models.named(request.path_params["name"])))
 
-    reading = asyncio.Lock()
-    generate = Endpoint(models, require_token, lambda each: GenerateForm(each.model, reading))
+    # Texts that are read again, for experts or log-probabilities of prompts: of all models one
+    # pass at a time, which takes all cores.
+    reader = ThreadPoolExecutor(1, "switchx-reader")
+    generate = Endpoint(models, require_token, lambda each: GenerateForm(each.model, reader))
     complete = Endpoint(
-        models, require_token, lambda each: CompletionForm(each.model, each.name)
+        models,
+        require_token,
+        lambda each: CompletionForm(each.model, each.name, each.limits.batch_size, reader),
     )
 
     app = Starlette(

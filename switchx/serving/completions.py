@@ -10,13 +10,22 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Executor
 from typing import Any
+
+from starlette.concurrency import run_in_threadpool
 
 from switchx.api import Model
 from switchx.inference.generate import text_of
 from switchx.inference.running_batch import Hypothesis
 from switchx.inference.texts import StopStrings
-from switchx.serving.answers import GrowingAnswer, encoded, joined_logprobs, logprobs_json
+from switchx.serving.answers import (
+    GrowingAnswer,
+    encoded,
+    joined_logprobs,
+    logprobs_json,
+    reason_of,
+)
 from switchx.serving.limits import Limits
 from switchx.serving.requests import (
     MAX_STOPS,
@@ -77,10 +86,13 @@ class CompletionForm:
 
     Args:
         name: that clients call the model by.
+        batch_size: most prompts that are scored at once.
+        reader: of one thread, which scores them.
     """
 
-    def __init__(self, model: Model, name: str):
+    def __init__(self, model: Model, name: str, batch_size: int, reader: Executor):
         self._model, self._name = model, name
+        self._batch_size, self._reader = batch_size, reader
 
     def read(self, values: dict[str, Any], limits: Limits) -> CompletionRequest:
         """The request in a body's object.
@@ -138,7 +150,7 @@ class CompletionForm:
         async for event in events:
             rows[event.number].grow(event, events)
         # Beside the loop: texts of single tokens take a while.
-        choices = await asyncio.to_thread(self._choices, wanted, rows, scored)
+        choices = await run_in_threadpool(self._choices, wanted, rows, scored)
         return self._json(wanted, choices) | {"usage": _usage_json(wanted, events)}
 
     def _choices(self, wanted: CompletionRequest, rows, scored) -> list[dict[str, Any]]:
@@ -151,7 +163,7 @@ class CompletionForm:
             for each in said[: wanted.num_choices]:
                 text = echo + text_of(each, self._model.vocabulary, self._stops_of(wanted))
                 kept = self._logprobs(wanted, each, len(echo), before)
-                choices.append(_choice(len(choices), text, kept, _reason(each)))
+                choices.append(_choice(len(choices), text, kept, reason_of(each)))
         return choices
 
     async def stream(self, wanted: CompletionRequest, events: Events) -> AsyncIterator[bytes]:
@@ -177,10 +189,10 @@ class CompletionForm:
                         text = text_of(each, self._model.vocabulary, None)
                         kept = self._logprobs(wanted, each, len(echo))
                         index = event.number * num_choices + i
-                        yield chunk(index, text, kept, _reason(each))
+                        yield chunk(index, text, kept, reason_of(each))
                 elif new or row.hypotheses or (wanted.logprobs is not None and said.tokens):
                     kept = self._logprobs(wanted, row.said, len(echo), first=first)
-                    reason = _reason(row.said) if row.hypotheses else None
+                    reason = reason_of(row.said) if row.hypotheses else None
                     yield chunk(event.number, new, kept, reason)
             if wanted.has_usage:
                 yield _data(self._json(wanted, []) | {"usage": _usage_json(wanted, events)})
@@ -210,23 +222,23 @@ class CompletionForm:
         """Of each prompt, log-probabilities of its tokens, or None."""
         if not wanted.scored:
             return [None] * len(wanted.echoes)
-        scorer = self._model.scorer(logprobs=wanted.logprobs)
-
-        def compute():
-            return [
-                score for _, score in sorted(scorer([([], each) for each in wanted.scored]))
-            ]
-
+        scorer = self._model.scorer(batch_size=self._batch_size, logprobs=wanted.logprobs)
+        found, scores = scorer([([], each) for each in wanted.scored]), {}
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout_at(events.deadline_s):
-                scores = await asyncio.to_thread(compute)
+                # A batch at a time: others go between them, and none begins after the deadline.
+                while pair := await loop.run_in_executor(self._reader, next, found, None):
+                    scores[pair[0]] = pair[1]
         except TimeoutError:
             message = "the prompts were not scored in time; ask for less, or later"
             raise Refusal(504, message) from None
-        return [
-            logprobs_json(self._model.vocabulary, tokens, score, wanted.logprobs)
-            for tokens, score in zip(wanted.scored, scores, strict=True)
-        ]
+        return await run_in_threadpool(
+            lambda: [
+                logprobs_json(self._model.vocabulary, tokens, scores[number], wanted.logprobs)
+                for number, tokens in enumerate(wanted.scored)
+            ]
+        )
 
     def _logprobs(self, wanted, said: Hypothesis, offset: int, before=None, first: int = 0):
         """OpenAI's `logprobs` of a choice, from its token `first` on; or None.
@@ -257,10 +269,6 @@ class CompletionForm:
 
 def _choice(index: int, text: str, logprobs: dict | None, reason: str | None) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-
-def _reason(said: Hypothesis) -> str:
-    return "stop" if said.is_finished else "length"
 
 
 def _data(content: Any) -> bytes:

@@ -103,13 +103,13 @@ def listening(models: Models | Service, *arguments, **keywords):
         thread.join(10)
 
 
-def post(address, body, *, timeout_s: float = 60.0, headers=None):
+def post(address, body, *, path: str = "/v1/generate", timeout_s: float = 60.0, headers=None):
     """Status and JSON of a request on a connection of its own."""
     connection = http.client.HTTPConnection(*address, timeout=timeout_s)
     try:
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"} | (headers or {})
-        connection.request("POST", "/v1/generate", body, headers)
+        connection.request("POST", path, body, headers)
         response = connection.getresponse()
         return response.status, json.loads(response.read())
     finally:

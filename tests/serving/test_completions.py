@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenAI's own client asks `/v1/completions` and `/v1/models`; answers are `/v1/generate`'s."""
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import json
+import threading
+import time
 
 import hypothesis
 import jax
@@ -13,6 +17,7 @@ from starlette.testclient import TestClient
 from switchx.api import Model
 from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import ByteVocabulary
+from switchx.inference.score import Score
 from switchx.models.config import ModelConfig
 from switchx.models.params import init_params
 from switchx.serving.answers import GrowingText
@@ -222,6 +227,87 @@ def test_echo_with_log_probabilities_scores_the_prompt():
         assert "".join(x["text"] for x in own) == choice["text"]
 
 
+@pytest.fixture
+def scoring(monkeypatch):
+    """Passes over texts that are done when its `go_on` is set, whatever the model is."""
+
+    class Scoring:
+        go_on, sizes, num_begun = threading.Event(), [], 0
+        num_running = most_running = 0
+
+        @contextlib.contextmanager
+        def one(self):
+            self.num_begun += 1
+            self.num_running += 1
+            self.most_running = max(self.most_running, self.num_running)
+            assert self.go_on.wait(60)
+            yield
+            self.num_running -= 1
+
+    scoring = Scoring()
+
+    def scorer(model, *, batch_size=32, logprobs):
+        scoring.sizes.append(batch_size)
+
+        def scores(pairs):
+            for number, (_, tokens) in enumerate(pairs):
+                with scoring.one():
+                    score = Score(-1.0, len(tokens), [-1.0] * len(tokens))
+                yield number, score
+
+        return scores
+
+    def experts(*arguments):
+        with scoring.one():
+            return {}
+
+    monkeypatch.setattr(CompletionForm, "_require_scores", lambda form: None)
+    monkeypatch.setattr(Model, "scorer", scorer)
+    monkeypatch.setattr("switchx.serving.answers.experts_json", experts)
+    yield scoring
+    scoring.go_on.set()
+
+
+SCORED = GREEDY | {"prompt": ["gate", "of"], "echo": True, "logprobs": 0}
+
+
+def test_texts_are_read_again_one_batch_at_a_time(service, scoring):
+    """Of all requests; those that ask for no such pass are answered meanwhile."""
+    path = "/v1/completions"
+    with (
+        served.listening(service) as address,
+        concurrent.futures.ThreadPoolExecutor(9) as pool,
+    ):
+        asking = [pool.submit(served.post, address, SCORED, path=path) for _ in range(8)]
+        more = pool.submit(served.post, address, {"inputs": "gate", "experts": True})
+        try:
+            end_s = time.monotonic() + 30
+            while service.num_open < 9 or not scoring.num_begun:
+                assert time.monotonic() < end_s
+                time.sleep(0.01)
+            time.sleep(0.1)
+            request = GREEDY | {"prompt": "x"}
+            status, body = served.post(address, request, path=path, timeout_s=20)
+            assert status == 200 and body["choices"][0]["text"] == served.said()["x"].output
+        finally:
+            scoring.go_on.set()
+        assert all(each.result()[0] == 200 for each in asking)
+        assert more.result()[1]["results"][0]["experts"] == {}
+    assert scoring.most_running == 1 and scoring.num_begun == 8 * 2 + 1
+    assert scoring.sizes == [service.limits.batch_size] * 8
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_no_prompt_is_scored_after_the_deadline(client, limited, scoring, is_streaming):
+    limited(request_timeout_s=0.2)
+    response = client.post("/v1/completions", json=SCORED | {"stream": is_streaming})
+    assert response.status_code == (200 if is_streaming else 504)
+    assert "the prompts were not scored in time" in response.text
+    scoring.go_on.set()
+    time.sleep(0.1)
+    assert scoring.num_begun == 1
+
+
 def test_models(openai):
     import openai as package
 
@@ -279,7 +365,8 @@ def test_request_ids(openai):
     assert len(other._request_id) == 32 and other.id == f"cmpl-{other._request_id}"
 
 
-FORM = CompletionForm(served.model(), "tiny")
+# Nothing is scored with it.
+FORM = CompletionForm(served.model(), "tiny", served.LIMITS.batch_size, None)
 
 
 def read(**values):
@@ -345,7 +432,8 @@ def test_what_cannot_be_done_is_named(values, field, message):
 
 
 def test_a_model_without_a_vocabulary():
-    form = CompletionForm(dataclasses.replace(served.model(), vocabulary=None), "tiny")
+    model = dataclasses.replace(served.model(), vocabulary=None)
+    form = CompletionForm(model, "tiny", served.LIMITS.batch_size, None)
     with pytest.raises(Refusal, match="came without a vocabulary; use /v1/generate"):
         form.read({"prompt": "ab"}, served.LIMITS)
 
