@@ -193,7 +193,8 @@ class Model:
 
         Raises:
             ValueError: an input is empty, too long or has ids that are not the vocabulary's,
-                or the settings contradict each other; nothing has been generated.
+                or the settings contradict each other; nothing has been generated. Or an input
+                has no answer whose score is a number, as where weights are NaN.
         """
         if max_length is not None:
             if "max_new_tokens" in decoding:

@@ -17,6 +17,11 @@ from switchx.models.config import ModelConfig, require_one_task, require_our_blo
 
 # Decoding steps between two looks at whether texts have stopped.
 STEPS_TO_STOPS = 8
+# To be said after an input's name.
+NO_ANSWER = (
+    "has no answer whose score is a number: logits are NaN or infinite, or the settings leave "
+    "no token; check the checkpoint, or ask with other settings"
+)
 
 
 def for_decoding(config: ModelConfig, *, is_dropless: bool = True) -> ModelConfig:
@@ -176,7 +181,7 @@ class Generator:
         Raises:
             ValueError: an input is empty, has ids outside of the vocabulary, or is longer
                 than the model's positions; a limit is not 1 to `max_new_tokens`. Nothing
-                has been generated.
+                has been generated. Or, later, an input has no answer whose score is a number.
         """
         most = self.decoding.max_new_tokens
         token_limits = [most] * len(inputs) if token_limits is None else token_limits
@@ -209,6 +214,8 @@ class Generator:
             )
             for row, hypotheses in self._until_ended(batch):
                 index, sample = part[row]
+                if not hypotheses:
+                    raise ValueError(f"input {first_number + index} {NO_ANSWER}")
                 of_input = said.setdefault(index, {})
                 of_input[sample] = hypotheses
                 if len(of_input) == num_samples:

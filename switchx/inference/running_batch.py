@@ -185,7 +185,7 @@ class RunningBatch:
                 where others wait to be admitted.
 
         Returns:
-            The hypotheses of those that ended, the best first.
+            The hypotheses of those that ended, the best first; none where no score is finite.
         """
         if not self.waiting:
             return {}

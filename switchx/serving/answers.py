@@ -98,16 +98,18 @@ class GrowingAnswer:
     def grow(self, event: Event, events: Events) -> tuple[Hypothesis, str | None]:
         """What is new: tokens with their log-probabilities, and characters.
 
-        A stop string ends the decoding.
+        A stop string ends the decoding. Answers are counted here, as they are given out.
         """
         said, is_last = said_so_far(event), isinstance(event, Answer)
         text = self._text and self._text.grow(said.tokens, is_last=is_last)
         if self._text and self._text.is_stopped:
             said = said.stopped(self._text.num_tokens(said.tokens), self._settings)
             self.hypotheses = [said]
-            events.stop(event.number, len(said.tokens))
         elif is_last:
             self.hypotheses = [said, *event.others]
+        if self.hypotheses:
+            num_tokens = sum(len(each.tokens) for each in self.hypotheses)
+            events.end(event.number, num_tokens, reason_of(said))
         self.said = said
         first, self.num_tokens = self.num_tokens, max(self.num_tokens, len(said.tokens))
         return said.without_first(first), text

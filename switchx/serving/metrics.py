@@ -8,7 +8,7 @@ time, files and collections of garbage are under Prometheus' own names, `process
 import functools
 import importlib.metadata
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 from prometheus_client import (
@@ -123,9 +123,43 @@ class ModelMetrics:
         self.abandoned = server.abandoned.labels(name)
         self.reloads = {each: server.reloads.labels(name, each) for each in OUTCOMES}
 
+    def count_waits(self, histogram: Histogram, inputs: Sequence) -> None:
+        """Counts how long ago each of some `QueuedInput`s arrived."""
+        now_s = time.monotonic()
+        for each in inputs:
+            histogram.observe(now_s - each.arrival_s)
+
+    def count_tokens(self, each, num_steps: int, ended, begun_s: float) -> None:
+        """Counts the times to the tokens that some steps gave a `QueuedInput`: each with their
+        mean.
+
+        Args:
+            ended: its hypotheses, if it ended.
+            begun_s: when the steps began, from which the first tokens' mean is taken; that of
+                later ones is taken from the last token, prefills of others included.
+        """
+        now_s, before_s, new = time.monotonic(), each.token_s, num_steps
+        if ended:
+            new = len(ended[0].tokens) + ended[0].is_finished - each.num_tokens
+        if new < 1:
+            return
+        later = new
+        if before_s is None:
+            self.count_waits(self.first_token_s, [each])
+            before_s, later = begun_s, new - 1
+        for _ in range(later):
+            self.inter_token_s.observe((now_s - before_s) / new)
+        each.num_tokens, each.token_s = each.num_tokens + new, now_s
+
     def count_answer(self, each, num_tokens: int, reason: str) -> None:
-        """Counts an answer to a `QueuedInput`."""
-        self.latency_s.observe(time.monotonic() - each.arrival_s)
+        """Counts an answer to a `QueuedInput`, once its client has it.
+
+        Args:
+            num_tokens: up to the one that completes a stop string.
+        """
+        # A stop string ends one before the worker does.
+        answer_s = time.monotonic() if each.answer_s is None else each.answer_s
+        self.latency_s.observe(answer_s - each.arrival_s)
         self.prompt_tokens.inc(len(each.prompt))
         self.generation_tokens.inc(num_tokens)
         self.success[reason].inc()

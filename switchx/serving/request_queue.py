@@ -34,9 +34,10 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """The model failed on an input's batch; the log says how."""
+    """An input has no answer, and why: its batch failed, or it cannot be answered."""
 
     number: int
+    message: str = "the model failed; the server's log says how"
 
 
 Event = NewTokens | Answer | Failure
@@ -104,6 +105,7 @@ class QueuedInput:
         is_abandoned: its client disconnected or ran out of time.
         num_tokens: that it has, its end included, and `token_s`, since when: of the same clock,
             None before the first one, and where it is searched for.
+        answer_s: when its answer was there, of the same clock; None before.
     """
 
     prompt: list[int]
@@ -116,6 +118,7 @@ class QueuedInput:
     is_abandoned: bool = False
     num_tokens: int = 0
     token_s: float | None = None
+    answer_s: float | None = None
 
 
 class RequestQueue:

@@ -9,6 +9,7 @@ event loop (service.py).
 import contextlib
 import dataclasses
 import logging
+import math
 import queue
 import threading
 import time
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 
 from switchx.api import Model
 from switchx.inference.config import BATCHES, DecodingConfig, rounded_up
-from switchx.inference.generate import Generator
+from switchx.inference.generate import NO_ANSWER, Generator
 from switchx.inference.rows import RowSettings
 from switchx.inference.running_batch import Hypothesis, RunningBatch, are_compiled
 from switchx.serving.limits import PROMPT_LENGTHS, Limits
@@ -62,6 +63,8 @@ class Worker(threading.Thread):
         self._batches: dict[tuple, Batch] = {}
         # The largest batch that the programs of a group are compiled for.
         self._compiled: dict[Group, int] = {}
+        # And of groups whose next larger batch could not be compiled, the largest to ask for.
+        self._most: dict[Group, int] = {}
         # Groups of which no batch was decoded since they were compiled.
         self._unused: set[Group] = set()
         # Experts outside of the device are moved by one thread at a time.
@@ -111,22 +114,23 @@ class Worker(threading.Thread):
         """Takes inputs into batches with free rows and compiled programs; says if any."""
         joining: dict[tuple, list[QueuedInput]] = {}
         groups = {kind: batch.group for kind, batch in self._batches.items()}
-        for batch in self._batches.values():
-            batch.is_full = False
+        full: set[tuple] = set()
         for each in [] if self.queue.is_closed else self.candidates():
             kind = each.group.kind
             batch, others = self._batches.get(kind), joining.setdefault(kind, [])
             size = len(others) + 1 + (len(batch.inputs) if batch else 0)
-            if size > self._limits.batch_size:
-                if batch:
-                    batch.is_full = True
-                continue
             group = groups.get(kind, each.group).joined(each.group)
+            if kind in full or size > self._most_inputs(group):
+                # No later one goes before it, of a smaller group: it might wait for ever.
+                full.add(kind)
+                continue
             if self._num_compiled(group) < size:
                 self.compiler.ask(group)
                 continue
             groups[kind] = group
             others.append(each)
+        for kind, batch in self._batches.items():
+            batch.is_full = kind in full
         for kind, inputs in joining.items():
             for first in range(0, len(inputs), MOST_JOINING):
                 if there := self.queue.take(inputs[first : first + MOST_JOINING]):
@@ -134,7 +138,7 @@ class Worker(threading.Thread):
         return any(joining.values())
 
     def _join(self, kind, inputs: list[QueuedInput], group: Group) -> None:
-        self._observe_seconds(self._metrics.queue_s, inputs)
+        self._metrics.count_waits(self._metrics.queue_s, inputs)
         with self._failing(kind, inputs), self._moving_experts():
             if kind not in self._batches:
                 self._batches[kind] = Batch(self._running_batch(group), group)
@@ -170,14 +174,15 @@ class Worker(threading.Thread):
             if not is_search:
                 num_steps = batch.running.num_steps - num_steps
                 for name, each in batch.inputs_by_name.items():
-                    self._observe_tokens(each, num_steps, ended.get(name), begun_s)
+                    self._metrics.count_tokens(each, num_steps, ended.get(name), begun_s)
                 if has_streams:
                     batch.deliver_tokens()
             for name, hypotheses in ended.items():
-                each = batch.inputs_by_name.pop(name)
+                each = batch.inputs_by_name[name]
                 if is_search:
-                    self._observe_seconds(self._metrics.first_token_s, [each])
+                    self._metrics.count_waits(self._metrics.first_token_s, [each])
                 self._deliver_answer(each, hypotheses)
+                del batch.inputs_by_name[name]
         if not batch.running.waiting:
             self._batches.pop(kind, None)
 
@@ -216,37 +221,13 @@ class Worker(threading.Thread):
             )
         return self._generators[key]
 
-    def _observe_seconds(self, histogram, inputs: Sequence[QueuedInput]) -> None:
-        """Counts how long ago each input arrived."""
-        now_s = time.monotonic()
-        for each in inputs:
-            histogram.observe(now_s - each.arrival_s)
-
-    def _observe_tokens(self, each: QueuedInput, num_steps: int, ended, begun_s: float) -> None:
-        """Counts the times to the tokens that some steps gave an input: each with their mean.
-
-        Args:
-            ended: its hypotheses, if it ended.
-            begun_s: when the steps began, from which the first tokens' mean is taken; that of
-                later ones is taken from the last token, prefills of others included.
-        """
-        now_s, before_s, new = time.monotonic(), each.token_s, num_steps
-        if ended:
-            new = len(ended[0].tokens) + ended[0].is_finished - each.num_tokens
-        if new < 1:
-            return
-        later = new
-        if before_s is None:
-            self._observe_seconds(self._metrics.first_token_s, [each])
-            before_s, later = begun_s, new - 1
-        for _ in range(later):
-            self._metrics.inter_token_s.observe((now_s - before_s) / new)
-        each.num_tokens, each.token_s = each.num_tokens + new, now_s
-
     def _deliver_answer(self, each: QueuedInput, hypotheses: list[Hypothesis]) -> None:
+        if not hypotheses:
+            LOG.error("an input of %d tokens %s", len(each.prompt), NO_ANSWER)
+            each.deliver(Failure(each.number, f"an input {NO_ANSWER}"))
+            return
         best, *others = hypotheses[: each.settings.num_return_sequences]
-        reason = "stop" if best.is_finished else "length"
-        self._metrics.count_answer(each, len(best.tokens), reason)
+        each.answer_s = time.monotonic()
         each.deliver(Answer(each.number, best, others))
 
     def _warm_up(self) -> None:
@@ -261,6 +242,10 @@ class Worker(threading.Thread):
                 if self.queue.is_closed:
                     return
                 self.compile_more(group)
+
+    def _most_inputs(self, group: Group) -> int:
+        """How many inputs of a group are decoded together, when that is compiled."""
+        return min(self._limits.batch_size, self._most.get(group, self._limits.batch_size))
 
     def _num_compiled(self, group: Group) -> int:
         """How many inputs of a group the programs that are compiled, and kept, take.
@@ -277,12 +262,15 @@ class Worker(threading.Thread):
 
     def compile_more(self, group: Group) -> None:
         """Compiles what the next larger batch of a group needs to begin, to be joined by few
-        or many inputs, and to shrink."""
+        or many inputs, and to shrink; nothing where there is none."""
         generator = self._generator(group)
         # On a mesh they are multiples of the devices that split them.
         sizes = generator.devices.batches(generator.config, BATCHES)
-        most = rounded_up(self._limits.batch_size, sizes)
-        size = next(size for size in sizes if self._num_compiled(group) < size <= most)
+        most = rounded_up(self._most_inputs(group), sizes)
+        num_compiled = self._num_compiled(group)
+        size = next((size for size in sizes if num_compiled < size <= most), None)
+        if size is None:
+            return  # it has been compiled since it was asked for
         smaller = (0, *sizes)[: sizes.index(size) + 1]
         # The least inputs of each size that can join one that goes on.
         joining = [each + 1 for each in smaller if each < min(MOST_JOINING, size - 1)]
@@ -296,6 +284,7 @@ class Worker(threading.Thread):
             while running.waiting:
                 running.advance(STEPS[0])
         self._compiled[group] = size
+        self._most.pop(group, None)
         self._unused.add(group)
         self.queue.notify()
 
@@ -308,10 +297,18 @@ class Worker(threading.Thread):
         for first in range(0, number, MOST_JOINING):
             self._read(running, inputs[first : first + MOST_JOINING], group, {})
 
-    def drop(self, group: Group) -> None:
-        """Fails the inputs that wait for a group's programs."""
-        gone = [each for each in self.queue.waiting() if each.group.joined(group) == group]
-        for each in self.queue.take(gone):
+    def give_up(self, group: Group) -> None:
+        """Has no larger batch of a group asked for than is compiled.
+
+        Where none is, its inputs fail; the next one is tried again, alone. Smaller groups that
+        were to be joined to it are decoded apart.
+        """
+        size = self._num_compiled(group)
+        self._most[group] = max(1, size)
+        if size:
+            LOG.warning("%d inputs at most are decoded together in %s", size, group)
+            return
+        for each in self.queue.take([x for x in self.queue.waiting() if x.group == group]):
             each.deliver(Failure(each.number))
 
 
@@ -345,7 +342,7 @@ class Batch:
         """Gives streams what they have so far."""
         for name, so_far in self.running.so_far().items():
             each = self.inputs_by_name[name]
-            if each.is_streaming:
+            if each.is_streaming and math.isfinite(so_far.score):  # else it gets no answer
                 each.deliver(NewTokens(each.number, so_far.tokens, so_far))
 
 
@@ -379,6 +376,6 @@ class Compiler(threading.Thread):
                 self._worker.compile_more(group)
             except Exception:
                 LOG.exception("no program could be compiled for %s", group)
-                self._worker.drop(group)
+                self._worker.give_up(group)
             self._asked.discard(group)
             self._worker.queue.notify()

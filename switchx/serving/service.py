@@ -64,8 +64,7 @@ class Service:
         Raises:
             Refusal: 503; the worker ended, or it is still compiling.
         """
-        if self.worker.error is not None:
-            raise Refusal(503, "the model is not running any more; the server's log says why")
+        self._require_worker()
         if not self.worker.is_ready:
             raise Refusal(503, "the server is still compiling; try later", retry_after_s=5)
         self.num_open += 1
@@ -82,8 +81,9 @@ class Service:
         are decoded no further.
 
         Raises:
-            Refusal: 429, the queue is full.
+            Refusal: 429, the queue is full; 503, the worker ended.
         """
+        self._require_worker()
         loop = asyncio.get_running_loop()
 
         def deliver(event: Event) -> None:
@@ -97,12 +97,12 @@ class Service:
             has_events = request.wants_tokens
             inputs.append(QueuedInput(prompt, settings, number, group, deliver, has_events))
 
-        def stop(number: int, num_tokens: int) -> None:
-            """Decodes an input no further; its client has what it wanted."""
+        def end(number: int, num_tokens: int, reason: str) -> None:
+            """Counts an answer; the input is decoded no further."""
             self._queue.abandon([inputs[number]])
-            self.metrics.count_answer(inputs[number], num_tokens, "stop")
+            self.metrics.count_answer(inputs[number], num_tokens, reason)
 
-        events = Events(len(inputs), self.limits.request_timeout_s, stop)
+        events = Events(len(inputs), self.limits.request_timeout_s, end)
         if not self._queue.put(inputs):
             waiting = len(self._queue)
             raise Refusal(
@@ -119,6 +119,11 @@ class Service:
             self._open.discard(events)
             self._queue.abandon(inputs)
             self.metrics.abandoned.inc(len(events.unanswered))
+
+    def _require_worker(self) -> None:
+        """Raises Refusal: nothing is answered any more."""
+        if self.worker.error is not None:
+            raise Refusal(503, "the model is not running any more; the server's log says why")
 
     def refuse_open(self, message: str) -> None:
         """Ends every request that is not answered yet with 503."""
@@ -139,16 +144,16 @@ class Events:
 
     Attributes:
         unanswered: the inputs without an answer.
-        num_tokens: of the answers.
+        num_tokens: of the answers, as their reader counts them.
         deadline_s: of the event loop's clock.
     """
 
-    def __init__(self, size: int, timeout_s: float, on_stop: Callable[[int, int], None]):
+    def __init__(self, size: int, timeout_s: float, on_end: Callable[[int, int, str], None]):
         self.unanswered, self.num_tokens = set(range(size)), 0
         self._timeout_s = timeout_s
         self.deadline_s = asyncio.get_running_loop().time() + timeout_s
         self._waiting: dict[int, Event] = {}
-        self._has_news, self._on_stop = asyncio.Event(), on_stop
+        self._has_news, self._on_end = asyncio.Event(), on_end
         self._refusal: Refusal | None = None
 
     def put(self, event: Event) -> None:
@@ -163,13 +168,17 @@ class Events:
         self._refusal = refusal
         self._has_news.set()
 
-    def stop(self, number: int, num_tokens: int) -> None:
-        """The reader has enough of an input that has not been answered: so many tokens."""
-        if number in self.unanswered:
-            self.unanswered.discard(number)
-            self._waiting.pop(number, None)
-            self.num_tokens += num_tokens
-            self._on_stop(number, num_tokens)
+    def end(self, number: int, num_tokens: int, reason: str) -> None:
+        """The reader has all that it wants of an input, answered or not.
+
+        Args:
+            num_tokens: of what it wants.
+            reason: `stop` at an end or a stop string, `length` where it was cut off.
+        """
+        self.unanswered.discard(number)
+        self._waiting.pop(number, None)
+        self.num_tokens += num_tokens
+        self._on_end(number, num_tokens, reason)
 
     def __aiter__(self) -> "Events":
         return self
@@ -181,11 +190,9 @@ class Events:
                 number = next(iter(self._waiting))
                 event = self._waiting.pop(number)
                 if isinstance(event, Failure):
-                    raise Refusal(500, "the model failed; the server's log says how")
+                    raise Refusal(500, event.message)
                 if isinstance(event, Answer):
                     self.unanswered.discard(number)
-                    said = event.hypothesis, *event.others
-                    self.num_tokens += sum(len(each.tokens) for each in said)
                 return event
             if self._refusal is not None:
                 raise self._refusal

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import time
+from unittest import mock
 
 import hypothesis
 import jax
@@ -344,7 +345,7 @@ class TextStream:
         event = NewTokens(0, tokens)
         if is_last:
             event = Answer(0, Hypothesis(tokens, -1.0, True))
-        new, text = self._row.grow(event, None)
+        new, text = self._row.grow(event, mock.Mock())
         return {"tokens": new.tokens, "text": text} if new.tokens or text else None
 
 

@@ -124,9 +124,8 @@ def test_a_stop_string_ends_a_text_before_it(client, service, is_streaming):
     metrics = service.metrics
 
     def counted():
-        # An answer that was there before its text was looked at counts as the model's own end.
-        ended = (metrics.success[reason]._value.get() for reason in ("stop", "length"))
-        return metrics.abandoned._value.get(), sum(ended)
+        counters = (metrics.abandoned, metrics.success["stop"], metrics.success["length"])
+        return [counter._value.get() for counter in counters]
 
     counts = counted()
     request = GREEDY | {"prompt": "gate", "stop": ["\0", stop], "stream": is_streaming}
@@ -141,9 +140,38 @@ def test_a_stop_string_ends_a_text_before_it(client, service, is_streaming):
         text, reason = choice["text"], choice["finish_reason"]
         assert 0 < body["usage"]["completion_tokens"] <= 8
     assert (text, reason) == (before, "stop")
-    after = counted()
-    assert after[0] == counts[0] and after[1] >= counts[1] + 1
+    assert counted() == [counts[0], counts[1] + 1, counts[2]]
     assert service.num_open == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/generate", "/v1/completions"])
+def test_tokens_are_counted_up_to_a_stop_string_in_an_answer(
+    client, service, monkeypatch, path
+):
+    """Where the whole answer is there before its text is looked at."""
+    monkeypatch.setattr("switchx.serving.scheduler.STEPS", (8, 8))
+    generator = service.model.generator(max_new_tokens=8)
+    ((_, (said,)),) = generator(service.model.prompts(["gate"]))
+    decode, metrics = service.model.vocabulary.decode, service.metrics
+    tokens, stop = said.tokens, decode(said.tokens[2:4])
+    number = next(n for n in range(8) if stop in decode(tokens[:n]))
+    assert 1 < number < len(tokens)
+
+    def counted():
+        counters = (metrics.generation_tokens, *metrics.success.values(), metrics.abandoned)
+        return [counter._value.get() for counter in counters]
+
+    counts = counted()
+    if path == "/v1/generate":
+        body = client.post(path, json={"inputs": "gate", "stop": [stop]}).json()
+        assert body["results"][0]["tokens"] == tokens[:number]
+        assert body["usage"]["generation_tokens"] == number
+    else:
+        body = client.post(path, json=GREEDY | {"prompt": "gate", "stop": [stop]}).json()
+        assert body["choices"][0]["text"] == decode(tokens[:number]).removesuffix(stop)
+        assert body["usage"]["completion_tokens"] == number
+    # Tokens, `stop`, `length`, abandoned.
+    assert [new - old for new, old in zip(counted(), counts, strict=True)] == [number, 1, 0, 0]
 
 
 def test_echo_puts_the_prompt_before_the_text(openai):

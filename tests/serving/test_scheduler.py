@@ -18,6 +18,7 @@ from switchx.inference.programs import COMPILATIONS, PROGRAMS
 from switchx.inference.running_batch import Hypothesis, RunningBatch
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
+from switchx.serving.answers import GrowingAnswer
 from switchx.serving.limits import Limits
 from switchx.serving.metrics import INTER_TOKEN
 from switchx.serving.models import Models
@@ -35,6 +36,7 @@ from switchx.serving.requests import (
     Refusal,
     read_request,
 )
+from switchx.serving.scheduler import Batch, Worker
 from switchx.serving.service import Events, Service
 from tests.serving import served
 
@@ -265,9 +267,62 @@ def test_a_group_that_cannot_be_compiled_is_answered_so(service, monkeypatch, ca
     prompts = service.model.prompts(["x"])
     monkeypatch.setattr(type(service.worker), "compile_more", fail)
     monkeypatch.setattr(service.worker, "_compiled", {})
+    monkeypatch.setattr(service.worker, "_most", {})
     _, events = ask(service, prompts)
     assert events.get(timeout=WAIT_S) == Failure(0)
     assert "no memory to compile, say" in caplog.text and service.worker.compiler.is_alive()
+
+
+def test_inputs_are_answered_by_the_programs_there_are(service, monkeypatch, caplog):
+    """Where those of a larger batch cannot be compiled: which is tried once."""
+    tried = []
+
+    def fail(worker, running, group, *sizes):
+        tried.append(group)
+        raise RuntimeError("no memory to compile, say")
+
+    prompts = service.model.prompts(served.TEXTS[:5])
+    group = Group.of(prompts[0], DecodingConfig(8), service.limits)
+    monkeypatch.setattr(type(service.worker), "_read_ones", fail)
+    monkeypatch.setattr(service.worker, "_compiled", {group: 2})
+    monkeypatch.setattr(service.worker, "_most", {})
+    for _ in range(2):
+        _, events = ask(service, prompts)
+        got = [service.model.vocabulary.decode(each.tokens) for each in answers(events, 5)]
+        assert got == [served.said()[text].output for text in served.TEXTS[:5]]
+    assert tried == [group] and "2 inputs at most are decoded together" in caplog.text
+
+
+def test_nothing_is_compiled_where_all_is(service):
+    """As where it was compiled between a look at what there is and the question for it."""
+    worker, group = service.worker, Group(16, 8, 1, False)
+    while worker._num_compiled(group) < served.LIMITS.batch_size:
+        worker.compile_more(group)
+    before = COMPILATIONS.number
+    worker.compile_more(group)
+    assert COMPILATIONS.number == before
+
+
+def test_an_input_whose_batch_cannot_be_joined_is_the_next_to_be_decoded(service, monkeypatch):
+    """A long input waits for a short one; a later short one does not go before it."""
+    worker = Worker(service.model, service.limits, service.metrics)  # whose thread never runs
+    short, long = Group(16, 256, 1, False), Group(64, 16, 1, False)
+    compiled, joined = {short: 4, long: 4}, []
+    monkeypatch.setattr(worker, "_num_compiled", lambda group: compiled.get(group, 0))
+    monkeypatch.setattr(worker, "_join", lambda kind, inputs, group: joined.append(inputs))
+    # Of both lengths no program could be compiled, though the inputs have theirs.
+    worker.queue.put([dataclasses.replace(waiting(9), group=short.joined(long))])
+    worker.give_up(short.joined(long))
+    assert not worker.queue.waiting()
+    first, second, third = (
+        dataclasses.replace(waiting(i), group=group)
+        for i, group in enumerate((short, long, short))
+    )
+    worker.queue.put([second, third])
+    worker._batches[short.kind] = batch = Batch(None, short, {0: first})
+    assert not worker._admit() and not joined and batch.is_full
+    worker._batches.clear()
+    assert worker._admit() and joined == [[second]] and worker.queue.waiting() == [third]
 
 
 def test_streams_grow_to_their_answers(service):
@@ -309,6 +364,51 @@ def test_a_batch_that_fails_fails_alone(service, monkeypatch, caplog):
     _, events = ask(service, prompts)
     assert len(answers(events, 2)) == 2
     assert service.worker.is_ready and service.worker.error is None
+
+
+def spoilt_model() -> Model:
+    """That of `served`, but an expert of the encoder gives NaN: of the texts "of" alone has no
+    token that chooses it."""
+    model = served.model()
+    params = jax.tree.map(lambda leaf: leaf, model.params)
+    experts = params["encoder"]["blocks"]["layer_0"]["ffn"]["experts"]
+    experts["w_out_EFD"] = experts["w_out_EFD"].at[1].set(np.nan)
+    return dataclasses.replace(model, params=params)
+
+
+@pytest.mark.parametrize("beam_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_input_whose_scores_are_nan_fails_alone(service, caplog, beam_size):
+    """It gets no tokens, and what is decoded beside it goes on."""
+    model, settings = spoilt_model(), DecodingConfig(8, beam_size=beam_size)
+    prompts = model.prompts(["gate", "of"])
+    with served.started(a_model=model) as spoilt:
+        _, events = ask(spoilt, prompts, [settings] * 2, is_streaming=True)
+        found = []
+        while len([each for each in found if not isinstance(each, NewTokens)]) < 2:
+            found.append(events.get(timeout=WAIT_S))
+        assert spoilt.worker.error is None and not spoilt.worker.running
+    failures = [each for each in found if isinstance(each, Failure)]
+    assert [each.number for each in failures] == [0]
+    assert "no answer whose score is a number" in failures[0].message
+    assert "an input of 5 tokens has no answer" in caplog.text
+    assert {each.number for each in found if not isinstance(each, Failure)} == {1}
+    (got,) = [each.hypothesis for each in found if isinstance(each, Answer)]
+    ((_, (want, *_)),) = service.model.generator(
+        max_new_tokens=8, beam_size=beam_size, pruning="none"
+    )(prompts[1:])
+    same(got, want)
+
+
+def test_scores_that_are_nan_are_told_so():
+    model = spoilt_model()
+    with pytest.raises(ValueError, match="input [0-7] has no answer whose score is a number"):
+        model.generate(served.TEXTS, max_length=8, pruning="none")
+    with served.started(a_model=model) as spoilt:
+        request = GenerateRequest(model.prompts(["of", "gate"]), DecodingConfig(8), False)
+        refused = refusal(lambda: asyncio.run(all_events(spoilt, request)))
+    assert refused.status == 500
+    assert "an input has no answer whose score is a number" in refused.message
+    assert "check the checkpoint" in refused.message
 
 
 def test_a_decoder_only_model_with_few_positions():
@@ -365,7 +465,8 @@ def test_a_slow_reader_keeps_one_event_an_input():
     """A thousand events of two inputs: the newest of each, in the order of the inputs."""
 
     async def read_late():
-        events = Events(2, 60.0, lambda number, num_tokens: None)
+        events = Events(2, 60.0, lambda number, num_tokens, reason: None)
+        rows = [GrowingAnswer(None, request_of(["a"])) for _ in range(2)]
         for length in range(1, 500):
             for number in (1, 0):
                 events.put(NewTokens(number, [5] * length))
@@ -375,7 +476,10 @@ def test_a_slow_reader_keeps_one_event_an_input():
         events.put(Answer(0, Hypothesis([5] * 501, -1.0, True)))
         events.put(Failure(0))
         events.put(Answer(1, Hypothesis([5], -1.0, False)))
-        return found + [event async for event in events], events.num_tokens
+        async for event in events:
+            found.append(event)
+            rows[event.number].grow(event, events)
+        return found, events.num_tokens
 
     found, num_tokens = asyncio.run(read_late())
     assert [(event.number, type(event)) for event in found] == [
