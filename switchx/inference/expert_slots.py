@@ -24,6 +24,9 @@ from switchx.storage.cache import Cache, Place
 class LayerSlots:
     """The slots of one Switch layer, and who is in them.
 
+    `cache` decides who may have a slot; `_slot_E` says who is in one. They differ where an
+    expert was to be moved and its read failed: it is moved when it is asked for again.
+
     Attributes:
         bank: on the device, `[K, ...]`.
         num_requested, ..., num_correct: see `ExpertTraffic`.
@@ -86,17 +89,18 @@ class LayerSlots:
 
     def _admit(self, experts: np.ndarray, place: Place) -> np.ndarray:
         """Those that are in no slot, after others have left theirs."""
-        admission = self.cache.request(experts, place._replace(layer=0))
-        self._free += self._slot_E[admission.evicted].tolist()
-        self._slot_E[admission.evicted] = self.cache.capacity
-        return admission.missed
+        K = self.cache.capacity
+        evicted = self.cache.request(experts, place._replace(layer=0)).evicted
+        self._free += [slot for slot in self._slot_E[evicted].tolist() if slot < K]
+        self._slot_E[evicted] = K
+        return experts[self._slot_E[experts] == K]
 
     def _move(self, experts: np.ndarray) -> None:
-        """Moves requested ones into free slots."""
+        """Moves requested ones into free slots; a slot is free until the expert is in it."""
         for number in experts.tolist():
-            slot, expert = self._free.pop(), self._source.expert(self._layer, number)
-            self.bank = moved_into(self.bank, expert, np.int32(slot))
-            self._slot_E[number] = slot
+            expert = self._source.expert(self._layer, number)
+            self.bank = moved_into(self.bank, expert, np.int32(self._free[-1]))
+            self._slot_E[number] = self._free.pop()
             self.moved_bytes += self._source.expert_bytes
 
 

@@ -53,7 +53,7 @@ class ExpertSource(Protocol):
         """Says which of a layer are needed soon; returns before they are there."""
 
     def is_here(self, layer: int, expert: int) -> bool:
-        """Whether `expert` of a requested one does not wait."""
+        """Whether `expert` of a requested one does not wait or raise."""
 
     def expert(self, layer: int, expert: int) -> Weights:
         """A requested expert."""

@@ -33,6 +33,8 @@ class CachedStore:
     def request(self, keys: Sequence[int] | np.ndarray, place: Place) -> None:
         """Begins to read the records that are not there; returns before they are.
 
+        One whose read failed is read again.
+
         Raises:
             ValueError: see `Cache.request`.
             StoreError: a record that made room for another could not be written.
@@ -43,16 +45,18 @@ class CachedStore:
             record = self._records.pop(key)
             if key in changed:
                 self._write_back(key, record.result())
-        for key in admission.missed.tolist():
-            self._records[key] = self.store.read(key)
+        for key in np.asarray(keys).tolist():
+            if key not in self._records or _has_failed(self._records[key]):
+                self._records[key] = self.store.read(key)
 
     def __contains__(self, key: int) -> bool:
         """Whether a record is here, or is being read."""
         return key in self._records
 
     def is_here(self, key: int) -> bool:
-        """Whether `get` of a requested record does not wait."""
-        return self._records[key].done()
+        """Whether a requested record has been read: `get` of it does not wait or raise."""
+        future = self._records[key]
+        return future.done() and not _has_failed(future)
 
     def get(self, key: int) -> Record:
         """A requested record, as soon as it is there.
@@ -93,3 +97,7 @@ class CachedStore:
         if len(self._write_backs) == NUM_THREADS:
             self._write_backs.popleft().result()
         self._write_backs.append(self.store.write(key, record))
+
+
+def _has_failed(future: concurrent.futures.Future) -> bool:
+    return future.done() and future.exception() is not None

@@ -2,6 +2,7 @@
 """With a few slots for experts, what is written and scored is what the whole model writes."""
 
 import dataclasses
+import errno
 import functools
 import re
 
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 
 from switchx.inference import expert_slots
-from switchx.inference.chosen_experts import ChosenExperts, on_host
+from switchx.inference.chosen_experts import ChosenExperts, on_host, without_bank
 from switchx.inference.config import DecodingConfig
+from switchx.inference.expert_source import HostExperts
 from switchx.inference.generate import (
     Generator,
     for_decoding,
@@ -146,6 +148,33 @@ def test_a_second_call_finds_experts_in_their_slots():
     after = experts.traffic
     assert after.moved_bytes == before.moved_bytes and after.hits > before.hits
     assert after.rounds - before.rounds == before.rounds  # one a layer and call
+
+
+class FailingOnce(HostExperts):
+    """Of whose reads one fails, `good` ones after it was told so."""
+
+    good = -1
+
+    def expert(self, layer, expert):
+        self.good -= 1
+        if self.good == -1:
+            raise OSError(errno.EIO, "Input/output error")
+        return super().expert(layer, expert)
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_after_a_read_that_failed_answers_are_those_of_the_resident_model(prefetch):
+    slots, (config, params) = 2, on_host(*model("gpt", 4))
+    want, source = resident("gpt", 4, 1), FailingOnce(without_bank(config, params)[1])
+    experts = ChosenExperts(config, params, slots, prefetch=prefetch, source=source)
+    run = generator(config, experts, 1)
+    for good in (0, 1, 3, 6):
+        source.good = good
+        with pytest.raises(OSError, match="Input/output"):
+            written(run)
+        assert texts(written(run)) == texts(want)
+    traffic = experts.traffic
+    assert traffic.device_bytes * E == traffic.expert_bytes * slots
 
 
 def test_the_device_has_slots_and_no_more(monkeypatch):

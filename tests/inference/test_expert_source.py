@@ -2,6 +2,8 @@
 """Experts in files, of which host memory has a quarter: the same tokens, faults by name."""
 
 import dataclasses
+import errno
+import itertools
 import re
 
 import numpy as np
@@ -91,6 +93,31 @@ def test_an_artifact_of_four_times_the_host_memory(tmp_path, bits):
     assert 0 < stored.hits < missed
     assert "of experts in host memory" in str(traffic)
     assert tree.num_elements(params) == tree.num_elements(model("gpt", None)[1])
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_file_that_could_not_be_read_is_read_again(tmp_path, prefetch):
+    artifact = saved_artifact(tmp_path / "artifact", "gpt", 4)
+    slices, broken = slices_of(artifact.config, artifact.params), set()
+
+    def read(layer, expert):
+        if (layer, expert) in broken:
+            raise OSError(errno.EIO, "Input/output error")
+        return slices(layer, expert)
+
+    asked = ExpertSlots(2, prefetch=prefetch, host_bytes=4 * tree.num_bytes(slices(0, 0)))
+    config, _, experts = with_slots(artifact.config, artifact.params, asked, read)
+    run = generator(config, experts, 1)
+    num_failed = 0
+    for layer, expert in itertools.product(range(2), range(E)):
+        broken.add((layer, expert))
+        try:
+            written(run)
+        except OSError:  # where it was read at all
+            num_failed += 1
+        broken.clear()
+        assert texts(written(run)) == texts(resident("gpt", 4, 1))
+    assert num_failed > 1
 
 
 @pytest.mark.parametrize("policy", ["lru", pytest.param("next_use", marks=SLOW)])

@@ -240,7 +240,10 @@ class DelayedStore:
 
     def do_one(self):
         future, work = self.pending.popleft()
-        future.set_result(work())
+        try:
+            future.set_result(work())
+        except KeyError as error:
+            future.set_exception(error)
 
 
 OPERATIONS = st.lists(
@@ -287,6 +290,26 @@ def test_room_pins_and_changes_are_kept_whatever_is_requested(operations, capaci
     assert all(cached.get(key) is latest[key] for key in cached.cache.resident.tolist())
     cached.flush()
     assert all(store.disk[key] is latest[key] for key in latest)
+
+
+def test_a_record_whose_read_failed_is_read_again_when_it_is_requested_again():
+    store = DelayedStore()
+    cached = CachedStore(store, Cache(2, LRU(1, NUM_KEYS)))
+    record = store.disk.pop(3)
+    cached.request([3], HERE)
+    assert not cached.is_here(3)
+    with pytest.raises(KeyError):
+        cached.get(3)
+    # It failed: nothing is here, and a second `get` says the same.
+    assert not cached.is_here(3)
+    with pytest.raises(KeyError):
+        cached.get(3)
+    store.disk[3] = record
+    cached.request([3, 4], HERE)
+    assert cached.get(3) is record and cached.is_here(3)
+    assert len(store.pending) == 1  # of key 4
+    cached.request([3], HERE)
+    assert len(store.pending) == 1
 
 
 # Algorithm 1 as it is printed.
