@@ -92,11 +92,6 @@ def read(
     return config, nested(params)
 
 
-def our_id(token_id: int) -> int:
-    """Our id of one of theirs."""
-    return {0: 3, 1: 0, 2: 1, 3: 2}.get(token_id, token_id)
-
-
 def _with_rows(table_VD, rows: tuple[int, ...]):
     return np.concatenate([table_VD[list(rows)], table_VD[len(rows) :]])
 

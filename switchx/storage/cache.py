@@ -109,7 +109,7 @@ class Admission(NamedTuple):
 
 
 class Cache:
-    """Which keys are resident, which are pinned, which differ from what is stored.
+    """Which keys are resident, and which of them differ from what is stored.
 
     Attributes:
         capacity: keys that may be resident at once.
@@ -124,7 +124,6 @@ class Cache:
         self._policy = policy
         self._is_resident_NE = np.zeros(policy.num_keys, bool)
         self._is_dirty_NE = np.zeros(policy.num_keys, bool)
-        self._num_pins_NE = np.zeros(policy.num_keys, np.int64)
         self._num_resident = 0
 
     @property
@@ -139,8 +138,8 @@ class Cache:
         """Makes all of `keys` resident at once; none of them evicts another.
 
         Raises:
-            ValueError: a key is there twice, or the keys and what is pinned need more records
-                than the cache holds. Nothing has changed then.
+            ValueError: a key is there twice, or there are more than the cache holds. Nothing
+                has changed then.
         """
         keys = np.asarray(keys, np.int64)
         is_asked_NE = np.zeros(len(self._is_resident_NE), bool)
@@ -149,19 +148,17 @@ class Cache:
             np.count_nonzero(is_asked_NE) == len(keys),
             f"keys {keys.tolist()} of one request repeat; request each once",
         )
+        require(
+            len(keys) <= self.capacity,
+            f"the cache holds {self.capacity} records, but layer {place.layer} needs "
+            f"{len(keys)} at once: give the cache room for at least {len(keys)}",
+        )
         missed = keys[~self._is_resident_NE[keys]]
         num_evicted = max(0, self._num_resident + len(missed) - self.capacity)
         evicted = missed[:0]
-        is_held_NE = (self._num_pins_NE > 0) & self._is_resident_NE | is_asked_NE
-        num_held = np.count_nonzero(is_held_NE)
-        require(
-            num_held <= self.capacity,
-            f"the cache holds {self.capacity} records; the {len(keys)} of layer {place.layer} "
-            f"and those in use are {num_held}: give the cache room for at least {num_held}",
-        )
         self._policy.request(keys, place)
         if num_evicted:
-            candidates = np.flatnonzero(self._is_resident_NE & ~is_held_NE)
+            candidates = np.flatnonzero(self._is_resident_NE & ~is_asked_NE)
             evicted = self._policy.victims(candidates, num_evicted, place)
         written_back = evicted[self._is_dirty_NE[evicted]]
         self._is_resident_NE[evicted] = self._is_dirty_NE[evicted] = False
@@ -172,29 +169,15 @@ class Cache:
         self.num_written_back += len(written_back)
         return Admission(missed, evicted, written_back)
 
-    def pin(self, keys: Sequence[int] | np.ndarray) -> None:
-        """Keeps resident keys from being evicted until they are unpinned as often."""
-        self._require_resident(keys, "pinned")
-        np.add.at(self._num_pins_NE, keys, 1)
-
-    def unpin(self, keys: Sequence[int] | np.ndarray) -> None:
-        """Takes back one `pin` of each key."""
-        pins = self._num_pins_NE[keys]
-        require(bool((pins > 0).all()), f"keys {list(keys)} are not all pinned")
-        np.add.at(self._num_pins_NE, keys, -1)
-
     def mark_dirty(self, keys: Sequence[int] | np.ndarray) -> None:
         """Says that resident keys have changed since they were read."""
-        self._require_resident(keys, "dirty")
+        absent = [int(key) for key in keys if not self._is_resident_NE[key]]
+        require(not absent, f"keys {absent} are not resident and cannot be dirty")
         self._is_dirty_NE[keys] = True
 
     def mark_clean(self, keys: Sequence[int] | np.ndarray) -> None:
         """Says that keys have been written; they stay resident."""
         self._is_dirty_NE[keys] = False
-
-    def _require_resident(self, keys, what: str) -> None:
-        absent = [int(key) for key in keys if not self._is_resident_NE[key]]
-        require(not absent, f"keys {absent} are not resident and cannot be {what}")
 
 
 class LRU:

@@ -191,12 +191,9 @@ def test_keys_of_one_request_do_not_evict_each_other():
 
 def test_a_cache_below_the_working_set_says_how_much_is_needed():
     cache = Cache(3, LRU(1, 6))
-    with pytest.raises(ValueError, match="room for at least 4"):
-        cache.request([0, 1, 2, 3], Place(0, 0, 0))
     cache.request([0, 1], HERE)
-    cache.pin([0, 1])
-    with pytest.raises(ValueError, match="holds 3 records.*in use are 4: .*at least 4"):
-        cache.request([2, 3], HERE)
+    with pytest.raises(ValueError, match="holds 3 records, but layer 0 needs 4 .* at least 4"):
+        cache.request([0, 1, 2, 3], Place(0, 0, 0))
     assert sorted(cache.resident) == [0, 1] and cache.num_requested == 2
 
 
@@ -204,10 +201,8 @@ def test_wrong_calls_are_named():
     cache = Cache(3, LRU(1, 6))
     with pytest.raises(ValueError, match="repeat"):
         cache.request([1, 1], HERE)
-    with pytest.raises(ValueError, match=r"\[5\] are not resident and cannot be pinned"):
-        cache.pin([5])
-    with pytest.raises(ValueError, match="not all pinned"):
-        cache.unpin([5])
+    with pytest.raises(ValueError, match=r"\[5\] are not resident and cannot be dirty"):
+        cache.mark_dirty([5])
     with pytest.raises(ValueError, match="capacity=0"):
         Cache(0, LRU(1, 6))
 
@@ -249,7 +244,7 @@ class DelayedStore:
 OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.just("request"), st.sets(st.integers(0, NUM_KEYS - 1), max_size=3)),
-        st.tuples(st.sampled_from(["put", "pin", "unpin"]), st.integers(0, NUM_KEYS - 1)),
+        st.tuples(st.just("put"), st.integers(0, NUM_KEYS - 1)),
         st.tuples(st.sampled_from(["flush", "disk"]), st.just(0)),
     ),
     min_size=20,
@@ -259,34 +254,26 @@ OPERATIONS = st.lists(
 
 @given(OPERATIONS, CAPACITIES, st.sampled_from(["lru", "decayed_lfu", "next_use"]))
 @settings(max_examples=120, deadline=None)
-def test_room_pins_and_changes_are_kept_whatever_is_requested(operations, capacity, name):
+def test_room_and_changes_are_kept_whatever_is_requested(operations, capacity, name):
     store = DelayedStore()
     cached = CachedStore(store, Cache(capacity, make_policy(name, 2, NUM_KEYS // 2, 1)))
-    latest, pinned = dict(store.disk), collections.Counter()
+    latest = dict(store.disk)
     for t, (operation, what) in enumerate(operations):
         resident = cached.cache.resident.tolist()
-        if operation in ("put", "pin") and resident:
-            what = resident[what % len(resident)]
-        if operation == "request" and len(what | set(+pinned)) <= capacity:
+        if operation == "request" and len(what) <= capacity:
             cached.request(sorted(what), Place(t, 0, 0))
             assert what <= set(cached.cache.resident.tolist())
         elif operation == "put" and resident:
+            what = resident[what % len(resident)]
             latest[what] = Record({}, t + 1)
             cached.put(what, latest[what])
-        elif operation == "pin" and resident:
-            cached.cache.pin([what])
-            pinned[what] += 1
-        elif operation == "unpin" and pinned[what]:
-            cached.cache.unpin([what])
-            pinned[what] -= 1
         elif operation == "flush":
             cached.flush()
             assert not len(cached.cache.dirty)
             assert all(store.disk[key] is latest[key] for key in latest)
         elif operation == "disk" and store.pending:
             store.do_one()
-        resident = cached.cache.resident.tolist()
-        assert len(resident) <= capacity and set(+pinned) <= set(resident)
+        assert len(cached.cache.resident) <= capacity
     assert all(cached.get(key) is latest[key] for key in cached.cache.resident.tolist())
     cached.flush()
     assert all(store.disk[key] is latest[key] for key in latest)
