@@ -12,7 +12,6 @@ renamed, so an artifact is there whole or not at all. The format holds nothing t
 import dataclasses
 import functools
 import json
-import math
 import os
 import pathlib
 from collections.abc import Callable
@@ -122,6 +121,9 @@ def read_artifact(folder: str | os.PathLike) -> Artifact:
 def open_artifact(folder: str | os.PathLike) -> Artifact:
     """As `read_artifact`, but experts stay in the file: their arrays are `FileArray`s.
 
+    The file stays open as long as one of them is there, so that they are this model's also when
+    the folder is replaced or removed.
+
     Raises:
         ValueError: as `read_artifact`.
     """
@@ -221,7 +223,7 @@ _DTYPES = {
 
 def _arrays(path: pathlib.Path, are_experts_read: bool) -> dict:
     """All arrays of a file of safetensors by name, those of experts that are not read as
-    `FileArray`s.
+    `FileArray`s. All are of the file that the path is of now.
 
     safetensors 0.8 reads no float8 itself. The file begins with the length of a header, 8
     bytes, little-endian, and the header: JSON of dtype, shape and place behind the header of
@@ -229,9 +231,9 @@ def _arrays(path: pathlib.Path, are_experts_read: bool) -> dict:
     """
     with safe_open(path, "np"):  # which checks the header: its size, and every place in it
         pass
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
+    file = expert_source.OpenFile(path)
+    length = int.from_bytes(file.array(0, (8,), np.dtype(np.uint8)).tobytes(), "little")
+    header = json.loads(file.array(8, (length,), np.dtype(np.uint8)).tobytes())
     found = {}
     for name, each in header.items():
         if name == "__metadata__":
@@ -241,8 +243,7 @@ def _arrays(path: pathlib.Path, are_experts_read: bool) -> dict:
         dtype, offset = np.dtype(_DTYPES[each["dtype"]]), 8 + length + each["data_offsets"][0]
         shape = tuple(each["shape"])
         if expert_source.EXPERTS in name and not are_experts_read:
-            found[name] = expert_source.FileArray(path, offset, shape, dtype)
+            found[name] = expert_source.FileArray(file, offset, shape, dtype)
         else:
-            array = np.fromfile(path, dtype, math.prod(shape), offset=offset)
-            found[name] = jnp.array(array.reshape(shape))
+            found[name] = jnp.array(file.array(offset, shape, dtype))
     return found

@@ -11,7 +11,9 @@ of training with experts on a disk.
 import concurrent.futures
 import dataclasses
 import math
+import os
 import pathlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -179,6 +181,35 @@ def _shapes(weights: Weights) -> Weights:
 # Files.
 
 
+class OpenFile:
+    """A file that stays as it was opened when its path is replaced or removed.
+
+    It is closed when nothing refers to it any more. Any thread may read it.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        """Raises OSError: it cannot be opened."""
+        self.path, self._descriptor = path, os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """A copy of an array whose first byte is at `offset`.
+
+        Raises:
+            ValueError: the file ends before it.
+        """
+        data = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
+        done = 0
+        while more := os.preadv(self._descriptor, [data[done:]], offset + done):
+            done += more
+        require(
+            done == data.size,
+            f"{self.path} was cut off while it was read: it has {done:,} bytes at {offset:,}, "
+            f"not {data.size:,}",
+        )
+        return data.view(dtype).reshape(shape)
+
+
 @dataclasses.dataclass(frozen=True)
 class FileArray:
     """An array in a file, of which slices of the first dimension are read.
@@ -187,7 +218,7 @@ class FileArray:
         offset: of its first byte.
     """
 
-    path: pathlib.Path
+    file: OpenFile
     offset: int
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -205,14 +236,9 @@ class FileArray:
         first, end, step = rows.indices(self.shape[0])
         require(step == 1, f"rows {rows} with steps; read neighbours")
         row, shape = math.prod(self.shape[1:]), (max(0, end - first), *self.shape[1:])
-        offset = self.offset + first * row * self.dtype.itemsize
-        read = np.fromfile(self.path, self.dtype, math.prod(shape), offset=offset)
-        require(
-            read.size == math.prod(shape),
-            f"{self.path} was cut off while it was read: it has {read.size * read.itemsize:,} "
-            f"bytes at {offset:,}, not {math.prod(shape) * read.itemsize:,}",
+        return self.file.array(
+            self.offset + first * row * self.dtype.itemsize, shape, self.dtype
         )
-        return read.reshape(shape)
 
 
 def expert_of_snapshot(folder: pathlib.Path, config: ModelConfig) -> ReadExpert:

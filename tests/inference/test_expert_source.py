@@ -3,9 +3,14 @@
 
 import dataclasses
 import errno
+import gc
 import itertools
+import os
+import pathlib
 import re
+import shutil
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,7 +20,8 @@ from switchx import tree
 from switchx.inference.artifact import open_artifact, write_artifact
 from switchx.inference.chosen_experts import slices_of, with_slots
 from switchx.inference.config import ExpertSlots
-from switchx.inference.expert_source import FileArray, expert_of_snapshot
+from switchx.inference.expert_source import FileArray, OpenFile, expert_of_snapshot
+from switchx.inference.quantize import quantize_experts
 from switchx.models.unroll import unrolled
 from switchx.moe.experts import WEIGHTS
 from switchx.storage.record import Record, StoreLayout, types_of
@@ -32,6 +38,7 @@ from tests.inference.test_chosen_experts import (
 )
 
 SLOW = pytest.mark.slow
+DESCRIPTORS = pathlib.Path("/proc/self/fd")
 
 
 def saved_artifact(folder, name: str, bits: int):
@@ -135,6 +142,36 @@ def test_records_of_training_on_a_disk(tmp_path, policy):
     assert experts.traffic.stored.read_bytes > 0
 
 
+@pytest.mark.skipif(not DESCRIPTORS.exists(), reason="the system does not say what is open")
+def test_an_artifact_is_read_as_it_was_opened(tmp_path):
+    """Whatever is in its folder now; its one file is closed with the model."""
+
+    def num_open():
+        links = DESCRIPTORS.iterdir()
+        return sum(os.path.realpath(link).startswith(str(tmp_path)) for link in links)
+
+    def all_experts():
+        return [read(layer, expert) for layer in range(2) for expert in range(E)]
+
+    folder = tmp_path / "artifact"
+    artifact = saved_artifact(folder, "gpt", 4)
+    read = slices_of(artifact.config, artifact.params)
+    want = all_experts()
+    shutil.rmtree(folder)
+    jax.tree.map(np.testing.assert_array_equal, all_experts(), want)
+    config, params = model("gpt", None)
+    others = jax.tree.map(lambda leaf: -leaf, params)
+    write_artifact(folder, *quantize_experts(config, others, bits=4)[:2], about={})
+    jax.tree.map(np.testing.assert_array_equal, all_experts(), want)
+    other = open_artifact(folder)
+    assert num_open() == 2
+    new = slices_of(other.config, other.params)(0, 0)
+    assert not np.array_equal(new["w_in_EDF"].values, want[0]["w_in_EDF"].values)
+    artifact = read = other = None
+    gc.collect()
+    assert num_open() == 0
+
+
 def test_a_cache_below_a_layers_slots(tmp_path):
     artifact = saved_artifact(tmp_path / "artifact", "gpt", 4)
     read = slices_of(artifact.config, artifact.params)
@@ -175,7 +212,7 @@ def test_a_file_arrays_rows_are_the_arrays(tmp_path_factory, dtype, shape, offse
     array = np.arange(np.prod(shape)).astype(dtype).reshape(shape)
     path = tmp_path_factory.mktemp("files") / "array"
     path.write_bytes(bytes(offset) + array.tobytes() + b"more")
-    stored = FileArray(path, offset, tuple(shape), np.dtype(dtype))
+    stored = FileArray(OpenFile(path), offset, tuple(shape), np.dtype(dtype))
     first = data.draw(st.integers(0, shape[0] - 1))
     rows = slice(first, data.draw(st.integers(first, shape[0])))
     np.testing.assert_array_equal(stored[rows], array[rows])
