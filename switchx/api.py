@@ -160,8 +160,8 @@ class Model:
             arrays["params"] = self._separated
             return self.experts.run(logits_of, slotted(config), **arrays)[:B]
         self.devices.check(config, self.params)
-        with self.devices.use():
-            return logits_of(config, self.params, **arrays)[:B]
+        shapes = tuple(token_BL.shape for token_BL in arrays.values())
+        return self.devices.run(logits_of, (config,), shapes, params=self.params, **arrays)[:B]
 
     def generate(
         self,

@@ -14,6 +14,7 @@ import math
 import jax
 from jax.experimental import multihost_utils
 
+from switchx.inference.programs import PROGRAMS
 from switchx.inference.quantize import is_quantized
 from switchx.models.config import ModelConfig
 from switchx.partitioning.constrain import use_mesh
@@ -43,6 +44,13 @@ class ModelMesh:
         if self.mesh is None:
             return contextlib.nullcontext()
         return use_mesh(self.mesh, self.rules)
+
+    def run(self, function, settings: tuple, shape: tuple, **arrays):
+        """What a function returns, compiled for these devices, which all threads that run
+        programs on them begin in one order; see `Programs.run`."""
+        is_on_mesh = self.mesh is not None
+        with self.use():
+            return PROGRAMS.run(function, settings, shape, is_on_mesh=is_on_mesh, **arrays)
 
     def check(self, config: ModelConfig, params: dict) -> None:
         """Raises ValueError where experts have a capacity and are quantized, on a mesh."""

@@ -258,7 +258,7 @@ class RunningBatch:
         settings = self._config, program
         if self._experts is not None:
             return self._experts.run(prefill, *settings, **arrays)
-        return self._run(prefill, settings, (B, length), **arrays)
+        return self._devices.run(prefill, settings, (B, length), **arrays)
 
     def _insert(self, program, fresh: Decoding, length: int, names: list[int]) -> None:
         """Puts prefilled rows into free ones; adds rows and places where there are too few."""
@@ -285,12 +285,7 @@ class RunningBatch:
     def _change(self, function, sizes: tuple, **arrays) -> None:
         """Makes the state another one, by a function without the model."""
         shapes = tuple(x.shape for x in jax.tree.leaves(arrays))
-        self._state = self._run(function, sizes, (self._config, shapes), **arrays)
-
-    def _run(self, function, settings: tuple, shape: tuple, **arrays):
-        is_on_mesh = self._devices.mesh is not None
-        with self._devices.use():
-            return PROGRAMS.run(function, settings, shape, is_on_mesh=is_on_mesh, **arrays)
+        self._state = self._devices.run(function, sizes, (self._config, shapes), **arrays)
 
     def _keep_live(self, is_live_B) -> None:
         """Ends the sentences of the other rows."""
@@ -305,7 +300,7 @@ class RunningBatch:
         if self._experts is not None:
             return run_until_by(self._experts.run, *settings, **arrays)
         shape = len(self._sentence_B), self._length
-        return self._run(run_until, settings, shape, **arrays)
+        return self._devices.run(run_until, settings, shape, **arrays)
 
     def _compact(self, is_live_B) -> None:
         """Gathers the live rows into the smallest batch that holds them.

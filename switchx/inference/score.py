@@ -21,7 +21,6 @@ from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig, rounded_u
 from switchx.inference.expert_slots import slotted
 from switchx.inference.generate import check_tokens, token_fault
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
-from switchx.inference.programs import PROGRAMS
 from switchx.inference.running_batch import padded
 from switchx.inference.sampling import likeliest_tokens
 from switchx.models.config import ModelConfig
@@ -158,11 +157,7 @@ class Scorer:
         if fault := self.fault(pair):
             raise ValueError(f"the pair {fault}")
         batch = self._batch([pair])
-        shape = tuple(array.shape for array in batch.values())
-        with self.devices.use():
-            expert_NBLS = PROGRAMS.run(
-                _decoder_choices, (self.config,), shape, params=self.params, batch=batch
-            )
+        expert_NBLS = self._run(_decoder_choices, (self.config,), batch)
         # Before it the decoder reads the start token, and without an encoder the inputs.
         first = 1 + (0 if self.config.is_encoder_decoder else len(inputs))
         return np.asarray(expert_NBLS)[:, 0, first : first + len(targets)]
@@ -173,13 +168,16 @@ class Scorer:
         return [each for each in self.config.sparse_layer_names if each.startswith("decoder ")]
 
     def _log_likelihoods(self, batch: dict) -> tuple:
-        arrays = {"params": self.params, "batch": batch}
         settings = self.config, self._num_kept
         if self.experts is not None:
+            arrays = {"params": self.params, "batch": batch}
             return self.experts.run(_log_likelihoods, *settings, **arrays)
+        return self._run(_log_likelihoods, settings, batch)
+
+    def _run(self, function, settings: tuple, batch: dict):
+        arrays = {"params": self.params, "batch": batch}
         shapes = tuple(x.shape for x in batch.values())
-        with self.devices.use():
-            return PROGRAMS.run(_log_likelihoods, settings, shapes, **arrays)
+        return self.devices.run(function, settings, shapes, **arrays)
 
     def fault(self, pair: Pair) -> str | None:
         """Why a pair cannot be read, to be said after its name; or None."""

@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import numpy as np
@@ -15,10 +16,12 @@ from switchx.data.tasks import TextFormat
 from switchx.inference.artifact import write_artifact
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import run_until
-from switchx.inference.generate import BATCHES, Generator, for_decoding
+from switchx.inference.generate import BATCHES, Generator, for_decoding, without_capacity
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
+from switchx.inference.programs import PROGRAMS
 from switchx.inference.quantize import quantize_experts
 from switchx.inference.running_batch import RunningBatch
+from switchx.inference.score import Scorer
 from switchx.models.params import init_params
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
@@ -186,13 +189,25 @@ def loaded(folder):
     return switchx.load(folder), switchx.load(folder, mesh=MESHES["expert x model x data"])
 
 
-def test_a_loaded_model_is_split_and_scores_what_it_scores_on_one_device(folder):
+def test_a_loaded_model_is_split_and_scores_what_it_scores_on_one_device(folder, monkeypatch):
     one, many = loaded(folder)
     w_in = many.params["encoder"]["blocks"]["layer_0"]["ffn"]["experts"]["w_in_EDF"]
     assert {shard.data.shape for shard in w_in.addressable_shards} == {(2, 16, 16)}
     texts = ["gate", "an expert", "<extra_id_0> slot"]
-    for got, want in zip(many.score(texts, texts), one.score(texts, texts), strict=True):
+    starting = mock.MagicMock()
+    monkeypatch.setattr(PROGRAMS, "_starting", starting)
+    found = many.score(texts, texts)
+    # All devices begin programs in one order, whichever thread starts them.
+    assert starting.__enter__.call_count == 1
+    for got, want in zip(found, one.score(texts, texts), strict=True):
         assert got.log_likelihood == pytest.approx(want.log_likelihood, rel=1e-5)
+    pair = [5, 6, 7], [8, 9]
+    scorers = [
+        Scorer(without_capacity(model.config), model.params, devices=model.devices)
+        for model in (many, one)
+    ]
+    np.testing.assert_array_equal(*(scorer.chosen_experts(pair) for scorer in scorers))
+    assert starting.__enter__.call_count == 2
 
 
 @pytest.mark.slow
