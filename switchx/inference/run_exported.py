@@ -89,7 +89,9 @@ class ExportedModel:
         self._step, self._loop = (jax.jit(run, donate_argnums=1) for run in (step, steps))
         self._weights = self._read_weights()
 
-    def generate(self, inputs, max_new_tokens: int | None = None, **asked) -> list[list[dict]]:
+    def generate(
+        self, inputs, max_new_tokens: int | None = None, *, first_number: int = 0, **asked
+    ) -> list[list[dict]]:
         """Of each input its hypotheses, the best first, or samples in their order: tokens,
         score, is_finished; token_logprobs and top_logprobs where those were exported, the
         end's included.
@@ -97,6 +99,7 @@ class ExportedModel:
         Args:
             inputs: lists of token ids, `batch_size` of them at most, over the samples of each.
             max_new_tokens: less than was exported for; None is that.
+            first_number: how many inputs came before; samples depend on an input's number.
             asked: other settings, such as `repetition_penalty`, which are those of the export.
 
         Raises:
@@ -109,27 +112,24 @@ class ExportedModel:
                 raise ValueError(f"{what}; leave it out, or {self._again} with --{name}")
         inputs = [_token_list(tokens, i) for i, tokens in enumerate(inputs)]
         if len(inputs) > (most := self.batch_size // self.num_samples):
-            way_out = "give no more at once, or export again with a larger --batch_size"
-            raise ValueError(
-                f"got {len(inputs)} inputs, exported for batches of {most}; {way_out}"
-            )
-        most = self.max_new_tokens
-        limit = most if max_new_tokens is None else max_new_tokens
-        if not 1 <= limit <= most:
-            way_out = f"use 1 to {most}, or export again with a larger --max_new_tokens"
-            raise ValueError(f"max_new_tokens={limit}; {way_out}")
+            what = f"got {len(inputs)} inputs, exported for batches of {most}; give no more"
+            raise ValueError(f"{what} at once, or export again with a larger --batch_size")
+        limit = self.max_new_tokens if max_new_tokens is None else max_new_tokens
+        if not 1 <= limit <= self.max_new_tokens:
+            way_out = f"use 1 to {self.max_new_tokens}, or export again with a larger"
+            raise ValueError(f"max_new_tokens={limit}; {way_out} --max_new_tokens")
+        if first_number < 0:
+            raise ValueError(f"first_number={first_number}; use 0, or how many came before")
         for i, tokens in enumerate(inputs):
             if fault := self.fault(tokens):
                 raise ValueError(f"input {i} {fault}")
         if not inputs:
             return []
         rows = [tokens for tokens in inputs for _ in range(self.num_samples)]
-        described = self._programs["prefill"]["in"]
-        arrays = {
-            name: jax.device_put(x, self._sharding(described[name]))
-            for name, x in self._arrays(rows, limit).items()
-        }
-        said = jax.device_get(self._decoded(*self._prefill(self._weights, arrays)))
+        at = {name: self._sharding(x) for name, x in self._programs["prefill"]["in"].items()}
+        arrays = self._arrays(rows, first_number * self.num_samples, limit)
+        begun = self._prefill(self._weights, jax.device_put(arrays, at))
+        said = jax.device_get(self._decoded(*begun))
         answers = [[] for _ in inputs]
         for b, beam in np.argwhere(np.isfinite(said["score_BL"][: len(rows)])):  # were found
             answers[b // self.num_samples].append(self._hypothesis(said, (b, beam), limit))
@@ -148,7 +148,6 @@ class ExportedModel:
 
     def lowered_step(self):
         """The step for these devices, to be compiled: `.compile()` says what it takes."""
-
         state = {
             name: jax.ShapeDtypeStruct(x["shape"], x["dtype"], sharding=self._sharding(x))
             for name, x in self._programs["step"]["in"].items()
@@ -166,7 +165,7 @@ class ExportedModel:
         wrong = [token for token in tokens if not 0 <= token < V]
         return f"has token id {wrong[0]}, the vocabulary has 0 to {V - 1}" if wrong else None
 
-    def _arrays(self, inputs, limit: int) -> dict[str, np.ndarray]:
+    def _arrays(self, inputs, first_number: int, limit: int) -> dict[str, np.ndarray]:
         B, M, n = self.batch_size, self.input_length, len(inputs)
         decoding = self.manifest["decoding"]
         has_encoder = "source_BM" in self._programs["prefill"]["in"]
@@ -177,8 +176,8 @@ class ExportedModel:
             places = slice(len(tokens)) if has_encoder else slice(M - len(tokens), None)
             token_BM[b, places], is_token_BM[b, places] = tokens, True
         is_token_BM[n:, 0 if has_encoder else -1] = True
-        number_B = np.arange(B, dtype=np.int32)
-        arrays = {"sentence_B": np.where(number_B < n, number_B, -1), "is_live_B": number_B < n}
+        number_B = np.where(np.arange(B) < n, np.arange(B) + first_number, -1)
+        arrays = {"sentence_B": number_B.astype(np.int32), "is_live_B": number_B >= 0}
         arrays["max_new_tokens_B"] = np.full(B, limit, np.int32)
         if not has_encoder:
             return arrays | {"prompt_BP": token_BM, "is_prompt_BP": is_token_BM}
@@ -363,9 +362,8 @@ def _token_list(tokens, index: int) -> list[int]:
     try:
         return list(map(operator.index, tokens))
     except TypeError:
-        raise ValueError(
-            f"input {index} is {tokens!r:.40}; expected a list of token ids"
-        ) from None
+        what = f"input {index} is {tokens!r:.40}"
+        raise ValueError(f"{what}; expected a list of token ids") from None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -387,7 +385,8 @@ def main(argv: list[str] | None = None) -> int:
                 raise ValueError(f"line {number} {fault}")
         size = model.batch_size // model.num_samples
         for first in range(0, len(inputs), size):
-            for said in model.generate(inputs[first : first + size], arguments.max_new_tokens):
+            batch = inputs[first : first + size]
+            for said in model.generate(batch, arguments.max_new_tokens, first_number=first):
                 many = {"outputs": said[: model.num_outputs]}
                 print(json.dumps(said[0] if model.num_outputs == 1 else many), flush=True)
     except ValueError as error:

@@ -6,6 +6,7 @@ The blocks of docs/export.md run here too, in their order, in one folder.
 
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import jax
 import pytest
 
 from switchx.cli.main import main
+from switchx.inference import run_exported
 from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import Generator, for_decoding
 from switchx.inference.run_exported import ExportedModel
@@ -163,6 +165,26 @@ def test_samples_of_an_export(tmp_path):
     ]
     with pytest.raises(ValueError, match="got 3 inputs, exported for batches of 2"):
         exported.generate(INPUTS)
+    third = exported.generate(INPUTS[2:], first_number=2)
+    assert [each["tokens"] for each in third[0]] == [tokens for tokens, _ in want[2]]
+
+
+def test_inputs_are_numbered_over_all_batches(model, monkeypatch, capsys):
+    """Samples depend on the numbers, which are those of `Generator`."""
+    numbers, prefill = [], model._prefill
+
+    def watched(weights, arrays):
+        numbers.append(arrays["sentence_B"].tolist())
+        return prefill(weights, arrays)
+
+    monkeypatch.setattr(model, "_prefill", watched)
+    monkeypatch.setattr(run_exported, "ExportedModel", lambda folder: model)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("[5]\n" * 6))
+    assert run_exported.main([]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 6
+    assert numbers == [[0, 1, 2, 3], [4, 5, -1, -1]]
+    with refused("first_number=-1; use 0, or how many came before"):
+        model.generate(INPUTS, first_number=-1)
 
 
 @pytest.mark.parametrize(
