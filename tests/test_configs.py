@@ -15,6 +15,8 @@ from switchx.data.vocabularies import save_vocabulary
 from switchx.gin_config import building
 from switchx.gin_config.building import job_from_gin
 from switchx.gin_config.writing import job_gin
+from switchx.inference.expert_slots import slotted
+from switchx.inference.generate import for_decoding
 from switchx.models.config import ModelConfig, Precision
 from switchx.models.params import abstract_params
 from switchx.partitioning.mesh import AXES, CompilerOptions, batch_parts
@@ -23,6 +25,7 @@ from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.layout import SPREAD_RULES
 from switchx.planner.model_cost import count_parameters
 from switchx.storage.cache import StorageSpec
+from switchx.training.distilled_program import as_teacher
 from switchx.training.job import TrainingJob
 from switchx.training.text_evaluation import TextEvaluation
 from switchx.tree import num_elements
@@ -130,6 +133,18 @@ def test_run_builds(name, build_job):
     assert job.train_steps > 0
     assert job.features
     abstract_params(job.model)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_runs_model_is_decoded_and_teaches(name, build_job):
+    """By dispatchers that exchange no slots, whatever the run's own one does in parts."""
+    model = build_job(name).model
+    others = [for_decoding(model), for_decoding(model, is_dropless=False), as_teacher(model)]
+    if model.switch is None:
+        assert others == [model] * 3
+    else:
+        parts = {other.switch.exchange_parts for other in (*others, slotted(model))}
+        assert parts == {1}
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -78,7 +78,7 @@ def distilled(
     """
     switch = config.switch
     if switch is not None:  # on one device nothing is sent
-        switch = dataclasses.replace(switch, dispatcher="gather", num_replicas=0)
+        switch = dataclasses.replace(switch.with_dispatcher("gather"), num_replicas=0)
     job = dataclasses.replace(
         job,
         model=dataclasses.replace(config, switch=switch),

@@ -190,6 +190,7 @@ def mesh_gin(plan, hardware, command: str) -> str:
         plan, hardware: a `planner.search.Plan`, and the `Hardware` that it is for.
         command: that made the plan, for the file's head.
     """
+    from switchx.moe.config import DISPATCHERS
     from switchx.partitioning.mesh import AXES
     from switchx.partitioning.schedule import ScheduleSpec
     from switchx.planner.search import explain
@@ -206,6 +207,8 @@ def mesh_gin(plan, hardware, command: str) -> str:
         bound["config.ModelConfig.scan_layers"] = True
     if layout.dispatcher is not None:
         bound["config.SwitchConfig.dispatcher"] = layout.dispatcher
+        if not DISPATCHERS[layout.dispatcher].exchanges_slots:
+            bound["config.SwitchConfig.exchange_parts"] = 1
     after = "from switchx.training"
     imports = _MESH_IMPORTS.replace(after, f"from switchx.storage import cache\n{after}")
     bound["cache.StorageSpec.experts"] = plan.storage.tier

@@ -107,7 +107,7 @@ class LayerSlots:
 def slotted(config: ModelConfig) -> ModelConfig:
     """The configuration as programs with slots are traced with: the same numbers, of layers
     that are not in a scan and experts that run rows."""
-    switch = dataclasses.replace(config.switch, dispatcher="dropless", buffer_factor=None)
+    switch = dataclasses.replace(config.switch.with_dispatcher("dropless"), buffer_factor=None)
     return dataclasses.replace(config, switch=switch, remat="none")
 
 

@@ -60,12 +60,9 @@ def without_capacity(config: ModelConfig) -> ModelConfig:
     )
     # Where nothing is dropped, groups decide nothing: with any `expert_capacity` a row is one,
     # so that the devices of a mesh have whole groups.
-    switch = dataclasses.replace(
-        switch,
-        router=router,
-        expert_capacity=1,
-        dispatcher=switch.dispatcher if switch.has_attention else "dropless",
-    )
+    if not switch.has_attention:
+        switch = switch.with_dispatcher("dropless")
+    switch = dataclasses.replace(switch, router=router, expert_capacity=1)
     return dataclasses.replace(config, switch=switch)
 
 
@@ -73,8 +70,7 @@ def with_capacity(config: ModelConfig) -> ModelConfig:
     """The same model with the groups that it has on one device; the compiler splits them."""
     if config.switch is None or config.switch.has_attention:
         return config
-    switch = dataclasses.replace(config.switch, dispatcher="gather")
-    return dataclasses.replace(config, switch=switch)
+    return dataclasses.replace(config, switch=config.switch.with_dispatcher("gather"))
 
 
 @dataclasses.dataclass(frozen=True)

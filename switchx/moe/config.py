@@ -354,6 +354,11 @@ class SwitchConfig:
             "use stacks='all', and decoder_layers=() for none in the decoder",
         )
 
+    def with_dispatcher(self, name: str) -> "SwitchConfig":
+        """The same layers by another dispatcher; in parts only where it exchanges slots."""
+        parts = self.exchange_parts if DISPATCHERS[name].exchanges_slots else 1
+        return dataclasses.replace(self, dispatcher=name, exchange_parts=parts)
+
     @property
     def num_candidates(self) -> int:
         """Experts that one token can choose from: all, or those of its task."""

@@ -195,5 +195,5 @@ def as_teacher(config: ModelConfig) -> ModelConfig:
     """The model as it is evaluated beside a student."""
     if config.switch is None or config.build is not None:
         return config
-    switch = dataclasses.replace(config.switch, dispatcher="gather", num_replicas=0)
+    switch = dataclasses.replace(config.switch.with_dispatcher("gather"), num_replicas=0)
     return dataclasses.replace(config, switch=switch)

@@ -106,7 +106,7 @@ def _keeps_groups(job: TrainingJob, layout: Layout) -> bool:
 def _with_layout(job: TrainingJob, layout: Layout) -> TrainingJob:
     model = job.model
     if layout.dispatcher is not None:
-        switch = dataclasses.replace(model.switch, dispatcher=layout.dispatcher)
+        switch = model.switch.with_dispatcher(layout.dispatcher)
         model = dataclasses.replace(model, switch=switch)
     sizes = {axis: getattr(layout, axis) for axis in AXES}
     return dataclasses.replace(

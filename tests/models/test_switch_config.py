@@ -9,6 +9,7 @@ import pytest
 
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import abstract_params
+from switchx.moe.config import DISPATCHERS
 from tests.data.refusals import refused
 
 NAMED = SwitchConfig(2, encoder_layers=(1, 5), decoder_layers=(1,))
@@ -36,6 +37,17 @@ def test_blocks_by_number():
 def test_a_list_of_blocks_is_a_key_too():
     listed = SwitchConfig(2, encoder_layers=[1, 5], decoder_layers=[1])
     assert listed == NAMED and hash(listed) == hash(NAMED)
+
+
+def test_parts_of_exchanges_follow_the_dispatcher():
+    pod = SwitchConfig(8, dispatcher="all_to_all", exchange_parts=2)
+    named = {name: pod.with_dispatcher(name) for name in DISPATCHERS}
+    assert {name: switch.dispatcher for name, switch in named.items()} == {
+        name: name for name in DISPATCHERS
+    }
+    assert {name for name, switch in named.items() if switch.exchange_parts == 2} == {
+        "all_to_all", "hierarchical",
+    }  # fmt: skip
 
 
 def test_a_stack_without_sparse_blocks():

@@ -37,6 +37,13 @@ def test_every_axis_is_named():
     assert max(map(len, text.splitlines()[:8])) <= 96
 
 
+def test_parts_of_exchanges_are_bound_where_nothing_is_exchanged():
+    """A run on configs/meshes/pod.gin has 2, which other dispatchers refuse."""
+    line = "config.SwitchConfig.exchange_parts = 1"
+    assert line in text_of(Layout(model=8, dispatcher="sliced")).splitlines()
+    assert line not in text_of(Layout(expert=8, dispatcher="all_to_all")).splitlines()
+
+
 def test_sliced_experts_have_their_rules():
     assert SLICED_RULES.expert_params[-2:] == (("E", ("model",)), ("D", ("fsdp",)))
     text = text_of(Layout(model=8, dispatcher="sliced"))

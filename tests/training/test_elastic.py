@@ -65,6 +65,13 @@ def test_microbatches_are_raised_until_it_fits():
     assert tight.job.batch_size == JOB.batch_size
 
 
+def test_exchanges_in_parts_end_where_nothing_is_exchanged():
+    switch = dataclasses.replace(SPARSE.switch, dispatcher="all_to_all", exchange_parts=2)
+    job = make_job(dataclasses.replace(SPARSE, switch=switch), batch_size=24)
+    planned = job_for_devices(job, V5E, jax.devices()[:1]).job.model.switch
+    assert (planned.dispatcher, planned.exchange_parts) != ("all_to_all", 2)
+
+
 def test_microbatches_that_tear_routing_groups_apart_are_not_taken():
     rows = dataclasses.replace(SPARSE.switch, group_size=24 * 8)  # one group is the batch
     job = make_job(dataclasses.replace(SPARSE, switch=rows), batch_size=24)
