@@ -2,6 +2,7 @@
 """A job as programs: its steps jitted over its mesh, and where its arrays live.
 
 `workload.py` describes the same step to the planner, by shapes alone.
+Dims: N sparse layers, E experts, R slots for experts, G groups, T tokens of a group
 """
 
 import functools
@@ -218,7 +219,7 @@ class TrainingProgram:
         return (
             f"tokens travel to their tasks' experts, by dispatcher={switch.dispatcher!r}: for "
             "experts to travel instead, use one microbatch, no stages, buckets or storage, and "
-            "a SwitchConfig.group_size with a group or more to each device",
+            "a SwitchConfig.group_size that cuts each device's rows into whole groups",
         )
 
     def place_replicas(self, load_NE) -> None:
@@ -346,8 +347,8 @@ def task_tables(
 ) -> tuple[np.ndarray, ...]:
     """Every layer's slots by task, where devices with experts have rows of their own.
 
-    Nothing elsewhere, in a pipeline, in microbatches, with groups of several devices and with
-    experts in storage: there the configured dispatcher runs.
+    Nothing elsewhere, in a pipeline, in microbatches, with groups that do not divide a device's
+    rows and with experts in storage: there the configured dispatcher runs.
 
     Args:
         job: with a router by task; its own mesh and microbatches do not count.
@@ -360,12 +361,11 @@ def task_tables(
     if not (is_whole and has_rows):
         return ()
     rows, parts = as_mixture(job.source).rows, place.size(place.batch)
-    groups = [
-        layer_groups(job.model.switch, job.batch_size, length)[0]
-        for length in job.sparse_lengths
-    ]
-    if any(number % parts for number in groups):
-        return ()
+    for length in job.sparse_lengths:
+        G, T = layer_groups(job.model.switch, job.batch_size, length)
+        # A padded last group moves those before it into the next device's rows.
+        if G % parts or G * T != job.batch_size * length:
+            return ()
     num_experts, devices = job.model.switch.num_experts, place.size(place.experts)
     table_R = place_tasks(rows, num_experts, parts, devices)
     return (np.tile(table_R, (job.model.num_sparse_layers, 1)),)

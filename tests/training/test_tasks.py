@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import re
+import types
 
 import jax
 import numpy as np
@@ -21,12 +22,13 @@ from switchx.data.tokenizers import ByteVocabulary
 from switchx.deploy.plan import DeployPlan, DeploySettings
 from switchx.models.config import RouterConfig
 from switchx.models.params import forward, of_task
+from switchx.moe.capacity import layer_groups
 from switchx.partitioning.mesh import MeshSpec
 from switchx.planner.replica_placement import place_tasks, tasks_of_parts
 from switchx.training.aot import batch_shapes
 from switchx.training.elastic import job_for_devices
 from switchx.training.loop import train
-from switchx.training.program import TrainingProgram
+from switchx.training.program import TrainingProgram, task_tables
 from switchx.training.step import StepConfig, gradients
 from tests.data.fakes import text_corpus
 from tests.data.refusals import refused
@@ -213,6 +215,24 @@ def test_tasks_have_their_experts_beside_their_rows():
     wide = tasks_job(dataclasses.replace(MODEL, switch=switch))
     here = job_for_devices(wide, V5E, jax.devices()[:4])
     assert TrainingProgram(here.job, here.devices).slot_tables == ()
+
+
+def test_experts_are_beside_rows_only_where_groups_are():
+    """Otherwise a device routes tokens of the next one's rows, whose experts it has not."""
+    used = {True: [], False: []}
+    for size in range(4, 140):
+        switch = dataclasses.replace(MODEL.switch, group_size=size)
+        job = tasks_job(dataclasses.replace(MODEL, switch=switch))
+        mesh = types.SimpleNamespace(shape=MeshSpec(data=1, expert=2).sizes(2))
+        rows, parts = job.batch_size, 2
+        G, T = layer_groups(switch, rows, LENGTH)
+        token = np.arange(rows * LENGTH)
+        is_beside = G % parts == 0 and np.array_equal(
+            token // T // (G // parts), token // LENGTH // (rows // parts)
+        )
+        used[bool(task_tables(job, mesh, job.mesh.rules, 1))].append(is_beside)
+    assert used[True] and used[False]
+    assert all(used[True]) and not any(used[False])
 
 
 @pytest.mark.slow
