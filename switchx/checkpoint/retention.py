@@ -32,6 +32,7 @@ UNFINISHED = ocp.path.atomicity.TMP_DIR_SUFFIX  # `<step>` + this, while it is b
 DAMAGED, _CUT_SHORT = "*.damaged-*", "*.unfinished-*"
 SET_ASIDE = f"{DAMAGED} and {_CUT_SHORT}"
 MIB = 1 << 20
+COSTS = ("cross_entropy", "dropped_fraction")  # metrics of evaluations whose smallest is best
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +43,10 @@ class Retention:
         keep_last: so many of the newest, at least 1.
         keep_best: so many of the best among those saved with an evaluation.
         keep_period: every checkpoint whose step is a multiple of this, for good; None: of none.
-        best_metric, best_mode: the metric that is compared, and which end of it is best. A
-            task's metric of generated texts is `TASK/METRIC`, as `glue_cola/matthews_corrcoef`.
+        best_metric: the metric that is compared. A task's metric of generated texts is
+            `TASK/METRIC`, as `glue_cola/matthews_corrcoef`.
+        best_mode: which end of it is best. None: the smallest of cross-entropies and shares of
+            dropped tokens, and the largest of all others.
         local_dir: folder on a disk of each machine for copies of the state, which a run resumes
             from where they are newer than its checkpoints (local_copies.py). None: no copies.
         local_every: steps between them.
@@ -61,7 +64,7 @@ class Retention:
     keep_best: int = 1
     keep_period: int | None = None
     best_metric: str = "neg_log_perplexity"
-    best_mode: Literal["max", "min"] = "max"
+    best_mode: Literal["max", "min", None] = None
     local_dir: str | None = None
     local_every: int = 100
     grace_s: float | None = None
@@ -94,7 +97,9 @@ class Retention:
         value = named[self.best_metric]
         if not math.isfinite(value):
             return None
-        return value if self.best_mode == "max" else -value
+        is_cost = self.best_metric.rpartition("/")[2] in COSTS
+        best_mode = self.best_mode or ("min" if is_cost else "max")
+        return value if best_mode == "max" else -value
 
 
 @dataclasses.dataclass

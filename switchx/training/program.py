@@ -364,7 +364,7 @@ def task_tables(
     for length in job.sparse_lengths:
         G, T = layer_groups(job.model.switch, job.batch_size, length)
         # A padded last group moves those before it into the next device's rows.
-        if G % parts or G * T != job.batch_size * length:
+        if G % parts or job.batch_size * length != G * T:
             return ()
     num_experts, devices = job.model.switch.num_experts, place.size(place.experts)
     table_R = place_tasks(rows, num_experts, parts, devices)

@@ -460,6 +460,19 @@ def test_a_higher_score_is_always_better():
     assert lowest.score({"loss": 1.0}) > lowest.score({"loss": 2.0})
 
 
+@pytest.mark.parametrize("prefix", ["", "tasks/cola/"])
+def test_lower_is_better_of_losses_and_drops(prefix):
+    def is_better(name, high, low, **mode):
+        retention = Retention(best_metric=prefix + name, **mode)
+        return retention.score({prefix + name: high}) > retention.score({prefix + name: low})
+
+    for name in ("cross_entropy", "dropped_fraction"):
+        assert not is_better(name, 0.5, 0.25)
+        assert is_better(name, 0.5, 0.25, best_mode="max")
+    for name in ("neg_log_perplexity", "accuracy"):
+        assert is_better(name, 0.5, 0.25)
+
+
 def test_without_metrics_or_a_finite_one_there_is_no_score():
     assert Retention().score(None) is None
     assert Retention().score({"neg_log_perplexity": math.nan}) is None
