@@ -127,6 +127,7 @@ class RoutedLayer(nnx.Module):
             routed.plan,
             routed.is_token_GT,
             balance_scope=self.config.switch.router.balance_scope,
+            num_tasks=self.config.switch.router.num_tasks,
         )
         choices = Choices(
             out_of_groups(routed.plan.expert_GTS, batch, length),

@@ -6,7 +6,8 @@ the quotient of two of them and does not depend on how a batch was split. `Routi
 numerators and denominators, and its properties the quotients that are reported; `loss_terms` in
 `training/losses.py` divides by the whole batch's. A new auxiliary loss is a numerator here, its
 quotient in `means`, and its weight there.
-Dims: B batch, L length, N Switch layers, G groups, T tokens of a group, E experts, S choices
+Dims: B batch, L length, N Switch layers, G groups, T tokens of a group, E experts, S choices,
+U tasks that experts are divided among, W experts of a task
 """
 
 import dataclasses
@@ -88,18 +89,27 @@ class RoutingStats:
 
 
 def measure_routing(
-    logits_GTE, prob_GTE, plan: RoutingPlan, is_token_GT, *, balance_scope: str = "group"
+    logits_GTE,
+    prob_GTE,
+    plan: RoutingPlan,
+    is_token_GT,
+    *,
+    balance_scope: str = "group",
+    num_tasks: int = 1,
 ) -> RoutingStats:
     """The statistics of one layer, in float32.
 
     Args:
         balance_scope: of the balance loss, `group` or `batch`.
+        num_tasks: that the experts are divided among.
     """
     logits_GTE, prob_GTE = logits_GTE.astype(jnp.float32), prob_GTE.astype(jnp.float32)
     token_GT = is_token_GT.astype(jnp.float32)
     frozen_GTE = jax.lax.stop_gradient(prob_GTE)
     entropy_GT = -jnp.sum(frozen_GTE * jnp.log(jnp.maximum(frozen_GTE, 1e-30)), axis=-1)
-    balance, groups = balance_sums(prob_GTE, plan.counted_GE, is_token_GT, scope=balance_scope)
+    balance, groups = balance_sums(
+        prob_GTE, plan.counted_GE, is_token_GT, scope=balance_scope, num_tasks=num_tasks
+    )
     return RoutingStats(
         tokens=jnp.sum(token_GT),
         groups=groups,
@@ -112,7 +122,7 @@ def measure_routing(
     )
 
 
-def balance_sums(prob_GTE, count_GE, is_token_GT, *, scope: str = "group"):
+def balance_sums(prob_GTE, count_GE, is_token_GT, *, scope: str = "group", num_tasks: int = 1):
     """Sum over groups of `E sum_e f_e P_e`, and the number of groups that have tokens.
 
     Fedus et al. 2021 (arXiv:2101.03961), eq. 4-6: f_e is the share of choices that are e
@@ -120,23 +130,29 @@ def balance_sums(prob_GTE, count_GE, is_token_GT, *, scope: str = "group"):
     uniform, whatever k is; flaxformer's and Hugging Face's is k times that. Only P carries a
     gradient.
 
+    Where the experts are divided among tasks, a group's term is the mean over its tokens of
+    their tasks' own terms: `W sum_e f_e P_e`, where f_e is the share of the choices of e's
+    task that are e.
+
     Args:
         count_GE: choices of each expert; a share of their sum.
         scope: `group`; or `batch`, all groups as one (Qiu et al. 2025, arXiv:2501.11873): an
             expert then may be busy in one group and idle in another.
+        num_tasks: U, each with as many experts, in their order.
     """
     if scope == "batch":
         prob_GTE, is_token_GT = (
             x.reshape(1, -1, *x.shape[2:]) for x in (prob_GTE, is_token_GT)
         )
         count_GE = jnp.sum(count_GE, axis=0, keepdims=True)
-    num_experts, dtype = prob_GTE.shape[-1], prob_GTE.dtype
+    W, dtype = prob_GTE.shape[-1] // num_tasks, prob_GTE.dtype
     tokens_G = jnp.sum(is_token_GT, axis=-1).astype(dtype)
     count_GE = jax.lax.stop_gradient(count_GE.astype(dtype))
-    share_GE = count_GE / jnp.maximum(jnp.sum(count_GE, axis=-1, keepdims=True), 1)
+    count_GUW = count_GE.reshape(-1, num_tasks, W)
+    share_GUW = count_GUW / jnp.maximum(jnp.sum(count_GUW, axis=-1, keepdims=True), 1)
     prob_GE = jnp.sum(jnp.where(is_token_GT[..., None], prob_GTE, 0), axis=1)
     mean_prob_GE = prob_GE / jnp.maximum(tokens_G, 1)[:, None]
-    balance_G = num_experts * jnp.sum(share_GE * mean_prob_GE, axis=-1)
+    balance_G = W * jnp.sum(share_GUW.reshape(mean_prob_GE.shape) * mean_prob_GE, axis=-1)
     return jnp.sum(balance_G), jnp.sum(tokens_G > 0).astype(dtype)
 
 

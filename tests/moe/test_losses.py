@@ -90,6 +90,22 @@ def test_balance_loss_by_hand():
     np.testing.assert_allclose(got, 2.8, rtol=1e-6)
 
 
+def test_balance_loss_of_experts_divided_among_tasks_by_hand():
+    """Each task's own loss, weighted by its tokens; balanced tasks give 1, whoever is there."""
+    half_E, sure_E = np.repeat([0.5, 0.0], 2), np.eye(4)[3]
+    tokens_GT = np.ones((1, 4), bool)
+    for prob_TE, count_E, expected in (
+        ([half_E] * 4, [2, 2, 0, 0], 1.0),
+        ([half_E] * 2 + [half_E[::-1]] * 2, [1, 1, 1, 1], 1.0),
+        ([half_E] * 2 + [sure_E] * 2, [1, 1, 0, 2], 0.5 * 1.0 + 0.5 * 2.0),
+        ([half_E] + [sure_E] * 3, [1, 0, 0, 3], 0.25 * 1.0 + 0.75 * 2.0),
+    ):
+        got, _ = balance_sums(
+            jnp.asarray([prob_TE]), jnp.asarray([count_E]), tokens_GT, num_tasks=2
+        )
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
 def test_only_the_probabilities_of_tokens_have_a_gradient():
     """d loss / d p_gte = E f_ge / T_g / (groups with tokens), for tokens alone."""
     _, prob_GTE, count_GE, is_token_GT = inputs()

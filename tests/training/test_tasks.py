@@ -101,6 +101,45 @@ def test_a_row_chooses_experts_of_its_task_as_the_tasks_own_model_does():
         np.testing.assert_allclose(got_BLV, want_BLV, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows_of_group", [2, 8])
+def test_the_balance_loss_is_that_of_the_tasks_own_models(rows_of_group):
+    """In groups of one task their mean, and else that weighted by tokens; gradients too."""
+    switch = dataclasses.replace(MODEL.switch, group_size=rows_of_group * LENGTH)
+    model = dataclasses.replace(MODEL, switch=switch)
+    batch, params = make_batch(model, 8), make_params(model)
+    batch["task_ids"] = np.repeat(np.arange(4), 2).astype(np.int32)
+    is_token_BL = batch["decoder_segment_ids"] > 0
+
+    @functools.partial(jax.jit, static_argnums=0)
+    @functools.partial(jax.value_and_grad, argnums=1)
+    def run(config, params, batch):
+        stats = forward(config, params, batch, is_training=False)[1]
+        return stats.balance_loss.mean()
+
+    got, got_grads = run(model, params, batch)
+    source = {"tasks": [{"name": each.name} for each in TASKS]}
+    want, want_router_DE = 0.0, []
+    for task in range(4):
+        config, own, _ = of_task(model, params, source, TASKS[task].name)
+        rows = slice(2 * task, 2 * task + 2)
+        loss, grads = run(config, own, {name: x[rows] for name, x in batch.items()})
+        is_alone = rows_of_group == 2
+        weight = 0.25 if is_alone else is_token_BL[rows].sum() / is_token_BL.sum()
+        want += weight * loss
+        want_router_DE.append(weight * router_of(grads))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    want_router_DE = np.concatenate(want_router_DE, axis=1)
+    assert np.abs(want_router_DE).max() > 1e-3
+    np.testing.assert_allclose(router_of(got_grads), want_router_DE, rtol=1e-4, atol=1e-6)
+
+
+def router_of(params):
+    """The router's weights of the model's one Switch layer."""
+    leaves = tree.named_leaves(params).items()
+    (w_router_DE,) = (leaf for name, leaf in leaves if name.endswith("w_router_DE"))
+    return w_router_DE
+
+
 @pytest.mark.parametrize(
     ("rows", "parts", "tasks"),
     [
