@@ -17,7 +17,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from switchx.fields import require
-from switchx.partitioning.rules import MeshAxes, Rules
+from switchx.partitioning.rules import TABLES, MeshAxes, Rules
 
 # Outermost first: devices next to each other share the last axes.
 AXES = ("pipe", "data", "fsdp", "node", "expert", "model")
@@ -57,6 +57,13 @@ class MeshSpec:
             require(
                 size is None or size >= 1, f"mesh axis {name!r} has size {size}; use at least 1"
             )
+        for table in TABLES:
+            for letter, axes in getattr(self.rules, table):
+                require(
+                    set(axes) <= set(AXES),
+                    f"Rules.{table} splits {letter} over {axes!r}; use a tuple of mesh axes, "
+                    f"out of {', '.join(AXES)}",
+                )
 
     @property
     def _sizes(self) -> dict[str, int | None]:

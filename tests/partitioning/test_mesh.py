@@ -25,7 +25,7 @@ from switchx.partitioning.mesh import (
     is_box,
     machine_of,
 )
-from switchx.partitioning.rules import Rules
+from switchx.partitioning.rules import TABLES, Rules
 from switchx.partitioning.topology import Topology
 from switchx.training.job import TrainingJob
 from tests.data.refusals import refused
@@ -97,6 +97,16 @@ def test_a_mesh_uses_exactly_the_devices_there_are(spec, text, needed):
 def test_an_axis_has_a_device(name):
     with refused(f"mesh axis {name!r} has size 0; use at least 1"):
         MeshSpec(**{name: 0})
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("axes", [("fspd",), "fsdp", ("fsdp", "experts")], ids=str)
+def test_rules_that_name_no_axis_of_a_mesh_are_refused(table, axes):
+    with refused(
+        f"Rules.{table} splits D over {axes!r}; use a tuple of mesh axes, out of pipe, data, "
+        "fsdp, node, expert, model"
+    ):
+        MeshSpec(rules=dataclasses.replace(Rules(), **{table: (("D", axes),)}))
 
 
 def test_a_mesh_of_devices_that_are_not_here():
