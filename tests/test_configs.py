@@ -229,8 +229,8 @@ def test_a_run_is_written_as_a_file_that_builds_it(name, build_job, tmp_path):
     changed = job_from_gin([file, mesh], ["TRAIN_STEPS=7", "NUM_MICROBATCHES=2"])
     assert changed.mesh != job.mesh or changed.mesh == build_job(name, *tasks, mesh).mesh
     assert (changed.train_steps, changed.step.num_microbatches) == (7, 2)
-    # Exchanges in parts are a mesh's, as its dispatcher is.
-    switch = job.model.switch and dataclasses.replace(job.model.switch, exchange_parts=1)
+    # The dispatcher is a mesh's.
+    switch = job.model.switch and job.model.switch.with_dispatcher("gather")
     assert changed.seed == 3 and changed.model == dataclasses.replace(job.model, switch=switch)
 
 

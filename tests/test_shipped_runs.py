@@ -8,7 +8,8 @@ from switchx.checkpoint.run_folder import RunFolder
 from switchx.gin_config import building
 from switchx.moe.capacity import layer_groups
 from switchx.moe.dispatchers import refusal
-from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.mesh import CompilerOptions, MeshSpec
+from switchx.partitioning.schedule import ScheduleSpec
 from switchx.training.job import TrainingJob
 from switchx.training.program import TrainingProgram
 from switchx.training.resume import check_same_run, write_run_config
@@ -71,11 +72,19 @@ def run_of(tmp_path):
 
 @pytest.mark.parametrize("name", MESHES)
 def test_a_mesh_file_leaves_nothing_of_a_mesh_bound_before(name, build_job):
-    mesh = build_job(TINY, f"meshes/{name}").mesh
-    assert (mesh == MeshSpec()) == (name == "data.gin")
-    for before in ("pod.gin", "pipeline_moe_stages.gin", "vocab_rows.gin"):
+    """But the three that meshes/data.gin names."""
+    stay = {
+        "NUM_MICROBATCHES": 4, "ModelConfig.scan_layers": True, "ModelConfig.remat": "'full'",
+    }  # fmt: skip
+    job = build_job(TINY, f"meshes/{name}", **stay)
+    assert (job.mesh == MeshSpec()) == (name == "data.gin")
+    assert (job.pipeline, job.compiler) == (ScheduleSpec(), CompilerOptions()) or (
+        name == "pod.gin"
+    )
+    for before in MESHES:
         building.gin.clear_config()
-        assert build_job(TINY, f"meshes/{before}", f"meshes/{name}").mesh == mesh, before
+        again = build_job(TINY, f"meshes/{before}", f"meshes/{name}", **stay)
+        assert again == job, before
 
 
 @pytest.mark.parametrize("name", ["base", "large", "xxl", "c"])
@@ -108,12 +117,16 @@ def test_dense_baselines_are_table_9s_with_the_papers_initialization(
     assert (model.activation, model.switch, model.init_scale) == ("geglu", None, 0.1)
 
 
+@pytest.mark.parametrize("before", ["data.gin", "fsdp_fused.gin", "pipeline_moe_stages.gin"])
 @pytest.mark.parametrize("name", MESHES)
-def test_a_run_goes_on_on_every_mesh(name, build_job, run_of):
+def test_a_run_goes_on_on_every_mesh(name, before, build_job, run_of):
     """Of up to eight devices, and with the groups that docs/training.md says."""
     groups = {"SwitchConfig.group_size": 64}
     run = run_of(build_job(TINY, **groups))
-    job = check_same_run(run, build_job(TINY, f"meshes/{name}", **groups))
+    files = [f"meshes/{before}", f"meshes/{name}"]
+    # What stays of a pipeline, where none follows.
+    parts = {} if name.startswith("pipeline") else {"NUM_MICROBATCHES": 1}
+    job = check_same_run(run, build_job(TINY, *files, **groups, **parts))
     devices = jax.devices()[: job.mesh.num_devices(8)]
     program, switch = TrainingProgram(job, devices), job.model.switch
     for length in job.sequence_lengths:

@@ -74,7 +74,8 @@ class TrainingProgram:
             raise ValueError(
                 f"batch_size={job.batch_size} in {job.step.num_microbatches} microbatches is "
                 f"not divisible by the {parts} devices that the mesh splits rows over; use a "
-                f"multiple of {parts * job.step.num_microbatches}, or a smaller mesh"
+                f"multiple of {parts * job.step.num_microbatches}, fewer microbatches "
+                "(NUM_MICROBATCHES), or a smaller mesh"
             )
         self.pipeline = self._pipeline()
         if job.step.bucket_bytes is not None:

@@ -300,7 +300,8 @@ def test_a_batch_that_the_devices_do_not_divide_is_refused(num_microbatches, mul
     )
     with refused(
         f"batch_size=12 in {num_microbatches} microbatches is not divisible by the 8 devices "
-        f"that the mesh splits rows over; use a multiple of {multiple}, or a smaller mesh"
+        f"that the mesh splits rows over; use a multiple of {multiple}, fewer "
+        "microbatches (NUM_MICROBATCHES), or a smaller mesh"
     ):
         TrainingProgram(job)
 
