@@ -16,7 +16,6 @@ Dims: R rows, D model, E experts, S choices of a row, K slots of a layer
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,7 +30,7 @@ from switchx.checkpoint.restore import choose_step
 from switchx.checkpoint.run_folder import RunFolder, read_model_config
 from switchx.fields import require
 from switchx.inference.config import ExpertSlots
-from switchx.inference.cut_program import CutProgram, donated_leaves
+from switchx.inference.cut_program import cut_program
 from switchx.inference.expert_slots import LayerSlots, predicted, run_layer
 from switchx.inference.expert_source import (
     EXPERTS,
@@ -54,9 +53,6 @@ from switchx.planner.streaming import CallKind, kinds_of_call
 from switchx.storage import PolicyName
 from switchx.storage.cache import FORWARD, Place, make_policy
 from switchx.storage.trace import Trace, TraceLog
-
-# Compiled ones that are kept: one for each length, batch size and setting.
-MOST_PROGRAMS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,17 +193,18 @@ class ChosenExperts:
         hits = traffic.hits / traffic.requested if traffic.requested else 0.0
         return kinds_of_call(self._config, hardware, self._calls, size, "chosen", hits)
 
-    def run(self, program, *settings, state=None, **arrays):
+    def run(self, program, *settings, shape: tuple = (), state=None, **arrays):
         """What a jitted program returns, cut at its Switch layers.
 
         Args:
             settings: its static arguments, which are its first ones.
+            shape: by which `Programs.holds` finds it.
             state: an argument of this name whose arrays are not read after the call.
             arrays: its other arguments; `params` are `self.params`.
         """
         arrays = arrays if state is None else arrays | {"state": without_aliases(state)}
         self.num_calls += 1
-        cut = cut_program(program, settings, arrays)
+        cut = cut_program(program, settings, arrays, shape)
         self._calls[cut.rows] += 1
         return cut(jax.tree.leaves(arrays), self.run_rows)
 
@@ -322,23 +319,6 @@ def on_host(config: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
         return array if EXPERTS in name else jnp.array(array)
 
     return config, tree.map_named(placed, params)
-
-
-def cut_program(program, settings: tuple, arrays: dict[str, Any]) -> CutProgram:
-    """A program for arguments of the shapes and dtypes of these, of any model.
-
-    Args:
-        settings: its static arguments.
-    """
-    leaves, structure = jax.tree.flatten(arrays)
-    return _cut(program, settings, structure, tuple((x.shape, x.dtype) for x in leaves))
-
-
-@functools.lru_cache(maxsize=MOST_PROGRAMS)
-def _cut(program, settings: tuple, structure, shapes: tuple) -> CutProgram:
-    leaves = [jax.ShapeDtypeStruct(*each) for each in shapes]
-    arrays = jax.tree.unflatten(structure, leaves)
-    return CutProgram(program.trace(*settings, **arrays), donated_leaves(arrays))
 
 
 def layer_path(layer: str) -> str:

@@ -10,6 +10,7 @@ Dims: R rows, D model, E experts
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -25,10 +26,13 @@ from jax.extend.core import (
     jaxpr_as_fun,
 )
 
+from switchx.inference.programs import PART, PROGRAMS
 from switchx.moe.experts import absent_rows_p
 
 # (number of the layer, x_RD, count_E) -> y_RD
 RunRows = Callable[[int, jax.Array, jax.Array], jax.Array]
+# Programs whose rows are known.
+MOST_KNOWN = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +162,43 @@ def function_of(equations: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: S
     names = DebugInfo("jit", "part", ("",) * len(inputs), ("",) * len(outputs))
     jaxpr = Jaxpr([], inputs, outputs, equations, debug_info=names)
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
+
+
+def cut_program(program, settings: tuple, arrays: dict[str, Any], shape: tuple) -> CutProgram:
+    """A program for arguments of the shapes and dtypes of these, of any model; `PROGRAMS` keeps
+    it.
+
+    Args:
+        settings: its static arguments.
+        shape: see `Programs.holds`.
+    """
+    kind = kind_of(arrays)
+
+    def make():
+        cut = traced(program, settings, kind)
+        return cut, PART * len(cut.parts)
+
+    return PROGRAMS.kept((program, settings, shape, kind), make)
+
+
+@functools.lru_cache(maxsize=MOST_KNOWN)
+def rows_of(program, settings: tuple, kind: tuple) -> tuple[tuple[int, int], ...]:
+    """`CutProgram.rows` of a program for arguments of a kind."""
+    return traced(program, settings, kind).rows
+
+
+def traced(program, settings: tuple, kind: tuple) -> CutProgram:
+    """A program for arguments of a kind, nothing of it compiled."""
+    structure, shapes = kind
+    leaves = [jax.ShapeDtypeStruct(*each) for each in shapes]
+    arrays = jax.tree.unflatten(structure, leaves)
+    return CutProgram(program.trace(*settings, **arrays), donated_leaves(arrays))
+
+
+def kind_of(arrays) -> tuple:
+    """What programs for arguments of equal shapes and dtypes have in common."""
+    leaves, structure = jax.tree.flatten(arrays)
+    return structure, tuple((x.shape, x.dtype) for x in leaves)
 
 
 def donated_leaves(arrays: dict[str, Any]) -> tuple[bool, ...]:

@@ -9,13 +9,19 @@ segmentation fault. So the least recently used program leaves before that.
 import collections
 import pathlib
 import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 
+Program = TypeVar("Program")
 MOST_PROGRAMS = 64
 # A program without weights moves rows: 24 to 36 memory maps and half a MiB on a CPU, where one
 # that runs a model has some hundred maps and 7 to 60 MiB.
 SMALL = 1 / 8
+# A part of a program that is cut at its Switch layers has about a hundred maps on a CPU: 256
+# of them stay below `MOST_MAPS`.
+PART = 1 / 4
 # Of the memory maps that a process may have.
 MOST_MAPS = 0.5
 
@@ -25,25 +31,23 @@ _MAX_MAPS = pathlib.Path("/proc/sys/vm/max_map_count")
 
 
 class Programs:
-    """Jitted functions, of which the most recently used ones are kept with what they compiled.
+    """Programs, of which the most recently used ones are kept with what they compiled.
 
     Any thread may use it.
     """
 
     def __init__(self, most: int = MOST_PROGRAMS):
         """Keeps `most` of them at most, or fewer where they have too many memory maps; those
-        that only move rows count as `SMALL`."""
+        that only move rows count as `SMALL`, and each part of one that is cut as `PART`."""
         self.most = most
         self._lock, self._starting = threading.Lock(), threading.Lock()
         # Of a mesh, and not compiled yet.
         self._fresh: set[tuple] = set()
         self._size: dict[tuple, float] = {}
-        self._jitted: collections.OrderedDict[tuple, jax.stages.Wrapped] = (
-            collections.OrderedDict()
-        )
+        self._kept: collections.OrderedDict[tuple, Any] = collections.OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._jitted)
+        return len(self._kept)
 
     def run(
         self, function, settings: tuple, shape: tuple, *, is_on_mesh: bool = False, **arrays
@@ -59,13 +63,13 @@ class Programs:
                 collectives would wait for each other for ever.
         """
         key = function, settings, shape
-        with self._lock:
-            if (jitted := self._jitted.pop(key, None)) is None:
-                jitted = _jitted(function, settings)
-                self._size[key] = 1 if "params" in arrays else SMALL
-                self._make_space(self._size[key])
-                self._fresh |= {key} if is_on_mesh else set()
-            self._jitted[key] = jitted
+
+        def make():
+            if is_on_mesh:
+                self._fresh.add(key)
+            return _jitted(function, settings), 1 if "params" in arrays else SMALL
+
+        jitted = self.kept(key, make)
         if not is_on_mesh:
             return jitted(**arrays)
         if key in self._fresh:
@@ -75,17 +79,36 @@ class Programs:
         with self._starting:
             return jitted(**arrays)
 
+    def kept(self, key: tuple, make: Callable[[], tuple[Program, float]]) -> Program:
+        """The program of a key, which `make` makes where it is not kept.
+
+        Args:
+            key: function, settings and shape, as of `run`, and what else distinguishes it.
+            make: gives it, not compiled yet, and how many programs of a model it counts as.
+        """
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        program, size = make()  # it may trace, and others need not wait for that
+        with self._lock:
+            if key not in self._kept:  # else another thread has made it meanwhile
+                self._make_space(size)
+                self._kept[key], self._size[key] = program, size
+            return self._kept[key]
+
     def holds(self, function, settings: tuple, shape: tuple) -> bool:
-        """Whether it has the program of such a call of `run`."""
-        return (function, settings, shape) in self._jitted
+        """Whether it has a program of such a call, of `run` or of one that is cut."""
+        with self._lock:
+            return any(key[:3] == (function, settings, shape) for key in self._kept)
 
     def _make_space(self, size: float) -> None:
         def is_full():
-            held = sum(self._size[key] for key in self._jitted)
+            held = sum(self._size[key] for key in self._kept)
             return held + size > self.most or share_of_maps() > MOST_MAPS
 
-        while self._jitted and is_full():
-            left, _ = self._jitted.popitem(last=False)
+        while self._kept and is_full():
+            left, _ = self._kept.popitem(last=False)
             del self._size[left]
 
 

@@ -20,14 +20,12 @@ import jax
 from switchx.fields import require
 from switchx.inference.chosen_experts import (
     check_slots,
-    cut_program,
     on_host,
     without_aliases,
     without_bank,
 )
-from switchx.inference.cut_program import donated_leaves
 from switchx.inference.quantize import packed
-from switchx.inference.ring_program import Bank, RingProgram, copied_bytes, ring_program
+from switchx.inference.ring_program import Bank, ring_program
 from switchx.models.config import ModelConfig
 from switchx.planner.hardware import Hardware
 from switchx.planner.streaming import CallKind, kinds_of_call
@@ -89,8 +87,6 @@ class RingExperts:
         self.params, layers = without_bank(self.config, params)
         self.bank = Bank.of(self.config, layers, slots)
         self._slots, self._num_calls, self._moved = slots, 0, 0
-        # Bytes that a run of a program copies to the device.
-        self._copied: dict[RingProgram, int] = {}
         # By the Switch layers of a call and their rows.
         self._calls: collections.Counter[tuple[tuple[int, int], ...]] = collections.Counter()
 
@@ -112,18 +108,14 @@ class RingExperts:
         size = self.bank.expert_bytes
         return kinds_of_call(self.config, hardware, self._calls, size, "ring")
 
-    def run(self, program, *settings, state=None, **arrays):
+    def run(self, program, *settings, shape: tuple = (), state=None, **arrays):
         """What a jitted program returns; see `ChosenExperts.run`."""
         arrays = arrays if state is None else arrays | {"state": without_aliases(state)}
-        cut, leaves = cut_program(program, settings, arrays), jax.tree.leaves(arrays)
-        ring = ring_program(self.config, cut, donated_leaves(arrays))
-        arguments = ring.donated(leaves), ring.kept(leaves), self.bank
-        if ring not in self._copied:
-            self._copied[ring] = copied_bytes(ring.run.trace(*arguments).jaxpr.jaxpr)
+        ring = ring_program(self.config, self.bank, program, settings, arrays, shape)
         self._num_calls += 1
-        self._moved += self._copied[ring]
-        self._calls[cut.rows] += 1
-        return ring.run(*arguments)
+        self._moved += ring.copied_bytes
+        self._calls[ring.rows] += 1
+        return ring(jax.tree.leaves(arrays), self.bank)
 
 
 def check_ring(config: ModelConfig, slots: int) -> None:

@@ -19,10 +19,10 @@ from switchx.inference.chosen_experts import (
     ChosenExperts,
     ExpertTraffic,
     check_slots,
-    cut_program,
     with_slots,
 )
 from switchx.inference.config import ExpertSlots
+from switchx.inference.cut_program import kind_of, rows_of
 from switchx.inference.expert_source import ReadExpert, Weights
 from switchx.inference.ring_decode import RingExperts, RingTraffic
 from switchx.inference.ring_program import Bank
@@ -111,11 +111,11 @@ class RingOrChosen:
         kinds = [*self.ring.kinds(hardware), *self.chosen.kinds(hardware)]
         return sorted(kinds, key=lambda kind: -kind.streaming.num_tokens)
 
-    def run(self, program, *settings, **arrays):
+    def run(self, program, *settings, shape: tuple = (), **arrays):
         """What a jitted program returns; see `ChosenExperts.run`."""
-        rows = cut_program(program, settings, arrays).rows
+        rows = rows_of(program, settings, kind_of(arrays))
         experts = self.ring if self._is_streamed(rows) else self.chosen
-        return experts.run(program, *settings, **arrays)
+        return experts.run(program, *settings, shape=shape, **arrays)
 
     def _is_streamed(self, rows: Sequence[tuple[int, int]]) -> bool:
         """Whether the formula streams whole layers, of the stack that reads the most tokens."""

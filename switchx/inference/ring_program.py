@@ -10,7 +10,6 @@ matrix, W words of its rows
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -18,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from switchx import tree
-from switchx.inference.chosen_experts import MOST_PROGRAMS
-from switchx.inference.cut_program import CutProgram
+from switchx.inference.cut_program import CutProgram, donated_leaves, kind_of, traced
 from switchx.inference.expert_slots import run_layer
 from switchx.inference.expert_source import Weights
+from switchx.inference.programs import PROGRAMS
 from switchx.inference.quantize import native
 from switchx.inference.run_exported import form_of, host_form, host_memory_kind
 from switchx.models.config import ModelConfig
@@ -209,30 +208,50 @@ class RingProgram:
     Attributes:
         run: (donated leaves, other leaves, bank) -> its results.
         is_donated: of each leaf.
+        rows: see `CutProgram`.
+        copied_bytes: that a run puts on the device.
     """
 
     run: Callable
     is_donated: tuple[bool, ...]
+    rows: tuple[tuple[int, int], ...]
+    copied_bytes: int
 
-    def donated(self, leaves) -> list:
-        return [x for x, is_dead in zip(leaves, self.is_donated, strict=True) if is_dead]
+    def __call__(self, leaves: Sequence, bank: Bank):
+        """What the program returns.
 
-    def kept(self, leaves) -> list:
-        return [x for x, is_dead in zip(leaves, self.is_donated, strict=True) if not is_dead]
+        Args:
+            leaves: of its arguments.
+        """
+        return self.run(*_donated_and_kept(leaves, self.is_donated), bank)
 
 
-@functools.lru_cache(maxsize=MOST_PROGRAMS)
 def ring_program(
-    config: ModelConfig, cut: CutProgram, is_donated: tuple[bool, ...]
+    config: ModelConfig, bank: Bank, program, settings: tuple, arrays: dict, shape: tuple
 ) -> RingProgram:
-    """A program of `cut_program` with the ring in it."""
+    """The program of `cut_program` with the ring in it; `PROGRAMS` keeps it."""
+    kind = kind_of(arrays)
 
-    def run(donated, kept, bank):
-        donated, kept = iter(donated), iter(kept)
-        leaves = [next(donated if is_dead else kept) for is_dead in is_donated]
-        return run_with_ring(config, cut, bank, leaves)
+    def make():
+        cut, is_donated = traced(program, settings, kind), donated_leaves(arrays)
 
-    return RingProgram(jax.jit(run, donate_argnums=0), is_donated)
+        def run(donated, kept, bank):
+            donated, kept = iter(donated), iter(kept)
+            leaves = [next(donated if is_dead else kept) for is_dead in is_donated]
+            return run_with_ring(config, cut, bank, leaves)
+
+        jitted = jax.jit(run, donate_argnums=0)
+        arguments = _donated_and_kept(jax.tree.leaves(arrays), is_donated)
+        copied = copied_bytes(jitted.trace(*arguments, bank).jaxpr.jaxpr)
+        return RingProgram(jitted, is_donated, cut.rows, copied), 1
+
+    key = program, settings, shape, kind, config, kind_of(bank)
+    return PROGRAMS.kept(key, make)
+
+
+def _donated_and_kept(leaves: Sequence, is_donated: Sequence[bool]) -> tuple[list, list]:
+    pairs = list(zip(leaves, is_donated, strict=True))
+    return [x for x, is_dead in pairs if is_dead], [x for x, is_dead in pairs if not is_dead]
 
 
 def copied_bytes(jaxpr) -> int:

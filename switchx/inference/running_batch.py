@@ -8,6 +8,7 @@ Dims: B batch, L beams, M input length, P prompt, T new tokens
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -30,6 +31,7 @@ from switchx.inference.decode import (
     enlarged,
     insert,
     prefill,
+    run_step,
     run_until,
     run_until_by,
     take_rows,
@@ -257,7 +259,7 @@ class RunningBatch:
         arrays = {"params": self._params, "rows": rows, **texts}
         settings = self._config, program
         if self._experts is not None:
-            return self._experts.run(prefill, *settings, **arrays)
+            return self._experts.run(prefill, *settings, shape=(B, length), **arrays)
         return self._devices.run(prefill, settings, (B, length), **arrays)
 
     def _insert(self, program, fresh: Decoding, length: int, names: list[int]) -> None:
@@ -297,9 +299,10 @@ class RunningBatch:
         settings, params, state = (self._config, self._program), self._params, self._state
         limits = {"num_live": np.int32(num_live), "last_step": np.int32(last_step)}
         arrays = {"params": params, "state": state, **limits}
-        if self._experts is not None:
-            return run_until_by(self._experts.run, *settings, **arrays)
         shape = len(self._sentence_B), self._length
+        if self._experts is not None:
+            run = functools.partial(self._experts.run, shape=shape)
+            return run_until_by(run, *settings, **arrays)
         return self._devices.run(run_until, settings, shape, **arrays)
 
     def _compact(self, is_live_B) -> None:
@@ -364,14 +367,13 @@ class RunningBatch:
 def are_compiled(generator, size: int, length: int) -> bool:
     """Whether a `Generator`'s programs are kept for batches of up to so many inputs, which are
     padded to `length`."""
-    if generator.experts is not None:
-        return True  # they have programs of their own
+    steps = run_until if generator.experts is None else run_step
     settings = generator.config, generator.decoding.program
     batches = generator.devices.batches(generator.config, BATCHES)
     sizes = batches[: batches.index(rounded_up(size, batches)) + 1]
     if generator.decoding.pruning != "compact":
         sizes = sizes[-1:]
-    return all(PROGRAMS.holds(run_until, settings, (B, length)) for B in sizes)
+    return all(PROGRAMS.holds(steps, settings, (B, length)) for B in sizes)
 
 
 def _taken(batch: Decoding, row_B) -> Decoding:

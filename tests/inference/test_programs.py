@@ -16,7 +16,7 @@ from switchx.inference.rows import Rows, RowSettings
 from switchx.inference.running_batch import are_compiled
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
-from tests.inference import tiny
+from tests.inference import test_chosen_experts, tiny
 
 
 def scaled(factor, params):
@@ -68,6 +68,30 @@ def test_eight_programs_without_weights_count_as_one_with():
         # Eight beside the one; with the ninth it leaves, as it was used longest ago.
         assert programs.holds(scaled, (1,), (3,)) == (factor < 8)
     assert len(programs) == 9
+
+
+def test_a_program_that_is_cut_counts_by_its_parts(monkeypatch):
+    """What has left gives its maps back, and is compiled again.
+
+    Steps have three parts, prompts two: what their last experts say is not read.
+    """
+    programs = Programs(most=2)
+    for user in ("cut_program", "running_batch"):
+        monkeypatch.setattr(f"switchx.inference.{user}.PROGRAMS", programs)
+    config, experts = test_chosen_experts.with_slots("gpt", 4, 2)
+    generator = test_chosen_experts.generator(config, experts, 1)
+    said = test_chosen_experts.written(generator)
+    assert len(programs) == 2  # for prompts and for steps
+    assert are_compiled(generator, 4, 4) and not are_compiled(generator, 4, 8)
+    before = num_maps()
+    programs.run(scaled, (1,), (3,), params=np.arange(3.0))
+    assert len(programs) == 2 and are_compiled(generator, 4, 4)
+    programs.run(scaled, (2,), (3,), params=np.arange(3.0))
+    assert len(programs) == 2 and not are_compiled(generator, 4, 4)
+    assert before == 0 or num_maps() < before
+    number = COMPILATIONS.number
+    assert test_chosen_experts.written(generator) == said
+    assert COMPILATIONS.number == number + 2 + 3
 
 
 def test_other_settings_compile_nothing_and_say_other_texts():

@@ -13,6 +13,7 @@ from switchx.inference.generate import Generator, for_decoding, with_capacity
 from switchx.inference.quantize import quantize_experts
 from switchx.inference.ring_decode import RingExperts, check_ring
 from switchx.inference.ring_program import copied_bytes
+from switchx.inference.running_batch import are_compiled
 from switchx.inference.score import Scorer
 from switchx.models.config import ModelConfig, Precision, SwitchConfig
 from switchx.models.params import init_params
@@ -39,10 +40,14 @@ def model(bits: int | None, config: ModelConfig = MODEL):
     return quantize_experts(config, params, bits=bits)[:2]
 
 
-def written(config, params, beam_size: int, experts=None):
+def generator(config, params, beam_size: int, experts=None):
     decoding = DecodingConfig(T, beam_size=beam_size, eos_id=-1, pruning="none")
-    generator = Generator(for_decoding(config), params, decoding, 4, experts=experts)
-    return [[each.tokens for each in said] for _, said in sorted(generator(INPUTS))]
+    return Generator(for_decoding(config), params, decoding, 4, experts=experts)
+
+
+def written(*arguments):
+    said = sorted(generator(*arguments)(INPUTS))
+    return [[each.tokens for each in hypotheses] for _, hypotheses in said]
 
 
 @functools.cache
@@ -67,6 +72,8 @@ CASES = [(None, 1, 3), (4, 2, 2), (None, 1, 2), (8, 1, 2), (8, 2, L), (None, 2, 
 def test_tokens_are_those_of_the_resident_model(bits, beam_size, slots):
     ring, found = ringed(bits, beam_size, slots)
     assert found == resident(bits, beam_size)
+    # `PROGRAMS` keeps those of the ring, and drops them as all others.
+    assert are_compiled(generator(ring.config, ring.params, beam_size, ring), 4, 4)
     traffic = ring.traffic
     layer = traffic.expert_bytes // (2 * L)
     # In both stacks K - 2 layers are resident, and all others share two slots.
