@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from switchx.layers.dense import along_last, dropout, times, weight, zeros
+from switchx.layers.dense import dropout, plus, times, weight, zeros
 
 MASKED = -1e9
 
@@ -145,7 +145,7 @@ class AttentionOutput(nnx.Module):
         rate = self.config.dropout_rate
         out_BHLK = attend(query_BLHK, memory, dropout_rate=rate, key=key, **biases)
         y_BLD = times("BHLK,HKD->BLD", out_BHLK, self.w_out_HKD[...])
-        return y_BLD + along_last(self.b_out_D[...], y_BLD) if self.config.use_bias else y_BLD
+        return plus(y_BLD, self.b_out_D[...]) if self.config.use_bias else y_BLD
 
 
 class Attention(AttentionOutput):
@@ -168,7 +168,7 @@ class Attention(AttentionOutput):
         y_BLHK = times("BLD,DHK->BLHK", x_BLD, getattr(self, f"w_{name}_DHK")[...])
         if not self.config.use_bias:
             return y_BLHK
-        return y_BLHK + along_last(getattr(self, f"b_{name}_HK")[...], y_BLHK)
+        return plus(y_BLHK, getattr(self, f"b_{name}_HK")[...])
 
     def project_memory(self, x_BMD) -> KeysValues:
         """Keys and values of these tokens."""

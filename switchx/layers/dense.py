@@ -43,6 +43,16 @@ def along_last(param, x):
     return param.astype(x.dtype).reshape((1,) * (x.ndim - param.ndim) + param.shape)
 
 
+def plus(x, bias):
+    """x + bias along x's last dimensions, added in float32 and rounded once to x's dtype.
+
+    So the bias's gradient is summed in float32: JAX sums the gradient of what is broadcast in
+    its dtype, and a GPU adds thousands of bfloat16 numbers as such.
+    """
+    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return (x32 + along_last(bias, x32)).astype(x.dtype)
+
+
 def split_key(key: jax.Array | None, num: int) -> list:
     """`num` independent keys, or as many None where there is none to split."""
     return [None] * num if key is None else list(jax.random.split(key, num))
@@ -87,20 +97,20 @@ def kept(x, is_kept, rate: float):
 
 
 def rms_norm(x, scale_D, epsilon: float = EPSILON):
-    """x / rms(x) * scale over the last dimension."""
+    """x / rms(x) * scale over the last dimension, rounded once (see `plus`)."""
     x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     inverse_rms = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
-    return (x32 * inverse_rms).astype(x.dtype) * along_last(scale_D, x)
+    return (x32 * inverse_rms * along_last(scale_D, x32)).astype(x.dtype)
 
 
 def layer_norm(x, scale_D, bias_D, epsilon: float = EPSILON):
-    """(x - mean) / std * scale + bias over the last dimension."""
+    """(x - mean) / std * scale + bias over the last dimension, rounded once (see `plus`)."""
     x32 = x.astype(jnp.float32)
     centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
     variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
     inverse_std = jax.lax.rsqrt(variance + epsilon)
-    normed = (centred * inverse_std).astype(x.dtype)
-    return normed * along_last(scale_D, x) + along_last(bias_D, x)
+    normed = centred * inverse_std * along_last(scale_D, x32)
+    return (normed + along_last(bias_D, x32)).astype(x.dtype)
 
 
 class Norm(nnx.Module):
@@ -167,11 +177,11 @@ class DenseFFN(nnx.Module):
     def __call__(self, x_BLD, *, key=None):
         h_BLF = times("BLD,DF->BLF", x_BLD, self.w_in_DF[...])
         if self.config.use_bias:
-            h_BLF = h_BLF + along_last(self.b_in_F[...], h_BLF)
+            h_BLF = plus(h_BLF, self.b_in_F[...])
         gate_BLF = None
         if self.config.is_gated:
             gate_BLF = times("BLD,DF->BLF", x_BLD, self.w_gate_DF[...])
         h_BLF = activate(self.config.activation, h_BLF, gate_BLF)
         h_BLF = dropout(h_BLF, self.config.dropout_rate, key=key, shared_dims=(1,))
         y_BLD = times("BLF,FD->BLD", h_BLF, self.w_out_FD[...])
-        return y_BLD + along_last(self.b_out_D[...], y_BLD) if self.config.use_bias else y_BLD
+        return plus(y_BLD, self.b_out_D[...]) if self.config.use_bias else y_BLD

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from switchx.layers.dense import cheap_again
 from switchx.moe.plan import RoutingPlan
 from switchx.partitioning.constrain import constrain, current_rules, num_devices
 from switchx.partitioning.placement import Placement
@@ -148,7 +149,7 @@ def gated_sum(y_GQD, token_GQ, place_GTS, gate_GTS=None):
     T, S = place_GTS.shape[1:]
     if S > MOST_GATHERED:
         if gate_GTS is not None:
-            y_GQD = y_GQD * _gate_of_place(gate_GTS, place_GTS, y_GQD)
+            y_GQD = gated(y_GQD, _gate_of_place(gate_GTS, place_GTS, y_GQD))
         return _add_rows(y_GQD, token_GQ, T)
     rows = []
     for s in range(S):
@@ -163,20 +164,26 @@ def gated_sum(y_GQD, token_GQ, place_GTS, gate_GTS=None):
             index_GQ = jnp.where(is_choice_GQ, token_GQ, T)
         row_GTD = gather_rows(y_GQD, place_GTS[..., s], index_GQ[..., None])
         if gate_GTS is not None:
-            row_GTD = row_GTD * gate_GTS[..., s, None].astype(row_GTD.dtype)
+            row_GTD = gated(row_GTD, gate_GTS[..., s])
         rows.append(row_GTD)
     return functools.reduce(jnp.add, rows)
 
 
+@cheap_again
+def gated(y_RD, gate_R):
+    """Rows times their gates, in float32 and rounded once; so a gate's gradient is summed."""
+    wide = jnp.promote_types(y_RD.dtype, jnp.float32)
+    return (y_RD.astype(wide) * gate_R[..., None]).astype(y_RD.dtype)
+
+
 def _gate_of_place(gate_GTS, place_GTS, y_GQD):
-    """The gate of the choice in each place, `[G, Q, 1]`, zero where there is none."""
+    """The gate of the choice in each place, `[G, Q]`, zero where there is none."""
 
     def set_gates(place_TS, gate_TS, y_QD):
         zeros_Q = jax.lax.full_like(gate_TS, 0, shape=y_QD.shape[:1])
         return zeros_Q.at[place_TS].set(gate_TS, mode="drop", unique_indices=True)
 
-    gate_GQ = jax.vmap(set_gates)(place_GTS, gate_GTS, y_GQD)
-    return gate_GQ.astype(y_GQD.dtype)[..., None]
+    return jax.vmap(set_gates)(place_GTS, gate_GTS, y_GQD)
 
 
 @jax.custom_vjp

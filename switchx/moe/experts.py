@@ -23,7 +23,8 @@ from pallas_kernels import (
     quantized_grouped_matmul,
     separate_matmul,
 )
-from switchx.layers.dense import activate, bernoulli, kept, times, weight, zeros
+from switchx.layers.dense import activate, bernoulli, kept, plus, times, weight, zeros
+from switchx.moe.dispatch import gated
 from switchx.partitioning.replicas import random_rows
 
 Weight = jax.Array | QTensor | SeparateMatrices
@@ -180,11 +181,6 @@ class ExpertFFN:
         return product(h, self.w_out_EFD, bias_EF=self.b_out_ED, **combined)
 
 
-def gated(y_RD, gate_R):
-    """Rows times their gates, rounded once."""
-    return (y_RD.astype(jnp.float32) * gate_R[:, None]).astype(y_RD.dtype)
-
-
 def blocks_product(x_ERD, w: Weight, *, w_gate=None, bias_EF=None, activation=None):
     """`act(x_ERD w_EDF + bias) (x_ERD w_gate)` for each expert, in the dtype of x.
 
@@ -197,11 +193,10 @@ def blocks_product(x_ERD, w: Weight, *, w_gate=None, bias_EF=None, activation=No
             bias_EF=bias_EF, activation=activation,
         )  # fmt: skip
         return y_RF.reshape(E, R, -1)
-    dtype = x_ERD.dtype
     matrices = [w] if w_gate is None else [w, w_gate]
     h, *gate = (times(BLOCKS, x_ERD, each) for each in matrices)
     if bias_EF is not None:
-        h = h + bias_EF.astype(dtype)[:, None]
+        h = plus(h, bias_EF[:, None])
     return h if activation is None else activate(activation, h, *gate)
 
 

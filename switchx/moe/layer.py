@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from switchx.fields import require
-from switchx.layers.dense import DenseFFN, along_last, split_key, weight, zeros
+from switchx.layers.dense import DenseFFN, along_last, plus, split_key, weight, zeros
 from switchx.moe.capacity import into_groups, layer_capacity, layer_groups, out_of_groups
+from switchx.moe.dispatch import gated
 from switchx.moe.dispatchers import choose_dispatcher
 from switchx.moe.experts import Experts
 from switchx.moe.plan import RoutingPlan, make_plan
@@ -91,7 +92,7 @@ class RoutedLayer(nnx.Module):
                 dtype=self.config.precision.router,
             )
             if router.has_logit_bias:
-                logits_GTE = logits_GTE + along_last(self.b_router_E[...], logits_GTE)
+                logits_GTE = plus(logits_GTE, self.b_router_E[...])
             if router.kind == "task":
                 require(
                     task_B is not None,
@@ -178,7 +179,7 @@ class SwitchFFN(RoutedLayer):
             gate_GT = jnp.sum(
                 jnp.where(routed.plan.is_dropped_GTS, routed.plan.gate_GTS, 0.0), axis=-1
             )
-            y_GTD = y_GTD + gate_GT[..., None].astype(y_GTD.dtype) * routed.x_GTD
+            y_GTD = y_GTD + gated(routed.x_GTD, gate_GT)
         shared = shared_axes(switch.dispatcher, y_GTD.shape[0])
         y_BLD = out_of_groups(constrain_groups(y_GTD, "GTD", shared), B, L)
         if switch.shared_d_ff is not None:

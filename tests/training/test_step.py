@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from switchx import tree
 from switchx.models.config import Precision, RouterConfig
+from switchx.models.params import abstract_params
+from switchx.moe.dispatch import MOST_GATHERED
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.schedules import Constant
 from switchx.training import step as training_step
@@ -25,6 +28,7 @@ from switchx.training.step import (
 from tests.data.refusals import refused
 from tests.training.jobs import (
     DENSE,
+    ENCODER_DECODER,
     LENGTH,
     LOSS,
     SPARSE,
@@ -312,3 +316,48 @@ def test_no_two_leaves_share_a_buffer():
     """A donated buffer that two leaves share is donated twice."""
     leaves = jax.tree.leaves(given())
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+
+
+BIASED = dataclasses.replace(SPARSE.switch, expert_bias=True)
+TWO = RouterConfig(num_selected=2, jitter=0.0)
+MANY = RouterConfig(num_selected=MOST_GATHERED + 1, jitter=0.0)
+AROUND = RouterConfig(overflow="identity", jitter=0.0)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        dataclasses.replace(SPARSE, norm="layer", use_bias=True, switch=BIASED),
+        dataclasses.replace(
+            ENCODER_DECODER, activation="geglu", switch=dataclasses.replace(BIASED, router=TWO)
+        ),
+        dataclasses.replace(SPARSE, switch=dataclasses.replace(BIASED, router=MANY)),
+        dataclasses.replace(SPARSE, switch=dataclasses.replace(BIASED, router=AROUND)),
+        dataclasses.replace(SPARSE, switch=dataclasses.replace(BIASED, dispatcher="dropless")),
+    ],
+    ids=["gpt", "t5", "many choices", "identity", "dropless"],
+)
+def test_gradients_are_summed_in_float32_where_layers_compute_in_bfloat16(model):
+    """JAX sums the gradient of what was broadcast (a gate, a scale, a bias) in its dtype.
+
+    CPUs and TPUs widen such sums, and a Hopper GPU does not: no number here would show it.
+    """
+    model = dataclasses.replace(model, precision=Precision(compute="bfloat16"))
+    program = jax.make_jaxpr(functools.partial(gradients, model, LOSS, StepConfig(), key=None))(
+        abstract_params(model), make_batch(model, 4)
+    )
+    sums = list(sums_of(program.jaxpr))
+    assert sums
+    narrow = [each for each in sums if each.outvars[0].aval.dtype.itemsize < 4]
+    assert narrow == []
+
+
+def sums_of(jaxpr):
+    """Sums of more than one number, in the programs inside of it too."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "reduce_sum":
+            (read,), (written,) = equation.invars, equation.outvars
+            if read.aval.size > written.aval.size:
+                yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from sums_of(inner)
