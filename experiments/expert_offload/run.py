@@ -21,7 +21,7 @@ TIME, MEMORY = "time over predicted (95%)", "memory over predicted"
 COPIES, ADDED = "copies, share of the time", "time added over copies' (95%)"
 # Of the time: what the formula may miss, and what slots have to move for it to be told.
 WITHIN, MEMORY_WITHIN, LEAST_COPIES = 0.2, 0.05, 0.05
-BITS, SLOTS, TURNS = ("bf16", "int8", "int4"), (2, 4, 8), 9
+BITS, SLOTS, TURNS = ("bf16", "int8", "int4"), (2, 4, 8), 40
 
 
 def row_of(weights: str, slots: int, turns: int) -> dict[str, Any]:

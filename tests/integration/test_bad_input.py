@@ -14,6 +14,7 @@ import shutil
 import jax
 import pytest
 
+from switchx.checkpoint.retention import UNFINISHED
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.main import main
 from switchx.data.vocabulary_training import train_sentencepiece
@@ -223,6 +224,8 @@ def test_vocabulary_that_is_another_than_the_runs(refused, files, monkeypatch, c
     assert content_of(pathlib.Path("run")) == before
     # The run has its own copy: what the configuration names may be gone.
     shutil.rmtree("v")
+    # As if it had been cut short: over damaged checkpoints training does not begin again.
+    pathlib.Path("run/checkpoints/4").rename(f"run/checkpoints/4{UNFINISHED}")
     with pytest.raises(AssertionError, match="compiled"):
         main(["train", *words])
 
