@@ -130,8 +130,8 @@ class Checkpointer:
                 if damage := find_damage(path, checksums=False):
                     set_aside(path, damage)
         multihost_utils.sync_global_devices("switchx_checkpoints_opened")
-        manifests = [read_manifest(path) for path in checkpoint_paths(self._folder)]
-        self._scores = {each.step: each.score for each in manifests if each.score is not None}
+        manifests = map(read_manifest, checkpoint_paths(self._folder))
+        self._scores = retention.scores(manifests)
         self._preservation = Preservation(self._retention, self._scores)
         registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
         every_process = ocp.options.MultiprocessingOptions(primary_host=None)

@@ -9,7 +9,7 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from switchx.checkpoint.manifest import MANIFEST, numbers_of, read_manifest
+from switchx.checkpoint.manifest import MANIFEST, Manifest, numbers_of, read_manifest
 from switchx.checkpoint.parts import ChecksummedArrays
 from switchx.checkpoint.restore import checkpoint_paths, choose_step
 from switchx.checkpoint.run_folder import RunFolder
@@ -100,6 +100,13 @@ class Retention:
         is_cost = self.best_metric.rpartition("/")[2] in COSTS
         best_mode = self.best_mode or ("min" if is_cost else "max")
         return value if best_mode == "max" else -value
+
+    def scores(self, manifests: Iterable[Manifest]) -> dict[int, float]:
+        """By step, of checkpoints that are there: those of this retention, whichever one they
+        were saved with."""
+        have = (each for each in manifests if self.best_metric in each.metrics)
+        scores = {each.step: self.score(each.metrics) for each in have}
+        return {step: score for step, score in scores.items() if score is not None}
 
 
 @dataclasses.dataclass
@@ -258,7 +265,10 @@ def require_none_damaged(checkpoints: Folder) -> None:
         ValueError: one that was saved was set aside.
     """
     is_first = jax.process_index() == 0  # other processes may not see the new names yet
-    damaged = np.bool_(is_first and any(checkpoints.glob(DAMAGED)))
+    # A manifest is written last: without one, as earlier versions name them, none was saved.
+    damaged = np.bool_(
+        is_first and any((path / MANIFEST).exists() for path in checkpoints.glob(DAMAGED))
+    )
     require(
         not multihost_utils.broadcast_one_to_all(damaged),
         f"no checkpoint in {checkpoints} is what was saved; all are kept as {DAMAGED}. Give "

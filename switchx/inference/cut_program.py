@@ -26,7 +26,7 @@ from jax.extend.core import (
     jaxpr_as_fun,
 )
 
-from switchx.inference.programs import PART, PROGRAMS
+from switchx.inference.programs import PROGRAMS
 from switchx.moe.experts import absent_rows_p
 
 # (number of the layer, x_RD, count_E) -> y_RD
@@ -174,11 +174,9 @@ def cut_program(program, settings: tuple, arrays: dict[str, Any], shape: tuple) 
     """
     kind = kind_of(arrays)
 
-    def make():
-        cut = traced(program, settings, kind)
-        return cut, PART * len(cut.parts)
-
-    return PROGRAMS.kept((program, settings, shape, kind), make)
+    return PROGRAMS.kept(
+        (program, settings, shape, kind), lambda: (traced(program, settings, kind), 1)
+    )
 
 
 @functools.lru_cache(maxsize=MOST_KNOWN)

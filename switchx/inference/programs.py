@@ -19,9 +19,6 @@ MOST_PROGRAMS = 64
 # A program without weights moves rows: 24 to 36 memory maps and half a MiB on a CPU, where one
 # that runs a model has some hundred maps and 7 to 60 MiB.
 SMALL = 1 / 8
-# A part of a program that is cut at its Switch layers has about a hundred maps on a CPU: 256
-# of them stay below `MOST_MAPS`.
-PART = 1 / 4
 # Of the memory maps that a process may have.
 MOST_MAPS = 0.5
 
@@ -38,7 +35,7 @@ class Programs:
 
     def __init__(self, most: int = MOST_PROGRAMS):
         """Keeps `most` of them at most, or fewer where they have too many memory maps; those
-        that only move rows count as `SMALL`, and each part of one that is cut as `PART`."""
+        that only move rows count as `SMALL`."""
         self.most = most
         self._lock, self._starting = threading.Lock(), threading.Lock()
         # Of a mesh, and not compiled yet.

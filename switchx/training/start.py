@@ -11,7 +11,12 @@ from typing import Any, Literal, Protocol
 
 import jax
 
-from switchx.checkpoint.restore import checkpoint_fingerprint, choose_step, restore_params
+from switchx.checkpoint.restore import (
+    checkpoint_fingerprint,
+    checkpoint_paths,
+    choose_step,
+    restore_params,
+)
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.data_dir import write_atomically
 from switchx.data.loader import Shard, TrainLoader
@@ -61,8 +66,8 @@ def program_of(job: TrainingJob, run: RunFolder, devices) -> TrainingProgram:
 def _student_program(
     job: TrainingJob, run: RunFolder, devices
 ) -> DistilledProgram | WrittenTeacherProgram:
-    """With the teacher that the run has begun with, whatever its folder has saved since."""
-    before = _teacher_of(run) if run.is_begun else None
+    """With the teacher that the run goes on with, whatever its folder has saved since."""
+    before = _teacher_of(run) if checkpoint_paths(run.checkpoints) else None
     if before is None:
         return student_program(job, devices)
     where = f"{run.where} was taught by checkpoint {before['step']} of {before['teacher']}"

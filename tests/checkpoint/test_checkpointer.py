@@ -315,6 +315,11 @@ def test_a_run_begins_again_after_unfinished_saves_alone(tmp_path):
         with reopened(tmp_path) as checkpointer:
             assert checkpointer.latest_complete_step() is None
         assert [path.name for path in folder.iterdir()] == ["10.unfinished-1"]
+    # As versions before this one named a save that was cut short.
+    (folder / "10.unfinished-1").rename(folder / "10.damaged-9")
+    with reopened(tmp_path) as checkpointer:
+        assert checkpointer.latest_complete_step() is None
+    (folder / "10.damaged-9").rename(folder / "10.unfinished-1")
     save_all(tmp_path, [10])
     truncate(folder / "10" / "data" / "process_0_of_1.json")
     for _ in range(2):
@@ -471,6 +476,18 @@ def test_lower_is_better_of_losses_and_drops(prefix):
         assert is_better(name, 0.5, 0.25, best_mode="max")
     for name in ("neg_log_perplexity", "accuracy"):
         assert is_better(name, 0.5, 0.25)
+
+
+def test_checkpoints_of_another_retention_are_scored_by_this_one(tmp_path):
+    """Versions before this one took the largest cross-entropy for the best."""
+    save_all(tmp_path, [10, 20, 30], metrics={10: -3.0, 20: -2.0, 30: -4.0})
+    lowest = Retention(keep_last=1, keep_best=1, best_mode="min")
+    with reopened(tmp_path, lowest) as checkpointer:
+        checkpointer.save(40, filled_state(40), None, {"neg_log_perplexity": -3.5})
+        checkpointer.save(50, filled_state(50), None, {"neg_log_perplexity": -3.6})
+    assert kept(tmp_path) == [30, 50]
+    with reopened(tmp_path, Retention(best_metric="accuracy")) as checkpointer:
+        assert checkpointer._scores == {}
 
 
 def test_without_metrics_or_a_finite_one_there_is_no_score():

@@ -70,12 +70,12 @@ def test_eight_programs_without_weights_count_as_one_with():
     assert len(programs) == 9
 
 
-def test_a_program_that_is_cut_counts_by_its_parts(monkeypatch):
+def test_programs_that_are_cut_are_kept_with_the_others(monkeypatch):
     """What has left gives its maps back, and is compiled again.
 
     Steps have three parts, prompts two: what their last experts say is not read.
     """
-    programs = Programs(most=2)
+    programs = Programs(most=3)
     for user in ("cut_program", "running_batch"):
         monkeypatch.setattr(f"switchx.inference.{user}.PROGRAMS", programs)
     config, experts = test_chosen_experts.with_slots("gpt", 4, 2)
@@ -85,9 +85,10 @@ def test_a_program_that_is_cut_counts_by_its_parts(monkeypatch):
     assert are_compiled(generator, 4, 4) and not are_compiled(generator, 4, 8)
     before = num_maps()
     programs.run(scaled, (1,), (3,), params=np.arange(3.0))
-    assert len(programs) == 2 and are_compiled(generator, 4, 4)
-    programs.run(scaled, (2,), (3,), params=np.arange(3.0))
-    assert len(programs) == 2 and not are_compiled(generator, 4, 4)
+    assert len(programs) == 3 and are_compiled(generator, 4, 4)
+    for number in (2, 3):
+        programs.run(scaled, (number,), (3,), params=np.arange(3.0))
+    assert len(programs) == 3 and not are_compiled(generator, 4, 4)
     assert before == 0 or num_maps() < before
     number = COMPILATIONS.number
     assert test_chosen_experts.written(generator) == said
