@@ -23,9 +23,7 @@ from experiments.fingerprints import code_fingerprint, sha256
 from experiments.measured import Cells, Interval, key_of
 from experiments.pages import ROOT, publish_page, write_results
 from switchx.bench.report import environment
-from switchx.checkpoint.run_folder import RunFolder, read_config
-from switchx.fields import differences
-from switchx.gin_config.building import job_from_gin
+from switchx.checkpoint.run_folder import RunFolder
 from switchx.manifest import git_commit
 
 HASHES = ROOT / "experiments/data.json"
@@ -200,6 +198,8 @@ class Study:
         been done is known by the texts without places, so that folders may be moved.
         """
 
+        from experiments.pretrained import pretrained  # whose runs are a study's, too
+
         def place(match: re.Match) -> str:
             kind, _, name = match[1].partition(" ")
             if kind == "data":
@@ -331,77 +331,6 @@ def main(file: str, description: str, run: Callable[[Study], Any]) -> None:
         run(Study(name, given.output, given.data, given.quick, given.other_data))
     except ValueError as error:
         parser.exit(2, f"{error}\n")
-
-
-def pretrained(study: Study, contender: str) -> RunFolder:
-    """A finished run of experiments/pretraining below the study's output, such as `dense`.
-
-    Raises:
-        ValueError: it is not there, or is of another configuration or other data.
-    """
-    _pretraining(study, contender)
-    runs = dataclasses.replace(study, name="pretraining").runs
-    run = RunFolder(runs / run_name(contender, seed=0))
-    files, bindings = _asked(study, contender)
-    job = job_from_gin([ROOT / file for file in files], study.placed(bindings))
-    # Gin files may have been edited since.
-    _require_same(study, run.root, list(differences(read_config(run), job, "resume")))
-    return run
-
-
-def _pretraining(study: Study, contender: str) -> dict[str, Any]:
-    runs = dataclasses.replace(study, name="pretraining").runs
-    name = run_name(contender, seed=0)
-    _, bindings = _asked(study, contender)
-    for line in Cells(runs / "cells.jsonl").lines:
-        if line["cell"].get("run") != name:
-            continue
-        _require_same(study, runs / name, sorted({*bindings} ^ {*line["cell"]["bindings"]}))
-        _require_known_data(study, runs)
-        return line["value"]
-    raise ValueError(
-        f"{runs / name} is not there or not finished; it is made by "
-        f"{study.again('pretraining')}"
-    )
-
-
-def _asked(study: Study, contender: str) -> tuple[Sequence[str], list[str]]:
-    """Gin files and bindings of a run of experiments/pretraining."""
-    from experiments.pretraining.run import COMPARISON  # it is a study, too
-
-    (asked,) = (each for each in COMPARISON.contenders if each.name == contender)
-    return COMPARISON.gin_files, [
-        *COMPARISON.bindings_of(asked, seed=0), *study.quick_bindings
-    ]  # fmt: skip
-
-
-def _require_same(study: Study, run: pathlib.Path, differing: Sequence[str]) -> None:
-    """That nothing differs between a run of experiments/pretraining and what is asked for."""
-    if differing:
-        raise ValueError(
-            f"{run} was trained with another configuration ({'; '.join(differing)}); make one "
-            "that experiments/pretraining/run.py asks for: "
-            f"{study.again('pretraining', output='OTHER')}"
-        )
-
-
-def _require_known_data(study: Study, runs: pathlib.Path) -> None:
-    """That runs which are begun with read what `data.json` knows, or nobody asks for it."""
-    file, known = runs / "data.json", json.loads(HASHES.read_text())
-    read = json.loads(file.read_text()) if file.exists() else {}
-    other = [name for name, of in read.items() if known.get(name) != of]
-    if other and not study.takes_other_data:
-        taken = dataclasses.replace(study, takes_other_data=True)
-        raise ValueError(
-            f"{runs} is of other data: {', '.join(other)}; make it anew: "
-            f"{study.again('pretraining', output='OTHER')}, or have results of your own: "
-            f"{taken.again()}"
-        )
-
-
-def pretrained_curve(study: Study, contender: str) -> dict[int, float]:
-    """Validation negative log perplexity by step of a run of experiments/pretraining."""
-    return {int(step): value for step, value in _pretraining(study, contender)["curve"].items()}
 
 
 def get_data(folder: pathlib.Path) -> str:

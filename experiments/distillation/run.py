@@ -14,7 +14,8 @@ from typing import Any
 
 from experiments.comparison import Comparison, Contender, Trained, judge_of, run_comparison
 from experiments.measured import word_of
-from experiments.study import Study, main, pretrained_curve
+from experiments.pretrained import pretrained_curve
+from experiments.study import Study, main
 
 # A step of which pretraining keeps the checkpoint.
 STEPS = 500

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from experiments import fingerprints, pages, study
+from experiments import fingerprints, pages, pretrained, study
 from experiments.comparison import Comparison, Trained, first_step_at
 from experiments.measured import Cells, Interval, Ratio, interval_of
 from experiments.pages import BEGIN, END, page
@@ -585,7 +585,7 @@ def test_bad_input_ends_with_a_line_and_status_2(tmp_path):
 def test_pretraining_that_is_not_there_is_named(tmp_path):
     mine = Study("fine_tuning", tmp_path, None)
     with pytest.raises(ValueError, match="make experiments EXPERIMENT=pretraining"):
-        study.pretrained(mine, "32 experts")
+        pretrained.pretrained(mine, "32 experts")
 
 
 def test_pretraining_of_another_configuration_is_named(tmp_path, monkeypatch):
@@ -597,7 +597,7 @@ def test_pretraining_of_another_configuration_is_named(tmp_path, monkeypatch):
     short = [each.replace("TRAIN_STEPS=1000", "TRAIN_STEPS=7") for each in of]
     cells.get({"run": name, "bindings": short}, lambda: {"curve": {"1000": -4.0}})
     with pytest.raises(ValueError, match=r"another configuration \(.*TRAIN_STEPS=7\).*OTHER`"):
-        study.pretrained(mine, "32 experts")
+        pretrained.pretrained(mine, "32 experts")
     (tmp_path / "pretraining/cells.jsonl").unlink()
     cells = Cells(tmp_path / "pretraining/cells.jsonl")
     cells.get({"run": name, "bindings": of}, lambda: {"curve": {"1000": -4.0}})
@@ -606,18 +606,18 @@ def test_pretraining_of_another_configuration_is_named(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(fields.describe(job)))
     monkeypatch.setattr(Study, "placed", lambda self, texts: placed_texts(texts))
-    assert study.pretrained(mine, "32 experts").root.name == name
-    assert study.pretrained_curve(mine, "32 experts") == {1000: -4.0}
+    assert pretrained.pretrained(mine, "32 experts").root.name == name
+    assert pretrained.pretrained_curve(mine, "32 experts") == {1000: -4.0}
     edited = dataclasses.replace(job, model=dataclasses.replace(job.model, d_ff=128))
     (folder / "config.json").write_text(json.dumps(fields.describe(edited)))
     with pytest.raises(ValueError, match=r"another configuration \(model.d_ff.*OUTPUT=OTHER`"):
-        study.pretrained(mine, "32 experts")
+        pretrained.pretrained(mine, "32 experts")
     (folder / "config.json").write_text(json.dumps(fields.describe(job)))
     data = tmp_path / "pretraining/data.json"
     data.write_text('{"movie_reviews/reviews.txt.gz": "other"}')
     with pytest.raises(ValueError, match=r"is of other data: .* ARGS=--other_data`"):
-        study.pretrained(mine, "32 experts")
-    assert study.pretrained(dataclasses.replace(mine, takes_other_data=True), "32 experts")
+        pretrained.pretrained(mine, "32 experts")
+    assert pretrained.pretrained(dataclasses.replace(mine, takes_other_data=True), "32 experts")
 
 
 def test_code_that_an_experiment_imports_is_its_code():
