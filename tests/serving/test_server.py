@@ -148,26 +148,37 @@ def test_what_only_this_machine_reaches():
     assert [is_loopback(host) for host in hosts] == [True] * 4 + [False] * 3
 
 
+def begun(service, listener, ask):
+    """A server that serves, a thread that asks it, what waits for both, and what they end
+    with."""
+    server, ends, answers = Server(Models([service])), [], []
+    serving = threading.Thread(target=lambda: ends.append(server.run_until_stopped(listener)))
+    asking = threading.Thread(target=lambda: answers.append(ask(listener.getsockname())))
+    serving.start()
+    asking.start()
+
+    def join():
+        asking.join(30)
+        serving.join(30)
+
+    return server, join, ends, answers
+
+
+def gate(address):
+    return served.post(address, {"inputs": "gate"})
+
+
 def test_draining_answers_the_old_and_refuses_the_new(service, limited, monkeypatch):
     limited(batch_wait_ms=700)
     monkeypatch.setattr(service, "close", lambda: None)  # others need its worker
     with open_socket("127.0.0.1", 0) as listener:
-        address, ends, answers = listener.getsockname(), [], []
-        server = Server(Models([service]))
-        serving = threading.Thread(
-            target=lambda: ends.append(server.run_until_stopped(listener))
-        )
-        asking = threading.Thread(
-            target=lambda: answers.append(served.post(address, {"inputs": "gate"}))
-        )
-        serving.start()
-        asking.start()
+        address = listener.getsockname()
+        server, join, ends, answers = begun(service, listener, gate)
         wait_until(lambda: service.num_open == 1)
         server.handle_exit(15, None)
         status, body = served.post(address, {"inputs": "of"})
         assert status == 503 and "is stopping" in body["error"]["message"]
-        asking.join(30)
-        serving.join(30)
+        join()
     ((status, body),) = answers
     assert status == 200 and served.is_said(body["results"][0], "gate")
     assert ends == [True]
@@ -179,24 +190,15 @@ def test_a_drain_that_is_too_long_refuses_what_is_left(service, limited, monkeyp
     limited(batch_wait_ms=20_000, drain_timeout_s=0.5)
     monkeypatch.setattr(service, "close", lambda: None)
     with open_socket("127.0.0.1", 0) as listener:
-        address, ends, answers = listener.getsockname(), [], []
-        server = Server(Models([service]))
-        serving = threading.Thread(
-            target=lambda: ends.append(server.run_until_stopped(listener))
-        )
-        asking = threading.Thread(
-            target=lambda: answers.append(served.post(address, {"inputs": "gate"}))
-        )
-        serving.start()
-        asking.start()
+        address = listener.getsockname()
+        server, join, ends, answers = begun(service, listener, gate)
         wait_until(lambda: service.num_open == 1)
         start_s = time.monotonic()
         server.handle_exit(15, None)
         request = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
         received = exchange(address, request)  # the connection closes with the response
         assert b'"ready": false, "draining": true' in received
-        asking.join(30)
-        serving.join(30)
+        join()
         # The half second, one for what is sent, and what a busy machine takes.
         assert time.monotonic() - start_s < 10
     ((status, body),) = answers
@@ -209,18 +211,12 @@ def test_a_server_whose_worker_dies_refuses_what_is_open(service, limited, monke
     limited(batch_wait_ms=20_000)
     monkeypatch.setattr(service, "close", lambda: None)
     with open_socket("127.0.0.1", 0) as listener:
-        address, ends, received = listener.getsockname(), [], []
-        server = Server(Models([service]))
-        serving = threading.Thread(
-            target=lambda: ends.append(server.run_until_stopped(listener))
+        server, join, ends, received = begun(
+            service, listener, lambda address: exchange(address, GOOD)
         )
-        asking = threading.Thread(target=lambda: received.append(exchange(address, GOOD)))
-        serving.start()
-        asking.start()
         wait_until(lambda: len(service._queue) == 1)
         monkeypatch.setattr(service.worker, "error", MemoryError("say"))
-        asking.join(30)
-        serving.join(30)
+        join()
     status, body = status_and_json(received[0])
     assert status == 503 and "stopped before the answer" in body["error"]["message"]
     assert b"retry-after: 10" in received[0].lower()
