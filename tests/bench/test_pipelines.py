@@ -49,6 +49,7 @@ def few_programs(monkeypatch):
     return pipelines.program_rows()
 
 
+@pytest.mark.slow
 def test_no_program_has_more_than_its_stage(monkeypatch):
     rows = few_programs(monkeypatch)
     assert [row["program"].split(",")[0] for row in rows] == [

@@ -48,6 +48,7 @@ def test_a_server_that_died_fails():
     assert len(faults) == 4 and not any(faults.values())
 
 
+@pytest.mark.slow
 def test_wrong_and_lost_answers_are_counted(address):  # noqa: F811
     """Of a model that says something else, and of a request that is refused."""
     tally = Tally()

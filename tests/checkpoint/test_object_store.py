@@ -114,6 +114,7 @@ def test_a_save_that_was_cut_short_is_deleted_and_the_older_taken(run, caplog):
         assert checkpointer.latest_complete_step() is None and steps_of(run) == set()
 
 
+@pytest.mark.slow
 def test_a_missing_shard_is_named_and_nothing_deleted(run, capsys):
     saved(run, 1, 2)
     path = run.checkpoints / "2"

@@ -267,7 +267,7 @@ def in_the_other_layout(values, like):
         (None, "all", True, "model"),
         pytest.param(AdamW(), "all", True, "data", marks=pytest.mark.slow),
         pytest.param(None, "data", False, "pipe", marks=pytest.mark.slow),
-        (AdamW(), "hierarchical", False, "pipe"),
+        pytest.param(AdamW(), "hierarchical", False, "pipe", marks=pytest.mark.slow),
     ],
 )
 def test_layouts_of_layers(tmp_path, optimizer, saved, is_scanned, restored):

@@ -189,6 +189,7 @@ def simulated(monkeypatch):
     monkeypatch.setattr(aot_devices, "describe_devices", lambda topology: jax.devices())
 
 
+@pytest.mark.slow
 def test_compiled_step_is_reported(simulated, in_a_folder, capsys):
     assert main([*TINY, "--topology=v5e:2x4", "--json"]) == 0
     report = last_object(capsys)

@@ -50,7 +50,8 @@ def same(got, want):
         )
 
 
-@pytest.mark.parametrize("beam_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("beam_size", [1, 2])
 def test_step_by_step_gives_what_one_run_gives(beam_size):
     decoding, token_limits = DecodingConfig(T, beam_size=beam_size), [6, 2, 5, 2, 4]
     # Two end at once: three of eight rows are left, and a finished one fills up to four.

@@ -141,7 +141,8 @@ def test_sum_in_parts():
     check_forward(interpreted, GROUPS["ragged"], jnp.bfloat16, tiling=PARTS)
 
 
-@pytest.mark.parametrize("bits", [None, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [None, 4])
 def test_one_program_has_as_many_parts_as_active_experts_leave_blocks_idle(bits):
     """Known at run time only; what is not written is NaN when it is interpreted."""
     tiling = gpu.Tiling(64, 16, 64, warpgroups=1, stages=2, splits=4, num_sms=4)

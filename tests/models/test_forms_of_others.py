@@ -57,7 +57,8 @@ def test_parameters_are_counted_as_they_are_built(name):
     assert count_parameters(config).total == tree.num_elements(abstract_params(config))
 
 
-@pytest.mark.parametrize("name", [pytest.param("umt5", marks=pytest.mark.slow), "nllb"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["umt5", "nllb"])
 def test_raw_gradients_on_a_mesh_are_those_of_one_device(name):
     config = FORMS[name]
     batch, params = make_batch(config, 4), make_params(config)

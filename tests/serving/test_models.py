@@ -360,6 +360,7 @@ def test_a_damaged_checkpoint_changes_nothing(run, caplog, damage, message):
     assert not run.models._retired
 
 
+@pytest.mark.slow
 def test_a_folder_that_has_gone_or_is_another_model_s(run, caplog, monkeypatch):
     away = run.folder.with_name("away")
     run.folder.rename(away)

@@ -255,6 +255,7 @@ def trained(folder, teacher, train_steps: int, **settings):
 ALONE = {"soft_weight": 1.0, "starts_from_teacher": False}
 
 
+@pytest.mark.slow
 def test_twenty_steps_come_nearer_to_the_teacher_and_are_gone_on_with(teacher_run, tmp_path):
     trained(tmp_path / "student", teacher_run, 10, **ALONE)
     lines, notes = trained(tmp_path / "student", teacher_run, 20, **ALONE)
