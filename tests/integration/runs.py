@@ -36,7 +36,7 @@ def lines(path: pathlib.Path) -> list[dict]:
 
 def numbers(path: pathlib.Path) -> list[dict]:
     """Lines of a log without what depends on the clock."""
-    clocked = ("_per_s", "seconds", "goodput", "step_time")
+    clocked = ("_per_s", "seconds", "goodput", "step_time", "checkpoint")
     return [
         {name: value for name, value in line.items() if not name.endswith(clocked)}
         for line in lines(path)
