@@ -4,9 +4,11 @@
     make experiments EXPERIMENT=pipeline_convergence DATA=FOLDER
 
 Eight simulated devices: two stages, experts inside of tensor-parallel groups of two, two groups
-of data parallelism (configs/meshes/pipeline_moe_stages.gin).
+of data parallelism (configs/meshes/pipeline_moe_stages.gin). First a learning rate is chosen
+for both models: of RATES the one with which the backbone ends best on a seed of its own.
 """
 
+import dataclasses
 from typing import Any
 
 from experiments.comparison import (
@@ -17,12 +19,16 @@ from experiments.comparison import (
     judge_of,
     run_comparison,
 )
-from experiments.study import Study, main
+from experiments.measured import Cells
+from experiments.study import Study, main, run_name
 from switchx.cli.arguments import simulate_devices
 
 MOE, BACKBONE = "8 experts", "dense backbone"
 # Nats by which a loss may rise between evaluations.
 STABLE = 0.05
+
+RATES = (0.0003, 0.001, 0.003)
+CHOSEN_ON_SEED = 100
 
 COMPARISON = Comparison(
     contenders=(
@@ -31,10 +37,12 @@ COMPARISON = Comparison(
         Contender(MOE, ("SwitchConfig.group_size=128",)),
     ),
     steps=200,
-    # Two stages of one dense and one sparse block each.
+    # Two stages of one dense and one sparse block each. The betas are the paper's, the clipping
+    # that of Megatron-LM, which it builds on.
     bindings=(
-        "ModelConfig.num_decoder_layers=4", "BATCH_SIZE=32", "LEARNING_RATE=0.001",
-        "WARMUP_STEPS=40", "COSINE_STEPS=200",
+        "ModelConfig.num_decoder_layers=4", "ModelConfig.d_model=128", "ModelConfig.d_ff=512",
+        "ModelConfig.d_head=32", "BATCH_SIZE=32", "WARMUP_STEPS=40", "COSINE_STEPS=200",
+        "AdamW.beta2=0.95", "StepConfig.clip_norm=1.0",
     ),
     gin_files=(
         GIN_FILE, "configs/models/gpt_tiny_moe.gin", "configs/optimizers/adamw.gin",
@@ -76,12 +84,32 @@ def largest_rise(trained: Trained, name: str) -> float:
     return max(0.0, *rises)
 
 
-judge = judge_of(verdict)
+def judge(results: dict[str, Any]) -> dict[str, Any]:
+    judged = judge_of(verdict)(results)
+    title = f"The backbone's end by learning rate, seed {CHOSEN_ON_SEED}:"
+    judged["tables"].append({"title": title, "rows": results["rates"]})
+    return judged
+
+
+def rate_row(study: Study, cells: Cells, rate: float) -> dict[str, float]:
+    """What quality the backbone ends with."""
+    backbone, bound = COMPARISON.contenders[0], f"LEARNING_RATE={rate}"
+    bindings = [*COMPARISON.bindings_of(backbone, CHOSEN_ON_SEED), bound]
+    name = run_name(f"rate {rate}", CHOSEN_ON_SEED)
+    curve = study.train(cells, name, COMPARISON.gin_files, bindings)["curve"]
+    return {"learning rate": rate, "negative log perplexity": curve[max(curve, key=int)]}
 
 
 def run(study: Study) -> None:
     simulate_devices(8)
-    run_comparison(study, COMPARISON, judge)
+    study.files(*COMPARISON.data)
+    cells = study.cells()
+    rates = RATES[:1] if study.is_quick else RATES
+    rows = [rate_row(study, cells, rate) for rate in rates]
+    chosen = max(rows, key=lambda row: row["negative log perplexity"])["learning rate"]
+    bindings = (*COMPARISON.bindings, f"LEARNING_RATE={chosen}")
+    comparison = dataclasses.replace(COMPARISON, bindings=bindings)
+    run_comparison(study, comparison, judge, rates=rows)
 
 
 if __name__ == "__main__":
