@@ -38,8 +38,7 @@ def my_text(in_a_folder):
 
 
 def test_training_commands_are_understood(my_text):
-    understood = [words_of(command) for command in COMMANDS]
-    training = [words for words in understood if words[0] == "train"]
+    training = [words for words in map(words_of, COMMANDS) if words[0] == "train"]
     assert training
     for words in training:
         parse_job(_parse(_parser(), words))
