@@ -24,7 +24,7 @@ from switchx.data.vocabularies import DESCRIPTION_FILE, load_vocabulary, save_vo
 from switchx.fields import describe, require
 from switchx.gin_config.building import job_from_gin
 from switchx.inference.artifact import is_artifact, open_artifact, read_artifact
-from switchx.inference.chosen_experts import experts_of_run, slices_of
+from switchx.inference.chosen_experts import experts_of_checkpoint, slices_of
 from switchx.inference.config import DecodingConfig, ExpertSlots
 from switchx.inference.expert_slots import slotted
 from switchx.inference.generate import (
@@ -370,7 +370,9 @@ def _load_with_slots(model_dir, step, mesh, expert_slots: int | ExpertSlots) -> 
             model = _load_artifact(pathlib.Path(model_dir).expanduser(), step, None)
             read = slices_of(model.config, model.params)
         else:
-            read = experts_of_run(RunFolder(model_dir), step, asked.slots)
+            run = RunFolder(model_dir)
+            checkpoint = run.checkpoints / str(choose_step(run, step))
+            read = experts_of_checkpoint(read_model_config(run), checkpoint, asked.slots)
             model = _load_run(model_dir, step, ModelMesh.of(None), without_experts)
     config, params, experts = outside_of_device(model.config, model.params, asked, read)
     return dataclasses.replace(model, config=config, params=params, experts=experts)

@@ -90,8 +90,6 @@ ONLY_IN = {
 
 MAX_LINES = {"switchx": 400, "pallas_kernels": 500, "experiments": 400}
 MAX_FUNCTION_LINES = 80
-# Of switchx/, experts in storage and what later steps add apart.
-MAX_FILES = 216
 SPDX = "# SPDX-License-Identifier: Apache-2.0"
 
 # Spelt in pieces, so that this file does not offend.
@@ -189,73 +187,6 @@ def test_sizes():
             and node.end_lineno - node.lineno >= MAX_FUNCTION_LINES
         ]
     assert wrong == []
-    own = [path for path in TREES if path.startswith("switchx/")]
-    later = (
-        "switchx/analysis/comparison_plots.py",
-        "switchx/storage/",
-        "switchx/serving/completions.py",
-        "switchx/serving/page.py",
-        "switchx/serving/request_queue.py",
-        "switchx/inference/programs.py",
-        "switchx/inference/rows.py",
-        "switchx/inference/prompt_lookup.py",
-        "switchx/bench/speculation.py",
-        "switchx/bench/decode_programs.py",
-        "switchx/bench/inflight.py",
-        "switchx/bench/ctranslate2_peer.py",
-        "switchx/bench/soak",
-        "switchx/client.py",
-        "switchx/partitioning/optimizer_slices.py",
-        "switchx/serving/protocol.py",
-        "switchx/cli/simulate.py",
-        "switchx/deploy/",
-        "switchx/cli/deploy.py",
-        "switchx/cli/reshape.py",
-        "switchx/models/reshape.py",
-        "switchx/models/upcycle.py",
-        "switchx/training/distill",
-        "switchx/planner/serving.py",
-        "switchx/bench/storage",
-        "switchx/bench/offload.py",
-        "switchx/bench/elastic.py",
-        "switchx/bench/saves.py",
-        "switchx/checkpoint/parts.py",
-        "switchx/checkpoint/local_copies.py",
-        "switchx/checkpoint/manifest.py",
-        "switchx/object_store.py",
-        "switchx/checkpoint/retention.py",
-        "switchx/bench/gradient_bytes.py",
-        "switchx/moe/replicas.py",
-        "switchx/planner/replica_placement.py",
-        "switchx/inference/chosen_experts.py",
-        "switchx/interop/nllb_moe.py",
-        "switchx/interop/tokenizer_json.py",
-        "switchx/interop/torch_file.py",
-        "switchx/inference/cut_program.py",
-        "switchx/inference/expert_slots.py",
-        "switchx/inference/expert_source.py",
-        "switchx/inference/ring_decode.py",
-        "switchx/inference/ring_program.py",
-        "switchx/cli/expert_slots.py",
-        "switchx/planner/storage_tiers.py",
-        "switchx/planner/streaming.py",
-        "switchx/planner/torus.py",
-        "switchx/partitioning/forward_pipeline.py",
-        "switchx/partitioning/host_",
-        "switchx/partitioning/replicas.py",
-        "switchx/training/layered",
-        "switchx/training/elastic.py",
-        "switchx/training/expert_records.py",
-        "switchx/training/compilation_cache.py",
-        "switchx/training/goodput.py",
-        "switchx/training/pipelined_eval.py",
-        "switchx/training/profiling.py",
-        "switchx/training/saving.py",
-        "switchx/training/host_program.py",
-        "switchx/training/lazy_update.py",
-        "switchx/training/sliced_update.py",
-    )
-    assert sum(not path.startswith(later) for path in own) <= MAX_FILES
 
 
 def test_headers():

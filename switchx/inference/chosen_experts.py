@@ -26,8 +26,6 @@ import numpy as np
 from switchx import tree
 from switchx.checkpoint.items import EXPERTS as RECORDS
 from switchx.checkpoint.items import has_records
-from switchx.checkpoint.restore import choose_step
-from switchx.checkpoint.run_folder import RunFolder, read_model_config
 from switchx.fields import require
 from switchx.inference.config import ExpertSlots
 from switchx.inference.cut_program import cut_program
@@ -48,6 +46,7 @@ from switchx.models.config import ModelConfig, require_our_blocks
 from switchx.models.params import abstract_params
 from switchx.models.unroll import unrolled
 from switchx.moe.experts import WEIGHTS, AbsentExperts
+from switchx.object_store import Folder
 from switchx.planner.hardware import Hardware
 from switchx.planner.streaming import CallKind, kinds_of_call
 from switchx.storage import PolicyName
@@ -288,15 +287,13 @@ def slices_of(config: ModelConfig, params: dict) -> ReadExpert:
     return lambda layer, expert: slice_of(layers[layer], expert)
 
 
-def experts_of_run(run: RunFolder, step: int | str | None, slots: int) -> ReadExpert:
+def experts_of_checkpoint(config: ModelConfig, checkpoint: Folder, slots: int) -> ReadExpert:
     """What reads experts of the records of a run's checkpoint.
 
     Raises:
         ValueError: it has none, or the model takes no such slots.
     """
-    config = read_model_config(run)
     check_slots(config, slots)
-    checkpoint = run.checkpoints / str(choose_step(run, step))
     require(
         has_records(checkpoint),
         f"host_bytes with {checkpoint}, which has its experts in arrays of whole layers: an "

@@ -11,13 +11,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from switchx.data.corpora.corpus import (
-    CorpusSource,
-    Recipe,
-    fingerprint_of,
-    open_prepared,
-    require_split,
-)  # fmt: skip
+from switchx.data.corpora.corpus import CorpusSource, fingerprint_of, require_split
+from switchx.data.corpora.prepared import Recipe, open_prepared
 from switchx.data.corpora.tfds_folder import find_folder, plain
 from switchx.fields import check_choices, require
 

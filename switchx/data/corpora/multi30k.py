@@ -15,13 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 from switchx.data import data_dir as locations
-from switchx.data.corpora.corpus import (
-    CorpusSource,
-    Recipe,
-    fingerprint_of,
-    open_prepared,
-    require_split,
-)  # fmt: skip
+from switchx.data.corpora.corpus import CorpusSource, fingerprint_of, require_split
+from switchx.data.corpora.prepared import Recipe, open_prepared
 from switchx.data.corpora.text_files import read_lines
 from switchx.fields import at_resume, check_choices, require
 

@@ -15,7 +15,8 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from switchx.data.corpora.corpus import CorpusSource, Recipe, fingerprint_of, open_prepared
+from switchx.data.corpora.corpus import CorpusSource, fingerprint_of
+from switchx.data.corpora.prepared import Recipe, open_prepared
 from switchx.data.corpora.text_files import cut_lines, hold_out, require_cut, text_digest
 from switchx.fields import require
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from switchx.data.corpora.corpus import CorpusSource, Recipe, fingerprint_of, open_prepared
+from switchx.data.corpora.corpus import CorpusSource, fingerprint_of
+from switchx.data.corpora.prepared import Recipe, open_prepared
 from switchx.fields import at_resume, require, require_at_least
 from switchx.object_store import Folder, as_folder, files_in, is_address, state_of
 

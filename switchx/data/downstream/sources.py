@@ -11,13 +11,8 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from switchx.data.corpora.corpus import (
-    CorpusSource,
-    Recipe,
-    fingerprint_of,
-    open_prepared,
-    require_split,
-)  # fmt: skip
+from switchx.data.corpora.corpus import CorpusSource, fingerprint_of, require_split
+from switchx.data.corpora.prepared import Recipe, open_prepared
 from switchx.data.corpora.raw_files import SUFFIXES, RawFile, Row
 from switchx.data.corpora.tfds_folder import TfdsFolder, find_folder, plain
 from switchx.data.data_dir import local_or_none

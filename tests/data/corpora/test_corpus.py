@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from switchx.data import data_dir as locations
-from switchx.data.corpora.corpus import Recipe, fingerprint_of, open_prepared
+from switchx.data.corpora.corpus import fingerprint_of
+from switchx.data.corpora.prepared import Recipe, open_prepared
 from tests.data.refusals import refused
 
 
@@ -93,7 +94,7 @@ _ROOT = Path(__file__).parents[3]
 
 _OPEN = """
 import sys, time
-from switchx.data.corpora import corpus
+from switchx.data.corpora import prepared
 
 def examples():
     for number in range(1000):
@@ -102,8 +103,8 @@ def examples():
             time.sleep(600)
         yield {"text": f"document {number}"}
 
-recipe = corpus.Recipe("numbers", "key", ("text",), lambda: {"train": examples()})
-source = corpus.open_prepared(recipe, "train", sys.argv[1])
+recipe = prepared.Recipe("numbers", "key", ("text",), lambda: {"train": examples()})
+source = prepared.open_prepared(recipe, "train", sys.argv[1])
 print(len(source), len({source[i]["text"] for i in range(1000)}))
 """
 

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A corpus that is prepared once, as ArrayRecord by a TFDS builder.
+
+Examples are written and read without TensorFlow. What is prepared is named by a key made of
+everything that determines it, `DATA_DIR/<corpus>/<key>/<version>/`, so changed inputs are
+prepared anew and never mixed with what was there. The folder is written under another name
+and renamed when complete: a killed preparation leaves nothing that is read later, and of two
+processes that prepare at once the second drops its copy.
+"""
+
+import dataclasses
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import tensorflow_datasets as tfds
+
+from switchx.data import data_dir as locations
+from switchx.data.corpora.corpus import CorpusSource, require_split
+
+VERSION = "1.0.0"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How a corpus is prepared.
+
+    Attributes:
+        name: of the corpus, a Python identifier.
+        key: hex, of all that determines the examples and is quickly known: where a corpus
+            is large, names, sizes and times of its files.
+        fields: keys of an example.
+        make_splits: called to prepare: split -> its examples.
+        keeps_order: examples stay in their order; otherwise it is drawn once.
+    """
+
+    name: str
+    key: str
+    fields: tuple[str, ...]
+    make_splits: Callable[[], dict[str, Iterable[dict[str, str]]]]
+    keeps_order: bool = False
+
+
+class CorpusBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    """The TFDS builder that writes a recipe's examples."""
+
+    VERSION = tfds.core.Version(VERSION)
+    # Nothing is downloaded through TFDS; looking for checksums, TFDS 4.9 would import
+    # importlib_resources, which it does not require.
+    url_infos = None
+
+    def __init__(self, recipe: Recipe, data_dir: Path):
+        self.name = recipe.name
+        self._recipe = recipe
+        super().__init__(data_dir=data_dir, file_format="array_record")
+
+    def _info(self):
+        features = {field: tfds.features.Text() for field in self._recipe.fields}
+        return tfds.core.DatasetInfo(
+            builder=self,
+            features=tfds.features.FeaturesDict(features),
+            description=self.name,
+            metadata=tfds.core.MetadataDict(),
+            disable_shuffling=self._recipe.keeps_order,
+        )
+
+    def _split_generators(self, download_manager):
+        splits = self._recipe.make_splits().items()
+        return {split: self._generate_examples(split, examples) for split, examples in splits}
+
+    def _generate_examples(self, split, examples):
+        digest = hashlib.sha256()
+        for number, example in enumerate(examples):
+            for text in example.values():
+                digest.update(text.encode() + b"\0")
+            yield number, example
+        self.info.metadata[split] = digest.hexdigest()[:16]
+
+    # TFDS prints these to standard output; the caller says what there is to say.
+    def _log_download_bytes(self): ...
+    def _log_download_done(self): ...
+
+
+def open_prepared(recipe: Recipe, split: str, data_dir: str | None) -> CorpusSource:
+    """Examples of one split of a recipe, prepared first where they are not yet.
+
+    Raises:
+        ValueError: no such split, a full disk, prepared data that was damaged since, or what
+            `recipe.make_splits` raises.
+    """
+    relative = f"{recipe.name}/{recipe.key}/{VERSION}"
+    folder = locations.find_or_place(relative, data_dir)
+    if not folder.exists():
+        _prepare(recipe, folder)
+    try:
+        builder = tfds.builder_from_directory(folder)
+        require_split(recipe.name, split, builder.info.splits)
+        records = builder.as_data_source(split=split)
+        records[0]  # opens the file
+    except (OSError, RuntimeError) as error:
+        raise ValueError(
+            f"the prepared data of {recipe.name} is damaged: {error}; remove {folder}, and it "
+            "is prepared anew"
+        ) from error
+    fingerprint = builder.info.metadata[split]
+    return CorpusSource(f"{recipe.name}/{split}", fingerprint, recipe.fields, records)
+
+
+def _prepare(recipe: Recipe, folder: Path) -> None:
+    """Writes the dataset that `folder` is to hold beside it, then renames it."""
+    _log.info("preparing %s in %s", recipe.name, folder)
+    tfds.disable_progress_bar()
+    root = folder.parents[2]
+    # Not TFDS' own incomplete folder: its name comes from the global `random`, so two
+    # processes with one seed would write into the same.
+    try:
+        with tempfile.TemporaryDirectory(prefix=".preparing_", dir=root) as staging:
+            builder = CorpusBuilder(recipe, Path(staging))
+            builder.download_and_prepare()
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            os.rename(builder.data_dir, folder)
+    except (OSError, RuntimeError) as error:
+        # Another process that was faster left the same here.
+        if not folder.exists():
+            raise ValueError(
+                f"{recipe.name} cannot be prepared in {folder}: {error}; make room there, or "
+                "set DATA_DIR to another folder"
+            ) from error
