@@ -59,6 +59,7 @@ experiments: $(VENV)/.installed
 		echo "no experiment $(EXPERIMENT); there are $(notdir $(patsubst %/run.py,%,$(wildcard experiments/*/run.py)))"; exit 2; }
 	GLIBC_TUNABLES=$(MALLOC) $(BIN)/python -m experiments.$(if $(EXPERIMENT),$(EXPERIMENT).run \
 		--output=$(OUTPUT) $(if $(DATA),--data=$(DATA)) $(if $(QUICK),--quick),pages) $(ARGS)
+	@test -n "$(EXPERIMENT)" || $(BIN)/python -m experiments.accelerator.pages
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

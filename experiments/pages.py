@@ -23,8 +23,11 @@ HERE = ROOT / "experiments"
 BEGIN, END = "<!-- made of results.json -->", "<!-- end -->"
 NOT_RUN = "Not run."
 PICTURE = "experts.svg"
-# A folder that claims nothing.
-NOTEBOOK = "first_steps"
+# Folders that claim nothing.
+NO_CLAIM = {
+    "accelerator": "measurements of cards: no claim",
+    "first_steps": "a notebook: no claim",
+}
 EFFECT = "effect (a 95% interval, unless it says a range)"
 VERDICTS = ("reproduced", "not reproduced", "undecided", "reported")
 
@@ -88,7 +91,7 @@ def overview() -> str:
             effect = f"{shown(found['effect'])}, {found['effect_of']}"
             row |= {"verdict": found["verdict"], EFFECT: effect, "hours": f"{hours:.1f}"}
         else:
-            word = "a notebook: no claim" if folder.name == NOTEBOOK else "not run"
+            word = NO_CLAIM.get(folder.name, "not run")
             row |= {"verdict": word, EFFECT: None, "hours": None}
         rows.append(row)
     text = (
@@ -234,7 +237,7 @@ def provenance(results: dict[str, Any]) -> str:
 
 def main() -> None:
     for folder in folders():
-        if folder.name == NOTEBOOK:
+        if folder.name in NO_CLAIM:
             continue
         if read_results(folder) is None:
             write_page(folder, NOT_RUN)

@@ -114,6 +114,9 @@ VARIANTS = {
 # Command -> the test that runs it.
 MEASURING = "tests/cli/test_measuring.py"
 TESTED_ELSEWHERE = {
+    "switchx check accelerator --rehearsal --output=runs/rehearsal": (
+        "tests/bench/test_accelerator.py::test_a_whole_rehearsal"
+    ),
     "switchx checkpoint rewind runs/pretrain_tiny --step=best": (
         "tests/cli/test_checkpoint.py::test_rewind_makes_an_earlier_one_the_newest_and_deletes_"
         "nothing"

@@ -248,8 +248,7 @@ def print_tables(report: Report) -> None:
         if "way_out" in row:
             console.print(row["way_out"])
     for check in report.checks:
-        verdict = "holds" if check.holds else "does not hold"
-        console.print(f"{check.name} {check.value:,.6g} {check.bound}: {verdict}")
+        console.print(f"{check.name} {check.value:,.6g} {check.bound}: {check.verdict}")
     console.print("Compiled, not run.")
 
 

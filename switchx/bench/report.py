@@ -25,19 +25,32 @@ class Check:
 
     Attributes:
         bound: a comparison and a number, as `>=0.90`.
+        is_judged: False where the value says nothing, as in a rehearsal.
     """
 
     name: str
     value: float
     bound: str
+    is_judged: bool = True
 
     def __post_init__(self):
         if self.bound[:2] not in _COMPARISONS:
             raise ValueError(f"bound={self.bound!r}; use >=, <= or == and a number")
 
     @property
-    def holds(self) -> bool:
+    def holds(self) -> bool | None:
+        """Whether the value meets the bound; None where it is not judged."""
+        if not self.is_judged:
+            return None
         return _COMPARISONS[self.bound[:2]](self.value, float(self.bound[2:]))
+
+    @property
+    def verdict(self) -> str:
+        return {True: "holds", False: "does not hold", None: "not judged"}[self.holds]
+
+    def as_dict(self) -> dict[str, Any]:
+        """What JSON has of it."""
+        return {n: getattr(self, n) for n in ("name", "value", "bound", "holds")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +66,7 @@ class Report:
     checks: list[Check]
 
     def as_json(self) -> str:
-        checks = [dataclasses.asdict(check) | {"holds": check.holds} for check in self.checks]
+        checks = [check.as_dict() for check in self.checks]
         head = {"command": self.command, "environment": environment()}
         return json.dumps(head | {"results": self.results, "checks": checks})
 
@@ -75,8 +88,7 @@ class Report:
             console.print(table)
             title = None
         for check in self.checks:
-            verdict = "holds" if check.holds else "does not hold"
-            console.print(f"{check.name} {check.value:.3f} {check.bound}: {verdict}")
+            console.print(f"{check.name} {check.value:.3f} {check.bound}: {check.verdict}")
 
 
 def environment() -> dict[str, Any]:

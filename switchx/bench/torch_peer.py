@@ -66,20 +66,31 @@ class TorchPeer:
 
 
 def trainer(settings: dict) -> Callable[[str], None]:
-    """A training step of transformers' Switch Transformer, whatever the line says."""
+    """A training step of transformers' Switch Transformer, whatever the line says.
+
+    With `dtype` its products are of that dtype, its parameters float32.
+    """
     import torch
     import transformers
 
+    device = settings.get("device", "cpu")
     config = transformers.SwitchTransformersConfig(**settings["config"])
-    model = transformers.SwitchTransformersForConditionalGeneration(config).train()
+    model = transformers.SwitchTransformersForConditionalGeneration(config).train().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
-    inputs = torch.randint(3, config.vocab_size, (settings["batch"], settings["inputs"]))
-    labels = torch.randint(3, config.vocab_size, (settings["batch"], settings["targets"]))
+    inputs, labels = (
+        torch.randint(3, config.vocab_size, (settings["batch"], settings[side]), device=device)
+        for side in ("inputs", "targets")
+    )
+    dtype = getattr(torch, settings.get("dtype", "float32"))
 
     def step(line: str) -> None:
         optimizer.zero_grad()
-        model(input_ids=inputs, labels=labels, output_router_logits=True).loss.backward()
+        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+            loss = model(input_ids=inputs, labels=labels, output_router_logits=True).loss
+        loss.backward()
         optimizer.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
 
     return step
 
@@ -87,19 +98,23 @@ def trainer(settings: dict) -> Callable[[str], None]:
 def generator(settings: dict) -> Callable[[str], str | None]:
     """`generate` with the line's `BATCH BEAMS`, by `torch.compile` where `compiled` follows.
 
-    It draws the weights and saves them into the folder first, so that both sides decode the
-    same model, and writes the generated tokens beside them, for the other side to compare.
+    It draws the weights, in `dtype`. With a folder it saves them there first, so that both
+    sides decode the same model, and writes the generated tokens beside them, for the other
+    side to compare.
     What cannot be compiled within `COMPILE_S` is not tried again.
     """
     import numpy as np
     import torch
     import transformers
 
-    folder, new_tokens = pathlib.Path(settings["folder"]), settings["new_tokens"]
+    folder, new_tokens = settings.get("folder"), settings["new_tokens"]
+    device, dtype = settings.get("device", "cpu"), settings.get("dtype", "float32")
     config = transformers.SwitchTransformersConfig(**settings["config"])
     model = transformers.SwitchTransformersForConditionalGeneration(config).eval()
-    model.save_pretrained(folder)
-    input_BM, failure = torch.tensor(settings["inputs"]), []
+    if folder is not None:
+        model.save_pretrained(folder)
+    model = model.to(device, getattr(torch, dtype))
+    input_BM, failure = torch.tensor(settings["inputs"], device=device), []
     parts = model, model.get_encoder()
     forwards = {
         False: [part.forward for part in parts],
@@ -118,7 +133,9 @@ def generator(settings: dict) -> Callable[[str], str | None]:
                 min_new_tokens=new_tokens,
                 max_new_tokens=new_tokens,
             )
-        np.save(folder / f"tokens_{batch}_{beams}.npy", token_BT[:, 1:].numpy())
+        tokens = token_BT[:, 1:].cpu().numpy()  # waits for the device
+        if folder is not None:
+            np.save(pathlib.Path(folder) / f"tokens_{batch}_{beams}.npy", tokens)
 
     def generate(line: str) -> str | None:
         batch, beams, *options = line.split()

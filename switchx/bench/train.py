@@ -39,21 +39,26 @@ def switch_model(num_experts: int) -> ModelConfig:
     return dataclasses.replace(DENSE, switch=switch)
 
 
-def make_batch() -> dict[str, np.ndarray]:
+def make_batch(
+    vocab_size: int = DENSE.vocab_size,
+    rows: int = BATCH,
+    inputs: int = INPUTS,
+    targets: int = TARGETS,
+) -> dict[str, np.ndarray]:
     """A batch without padding; token ids are random, as speed does not depend on them."""
     rng = np.random.default_rng(0)
 
     def side(prefix: str, length: int) -> dict[str, np.ndarray]:
         return {
-            f"{prefix}_input_tokens": rng.integers(3, DENSE.vocab_size, (BATCH, length)),
-            f"{prefix}_segment_ids": np.ones((BATCH, length)),
-            f"{prefix}_positions": np.tile(np.arange(length), (BATCH, 1)),
+            f"{prefix}_input_tokens": rng.integers(3, vocab_size, (rows, length)),
+            f"{prefix}_segment_ids": np.ones((rows, length)),
+            f"{prefix}_positions": np.tile(np.arange(length), (rows, 1)),
         }
 
-    features = side("encoder", INPUTS) | side("decoder", TARGETS)
-    features["decoder_target_tokens"] = rng.integers(3, DENSE.vocab_size, (BATCH, TARGETS))
+    features = side("encoder", inputs) | side("decoder", targets)
+    features["decoder_target_tokens"] = rng.integers(3, vocab_size, (rows, targets))
     batch = {name: value.astype(np.int32) for name, value in features.items()}
-    return batch | {"decoder_loss_weights": np.ones((BATCH, TARGETS), np.float32)}
+    return batch | {"decoder_loss_weights": np.ones((rows, targets), np.float32)}
 
 
 def contender(name: str, config: ModelConfig, optimizer=Adafactor()) -> Contender:

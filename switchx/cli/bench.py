@@ -3,6 +3,7 @@
 
 import importlib.util
 
+from switchx.bench.accelerator import command as accelerator
 from switchx.cli import arguments as shared
 
 BENCH = """\
@@ -70,6 +71,13 @@ Checks a promise and prints the largest errors; the exit status is 1 where one d
                                        and their FLOPs, against the planner's
   switchx check elastic                losses and tokens of a run that loses devices, eight
                                        to six to two, against those of one that does not
+  switchx check accelerator --seconds=540 --output=DIR
+                                       what one NVIDIA card does: its rates, kernels and their
+                                       variants and tests, training, decoding, exports, in the
+                                       order of what hangs on them, predictions beside; what
+                                       does not fit is left for a call with --after=DIR
+  switchx check accelerator --rehearsal --output=DIR
+                                       the same on a CPU, with tiny shapes: nothing is judged
 
 Eight devices are simulated on CPU where XLA_FLAGS does not say otherwise.
 """
@@ -115,8 +123,12 @@ def add_command(commands) -> None:
         commands, "check", run_check, "check that numbers are the same everywhere", CHECK
     )
     check.add_argument(
-        "what", choices=["equivalence", "planned_bytes", "elastic"], help="what to check"
+        "what",
+        choices=["equivalence", "planned_bytes", "elastic", "accelerator"],
+        help="what to check",
     )
+    of_accelerator = check.add_argument_group("of accelerator")
+    accelerator.add_arguments(of_accelerator, shared.positive)
     check.add_argument(
         "--sample", action="store_true", help="each router with each dispatcher once"
     )
@@ -198,6 +210,11 @@ def run_tune(arguments) -> int:
 
 
 def run_check(arguments) -> int:
+    if arguments.what == "accelerator":
+        return _check_accelerator(arguments)
+    for name in accelerator.HELP:
+        if value := getattr(arguments, name):
+            raise ValueError(f"--{name}={value} with {arguments.what}: it is for accelerator")
     shared.simulate_devices(8)
     if arguments.sample and arguments.what != "equivalence":
         raise ValueError(f"--sample with {arguments.what}: it is for equivalence; leave it out")
@@ -212,3 +229,14 @@ def run_check(arguments) -> int:
             report = other.run(note=reporter.note)
     report.print(arguments.json)
     return 0 if all(check.holds for check in report.checks) else 1
+
+
+def _check_accelerator(arguments) -> int:
+    if arguments.sample:
+        raise ValueError("--sample with accelerator: it is for equivalence; leave it out")
+    from switchx.progress import TerminalReporter
+
+    with TerminalReporter() as reporter:
+        report, status = accelerator.report_of(arguments, reporter.note)
+    report.print(arguments.json)
+    return status

@@ -28,7 +28,7 @@ from pallas_kernels.aot import gpu_compiler
 from switchx import fields
 from switchx.gin_config.building import job_from_gin
 
-FOLDERS = [folder for folder in pages.folders() if folder.name != pages.NOTEBOOK]
+FOLDERS = [folder for folder in pages.folders() if folder.name not in pages.NO_CLAIM]
 NAMES = [folder.name for folder in FOLDERS]
 KEYS = {
     "experiment": str, "date": str, "environment": dict, "data": dict, "wall_seconds": int,

@@ -21,7 +21,12 @@ def test_blocks_are_right(capsys):
     assert capsys.readouterr().out.startswith("0.1")  # 4 of 32 bits, and the scales
     commands = [line for kind, text in blocks if kind == "bash" for line in text.splitlines()]
     found = [_parse(_parser(), shlex.split(command)[1:]) for command in commands]
-    assert [words.what for words in found] == ["kernels", "kernels", "compiled"]
+    assert [words.what for words in found] == [
+        "kernels",
+        "kernels",
+        *["accelerator"] * 3,
+        "compiled",
+    ]
     assert all(command.startswith("switchx ") for command in commands)
 
 

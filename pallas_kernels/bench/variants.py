@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Variants of the Hopper kernel that tell what bounds it, to be timed side by side on a card.
+
+A variant is another tiling, or the kernel traced with a part of it replaced. Those that leave
+out work give wrong numbers, and are for timing alone: if leaving a part out gains nothing, that
+part does not bound the kernel.
+Dims: R rows, D inputs, F outputs, E experts, M features of a warpgroup, K one step of D
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_matmul import gpu_swap_ab
+from pallas_kernels.mosaic_gpu import Consumer, Mosaic, Ring
+from pallas_kernels.quantization.qtensor import QTensor
+from pallas_kernels.quantized_grouped_matmul import gpu
+from pallas_kernels.tiling.gpu import Tiling, fitted
+
+AS_IS = "as is"
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A change of the kernel of quantized weights.
+
+    Attributes:
+        tiling: of the default tiling, the one to run with.
+        replaced: a context in which the kernel is traced, for the card or the interpreter.
+        is_right: whether its numbers are the product's.
+    """
+
+    name: str
+    tiling: Callable[[Tiling], Tiling] = lambda tiling: tiling
+    replaced: Callable[[Mosaic], contextlib.AbstractContextManager] = contextlib.nullcontext
+    is_right: bool = True
+
+
+def product(variant: Variant, sizes: tuple[int, int, int, int], bits: int, mosaic: Mosaic):
+    """`(x_RD, w, group_sizes_E) -> y_RF`, to be traced within `variant.replaced(mosaic)`.
+
+    Args:
+        sizes: R, D, F and E.
+
+    Raises:
+        ValueError: the kernel cannot run with the variant's tiling.
+    """
+    R, D, F, E = sizes
+    default = gpu.default_tiling(R, D, F, E, bits)
+    w_dtype = jnp.int8 if bits == 8 else jnp.int4
+    tiling = variant.tiling(default)
+    if tiling.tile_k * tiling.tile_m != default.tile_k * default.tile_m:
+        # As many bytes on their way as fit, which the default's ring has, too.
+        most = 8 if tiling.stages == default.stages else tiling.stages
+        tiling = fitted(tiling, jnp.bfloat16, w_dtype, most)
+
+    def run(x_RD, w: QTensor, group_sizes_E):
+        return gpu.forward(
+            x_RD,
+            w.values,
+            w.scales_EFG,
+            group_sizes_E,
+            tiling=tiling,
+            interpret=mosaic.is_interpreted,
+        )
+
+    return run
+
+
+def variants() -> list[Variant]:
+    """All of them, the shipped kernel first."""
+    replace = dataclasses.replace
+    without_load_ahead = mock.patch.object(gpu_swap_ab, "LOADED_AHEAD", 0)
+    return [
+        Variant(AS_IS),
+        Variant("no load-ahead", replaced=lambda mosaic: without_load_ahead),
+        Variant("tile_m=128", lambda tiling: replace(tiling, tile_m=128, splits=1)),
+        Variant("512 channels", lambda tiling: replace(tiling, tile_k=512, splits=1)),
+        Variant(
+            "twice the stages",
+            lambda tiling: replace(
+                tiling, stages=2 * tiling.stages, tile_k=tiling.tile_k // 2, splits=1
+            ),
+        ),
+        Variant("fence in the producer", replaced=_fence_in_the_producer),
+        Variant("copy only", replaced=_copy_only, is_right=False),
+        Variant("convert without wgmma", replaced=_convert_without_wgmma, is_right=False),
+        Variant("wgmma without convert", replaced=_wgmma_without_convert, is_right=False),
+    ]
+
+
+@contextlib.contextmanager
+def _fence_in_the_producer(mosaic: Mosaic) -> Iterator[None]:
+    """The copying warpgroup orders the reads of a stage before its next copy, instead of the
+    warpgroups that read it."""
+    slot_to_fill = Ring.slot_to_fill
+
+    def after_a_fence(ring: Ring, step):
+        slot = slot_to_fill(ring, step)
+        plgpu.commit_smem()
+        return slot
+
+    def release(consumer, slot) -> None:
+        consumer.w_ring.release(slot)
+
+    with (
+        mock.patch.object(Ring, "slot_to_fill", after_a_fence),
+        mock.patch.object(gpu_swap_ab._Consumer, "_release_weights", release),
+    ):
+        yield
+
+
+def _accumulating(one_step: Callable) -> contextlib.AbstractContextManager:
+    """The sums of a tile replaced by what `one_step(consumer, slot, load, total)` makes of
+    `total`, bfloat16 `[M, 64]`, in each step."""
+
+    def accumulate_ahead(self: Consumer, shapes, steps, first_step, load, multiply, *, number):
+        [shape] = shapes
+
+        def step(k, total_MK):
+            slot = self.ring.slot(first_step + k)
+            self.ring.wait_until_full(slot)
+            total_MK = one_step(self, slot, load, total_MK)
+            self.ring.release(slot)
+            return total_MK
+
+        # Inside `jax.shard_map` types name mesh axes; of zeros those of what was loaded.
+        zero = lax.convert_element_type(number * 0, jnp.bfloat16)
+        zero_MK = lax.broadcast(zero, (shape[0], gpu.CONVERTED))
+        zero_MK = self.mosaic.as_layout(zero_MK, plgpu.Layout.WGMMA)
+        total_MK = lax.fori_loop(0, steps, step, zero_MK)
+        sum_M = jnp.sum(total_MK.astype(jnp.float32), axis=1)
+        return [lax.broadcast_in_dim(sum_M, shape, [0])]
+
+    return mock.patch.object(Consumer, "accumulate_ahead", accumulate_ahead)
+
+
+def _copy_only(mosaic: Mosaic) -> contextlib.AbstractContextManager:
+    def one_step(consumer, slot, load, total_MK):
+        consumer.w_ring.release(slot)
+        return total_MK
+
+    return _accumulating(one_step)
+
+
+def _convert_without_wgmma(mosaic: Mosaic) -> contextlib.AbstractContextManager:
+    """Converted weights are added up, an instruction for each two, which products are not."""
+
+    def one_step(consumer, slot, load, total_MK):
+        [q_MK] = load(slot)
+        q_MK = consumer.mosaic.as_layout(q_MK, plgpu.Layout.WGMMA)
+        for first in range(0, consumer.walk.tiling.tile_k, gpu.CONVERTED):
+            part_MK = q_MK[:, first : first + gpu.CONVERTED]
+            total_MK = total_MK + gpu._converted(part_MK, jnp.bfloat16)
+        return total_MK
+
+    return _accumulating(one_step)
+
+
+def _wgmma_without_convert(mosaic: Mosaic) -> contextlib.AbstractContextManager:
+    """Products of ones: the compiler then leaves out the loads of weights, too."""
+
+    def ones(q_MK, dtype):
+        return mosaic.as_layout(jnp.ones(q_MK.shape), plgpu.Layout.WGMMA).astype(dtype)
+
+    return mock.patch.object(gpu, "_converted", ones)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of `check accelerator` that run the kernels' own tests on the card.
+
+`first` runs those for which interpretation does not stand: what the interpreter of Mosaic GPU
+replaces (grouped_matmul/gpu.py lists it). `rest` runs all that have not run, slow ones, too.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from switchx.bench.accelerator.parts import ROOT, Session, row
+
+# Tests that the interpreter cannot run (register operands, conversions, swizzles), and those of
+# sums in parts, which were wrong where it had found nothing.
+FIRST = "on_the_gpu or shipped-parts"
+WORKERS = 12
+# Of a rehearsal: interpreted tests, which need no card.
+REHEARSED = "tests/kernels/test_mosaic_gpu.py"
+# As pytest writes them, and as its plug-in for several processes does.
+_NAMES = "PASSED|FAILED|ERROR|SKIPPED"
+_OUTCOME = re.compile(rf"\b({_NAMES}) (tests/\S+)|(tests/\S+) ({_NAMES})\b")
+
+
+def first(session: Session) -> Iterator[dict[str, Any]]:
+    """Rows of the tests that matter most."""
+    yield from outcomes(session, ["-k", FIRST])
+
+
+def rest(session: Session) -> Iterator[dict[str, Any]]:
+    """Rows of all tests."""
+    yield from outcomes(session, [])
+
+
+def outcomes(session: Session, chosen: list[str]) -> Iterator[dict[str, Any]]:
+    """A row for each test as it ends; those that ran before are left out."""
+    words = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
+    # Above the kernels' own, conftest.py imports what a card's machine does not have.
+    words += ["--confcutdir=tests/kernels"]
+    if session.is_rehearsal:
+        words += [REHEARSED, "-x"]
+    else:
+        words += ["tests/kernels", "-m", "gpu", *chosen, "-n", str(WORKERS), "--dist", "load"]
+    done = [f"--deselect={case}" for case in session.done if case.startswith("tests/")]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": ".05",
+    }
+    process = subprocess.Popen(
+        [*words, *done], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if found := _OUTCOME.search(line):
+            outcome, test = (found[1], found[2]) if found[1] else (found[4], found[3])
+            yield row(test, outcome.lower(), "test")
+    status = process.wait()
+    why = {} if status in (0, 1) else {"why": "".join(lines[-20:])[-1500:]}
+    yield row("pytest", status, "exit status", **why)

@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of `check accelerator` about kernels: the card's rates, variants, Triton's kernels.
+
+Dims: R rows, D inputs, F outputs, E experts, J sets of sizes
+"""
+
+import concurrent.futures
+import dataclasses
+import importlib.metadata
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.bench import card as rates
+from pallas_kernels.bench.cells import Cell
+from pallas_kernels.bench.timing import Contender, repeated, take_turns
+from pallas_kernels.bench.variants import AS_IS, Variant, product, variants
+from pallas_kernels.grouped_matmul import gpu
+from pallas_kernels.grouped_matmul.api import grouped_matmul
+from pallas_kernels.mosaic_gpu import Mosaic
+from pallas_kernels.quantization.qtensor import QTensor
+from pallas_kernels.quantization.quantize import dequantize
+from pallas_kernels.quantized_grouped_matmul.api import quantized_grouped_matmul
+from switchx.bench.accelerator.parts import Session, row
+
+ROUNDS = 7
+TOGETHER = 8  # products that take turns: what is measured is said before all is
+COMPILING = min(16, os.cpu_count() or 1)
+# Of weights, read between two uses of one: more than the 50 to 60 MB of a Hopper's cache.
+ROTATED_BYTES = 2**27
+PACKAGES = (
+    *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy"),
+    *("flatbuffers", "safetensors", "sentencepiece", "torch", "transformers"),
+    *("gin-config", "grain", "tensorflow-datasets"),
+)
+
+
+def card(session: Session) -> Iterator[dict[str, Any]]:
+    """Versions, the rates of the card, and the least time of a kernel."""
+    for name in PACKAGES:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            version = "missing"
+        yield row(name, version, "version")
+    copied = session.sized(2**30, 2**20)
+    yield row("copy", rates.copy_bytes_per_s(copied) / 1e12, "TB/s")
+    flops = rates.matrix_flops_per_s(session.sized(8192, 256))
+    yield row("bfloat16 product", flops / 1e12, "TFLOP/s")
+    floors = rates.kernel_floors(Mosaic(session.is_rehearsal), session.sized(ROUNDS, 1))
+    for name, seconds in floors.items():
+        yield row(name, 1e6 * seconds, "us")
+
+
+@dataclasses.dataclass(frozen=True)
+class TimedProduct:
+    """A product of the table of variants.
+
+    Attributes:
+        bits: of the weights; None for bfloat16.
+        variant: of the kernel of quantized weights.
+        way: `ours`, `triton`, or `dense`: one product of as many FLOPs, cuBLAS' on GPUs.
+    """
+
+    cell: Cell
+    bits: int | None
+    variant: Variant = Variant(AS_IS)
+    way: str = "ours"
+
+    @property
+    def case(self) -> str:
+        cell = self.cell
+        words = [] if self.way == "ours" else [self.way]
+        words.append(f"int{self.bits}" if self.bits else "bfloat16")
+        words += [] if self.variant.name == AS_IS else [self.variant.name]
+        active = f", {cell.active} of {cell.E} experts" if cell.active < cell.E else ""
+        return f"{' '.join(words)}, {cell.D}x{cell.F}, rows {cell.tokens}{active}"
+
+    @property
+    def num_matrices(self) -> int:
+        """Matrices that a call reads."""
+        return 1 if self.way == "dense" else self.cell.active
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that a call reads."""
+        return self.num_matrices * self.cell.D * self.cell.F * (self.bits or 16) // 8
+
+    def function(self, mosaic: Mosaic) -> Callable:
+        """`(x_RD, weights, group_sizes_E)`, to be traced within `variant.replaced`."""
+        interpret, cell = mosaic.is_interpreted, self.cell
+        if self.way == "dense":
+            return lambda x_RD, w_EDF, sizes_E: x_RD @ w_EDF[0]
+        if self.way == "triton":
+            of = grouped_matmul if self.bits is None else quantized_grouped_matmul
+            return lambda *given: of(*given, implementation="triton", interpret=interpret)
+        if self.bits is None:
+            return lambda *given: gpu.forward(*given, interpret=interpret)
+        return product(self.variant, (cell.R, cell.D, cell.F, cell.E), self.bits, mosaic)
+
+    def weight_sets(self) -> list:
+        """Random matrices, more than a cache holds together."""
+        cell = self.cell
+        E = 1 if self.way == "dense" else cell.E
+        one = E * cell.D * cell.F * (self.bits or 16) // 8
+        keys = jax.random.split(jax.random.key(0), math.ceil(ROTATED_BYTES / one))
+        if jax.default_backend() == "cpu":
+            keys = keys[:1]
+        return [self._weights(key, E) for key in keys]
+
+    def _weights(self, key, E: int):
+        D, F = self.cell.D, self.cell.F
+        if self.bits is None:
+            return jax.random.normal(key, (E, D, F), jnp.bfloat16)
+        byte_EFX = jax.random.bits(key, (E, F, D * self.bits // 8), jnp.uint8)
+        scales_EF1 = jax.random.uniform(key, (E, F, 1), minval=0.5) / 2**self.bits
+        if self.bits == 8:
+            byte_EFX = jax.lax.bitcast_convert_type(byte_EFX, jnp.int8)
+        weights = QTensor(byte_EFX, scales_EF1, self.bits)
+        return weights if self.bits == 8 or self.way == "triton" else weights.native()
+
+
+def table(session: Session) -> list[TimedProduct]:
+    """The products, those first on which most hangs."""
+    E, D, F = session.sized((32, 1024, 4096), (2, 512, 128))
+    quantized, all_bits = (4, 8), (None, 8, 4)
+
+    def cell(tokens, D=D, F=F, active=E):
+        return Cell(D, F, active, E, tokens)
+
+    [_, no_load_ahead, *others] = variants()
+    found = [TimedProduct(cell(4), bits) for bits in all_bits]
+    found.append(TimedProduct(cell(4), 4, no_load_ahead))
+    for variant, bits in itertools.product(others, quantized):
+        found.append(TimedProduct(cell(4), bits, variant))
+    # Interpreted a product takes seconds, whatever its rows are.
+    all_bits = session.sized(all_bits, (8,))
+    found += [TimedProduct(cell(n), bits) for n in (1, 16) for bits in all_bits]
+    turned = cell(4, F, D)
+    found += [TimedProduct(turned, bits) for bits in all_bits]
+    found.append(TimedProduct(turned, 4, no_load_ahead))
+    for active in session.sized((1, 2, 4), (1,)):
+        found += [TimedProduct(cell(8, active=active), bits) for bits in all_bits]
+    many = cell(session.sized(256, 32))
+    return [*found, TimedProduct(many, None), TimedProduct(many, None, way="dense")]
+
+
+def variants_of_kernels(session: Session) -> Iterator[dict[str, Any]]:
+    """The table of variants."""
+    yield from timed(session, table(session))
+
+
+def timed(session: Session, products: Sequence[TimedProduct]) -> Iterator[dict[str, Any]]:
+    """Compiles the products that are wanted side by side, then times them, some in turns."""
+    mosaic, kept, begun = Mosaic(session.is_rehearsal), {}, []
+    wanted = [each for each in products if session.is_wanted(each.case)]
+    with concurrent.futures.ThreadPoolExecutor(COMPILING) as pool:
+        for each in wanted:
+            given = _operands(each, kept)
+            try:
+                # A kernel is replaced for all that is traced meanwhile: one at a time.
+                with each.variant.replaced(mosaic):
+                    lowered, calls = _lowered(each.function(mosaic), given, session)
+            except (ValueError, NotImplementedError) as error:
+                yield row(each.case, None, "us", why=f"{type(error).__name__}: {error}"[:300])
+                continue
+            begun.append((each, given, calls, pool.submit(_compiled, lowered)))
+        contenders = []
+        for each, given, calls, future in begun:
+            try:
+                program, compile_s = future.result()
+            except jax.errors.JaxRuntimeError as error:
+                yield row(each.case, None, "us", why=str(error)[:300])
+                continue
+            step = _step(program, given)
+            contenders.append((each, Contender(each.case, step, calls), given, compile_s))
+    for first in range(0, len(contenders), TOGETHER):
+        some = contenders[first : first + TOGETHER]
+        if not session.is_rehearsal:
+            take_turns([contender for _, contender, *_ in some], ROUNDS)
+        for each, contender, given, compile_s in some:
+            yield _measured(each, contender, given, compile_s)
+
+
+def _measured(each: TimedProduct, contender: Contender, given, compile_s) -> dict[str, Any]:
+    start = time.perf_counter()
+    results = contender.step()
+    if not contender.times_s:  # of a rehearsal
+        contender.times_s.append((time.perf_counter() - start) / contender.calls)
+    seconds = contender.median_s
+    return row(
+        each.case,
+        1e6 * seconds,
+        "us",
+        p10=1e6 * contender.percentile_s(10),
+        p90=1e6 * contender.percentile_s(90),
+        weight_tb_per_s=each.weight_bytes / seconds / 1e12,
+        tflop_per_s=each.cell.flops / seconds / 1e12,
+        error=error_of(each, given, results) if each.variant.is_right else None,
+        compile_s=compile_s,
+    )
+
+
+def _operands(each: TimedProduct, kept: dict) -> tuple[Any, tuple, Any]:
+    """Rows, weights that were made once, and sizes of groups that use all of these."""
+    cell, key = each.cell, (each.cell.D, each.cell.F, each.bits, each.way)
+    if key not in kept:
+        kept[key] = tuple(each.weight_sets())
+    x_RD = jax.random.normal(jax.random.key(1), (cell.R, cell.D), jnp.bfloat16)
+    sizes = [cell.group_sizes(first) for first in range(0, cell.E, cell.active)]
+    return x_RD, kept[key], jnp.asarray(np.stack(sizes))
+
+
+def _lowered(function: Callable, given: tuple, session: Session):
+    """A program that multiplies many times, and gives the product of the first operands."""
+    _, sets, table_JE = given
+    if session.is_rehearsal:
+
+        def run(x_RD, sets, table_JE):
+            return function(x_RD, sets[0], table_JE[0])
+
+        return jax.jit(run).lower(*given), 1
+    repeats, calls = repeated(function, len(sets), len(table_JE))
+
+    def run_all(x_RD, sets, table_JE):
+        return function(x_RD, sets[0], table_JE[0]), repeats(x_RD, sets, table_JE)
+
+    return jax.jit(run_all).lower(*given), calls + 1
+
+
+def _compiled(lowered) -> tuple[Any, float]:
+    start = time.perf_counter()
+    return lowered.compile(), time.perf_counter() - start
+
+
+def _step(program, given: tuple) -> Callable[[], Any]:
+    return lambda: jax.block_until_ready(program(*given))
+
+
+def error_of(each: TimedProduct, given: tuple, results) -> float:
+    """The relative error, in Euclidean length, of the first expert's rows against float64."""
+    x_RD, [w, *_], table_JE = given
+    y_RF = results[0] if isinstance(results, tuple) else results
+    size = len(x_RD) if each.way == "dense" else int(table_JE[0][0])
+    first = jax.tree.map(lambda leaf: leaf[:1], w)
+    w_DF = dequantize(first)[0] if isinstance(first, QTensor) else first[0]
+    x_rD, w_DF, y_rF = (np.asarray(a, np.float64) for a in (x_RD[:size], w_DF, y_RF[:size]))
+    expected_rF = x_rD @ w_DF
+    return float(np.linalg.norm(y_rF - expected_rF) / np.linalg.norm(expected_rF))
+
+
+# Rows of 4 experts: ragged, one with all, single rows, none, more than there are.
+GROUPS = ((5, 0, 17, 2), (0, 24, 0, 0), (1, 1, 1, 1), (0, 0, 0, 0), (9, 11, 7, 5))
+SIZES = (26, 200, 136)  # R, D, F
+TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-5}
+
+
+def triton(session: Session) -> Iterator[dict[str, Any]]:
+    """Triton's kernels forced, 40 cases against NumPy in float64, and their times."""
+    for dtype, bits in itertools.product(TOLERANCE, (None, 8, 4)):
+        for number, sizes in enumerate(session.sized(GROUPS, GROUPS[:2])):
+            weights = f"int{bits} weights" if bits else "own weights"
+            case = f"{dtype} rows, {weights}, sizes {number}"
+            if session.is_wanted(case):
+                yield _checked(case, dtype, _product_error(session, dtype, bits, sizes))
+    for dtype in TOLERANCE:
+        for number, sizes in enumerate(session.sized(GROUPS, GROUPS[:1])):
+            case = f"{dtype} gradients, sizes {number}"
+            if session.is_wanted(case):
+                yield _checked(case, dtype, _gradient_error(session, dtype, sizes))
+    E, D, F = session.sized((32, 1024, 4096), (2, 64, 32))
+    cells = [Cell(D, F, E, E, tokens) for tokens in session.sized((4, 256), (4,))]
+    yield from timed(
+        session,
+        [TimedProduct(cell, bits, way="triton") for cell in cells for bits in (None, 8, 4)],
+    )
+
+
+def _checked(case: str, dtype: str, error: float) -> dict[str, Any]:
+    return row(case, error, "relative error", bound=TOLERANCE[dtype])
+
+
+def _rows_and_weights(dtype: str, bits: int | None, sizes: tuple[int, ...]):
+    """Rows past the groups' are NaN; the weights as the kernel reads them, and in float64."""
+    (R, D, F), rng = SIZES, np.random.default_rng(0)
+    x_RD = rng.standard_normal((R, D), np.float32)
+    x_RD[min(sum(sizes), R) :] = np.nan
+    if bits is None:
+        w = jnp.asarray(rng.standard_normal((len(sizes), D, F), np.float32), dtype)
+        return jnp.asarray(x_RD, dtype), w, np.asarray(w, np.float64)
+    values = rng.integers(0, 256, (len(sizes), F, D * bits // 8), np.uint8)
+    values = values.view(np.int8) if bits == 8 else values
+    scales_EF1 = jnp.asarray(rng.uniform(0.5, 1, (len(sizes), F, 1)) / 2**bits, jnp.float32)
+    w = QTensor(jnp.asarray(values), scales_EF1, bits)
+    return jnp.asarray(x_RD, dtype), w, np.asarray(dequantize(w), np.float64)
+
+
+def _by_expert(sizes: tuple[int, ...], R: int) -> Iterator[tuple[int, slice]]:
+    """Experts with rows, and which: sizes are cut at the last row."""
+    ends = np.minimum(np.cumsum(sizes), R)
+    for expert, (end, size) in enumerate(zip(ends, sizes, strict=True)):
+        begin = min(end, ends[expert - 1] if expert else 0)
+        if size and end > begin:
+            yield expert, slice(int(begin), int(end))
+
+
+def _product_error(session: Session, dtype: str, bits: int | None, sizes) -> float:
+    x_RD, w, w_EDF = _rows_and_weights(dtype, bits, sizes)
+    of = grouped_matmul if bits is None else quantized_grouped_matmul
+    run = jax.jit(
+        lambda *given: of(*given, implementation="triton", interpret=session.is_rehearsal)
+    )
+    found_RF = np.asarray(run(x_RD, w, jnp.asarray(sizes, jnp.int32)), np.float64)
+    wanted_RF = np.zeros_like(found_RF)
+    for expert, part in _by_expert(sizes, len(x_RD)):
+        wanted_RF[part] = np.asarray(x_RD[part], np.float64) @ w_EDF[expert]
+    return _largest_error(found_RF, wanted_RF)
+
+
+def _gradient_error(session: Session, dtype: str, sizes) -> float:
+    x_RD, w_EDF, w64_EDF = _rows_and_weights(dtype, None, sizes)
+    x_RD = jnp.nan_to_num(x_RD)  # their gradient would be multiplied by zeros
+    dy_RF = np.random.default_rng(1).standard_normal((SIZES[0], SIZES[2]), np.float32)
+
+    def gradients(x_RD, w_EDF, sizes_E, dy_RF):
+        def of(x_RD, w_EDF):
+            way = {"implementation": "triton", "interpret": session.is_rehearsal}
+            return grouped_matmul(x_RD, w_EDF, sizes_E, **way)
+
+        return jax.vjp(of, x_RD, w_EDF)[1](dy_RF)
+
+    given = x_RD, w_EDF, jnp.asarray(sizes, jnp.int32), jnp.asarray(dy_RF, dtype)
+    dx_RD, dw_EDF = (np.asarray(each, np.float64) for each in jax.jit(gradients)(*given))
+    x64_RD, dy64_RF = np.asarray(x_RD, np.float64), np.asarray(given[3], np.float64)
+    wanted_dx, wanted_dw = np.zeros_like(dx_RD), np.zeros_like(dw_EDF)
+    for expert, part in _by_expert(sizes, len(x_RD)):
+        wanted_dx[part] = dy64_RF[part] @ w64_EDF[expert].T
+        wanted_dw[expert] = x64_RD[part].T @ dy64_RF[part]
+    return max(_largest_error(dx_RD, wanted_dx), _largest_error(dw_EDF, wanted_dw))
+
+
+def _largest_error(found, wanted) -> float:
+    return float(np.abs(found - wanted).max() / max(1.0, np.abs(wanted).max()))

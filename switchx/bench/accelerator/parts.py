@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of `check accelerator`, in the order of the decisions that hang on them.
+
+A part is a generator of rows in a process of its own, so that one that hangs, or leaves the
+card unusable, takes nothing with it: `python -m switchx.bench.accelerator.parts SETTINGS` runs
+one, and prints each row as a line of JSON when it is measured.
+"""
+
+import dataclasses
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parents[3]
+ROW = "row "
+# The part whose tests are those that no other part ran.
+REST = "all_kernel_tests"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What is measured together.
+
+    Attributes:
+        seconds: that it may take, its process' start included.
+        decides: what hangs on it.
+        run: `module:function`, of a `Session`, which yields rows.
+        sources: files and folders whose code it measures.
+    """
+
+    name: str
+    seconds: int
+    decides: str
+    run: str
+    sources: tuple[str, ...]
+
+    @property
+    def code(self) -> str:
+        """16 hex digits that change with the code that it measures, its own, and JAX."""
+        module = self.run.partition(":")[0].replace(".", "/")
+        digest = hashlib.sha256(importlib.metadata.version("jax").encode())
+        for source in sorted({*self.sources, f"{module}.py"}):
+            path = ROOT / source
+            for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+                digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
+        return digest.hexdigest()[:16]
+
+
+_HERE = "switchx.bench.accelerator"
+_KERNELS = ("pallas_kernels",)
+_MODEL = (
+    *_KERNELS,
+    *("switchx/layers", "switchx/models", "switchx/moe", "switchx/partitioning"),
+    "switchx/bench/torch_peer.py",
+)
+_TESTS = (*_KERNELS, "tests/kernels")
+PARTS = (
+    Part("card", 15, "the floor of a kernel; the schedule into the kernel if above 3 us",
+         f"{_HERE}.kernels:card", _KERNELS),
+    Part("profile", 45, "prepacked weights, the fence, or the prefetch first",
+         f"{_HERE}.profile:profile", _KERNELS),
+    Part("variants", 100, "what bounds few rows (docs/kernels.md)",
+         f"{_HERE}.kernels:variants_of_kernels", _KERNELS),
+    Part("kernel_tests", 120, "whether the kernels may be released",
+         f"{_HERE}.kernel_tests:first", _TESTS),
+    Part("triton", 25, "whether Triton's kernels stay on Hopper",
+         f"{_HERE}.kernels:triton", _KERNELS),
+    Part("training", 100, "the default dispatcher on GPUs",
+         f"{_HERE}.training:training", (*_MODEL, "switchx/training", "switchx/optim")),
+    Part("decoding", 60, "options of the compiler by default; a path for batch 1",
+         f"{_HERE}.decoding:decoding", (*_MODEL, "switchx/inference")),
+    Part("export", 20, "whether exports, slots and the host ring are claimed for GPUs",
+         f"{_HERE}.decoding:export", (*_MODEL, "switchx/inference", "switchx/storage")),
+    Part(REST, 480, "whether the kernels may be released, the whole of it",
+         f"{_HERE}.kernel_tests:rest", _TESTS),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """What a part is told.
+
+    Attributes:
+        is_rehearsal: tiny shapes on a CPU, through the same code.
+        output: the folder of the run.
+        done: cases that need not be measured again.
+        rates: by name, what the part `card` measured; empty before it ran.
+    """
+
+    is_rehearsal: bool
+    output: pathlib.Path
+    done: frozenset[str] = frozenset()
+    rates: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def is_wanted(self, case: str) -> bool:
+        return case not in self.done
+
+    def sized(self, on_card: Any, in_rehearsal: Any) -> Any:
+        return in_rehearsal if self.is_rehearsal else on_card
+
+
+def row(case: str, measured: float | str | None, unit: str, **more: Any) -> dict[str, Any]:
+    """A measured row. `measured` is None where `why` says why there is no number."""
+    return {"case": case, "measured": measured, "unit": unit, **more}
+
+
+def function_of(run: str) -> Callable[[Session], Iterator[dict[str, Any]]]:
+    """The function of `Part.run`."""
+    module, name = run.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def main(words: list[str]) -> None:
+    """Runs the part that the settings describe, and prints its rows."""
+    settings = json.loads(words[0])
+    run = function_of(settings.pop("run"))
+    settings["output"] = pathlib.Path(settings["output"])
+    settings["done"] = frozenset(settings["done"])
+    for each in run(Session(**settings)):
+        print(f"{ROW}{json.dumps(each)}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a call of `check accelerator`: a line of JSON for each row, written at once."""
+
+import json
+import os
+import pathlib
+import time
+from typing import Any
+
+from switchx.bench.accelerator.cards import Card
+from switchx.bench.accelerator.parts import Part
+
+RESULTS, LOG = "results.jsonl", "log.txt"
+
+Row = dict[str, Any]
+
+
+class Records:
+    """What is measured, in memory and in `results.jsonl`.
+
+    Attributes:
+        rows: of cases, also those of an earlier call.
+    """
+
+    def __init__(self, output: str | pathlib.Path, card: Card):
+        """Raises ValueError: the folder has something in it."""
+        self.folder = empty_folder(output)
+        self.rows: list[Row] = []
+        self._file = (self.folder / RESULTS).open("w", encoding="utf-8")
+        date = time.strftime("%Y-%m-%d")
+        self.write({"card": card.name, "driver": card.driver, "date": date})
+
+    def __enter__(self) -> "Records":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._file.close()
+
+    @property
+    def log(self) -> pathlib.Path:
+        return self.folder / LOG
+
+    def write(self, line: Row) -> None:
+        """Writes a line, and waits until the disk has it."""
+        if "case" in line:
+            self.rows.append(line)
+        self._file.write(f"{json.dumps(line)}\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def rates(self) -> dict[str, float]:
+        """What the part `card` measured, by name."""
+        return {each["case"]: each["measured"] for each in self.rows if each["part"] == "card"}
+
+
+def of_part(rows: list[Row], part: Part) -> list[Row]:
+    """The lines of a part whose code is the same."""
+    return [row for row in rows if (row["part"], row["code"]) == (part.name, part.code)]
+
+
+def empty_folder(output: str | pathlib.Path) -> pathlib.Path:
+    folder = pathlib.Path(output).expanduser()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(
+            f"--output={output} has something in it, which this would overwrite; give a new "
+            f"folder, and --after={output} to go on from it"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def read_results(folder: str | pathlib.Path, card: Card) -> list[Row]:
+    """The lines of an earlier call.
+
+    A last line that was cut short, as where a machine was lost, is left out.
+
+    Raises:
+        ValueError: it is not there, damaged, or of another card.
+    """
+    file = pathlib.Path(folder).expanduser() / RESULTS
+    way_out = "give a folder of this command, or leave --after out"
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+        whole = lines if _is_json(lines[-1]) else lines[:-1]
+        head, *rows = map(json.loads, whole)
+        measured_on = head["card"]
+        if any(not {"part", "code"} <= row.keys() for row in rows):
+            raise ValueError("it has a line without part and code")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"--after={folder}: {file} cannot be read ({error}); {way_out}"
+        ) from None
+    if measured_on != card.name:
+        raise ValueError(
+            f"--after={folder} was measured on {measured_on}, this is {card.name}; cards are "
+            "never mixed: give a folder of this one, or leave --after out"
+        )
+    return rows
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of `check accelerator` about training: a Switch-Base-like model's step on the card.
+
+Dispatchers against the dense model of equal FLOPs, PyTorch's Switch Transformer, and losses
+against those of the machine's CPU.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from pallas_kernels.bench.timing import Contender, speedup, take_turns
+from switchx.bench import torch_peer
+from switchx.bench.accelerator.parts import Session, row
+from switchx.bench.train import make_batch
+from switchx.interop.huggingface import describe
+from switchx.models.config import ModelConfig, Precision, SwitchConfig
+from switchx.optim.adafactor import Adafactor
+from switchx.optim.adamw import AdamW
+from switchx.optim.protocol import Optimizer
+from switchx.optim.schedules import Constant
+from switchx.planner.model_cost import train_flops
+from switchx.training.losses import LossConfig
+from switchx.training.step import StepConfig, init_state, train_step
+
+# Switch-Base as released (configs/models/switch_base_released.gin), dense, remat as its runs.
+DENSE = ModelConfig(
+    "encoder_decoder", vocab_size=32128, d_model=768, d_ff=3072, num_heads=12, d_head=64,
+    num_encoder_layers=12, num_decoder_layers=12, activation="relu", init_scale=0.1,
+    scan_layers=True, remat="full", precision=Precision(compute="bfloat16"),
+)  # fmt: skip
+TINY = dataclasses.replace(
+    DENSE, vocab_size=256, d_model=64, d_ff=128, num_heads=2, d_head=32,
+    num_encoder_layers=2, num_decoder_layers=2,
+)  # fmt: skip
+CAPACITY_FACTOR = 1.25
+EXPERTS, DISPATCHERS = (8, 64), ("gather", "dropless")
+STEPS_OF_LOSSES, ROUNDS, STEPS = 20, 5, 2
+LEARNING_RATE = 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """Rows of a batch and lengths of both sides."""
+
+    rows: int
+    inputs: int
+    targets: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * (self.inputs + self.targets)
+
+    def batch(self, config: ModelConfig) -> dict:
+        return make_batch(config.vocab_size, self.rows, self.inputs, self.targets)
+
+
+def sparse(dense: ModelConfig, num_experts: int, dispatcher: str) -> ModelConfig:
+    """Every other FFN a Switch layer; `dropless` drops no token."""
+    switch = SwitchConfig(
+        num_experts, every=2, capacity_factor=CAPACITY_FACTOR, group_size=8192,
+        dispatcher=dispatcher,
+    )  # fmt: skip
+    return dataclasses.replace(dense, switch=switch)
+
+
+def training(session: Session) -> Iterator[dict[str, Any]]:
+    """Rows of the dense model, each sparse one, PyTorch's, and of the losses."""
+    model = session.sized(DENSE, TINY)
+    shapes = session.sized(Shapes(16, 512, 128), Shapes(2, 32, 8))
+    few, *many = session.sized(EXPERTS, (2,))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        begin = functools.partial(pool.submit, compiled, shapes)
+        dense = begin("dense", model)
+        # In two batches: what compiles beside a measurement slows it down.
+        first = [begin(f"{few} experts, {way}", sparse(model, few, way)) for way in DISPATCHERS]
+        dense = dense.result()
+        yield _row(session, model, shapes, dense)
+        yield from _against(session, shapes, dense, [each.result() for each in first])
+        second = [
+            begin(f"{n} experts, {way}", sparse(model, n, way))
+            for n in many
+            for way in DISPATCHERS
+        ]
+        adamw = begin(f"{few} experts, AdamW", sparse(model, few, "gather"), AdamW())
+        yield from _against(session, shapes, dense, [each.result() for each in second])
+    yield from against_torch(session, shapes, adamw.result())
+    yield from losses(session)
+
+
+@dataclasses.dataclass
+class CompiledStep:
+    """A compiled training step; `contender` makes its state.
+
+    Attributes:
+        bytes: of arguments and temporaries.
+    """
+
+    name: str
+    config: ModelConfig
+    bytes: int
+    compile_s: float
+    init: Any
+    step: Any
+    batch: dict
+
+    def contender(self) -> Contender:
+        held, batch = [self.init()], jax.device_put(self.batch)
+
+        def step():
+            held[0], metrics = self.step(held[0], batch)
+            jax.block_until_ready((held[0], metrics))
+            return metrics
+
+        for _ in range(2):
+            if step().is_skipped:
+                raise RuntimeError(f"{self.name}: the step is not finite; nothing to measure")
+        return Contender(self.name, step, peak_bytes=self.bytes)
+
+
+def compiled(
+    shapes: Shapes, name: str, config: ModelConfig, optimizer: Optimizer | None = None
+) -> CompiledStep:
+    """The step of a model, lowered and compiled without its state."""
+    start = time.perf_counter()
+    transformation = (optimizer or Adafactor()).build(Constant(LEARNING_RATE))
+    loss = LossConfig(layer_reduction="mean")
+    init = functools.partial(init_state, config, transformation, seed=0)
+    batch = shapes.batch(config)
+
+    def one_step(state, batch):
+        return train_step(config, loss, StepConfig(), transformation, state, batch)
+
+    state = jax.eval_shape(init)
+    step = jax.jit(one_step, donate_argnums=0).lower(state, batch).compile()
+    made = jax.jit(init).lower().compile()
+    memory = step.memory_analysis()
+    num_bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    return CompiledStep(name, config, num_bytes, time.perf_counter() - start, made, step, batch)
+
+
+def _against(session, shapes, dense: CompiledStep, others) -> Iterator[dict[str, Any]]:
+    """A row for each of the others, in turns with the dense model, one after another: the
+    states of all of them may not fit the card together."""
+    for each in others:
+        baseline, contender = dense.contender(), each.contender()
+        take_turns([baseline, contender], session.sized(ROUNDS, 1), STEPS)
+        yield _row(
+            session, each.config, shapes, each, contender, vs_dense=speedup(contender, baseline)
+        )
+
+
+def _row(
+    session: Session, config, shapes: Shapes, step: CompiledStep, contender=None, **more
+) -> dict[str, Any]:
+    if contender is None:
+        contender = step.contender()
+        take_turns([contender], session.sized(ROUNDS, 1), STEPS)
+    flops = train_flops(config, shapes.inputs, shapes.targets) * shapes.rows
+    per_s = flops / contender.median_s / 1e12
+    rate = session.rates.get("bfloat16 product")
+    return row(
+        step.name,
+        shapes.tokens / contender.median_s,
+        "tokens/s",
+        step_ms=1e3 * contender.median_s,
+        model_tflop_per_s=per_s,
+        share_of_matrix_rate=per_s / rate if rate else None,
+        peak_gib=contender.peak_bytes / 2**30,
+        compile_s=step.compile_s,
+        **more,
+    )
+
+
+def against_torch(session: Session, shapes: Shapes, ours: CompiledStep):
+    """Ours and transformers' with AdamW, bfloat16 products and float32 parameters."""
+    if not torch_peer.is_available():
+        yield row("transformers, AdamW", None, "tokens/s", why="no torch and transformers here")
+        return
+    num_experts = ours.config.switch.num_experts
+    capacity = max(int(CAPACITY_FACTOR * shapes.inputs / num_experts), 1)
+    settings = {
+        "task": "train", "device": session.sized("cuda", "cpu"), "dtype": "bfloat16",
+        "config": describe(ours.config)[0] | {"expert_capacity": capacity},
+        "batch": shapes.rows, "inputs": shapes.inputs, "targets": shapes.targets,
+    }  # fmt: skip
+    with torch_peer.TorchPeer(torch_peer.PROGRAM, settings) as peer:
+        step = functools.partial(peer.ask, "step")
+        theirs = Contender("transformers, AdamW", step)
+        step()  # its first two steps allocate
+        contender = ours.contender()
+        take_turns([contender, theirs], session.sized(ROUNDS, 1), STEPS)
+    ratio = speedup(contender, theirs)
+    yield _row(session, ours.config, shapes, ours, contender, vs_torch=ratio)
+    yield row(theirs.name, shapes.tokens / theirs.median_s, "tokens/s")
+
+
+def losses(session: Session) -> Iterator[dict[str, Any]]:
+    """The largest difference of the losses of 20 steps from those of the CPU."""
+    small = dataclasses.replace(
+        session.sized(DENSE, TINY), num_encoder_layers=2, num_decoder_layers=2, remat="none"
+    )
+    shapes = session.sized(Shapes(4, 128, 32), Shapes(2, 16, 8))
+    for way in session.sized(DISPATCHERS, DISPATCHERS[1:]):
+        config = sparse(small, session.sized(8, 2), way)
+        found = {}
+        for device in (jax.devices()[0], jax.devices("cpu")[0]):
+            # Kernels are chosen by it while the step is traced.
+            with jax.default_device(device):
+                step = compiled(shapes, way, config)
+                state, batch, values = step.init(), jax.device_put(step.batch), []
+                for _ in range(session.sized(STEPS_OF_LOSSES, 3)):
+                    state, metrics = step.step(state, batch)
+                    values.append(float(metrics.loss))
+            found[device.platform] = values
+        on_card, on_cpu = list(found.values())[0], list(found.values())[-1]
+        largest = max(abs(a - b) for a, b in zip(on_card, on_cpu, strict=True))
+        yield row(f"losses, {way}", largest, "nats", on_card=on_card, on_cpu=on_cpu)

@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx check accelerator`: each part at its smallest, budgets, what is kept, refusals."""
+
+import json
+import os
+import pathlib
+import stat
+
+import numpy as np
+import pytest
+
+from experiments.accelerator import pages
+from pallas_kernels.bench import card as rates
+from pallas_kernels.bench.variants import variants
+from pallas_kernels.mosaic_gpu import Mosaic
+from switchx.bench import torch_peer
+from switchx.bench.accelerator import (
+    cards,
+    checks,
+    command,
+    decoding,
+    kernel_tests,
+    kernels,
+    parts,
+    predictions,
+    profile,
+    records,
+    training,
+)
+from switchx.bench.accelerator.parts import Part, Session
+from switchx.cli.main import main
+from switchx.inference.config import DecodingConfig
+from switchx.models.config import ModelConfig
+
+SESSION = Session(is_rehearsal=True, output=pathlib.Path())
+HERE = "tests.bench.accelerator_parts"
+
+
+def part(name: str, seconds: int = 5, **fields) -> Part:
+    return Part(name, seconds, "nothing", f"{HERE}:{name}", (), **fields)
+
+
+@pytest.fixture
+def use(monkeypatch):
+    """`use(part, ...)` makes these the parts of the command."""
+
+    def replace(*chosen: Part) -> None:
+        monkeypatch.setattr(command, "PARTS", chosen)
+
+    return replace
+
+
+def run(output, **options):
+    said = []
+    outcome = command.run(output, is_rehearsal=True, note=said.append, **options)
+    return outcome, "\n".join(said)
+
+
+def lines(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / records.RESULTS).read_text().splitlines()]
+
+
+def test_what_a_part_measured_is_kept_when_it_hangs_or_dies(tmp_path, use, monkeypatch):
+    use(part("measures"), part("hangs"), part("dies"))
+    monkeypatch.setattr(command, "limit_of", lambda part, *_: 3.0)
+    outcome, said = run(tmp_path / "out")
+    assert [row["case"] for row in outcome.rows] == ["one", "two", "before", "before"]
+    assert "was ended after 3 s" in outcome.failed["hangs"]
+    assert outcome.failed["dies"] == "ended with status 134: an illegal memory access"
+    assert "one: 1 us" in said
+    statuses = {line["part"]: line["status"] for line in lines(tmp_path / "out")[1:]
+                if "status" in line}  # fmt: skip
+    assert statuses.keys() == {"measures", "hangs", "dies"} and statuses["measures"] == "done"
+
+
+def test_a_later_call_goes_on_with_what_was_left(tmp_path, use, monkeypatch):
+    use(part("measures"))
+    run(tmp_path / "first")
+    # As where the machine was lost: half a part, and half a line.
+    file = tmp_path / "first" / records.RESULTS
+    kept = file.read_text().splitlines()[:2]
+    file.write_text("\n".join([*kept, '{"part": "meas']))
+    outcome, _ = run(tmp_path / "second", after=tmp_path / "first")
+    assert [row["case"] for row in outcome.rows] == ["one", "two"]
+    _, said = run(tmp_path / "third", after=tmp_path / "second")
+    assert "measures: measured before" in said
+    # Other code: all is measured again.
+    monkeypatch.setattr(Part, "code", "another")
+    outcome, said = run(tmp_path / "fourth", after=tmp_path / "third")
+    assert "measured before" not in said and len(outcome.rows) == 2
+    assert {row["code"] for row in outcome.rows} == {"another"}
+
+
+def test_a_part_has_what_earlier_ones_left_over():
+    first, second, long = part("one", 10), part("two", 30), part("three", 480)
+    limit = command.limit_of
+    assert limit(first, [second, long], 100.0, False) == 70.0
+    assert limit(second, [long], 25.0, False) is None
+    assert limit(long, [], 490.0, False) == 490.0
+    assert limit(first, [long], 3.0, True) == 3.0
+
+
+def test_rates_reach_the_parts_after_them(tmp_path, use):
+    written = {"part": "card", "case": "copy", "measured": 4.2}
+    with records.Records(tmp_path / "out", cards.Card(cards.REHEARSAL)) as found:
+        found.write(written)
+        why = command.measure(part("reads_rates"), [], 60.0, cards.Card(cards.REHEARSAL), found,
+                              print)  # fmt: skip
+    assert why is None and found.rows[-1]["measured"] == 4.2
+
+
+def test_all_tests_are_those_that_no_other_part_ran(tmp_path):
+    found = records.Records(tmp_path / "out", cards.Card(cards.REHEARSAL))
+    found.write(
+        {"part": "kernel_tests", "case": "tests/x", "measured": "passed", "unit": "test"}
+    )
+    rest = command.parts_named([parts.REST])[0]
+    assert command.done_before(rest, [], found) == ["tests/x"]
+    assert command.done_before(part("measures"), [], found) == []
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """`nvidia_smi(line)` puts a program on the path that says the line."""
+
+    def make(line: str, status: int = 0) -> None:
+        file = tmp_path / "bin" / "nvidia-smi"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"#!/bin/sh\necho '{line}'\nexit {status}\n")
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{file.parent}{os.pathsep}{os.environ['PATH']}")
+
+    return make
+
+
+H200 = "NVIDIA H200, 580.95.05, 9.0"
+
+
+def test_a_card_is_found(nvidia_smi, monkeypatch):
+    nvidia_smi(H200)
+    monkeypatch.setattr(cards, "toolkit", lambda: 13)
+    assert cards.find_card() == cards.Card("NVIDIA H200", "580.95.05")
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "message"),
+    [
+        (None, 0, "no accelerator here: there is no nvidia-smi; run with --rehearsal"),
+        ("No devices were found", 6, "nvidia-smi says 'No devices were found'"),
+        ("Tesla V100-SXM2-16GB, 580.95.05, 7.0", 0, "capability 7.0; the kernels need 8.0"),
+        ("NVIDIA H200, 535.183.06, 9.0", 0, "JAX here brings CUDA 13, which needs 580"),
+    ],
+)
+def test_what_is_no_card_for_it(
+    nvidia_smi, monkeypatch, tmp_path, capsys, line, status, message
+):
+    monkeypatch.setenv("PATH", "/nowhere")
+    if line is not None:
+        nvidia_smi(line, status)
+        monkeypatch.setenv("PATH", f"{os.environ['PATH']}{os.pathsep}/bin")
+    monkeypatch.setattr(cards, "toolkit", lambda: 13)
+    assert main(["check", "accelerator", f"--output={tmp_path / 'out'}"]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_jax_without_cards(monkeypatch):
+    def missing(name):
+        raise cards.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(cards.importlib.metadata, "version", missing)
+    with pytest.raises(ValueError, match=r"no plug-in for NVIDIA's cards.*\.\[gpu\]"):
+        cards.toolkit()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seconds=10"], "--seconds=10: the first part, card, takes 20"),
+        (["--only=card,ladder"], "--only=ladder: no such part; use card, profile"),
+        (["--output=full"], "--output=full has something in it"),
+        (["--after=nowhere"], "--after=nowhere: nowhere/results.jsonl cannot be read"),
+        (["--after=full"], "--after=full: full/results.jsonl cannot be read"),
+        (["--after=other"], "was measured on NVIDIA H100, this is rehearsal; cards are never"),
+        (["--output="], "needs --output=DIR"),
+        (["--sample"], "--sample with accelerator"),
+    ],
+)
+def test_bad_input_is_named(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"full": "{}\n{}\n", "other": '{"card": "NVIDIA H100"}\n'}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / records.RESULTS).write_text(text)
+    words = ["check", "accelerator", "--rehearsal", "--output=out", *words]
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_of_it_are_of_no_other_check(capsys):
+    assert main(["check", "equivalence", "--only=card"]) == 2
+    assert "--only=card with equivalence: it is for accelerator" in capsys.readouterr().err
+
+
+def test_the_command_prints_rows_and_judges_no_rehearsal(tmp_path, capsys, use):
+    use(part("measures"))
+    words = ["check", "accelerator", "--rehearsal", f"--output={tmp_path / 'out'}", "--json"]
+    assert main(words) == 0
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed["command"] == "check accelerator"
+    assert [row["case"] for row in printed["results"]] == ["one", "two"]
+
+
+# Each part at its smallest, by the functions that the card runs.
+
+
+def test_the_rates_of_a_card():
+    assert rates.copy_bytes_per_s(2**12, repeats=2, rounds=1) > 0
+    assert rates.matrix_flops_per_s(16, repeats=2, rounds=1) > 0
+    found = rates.kernel_floors(Mosaic(is_interpreted=True), rounds=1)
+    assert found.keys() == {"empty kernel", "schedule kernel"} and min(found.values()) > 0
+
+
+def named(name: str) -> kernels.TimedProduct:
+    [found] = [each for each in kernels.table(SESSION) if each.case.startswith(name)]
+    return found
+
+
+def test_a_variant_is_the_product():
+    found = list(kernels.timed(SESSION, [named("int8 tile_m=128"), named("dense")]))
+    assert [row["case"] for row in found] == [
+        "int8 tile_m=128, 512x128, rows 4",
+        "dense bfloat16, 512x128, rows 32",
+    ]
+    assert all(0 < row["error"] < 5e-3 and row["measured"] > 0 for row in found)
+
+
+@pytest.mark.slow
+def test_every_variant_runs():
+    found = {row["case"]: row for row in kernels.variants_of_kernels(SESSION)}
+    assert [case for case, row in found.items() if row["measured"] is None] == []
+    wrong = [case for case, row in found.items() if row["error"] is None]
+    assert len(wrong) == 2 * sum(not each.is_right for each in variants())
+    assert all(row["error"] < 5e-3 for row in found.values() if row["error"] is not None)
+
+
+class AllBut:
+    """The cases that are done: all but these."""
+
+    def __init__(self, *wanted: str):
+        self.wanted = wanted
+
+    def __contains__(self, case: str) -> bool:
+        return case not in self.wanted
+
+
+def test_triton_is_compared_with_float64():
+    wanted = "float32 rows, int4 weights, sizes 0", "float32 gradients, sizes 0"
+    found = list(kernels.triton(Session(True, pathlib.Path(), AllBut(*wanted))))
+    assert [row["case"] for row in found] == list(wanted)
+    assert all(row["measured"] < row["bound"] == 1e-5 for row in found)
+
+
+def test_outcomes_of_the_kernels_tests():
+    found = list(kernel_tests.first(SESSION))
+    outcomes = {row["case"]: row["measured"] for row in found if row["unit"] == "test"}
+    assert len(outcomes) == 4 and set(outcomes.values()) == {"passed"}
+    assert found[-1]["measured"] == 0
+
+
+TINY = ModelConfig("encoder_decoder", 64, 16, 32, 2, 8, 2, 2, activation="relu")
+
+
+def test_a_training_step_is_timed(monkeypatch):
+    monkeypatch.setattr(torch_peer, "is_available", lambda: False)
+    shapes = training.Shapes(2, 8, 4)
+    step = training.compiled(shapes, "2 experts", training.sparse(TINY, 2, "dropless"))
+    [found] = training._against(SESSION, shapes, step, [step])
+    assert found["measured"] > 0 and found["vs_dense"] > 0 and found["peak_gib"] > 0
+    [row] = training.against_torch(SESSION, shapes, step)
+    assert row["measured"] is None and row["why"] == "no torch and transformers here"
+
+
+def test_decoding_with_options_of_the_compiler(monkeypatch):
+    monkeypatch.setattr(decoding, "TINY", TINY)
+    config, params = decoding.model(SESSION, "int8")
+    source_BM = decoding.sources(2, 4, config.vocab_size)
+    settings = DecodingConfig(3, eos_id=decoding.NO_END, pruning="none")
+    ways, compile_s = {}, {}
+    for name, options in list(decoding.OPTIONS.items())[:2]:
+        ways[name] = decoding.Decoded(config, params, settings, source_BM, options)
+        compile_s["x", name] = ways[name].compiled(ways[name].begun())
+    found = list(decoding._rows_of(SESSION, "x", ways, compile_s, None, 3))
+    assert [row["texts_differing"] for row in found] == [0, 0]
+    first = ways["default"].texts
+    assert first.shape == (2, 1, 3)
+    # Texts of another model differ.
+    ways["default"].texts = first + 1
+    assert np.any(ways["default"].texts != ways["loops in command buffers"].texts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_whole_rehearsal(tmp_path, capsys):
+    words = ["check", "accelerator", "--rehearsal", f"--output={tmp_path / 'out'}", "--json"]
+    assert main(words) == 0
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {row["part"] for row in printed["results"]} == {part.name for part in parts.PARTS}
+    values = {check["name"]: check["value"] for check in printed["checks"]}
+    assert values["kernel_tests_failed"] == values["texts_differing"] == 0
+    assert {check["holds"] for check in printed["checks"]} == {None}
+    differing = [row for row in printed["results"] if row["unit"].endswith("differing")]
+    assert len(differing) == 5 and not any(row["measured"] for row in differing)
+
+
+# As Nsight Compute writes the page `source` of two kernels, shortened.
+SOURCE_PAGE = """"Kernel Name","grouped_matmul_int8",
+"Address","Source","# Samples","stall_barrier","stall_long_sb","stall_long_sb (Not Issued)"
+"0x7f00","      LDG.E R2, [R4.64] ","1,000","0","1,000","900"
+"0x7f10","      BAR.SYNC 0x1 ","3,000","3,000","0","0"
+"Kernel Name","grouped_matmul",
+"Address","Source","# Samples","stall_barrier","stall_long_sb","stall_long_sb (Not Issued)"
+"0x7f00","      HGMMA ","0","0","0","0"
+"""
+
+
+def test_what_the_profiler_says_is_read():
+    int8, plain = profile.stalls(SOURCE_PAGE)
+    found = {row["case"]: row for row in profile.rows_of_kernel("int8", int8)}
+    assert found["int8: barrier"]["measured"] == 0.75
+    assert found["int8: long_sb"]["measured"] == 0.25
+    assert found["int8: instruction 1"]["text"] == "BAR.SYNC 0x1"
+    assert found["int8: instruction 1"]["reason"] == "barrier"
+    [row] = profile.rows_of_kernel("bfloat16", plain)
+    assert row["why"] == "no samples"
+    assert profile.stalls("==ERROR== no permission\n") == []
+
+
+def test_checks_are_of_the_cards_own_rates():
+    def row(part, case, measured, unit="us", **more):
+        return {"part": part, "case": case, "measured": measured, "unit": unit} | more
+
+    shape = "1024x4096, rows"
+    rows = [row("card", "copy", 4.0, "TB/s")]
+    for n in (1, 4, 16):
+        rows.append(row("variants", f"bfloat16, {shape} {n}", 80.0, weight_tb_per_s=3.6))
+        rows.append(row("variants", f"int8, {shape} {n}", 50.0))
+    rows.append(row("variants", f"int4, {shape} 4", None, why="did not compile"))
+    rows += [row("variants", f"{way}bfloat16, {shape} 256", us)
+             for way, us in (("", 125.0), ("dense ", 100.0))]  # fmt: skip
+    rows += [row("kernel_tests", "tests/a", "failed", "test")]
+    rows += [row("training", "8 experts, gather", 1e5, vs_dense=0.8)]
+    rows += [row("training", "8 experts, dropless", 1e5, vs_dense=0.9)]
+    rows += [row("training", "8 experts, AdamW", 1e5, vs_torch=2.5)]
+    rows += [row("decoding", "bfloat16, batch 1, 1 beams, default", 9.0, "ms", vs_torch=6.0,
+                 texts_differing=0)]  # fmt: skip
+    rows += [row("decoding", "float32, the card and the CPU", 2, "texts differing")]
+    assert checks.values_of(rows) == {
+        "kernel_tests_failed": 1.0, "texts_differing": 2.0, "bf16_vs_copy": 0.9,
+        "bf16_vs_cublas_256": 0.8, "int8_vs_bf16_rows1": 1.6, "int8_vs_bf16_rows4": 1.6,
+        "int8_vs_bf16_rows16": 1.6, "switch8_vs_dense_card": 0.9, "switch8_vs_torch_card": 2.5,
+        "decode_b1_vs_torch_card": 6.0,
+    }  # fmt: skip
+
+
+def test_predictions_are_of_cases_that_a_card_measures():
+    on_card = Session(is_rehearsal=False, output=pathlib.Path())
+    cases = {each.case for each in kernels.table(on_card)}
+    for by_part in predictions.PREDICTIONS.values():
+        assert by_part.keys() <= {part.name for part in parts.PARTS}
+        assert by_part["variants"].keys() <= cases
+    case = "int8, 1024x4096, rows 4"
+    assert predictions.predicted("NVIDIA H200", "variants", case) == 58.9
+    assert predictions.predicted("NVIDIA A100", "variants", case) is None
+
+
+def test_a_row_tells_prediction_measurement_and_ratio():
+    row = {"case": "int8", "measured": 44.0, "predicted": 58.9, "unit": "us"}
+    assert command.told(row) == "  int8: 44 us, predicted 58.9, ratio 0.75"
+    row = {"case": "int8", "measured": None, "predicted": 58.9, "unit": "us", "why": "no"}
+    assert command.told(row) == "  int8: not measured: no"
+
+
+def test_what_a_card_measured_is_kept_and_shown(tmp_path, monkeypatch):
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(pages, "HERE", tmp_path)
+    card = cards.Card("NVIDIA H200", "580")
+    with records.Records(tmp_path / "out", card) as found:
+        for case, measured in (("one", "passed"), ("two", "failed")):
+            found.write({"part": "kernel_tests", "code": "0", "case": f"tests/{case}",
+                         "measured": measured, "predicted": None, "unit": "test"})  # fmt: skip
+    path = pages.keep(tmp_path / "out")
+    assert path.name.startswith("nvidia_h200_20")
+    text = pages.page()
+    assert "Tests: 1 passed, 1 failed." in text and "tests/two" in text
+    assert "tests/one" not in text and "kernel_tests_failed | 1 | ==0 | does not hold" in text
+    with pytest.raises(ValueError, match="a day's calls go on from each other by --after"):
+        pages.keep(tmp_path / "out")
+    records.Records(tmp_path / "tried", cards.Card(cards.REHEARSAL))
+    with pytest.raises(ValueError, match="is a rehearsal"):
+        pages.keep(tmp_path / "tried")
+    with pytest.raises(ValueError, match="cannot be read"):
+        pages.keep(tmp_path / "nowhere")
+
+
+def test_the_page_of_cards_is_made_of_results():
+    text = (pages.HERE / "README.md").read_text(encoding="utf-8")
+    assert pages.page().strip() in text
