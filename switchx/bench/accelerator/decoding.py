@@ -139,7 +139,7 @@ def decoding(session: Session) -> Iterator[dict[str, Any]]:
     options = session.sized(OPTIONS, dict(list(OPTIONS.items())[:2]))
     ways, begun = {}, {}
     with concurrent.futures.ThreadPoolExecutor(COMPILING) as pool:
-        for weights, batch, beams in session.sized(asked, asked[1:5:3] + asked[-1:]):
+        for weights, batch, beams in session.sized(asked, [asked[0], asked[4], asked[-1]]):
             config, params = models[weights]
             source_BM = sources(batch, length, config.vocab_size)
             settings = DecodingConfig(tokens, beam_size=beams, eos_id=NO_END, pruning="none")
