@@ -17,6 +17,9 @@ ARGS ?=
 OUTPUT ?= runs/experiments
 # A test's compilation keeps one core busy, most of the time. Files are begun in our order.
 WORKERS ?= 2
+# What machines with cards have, beside the JAX of this Python; a Python of 3.12 or newer for it.
+NEWER_JAX := 0.11 0.12
+NEWER_PYTHON ?=
 IN_PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 BIN := $(VENV)/bin
@@ -30,7 +33,7 @@ help:
 	@echo 'make train     pretrain a small Switch T5 on real text (MODEL_DIR=$(MODEL_DIR))'
 	@echo 'make test      the default tests'
 	@echo 'make test-all  every test, those against PyTorch included (installs it)'
-	@echo 'make test-aot  kernels compiled for TPUs and an H200 (installs the compilers, 1.5 GB)'
+	@echo 'make test-aot  kernels compiled for TPUs and an H200 (installs the compilers, 4 GB)'
 	@echo 'make scale     docs/scale.md: the Switch models compiled for pods again (an hour)'
 	@echo 'make experiments EXPERIMENT=NAME DATA=FOLDER  one of experiments/, hours'
 	@echo 'make lint      ruff: errors and formatting'
@@ -46,9 +49,10 @@ test-all: $(VENV)/.installed-dev $(VENV)/.installed-hf
 	$(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)
 
 # The compilers stay off the environment's path: JAX would take the machine for their hardware.
-test-aot: $(VENV)/.installed-dev $(VENV)/aot_tpu/.installed $(VENV)/aot_gpu/.installed
+test-aot: $(VENV)/.installed-dev $(VENV)/aot_tpu/.installed $(VENV)/aot_gpu/.installed \
+		$(NEWER_JAX:%=$(VENV)/aot_jax/%/.installed)
 	SWITCHX_AOT_TPU=$(abspath $(VENV)/aot_tpu) SWITCHX_AOT_GPU=$(abspath $(VENV)/aot_gpu) \
-		$(BIN)/python -m pytest -m aot $(ARGS)
+		SWITCHX_AOT_JAX=$(abspath $(VENV)/aot_jax) $(BIN)/python -m pytest -m aot $(ARGS)
 
 scale: $(VENV)/.installed $(VENV)/aot_tpu/.installed
 	SWITCHX_AOT_TPU=$(abspath $(VENV)/aot_tpu) $(BIN)/python -m switchx.bench.compiled $(ARGS)
@@ -86,6 +90,11 @@ $(VENV)/.installed: $(VENV)/.created setup.cfg pyproject.toml
 $(VENV)/.installed-%: $(VENV)/.installed
 	@echo 'Installing what the extra "$*" needs ...'
 	@$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	@touch $@
+
+$(VENV)/aot_jax/%/.installed: $(VENV)/.installed
+	@echo 'Installing JAX $* and its compiler of kernels into $(@D) ...'
+	@NEWER_PYTHON=$(NEWER_PYTHON) $(BIN)/python -m pallas_kernels.aot.install jax-$* $(@D)
 	@touch $@
 
 $(VENV)/aot_%/.installed: $(VENV)/.installed

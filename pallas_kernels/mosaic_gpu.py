@@ -3,8 +3,8 @@
 
 Mosaic GPU is Pallas' compiler for Hopper and later. What differs between JAX 0.10.2, 0.11 and
 0.12 stands here alone: 0.10.2 has the interpreter on private paths, lowers by lanes unless told
-otherwise, and loads with an index that 0.12 no longer takes. So does what differs between a
-kernel on Hopper and one that the CPU interprets (`Mosaic`).
+otherwise, and loads with an index that 0.12 no longer takes; 0.12 has a store that may be slow.
+So does what differs between a kernel on Hopper and one that the CPU interprets (`Mosaic`).
 Dims: R rows, X columns
 """
 
@@ -128,6 +128,11 @@ class Mosaic:
         """Stores registers of layout `WGMMA_TRANSPOSED` with their columns as rows."""
         if self.is_interpreted:
             ref[...] = value.T
+        elif hasattr(plgpu, "store"):
+            # JAX 0.12 and later refuse the one of float32, which is none of its quick ones,
+            # unless told so.
+            is_quick = value.dtype.itemsize == 2
+            plgpu.store(plgpu.transpose_ref(ref, (1, 0)), value, optimized=is_quick)
         else:
             plgpu.transpose_ref(ref, (1, 0))[...] = value
 

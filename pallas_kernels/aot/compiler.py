@@ -11,6 +11,7 @@ finds libtpu or a CUDA plugin takes the machine for one with that hardware.
 
 import argparse
 import dataclasses
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -40,6 +41,7 @@ class Compiler:
         variables: of the folder for notes to the child's environment. Raises
             FileNotFoundError where the compiler is not installed.
         compile_here: of target, case and folder for notes to the resources, in the child.
+        is_by_jax: another JAX makes other code: the table has rows for each.
     """
 
     back_end: str
@@ -48,13 +50,19 @@ class Compiler:
     resources: tuple[str, ...]
     variables: Callable[[str], dict[str, str]]
     compile_here: Callable[[str, Case, pathlib.Path], dict[str, int]]
+    is_by_jax: bool = False
+
+    def key(self, target: str) -> str:
+        """What the table calls the rows of a target, as this JAX compiles for it."""
+        version = importlib.metadata.version("jax").split(".")
+        return f"{target} jax {'.'.join(version[:2])}" if self.is_by_jax else target
 
     @property
     def table(self) -> pathlib.Path:
         return pathlib.Path(__file__).with_name(f"{self.back_end}_budgets.json")
 
     def budgets(self) -> dict[str, dict[str, dict[str, int]]]:
-        """The table: resources by target and name of the case."""
+        """The table: resources by `key` and name of the case."""
         return json.loads(self.table.read_text())
 
     def compile(self, target: str, cases: Iterable[Case]) -> list[dict[str, Any]]:
@@ -124,7 +132,8 @@ class Compiler:
     def _write_budgets(self, target: str) -> None:
         """Measures a target and puts its rows into the table, a case a line."""
         targets = []
-        for name, rows in (self.budgets() | {target: self.measure(target)}).items():
+        found = self.budgets() | {self.key(target): self.measure(target)}
+        for name, rows in sorted(found.items()) if self.is_by_jax else found.items():
             lines = (f"    {json.dumps(case)}: {json.dumps(row)}" for case, row in rows.items())
             targets.append(f"  {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n  }")
         self.table.write_text("{\n" + ",\n".join(targets) + "\n}\n")

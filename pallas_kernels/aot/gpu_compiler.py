@@ -31,7 +31,7 @@ FOLDER_VARIABLE = "SWITCHX_AOT_GPU"
 DEFAULT_FOLDER = ".venv/aot_gpu"
 RESOURCES = (
     *("registers", "spill_bytes", "shared_bytes", "hgmma", "instructions", "temp_bytes"),
-    *("loop_instructions", "loop_latency", "loop_hgmma"),
+    *("loop_instructions", "loop_cycles", "loop_latency", "loop_hgmma"),
     *("epilogue_instructions", "epilogue_latency", "kernels"),
 )
 # Of an HLO program, what launches nothing.
@@ -212,7 +212,7 @@ def compile_here(target: str, case: Case, dump: pathlib.Path) -> dict[str, int]:
 
 
 COMPILER = compiler.Compiler(
-    "gpu", TARGETS, budget_cases(), RESOURCES, child_variables, compile_here
+    "gpu", TARGETS, budget_cases(), RESOURCES, child_variables, compile_here, is_by_jax=True
 )
 
 if __name__ == "__main__":

@@ -1,72 +1,129 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cost model of the Hopper kernels: what bounds their loop, read off the machine code.
+"""A cost model of the Hopper kernels, read off their machine code.
 
     python -m pallas_kernels.aot.gpu_cost
 
-prints, for the shapes of Table 1 of Kim et al. 2022 (arXiv:2211.10017), the cycles that one run
-of the loop over D takes of each resource of an SM, and the share of the memory's bandwidth that
-follows; what a tile of many rows takes with its epilogue, and what ping-pong would take; and
-how many SMs are busy with few active experts. Of loop and epilogue the compiler's table
-(`gpu_budgets.json`) has the instructions, HGMMA and the cycles of one warp; nothing was
-measured. The longest resource is taken for the time:
+prints, for the shapes of Table 1 of Kim et al. 2022 (arXiv:2211.10017), the microseconds that
+are expected of an H200; what its two fitted constants say of each measured cell when that cell
+is left out of the fit; what a tile of many rows takes, and what ping-pong would take; and how
+many SMs are busy with few active experts. Of loop and epilogue the compiler's table
+(`gpu_budgets.json`) has the instructions, and the cycles of a simulation (gpu_simulation.py).
 
-    issue    instructions of all warpgroups; each of the four schedulers issues one a cycle, and
-             has a warp of every warpgroup
-    latency  one warp that issues in order: the stall counts that ptxas wrote into the code, the
-             waits for what it loads and exchanges through shared memory, and those for its own
-             products, as if the tensor core had no others
-    tensor   64 x N x 16 products of an HGMMA at 2,048 a cycle (bfloat16, dense)
-    memory   the weights' bytes at an SM's share of the bandwidth; rows come from the cache
-    copies   Little's law: a copy is under way for a fixed time, and all stages of the ring but
-             the one that is multiplied are
-    l2       of tiles of many rows, their bytes at an SM's share of the L2 cache's
-
-Waits for barriers, start and the last wave are not in it, and of few rows the
-epilogue is not, which the ring hides: it is an upper bound.
+A product takes what a launch takes, and then the longer of two: reading the weights at the
+card's copy rate, or the tiles of the busiest SM, each the loop's cycles for its steps and what
+is serial at its boundary: the expert's id, the scales, the sums on their way to memory. The
+launch and the boundary are fitted; no other number is.
 Dims: R rows, D inputs, F outputs, E experts, N rows of a tile
 """
 
 import dataclasses
+import functools
 import importlib
 import itertools
 import json
 import math
 import pathlib
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pallas_kernels.aot.case import EXPERTS, ROWS, Case, benchmark_cases, epilogue_cases
+from pallas_kernels.aot.gpu_simulation import Instruction, loop_cycles
 from pallas_kernels.bench.cells import MATRICES
 from pallas_kernels.grouped_matmul import tile_schedule
-from pallas_kernels.tiling.gpu import H200_SMS, Tiling, best_parts, steps_of_busiest
+from pallas_kernels.tiling.gpu import H200_SMS, best_parts, steps_of_busiest
 
 TABLE = pathlib.Path(__file__).with_name("gpu_budgets.json")
-# Of an H200 (h200.txtpb).
-BYTES_PER_S, CLOCK_HZ = 4.8e12, 1.98e9
-PRODUCTS_PER_CYCLE = 2048
+CLOCK_HZ = 1.98e9  # of an H100 and an H200 (h200.txtpb), which a full load holds
+# That a copy moves, bytes read and bytes written, by the card's name: measured.
+COPY_BYTES_PER_S = {"H200": 4.2e12, "H100": 2.95e12}
 # From the L2 cache to all SMs, as XLA's cost model of dots has it, measured on an H100.
 L2_BYTES_PER_S = 6.65e12
-# Cycles until a result is there, assumed, of the order that microbenchmarks of an H100 give
-# (Luo et al. 2024, arXiv:2402.13499): through shared memory, and from the L2 cache. A copy from
-# memory that is busy takes longer.
-SHARED_CYCLES, GLOBAL_CYCLES, COPY_CYCLES = 30, 300, 1000
-# Scoreboards that are waited for, those set by reads and by results, the stall count, the text.
+# Warpgroups that multiply, of the tilings that are compiled: a scheduler's warps.
+WARPS = 2
 _INSTRUCTION = re.compile(r"^\s*(\S+):(\S+):(\S+):\S+:(\d+)\s+/\*[0-9a-f]+\*/\s+(.*)")
 _LABEL = re.compile(r"^\s*\.(L_x_\d+):")
 _BRANCH = re.compile(r"\bBRA\b.*\(\.(L_x_\d+)\)")
 _WIDTH = re.compile(r"HGMMA\.64x(\d+)x")
-_GLOBAL_LOAD = re.compile(r"^(@\S+ )?LDG?\.")
-_PRODUCT_WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\w+)")
+
+
+class Measured(NamedTuple):
+    """A cell that was measured, 32 experts of 1024x4096, and the code that ran.
+
+    Attributes:
+        tile_cycles: of the loop, for the steps of a tile; None where memory bounds it.
+        us: microseconds a call.
+    """
+
+    weights: str
+    rows: int
+    tile_cycles: int | None
+    us: float
+
+
+# On an H200 with JAX 0.11.2 (experiments/accelerator), with tiles of 128 features, 8 of them
+# for the busiest SM. The cycles are those of that day's kernel as that compiler made it.
+MEASURED = (
+    Measured("bfloat16", 1, None, 78),
+    Measured("bfloat16", 4, None, 75),
+    Measured("bfloat16", 16, None, 80),
+    Measured("int8", 1, 8 * 977, 62),
+    Measured("int8", 4, 8 * 977, 59),
+    Measured("int8", 16, 8 * 990, 64),
+    Measured("int4", 1, 4 * 2156, 64),
+    Measured("int4", 4, 4 * 2156, 62),
+    Measured("int4", 16, 2 * 2641, 48),
+)
+_TILES = -(-32 * 4096 // 128 // H200_SMS)
+
+
+class Fitted(NamedTuple):
+    """Seconds of a launch, and cycles at a tile's boundary."""
+
+    launch_s: float
+    tile_cycles: float
+
+
+@functools.cache
+def fitted(cells: Sequence[Measured] = MEASURED) -> Fitted:
+    """The two constants that come nearest to the cells, by least squares of relative errors."""
+    per_cell = [(*_terms(cell), cell.us * 1e-6) for cell in cells]
+    weights = np.array([[1 / s, tiles / s] for tiles, _, s in per_cell])
+    rest = np.array([1 - known_s / s for _, known_s, s in per_cell])
+    launch_s, tile_s = np.linalg.lstsq(weights, rest, rcond=None)[0]
+    return Fitted(float(launch_s), float(tile_s) * CLOCK_HZ)
+
+
+def _terms(cell: Measured) -> tuple[int, float]:
+    """How often a cell has a boundary, and the seconds that nothing fitted is in."""
+    if cell.tile_cycles is None:
+        return 0, 32 * 1024 * 4096 * 2 / COPY_BYTES_PER_S["H200"]
+    return _TILES, _TILES * cell.tile_cycles / CLOCK_HZ
+
+
+def left_out() -> list[dict[str, Any]]:
+    """Each measured cell, and what is expected of it by the fit to all others."""
+    rows = []
+    for cell in MEASURED:
+        launch_s, tile_cycles = fitted(tuple(each for each in MEASURED if each != cell))
+        tiles, known_s = _terms(cell)
+        expected_us = 1e6 * (launch_s + tiles * tile_cycles / CLOCK_HZ + known_s)
+        rows.append({
+            "measured": f"{cell.weights}, rows {cell.rows}", "us": cell.us,
+            "expected_us": expected_us, "ratio": expected_us / cell.us,
+        })  # fmt: skip
+    return rows
 
 
 def read_loop(sass: str) -> dict[str, int]:
-    """Instructions, cycles of one warp and HGMMA of the loop over D and of its epilogue.
+    """Instructions, simulated cycles and HGMMA of the loop over D and of its epilogue.
 
-    It is the innermost loop with HGMMA; where tiles are cut, that of whole ones. Its epilogue
-    ends where the loop over tiles does. Of the stores, which are one for each bit of the
-    number of rows, a whole tile takes one.
+    It is the innermost loop with HGMMA; where tiles are cut, that of whole ones. Its cycles are
+    those of a run while all warps of a scheduler run it, `loop_latency` those of a warp alone.
+    Its epilogue ends where the loop over tiles does. Of the stores, which are one for each bit
+    of the number of rows, a whole tile takes one.
 
     Args:
         sass: with control codes, as Mosaic dumps it.
@@ -79,8 +136,8 @@ def read_loop(sass: str) -> dict[str, int]:
         if label := _LABEL.match(line):
             labels[label[1]] = len(instructions)
         elif instruction := _INSTRUCTION.match(line):
-            instructions.append(instruction.groups())
-    texts = [instruction[-1] for instruction in instructions]
+            instructions.append(Instruction(*instruction.groups()))
+    texts = [instruction.text for instruction in instructions]
     targets = [
         labels.get(branch[1]) if (branch := _BRANCH.search(text)) else None for text in texts
     ]
@@ -104,10 +161,11 @@ def read_loop(sass: str) -> dict[str, int]:
     epilogue = _epilogue(texts, targets, end, min(around, default=len(texts)))
     return {
         "loop_instructions": end - begin,
-        "loop_latency": _latency(instructions[begin:end]),
+        "loop_cycles": loop_cycles(instructions[begin:end], WARPS),
+        "loop_latency": loop_cycles(instructions[begin:end], 1),
         "loop_hgmma": hgmma,
         "epilogue_instructions": len(epilogue),
-        "epilogue_latency": _latency([instructions[i] for i in epilogue]),
+        "epilogue_latency": loop_cycles([instructions[i] for i in epilogue], 1),
     }
 
 
@@ -124,78 +182,94 @@ def _epilogue(texts: list[str], targets: list, begin: int, end: int) -> list[int
     return taken
 
 
-def _latency(loop) -> int:
-    """Cycles of one run of a loop by one warp, after runs that have filled its pipeline.
-
-    It issues in order. An instruction waits for the scoreboards that it names; a wait for
-    products leaves that many groups of them, the last of a group has a `gsb0`.
-    """
-    now, products_end, ready, groups, ends = 0.0, 0.0, {}, [], []
-    for _ in range(3):
-        for waits, read, written, stall, text in loop:
-            now = max([now, *(ready.get(each, 0) for each in waits.split("&"))])
-            if wait := _PRODUCT_WAIT.search(text):
-                done = groups[: len(groups) - int(wait[1], 16)]
-                now = max([now, *done[-1:]])
-            if width := _WIDTH.search(text):
-                products_end = max(products_end, now) + _product_cycles(int(width[1]))
-                groups += [products_end] if "gsb0" in text else []
-            took = GLOBAL_CYCLES if _GLOBAL_LOAD.match(text) else SHARED_CYCLES
-            ready[written] = max(ready.get(written, 0), now + took)
-            ready[read] = max(ready.get(read, 0), now + SHARED_CYCLES)  # operands
-            ready["-"] = 0
-            now += int(stall)
-        ends.append(now)
-    return round(ends[-1] - ends[-2])
-
-
-def _product_cycles(rows: int) -> float:
-    """Of one HGMMA: 64 features, 16 channels."""
-    return 64 * 16 * rows / PRODUCTS_PER_CYCLE
-
-
 @dataclasses.dataclass(frozen=True)
-class Cycles:
-    """Of one run of the loop on an SM, by resource."""
+class Prediction:
+    """What is expected of a product with few rows.
 
-    issue: float
-    latency: float
-    tensor: float
-    memory: float
-    copies: float
+    Attributes:
+        tiles: of the busiest SM.
+        seconds: with the launch.
+        products_s, memory_s: of these tiles, and of reading the weights; the longer counts.
+    """
 
-    @property
-    def longest(self) -> float:
-        return max(dataclasses.astuple(self))
-
-    @property
-    def bandwidth_share(self) -> float:
-        return self.memory / self.longest
+    tiles: int
+    seconds: float
+    products_s: float
+    memory_s: float
 
     @property
     def bound(self) -> str:
-        """The resource that takes longest."""
-        return max(dataclasses.asdict(self).items(), key=lambda item: item[1])[0]
+        return "memory" if self.memory_s > self.products_s else "products"
 
 
-def predict(loop: dict[str, int], tiling: Tiling, bits: int | None, num_matrices: int = 1):
-    """The `Cycles` of a loop; weights are read once, as with few rows an expert.
+def predict(row: dict[str, int], case: Case, card: str = "H200") -> Prediction:
+    """What a product takes whose experts each have rows, fewer than a tile.
 
     Args:
-        loop: of `read_loop`.
-        bits: of a quantized weight; None for 16.
+        row: of the case, in the compiler's table.
+        card: one of `COPY_BYTES_PER_S`.
     """
-    halves = num_matrices * tiling.tile_m // 64
-    channels = 16 * loop["loop_hgmma"] / halves
-    weights = channels * tiling.warpgroups * tiling.tile_m * num_matrices
-    bytes_per_cycle = BYTES_PER_S / CLOCK_HZ / H200_SMS
-    return Cycles(
-        issue=loop["loop_instructions"] * tiling.warpgroups,
-        latency=loop["loop_latency"],
-        tensor=loop["loop_hgmma"] * _product_cycles(tiling.tile_n) * tiling.warpgroups,
-        memory=weights * (bits or 16) / 8 / bytes_per_cycle,
-        copies=COPY_CYCLES / (tiling.stages - 1),
+    tiling, num_matrices = tiling_of(case), 1 + case.is_gated_unit
+    experts = min(case.R, case.E)
+    tiles = experts * -(-case.F // (tiling.tile_m * tiling.warpgroups))
+    # A part of D has a boundary of its own.
+    parts = best_parts(tiles, case.D // tiling.tile_k, tiling.splits, H200_SMS)
+    busiest = -(-tiles * parts // H200_SMS)
+    constants = fitted()
+    cycles = _runs(row, case, num_matrices) * row["loop_cycles"] / parts
+    products_s = busiest * (cycles + constants.tile_cycles) / CLOCK_HZ
+    num_bytes = experts * num_matrices * case.D * case.F * (case.bits or 16) / 8
+    memory_s = num_bytes / COPY_BYTES_PER_S[card]
+    return Prediction(
+        busiest, constants.launch_s + max(products_s, memory_s), products_s, memory_s
     )
+
+
+def _runs(row: dict[str, int], case: Case, num_matrices: int) -> float:
+    """Runs of the loop for a tile: one has 16 channels of an HGMMA of 64 features."""
+    halves = num_matrices * tiling_of(case).tile_m // 64
+    return case.D * halves / (16 * row["loop_hgmma"])
+
+
+def predictions(card: str = "H200") -> list[dict[str, Any]]:
+    """A row for each product of Table 1's shapes with few rows."""
+    rows = []
+    for name, case in benchmark_cases().items():
+        if case.direction == "forward" and name.endswith(" few"):
+            found = predict(_table()[name], case, card)
+            rows.append({
+                "product": name, "expected_us": 1e6 * found.seconds, "bound": found.bound,
+                "products_us": 1e6 * found.products_s, "memory_us": 1e6 * found.memory_s,
+                "tiles": found.tiles,
+            })  # fmt: skip
+    return rows
+
+
+def predicted_s(
+    R: int, D: int, F: int, E: int, bits: int | None, card: str = "H200"
+) -> float | None:
+    """Seconds of a product of bfloat16 rows.
+
+    None where no compiled case has its matrices and the tile that it runs with.
+    """
+    op = "grouped_matmul" if bits is None else "quantized_grouped_matmul"
+    wanted = Case(op, R, D, F, E, bits=bits)
+    for name, case in benchmark_cases().items():
+        if (case.op, case.bits, case.D, case.F, case.direction) == (op, bits, D, F, "forward"):
+            is_same = _tile(case) == _tile(wanted) and tiling_of(wanted).splits == 1
+            if name.endswith(" few") and is_same:
+                return predict(_table()[name], wanted, card).seconds
+    return None
+
+
+def _tile(case: Case) -> tuple:
+    tiling = tiling_of(case)
+    return tiling.tile_m, tiling.tile_n, tiling.tile_k, tiling.warpgroups
+
+
+def _table() -> dict[str, dict[str, int]]:
+    """The resources of each case, as the newest JAX compiles it: what cards run."""
+    return list(json.loads(TABLE.read_text()).values())[-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,13 +282,11 @@ class TileCycles:
     with half of the rows converted twice.
 
     Attributes:
-        products: the longest of issue, latency and tensor cores.
+        products: of the loop.
         epilogue: until the result is on its way to memory.
         l2: copies from the L2 cache, which go on during both as far as the ring has stages.
         total: the longer of products with epilogue, and of these copies.
         ping_pong: for the same products, in the better of the two ways.
-        even_l2_bytes_per_s: of an L2 cache with which ping-pong would take as long as
-            products with epilogue; infinite where its own conversions take longer.
     """
 
     products: float
@@ -222,7 +294,6 @@ class TileCycles:
     l2: float
     total: float
     ping_pong: float
-    even_l2_bytes_per_s: float
 
 
 def tile_cycles(row: dict[str, int], case: Case) -> TileCycles:
@@ -232,47 +303,31 @@ def tile_cycles(row: dict[str, int], case: Case) -> TileCycles:
         row: of the case, in the compiler's table.
     """
     tiling, num_matrices = tiling_of(case), 1 + case.is_gated_unit
-    groups, cycles = tiling.warpgroups, predict(row, tiling, case.bits, num_matrices)
-    runs = case.D * num_matrices * tiling.tile_m // 64 / (16 * row["loop_hgmma"])
-    products = runs * max(cycles.issue, cycles.latency, cycles.tensor)
-    issue, latency = row["epilogue_instructions"] * groups, row["epilogue_latency"]
-    epilogue = max(issue, latency)
-    waits = max(0, cycles.latency - cycles.tensor / groups)
+    groups, products = tiling.warpgroups, _runs(row, case, num_matrices) * row["loop_cycles"]
+    epilogue = max(row["epilogue_instructions"] * groups, row["epilogue_latency"])
     rate = L2_BYTES_PER_S / CLOCK_HZ / H200_SMS
     x_bytes = case.D * tiling.tile_n * 2
     w_bytes = case.D * num_matrices * tiling.tile_m * groups * (case.bits or 16) // 8
-    ways = []
-    for copied, times in (
-        (groups * x_bytes + w_bytes, 1),
-        (x_bytes + groups * w_bytes, groups),
-    ):
-        one_run = cycles.latency + (times - 1) * waits
-        hidden = max(runs * times * cycles.issue + issue, runs * one_run + latency)
-        hidden = max(hidden, runs * cycles.tensor)
-        ways.append((max(hidden, copied / rate), hidden, copied))
-    ping_pong, hidden, copied = min(ways)
+    conversions = 1 if case.bits is None else groups
     l2 = (x_bytes + w_bytes) / rate
-    together, even = products + epilogue, math.inf
-    if hidden < together:
-        even = copied / together * H200_SMS * CLOCK_HZ
     return TileCycles(
         products=products,
         epilogue=epilogue,
         l2=l2,
-        total=max(l2, together),
-        ping_pong=ping_pong,
-        even_l2_bytes_per_s=even,
+        total=max(l2, products + epilogue),
+        ping_pong=min(
+            max(products, (groups * x_bytes + w_bytes) / rate),
+            max(conversions * products, (x_bytes + groups * w_bytes) / rate),
+        ),
     )
 
 
 def tiles() -> list[dict[str, Any]]:
     """A row for each product with many rows."""
-    [table] = json.loads(TABLE.read_text()).values()
-    found = []
-    for name, case in many_rows().items():
-        cycles = tile_cycles(table[name], case)
-        found.append({"product": name, **dataclasses.asdict(cycles)})
-    return found
+    return [
+        {"product": name, **dataclasses.asdict(tile_cycles(_table()[name], case))}
+        for name, case in many_rows().items()
+    ]
 
 
 def many_rows() -> dict[str, Case]:
@@ -285,42 +340,12 @@ def many_rows() -> dict[str, Case]:
     }
 
 
-def tiling_of(case: Case) -> Tiling:
+def tiling_of(case: Case):
     """The default tiling of a forward product."""
     module = importlib.import_module(f"pallas_kernels.{case.op}.gpu")
     options = {} if case.bits is None else {"bits": case.bits, "group_size": case.group_size}
     options["num_matrices"] = 1 + case.is_gated_unit
     return module.default_tiling(case.R, case.D, case.F, case.E, **options)
-
-
-def predictions() -> list[dict[str, Any]]:
-    """A row for each product of Table 1's shapes with few rows."""
-    [table] = json.loads(TABLE.read_text()).values()
-    rows = []
-    for name, case in benchmark_cases().items():
-        if case.direction == "forward" and name.endswith(" few"):
-            cycles = predict(table[name], tiling_of(case), case.bits)
-            rows.append({
-                "product": name, **dataclasses.asdict(cycles), "bound": cycles.bound,
-                "bandwidth_share": cycles.bandwidth_share,
-            })  # fmt: skip
-    return rows
-
-
-def predicted_share(R: int, D: int, F: int, E: int, bits: int | None) -> float | None:
-    """The share of the bandwidth for a product of bfloat16 rows.
-
-    None where no compiled case has its matrices and the tile that it runs with.
-    """
-    op = "grouped_matmul" if bits is None else "quantized_grouped_matmul"
-    wanted = tiling_of(Case(op, R, D, F, E, bits=bits))
-    [table] = json.loads(TABLE.read_text()).values()
-    for name, case in benchmark_cases().items():
-        if (case.op, case.bits, case.D, case.F, case.direction) == (op, bits, D, F, "forward"):
-            tiling = tiling_of(case)
-            if _tile(tiling) == _tile(wanted) and name.endswith(" few"):
-                return predict(table[name], tiling, bits).bandwidth_share
-    return None
 
 
 def occupancy(case: Case, active: int) -> dict[str, float]:
@@ -362,11 +387,10 @@ def occupancies() -> list[dict[str, Any]]:
     return rows
 
 
-def _tile(tiling: Tiling) -> tuple:
-    return tiling.tile_m, tiling.tile_n, tiling.tile_k, tiling.warpgroups
-
-
 if __name__ == "__main__":
-    for each in predictions() + tiles() + occupancies():
+    print(
+        f"launch {1e6 * fitted().launch_s:.1f} us, boundary {fitted().tile_cycles:,.0f} cycles"
+    )
+    for each in left_out() + predictions() + tiles() + occupancies():
         shown = (f"{v:.3g}" if isinstance(v, float) else str(v) for v in each.values())
         print("  ".join(f"{key}={value}" for key, value in zip(each, shown, strict=True)))

@@ -16,7 +16,7 @@ from pallas_kernels.grouped_matmul.gpu_schedule import schedule
 from pallas_kernels.mosaic_gpu import Mosaic
 
 
-def copy_bytes_per_s(num_bytes: int, repeats: int = 8, rounds: int = 5) -> float:
+def copy_bytes_per_s(num_bytes: int = 2**30, repeats: int = 8, rounds: int = 5) -> float:
     """Bytes that a plain copy of the device reads and writes in a second.
 
     XLA copies a program's argument to its result by the driver's own copy.

@@ -12,17 +12,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.aot.gpu_cost import BYTES_PER_S, predicted_share
+from pallas_kernels.aot.gpu_cost import COPY_BYTES_PER_S, predicted_s
+from pallas_kernels.bench.card import copy_bytes_per_s
 from pallas_kernels.bench.cells import Cell, all_cells, cells_of_a_cpu
 from pallas_kernels.bench.products import (
     activation_dtype,
     compiled_weight_bytes,
     contenders,
-    weight_bytes,
 )
 from pallas_kernels.bench.timing import (
     Contender,
-    copy_bytes_per_s,
     geometric_mean,
     speedup,
     take_turns,
@@ -73,9 +72,9 @@ def row(cell: Cell, each: Contender, ours: Contender) -> dict[str, Any]:
 
     `pass` is one of `products.PASSES`. `predicted_us` is of the cost model of the platform, for
     our products: on Hopper that of their machine code, on a TPU the estimate that chooses
-    tilings. Neither was fitted to a measurement.
+    tilings, which nothing was fitted for.
     """
-    share, seconds = _predicted(cell, each)
+    seconds = _predicted_s(cell, each)
     is_schedule = each.of == "schedule"
     return {
         **cell.labels(),
@@ -89,16 +88,15 @@ def row(cell: Cell, each: Contender, ours: Contender) -> dict[str, Any]:
         "tflop_per_s": None if is_schedule else cell.flops / each.median_s / 1e12,
         "speedup": speedup(each, ours),
         "error": each.error,
-        "predicted_bandwidth_share": share,
     }
 
 
-def _predicted(cell: Cell, each: Contender) -> tuple[float | None, float | None]:
-    """(share of the memory's bandwidth, seconds) by the cost model of the platform."""
+def _predicted_s(cell: Cell, each: Contender) -> float | None:
+    """Seconds by the cost model of the platform."""
     bits = {"bfloat16": None, "int8": 8, "int4": 4}
     weights = each.name.removesuffix(f" {each.of}")
     if weights not in bits:
-        return None, None
+        return None
     bits, device = bits[weights], current_device()
     # Experts without rows have no tiles.
     R, D, F, active = cell.R, cell.D, cell.F, cell.active
@@ -110,13 +108,11 @@ def _predicted(cell: Cell, each: Contender) -> tuple[float | None, float | None]
             R, D, F, active, jnp.bfloat16, w_dtype, is_weight_gradient=each.of == "dw"
         )
         tiling = tpu_tiling.candidates(problem)[0]
-        return None, tpu_tiling.estimated_seconds(problem, tiling)
-    if unable("gpu", device) is not None or each.of != "forward":
-        return None, None
-    share = predicted_share(R, D, F, active, bits)
-    if share is None:
-        return None, None
-    return share, weight_bytes(cell, bits, active) / (share * BYTES_PER_S)
+        return tpu_tiling.estimated_seconds(problem, tiling)
+    cards = [name for name in COPY_BYTES_PER_S if name in device.kind]
+    if unable("gpu", device) is not None or each.of != "forward" or not cards:
+        return None
+    return predicted_s(R, D, F, active, bits, cards[0])
 
 
 def means(measured: Measured) -> list[dict[str, Any]]:
@@ -156,13 +152,13 @@ def checks(measured: Measured) -> list[dict[str, Any]]:
             if "batched einsum" in by_name
         ]
         found.insert(0, _check("reference_vs_batched_einsum", max(slowdowns), "<=1.5"))
-    if "H200" in jax.devices()[0].device_kind:
-        found += checks_of_an_h200(measured, copy_bytes_per_s())
+    if unable("gpu", current_device()) is None:
+        found += checks_of_hopper(measured, copy_bytes_per_s())
     return found
 
 
-def checks_of_an_h200(measured: Measured, copied_bytes_per_s: float) -> list[dict[str, Any]]:
-    """Aims on an H200. Those whose cells were not measured are left out."""
+def checks_of_hopper(measured: Measured, copied_bytes_per_s: float) -> list[dict[str, Any]]:
+    """Aims on a Hopper card. Those whose cells were not measured are left out."""
     few = [(c, n) for c, n in measured if c.active == c.E == 32 and c.tokens <= 16]
     many = [(c, n) for c, n in measured if c.active == c.E and c.tokens >= 256]
     bandwidths = [n["bfloat16"].weight_bytes / n["bfloat16"].median_s for _, n in few]

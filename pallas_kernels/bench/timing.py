@@ -127,20 +127,3 @@ def repeated(function, num_sets: int, num_sizes: int) -> tuple[Callable, int]:
         return jax.lax.fori_loop(0, turns, calls, carry, unroll=unroll)[1]
 
     return run, turns * num_sets
-
-
-def copy_bytes_per_s(num_bytes: int = 2**30, rounds: int = 5) -> float:
-    """Bytes that the device reads and writes in a second, copying."""
-    repeats = 10
-
-    def copies(x_N):
-        def once(_, x_N):
-            return jax.lax.optimization_barrier(-x_N)
-
-        return jax.lax.fori_loop(0, repeats, once, x_N)
-
-    x_N = jnp.ones(num_bytes // 4, jnp.float32)
-    compiled = jax.jit(copies).lower(x_N).compile()
-    copy = Contender("copy", lambda: jax.block_until_ready(compiled(x_N)), calls=repeats)
-    take_turns([copy], rounds)
-    return 2 * num_bytes / copy.median_s

@@ -51,13 +51,10 @@ def product(variant: Variant, sizes: tuple[int, int, int, int], bits: int, mosai
         ValueError: the kernel cannot run with the variant's tiling.
     """
     R, D, F, E = sizes
-    default = gpu.default_tiling(R, D, F, E, bits)
+    tiling = variant.tiling(gpu.default_tiling(R, D, F, E, bits))
+    # As many stages as fit, as the default has.
     w_dtype = jnp.int8 if bits == 8 else jnp.int4
-    tiling = variant.tiling(default)
-    if tiling.tile_k * tiling.tile_m != default.tile_k * default.tile_m:
-        # As many bytes on their way as fit, which the default's ring has, too.
-        most = 8 if tiling.stages == default.stages else tiling.stages
-        tiling = fitted(tiling, jnp.bfloat16, w_dtype, most)
+    tiling = fitted(tiling, jnp.bfloat16, w_dtype, most=max(8, tiling.stages))
 
     def run(x_RD, w: QTensor, group_sizes_E):
         return gpu.forward(
@@ -74,16 +71,20 @@ def product(variant: Variant, sizes: tuple[int, int, int, int], bits: int, mosai
 
 def variants() -> list[Variant]:
     """All of them, the shipped kernel first."""
-    replace = dataclasses.replace
-    without_load_ahead = mock.patch.object(gpu_swap_ab, "LOADED_AHEAD", 0)
+
+    def narrow(tiling: Tiling, **changes) -> Tiling:
+        """A warpgroup has 64 features, as every one had on 2026-11-26."""
+        return dataclasses.replace(tiling, tile_m=64, **changes)
+
     return [
         Variant(AS_IS),
-        Variant("no load-ahead", replaced=lambda mosaic: without_load_ahead),
-        Variant("tile_m=128", lambda tiling: replace(tiling, tile_m=128, splits=1)),
-        Variant("512 channels", lambda tiling: replace(tiling, tile_k=512, splits=1)),
+        Variant("tile_m=64", narrow),
+        Variant("tile_m=64 and load-ahead", narrow, _load_ahead(True)),
+        Variant("no load-ahead", replaced=_load_ahead(False)),
+        Variant("512 channels", lambda tiling: narrow(tiling, tile_k=512, splits=1)),
         Variant(
             "twice the stages",
-            lambda tiling: replace(
+            lambda tiling: dataclasses.replace(
                 tiling, stages=2 * tiling.stages, tile_k=tiling.tile_k // 2, splits=1
             ),
         ),
@@ -92,6 +93,11 @@ def variants() -> list[Variant]:
         Variant("convert without wgmma", replaced=_convert_without_wgmma, is_right=False),
         Variant("wgmma without convert", replaced=_wgmma_without_convert, is_right=False),
     ]
+
+
+def _load_ahead(is_ahead: bool) -> Callable[[Mosaic], contextlib.AbstractContextManager]:
+    """The next step's weights are loaded while the products of this one run, or never."""
+    return lambda mosaic: mock.patch.object(gpu_swap_ab._Consumer, "loads_ahead", is_ahead)
 
 
 @contextlib.contextmanager
@@ -115,7 +121,8 @@ def _fence_in_the_producer(mosaic: Mosaic) -> Iterator[None]:
         yield
 
 
-def _accumulating(one_step: Callable) -> contextlib.AbstractContextManager:
+@contextlib.contextmanager
+def _accumulating(one_step: Callable) -> Iterator[None]:
     """The sums of a tile replaced by what `one_step(consumer, slot, load, total)` makes of
     `total`, bfloat16 `[M, 64]`, in each step."""
 
@@ -137,7 +144,11 @@ def _accumulating(one_step: Callable) -> contextlib.AbstractContextManager:
         sum_M = jnp.sum(total_MK.astype(jnp.float32), axis=1)
         return [lax.broadcast_in_dim(sum_M, shape, [0])]
 
-    return mock.patch.object(Consumer, "accumulate_ahead", accumulate_ahead)
+    with (
+        mock.patch.object(Consumer, "accumulate_ahead", accumulate_ahead),
+        mock.patch.object(gpu_swap_ab._Consumer, "loads_ahead", True),
+    ):
+        yield
 
 
 def _copy_only(mosaic: Mosaic) -> contextlib.AbstractContextManager:

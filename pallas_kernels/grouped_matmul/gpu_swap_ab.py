@@ -48,6 +48,7 @@ class Weights:
         scratch: shared memory of `multiply`, name -> (shape, dtype), one a warpgroup.
         load: of `[M, K]` into registers, which then no product reads in shared memory: their
             place is free before they are multiplied. None where the tensor core reads it.
+        may_load_ahead: the weights of the next step may be carried in registers.
         depth_per_scale: channels of D that share a scale, a multiple of K; None for one
             scale, which the epilogue applies.
     """
@@ -56,6 +57,7 @@ class Weights:
     multiply: Callable
     scratch: dict[str, Any]
     load: Callable | None = None
+    may_load_ahead: bool = False
     depth_per_scale: int | None = None
 
 
@@ -330,7 +332,8 @@ class _Consumer(Consumer):
         """Whether the next step's weights are loaded while the products of this one run."""
         tiling = self.walk.tiling
         held = tiling.tile_m * (tiling.tile_n + tiling.tile_k)
-        return self.w_ring is not None and self.num_matrices == 1 and held <= LOADED_AHEAD
+        may_load_ahead = self.weights.may_load_ahead and self.num_matrices == 1
+        return may_load_ahead and held <= LOADED_AHEAD
 
     def multiply(self, accumulators, k, slot):
         """Issues the products of one step; those out of registers are done when it returns."""

@@ -82,7 +82,22 @@ def default_tiling(R: int, D: int, F: int, E: int, bits: int, dtype=jnp.bfloat16
     panel = F if tile_n <= 64 else default_panel(tiling, D, F, bits, num_matrices)
     tiling = dataclasses.replace(tiling, panel=panel)
     tiling = dataclasses.replace(tiling, splits=default_splits(tiling, R, D, F, E))
+    # Of two matrices, and of sums by groups of more rows, the registers do not hold the sums.
+    fits_wide = num_matrices == 1 and tile_n <= (64 if most == D else 32)
+    if tiling.splits == 1 and fits_wide and _pays_wide(tiling, R, F, E):
+        tiling = dataclasses.replace(tiling, tile_m=128, tile_k=min(tile_k, 256))
     return fitted(tiling, dtype, _w_dtype(bits), most=8, num_matrices=num_matrices)
+
+
+def _pays_wide(tiling: Tiling, R: int, F: int, E: int) -> bool:
+    """Whether each SM has half as many tiles where warpgroups take 128 features.
+
+    What a tile takes beside its steps, with few rows as long as four of them, is then taken
+    half as often.
+    """
+    block = tiling.tile_m * tiling.warpgroups
+    tiles, wide_tiles = (min(R, E) * -(-F // each) for each in (block, 2 * block))
+    return -(-tiles // H200_SMS) >= 2 * -(-wide_tiles // H200_SMS)
 
 
 def candidates(R: int, D: int, F: int, E: int, bits: int, dtype=jnp.bfloat16,
@@ -216,5 +231,7 @@ def _weights(dtype, bits: int, group_size: int | None, tiling: Tiling,
         scratch["w"] = ((tiling.tile_m, CONVERTED), dtype)
     return Weights(
         is_depth_minor=True, multiply=multiply, scratch=scratch, load=load,
-        depth_per_scale=group_size,
+        # int4 that is carried from step to step is packed anew by JAX 0.11 and later: 705
+        # instructions of a loop that has 380.
+        may_load_ahead=bits == 8, depth_per_scale=group_size,
     )  # fmt: skip

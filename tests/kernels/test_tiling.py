@@ -209,11 +209,28 @@ def test_int4_steps_are_long_where_tiles_are_many():
     def depth(R, D, F, E, **options):
         return quantized_gpu.default_tiling(R, D, F, E, 4, **options).tile_k
 
-    assert depth(256, 1024, 4096, 32) == 512
-    assert depth(256, 768, 3072, 32) == 256  # does not divide
+    # 320 tiles, or 160 of 256 features: 3 and 2 for the busiest of 132 SMs.
+    assert depth(256, 1024, 1280, 32) == 512
+    assert depth(256, 768, 1280, 32) == 256  # does not divide
+    assert depth(256, 1024, 4096, 32) == 256  # of 128 features a warpgroup
     assert depth(8, 1024, 4096, 1) == 256  # 32 tiles for 132 SMs
     assert depth(256, 1024, 4096, 32, num_matrices=2) == 256
     assert depth(256, 1024, 4096, 32, group_size=128) == 128
+
+
+def test_warpgroups_have_128_features_where_that_halves_the_tiles_of_an_sm():
+    def width(R, F, E, bits=8, **options):
+        return quantized_gpu.default_tiling(R, 1024, F, E, bits, **options).tile_m
+
+    assert [width(R, 4096, 32, bits) for R in (32, 128, 1024) for bits in (8, 4)] == [
+        *(64, 64),  # a row an expert: D is in parts
+        *(128, 128),
+        *(128, 128),
+    ]
+    assert width(8192, 4096, 32) == 64  # many rows: the registers hold no more sums
+    assert width(256, 1280, 32) == 64  # 320 tiles would be 160: 3 for the busiest SM, 2
+    assert width(256, 4096, 32, num_matrices=2) == 64
+    assert [width(R, 4096, 32, group_size=128) for R in (256, 1024)] == [128, 64]
 
 
 def test_interpreters_have_two_blocks():
