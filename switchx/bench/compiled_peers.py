@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.launches import recorded_launches
-from switchx.bench import compiled_layer, compiled_step
+from switchx.bench import compiled, compiled_layer, compiled_step
 from switchx.bench.compiled_layer import (
     described_chip,
     group_sizes,
@@ -210,6 +210,7 @@ def run(note=print, peers: Sequence[str] = (), *, is_quick: bool = False) -> Rep
         ValueError: one of them is no clone that is known here.
     """
     folders = [folder_on_path(each) for each in peers]
+    note(compiled.estimates_vs_times())
     report, rows = compiled_layer.run(note), []
     for target in TARGETS[:1] if is_quick else TARGETS:
         note(f"compiling layers of Switch-Base for {target}")

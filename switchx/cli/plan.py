@@ -39,9 +39,9 @@ and for a disk the bytes written a day against its endurance.
   switchx plan --gin_file=configs/runs/pretrain_switch_base.gin --hardware=v5e --devices=16 \
       --storage=auto
 
-Hardware is one of the committed specs (v4, v5e, v5p, v6e, h200, and the papers' v100 and
-a100), for GPUs with the nodes there are (h200x8x16 is 16 nodes of 8), or a file of yours
-(docs/planner.md). Nothing is computed with the model, and no device is needed.
+Hardware is one of the committed specs (v4, v5e, v5p, v6e, tpu7x, h100, h200, b200, and the
+papers' v100 and a100), for GPUs with the nodes there are (h200x8x16 is 16 nodes of 8), or a
+file of yours (docs/planner.md). Nothing is computed with the model, and no device is needed.
 """
 
 

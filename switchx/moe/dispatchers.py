@@ -11,9 +11,11 @@ import jax
 from switchx.moe.all_to_all import all_to_all_dispatch, hierarchical_dispatch, ragged_dispatch
 from switchx.moe.config import DISPATCHERS
 from switchx.moe.dispatch import Dispatcher, einsum_dispatch, gather_dispatch
-from switchx.moe.dropless import sliced_dispatch
+from switchx.moe.dropless import gathered_dispatch, sliced_dispatch
 from switchx.moe.plan import RoutingPlan
+from switchx.partitioning.collectives import RAGGED_PLATFORMS
 from switchx.partitioning.constrain import current_rules, num_devices
+from switchx.partitioning.mesh import platform_of
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import Rules
 
@@ -36,9 +38,10 @@ def choose_dispatcher(switch, plan: RoutingPlan, *, is_training: bool) -> Dispat
     It is the configured one, but where nothing is trained and slots would be empty, the numbers
     being the same: with no more choices than experts (a decode step) `gather` is replaced by
     `dropless`, which does not read the other experts' matrices; and `dropless` on a mesh that
-    splits the experts sends rows (`ragged_all_to_all`), or computes slices (`sliced`) where the
-    devices have the same tokens. Switch attention runs `gather` or `einsum` as configured: its
-    experts have no `run_rows` (`moe/attention.py`).
+    splits the experts sends rows (`ragged_all_to_all`), on GPUs gathers tokens
+    (`gathered_dispatch`), or computes slices (`sliced`) where the devices have the same tokens.
+    Switch attention runs `gather` or `einsum` as configured: its experts have no `run_rows`
+    (`moe/attention.py`).
 
     Raises:
         ValueError: the mesh is not one that this dispatcher can run on.
@@ -56,6 +59,12 @@ def choose_dispatcher(switch, plan: RoutingPlan, *, is_training: bool) -> Dispat
         G, T, _ = plan.expert_GTS.shape
         if reason := refusal(name, mesh, rules, num_groups=G, tokens_per_group=T):
             raise ValueError(reason)
+        is_own_choice = name == "ragged_all_to_all" and name != switch.dispatcher
+        if is_own_choice and platform_of(mesh) not in RAGGED_PLATFORMS:
+            # Not slots (`gather`, `all_to_all`): without a capacity every expert has one for
+            # every token, E times the work, and the compiler splits no quantized experts.
+            # The meshes and groups are those of `ragged_all_to_all`.
+            return gathered_dispatch
     if DISPATCHERS[name].is_sliced:
         return functools.partial(FUNCTIONS[name], buffer_factor=switch.buffer_factor)
     if DISPATCHERS[name].exchanges_slots:

@@ -66,6 +66,24 @@ def sliced_dispatch(
     return run_on_devices(local, x_GTD, plan, experts, split_tokens=split_tokens)
 
 
+def gathered_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
+    """As `sliced`, for experts on devices that have different tokens: these are gathered.
+
+    An all-gather and a reduce-scatter of P times a device's tokens; the experts compute what
+    is routed to them and no empty slot.
+    """
+    return run_on_devices(_gathered, x_GTD, plan, experts)
+
+
+def _gathered(x_GTD, plan: RoutingPlan, experts: ExpertBank, placement: Placement):
+    axes = placement.experts
+    x_GTD, plan = jax.tree.map(
+        lambda leaf: jax.lax.all_gather(leaf, axes, tiled=True), (x_GTD, plan)
+    )
+    y_GTD = _local(x_GTD, plan, experts, placement, buffer_factor=None)
+    return jax.lax.psum_scatter(y_GTD, axes, tiled=True)
+
+
 def buffered_choices(num_choices: int, num_parts: int, buffer_factor: float | None) -> int:
     """Choices that a device has room for: `buffer_factor` times its even share, or all."""
     if buffer_factor is None:

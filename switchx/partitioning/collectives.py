@@ -7,6 +7,7 @@ Dims: P devices of the exchange, in the order of the mesh axes; R rows, D model
 
 import functools
 import itertools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from switchx.partitioning.mesh import platform_of
 from switchx.partitioning.rules import MeshAxes
+
+# Where `choose_dispatcher` and the planner take a ragged all-to-all by themselves. GPUs are to
+# be added when two cards have shown equal gradients, by the largest difference per expert.
+RAGGED_PLATFORMS = ("cpu", "tpu")
+RAGGED_ON_GPUS = (
+    "a ragged all-to-all on GPUs: the one-shot kernel of JAX 0.11 and later is reported to "
+    "corrupt gradients on 8 devices (marin-community/marin issue 8077) and to reach 2% of "
+    "NVLink (openxla/xla issue 33386), and nothing here has compared it on two cards; use "
+    "SwitchConfig.dispatcher='all_to_all' with a routing group or more to each device and "
+    "num_replicas=0, or dispatcher='gather'"
+)
 
 
 def all_to_all(x_P, axes: MeshAxes):
@@ -42,8 +54,9 @@ def hierarchical_all_to_all(x_P, axes: MeshAxes):
 def ragged_all_to_all(x_RD, sizes_PP, axes: MeshAxes, rows: int):
     """Sends consecutive rows to each device and receives those for this one.
 
-    TPU and GPU send these rows alone (`jax.lax.ragged_all_to_all`). CPU has no such collective:
-    it gathers all rows and picks the right ones, the same numbers at P times the bytes.
+    TPU and GPU send these rows alone (`jax.lax.ragged_all_to_all`), the latter with a warning.
+    CPU has no such collective: it gathers all rows and picks the right ones, the same numbers
+    at P times the bytes.
 
     Args:
         x_RD: rows for device 0, then for device 1, ...; rows past those are not sent.
@@ -53,12 +66,19 @@ def ragged_all_to_all(x_RD, sizes_PP, axes: MeshAxes, rows: int):
     Returns:
         Rows from device 0, then from device 1, ...; zeros past those.
     """
+    if platform_of(jax.sharding.get_abstract_mesh()) not in RAGGED_PLATFORMS:
+        _warn_of_gpus()
     return jax.lax.platform_dependent(
         x_RD,
         sizes_PP,
         cpu=lambda x_RD, sizes_PP: _ragged_by_gather(x_RD, sizes_PP, axes, rows),
         default=lambda x_RD, sizes_PP: _ragged(x_RD, sizes_PP, axes, rows),
     )
+
+
+@functools.cache  # once in a process
+def _warn_of_gpus() -> None:
+    warnings.warn(RAGGED_ON_GPUS, stacklevel=3)
 
 
 def _ragged_forward(x_RD, sizes_PP, axes, rows):

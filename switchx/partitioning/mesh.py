@@ -129,9 +129,11 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
     """`cpu`, `gpu` or `tpu`: of the devices, or of the one that an abstract mesh describes."""
     if isinstance(mesh, Mesh):
         return mesh.devices.flat[0].platform
-    # JAX before 0.12 does not say the platform of an abstract device.
+    if mesh.abstract_device is None:
+        return jax.default_backend()
+    # JAX before 0.12 does not say the platform of an abstract device. GPUs have many names.
     kind = device_kind_of(mesh)
-    return "tpu" if "TPU" in kind else "gpu" if "NVIDIA" in kind else "cpu"
+    return "tpu" if "TPU" in kind else "cpu" if kind == "cpu" else "gpu"
 
 
 def device_kind_of(mesh: Mesh | AbstractMesh) -> str:

@@ -24,7 +24,10 @@ _KINDS = {
     "TPU v5p": "v5p",
     "TPU v6 lite": "v6e",
     "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
+    "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
     "NVIDIA A100": "a100",
     "Tesla V100": "v100",
 }
@@ -176,6 +179,10 @@ class Hardware:
     max_devices: int | None = None
     host: Host | None = None
     disk: Disk | None = None
+
+    @property
+    def platform(self) -> str:
+        return "tpu" if self.inside.torus_dims else "gpu"
 
     def is_whole(self, devices: int) -> bool:
         """Part of one node, or whole nodes; slices of a torus are not looked at here."""

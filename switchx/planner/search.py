@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from switchx.partitioning.collectives import RAGGED_PLATFORMS
 from switchx.partitioning.mesh import AXES
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import BATCH
@@ -28,6 +29,7 @@ from switchx.planner.torus import factorizations
 
 MOST_DEVICES = 2**17
 GROUPS_DO_NOT_DIVIDE = "routing groups do not divide over the devices that split the batch"
+SHARES_BY_ROWS = "devices would share routing groups by a ragged all-to-all, which GPUs do not"
 DOES_NOT_FIT = "needs more memory than a device has"
 TEACHER_IN_STORAGE = (
     "a teacher reads the batch beside a student on the devices; use --storage=device, or leave "
@@ -83,7 +85,7 @@ def search(
         best = None
         for microbatches in _microbatches(workload, layout):
             candidate = dataclasses.replace(layout, num_microbatches=microbatches)
-            if problem := refusal_of(workload, candidate):
+            if problem := refusal_of(workload, candidate, hardware):
                 break
             try:
                 plan = predict(workload, candidate, hardware, storage)
@@ -242,8 +244,8 @@ def _dispatchers(workload: Workload, hardware: Hardware, mesh: Layout) -> list[s
     if mesh.node * mesh.expert > 1:
         if mesh.node > 1:
             return ["all_to_all", *([] if hardware.inside.torus_dims else ["hierarchical"])]
-        # On GPUs it reaches 2 to 3% of NVLink (openxla/xla issue 33386).
-        return ["all_to_all", *(["ragged_all_to_all"] if hardware.inside.torus_dims else [])]
+        is_ragged = hardware.platform in RAGGED_PLATFORMS
+        return ["all_to_all", *(["ragged_all_to_all"] if is_ragged else [])]
     sliced = mesh.model > 1 and switch.num_experts % mesh.model == 0
     return ["gather", "dropless", *(["sliced", "sliced_scatter"] if sliced else [])]
 
@@ -260,8 +262,8 @@ def _microbatches(workload: Workload, layout: Layout) -> Iterator[int]:
         number *= 2
 
 
-def refusal_of(workload: Workload, layout: Layout) -> str | None:
-    """The reason why the layout's dispatcher cannot run, in short; or None."""
+def refusal_of(workload: Workload, layout: Layout, hardware: Hardware) -> str | None:
+    """The reason why the layout's dispatcher cannot run, or should not, in short; or None."""
     if layout.dispatcher is None:
         return None
     rows = workload.batch_size // layout.num_microbatches
@@ -275,6 +277,8 @@ def refusal_of(workload: Workload, layout: Layout) -> str | None:
             is_shared = is_shared or bool(shared)
             if reason := workload.refusal(layout, groups, tokens):
                 return reason.split(";")[0].split(",")[0]
+    if is_shared and hardware.platform not in RAGGED_PLATFORMS:
+        return SHARES_BY_ROWS
     if layout.node > 1 and layout.dispatcher == "all_to_all" and not is_shared:
         same = "fsdp" if layout.is_spread else "expert"
         return f"a flat all-to-all over node x expert is one over {same}"

@@ -88,7 +88,7 @@ def _runs(workload: Workload, hardware: Hardware, devices: int, storage: Storage
     if not hardware.is_whole(devices):
         return False
     for layout in layouts(workload, hardware, devices, collections.Counter()):
-        if refusal_of(workload, layout) is None:
+        if refusal_of(workload, layout, hardware) is None:
             try:
                 predict(workload, layout, hardware, storage)
             except ValueError:
@@ -117,7 +117,7 @@ def _ways_to_run(
 def _error(workload: Workload, hardware: Hardware, devices: int, storage: Storage) -> str:
     """What a layout is refused for, with the way out that its message has."""
     for layout in layouts(workload, hardware, devices, collections.Counter()):
-        if refusal_of(workload, layout) is None:
+        if refusal_of(workload, layout, hardware) is None:
             try:
                 predict(workload, layout, hardware, storage)
             except ValueError as error:

@@ -49,6 +49,13 @@ def test_a_table_and_three_plans_in_words(capsys):
     assert "the first" in out and "Refused:" in out
 
 
+@pytest.mark.parametrize("hardware", ["h100x8x1", "b200x8x1", "tpu7x"])
+def test_newer_chips_are_planned_for(capsys, hardware):
+    assert plan(f"--hardware={hardware}", "--devices=8", "--json", "--top=1") == 0
+    [first] = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert first["step_s"] > 0
+
+
 def test_json_is_the_last_line(capsys):
     assert plan("--hardware=h200x4x2", "--json", "--top=3") == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -105,7 +112,7 @@ def test_devices_that_nothing_divides_into(capsys):
 
 def test_hardware_that_does_not_exist(capsys):
     message = refusal(capsys, "--hardware=v9", "--devices=8")
-    assert "there are a100, h200, v100, v4, v5e, v5p, v6e" in message
+    assert "there are a100, b200, h100, h200, tpu7x, v100, v4, v5e, v5p, v6e" in message
 
 
 def test_devices_are_asked_for(capsys):

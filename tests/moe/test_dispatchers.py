@@ -1,20 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which dispatcher runs: a few tokens do not cost a slot of every expert."""
 
+import collections
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, NamedSharding, PartitionSpec
 
 from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.moe import dispatchers
 from switchx.moe.config import DISPATCHERS
+from switchx.moe.dispatch import einsum_dispatch
 from switchx.moe.dispatchers import FUNCTIONS, choose_dispatcher, refusal
+from switchx.moe.dropless import gathered_dispatch
 from switchx.moe.layer import SwitchFFN
+from switchx.partitioning import collectives
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
+from switchx.planner.hardware import load_hardware
+from switchx.planner.search import layouts
 from tests.data.refusals import refused
-from tests.moe.sharded import HOMES, PIPELINE_MOE, make_problem, name_of
+from tests.moe.sharded import (
+    HOMES,
+    PIPELINE_MOE,
+    C,
+    T,
+    answer,
+    answer_on,
+    answerer,
+    assert_same,
+    make_problem,
+    name_of,
+)
+from tests.planner.workloads import make_workload
 
 E, D, F, TOKENS = 128, 64, 256, 4
 
@@ -174,3 +196,94 @@ def test_a_layer_on_the_wrong_mesh_says_why():
         choose_dispatcher(switch, plan, is_training=True)
     chosen = choose_dispatcher(switch, plan, is_training=True)
     assert chosen.func is FUNCTIONS["all_to_all"] and chosen.keywords == {"exchange_parts": 1}
+
+
+# Names that JAX gives to devices, and what the planner has of such.
+KINDS = {
+    "cpu": ("cpu",),
+    "gpu": ("NVIDIA H200", "Tesla V100-SXM2-32GB", "AMD Instinct MI300X"),
+    "tpu": ("TPU v5 lite", "TPU7x"),
+}
+PLANNED = {"cpu": (), "gpu": ("h200", "b200", "v100"), "tpu": ("v5p", "tpu7x")}
+
+
+def mesh_of(platform, kind, spec):
+    cores = 1 if platform == "tpu" else None
+    return spec.abstract(AbstractDevice(device_kind=kind, num_cores=cores, platform=platform))
+
+
+@pytest.mark.parametrize("name", DISPATCHERS)
+@pytest.mark.parametrize("platform", KINDS)
+def test_choice_and_planner_take_a_ragged_all_to_all_on_the_same_platforms(platform, name):
+    is_taken = platform != "gpu"
+    for hardware in map(load_hardware, PLANNED[platform]):
+        found = layouts(make_workload(), hardware, 8, collections.Counter())
+        planned = {layout.dispatcher for layout in found}
+        assert ("ragged_all_to_all" in planned) == is_taken
+    homes = dict(reversed(HOMES)) | {"dropless": MeshSpec(expert=4)}
+    spec, switch = homes.get(name, MeshSpec(expert=4)), SwitchConfig(8, dispatcher=name)
+    for kind in KINDS[platform]:
+        with use_mesh(mesh_of(platform, kind, spec), spec.rules):
+            chosen = choose_dispatcher(switch, make_problem().plan, is_training=False)
+        if name == "dropless":
+            taken = FUNCTIONS["ragged_all_to_all"] if is_taken else gathered_dispatch
+            assert chosen is taken, kind
+        else:
+            own = FUNCTIONS[name]
+            assert getattr(chosen, "func", chosen) is getattr(own, "func", own), kind
+
+
+LOADS = {
+    "even": make_problem(capacity=T),
+    "with drops": make_problem(capacity=C),
+    "all to one": make_problem(np.full((8, T, 1), 5), capacity=T),
+}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        MeshSpec(data=1, fsdp=2, expert=2, model=2),
+        pytest.param(MeshSpec(node=2, expert=2), marks=pytest.mark.slow),
+        pytest.param(MeshSpec(expert=8), marks=pytest.mark.slow),
+    ],
+    ids=name_of,
+)
+def test_what_gpus_run_gives_the_numbers_of_one_device(monkeypatch, spec):
+    monkeypatch.setattr(dispatchers, "platform_of", lambda mesh: "gpu")
+    with use_mesh(spec.build(), spec.rules):
+        switch, plan = SwitchConfig(8, dispatcher="dropless"), LOADS["even"].plan
+        chosen = choose_dispatcher(switch, plan, is_training=False)
+    assert chosen is gathered_dispatch
+    run = answerer(chosen)
+    for problem in LOADS.values():
+        assert_same(
+            answer_on(spec, "ragged_all_to_all", problem, run), answer(einsum_dispatch, problem)
+        )
+
+
+def lowered_for_h200s(name):
+    """StableHLO of the dispatcher that is chosen where nothing is trained."""
+    spec, problem = MeshSpec(data=1, expert=4, model=2), make_problem(capacity=T)
+    mesh = mesh_of("gpu", "NVIDIA H200", spec)
+    with use_mesh(mesh, spec.rules):
+        switch = SwitchConfig(8, dispatcher=name)
+        chosen = choose_dispatcher(switch, problem.plan, is_training=False)
+        whole = NamedSharding(mesh, PartitionSpec())
+        arguments = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
+            problem.arguments[:3],
+        )
+        return jax.jit(chosen).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_on_gpus_a_ragged_all_to_all_is_lowered_only_where_it_is_named_and_warns_once():
+    collectives._warn_of_gpus.cache_clear()
+    with warnings.catch_warnings(record=True, action="always") as said:
+        text = lowered_for_h200s("dropless")
+        assert "ragged_all_to_all" not in text
+        assert "all_gather" in text and "reduce_scatter" in text
+        assert collectives.RAGGED_ON_GPUS not in [str(each.message) for each in said]
+        for _ in range(2):
+            assert "ragged_all_to_all" in lowered_for_h200s("ragged_all_to_all")
+    assert [str(each.message) for each in said].count(collectives.RAGGED_ON_GPUS) == 1

@@ -8,28 +8,35 @@ import pytest
 from switchx.partitioning.topology import GENERATIONS
 from switchx.planner.hardware import (
     SPECS,
+    hardware_of,
     known_hardware,
     load_hardware,
     read_spec,
 )
 from tests.data.refusals import refused
 
+PARTS = ("compute", "memory", "inside", "between", "host", "disk")
+
 
 @pytest.mark.parametrize("name", known_hardware())
 def test_committed_specs_say_where_every_number_is_from(name):
     hardware = load_hardware(name)
-    for part in (hardware.compute, hardware.memory, hardware.inside, hardware.between):
-        assert len(part.source) > 20
-        assert 0 < part.efficiency <= 1
+    for part in PARTS:
+        assert len(getattr(hardware, part).source) > 20
+        assert 0 < getattr(hardware, part).efficiency <= 1
 
 
 def test_there_are_the_pods_and_the_papers_clusters():
-    assert known_hardware() == ["a100", "h200", "v100", "v4", "v5e", "v5p", "v6e"]
+    assert known_hardware() == [
+        "a100", "b200", "h100", "h200", "tpu7x", "v100", "v4", "v5e", "v5p", "v6e",
+    ]  # fmt: skip
 
 
 def test_what_tpus_compilers_do_is_said_of_tpus_alone():
     for name in known_hardware():
-        compute, is_tpu = load_hardware(name).compute, name.startswith(("v4", "v5", "v6"))
+        hardware, is_tpu = load_hardware(name), name.startswith(("v4", "v5", "v6", "tpu"))
+        assert (hardware.platform == "tpu") == is_tpu
+        compute = hardware.compute
         assert (compute.operand_bytes, compute.sums_after_loops) == (
             (2, True) if is_tpu else (4, False)
         )
@@ -37,10 +44,29 @@ def test_what_tpus_compilers_do_is_said_of_tpus_alone():
 
 def test_memory_is_that_which_slices_are_compiled_for():
     both = sorted(GENERATIONS.keys() & set(known_hardware()))
-    assert both == ["h200", "v4", "v5e", "v5p", "v6e"]
+    assert both == sorted(GENERATIONS) == ["h200", "tpu7x", "v4", "v5e", "v5p", "v6e"]
     for name in both:
         usable = load_hardware(name).memory.usable_bytes
         assert usable == pytest.approx(GENERATIONS[name].hbm_bytes, abs=1), name
+
+
+def test_devices_are_found_by_what_jax_calls_them():
+    kinds = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA B200", "TPU7x", "TPU v5 lite")
+    assert [hardware_of(kind).name for kind in kinds] == [
+        "h100",
+        "h200",
+        "b200",
+        "tpu7x",
+        "v5e",
+    ]
+
+
+def test_a_core_of_a_tpu7x_has_half_a_chip():
+    """2,307 TFLOP/s, 192 GiB, 7.38 TB/s a chip; its 6 links of 100 GB/s each way by halves."""
+    core = load_hardware("tpu7x")
+    assert 2 * core.compute.peak_flops_per_s == 2307e12
+    assert 2 * core.memory.num_bytes == 192 << 30 and 2 * core.memory.bytes_per_s == 7.38e12
+    assert 2 * 2 * 6 * core.inside.bytes_per_s == 1200e9
 
 
 def test_achieved_is_the_vendors_number_times_one_efficiency():
@@ -62,8 +88,9 @@ def test_nodes_are_part_of_a_gpu_clusters_name():
 
 def test_an_unknown_name_lists_what_there_is():
     with refused(
-        "--hardware=h20: no such hardware; there are a100, h200, v100, v4, v5e, v5p, v6e; "
-        "write one with nodes as NAMExDEVICESxNODES (h200x8x16), or give a spec file FILE.toml"
+        "--hardware=h20: no such hardware; there are a100, b200, h100, h200, tpu7x, v100, "
+        "v4, v5e, v5p, v6e; write one with nodes as NAMExDEVICESxNODES (h200x8x16), or give a "
+        "spec file FILE.toml"
     ):
         load_hardware("h20")
 

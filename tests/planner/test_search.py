@@ -14,6 +14,7 @@ from switchx.planner.layout import Layout
 from switchx.planner.search import (
     DOES_NOT_FIT,
     GROUPS_DO_NOT_DIVIDE,
+    SHARES_BY_ROWS,
     explain,
     layouts,
     num_bytes,
@@ -150,6 +151,10 @@ def test_groups_that_do_not_divide_are_counted():
     assert {p.layout.dispatcher for p in found.plans if p.layout.expert > 1} == {"all_to_all"}
     layouts = [plan.layout for plan in found.plans]
     assert all(each.data == 1 and (each.fsdp == 1 or each.is_spread) for each in layouts)
+    # They do so by a ragged all-to-all.
+    found = search(workload, H200, 8)
+    assert found.refused[SHARES_BY_ROWS] > 0
+    assert all(plan.layout.expert == 1 for plan in found.plans)
 
 
 def test_experts_are_spread_beside_slices():
