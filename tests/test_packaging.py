@@ -98,7 +98,7 @@ def test_python_and_jax_are_those_that_are_promised(config):
     assert not [name for name in requirements if name.startswith(("tensorflow=", "torch"))]
     extras = set(config["options.extras_require"])
     assert extras >= {"tpu", "gpu", "hf", "serve", "notebooks", "dev"}
-    for extra in ("tpu", "gpu"):
+    for extra in ("tpu", "gpu", "gpu12"):
         assert config["options.extras_require"][extra].endswith(">=0.10.2,<0.13")
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.implementations import current_device
 from switchx.layers.dense import dropout, plus, times, weight, zeros
 
 MASKED = -1e9
@@ -113,6 +114,60 @@ def _softmax_backward(dtype, residuals, dweights_BHLM):
 softmax_in.defvjp(_softmax_forward, _softmax_backward)
 
 
+def attend_by_cudnn(
+    query_BLHK,
+    memory: KeysValues,
+    *,
+    bias_HLM=None,
+    row_bias_BHLM=None,
+    mask_BLM=None,
+    dropout_rate: float = 0.0,
+    key=None,
+):
+    """`attend` by cuDNN's flash attention, which keeps no scores for its backward pass.
+
+    A path of one platform, not measured yet: the default is `attend` (docs/compiled.md).
+
+    Raises:
+        ValueError: it cannot run here, or not on these arrays.
+    """
+    (_, L, _, _), M = query_BLHK.shape, memory.key_BHKM.shape[3]
+    _require_cudnn(query_BLHK.dtype, L, M)
+    biases = None if bias_HLM is None else bias_HLM[None], row_bias_BHLM
+    bias_BHLM = sum((each for each in biases if each is not None), jnp.zeros((1, 1, L, M)))
+    if mask_BLM is not None:
+        bias_BHLM = jnp.where(mask_BLM[:, None], bias_BHLM, MASKED)
+    value_BHMK = dropout(memory.value_BHMK, dropout_rate, key=key, shared_dims=(3,))
+    out_BLHK = jax.nn.dot_product_attention(
+        query_BLHK,
+        jnp.moveaxis(memory.key_BHKM, 3, 1),
+        jnp.moveaxis(value_BHMK, 2, 1),
+        # Rounded: of a float32 bias cuDNN has no gradient, which only its plan says.
+        bias_BHLM.astype(query_BLHK.dtype),
+        scale=1.0,
+        implementation="cudnn",
+    )
+    return jnp.moveaxis(out_BLHK, 2, 1)
+
+
+def _require_cudnn(dtype, L: int, M: int) -> None:
+    device = current_device()
+    refusals = {
+        f"JAX runs on {device.kind}": not device.is_nvidia,
+        f"computes in {dtype}, not in bfloat16 or float16": dtype.itemsize != 2,
+        f"has {L} queries and {M} keys, not even numbers": L % 2 or M % 2,
+        # Where JAX fails to divide cuDNN's calls: stages, microbatches of replicas, buckets.
+        "is inside of a shard_map": jax.sharding.get_abstract_mesh().manual_axes,
+    }
+    if found := [reason for reason, holds in refusals.items() if holds]:
+        raise ValueError(
+            f"ModelConfig.training_attention='cudnn': {', '.join(found)}; use 'einsum'"
+        )
+
+
+ATTENDS = {"einsum": attend, "cudnn": attend_by_cudnn}
+
+
 class AttentionOutput(nnx.Module):
     """The second half of an attention: queries read the memory, the heads go back to D.
 
@@ -133,17 +188,18 @@ class AttentionOutput(nnx.Module):
         if config.use_bias:
             self.b_out_D = zeros(config, D)
 
-    def read(self, query_BLHK, memory: KeysValues, *, key=None, **biases):
+    def read(self, query_BLHK, memory: KeysValues, *, by="einsum", key=None, **biases):
         """Output `[B, L, D]` of queries that read the memory.
 
         Args:
+            by: `einsum` (`attend`) or `cudnn`.
             key: of dropout; None for none.
             biases: `bias_HLM`, `row_bias_BHLM` and `mask_BLM` of `attend`.
         """
         if self.config.scale_attention:
             query_BLHK = query_BLHK * jnp.asarray(self.score_scale, query_BLHK.dtype)
         rate = self.config.dropout_rate
-        out_BHLK = attend(query_BLHK, memory, dropout_rate=rate, key=key, **biases)
+        out_BHLK = ATTENDS[by](query_BLHK, memory, dropout_rate=rate, key=key, **biases)
         y_BLD = times("BHLK,HKD->BLD", out_BHLK, self.w_out_HKD[...])
         return plus(y_BLD, self.b_out_D[...]) if self.config.use_bias else y_BLD
 

@@ -98,6 +98,7 @@ class Block(nnx.Module):
         """The block's output, a list of its Switch layers' statistics, in order, and the cache
         with these tokens (None without one)."""
         keys, all_stats = split_key(key, 6), []
+        by = self.config.training_attention if is_training else "einsum"
 
         def residual(x_BLD, y_BLD, key):
             rate = self.config.dropout_rate
@@ -105,6 +106,7 @@ class Block(nnx.Module):
 
         normed_BLD = self.self_attention_norm(x_BLD)
         reads = dict(
+            by=by,
             bias_HLM=inputs.bias_HLM,
             row_bias_BHLM=inputs.row_bias_BHLM,
             mask_BLM=inputs.mask_BLM,
@@ -135,6 +137,7 @@ class Block(nnx.Module):
             y_BLD = self.cross_attention(
                 self.cross_attention_norm(x_BLD),
                 memory,
+                by=by,
                 mask_BLM=inputs.memory_mask_BLM,
                 key=keys[2],
             )

@@ -96,6 +96,8 @@ class ModelConfig:
         init_scale: variance scale of every matrix's initializer (the paper's 0.1,
             section 2.4, Table 3).
         dropout_rate: on embeddings, attention weights and each sub-layer's output.
+        training_attention: by `einsum`, or by `cudnn`, flash attention on NVIDIA GPUs, in
+            training steps alone (docs/compiled.md).
         scan_layers: one `lax.scan` over repeated blocks, parameters stacked over N;
             otherwise the blocks are unrolled.
         remat: what the backward pass computes again: `none`, `minimal` (all but matmul
@@ -130,6 +132,7 @@ class ModelConfig:
     init_scale: float = at_evaluation(1.0)
     dropout_rate: float = at_evaluation(0.0)
     switch: SwitchConfig | None = None
+    training_attention: Literal["einsum", "cudnn"] = at_resume("einsum")
     scan_layers: bool = at_resume(False)
     remat: Literal["none", "minimal", "full"] = at_resume("none")
     precision: Precision = at_evaluation(Precision())

@@ -31,6 +31,7 @@ from switchx.bench.accelerator.parts import Part, Session
 from switchx.cli.main import main
 from switchx.inference.config import DecodingConfig
 from switchx.models.config import ModelConfig
+from tests.absent_devices import compute_cudnn_by_xla
 
 SESSION = Session(is_rehearsal=True, output=pathlib.Path())
 HERE = "tests.bench.accelerator_parts"
@@ -279,6 +280,10 @@ def test_a_training_step_is_timed(monkeypatch):
     assert found["measured"] > 0 and found["vs_dense"] > 0 and found["peak_gib"] > 0
     [row] = training.against_torch(SESSION, shapes, step)
     assert row["measured"] is None and row["why"] == "no torch and transformers here"
+    compute_cudnn_by_xla(monkeypatch)
+    dense, on_card = training.compiled(shapes, "dense", TINY), Session(False, pathlib.Path())
+    timed, losses = training.by_cudnn(on_card, shapes, dense)
+    assert timed["vs_dense"] > 0 and losses["measured"] < 1e-4
 
 
 def test_decoding_with_options_of_the_compiler(monkeypatch):

@@ -2,6 +2,7 @@
 """Attention against a NumPy loop, forward and gradients; its forms, dropout, first weights."""
 
 import dataclasses
+import json
 import math
 
 import jax
@@ -9,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.layers.attention import Attention, KeysValues, attend
+from pallas_kernels.aot import gpu_compiler
+from switchx.layers.attention import Attention, KeysValues, attend, attend_by_cudnn
 from switchx.models.config import ModelConfig
+from tests.absent_devices import compute_cudnn_by_xla, mesh_of
 from tests.layers.weights import numbers_for, with_params
 from tests.moe.oracle import softmax
+from tests.processes import script_with_compiler
 
 B, L, M, H, K = 2, 5, 7, 3, 4
 
@@ -136,6 +140,102 @@ def test_a_bias_for_each_row_is_added_and_has_gradients():
         *(jax.value_and_grad(each)(row_bias_BHLM) for each in (got, want)), strict=True
     ):
         np.testing.assert_allclose(f, g, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-6), ("bfloat16", 1e-2)])
+def test_what_cudnn_is_asked_for_equals_attend(dtype, error, monkeypatch):
+    """Values and raw gradients, with both biases, a mask and dropout."""
+    compute_cudnn_by_xla(monkeypatch)
+    *arrays, bias_HLM, mask_BLM = inputs()
+    biases = bias_HLM, np.stack([bias_HLM, -2 * bias_HLM])
+    target = np.random.default_rng(1).normal(size=(B, H, L, K))
+    options = dict(mask_BLM=jnp.asarray(mask_BLM), dropout_rate=0.3, key=jax.random.key(0))
+
+    def values(attend):
+        def loss(q, k, v, bias, rows):
+            memory = KeysValues(jnp.moveaxis(k, 1, 3), jnp.moveaxis(v, 1, 2))
+            out = attend(q, memory, bias_HLM=bias, row_bias_BHLM=rows, **options)
+            return jnp.sum(out.astype(jnp.float32) * target), out
+
+        arguments = [jnp.asarray(each, dtype) for each in arrays] + list(biases)
+        return jax.tree.leaves(jax.grad(loss, range(5), has_aux=True)(*arguments))
+
+    got, want = values(attend_by_cudnn), values(attend)
+    assert [each.dtype for each in got] == [each.dtype for each in want]
+    for g, w in zip(got, want, strict=True):
+        g, w = np.asarray(g, np.float32), np.asarray(w, np.float32)
+        assert np.linalg.norm(g - w) / np.linalg.norm(w) < error
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "length", "reason"),
+    [
+        ("cpu", "bfloat16", 6, "JAX runs on cpu"),
+        ("NVIDIA H200", "float32", 6, "computes in float32, not in bfloat16 or float16"),
+        ("NVIDIA H200", "bfloat16", 5, "has 5 queries and 6 keys, not even numbers"),
+        ("NVIDIA H200", "bfloat16", 6, "is inside of a shard_map"),
+    ],
+)
+def test_what_cudnn_does_not_take_is_refused(kind, dtype, length, reason):
+    query_BLHK = jnp.zeros((B, length, H, K), dtype)
+    memory = KeysValues.empty((B, H, 6, K), dtype)
+    mesh = mesh_of(kind, "gpu" if "H200" in kind else "cpu", {"data": 2})
+    if "shard_map" in reason:
+        mesh = mesh.update(axis_types=(jax.sharding.AxisType.Manual,))
+    refused = pytest.raises(ValueError, match=f"'cudnn': {reason}; use 'einsum'")
+    with refused, jax.sharding.use_abstract_mesh(mesh):
+        attend_by_cudnn(query_BLHK, memory)
+
+
+# JAX asks libcudnn for its version where it traces; XLA needs it on a device alone.
+WITH_CUDNN = """
+import json
+import jax, jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from pallas_kernels.aot.gpu_compiler import described_gpu
+from switchx.bench.compiled_layer import described_chip
+from switchx.bench.hlo_bytes import moved_bytes
+from switchx.layers import attention
+from switchx.partitioning.topology import Topology
+
+cudnn.check_cudnn_version = lambda: 91200
+attention._require_cudnn = lambda *arguments: None
+device = described_gpu("h200")
+on = jax.sharding.SingleDeviceSharding(device)
+B, H, K = 16, 12, 64
+
+def compiled(by, L, M):
+    def loss(q, k, v, bias, mask, dy):
+        memory = attention.KeysValues(k, v)
+        out = attention.ATTENDS[by](q, memory, bias_HLM=bias, mask_BLM=mask)
+        return jnp.sum((out * dy).astype(jnp.float32))
+    shapes = (B, L, H, K), (B, H, K, M), (B, H, M, K), (H, L, M), (B, L, M), (B, H, L, K)
+    dtypes = *3 * [jnp.bfloat16], jnp.float32, jnp.bool_, jnp.bfloat16
+    with described_chip(Topology.parse("h200:1"), device):
+        arrays = (jax.ShapeDtypeStruct(*each, sharding=on) for each in zip(shapes, dtypes))
+        return jax.jit(jax.grad(loss, range(4))).lower(*arrays).compile().as_text()
+
+try:
+    odd = compiled("cudnn", 113, 512)
+except NotImplementedError as error:
+    odd = str(error)
+flash, other = compiled("cudnn", 512, 512), compiled("cudnn", 114, 512)
+moved = [moved_bytes(hlo).num_bytes for hlo in (compiled("einsum", 512, 512), flash)]
+counts = [hlo.count("u8[0]{0}) custom-call(") for hlo in (flash, other)]
+print(json.dumps([odd, moved, counts]))
+"""
+
+
+@pytest.mark.aot
+def test_cudnns_attention_is_lowered_for_a_gpu_that_is_not_there():
+    """What docs/compiled.md says of it; where JAX takes or says more, this fails."""
+    done = script_with_compiler(gpu_compiler, WITH_CUDNN)
+    odd, (ours, flash), counts = json.loads(done.stdout.splitlines()[-1])
+    assert odd == "Unsupported sequence length Q 113, KV 512."
+    # Forward and backward: cuDNN's own plans would have a workspace.
+    assert counts == [2, 2]
+    workspace = 2 * 2 * 16 * 12 * 512 * 512  # bytes that cuDNN writes and reads
+    assert 0.35 < (flash + workspace) / ours < 0.55
 
 
 def test_entries_of_a_cache_go_where_they_are_put():

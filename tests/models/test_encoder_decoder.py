@@ -11,6 +11,7 @@ import pytest
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import abstract_params, bind
 from switchx.models.unroll import unrolled
+from tests.absent_devices import compute_cudnn_by_xla
 from tests.layers.weights import numbers_like
 from tests.models import oracle
 from tests.models.batches import make_batch
@@ -28,10 +29,13 @@ SPARSE = ModelConfig("encoder_decoder", V, 8, 12, 2, 4, 2, 2, activation="relu",
 UNTIED = dataclasses.replace(SPARSE, activation="geglu", switch=None, tie_embeddings=False)
 TUPE = dataclasses.replace(SPARSE, positions="tupe", max_length=11, scale_attention=True)
 CASES = {"switch": SPARSE, "untied": UNTIED, "tupe": TUPE}
+for name in ("switch", "tupe"):
+    CASES[f"{name} cudnn"] = dataclasses.replace(CASES[name], training_attention="cudnn")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_and_gradients_equal_float64(name):
+def test_logits_and_gradients_equal_float64(name, monkeypatch):
+    calls = compute_cudnn_by_xla(monkeypatch)
     config, batch = CASES[name], make_batch(V, is_encoder_decoder=True)
     params = numbers_like(abstract_params(config), scale=0.4)
     is_token_BL = batch["decoder_segment_ids"] > 0
@@ -46,6 +50,7 @@ def test_logits_and_gradients_equal_float64(name):
         return jnp.sum(logits_BLV * target_BLV) + balance, (logits_BLV, stats)
 
     grads, (logits_BLV, stats) = jax.jit(jax.grad(loss, has_aux=True))(params)
+    assert calls == ["cudnn"] * (6 if name.endswith("cudnn") else 0)  # 2 + 2 * 2 attentions
     want_BLV, losses = oracle.model(config, params, batch, is_training=True)
     np.testing.assert_allclose(
         logits_BLV[is_token_BL], want_BLV[is_token_BL], rtol=1e-4, atol=1e-4
@@ -71,6 +76,14 @@ def test_logits_and_gradients_equal_float64(name):
     slope = (moved(1e-6) - moved(-1e-6)) / 2e-6
     dot = sum(map(np.vdot, jax.tree.leaves(grads), jax.tree.leaves(direction)))
     np.testing.assert_allclose(dot, slope, rtol=1e-3)
+
+
+def test_cudnn_is_asked_in_training_alone():
+    config, batch = CASES["switch cudnn"], make_batch(V, is_encoder_decoder=True)
+    model = bind(config, numbers_like(abstract_params(config)))
+    model(batch, is_training=False)
+    with pytest.raises(ValueError, match="training_attention='cudnn': JAX runs on cpu"):
+        model(batch, is_training=True)
 
 
 def test_evaluation_has_its_own_capacity():

@@ -66,7 +66,7 @@ def toolkit() -> int:
             continue
         return major
     raise ValueError(
-        "JAX has no plug-in for NVIDIA's cards here; install one: pip install -e '.[gpu]'"
+        "JAX has no plug-in for NVIDIA's cards here; pip install -e '.[gpu]' (or '.[gpu12]')"
     )
 
 
@@ -76,5 +76,5 @@ def check_driver(driver: str, cuda: int) -> None:
     if int(driver.partition(".")[0]) < least:
         raise ValueError(
             f"the driver is {driver}, and JAX here brings CUDA {cuda}, which needs {least} or "
-            "later; update the driver, or install JAX for an older CUDA"
+            "later; update the driver, or install JAX for an older CUDA ('.[gpu12]')"
         )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of `check accelerator` about training: a Switch-Base-like model's step on the card.
 
-Dispatchers against the dense model of equal FLOPs, PyTorch's Switch Transformer, and losses
-against those of the machine's CPU.
+Dispatchers against the dense model of equal FLOPs, PyTorch's Switch Transformer, losses against
+those of the machine's CPU, and cuDNN's attention.
 """
 
 import concurrent.futures
@@ -91,6 +91,7 @@ def training(session: Session) -> Iterator[dict[str, Any]]:
         yield from _against(session, shapes, dense, [each.result() for each in second])
     yield from against_torch(session, shapes, adamw.result())
     yield from losses(session)
+    yield from by_cudnn(session, shapes, dense)
 
 
 @dataclasses.dataclass
@@ -212,12 +213,28 @@ def losses(session: Session) -> Iterator[dict[str, Any]]:
         for device in (jax.devices()[0], jax.devices("cpu")[0]):
             # Kernels are chosen by it while the step is traced.
             with jax.default_device(device):
-                step = compiled(shapes, way, config)
-                state, batch, values = step.init(), jax.device_put(step.batch), []
-                for _ in range(session.sized(STEPS_OF_LOSSES, 3)):
-                    state, metrics = step.step(state, batch)
-                    values.append(float(metrics.loss))
-            found[device.platform] = values
+                found[device.platform] = _losses(session, compiled(shapes, way, config))
         on_card, on_cpu = list(found.values())[0], list(found.values())[-1]
         largest = max(abs(a - b) for a, b in zip(on_card, on_cpu, strict=True))
         yield row(f"losses, {way}", largest, "nats", on_card=on_card, on_cpu=on_cpu)
+
+
+def _losses(session: Session, step: CompiledStep) -> list[float]:
+    state, batch, values = step.init(), jax.device_put(step.batch), []
+    for _ in range(session.sized(STEPS_OF_LOSSES, 3)):
+        state, metrics = step.step(state, batch)
+        values.append(float(metrics.loss))
+    return values
+
+
+def by_cudnn(session: Session, shapes: Shapes, dense: CompiledStep) -> Iterator[dict[str, Any]]:
+    """The dense model's step and losses with cuDNN's attention; last, as no card has run it."""
+    name = "cuDNN's attention"
+    if session.is_rehearsal:
+        yield row(f"dense, {name}", None, "tokens/s", why="there is no NVIDIA GPU")
+        return
+    config = dataclasses.replace(dense.config, training_attention="cudnn")
+    step = compiled(shapes, f"dense, {name}", config)
+    yield from _against(session, shapes, dense, [step])
+    pairs = zip(_losses(session, step), _losses(session, dense), strict=True)
+    yield row(f"losses, {name}", max(abs(a - b) for a, b in pairs), "nats")
