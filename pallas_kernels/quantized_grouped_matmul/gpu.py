@@ -116,7 +116,15 @@ def _w_dtype(bits: int):
 def _checked(tiling: Tiling, D: int, dtype, bits: int, group_size: int | None,
              num_matrices: int = 1) -> Tiling:  # fmt: skip
     tiling = checked(tiling, D, dtype, _w_dtype(bits), num_matrices=num_matrices)
-    if group_size is None or group_size == D:
+    has_groups = group_size is not None and group_size != D
+    # Each of three has 152 registers a thread; what it converts would be spilled.
+    if tiling.warpgroups == 3 and (tiling.tile_m > 64 or has_groups and tiling.tile_n > 64):
+        raise ValueError(
+            f"tile_m={tiling.tile_m} by tile_n={tiling.tile_n} and the weights that are "
+            "converted leave three warpgroups no registers; use two, or tile_m=64 and, with "
+            "groups of scales, tile_n <= 64"
+        )
+    if not has_groups:
         return tiling
     if group_size % tiling.tile_k:
         raise ValueError(

@@ -227,9 +227,14 @@ def compiled_by(jax: str, cases: list[Case]) -> list[dict]:
     found = subprocess.run(
         [python, "-m", "pallas_kernels.aot.gpu_compiler", "h200"],
         input=json.dumps([dataclasses.asdict(case) for case in cases]),
-        env=os.environ | {gpu_compiler.FOLDER_VARIABLE: str(compiler), "PYTHONPATH": str(ROOT)},
-        check=True, capture_output=True, text=True,
+        # Not the flags of XLA that this JAX has.
+        env={
+            "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT),
+            gpu_compiler.FOLDER_VARIABLE: str(compiler),
+        },
+        capture_output=True, text=True,
     )  # fmt: skip
+    assert found.returncode == 0, found.stderr[-2000:]
     return [json.loads(line) for line in found.stdout.splitlines()]
 
 
@@ -303,19 +308,42 @@ def test_what_is_tested_is_what_runs():
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("jax", JAX)
 def test_no_candidate_of_tune_spills(needs_cuda, jax):
-    cases, (D, F), E = [], (1024, 4096), 32
+    cases, (D, F), E = {}, (1024, 4096), 32
     for rows, bits, group_size in itertools.product((4, 8, 32, 256), (8, 4), (None, 128)):
         sizes = {"R": rows * E, "D": D, "F": F, "E": E, "bits": bits, "group_size": group_size}
-        cases += [
-            Case("quantized_grouped_matmul", **sizes, tiling=dataclasses.asdict(tiling))
-            for tiling in quantized_gpu.candidates(**sizes)
-        ]
+        for tiling in quantized_gpu.candidates(**sizes):
+            # Panels and stages are numbers in the same code.
+            code = dataclasses.replace(tiling, panel=1, stages=0), bits, group_size
+            cases[code] = Case(
+                "quantized_grouped_matmul", **sizes, tiling=dataclasses.asdict(tiling)
+            )
     found = [
         (row["case"], row["error"] or row["spill_bytes"])
-        for row in compiled_by(jax, cases)
+        for row in compiled_by(jax, list(cases.values()))
         if row["error"] or row["spill_bytes"]
     ]
     assert found == []
+
+
+@pytest.mark.aot
+@pytest.mark.timeout(900)
+def test_a_rehearsal_in_an_environment_as_cards_have_it(tmp_path):
+    """Python 3.12 or newer, JAX 0.11, neither gin, Grain nor TFDS, and no installation."""
+    python = NEWER.absolute() / "0.11/env/bin/python"
+    if not python.exists():
+        pytest.skip(f"no JAX 0.11 in {NEWER}; run `make test-aot`, which installs it")
+    words = ["-m", "switchx.bench.accelerator", "--rehearsal", "--json"]
+    found = subprocess.run(
+        [python, *words, f"--output={tmp_path / 'out'}"], cwd=ROOT, capture_output=True,
+        text=True, env={"PATH": os.environ["PATH"]},
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr[-2000:]
+    rows = json.loads(found.stdout.splitlines()[-1])["results"]
+    versions = {row["case"]: row["measured"] for row in rows if row["unit"] == "version"}
+    assert versions["jax"].startswith("0.11.")
+    assert versions["gin-config"] == versions["grain"] == "missing"
+    peers = [row["why"] for row in rows if row["case"] == "transformers, AdamW"]
+    assert peers == ["no torch and transformers here"]
 
 
 # With one set of sizes and of weights: nothing but the result before tells two calls apart.
