@@ -42,7 +42,7 @@ from switchx.inference.texts import Texts, token_array, token_lists
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, of_task
 from switchx.models.stages import without_experts
-from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.mesh import CompilerOptions, MeshSpec
 from switchx.training.compilation_cache import compiled_programs_kept
 from switchx.training.start import params_of_job
 from switchx.tree import num_elements
@@ -112,8 +112,7 @@ class Model:
         text_format = TextFormat.of_training(
             describe(job.source, "job.source"), is_encoder_decoder=job.model.is_encoder_decoder
         )
-        model, vocabulary = job.model, job.vocabulary
-        return cls(model, params, vocabulary, step, text_format, fingerprint, devices)
+        return cls(job.model, params, job.vocabulary, step, text_format, fingerprint, devices)
 
     @property
     def num_params(self) -> int:
@@ -157,7 +156,7 @@ class Model:
         padding = ((0, rows - B), (0, 0))
         arrays = {name: jnp.pad(token_BL, padding) for name, token_BL in arrays.items()}
         if self.experts is not None:
-            arrays["params"] = self._separated
+            arrays |= {"params": self._separated, "options": self.devices.options}
             return self.experts.run(logits_of, slotted(config), **arrays)[:B]
         self.devices.check(config, self.params)
         shapes = tuple(token_BL.shape for token_BL in arrays.values())
@@ -282,7 +281,7 @@ class Model:
         """The parameters as generators take them, once for all of them."""
         if self.experts is not None:
             return self.experts.params
-        return separate_experts(self.params) if self.devices is ONE_DEVICE else self.params
+        return separate_experts(self.params) if self.devices.mesh is None else self.params
 
     def _read(self, texts: Texts, role: Literal["inputs", "targets"]):
         return token_lists(texts, role, self.config, self.vocabulary, self.text_format)
@@ -295,6 +294,7 @@ def load(
     mesh: MeshSpec | None = None,
     expert_slots: int | ExpertSlots | None = None,
     task: str | None = None,
+    compiler: CompilerOptions = CompilerOptions(),
 ) -> Model:
     """The model in a run folder, or the one that `switchx quantize` wrote.
 
@@ -306,13 +306,14 @@ def load(
             were chosen last; all are in host memory, and what is computed stays the same.
             None has all on the device. `ExpertSlots` has more options (`host_bytes`: of files).
         task: where experts are divided among tasks, the one whose experts are loaded.
+        compiler: XLA's options of the model's programs.
 
     Raises:
         ValueError: the folder is neither, has no complete checkpoint, or its parameters are
             not those of its configuration (all that differ are named); a quantized model's
             files are damaged, missing or of another version (the file is named); the mesh does
             not fit the devices or a parameter; there is no such `task` or `expert_slots`, or
-            the folder is not read expert by expert (`host_bytes`).
+            the folder is not read expert by expert (`host_bytes`); XLA refuses an option.
     """
     if task is not None:
         require(
@@ -321,10 +322,11 @@ def load(
             "folder without slots, or what `switchx quantize --task` wrote, without task",
         )
         about = read_config(RunFolder(model_dir))
-        return _of_task(load(model_dir, step, mesh=mesh), about, task)
+        return _of_task(load(model_dir, step, mesh=mesh, compiler=compiler), about, task)
+    devices = ModelMesh.of(mesh, compiler)
     if expert_slots is not None:
-        return _load_with_slots(model_dir, step, mesh, expert_slots)
-    devices = ModelMesh.of(mesh)
+        model = _load_with_slots(model_dir, step, mesh, expert_slots)
+        return dataclasses.replace(model, devices=devices)
     if is_artifact(model_dir):
         return _load_artifact(pathlib.Path(model_dir).expanduser(), step, devices)
     return _load_run(model_dir, step, devices)

@@ -17,8 +17,6 @@ from switchx.gin_config.files import close_match, configuration_of, did_you_mean
 
 GIN_PREFIX = "--gin."
 _OURS = ("switchx", "pallas_kernels")  # whose errors are for a person
-# Those of a MeshSpec, whose module imports JAX; not `pipe`, which is for training.
-MESH_AXES = ("data", "fsdp", "node", "expert", "model")
 DEVICES_FLAG = "--xla_force_host_platform_device_count"
 
 
@@ -181,17 +179,6 @@ def option_words(values: dict[str, Any]) -> list[str]:
     return [f"--{name}={text}" for name, text in texts.items()]
 
 
-def add_mesh(parser: CommandParser, default: str) -> None:
-    """`--mesh=expert=4,model=2`; `mesh_spec` makes a MeshSpec of it."""
-    parser.add_argument(
-        "--mesh",
-        type=_mesh_sizes,
-        metavar="AXIS=N,..",
-        help=f"devices along the axes {', '.join(MESH_AXES)} that the model and its batches "
-        f"are split over, as expert=4,model=2; data takes what is left; default: {default}",
-    )
-
-
 def add_task(parser: CommandParser) -> None:
     parser.add_argument(
         "--task",
@@ -199,13 +186,6 @@ def add_task(parser: CommandParser) -> None:
         metavar="NAME",
         help="of a model whose experts are divided among tasks, the one whose are loaded",
     )
-
-
-def mesh_spec(arguments: argparse.Namespace):
-    """The MeshSpec of `--mesh`, or None without it."""
-    from switchx.partitioning.mesh import MeshSpec
-
-    return None if arguments.mesh is None else MeshSpec(**arguments.mesh)
 
 
 # Types of arguments.
@@ -247,19 +227,6 @@ def _step(text: str) -> int | str:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no step; give its number, or best")
     return int(text)
-
-
-def _mesh_sizes(text: str) -> dict[str, int]:
-    sizes = {}
-    for part in text.split(","):
-        axis, _, size = part.partition("=")
-        if axis not in MESH_AXES or not size.isdecimal() or not int(size) or axis in sizes:
-            raise argparse.ArgumentTypeError(
-                f"{part!r} is no axis of a mesh; write AXIS=N with N of at least 1, each of "
-                f"{', '.join(MESH_AXES)} once at most, as expert=4,model=2"
-            )
-        sizes[axis] = int(size)
-    return sizes
 
 
 # Gin's arguments, and what they describe.

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from switchx.cli import arguments as shared
+from switchx.cli import devices
 from switchx.inference.config import DecodingConfig
 
 DESCRIPTION = """\
@@ -63,7 +64,7 @@ def add_command(commands) -> None:
         help="of parameters and of computing, routers apart; default: as they are",
     )
     number("--devices", type=shared.positive, default=1, help="to split over (default: 1)")
-    shared.add_mesh(parser, "the planner's for --devices; data is 1 unless given")
+    devices.add_mesh(parser, "the planner's for --devices; data is 1 unless given")
     parser.add_argument(
         "--memory", type=float, metavar="GIB", help="of a device; default: no limit"
     )

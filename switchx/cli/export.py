@@ -9,6 +9,7 @@ import shlex
 from typing import Any
 
 from switchx.cli import arguments as shared
+from switchx.cli import devices
 from switchx.fields import options
 from switchx.inference.config import DecodingConfig
 from switchx.manifest import git_commit, require_free
@@ -52,7 +53,8 @@ def add_command(commands) -> None:
         help="device whose kernels are taken, as JAX names it; default: TPU v5 lite, NVIDIA "
         "H200. One platform alone",
     )
-    shared.add_mesh(parser, "one device; data is 1 unless given")
+    devices.add_mesh(parser, "one device; data is 1 unless given")
+    devices.add_xla(parser)
     shared.add_step(parser, "checkpoint of a run folder")
     shared.add_task(parser)
     parser.add_argument(
@@ -82,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     output = require_free(arguments.output)
     shapes = Shapes(arguments.batch_size, arguments.input_length)
-    mesh = shared.mesh_spec(arguments)
+    where = devices.mesh_spec(arguments), devices.compiler_options(arguments)
     model = api.load(arguments.model_dir, arguments.step, task=arguments.task)
     decoding = DecodingConfig(
         is_prompt_bidirectional=model.text_format.is_prompt_bidirectional,
@@ -95,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         model.params,
         decoding,
         shapes,
-        [Target(name, arguments.device_kind, mesh) for name in arguments.platform],
+        [Target(name, arguments.device_kind, *where) for name in arguments.platform],
         _provenance(arguments, model),
         model.save_vocabulary,
         ring_slots=arguments.ring_slots,
@@ -135,8 +137,9 @@ def _provenance(arguments: argparse.Namespace, model) -> dict[str, Any]:
     given["platform"] = ",".join(arguments.platform)
     if arguments.mesh:
         given["mesh"] = ",".join(f"{axis}={size}" for axis, size in arguments.mesh.items())
+    xla = [f"--xla={option}" for option in arguments.xla]
     return {
-        "rebuild": shlex.join(["switchx", "export", *shared.option_words(given)]),
+        "rebuild": shlex.join(["switchx", "export", *shared.option_words(given), *xla]),
         "fingerprint": model.fingerprint,
         "step": model.step,
         "switchx": git_commit(),
@@ -147,9 +150,9 @@ def _provenance(arguments: argparse.Namespace, model) -> dict[str, Any]:
 def _text(report: dict[str, Any]) -> str:
     lines = []
     for name, program in report["platforms"].items():
-        devices = " x ".join(f"{axis}={n}" for axis, n in report["mesh"].items() if n > 1)
+        axes = " x ".join(f"{axis}={n}" for axis, n in report["mesh"].items() if n > 1)
         same = ", to be run by this version of JAX" if program["needs_same_jax"] else ""
-        where = f"mesh {devices}" if devices else "one device"
+        where = f"mesh {axes}" if axes else "one device"
         lines.append(f"{name}: {program['device_kind']}, {where}{same}")
     if ring := report["ring"]:
         lines.append(

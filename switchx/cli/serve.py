@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 
 from switchx.cli import arguments as shared
+from switchx.cli import devices
 from switchx.cli import expert_slots as slots
 from switchx.fields import require
 from switchx.serving.limits import Limits
@@ -69,7 +70,8 @@ def add_command(commands) -> None:
         help="such a folder, and what clients call its model; may be given several times",
     )
     shared.add_step(parser, "checkpoint of a run folder")
-    shared.add_mesh(parser, "one device")
+    devices.add_mesh(parser, "one device")
+    devices.add_xla(parser)
     slots.add_expert_slots(parser)
     shared.add_task(parser)
     parser.add_argument(
@@ -187,9 +189,10 @@ def model_folders(arguments: argparse.Namespace) -> dict:
     )
     settings = {
         "step": arguments.step,
-        "mesh": shared.mesh_spec(arguments),
+        "mesh": devices.mesh_spec(arguments),
         "expert_slots": slots.expert_slots(arguments),
         "task": arguments.task,
+        "compiler": devices.compiler_options(arguments),
     }
     return {name: ModelFolder(folder, **settings) for name, folder in named}
 

@@ -106,7 +106,8 @@ def _compiled(root: pathlib.Path, programs, name: str, platform: str, mesh) -> d
     exported = jax_export.deserialize(bytearray((root / program["file"]).read_bytes()))
     run = jax.jit(exported.call, donate_argnums=() if name == "prefill" else (1,))
     traced = run.trace(structs(programs["weights"]), structs(program["in"]))
-    compiled = traced.lower(lowering_platforms=(platform,)).compile()
+    lowered = traced.lower(lowering_platforms=(platform,))
+    compiled = lowered.compile(compiler_options=programs.get("compiler_options"))
     memory = compiled.memory_analysis()
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     used = memory.temp_size_in_bytes + memory.generated_code_size_in_bytes

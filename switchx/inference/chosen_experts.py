@@ -192,18 +192,19 @@ class ChosenExperts:
         hits = traffic.hits / traffic.requested if traffic.requested else 0.0
         return kinds_of_call(self._config, hardware, self._calls, size, "chosen", hits)
 
-    def run(self, program, *settings, shape: tuple = (), state=None, **arrays):
+    def run(self, program, *settings, shape: tuple = (), options=(), state=None, **arrays):
         """What a jitted program returns, cut at its Switch layers.
 
         Args:
             settings: its static arguments, which are its first ones.
             shape: by which `Programs.holds` finds it.
+            options: of the compiler, for all but the programs of single experts.
             state: an argument of this name whose arrays are not read after the call.
             arrays: its other arguments; `params` are `self.params`.
         """
         arrays = arrays if state is None else arrays | {"state": without_aliases(state)}
         self.num_calls += 1
-        cut = cut_program(program, settings, arrays, shape)
+        cut = cut_program(program, settings, arrays, shape, options)
         self._calls[cut.rows] += 1
         return cut(jax.tree.leaves(arrays), self.run_rows)
 

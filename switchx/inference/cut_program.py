@@ -61,13 +61,15 @@ class CutProgram:
         rows: of each cut the number of its layer, and R.
     """
 
-    def __init__(self, traced: jax.stages.Traced, is_donated: Sequence[bool]):
+    def __init__(self, traced: jax.stages.Traced, is_donated: Sequence[bool], options=()):
         """Cuts; a part is compiled when it first runs.
 
         Args:
             traced: `jax.jit(program).trace(...)`.
             is_donated: of each argument, whether nothing else reads it after a call.
+            options: of the compiler, as of `Programs.run`.
         """
+        self._options = options
         closed: ClosedJaxpr = traced.jaxpr
         jaxpr = closed.jaxpr
         self._arguments, self._results = jaxpr.invars, jaxpr.outvars
@@ -122,7 +124,7 @@ class CutProgram:
             read = variables(atom for equation in group for atom in equation.invars)
             inputs = tuple(var for var in read if var not in made)
             ended = {var for var in inputs if var not in live and var not in kept}
-            run = _compiled(group, inputs, outputs, ended)
+            run = _compiled(group, inputs, outputs, ended, self._options)
             parts.append(Part(run, inputs, outputs, tuple(after)))
             live |= dict.fromkeys(inputs)
         return parts[::-1]
@@ -143,7 +145,7 @@ def variables(atoms: Iterable[Any]) -> dict[Var, None]:
     return {atom: None for atom in atoms if not isinstance(atom, Literal)}
 
 
-def _compiled(equations, inputs: Sequence[Var], outputs: Sequence[Var], ended: set[Var]):
+def _compiled(equations, inputs: Sequence[Var], outputs: Sequence[Var], ended: set, options):
     """A jitted function of the inputs' values. Those that end give their memory to outputs of
     the same shape and dtype."""
 
@@ -154,7 +156,8 @@ def _compiled(equations, inputs: Sequence[Var], outputs: Sequence[Var], ended: s
         if var in ended and free[kind]:
             free[kind] -= 1
             donated.append(number)
-    return jax.jit(function_of(equations, inputs, outputs), donate_argnums=donated)
+    function = function_of(equations, inputs, outputs)
+    return jax.jit(function, donate_argnums=donated, compiler_options=dict(options))
 
 
 def function_of(equations: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence[Var]):
@@ -164,19 +167,17 @@ def function_of(equations: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: S
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
 
 
-def cut_program(program, settings: tuple, arrays: dict[str, Any], shape: tuple) -> CutProgram:
+def cut_program(program, settings: tuple, arrays: dict, shape: tuple, options) -> CutProgram:
     """A program for arguments of the shapes and dtypes of these, of any model; `PROGRAMS` keeps
     it.
 
     Args:
         settings: its static arguments.
-        shape: see `Programs.holds`.
+        shape, options: see `Programs.run`.
     """
     kind = kind_of(arrays)
-
-    return PROGRAMS.kept(
-        (program, settings, shape, kind), lambda: (traced(program, settings, kind), 1)
-    )
+    key = program, settings, shape, options, kind
+    return PROGRAMS.kept(key, lambda: (traced(program, settings, kind, options), 1))
 
 
 @functools.lru_cache(maxsize=MOST_KNOWN)
@@ -185,12 +186,12 @@ def rows_of(program, settings: tuple, kind: tuple) -> tuple[tuple[int, int], ...
     return traced(program, settings, kind).rows
 
 
-def traced(program, settings: tuple, kind: tuple) -> CutProgram:
+def traced(program, settings: tuple, kind: tuple, options=()) -> CutProgram:
     """A program for arguments of a kind, nothing of it compiled."""
     structure, shapes = kind
     leaves = [jax.ShapeDtypeStruct(*each) for each in shapes]
     arrays = jax.tree.unflatten(structure, leaves)
-    return CutProgram(program.trace(*settings, **arrays), donated_leaves(arrays))
+    return CutProgram(program.trace(*settings, **arrays), donated_leaves(arrays), options)
 
 
 def kind_of(arrays) -> tuple:

@@ -42,7 +42,7 @@ from switchx.inference.rows import Rows, RowSettings
 from switchx.manifest import new_folder, num_bytes, write_manifest
 from switchx.models.config import ModelConfig
 from switchx.models.unroll import unrolled
-from switchx.partitioning.mesh import MeshSpec, batch_parts
+from switchx.partitioning.mesh import CompilerOptions, MeshSpec, batch_parts
 
 # JAX does not promise to run them in later versions: `run_exported` asks for this one.
 UNSTABLE_CALLS = ("ragged_all_to_all", "__gpu$xla.gpu.triton")
@@ -60,6 +60,7 @@ class Target:
         platform: one of `DEVICE_KINDS`.
         device_kind: as JAX names the device; None is that of `DEVICE_KINDS`.
         mesh: None is one device.
+        compiler: XLA's options of the programs, which are compiled where they run.
 
     Raises:
         ValueError: no device of the platform has such a name.
@@ -68,12 +69,12 @@ class Target:
     platform: str
     device_kind: str | None = None
     mesh: MeshSpec | None = None
+    compiler: CompilerOptions = CompilerOptions()
 
     def __post_init__(self):
         names = _KINDS[self.platform]
-        is_known = self.kind.startswith(names)
-        if self.platform == "tpu":
-            is_known = is_tpu_kind(self.kind)
+        is_tpu = self.platform == "tpu"
+        is_known = is_tpu_kind(self.kind) if is_tpu else self.kind.startswith(names)
         require(
             is_known,
             f"device_kind={self.kind!r} of platform {self.platform!r}: no device of it is "
@@ -231,9 +232,8 @@ def _export(config: ModelConfig, params, decoding, shapes: Shapes, target: Targe
     devices.check(config, params)
     params = jax.eval_shape(lambda params: native(params, target.platform), params)
     params = devices.abstract(params)
-    if ring_slots is None:
-        bound = _Resident(params)
-    else:
+    bound = _Resident(params)
+    if ring_slots is not None:
         bound = _Streamed(config, params, ring_slots, devices.mesh)
     inputs, weights = _split(devices, _inputs(config, shapes)), bound.weights
     # What rows ask for is the same for all, constants of the program.
@@ -265,6 +265,7 @@ def _export(config: ModelConfig, params, decoding, shapes: Shapes, target: Targe
     text = programs["step"]["program"].mlir_module()
     return {
         "device_kind": target.kind,
+        "compiler_options": target.compiler.for_decoding(target.platform, target.kind),
         "needs_same_jax": any(f"custom_call @{call}" in text for call in UNSTABLE_CALLS),
         "weights": bound.described(),
         **programs,

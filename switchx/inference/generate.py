@@ -151,7 +151,7 @@ class Generator:
         self.stops = StopStrings(vocabulary, decoding.stop) if decoding.stop else None
         devices.check(config, params)
         self.config = config if experts is None else slotted(config)
-        self.params = separate_experts(params) if devices is ONE_DEVICE else params
+        self.params = separate_experts(params) if devices.mesh is None else params
         self.decoding, self.batch_size, self.devices = decoding, batch_size, devices
         self.experts = experts
 

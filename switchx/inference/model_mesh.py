@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model in use on a device mesh: where its arrays are.
+"""A model in use on a device mesh: where its arrays are, and how its programs are compiled.
 
 Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 3.1, Table 2: decoding with the experts
 over devices. Parameters follow the rules that training follows.
@@ -9,16 +9,17 @@ Dims: B batch
 
 import contextlib
 import dataclasses
+import functools
 import math
 
 import jax
 from jax.experimental import multihost_utils
 
-from switchx.inference.programs import PROGRAMS
+from switchx.inference.programs import PROGRAMS, Options
 from switchx.inference.quantize import is_quantized
 from switchx.models.config import ModelConfig
 from switchx.partitioning.constrain import use_mesh
-from switchx.partitioning.mesh import MeshSpec, batch_parts
+from switchx.partitioning.mesh import CompilerOptions, MeshSpec, batch_parts
 from switchx.partitioning.rules import Rules, param_shardings
 
 
@@ -29,15 +30,34 @@ class ModelMesh:
     Attributes:
         mesh: None is the default device alone.
         rules: what is split over which axis of the mesh.
+        compiler: XLA's options of all programs.
     """
 
     mesh: jax.sharding.Mesh | None = None
     rules: Rules = Rules()
+    compiler: CompilerOptions = CompilerOptions()
 
     @classmethod
-    def of(cls, spec: MeshSpec | None) -> "ModelMesh":
-        """Raises ValueError where the mesh does not use exactly the devices there are."""
-        return ONE_DEVICE if spec is None else cls(spec.build(), spec.rules)
+    def of(cls, spec: MeshSpec | None, compiler=CompilerOptions()) -> "ModelMesh":
+        """Raises ValueError where the mesh does not use exactly the devices there are, or XLA
+        refuses an option."""
+        built = (None, Rules()) if spec is None else (spec.build(), spec.rules)
+        devices = cls(*built, compiler)
+        if options := dict(devices.options):
+            try:
+                jax.jit(lambda: 0, compiler_options=options).lower().compile()
+            except jax.errors.JaxRuntimeError as error:
+                way_out = "use names and values that this version of XLA knows"
+                wrong = f"the compiler refuses {options}: {error}; {way_out}"
+                raise ValueError(wrong) from error
+        return devices
+
+    @functools.cached_property
+    def options(self) -> Options:
+        """Those of `compiler` for these devices."""
+        device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
+        options = self.compiler.for_decoding(device.platform, device.device_kind)
+        return tuple(sorted(options.items()))
 
     def use(self):
         """A context in which programs are traced for these devices, and run on them."""
@@ -48,9 +68,9 @@ class ModelMesh:
     def run(self, function, settings: tuple, shape: tuple, **arrays):
         """What a function returns, compiled for these devices, which all threads that run
         programs on them begin in one order; see `Programs.run`."""
-        is_on_mesh = self.mesh is not None
+        how = {"is_on_mesh": self.mesh is not None, "options": self.options}
         with self.use():
-            return PROGRAMS.run(function, settings, shape, is_on_mesh=is_on_mesh, **arrays)
+            return PROGRAMS.run(function, settings, shape, **how, **arrays)
 
     def check(self, config: ModelConfig, params: dict) -> None:
         """Raises ValueError where experts have a capacity and are quantized, on a mesh."""

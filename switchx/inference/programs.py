@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import jax
 
 Program = TypeVar("Program")
+# Of XLA, by name, in the order of names.
+Options = tuple[tuple[str, str], ...]
 MOST_PROGRAMS = 64
 # A program without weights moves rows: 24 to 36 memory maps and half a MiB on a CPU, where one
 # that runs a model has some hundred maps and 7 to 60 MiB.
@@ -47,7 +49,7 @@ class Programs:
         return len(self._kept)
 
     def run(
-        self, function, settings: tuple, shape: tuple, *, is_on_mesh: bool = False, **arrays
+        self, function, settings: tuple, shape: tuple, *, options=(), is_on_mesh=False, **arrays
     ):
         """What a function returns, compiled.
 
@@ -55,16 +57,17 @@ class Programs:
             function: of `settings` and then `arrays`; one named `state` is given away.
             settings: constants of the program.
             shape: what else distinguishes programs of the same settings.
+            options: `Options` of the compiler.
             is_on_mesh: it runs on several devices, which have to begin their programs in one
                 order. Two threads might begin two in different orders on two devices, whose
                 collectives would wait for each other for ever.
         """
-        key = function, settings, shape
+        key = function, settings, shape, options
 
         def make():
             if is_on_mesh:
                 self._fresh.add(key)
-            return _jitted(function, settings), 1 if "params" in arrays else SMALL
+            return _jitted(function, settings, options), 1 if "params" in arrays else SMALL
 
         jitted = self.kept(key, make)
         if not is_on_mesh:
@@ -80,7 +83,7 @@ class Programs:
         """The program of a key, which `make` makes where it is not kept.
 
         Args:
-            key: function, settings and shape, as of `run`, and what else distinguishes it.
+            key: function, settings, shape, options as of `run`, and what else distinguishes it.
             make: gives it, not compiled yet, and how many programs of a model it counts as.
         """
         with self._lock:
@@ -94,10 +97,10 @@ class Programs:
                 self._kept[key], self._size[key] = program, size
             return self._kept[key]
 
-    def holds(self, function, settings: tuple, shape: tuple) -> bool:
+    def holds(self, function, settings: tuple, shape: tuple, options: Options = ()) -> bool:
         """Whether it has a program of such a call, of `run` or of one that is cut."""
         with self._lock:
-            return any(key[:3] == (function, settings, shape) for key in self._kept)
+            return any(key[:4] == (function, settings, shape, options) for key in self._kept)
 
     def _make_space(self, size: float) -> None:
         def is_full():
@@ -109,7 +112,7 @@ class Programs:
             del self._size[left]
 
 
-def _jitted(function, settings: tuple):
+def _jitted(function, settings: tuple, options: Options):
     function = getattr(function, "__wrapped__", function)  # what is in a `jax.jit`
 
     # A function of its own: JAX keeps what it compiled as long as the function is there.
@@ -117,7 +120,7 @@ def _jitted(function, settings: tuple):
         return function(*settings, **arrays)
 
     program.__name__ = program.__qualname__ = function.__name__
-    return jax.jit(program, donate_argnames="state")
+    return jax.jit(program, donate_argnames="state", compiler_options=dict(options))
 
 
 def num_maps() -> int:

@@ -108,10 +108,10 @@ class RingExperts:
         size = self.bank.expert_bytes
         return kinds_of_call(self.config, hardware, self._calls, size, "ring")
 
-    def run(self, program, *settings, shape: tuple = (), state=None, **arrays):
+    def run(self, program, *settings, shape: tuple = (), options=(), state=None, **arrays):
         """What a jitted program returns; see `ChosenExperts.run`."""
         arrays = arrays if state is None else arrays | {"state": without_aliases(state)}
-        ring = ring_program(self.config, self.bank, program, settings, arrays, shape)
+        ring = ring_program(self.config, self.bank, program, settings, arrays, shape, options)
         self._num_calls += 1
         self._moved += ring.copied_bytes
         self._calls[ring.rows] += 1

@@ -111,11 +111,11 @@ class RingOrChosen:
         kinds = [*self.ring.kinds(hardware), *self.chosen.kinds(hardware)]
         return sorted(kinds, key=lambda kind: -kind.streaming.num_tokens)
 
-    def run(self, program, *settings, shape: tuple = (), **arrays):
+    def run(self, program, *settings, shape: tuple = (), options=(), **arrays):
         """What a jitted program returns; see `ChosenExperts.run`."""
         rows = rows_of(program, settings, kind_of(arrays))
         experts = self.ring if self._is_streamed(rows) else self.chosen
-        return experts.run(program, *settings, shape=shape, **arrays)
+        return experts.run(program, *settings, shape=shape, options=options, **arrays)
 
     def _is_streamed(self, rows: Sequence[tuple[int, int]]) -> bool:
         """Whether the formula streams whole layers, of the stack that reads the most tokens."""

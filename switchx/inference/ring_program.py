@@ -227,7 +227,7 @@ class RingProgram:
 
 
 def ring_program(
-    config: ModelConfig, bank: Bank, program, settings: tuple, arrays: dict, shape: tuple
+    config: ModelConfig, bank: Bank, program, settings: tuple, arrays: dict, shape, options
 ) -> RingProgram:
     """The program of `cut_program` with the ring in it; `PROGRAMS` keeps it."""
     kind = kind_of(arrays)
@@ -240,12 +240,12 @@ def ring_program(
             leaves = [next(donated if is_dead else kept) for is_dead in is_donated]
             return run_with_ring(config, cut, bank, leaves)
 
-        jitted = jax.jit(run, donate_argnums=0)
+        jitted = jax.jit(run, donate_argnums=0, compiler_options=dict(options))
         arguments = _donated_and_kept(jax.tree.leaves(arrays), is_donated)
         copied = copied_bytes(jitted.trace(*arguments, bank).jaxpr.jaxpr)
         return RingProgram(jitted, is_donated, cut.rows, copied), 1
 
-    key = program, settings, shape, kind, config, kind_of(bank)
+    key = program, settings, shape, options, kind, config, kind_of(bank)
     return PROGRAMS.kept(key, make)
 
 

@@ -76,7 +76,8 @@ class ExportedModel:
             if self._host_kind is None:
                 what = "experts are the device's: kinds of memory have no effect here"
                 warnings.warn(f"{self.folder.name}: {what}", stacklevel=2)
-        self._prefill, step = self._program("prefill"), self._program("step")
+        how = {"compiler_options": self._programs.get("compiler_options")}  # of XLA
+        self._prefill, step = jax.jit(self._program("prefill"), **how), self._program("step")
 
         def steps(weights, state, said):
             return jax.lax.while_loop(
@@ -86,7 +87,7 @@ class ExportedModel:
             )
 
         # A step's state is not read again: its memory is the next one's.
-        self._step, self._loop = (jax.jit(run, donate_argnums=1) for run in (step, steps))
+        self._step, self._loop = (jax.jit(f, donate_argnums=1, **how) for f in (step, steps))
         self._weights = self._read_weights()
 
     def generate(
@@ -212,7 +213,7 @@ class ExportedModel:
         except Exception as error:
             what = f"{file} cannot be read by jax {jax.__version__} ({error})"
             raise ValueError(f"{what}; {self._again}") from error
-        return jax.jit(exported.call)
+        return exported.call
 
     def _read_weights(self) -> dict:
         """One array after the other, each device with its part."""

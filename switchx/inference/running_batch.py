@@ -259,7 +259,8 @@ class RunningBatch:
         arrays = {"params": self._params, "rows": rows, **texts}
         settings = self._config, program
         if self._experts is not None:
-            return self._experts.run(prefill, *settings, shape=(B, length), **arrays)
+            how = {"shape": (B, length), "options": self._devices.options}
+            return self._experts.run(prefill, *settings, **how, **arrays)
         return self._devices.run(prefill, settings, (B, length), **arrays)
 
     def _insert(self, program, fresh: Decoding, length: int, names: list[int]) -> None:
@@ -301,7 +302,8 @@ class RunningBatch:
         arrays = {"params": params, "state": state, **limits}
         shape = len(self._sentence_B), self._length
         if self._experts is not None:
-            run = functools.partial(self._experts.run, shape=shape)
+            how = {"shape": shape, "options": self._devices.options}
+            run = functools.partial(self._experts.run, **how)
             return run_until_by(run, *settings, **arrays)
         return self._devices.run(run_until, settings, shape, **arrays)
 
@@ -373,7 +375,8 @@ def are_compiled(generator, size: int, length: int) -> bool:
     sizes = batches[: batches.index(rounded_up(size, batches)) + 1]
     if generator.decoding.pruning != "compact":
         sizes = sizes[-1:]
-    return all(PROGRAMS.holds(steps, settings, (B, length)) for B in sizes)
+    options = generator.devices.options
+    return all(PROGRAMS.holds(steps, settings, (B, length), options) for B in sizes)
 
 
 def _taken(batch: Decoding, row_B) -> Decoding:

@@ -171,7 +171,8 @@ class Scorer:
         settings = self.config, self._num_kept
         if self.experts is not None:
             arrays = {"params": self.params, "batch": batch}
-            return self.experts.run(_log_likelihoods, *settings, **arrays)
+            options = self.devices.options
+            return self.experts.run(_log_likelihoods, *settings, options=options, **arrays)
         return self._run(_log_likelihoods, settings, batch)
 
     def _run(self, function, settings: tuple, batch: dict):

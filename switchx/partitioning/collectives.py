@@ -97,9 +97,13 @@ ragged_all_to_all.defvjp(_ragged_forward, _ragged_backward)
 
 def _ragged(x_RD, sizes_PP, axes, rows):
     here = jax.lax.axis_index(axes)
+    # 0 that the compiler does not know. Do not simplify: it moves constant zeros out of a loop
+    # over layers, and as rows are received in their place, copies them in each of its turns.
+    zero = jnp.minimum(sizes_PP[0, 0], 0).astype(x_RD.dtype)
+    x_RD, zeros_RD = vary_alike(x_RD, jnp.full((rows, x_RD.shape[1]), zero))
     return jax.lax.ragged_all_to_all(
         x_RD,
-        jax.lax.full_like(x_RD, 0, shape=(rows, x_RD.shape[1])),
+        zeros_RD,
         _before(sizes_PP, 1)[here],
         sizes_PP[here],
         # Where on each destination the rows of this device begin.

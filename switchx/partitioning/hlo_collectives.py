@@ -43,7 +43,7 @@ _MESH = re.compile(
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _ENDED = re.compile(r" [\w-]+-(?:done|update)\(")
 _CALLED = re.compile(
-    r"(?:calls|to_apply|body|branch_computations|called_computations)="
+    r"(?:calls|to_apply|body|(?:branch|called)_computations|(?:true|false)_computation)="
     r"\{?(%?[\w.-]+(?:, ?%[\w.-]+)*)"
 )
 _EXCHANGE_START = re.compile(r"%?([\w.-]+) = \(.*\) all-to-all-start\(")
@@ -215,8 +215,8 @@ def computations_of(hlo: str) -> tuple[dict[str, list[str]], str]:
 
 def called_by(line: str) -> list[str]:
     """Names of the computations that an instruction runs."""
-    called = _CALLED.search(line)
-    return [name.strip().lstrip("%") for name in called[1].split(",")] if called else []
+    called = [name for names in _CALLED.findall(line) for name in names.split(",")]
+    return [name.strip().lstrip("%") for name in called]
 
 
 def branch_share(line: str, shares: Mapping[str, Fraction]) -> Fraction:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between device and host memory in a compiled program, read off its HLO text.
+"""Copies and waits that make a compiled program slow, read off its HLO text.
+
+Copies between device and host memory; of constants, in loops; and waits for the host.
 
 `switchx compile` and tests hold the ring of `host_ring.py` against it. The TPU compiler writes
 a slice of an array in host memory as a start and an end (`dynamic-slice-start`, ...), in the
@@ -33,6 +35,13 @@ _NO_WORK = re.compile(
     r"(?:.*-(?:start|done|update)|copy|bitcast|tuple|get-tuple-element|parameter|constant|"
     r"after-all|opt-barrier)$"
 )
+_INDEX = re.compile(r"\), index=(\d+)")
+# What has nothing but constants where its operands have.
+_OF_CONSTANTS = ("constant", "iota", "broadcast", "reshape", "bitcast", "copy", "fusion")
+_OF_HOST = re.compile(
+    r" (?:infeed|outfeed|send|recv)\(|custom_call_target=\"\w*python\w*callback"
+)
+_THUNK = re.compile(r"( *)\d+: k(CommandBuffer|While|Conditional)?")
 _STRIDE = re.compile(r'"byte_stride":"?(-?\d+)')
 
 
@@ -191,3 +200,83 @@ def _bytes_meanwhile(lines: list[str], start: int, name: str) -> int:
 def _bytes(array: re.Match) -> int:
     digits = re.sub(r"\D", "", array["dtype"])
     return math.prod(map(int, array["shape"].split(","))) * int(digits or 8) // 8
+
+
+def copied_constants(hlo: str) -> list[int]:
+    """Bytes of each copy, in a loop, of an array that is the same constant in every turn.
+
+    XLA moves constants out of loops. One that is written in place there, as the zeros that a
+    collective's result goes into, is then copied in each turn.
+    """
+    made, callers = {}, {}
+    for name, lines in computations_of(hlo)[0].items():
+        made[name] = {}
+        for match in filter(None, map(_INSTRUCTION.match, lines)):
+            line = match.string
+            operands = _OPERAND.findall(line[match.end() :].split(")", 1)[0])
+            made[name][match["name"]] = one = match["op"], operands, line
+            callers |= {each: (name, one, place) for place, each in enumerate(called_by(line))}
+
+    def is_in_loop(name: str) -> bool:
+        where, (op, *_), _ = callers.get(name, ("", ("",), 0))
+        return op == "while" or (where in callers and is_in_loop(where))
+
+    def is_carried(body: str, state: str, index: int | None) -> bool:
+        """Whether a loop hands an element of its state on as it is."""
+        [(op, last, _)] = [each for each in made[body].values() if " ROOT " in f" {each[2]}"]
+        if index is None or op != "tuple":
+            return False
+        _, operands, line = made[body][last[index]]
+        return operands == [state] and f"), index={index}" in line
+
+    def is_constant(name: str, value: str, index: int | None = None) -> bool:
+        """Whether an array, or an element of a tuple, comes from constants alone."""
+        op, operands, line = made[name][value]
+        if op == "get-tuple-element":
+            return is_constant(name, operands[0], int(_INDEX.search(line)[1]))
+        if op == "tuple":
+            return is_constant(name, operands[index])
+        if op != "parameter":
+            is_made = op in _OF_CONSTANTS or "AllocateBuffer" in line
+            return is_made and all(is_constant(name, each) for each in operands)
+        where, (op, operands, _), place = callers.get(name, ("", ("", [], ""), 0))
+        if op == "conditional":
+            return is_constant(where, operands[place + 1], index)
+        is_same = op == "while" and is_carried(name, value, index)
+        return is_same and is_constant(where, operands[0], index)
+
+    return [
+        _bytes(array)
+        for name in filter(is_in_loop, made)
+        for op, operands, line in made[name].values()
+        if op == "copy" and (array := _ARRAY.search(line)) and is_constant(name, operands[0])
+    ]
+
+
+def host_waits(hlo: str, thunks: str) -> int:
+    """How often a GPU's program waits for the host, with one turn of each loop.
+
+    The host reads whether a loop goes on whose trips are not known, and which branch a
+    conditional takes, unless they are in a command buffer (a CUDA graph). It also takes part
+    in callbacks and transfers.
+
+    Args:
+        thunks: what XLA runs, of the same program: `*.thunk_sequence_after_thunk_passes.txt`
+            of `--xla_dump_to`, or `*.thunk_sequence.txt` where it has no command buffer.
+    """
+    computations, entry = computations_of(hlo)
+    captured, buffer = [], None
+    for thunk in filter(None, map(_THUNK.match, thunks.splitlines())):
+        depth = len(thunk[1])
+        if buffer is None or depth <= buffer:
+            buffer = depth if thunk[2] == "CommandBuffer" else None
+        if thunk[2] in ("While", "Conditional"):
+            captured.append(buffer is not None)
+    choices = [
+        line
+        for line in _within(computations[entry], computations)
+        if " while(" in line or " conditional(" in line
+    ]
+    pairs = zip(choices, captured, strict=True)
+    read = sum(not free and '"known_trip_count"' not in line for line, free in pairs)
+    return read + len(_OF_HOST.findall(hlo))

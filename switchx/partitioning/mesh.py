@@ -266,36 +266,41 @@ def _machines(devices: Sequence) -> list[list]:
     return [machines[number] for number in sorted(machines)]
 
 
-_OPTION = re.compile(r"xla_\w+=\S+")
+_OPTION = re.compile(r"xla_\w+=\S*")
 
 
 # Of programs that gather no weights. With it a loop over blocks reads a copy of all their
 # weights in the products' dtype: half of the parameters' bytes more, from the forward pass to
 # the end of the backward pass. Where weights are gathered it halves what travels.
 DEFAULT_OPTIONS = {"tpu": {"xla_jf_bf16_propagation": "False"}}
+# Of programs that decode or score. None has been measured to be better on a device.
+DECODING_OPTIONS: dict[str, dict[str, str]] = {}
 
 
 @dataclasses.dataclass(frozen=True)
 class CompilerOptions:
-    """XLA's options of a job's compiled steps, as `xla_name=value`, by platform.
+    """XLA's options of a job's or a model's compiled programs, `xla_name=value`, by platform.
 
     They travel with each program that is compiled, so that nothing in the environment has to be
     set before JAX starts, and XLA refuses a name that it does not know. Options of other
     platforms than the mesh's are not used. configs/xla/overlap.gin says what they do.
-    `DEFAULT_OPTIONS` hold where a job does not set them and no weights are gathered.
+    `DEFAULT_OPTIONS` hold where a job does not set them and no weights are gathered,
+    `DECODING_OPTIONS` where a model is used.
 
     Attributes:
-        gpu, tpu: of the platform. Truth values are `True` and `False`.
+        gpu, tpu, cpu: of the platform. Truth values are `True` and `False`; an empty value is
+            an empty list, as of `xla_gpu_enable_command_buffer=`.
         not_on: `(device_kind, xla_name)`: that compilers of a kind of chip refuse, as
             `("TPU v5 lite", "xla_tpu_enable_async_all_to_all")`.
     """
 
     gpu: tuple[str, ...] = ()
     tpu: tuple[str, ...] = ()
+    cpu: tuple[str, ...] = ()
     not_on: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self):
-        for platform in ("gpu", "tpu"):
+        for platform in ("gpu", "tpu", "cpu"):
             options = getattr(self, platform)
             for option in options:
                 require(
@@ -308,27 +313,32 @@ class CompilerOptions:
             require(
                 not twice, f"CompilerOptions.{platform} sets {', '.join(twice)} twice; keep one"
             )
-        known = {option.partition("=")[0] for option in (*self.gpu, *self.tpu)}
+        known = {option.partition("=")[0] for option in (*self.gpu, *self.tpu, *self.cpu)}
         known |= {name for options in DEFAULT_OPTIONS.values() for name in options}
         unknown = [name for _, name in self.not_on if name not in known]
         require(
             not unknown,
-            f"CompilerOptions.not_on has {', '.join(unknown)}, which neither gpu nor tpu sets",
+            f"CompilerOptions.not_on has {', '.join(unknown)}, which no platform sets",
         )
 
     def of(
-        self, platform: str, device_kind: str = "", *, gathers_weights: bool = False
+        self, platform: str, device_kind="", *, gathers_weights=False, defaults=DEFAULT_OPTIONS
     ) -> dict[str, str]:
         """What `jax.jit(compiler_options=...)` takes on a platform; nothing on others.
 
         Args:
             device_kind: as `jax.Device.device_kind` names it.
             gathers_weights: whether devices keep slices of weights (`fsdp`).
+            defaults: by platform, what holds where weights are not gathered.
         """
         platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
-        options = {"gpu": self.gpu, "tpu": self.tpu}.get(platform, ())
+        options = {"gpu": self.gpu, "tpu": self.tpu, "cpu": self.cpu}.get(platform, ())
         found = dict(each.partition("=")[::2] for each in options)
         if not gathers_weights:
-            found = DEFAULT_OPTIONS.get(platform, {}) | found
+            found = defaults.get(platform, {}) | found
         refused = [name for kind, name in self.not_on if kind == device_kind]
         return {name: value for name, value in found.items() if name not in refused}
+
+    def for_decoding(self, platform: str, device_kind: str = "") -> dict[str, str]:
+        """What `of` gives programs that decode or score."""
+        return self.of(platform, device_kind, defaults=DECODING_OPTIONS)

@@ -26,7 +26,7 @@ from switchx.checkpoint.run_folder import RunFolder
 from switchx.checkpoint.verify import checkpoint_faults
 from switchx.inference.artifact import is_artifact
 from switchx.inference.config import ExpertSlots
-from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.mesh import CompilerOptions, MeshSpec
 from switchx.serving.limits import Limits
 from switchx.serving.metrics import Metrics
 from switchx.serving.requests import Refusal, shown
@@ -168,6 +168,7 @@ class ModelFolder:
     mesh: MeshSpec | None = None
     expert_slots: int | ExpertSlots | None = None
     task: str | None = None
+    compiler: CompilerOptions = CompilerOptions()
 
     def load(self) -> api.Model:
         """Raises ValueError as `switchx.load` does."""
@@ -177,6 +178,7 @@ class ModelFolder:
             mesh=self.mesh,
             expert_slots=self.expert_slots,
             task=self.task,
+            compiler=self.compiler,
         )
 
     def load_other(self, fingerprint: str) -> api.Model | None:

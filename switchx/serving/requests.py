@@ -18,7 +18,6 @@ from starlette.requests import ClientDisconnect, Request
 from switchx.api import Model
 from switchx.fields import FieldError, Option, options
 from switchx.inference.config import MAX_INT32, DecodingConfig
-from switchx.inference.model_mesh import ONE_DEVICE
 from switchx.object_store import is_nested_deeper
 from switchx.serving.limits import Limits
 
@@ -186,7 +185,7 @@ def fault_of_experts(model: Model) -> str | None:
         return "the model's decoder has no experts"
     if config.switch.router.kind == "expert_choice":
         return "the model's experts choose their tokens, those of a whole batch together"
-    if model.experts is not None or model.devices is not ONE_DEVICE:
+    if model.experts is not None or model.devices.mesh is not None:
         return "the model's experts are not all on one device"
     return None
 

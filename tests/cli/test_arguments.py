@@ -11,22 +11,20 @@ from typing import Literal
 import pytest
 
 from switchx.cli.arguments import (
-    MESH_AXES,
     CommandParser,
     UsageError,
     accept_gin_bindings,
     add_command,
     add_gin_arguments,
-    add_mesh,
     add_model_dir,
     add_options,
     command_line,
     configuration_words,
-    mesh_spec,
     options_of,
     parse_job,
     simulate_devices,
 )
+from switchx.cli.devices import MESH_AXES, add_mesh, mesh_spec
 from switchx.fields import FieldError, check_choices, check_options, option
 from switchx.gin_config.files import close_match, did_you_mean
 from switchx.partitioning.mesh import AXES, MeshSpec

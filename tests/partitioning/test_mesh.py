@@ -397,5 +397,5 @@ def test_bad_options(options, message):
 
 
 def test_an_exception_is_of_an_option_that_is_set():
-    with refused("CompilerOptions.not_on has xla_b, which neither gpu nor tpu sets"):
+    with refused("CompilerOptions.not_on has xla_b, which no platform sets"):
         CompilerOptions(tpu=("xla_a=1",), not_on=(("TPU v5 lite", "xla_b"),))

@@ -417,6 +417,37 @@ def test_a_loop_over_blocks_has_no_copy_of_their_weights():
         assert other[1] - ours[1] > 0.9 * copies
 
 
+WITH_ROWS = """
+import dataclasses
+from switchx.moe.config import RouterConfig
+from switchx.partitioning.host_copies import copied_constants
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.topology import Topology
+from switchx.training.aot import batch_shapes
+from switchx.training.aot_devices import describe_devices
+from switchx.training.program import TrainingProgram
+from tests.training.jobs import SPARSE, SWITCH, make_job
+
+router = RouterConfig(jitter=0.0, overflow="dropless", balance_counts="first_choice")
+switch = dataclasses.replace(SWITCH, dispatcher="ragged_all_to_all", router=router)
+sizes = {"d_model": 256, "num_decoder_layers": 4, "scan_layers": True}
+job = make_job(
+    dataclasses.replace(SPARSE, switch=switch, **sizes), mesh=MeshSpec(expert=4), batch_size=512
+)
+program = TrainingProgram(job, describe_devices(Topology.parse("h200:4")))
+with program.scope():
+    compiled = program.trace_step(batch_shapes(program)).lower().compile()
+print(max(copied_constants(compiled.as_text()), default=0))
+"""
+
+
+@pytest.mark.aot
+def test_no_rows_of_constants_are_copied_in_a_loop_over_blocks():
+    done = script_with_compiler(gpu_compiler, WITH_ROWS)
+    # Places of 512 x 8 rows are made in constants, an int32 a row; rows have 256 floats.
+    assert int(done.stdout.splitlines()[-1]) <= 4 * 512 * 8
+
+
 def test_the_child_alone_sees_the_compiler(tmp_path, monkeypatch):
     (tmp_path / "libtpu").mkdir()
     monkeypatch.setenv(tpu_compiler.FOLDER_VARIABLE, str(tmp_path))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from switchx.cli import arguments as shared
+from switchx.cli import devices
 from switchx.cli import expert_slots as slots
 
 STANDARD_INPUT = "-"
@@ -27,7 +28,8 @@ def add_arguments(parser: shared.CommandParser, input_help: str) -> None:
     """The model, the input, the output, and how inputs are batched."""
     shared.add_model_dir(parser, "run folder of `switchx train`, or of `switchx quantize`")
     shared.add_step(parser, "checkpoint of a run folder")
-    shared.add_mesh(parser, "one device")
+    devices.add_mesh(parser, "one device")
+    devices.add_xla(parser)
     slots.add_expert_slots(parser)
     shared.add_task(parser)
     parser.add_argument(
@@ -93,9 +95,10 @@ def load_model(arguments: argparse.Namespace, reporter):
     model = api.load(
         arguments.model_dir,
         arguments.step,
-        mesh=shared.mesh_spec(arguments),
+        mesh=devices.mesh_spec(arguments),
         expert_slots=slots.expert_slots(arguments),
         task=arguments.task,
+        compiler=devices.compiler_options(arguments),
     )
     if model.vocabulary is None:
         raise ValueError(
