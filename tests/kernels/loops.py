@@ -3,6 +3,7 @@
 
 import math
 
+import jax
 import numpy as np
 
 # Sizes of groups, and rows past the last one: 23 rows of 5 experts.
@@ -18,6 +19,11 @@ GROUPS = {
     # More rows than there are, which only traced sizes can say: cut at the last row.
     "too_many": [7, 0, 9, 30, 4],
 }
+
+
+def interprets(kernel: str) -> bool:
+    """Whether tests interpret a kernel: on a GPU they run Triton's as it is compiled."""
+    return kernel != "triton" or jax.default_backend() != "gpu"
 
 
 def operands(sizes_E, D: int, F: int, seed: int = 0, tail=np.nan):

@@ -203,7 +203,10 @@ def test_kernels_convert_every_weight_exactly(implementation, dtype, bits):
     q = QTensor(jnp.array(values_EFD if bits == 8 else pack_int4(values_EFD)),
                 jnp.ones((1, F, 1)), bits)  # fmt: skip
     operands = jnp.eye(D, dtype=dtype), q, jnp.array([D])
-    got_RF = quantized_grouped_matmul(*operands, implementation=implementation, interpret=True)
+    interpret = loops.interprets(implementation)
+    got_RF = quantized_grouped_matmul(
+        *operands, implementation=implementation, interpret=interpret
+    )
     want_RF = quantized_grouped_matmul(*operands, implementation="reference")
     np.testing.assert_array_equal(np.asarray(got_RF), np.asarray(want_RF))
     np.testing.assert_array_equal(np.asarray(got_RF), values_EFD[0].T.astype(dtype))
@@ -339,7 +342,8 @@ def kernel_options(implementation, features) -> dict:
     if implementation == "reference":
         return {"implementation": implementation}
     tiling = TPUTiling(32, 128, features) if implementation == "tpu" else None
-    return {"implementation": implementation, "interpret": True, "tiling": tiling}
+    interpret = loops.interprets(implementation)
+    return {"implementation": implementation, "interpret": interpret, "tiling": tiling}
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,8 @@ def quantized(case: Product, rng, is_without):
 
 
 def call(case: Product, parts: dict, sizes_E, **options):
-    options |= {"activation": case.activation, "implementation": case.kernel, "interpret": True}
+    options |= {"activation": case.activation, "implementation": case.kernel}
+    options |= {"interpret": loops.interprets(case.kernel)}
     named = {key: each for key, each in parts.items() if key in ("bias_EF", "gate_R")}
     if case.bits is not None:
         return quantized_grouped_matmul(

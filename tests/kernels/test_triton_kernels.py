@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels for GPUs that are not Hopper against loops in float64, interpreted on the CPU."""
+"""Triton's kernels against loops in float64, interpreted where there is no GPU."""
 
 import functools
 
@@ -34,7 +34,7 @@ def compiled(activation, is_gated_unit, dtype):
         return triton.forward(
             x_RD, w_EDF, sizes_E, w_gate=w_gate_EDF if is_gated_unit else None,
             bias_EF=bias_EF, activation=activation, gate_R=gate_R, has_residual=True,
-            tiling=SMALL, interpret=True,
+            tiling=SMALL, interpret=loops.interprets("triton"),
         )  # fmt: skip
 
     return jax.jit(run)
@@ -71,7 +71,7 @@ def quantized_product(activation):
     def run(x_RD, w, sizes_E, bias_EF, gate_R):
         return quantized_grouped_matmul(
             x_RD, w, sizes_E, bias_EF=bias_EF, activation=activation, gate_R=gate_R,
-            implementation="triton", interpret=True, tiling=SMALL,
+            implementation="triton", interpret=loops.interprets("triton"), tiling=SMALL,
         )  # fmt: skip
 
     return jax.jit(run)

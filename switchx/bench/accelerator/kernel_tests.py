@@ -3,6 +3,7 @@
 
 `first` runs those for which interpretation does not stand: what the interpreter of Mosaic GPU
 replaces (grouped_matmul/gpu.py lists it). `rest` runs all that have not run, slow ones, too.
+`triton` has Triton's kernels run compiled in the tests that interpret them elsewhere.
 """
 
 import os
@@ -12,14 +13,18 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from switchx.bench.accelerator import kernels
 from switchx.bench.accelerator.parts import ROOT, Session, row
 
 # Tests that the interpreter cannot run (register operands, conversions, swizzles), and those of
 # sums in parts, which were wrong where it had found nothing.
 FIRST = "on_the_gpu or shipped-parts"
+HOPPER = ["tests/kernels", "-m", "gpu"]
 WORKERS = 12
+TRITON = "triton and not refused and not platforms and not last_row"
 # Of a rehearsal: interpreted tests, which need no card.
-REHEARSED = "tests/kernels/test_mosaic_gpu.py"
+REHEARSED = ["tests/kernels/test_mosaic_gpu.py"]
+REHEARSED_TRITON = ["tests/kernels/test_triton_kernels.py", "-k", "quantized and nothing"]
 # As pytest writes them, and as its plug-in for several processes does.
 _NAMES = "PASSED|FAILED|ERROR|SKIPPED"
 _OUTCOME = re.compile(rf"\b({_NAMES}) (tests/\S+)|(tests/\S+) ({_NAMES})\b")
@@ -27,12 +32,19 @@ _OUTCOME = re.compile(rf"\b({_NAMES}) (tests/\S+)|(tests/\S+) ({_NAMES})\b")
 
 def first(session: Session) -> Iterator[dict[str, Any]]:
     """Rows of the tests that matter most."""
-    yield from outcomes(session, ["-k", FIRST])
+    yield from outcomes(session, session.sized([*HOPPER, "-k", FIRST], REHEARSED))
 
 
 def rest(session: Session) -> Iterator[dict[str, Any]]:
     """Rows of all tests."""
-    yield from outcomes(session, [])
+    yield from outcomes(session, session.sized(HOPPER, REHEARSED))
+
+
+def triton(session: Session) -> Iterator[dict[str, Any]]:
+    """Rows of the tests of Triton's kernels, then their times."""
+    of_triton = ["tests/kernels", "-m", "not slow", "-k", TRITON]
+    yield from outcomes(session, session.sized(of_triton, REHEARSED_TRITON))
+    yield from kernels.triton(session)
 
 
 def outcomes(session: Session, chosen: list[str]) -> Iterator[dict[str, Any]]:
@@ -40,17 +52,15 @@ def outcomes(session: Session, chosen: list[str]) -> Iterator[dict[str, Any]]:
     words = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
     # Above the kernels' own, conftest.py imports what a card's machine does not have.
     words += ["--confcutdir=tests/kernels"]
-    if session.is_rehearsal:
-        words += [REHEARSED, "-x"]
-    else:
-        words += ["tests/kernels", "-m", "gpu", *chosen, "-n", str(WORKERS), "--dist", "load"]
+    if not session.is_rehearsal:
+        words += ["-n", str(WORKERS), "--dist", "load"]
     done = [f"--deselect={case}" for case in session.done if case.startswith("tests/")]
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "XLA_PYTHON_CLIENT_MEM_FRACTION": ".05",
     }
     process = subprocess.Popen(
-        [*words, *done], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
+        [*words, *chosen, *done], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )  # fmt: skip
     lines = []

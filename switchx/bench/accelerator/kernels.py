@@ -257,95 +257,11 @@ def error_of(each: TimedProduct, given: tuple, results) -> float:
     return float(np.linalg.norm(y_rF - expected_rF) / np.linalg.norm(expected_rF))
 
 
-# Rows of 4 experts: ragged, one with all, single rows, none, more than there are.
-GROUPS = ((5, 0, 17, 2), (0, 24, 0, 0), (1, 1, 1, 1), (0, 0, 0, 0), (9, 11, 7, 5))
-SIZES = (26, 200, 136)  # R, D, F
-TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-5}
-
-
 def triton(session: Session) -> Iterator[dict[str, Any]]:
-    """Triton's kernels forced, 40 cases against NumPy in float64, and their times."""
-    for dtype, bits in itertools.product(TOLERANCE, (None, 8, 4)):
-        for number, sizes in enumerate(session.sized(GROUPS, GROUPS[:2])):
-            weights = f"int{bits} weights" if bits else "own weights"
-            case = f"{dtype} rows, {weights}, sizes {number}"
-            if session.is_wanted(case):
-                yield _checked(case, dtype, _product_error(session, dtype, bits, sizes))
-    for dtype in TOLERANCE:
-        for number, sizes in enumerate(session.sized(GROUPS, GROUPS[:1])):
-            case = f"{dtype} gradients, sizes {number}"
-            if session.is_wanted(case):
-                yield _checked(case, dtype, _gradient_error(session, dtype, sizes))
+    """Times of Triton's kernels, forced, beside those of the table of variants."""
     E, D, F = session.sized((32, 1024, 4096), (2, 64, 32))
     cells = [Cell(D, F, E, E, tokens) for tokens in session.sized((4, 256), (4,))]
     yield from timed(
         session,
         [TimedProduct(cell, bits, way="triton") for cell in cells for bits in (None, 8, 4)],
     )
-
-
-def _checked(case: str, dtype: str, error: float) -> dict[str, Any]:
-    return row(case, error, "relative error", bound=TOLERANCE[dtype])
-
-
-def _rows_and_weights(dtype: str, bits: int | None, sizes: tuple[int, ...]):
-    """Rows past the groups' are NaN; the weights as the kernel reads them, and in float64."""
-    (R, D, F), rng = SIZES, np.random.default_rng(0)
-    x_RD = rng.standard_normal((R, D), np.float32)
-    x_RD[min(sum(sizes), R) :] = np.nan
-    if bits is None:
-        w = jnp.asarray(rng.standard_normal((len(sizes), D, F), np.float32), dtype)
-        return jnp.asarray(x_RD, dtype), w, np.asarray(w, np.float64)
-    values = rng.integers(0, 256, (len(sizes), F, D * bits // 8), np.uint8)
-    values = values.view(np.int8) if bits == 8 else values
-    scales_EF1 = jnp.asarray(rng.uniform(0.5, 1, (len(sizes), F, 1)) / 2**bits, jnp.float32)
-    w = QTensor(jnp.asarray(values), scales_EF1, bits)
-    return jnp.asarray(x_RD, dtype), w, np.asarray(dequantize(w), np.float64)
-
-
-def _by_expert(sizes: tuple[int, ...], R: int) -> Iterator[tuple[int, slice]]:
-    """Experts with rows, and which: sizes are cut at the last row."""
-    ends = np.minimum(np.cumsum(sizes), R)
-    for expert, (end, size) in enumerate(zip(ends, sizes, strict=True)):
-        begin = min(end, ends[expert - 1] if expert else 0)
-        if size and end > begin:
-            yield expert, slice(int(begin), int(end))
-
-
-def _product_error(session: Session, dtype: str, bits: int | None, sizes) -> float:
-    x_RD, w, w_EDF = _rows_and_weights(dtype, bits, sizes)
-    of = grouped_matmul if bits is None else quantized_grouped_matmul
-    run = jax.jit(
-        lambda *given: of(*given, implementation="triton", interpret=session.is_rehearsal)
-    )
-    found_RF = np.asarray(run(x_RD, w, jnp.asarray(sizes, jnp.int32)), np.float64)
-    wanted_RF = np.zeros_like(found_RF)
-    for expert, part in _by_expert(sizes, len(x_RD)):
-        wanted_RF[part] = np.asarray(x_RD[part], np.float64) @ w_EDF[expert]
-    return _largest_error(found_RF, wanted_RF)
-
-
-def _gradient_error(session: Session, dtype: str, sizes) -> float:
-    x_RD, w_EDF, w64_EDF = _rows_and_weights(dtype, None, sizes)
-    x_RD = jnp.nan_to_num(x_RD)  # their gradient would be multiplied by zeros
-    dy_RF = np.random.default_rng(1).standard_normal((SIZES[0], SIZES[2]), np.float32)
-
-    def gradients(x_RD, w_EDF, sizes_E, dy_RF):
-        def of(x_RD, w_EDF):
-            way = {"implementation": "triton", "interpret": session.is_rehearsal}
-            return grouped_matmul(x_RD, w_EDF, sizes_E, **way)
-
-        return jax.vjp(of, x_RD, w_EDF)[1](dy_RF)
-
-    given = x_RD, w_EDF, jnp.asarray(sizes, jnp.int32), jnp.asarray(dy_RF, dtype)
-    dx_RD, dw_EDF = (np.asarray(each, np.float64) for each in jax.jit(gradients)(*given))
-    x64_RD, dy64_RF = np.asarray(x_RD, np.float64), np.asarray(given[3], np.float64)
-    wanted_dx, wanted_dw = np.zeros_like(dx_RD), np.zeros_like(dw_EDF)
-    for expert, part in _by_expert(sizes, len(x_RD)):
-        wanted_dx[part] = dy64_RF[part] @ w64_EDF[expert].T
-        wanted_dw[expert] = x64_RD[part].T @ dy64_RF[part]
-    return max(_largest_error(dx_RD, wanted_dx), _largest_error(dw_EDF, wanted_dw))
-
-
-def _largest_error(found, wanted) -> float:
-    return float(np.abs(found - wanted).max() / max(1.0, np.abs(wanted).max()))

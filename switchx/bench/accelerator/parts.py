@@ -69,7 +69,7 @@ PARTS = (
     Part("kernel_tests", 120, "whether the kernels may be released",
          f"{_HERE}.kernel_tests:first", _TESTS),
     Part("triton", 25, "whether Triton's kernels stay on Hopper",
-         f"{_HERE}.kernels:triton", _KERNELS),
+         f"{_HERE}.kernel_tests:triton", (*_TESTS, "switchx/bench/accelerator/kernels.py")),
     Part("training", 100, "the default dispatcher on GPUs",
          f"{_HERE}.training:training", (*_MODEL, "switchx/training", "switchx/optim")),
     Part("decoding", 60, "options of the compiler by default; a path for batch 1",
