@@ -69,7 +69,7 @@ def test_many_wrong_lines_are_counted():
 def options(**changes):
     values = {
         "input": "-", "output": None, "max_input_tokens": 4, "model_dir": None, "step": None,
-        "capacity": "dropless", "mesh": None, "task": None, "expert_slots": None,
+        "capacity": "dropless", "mesh": None, "xla": [], "task": None, "expert_slots": None,
         "ring_slots": None, "host_bytes": None, "expert_policy": None, "expert_cache": None,
         "expert_prefetch": False, "hardware": None,
     }  # fmt: skip

@@ -12,6 +12,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from switchx.fields import options
 from switchx.inference.config import DecodingConfig
+from switchx.inference.model_mesh import ModelMesh
+from switchx.partitioning.mesh import MeshSpec
 from switchx.serving.requests import (
     FIELDS,
     Refusal,
@@ -126,7 +128,7 @@ def test_experts_of_a_model_that_cannot_say_them():
     for other, why in (
         ({"config": dataclasses.replace(config, switch=None)}, "has no experts"),
         ({"experts": "some slots"}, "not all on one device"),
-        ({"devices": "a mesh"}, "not all on one device"),
+        ({"devices": ModelMesh(MeshSpec().abstract(None))}, "not all on one device"),
     ):
         fault = fault_of_experts(dataclasses.replace(model(), **other))
         assert fault is not None and why in fault
