@@ -13,13 +13,26 @@ import dataclasses
 import json
 import math
 import pathlib
-import zipfile
 from collections.abc import Sequence
 
 import numpy as np
 
+from switchx.fields import require
+from switchx.npz import read_arrays
+
 # An expert with less than this part of an even share is called dead.
 DEAD_FRACTION = 0.01
+_NUMBERS = {"step": (np.integer, 0), "num_experts": (np.integer, 0)}
+_STACKS = {
+    f"{stack}_{name}": kind
+    for stack in ("encoder", "decoder")
+    for name, kind in {
+        "layers_N": (np.str_, 1),
+        "token_T": (np.integer, 1),
+        "expert_NTS": (np.integer, 3),
+        "gate_NTS": (np.floating, 3),
+    }.items()
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +135,14 @@ class StackRouting:
     expert_NTS: np.ndarray
     gate_NTS: np.ndarray
 
+    def __post_init__(self):
+        shape = self.expert_NTS.shape
+        require(
+            shape[:2] == (len(self.layers), len(self.token_T)) and shape == self.gate_NTS.shape,
+            f"{len(self.layers)} layers, {len(self.token_T)} tokens, experts {list(shape)} and "
+            f"gates {list(self.gate_NTS.shape)} do not fit each other",
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
@@ -167,19 +188,19 @@ def comparable(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
 def _read(path: pathlib.Path) -> Snapshot:
     """What `training/evaluate.py` wrote."""
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            stacks = tuple(
-                StackRouting(
-                    tuple(map(str, arrays[f"{stack}_layers_N"])),
-                    arrays[f"{stack}_token_T"],
-                    arrays[f"{stack}_expert_NTS"],
-                    arrays[f"{stack}_gate_NTS"].astype(np.float32),
-                )
-                for stack in ("encoder", "decoder")
-                if f"{stack}_token_T" in arrays
+        arrays = read_arrays(path, _NUMBERS, _STACKS)
+        stacks = tuple(
+            StackRouting(
+                tuple(map(str, arrays[f"{stack}_layers_N"])),
+                arrays[f"{stack}_token_T"],
+                arrays[f"{stack}_expert_NTS"],
+                arrays[f"{stack}_gate_NTS"].astype(np.float32),
             )
-            return Snapshot(int(arrays["step"]), int(arrays["num_experts"]), stacks)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            for stack in ("encoder", "decoder")
+            if f"{stack}_token_T" in arrays
+        )
+        return Snapshot(int(arrays["step"]), int(arrays["num_experts"]), stacks)
+    except (ValueError, KeyError) as error:
         raise ValueError(
             f"{path} is no routing sample that can be read ({error}); remove it, or restore it "
             "from a copy"

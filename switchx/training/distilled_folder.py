@@ -16,7 +16,6 @@ import contextlib
 import hashlib
 import io
 import pathlib
-import zipfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,10 +27,13 @@ from switchx.data.data_dir import write_atomically
 from switchx.data.features import Batch
 from switchx.fields import require
 from switchx.manifest import new_folder, read_manifest
+from switchx.npz import Arrays, read_arrays
 
 MANIFEST = "teacher.json"
 CHECKSUM = "crc32"
 _PATH_BYTES = 4096
+_ROWS = {"digest_NB": (np.uint64, 2), "row_B": (np.integer, 1)}
+_LOGITS = {"token_BLK": (np.integer, 3), "logit_BLK": (np.floating, 3)}
 
 
 @contextlib.contextmanager
@@ -132,7 +134,7 @@ class LogitsReader:
         for part, (_, row_B) in self._parts.items():
             chosen = np.flatnonzero(np.isin(row_B, rows))
             if len(chosen):
-                arrays = self._load(f"{number + 1:07d}_{part}.npz", *found)
+                arrays = self._load(f"{number + 1:07d}_{part}.npz", _LOGITS)
                 for name, each in found.items():
                     each.append(arrays[name][chosen])
                 places.append(row_B[chosen])
@@ -143,7 +145,7 @@ class LogitsReader:
         self._parts = {}
         for name in self.about["files"]:
             if name.startswith("rows_"):
-                arrays = self._load(name, "digest_NB", "row_B")
+                arrays = self._load(name, _ROWS)
                 part = pathlib.PurePath(name).stem.removeprefix("rows_")
                 self._parts[part] = arrays["digest_NB"], arrays["row_B"]
         digests, rows = zip(*self._parts.values(), strict=True)
@@ -169,12 +171,11 @@ class LogitsReader:
             "it again"
         )
 
-    def _load(self, name: str, *arrays: str) -> dict[str, np.ndarray]:
+    def _load(self, name: str, arrays: Arrays) -> dict[str, np.ndarray]:
         path = self._folder / name
         try:
-            with np.load(path) as opened:
-                return {each: opened[each] for each in arrays}
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            return read_arrays(path, arrays)
+        except ValueError as error:
             raise ValueError(f"{path} is damaged ({error}); write it again") from error
 
 
