@@ -10,7 +10,6 @@ import threading
 from contextlib import nullcontext
 from unittest import mock
 
-import numpy as np
 import pytest
 
 from experiments.accelerator import pages
@@ -357,11 +356,7 @@ def test_decoding_with_options_of_the_compiler(monkeypatch):
         compile_s["x", name] = ways[name].compiled(ways[name].begun())
     found = list(decoding._rows_of(SESSION, "x", ways, compile_s, None, 3))
     assert [row["texts_differing"] for row in found] == [0, 0]
-    first = ways["default"].texts
-    assert first.shape == (2, 1, 3)
-    # Texts of another model differ.
-    ways["default"].texts = first + 1
-    assert np.any(ways["default"].texts != ways["loops in command buffers"].texts)
+    assert ways["default"].texts.shape == (2, 1, 3)
 
 
 @pytest.mark.slow

@@ -91,7 +91,6 @@ class Outcome:
             be written.
     """
 
-    card: Card
     rows: list[Row]
     left: dict[str, str]
     failed: dict[str, str]
@@ -149,7 +148,7 @@ def run(
                 note(f"{part.name}: {why}")
     if records.fault:
         failed[RESULTS] = f"cannot be written ({records.fault}); what was measured is said here"
-    return Outcome(card, records.rows, left, failed)
+    return Outcome(records.rows, left, failed)
 
 
 def limit_of(
