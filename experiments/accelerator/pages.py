@@ -18,7 +18,7 @@ from switchx.bench.accelerator.cards import REHEARSAL
 from switchx.bench.accelerator.checks import BOUNDS, values_of
 from switchx.bench.accelerator.kernels import PACKAGES
 from switchx.bench.accelerator.parts import PARTS
-from switchx.bench.accelerator.records import RESULTS
+from switchx.bench.accelerator.records import read_lines
 from switchx.bench.report import Check
 from switchx.manifest import git_commit
 
@@ -32,15 +32,8 @@ def keep(folder: pathlib.Path) -> pathlib.Path:
     Raises:
         ValueError: it is no folder of the command, a rehearsal, or a day that is kept already.
     """
-    file = folder / RESULTS
-    try:
-        head, *lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-        card, date = head["card"], head["date"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(
-            f"--keep={folder}: {file} cannot be read ({error}); give the output folder of "
-            "`switchx check accelerator`"
-        ) from None
+    head, lines = read_lines(folder, "--keep")
+    card, date = head["card"], head["date"]
     if card == REHEARSAL:
         raise ValueError(f"--keep={folder} is a rehearsal: no card measured anything in it")
     path = HERE / "results" / f"{card.lower().replace(' ', '_')}_{date}.json"

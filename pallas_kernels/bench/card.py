@@ -66,7 +66,8 @@ def kernel_floors(mosaic: Mosaic, rounds: int = 7) -> dict[str, float]:
     }
     contenders = []
     for name, function in functions.items():
-        arguments = vector_of_zeros(), (jnp.zeros(1),), jnp.full((1, 32), 4, jnp.int32)
+        zeros = jnp.zeros(128, jnp.int32), (jnp.zeros(1),)
+        arguments = *zeros, jnp.full((1, 32), 4, jnp.int32)
         run, calls = repeated(function, 1, 1)
         compiled = jax.jit(run).lower(*arguments).compile()
 
@@ -76,7 +77,3 @@ def kernel_floors(mosaic: Mosaic, rounds: int = 7) -> dict[str, float]:
         contenders.append(Contender(name, step, calls=calls))
     take_turns(contenders, rounds)
     return {each.name: each.median_s for each in contenders}
-
-
-def vector_of_zeros():
-    return jnp.zeros(128, jnp.int32)

@@ -390,7 +390,7 @@ def main(argv: list[str] | None = None) -> int:
             for said in model.generate(batch, arguments.max_new_tokens, first_number=first):
                 many = {"outputs": said[: model.num_outputs]}
                 print(json.dumps(said[0] if model.num_outputs == 1 else many), flush=True)
-    except ValueError as error:
+    except (ValueError, jax.errors.JaxRuntimeError) as error:  # such as an unknown option
         print(f"run.py: error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -4,9 +4,12 @@
 import json
 import os
 import pathlib
+import signal
 import stat
+import threading
+from contextlib import nullcontext
+from unittest import mock
 
-import numpy as np
 import pytest
 
 from experiments.accelerator import pages
@@ -92,6 +95,43 @@ def test_a_later_call_goes_on_with_what_was_left(tmp_path, use, monkeypatch):
     assert {row["code"] for row in outcome.rows} == {"another"}
 
 
+def test_what_was_measured_is_kept_beside_what_is_asked_for(tmp_path, use):
+    use(part("measures"), part("reads_rates"))
+    run(tmp_path / "first", only=["measures"])
+    outcome, _ = run(tmp_path / "second", only=["reads_rates"], after=tmp_path / "first")
+    assert [row["case"] for row in outcome.rows] == ["one", "two"]
+    assert "KeyError: 'copy'" in outcome.failed["reads_rates"]
+
+
+def test_a_full_disk_loses_nothing(tmp_path, use, capsys):
+    use(part("measures"))
+    (tmp_path / "out").mkdir()
+    with mock.patch.object(records.os, "fsync", side_effect=OSError(28, "No space left")):
+        words = [f"--output={tmp_path / 'out'}", "--rehearsal", "--json"]
+        assert main(["check", "accelerator", *words]) == 1
+    said = capsys.readouterr()
+    assert "results.jsonl: cannot be written ([Errno 28] No space left)" in said.err
+    rows = json.loads(said.out.splitlines()[-1])["results"]
+    assert [row["case"] for row in rows] == ["one", "two"]
+
+
+def test_what_ends_the_command_ends_the_part(tmp_path, use):
+    use(part("hangs"))
+    begun, real = [], command.subprocess.Popen
+
+    def begin(*words, **options):
+        begun.append(real(*words, **options))
+        return begun[-1]
+
+    threading.Timer(3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with (
+        mock.patch.object(command.subprocess, "Popen", begin),
+        pytest.raises(SystemExit, match="143"),
+    ):
+        run(tmp_path / "out")
+    assert [each.returncode for each in begun] == [-signal.SIGKILL]
+
+
 def test_a_part_has_what_earlier_ones_left_over():
     first, second, long = part("one", 10), part("two", 30), part("three", 480)
     limit = command.limit_of
@@ -135,6 +175,7 @@ def nvidia_smi(tmp_path, monkeypatch):
 
 
 H200 = "NVIDIA H200, 580.95.05, 9.0"
+OTHER_CARD = '{"card": "NVIDIA H100", "driver": "580", "date": "2026-11-26"}\n'
 
 
 def test_a_card_is_found(nvidia_smi, monkeypatch):
@@ -149,6 +190,7 @@ def test_a_card_is_found(nvidia_smi, monkeypatch):
         (None, 0, "no accelerator here: there is no nvidia-smi; run with --rehearsal"),
         ("No devices were found", 6, "nvidia-smi says 'No devices were found'"),
         ("Tesla V100-SXM2-16GB, 580.95.05, 7.0", 0, "capability 7.0; the kernels need 8.0"),
+        ("NVIDIA H200, 580.95.05, [N/A]", 0, "names no card, driver and capability: 'NVIDIA"),
         ("NVIDIA H200, 535.183.06, 9.0", 0, "JAX here brings CUDA 13, which needs 580"),
     ],
 )
@@ -183,13 +225,20 @@ def test_a_jax_without_cards(monkeypatch):
         (["--after=nowhere"], "--after=nowhere: nowhere/results.jsonl cannot be read"),
         (["--after=full"], "--after=full: full/results.jsonl cannot be read"),
         (["--after=other"], "was measured on NVIDIA H100, this is rehearsal; cards are never"),
+        (["--after=damaged"], "cannot be read (a line has no measured, unit)"),
+        (
+            ["--output=full/results.jsonl/out"],
+            "results.jsonl/out cannot be written ([Errno 20]",
+        ),
         (["--output="], "needs --output=DIR"),
         (["--sample"], "--sample with accelerator"),
     ],
 )
 def test_bad_input_is_named(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
-    for name, text in {"full": "{}\n{}\n", "other": '{"card": "NVIDIA H100"}\n'}.items():
+    damaged = f'{OTHER_CARD}{{"part": "card", "code": "0", "case": "copy"}}\n'
+    texts = {"full": "{}\n{}\n", "other": OTHER_CARD, "damaged": damaged}
+    for name, text in texts.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / records.RESULTS).write_text(text)
     words = ["check", "accelerator", "--rehearsal", "--output=out", *words]
@@ -252,6 +301,23 @@ def test_outcomes_of_the_kernels_tests():
     assert found[-1]["measured"] == 0
 
 
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ("tests/a.py::b FAILED [ 50%]\\ntests/a.py::c PASSED\\nFAILED tests/a.py::b - x", 3),
+        ("No module named pytest", 1),
+    ],
+)
+def test_a_test_is_counted_once_and_no_test_is_no_success(monkeypatch, text, rows):
+    said = [kernel_tests.sys.executable, "-c", f"print('{text}'); exit(1)"]
+    real = kernel_tests.subprocess.Popen
+    monkeypatch.setattr(kernel_tests.subprocess, "Popen", lambda _, **how: real(said, **how))
+    found = []
+    with nullcontext() if rows > 1 else pytest.raises(RuntimeError, match="No module named"):
+        found.extend(kernel_tests.first(SESSION))
+    assert len(found) == rows
+
+
 def test_tritons_kernels_are_tested_and_timed():
     found = list(kernel_tests.triton(SESSION))
     assert [row["measured"] for row in found if row["unit"] == "test"] == ["passed"] * 4
@@ -290,11 +356,7 @@ def test_decoding_with_options_of_the_compiler(monkeypatch):
         compile_s["x", name] = ways[name].compiled(ways[name].begun())
     found = list(decoding._rows_of(SESSION, "x", ways, compile_s, None, 3))
     assert [row["texts_differing"] for row in found] == [0, 0]
-    first = ways["default"].texts
-    assert first.shape == (2, 1, 3)
-    # Texts of another model differ.
-    ways["default"].texts = first + 1
-    assert np.any(ways["default"].texts != ways["loops in command buffers"].texts)
+    assert ways["default"].texts.shape == (2, 1, 3)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 
 import dataclasses
 import importlib.metadata
+import re
 import shutil
 import subprocess
 
@@ -43,7 +44,10 @@ def find_card() -> Card:
     if done.returncode or not done.stdout.strip():
         said = (done.stdout + done.stderr).strip()
         raise ValueError(f"no accelerator here: nvidia-smi says {said!r:.200}; {way_out}")
-    name, driver, capability = (x.strip() for x in done.stdout.splitlines()[0].split(","))
+    line = done.stdout.strip().splitlines()[0]
+    if not (found := re.fullmatch(r"(.+), *(\d[\d.]*), *(\d+\.\d+)", line)):
+        raise ValueError(f"nvidia-smi names no card, driver and capability: {line!r:.200}")
+    name, driver, capability = found.groups()
     if float(capability) < LEAST_CAPABILITY:
         raise ValueError(
             f"{name} has compute capability {capability}; the kernels need {LEAST_CAPABILITY} "

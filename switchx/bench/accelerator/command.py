@@ -7,6 +7,7 @@ Grain or TFDS are missing, as on machines that cards are lent with, all parts ru
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -55,7 +56,7 @@ def report_of(arguments, note):
         raise ValueError("needs --output=DIR, a new folder for what is measured")
     outcome = run(
         arguments.output,
-        seconds=arguments.seconds or SECONDS,
+        seconds=SECONDS if arguments.seconds is None else arguments.seconds,
         only=arguments.only.split(",") if arguments.only else (),
         after=arguments.after,
         is_rehearsal=arguments.rehearsal,
@@ -70,8 +71,9 @@ def report_of(arguments, note):
         for name, value in values_of(outcome.rows).items()
     ]
     for name, why in (outcome.left | outcome.failed).items():
-        note(f"not measured: {name}: {why}")
-    note(f"all rows are in {pathlib.Path(arguments.output) / RESULTS}")
+        note(f"not done: {name}: {why}")
+    if RESULTS not in outcome.failed:
+        note(f"all rows are in {pathlib.Path(arguments.output) / RESULTS}")
     has_failed = outcome.failed or any(check.holds is False for check in checks)
     # A person has read the rows as they came.
     rows = outcome.rows if arguments.json else []
@@ -85,10 +87,10 @@ class Outcome:
     Attributes:
         rows: of all parts, also those of an earlier call.
         left: parts that did not fit, and why.
-        failed: parts that ended before they were done, and why.
+        failed: parts that ended before they were done, and why; `RESULTS` where it could not
+            be written.
     """
 
-    card: Card
     rows: list[Row]
     left: dict[str, str]
     failed: dict[str, str]
@@ -113,8 +115,8 @@ def run(
 
     Raises:
         ValueError: there is no card, or none that can run this; fewer seconds than the first
-            part takes; an output folder with something in it; an earlier folder of another
-            card, or that cannot be read.
+            part takes; an output folder with something in it, or that cannot be written; an
+            earlier folder of another card, or that cannot be read.
     """
     deadline_s = time.time() + seconds - RESERVE_S
     card = Card(REHEARSAL) if is_rehearsal else find_card()
@@ -127,10 +129,11 @@ def run(
     earlier = [] if after is None else read_results(after, card)
     left, failed = {}, {}
     with Records(output, card) as records:
+        kept = {part.name: of_part(earlier, part) for part in PARTS}
+        for line in itertools.chain(*kept.values()):
+            records.write(line)
         for i, part in enumerate(wanted):
-            before = of_part(earlier, part)
-            for line in before:
-                records.write(line)
+            before = kept[part.name]
             if any(line.get("status") == "done" for line in before):
                 note(f"{part.name}: measured before")
                 continue
@@ -143,7 +146,9 @@ def run(
             if why := measure(part, before, limit_s, card, records, note):
                 failed[part.name] = why
                 note(f"{part.name}: {why}")
-        return Outcome(card, records.rows, left, failed)
+    if records.fault:
+        failed[RESULTS] = f"cannot be written ({records.fault}); what was measured is said here"
+    return Outcome(records.rows, left, failed)
 
 
 def limit_of(
@@ -224,8 +229,10 @@ def run_part(
             is_over.set()
             os.killpg(process.pid, signal.SIGKILL)
 
-        timer = threading.Timer(limit_s, end)
+        timer = threading.Timer(min(limit_s, threading.TIMEOUT_MAX), end)
         timer.start()
+        # Whoever ends this ends the part, too: it would keep the card.
+        handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
             for line in process.stdout:
                 if line.startswith(ROW):
@@ -233,6 +240,7 @@ def run_part(
             status = process.wait()
         finally:
             timer.cancel()
+            signal.signal(signal.SIGTERM, handler)
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()

@@ -21,6 +21,7 @@ from switchx.bench.accelerator.parts import ROOT, Session, row
 FIRST = "on_the_gpu or shipped-parts"
 HOPPER = ["tests/kernels", "-m", "gpu"]
 WORKERS = 12
+NONE_LEFT = 5  # pytest's exit status where no test is chosen
 TRITON = "triton and not refused and not platforms and not last_row"
 # Of a rehearsal: interpreted tests, which need no card.
 REHEARSED = ["tests/kernels/test_mosaic_gpu.py"]
@@ -48,7 +49,11 @@ def triton(session: Session) -> Iterator[dict[str, Any]]:
 
 
 def outcomes(session: Session, chosen: list[str]) -> Iterator[dict[str, Any]]:
-    """A row for each test as it ends; those that ran before are left out."""
+    """A row for each test as it ends; those that ran before are left out.
+
+    Raises:
+        RuntimeError: pytest ended otherwise than with passed and failed tests.
+    """
     words = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
     # Above the kernels' own, conftest.py imports what a card's machine does not have.
     words += ["--confcutdir=tests/kernels"]
@@ -63,12 +68,18 @@ def outcomes(session: Session, chosen: list[str]) -> Iterator[dict[str, Any]]:
         [*words, *chosen, *done], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )  # fmt: skip
-    lines = []
+    lines, said = [], set()
     for line in process.stdout:
         lines.append(line)
         if found := _OUTCOME.search(line):
             outcome, test = (found[1], found[2]) if found[1] else (found[4], found[3])
-            yield row(test, outcome.lower(), "test")
+            # Its summary names failed ones again.
+            if (test, outcome) not in said:
+                said.add((test, outcome))
+                yield row(test, outcome.lower(), "test")
     status = process.wait()
-    why = {} if status in (0, 1) else {"why": "".join(lines[-20:])[-1500:]}
+    is_well = status in ((0, 1) if said else (0, NONE_LEFT))
+    why = {} if is_well else {"why": "".join(lines[-20:])[-1500:]}
     yield row("pytest", status, "exit status", **why)
+    if not is_well:
+        raise RuntimeError(f"pytest ended with status {status}: {lines[-1].strip()}")

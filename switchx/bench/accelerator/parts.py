@@ -13,7 +13,6 @@ import importlib.metadata
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -109,16 +108,11 @@ def row(case: str, measured: float | str | None, unit: str, **more: Any) -> dict
     return {"case": case, "measured": measured, "unit": unit, **more}
 
 
-def function_of(run: str) -> Callable[[Session], Iterator[dict[str, Any]]]:
-    """The function of `Part.run`."""
-    module, name = run.split(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def main(words: list[str]) -> None:
     """Runs the part that the settings describe, and prints its rows."""
     settings = json.loads(words[0])
-    run = function_of(settings.pop("run"))
+    module, name = settings.pop("run").split(":")
+    run = getattr(importlib.import_module(module), name)
     settings["output"] = pathlib.Path(settings["output"])
     settings["done"] = frozenset(settings["done"])
     for each in run(Session(**settings)):

@@ -20,13 +20,18 @@ class Records:
 
     Attributes:
         rows: of cases, also those of an earlier call.
+        fault: why the file does not have all of them, as where the disk is full.
     """
 
     def __init__(self, output: str | pathlib.Path, card: Card):
-        """Raises ValueError: the folder has something in it."""
-        self.folder = empty_folder(output)
+        """Raises ValueError: the folder has something in it, or cannot be written."""
+        try:
+            self.folder = empty_folder(output)
+            self._file = (self.folder / RESULTS).open("w", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--output={output} cannot be written ({error})") from None
         self.rows: list[Row] = []
-        self._file = (self.folder / RESULTS).open("w", encoding="utf-8")
+        self.fault: str | None = None
         date = time.strftime("%Y-%m-%d")
         self.write({"card": card.name, "driver": card.driver, "date": date})
 
@@ -34,19 +39,25 @@ class Records:
         return self
 
     def __exit__(self, *exception) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            self.fault = str(error)
 
     @property
     def log(self) -> pathlib.Path:
         return self.folder / LOG
 
     def write(self, line: Row) -> None:
-        """Writes a line, and waits until the disk has it."""
+        """Writes a line, and waits until the disk has it; `rows` has it in any case."""
         if "case" in line:
             self.rows.append(line)
-        self._file.write(f"{json.dumps(line)}\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            self._file.write(f"{json.dumps(line)}\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self.fault = str(error)
 
     def rates(self) -> dict[str, float]:
         """What the part `card` measured, by name."""
@@ -55,7 +66,8 @@ class Records:
 
 def of_part(rows: list[Row], part: Part) -> list[Row]:
     """The lines of a part whose code is the same."""
-    return [row for row in rows if (row["part"], row["code"]) == (part.name, part.code)]
+    same = part.name, part.code
+    return [row for row in rows if (row["part"], row["code"]) == same]
 
 
 def empty_folder(output: str | pathlib.Path) -> pathlib.Path:
@@ -72,30 +84,46 @@ def empty_folder(output: str | pathlib.Path) -> pathlib.Path:
 def read_results(folder: str | pathlib.Path, card: Card) -> list[Row]:
     """The lines of an earlier call.
 
-    A last line that was cut short, as where a machine was lost, is left out.
-
     Raises:
         ValueError: it is not there, damaged, or of another card.
     """
+    head, rows = read_lines(folder, "--after")
+    if head["card"] != card.name:
+        raise ValueError(
+            f"--after={folder} was measured on {head['card']}, this is {card.name}; cards are "
+            "never mixed: give a folder of this one, or leave --after out"
+        )
+    return rows
+
+
+def read_lines(folder: str | pathlib.Path, flag: str) -> tuple[Row, list[Row]]:
+    """What a folder says of its card, and its other lines.
+
+    A last line that was cut short, as where a machine was lost, is left out.
+
+    Args:
+        flag: that names the folder.
+
+    Raises:
+        ValueError: it is not there, or damaged.
+    """
     file = pathlib.Path(folder).expanduser() / RESULTS
-    way_out = "give a folder of this command, or leave --after out"
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
         whole = lines if _is_json(lines[-1]) else lines[:-1]
         head, *rows = map(json.loads, whole)
-        measured_on = head["card"]
-        if any(not {"part", "code"} <= row.keys() for row in rows):
-            raise ValueError("it has a line without part and code")
+        for row in rows:
+            needed = {"part", "code"} | ({"measured", "unit"} if "case" in row else set())
+            if missing := needed - row.keys():
+                raise ValueError(f"a line has no {', '.join(sorted(missing))}")
+        if missing := {"card", "driver", "date"} - head.keys():
+            raise ValueError(f"the first line has no {', '.join(sorted(missing))}")
+        return head, rows
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"--after={folder}: {file} cannot be read ({error}); {way_out}"
+            f"{flag}={folder}: {file} cannot be read ({error}); give the output folder of an "
+            f"earlier call, or leave {flag} out"
         ) from None
-    if measured_on != card.name:
-        raise ValueError(
-            f"--after={folder} was measured on {measured_on}, this is {card.name}; cards are "
-            "never mixed: give a folder of this one, or leave --after out"
-        )
-    return rows
 
 
 def _is_json(line: str) -> bool:
