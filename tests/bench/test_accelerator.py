@@ -78,7 +78,7 @@ def test_what_a_part_measured_is_kept_when_it_hangs_or_dies(tmp_path, use, monke
 
 
 def test_a_later_call_goes_on_with_what_was_left(tmp_path, use, monkeypatch):
-    use(part("measures"))
+    use(part("measures", goes_on=True))
     run(tmp_path / "first")
     # As where the machine was lost: half a part, and half a line.
     file = tmp_path / "first" / records.RESULTS
@@ -93,6 +93,16 @@ def test_a_later_call_goes_on_with_what_was_left(tmp_path, use, monkeypatch):
     outcome, said = run(tmp_path / "fourth", after=tmp_path / "third")
     assert "measured before" not in said and len(outcome.rows) == 2
     assert {row["code"] for row in outcome.rows} == {"another"}
+
+
+def test_a_part_that_begins_anew_has_its_cases_once(tmp_path, use, monkeypatch):
+    use(part("dies"))
+    run(tmp_path / "first")
+    outcome, _ = run(tmp_path / "second", after=tmp_path / "first")
+    assert [row["case"] for row in outcome.rows] == ["before"]
+    monkeypatch.setattr(command, "limit_of", lambda *_: None)
+    outcome, _ = run(tmp_path / "third", after=tmp_path / "second")
+    assert [row["case"] for row in outcome.rows] == ["before"] and "dies" in outcome.left
 
 
 def test_what_was_measured_is_kept_beside_what_is_asked_for(tmp_path, use):

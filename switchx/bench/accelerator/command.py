@@ -7,7 +7,6 @@ Grain or TFDS are missing, as on machines that cards are lent with, all parts ru
 
 import argparse
 import dataclasses
-import itertools
 import json
 import os
 import pathlib
@@ -130,15 +129,19 @@ def run(
     left, failed = {}, {}
     with Records(output, card) as records:
         kept = {part.name: of_part(earlier, part) for part in PARTS}
-        for line in itertools.chain(*kept.values()):
-            records.write(line)
+        anew = [part for part in wanted if not (part.goes_on or is_done(kept[part.name]))]
+        for part in PARTS:
+            if part not in anew:
+                records.write_all(kept[part.name])
         for i, part in enumerate(wanted):
             before = kept[part.name]
-            if any(line.get("status") == "done" for line in before):
+            if is_done(before):
                 note(f"{part.name}: measured before")
                 continue
             limit_s = limit_of(part, wanted[i + 1 :], deadline_s - time.time(), is_rehearsal)
             if limit_s is None:
+                if part in anew:
+                    records.write_all(before)
                 left[part.name] = f"takes {part.seconds} s, which are not left"
                 note(f"{part.name}: {left[part.name]}")
                 continue
@@ -149,6 +152,10 @@ def run(
     if records.fault:
         failed[RESULTS] = f"cannot be written ({records.fault}); what was measured is said here"
     return Outcome(records.rows, left, failed)
+
+
+def is_done(lines: list[Row]) -> bool:
+    return any(line.get("status") == "done" for line in lines)
 
 
 def limit_of(

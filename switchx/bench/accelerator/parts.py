@@ -30,6 +30,8 @@ class Part:
         decides: what hangs on it.
         run: `module:function`, of a `Session`, which yields rows.
         sources: files and folders whose code it measures.
+        goes_on: whether one that was ended leaves its cases to the next call, which measures
+            the others; otherwise it begins anew.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Part:
     decides: str
     run: str
     sources: tuple[str, ...]
+    goes_on: bool = False
 
     @property
     def code(self) -> str:
@@ -50,33 +53,35 @@ class Part:
         return digest.hexdigest()[:16]
 
 
-_HERE = "switchx.bench.accelerator"
+_HERE, _OWN = "switchx.bench.accelerator", "switchx/bench/accelerator"
 _KERNELS = ("pallas_kernels",)
 _MODEL = (
     *_KERNELS,
     *("switchx/layers", "switchx/models", "switchx/moe", "switchx/partitioning"),
     "switchx/bench/torch_peer.py",
 )
+_DECODING = (*_MODEL, "switchx/inference")
 _TESTS = (*_KERNELS, "tests/kernels")
 PARTS = (
     Part("card", 15, "the floor of a kernel; the schedule into the kernel if above 3 us",
          f"{_HERE}.kernels:card", _KERNELS),
     Part("profile", 45, "prepacked weights, the fence, or the prefetch first",
-         f"{_HERE}.profile:profile", _KERNELS),
+         f"{_HERE}.profile:profile", (*_KERNELS, f"{_OWN}/kernels.py")),
     Part("variants", 100, "what bounds few rows (docs/kernels.md)",
-         f"{_HERE}.kernels:variants_of_kernels", _KERNELS),
+         f"{_HERE}.kernels:variants_of_kernels", _KERNELS, goes_on=True),
     Part("kernel_tests", 120, "whether the kernels may be released",
-         f"{_HERE}.kernel_tests:first", _TESTS),
+         f"{_HERE}.kernel_tests:first", _TESTS, goes_on=True),
     Part("triton", 25, "whether Triton's kernels stay on Hopper",
-         f"{_HERE}.kernel_tests:triton", (*_TESTS, "switchx/bench/accelerator/kernels.py")),
+         f"{_HERE}.kernel_tests:triton", (*_TESTS, f"{_OWN}/kernels.py"), goes_on=True),
     Part("training", 100, "the default dispatcher on GPUs",
          f"{_HERE}.training:training", (*_MODEL, "switchx/training", "switchx/optim")),
     Part("decoding", 60, "options of the compiler by default; a path for batch 1",
-         f"{_HERE}.decoding:decoding", (*_MODEL, "switchx/inference")),
+         f"{_HERE}.decoding:decoding", (*_DECODING, f"{_OWN}/training.py")),
     Part("export", 20, "whether exports, slots and the host ring are claimed for GPUs",
-         f"{_HERE}.decoding:export", (*_MODEL, "switchx/inference", "switchx/storage")),
+         f"{_HERE}.decoding:export",
+         (*_DECODING, f"{_OWN}/training.py", "switchx/bench/offload.py", "switchx/storage")),
     Part(REST, 480, "whether the kernels may be released, the whole of it",
-         f"{_HERE}.kernel_tests:rest", _TESTS),
+         f"{_HERE}.kernel_tests:rest", _TESTS, goes_on=True),
 )  # fmt: skip
 
 

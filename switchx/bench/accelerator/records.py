@@ -59,6 +59,10 @@ class Records:
         except OSError as error:
             self.fault = str(error)
 
+    def write_all(self, lines: list[Row]) -> None:
+        for line in lines:
+            self.write(line)
+
     def rates(self) -> dict[str, float]:
         """What the part `card` measured, by name."""
         return {each["case"]: each["measured"] for each in self.rows if each["part"] == "card"}
