@@ -116,7 +116,7 @@ def cross_entropy(
             smoothing / (V - 1)
         )
         loss_BL = loss_BL + smoothing * (other_nll_BL - nll_BL) - entropy
-    # Of equal logits the first is the prediction, as in `argmax`: none before the target is one.
+    # Of equal logits the first is predicted, as by `argmax`: none before the target is one.
     is_best_before_BLV = (token_BLV < targets_BL[..., None] - first) & (shifted_BLV >= 0)
     num_before_BL = sum_over_v(is_best_before_BLV.astype(jnp.float32))
     is_correct_BL = ((target_BL >= 0) & (num_before_BL == 0)).astype(jnp.float32)
