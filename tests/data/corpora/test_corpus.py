@@ -219,7 +219,7 @@ def test_descriptions_damaged_since(tmp_path, name):
 
 
 def test_a_record_damaged_in_the_middle_is_named(tmp_path):
-    """Not at the start, where nothing is wrong; also in another process, and of TFDS' own."""
+    """Not at the start, where nothing is wrong; also of a copy that was pickled."""
     texts = ["".join(f"{number} {i} " for i in range(9000)) for number in range(40)]
     open_prepared(recipe(train=texts), "train", str(tmp_path))
     folder = tmp_path / "words/key/1.0.0"
