@@ -9,6 +9,7 @@ fields say whether a run that is resumed or evaluated may have another value (`a
 import dataclasses
 import functools
 import importlib
+import json
 import math
 import os
 import re
@@ -217,6 +218,19 @@ def describe(value, where: str = "the configuration") -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return _importable(without_gin(value), where)
+
+
+def json_text(value, **options) -> str:
+    """A value as `json.dumps` writes it, where NaN and infinity, which JSON lacks, are null."""
+    return json.dumps(_finite(value), allow_nan=False, **options)
+
+
+def _finite(value):
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def without_gin(value):

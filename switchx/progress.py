@@ -120,7 +120,10 @@ class Reporter(abc.ABC):
         from switchx.training.text_evaluation import COUNTS  # not for help
 
         for task, values in texts.items():
-            scores = (f"{name} {values[name]:.2f}" for name in values.keys() - set(COUNTS))
+            scores = (
+                f"{name} none" if values[name] is None else f"{name} {values[name]:.2f}"
+                for name in values.keys() - set(COUNTS)
+            )
             number, left_out = values["examples"], values["examples_left_out"]
             of = f"{number:,} of {number + left_out:,}" if left_out else f"{number:,}"
             self.note(f"step {step:>5}  {task}: {'  '.join(sorted(scores))}  ({of} examples)")

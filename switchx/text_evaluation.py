@@ -228,13 +228,15 @@ class JobTexts:
 def _task_texts(examples: EvaluationExamples, answers: Sequence[Answers]) -> TaskTexts:
     texts = [text for each in answers for text in each.texts]
     answered = examples.first(len(texts))
+    results = answered.results(texts)
     return TaskTexts(
-        answered.metrics(texts),
+        {each.name: each.score for each in results},
         answered.inputs,
         answered.targets,
         texts,
         num_left_out=len(examples.inputs) - len(texts),
         num_unfinished=sum(each.num_unfinished for each in answers),
+        notes={each.name: each.note for each in results if each.note is not None},
     )
 
 
@@ -268,11 +270,19 @@ def rank_choices(
 
 
 def mean_results(results: Sequence[Sequence[MetricResult]]) -> list[MetricResult]:
-    """Means over tasks, of what has the same name and signature, in order of appearance."""
-    scores = collections.defaultdict(list)
+    """Means over tasks, of what has the same name and signature, in order of appearance.
+
+    A metric that some task has no score for has no mean.
+    """
+    scores, missing = collections.defaultdict(list), {}
     for result in itertools.chain.from_iterable(results):
-        scores[result.name, result.signature].append(result.score)
-    return [
+        if result.score is None:
+            missing[result.name] = result.signature
+        else:
+            scores[result.name, result.signature].append(result.score)
+    scores = {key: values for key, values in scores.items() if key[0] not in missing}
+    note = "a task has no score, and so there is no mean"
+    return [MetricResult(name, None, missing[name], note=note) for name in missing] + [
         MetricResult(name, statistics.fmean(values), signature)
         for (name, signature), values in scores.items()
     ]

@@ -211,3 +211,10 @@ def test_means_are_of_the_same_metric():
         *plain,
         *lower,
     ]
+    failed = MetricResult("accuracy", None, "", note="why")
+    means = mean_results([results, [failed]])
+    assert [(each.name, each.score) for each in means] == [
+        ("accuracy", None),
+        ("chrf", results[1].score),
+    ]
+    assert means[0].note == "a task has no score, and so there is no mean"

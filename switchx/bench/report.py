@@ -3,7 +3,6 @@
 
 import dataclasses
 import itertools
-import json
 import operator
 import os
 import pathlib
@@ -14,6 +13,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from switchx.fields import json_text
 from switchx.manifest import git_commit
 
 _COMPARISONS = {">=": operator.ge, "<=": operator.le, "==": operator.eq}
@@ -68,7 +68,7 @@ class Report:
     def as_json(self) -> str:
         checks = [check.as_dict() for check in self.checks]
         head = {"command": self.command, "environment": environment()}
-        return json.dumps(head | {"results": self.results, "checks": checks})
+        return json_text(head | {"results": self.results, "checks": checks})
 
     def print(self, as_json: bool) -> None:
         """Prints a table for each first column, or the object as the last line."""

@@ -6,6 +6,7 @@ checkpoint without one, or whose files are not those of it, is not whole.
 """
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Iterator
 from numbers import Real
@@ -44,7 +45,8 @@ def numbers_of(metrics: dict[str, Any]) -> dict[str, float]:
     """An evaluation's numbers by name, as a checkpoint has them and keep-best names them.
 
     Those of `tasks` are `tasks/NAME/accuracy`; those of generated texts are named by task and
-    metric alone, `glue_cola/matthews_corrcoef`. Lists (by layer) have no number.
+    metric alone, `glue_cola/matthews_corrcoef`. Lists (by layer) have no number; what could not
+    be computed, None, is NaN.
     """
     numbers = {}
     for name, value in metrics.items():
@@ -53,6 +55,8 @@ def numbers_of(metrics: dict[str, Any]) -> dict[str, float]:
             numbers |= {f"{prefix}{inner}": x for inner, x in numbers_of(value).items()}
         elif isinstance(value, Real) and not isinstance(value, bool):
             numbers[name] = float(value)
+        elif value is None:
+            numbers[name] = math.nan
     return numbers
 
 

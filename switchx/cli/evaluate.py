@@ -2,10 +2,10 @@
 """`switchx eval`: the validation metrics of a trained model and of what it writes."""
 
 import argparse
-import json
 from typing import Any
 
 from switchx.cli import arguments as shared
+from switchx.fields import json_text
 from switchx.inference.config import DecodingConfig
 
 DESCRIPTION = """\
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         reporter.note("loading JAX and the data libraries")
         job, metrics = _evaluate(arguments, reporter)
     if arguments.json:
-        print(json.dumps(metrics))
+        print(json_text(metrics))
     else:
         print_tables(job, metrics)
     return 0
@@ -160,13 +160,14 @@ def print_tables(job, metrics: dict[str, Any]) -> None:
 
 
 def rows_of_texts(texts: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """What was measured of texts, its score or number, and its interval."""
+    """What was measured of texts, its score or number, and its interval, or why it has none."""
     rows = []
     groups = {name: values["metrics"] for name, values in texts["tasks"].items()}
     for name, metrics in (groups | {"mean": texts["mean"]}).items():
         for each in metrics:
             interval = "{:.2f} to {:.2f}".format(*each["interval"]) if each["interval"] else ""
-            rows.append((f"{name}: {each['name']}", f"{each['score']:.2f}", interval))
+            score = "none" if each["score"] is None else f"{each['score']:.2f}"
+            rows.append((f"{name}: {each['name']}", score, interval or each["note"] or ""))
     for name, values in texts["tasks"].items():
         for key, said in (
             ("inputs_cut", "inputs cut to a row of training"),
@@ -180,7 +181,8 @@ def rows_of_texts(texts: dict[str, Any]) -> list[tuple[str, str, str]]:
 def signatures(texts: dict[str, Any]) -> list[str]:
     """Each metric's signature, once."""
     of_all = [each for values in texts["tasks"].values() for each in values["metrics"]]
-    return list(dict.fromkeys(f"{each['name']}  {each['signature']}" for each in of_all))
+    named = (f"{each['name']}  {each['signature']}" for each in of_all if each["signature"])
+    return list(dict.fromkeys(named))
 
 
 def _metric_names(text: str) -> list[str]:

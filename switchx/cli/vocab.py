@@ -21,6 +21,7 @@ read; mT5 takes the temperature 1/0.3:
 
 Use it in a gin file:
 
+  from __gin__ import dynamic_registration
   from switchx.data import tokenizers
   VOCABULARY = @tokenizers.SentencePieceVocabulary()
   tokenizers.SentencePieceVocabulary.path = "vocabularies/mine/vocabulary.model"

@@ -11,15 +11,24 @@ Dims: L length of a text in tokens
 import dataclasses
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from switchx.data.features import Example, Features
 from switchx.data.label_metrics import rank_results
 from switchx.data.tasks import Task, open_task
-from switchx.data.text_metrics import MetricResult, Reference, TextMetric
+from switchx.data.text_metrics import (
+    MetricResult,
+    Reference,
+    TextMetric,
+    computed,
+    results_or_notes,
+)
 from switchx.fields import require
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +62,8 @@ class EvaluationExamples:
     ) -> list[MetricResult]:
         """What metrics say of a text for each example, in their order.
 
+        A metric that cannot be computed has no score, and a note that says why.
+
         Args:
             metrics: None takes the task's own.
 
@@ -65,18 +76,26 @@ class EvaluationExamples:
             f"examples of {self.split!r}; give one for each, in their order",
         )
         each = (
-            metric.results(predictions, self.targets, num_bootstrap)
+            results_or_notes(metric, predictions, self.targets, num_bootstrap)
             for metric in (self.task.metrics if metrics is None else metrics)
         )
-        return list(itertools.chain.from_iterable(each))
+        return self._said(itertools.chain.from_iterable(each))
 
-    def metrics(self, predictions: Sequence[str]) -> dict[str, float]:
+    def metrics(self, predictions: Sequence[str]) -> dict[str, float | None]:
         """The scores of the task's metrics by their names.
 
         Raises:
             ValueError: as `results`.
         """
         return {each.name: each.score for each in self.results(predictions)}
+
+    def _said(self, results: Iterable[MetricResult]) -> list[MetricResult]:
+        """The results; those that could not be computed are in the log, too."""
+        results = list(results)
+        for each in results:
+            if each.score is None:
+                _log.warning("task %r has no %s: %s", self.task.name, each.name, each.note)
+        return results
 
     @property
     def choices(self) -> list[tuple[str, ...]]:
@@ -119,7 +138,7 @@ class EvaluationExamples:
             [number == target.label for number in range(len(target.choices))]
             for target in self.targets
         ]
-        return rank_results(by_example, is_right)
+        return self._said(map(computed, rank_results(by_example, is_right)))
 
 
 def evaluation_examples(

@@ -10,6 +10,7 @@ Dims: N examples
 
 import collections
 import dataclasses
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -91,8 +92,7 @@ class Pearson:
     def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
         import scipy.stats
 
-        score = scipy.stats.pearsonr(numbers(targets), numbers(predictions))[0]
-        return [MetricResult(*self.names, 100 * float(score), "scipy|no number:-1")]
+        return [_correlation(*self.names, scipy.stats.pearsonr, predictions, targets)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +104,7 @@ class Spearman:
     def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
         import scipy.stats
 
-        score = scipy.stats.spearmanr(numbers(targets), numbers(predictions))[0]
-        return [MetricResult(*self.names, 100 * float(score), "scipy|no number:-1")]
+        return [_correlation(*self.names, scipy.stats.spearmanr, predictions, targets)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,15 +147,26 @@ def class_ids(texts: Sequence[str], classes: Sequence[str]) -> np.ndarray:
 
 
 def numbers(texts: Sequence[str]) -> list[float]:
-    """What texts are as numbers, -1 where they are none."""
+    """What texts are as finite numbers, -1 where they are none (`nan` and `inf` are none)."""
 
     def number(text: str) -> float:
         try:
-            return float(text)
+            value = float(text)
         except ValueError:
             return -1.0
+        return value if math.isfinite(value) else -1.0
 
     return list(map(number, texts))
+
+
+def _correlation(name: str, function, predictions, targets) -> MetricResult:
+    signature = "scipy|no number:-1"
+    given = {"targets": numbers(targets), "predictions": numbers(predictions)}
+    for what, values in given.items():
+        if len(set(values)) == 1:
+            note = f"all {len(values)} {what} are {values[0]:g}; a correlation needs two values"
+            return MetricResult(name, None, signature, note=note)
+    return MetricResult(name, 100 * float(function(*given.values())[0]), signature)
 
 
 def rank_results(

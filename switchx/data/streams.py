@@ -142,10 +142,22 @@ class Shuffled:
             self._epoch = epoch
         if size < _FEW:
             return self._records[int(self._order[position])]
-        shuffled = grain.experimental.index_shuffle(
-            position, max_index=size - 1, seed=self._order, rounds=4
+        return self._records[_permuted(position, size, self._order)]
+
+
+def _permuted(index: int, size: int, seed: int) -> int:
+    """Where a permutation of [0, size) that `seed` names puts `index`."""
+    # Grain 0.2.18 takes a bit too few where the last index is a power of four (65,537 records):
+    # it gives one index twice and never the last. There, indices one more are permuted, and the
+    # one that is too large is followed along its cycle.
+    last = size - 1
+    is_power_of_four = last & (last - 1) == 0 and last.bit_length() % 2 == 1
+    while True:
+        index = grain.experimental.index_shuffle(
+            index, max_index=last + is_power_of_four, seed=seed, rounds=4
         )
-        return self._records[shuffled]
+        if index < size:
+            return index
 
 
 class RowStream:

@@ -9,12 +9,17 @@ what one has to know to compare it with another's. Metrics of classes are in `la
 import collections
 import dataclasses
 import importlib.metadata
+import itertools
+import logging
+import math
 import re
 import string
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from switchx.fields import check_choices, require, require_at_least
+
+_log = logging.getLogger(__name__)
 
 _TRIVIA_PUNCTUATION = frozenset(string.punctuation + "\u2018\u2019\u00b4`_")
 
@@ -50,14 +55,43 @@ class MetricResult:
     """One number about many texts.
 
     Attributes:
+        score: None where it could not be computed.
         signature: library, its version and its settings.
         interval: of 95% by bootstrap, where it was asked for and the library has it.
+        note: why there is no score.
     """
 
     name: str
-    score: float
+    score: float | None
     signature: str
     interval: tuple[float, float] | None = None
+    note: str | None = None
+
+
+def computed(result: MetricResult) -> MetricResult:
+    """The result, without a score and with a note where the score is no finite number."""
+    if result.score is None or math.isfinite(result.score):
+        return result
+    note = result.note or f"the score is {result.score}, no finite number"
+    return dataclasses.replace(result, score=None, interval=None, note=note)
+
+
+def results_or_notes(
+    metric: "TextMetric",
+    predictions: Sequence[str],
+    targets: Sequence[str],
+    num_bootstrap: int = 0,
+) -> list[MetricResult]:
+    """The metric's results; where it raises, each of its names without a score, with a note.
+
+    Metrics are code of libraries and of users, and no reason to end a training.
+    """
+    try:
+        return list(map(computed, metric.results(predictions, targets, num_bootstrap)))
+    except Exception as error:
+        _log.debug("%s failed", type(metric).__name__, exc_info=True)
+        note = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return [MetricResult(name, None, "", note=note) for name in metric.names]
 
 
 class TextMetric(Protocol):
@@ -80,6 +114,8 @@ class TextMetric(Protocol):
 @dataclasses.dataclass(frozen=True)
 class Bleu:
     """Corpus BLEU of sacreBLEU (Post 2018, arXiv:1804.08771); T5's `bleu` has tokenize="intl".
+
+    All right answers of an example are its references.
 
     Attributes:
         tokenize: 13a is WMT's; intl splits at all punctuation of Unicode; zh and char are
@@ -104,7 +140,7 @@ class Bleu:
 
 @dataclasses.dataclass(frozen=True)
 class ChrF:
-    """Character F-score of sacreBLEU (Popovic 2015, 2017).
+    """Character F-score of sacreBLEU (Popovic 2015, 2017), of the best right answer.
 
     Attributes:
         word_order: longest n-gram of words; 0 is chrF, 2 is chrF++.
@@ -137,12 +173,21 @@ class Rouge:
     Attributes:
         types: of rouge-score; those of T5 by default.
         use_stemmer: compare the stems of English words.
+        tokenize: `rouge` is rouge-score's and T5's, the runs of a to z and 0 to 9 alone; those
+            of sacreBLEU (`Bleu`) are for other scripts, of texts in lower case.
     """
 
     types: tuple[str, ...] = ("rouge1", "rouge2", "rougeLsum")
     use_stemmer: bool = False
+    tokenize: Literal["rouge", "intl", "char", "zh"] = "rouge"
 
     def __post_init__(self):
+        check_choices(self)
+        require(
+            not self.use_stemmer or self.tokenize == "rouge",
+            f"Rouge.use_stemmer=True is for tokenize='rouge', got {self.tokenize!r}; leave one "
+            "of them out",
+        )
         wrong = [name for name in self.types if not re.fullmatch(r"rouge([1-9]|L|Lsum)", name)]
         require(
             self.types and not wrong,
@@ -156,18 +201,64 @@ class Rouge:
     def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
         from rouge_score.rouge_scorer import RougeScorer
 
-        scorer = RougeScorer(list(self.types), use_stemmer=self.use_stemmer)
+        tokenizer = self._tokenizer()
+        _warn_of_empty_references(tokenizer, self.tokenize, targets)
+        scorer = RougeScorer(list(self.types), tokenizer=tokenizer)
         # A line a sentence: rouge-score splits at newlines alone.
         scores = [
             scorer.score_multi(list(map(_lines, answers_of(target))), _lines(prediction))
             for target, prediction in zip(targets, predictions, strict=True)
         ]
         stemmer, version = self.use_stemmer, importlib.metadata.version("rouge-score")
-        signature = f"rouge-score|stemmer:{'yes' if stemmer else 'no'}|v:{version}"
+        tokens = "" if self.tokenize == "rouge" else f"|tok:{self.tokenize}"
+        signature = f"rouge-score|stemmer:{'yes' if stemmer else 'no'}{tokens}|v:{version}"
         return [
             MetricResult(name, _percent([score[name].fmeasure for score in scores]), signature)
             for name in self.names
         ]
+
+    def _tokenizer(self):
+        """What rouge-score asks for the tokens of a text."""
+        from rouge_score.tokenizers import DefaultTokenizer
+
+        if self.tokenize == "rouge":
+            return DefaultTokenizer(self.use_stemmer)
+        return _SacrebleuTokens(self.tokenize)
+
+
+class _SacrebleuTokens:
+    """Tokens of sacreBLEU as rouge-score asks for them."""
+
+    def __init__(self, name: str):
+        from sacrebleu.tokenizers import tokenizer_char, tokenizer_intl, tokenizer_zh
+
+        self._split = {
+            "intl": tokenizer_intl.TokenizerV14International,
+            "char": tokenizer_char.TokenizerChar,
+            "zh": tokenizer_zh.TokenizerZh,
+        }[name]()
+
+    def tokenize(self, text: str) -> list[str]:
+        return self._split(text.lower()).split()
+
+
+def _warn_of_empty_references(tokenizer, name: str, targets: Sequence[str]) -> None:
+    empty = [
+        target
+        for target in targets
+        if not any(tokenizer.tokenize(answer) for answer in answers_of(target))
+    ]
+    if empty:
+        way_out = ""
+        if name == "rouge":
+            way_out = (
+                "; rouge-score reads a to z and 0 to 9 alone: use Rouge.tokenize='intl', and "
+                "'char' or 'zh' for texts without spaces"
+            )
+        _log.warning(
+            "Rouge: %d of %d targets have no token, %.40r for one, and score 0%s",
+            len(empty), len(targets), str(empty[0]), way_out,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,8 +350,9 @@ def _percent(values: Sequence[float]) -> float:
 
 def _sacrebleu(name: str, metric, predictions, targets, num_bootstrap: int) -> MetricResult:
     # A bootstrap of 1 is none to sacreBLEU.
+    answers = itertools.zip_longest(*map(answers_of, targets))  # None where there are fewer
     score = metric.corpus_score(
-        list(predictions), [list(targets)], n_bootstrap=max(num_bootstrap, 1)
+        list(predictions), list(map(list, answers)), n_bootstrap=max(num_bootstrap, 1)
     )
     interval = None
     if num_bootstrap > 1:

@@ -215,7 +215,11 @@ class SentencePieceVocabulary(Vocabulary):
                 f"vocabulary {self.path} does not exist; train one with `switchx vocab "
                 "--input=FILES --size=8000 --output=DIR`, or name a SentencePiece .model file"
             ) from error
-        except (OSError, RuntimeError) as error:
+        except OSError as error:
+            raise ValueError(
+                f"vocabulary {self.path} cannot be read: {error}; name a .model file that can"
+            ) from error
+        except RuntimeError as error:
             raise ValueError(
                 f"vocabulary {self.path} is no SentencePiece model that can be read: {error}; "
                 "name a .model file, not the .vocab beside it"

@@ -10,6 +10,7 @@ For several languages, text is sampled by the rates that training draws them at,
 temperature (mT5, Xue et al. 2021, arXiv:2010.11934, section 3.1).
 """
 
+import contextlib
 import io
 import logging
 import re
@@ -79,14 +80,15 @@ def train_sentencepiece(
         f"sample_characters={sample_characters}; use at least 1, usually {SAMPLE_CHARACTERS:,}",
     )
     output = Path(output_dir).expanduser()
-    try:
+    with _written_to(output):
         output.mkdir(parents=True, exist_ok=True)
-        _log.info("reading the text")
-        if rates is None:
-            texts = sample_evenly(_texts_of(inputs), sample_characters)
-        else:
-            readers = [lambda files=files: _texts_of(files) for files in inputs]
-            texts = sample_at_rates(readers, rates, sample_characters)
+    _log.info("reading the text")
+    if rates is None:
+        texts = sample_evenly(_texts_of(inputs), sample_characters)
+    else:
+        readers = [lambda files=files: _texts_of(files) for files in inputs]
+        texts = sample_at_rates(readers, rates, sample_characters)
+    with _written_to(output):
         _log.info("training %d pieces on %d characters", size, sum(map(len, texts)))
         model = train_model(texts, size)
         processor = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -96,14 +98,20 @@ def train_sentencepiece(
         ]
         write_atomically(output / VOCAB_FILE, ("\n".join(pieces) + "\n").encode())
         write_atomically(output / MODEL_FILE, model)
-    except OSError as error:
-        raise ValueError(
-            f"the vocabulary cannot be written to {output}: {error}; name a folder that can"
-        ) from error
     num_characters = sum(map(len, texts))
     num_tokens = sum(len(processor.encode(text)) for text in texts)
     ratio = num_characters / num_tokens
     return VocabularySummary(output / MODEL_FILE, len(pieces), num_characters, ratio)
+
+
+@contextlib.contextmanager
+def _written_to(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"the vocabulary cannot be written to {folder}: {error}; name a folder that can"
+        ) from error
 
 
 def train_model(texts: Iterable[str], size: int) -> bytes:

@@ -143,8 +143,9 @@ def parse_files(
     try:
         gin.parse_config_files_and_bindings(files, [], finalize_config=False)
     except Exception as error:  # gin raises many kinds; each is about what was written
-        place = place_of(error, reading[-1] if reading else None) + module_that_failed(error)
-        raise ConfigurationError(f"{place}{explain(error)}") from error
+        last = reading[-1] if reading else None
+        place = place_of(error, last) + module_that_failed(error)
+        raise ConfigurationError(f"{place}{explain(error, last)}") from error
     for binding in bindings:
         _check_binding(binding)
         try:
@@ -296,7 +297,17 @@ def _type_message(name: str, value, hint) -> str:
             f"{name} is the class {value.__name__} itself; expected {expected}: write "
             f"@{value.__name__}() with parentheses to build one"
         )
-    return f"{name}={value!r} is of type {type(value).__name__}; expected {expected}"
+    said = f"{name}={value!r} is of type {type(value).__name__}; expected {expected}"
+    if _fits("", hint) and isinstance(value, int | float):
+        of = [scope for scope in macro_names() if _is_value_of(scope, value)] or [name]
+        text = "TEXT" if isinstance(value, float) else value  # 1e5 is 100000.0
+        said += f": a text that reads as a number needs quotes, --gin.{of[0]}='\"{text}\"'"
+    return said
+
+
+def _is_value_of(macro: str, value) -> bool:
+    held = gin.config._CONFIG[macro, "gin.macro"].get("value")
+    return type(held) is type(value) and held == value
 
 
 def _fits(value, hint) -> bool:
@@ -311,6 +322,8 @@ def _fits(value, hint) -> bool:
         numbers = (int, float) if hint is float else int
         return isinstance(value, numbers) and not isinstance(value, bool)
     if origin in (tuple, list) or getattr(origin, "__module__", "") == "collections.abc":
+        if isinstance(value, list | tuple) and len({*arguments} - {...}) == 1:
+            return all(_fits(item, arguments[0]) for item in value)
         return isinstance(value, list | tuple | dict) or callable(value)
     return not isinstance(origin or hint, type) or isinstance(value, origin or hint)
 
@@ -318,8 +331,13 @@ def _fits(value, hint) -> bool:
 @contextlib.contextmanager
 def _open(path: str, reading: list[str]) -> Iterator[typing.TextIO]:
     """Opens a file; while it is read, and if that fails, it is the last of `reading`."""
+    same = [each for each in reading if os.path.samefile(each, path)]
+    if same:
+        chain = [*reading[reading.index(same[0]) :], path]
+        raise ConfigurationError(f"{' includes '.join(chain)}; take one of these lines out")
     reading.append(path)
-    file = io.StringIO(as_of_today(pathlib.Path(path).read_text(encoding="utf-8")))
+    # A byte order mark, as Windows' editors write it, is no part of the text.
+    file = io.StringIO(as_of_today(pathlib.Path(path).read_text(encoding="utf-8-sig")))
     file.name = path  # gin's errors say it
     yield file
     reading.pop()

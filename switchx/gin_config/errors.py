@@ -7,6 +7,7 @@ import pkgutil
 import re
 import sys
 import traceback
+from pathlib import Path
 
 import gin
 
@@ -45,11 +46,17 @@ def module_that_failed(error: Exception) -> str:
     return f"importing {file}:{line} failed with {type(error).__name__}: "
 
 
-def explain(error: Exception) -> str:
-    """Gin's message without its dump of the configuration, with what may be meant."""
+def explain(error: Exception, reading: str | None = None) -> str:
+    """Gin's message without its dump of the configuration, with what may be meant.
+
+    Args:
+        reading: the gin file that the error is of.
+    """
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     for pattern, say in _SAYINGS:
         if match := re.search(pattern, text):
+            if say is _no_configurable and reading and _registers_nothing(reading):
+                return _no_registration(*match.groups())
             return say(*match.groups())
     text = text.partition("in config string:")[0].partition("\n  In bindings string")[0]
     text = text.partition("\n  In file")[0]
@@ -86,7 +93,22 @@ def _no_configurable(selector: str) -> str:
     return (
         f"there is no {selector!r}{did_you_mean(stem, known)}; a gin file has to import its "
         "module and to name it, as `from switchx.models import config` and "
-        "`MODEL = @config.ModelConfig()` do"
+        "`MODEL = @config.ModelConfig()` do below `from __gin__ import dynamic_registration`"
+    )
+
+
+def _registers_nothing(path: str) -> bool:
+    """Whether a gin file imports modules, and nothing says that these are to be registered."""
+    imports = re.findall(
+        r"^(?:from|import)\s.*", Path(path).read_text("utf-8-sig"), re.MULTILINE
+    )
+    return bool(imports) and not any("__gin__" in line for line in imports)
+
+
+def _no_registration(selector: str) -> str:
+    return (
+        f"there is no {selector!r}, as this file's imports name nothing without the line "
+        "`from __gin__ import dynamic_registration`; write it above them"
     )
 
 

@@ -25,6 +25,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from switchx.data.data_dir import write_atomically
+from switchx.fields import json_text
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +183,7 @@ class Goodput:
         if self._is_writer and self._has_begun:
             self._step = max(self._step, step)
             text = self.metrics() | {"step": self._step, "at_checkpoints": self._at_checkpoints}
-            write_atomically(self._path, (json.dumps(text, indent=2) + "\n").encode())
+            write_atomically(self._path, (json_text(text, indent=2) + "\n").encode())
 
 
 def _read(path: pathlib.Path) -> dict[str, Any] | None:

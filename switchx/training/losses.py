@@ -60,7 +60,8 @@ class TokenSums:
         loss: cross-entropy with label smoothing and z-loss, in nats; of a student mixed with
             the soft loss (`distillation.py`).
         nll: negative log-likelihood, in nats, without either.
-        correct: tokens whose most probable prediction is the target.
+        correct: tokens whose most probable prediction is the target; of equally probable ones
+            the first id is predicted, as by `argmax`.
         tokens: real target tokens (the sum of the loss weights).
         soft_loss: of a student, how far it is from its teacher, in nats; otherwise None.
     """
@@ -115,7 +116,10 @@ def cross_entropy(
             smoothing / (V - 1)
         )
         loss_BL = loss_BL + smoothing * (other_nll_BL - nll_BL) - entropy
-    is_correct_BL = (target_BL >= 0).astype(jnp.float32)
+    # Of equal logits the first is predicted, as by `argmax`: none before the target is one.
+    is_best_before_BLV = (token_BLV < targets_BL[..., None] - first) & (shifted_BLV >= 0)
+    num_before_BL = sum_over_v(is_best_before_BLV.astype(jnp.float32))
+    is_correct_BL = ((target_BL >= 0) & (num_before_BL == 0)).astype(jnp.float32)
     return TokenSums(
         loss=jnp.sum(loss_BL * weights_BL),
         nll=jnp.sum(jax.lax.stop_gradient(nll_BL) * weights_BL),

@@ -9,7 +9,6 @@ taken.
 import contextlib
 import json
 import logging
-import math
 import pathlib
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from tensorboardX import SummaryWriter
 
 from switchx.data.data_dir import write_atomically
 from switchx.data.features import Batch, batch_digest
+from switchx.fields import json_text
 from switchx.moe.stats import RoutingStats
 from switchx.training.losses import TokenSums
 from switchx.training.step import StepMetrics
@@ -153,7 +153,7 @@ class MetricsLog:
         """Appends one line; JSON has no NaN or infinity, so those are written as null."""
         if not self._is_writer:
             return
-        self._file.write(json.dumps(_finite({"step": step} | metrics)) + "\n")
+        self._file.write(json_text({"step": step} | metrics) + "\n")
         self._file.flush()
         for name, value in flat_scalars(metrics).items():
             self._events.add_scalar(name, value, step)
@@ -215,14 +215,6 @@ def last_metrics(path: pathlib.Path, last_step: int, every: int) -> dict[str, An
     """What a log has of the last multiple of `every` up to `last_step`; None for nothing."""
     lines = map(json.loads, _lines_until(path, last_step) if path.exists() else ())
     return next((line for line in [*lines][::-1] if line["step"] % every == 0), None)
-
-
-def _finite(value):
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class SkippedBatches:

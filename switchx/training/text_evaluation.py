@@ -25,7 +25,8 @@ from switchx.fields import require, require_at_least
 from switchx.training.metrics import MetricsLog, cut_files_after
 
 # Of an evaluation of one task, what is no metric.
-COUNTS = ("examples", "examples_left_out", "outputs_unfinished")
+NOTES = "notes"
+COUNTS = ("examples", "examples_left_out", "outputs_unfinished", NOTES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,18 +66,20 @@ class TaskTexts:
     """What a model wrote to the first examples of a task.
 
     Attributes:
-        metrics: of these examples, by name.
+        metrics: of these examples, by name; None where one could not be computed.
         inputs, targets, predictions: texts, one for each.
         num_left_out: examples that were not answered.
         num_unfinished: texts that did not end within `max_new_tokens`.
+        notes: why a metric has no number, by its name.
     """
 
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]
     inputs: list[str]
     targets: list[str]
     predictions: list[str]
     num_left_out: int
     num_unfinished: int
+    notes: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 class TextEvaluator(Protocol):
@@ -164,6 +167,7 @@ class TextLog:
                 "examples_left_out": texts.num_left_out,
                 "outputs_unfinished": texts.num_unfinished,
             }
+            | ({NOTES: texts.notes} if texts.notes else {})
             for task, texts in found.items()
         }
 

@@ -275,7 +275,7 @@ def test_metrics_of_each_direction_are_sacrebleus_of_what_the_api_writes(run, ca
         first, second = written["tasks"][name].pop("metrics")
         assert first == {
             "name": "bleu", "score": want.score, "signature": str(bleu.get_signature()),
-            "interval": [want._mean - want._ci, want._mean + want._ci],
+            "interval": [want._mean - want._ci, want._mean + want._ci], "note": None,
         }  # fmt: skip
         assert second["name"] == "chrf"
         means.append((first["score"], second["score"]))
@@ -330,6 +330,7 @@ def test_metrics_may_be_named_or_left_out(run, capsys):
 
 def test_table_of_metrics_for_a_person():
     result = {"name": "bleu", "score": 31.234, "signature": "nrefs:1", "interval": (30.0, 32.5)}
+    result["note"] = None
     task = {"examples": 9, "inputs_cut": 2, "outputs_unfinished": 1000, "metrics": [result]}
     texts = {"tasks": {"a": task, "b": task}, "mean": [result | {"interval": None}]}
     assert evaluate.rows_of_texts(texts) == [
@@ -342,6 +343,10 @@ def test_table_of_metrics_for_a_person():
         ("b: outputs cut off", "1,000", ""),
     ]
     assert evaluate.signatures(texts) == ["bleu  nrefs:1"]
+    missing = {"name": "own", "score": None, "signature": "", "interval": None, "note": "why"}
+    texts = {"tasks": {"a": task | {"metrics": [missing]}}, "mean": []}
+    assert evaluate.rows_of_texts(texts)[0] == ("a: own", "none", "why")
+    assert evaluate.signatures(texts) == []
 
 
 def test_names_of_metrics_are_all_of_them():

@@ -74,6 +74,55 @@ def test_mistake_in_another_file_is_told_of_that_file():
     assert said == "inner.gin:4: EOF in multi-line statement"
 
 
+def test_files_that_include_each_other_are_named():
+    pathlib.Path("inner.gin").write_text('include "my.gin"\n')
+    said = message(text='include "inner.gin"\n')
+    assert "my.gin includes ./inner.gin includes ./my.gin; take one of these lines" in said
+    # A file that two others include is none that includes itself.
+    pathlib.Path("inner.gin").write_text("A = 1\n")
+    building.parse_files(["inner.gin", "inner.gin"], [])
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file():
+    pathlib.Path("my.gin").write_text("A = 3\n", encoding="utf-8-sig")
+    building.parse_files(["my.gin"], [])
+    assert building.macro_names() == ["A"]
+
+
+@pytest.mark.parametrize("line", ["MODEL = @unregistered.Own()", "unregistered.Own.size = 8"])
+def test_imports_without_registration_are_told_of_the_missing_line(line, monkeypatch):
+    monkeypatch.syspath_prepend(".")
+    pathlib.Path("unregistered.py").write_text("class Own: ...\n")
+    pathlib.Path("my.gin").write_text(f"import unregistered\n{line}\n")
+    with pytest.raises(building.ConfigurationError) as error:
+        building.parse_files(["my.gin"], [])
+    said = str(error.value)
+    assert "my.gin:2: there is no 'unregistered.Own', as this file's imports name" in said
+    assert "`from __gin__ import dynamic_registration`; write it above them" in said
+
+
+@pytest.mark.parametrize(
+    ("binding", "quoted"),
+    [
+        ("FILES=2024", """--gin.FILES='"2024"'"""),
+        ("DATA_DIR=True", """--gin.DATA_DIR='"True"'"""),
+        ("INIT_FROM=1e5", """--gin.INIT_FROM='"TEXT"'"""),
+    ],
+)
+def test_a_name_that_reads_as_a_number_is_told_to_be_quoted(binding, quoted):
+    with pytest.raises(building.ConfigurationError) as error:
+        building.job_from_gin(str(SMALL), ["FILES=a.txt", binding])
+    assert f"a text that reads as a number needs quotes, {quoted}" in str(error.value)
+    name, _, value = binding.partition("=")
+    job = building.job_from_gin(str(SMALL), ["FILES=a.txt", f'{name}="{value}"'])
+    assert value in (job.source.corpus.path, job.data_dir, job.init_from)
+
+
+def test_each_of_several_names_is_checked():
+    with pytest.raises(building.ConfigurationError, match="expected str | Sequence"):
+        building.job_from_gin(str(SMALL), ["FILES=('a.txt', 2024)"])
+
+
 @pytest.mark.parametrize(
     ("binding", "said"),
     [

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Examples for evaluation: texts, tokens, references, choices and their scores."""
 
+import dataclasses
 import json
+import math
 
 import pytest
 
 from switchx.data.evaluation import evaluation_examples
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures
+from switchx.data.label_metrics import Pearson, Spearman
 from switchx.data.objectives import CausalLM, InputsToTargets
-from switchx.data.text_metrics import Accuracy, Squad
+from switchx.data.text_metrics import Accuracy, MetricResult, Squad
+from switchx.fields import json_text
 from tests.data.fakes import ListCorpus, make_task, pair_corpus, text_corpus
 from tests.data.refusals import refused
 
@@ -49,6 +53,49 @@ def test_metrics_of_predictions():
     assert only.score == 100.0
     with refused("task 't': 3 predictions for 2 examples of 'test'; give one for each"):
         found.metrics(["7"] * 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Failing:
+    """A user's own metric, which divides by zero or has a score that is no number."""
+
+    score: float | None = None
+    names = ("own", "other")
+
+    def results(self, predictions, targets, num_bootstrap=0):
+        score = 1 / 0 if self.score is None else self.score
+        return [MetricResult(name, score, "v:1") for name in self.names]
+
+
+def test_a_metric_that_cannot_be_computed_is_null_and_says_why(caplog):
+    found = examples()
+    failed, *rest = found.results(["7", "7"], (Failing(), Accuracy()))
+    assert (failed.name, failed.score) == ("own", None)
+    assert failed.note == "ZeroDivisionError: division by zero"
+    assert [(each.name, each.score) for each in rest] == [("other", None), ("accuracy", 100.0)]
+    assert "task 't' has no own: ZeroDivisionError: division by zero" in caplog.text
+    for score in (math.nan, math.inf):
+        first, _ = found.results(["7", "7"], (Failing(score),))
+        assert first.score is None and first.note == f"the score is {score}, no finite number"
+    # As STS-B's, of one example and of a constant prediction.
+    correlations = (Pearson(), Spearman())
+    for count, predictions in ((1, ["7"]), (2, ["7", "7"])):
+        results = found.first(count).results(predictions, correlations)
+        assert all(each.score is None for each in results)
+        assert f"all {count} targets are 7; a correlation needs two" in results[0].note
+    assert json.loads(json_text(list(map(dataclasses.asdict, results))))[0]["score"] is None
+    with pytest.raises(KeyboardInterrupt):
+        found.results(["7", "7"], (Interrupted(),))
+
+
+class Interrupted(Failing):
+    def results(self, *arguments):
+        raise KeyboardInterrupt
+
+
+def test_json_has_no_nan():
+    value = {"a": [1.0, math.nan, (math.inf, "x")], "b": {"c": -math.inf, "d": None}}
+    assert json_text(value) == '{"a": [1.0, null, [null, "x"]], "b": {"c": null, "d": null}}'
 
 
 def test_choices_are_scored_one_after_another():

@@ -191,6 +191,14 @@ def test_areas_as_scikit_learn(rows):
     assert found["f1"] == pytest.approx(100 * want)
 
 
+def test_a_prediction_that_is_no_finite_number_spoils_no_score():
+    targets = ["1.0", "2.5", "4.0"]
+    for metric in (Pearson(), Spearman()):
+        (want,) = metric.results(["1.0", "-1", "4.0"], targets)
+        for text in ("nan", "inf", "-inf", "none"):
+            assert metric.results(["1.0", text, "4.0"], targets) == [want]
+
+
 def test_correlations_as_scipy():
     rng = np.random.default_rng(0)
     targets, predictions = rng.normal(size=(2, 20)).round(2)

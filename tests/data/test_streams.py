@@ -36,6 +36,18 @@ def test_every_epoch_is_another_order_of_all(num_records):
         assert epochs[0] != epochs[1] and epochs[0] != list(records)
 
 
+# Powers of two and of 256 and their neighbours; Grain 0.2.18 loses the last of 4^k + 1.
+_SIZES = [65_535, 65_536, 65_537, 65_538, 65_793, 131_073, 2**18 + 1]
+
+
+@pytest.mark.parametrize("num_records", _SIZES)
+def test_each_record_is_read_once_whatever_their_number(num_records):
+    shuffled = Shuffled(range(num_records), (3,))
+    epoch = np.fromiter(map(shuffled.__getitem__, range(num_records)), np.int64)
+    assert np.array_equal(np.sort(epoch), np.arange(num_records))
+    assert np.mean(epoch[1:] > epoch[:-1]) < 0.6
+
+
 @pytest.mark.parametrize("num_records", [50, 70_000])
 def test_depends_on_seed_and_index_alone(num_records):
     indices = [5, num_records + 5, 3 * num_records, 6]

@@ -9,6 +9,7 @@ from switchx.data.text_metrics import (
     Accuracy,
     Bleu,
     ChrF,
+    Reference,
     Rouge,
     Squad,
     normalized_answer,
@@ -82,6 +83,36 @@ def test_rouge_lsum_ends_sentences_at_newlines_and_where_t5_does():
     # "e.g." and a full stop at a word's end, as in plain text, end no sentence there.
     plain = scores(Rouge(("rougeLsum",)), ["A dog. A cat."], ["A cat. A dog."])
     assert plain == {"rougeLsum": 50.0}
+
+
+@pytest.mark.parametrize(
+    "tokenize, text, other, score",
+    [
+        ("intl", "Кот сидел дома.", "кот сидел", 100 * 2 * 2 / (2 + 4)),
+        ("char", "แมว", "แมว", 100.0),
+        ("zh", "我爱你", "我爱他", 100 * 2 / 3),
+    ],
+)
+def test_rouge_of_other_scripts_needs_another_tokenizer(tokenize, text, other, score, caplog):
+    t5, mine = (Rouge(("rouge1",), tokenize=name) for name in ("rouge", tokenize))
+    (result,) = mine.results([other], [text])
+    assert result.score == pytest.approx(score) and f"|tok:{tokenize}|" in result.signature
+    assert not caplog.text
+    (result,) = t5.results([text, "a"], [text, "a"])
+    assert result.score == 50.0 and "tok" not in result.signature
+    assert "1 of 2 targets have no token" in caplog.text and "tokenize='intl'" in caplog.text
+    with refused("Rouge.use_stemmer=True is for tokenize='rouge', got 'zh'"):
+        Rouge(use_stemmer=True, tokenize="zh")
+
+
+def test_bleu_and_chrf_take_all_right_answers():
+    texts = ["the cat sat on the mat", "it rains in Spain today"]
+    answers = [("a dog ran over the road", texts[0]), (texts[1],)]
+    targets = [Reference(each[0], answers=each) for each in answers]
+    for metric in (Bleu(), ChrF()):
+        (result,) = metric.results(texts, targets)
+        assert result.score == pytest.approx(100)
+        assert metric.results(texts, [each[0] for each in answers])[0].score < 90
 
 
 def test_answers_are_compared_as_in_the_tests_of_t5():

@@ -121,6 +121,18 @@ def test_a_uniform_prediction_costs_log_v_nats_a_token():
     np.testing.assert_allclose(sums.nll, 3 * np.log(7), rtol=1e-6)
 
 
+def test_of_equal_logits_the_first_is_predicted():
+    """As by `numpy.argmax`, also among some of the tokens; a NaN predicts nothing right."""
+    rng = np.random.default_rng(0)
+    targets_BL = rng.integers(0, V, (B, 200)).astype(np.int32)
+    weights_BL = np.ones_like(targets_BL)
+    for logits_BLV in (np.zeros((B, 200, V)), rng.integers(0, 3, (B, 200, V))):
+        sums = cross_entropy(jnp.asarray(logits_BLV), targets_BL, weights_BL, PLAIN)
+        assert sums.correct == np.sum(np.argmax(logits_BLV, axis=-1) == targets_BL)
+    sums = cross_entropy(jnp.full((B, 200, V), jnp.nan), targets_BL, weights_BL, PLAIN)
+    assert sums.correct == 0
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_large_logits_stay_finite_and_sums_are_float32(dtype):
     logits_BLV = jnp.asarray([[[3e4, -3e4, 0.0]]], dtype)

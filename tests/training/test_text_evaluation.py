@@ -43,7 +43,10 @@ def evaluations(scores, asked=None):
         score = next(left)
         if asked is not None:
             asked.append(goes_on())
-        texts = TaskTexts({"accuracy": score}, ["a"], ["x"], [f"{score} `|` new\nline"], 1, 0)
+        # A metric that cannot be computed has a note.
+        notes = {} if math.isfinite(score) else {"accuracy": "why"}
+        columns = ["a"], ["x"], [f"{score} `|` new\nline"]
+        texts = TaskTexts({"accuracy": None if notes else score}, *columns, 1, 0, notes)
         return {"pairs": texts}
 
     return lambda job, mesh: evaluate
@@ -71,7 +74,7 @@ def test_metrics_peaks_and_the_best_checkpoint(finished):
     found = texts_in(finished)
     assert [found[step]["accuracy"] for step in (0, 2, 4, 6)] == [90.0, 30.0, 50.0, None]
     counts = {"examples": 1, "examples_left_out": 1, "outputs_unfinished": 0}
-    assert found[4] == {"accuracy": 50.0} | counts
+    assert found[4] == {"accuracy": 50.0} | counts and found[6]["notes"] == {"accuracy": "why"}
     # Not the 90 of the model before its first step, nor what is not finite.
     peak = {"pairs": {"accuracy": {"score": 50.0, "step": 4, "examples": 1}}}
     assert json.loads(finished.peaks.read_text()) == peaks(finished.validation) == peak

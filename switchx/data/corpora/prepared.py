@@ -8,18 +8,21 @@ and renamed when complete: a killed preparation leaves nothing that is read late
 processes that prepare at once the second drops its copy.
 """
 
+import contextlib
 import dataclasses
+import errno
 import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import tensorflow_datasets as tfds
 
 from switchx.data import data_dir as locations
 from switchx.data.corpora.corpus import CorpusSource, require_split
+from switchx.data.corpora.sound_records import SoundRecords
 
 VERSION = "1.0.0"
 
@@ -70,12 +73,13 @@ class CorpusBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         )
 
     def _split_generators(self, download_manager):
-        splits = self._recipe.make_splits().items()
+        with _reading(self._recipe):
+            splits = self._recipe.make_splits().items()
         return {split: self._generate_examples(split, examples) for split, examples in splits}
 
     def _generate_examples(self, split, examples):
         digest = hashlib.sha256()
-        for number, example in enumerate(examples):
+        for number, example in enumerate(_read(self._recipe, examples)):
             for text in example.values():
                 digest.update(text.encode() + b"\0")
             yield number, example
@@ -97,18 +101,57 @@ def open_prepared(recipe: Recipe, split: str, data_dir: str | None) -> CorpusSou
     folder = locations.find_or_place(relative, data_dir)
     if not folder.exists():
         _prepare(recipe, folder)
+    way_out = f"remove {folder}, and it is prepared anew"
     try:
         builder = tfds.builder_from_directory(folder)
-        require_split(recipe.name, split, builder.info.splits)
+        splits = list(builder.info.splits)
+        fingerprint = builder.info.metadata[split] if split in splits else None
+    except Exception as error:  # of JSON, protocol buffers and TFDS
+        raise _damaged(recipe, error, way_out) from error
+    require_split(recipe.name, split, splits)
+    try:
         records = builder.as_data_source(split=split)
         records[0]  # opens the file
+    except Exception as error:
+        raise _damaged(recipe, error, way_out) from error
+    name = f"{recipe.name}/{split}"
+    sound = SoundRecords.of_split(
+        f"the prepared data of {name} is damaged", records, builder, split, way_out
+    )
+    return CorpusSource(name, fingerprint, recipe.fields, sound)
+
+
+def _damaged(recipe: Recipe, error: Exception, way_out: str) -> ValueError:
+    said = " ".join(f"{error}".split()) or type(error).__name__
+    return ValueError(f"the prepared data of {recipe.name} is damaged: {said}; {way_out}")
+
+
+@contextlib.contextmanager
+def _reading(recipe: Recipe) -> Iterator[None]:
+    """What fails in it is a matter of what is read, not of where it is written."""
+    try:
+        yield
     except (OSError, RuntimeError) as error:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        if isinstance(error, RecursionError):
+            hint = "a record is nested too deeply; take it out"
+        else:
+            hint = "see to what is read"
         raise ValueError(
-            f"the prepared data of {recipe.name} is damaged: {error}; remove {folder}, and it "
-            "is prepared anew"
+            f"{recipe.name} cannot be prepared: {type(error).__name__} while its source is "
+            f"read: {error}; {hint}"
         ) from error
-    fingerprint = builder.info.metadata[split]
-    return CorpusSource(f"{recipe.name}/{split}", fingerprint, recipe.fields, records)
+
+
+def _read(recipe: Recipe, examples: Iterable[dict[str, str]]) -> Iterator[dict[str, str]]:
+    examples = iter(examples)
+    while True:
+        with _reading(recipe):
+            example = next(examples, None)
+        if example is None:
+            return
+        yield example
 
 
 def _prepare(recipe: Recipe, folder: Path) -> None:

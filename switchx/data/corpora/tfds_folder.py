@@ -17,6 +17,7 @@ from etils import epath
 
 from switchx.data import data_dir as locations
 from switchx.data.corpora.corpus import fingerprint_of
+from switchx.data.corpora.sound_records import SoundRecords
 from switchx.data.corpora.tfrecord import TfRecordFiles, read_records
 from switchx.fields import require
 
@@ -55,7 +56,7 @@ class TfdsFolder:
             ValueError: files in another format, packed, or not there.
         """
         if self.builder.info.file_format is _FORMATS.ARRAY_RECORD:
-            return self.builder.as_data_source(split=split)
+            return self._sound(self.builder.as_data_source(split=split), split)
         paths = self._tf_records(split)
         packed = [path for path in paths if path.endswith(".gz")]
         require(
@@ -64,7 +65,13 @@ class TfdsFolder:
             "`gunzip`, or read it through a task, which prepares its examples",
         )
         lengths = tuple(self.builder.info.splits[split].shard_lengths)
-        return _Parsed(TfRecordFiles(paths, lengths, self.data_dir), self.builder.info.features)
+        files = TfRecordFiles(paths, lengths, self.data_dir)
+        return self._sound(_Parsed(files, self.builder.info.features), split)
+
+    def _sound(self, records: Sequence[dict[str, Any]], split: str) -> SoundRecords:
+        way_out = f"get the file anew, or remove {self.folder} and prepare the data set again"
+        name = f"{self.builder.info.full_name}, {split}"
+        return SoundRecords.of_split(name, records, self.builder, split, way_out)
 
     def examples(self, split: str) -> Iterator[dict[str, Any]]:
         """The examples of a split one after another, from any of the formats.

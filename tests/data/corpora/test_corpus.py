@@ -209,6 +209,62 @@ def test_damaged_since(tmp_path, name):
         open_prepared(recipe(train=["one"]), "train", str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["dataset_info.json", "metadata.json", "features.json"])
+def test_descriptions_damaged_since(tmp_path, name):
+    open_prepared(recipe(train=["one"]), "train", str(tmp_path))
+    folder = tmp_path / "words/key/1.0.0"
+    (folder / name).write_text('{"cut')
+    with refused(f"the prepared data of words is damaged: <any>; remove {folder}, and"):
+        open_prepared(recipe(train=["one"]), "train", str(tmp_path))
+
+
+def test_a_record_damaged_in_the_middle_is_named(tmp_path):
+    """Not at the start, where nothing is wrong; also of a copy that was pickled."""
+    texts = ["".join(f"{number} {i} " for i in range(9000)) for number in range(40)]
+    open_prepared(recipe(train=texts), "train", str(tmp_path))
+    folder = tmp_path / "words/key/1.0.0"
+    (file,) = folder.glob("*array_record*")
+    content = bytearray(file.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 64] = bytes(64)
+    file.write_bytes(content)
+    source = pickle.loads(pickle.dumps(open_prepared(recipe(train=[]), "train", str(tmp_path))))
+    refusals = []
+    for index in range(len(source)):
+        try:
+            assert source[index]["text"] in texts
+        except ValueError as error:
+            refusals.append((index, str(error)))
+    assert 0 < len(refusals) < len(texts)
+    for index, said in refusals:
+        start = f"the prepared data of words/train is damaged: record {index} of {file} cannot"
+        assert said.startswith(start)
+        assert said.endswith(f"; remove {folder}, and it is prepared anew")
+    with pytest.raises(IndexError):
+        source.records[len(texts)]
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (RecursionError("too deep"), "a record is nested too deeply; take it out"),
+        (PermissionError("a.txt"), "see to what is read"),
+    ],
+)
+def test_what_cannot_be_read_is_no_full_disk(tmp_path, error, said):
+    def examples():
+        yield {"text": "one"}
+        raise error
+
+    bad = Recipe("words", "key", ("text",), lambda: {"train": examples()})
+    with refused(
+        f"words cannot be prepared: {type(error).__name__} while its source is read: "
+        f"{error}; {said}"
+    ):
+        open_prepared(bad, "train", str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_killed_preparation_is_not_read(tmp_path):
     child = start(tmp_path, "hang")
     assert child.stdout.readline() == "half of it\n"

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records of ArrayRecord or TFRecord files, where a damaged one is named with its file.
+
+Libraries say `Corrupted Riegeli/records file` at whatever step a record is read.
+"""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class SoundRecords:
+    """Random access to the records of a split; can be pickled for Grain's workers.
+
+    Attributes:
+        name: what the records are of, for messages.
+        records: of a library, over all files.
+        files: paths in the order of their records.
+        lengths: records in each.
+        way_out: what to do where one is damaged, to end a sentence.
+    """
+
+    name: str
+    records: Sequence[Any] = dataclasses.field(repr=False)
+    files: tuple[str, ...]
+    lengths: tuple[int, ...]
+    way_out: str
+
+    @classmethod
+    def of_split(cls, name: str, records, builder, split: str, way_out: str) -> "SoundRecords":
+        """Of a split of a TFDS builder."""
+        info = builder.info.splits[split]
+        files = tuple(map(os.fspath, info.filepaths))
+        return cls(name, records, files, tuple(info.shard_lengths), way_out)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> Any:
+        """Record `index`, from 0.
+
+        Raises:
+            IndexError: `index` is not in [0, len).
+            ValueError: it cannot be read; names file, record and the way out.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.name} has {len(self)} records; index={index}")
+        try:
+            return self.records[index]
+        except MemoryError:
+            raise
+        except Exception as error:  # of several libraries, which have no class in common
+            ends = np.cumsum(self.lengths)
+            number = int(np.searchsorted(ends, index, side="right"))
+            place = index - int(ends[number]) + self.lengths[number]
+            said = " ".join(str(error).split())[:300] or type(error).__name__
+            raise ValueError(
+                f"{self.name}: record {place} of {self.files[number]} cannot be read: {said}; "
+                f"{self.way_out}"
+            ) from error
