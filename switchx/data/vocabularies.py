@@ -179,6 +179,31 @@ class SavedVocabulary(LateVocabulary):
         return load_vocabulary(self.directory)
 
 
+def read_or_trained(file: str | None, trained: Vocabulary | None = None) -> Vocabulary:
+    """The vocabulary of VOCABULARY_FILE, or where that is None the one that a task trains.
+
+    Args:
+        file: a SentencePiece model, the folder that `switchx vocab` wrote, or a run folder; it
+            is read when it is first needed.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    if file is None:
+        require(
+            trained is not None,
+            "VOCABULARY_FILE=None, and this task trains no vocabulary; give a SentencePiece "
+            "model or a run folder: --gin.VOCABULARY_FILE=FILE",
+        )
+        return trained
+    path = Path(file).expanduser()
+    if (path / MODEL_FILE).is_file() and not (path / DESCRIPTION_FILE).is_file():
+        return SentencePieceVocabulary(str(path / MODEL_FILE))
+    if path.suffix == ".model" or path.is_file():
+        return SentencePieceVocabulary(file)
+    return SavedVocabulary(file)
+
+
 def save_vocabulary(vocabulary: Vocabulary, directory: str | Path) -> None:
     """Writes what `load_vocabulary` needs, the description last, each file whole or not.
 
