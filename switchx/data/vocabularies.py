@@ -11,6 +11,7 @@ import functools
 import itertools
 import json
 import logging
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -196,6 +197,12 @@ def read_or_trained(file: str | None, trained: Vocabulary | None = None) -> Voca
             "model or a run folder: --gin.VOCABULARY_FILE=FILE",
         )
         return trained
+    require(
+        isinstance(file, str | os.PathLike),
+        f"VOCABULARY_FILE={file!r} is no path; quote it if it is one: "
+        f"--gin.VOCABULARY_FILE=\"'{file}'\"",
+    )
+    file = os.fspath(file)
     path = Path(file).expanduser()
     if (path / MODEL_FILE).is_file() and not (path / DESCRIPTION_FILE).is_file():
         return SentencePieceVocabulary(str(path / MODEL_FILE))

@@ -151,7 +151,7 @@ def test_macros_are_those_of_the_runs(in_a_folder):
     macros = {macro for cell in cells for macro in re.findall(r"[A-Z_]{2,}", cell)}
     words = ["train", "--gin_file=runs/pretrain_tiny.gin", "--model_dir=x"]
     values = {"DATA_DIR": "a", "INIT_FROM": "b", "BEST_METRIC": "c/d", "EVAL_TIME_SHARE": 0.7}
-    values["LOCAL_DIR"] = "/e"
+    values |= {"LOCAL_DIR": "/e", "VOCABULARY_FILE": "v.model"}
     values["NUM_MICROBATCHES"] = 1
     values["TEXT_EVALUATION"] = "@text_evaluation.TextEvaluation()"
     named = sorted(macros | {"TEXT_EVALUATION"})
