@@ -11,6 +11,7 @@ nothing.
 
 import dataclasses
 import logging
+import re
 from collections.abc import Iterator, Sequence
 
 import gin
@@ -69,7 +70,8 @@ def require_model_of_source(model: ModelConfig, bindings: Sequence[str]) -> None
         field = difference.partition(":")[0].rpartition(".")[2]
         macro = next((_macro_of(v) for (_, n), v in _bound().items() if n == field), None)
         flags = [b for b in bindings if _name(b).rpartition(".")[2] in (field, macro)]
-        found += [f"--gin.{flag} ({difference})" for flag in flags]
+        short = re.sub(r"\{'type': '([\w.]+)'.*\}", r"a \1", difference)
+        found += [f"--gin.{flag} ({short})" for flag in flags]
     if found:
         raise ValueError(
             f"{', '.join(found)}: the model is that of INIT_FROM={source!r}; leave the flag "
