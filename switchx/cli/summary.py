@@ -16,6 +16,7 @@ from rich.text import Text
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.arguments import command_line, configuration_words
 from switchx.gin_config import building
+from switchx.gin_config.files import configs_dir
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
 from switchx.training.job import TrainingJob
@@ -78,7 +79,7 @@ def next_commands(
         same, steps = configuration_words(arguments), []
     other = f"{str(run.path).rstrip(os.sep)}_finetuned"
     files = [f"--gin_file={FINETUNE}"]
-    if not _finetuning_fits(job, run):
+    if not (_is_pretraining(arguments) and _finetuning_fits(job, run)):
         # The same task with a fresh optimizer; other gin files say what to learn instead.
         files = configuration_words(arguments, *INIT_MACROS)
     finetune = [*files, f"--gin.INIT_FROM={run.path}", f"--model_dir={other}"]
@@ -109,6 +110,12 @@ def load_table(model: ModelConfig, load: list[list[float]]) -> Group:
         table.add_row(name, *(f"{share / even_share:.2f}" for share in shares))
     # Not the table's title, which would be broken to the table's width.
     return Group("load per expert (1.00 is an even share)", table)
+
+
+def _is_pretraining(arguments: argparse.Namespace) -> bool:
+    """Whether the first gin file is a shipped run that pretrains."""
+    names = {path.name for path in (configs_dir() / "runs").glob("pretrain_*.gin")}
+    return os.path.basename(arguments.gin_file[0]) in names
 
 
 def _finetuning_fits(job: TrainingJob, run: RunFolder) -> bool:
