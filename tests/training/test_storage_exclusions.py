@@ -95,7 +95,8 @@ def test_all_refuse_in_the_same_words(row, tier, tmp_path):
 
 def test_what_is_free_is_not_refused():
     assert CASES.keys() == {row.name for row in EXCLUSIONS}
-    job = make_job(SCANNED, storage=StorageSpec(slots=1))
+    deeper = dataclasses.replace(SCANNED, num_decoder_layers=2 * SCANNED.num_decoder_layers)
+    job = make_job(deeper)
     assert {job.storage_refusal(tier, {}) for tier in ("host", "disk")} == {None}
 
 
