@@ -157,7 +157,7 @@ def test_macros_are_those_of_the_runs(in_a_folder):
     named = sorted(macros | {"TEXT_EVALUATION"})
     words += [f"--gin.{macro}={values.get(macro, 7)}" for macro in named]
     job = parse_job(_parse(_parser(), words))
-    assert len(macros) == 18
+    assert len(macros) == 19
     listed = re.findall(r"^  ([A-Z_]+)  ", train.DESCRIPTION, re.MULTILINE)
     assert macros <= {*listed}
     assert (job.train_steps, job.batch_size, job.seed, job.log_every) == (7, 7, 7, 7)
