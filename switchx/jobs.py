@@ -26,7 +26,7 @@ from switchx.data.tasks import Task
 from switchx.fields import require
 from switchx.gin_config.building import job_from_gin
 from switchx.gin_config.files import configuration_of
-from switchx.gin_config.writing import job_gin
+from switchx.gin_config.writing import job_gin, model_gin
 from switchx.inference.artifact import is_artifact
 from switchx.inference.generate import Generator
 from switchx.manifest import git_commit
@@ -111,6 +111,7 @@ def train(
     folder = RunFolder(model_dir)
     records = {
         folder.operative_config: configuration or job_gin(job),
+        folder.model_gin: model_gin(job.model),
         folder.git_commit: git_commit() + "\n",
     }
     with contextlib.ExitStack() as stack:

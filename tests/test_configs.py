@@ -2,6 +2,7 @@
 """Every gin file that ships parses and builds, and says what it is for."""
 
 import dataclasses
+import json
 import math
 import pathlib
 import re
@@ -12,6 +13,7 @@ import pytest
 from switchx.checkpoint.retention import Retention
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.data.vocabularies import save_vocabulary
+from switchx.fields import describe
 from switchx.gin_config import building
 from switchx.gin_config.building import job_from_gin
 from switchx.gin_config.writing import job_gin
@@ -29,6 +31,7 @@ from switchx.training.distilled_program import as_teacher
 from switchx.training.job import TrainingJob
 from switchx.training.text_evaluation import TextEvaluation
 from switchx.tree import num_elements
+from tests.interop.folders import SWITCH
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 FOLDERS = ("models", "tasks", "meshes", "optimizers", "runs", "storage", "xla")
@@ -52,10 +55,18 @@ def clean_gin():
     building.gin.clear_config()
 
 
+def describe_run(folder: pathlib.Path) -> None:
+    """What a gin file reads of the run INIT_FROM: its model and its vocabulary."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = dataclasses.replace(SWITCH, vocab_size=384)
+    (folder / "config.json").write_text(json.dumps({"model": describe(model)}))
+    save_vocabulary(ByteVocabulary(), folder)
+
+
 @pytest.fixture
 def build_job(tmp_path):
     """`build_job("runs/x.gin", SEED=1)`: the job, with what the files require supplied."""
-    save_vocabulary(ByteVocabulary(), tmp_path)
+    describe_run(tmp_path)
     (tmp_path / "de.txt").write_text("ein Tor\n\nein Experte\n")
     supplies = {
         "FILES": tmp_path,
@@ -174,11 +185,11 @@ def test_parts_with_defaults_are_found_on_a_command_line(build_job):
     assert (job.pipeline.kind, job.compiler.tpu) == ("gpipe", ("xla_name=True",))
 
 
-def test_texts_are_evaluated_where_a_run_says_so(build_job):
+def test_texts_are_evaluated_where_a_run_says_so(build_job, tmp_path):
     assert build_job("runs/pretrain_tiny.gin").text_evaluation is None
     job = build_job(
         "runs/finetune_task.gin",
-        INIT_FROM="some/run",
+        INIT_FROM=tmp_path,
         EVAL_TIME_SHARE=0.5,
         BEST_METRIC="trec/accuracy",
     )

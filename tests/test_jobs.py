@@ -74,6 +74,9 @@ def test_a_run_of_python_is_one_of_the_commands(
     shown = capsys.readouterr()
     assert shown.err.count("compiled programs: kept in ") == 1
     assert "step     2  loss" in shown.err and not shown.out
+    # The model alone describes itself, after any run file.
+    files = ["runs/pretrain_tiny.gin", str(run / "model.gin")]
+    assert switchx.job_from_gin(files).model == dataclasses.replace(job.model, dropout_rate=0.0)
     assert numbers(run / "metrics.jsonl") == numbers(finished_run.folder / "metrics.jsonl")[:1]
     # Macros change the configuration that was written.
     assert main(["eval", f"--model_dir={run}", "--json", "--gin.BATCH_SIZE=4"]) == 0

@@ -68,6 +68,7 @@ class RunFolder:
 
     config = _inside("config.json")  # what a resumed run is compared with
     operative_config = _inside("operative_config.gin")  # every gin binding that was used
+    model_gin = _inside("model.gin")  # the model alone, as a gin file
     git_commit = _inside("git_commit.txt")  # the code that ran
     initialization = _inside("initialization.json")  # what INIT_FROM took from where
     taught_by = _inside("taught_by.json")  # the one teacher of a student, training/start.py

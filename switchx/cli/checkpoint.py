@@ -238,7 +238,8 @@ def average(arguments: argparse.Namespace) -> int:
         write_average,
     )
     from switchx.checkpoint.restore import choose_step
-    from switchx.checkpoint.run_folder import RunFolder
+    from switchx.checkpoint.run_folder import RunFolder, read_model_config
+    from switchx.gin_config.writing import model_gin
     from switchx.manifest import new_folder
 
     run, steps = RunFolder(arguments.dir), arguments.steps
@@ -253,6 +254,8 @@ def average(arguments: argparse.Namespace) -> int:
             params = mean_of_checkpoints(run, steps)
             what = f"the mean of steps {', '.join(map(str, steps))}"
         write_average(run, params, RunFolder(folder), f"{what} of {run.where}")
+        text = model_gin(read_model_config(run))
+        RunFolder(folder).model_gin.write_text(text, encoding="utf-8")
     if arguments.json:
         written = {"steps": steps or [step], "is_moving": arguments.moving}
         print(json.dumps({"command": "checkpoint average", "out": arguments.out} | written))

@@ -26,8 +26,7 @@ is fetched and nothing in a checkpoint is run; pytorch_model.bin is read without
 DST is a new folder. A converted model reads as a run folder does: `switchx.load(DST)`, and to
 fine-tune it
 
-  switchx train --gin_file=configs/runs/finetune.gin --gin_file=DST/model.gin \\
-    --gin.INIT_FROM=DST --model_dir=DIR
+  switchx train --gin_file=configs/runs/finetune.gin --gin.INIT_FROM=DST --model_dir=DIR
 """
 
 
@@ -167,7 +166,7 @@ def _in_dtype(config, dtype: str | None):
 def _write(arguments, reporter, config, params, vocabulary_file) -> None:
     from switchx.checkpoint.run_folder import RunFolder, write_converted
     from switchx.data.tokenizers import ByteVocabulary, TokenIdVocabulary
-    from switchx.gin_config.writing import MODEL_FILE, model_gin
+    from switchx.gin_config.writing import model_gin
     from switchx.manifest import new_folder
     from switchx.tree import num_elements
 
@@ -185,8 +184,9 @@ def _write(arguments, reporter, config, params, vocabulary_file) -> None:
             )
         folder = stack.enter_context(new_folder(arguments.dst))
         origin = f"{arguments.source}: {pathlib.Path(arguments.src).name}"
-        write_converted(RunFolder(folder), config, params, vocabulary, origin)
-        (folder / MODEL_FILE).write_text(model_gin(config), encoding="utf-8")
+        run = RunFolder(folder)
+        write_converted(run, config, params, vocabulary, origin)
+        run.model_gin.write_text(model_gin(config), encoding="utf-8")
     print(f"{arguments.dst}: {num_elements(params):,} parameters; open it with switchx.load")
 
 

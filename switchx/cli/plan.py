@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         plans = enumerate(found.plans[: arguments.top], 1)
         rows = [row(i, plan, workload, hardware) for i, plan in plans]
         if arguments.storage:
-            rows += tier_rows(found.plans[0].layout, workload, hardware, storage)
+            rows += tier_rows(job, found.plans[0].layout, workload, hardware, storage)
         Report("plan", rows, [fits]).print(as_json=True)
     else:
         print_search(found, hardware, devices, arguments.top)
@@ -131,7 +131,8 @@ def run(arguments: argparse.Namespace) -> int:
         if workload.teacher is not None:
             _print_teacher(workload.teacher, found.plans[0])
         if arguments.storage:
-            print_tiers(tier_rows(found.plans[0].layout, workload, hardware, storage), storage)
+            tiers = tier_rows(job, found.plans[0].layout, workload, hardware, storage)
+            print_tiers(tiers, storage)
         for hint in others:
             print(f"With {hint} routing groups divide over all {devices} devices.")
         if arguments.output:
@@ -161,25 +162,22 @@ def _with_load(workload, folder: str | None):
 
 def _search(arguments, job, workload, hardware, devices: int):
     """The `Storage` that is planned, and what was found; of `auto` the first with a plan."""
-    from switchx.planner.search import TEACHER_IN_STORAGE, search
-    from switchx.planner.storage_tiers import TIERS, storage_refusal
+    from switchx.planner.search import search
+    from switchx.planner.storage_tiers import TIERS
 
     tier = arguments.storage or job.storage.experts
-    if job.distillation is not None and tier in ("host", "disk"):
-        raise ValueError(f"experts in {tier} storage: {TEACHER_IN_STORAGE}")
     if arguments.touched is not None and arguments.storage is None and tier != "disk":
         raise ValueError(
             f"--touched={arguments.touched} with StorageSpec.experts={tier!r}, where a step "
             "moves all experts or none; leave it out, or give --storage=disk or auto"
         )
     storage = dataclasses.replace(job.planned_storage, touched=arguments.touched)
-    if tier != "auto":
-        # What no mesh changes is said before all of them are refused for it.
-        bucket_bytes = job.step.bucket_bytes
-        reason = storage_refusal(job.model, tier, storage.slots, {}, bucket_bytes=bucket_bytes)
-        if reason:
-            raise ValueError(reason)
+    # What no mesh changes is said before all of them are refused for it.
+    if tier != "auto" and (reason := job.storage_refusal(tier, {})):
+        raise ValueError(reason)
     for each in TIERS if tier == "auto" else [tier]:
+        if job.storage_refusal(each, {}):
+            continue
         storage = dataclasses.replace(storage, tier=each)
         found = search(workload, hardware, devices, storage)
         if found.plans:
@@ -246,7 +244,7 @@ def row(rank: int, plan, workload, hardware) -> dict[str, Any]:
     }
 
 
-def tier_rows(layout, workload, hardware, storage) -> list[dict[str, Any]]:
+def tier_rows(job, layout, workload, hardware, storage) -> list[dict[str, Any]]:
     """Experts in each tier on one layout: a row a tier, and one of the paper's formulas.
 
     Bytes are of one device, and of its share of its host.
@@ -257,6 +255,8 @@ def tier_rows(layout, workload, hardware, storage) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for tier in TIERS:
         try:
+            if reason := job.storage_refusal(tier, {}):
+                raise ValueError(reason)
             plan = predict(workload, layout, hardware, dataclasses.replace(storage, tier=tier))
         except ValueError as error:
             rows.append({"experts_in": tier, "fits": False, "reason": str(error)})

@@ -21,8 +21,7 @@ experts in the last of every --every blocks, all equal to its FFN, and a new rou
 It prints parameters, bytes and validation loss (nats per token, nothing dropped) before and
 after. To train on:
 
-  switchx train --gin_file=configs/runs/finetune.gin --gin_file=fewer/model.gin \\
-    --gin.INIT_FROM=fewer --model_dir=DIR
+  switchx train --gin_file=configs/runs/finetune.gin --gin.INIT_FROM=fewer --model_dir=DIR
 """
 
 
@@ -188,12 +187,13 @@ def _row(name: str, model, text) -> dict[str, Any]:
 def _write(arguments: argparse.Namespace, model, config, params) -> None:
     from switchx.checkpoint.run_folder import RunFolder, read_config, write_converted
     from switchx.data.tokenizers import TokenIdVocabulary
-    from switchx.gin_config.writing import MODEL_FILE, model_gin
+    from switchx.gin_config.writing import model_gin
     from switchx.manifest import new_folder
 
     source = read_config(RunFolder(arguments.model_dir)).get("source")
     origin = f"switchx reshape: {arguments.model_dir}, checkpoint {model.step}"
     vocabulary = model.vocabulary or TokenIdVocabulary(config.vocab_size)
     with new_folder(arguments.output) as folder:
-        write_converted(RunFolder(folder), config, params, vocabulary, origin, source)
-        (folder / MODEL_FILE).write_text(model_gin(config), encoding="utf-8")
+        run = RunFolder(folder)
+        write_converted(run, config, params, vocabulary, origin, source)
+        run.model_gin.write_text(model_gin(config), encoding="utf-8")

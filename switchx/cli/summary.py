@@ -16,6 +16,7 @@ from rich.text import Text
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.arguments import command_line, configuration_words
 from switchx.gin_config import building
+from switchx.gin_config.files import configs_dir
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
 from switchx.training.job import TrainingJob
@@ -78,7 +79,7 @@ def next_commands(
         same, steps = configuration_words(arguments), []
     other = f"{str(run.path).rstrip(os.sep)}_finetuned"
     files = [f"--gin_file={FINETUNE}"]
-    if not _finetuning_fits(job, run):
+    if not (_is_pretraining(arguments) and _finetuning_fits(job, run)):
         # The same task with a fresh optimizer; other gin files say what to learn instead.
         files = configuration_words(arguments, *INIT_MACROS)
     finetune = [*files, f"--gin.INIT_FROM={run.path}", f"--model_dir={other}"]
@@ -111,10 +112,19 @@ def load_table(model: ModelConfig, load: list[list[float]]) -> Group:
     return Group("load per expert (1.00 is an even share)", table)
 
 
+def _is_pretraining(arguments: argparse.Namespace) -> bool:
+    """Whether the first gin file is a shipped run that pretrains."""
+    names = {path.name for path in (configs_dir() / "runs").glob("pretrain_*.gin")}
+    return os.path.basename(arguments.gin_file[0]) in names
+
+
 def _finetuning_fits(job: TrainingJob, run: RunFolder) -> bool:
-    """Whether the shipped fine-tuning run has a model of the shapes that were trained."""
-    building.parse_files([FINETUNE], [f"INIT_FROM={run.path}"])
-    model = building.build("JOB", TrainingJob).model
+    """Whether the shipped fine-tuning run takes the model that was trained."""
+    try:
+        building.parse_files([FINETUNE], [f"INIT_FROM={run.path}"])
+        model = building.build("JOB", TrainingJob).model
+    except ValueError:  # a class of its own, or rows that are too short
+        return False
     return abstract_params(model) == abstract_params(job.model)
 
 

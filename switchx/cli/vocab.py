@@ -19,12 +19,10 @@ read; mT5 takes the temperature 1/0.3:
 
   switchx vocab --input=en.txt --input=tr.txt --temperature=3.33 --size=8000 --output=DIR
 
-Use it in a gin file:
+Train with it; the model has the rows that it needs (VOCAB_SIZE):
 
-  from __gin__ import dynamic_registration
-  from switchx.data import tokenizers
-  VOCABULARY = @tokenizers.SentencePieceVocabulary()
-  tokenizers.SentencePieceVocabulary.path = "vocabularies/mine/vocabulary.model"
+  switchx train --gin_file=configs/runs/pretrain_tiny.gin \\
+    --gin.VOCABULARY_FILE=vocabularies/mine --model_dir=DIR
 """
 
 

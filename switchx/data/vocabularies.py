@@ -11,6 +11,7 @@ import functools
 import itertools
 import json
 import logging
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -177,6 +178,37 @@ class SavedVocabulary(LateVocabulary):
     @functools.cached_property
     def resolved(self) -> Vocabulary:
         return load_vocabulary(self.directory)
+
+
+def read_or_trained(file: str | None, trained: Vocabulary | None = None) -> Vocabulary:
+    """The vocabulary of VOCABULARY_FILE, or where that is None the one that a task trains.
+
+    Args:
+        file: a SentencePiece model, the folder that `switchx vocab` wrote, or a run folder; it
+            is read when it is first needed.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    if file is None:
+        require(
+            trained is not None,
+            "VOCABULARY_FILE=None, and this task trains no vocabulary; give a SentencePiece "
+            "model or a run folder: --gin.VOCABULARY_FILE=FILE",
+        )
+        return trained
+    require(
+        isinstance(file, str | os.PathLike),
+        f"VOCABULARY_FILE={file!r} is no path; quote it if it is one: "
+        f"--gin.VOCABULARY_FILE=\"'{file}'\"",
+    )
+    file = os.fspath(file)
+    path = Path(file).expanduser()
+    if (path / MODEL_FILE).is_file() and not (path / DESCRIPTION_FILE).is_file():
+        return SentencePieceVocabulary(str(path / MODEL_FILE))
+    if path.suffix == ".model" or path.is_file():
+        return SentencePieceVocabulary(file)
+    return SavedVocabulary(file)
 
 
 def save_vocabulary(vocabulary: Vocabulary, directory: str | Path) -> None:

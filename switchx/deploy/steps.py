@@ -49,6 +49,7 @@ from switchx.deploy.measure import (
 )
 from switchx.deploy.plan import DeployPlan
 from switchx.fields import describe, require
+from switchx.gin_config.writing import model_gin
 from switchx.inference.artifact import describe_artifact, write_artifact
 from switchx.inference.export import Shapes, Target, export_model
 from switchx.inference.quantize import model_bytes, native, quantize_experts
@@ -245,7 +246,9 @@ class Deployment:
         vocabulary = model.vocabulary or TokenIdVocabulary(config.vocab_size)
         origin = f"switchx deploy: {self.plan.source['model_dir']}, checkpoint {self.plan.step}"
         source = read_config(self.plan.run_folder).get("source")
-        write_converted(RunFolder(folder), config, params, vocabulary, origin, source)
+        run = RunFolder(folder)
+        write_converted(run, config, params, vocabulary, origin, source)
+        run.model_gin.write_text(model_gin(config), encoding="utf-8")
 
     def _export(
         self,

@@ -11,12 +11,13 @@ import contextlib
 import copy
 import dataclasses
 import io
+import itertools
 import os
 import pathlib
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import gin
 
@@ -28,6 +29,7 @@ from switchx.gin_config.files import (
     did_you_mean,
     missing_file,
 )
+from switchx.gin_config.sources import FIRST, require_model_of_source, take_sources
 from switchx.gin_config.writing import without_scopes
 from switchx.training.job import TrainingJob
 
@@ -79,6 +81,10 @@ def parse_job(
     parse_files(files, bindings, search_paths)
     job = build("JOB", TrainingJob)
     require_effect("JOB", bindings)
+    try:
+        require_model_of_source(job.model, bindings)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
     return job
 
 
@@ -124,6 +130,8 @@ def parse_files(
 ) -> None:
     """Parses gin files in order, then bindings such as `TRAIN_STEPS=100`.
 
+    Between them the model and the vocabulary of INIT_FROM are bound (`sources.py`).
+
     Args:
         files: paths, or names below `search_paths` or our configs.
 
@@ -146,16 +154,26 @@ def parse_files(
         last = reading[-1] if reading else None
         place = place_of(error, last) + module_that_failed(error)
         raise ConfigurationError(f"{place}{explain(error, last)}") from error
+    is_first = [binding.partition("=")[0].strip() in FIRST for binding in bindings]
+    _parse_bindings(itertools.compress(bindings, is_first))
+    try:
+        take_sources(bindings)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    _parse_bindings(b for b, is_read in zip(bindings, is_first, strict=True) if not is_read)
+    try:
+        gin.finalize()
+    except Exception as error:
+        raise ConfigurationError(explain(error)) from error
+
+
+def _parse_bindings(bindings: Iterable[str]) -> None:
     for binding in bindings:
         _check_binding(binding)
         try:
             gin.parse_config(_quoted(binding))
         except Exception as error:
             raise ConfigurationError(f"--gin.{binding}: {explain(error)}") from error
-    try:
-        gin.finalize()
-    except Exception as error:
-        raise ConfigurationError(explain(error)) from error
 
 
 def macro_names() -> list[str]:

@@ -10,6 +10,7 @@ import itertools
 import os
 import re
 import textwrap
+from collections.abc import Iterator
 
 from switchx.fields import describe, without_gin
 from switchx.gin_config.files import configs_dir
@@ -24,20 +25,20 @@ from switchx.training import job
 """
 MODEL_FILE = "model.gin"
 _MODEL_HEADER = """\
-# The model of this folder, whole. It comes after a run file and takes the place of its model:
+# The model of this folder, whole. INIT_FROM takes it; after a run file it takes the place of
+# the run's model:
 #
-#   switchx train --gin_file=configs/runs/finetune.gin --gin_file=THIS_FOLDER/{file} \\
-#     --gin.INIT_FROM=THIS_FOLDER --model_dir=DIR
+#   switchx train --gin_file=configs/runs/pretrain_tiny.gin --gin_file=THIS_FOLDER/{file} \\
+#     --model_dir=DIR
 #
 # Dropout is the run file's.
 
 from __gin__ import dynamic_registration
-from switchx.models import config
+{imports}
 
-MODEL = @config.ModelConfig()
 """
 # A run's own, which decide nothing about what the parameters mean.
-_OF_THE_RUN = ("dropout_rate", "expert_dropout_rate")
+OF_THE_RUN = ("dropout_rate", "expert_dropout_rate")
 _STATEMENT = re.compile(r"^(?:(?P<scope>[\w/]+)/)?(?P<name>[\w.]+) = (?P<value>.*)$", re.DOTALL)
 # `job.TrainingJob.train_steps = %TRAIN_STEPS` of configs/runs/defaults.gin.
 _MACRO = re.compile(r"^\w+\.(\w+)\.(\w+) = %([A-Z_]+)$", re.MULTILINE)
@@ -158,24 +159,52 @@ def without_scopes(text: str) -> str:
 
 
 def model_gin(model) -> str:
-    """Every field of a `ModelConfig` as bindings, those with default values too."""
-    return _MODEL_HEADER.format(file=MODEL_FILE) + "\n" + "\n".join(_bindings(model)) + "\n"
+    """Every field of a `ModelConfig` as bindings, those with default values too.
+
+    A user's own class is imported from its module.
+    """
+    imports = []
+    for module in dict.fromkeys(_modules_of(model)):
+        package, _, name = module.rpartition(".")
+        imports.append(f"from {package} import {name}" if package else f"import {name}")
+    head = _MODEL_HEADER.format(file=MODEL_FILE, imports="\n".join(imports))
+    lines = [f"MODEL = @{_class_name(model)}()", "", *_bindings(model)]
+    return head + "\n".join(lines) + "\n"
+
+
+def _module_of(description) -> str:
+    """Where a gin file finds its class: what describes our models is in one module."""
+    module = type(description).__module__
+    is_ours = module in ("switchx.models.config", "switchx.moe.config")
+    return "switchx.models.config" if is_ours else module
+
+
+def _modules_of(description) -> Iterator[str]:
+    yield _module_of(description)
+    for field in dataclasses.fields(description):
+        value = getattr(description, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _modules_of(value)
+
+
+def _class_name(description) -> str:
+    return f"{_module_of(description).rpartition('.')[2]}.{type(description).__name__}"
 
 
 def _bindings(description) -> list[str]:
     """Lines of one configuration, then those of the ones in it."""
-    name = type(description).__name__
+    name = _class_name(description)
     lines, nested = [], []
     for field in dataclasses.fields(description):
         value = getattr(description, field.name)
-        if field.name in _OF_THE_RUN:
+        if field.name in OF_THE_RUN:
             continue
         if dataclasses.is_dataclass(value):
             nested += _bindings(value)
-            value = f"@config.{type(value).__name__}()"
+            value = f"@{_class_name(value)}()"
         else:
             value = repr(value)
-        lines.append(f"config.{name}.{field.name} = {value}")
+        lines.append(f"{name}.{field.name} = {value}")
     return [*lines, "", *nested]
 
 

@@ -3,9 +3,10 @@
 
 A stack is `repeats` times a run of `period` different blocks. Unrolled, the run is the
 whole stack; scanned, it is the shortest run of dense and sparse blocks that repeats, with
-the parameters stacked over N. A cache is a tuple of `BlockCache`s, an item a block of the run,
-stacked as the parameters are.
-Dims: B batch, L length, M memory, D model, H heads, N repeats of the run
+the parameters stacked over N. Every layer has a key of its own, by its number in the stack, for
+its parameters and for its dropout: both are the same, scanned or not. A cache is a tuple of
+`BlockCache`s, an item a block of the run, stacked as the parameters are.
+Dims: B batch, L length, M memory, D model, H heads, N repeats of the run, P blocks of the run
 """
 
 import dataclasses
@@ -33,13 +34,13 @@ REMAT_POLICIES = {
 class BlockRun(nnx.Module):
     """The blocks `layer_0`, `layer_1`, ... of one run, applied one after the other."""
 
-    def __init__(self, config, *, length: int, stack: str, key):
-        self.length, self.is_scanned = length, config.scan_layers
+    def __init__(self, config, *, stack: str, key_P):
+        self.length, self.is_scanned = len(key_P), config.scan_layers
         self.has_own_biases = config.relative_bias_per_layer
         has_memory = stack == "decoder" and config.is_encoder_decoder
-        for i, key_i in enumerate(jax.random.split(key, length)):
+        for i in range(self.length):
             is_sparse = config.is_sparse(i, stack)
-            block = Block(config, is_sparse=is_sparse, has_memory=has_memory, key=key_i)
+            block = Block(config, is_sparse=is_sparse, has_memory=has_memory, key=key_P[i])
             setattr(self, f"layer_{i}", block)
 
     @property
@@ -55,7 +56,7 @@ class BlockRun(nnx.Module):
         is_training: bool,
         remat: str,
         is_in_loop: bool = False,
-        key=None,
+        key_P=None,
     ):
         """Output, the sparse blocks' statistics stacked over them (None if none is), cache.
 
@@ -83,7 +84,7 @@ class BlockRun(nnx.Module):
             self.blocks,
             self._inputs_of_blocks(inputs),
             [None] * self.length if cache is None else cache,
-            split_key(key, self.length),
+            [None] * self.length if key_P is None else key_P,
             strict=True,
         ):
             x_BLD, stats, cache_i = run_block(block, x_BLD, inputs_i, cache_i, key_i)
@@ -109,23 +110,29 @@ class BlockRun(nnx.Module):
         ]
 
 
+def layer_keys(config, stack: str, key) -> jax.Array:
+    """The keys `[N, P]` of a stack's layers: that of layer n * P + p is in place n, p."""
+    num_layers = getattr(config, f"num_{stack}_layers")
+    period = config.period if config.scan_layers else num_layers
+    return jax.random.split(key, num_layers).reshape(-1, period)
+
+
 class Stack(nnx.Module):
     """An encoder or a decoder: its biases of positions, its blocks, its final norm."""
 
     def __init__(self, config, stack: Literal["encoder", "decoder"], *, key):
-        self.config = config
-        num_layers = getattr(config, f"num_{stack}_layers")
-        self.repeats = num_layers // config.period if config.scan_layers else 1
-        length = num_layers // self.repeats
+        self.config, self.name = config, stack
         key_bias, key_blocks = jax.random.split(key)
+        key_NP = layer_keys(config, stack, key_blocks)
+        self.repeats = len(key_NP)
 
-        def build(key):
-            return BlockRun(config, length=length, stack=stack, key=key)
+        def build(key_P):
+            return BlockRun(config, stack=stack, key_P=key_P)
 
         if config.has_relative_bias:
             self.relative_bias = RelativeBias(
                 config,
-                num_layers=num_layers,
+                num_layers=key_NP.size,
                 is_bidirectional=stack == "encoder",
                 key=key_bias,
             )
@@ -133,9 +140,9 @@ class Stack(nnx.Module):
             key_untied = jax.random.fold_in(key_bias, 1)
             self.untied_positions = UntiedPositions(config, key=key_untied)
         if config.scan_layers:
-            self.blocks = jax.vmap(build)(jax.random.split(key_blocks, self.repeats))
+            self.blocks = jax.vmap(build)(key_NP)
         else:
-            self.blocks = build(key_blocks)
+            self.blocks = build(key_NP[0])
         self.norm = Norm(config)
 
     def position_bias(self, num_queries: int, num_keys: int, *, first_query: int = 0):
@@ -212,26 +219,26 @@ class Stack(nnx.Module):
         on_host = host_stacks(self.blocks)
         # A ring computes a layer again as it is; remat would do so within it once more.
         remat = "none" if on_host else self.config.remat
+        key_NP = None if key is None else layer_keys(self.config, self.name, key_blocks)
         if not self.config.scan_layers:
+            key_P = None if key is None else key_NP[0]
             return self.blocks(
-                x_BLD, inputs, cache, is_training=is_training, remat=remat, key=key_blocks
+                x_BLD, inputs, cache, is_training=is_training, remat=remat, key_P=key_P
             )
 
         num_runs = jax.tree.leaves(nnx.state(self.blocks))[0].shape[0]
 
         def run_blocks(x_BLD, blocks, others, inputs):
-            cache, key = others
+            cache, key_P = others
             x_BLD, *others = blocks(
                 x_BLD, inputs, cache, is_training=is_training, remat=remat,
-                is_in_loop=num_runs > 1, key=key,
+                is_in_loop=num_runs > 1, key_P=key_P,
             )  # fmt: skip
             return x_BLD, others
 
-        keys = None
         if key is not None:
-            keys = jax.random.split(key_blocks, self.repeats)
-            keys = jax.lax.dynamic_slice_in_dim(keys, first_run, num_runs)
-        others = cache, keys
+            key_NP = jax.lax.dynamic_slice_in_dim(key_NP, first_run, num_runs)
+        others = cache, key_NP
         if on_host:
             order_N, slots = layer_numbers(self.repeats), on_host[0].slots
             ring = functools.partial(ring_scan, run_blocks, x_BLD, self.blocks, others, inputs)

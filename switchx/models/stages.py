@@ -22,7 +22,7 @@ from switchx.axes import dims_of
 from switchx.layers.dense import split_key
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, bind, params_of
-from switchx.models.stack import BlockRun
+from switchx.models.stack import BlockRun, layer_keys
 from switchx.partitioning.constrain import constrain_named
 from switchx.partitioning.rules import param_table
 from switchx.partitioning.ticks import IF_FIRST, Op
@@ -148,9 +148,8 @@ def init_run_experts(config: ModelConfig, run: Run, place, key) -> dict[str, jax
     # The keys of Transformer (the embedding's is the first) and of Stack.
     key_stack = jax.random.split(key, 1 + len(names))[1 + names.index(run.stack)]
     _, key_blocks = jax.random.split(key_stack)
-    repeats = getattr(config, f"num_{run.stack}_layers") // config.period
-    key_run = jax.random.split(key_blocks, repeats)[place]
-    blocks = params_of(BlockRun(config, length=config.period, stack=run.stack, key=key_run))
+    key_P = layer_keys(config, run.stack, key_blocks)[place]
+    blocks = params_of(BlockRun(config, stack=run.stack, key_P=key_P))
     leaves = tree.named_leaves({run.stack: {BLOCKS: blocks}})
     return {name: leaves[name] for names in run.names for name in names}
 

@@ -14,6 +14,30 @@ import jax
 import jax.numpy as jnp
 
 
+def drops_of_dropless(switch) -> tuple[str, ...]:
+    """What to say where the dispatcher `dropless` is set and full experts still drop tokens.
+
+    The dispatcher says how slots are computed, the router whether a token may have none.
+
+    Args:
+        switch: a `SwitchConfig`, or None of a dense model.
+    """
+    if switch is None or switch.dispatcher != "dropless":
+        return ()
+    router, name = switch.router, "expert_capacity"
+    if switch.expert_capacity is None:
+        name = "capacity_factor"
+        if switch.capacity_factor * router.num_selected >= switch.num_candidates:
+            return ()  # an expert has a slot for each token of the group
+    if router.overflow == "dropless" or router.kind == "expert_choice":
+        return ()
+    return (
+        f"SwitchConfig.dispatcher='dropless' with SwitchConfig.{name}={getattr(switch, name)} "
+        f"and RouterConfig.overflow={router.overflow!r}: an expert that is full takes no more "
+        "tokens in training; for a model that drops none use RouterConfig.overflow='dropless'",
+    )
+
+
 def group_shape(num_tokens: int, group_size: int) -> tuple[int, int]:
     """(G, T): as few groups as `group_size` allows, as even as they can be.
 

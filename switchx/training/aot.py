@@ -166,6 +166,7 @@ def compile_step(
         ValueError: the job does not suit its mesh, or the mesh not the devices.
     """
     mesh = job.mesh.build(devices)
+    job.require_storage(dict(mesh.shape))
     is_described = job.storage.experts == "host" and devices[0].platform == "gpu"
     # Described devices of CUDA have no memories to place arrays in (`compile_lowered`).
     if job.distillation is None:

@@ -19,7 +19,6 @@ from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.hardware import Hardware
 from switchx.planner.layout import Layout
 from switchx.planner.search import Plan, search
-from switchx.planner.storage_tiers import storage_refusal
 from switchx.training.job import TrainingJob
 from switchx.training.workload import workload_of
 
@@ -55,13 +54,10 @@ def job_for_devices(
 
     Raises:
         ValueError: the job has what is not planned here (buckets) or what no mesh mends
-            (`storage_refusal`), or fits no number of the devices.
+            (`TrainingJob.storage_refusal`), or fits no number of the devices.
     """
     bucket_bytes, storage = job.step.bucket_bytes, job.planned_storage
-    no_mesh: dict[str, int] = {}
-    reason = storage_refusal(
-        job.model, storage.tier, storage.slots, no_mesh, bucket_bytes=bucket_bytes
-    )
+    reason = job.storage_refusal(storage.tier, {})
     require(reason is None, reason)
     require(
         bucket_bytes is None,

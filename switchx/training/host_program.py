@@ -32,7 +32,6 @@ from switchx.training.sliced_update import (
     SlicedState,
     host_train_step,
     join_state,
-    require_per_layer,
     with_host_stacks,
 )
 from switchx.training.step import TrainState, init_key, init_state
@@ -65,7 +64,6 @@ class HostProgram(TrainingProgram):
                 the devices cannot reach it.
         """
         job.require_storage({"pipe": job.mesh.pipe})
-        require_per_layer(job.optimizer)
         super().__init__(job, devices)
 
     @property

@@ -152,11 +152,6 @@ class Source:
     def _check_optimizer(self, stored: Mapping[str, Any]) -> None:
         job, begin = self._job, "InitConfig.optimizer=True"
         require(
-            job.storage.experts != "disk",
-            f"{begin} with StorageSpec.experts='disk': records of experts begin with a fresh "
-            "optimizer; use experts='device' or 'host', or a fresh one",
-        )
-        require(
             any(name.startswith("opt_state") for name in stored),
             f"{begin}, but {self._path} has parameters alone; use a checkpoint of training, or "
             "a fresh optimizer",

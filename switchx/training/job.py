@@ -23,7 +23,7 @@ from switchx.fields import (
     require_pairs,
     require_patterns,
 )
-from switchx.models.config import ModelConfig, require_our_blocks
+from switchx.models.config import ModelConfig
 from switchx.moe.capacity import rows_of_groups
 from switchx.optim.multipliers import with_multipliers
 from switchx.optim.protocol import Optimizer
@@ -37,6 +37,7 @@ from switchx.training.losses import LossConfig
 from switchx.training.metric_writers import Writer, checked_writers
 from switchx.training.metrics import TOKEN_METRICS
 from switchx.training.step import StepConfig
+from switchx.training.storage_exclusions import exclusion_of
 from switchx.training.text_evaluation import TextEvaluation
 
 
@@ -171,12 +172,6 @@ class TrainingJob:
             "both say what the student begins with; use starts_from_teacher=False, or leave "
             "init_from out",
         )
-        require(
-            self.retention.local_dir is None or self.storage.experts != "disk",
-            f"Retention.local_dir={self.retention.local_dir!r} with StorageSpec.experts="
-            "'disk': a copy has the state that the devices hold, and these experts' records "
-            "are on a disk; use local_dir=None",
-        )
         longest = max(self.sequence_lengths)
         if self.model.max_length is not None and longest > self.model.max_length:
             raise ValueError(
@@ -211,29 +206,21 @@ class TrainingJob:
         Raises:
             ValueError: they cannot; says why, and the way out.
         """
-        require_our_blocks(self.model, "training with experts in storage")
-        for name, default in (("rate_multipliers", ()), ("ema_decay", None)):
-            value = getattr(self.step, name)
-            require(
-                value == default,
-                f"StepConfig.{name}={value!r} with StorageSpec.experts="
-                f"{self.storage.experts!r}: experts in storage are updated apart from all "
-                "else, without it; use experts='device', or leave it out",
-            )
-        require(
-            not self.mesh.rules.optimizer_slices,
-            f"Rules.optimizer_slices={self.mesh.rules.optimizer_slices!r} with "
-            f"StorageSpec.experts={self.storage.experts!r}: experts in storage are updated "
-            "where their parameters are; use experts='device', or optimizer_slices=()",
-        )
-        reason = storage_refusal(
-            self.model,
-            self.storage.experts,
-            self.storage.slots,
-            sizes,
-            bucket_bytes=self.step.bucket_bytes,
-        )
+        reason = self.storage_refusal(self.storage.experts, sizes)
         require(reason is None, reason)
+
+    def storage_refusal(self, tier: str, sizes: Mapping[str, int]) -> str | None:
+        """Why experts cannot be in a tier, with the way out; or None.
+
+        Args:
+            sizes: of the mesh's axes; without any, what no mesh mends.
+        """
+        if tier == "device":
+            return None
+        slots, bucket_bytes = self.storage.slots, self.step.bucket_bytes
+        return exclusion_of(self, tier) or storage_refusal(
+            self.model, tier, slots, sizes, bucket_bytes=bucket_bytes
+        )
 
     @property
     def planned_storage(self) -> Storage:

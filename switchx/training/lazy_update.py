@@ -10,9 +10,9 @@ runs: so the compiler makes the same code of each, and late updates are those in
 bit. Do not take the loop away where one update is due, nor make a program of its own for a zero
 gradient: XLA fuses those in another way, and AdamW is off by an ulp.
 
-The optimizers named in PER_EXPERT compute nothing over several experts: AdamW is elementwise,
-Adafactor takes every mean, and with it update clipping and parameter scale, within one matrix
-of one expert. So an expert alone is updated as the same one in a stack.
+The optimizers of PER_EXPERT (storage_exclusions.py) compute nothing over several experts: AdamW
+is elementwise, Adafactor takes every mean, and with it update clipping and parameter scale,
+within one matrix of one expert. So an expert alone is updated as the same one in a stack.
 
 Dims: E experts, 1 here; D model, F ffn
 """
@@ -25,14 +25,9 @@ import numpy as np
 from jax.sharding import AxisType
 
 from switchx import tree
-from switchx.fields import require
-from switchx.optim.adafactor import Adafactor
-from switchx.optim.adamw import AdamW
 from switchx.optim.protocol import Optimizer, apply_updates
 from switchx.optim.schedules import Schedule
 from switchx.storage.record import ArrayType, Record
-
-PER_EXPERT = (AdamW, Adafactor)
 
 
 class ExpertForm:
@@ -81,17 +76,7 @@ class LazyUpdate:
     """A job's optimizer as a program for one expert, on JAX's CPU back end."""
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule):
-        """Builds the optimizer; compiles at the first expert of each form.
-
-        Raises:
-            ValueError: the optimizer may compute over several experts.
-        """
-        require(
-            isinstance(optimizer, PER_EXPERT),
-            f"optimizer {type(optimizer).__name__} with experts on a disk: it may compute over "
-            "all experts of a layer, which are not there together; use "
-            f"{' or '.join(each.__name__ for each in PER_EXPERT)}, or experts='device'",
-        )
+        """Builds an optimizer of `PER_EXPERT`; compiles at the first expert of each form."""
         self._optimizer = optimizer.build(schedule)
         self._cpu = jax.local_devices(backend="cpu")[0]
         self._mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=[self._cpu])

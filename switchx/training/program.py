@@ -19,7 +19,7 @@ from switchx.data.features import Batch
 from switchx.data.loader import Shard
 from switchx.data.mixtures import as_mixture
 from switchx.fields import require
-from switchx.moe.capacity import layer_groups
+from switchx.moe.capacity import drops_of_dropless, layer_groups
 from switchx.moe.config import SwitchConfig
 from switchx.optim.protocol import has_letters, param_of
 from switchx.partitioning.constrain import use_mesh
@@ -195,6 +195,7 @@ class TrainingProgram:
         said = f"{unused}: without effect with StorageSpec.experts={experts!r}"
         return (
             *((said,) if unused else ()),
+            *drops_of_dropless(self.job.model.switch),
             *self._task_notes(),
             *self._replica_notes(),
             *whole_notes(self.job.mesh.rules, self.mesh, self.abstract_state.params),

@@ -53,10 +53,13 @@ def require_vocabulary_of(run: RunFolder, job: TrainingJob, name: str) -> None:
         "model_dir of a run or of `switchx convert` (of a quantized or exported model, the run "
         "that it was made from)",
     )
+    there, here = load_vocabulary(run.root), job.vocabulary
     require(
-        load_vocabulary(run.root).fingerprint() == job.vocabulary.fingerprint(),
-        f"{name}={str(run.path)!r} was trained with another vocabulary than this job's; its "
-        "token ids mean other things. Use the copy in that folder",
+        there.fingerprint() == here.fingerprint(),
+        f"{name}={str(run.path)!r} was trained with another vocabulary than this job's: "
+        f"{there.size} ids there, {here.size} here, or other pieces; its token ids mean other "
+        "things. Use the copy in that folder: leave out what names another one "
+        f"(VOCABULARY_FILE in the shipped configurations), or give VOCABULARY_FILE={run.path}",
     )
 
 

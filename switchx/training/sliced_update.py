@@ -18,26 +18,11 @@ import jax.numpy as jnp
 
 from switchx import tree
 from switchx.axes import dims_of
-from switchx.fields import require
 from switchx.models.stages import is_of_experts
-from switchx.optim.adafactor import Adafactor
-from switchx.optim.adamw import AdamW
-from switchx.optim.protocol import Optimizer, apply_updates, global_norm
+from switchx.optim.protocol import apply_updates, global_norm
 from switchx.partitioning.host_ring import layer_numbers
 from switchx.partitioning.host_stack import HostStack, is_host_stack, to_device, to_host
 from switchx.training.step import TrainState, gradients, take_step
-
-PER_LAYER = (AdamW, Adafactor)
-
-
-def require_per_layer(optimizer: Optimizer) -> None:
-    """Raises ValueError where an optimizer may compute over several layers."""
-    require(
-        isinstance(optimizer, PER_LAYER),
-        f"optimizer {type(optimizer).__name__} with StorageSpec.experts='host': it may compute "
-        "over all layers of a stack, which are not on the device together; use "
-        f"{' or '.join(each.__name__ for each in PER_LAYER)}, or experts='device'",
-    )
 
 
 def with_host_stacks(params: dict, slots: int) -> dict:

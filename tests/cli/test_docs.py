@@ -13,6 +13,7 @@ from switchx.cli.arguments import parse_job
 from switchx.cli.main import _parse, _parser, main
 from tests.compilation import T5, TINY_RUN
 from tests.processes import ROOT
+from tests.test_configs import describe_run
 from tests.test_readme import dry_run
 
 PAGE = (ROOT / "docs/command_line.md").read_text(encoding="utf-8")
@@ -37,7 +38,8 @@ def my_text(in_a_folder):
     (in_a_folder / "pairs.tsv").write_text("import <extra_id_0>\t<extra_id_0> jax\n")
 
 
-def test_training_commands_are_understood(my_text):
+def test_training_commands_are_understood(my_text, in_a_folder):
+    describe_run(in_a_folder / "runs/tiny")
     training = [words for words in map(words_of, COMMANDS) if words[0] == "train"]
     assert training
     for words in training:
@@ -123,7 +125,8 @@ def test_commands_of_several_hosts_are_those_that_are_said():
     assert sorted(said) == sorted(have)
 
 
-def test_names_for_users_of_t5x_are_there():
+def test_names_for_users_of_t5x_are_there(in_a_folder):
+    describe_run(in_a_folder / "x")
     rows = PAGE.partition("| T5X | here |")[2].partition("\n\n")[0].splitlines()[2:]
     assert 0 < len(rows) <= 10
     job = parse_job(_parse(_parser(), ["train", *TINY_RUN[1:], "--model_dir=x"]))
@@ -148,13 +151,13 @@ def test_macros_are_those_of_the_runs(in_a_folder):
     macros = {macro for cell in cells for macro in re.findall(r"[A-Z_]{2,}", cell)}
     words = ["train", "--gin_file=runs/pretrain_tiny.gin", "--model_dir=x"]
     values = {"DATA_DIR": "a", "INIT_FROM": "b", "BEST_METRIC": "c/d", "EVAL_TIME_SHARE": 0.7}
-    values["LOCAL_DIR"] = "/e"
+    values |= {"LOCAL_DIR": "/e", "VOCABULARY_FILE": "v.model"}
     values["NUM_MICROBATCHES"] = 1
     values["TEXT_EVALUATION"] = "@text_evaluation.TextEvaluation()"
     named = sorted(macros | {"TEXT_EVALUATION"})
     words += [f"--gin.{macro}={values.get(macro, 7)}" for macro in named]
     job = parse_job(_parse(_parser(), words))
-    assert len(macros) == 18
+    assert len(macros) == 19
     listed = re.findall(r"^  ([A-Z_]+)  ", train.DESCRIPTION, re.MULTILINE)
     assert macros <= {*listed}
     assert (job.train_steps, job.batch_size, job.seed, job.log_every) == (7, 7, 7, 7)

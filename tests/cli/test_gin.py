@@ -17,7 +17,7 @@ from switchx.training.job import TrainingJob
 from tests.integration.runs import SMALL
 from tests.interop.folders import SWITCH, T5_1_1
 from tests.processes import ROOT
-from tests.test_configs import RUNS, required_macros
+from tests.test_configs import RUNS, describe_run, required_macros
 
 BASE = ("FILES=a.txt",)
 
@@ -137,10 +137,7 @@ def test_what_nothing_reads_is_refused():
 @pytest.mark.parametrize("name", RUNS)
 def test_shipped_run_sets_nothing_that_is_taken_for_misspelt(name, monkeypatch):
     """Macros that stay unread when a run takes another part are no mistakes."""
-    from switchx.data.tokenizers import ByteVocabulary
-    from switchx.data.vocabularies import save_vocabulary
-
-    save_vocabulary(ByteVocabulary(), pathlib.Path("."))
+    describe_run(pathlib.Path("."))
     pathlib.Path("de.txt").write_text("ein Tor\n\nein Experte\n")
     values = {"FILES": ".", "FOLDER": ".", "INIT_FROM": ".", "TEACHER": "."}
     values |= {"LANGUAGES": ("de",), "VOCABULARY_FILE": "t5.model"}

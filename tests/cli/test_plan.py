@@ -266,7 +266,7 @@ def test_a_teacher_is_counted(tmp_path, capsys):
     assert rows[0]["step_s"] > rows[1]["step_s"]
     assert main([*options, "--storage=host"]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "experts in host storage: a teacher reads the batch beside a student" in said
+    assert "TrainingJob.distillation=@Distillation() with StorageSpec.experts='host': a" in said
 
 
 def test_a_measured_load_slows_down_what_has_no_equal_blocks(capsys, tmp_path):

@@ -11,9 +11,11 @@ import nbformat
 import pytest
 
 import switchx
+from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.main import _parse, _parser
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.data.vocabularies import save_vocabulary
+from switchx.fields import describe
 from tests.processes import ROOT
 
 NOTEBOOK = ROOT / "experiments/first_steps/first_steps.ipynb"
@@ -46,7 +48,9 @@ def test_ten_cells_name_what_is_there(notebook, in_a_folder, monkeypatch, capsys
                 assert hasattr(switchx, node.attr), node.attr
         if number == 0:
             exec(cell.source, names)
-            save_vocabulary(ByteVocabulary(), in_a_folder / "pretrained")
+            run = RunFolder(in_a_folder / "pretrained").create()
+            run.config.write_text(json.dumps({"model": describe(names["job"].model)}))
+            save_vocabulary(ByteVocabulary(), run.root)
         elif "job_from_gin" in cell.source:
             (call,) = [
                 node.value for node in ast.walk(tree)

@@ -164,13 +164,16 @@ def test_packed_examples_get_the_logits_they_get_alone(name):
 
 @ON_ALL
 def test_scanned_equals_unrolled(name):
-    config = deeper(CONFIGS[name])
+    """With the masks of dropout and the jitter of routers, which are each layer's own."""
+    switch = dataclasses.replace(SWITCH, router=RouterConfig(jitter=0.1))
+    config = dataclasses.replace(deeper(CONFIGS[name]), switch=switch, dropout_rate=0.2)
     scanned = dataclasses.replace(config, scan_layers=True)
     params, batch = numbers_for(scanned), batch_for(config)
     config_, layers = unrolled(scanned, params)
     assert config_ == config
-    want, want_stats = run(config, layers, batch, is_training=True)
-    got, got_stats = run(scanned, params, batch, is_training=True)
+    how = dict(is_training=True, key=jax.random.key(3))
+    want, want_stats = run(config, layers, batch, **how)
+    got, got_stats = run(scanned, params, batch, **how)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(got_stats.load_E, want_stats.load_E)
 

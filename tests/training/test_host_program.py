@@ -316,7 +316,7 @@ def test_what_cannot_be_in_host_memory_is_refused(monkeypatch):
         program_of(storage=StorageSpec("host", slots=4))
     with refused("StorageSpec.slots=1: <any>"):
         StorageSpec("host", slots=1)
-    with refused("optimizer Optax with<any>use AdamW or Adafactor<any>"):
+    with refused("TrainingJob.optimizer=@Optax() with<any>use AdamW or Adafactor<any>"):
         program_of(optimizer=Optax(optax.lion))
 
     class Device:

@@ -289,7 +289,6 @@ def test_runs_go_on_between_device_and_disk(finished, one_device, tmp_path):
 def test_layers_may_be_unrolled_between_device_and_disk(finished, one_device, tmp_path):
     run = RunFolder(tmp_path / "run")
     shutil.copytree(finished.root, run.root)
-    # Its dropout is another one.
     unrolled = dataclasses.replace(MODEL, scan_layers=False)
     train(disk_job(unrolled, storage=StorageSpec(), train_steps=5), run, Events())
     train(disk_job(train_steps=6), run, Events())

@@ -3,17 +3,15 @@
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 from switchx import tree
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
-from switchx.optim.protocol import Optax, apply_updates
+from switchx.optim.protocol import apply_updates
 from switchx.optim.schedules import LinearWarmup
 from switchx.storage.record import require_types
 from switchx.training.lazy_update import LazyUpdate
-from tests.data.refusals import refused
 
 SCHEDULE = LinearWarmup(0.1, 3)
 # Of a stack of 2 layers of 3 experts.
@@ -117,8 +115,3 @@ def test_late_updates_are_those_in_time_and_those_of_the_whole_stack(optimizer):
             np.testing.assert_allclose(
                 array, leaves[name][at], rtol=2e-5, atol=1e-6, err_msg=name
             )
-
-
-def test_an_optimizer_that_may_compute_over_several_experts_is_refused():
-    with refused("optimizer Optax with experts on a disk<any>use AdamW or Adafactor<any>"):
-        LazyUpdate(Optax(optax.lamb), SCHEDULE)

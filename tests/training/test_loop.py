@@ -443,8 +443,8 @@ def test_parameters_of_another_vocabulary_are_refused(finished, tmp_path):
     save_vocabulary(ByteVocabulary(num_sentinels=9), source.root)
     source.config.write_text("{}")
     with refused(
-        f"init_from={str(source.path)!r} was trained with another vocabulary than this job's; "
-        "its token ids mean other things. Use the copy in that folder"
+        f"init_from={str(source.path)!r} was trained with another vocabulary than this job's: "
+        "384 ids there, 384 here, or other pieces; its token ids mean other things. Use the"
     ):
         train(tiny_job(init_from=str(source.path)), RunFolder(tmp_path / "run"), Events())
     assert not (tmp_path / "run" / "config.json").exists()

@@ -164,4 +164,6 @@ def test_a_run_that_is_rewound_forgets_its_copies(copied):
 
 def test_copies_do_not_have_experts_that_are_on_a_disk():
     with refused("Retention.local_dir='a' with StorageSpec.experts='disk': a copy has "):
-        make_job(SPARSE, retention=Retention(local_dir="a"), storage=StorageSpec("disk"))
+        make_job(
+            SPARSE, retention=Retention(local_dir="a"), storage=StorageSpec("disk")
+        ).require_storage({})
