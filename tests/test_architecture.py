@@ -18,7 +18,8 @@ ARROWS = {
     "pallas_kernels": (),
     "axes": (),
     "tree": (),
-    "fields": (),
+    "own_code": (),
+    "fields": ("own_code",),
     "distributed": (),
     "object_store": (),
     "manifest": ("tree", "object_store"),
@@ -54,7 +55,7 @@ ARROWS = {
     "cli": (ALL,),
     "jobs": ("text_evaluation", "progress"),
     "__init__": ("api", "jobs"),
-    "__main__": ("cli",),
+    "__main__": ("cli", "own_code"),
 }
 
 # Modules of others that only these files import: Flax where parameters are owned, gin at the

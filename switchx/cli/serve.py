@@ -69,6 +69,7 @@ def add_command(commands) -> None:
         metavar="NAME=DIR",
         help="such a folder, and what clients call its model; may be given several times",
     )
+    shared.add_trust(parser)
     shared.add_step(parser, "checkpoint of a run folder")
     devices.add_mesh(parser, "one device")
     devices.add_xla(parser)
