@@ -4,7 +4,7 @@
 A gin file that a user names is their program, so what it imports may be in the working
 directory. A model's folder is data: the classes that its `config.json` names are looked up
 among what is installed or already imported, in the working directory only with `--trust_code`.
-That directory is the last to be looked at: no file in it takes the place of an installed module.
+That directory is looked at last: no file in it takes the place of an installed module.
 """
 
 import contextlib

@@ -83,7 +83,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         from switchx.progress import shown_by  # not for help
 
-        with shown_by(lambda line: print(f"switchx: {line}", file=sys.stderr)):
+        has_traceback = getattr(arguments, "traceback", False)
+        show = lambda line: print(f"switchx: {line}", file=sys.stderr)  # noqa: E731
+        with shown_by(show, has_traceback=has_traceback):
             return arguments.run(arguments) or 0
     except (KeyboardInterrupt, ValueError, OSError, RuntimeError) as error:
         return explain(error, arguments)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from switchx.data.corpora.text_files import read_lines
-from switchx.fields import require
+from switchx.fields import require, require_characters
 
 Row = dict[str, Any]
 SUFFIXES = (".tsv", ".csv", ".jsonl", ".json", ".txt")
@@ -141,4 +141,6 @@ def _object(row, place: str) -> Row:
     require(
         isinstance(row, dict), f"{place}: expected an object a row, got {type(row).__name__}"
     )
+    for name, value in row.items():
+        require_characters(value, f"{place}: {name}")
     return row
