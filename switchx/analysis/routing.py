@@ -13,10 +13,11 @@ import dataclasses
 import json
 import math
 import pathlib
-import zipfile
 from collections.abc import Sequence
 
 import numpy as np
+
+from switchx.npz import read_arrays
 
 # An expert with less than this part of an even share is called dead.
 DEAD_FRACTION = 0.01
@@ -167,19 +168,19 @@ def comparable(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
 def _read(path: pathlib.Path) -> Snapshot:
     """What `training/evaluate.py` wrote."""
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            stacks = tuple(
-                StackRouting(
-                    tuple(map(str, arrays[f"{stack}_layers_N"])),
-                    arrays[f"{stack}_token_T"],
-                    arrays[f"{stack}_expert_NTS"],
-                    arrays[f"{stack}_gate_NTS"].astype(np.float32),
-                )
-                for stack in ("encoder", "decoder")
-                if f"{stack}_token_T" in arrays
+        arrays = read_arrays(path)
+        stacks = tuple(
+            StackRouting(
+                tuple(map(str, arrays[f"{stack}_layers_N"])),
+                arrays[f"{stack}_token_T"],
+                arrays[f"{stack}_expert_NTS"],
+                arrays[f"{stack}_gate_NTS"].astype(np.float32),
             )
-            return Snapshot(int(arrays["step"]), int(arrays["num_experts"]), stacks)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            for stack in ("encoder", "decoder")
+            if f"{stack}_token_T" in arrays
+        )
+        return Snapshot(int(arrays["step"]), int(arrays["num_experts"]), stacks)
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is no routing sample that can be read ({error}); remove it, or restore it "
             "from a copy"

@@ -19,12 +19,12 @@ import dataclasses
 import io
 import os
 import pathlib
-import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from switchx.fields import require, require_choice
+from switchx.npz import read_arrays
 from switchx.storage.cache import BACKWARD, FORWARD, SWEEPS, UPDATE, Place
 
 # Of a run, in its file: some hundred steps of some hundred layers.
@@ -139,14 +139,14 @@ def read_trace(path: str | os.PathLike) -> Trace:
         ValueError: the file is missing or damaged.
     """
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            return Trace(
-                *(arrays[name] for name in _TYPES),
-                layers=tuple(map(str, arrays["layers_N"])),
-                num_experts=int(arrays["num_experts"]),
-                record_bytes=int(arrays["record_bytes"]),
-            )
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        arrays = read_arrays(path)
+        return Trace(
+            *(arrays[name] for name in _TYPES),
+            layers=tuple(map(str, arrays["layers_N"])),
+            num_experts=int(arrays["num_experts"]),
+            record_bytes=int(arrays["record_bytes"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is no trace that can be read ({error}); remove it, or let a run write it "
             "again"

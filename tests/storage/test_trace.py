@@ -4,6 +4,7 @@
 import numpy as np
 import pytest
 
+from switchx.npz import read_arrays
 from switchx.storage.cache import BACKWARD, FORWARD, UPDATE, Cache, Place, make_policy
 from switchx.storage.cached_store import CachedStore
 from switchx.storage.record import Record, StoreLayout
@@ -147,3 +148,20 @@ def test_a_store_has_the_simulated_hits_and_keeps_its_changes(tmp_path, name):
         assert cached.cache.num_written_back == num_written_back
         cached.flush()
         assert [store.read(key).result().updates for key in range(8)] == updates
+
+
+def test_a_small_file_that_declares_much_is_refused_before_it_is_read(tmp_path):
+    path = tmp_path / "bomb.npz"
+    np.savez_compressed(path, key_T=np.zeros(1 << 20, np.int8))
+    with pytest.raises(ValueError, match="it declares 10487.. bytes, expected 1000000 at most"):
+        read_arrays(path, 1_000_000)
+    assert len(read_arrays(path)["key_T"]) == 1 << 20
+    data = path.read_bytes()
+    for at in range(0, len(data), 7):
+        flipped = bytearray(data)
+        flipped[at] ^= 4
+        path.write_bytes(flipped)
+        try:
+            assert len(read_arrays(path)) == 1  # a flag or a date that is not read
+        except ValueError:
+            continue
