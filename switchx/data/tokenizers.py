@@ -23,7 +23,8 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 import sentencepiece
 
-from switchx.fields import describe, require, require_at_least, require_characters
+from switchx.characters import require_characters
+from switchx.fields import describe, require, require_at_least
 
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
 # How an unknown token reads, as SentencePiece shows it.

@@ -11,6 +11,7 @@ import numbers
 from collections.abc import Sequence
 from typing import Literal
 
+from switchx.characters import require_characters
 from switchx.fields import (
     FieldError,
     check_choices,
@@ -18,7 +19,6 @@ from switchx.fields import (
     option,
     require,
     require_at_least,
-    require_characters,
 )
 from switchx.storage import PolicyName
 

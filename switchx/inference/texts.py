@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from switchx.characters import require_characters
 from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import PAD_ID, Vocabulary
-from switchx.fields import require_characters
 from switchx.models.config import ModelConfig
 
 Texts = Sequence[str] | Sequence[Sequence[int]]

@@ -16,7 +16,8 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from switchx.api import Model
-from switchx.fields import CharacterError, FieldError, Option, options, require_characters
+from switchx.characters import CharacterError, require_characters
+from switchx.fields import FieldError, Option, options
 from switchx.inference.config import MAX_INT32, DecodingConfig
 from switchx.object_store import is_nested_deeper
 from switchx.serving.limits import Limits

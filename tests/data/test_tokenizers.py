@@ -422,7 +422,7 @@ def test_sentinels_are_the_last_ids_unless_a_vocabulary_says_otherwise():
 
 
 def test_half_a_surrogate_pair_is_no_text(pieces):
-    from switchx.fields import CharacterError
+    from switchx.characters import CharacterError
     from switchx.inference.config import DecodingConfig
 
     for vocabulary in (ByteVocabulary(), pieces):

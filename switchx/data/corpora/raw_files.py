@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from switchx.characters import require_characters
 from switchx.data.corpora.text_files import read_lines
-from switchx.fields import require, require_characters
+from switchx.fields import require
 
 Row = dict[str, Any]
 SUFFIXES = (".tsv", ".csv", ".jsonl", ".json", ".txt")

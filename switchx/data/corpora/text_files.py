@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from switchx.characters import require_characters
 from switchx.data.corpora.corpus import CorpusSource, fingerprint_of
 from switchx.data.corpora.prepared import Recipe, open_prepared
-from switchx.fields import at_resume, require, require_at_least, require_characters
+from switchx.fields import at_resume, require, require_at_least
 from switchx.object_store import Folder, as_folder, files_in, is_address, state_of
 
 _PLAIN = (".txt", ".txt.gz")
