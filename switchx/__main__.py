@@ -3,6 +3,10 @@
 
 import sys
 
-from switchx.cli.main import main
+from switchx.own_code import leave_out_working_directory
+
+leave_out_working_directory()
+
+from switchx.cli.main import main  # noqa: E402, no module of the working directory before it
 
 sys.exit(main())

@@ -8,7 +8,6 @@ fields say whether a run that is resumed or evaluated may have another value (`a
 
 import dataclasses
 import functools
-import importlib
 import json
 import math
 import os
@@ -18,6 +17,8 @@ import types
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
+
+from switchx.own_code import import_for_folder
 
 
 def require(condition: bool, message: str) -> None:
@@ -324,11 +325,12 @@ def _import_named(name: str, expected: type, where: str) -> type:
     """The class of a dotted name, `my_package.tasks.MyObjective`."""
     module, _, last = name.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), last)
+        found = getattr(import_for_folder(module), last)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"{where} names {name}, which cannot be imported ({error}); run the command in the "
-            "folder that has it, or put that folder on PYTHONPATH"
+            f"{where} names {name}, which cannot be imported ({error}); if you trust that "
+            "code, run the command with --trust_code in the folder that has it, or put that "
+            "folder on PYTHONPATH"
         ) from error
     if not (isinstance(found, type) and issubclass(found, expected)):
         raise ValueError(f"{where} names {name}, which is no {expected.__name__}")

@@ -13,6 +13,7 @@ import html
 import logging
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -293,14 +294,23 @@ class SilentReporter:
 
 
 @contextlib.contextmanager
-def shown_by(show: Callable[[str], None]) -> Iterator[None]:
+def shown_by(
+    show: Callable[[str], None], *, has_traceback: bool | None = None
+) -> Iterator[None]:
     """Gives every log record to `show` as a line, until the end of the context.
 
-    A warning's begins with `warning: `, an error's with `error: `.
+    A warning's begins with `warning: `, an error's with `error: `. The line of a record with an
+    exception ends in its type and text.
+
+    Args:
+        has_traceback: the exception's traceback follows in further lines; None is as in the
+            context around this one.
     """
     root, ours = logging.getLogger(), logging.getLogger("switchx")
     handlers, level = root.handlers[:], ours.level
-    root.handlers[:] = [_LineHandler(show)]
+    if has_traceback is None:
+        has_traceback = any(getattr(each, "has_traceback", False) for each in handlers)
+    root.handlers[:] = [_LineHandler(show, has_traceback)]
     ours.setLevel(logging.INFO)
     try:
         yield
@@ -310,9 +320,9 @@ def shown_by(show: Callable[[str], None]) -> Iterator[None]:
 
 
 class _LineHandler(logging.Handler):
-    def __init__(self, show: Callable[[str], None]):
+    def __init__(self, show: Callable[[str], None], has_traceback: bool):
         super().__init__(logging.INFO)
-        self._show = show
+        self._show, self.has_traceback = show, has_traceback
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno < logging.WARNING and record.name.partition(".")[0] != "switchx":
@@ -321,4 +331,15 @@ class _LineHandler(logging.Handler):
         if record.name == "py.warnings":
             text = text.partition("\n")[0]  # the line of code that follows says nothing
         level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            text = f"{text}: {cause(error)}"
+            if self.has_traceback:
+                text += "\n" + "".join(traceback.format_exception(error)).rstrip()
         self._show(f"{level}{text}")
+
+
+def cause(error: BaseException) -> str:
+    """An exception's type and text on one line: `ValueError: no room`."""
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__

@@ -18,8 +18,10 @@ ARROWS = {
     "pallas_kernels": (),
     "axes": (),
     "tree": (),
-    "fields": (),
+    "own_code": (),
     "npz": ("fields",),
+    "characters": (),
+    "fields": ("own_code",),
     "distributed": (),
     "object_store": (),
     "manifest": ("tree", "object_store"),
@@ -27,7 +29,7 @@ ARROWS = {
     "partitioning.schedule": (),
     "storage": ("manifest", "npz", "fields"),
     "storage.cache": ("fields",),
-    "data": ("axes", "fields", "object_store"),
+    "data": ("axes", "fields", "object_store", "characters"),
     "optim": ("axes", "tree", "fields", "partitioning"),
     "layers": ("axes", "partitioning", "pallas_kernels"),
     "moe": ("layers", "partitioning", "pallas_kernels"),
@@ -55,7 +57,7 @@ ARROWS = {
     "cli": (ALL,),
     "jobs": ("text_evaluation", "progress"),
     "__init__": ("api", "jobs"),
-    "__main__": ("cli",),
+    "__main__": ("cli", "own_code"),
 }
 
 # Modules of others that only these files import: Flax where parameters are owned, gin at the

@@ -26,6 +26,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from switchx.bench.report import Check, Report
 from switchx.checkpoint.checkpointer import Checkpointer, Retention
 from switchx.checkpoint.run_folder import RunFolder
+from switchx.own_code import python_words
 from switchx.tree import Tree, num_bytes
 
 NUM_DEVICES = 4
@@ -82,7 +83,7 @@ def _counts(count: int, folder: pathlib.Path) -> list[dict[str, int]]:
         port = listener.getsockname()[1]
     flags = f"--xla_force_host_platform_device_count={NUM_DEVICES // count}"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    words = [sys.executable, "-m", "switchx.bench.saves", f"localhost:{port}", str(count)]
+    words = [*python_words(), "-m", "switchx.bench.saves", f"localhost:{port}", str(count)]
     processes = [
         subprocess.Popen(
             [*words, str(index), str(folder)],

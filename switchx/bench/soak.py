@@ -17,7 +17,6 @@ import re
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -39,6 +38,7 @@ from switchx.bench.soak_clients import (
 from switchx.bench.train import MEBIBYTE
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
+from switchx.own_code import python_words
 
 GOOD_CLIENTS, BAD_CLIENTS = 4, 8
 SAMPLES, ROWS = 120, 10
@@ -99,7 +99,14 @@ def _write_model(folder: pathlib.Path) -> None:
 @contextlib.contextmanager
 def _server(model_dir: str, log: pathlib.Path, note) -> Iterator[tuple]:
     """The process of a server, and its host and port; on leaving, it has ended."""
-    command = [sys.executable, "-m", "switchx", "serve", f"--model_dir={model_dir}", "--port=0"]
+    command = [
+        *python_words(),
+        "-m",
+        "switchx",
+        "serve",
+        f"--model_dir={model_dir}",
+        "--port=0",
+    ]
     with open(log, "wb") as file:
         process = subprocess.Popen([*command, *OPTIONS], stdout=file, stderr=file)
     try:

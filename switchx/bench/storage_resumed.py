@@ -31,6 +31,7 @@ from switchx.data.corpora.text_files import TextFiles
 from switchx.data.objectives import CausalLM
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import ByteVocabulary
+from switchx.own_code import python_words
 from switchx.storage.cache import StorageSpec
 from switchx.training.job import TrainingJob
 from switchx.training.loop import train
@@ -127,7 +128,7 @@ def _train(folder: pathlib.Path, keep: int, point: int, delay_s: float):
 
 
 def _child(module: str, *words) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", f"switchx.bench.{module}", *map(str, words)]
+    command = [*python_words(), "-m", f"switchx.bench.{module}", *map(str, words)]
     # Disks are tried, no accelerators, and a mesh takes all devices that there are.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=1"
     environment = child_environment() | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}

@@ -12,7 +12,6 @@ import json
 import os
 import pathlib
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -27,6 +26,7 @@ from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, E
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant
+from switchx.own_code import python_words
 from switchx.partitioning.mesh import MeshSpec
 from switchx.storage.cache import StorageSpec
 from switchx.storage.snapshot import Snapshot
@@ -166,7 +166,7 @@ def record_bytes(job: TrainingJob) -> int:
 def of_child(module: str, argument: int, **environment: str) -> Any:
     """The JSON that a process `python -m MODULE ARGUMENT` prints as its last line."""
     done = subprocess.run(
-        [sys.executable, "-m", module, str(argument)],
+        [*python_words(), "-m", module, str(argument)],
         env=child_environment() | environment,
         capture_output=True,
         text=True,

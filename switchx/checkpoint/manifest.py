@@ -21,6 +21,10 @@ from switchx.storage.snapshot import Snapshot
 MANIFEST = "manifest.json"
 # Orbax changes these after the manifest is written; nothing is read from them.
 _COMMIT_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")
+# Bytes up to which a file without numbers of arrays, such as a description of Orbax', has a
+# checksum and is read before the arrays are: by what resumes and by what verifies alike.
+_SMALL_BYTES = 1 << 20
+_OF_NUMBERS = "/d/"  # of Orbax' storage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +36,8 @@ class Manifest:
         score: what keep-best compares, higher is better; None without an evaluation.
         metrics: the evaluation's numbers.
         files: path below the checkpoint -> bytes and CRC-32. None for the CRC-32 where that of
-            the arrays' values is in a list (parts.py), and of Orbax' own descriptions.
+            the arrays' values is in a list (parts.py), and in checkpoints of before of
+            Orbax' own descriptions.
     """
 
     step: int
@@ -82,6 +87,9 @@ def write_manifest(folder: Folder, about: Manifest) -> None:
     for name in files_in(folder):
         if name not in known:
             known[name] = [manifest.flush(folder / name), None]
+    for name, entry in known.items():
+        if entry[1] is None and entry[0] <= _SMALL_BYTES and _OF_NUMBERS not in name:
+            entry[1] = zlib.crc32((folder / name).read_bytes())
     manifest.write_manifest(
         folder, MANIFEST, content, "crc32", left_out=_COMMIT_FILES, known=known
     )
@@ -108,14 +116,26 @@ def damages(folder: Folder, *, checksums: bool) -> Iterator[str]:
     """All that is wrong with the files of a checkpoint, a clause each.
 
     Args:
-        checksums: read every byte; otherwise only that files are there in their sizes.
+        checksums: read every byte; otherwise only that files are there in their sizes, and
+            what small files say, but those of experts.
     """
     try:
         files = read_manifest(folder).files
     except (ValueError, OSError) as error:
         yield str(error) if isinstance(error, ValueError) else f"it cannot be read ({error})"
         return
-    yield from manifest.damages(folder, files, "crc32" if checksums else None)
+    if checksums:
+        yield from manifest.damages(folder, files, "crc32")
+        return
+    small = {name: entry for name, entry in files.items() if _is_small(name, entry)}
+    rest = {name: entry for name, entry in files.items() if name not in small}
+    yield from manifest.damages(folder, rest, None)
+    yield from manifest.damages(folder, small, "crc32")
+
+
+def _is_small(name: str, entry) -> bool:
+    is_pair = isinstance(entry, list | tuple) and len(entry) == 2 and type(entry[0]) is int
+    return is_pair and entry[0] <= _SMALL_BYTES and not name.startswith(f"{EXPERTS}/")
 
 
 def find_damage(folder: Folder, *, checksums: bool) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from switchx.fields import Option, options
 from switchx.gin_config.files import close_match, configuration_of, did_you_mean
+from switchx.own_code import import_from_working_directory
 
 GIN_PREFIX = "--gin."
 _OURS = ("switchx", "pallas_kernels")  # whose errors are for a person
@@ -107,6 +108,15 @@ def add_gin_arguments(parser: CommandParser, default: str | None = None) -> None
 def add_model_dir(parser: CommandParser, help_text: str) -> None:
     parser.add_argument(
         "--model_dir", required=True, type=not_empty, metavar="DIR", help=help_text
+    )
+    add_trust(parser)
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trust_code",
+        action="store_true",
+        help="import what the folder's files name from the working directory, too",
     )
 
 
@@ -254,8 +264,15 @@ def parse_gin(arguments: argparse.Namespace, files: list[str] | None = None) -> 
     """Parses the gin files of the command line, or `files`, and its bindings."""
     from switchx.gin_config import building
 
+    _import_own_code(arguments)
     files = files or arguments.gin_file
     building.parse_files(files, arguments.gin_bindings, _search_paths(arguments))
+
+
+def _import_own_code(arguments: argparse.Namespace) -> None:
+    """A gin file that is named on the command line may import from the working directory."""
+    if arguments.gin_file:
+        import_from_working_directory()
 
 
 def _search_paths(arguments: argparse.Namespace) -> list[str]:
@@ -273,6 +290,7 @@ def parse_job(arguments: argparse.Namespace, default_file: str | None = None):
     """
     from switchx.gin_config import building
 
+    _import_own_code(arguments)
     files = arguments.gin_file or [default_file]
     return building.parse_job(files, arguments.gin_bindings, _search_paths(arguments))
 

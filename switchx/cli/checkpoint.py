@@ -64,6 +64,7 @@ def add_command(commands) -> None:
         )
         action.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
         action.add_argument("dir", metavar="DIR", help="run folder of `switchx train`")
+        shared.add_trust(action)
         action.set_defaults(run=run, parser=action)
         shared.add_json(action)
         if name == "verify":

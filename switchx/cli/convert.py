@@ -42,6 +42,7 @@ def add_command(commands) -> None:
     direction.add_argument(
         "--to", dest="target", choices=["huggingface"], help="what DST is to be"
     )
+    shared.add_trust(parser)
     parser.add_argument("src", metavar="SRC", help="folder to read")
     parser.add_argument("dst", metavar="DST", help="folder to make")
     parser.add_argument(

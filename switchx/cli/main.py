@@ -32,6 +32,7 @@ from switchx.cli.arguments import (
     explain,
     give_threads_to_simulated_devices,
 )
+from switchx.own_code import import_from_working_directory
 
 COMMANDS = (
     train, evaluate, generate, serve, quantize, export, reshape, teach, deploy, convert, vocab,
@@ -66,9 +67,6 @@ def main(argv: list[str] | None = None) -> int:
     Args:
         argv: without the program's name; None takes the command line.
     """
-    if "" not in sys.path:
-        # As with `python -m`: a gin file may import modules of the working directory.
-        sys.path.insert(0, "")
     parser = _parser()
     try:
         arguments = _parse(parser, sys.argv[1:] if argv is None else argv)
@@ -79,11 +77,15 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help()
         return 2
     give_threads_to_simulated_devices()
+    if getattr(arguments, "trust_code", False):
+        import_from_working_directory(folders_too=True)
     logging.captureWarnings(True)
     try:
         from switchx.progress import shown_by  # not for help
 
-        with shown_by(lambda line: print(f"switchx: {line}", file=sys.stderr)):
+        has_traceback = getattr(arguments, "traceback", False)
+        show = lambda line: print(f"switchx: {line}", file=sys.stderr)  # noqa: E731
+        with shown_by(show, has_traceback=has_traceback):
             return arguments.run(arguments) or 0
     except (KeyboardInterrupt, ValueError, OSError, RuntimeError) as error:
         return explain(error, arguments)

@@ -31,6 +31,7 @@ def add_command(commands) -> None:
         commands, "teach", run, "write a teacher's logits for students", DESCRIPTION
     )
     shared.add_gin_arguments(parser)
+    shared.add_trust(parser)
     shared.add_output(parser, "folder to write; nothing may be there", "DIR", required=True)
     parser.add_argument(
         "--top", type=shared.positive, metavar="K", default=16, help="tokens kept (default: 16)"

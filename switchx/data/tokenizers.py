@@ -23,6 +23,7 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 import sentencepiece
 
+from switchx.characters import require_characters
 from switchx.fields import describe, require, require_at_least
 
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
@@ -159,6 +160,8 @@ class SentencePieceVocabulary(Vocabulary):
         return self.num_pieces + self.num_sentinels - 1 - index
 
     def encode(self, text: str) -> list[int]:
+        """Raises ValueError where the text has half a surrogate pair."""
+        require_characters(text, "a text")
         if not self._own_sentinels or _SENTINEL not in text:
             return self._processor.encode(text)
         # Cut there, as T5's tokenizers do: what follows a sentinel is encoded as a text.
@@ -276,6 +279,8 @@ class ByteVocabulary(Vocabulary):
         return _LAST_BYTE_ID - index
 
     def encode(self, text: str) -> list[int]:
+        """Raises ValueError where the text has half a surrogate pair."""
+        require_characters(text, "a text")
         return [byte + _FIRST_BYTE_ID for byte in text.encode()]
 
     def piece(self, token_id: int) -> Piece:

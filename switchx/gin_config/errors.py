@@ -126,8 +126,9 @@ def _no_module(name: str) -> str:
     where = ""
     if name.partition(".")[0] != "switchx":
         where = (
-            f"; modules are looked up in the working directory, {os.getcwd()}, and on "
-            "PYTHONPATH: run the command in the folder that has it, or add that folder"
+            "; modules are looked up on PYTHONPATH and in the working directory, "
+            f"{os.getcwd()}, there only for a gin file that the command names, or with "
+            "--trust_code: run the command in the folder that has it, or add that folder"
         )
     return f"there is no module {name!r}{did_you_mean(stem, known)}{where}"
 

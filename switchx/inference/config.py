@@ -11,6 +11,7 @@ import numbers
 from collections.abc import Sequence
 from typing import Literal
 
+from switchx.characters import require_characters
 from switchx.fields import (
     FieldError,
     check_choices,
@@ -27,8 +28,8 @@ LENGTHS = tuple(sorted({base << shift for base in (2, 3) for shift in range(16)}
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 # Of new tokens: places of the cache, which are masked until they are written.
 NEW_TOKENS = tuple(1 << shift for shift in range(4, 21))
-# A divisor; below it logits overflow.
-LEAST_TEMPERATURE = 0.01
+# A divisor of float32 logits, which do not overflow then. Below it no other token is drawn.
+LEAST_TEMPERATURE = 1e-20
 MAX_LOGPROBS = 5  # likeliest tokens beside a chosen one; as OpenAI's API allows
 MAX_INT32 = 2**31 - 1
 
@@ -197,6 +198,10 @@ class DecodingConfig:
         ):
             what = "token ids" if of is int else "texts that are not empty"
             raise FieldError(self, name, f"use a list of {what}")
+        try:
+            require_characters(values, name)
+        except ValueError as error:
+            raise FieldError(self, name, str(error)) from None
         return tuple(map(of, values))
 
     def _check_texts(self, refuse) -> None:

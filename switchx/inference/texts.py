@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from switchx.characters import require_characters
 from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import PAD_ID, Vocabulary
 from switchx.models.config import ModelConfig
@@ -36,8 +37,8 @@ def token_lists(
     may stand before the inputs of a decoder-only model.
 
     Raises:
-        ValueError: one text alone, texts of a model that has no vocabulary, what is no list of
-            token ids, or padding before an end.
+        ValueError: one text alone, a text with half a surrogate pair, texts of a model that
+            has no vocabulary, what is no list of token ids, or padding before an end.
     """
     if isinstance(texts, str):
         raise ValueError(f"{role} is one text, {texts!r:.40}; give a list, [text]")
@@ -56,6 +57,7 @@ def token_lists(
             "this model came without a vocabulary, so it cannot read texts; give lists of "
             "token ids"
         )
+    require_characters(texts, role)
     encode = getattr(text_format, role)
     return [encode(vocabulary, text) for text in texts], True
 

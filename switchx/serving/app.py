@@ -19,7 +19,6 @@ import time
 import urllib.parse
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -102,9 +101,7 @@ def make_app(
         require_token(request)
         return JSONResponse(_model_json(models.named(request.path_params["name"])))
 
-    # Texts that are read again, for experts or log-probabilities of prompts: of all models one
-    # pass at a time, which takes all cores.
-    reader = ThreadPoolExecutor(1, "switchx-reader")
+    reader = models.reader
     generate = Endpoint(models, require_token, lambda each: GenerateForm(each.model, reader))
     complete = Endpoint(
         models,
@@ -268,7 +265,8 @@ async def _disconnected(request: Request, error: ClientDisconnect) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    LOG.error("a request failed", exc_info=error)
+    request_id = getattr(request.state, "record", {}).get("request_id", "unknown")
+    LOG.error("request %s failed", request_id, exc_info=error)
     return await _refused(request, Refusal(500, "the server failed; its log says how"))
 
 

@@ -8,6 +8,7 @@ with the same settings; its defaults are OpenAI's: 16 tokens, sampled at tempera
 
 import asyncio
 import dataclasses
+import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor
@@ -16,6 +17,7 @@ from typing import Any
 from starlette.concurrency import run_in_threadpool
 
 from switchx.api import Model
+from switchx.inference.config import LEAST_TEMPERATURE, MAX_INT32
 from switchx.inference.generate import text_of
 from switchx.inference.running_batch import Hypothesis
 from switchx.inference.texts import StopStrings
@@ -43,6 +45,8 @@ from switchx.serving.requests import (
 from switchx.serving.service import Events
 
 DEFAULT_TOKENS = 16
+# What the sizes of chunks with an `obfuscation` are multiples of.
+CHUNK_BYTES = 64
 OWN_FIELDS = (
     "top_k", "beam_size", "length_penalty", "min_new_tokens", "repetition_penalty",
     "no_repeat_ngram_size", "forced_prefix",
@@ -70,6 +74,8 @@ class CompletionRequest(GenerateRequest):
         num_choices: completions of each prompt, the best of `num_rows` where those are more.
         logprobs: likeliest tokens beside each; None gives no log-probabilities.
         has_usage: a stream ends with counts of tokens.
+        is_padded: chunks of a stream have an `obfuscation`, so that their sizes say little.
+        is_empty: `max_tokens` is 0: nothing is decoded, prompts may be echoed and scored.
         created: seconds of the epoch.
     """
 
@@ -78,7 +84,13 @@ class CompletionRequest(GenerateRequest):
     num_choices: int = 1
     logprobs: int | None = None
     has_usage: bool = False
+    is_padded: bool = False
+    is_empty: bool = False
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    @property
+    def decoded(self) -> list[list[int]]:
+        return [] if self.is_empty else self.prompts
 
 
 class CompletionForm:
@@ -140,7 +152,9 @@ class CompletionForm:
             scored=[prompt[1:] for prompt in prompts if has_echo and logprobs is not None],
             num_choices=num_choices,
             logprobs=logprobs,
-            has_usage=_has_usage(values, is_streaming),
+            has_usage=_stream_option(values, "include_usage", is_streaming),
+            is_padded=_stream_option(values, "include_obfuscation", is_streaming),
+            is_empty=values.get("max_tokens") == 0,
         )
 
     async def whole(self, wanted: CompletionRequest, events: Events) -> dict[str, Any]:
@@ -156,6 +170,11 @@ class CompletionForm:
     def _choices(self, wanted: CompletionRequest, rows, scored) -> list[dict[str, Any]]:
         choices: list[dict[str, Any]] = []
         for number, (echo, before) in enumerate(zip(wanted.echoes, scored, strict=True)):
+            if wanted.is_empty:
+                kept = before and joined_logprobs(before, None)
+                for _ in range(wanted.num_choices):
+                    choices.append(_choice(len(choices), echo, kept, "length"))
+                continue
             first = number * wanted.num_rows
             said = sum((row.hypotheses for row in rows[first : first + wanted.num_rows]), [])
             if wanted.num_rows > wanted.num_choices:
@@ -173,14 +192,16 @@ class CompletionForm:
         usage = {"usage": None} if wanted.has_usage else {}
 
         def chunk(*choice) -> bytes:
-            return _data(self._json(wanted, [_choice(*choice)]) | usage)
+            content = self._json(wanted, [_choice(*choice)]) | usage
+            return _data(_padded(content) if wanted.is_padded else content)
 
         try:
             scored = await self._scored(wanted, events)
             for i, echo in enumerate(wanted.echoes):
                 kept = scored[i] and joined_logprobs(scored[i], None)
-                for choice in range(num_choices) if echo else ():
-                    yield chunk(i * num_choices + choice, echo, kept, None)
+                reason = "length" if wanted.is_empty else None
+                for choice in range(num_choices) if echo or wanted.is_empty else ():
+                    yield chunk(i * num_choices + choice, echo, kept, reason)
             async for event in events:
                 row, echo = rows[event.number], wanted.echoes[event.number // wanted.num_rows]
                 first, (said, new) = row.num_tokens, row.grow(event, events)
@@ -275,6 +296,12 @@ def _data(content: Any) -> bytes:
     return b"data: " + encoded(content) + b"\n\n"
 
 
+def _padded(content: dict[str, Any]) -> dict[str, Any]:
+    """With an `obfuscation` that makes all chunks of a size class equally long."""
+    missing = -len(encoded(content)) % CHUNK_BYTES
+    return content | {"obfuscation": secrets.token_hex(CHUNK_BYTES)[:missing]}
+
+
 def _usage_json(wanted: CompletionRequest, events: Events) -> dict[str, int]:
     read, written = wanted.num_prompt_tokens, events.num_tokens
     return {
@@ -284,10 +311,12 @@ def _usage_json(wanted: CompletionRequest, events: Events) -> dict[str, int]:
     }
 
 
-def _count(values: dict[str, Any], name: str, default: int, most: int) -> int:
+def _count(
+    values: dict[str, Any], name: str, default: int, most: int, *, least: int = 1
+) -> int:
     value = values.get(name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        expected = f"expected a whole number, 1 to {most}"
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        expected = f"expected a whole number, {least} to {most}"
         raise wrong(name, f"{name} is {shown(value)}; {expected}")
     return value
 
@@ -298,14 +327,17 @@ def _settings(values: dict[str, Any], limits: Limits) -> dict[str, Any]:
     given = {name: value_of(OPTIONS[name], values[name]) for name in own if name in values}
     is_search = given.get("beam_size", 1) > 1
     given.setdefault("temperature", 0.0 if is_search else 1.0)
+    if 0 < given["temperature"] < LEAST_TEMPERATURE:
+        given["temperature"] = 0.0  # the same: no token but the likeliest is ever drawn
+    if "seed" in given:
+        given["seed"] %= MAX_INT32 + 1  # clients draw 64 bits, negative ones too
     # Of one token, the likeliest, none is cut off, whatever the probability is.
     for name in ("top_k", "top_p"):
         if given["temperature"] == 0 or (name == "top_p" and given.get(name) == 1):
             given.pop(name, None)
     most = limits.max_new_tokens
-    return given | {
-        "max_new_tokens": _count(values, "max_tokens", min(DEFAULT_TOKENS, most), most)
-    }
+    number = _count(values, "max_tokens", min(DEFAULT_TOKENS, most), most, least=0)
+    return given | {"max_new_tokens": max(1, number)}
 
 
 def _numbers(values: dict[str, Any], most: int, *, is_streaming: bool) -> tuple[int, int]:
@@ -355,7 +387,7 @@ def _stops(values: dict[str, Any]) -> list[str]:
     return stops
 
 
-def _has_usage(values: dict[str, Any], is_streaming: bool) -> bool:
+def _stream_option(values: dict[str, Any], name: str, is_streaming: bool) -> bool:
     asked = values.get("stream_options")
     if asked is None:
         return False
@@ -363,4 +395,4 @@ def _has_usage(values: dict[str, Any], is_streaming: bool) -> bool:
         raise wrong(
             "stream_options", "stream_options is for streams; give an object with stream"
         )
-    return flag(fields_of(asked, ("include_usage",)), "include_usage")
+    return flag(fields_of(asked, ("include_usage", "include_obfuscation")), name)

@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from switchx import api
@@ -53,6 +54,9 @@ class Models:
         self._retired: list[Service] = []
         self._newer: queue.SimpleQueue[Service] = queue.SimpleQueue()
         self.num_open, self.is_draining = 0, False
+        # Texts that are read again, for experts or log-probabilities of prompts: of all models
+        # one pass at a time, which takes all cores.
+        self.reader = ThreadPoolExecutor(1, "switchx-reader")
         for name, each in self.services.items():
             each.metrics.running.set_function(lambda name=name: self._num_running(name))
             each.metrics.waiting.set_function(lambda name=name: self._num_waiting(name))
@@ -151,6 +155,7 @@ class Models:
         """Stops all workers after their batches."""
         for each in self.all:
             each.close()
+        self.reader.shutdown(wait=False, cancel_futures=True)
 
     def _num_running(self, name: str) -> int:
         return sum(len(each.worker.running) for each in self.all if each.name == name)
@@ -274,8 +279,8 @@ class Reloader(threading.Thread):
                 outcome = "unchanged"
         except _ServerStopsError:
             raise
-        except Exception as error:
-            LOG.error("%s: not loaded again, step %d goes on: %s", name, step, error)
+        except Exception:
+            LOG.exception("%s: not loaded again, step %d goes on", name, step)
         running.metrics.reloads[outcome].inc()
         if outcome == "loaded":
             self._wait(lambda: running not in self._models.all)

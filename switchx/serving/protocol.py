@@ -12,7 +12,7 @@ uvicorn arms one timer, for idle connections, and a single byte disarms it. Beyo
 `max_connections` the connection that has awaited a head longest makes place for the new one,
 as nginx reuses idle ones. Read strictly (RFC 9112): a line of a head ends in CRLF (section
 2.2), and a body has a length or is chunked, not both (section 6.1); proxies that read such a
-request in another way would let a second one through.
+request in another way would let a second one through. So does a trailer of chunks.
 """
 
 import json
@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable
 
 import h11
+from h11._readers import ChunkedReader
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from switchx.serving.limits import READING_S, Limits
@@ -35,14 +36,14 @@ MAX_HEAD_BYTES = 16 << 10
 
 
 class StrictConnection(h11.Connection):
-    """h11's state machine, which refuses two kinds of requests that h11 reads."""
+    """h11's state machine, which refuses three kinds of requests that h11 reads."""
 
     def next_event(self):
         """As h11's.
 
         Raises:
-            h11.RemoteProtocolError: also for a bare LF in a head, and for a length beside
-                chunks, or chunks in HTTP/1.0.
+            h11.RemoteProtocolError: also for a bare LF in a head or a trailer, and for a
+                length beside chunks, or chunks in HTTP/1.0.
         """
         if self.their_state is h11.IDLE:
             head, _, _ = self.trailing_data[0].partition(b"\r\n\r\n")
@@ -55,6 +56,28 @@ class StrictConnection(h11.Connection):
             if has_chunks and (b"content-length" in names or event.http_version == b"1.0"):
                 raise h11.RemoteProtocolError("both a length and chunks")
         return event
+
+    def _get_io_object(self, role, event, io_dict):
+        """h11's reader or writer of a body; of chunks a strict one."""
+        found = super()._get_io_object(role, event, io_dict)
+        return StrictChunks() if isinstance(found, ChunkedReader) else found
+
+
+class StrictChunks(ChunkedReader):
+    """h11's reader of chunks, which refuses a bare LF in the trailer or in place of it.
+
+    A proxy that takes only CRLF for the end would read on, and what follows would be a request
+    here and a part of the trailer there (RFC 9112, section 7.1.2).
+    """
+
+    def __call__(self, buf):
+        # It calls itself for the trailer.
+        if self._reading_trailer:
+            data = bytes(buf)
+            trailer = b"" if data.startswith(b"\r\n") else data.partition(b"\r\n\r\n")[0]
+            if _BARE_LF.search(trailer):
+                raise h11.LocalProtocolError("a line of the trailer ends in LF without CR")
+        return super().__call__(buf)
 
 
 class CountingTransport:

@@ -59,6 +59,15 @@ class Group:
     has_processors: bool = False
     num_kept: int | None = None
 
+    def __str__(self) -> str:
+        """`prompts up to 16 tokens, answers up to 64, the likeliest token`."""
+        how = "sampled" if self.is_sampling else "the likeliest token"
+        how = f"{self.beam_size} beams" if self.beam_size > 1 else how
+        how += ", with penalties or forced tokens" if self.has_processors else ""
+        how += ", with log-probabilities" if self.num_kept is not None else ""
+        lengths = f"prompts up to {self.prompt_length} tokens, answers up to"
+        return f"{lengths} {self.answer_length}, {how}"
+
     @classmethod
     def of(cls, prompt: Sequence[int], settings: DecodingConfig, limits: Limits) -> "Group":
         return cls(
@@ -106,6 +115,7 @@ class QueuedInput:
         num_tokens: that it has, its end included, and `token_s`, since when: of the same clock,
             None before the first one, and where it is searched for.
         answer_s: when its answer was there, of the same clock; None before.
+        request_id: what the log calls its request.
     """
 
     prompt: list[int]
@@ -119,6 +129,13 @@ class QueuedInput:
     num_tokens: int = 0
     token_s: float | None = None
     answer_s: float | None = None
+    request_id: str = ""
+
+
+def of_requests(inputs: Sequence[QueuedInput]) -> str:
+    """` (request A, B)`, whose inputs these are, to follow what is said of them."""
+    ids = list(dict.fromkeys(each.request_id for each in inputs if each.request_id))
+    return f" (request {', '.join(ids)})" if ids else ""
 
 
 class RequestQueue:

@@ -16,6 +16,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from switchx.api import Model
+from switchx.characters import CharacterError, require_characters
 from switchx.fields import FieldError, Option, options
 from switchx.inference.config import MAX_INT32, DecodingConfig
 from switchx.object_store import is_nested_deeper
@@ -134,6 +135,11 @@ class GenerateRequest:
     stops: Sequence[str] = ()
 
     @property
+    def decoded(self) -> list[list[int]]:
+        """The prompts that get an answer."""
+        return self.prompts
+
+    @property
     def wants_tokens(self) -> bool:
         """Whether new tokens are looked at before the answer."""
         return self.is_streaming or bool(self.stops)
@@ -208,6 +214,12 @@ def json_object(body: bytes) -> dict[str, Any]:
         raise _too_deep()
     if not isinstance(values, dict):
         raise wrong(None, f"the body is {shown(values)}; expected a JSON object")
+    try:
+        for name, value in values.items():
+            require_characters(name, "a field's name")
+            require_characters(value, name)
+    except CharacterError as error:
+        raise wrong(error.field[:60], str(error)) from None
     return values
 
 
@@ -314,6 +326,8 @@ def prompt_of(model: Model, limits: Limits, fault, name: str, item) -> list[int]
         require_short(item)
     try:
         (prompt,) = model.prompts([item])
+    except CharacterError as error:
+        raise wrong(name, str(error).replace(error.field, name, 1)) from None
     except ValueError as error:
         raise wrong(name, f"{name} cannot be read: {str(error)[:200]}") from None
     require_short(prompt)

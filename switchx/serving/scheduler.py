@@ -29,6 +29,7 @@ from switchx.serving.request_queue import (
     NewTokens,
     QueuedInput,
     RequestQueue,
+    of_requests,
 )
 
 LOG = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ class Worker(threading.Thread):
                     self.queue.wait(num_changes, wait_left_s or None)
         except BaseException as error:
             self.error = error
-            LOG.exception("the worker ended")
+            LOG.exception("the worker ended%s", of_requests(self.running))
         finally:
             self.is_ready = False
             self._batches.clear()
@@ -194,7 +195,7 @@ class Worker(threading.Thread):
         except Exception:
             batch = self._batches.pop(kind, None)
             inputs = [*(batch.inputs if batch else ()), *joining]
-            LOG.exception("a batch of %d inputs failed", len(inputs))
+            LOG.exception("a batch of %d inputs failed%s", len(inputs), of_requests(inputs))
             for each in inputs:
                 each.deliver(Failure(each.number))
 
@@ -223,7 +224,9 @@ class Worker(threading.Thread):
 
     def _deliver_answer(self, each: QueuedInput, hypotheses: list[Hypothesis]) -> None:
         if not hypotheses:
-            LOG.error("an input of %d tokens %s", len(each.prompt), NO_ANSWER)
+            LOG.error(
+                "an input of %d tokens %s%s", len(each.prompt), NO_ANSWER, of_requests([each])
+            )
             each.deliver(Failure(each.number, f"an input {NO_ANSWER}"))
             return
         best, *others = hypotheses[: each.settings.num_return_sequences]
@@ -306,7 +309,7 @@ class Worker(threading.Thread):
         size = self._num_compiled(group)
         self._most[group] = max(1, size)
         if size:
-            LOG.warning("%d inputs at most are decoded together in %s", size, group)
+            LOG.warning("%d inputs at most are decoded together: %s", size, group)
             return
         for each in self.queue.take([x for x in self.queue.waiting() if x.group == group]):
             each.deliver(Failure(each.number))
@@ -371,11 +374,13 @@ class Compiler(threading.Thread):
 
     def run(self) -> None:
         while (group := self._wanted.get()) is not None:
-            LOG.info("compiling for a larger batch of %s", group)
+            LOG.info("compiling for a larger batch: %s", group)
             try:
                 self._worker.compile_more(group)
             except Exception:
-                LOG.exception("no program could be compiled for %s", group)
+                waiting = [x for x in self._worker.queue.waiting() if x.group == group]
+                of = of_requests(waiting)
+                LOG.exception("no program could be compiled for %s%s", group, of)
                 self._worker.give_up(group)
             self._asked.discard(group)
             self._worker.queue.notify()

@@ -92,10 +92,12 @@ class Service:
                 loop.call_soon_threadsafe(events.put, event)
 
         settings, inputs = request.settings, []
-        for number, prompt in enumerate(request.prompts):
+        for number, prompt in enumerate(request.decoded):
             group = Group.of(prompt, settings, self.limits)
             has_events = request.wants_tokens
-            inputs.append(QueuedInput(prompt, settings, number, group, deliver, has_events))
+            each = QueuedInput(prompt, settings, number, group, deliver, has_events)
+            each.request_id = request.request_id
+            inputs.append(each)
 
         def end(number: int, num_tokens: int, reason: str) -> None:
             """Counts an answer; the input is decoded no further."""

@@ -8,13 +8,13 @@ compilers are in folders of their own, on the path of a child process alone.
 import os
 import pathlib
 import subprocess
-import sys
 from collections.abc import Sequence
 
 import jax
 from jax.experimental import topologies
 
 from pallas_kernels.aot import gpu_compiler, tpu_compiler
+from switchx.own_code import python_words
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import Topology
 
@@ -43,7 +43,7 @@ def run_with_compiler(
         variables = tpu_compiler.compiler_variables()
     else:
         variables = gpu_compiler.compiler_variables() | {"XLA_FLAGS": ""}
-    command = [sys.executable, "-m", module, *arguments]
+    command = [*python_words(), "-m", module, *arguments]
     return subprocess.run(
         command, env=os.environ | variables | {CHILD_VARIABLE: "1"}, **options
     )

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from switchx import manifest
 from switchx.checkpoint import items as checkpoint_items
 from switchx.checkpoint import manifest as checkpoint_manifest
 from switchx.checkpoint.checkpointer import Checkpointer, Retention
-from switchx.checkpoint.manifest import Manifest, read_manifest, write_manifest
+from switchx.checkpoint.manifest import Manifest, find_damage, read_manifest, write_manifest
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.checkpoint.verify import checkpoint_faults
 from switchx.training.resume import write_run_config
@@ -187,3 +188,44 @@ def test_a_manifest_of_another_step_or_with_other_fields_is_no_manifest(tmp_path
     assert checkpoint_manifest.find_damage(moved, checksums=False) == (
         "its manifest.json is damaged"
     )
+
+
+def test_no_byte_of_a_small_file_is_sound_for_verify_and_damaged_for_resume(sound, tmp_path):
+    """A flipped bit in each of them, in turn; of those that are long, samples."""
+    run = RunFolder(shutil.copytree(sound.root, tmp_path / "run"))
+    path = run.checkpoints / str(STEP)
+    job = make_job(MODEL)
+    state = init_state(
+        MODEL, job.optimizer.build(job.schedule), seed=0, params=make_params(MODEL)
+    )
+
+    def resumes() -> bool:
+        with Checkpointer(run, Retention()) as checkpointer:
+            try:
+                checkpointer.restore(state, STEP)
+            except ValueError:
+                return False
+        return True
+
+    descriptions = [
+        name for name, (_, crc) in sorted(read_manifest(path).files.items()) if crc is not None
+    ]
+    assert {name.rpartition("/")[2] for name in descriptions} >= {"_METADATA", "manifest.ocdbt"}
+    assert any("/array_metadatas/" in name for name in descriptions)
+    assert resumes()
+    for name in descriptions:
+        contents = (path / name).read_bytes()
+        for at in range(0, len(contents), 1 if len(contents) < 200 else len(contents) // 40):
+            flipped = bytearray(contents)
+            flipped[at] ^= 1 << at % 8
+            (path / name).write_bytes(flipped)
+            said = f"its file {name} has changed since it was written"
+            assert find_damage(path, checksums=False) == said, at  # by which a resume begins
+        assert checkpoint_faults(run, STEP) == [said]
+        assert not resumes(), name
+        set_aside = [each for each in path.parent.iterdir() if each.name != path.name]
+        assert path.exists() or set_aside
+        if not path.exists():
+            shutil.copytree(sound.checkpoints / str(STEP), path)
+        (path / name).write_bytes(contents)
+    assert checkpoint_faults(run, STEP) == [] and resumes()

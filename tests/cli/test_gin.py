@@ -276,7 +276,7 @@ def test_modules_of_the_working_directory_can_be_imported(my_tasks, capsys):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "my.gin:2: there is no module 'my_tasks.schedules'; modules are looked up in"),
+        (None, "my.gin:2: there is no module 'my_tasks.schedules'; modules are looked up on"),
         ("\nx = wrong", "schedules.py:2 failed with NameError: name 'wrong' is not defined"),
         ("def f(:", "my.gin: importing <any>/schedules.py:1 failed with SyntaxError: "),
         ("import torchy", "schedules.py:1 failed with ModuleNotFoundError: there is no module "

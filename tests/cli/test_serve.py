@@ -107,6 +107,19 @@ def test_a_compiler_that_takes_long_is_not_waited_for(monkeypatch):
     assert serve._leave([worker], 1) == 1 and exits == [0]
 
 
+def test_a_pool_that_compiles_is_not_waited_for_either(monkeypatch):
+    """Prompts are scored in a pool of threads, for which the interpreter would wait."""
+    assert 1.0 + serve.STOPPING_S < 3.0  # with uvicorn's own second
+    monkeypatch.setattr(serve, "STOPPING_S", 0.01)
+    exits, is_over = [], threading.Event()
+    monkeypatch.setattr(serve.os, "_exit", exits.append)
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    pool.submit(is_over.wait)
+    assert serve._leave([], 1) == 1 and exits == [1]
+    is_over.set()
+    pool.shutdown()
+
+
 def metrics_of(address, headers) -> bytes:
     connection = http.client.HTTPConnection(*address, timeout=30)
     connection.request("GET", "/metrics", headers=headers)

@@ -419,3 +419,17 @@ def test_sentinels_are_the_last_ids_unless_a_vocabulary_says_otherwise():
     assert [Two().sentinel_id(i) for i in range(2)] == [9, 8]
     with pytest.raises(ValueError, match="sentinel 2 of 2"):
         Two().sentinel_id(2)
+
+
+def test_half_a_surrogate_pair_is_no_text(pieces):
+    from switchx.characters import CharacterError
+    from switchx.inference.config import DecodingConfig
+
+    for vocabulary in (ByteVocabulary(), pieces):
+        with pytest.raises(
+            CharacterError, match="half a surrogate pair, U.D83D, at character 1"
+        ):
+            vocabulary.encode("a\ud83d")
+        assert vocabulary.encode("🙂")
+    with pytest.raises(ValueError, match=r"stop.*stop\[1\] has half a surrogate pair, U.DE42"):
+        DecodingConfig(stop=("a", "\ude42"))

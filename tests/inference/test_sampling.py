@@ -326,7 +326,7 @@ def test_a_sample_is_its_sentences_own():
         ({"max_new_tokens": 0}, "max_new_tokens=0; use 1 to 1048576"),
         ({"beam_size": 0}, "beam_size=0; use at least 1"),
         ({"temperature": -1.0}, "temperature=-1.0; use 0 to 100"),
-        ({"temperature": 0.001}, "temperature=0.001; use 0 for the likeliest token"),
+        ({"temperature": 1e-21}, "temperature=1e-21; use 0 for the likeliest token"),
         ({"temperature": 1.0, "top_k": 0}, "top_k=0; use 1 to "),
         ({"temperature": 1.0, "top_p": 1.5}, "top_p=1.5; use 0 to 1"),
         ({"early_stopping": "soon"}, "use one of True, False, never"),

@@ -184,3 +184,32 @@ def test_resets_leave_nothing(service, address):
         client.close()
     assert served.post(address, {"inputs": "gate"})[0] == 200
     assert health(address) == 200
+
+
+CHUNKED = (
+    b"POST /v1/generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n12\r\n" + b'{"inputs": "gate"}' + b"\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [b"0\r\n\n", b"0\r\nX: 1\n\r\n", b"0\r\nX: 1\r\n\n", b"0\r\nX: 1\n\n", b"0\n\r\n"],
+)
+def test_no_request_hides_behind_a_bare_lf_of_a_trailer(address, end):
+    answer = exchange(address, CHUNKED + end + HEALTH)
+    assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1 ") == 1, answer
+
+
+@pytest.mark.parametrize("end", [b"0\r\n\r\n", b"0\r\nX: 1\r\n\r\n"])
+def test_a_trailer_with_crlf_is_read_and_the_next_request_is_one(address, end):
+    single = [end[i : i + 1] for i in range(len(end))]
+    for parts in ([CHUNKED + end + HEALTH], [CHUNKED, *single]):
+        with connected(address) as client:
+            for part in parts:
+                client.sendall(part)
+                time.sleep(0.01)
+            if len(parts) > 1:
+                client.sendall(HEALTH)
+            answer, is_over = received(client, WAIT_S)
+        assert is_over and answer.count(b"HTTP/1.1 200 ") == 2, answer

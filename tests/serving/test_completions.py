@@ -423,7 +423,7 @@ def test_defaults_are_openais():
         ({"prompt": ["a"] * 5, "n": 2}, "prompt", "5 items; expected 1 to 4, over n"),
         ({"prompt": [1, "a"]}, "prompt[0]", "expected a text, or a list of token ids"),
         ({"prompt": "a" * 99}, "prompt[0]", "prompt[0] has 100 tokens; expected 16 at most"),
-        ({"max_tokens": 0}, "max_tokens", "expected a whole number, 1 to 8"),
+        ({"max_tokens": -1}, "max_tokens", "expected a whole number, 0 to 8"),
         ({"max_tokens": 9}, "max_tokens", "max_tokens is a number (9); expected a whole"),
         ({"n": 0}, "n", "n is a number (0)"),
         ({"n": 3, "best_of": 2}, "best_of", "expected n=3 or more"),
@@ -489,3 +489,41 @@ def test_pieces_up_to_a_stop_are_the_text_before_it(text, stops, cuts):
     assert growing.is_stopped == bool(found)
     if found:
         assert growing.num_tokens(tokens[:end]) == len(vocabulary.encode(text[:first_end]))
+
+
+def test_no_tokens_are_asked_for(openai):
+    """`max_tokens` of 0: evaluations have prompts echoed, and nothing is decoded."""
+    asked = {"model": "tiny", "max_tokens": 0, "n": 2, "prompt": ["gate", "of"]}
+    got = openai.completions.create(**asked, echo=True)
+    assert [each.text for each in got.choices] == ["gate", "gate", "of", "of"]
+    assert {each.finish_reason for each in got.choices} == {"length"}
+    assert got.usage.completion_tokens == 0 < got.usage.prompt_tokens
+    assert [each.text for each in openai.completions.create(**asked).choices] == [""] * 4
+    chunks = list(openai.completions.create(**asked, stream=True))
+    assert [each.choices[0].finish_reason for each in chunks] == ["length"] * 4
+
+
+@pytest.mark.parametrize("seed", [-1, 2**31, 2**63 - 1, -(2**63), 10**30])
+def test_any_whole_number_is_a_seed(seed):
+    got = read(seed=seed).settings.seed
+    assert got == seed % 2**31 == read(seed=got).settings.seed
+
+
+def test_small_temperatures_sample_until_they_are_none():
+    assert read(temperature=1e-6).settings.temperature == 1e-6
+    assert read(temperature=1e-300, top_p=0.5).settings.is_sampling is False
+
+
+def test_chunks_are_padded_where_that_is_asked_for(openai):
+    def sizes(**options):
+        raw = openai.completions.with_raw_response.create(
+            prompt="gate", stream=True, stream_options=options, **GREEDY
+        )
+        lines = [each for each in raw.http_response.iter_lines() if each.startswith("data: {")]
+        return [len(each.removeprefix("data: ").encode()) for each in lines], lines
+
+    plain, lines = sizes(include_obfuscation=False)
+    assert len(set(plain)) > 1 and not any("obfuscation" in each for each in lines)
+    padded, lines = sizes(include_obfuscation=True)
+    assert len(padded) == len(plain) and all("obfuscation" in each for each in lines)
+    assert len(set(padded)) < len(set(plain)) or len(set(padded)) == 1

@@ -355,7 +355,7 @@ def test_a_damaged_checkpoint_changes_nothing(run, caplog, damage, message):
     run.add(damage)
     assert run.reload() == "failed" and run.step() == 5
     (error,) = [each for each in caplog.records if each.levelno == logging.ERROR]
-    assert message in error.getMessage() and "step 5 goes on" in error.getMessage()
+    assert "step 5 goes on" in error.getMessage() and message in caplog.text
     assert run.ask(*served.TEXTS) == run.want[5]
     assert not run.models._retired
 
@@ -378,7 +378,7 @@ def test_a_folder_that_has_gone_or_is_another_model_s(run, caplog, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("switchx.serving.scheduler.Worker._warm_up", fail)
         assert run.reload() == "failed" and run.ask("gate") == run.want[5][:1]
-    assert "step 5 goes on: there is no memory for two, say" in caplog.text
+    assert "step 5 goes on" in caplog.text and "no memory for two, say" in caplog.text
     caplog.clear()  # its tracebacks have the model that the reloader waits for to go
     assert run.reload() == "loaded" and run.ask("gate") == run.want[9][:1]
 

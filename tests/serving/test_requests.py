@@ -192,7 +192,7 @@ def test_one_text_and_defaults():
         ({"inputs": [[0, 5]]}, "inputs[0]", "inputs[0] cannot be read: inputs[0] has padding"),
         ({"inputs": ["a" * 16]}, "inputs[0]", "inputs[0] has 17 tokens; expected 16 at most"),
         ({"inputs": [[5] * 17]}, "inputs[0]", "inputs[0] has 17 tokens; expected 16 at most"),
-        ({"inputs": ["\ud800"]}, "inputs[0]", "inputs[0] cannot be read: 'utf-8' codec can't"),
+        ({"inputs": ["\ud800"]}, "inputs[0]", "inputs[0] has half a surrogate pair, U+D800"),
         ({"inputs": "a", "stream": 1}, "stream", "stream is a number (1); expected true or"),
         ({"inputs": "a", "beam_size": "2"}, "beam_size", 'beam_size is a text ("2"); expected'),
         ({"inputs": "a", "beam_size": True}, "beam_size", "beam_size is true; expected a"),
@@ -280,3 +280,23 @@ def test_status_field_and_message():
     kinds = [Refusal(status, "").as_json()["error"]["type"] for status in (401, 429, 503)]
     assert kinds == ["authentication_error", "rate_limit_error", "server_error"]
     assert refusal.retry_after_s is None and str(refusal) == "top_k is 0"
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (r'{"inputs": "a\ud83d"}', "inputs"),
+        (r'{"inputs": ["a", "\udc00b"]}', "inputs[1]"),
+        (r'{"inputs": "a", "stop": ["\ud83d"]}', "stop[0]"),
+        (r'{"model": "\ud800"}', "model"),
+        (r'{"stream_options": {"a": "\ud800"}}', "stream_options.a"),
+        (r'{"\ud800": 1}', "a field's name"),
+    ],
+)
+def test_half_a_surrogate_pair_is_named_in_any_field(body, field):
+    with pytest.raises(Refusal) as refusal:
+        json_object(body.encode())
+    assert refusal.value.status == 400 and refusal.value.field == field
+    assert str(refusal.value).startswith(f"{field} has half a surrogate pair, U+D")
+    whole = r'{"inputs": "\ud83d\ude42", "stop": ["\ud83d\ude42"]}'
+    assert json_object(whole.encode())["stop"] == ["🙂"]

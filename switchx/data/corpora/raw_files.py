@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from switchx.characters import require_characters
 from switchx.data.corpora.text_files import read_lines
 from switchx.fields import require
 
@@ -141,4 +142,6 @@ def _object(row, place: str) -> Row:
     require(
         isinstance(row, dict), f"{place}: expected an object a row, got {type(row).__name__}"
     )
+    for name, value in row.items():
+        require_characters(value, f"{place}: {name}")
     return row

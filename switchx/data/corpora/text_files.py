@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from switchx.characters import require_characters
 from switchx.data.corpora.corpus import CorpusSource, fingerprint_of
 from switchx.data.corpora.prepared import Recipe, open_prepared
 from switchx.fields import at_resume, require, require_at_least
@@ -112,19 +113,14 @@ def read_examples(
             continue
         for number, record in _read_records(file):
             require(
-                all(_is_text(record.get(field)) for field in fields),
+                all(isinstance(record.get(field), str) for field in fields),
                 f"{file}:{number}: expected texts under {' and '.join(fields)}, as in the "
                 f"first record, got the keys {', '.join(record) or 'none'}",
             )
+            for field in fields:
+                require_characters(record[field], f"{file}:{number}: {field}")
             if any(record[field].strip() for field in fields):
                 yield {field: record[field] for field in fields}
-
-
-def _is_text(value: object) -> bool:
-    try:
-        return isinstance(value, str) and value.encode() is not None
-    except UnicodeEncodeError:  # JSON can spell half a surrogate pair.
-        return False
 
 
 def _read_records(file: Folder) -> Iterator[tuple[int, dict]]:

@@ -124,8 +124,7 @@ def refuse(tmp_path, message):
         (
             "a.jsonl",
             '{"text": "half a pair: \\ud800"}\n',
-            "{}/a.jsonl:1: expected texts under text, as in the first record, got the keys "
-            "text",
+            "{}/a.jsonl:1: text has half a surrogate pair, U+D800, at character 13",
         ),
         (
             "a.jsonl",

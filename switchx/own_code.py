@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Code of a user's own: when modules of the working directory can be imported.
+
+A gin file that a user names is their program, so what it imports may be in the working
+directory. A model's folder is data: the classes that its `config.json` names are looked up
+among what is installed or already imported, in the working directory only with `--trust_code`.
+That directory is looked at last: no file in it takes the place of an installed module.
+"""
+
+import contextlib
+import importlib
+import os
+import pathlib
+import sys
+import types
+from collections.abc import Iterator
+
+_ROOT = pathlib.Path(__file__).parents[1]  # what has the package
+# Entries of the module path that are there for gin files, and not for what folders name.
+_for_gin_files: set[str] = set()
+
+
+def import_from_working_directory(*, folders_too: bool = False) -> None:
+    """Puts the working directory at the end of the module path.
+
+    Args:
+        folders_too: also for classes that a model's folder names, `--trust_code`.
+    """
+    here = os.getcwd()
+    if folders_too:
+        _for_gin_files.discard(here)
+    elif here not in sys.path:
+        _for_gin_files.add(here)
+    if here not in sys.path:
+        sys.path.append(here)
+
+
+def import_for_folder(module: str) -> types.ModuleType:
+    """The module that a file of a model's folder names.
+
+    Raises:
+        ImportError: it is not installed, nor imported already, nor trusted.
+    """
+    with _without(_for_gin_files):
+        return importlib.import_module(module)
+
+
+@contextlib.contextmanager
+def _without(entries: set[str]) -> Iterator[None]:
+    before = sys.path[:]
+    sys.path[:] = [each for each in before if each not in entries]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def python_words() -> list[str]:
+    """How a Python is started that does not import from the working directory.
+
+    Unless that is the one which has this package.
+    """
+    return [sys.executable, *([] if pathlib.Path.cwd() == _ROOT else ["-P"])]
+
+
+def leave_out_working_directory() -> None:
+    """Takes away what `python -m switchx` puts first, but where this package is there."""
+    if not sys.flags.safe_path and pathlib.Path(sys.path[0]).resolve() != _ROOT.resolve():
+        del sys.path[0]
