@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens that stand beside a model's pieces, cut out of texts as the tokenizers library does it.
+
+And special ids of others: a vocabulary of switchx has padding at 0, the end at 1 and unknown at
+2, whatever ids these have in the files that it was made of.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+
+SPECIAL_IDS = (0, 1, 2)  # of padding, end and unknown in every vocabulary of switchx
+
+
+@dataclasses.dataclass(frozen=True)
+class AddedToken:
+    """A token that its text becomes wherever it occurs, before anything else is encoded.
+
+    Names and meanings are those of the tokenizers library.
+
+    Attributes:
+        lstrip, rstrip: white space before, or behind, belongs to it.
+        single_word: its text is none beside a letter, a digit or an underscore.
+        normalized: its text is looked for in normalized text.
+        special: transformers leaves it out of decoded text where it is asked to.
+    """
+
+    id: int
+    text: str
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
+    special: bool = True
+
+
+def cutter(tokens: Sequence[AddedToken]) -> Callable[[str], list[str | int]]:
+    """A function that cuts a text into texts and the ids of tokens; the longest match first."""
+    by_text = {token.text: token for token in tokens}
+    longest_first = sorted(by_text, key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, longest_first)))
+
+    def cut(text: str) -> list[str | int]:
+        parts, begin = [], 0
+        for match in pattern.finditer(text) if by_text else ():
+            token, (first, last) = by_text[match[0]], match.span()
+            if first < begin or (token.single_word and _is_in_a_word(text, first, last)):
+                continue
+            while token.lstrip and first > begin and text[first - 1].isspace():
+                first -= 1
+            while token.rstrip and last < len(text) and text[last].isspace():
+                last += 1
+            parts += [text[begin:first], token.id]
+            begin = last
+        return [part for part in (*parts, text[begin:]) if part != ""]
+
+    return cut
+
+
+def _is_in_a_word(text: str, first: int, last: int) -> bool:
+    return any(re.match(r"\w", each) for each in (text[first - 1 : first], text[last:][:1]))
+
+
+def moved_ids(special_ids: Sequence[int]) -> dict[int, int]:
+    """Our ids of those of theirs that are others, given theirs of padding, end and unknown.
+
+    A permutation: what is moved from 0, 1 or 2 takes the places that become free, in order.
+    Where unknown is padding, too, it becomes padding.
+    """
+    ours: dict[int, int] = {}
+    for our, their in zip(SPECIAL_IDS, special_ids, strict=True):
+        ours.setdefault(their, our)
+    places = ours.keys() | set(ours.values())
+    free = sorted(places - set(ours.values()))
+    ours |= dict(zip(sorted(places - ours.keys()), free, strict=True))
+    return {their: our for their, our in ours.items() if their != our}
