@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens that stand beside a model's pieces, cut out of texts as the tokenizers library does it.
+"""Tokens beside a model's pieces, cut out of texts as the tokenizers library does it.
 
 And special ids of others: a vocabulary of switchx has padding at 0, the end at 1 and unknown at
 2, whatever ids these have in the files that it was made of.

@@ -24,6 +24,7 @@ import numpy as np
 import sentencepiece
 
 from switchx.fields import describe, require, require_at_least
+from switchx.object_store import require_no_lfs_pointer
 
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
 # How an unknown token reads, as SentencePiece shows it.
@@ -209,6 +210,7 @@ class SentencePieceVocabulary(Vocabulary):
     def _processor(self) -> sentencepiece.SentencePieceProcessor:
         path = Path(self.path).expanduser()
         try:
+            require_no_lfs_pointer(path)
             processor = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
         except FileNotFoundError as error:
             raise ValueError(

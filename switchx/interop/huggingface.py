@@ -103,7 +103,8 @@ def read_checkpoint(
     file = folder / "config.json"
     values, tensors = read_json(file), TensorFolder(folder)
     if values.get("model_type") == NLLB:
-        return Checkpoint(*nllb_moe.read(values, file, tensors, dtype, scratch), None)
+        read = nllb_moe.read(values, file, tensors, dtype, scratch)
+        return Checkpoint(*read, None, notes=_unread(tensors))
     config, family = read_config(values, str(file), overflow=overflow, tensors=tensors.shapes)
     said, _ = read_config(values, str(file), overflow=overflow)
     config = dataclasses.replace(config, precision=Precision(params=dtype))
@@ -112,9 +113,8 @@ def read_checkpoint(
     params, config = _read_params(folder, tensors, config, family, scratch, own_head)
     files = (folder / VOCABULARY, folder / TOKENIZER)
     vocabulary = next((file for file in files if file.is_file()), None)
-    return Checkpoint(
-        config, params, vocabulary, _is_of_bytes(folder), _differences(said, config)
-    )
+    notes = _differences(said, config) + _unread(tensors)
+    return Checkpoint(config, params, vocabulary, _is_of_bytes(folder), notes)
 
 
 def _read_params(
@@ -178,6 +178,12 @@ def _unlike(tensors: TensorFolder, table: str, copies: list[str]) -> list[str]:
     """Those of some tables that are not equal to another."""
     table_VD = tensors.read(table) if copies else None
     return [name for name in copies if not np.array_equal(tensors.read(name), table_VD)]
+
+
+def _unread(tensors: TensorFolder) -> tuple[str, ...]:
+    if not tensors.unread:
+        return ()
+    return (f"not read: {', '.join(tensors.unread)}, beside the weights in safetensors",)
 
 
 def _is_of_bytes(folder: pathlib.Path) -> bool:

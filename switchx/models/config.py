@@ -270,7 +270,7 @@ class ModelConfig:
 
     @property
     def can_be_scanned(self) -> bool:
-        """Whether `scan_layers` may be True: blocks repeat one pattern, and share their bias."""
+        """Whether `scan_layers` may be True: blocks repeat one pattern and share their bias."""
         has_named_layers = self.switch is not None and self.switch.has_named_layers
         return not (has_named_layers or self.relative_bias_per_layer)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every family that `switchx convert` reads, through the commands: from transformers and back."""
+"""Every family that `switchx convert` reads, through the commands, and back."""
 
 import json
 import shutil
@@ -77,9 +77,7 @@ def their_logits(model, source_BM, target_BL):
 @pytest.mark.hf
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_from_transformers_through_all_commands_and_back(
-    in_a_folder, one_device, capsys, name
-):
+def test_from_transformers_through_all_commands_and_back(in_a_folder, one_device, capsys, name):
     import transformers
 
     theirs = their_model(name)
