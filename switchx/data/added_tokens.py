@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens beside a model's pieces, cut out of texts as the tokenizers library does it.
-
-And special ids of others: a vocabulary of switchx has padding at 0, the end at 1 and unknown at
-2, whatever ids these have in the files that it was made of.
-"""
+"""Tokens beside a model's pieces, cut out of texts as the tokenizers library does it."""
 
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
-SPECIAL_IDS = (0, 1, 2)  # of padding, end and unknown in every vocabulary of switchx
+from switchx.fields import require
+
+_MOST_IDS = 1 << 31
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,16 +60,22 @@ def _is_in_a_word(text: str, first: int, last: int) -> bool:
     return any(re.match(r"\w", each) for each in (text[first - 1 : first], text[last:][:1]))
 
 
-def moved_ids(special_ids: Sequence[int]) -> dict[int, int]:
-    """Our ids of those of theirs that are others, given theirs of padding, end and unknown.
+def added_token(fields: dict[str, Any], where: str) -> AddedToken:
+    """The token that a JSON object describes.
 
-    A permutation: what is moved from 0, 1 or 2 takes the places that become free, in order.
-    Where unknown is padding, too, it becomes padding.
+    Raises:
+        ValueError: it has no id and text, a flag that is none, or anything else.
     """
-    ours: dict[int, int] = {}
-    for our, their in zip(SPECIAL_IDS, special_ids, strict=True):
-        ours.setdefault(their, our)
-    places = ours.keys() | set(ours.values())
-    free = sorted(places - set(ours.values()))
-    ours |= dict(zip(sorted(places - ours.keys()), free, strict=True))
-    return {their: our for their, our in ours.items() if their != our}
+    kinds = {field.name: field.type for field in dataclasses.fields(AddedToken)}
+    is_right = (
+        {"id", "text"} <= fields.keys() <= kinds.keys()
+        and all(type(value) is kinds[name] for name, value in fields.items())
+        and 0 <= fields["id"] < _MOST_IDS
+        and bool(fields["text"])
+    )
+    require(
+        is_right,
+        f"{where}: {fields!r:.200} is no added token; expected an id, a text that is not empty, "
+        "and flags",
+    )
+    return AddedToken(**fields)

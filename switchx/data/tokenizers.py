@@ -23,6 +23,7 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 import sentencepiece
 
+from switchx.data.added_tokens import AddedToken, cutter
 from switchx.fields import describe, require, require_at_least
 from switchx.object_store import require_no_lfs_pointer
 
@@ -133,11 +134,14 @@ class SentencePieceVocabulary(Vocabulary):
         num_sentinels: of them.
         pad_to_multiple_of: rounds `size` up by unused ids; T5's released checkpoints have
             32,128 rows, 32,100 rounded up to a multiple of 128.
+        added_tokens: what a model from elsewhere has beside its pieces. Sentinels, where they
+            are not as T5's, are among them.
     """
 
     path: str
     num_sentinels: int = 100
     pad_to_multiple_of: int = 1
+    added_tokens: tuple[AddedToken, ...] = ()
 
     def __post_init__(self):
         require_at_least(self, 0, "num_sentinels")
@@ -151,6 +155,7 @@ class SentencePieceVocabulary(Vocabulary):
     @property
     def size(self) -> int:
         num_used = self.num_pieces + (0 if self._own_sentinels else self.num_sentinels)
+        num_used = max([num_used, *(token.id + 1 for token in self.added_tokens)])
         return -(-num_used // self.pad_to_multiple_of) * self.pad_to_multiple_of
 
     def sentinel_id(self, index: int) -> int:
@@ -160,6 +165,13 @@ class SentencePieceVocabulary(Vocabulary):
         return self.num_pieces + self.num_sentinels - 1 - index
 
     def encode(self, text: str) -> list[int]:
+        if self.added_tokens:
+            parts = self._cut(text)
+            ids = [[part] if isinstance(part, int) else self._encode(part) for part in parts]
+            return list(itertools.chain.from_iterable(ids))
+        return self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
         if not self._own_sentinels or _SENTINEL not in text:
             return self._processor.encode(text)
         # Cut there, as T5's tokenizers do: what follows a sentinel is encoded as a text.
@@ -173,7 +185,8 @@ class SentencePieceVocabulary(Vocabulary):
 
     def piece(self, token_id: int) -> Piece:
         if not self._is_plain_piece(token_id):
-            return Piece(_sentinel_text(self._sentinels.get(token_id)), "control")
+            is_word = token_id in self._added and token_id not in self._sentinels
+            return Piece(self._name(token_id), "text" if is_word else "control")
         processor, text = self._processor, self._processor.id_to_piece(token_id)
         if processor.is_control(token_id) or processor.is_unknown(token_id):
             return Piece(text, "control")
@@ -190,8 +203,13 @@ class SentencePieceVocabulary(Vocabulary):
                 # SentencePiece drops the spaces that a text begins with, here a part of one.
                 texts.append(self._spaces_before(shown) + text.lstrip(" ") if texts else text)
             else:
-                texts += [_sentinel_text(self._sentinels.get(i)) for i in run]
+                texts += map(self._name, run)
         return "".join(texts)
+
+    def _name(self, token_id: int) -> str:
+        """The text of an id that is no piece of the model."""
+        token = self._added.get(token_id)
+        return token.text if token else _sentinel_text(self._sentinels.get(token_id))
 
     def _spaces_before(self, ids: list[int]) -> str:
         """The spaces that pieces begin with."""
@@ -200,11 +218,20 @@ class SentencePieceVocabulary(Vocabulary):
 
     def fingerprint(self) -> str:
         model = self._processor.serialized_model_proto()
-        layout = f"{self.num_sentinels} {self.size}".encode()
+        layout = f"{self.num_sentinels} {self.size}{self.added_tokens or ''}".encode()
         return hashlib.sha256(model + layout).hexdigest()
 
     def _is_plain_piece(self, token_id: int) -> bool:
-        return 0 <= token_id < self.num_pieces and token_id not in self._own_sentinels
+        is_other = token_id in self._own_sentinels or token_id in self._added
+        return 0 <= token_id < self.num_pieces and not is_other
+
+    @functools.cached_property
+    def _added(self) -> dict[int, AddedToken]:
+        return {token.id: token for token in self.added_tokens}
+
+    @functools.cached_property
+    def _cut(self):
+        return cutter(self.added_tokens)
 
     @functools.cached_property
     def _processor(self) -> sentencepiece.SentencePieceProcessor:
@@ -238,8 +265,9 @@ class SentencePieceVocabulary(Vocabulary):
     @functools.cached_property
     def _own_sentinels(self) -> list[int]:
         """Ids of the model's own sentinels in order; empty when it has none."""
-        processor = self._processor
-        found = [processor.piece_to_id(_sentinel_text(i)) for i in range(self.num_sentinels)]
+        ids = {token.text: token.id for token in self.added_tokens}
+        texts = map(_sentinel_text, range(self.num_sentinels))
+        found = [ids.get(text) or self._processor.piece_to_id(text) for text in texts]
         missing = found.count(UNK_ID)
         if missing and missing < len(found):
             raise ValueError(

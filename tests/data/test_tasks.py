@@ -261,7 +261,3 @@ class ReadsSentinels:
 
 def test_a_vocabulary_that_finds_sentinels_reads_the_whole_text():
     assert format_of(SpanCorruption()).inputs(ReadsSentinels(), "a <extra_id_0>") == [5, 7, 1]
-
-
-def test_nothing_stays_nothing():
-    assert format_of(SpanCorruption()).inputs(VOCABULARY, "") == []
