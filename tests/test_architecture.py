@@ -35,7 +35,7 @@ ARROWS = {
     "models": ("moe", "layers", "partitioning"),
     "models.config": ("moe.config", "fields"),
     "planner": ("models.config", "partitioning", "storage.cache"),
-    "interop": ("models", "tree", "manifest"),
+    "interop": ("models", "tree", "manifest", "data"),
     "analysis": ("moe.stats", "partitioning.schedule"),
     "checkpoint": ("partitioning", "tree", "manifest", "storage", "models", "data"),
     "training": ("models", "moe", "data", "optim", "checkpoint", "planner", "tree"),

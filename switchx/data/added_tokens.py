@@ -75,7 +75,7 @@ def added_token(fields: dict[str, Any], where: str) -> AddedToken:
     )
     require(
         is_right,
-        f"{where}: {fields!r:.200} is no added token; expected an id, a text that is not empty, "
-        "and flags",
+        f"{where}: {fields!r:.200} is no added token; expected an id, a text, "
+        "and true or false for each flag",
     )
     return AddedToken(**fields)

@@ -4,7 +4,7 @@
 Pad is 0, the end of a sequence 1, the unknown token 2. Sentinel i stands for the i-th span
 that span corruption took out (Raffel et al. 2020, arXiv:1910.10683, section 3.1.4). There are
 SentencePiece models, bytes, and plain token ids for a model that came without a vocabulary.
-`token_classes` says what kind of piece each id stands for.
+`token_classes.py` says what kind of piece each id stands for.
 
 Dims: V ids of a vocabulary
 """
@@ -20,7 +20,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
-import numpy as np
 import sentencepiece
 
 from switchx.data.added_tokens import AddedToken, cutter
@@ -38,13 +37,6 @@ _SPACE = "\u2581"  # SentencePiece's sign for one
 _SENTINEL = "<extra_id_"
 _SENTINEL_TEXT = re.compile(rf"{_SENTINEL}[0-9]+>")
 _NUMBER = re.compile(r"[0-9]{1,10}")
-PIECE_CLASSES = (
-    "word start", "word part", "digits", "punctuation", "whitespace", "byte", "sentinel",
-    "special",
-)  # fmt: skip
-BYTE_CLASSES = (
-    "letter", "digits", "punctuation", "whitespace", "byte", "sentinel", "special",
-)  # fmt: skip
 
 
 class Piece(NamedTuple):
@@ -367,52 +359,9 @@ class TokenIdVocabulary(Vocabulary):
         return hashlib.sha256(f"token ids {self.size}".encode()).hexdigest()
 
 
-class TokenClasses(NamedTuple):
-    """Names of classes, and the class of every id as an index into these."""
-
-    names: tuple[str, ...]
-    class_V: np.ndarray
-
-
-def token_classes(vocabulary: SentencePieceVocabulary | ByteVocabulary) -> TokenClasses:
-    """The class of every token id.
-
-    word start: a word behind a space or a sign of the same piece. word part: a piece that
-    begins with a letter, inside a word or, in a vocabulary without a space in front of each
-    text, at the start of a line. In a vocabulary of bytes both are `letter`. digits: digits
-    and no letter. punctuation: neither letter nor digit. whitespace: spaces, indentation
-    and line breaks. byte: part of a character that has no piece. sentinel: stands for a span
-    that was taken out. special: padding (which also begins a decoder's input), end,
-    unknown, unused ids.
-    """
-    is_bytes = isinstance(vocabulary, ByteVocabulary)
-    names = BYTE_CLASSES if is_bytes else PIECE_CLASSES
-    sentinels = {vocabulary.sentinel_id(i) for i in range(vocabulary.num_sentinels)}
-
-    def class_of(token_id: int) -> str:
-        piece = vocabulary.piece(token_id)
-        if piece.kind == "control":
-            return "sentinel" if token_id in sentinels else "special"
-        name = "byte" if piece.kind == "byte" else _class_of(piece.text)
-        return "letter" if is_bytes and name.startswith("word") else name
-
-    classes = [names.index(class_of(token_id)) for token_id in range(vocabulary.size)]
-    return TokenClasses(names, np.array(classes, np.int8))
-
-
 def _byte_piece(byte: int) -> Piece:
     return Piece(chr(byte), "text") if byte < 0x80 else Piece(f"0x{byte:02X}", "byte")
 
 
 def _sentinel_text(index: int | None) -> str:
     return UNKNOWN if index is None else f"<extra_id_{index}>"
-
-
-def _class_of(text: str) -> str:
-    if not text.strip():
-        return "whitespace"
-    if not any(map(str.isalnum, text)):
-        return "punctuation"
-    if not any(map(str.isalpha, text)):
-        return "digits"
-    return "word part" if text[0].isalnum() or text[0] == "_" else "word start"

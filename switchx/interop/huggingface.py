@@ -12,11 +12,14 @@ import dataclasses
 import os
 import pathlib
 import shutil
+from collections.abc import Sequence
 
 import numpy as np
 
+from switchx.data.added_tokens import AddedToken
 from switchx.fields import require, require_choice
 from switchx.interop import nllb_moe
+from switchx.interop.folder_tokenizer import TOKENIZER, TOKENIZER_CONFIG, write_tokenizer
 from switchx.interop.huggingface_config import NLLB, SWITCH, UMT5, describe, read_config
 from switchx.interop.tensor_folder import (
     TensorFolder,
@@ -43,8 +46,6 @@ EMBEDDINGS = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 # T5's first checkpoints have it; no model ever read it.
 UNREAD = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
 VOCABULARY = "spiece.model"
-TOKENIZER = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
 MOST_SHARD_BYTES = 5 * 10**9  # transformers' own
 _WAY_OUT = (
     "use the config.json that belongs to these files, and all of the files; what other "
@@ -214,6 +215,7 @@ def write_checkpoint(
     vocabulary: pathlib.Path | None = None,
     *,
     num_sentinels: int = 100,
+    added_tokens: Sequence[AddedToken] = (),
 ) -> list[str]:
     """Writes what `from_pretrained` reads into an existing folder.
 
@@ -222,6 +224,7 @@ def write_checkpoint(
         params: arrays on the host or on a device.
         vocabulary: a SentencePiece model, copied to `spiece.model`.
         num_sentinels: sentinels that come on top of its pieces.
+        added_tokens: what else does, sentinels among them where they are not as T5's.
 
     Returns:
         What a reader should know, a sentence each: where the export is not the same thing.
@@ -254,14 +257,7 @@ def write_checkpoint(
     write_json(folder / "generation_config.json", {name: description[name] for name in ids})
     if vocabulary is not None:
         shutil.copyfile(vocabulary, folder / VOCABULARY)
-        tokenizer = {
-            "tokenizer_class": "T5Tokenizer",
-            "extra_ids": num_sentinels,
-            "pad_token": "<pad>",
-            "eos_token": "</s>",
-            "unk_token": "<unk>",
-        }
-        write_json(folder / TOKENIZER_CONFIG, tokenizer)
+        write_tokenizer(folder, num_sentinels, added_tokens)
     return notes
 
 
