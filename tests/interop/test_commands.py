@@ -32,6 +32,8 @@ FAMILIES = {
 }
 TRAIN = (
     "TRAIN_STEPS=1",
+    "NUM_MICROBATCHES=2",
+    "TEXT_EVALUATION=None",
     "BATCH_SIZE=8",
     "INPUTS_LENGTH=32",
     "TARGETS_LENGTH=32",
@@ -112,7 +114,8 @@ def test_from_transformers_through_all_commands_and_back(in_a_folder, one_device
         run("generate", "--model_dir=int8", *asked[1:], "--output=out8.txt")
         assert len((in_a_folder / "out8.txt").read_text().splitlines()) == 3
 
-    files = ["runs/finetune.gin", "tasks/pairs.gin"]
+    finetune = "finetune_switch_base" if name == "switch" else "finetune"
+    files = [f"runs/{finetune}.gin", "tasks/pairs.gin"]
     options = [f"--gin_file=configs/{file}" for file in files] + ["--gin_file=ours/model.gin"]
     brief = [f"--gin.{each}" for each in (*TRAIN, "FILES=pairs.jsonl", "INIT_FROM=ours")]
     run("train", *options, *brief, "--model_dir=tuned")
