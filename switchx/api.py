@@ -191,7 +191,7 @@ class Model:
                 input has a list of outputs where `num_return_sequences` is above 1.
 
         Raises:
-            ValueError: an input is empty, too long or has ids that are not the vocabulary's,
+            ValueError: an input has no tokens, is too long or has unknown ids,
                 or the settings contradict each other; nothing has been generated. Or an input
                 has no answer whose score is a number, as where weights are NaN.
         """

@@ -23,7 +23,13 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
-from switchx.object_store import Folder, files_in, is_address, read_json_object
+from switchx.object_store import (
+    Folder,
+    files_in,
+    is_address,
+    is_lfs_pointer,
+    read_json_object,
+)
 
 Checksum = Literal["crc32", "sha256"]
 
@@ -113,7 +119,9 @@ def damages(folder: Folder, files: dict[str, list], checksum: Checksum | None) -
             elif name not in there:
                 yield f"its file {name} is missing"
             elif there[name] != num_bytes:
-                yield f"its file {name} has {there[name]} bytes, not {num_bytes}"
+                pointer = ", a pointer of Git LFS: run `git lfs pull`"
+                pointer = pointer if is_lfs_pointer(path) else ""
+                yield f"its file {name} has {there[name]} bytes, not {num_bytes}{pointer}"
             elif None not in (checksum, expected) and _of_file(path, checksum) != expected:
                 yield f"its file {name} has changed since it was written"
         except OSError as error:
@@ -173,6 +181,15 @@ def checksum_of(content: dict[str, Any], checksum: Checksum) -> int | str:
     """Of a manifest without its own checksum."""
     text = json.dumps(content, sort_keys=True).encode()
     return zlib.crc32(text) if checksum == "crc32" else hashlib.sha256(text).hexdigest()
+
+
+def give_mode_of_umask(path: pathlib.Path) -> None:
+    """Gives a file the mode that a new one has; safetensors makes files that only their owner
+    may read."""
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.mode")
+    new.touch()  # the umask itself is only read by setting it, for all threads
+    path.chmod(new.stat().st_mode)
+    new.unlink()
 
 
 def flush(path: Folder) -> int:

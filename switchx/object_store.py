@@ -305,6 +305,26 @@ def is_nested_deeper(value, most: int) -> bool:
     return bool(level)
 
 
+_LFS_POINTER = b"version https://git-lfs"
+_IS_POINTER = "is a pointer of Git LFS and not the file itself: run `git lfs pull` in the clone"
+
+
+def is_lfs_pointer(file: Folder) -> bool:
+    """Whether a file is the text that a clone without Git LFS has in its place.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with file.open("rb") as opened:
+        return opened.read(len(_LFS_POINTER)) == _LFS_POINTER
+
+
+def require_no_lfs_pointer(file: Folder) -> None:
+    """Raises ValueError, which names `git lfs pull`, for a pointer."""
+    if is_lfs_pointer(file):
+        raise ValueError(f"{file} {_IS_POINTER}")
+
+
 def read_json_object(file: Folder, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """The JSON object in a file, which may come from anybody.
 
@@ -317,6 +337,8 @@ def read_json_object(file: Folder, most_bytes: int = MAX_JSON_BYTES) -> dict[str
         data = opened.read(most_bytes + 1)
     if len(data) > most_bytes:
         raise ValueError(f"it has more than {most_bytes} bytes; expected that at most")
+    if data.startswith(_LFS_POINTER):
+        raise ValueError(f"it {_IS_POINTER}")
     try:
         content = json.loads(data)
     except RecursionError:

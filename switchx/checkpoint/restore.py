@@ -156,8 +156,8 @@ def stored_model(path: Folder, model: ModelConfig) -> ModelConfig:
 
     The model itself where the checkpoint is of neither.
     """
-    if model.switch is not None and model.switch.has_named_layers:
-        return model  # cannot be scanned
+    if not model.can_be_scanned:
+        return model
     other = dataclasses.replace(model, scan_layers=not model.scan_layers)
     stored = _shapes(stored_items(path).get("params", {}))
     return other if stored == _shapes(abstract_params(other)) else model

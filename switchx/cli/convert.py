@@ -168,6 +168,7 @@ def _write(arguments, reporter, config, params, vocabulary_file) -> None:
     from switchx.checkpoint.run_folder import RunFolder, write_converted
     from switchx.data.tokenizers import ByteVocabulary, TokenIdVocabulary
     from switchx.gin_config.writing import model_gin
+    from switchx.interop.folder_tokenizer import folder_vocabulary
     from switchx.manifest import new_folder
     from switchx.tree import num_elements
 
@@ -176,7 +177,11 @@ def _write(arguments, reporter, config, params, vocabulary_file) -> None:
             vocabulary = ByteVocabulary()
         elif vocabulary_file not in (None, "none"):
             file = stack.enter_context(_model_file(pathlib.Path(vocabulary_file)))
-            vocabulary = _sentencepiece(file, config.vocab_size)
+            # What stands beside a vocabulary that was named apart is not of it.
+            named = pathlib.Path(vocabulary_file)
+            beside = named if named.suffix == ".json" else None
+            beside = beside if arguments.vocabulary else named.parent
+            vocabulary = folder_vocabulary(file, beside, config.vocab_size)
         else:
             vocabulary = TokenIdVocabulary(config.vocab_size)
             reporter.note(
@@ -203,22 +208,6 @@ def _model_file(file: pathlib.Path):
         model = pathlib.Path(folder, file.name).with_suffix(".model")
         model.write_bytes(sentencepiece_model(file))
         yield model
-
-
-def _sentencepiece(file, vocab_size: int):
-    """The vocabulary with as many ids as the model has rows, sentinels where they fit."""
-    from switchx.data.tokenizers import SentencePieceVocabulary
-
-    without = SentencePieceVocabulary(str(file), 0, vocab_size)
-    if (pieces := without.num_pieces) > vocab_size:
-        raise ValueError(
-            f"vocabulary {file} has {pieces} pieces, the model's embedding {vocab_size} rows; "
-            "give the vocabulary that the model was trained with"
-        )
-    own = sum(without.piece(i).text.startswith("<extra_id_") for i in range(pieces))
-    vocabulary = dataclasses.replace(without, num_sentinels=own or 100)
-    # mT5's sentinels are pieces that have other names.
-    return vocabulary if vocabulary.size <= vocab_size else without
 
 
 def _reads_as_t5(vocabulary) -> bool:
@@ -251,9 +240,9 @@ def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         target = jax.tree.map(abstract, abstract_params(config))
         params = restore_params(source.path, step, target=target, model=config)
-    file, num_sentinels = None, vocabulary.num_sentinels
+    file, num_sentinels, added = None, vocabulary.num_sentinels, ()
     if isinstance(vocabulary, SentencePieceVocabulary):
-        file = pathlib.Path(vocabulary.path)
+        file, added = pathlib.Path(vocabulary.path), vocabulary.added_tokens
         if not _reads_as_t5(vocabulary):
             reporter.note(
                 "transformers' T5Tokenizer gives other ids for this vocabulary: it puts a "
@@ -265,7 +254,9 @@ def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
         )
     config = _in_dtype(config, arguments.dtype)
     with new_folder(arguments.dst) as folder:
-        notes = write_checkpoint(folder, config, params, file, num_sentinels=num_sentinels)
+        notes = write_checkpoint(
+            folder, config, params, file, num_sentinels=num_sentinels, added_tokens=added
+        )
     for note in notes:
         reporter.note(note)
     print(f"{arguments.dst}: written for transformers, from step {step}")

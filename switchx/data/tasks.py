@@ -157,7 +157,7 @@ class TextFormat:
     def inputs(self, vocabulary: Vocabulary, text: str) -> list[int]:
         """What an encoder reads, or what a decoder-only model goes on from."""
         tokens = self._tokens(vocabulary, text)
-        return tokens + [vocabulary.eos_id] if tokens and self.inputs_end_with_eos else tokens
+        return tokens + [vocabulary.eos_id] if self.inputs_end_with_eos else tokens
 
     def targets(self, vocabulary: Vocabulary, text: str) -> list[int]:
         """A whole text that a model may write, its end included."""

@@ -4,7 +4,7 @@
 Pad is 0, the end of a sequence 1, the unknown token 2. Sentinel i stands for the i-th span
 that span corruption took out (Raffel et al. 2020, arXiv:1910.10683, section 3.1.4). There are
 SentencePiece models, bytes, and plain token ids for a model that came without a vocabulary.
-`token_classes` says what kind of piece each id stands for.
+`token_classes.py` says what kind of piece each id stands for.
 
 Dims: V ids of a vocabulary
 """
@@ -20,11 +20,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
-import numpy as np
 import sentencepiece
 
 from switchx.characters import require_characters
+from switchx.data.added_tokens import AddedToken, cutter
 from switchx.fields import describe, require, require_at_least
+from switchx.object_store import require_no_lfs_pointer
 
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
 # How an unknown token reads, as SentencePiece shows it.
@@ -37,13 +38,6 @@ _SPACE = "\u2581"  # SentencePiece's sign for one
 _SENTINEL = "<extra_id_"
 _SENTINEL_TEXT = re.compile(rf"{_SENTINEL}[0-9]+>")
 _NUMBER = re.compile(r"[0-9]{1,10}")
-PIECE_CLASSES = (
-    "word start", "word part", "digits", "punctuation", "whitespace", "byte", "sentinel",
-    "special",
-)  # fmt: skip
-BYTE_CLASSES = (
-    "letter", "digits", "punctuation", "whitespace", "byte", "sentinel", "special",
-)  # fmt: skip
 
 
 class Piece(NamedTuple):
@@ -133,11 +127,14 @@ class SentencePieceVocabulary(Vocabulary):
         num_sentinels: of them.
         pad_to_multiple_of: rounds `size` up by unused ids; T5's released checkpoints have
             32,128 rows, 32,100 rounded up to a multiple of 128.
+        added_tokens: what a model from elsewhere has beside its pieces. Sentinels, where they
+            are not as T5's, are among them.
     """
 
     path: str
     num_sentinels: int = 100
     pad_to_multiple_of: int = 1
+    added_tokens: tuple[AddedToken, ...] = ()
 
     def __post_init__(self):
         require_at_least(self, 0, "num_sentinels")
@@ -151,6 +148,7 @@ class SentencePieceVocabulary(Vocabulary):
     @property
     def size(self) -> int:
         num_used = self.num_pieces + (0 if self._own_sentinels else self.num_sentinels)
+        num_used = max([num_used, *(token.id + 1 for token in self.added_tokens)])
         return -(-num_used // self.pad_to_multiple_of) * self.pad_to_multiple_of
 
     def sentinel_id(self, index: int) -> int:
@@ -162,6 +160,13 @@ class SentencePieceVocabulary(Vocabulary):
     def encode(self, text: str) -> list[int]:
         """Raises ValueError where the text has half a surrogate pair."""
         require_characters(text, "a text")
+        if self.added_tokens:
+            parts = self._cut(text)
+            ids = [[part] if isinstance(part, int) else self._encode(part) for part in parts]
+            return list(itertools.chain.from_iterable(ids))
+        return self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
         if not self._own_sentinels or _SENTINEL not in text:
             return self._processor.encode(text)
         # Cut there, as T5's tokenizers do: what follows a sentinel is encoded as a text.
@@ -175,7 +180,8 @@ class SentencePieceVocabulary(Vocabulary):
 
     def piece(self, token_id: int) -> Piece:
         if not self._is_plain_piece(token_id):
-            return Piece(_sentinel_text(self._sentinels.get(token_id)), "control")
+            is_word = token_id in self._added and token_id not in self._sentinels
+            return Piece(self._name(token_id), "text" if is_word else "control")
         processor, text = self._processor, self._processor.id_to_piece(token_id)
         if processor.is_control(token_id) or processor.is_unknown(token_id):
             return Piece(text, "control")
@@ -192,8 +198,13 @@ class SentencePieceVocabulary(Vocabulary):
                 # SentencePiece drops the spaces that a text begins with, here a part of one.
                 texts.append(self._spaces_before(shown) + text.lstrip(" ") if texts else text)
             else:
-                texts += [_sentinel_text(self._sentinels.get(i)) for i in run]
+                texts += map(self._name, run)
         return "".join(texts)
+
+    def _name(self, token_id: int) -> str:
+        """The text of an id that is no piece of the model."""
+        token = self._added.get(token_id)
+        return token.text if token else _sentinel_text(self._sentinels.get(token_id))
 
     def _spaces_before(self, ids: list[int]) -> str:
         """The spaces that pieces begin with."""
@@ -202,16 +213,26 @@ class SentencePieceVocabulary(Vocabulary):
 
     def fingerprint(self) -> str:
         model = self._processor.serialized_model_proto()
-        layout = f"{self.num_sentinels} {self.size}".encode()
+        layout = f"{self.num_sentinels} {self.size}{self.added_tokens or ''}".encode()
         return hashlib.sha256(model + layout).hexdigest()
 
     def _is_plain_piece(self, token_id: int) -> bool:
-        return 0 <= token_id < self.num_pieces and token_id not in self._own_sentinels
+        is_other = token_id in self._own_sentinels or token_id in self._added
+        return 0 <= token_id < self.num_pieces and not is_other
+
+    @functools.cached_property
+    def _added(self) -> dict[int, AddedToken]:
+        return {token.id: token for token in self.added_tokens}
+
+    @functools.cached_property
+    def _cut(self):
+        return cutter(self.added_tokens)
 
     @functools.cached_property
     def _processor(self) -> sentencepiece.SentencePieceProcessor:
         path = Path(self.path).expanduser()
         try:
+            require_no_lfs_pointer(path)
             processor = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
         except FileNotFoundError as error:
             raise ValueError(
@@ -243,8 +264,9 @@ class SentencePieceVocabulary(Vocabulary):
     @functools.cached_property
     def _own_sentinels(self) -> list[int]:
         """Ids of the model's own sentinels in order; empty when it has none."""
-        processor = self._processor
-        found = [processor.piece_to_id(_sentinel_text(i)) for i in range(self.num_sentinels)]
+        ids = {token.text: token.id for token in self.added_tokens}
+        texts = map(_sentinel_text, range(self.num_sentinels))
+        found = [ids.get(text) or self._processor.piece_to_id(text) for text in texts]
         missing = found.count(UNK_ID)
         if missing and missing < len(found):
             raise ValueError(
@@ -346,52 +368,9 @@ class TokenIdVocabulary(Vocabulary):
         return hashlib.sha256(f"token ids {self.size}".encode()).hexdigest()
 
 
-class TokenClasses(NamedTuple):
-    """Names of classes, and the class of every id as an index into these."""
-
-    names: tuple[str, ...]
-    class_V: np.ndarray
-
-
-def token_classes(vocabulary: SentencePieceVocabulary | ByteVocabulary) -> TokenClasses:
-    """The class of every token id.
-
-    word start: a word behind a space or a sign of the same piece. word part: a piece that
-    begins with a letter, inside a word or, in a vocabulary without a space in front of each
-    text, at the start of a line. In a vocabulary of bytes both are `letter`. digits: digits
-    and no letter. punctuation: neither letter nor digit. whitespace: spaces, indentation
-    and line breaks. byte: part of a character that has no piece. sentinel: stands for a span
-    that was taken out. special: padding (which also begins a decoder's input), end,
-    unknown, unused ids.
-    """
-    is_bytes = isinstance(vocabulary, ByteVocabulary)
-    names = BYTE_CLASSES if is_bytes else PIECE_CLASSES
-    sentinels = {vocabulary.sentinel_id(i) for i in range(vocabulary.num_sentinels)}
-
-    def class_of(token_id: int) -> str:
-        piece = vocabulary.piece(token_id)
-        if piece.kind == "control":
-            return "sentinel" if token_id in sentinels else "special"
-        name = "byte" if piece.kind == "byte" else _class_of(piece.text)
-        return "letter" if is_bytes and name.startswith("word") else name
-
-    classes = [names.index(class_of(token_id)) for token_id in range(vocabulary.size)]
-    return TokenClasses(names, np.array(classes, np.int8))
-
-
 def _byte_piece(byte: int) -> Piece:
     return Piece(chr(byte), "text") if byte < 0x80 else Piece(f"0x{byte:02X}", "byte")
 
 
 def _sentinel_text(index: int | None) -> str:
     return UNKNOWN if index is None else f"<extra_id_{index}>"
-
-
-def _class_of(text: str) -> str:
-    if not text.strip():
-        return "whitespace"
-    if not any(map(str.isalnum, text)):
-        return "punctuation"
-    if not any(map(str.isalpha, text)):
-        return "digits"
-    return "word part" if text[0].isalnum() or text[0] == "_" else "word start"

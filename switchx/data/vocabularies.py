@@ -17,6 +17,7 @@ from pathlib import Path
 
 import sentencepiece
 
+from switchx.data.added_tokens import added_token
 from switchx.data.corpora.corpus import Corpus, CorpusSource, fingerprint_of
 from switchx.data.data_dir import find_or_place, write_atomically
 from switchx.data.tokenizers import (
@@ -47,6 +48,7 @@ _KINDS = {
     "token_ids": (TokenIdVocabulary, ("size",)),
 }
 
+_ADDED = "added_tokens"  # of a SentencePieceVocabulary, where there are some
 # More than any description of a vocabulary needs, and than any vocabulary has ids.
 _MOST_BYTES, _MOST_IDS = 1 << 20, 1 << 31
 
@@ -258,6 +260,8 @@ def _describe(vocabulary: Vocabulary) -> dict:
     for kind, (cls, names) in _KINDS.items():
         if type(vocabulary) is cls:
             numbers = {name: getattr(vocabulary, name) for name in names}
+            added = [dataclasses.asdict(token) for token in getattr(vocabulary, _ADDED, ())]
+            numbers |= {_ADDED: added} if added else {}
             return {"kind": kind, "fingerprint": fingerprint} | numbers
     fields = describe(vocabulary, "the vocabulary")
     kind = fields.pop("type")
@@ -279,7 +283,9 @@ def _from_description(description, file: Path) -> Vocabulary:
         return from_description(Vocabulary, fields, str(file))
     cls, names = _KINDS.get(kind if isinstance(kind, str) else None, (None, ()))
     numbers = {name: description.get(name) for name in names}
-    is_known = names and set(description) == {"kind", "fingerprint", *names}
+    has_added = cls is SentencePieceVocabulary and _ADDED in description
+    keys = {"kind", "fingerprint", *names, *([_ADDED] if has_added else [])}
+    is_known = names and set(description) == keys
     require(
         is_known and all(type(n) is int and abs(n) < _MOST_IDS for n in numbers.values()),
         f"{file} does not describe a vocabulary: expected the kind {', '.join(_KINDS)} with a "
@@ -293,4 +299,8 @@ def _from_description(description, file: Path) -> Vocabulary:
         model.resolve().parent == file.parent.resolve(),
         f"{model} leads out of the folder, to {model.resolve()}; put the file itself there",
     )
+    added = description.get(_ADDED, [])
+    are_tokens = isinstance(added, list) and all(isinstance(each, dict) for each in added)
+    require(are_tokens, f"{file}: {_ADDED} is no list of tokens; restore the file")
+    numbers[_ADDED] = tuple(added_token(each, str(file)) for each in added)
     return SentencePieceVocabulary(str(model), **numbers)

@@ -26,7 +26,14 @@ from safetensors.flax import save_file
 from pallas_kernels import QTensor
 from switchx.inference import expert_source
 from switchx.inference.quantize import EXPERTS, is_quantized, packed
-from switchx.manifest import damages, new_folder, num_bytes, read_manifest, write_manifest
+from switchx.manifest import (
+    damages,
+    give_mode_of_umask,
+    new_folder,
+    num_bytes,
+    read_manifest,
+    write_manifest,
+)
 from switchx.models.config import ModelConfig, model_from_description
 from switchx.models.params import abstract_params
 from switchx.tree import map_named, named_leaves, path_name
@@ -87,6 +94,7 @@ def write_artifact(
     """
     with new_folder(folder) as partial:
         save_file(named_leaves(packed(params)), partial / WEIGHTS)
+        give_mode_of_umask(partial / WEIGHTS)
         add_files(partial)
         describe_artifact(partial, config, params, about)
         return num_bytes(partial)

@@ -39,7 +39,7 @@ from switchx.inference.quantize import in_bytes, native
 from switchx.inference.ring_decode import check_ring
 from switchx.inference.ring_program import Bank, run_with_ring
 from switchx.inference.rows import Rows, RowSettings
-from switchx.manifest import new_folder, num_bytes, write_manifest
+from switchx.manifest import give_mode_of_umask, new_folder, num_bytes, write_manifest
 from switchx.models.config import ModelConfig
 from switchx.models.unroll import unrolled
 from switchx.partitioning.mesh import CompilerOptions, MeshSpec, batch_parts
@@ -167,9 +167,9 @@ def export_model(
         "ring": _ring(ring_slots, next(iter(programs.values()))["weights"]),
         "programs": programs,
     }
-
     with new_folder(folder) as partial:
-        save_file(tree.named_leaves(in_bytes(params)), partial / run_exported.WEIGHTS)
+        save_file(tree.named_leaves(in_bytes(params)), at := partial / run_exported.WEIGHTS)
+        give_mode_of_umask(at)
         for file, program in files.items():
             (partial / file).write_bytes(program.serialize())
         (partial / "run.py").write_bytes(pathlib.Path(run_exported.__file__).read_bytes())

@@ -12,11 +12,14 @@ import dataclasses
 import os
 import pathlib
 import shutil
+from collections.abc import Sequence
 
 import numpy as np
 
+from switchx.data.added_tokens import AddedToken
 from switchx.fields import require, require_choice
 from switchx.interop import nllb_moe
+from switchx.interop.folder_tokenizer import TOKENIZER, TOKENIZER_CONFIG, write_tokenizer
 from switchx.interop.huggingface_config import NLLB, SWITCH, UMT5, describe, read_config
 from switchx.interop.tensor_folder import (
     TensorFolder,
@@ -43,8 +46,6 @@ EMBEDDINGS = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 # T5's first checkpoints have it; no model ever read it.
 UNREAD = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
 VOCABULARY = "spiece.model"
-TOKENIZER = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
 MOST_SHARD_BYTES = 5 * 10**9  # transformers' own
 _WAY_OUT = (
     "use the config.json that belongs to these files, and all of the files; what other "
@@ -103,7 +104,8 @@ def read_checkpoint(
     file = folder / "config.json"
     values, tensors = read_json(file), TensorFolder(folder)
     if values.get("model_type") == NLLB:
-        return Checkpoint(*nllb_moe.read(values, file, tensors, dtype, scratch), None)
+        read = nllb_moe.read(values, file, tensors, dtype, scratch)
+        return Checkpoint(*read, None, notes=_unread(tensors))
     config, family = read_config(values, str(file), overflow=overflow, tensors=tensors.shapes)
     said, _ = read_config(values, str(file), overflow=overflow)
     config = dataclasses.replace(config, precision=Precision(params=dtype))
@@ -112,9 +114,8 @@ def read_checkpoint(
     params, config = _read_params(folder, tensors, config, family, scratch, own_head)
     files = (folder / VOCABULARY, folder / TOKENIZER)
     vocabulary = next((file for file in files if file.is_file()), None)
-    return Checkpoint(
-        config, params, vocabulary, _is_of_bytes(folder), _differences(said, config)
-    )
+    notes = _differences(said, config) + _unread(tensors)
+    return Checkpoint(config, params, vocabulary, _is_of_bytes(folder), notes)
 
 
 def _read_params(
@@ -180,6 +181,12 @@ def _unlike(tensors: TensorFolder, table: str, copies: list[str]) -> list[str]:
     return [name for name in copies if not np.array_equal(tensors.read(name), table_VD)]
 
 
+def _unread(tensors: TensorFolder) -> tuple[str, ...]:
+    if not tensors.unread:
+        return ()
+    return (f"not read: {', '.join(tensors.unread)}, beside the weights in safetensors",)
+
+
 def _is_of_bytes(folder: pathlib.Path) -> bool:
     file = folder / TOKENIZER_CONFIG
     return file.is_file() and read_json(file).get("tokenizer_class") == "ByT5Tokenizer"
@@ -208,6 +215,7 @@ def write_checkpoint(
     vocabulary: pathlib.Path | None = None,
     *,
     num_sentinels: int = 100,
+    added_tokens: Sequence[AddedToken] = (),
 ) -> list[str]:
     """Writes what `from_pretrained` reads into an existing folder.
 
@@ -216,6 +224,7 @@ def write_checkpoint(
         params: arrays on the host or on a device.
         vocabulary: a SentencePiece model, copied to `spiece.model`.
         num_sentinels: sentinels that come on top of its pieces.
+        added_tokens: what else does, sentinels among them where they are not as T5's.
 
     Returns:
         What a reader should know, a sentence each: where the export is not the same thing.
@@ -248,14 +257,7 @@ def write_checkpoint(
     write_json(folder / "generation_config.json", {name: description[name] for name in ids})
     if vocabulary is not None:
         shutil.copyfile(vocabulary, folder / VOCABULARY)
-        tokenizer = {
-            "tokenizer_class": "T5Tokenizer",
-            "extra_ids": num_sentinels,
-            "pad_token": "<pad>",
-            "eos_token": "</s>",
-            "unk_token": "<unk>",
-        }
-        write_json(folder / TOKENIZER_CONFIG, tokenizer)
+        write_tokenizer(folder, num_sentinels, added_tokens)
     return notes
 
 

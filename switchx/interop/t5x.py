@@ -31,7 +31,7 @@ from flax import serialization
 from switchx.fields import require
 from switchx.interop.tensor_folder import in_dtype, letters_of, require_same_tensors, shape_of
 from switchx.models.config import ModelConfig, require_our_blocks
-from switchx.object_store import read_json_object
+from switchx.object_store import read_json_object, require_no_lfs_pointer
 from switchx.tree import nested
 
 INDEX = "checkpoint"
@@ -81,6 +81,7 @@ class T5XFolder:
                 f"{self.folder} has no file {INDEX!r}; give the folder checkpoint_<step> of a "
                 f"T5X run" + (f": it has {', '.join(inside[:8])}" if inside else "")
             )
+        require_no_lfs_pointer(file)
         try:
             content = serialization.msgpack_restore(file.read_bytes())
         except _DAMAGE as error:

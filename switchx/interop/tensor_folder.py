@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of tensors of a folder, and our parameters out of PyTorch's tensors, and back.
 
-Safetensors, or `pytorch_model.bin` (torch_file.py) where there are none. Nothing in a
+Safetensors, or `pytorch_model.bin` (torch_file.py) where there are none; one file, or an
+index of several, and not both where they differ. Nothing in a
 checkpoint is executed, and an index names files of its own folder alone. Names and shapes are
 read at once, tensors one by one; nothing is allocated before all names and shapes are found to
 be those of the configuration.
@@ -23,8 +24,9 @@ from safetensors.numpy import save_file
 from switchx.axes import matrix_dims
 from switchx.fields import require
 from switchx.interop.torch_file import TorchFile
+from switchx.manifest import give_mode_of_umask
 from switchx.models.config import ModelConfig
-from switchx.object_store import read_json_object
+from switchx.object_store import read_json_object, require_no_lfs_pointer
 
 MODEL = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -45,6 +47,7 @@ class TensorFolder:
 
     Attributes:
         shapes: of every tensor, by name.
+        unread: files of weights of a kind that is not read.
 
     Raises:
         ValueError: there are none that can be read, or a file is damaged or of another kind.
@@ -58,11 +61,20 @@ class TensorFolder:
             self._add(path)
 
     def _paths(self) -> list[pathlib.Path]:
+        there = [
+            name
+            for each, (index, _) in _KINDS.items()
+            for name in (each, index)
+            if (self.folder / name).is_file()
+        ]
         for name, (index, suffix) in _KINDS.items():
-            if (self.folder / index).is_file():
-                return self._indexed(self.folder / index, suffix)
-            if (self.folder / name).is_file():
+            self.unread = [other for other in there if other not in (name, index)]
+            if name in there and index in there:
+                self._require_one_model(self.folder / name, self.folder / index, suffix)
+            if name in there:
                 return [self.folder / name]
+            if index in there:
+                return self._indexed(self.folder / index, suffix)
         others = sorted(path.name for each in _UNREAD for path in self.folder.glob(each))
         require(
             not others,
@@ -73,6 +85,28 @@ class TensorFolder:
         raise ValueError(
             f"{self.folder} has no {MODEL} and no {INDEX}, and no pytorch_model.bin; give a "
             "folder that `save_pretrained` wrote"
+        )
+
+    def _require_one_model(self, path: pathlib.Path, index: pathlib.Path, suffix: str) -> None:
+        """Refuses an index beside a single file, unless it has the same tensors."""
+        try:
+            one, shards = (
+                _reader(path),
+                [_reader(each) for each in self._indexed(index, suffix)],
+            )
+            described = sorted(item for file in shards for item in file.headers.items())
+            is_same = described == sorted(one.headers.items()) and all(
+                np.array_equal(file.read(name), one.read(name), equal_nan=True)
+                for file in shards
+                for name in file.headers
+            )
+            reason = "whose tensors differ"
+        except ValueError as error:
+            is_same, reason = False, f"and not all of these can be read: {error}"
+        require(
+            is_same,
+            f"{path} and {index.name} are both there, {reason}; transformers reads "
+            f"{path.name} alone: remove the one that is not this model's",
         )
 
     def _indexed(self, path: pathlib.Path, suffix: str) -> list[pathlib.Path]:
@@ -93,8 +127,7 @@ class TensorFolder:
         return [self.folder / name for name in names]
 
     def _add(self, path: pathlib.Path) -> None:
-        is_torch = path.suffix == ".bin"
-        file = TorchFile(path) if is_torch else _SafetensorsFile(path)
+        file = _reader(path)
         for name, (dtype, shape) in file.headers.items():
             require(
                 dtype in _FLOATS,
@@ -111,6 +144,11 @@ class TensorFolder:
     def read(self, name: str) -> np.ndarray:
         """A tensor in float32: exact but for one of float64, which is rounded."""
         return self._files[name].read(name).astype(np.float32, copy=False)
+
+
+def _reader(path: pathlib.Path) -> "TorchFile | _SafetensorsFile":
+    require_no_lfs_pointer(path)
+    return TorchFile(path) if path.suffix == ".bin" else _SafetensorsFile(path)
 
 
 class _SafetensorsFile:
@@ -161,7 +199,8 @@ def write_safetensors(
 
     def write() -> None:
         # transformers asks for the format; the layout is PyTorch's
-        save_file(shard, folder / f"shard-{len(shards)}", {"format": "pt"})
+        save_file(shard, path := folder / f"shard-{len(shards)}", {"format": "pt"})
+        give_mode_of_umask(path)
         shards.append(list(shard))
         shard.clear()
 

@@ -124,14 +124,6 @@ class _Tokenizer:
             self.require(
                 is_there, f"the added token {_shown(text)} has the id {token_id}, of another"
             )
-            is_plain = not token.get("single_word") and (
-                token.get("special", False) or _SENTINEL.fullmatch(text)
-            )
-            self.require(
-                bool(is_plain),
-                f"the added token {_shown(text)} is a word (not special, or single_word), "
-                "cut out of texts",
-            )
             controls.add(token_id)
         return controls
 

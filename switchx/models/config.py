@@ -268,6 +268,12 @@ class ModelConfig:
             return 1
         return self.switch.every
 
+    @property
+    def can_be_scanned(self) -> bool:
+        """Whether `scan_layers` may be True: blocks repeat one pattern and share their bias."""
+        has_named_layers = self.switch is not None and self.switch.has_named_layers
+        return not (has_named_layers or self.relative_bias_per_layer)
+
     def num_logit_parts(self, tokens: int) -> int:
         """In how many equal parts the loss takes a device's tokens, for fewer logits at a time.
 

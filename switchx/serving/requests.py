@@ -315,15 +315,10 @@ def prompt_of(model: Model, limits: Limits, fault, name: str, item) -> list[int]
             expected = f"expected {limits.max_input_tokens} at most"
             raise wrong(name, f"{name} has {len(tokens)} tokens; {expected}")
 
-    if isinstance(item, str):
-        if not item.strip():
-            raise wrong(name, f"{name} is empty; give a text")
-    elif not isinstance(item, list) or not all(
-        isinstance(token, int) and not isinstance(token, bool) for token in item
-    ):
-        raise wrong(name, f"{name} is {shown(item)}; expected a text, or a list of token ids")
-    else:
+    if isinstance(item, list) and all(type(token) is int for token in item):
         require_short(item)
+    elif not isinstance(item, str):
+        raise wrong(name, f"{name} is {shown(item)}; expected a text, or a list of token ids")
     try:
         (prompt,) = model.prompts([item])
     except CharacterError as error:

@@ -307,7 +307,8 @@ def _step(folder: RunFolder, step: int | Literal["best"] | None) -> int:
 
 
 def _in_layout_of(model: ModelConfig, source: ModelConfig) -> ModelConfig:
-    """The source's model with its layers scanned or unrolled as the new one's are."""
-    if source.scan_layers == model.scan_layers:
+    """The source's model with its layers scanned, where they can be, or unrolled as the new
+    one's are."""
+    if not source.can_be_scanned:
         return source
     return dataclasses.replace(source, scan_layers=model.scan_layers)

@@ -13,7 +13,8 @@ import pytest
 from switchx.analysis import report
 from switchx.analysis.plots import load_figure
 from switchx.analysis.report import Section, Table, page
-from switchx.data.tokenizers import ByteVocabulary, token_classes
+from switchx.data.token_classes import token_classes
+from switchx.data.tokenizers import ByteVocabulary
 from tests.analysis.recorded import routing_line, write_lines, write_run, write_snapshot
 from tests.data.refusals import refused
 

@@ -185,6 +185,22 @@ def test_layers_saved_in_the_other_layout_are_written_for_huggingface(in_a_folde
     assert got.read_bytes() == want.read_bytes()
 
 
+def test_a_model_with_a_bias_of_each_block_opens_in_every_command(in_a_folder, capsys):
+    """UMT5's, whose blocks cannot be scanned."""
+    config = dataclasses.replace(
+        T5, activation="geglu", tie_embeddings=False, relative_bias_per_layer=True
+    )
+    _, params = huggingface_folder(in_a_folder / "theirs", config)
+    assert convert("--from=huggingface", "theirs", "ours") == 0
+    model = switchx.load("ours")
+    assert model.config.relative_bias_per_layer and not model.config.can_be_scanned
+    assert_same_params(model.params, params)
+    assert main(["checkpoint", "verify", "ours"]) == 0
+    assert convert("--to=huggingface", "ours", "back") == 0
+    want, got = (in_a_folder / name / "model.safetensors" for name in ("theirs", "back"))
+    assert got.read_bytes() == want.read_bytes()
+
+
 @pytest.mark.slow  # by default tests/interop/test_docs.py fine-tunes a converted model
 def test_fine_tuning_starts_from_a_converted_model(in_a_folder, one_device, capsys, spiece):
     switch = dataclasses.replace(SWITCH.switch, encoder_layers=(1,), decoder_layers=(1,))

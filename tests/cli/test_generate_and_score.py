@@ -289,7 +289,7 @@ def test_wrong_lines_are_named_before_anything_runs(folder, tmp_path, capsys):
     assert main(words(folder, f"--input={file}", f"--output={output}")) == 2
     said = capsys.readouterr().err
     assert (
-        f"{file}: line 2 is empty; line 3 has 2050 tokens, more than --max_input_tokens=2048; "
+        f"{file}: line 3 has 2050 tokens, more than --max_input_tokens=2048; "
         "line 4 cannot be read (sentinel 100 of 100" in said
     )
     assert not output.exists()
@@ -363,10 +363,8 @@ def test_wrong_pairs_are_all_named(folder, pairs, capsys):
     for fault in (
         "line 2 has 0 tabs",
         "line 3 has 2 tabs",
-        "line 4 has an input that is empty",
-        "line 5 has a target that is empty",
         "line 6 has 0 tabs",
         "line 7 has a target that has 2049 tokens, more than --max_input_tokens=2048",
     ):
         assert fault in said
-    assert "line 1 " not in said
+    assert not re.search("line [145] ", said)  # an empty text is its end alone

@@ -190,6 +190,16 @@ def test_inputs_are_those_of_the_examples():
     )
 
 
+def test_an_empty_text_is_its_end_alone():
+    """As T5's tokenizer has it; a prefix has no end to add."""
+    example = InputsToTargets().example({"inputs": "", "targets": ""}, VOCABULARY)
+    found = format_of(InputsToTargets())
+    assert found.inputs(VOCABULARY, "") == example.inputs.tolist() == [EOS]
+    assert found.targets(VOCABULARY, "") == example.targets.tolist() == [EOS]
+    assert format_of(SpanCorruption()).inputs(VOCABULARY, "") == [EOS]
+    assert format_of(PrefixLM()).inputs(VOCABULARY, "") == []
+
+
 def test_a_prefix_ends_anywhere():
     assert format_of(PrefixLM()).inputs(VOCABULARY, "ab") == [A_ID, B_ID]
 
@@ -251,7 +261,3 @@ class ReadsSentinels:
 
 def test_a_vocabulary_that_finds_sentinels_reads_the_whole_text():
     assert format_of(SpanCorruption()).inputs(ReadsSentinels(), "a <extra_id_0>") == [5, 7, 1]
-
-
-def test_nothing_stays_nothing():
-    assert format_of(SpanCorruption()).inputs(VOCABULARY, "") == []

@@ -12,16 +12,13 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
+from switchx.data.token_classes import BYTE_CLASSES, PIECE_CLASSES, _class_of, token_classes
 from switchx.data.tokenizers import (
-    BYTE_CLASSES,
-    PIECE_CLASSES,
     ByteVocabulary,
     Piece,
     SentencePieceVocabulary,
     TokenIdVocabulary,
     Vocabulary,
-    _class_of,
-    token_classes,
 )
 from switchx.data.vocabularies import load_vocabulary, save_vocabulary, train_model
 from tests.data.refusals import refused

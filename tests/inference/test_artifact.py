@@ -85,6 +85,8 @@ def test_float8_comes_back_whole_and_with_experts_in_the_file(tmp_path):
 def test_any_reader_of_safetensors_and_sha256_can_check_it(quantized, written):
     names = {path.name for path in written.iterdir()}
     assert names == {"artifact.json", "weights.safetensors", "words.txt"}
+    modes = {path.stat().st_mode for path in written.iterdir()}
+    assert len(modes) == 1  # words.txt has what the umask says
     arrays = safetensors.numpy.load_file(written / "weights.safetensors")
     matrix = "encoder/blocks/layer_1/ffn/experts/w_in_EDF"
     D, F = ENCODER_DECODER.d_model, ENCODER_DECODER.d_ff

@@ -95,6 +95,7 @@ def test_weights_are_stored_packed_and_the_manifest_says_what_made_them(for_acce
     content = json.loads((folder / "export.json").read_text())
     assert content.keys() - manifest.keys() == {"sha256"}
     files = {path.name for path in folder.iterdir()}
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # the umask's
     assert set(content["files"]) | {"export.json"} == files
     assert content["versions"]["jax"] == jax.__version__
     assert content["about"]["rebuild"] == exports.REBUILD

@@ -2,12 +2,16 @@
 """Safetensors files and PyTorch's layout, against loops over single numbers."""
 
 import json
+import os
 
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
+from switchx.data.tokenizers import SentencePieceVocabulary
+from switchx.data.vocabularies import load_vocabulary
+from switchx.interop.t5x import T5XFolder
 from switchx.interop.tensor_folder import (
     INDEX,
     MODEL,
@@ -20,6 +24,7 @@ from switchx.interop.tensor_folder import (
     torch_shape,
     write_safetensors,
 )
+from switchx.interop.tokenizer_json import sentencepiece_model
 from tests.data.refusals import refused
 from tests.interop.folders import SWITCH, D, F, H, K
 
@@ -118,6 +123,86 @@ def test_an_index_without_its_files_or_names(tmp_path):
         file.write_text(json.dumps(wrong))
         with refused(f"{file} has no weight_map of names; restore the file"):
             TensorFolder(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [".safetensors", ".bin"])
+def test_an_index_beside_a_single_file(tmp_path, kind):
+    """transformers reads the file; an index of other tensors beside it is refused."""
+    write_safetensors(tmp_path, TENSORS.items(), 1)
+    write_safetensors(tmp_path, TENSORS.items(), 1000)
+    (tmp_path / "model-00001-of-00003.safetensors").rename(tmp_path / "a.safetensors")
+    index = json.loads((tmp_path / INDEX).read_text())
+    index["weight_map"]["a"] = "a.safetensors"
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    one = MODEL
+    if kind == ".bin":
+        torch = pytest.importorskip("torch")
+        one, names = "pytorch_model.bin", {}
+        for file in list(tmp_path.glob("*.safetensors")):
+            tensors = {name: torch.tensor(array) for name, array in load_file(file).items()}
+            stem = "pytorch_model" if file.name == MODEL else file.stem
+            torch.save(tensors, tmp_path / f"{stem}.bin")
+            names |= {} if file.name == MODEL else dict.fromkeys(tensors, f"{stem}.bin")
+            file.unlink()
+        (tmp_path / INDEX).unlink()
+        (tmp_path / f"{one}.index.json").write_text(json.dumps({"weight_map": names}))
+    source = TensorFolder(tmp_path)
+    assert source.shapes == dict.fromkeys("abc", (3, 4)) and source.unread == []
+    (tmp_path / f"a{kind}").unlink()
+    said = f"{tmp_path / one} and {one}.index.json are both there, and not all of these can be"
+    with refused(f"{said} read: {tmp_path / one}.index.json names a{kind}"):
+        TensorFolder(tmp_path)
+    if kind == ".bin":
+        torch.save({"a": torch.zeros(3, 4)}, tmp_path / "a.bin")
+    else:
+        save_file({"a": np.zeros((3, 4), np.float32)}, tmp_path / "a.safetensors")
+    with refused(f"{one} and {one}.index.json are both there, whose tensors differ"):
+        TensorFolder(tmp_path)
+
+
+def test_weights_of_another_kind_are_named(tmp_path):
+    write_safetensors(tmp_path, TENSORS.items(), 1000)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    assert TensorFolder(tmp_path).unread == ["pytorch_model.bin"]
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 990345061\n"
+
+
+@pytest.mark.parametrize("name", [MODEL, "pytorch_model.bin", INDEX, "x.safetensors"])
+def test_pointers_of_git_lfs_for_weights(tmp_path, name):
+    if name == "x.safetensors":
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    (tmp_path / name).write_text(POINTER)
+    with refused(f"{tmp_path / name}<any> a pointer of Git LFS <any>: run `git lfs pull` in"):
+        TensorFolder(tmp_path)
+
+
+def test_pointers_of_git_lfs_for_vocabularies(tmp_path):
+    said = "is a pointer of Git LFS and not the file itself: run `git lfs pull` in the clone"
+    for name, read in (
+        ("spiece.model", lambda file: SentencePieceVocabulary(str(file)).num_pieces),
+        ("tokenizer.json", sentencepiece_model),
+        ("vocabulary.json", lambda file: load_vocabulary(file.parent)),
+        ("checkpoint", lambda file: T5XFolder(file.parent)),
+    ):
+        (tmp_path / name).write_text(POINTER)
+        with refused(f"{tmp_path}<any>{said}"):
+            read(tmp_path / name)
+
+
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o077, 0o600), (0o027, 0o640)])
+def test_files_have_the_mode_that_the_umask_says(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        for most_bytes, names in ((1000, [MODEL]), (100, [INDEX])):
+            folder = tmp_path / str(most_bytes)
+            folder.mkdir()
+            write_safetensors(folder, TENSORS.items(), most_bytes)
+            assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {mode}
+            assert set(names) <= {path.name for path in folder.iterdir()}
+    finally:
+        os.umask(before)
 
 
 def test_a_tensor_in_two_files(tmp_path):

@@ -143,10 +143,6 @@ def test_bytes_and_added_tokens(tmp_path):
             "the pre_tokenizer Metaspace has replacement='_' and prepend_scheme='always'<any>",
         ),
         (
-            {"added_tokens": [{"id": 5, "content": "word", "special": False}]},
-            "the added token 'word' is a word<any>",
-        ),
-        (
             {"added_tokens": [{"id": 9, "content": "<s>", "special": True}]},
             "the added token '<s>' has the id 9, of another",
         ),

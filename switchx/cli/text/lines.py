@@ -158,10 +158,8 @@ def encoded(
         of: begins an error's text, which is to be said after a line's number.
 
     Raises:
-        ValueError: it is empty, cannot be encoded or is too long.
+        ValueError: it cannot be encoded or is too long.
     """
-    if not text.strip():
-        raise ValueError(f"{of}is empty")
     try:
         tokens = encode(text)
     except ValueError as error:

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokenizer of a folder of transformers: its pieces, and what stands beside them.
+
+`spiece.model` has the pieces. Which ids stand beyond these, their texts, and how many sentinels
+there are, in which order, say `tokenizer.json`, `added_tokens_decoder` and `extra_ids` in
+`tokenizer_config.json`, and `added_tokens.json`. Files that contradict each other are refused.
+"""
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from switchx.data.added_tokens import AddedToken, added_token
+from switchx.data.tokenizers import UNK_ID, SentencePieceVocabulary
+from switchx.fields import require
+from switchx.interop.tensor_folder import read_json, write_json
+
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+ADDED = "added_tokens.json"
+_SENTINEL = re.compile(r"<extra_id_([0-9]{1,6})>")
+_MOST_BYTES = 1 << 28
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+T5_SENTINELS = 100  # where no file says how many there are
+
+
+def folder_vocabulary(
+    model: pathlib.Path, folder: pathlib.Path | None, vocab_size: int
+) -> SentencePieceVocabulary:
+    """The vocabulary of a SentencePiece model and the files beside it in a folder.
+
+    Args:
+        folder: with the tokenizer's files, or a `tokenizer.json` alone; None without.
+        vocab_size: rows of the model's embedding.
+
+    Raises:
+        ValueError: there are more ids than rows, an id has two texts, or sentinels are
+            missing; names them.
+    """
+    plain = SentencePieceVocabulary(str(model), 0, vocab_size)
+    num_pieces = plain.num_pieces
+    require(
+        num_pieces <= vocab_size,
+        f"vocabulary {model} has {num_pieces} pieces, the model's embedding {vocab_size} rows; "
+        "give the vocabulary that the model was trained with",
+    )
+    tokens = [] if folder is None else read_added_tokens(folder)
+    tokens = _beside(plain, tokens, vocab_size, str(folder))
+    own = sum(_SENTINEL.fullmatch(plain.piece(i).text) is not None for i in range(num_pieces))
+    numbers = sorted(
+        int(match[1]) for token in tokens if (match := _SENTINEL.fullmatch(token.text))
+    )
+    require(
+        numbers == list(range(len(numbers))),
+        f"{folder} has the sentinels {numbers[:8]}; expected 0 and those that follow: restore "
+        f"{ADDED}",
+    )
+    said = None if folder is None else _extra_ids(folder)
+    count = len(numbers) or own or (T5_SENTINELS if said is None else said)
+    if not numbers and not own and said is None and _is_taken(tokens, num_pieces, count):
+        count = 0
+    require(
+        numbers or own or not _is_taken(tokens, num_pieces, count),
+        f"{folder}: extra_ids={count} sentinels beside {num_pieces} pieces have ids that added "
+        f"tokens have, too; correct extra_ids in {TOKENIZER_CONFIG}",
+    )
+    if not numbers and not own and num_pieces + count > vocab_size:
+        # mT5's 100 are pieces that have other names, and T5's tokenizer_config.json says 100.
+        require(
+            said in (None, 0, T5_SENTINELS),
+            f"{folder}: extra_ids={said} sentinels beside {num_pieces} pieces need "
+            f"{num_pieces + count} rows, the embedding has {vocab_size}; correct extra_ids in "
+            f"{TOKENIZER_CONFIG}",
+        )
+        count = 0
+    as_t5 = {f"<extra_id_{i}>": num_pieces + count - 1 - i for i in range(count)}
+    if {token.text: token.id for token in tokens} == as_t5:
+        tokens = []
+    return dataclasses.replace(plain, num_sentinels=count, added_tokens=tuple(tokens))
+
+
+def _is_taken(tokens: Sequence[AddedToken], first: int, count: int) -> bool:
+    return any(first <= token.id < first + count for token in tokens)
+
+
+def read_added_tokens(folder: pathlib.Path) -> list[AddedToken]:
+    """All tokens that a folder's files name beside pieces, in the order of their ids.
+
+    Raises:
+        ValueError: a file is damaged, or two of them give an id two texts.
+    """
+    found: dict[int, AddedToken] = {}
+    for file, token in _named(folder):
+        before = found.setdefault(token.id, token)
+        require(
+            before.text == token.text,
+            f"{file}: id {token.id} is {token.text!r}, and {before.text!r} in another "
+            "file of the folder; restore the files of one tokenizer",
+        )
+    return [found[token_id] for token_id in sorted(found)]
+
+
+def _named(folder: pathlib.Path):
+    """Files and tokens, those that have flags first."""
+    file = folder if folder.is_file() else folder / TOKENIZER
+    if file.is_file():
+        tokens = read_json(file, _MOST_BYTES).get("added_tokens") or []
+        require(
+            isinstance(tokens, list) and all(isinstance(each, dict) for each in tokens),
+            f"{file}: added_tokens is no list of ids and contents; restore the file",
+        )
+        for each in tokens:
+            yield file, _token(each, each.get("id"), file)
+    file = folder / TOKENIZER_CONFIG
+    if file.is_file():
+        tokens = read_json(file).get("added_tokens_decoder") or {}
+        is_by_id = isinstance(tokens, dict) and all(
+            number.isdecimal() and isinstance(each, dict) for number, each in tokens.items()
+        )
+        require(is_by_id, f"{file}: added_tokens_decoder has no tokens by id; restore the file")
+        for number, each in tokens.items():
+            yield file, _token(each, int(number), file)
+    file = folder / ADDED
+    if file.is_file():
+        for text, token_id in read_json(file).items():
+            # Only names are there: flags are those of a text that transformers adds.
+            fields = {"content": text, "special": _SENTINEL.fullmatch(text) is not None}
+            yield file, _token(fields, token_id, file)
+
+
+def _token(fields: dict[str, Any], token_id, file: pathlib.Path) -> AddedToken:
+    flags = {name: fields[name] for name in _FLAGS if name in fields}
+    return added_token({"id": token_id, "text": fields.get("content"), **flags}, str(file))
+
+
+def _beside(
+    plain: SentencePieceVocabulary, tokens: Sequence[AddedToken], vocab_size: int, where: str
+) -> list[AddedToken]:
+    """The tokens that are no pieces, each checked."""
+    beside = []
+    for token in tokens:
+        require(
+            token.id < vocab_size,
+            f"{where}: the added token {token.text!r} has the id {token.id}, the embedding "
+            f"{vocab_size} rows; resize the embedding, or take the token out",
+        )
+        if token.id >= plain.num_pieces:
+            beside.append(token)
+            continue
+        # Padding, end and unknown have texts in transformers, which stay texts here.
+        piece = plain.piece(token.id)
+        require(
+            token.id <= UNK_ID or piece.text == token.text.replace("\u2581", " "),
+            f"{where}: the added token {token.text!r} has the id {token.id}, of the piece "
+            f"{piece.text!r}; give the SentencePiece model that belongs to these files",
+        )
+        is_word = piece.kind == "text" or not token.special
+        if token.id > UNK_ID and is_word and not _SENTINEL.fullmatch(token.text):
+            beside.append(token)
+    return beside
+
+
+def _extra_ids(folder: pathlib.Path) -> int | None:
+    """Sentinels that `tokenizer_config.json` says; None where it does not."""
+    file = folder / TOKENIZER_CONFIG
+    count = read_json(file).get("extra_ids") if file.is_file() else None
+    require(
+        count is None or (type(count) is int and 0 <= count <= 1 << 20),
+        f"{file}: extra_ids={count!r}; expected a number of sentinels",
+    )
+    return count
+
+
+def write_tokenizer(
+    folder: pathlib.Path, num_sentinels: int, tokens: Sequence[AddedToken]
+) -> None:
+    """Writes what T5Tokenizer reads beside `spiece.model`."""
+    content: dict[str, Any] = {
+        "tokenizer_class": "T5Tokenizer",
+        "extra_ids": 0 if tokens else num_sentinels,
+        "pad_token": "<pad>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
+    if tokens:
+        write_json(folder / ADDED, {token.text: token.id for token in tokens})
+        content["added_tokens_decoder"] = {
+            str(token.id): {"content": token.text}
+            | {name: getattr(token, name) for name in _FLAGS}
+            for token in tokens
+        }
+    write_json(folder / TOKENIZER_CONFIG, content)
