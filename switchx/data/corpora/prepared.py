@@ -13,15 +13,18 @@ import hashlib
 import logging
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import tensorflow_datasets as tfds
 
 from switchx.data import data_dir as locations
-from switchx.data.corpora.corpus import CorpusSource, require_split
+from switchx.data.corpora.corpus import Account, CorpusSource, require_split
 
 VERSION = "1.0.0"
+# Beside the splits' fingerprints; no name of a split has a space.
+_TALLY = "rows by what became of them"
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +39,9 @@ class Recipe:
             is large, names, sizes and times of its files.
         fields: keys of an example.
         make_splits: called to prepare: split -> its examples.
+        account: of the files; what was read of them is added when they are prepared.
+        tally: counts `rows`, and by reason those that give no example, while the examples of
+            `make_splits` are read.
         keeps_order: examples stay in their order; otherwise it is drawn once.
     """
 
@@ -43,6 +49,8 @@ class Recipe:
     key: str
     fields: tuple[str, ...]
     make_splits: Callable[[], dict[str, Iterable[dict[str, str]]]]
+    account: Account
+    tally: Counter
     keeps_order: bool = False
 
 
@@ -80,6 +88,7 @@ class CorpusBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
                 digest.update(text.encode() + b"\0")
             yield number, example
         self.info.metadata[split] = digest.hexdigest()[:16]
+        self.info.metadata[_TALLY] = dict(self._recipe.tally)  # whole after the last split
 
     # TFDS prints these to standard output; the caller says what there is to say.
     def _log_download_bytes(self): ...
@@ -107,8 +116,15 @@ def open_prepared(recipe: Recipe, split: str, data_dir: str | None) -> CorpusSou
             f"the prepared data of {recipe.name} is damaged: {error}; remove {folder}, and it "
             "is prepared anew"
         ) from error
-    fingerprint = builder.info.metadata[split]
-    return CorpusSource(f"{recipe.name}/{split}", fingerprint, recipe.fields, records)
+    tally = dict(builder.info.metadata[_TALLY])
+    account = dataclasses.replace(
+        recipe.account,
+        rows=tally.pop("rows", 0),
+        rows_left_out=tally,
+        documents={name: each.num_examples for name, each in builder.info.splits.items()},
+    )
+    fingerprint, name = builder.info.metadata[split], f"{recipe.name}/{split}"
+    return CorpusSource(name, fingerprint, recipe.fields, records, (account,))
 
 
 def _prepare(recipe: Recipe, folder: Path) -> None:
