@@ -23,7 +23,7 @@ class Account:
         files: numbers of those that were read, by suffix.
         num_bytes: theirs, as they lie there.
         left_out: reason -> how many files, folders and links, and the names of the first.
-        rows: lines of text, or rows of tables, that were read.
+        rows: lines of text, or rows of tables, that were read; None where it was not counted.
         rows_left_out: reason -> how many gave no document.
         documents: numbers of examples, by split.
     """
@@ -32,7 +32,7 @@ class Account:
     files: dict[str, int] = dataclasses.field(default_factory=dict)
     num_bytes: int = 0
     left_out: dict[str, tuple[int, list[str]]] = dataclasses.field(default_factory=dict)
-    rows: int = 0
+    rows: int | None = None
     rows_left_out: dict[str, int] = dataclasses.field(default_factory=dict)
     documents: dict[str, int] = dataclasses.field(default_factory=dict)
 
@@ -44,7 +44,7 @@ class Account:
         left_out: Mapping[str, Sequence[str]] | None = None,
     ) -> Self:
         """Of files and their bytes, before anything of them is read."""
-        suffixes = Counter("".join(name_of(file.name)[1:]) for file in files)
+        suffixes = Counter("".join(name_of(file.name)[1:]) or "no suffix" for file in files)
         named = {
             reason: (len(names), sorted(names)[:_MOST_NAMES])
             for reason, names in sorted((left_out or {}).items())
@@ -56,9 +56,10 @@ class Account:
         """A line, and another one for what was left out."""
         kinds = ", ".join(f"{number:,} {kind}" for kind, number in self.files.items())
         documents = ", ".join(f"{n:,} in {split}" for split, n in self.documents.items())
+        rows = "" if self.rows is None else f", {self.rows:,} rows"
         said = (
             f"{self.corpus}: {sum(self.files.values()):,} files ({kinds}), {self.num_bytes:,} "
-            f"bytes, {self.rows:,} rows; documents: {documents}"
+            f"bytes{rows}; documents: {documents}"
         )
         left_out = [
             f"{count:,} {reason} ({', '.join(names[:3])}{', ...' * (count > 3)})"

@@ -15,7 +15,7 @@ from pathlib import Path
 from switchx.data.corpora.packed_files import Name, name_of, only
 from switchx.object_store import Folder, as_folder, files_in, is_address
 
-_AGAIN = "link to what is read already"
+AGAIN = "read already"
 
 
 @dataclasses.dataclass
@@ -58,6 +58,22 @@ class FoundFiles:
         else:
             _find_here(root.resolve(), self, ignored)
         return [path for path in self.files if path not in before]
+
+    def add_entries(self, folder: Path) -> None:
+        """Finds the files that are in a folder on this machine itself, and not below it.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+        for entry in _entries(folder):
+            path = folder / entry.name
+            if entry.name.startswith("."):
+                self.left_out["hidden"].append(entry.name)
+            elif path.is_file():
+                self.files[path] = _size(path)
+            else:
+                reason = "folder" if path.is_dir() else "link that leads to no file"
+                self.left_out[reason].append(entry.name)
 
     def leave_out(self, path: Folder, reason: str) -> None:
         """Moves a file from those that are read."""
@@ -111,7 +127,7 @@ def _find_here(root: Path, found: FoundFiles, ignored: re.Pattern | None) -> Non
                 continue
             name = str(folder.relative_to(root))
             name += f" -> {os.readlink(folder)}" if folder.is_symlink() else "/"
-            reason = _AGAIN if real in seen else "link that leads to no file"
+            reason = AGAIN if real in seen else "link that leads to no file"
             found.left_out[reason].append(name)
             continue
         seen.add(real)
@@ -130,7 +146,7 @@ def _find_here(root: Path, found: FoundFiles, ignored: re.Pattern | None) -> Non
             elif not entry.is_file():
                 found.left_out["neither file nor folder"].append(str(path.relative_to(root)))
             elif of_file in seen:
-                found.left_out[_AGAIN].append(str(path.relative_to(root)))
+                found.left_out[AGAIN].append(str(path.relative_to(root)))
             else:
                 seen.add(of_file)
                 files[path] = entry.stat().st_size

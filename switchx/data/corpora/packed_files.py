@@ -71,7 +71,7 @@ def named(folder: Path, name: str) -> Path | None:
     return only([path for path in paths if name_of(path.name)[:2] == of[:2] and path.is_file()])
 
 
-def only(paths: Sequence[Folder]) -> Folder | None:
+def only(paths: Sequence[Folder]) -> "Folder | None":
     """The shortest named of files that hold one text, plain and packed; None of none.
 
     Taking both would give each document twice, and taking one of different texts the wrong
@@ -101,7 +101,9 @@ def opened(path: Folder) -> Iterator[BinaryIO]:
     packing = name_of(path.name).packing
     try:
         with path.open("rb") as file:
-            yield io.BufferedReader(_Chunks(_unpacked(file, packing)), _SIZE) if packing else file
+            yield (
+                io.BufferedReader(_Chunks(_unpacked(file, packing)), _SIZE) if packing else file
+            )
     except (OSError, EOFError) as error:
         raise ValueError(
             f"{path} cannot be read: {error}; check that it is whole and that you may read it"
@@ -133,7 +135,7 @@ def read_lines(path: Folder) -> Iterator[str]:
 
 
 def raw_lines(file: BinaryIO) -> Iterator[bytes]:
-    r"""Lines with their ends: after each `\n`, or where there is none at all after each `\r`."""
+    r"""Lines with their ends: after each `\n`, or in a file without one, each `\r`."""
     first = file.readline()
     has_line_feed = first.endswith(b"\n")
     yield from [first] if has_line_feed else first.replace(b"\r", b"\n").splitlines(True)

@@ -39,7 +39,7 @@ class Recipe:
             is large, names, sizes and times of its files.
         fields: keys of an example.
         make_splits: called to prepare: split -> its examples.
-        account: of the files; what was read of them is added when they are prepared.
+        account: of the files, None where there are none; what was read of them is added.
         tally: counts `rows`, and by reason those that give no example, while the examples of
             `make_splits` are read.
         keeps_order: examples stay in their order; otherwise it is drawn once.
@@ -49,8 +49,8 @@ class Recipe:
     key: str
     fields: tuple[str, ...]
     make_splits: Callable[[], dict[str, Iterable[dict[str, str]]]]
-    account: Account
-    tally: Counter
+    account: Account | None = None
+    tally: Counter = dataclasses.field(default_factory=Counter)
     keeps_order: bool = False
 
 
@@ -116,10 +116,10 @@ def open_prepared(recipe: Recipe, split: str, data_dir: str | None) -> CorpusSou
             f"the prepared data of {recipe.name} is damaged: {error}; remove {folder}, and it "
             "is prepared anew"
         ) from error
-    tally = dict(builder.info.metadata[_TALLY])
+    tally = dict(builder.info.metadata.get(_TALLY) or {})  # earlier versions kept none
     account = dataclasses.replace(
-        recipe.account,
-        rows=tally.pop("rows", 0),
+        recipe.account or Account(recipe.name),
+        rows=tally.pop("rows", None),
         rows_left_out=tally,
         documents={name: each.num_examples for name, each in builder.info.splits.items()},
     )

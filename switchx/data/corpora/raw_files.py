@@ -74,7 +74,8 @@ def read_rows(path: Path, file: RawFile, tally: Counter) -> Iterator[Row]:
     """
     name = name_of(file.name)
     require(
-        has_rows(name), f"{path}: rows are read of {', '.join(KINDS)}; convert it to one of them"
+        has_rows(name),
+        f"{path}: rows are read of {', '.join(KINDS)}; convert it to one of them",
     )
     if name.kind in tables.KINDS:
         yield from (row for _, row in tables.read_table(path, tally))

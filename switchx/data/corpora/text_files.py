@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from switchx.data.corpora import tables
 from switchx.data.corpora.corpus import Account, CorpusSource, fingerprint_of
-from switchx.data.corpora.found_files import FoundFiles
+from switchx.data.corpora.found_files import AGAIN, FoundFiles
 from switchx.data.corpora.packed_files import PACKINGS, Name, name_of, read_lines
 from switchx.data.corpora.prepared import Recipe, open_prepared
 from switchx.data.corpora.raw_files import json_lines
@@ -88,9 +88,7 @@ class TextFiles:
         return open_prepared(recipe, split, data_dir)
 
 
-def find_texts(
-    path: str | Sequence[str], columns: Sequence[str] | None = None
-) -> FoundFiles:
+def find_texts(path: str | Sequence[str], columns: Sequence[str] | None = None) -> FoundFiles:
     """Text files that `path` names, in folders all, sorted; and what is left out.
 
     Of a data set that `datasets` saved these are the files that its `state.json` lists.
@@ -103,16 +101,17 @@ def find_texts(
     require(names, "no text files are named; expected files or folders of text")
     found = FoundFiles()
     for name in names:
-        before, there = len(found.files), found.add(name)
+        before = len(found.files), len(found.left_out[AGAIN])
+        there = found.add(name)
         for folder in {file.parent for file in there if file.suffix.lower() == ".arrow"}:
             saved = tables.saved_tables(folder)
             for file in [each for each in there if saved and each.parent == folder]:
                 if file.suffix.lower() == ".arrow" and file not in saved:
                     found.leave_out(file, "not listed in state.json")
-        found.keep(lambda name: _is_read(name, columns))
+        found.keep(lambda name: is_text_file(name, columns))
         kinds = Counter("".join(name_of(file.name)[1:]) or "none" for file in there)
         require(
-            not there or len(found.files) > before,
+            not there or (len(found.files), len(found.left_out[AGAIN])) != before,
             f"{as_folder(name)} holds no text: its files end in "
             f"{', '.join(f'{kind} ({times})' for kind, times in kinds.items())}, and none in "
             f"{_READ}; rename or convert them",
@@ -124,7 +123,8 @@ def find_texts(
     return found
 
 
-def _is_read(name: Name, columns: Sequence[str] | None = None) -> bool:
+def is_text_file(name: Name, columns: Sequence[str] | None = None) -> bool:
+    """Whether a file of this name holds text, or records with `columns` if they are named."""
     if name.kind == ".txt":
         return columns is None or len(columns) == 1
     is_packed_json = name.kind == ".json" and bool(name.packing)
