@@ -3,7 +3,6 @@
 
 import contextlib
 import dataclasses
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from switchx.checkpoint.run_folder import RunFolder, require_shared
 from switchx.data.data_dir import write_atomically
 from switchx.data.features import Batch
 from switchx.data.loader import Shard, TrainLoader, evaluation_batches, merge_states
-from switchx.data.mixtures import accounts_of, as_mixture, evaluated_tasks
+from switchx.data.mixtures import as_mixture, evaluated_tasks
 from switchx.data.tasks import Task
 from switchx.planner.model_cost import train_flops
 from switchx.training.evaluate import RoutingLog, RoutingSample, evaluated_sums
@@ -145,11 +144,8 @@ def train(
                 else:
                     step, state, data = saving.resume(program.abstract_state, job.model)
                     loader.restore(merge_states(data))
-                accounts = accounts_of(job.source, job.data_dir)
-                for account in accounts:
-                    reporter.note(str(account))
-                kept = {run.corpora: json.dumps([*map(dataclasses.asdict, accounts)], indent=2)}
-                for path, text in (kept | (records or {})).items() if is_first else ():
+                records = corpora_record(job, run, reporter.note) | (records or {})
+                for path, text in records.items() if is_first else ():
                     write_atomically(path, text.encode())
                 profiler = StepProfiler(profile, step or 0, run.profile)
                 if profiler.note is not None:

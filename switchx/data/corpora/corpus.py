@@ -50,7 +50,7 @@ class Account:
             for reason, names in sorted((left_out or {}).items())
             if names
         }
-        return cls(corpus, dict(suffixes), sum(files.values()), named)
+        return cls(corpus, dict(sorted(suffixes.items())), sum(files.values()), named)
 
     def __str__(self) -> str:
         """A line, and another one for what was left out."""

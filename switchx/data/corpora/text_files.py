@@ -22,6 +22,7 @@ from switchx.object_store import Folder, as_folder, state_of
 
 # What a record may hold; further keys and columns are left aside.
 _FIELDS = (("text",), ("inputs", "targets"))
+_MACROS = "TextFiles.columns, in gin files TEXT_COLUMN, or INPUTS_COLUMN and TARGETS_COLUMN"
 _READ = f".txt, .jsonl, .json.gz (or {', '.join(PACKINGS[1:])}), {', '.join(tables.KINDS)}"
 
 
@@ -167,8 +168,7 @@ class Texts:
                     return cls(files, fields, fields)
             raise ValueError(
                 f"{place}: expected the key text, or inputs and targets; got "
-                f"{', '.join(keys) or 'none'}; name others: TextFiles.columns, in gin files "
-                "TEXT_COLUMN, or INPUTS_COLUMN and TARGETS_COLUMN"
+                f"{', '.join(keys) or 'none'}; name others: {_MACROS}"
             )
         raise ValueError(f"{', '.join(map(str, files))}: no records; add text")
 
@@ -193,8 +193,8 @@ class Texts:
                 texts = [record.get(key) for key in self.keys]
                 require(
                     all(map(_is_text, texts)),
-                    f"{place}: expected texts under {' and '.join(self.keys)}, as in the "
-                    f"first record, got the keys {', '.join(record) or 'none'}",
+                    f"{place}: expected texts under {' and '.join(self.keys)}, got the keys "
+                    f"{', '.join(record) or 'none'}; correct it, or name others: {_MACROS}",
                 )
                 if any(text.strip() for text in texts):
                     yield dict(zip(self.fields, texts, strict=True))

@@ -112,20 +112,17 @@ def refuse(tmp_path, message):
         (
             "a.jsonl",
             '{"text": "x"}\n{"text": 3}\n',
-            "{}/a.jsonl:2: expected texts under text, as in the first record, got the keys "
-            "text",
+            "{}/a.jsonl:2: expected texts under text, got the keys text",
         ),
         (
             "a.jsonl",
             '{"inputs": "x", "targets": "y"}\n{"inputs": "x"}\n',
-            "{}/a.jsonl:2: expected texts under inputs and targets, as in the first record, "
-            "got the keys inputs",
+            "{}/a.jsonl:2: expected texts under inputs and targets, got the keys inputs",
         ),
         (
             "a.jsonl",
             '{"text": "half a pair: \\ud800"}\n',
-            "{}/a.jsonl:1: expected texts under text, as in the first record, got the keys "
-            "text",
+            "{}/a.jsonl:1: expected texts under text, got the keys text",
         ),
         (
             "a.jsonl",
