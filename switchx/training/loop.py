@@ -39,6 +39,7 @@ from switchx.training.program import TrainingProgram
 from switchx.training.resume import check_same_run, flat_description
 from switchx.training.saving import Saving
 from switchx.training.start import (
+    corpora_record,
     evaluator_of,
     first_params,
     first_state,

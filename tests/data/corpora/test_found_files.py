@@ -65,8 +65,8 @@ def test_hidden_files_and_other_suffixes_are_said(tmp_path, texts):
     assert str(account) == (
         f"text_files: 2 files (1 .txt, 1 .txt.gz), {account.num_bytes} bytes, 2 rows; "
         "documents: 1 in train, 1 in validation\n"
-        "text_files: left out 2 hidden (._a.txt, .ipynb_checkpoints/); 1 suffix .json (x.json); "
-        "2 suffix .md (more.md, read.md); 1 suffix none (LICENSE)"
+        "text_files: left out 2 hidden (._a.txt, .ipynb_checkpoints/); 1 suffix .json "
+        "(x.json); 2 suffix .md (more.md, read.md); 1 suffix none (LICENSE)"
     )
     # Read again, nothing is prepared, and the account is the same.
     again = TextFiles(str(texts)).open("validation", str(tmp_path / "data"))

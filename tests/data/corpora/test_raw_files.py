@@ -30,6 +30,42 @@ def test_tables(tmp_path):
     assert rows(tmp_path, "t.csv.gz", packed) == [{"text": "one, two\nthree", "kind": "k"}]
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("t.csv", "q,a\nx,y\nHi, you,z\n", "t.csv:3: expected 2 cells, q, a, got 3, ['Hi'"),
+        ("t.csv", "q,a\nx\n", "t.csv:2: expected 2 cells, q, a, got 1"),
+        ("t.tsv", "q\ta\nx\ty\tz\n", "t.tsv:2: expected 2 cells, q, a, got 3"),
+        ("t.csv", "q,a,q\n1,2,3\n", "t.csv:1 has the column 'q' twice"),
+        ("t.jsonl", '{"q": 1, "q": 2}\n', "t.jsonl:1: an object has the key 'q' twice"),
+        (
+            "t.csv",
+            "q,a\n" + "x,y\n" * 10 + 'x,"y\n' + "x,y\n" * 90,
+            "t.csv:12: the quote that opens here is never closed",
+        ),
+        (
+            "t.csv",
+            "q,a\n" + "x,y\n" * 10 + 'x,"y\n' + "x,y\n" * 20 + 'x,"y"\n' + "x,y\n" * 9,
+            "t.csv:12: the quote that opens here is closed inside of a cell, 21 lines on",
+        ),
+        ("t.csv", 'q,a\nx,5" wide\n', "t.csv:2: a quote inside of a cell that begins without"),
+    ],
+)
+def test_tables_with_a_fault(tmp_path, name, content, said):
+    with refused(said):
+        rows(tmp_path, name, content)
+
+
+def test_blank_lines_are_skipped_and_counted(tmp_path):
+    TALLY.clear()
+    for name, mark in (("t.csv", ","), ("t.tsv", "\t")):
+        text = f"\n\nq{mark}a\n\n1{mark}2\n \n\n3{mark}\n\n\n"
+        assert rows(tmp_path, name, text) == [{"q": "1", "a": "2"}, {"q": "3", "a": ""}]
+    assert TALLY == {"rows": 4, "blank lines": 14}
+    # In a table of one column a blank cell is a row; a line without anything is none.
+    assert rows(tmp_path, "t.csv", 'q\n""\n\n') == [{"q": ""}]
+
+
 def test_json_and_lines(tmp_path):
     row = {"q": "é", "answers": [{"text": "a"}]}
     line = json.dumps(row)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of Apache Arrow: Parquet, streams and files, and folders of Hugging Face `datasets`."""
+"""Tables of Apache Arrow: Parquet, streams, files, and folders of `datasets`."""
 
 import json
 from collections import Counter
@@ -82,10 +82,8 @@ def test_folders_of_datasets(tmp_path):
     source = corpus.open("test", data)
     assert [source[n]["targets"] for n in range(3)] == ["bad", "good", "good"]
     texts = TextFiles(str(root / "train"), validation_fraction=0.4)
-    found = [
-        each["text"] for split in ("train", "validation") for each in texts.open(split, data)
-    ]
-    assert sorted(found) == ["x", "y", "z"]
+    found = [*texts.open("train", data), *texts.open("validation", data)]
+    assert sorted(each["text"] for each in found) == ["x", "y", "z"]
     account = texts.open("train", data).accounts[0]
     assert account.left_out["not listed in state.json"] == (1, ["cache-1.arrow"])
     (root / "train/data-00000-of-00001.arrow").unlink()
