@@ -27,7 +27,13 @@ def _zstd() -> tuple[Callable[[], Any], type[Exception]]:
     if sys.version_info >= (3, 14):
         from compression import zstd
     else:
-        from backports import zstd  # the same module, for Python before 3.14
+        try:
+            from backports import zstd  # the same module, for Python before 3.14
+        except ImportError as error:
+            raise OSError(
+                "it is packed by Zstandard, for which the package backports.zstd is needed "
+                "(pip install backports.zstd)"
+            ) from error
     return zstd.ZstdDecompressor, zstd.ZstdError
 
 
