@@ -22,6 +22,7 @@ from switchx.data.corpora.tfrecord import TfRecordFiles, read_records
 from switchx.fields import require
 
 _FORMATS = tfds.core.FileFormat
+_SHORT = (np.float32, np.float16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,17 +164,26 @@ def find_folder(name: str, data_dir: str | None) -> TfdsFolder:
     )
 
 
-def plain(value) -> Any:
+def plain(value, feature=None) -> Any:
     """A decoded value in Python's types: texts, numbers, lists and dictionaries of these.
 
     A number of single precision is the shortest that rounds to it, 3.8 and not 3.79999995.
+
+    Args:
+        feature: TFDS' of the value; TFDS decodes a single number as one of double precision.
     """
     if isinstance(value, bytes):
         return value.decode()
     if isinstance(value, dict):
-        return {name: plain(item) for name, item in value.items()}
+        return {name: plain(item, _inner(feature, name)) for name, item in value.items()}
     if isinstance(value, np.ndarray | list | tuple):
         return [plain(item) for item in value]
-    if isinstance(value, np.float32 | np.float16):
+    if isinstance(value, float) and getattr(feature, "np_dtype", None) in _SHORT:
+        value = feature.np_dtype(value)
+    if isinstance(value, _SHORT):
         return shortest(value)
     return value.item() if isinstance(value, np.generic) else value
+
+
+def _inner(feature, name: str):
+    return feature[name] if isinstance(feature, tfds.features.FeaturesDict) else None

@@ -79,10 +79,12 @@ def rows_of_tfds(name: str, data_dir: str | None) -> Rows:
 
 def _tfds_rows(folder: TfdsFolder, split: str) -> SplitRows:
     key = (folder.folder, folder.fingerprint(split))
-    account = folder.account("", split)
-    return SplitRows(
-        lambda tally: counted(map(plain, folder.examples(split)), tally), key, account
-    )
+    account, features = folder.account("", split), folder.builder.info.features
+
+    def read(tally: Counter) -> Iterator[Row]:
+        return counted((plain(row, features) for row in folder.examples(split)), tally)
+
+    return SplitRows(read, key, account)
 
 
 def rows_of_files(name: str, files: Files, path: str, manual_dir: Path, split: str) -> Rows:

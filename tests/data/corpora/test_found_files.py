@@ -102,6 +102,23 @@ def test_splits_of_a_folder_of_any_case(tmp_path):
         corpus.open("train", str(tmp_path / "data"))
 
 
+def test_fingerprints_are_those_of_earlier_versions(tmp_path, texts):
+    # By these a run goes on, and finds its vocabulary and its tokens.
+    (texts / "a.txt").write_bytes(b"one\r\n\r\ntwo\n")
+    (texts / "b.txt.gz").write_bytes(gzip.compress("drei ö\n".encode()))
+    (texts / "c.jsonl").write_text('{"text": "four"}\n{"text": "five"}\n')
+    for split, fingerprint in (
+        ("train", "ae494d0521d67049"),
+        ("validation", "984d36d4ae426751"),
+    ):
+        assert TextFiles(str(texts)).open(split, str(tmp_path)).fingerprint == fingerprint
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "train.csv").write_text('q,a\n"x, y",z\n')
+    source = Templates(str(own), "{q}", "{a}").open("train", str(tmp_path))
+    assert source.fingerprint == "a2bdd1eba7ee8ff6"
+
+
 def test_pairs_by_named_columns(tmp_path, texts):
     (texts / "pairs.jsonl").write_text('{"de": "a", "en": "b"}\n{"de": "c", "en": "d"}\n')
     corpus = TextFiles(str(texts), columns=("de", "en"))
