@@ -178,8 +178,8 @@ def plain(value, feature=None) -> Any:
         return {name: plain(item, _inner(feature, name)) for name, item in value.items()}
     if isinstance(value, np.ndarray | list | tuple):
         return [plain(item) for item in value]
-    if isinstance(value, float) and getattr(feature, "np_dtype", None) in _SHORT:
-        value = feature.np_dtype(value)
+    if isinstance(value, float) and getattr(feature, "np_dtype", None) in map(np.dtype, _SHORT):
+        value = np.dtype(feature.np_dtype).type(value)
     if isinstance(value, _SHORT):
         return shortest(value)
     return value.item() if isinstance(value, np.generic) else value
