@@ -142,7 +142,7 @@ def statement(
     import jaxlib
 
     from switchx.data.corpora.splits import open_split
-    from switchx.data.mixtures import as_mixture, evaluated_tasks
+    from switchx.data.mixtures import splits_read
     from switchx.training.resume import flat_description
 
     own = ("data_dir", "prefetch", "storage.path", "storage.host_bytes")
@@ -151,13 +151,11 @@ def statement(
         for name, each in flat_description(job).items()
         if name not in own and name.split(".")[0] not in own
     }
-    read = [(task, task.train_split) for task in as_mixture(job.source).tasks]
-    read += [(task, task.evaluation_split) for task in evaluated_tasks(job.source)]
     corpora = {
         f"data of {task.name}, {split}": open_split(
             task.corpus, split, job.data_dir
         ).fingerprint
-        for task, split in read
+        for task, split in splits_read(job.source)
     }
     return (
         said

@@ -2,6 +2,7 @@
 """`switchx tasks`: the downstream tasks, and what a model reads of one of them."""
 
 import argparse
+import dataclasses
 import json
 
 from switchx.cli import arguments as shared
@@ -75,6 +76,10 @@ def run(arguments: argparse.Namespace) -> int:
         "answers": list(target.answers),
         "choices": list(target.choices),
         "metrics": [type(metric).__name__ for metric in task.metrics],
+        "corpora": [
+            dataclasses.asdict(each) if arguments.json else str(each)
+            for each in records.accounts
+        ],
     }
     _print(about, arguments.json)
     return 0

@@ -6,10 +6,12 @@ arXiv:2101.03961, section 4.3): language L is drawn at a rate proportional to |L
 Evaluation measures each task, and with it each language.
 """
 
+import collections
 from pathlib import Path
 
 from switchx.data.corpora.c4 import C4
-from switchx.data.corpora.text_files import SUFFIXES, TextFiles
+from switchx.data.corpora.packed_files import name_of, only
+from switchx.data.corpora.text_files import TextFiles, is_text_file
 from switchx.data.mixtures import Mixture, ProportionalRates
 from switchx.data.objectives import SpanCorruption, TextObjective
 from switchx.data.tasks import Task
@@ -67,14 +69,20 @@ def language_files(folder: str, languages: tuple[str, ...]) -> tuple[TextFiles, 
     require(languages, "no languages; name those whose files are in the folder")
     root = Path(folder).expanduser()
     found = {}
+    entries = sorted(root.iterdir()) if root.is_dir() else []
     for name in languages:
-        paths = [root / name, *(root / f"{name}{suffix}" for suffix in SUFFIXES)]
-        found[name] = [path for path in paths if path.exists()]
+        paths = collections.defaultdict(list)
+        for path in entries:
+            parts = name_of(path.name)
+            if path.name == name or (parts.stem == name and is_text_file(parts)):
+                paths[parts.kind].append(path)
+        found[name] = [only(same) for same in paths.values()]
         require(
             len(found[name]) == 1,
-            f"language {name!r}: expected one of {name}/, {name}.txt, {name}.jsonl (or .gz) in "
-            f"{root}, got {', '.join(path.name for path in found[name]) or 'none'}; put it "
-            "there, or take the others away",
+            f"language {name!r}: expected one of {name}/, {name}.txt, {name}.jsonl "
+            f"(or packed, as .gz) in {root}, got "
+            f"{', '.join(path.name for path in found[name]) or 'none'}; put it there, or take "
+            "the others away",
         )
     return tuple(TextFiles(str(paths[0])) for paths in found.values())
 

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from switchx.data.corpora.corpus import Account
 from switchx.data.corpora.multi30k import LANGUAGES, Multi30k
+from switchx.data.corpora.splits import open_split
 from switchx.data.objectives import InputsToTargets
 from switchx.data.tasks import Task
 from switchx.data.text_metrics import Bleu, ChrF
@@ -133,6 +135,25 @@ def evaluated_tasks(source: Task | Mixture) -> tuple[Task, ...]:
     """The tasks that are evaluated: those that are learnt, or those that a mixture names."""
     mixture = as_mixture(source)
     return mixture.tasks if mixture.evaluation is None else mixture.evaluation
+
+
+def splits_read(source: Task | Mixture) -> list[tuple[Task, str]]:
+    """Tasks with the splits that training and evaluation read of them."""
+    read = [(task, task.train_split) for task in as_mixture(source).tasks]
+    return read + [(task, task.evaluation_split) for task in evaluated_tasks(source)]
+
+
+def accounts_of(source: Task | Mixture, data_dir: str | None) -> list[Account]:
+    """What of the files of all corpora is read, each corpus once.
+
+    Raises:
+        ValueError: as `Corpus.open`.
+    """
+    found = []
+    for task, split in splits_read(source):
+        opened = open_split(task.corpus, split, data_dir)
+        found += [account for account in opened.accounts if account not in found]
+    return found
 
 
 def as_mixture(source: Task | Mixture) -> Mixture:

@@ -14,13 +14,15 @@ import contextlib
 import io
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import sentencepiece
 
-from switchx.data.corpora.text_files import fields_of, find_files, read_examples
+from switchx.data.corpora.corpus import Account
+from switchx.data.corpora.text_files import Texts, find_texts
 from switchx.data.data_dir import write_atomically
 from switchx.data.mixtures import ProportionalRates
 from switchx.data.tokenizers import EOS_ID, PAD_ID, UNK_ID
@@ -203,8 +205,11 @@ def sample_at_rates(
 
 
 def _texts_of(inputs: str | Sequence[str]) -> Iterator[str]:
-    for file in find_files(inputs):
-        for example in read_examples([file], fields_of([file]), _DOCUMENT_CHARACTERS):
+    found = find_texts(inputs)
+    if any(found.left_out.values()):
+        _log.info("%s", Account.of("text", found.files, found.left_out))
+    for file in found.files:
+        for example in Texts.of([file]).examples(_DOCUMENT_CHARACTERS, Counter()):
             yield from example.values()
 
 

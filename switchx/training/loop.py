@@ -39,6 +39,7 @@ from switchx.training.program import TrainingProgram
 from switchx.training.resume import check_same_run, flat_description
 from switchx.training.saving import Saving
 from switchx.training.start import (
+    corpora_record,
     evaluator_of,
     first_params,
     first_state,
@@ -144,7 +145,8 @@ def train(
                 else:
                     step, state, data = saving.resume(program.abstract_state, job.model)
                     loader.restore(merge_states(data))
-                for path, text in (records or {}).items() if is_first else ():
+                records = corpora_record(job, run, reporter.note) | (records or {})
+                for path, text in records.items() if is_first else ():
                     write_atomically(path, text.encode())
                 profiler = StepProfiler(profile, step or 0, run.profile)
                 if profiler.note is not None:

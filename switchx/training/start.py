@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import jax
@@ -20,6 +21,7 @@ from switchx.checkpoint.restore import (
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.data_dir import write_atomically
 from switchx.data.loader import Shard, TrainLoader
+from switchx.data.mixtures import accounts_of
 from switchx.fields import describe, require
 from switchx.models.params import init_params
 from switchx.object_store import read_json_object
@@ -183,6 +185,14 @@ def loader_of(job: TrainingJob, shard: Shard) -> TrainLoader:
         shard=shard,
         prefetch=job.prefetch,
     )
+
+
+def corpora_record(job: TrainingJob, run: RunFolder, note: Callable) -> dict[Path, str]:
+    """Says what of the files of the data is read, and returns it for the run folder."""
+    accounts = accounts_of(job.source, job.data_dir)
+    for account in accounts:
+        note(str(account))
+    return {run.corpora: json.dumps([*map(dataclasses.asdict, accounts)], indent=2)}
 
 
 def evaluator_of(job: TrainingJob, mesh: jax.sharding.Mesh, make) -> TextEvaluator | None:

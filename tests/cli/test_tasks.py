@@ -56,6 +56,8 @@ def test_an_example_is_shown(capsys, folder):
     folders = (f"--manual_dir={folder}", f"--data_dir={folder}")
     about = json.loads(shown(capsys, "super_glue_copa", *folders, "--json"))
     want = PUBLISHED["super_glue_copa"]
+    account = about.pop("corpora")[0]
+    assert account["rows"] == account["documents"]["train"] == account["files"][".jsonl"] == 1
     assert about == {
         "task": "super_glue_copa", "split": "train", "examples": 1, "inputs": want.inputs,
         "targets": want.targets, "answers": [want.targets],

@@ -97,6 +97,9 @@ def test_the_run_folder_holds_what_the_readme_says(finished_run):
     assert list((folder / "tensorboard").glob("events*"))
     assert {path.name for path in (folder / "checkpoints").iterdir()} >= {"4", "8", "12"}
     assert (folder / "git_commit.txt").read_text().strip()
+    (account,) = json.loads((folder / "corpora.json").read_text())
+    assert account["corpus"] == "text_files"
+    assert account["rows"] >= sum(account["documents"].values()) > 0
 
 
 def test_the_summary_says_what_to_look_at_next(finished_run):

@@ -65,11 +65,16 @@ class C4:
             info = folder.builder.info
             lengths = info.splits[stored_split].shard_lengths
             fingerprint = fingerprint_of("c4", info.full_name, lengths)
-            return CorpusSource(f"{self.name}/{split}", fingerprint, ("text",), records)
+            accounts = (folder.account(self.name, stored_split),)
+            return CorpusSource(
+                f"{self.name}/{split}", fingerprint, ("text",), records, accounts
+            )
 
         def make_splits() -> dict[str, Iterator[dict[str, str]]]:
             return {split: ({"text": plain(e["text"])} for e in folder.examples(stored_split))}
 
         name = f"{self.name.replace('/', '_')}_{split}".replace(".", "_").replace("-", "_")
         key = fingerprint_of("c4 1", folder.folder, folder.fingerprint(stored_split))
-        return open_prepared(Recipe(name, key, ("text",), make_splits), split, folder.data_dir)
+        account = folder.account(self.name, stored_split)
+        recipe = Recipe(name, key, ("text",), make_splits, account)
+        return open_prepared(recipe, split, folder.data_dir)

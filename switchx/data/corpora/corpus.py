@@ -3,8 +3,70 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, Self
+
+from switchx.data.corpora.packed_files import name_of
+from switchx.object_store import Folder
+
+# Of files that are left out for one reason; all are counted.
+_MOST_NAMES = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """What of the files of a corpus was read, and what was left out.
+
+    Attributes:
+        corpus: its name.
+        files: numbers of those that were read, by suffix.
+        num_bytes: theirs, as they lie there.
+        left_out: reason -> how many files, folders and links, and the names of the first.
+        rows: lines of text, or rows of tables, that were read; None where it was not counted.
+        rows_left_out: reason -> how many gave no document.
+        documents: numbers of examples, by split.
+    """
+
+    corpus: str
+    files: dict[str, int] = dataclasses.field(default_factory=dict)
+    num_bytes: int = 0
+    left_out: dict[str, tuple[int, list[str]]] = dataclasses.field(default_factory=dict)
+    rows: int | None = None
+    rows_left_out: dict[str, int] = dataclasses.field(default_factory=dict)
+    documents: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        corpus: str,
+        files: Mapping[Folder, int],
+        left_out: Mapping[str, Sequence[str]] | None = None,
+    ) -> Self:
+        """Of files and their bytes, before anything of them is read."""
+        suffixes = Counter("".join(name_of(file.name)[1:]) or "no suffix" for file in files)
+        named = {
+            reason: (len(names), sorted(names)[:_MOST_NAMES])
+            for reason, names in sorted((left_out or {}).items())
+            if names
+        }
+        return cls(corpus, dict(sorted(suffixes.items())), sum(files.values()), named)
+
+    def __str__(self) -> str:
+        """A line, and another one for what was left out."""
+        kinds = ", ".join(f"{number:,} {kind}" for kind, number in self.files.items())
+        documents = ", ".join(f"{n:,} in {split}" for split, n in self.documents.items())
+        rows = "" if self.rows is None else f", {self.rows:,} rows"
+        said = (
+            f"{self.corpus}: {sum(self.files.values()):,} files ({kinds}), {self.num_bytes:,} "
+            f"bytes{rows}; documents: {documents}"
+        )
+        left_out = [
+            f"{count:,} {reason} ({', '.join(names[:3])}{', ...' * (count > 3)})"
+            for reason, (count, names) in self.left_out.items()
+        ]
+        left_out += [f"{count:,} {reason}" for reason, count in self.rows_left_out.items()]
+        return said + f"\n{self.corpus}: left out {'; '.join(left_out)}" * bool(left_out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,12 +79,14 @@ class CorpusSource:
         fields: keys of an example: `text`, or `inputs` and `targets`, or a user's own.
         records: examples with texts (or their UTF-8 bytes) as values, among others those of
             `fields`.
+        accounts: of the files that they were read of; several, of a sum of splits.
     """
 
     name: str
     fingerprint: str
     fields: tuple[str, ...]
     records: Sequence[dict[str, Any]] = dataclasses.field(repr=False)
+    accounts: tuple[Account, ...] = dataclasses.field(default=(), repr=False)
 
     def __len__(self) -> int:
         return len(self.records)

@@ -10,14 +10,15 @@ import itertools
 import logging
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 from switchx.data import data_dir as locations
-from switchx.data.corpora.corpus import CorpusSource, fingerprint_of, require_split
+from switchx.data.corpora.corpus import Account, CorpusSource, fingerprint_of, require_split
+from switchx.data.corpora.packed_files import PACKINGS, only, read_lines
 from switchx.data.corpora.prepared import Recipe, open_prepared
-from switchx.data.corpora.text_files import read_lines
 from switchx.fields import at_resume, check_choices, require
 
 ADDRESS = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw/"
@@ -41,7 +42,7 @@ Pair = tuple[Path, Path]
 class Multi30k:
     """Line-aligned captions, `{"inputs": source, "targets": target}`.
 
-    Files `<split>.<language>.gz`, or unpacked, are looked for in DATA_DIR and
+    Files `<split>.<language>.gz`, or packed otherwise or not, are looked for in DATA_DIR and
     DATA_DIR/multi30k, then likewise where SWITCHX_DATA_DIR says and in the cache; what is
     not there is downloaded to `multi30k` in the first of them that can be written.
 
@@ -82,15 +83,18 @@ class Multi30k:
         if split not in pairs:
             self._download(data_dir)
             pairs = self._find(data_dir)
-        files = itertools.chain.from_iterable(pairs.values())
+        files = list(itertools.chain.from_iterable(pairs.values()))
         key = fingerprint_of(
-            "multi30k 1", *((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files)
+            "multi30k 2", *((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files)
         )
 
         def make_splits() -> dict[str, Iterator[dict[str, str]]]:
-            return {split: _read_pairs(*files) for split, files in pairs.items()}
+            return {split: _read_pairs(*files, tally) for split, files in pairs.items()}
 
-        recipe = Recipe(self.name, key, ("inputs", "targets"), make_splits)
+        tally = Counter()
+        account = Account.of(self.name, {file: file.stat().st_size for file in files})
+        fields = ("inputs", "targets")
+        recipe = Recipe(self.name, key, fields, make_splits, account, tally)
         return open_prepared(recipe, split, data_dir)
 
     def _find(self, data_dir: str | None) -> dict[str, Pair]:
@@ -130,11 +134,12 @@ class Multi30k:
 
 
 def _find_file(folder: Path, split: str, language: str) -> Path | None:
-    names = (f"{_FILE_NAMES[split]}.{language}{suffix}" for suffix in (".gz", ""))
-    return next((folder / name for name in names if (folder / name).is_file()), None)
+    name = f"{_FILE_NAMES[split]}.{language}"
+    paths = [folder / f"{name}{packing}" for packing in ("", *PACKINGS)]
+    return only([path for path in paths if path.is_file()])
 
 
-def _read_pairs(source: Path, target: Path) -> Iterator[dict[str, str]]:
+def _read_pairs(source: Path, target: Path, tally: Counter) -> Iterator[dict[str, str]]:
     """Line by line, both files together."""
     inputs, targets = ([line.strip() for line in read_lines(file)] for file in (source, target))
     require(
@@ -142,5 +147,6 @@ def _read_pairs(source: Path, target: Path) -> Iterator[dict[str, str]]:
         f"{source} has {len(inputs)} lines and {target} has {len(targets)}, expected equally "
         "many and at least 1; get both anew from one place",
     )
+    tally["rows"] += len(inputs)
     for source_text, target_text in zip(inputs, targets, strict=True):
         yield {"inputs": source_text, "targets": target_text}

@@ -15,16 +15,19 @@ import hashlib
 import logging
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import tensorflow_datasets as tfds
 
 from switchx.data import data_dir as locations
-from switchx.data.corpora.corpus import CorpusSource, require_split
+from switchx.data.corpora.corpus import Account, CorpusSource, require_split
 from switchx.data.corpora.sound_records import SoundRecords
 
 VERSION = "1.0.0"
+# Beside the splits' fingerprints; no name of a split has a space.
+_TALLY = "rows by what became of them"
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +42,9 @@ class Recipe:
             is large, names, sizes and times of its files.
         fields: keys of an example.
         make_splits: called to prepare: split -> its examples.
+        account: of the files, None where there are none; what was read of them is added.
+        tally: counts `rows`, and by reason those that give no example, while the examples of
+            `make_splits` are read.
         keeps_order: examples stay in their order; otherwise it is drawn once.
     """
 
@@ -46,6 +52,8 @@ class Recipe:
     key: str
     fields: tuple[str, ...]
     make_splits: Callable[[], dict[str, Iterable[dict[str, str]]]]
+    account: Account | None = None
+    tally: Counter = dataclasses.field(default_factory=Counter)
     keeps_order: bool = False
 
 
@@ -84,6 +92,7 @@ class CorpusBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
                 digest.update(text.encode() + b"\0")
             yield number, example
         self.info.metadata[split] = digest.hexdigest()[:16]
+        self.info.metadata[_TALLY] = dict(self._recipe.tally)  # whole after the last split
 
     # TFDS prints these to standard output; the caller says what there is to say.
     def _log_download_bytes(self): ...
@@ -105,7 +114,8 @@ def open_prepared(recipe: Recipe, split: str, data_dir: str | None) -> CorpusSou
     try:
         builder = tfds.builder_from_directory(folder)
         splits = list(builder.info.splits)
-        fingerprint = builder.info.metadata[split] if split in splits else None
+        metadata = builder.info.metadata
+        fingerprint = metadata[split] if split in splits else None
     except Exception as error:  # of JSON, protocol buffers and TFDS
         raise _damaged(recipe, error, way_out) from error
     require_split(recipe.name, split, splits)
@@ -118,7 +128,14 @@ def open_prepared(recipe: Recipe, split: str, data_dir: str | None) -> CorpusSou
     sound = SoundRecords.of_split(
         f"the prepared data of {name} is damaged", records, builder, split, way_out
     )
-    return CorpusSource(name, fingerprint, recipe.fields, sound)
+    tally = dict(metadata.get(_TALLY) or {})  # earlier versions kept none
+    account = dataclasses.replace(
+        recipe.account or Account(recipe.name),
+        rows=tally.pop("rows", None),
+        rows_left_out=tally,
+        documents={name: each.num_examples for name, each in builder.info.splits.items()},
+    )
+    return CorpusSource(name, fingerprint, recipe.fields, sound, (account,))
 
 
 def _damaged(recipe: Recipe, error: Exception, way_out: str) -> ValueError:

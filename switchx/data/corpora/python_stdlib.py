@@ -15,7 +15,7 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from switchx.data.corpora.corpus import CorpusSource, fingerprint_of
+from switchx.data.corpora.corpus import Account, CorpusSource, fingerprint_of
 from switchx.data.corpora.prepared import Recipe, open_prepared
 from switchx.data.corpora.text_files import cut_lines, hold_out, require_cut, text_digest
 from switchx.fields import require
@@ -81,7 +81,10 @@ class PythonStdlib:
             splits = hold_out(lambda: texts, text_digest, fraction, "the standard library")
             return {name: documents(texts) for name, texts in splits.items()}
 
-        return open_prepared(Recipe(self.name, key, ("text",), make_splits), split, data_dir)
+        sizes = {root / path: len(content) for path, content in files.items()}
+        account = Account.of(self.name, sizes)
+        recipe = Recipe(self.name, key, ("text",), make_splits, account)
+        return open_prepared(recipe, split, data_dir)
 
 
 def clean(texts: Iterable[str]) -> list[str]:

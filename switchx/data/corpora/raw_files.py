@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of data sets as they are published: .tsv, .csv, .jsonl, .json and .txt, plain or .gz.
+"""Rows of data sets as they are published: .tsv, .csv, .jsonl, .json and .txt, plain or packed,
+and tables of Apache Arrow.
 
 A row is a dictionary: by the header's names or, in a table without a header, by the number of
 the column (`0`, `1`, ...); the object of a line of JSON; an item of a JSON file, whose lists of
@@ -8,21 +9,23 @@ rows may stand inside of other lists and objects (SQuAD's `data`).
 
 import csv
 import dataclasses
-import gzip
 import json
-import logging
+import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from switchx.characters import require_characters
-from switchx.data.corpora.text_files import read_lines
+from switchx.data.corpora import tables
+from switchx.data.corpora.packed_files import Name, name_of, named, opened, read_lines
 from switchx.fields import require
+from switchx.object_store import Folder, state_of
 
 Row = dict[str, Any]
-SUFFIXES = (".tsv", ".csv", ".jsonl", ".json", ".txt")
+KINDS = (".tsv", ".csv", ".jsonl", ".json", ".txt", *tables.KINDS)
 
-_log = logging.getLogger(__name__)
+_CELL = re.compile(r'"(?:[^"]++|"")*+"|[^",\n]*+')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +33,11 @@ class RawFile:
     """How a file is to be read.
 
     Attributes:
-        name: below the folder; `.gz` may follow it there.
+        name: below the folder, its suffixes in any case; it may be packed there.
         has_header: of a table.
         rows_in: key of a JSON file's object under which its list of rows is.
-        skips_short_rows: of a table, those with fewer columns than its header are left out,
-            as TFDS does with the few broken ones of GLUE, and counted in the log.
+        skips_short_rows: of a table, those with fewer cells than its header are left out, as
+            TFDS does with the few broken ones of GLUE, and counted.
     """
 
     name: str
@@ -43,82 +46,171 @@ class RawFile:
     skips_short_rows: bool = False
 
     def find(self, folder: Path) -> Path | None:
-        """The file itself in the folder or its `.gz`, or none."""
-        for path in (folder / self.name, folder / f"{self.name}.gz"):
-            if path.is_file():
-                return path
-        return None
+        """The file in the folder, plain or packed, or none."""
+        return named(folder, self.name)
 
-    def rows(self, path: Path) -> Iterator[Row]:
+    def rows(self, path: Path, tally: Counter) -> Iterator[Row]:
         """Those of the file that was found; see `read_rows`."""
-        return read_rows(path, self)
+        return read_rows(path, self, tally)
 
     def state(self, path: Path) -> tuple:
         """What changes with the rows and is quickly known."""
-        return str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns
+        return str(path.resolve()), *state_of(path)
 
 
-def read_rows(path: Path, file: RawFile) -> Iterator[Row]:
+def has_rows(name: Name) -> bool:
+    """Whether rows are read of files of this name; tables of Arrow are packed inside."""
+    return name.kind in KINDS and not (name.kind in tables.KINDS and name.packing)
+
+
+def read_rows(path: Path, file: RawFile, tally: Counter) -> Iterator[Row]:
     """Rows of a file in order, read as they are asked for.
+
+    Args:
+        tally: counts `rows`, and by reason those that are left out.
 
     Raises:
         ValueError: a file that cannot be read, is not UTF-8, or is not of its kind; the
             message says the line.
     """
-    kind = Path(file.name).suffix
-    if kind == ".tsv":
-        # No quotes: they are part of the text (GLUE).
-        yield from _table(path, file, delimiter="\t", quoting=csv.QUOTE_NONE)
-    elif kind == ".csv":
-        yield from _table(path, file, delimiter=",")
-    elif kind == ".jsonl":
-        for number, line in enumerate(read_lines(path), 1):
-            if line.strip():
-                yield _object(_parsed(line, f"{path}:{number}"), f"{path}:{number}")
-    elif kind == ".json":
+    name = name_of(file.name)
+    require(
+        has_rows(name),
+        f"{path}: rows are read of {', '.join(KINDS)}; convert it to one of them",
+    )
+    if name.kind in tables.KINDS:
+        yield from (row for _, row in tables.read_table(path, tally))
+    elif name.kind == ".jsonl":
+        yield from (row for _, row in json_lines(path, tally))
+    elif name.kind == ".json":
         for row in _list(path, file):
+            tally["rows"] += 1
             yield _object(row, str(path))
-    elif kind == ".txt":
-        for line in read_lines(path):
-            if line.strip():
-                yield {"text": line.rstrip("\n")}
+    elif name.kind == ".txt":
+        for _, line in _lines(path, tally):
+            yield {"text": line.rstrip("\n")}
     else:
-        raise ValueError(f"{path}: rows are read of {', '.join(SUFFIXES)}; convert it to one")
+        yield from _table(path, file, name.kind == ".csv", tally)
 
 
-def _table(path: Path, file: RawFile, **dialect) -> Iterator[Row]:
-    csv.field_size_limit(1 << 27)  # an article is longer than csv's limit
-    reader = csv.reader(read_lines(path), **dialect)
-    names, num_skipped = None, 0
-    try:
-        for cells in reader:
-            if names is None:
-                names = cells if file.has_header else [str(i) for i in range(len(cells))]
-                if file.has_header:
-                    continue
-            if len(cells) < len(names) and file.skips_short_rows:
-                num_skipped += 1
-                continue
+def _lines(path: Folder, tally: Counter) -> Iterator[tuple[int, str]]:
+    """Lines that are not blank, with their numbers from 1."""
+    for number, line in enumerate(read_lines(path), 1):
+        if line.strip():
+            tally["rows"] += 1
+            yield number, line
+        else:
+            tally["blank lines"] += 1
+
+
+def json_lines(path: Folder, tally: Counter) -> Iterator[tuple[str, Row]]:
+    """Objects of a file of JSON lines, each with its place.
+
+    Raises:
+        ValueError: as `read_rows`.
+    """
+    for number, line in _lines(path, tally):
+        place = f"{path}:{number}"
+        yield place, _object(_parsed(line, place), place)
+
+
+def _table(path: Path, file: RawFile, is_csv: bool, tally: Counter) -> Iterator[Row]:
+    names = None
+    for number, cells in _csv_records(path) if is_csv else _tsv_records(path):
+        has_one = names is not None and len(names) == 1  # its cells may be empty
+        if not cells or (not has_one and cells[0].strip() == "" and len(cells) == 1):
+            tally["blank lines"] += 1
+            continue
+        if names is None:
+            names = cells if file.has_header else [str(i) for i in range(len(cells))]
+            twice = [f"{name!r}" for name, times in Counter(names).items() if times > 1]
             require(
-                len(cells) >= len(names),
-                f"{path}:{reader.line_num}: expected {len(names)} columns, "
-                f"{', '.join(names)}, got {len(cells)}; correct the line",
+                not twice,
+                f"{path}:{number} has the column {', '.join(twice)} twice; rename one of them",
             )
-            yield dict(zip(names, cells, strict=False))
-    except csv.Error as error:
-        raise ValueError(f"{path}:{reader.line_num}: {error}; correct the line") from error
-    if num_skipped:
-        _log.warning("%s: left out %d rows with too few columns", path, num_skipped)
+            if file.has_header:
+                continue
+        if len(cells) < len(names) and file.skips_short_rows:
+            tally["rows with too few cells"] += 1
+            continue
+        require(
+            len(cells) == len(names),
+            f"{path}:{number}: expected {len(names)} cells, {', '.join(names)}, got "
+            f"{len(cells)}, {str(cells):.200}; correct the line"
+            f"{', for a cell with a comma in it stands in quotes' if is_csv else ''}",
+        )
+        tally["rows"] += 1
+        yield dict(zip(names, cells, strict=True))
+
+
+def _tsv_records(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Cells of each line. There are no quotes: they are part of the text (GLUE)."""
+    for number, line in enumerate(read_lines(path), 1):
+        line = line.removesuffix("\n")
+        yield number, line.split("\t") if line else []
+
+
+def _csv_records(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Cells of each record, and the line that it begins in.
+
+    Quotes are read as RFC 4180 has them and no looser, as `csv` would even if it is strict:
+    then any number of quotes that is odd, of one that is missing or too many, is found.
+    """
+    csv.field_size_limit(1 << 27)  # an article is longer than csv's limit
+    record = []
+
+    def lines() -> Iterator[str]:
+        for line in read_lines(path):
+            record.append(line)
+            yield line
+
+    reader = csv.reader(lines(), strict=True)
+    while True:
+        number = reader.line_num + 1
+        record.clear()
+        try:
+            cells, failure = next(reader, None), None
+        except csv.Error as error:
+            cells, failure = None, error
+        text = "".join(record)
+        fault = _fault_of_quotes(text) if '"' in text else None
+        if fault is not None:
+            line = number + text.count("\n", 0, fault[0])
+            raise ValueError(
+                f"{path}:{line}: {fault[1]}; write a cell with quotes in it in quotes, and "
+                "each quote in it twice"
+            )
+        if failure is not None:
+            raise ValueError(f"{path}:{number}: {failure}; correct the line") from failure
+        if cells is None:
+            return
+        yield number, cells
+
+
+def _fault_of_quotes(record: str) -> tuple[int, str] | None:
+    """Where a record's quotes are wrong, and how; None where they are right."""
+    at = 0
+    while at < len(record):
+        end = _CELL.match(record, at).end()
+        is_quoted, follows = record[at] == '"', record[end : end + 1]
+        if is_quoted and end == at:
+            return at, "the quote that opens here is never closed"
+        if is_quoted and follows not in ("", ",", "\n", "\r"):
+            after = f"{record.count(chr(10), at, end)} lines on, before {record[end:][:20]!r}"
+            return at, f"the quote that opens here is closed inside of a cell, {after}"
+        if follows == '"':
+            return end, "a quote inside of a cell that begins without one"
+        at = end + 1
+    return None
 
 
 def _list(path: Path, file: RawFile) -> list:
-    open_file = gzip.open if path.suffix == ".gz" else open
     try:
-        with open_file(path, "rb") as opened:
-            content = opened.read().decode("utf-8-sig")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}; get the file anew") from error
-    rows = _parsed(content, str(path))
+        with opened(path) as content:
+            text = content.read().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}; convert it") from error
+    rows = _parsed(text, str(path))
     if file.rows_in and isinstance(rows, dict):
         require(
             file.rows_in in rows,
@@ -133,9 +225,21 @@ def _list(path: Path, file: RawFile) -> list:
 
 def _parsed(text: str, place: str):
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: not JSON ({error}); get the file anew") from error
+        raise ValueError(f"{place}: not JSON ({error}); correct it, or get it anew") from error
+    except KeyError as error:
+        raise ValueError(f"{place}: an object has the key {error} twice; rename one") from error
+    except RecursionError as error:
+        raise ValueError(f"{place}: nested too deeply; flatten it") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Row:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = Counter(name for name, _ in pairs)
+        raise KeyError(names.most_common(1)[0][0])
+    return row
 
 
 def _object(row, place: str) -> Row:

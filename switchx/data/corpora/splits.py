@@ -7,6 +7,7 @@ counts from the end. Examples are those that a task reads, in the corpus' order.
 """
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -106,7 +107,10 @@ def open_split(corpus: Corpus, split: str, data_dir: str | None) -> CorpusSource
         "slices", *((each.fingerprint, *b) for each, b in zip(sources, bounds, strict=True))
     )
     records = Slices(tuple(sources), tuple(bounds))
-    return CorpusSource(f"{corpus.name}/{split}", fingerprint, sources[0].fields, records)
+    accounts = itertools.chain.from_iterable(each.accounts for each in sources)
+    return CorpusSource(
+        f"{corpus.name}/{split}", fingerprint, sources[0].fields, records, tuple(accounts)
+    )
 
 
 @dataclasses.dataclass(frozen=True)

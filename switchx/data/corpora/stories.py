@@ -11,26 +11,24 @@ lists; texts are those of TFDS' `cnn_dailymail` from 3.2.0 on, in the order of t
 
 import dataclasses
 import hashlib
-import logging
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from switchx.data.corpora.packed_files import read_lines
 from switchx.data.corpora.raw_files import RawFile, Row
-from switchx.data.corpora.text_files import read_lines
 from switchx.fields import require
 
 PUBLISHERS = {"cnn": "cnn/stories", "dm": "dailymail/stories"}
 _MARK = "@highlight"
 _ENDS = (".", "!", "?", "'", "`", '"', "\u2019", "\u201d", ")")
 
-_log = logging.getLogger(__name__)
-
 
 @dataclasses.dataclass(frozen=True)
 class StoryList(RawFile):
     """A list of addresses, whose stories are in folders beside it."""
 
-    def rows(self, path: Path) -> Iterator[Row]:
+    def rows(self, path: Path, tally: Counter) -> Iterator[Row]:
         """`article`, `highlights`, `publisher` and `id` of each story that has both texts.
 
         Raises:
@@ -42,7 +40,6 @@ class StoryList(RawFile):
             f"{path} lists stories, and neither {' nor '.join(PUBLISHERS.values())} is in "
             f"{path.parent}; unpack the stories there",
         )
-        num_empty = 0
         for address in filter(None, map(str.strip, read_lines(path))):
             name = hashlib.sha1(address.encode()).hexdigest()
             found = ((who, folder / f"{name}.story") for who, folder in folders.items())
@@ -54,13 +51,12 @@ class StoryList(RawFile):
                 f"line out of {path}",
             )
             article, highlights = story(read_lines(file))
+            tally["rows"] += 1
             if article and highlights:
                 yield {"article": article, "highlights": highlights, "publisher": publisher,
                        "id": name}  # fmt: skip
             else:
-                num_empty += 1
-        if num_empty:
-            _log.warning("%s: left out %d stories without a text", path, num_empty)
+                tally["stories without a text"] += 1
 
     def state(self, path: Path) -> tuple:
         """That of the list and of the folders, which changes with the files in them."""

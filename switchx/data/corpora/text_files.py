@@ -1,29 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's own text: `.txt` and `.jsonl` files, plain or `.gz`, one by one or by folder.
+"""A user's own text: `.txt`, `.jsonl` and tables of Apache Arrow, one by one or by folder.
 
 Documents are divided into training and validation by their hash (`hold_out`).
 """
 
 import dataclasses
-import gzip
 import hashlib
-import json
-import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, Self
 
 from switchx.characters import require_characters
-from switchx.data.corpora.corpus import CorpusSource, fingerprint_of
+from switchx.data.corpora import tables
+from switchx.data.corpora.corpus import Account, CorpusSource, fingerprint_of
+from switchx.data.corpora.found_files import AGAIN, FoundFiles
+from switchx.data.corpora.packed_files import PACKINGS, Name, name_of, read_lines
 from switchx.data.corpora.prepared import Recipe, open_prepared
+from switchx.data.corpora.raw_files import json_lines
 from switchx.fields import at_resume, require, require_at_least
-from switchx.object_store import Folder, as_folder, files_in, is_address, state_of
+from switchx.object_store import Folder, as_folder, state_of
 
-_PLAIN = (".txt", ".txt.gz")
-_JSON_LINES = (".jsonl", ".jsonl.gz", ".json.gz")
-SUFFIXES = _PLAIN + _JSON_LINES
-# What a record of JSON lines may hold; further keys are left aside.
+# What a record may hold; further keys and columns are left aside.
 _FIELDS = (("text",), ("inputs", "targets"))
+_MACROS = "TextFiles.columns, in gin files TEXT_COLUMN, or INPUTS_COLUMN and TARGETS_COLUMN"
+_READ = f".txt, .jsonl, .json.gz (or {', '.join(PACKINGS[1:])}), {', '.join(tables.KINDS)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,15 +32,19 @@ class TextFiles:
     r"""Documents of text files.
 
     A `.txt` file is cut at paragraphs into documents; blank ones go, `\r\n` becomes `\n`,
-    all else is kept. A line of a `.jsonl` file (or `.json.gz`, as C4 is published) is one
-    document, `{"text": ...}` or `{"inputs": ..., "targets": ...}`, all files alike.
+    all else is kept. A line of a `.jsonl` file (or `.json.gz`, as C4 is published), and a row
+    of a table (`.parquet`, `.arrow`, a folder of `datasets`), is one document,
+    `{"text": ...}` or `{"inputs": ..., "targets": ...}`, all files alike. All but tables may
+    be packed (`.gz`, `.bz2`, `.xz`, `.zst`).
 
     Attributes:
         path: file or folder, or several, on this machine or in a store (`s3://bucket/text`);
-            folders are searched to the bottom. A run goes on where they were moved to: the
-            documents' fingerprint decides.
+            folders are searched to the bottom (`found_files.py`). A run goes on where they
+            were moved to: the documents' fingerprint decides.
         validation_fraction: of the documents.
         max_characters: of a document cut from a `.txt` file.
+        columns: keys or columns under which the text stands, or inputs and targets; None is
+            `text` or `inputs` and `targets`, whichever the first record has.
     """
 
     name = "text_files"
@@ -47,149 +52,163 @@ class TextFiles:
     path: str | Sequence[str] = at_resume()
     validation_fraction: float = 0.05
     max_characters: int = 8000
+    columns: tuple[str, ...] | None = at_resume(None)
 
     def __post_init__(self):
         require_cut(self)
+        require(
+            self.columns is None or len(self.columns) in (1, 2),
+            f"TextFiles.columns={self.columns!r}; use one, of texts, or two, of inputs and "
+            "targets",
+        )
 
     def open(self, split: str, data_dir: str | None) -> CorpusSource:
         """Split `train` or `validation`.
 
         Raises:
             ValueError: no such split; a file that is missing, unreadable, not UTF-8 or not
-                of the form above; fewer than two distinct documents.
+                of the form above; two files of one name that hold different texts; fewer
+                than two distinct documents.
         """
-        files = find_files(self.path)
-        fields = fields_of(files)
-        states = [(str(file), *state_of(file)) for file in files]
-        key = fingerprint_of(
-            "text_files 1", self.validation_fraction, self.max_characters, states
-        )
+        found = find_texts(self.path, self.columns)
+        texts = Texts.of(list(found.files), self.columns)
+        states = [(str(file), *state_of(file)) for file in found.files]
+        cut = self.validation_fraction, self.max_characters
+        key, tally = fingerprint_of("text_files 2", *cut, texts.keys, states), Counter()
 
         def make_splits() -> dict[str, Iterator[dict[str, str]]]:
             return hold_out(
-                lambda: read_examples(files, fields, self.max_characters),
+                # Counted once, and read three times.
+                lambda: texts.examples(self.max_characters, Counter() if tally else tally),
                 lambda example: text_digest(*example.values()),
                 self.validation_fraction,
                 f"text_files path={self.path!r}",
             )
 
-        return open_prepared(Recipe(self.name, key, fields, make_splits), split, data_dir)
+        account = Account.of(self.name, found.files, found.left_out)
+        recipe = Recipe(self.name, key, texts.fields, make_splits, account, tally)
+        return open_prepared(recipe, split, data_dir)
 
 
-def find_files(path: str | Sequence[str]) -> list[Folder]:
-    """Absolute paths or addresses of the text files that `path` names, in folders all, sorted.
+def find_texts(path: str | Sequence[str], columns: Sequence[str] | None = None) -> FoundFiles:
+    """Text files that `path` names, in folders all, sorted; and what is left out.
+
+    Of a data set that `datasets` saved these are the files that its `state.json` lists.
 
     Raises:
-        ValueError: a path that does not exist or is no text file, a folder without any.
+        ValueError: a path that does not exist, or holds no text; two files of one name that
+            hold different texts.
     """
     names = [path] if isinstance(path, (str, Path)) else path
     require(names, "no text files are named; expected files or folders of text")
-    files = []
+    found = FoundFiles()
     for name in names:
-        root = as_folder(name) if is_address(name) else as_folder(name).resolve()
-        require(root.exists(), f"{root} does not exist; name a text file or a folder of them")
-        found = sorted(root / each for each in files_in(root)) if root.is_dir() else [root]
-        texts = [file for file in found if file.name.lower().endswith(SUFFIXES)]
+        before = len(found.files), len(found.left_out[AGAIN])
+        there = found.add(name)
+        for folder in {file.parent for file in there if file.suffix.lower() == ".arrow"}:
+            saved = tables.saved_tables(folder)
+            for file in [each for each in there if saved and each.parent == folder]:
+                if file.suffix.lower() == ".arrow" and file not in saved:
+                    found.leave_out(file, "not listed in state.json")
+        found.keep(lambda name: is_text_file(name, columns))
+        kinds = Counter("".join(name_of(file.name)[1:]) or "none" for file in there)
         require(
-            texts,
-            f"{root} holds no text: none of its {len(found)} files ends in "
-            f"{', '.join(SUFFIXES)}; rename or convert them",
+            not there or (len(found.files), len(found.left_out[AGAIN])) != before,
+            f"{as_folder(name)} holds no text: its files end in "
+            f"{', '.join(f'{kind} ({times})' for kind, times in kinds.items())}, and none in "
+            f"{_READ}; rename or convert them",
         )
-        files += texts
-    return list(dict.fromkeys(files))
+    require(
+        found.files,
+        f"{', '.join(map(str, names))}: there is no file; put texts there that end in {_READ}",
+    )
+    return found
 
 
-def read_examples(
-    files: Iterable[Folder], fields: tuple[str, ...], max_characters: int
-) -> Iterator[dict[str, str]]:
-    """Examples of the files in order, read as they are asked for.
+def is_text_file(name: Name, columns: Sequence[str] | None = None) -> bool:
+    """Whether a file of this name holds text, or records with `columns` if they are named."""
+    if name.kind == ".txt":
+        return columns is None or len(columns) == 1
+    is_packed_json = name.kind == ".json" and bool(name.packing)
+    is_table = name.kind in tables.KINDS and not name.packing
+    return name.kind == ".jsonl" or is_packed_json or is_table
 
-    Raises:
-        ValueError: a file that is unreadable, not UTF-8, or has a record without `fields`.
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """Files of text, and what their records hold.
+
+    Attributes:
+        fields: of an example, `text`, or `inputs` and `targets`.
+        keys: under which a record has them.
     """
-    for file in files:
-        if not file.name.lower().endswith(_JSON_LINES):
-            yield from ({"text": text} for text in cut_lines(read_lines(file), max_characters))
-            continue
-        for number, record in _read_records(file):
-            require(
-                all(isinstance(record.get(field), str) for field in fields),
-                f"{file}:{number}: expected texts under {' and '.join(fields)}, as in the "
-                f"first record, got the keys {', '.join(record) or 'none'}",
-            )
-            for field in fields:
-                require_characters(record[field], f"{file}:{number}: {field}")
-            if any(record[field].strip() for field in fields):
-                yield {field: record[field] for field in fields}
 
+    files: list[Folder]
+    fields: tuple[str, ...]
+    keys: tuple[str, ...]
 
-def _read_records(file: Folder) -> Iterator[tuple[int, dict]]:
-    """Objects of a JSON lines file with their line numbers, from 1."""
-    for number, line in enumerate(read_lines(file), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{file}:{number}: not JSON ({error}); one object a line is expected"
-            ) from error
-        kind = type(record).__name__
-        require(
-            isinstance(record, dict),
-            f'{file}:{number}: expected an object like {{"text": ...}}, got {kind}',
-        )
-        yield number, record
+    @classmethod
+    def of(cls, files: list[Folder], columns: Sequence[str] | None = None) -> Self:
+        """Of records under `columns`; None is as the first record says.
 
-
-def fields_of(files: list[Folder]) -> tuple[str, ...]:
-    """Keys of the examples: `text` if any file is plain, otherwise the first record's.
-
-    Raises:
-        ValueError: there is no record, or the first has neither form.
-    """
-    if any(file.name.lower().endswith(_PLAIN) for file in files):
-        return ("text",)
-    for file in files:
-        for number, record in _read_records(file):
+        Raises:
+            ValueError: there is no record, or the first has neither form.
+        """
+        if columns is not None:
+            return cls(files, _FIELDS[len(columns) - 1], tuple(columns))
+        if any(name_of(file.name).kind == ".txt" for file in files):
+            return cls(files, _FIELDS[0], _FIELDS[0])
+        for file in files:
+            if name_of(file.name).kind in tables.KINDS:
+                first = str(file), tables.columns_of(file)[0]
+            elif (first := next(json_lines(file, Counter()), None)) is None:
+                continue
+            place, keys = first
             for fields in _FIELDS:
-                if all(field in record for field in fields):
-                    return fields
+                if set(fields) <= set(keys):
+                    return cls(files, fields, fields)
             raise ValueError(
-                f"{file}:{number}: expected the key text, or inputs and targets; got "
-                f"{', '.join(record) or 'none'}"
+                f"{place}: expected the key text, or inputs and targets; got "
+                f"{', '.join(keys) or 'none'}; name others: {_MACROS}"
             )
-    raise ValueError(f"{', '.join(map(str, files))}: no records; add text")
+        raise ValueError(f"{', '.join(map(str, files))}: no records; add text")
+
+    def examples(self, max_characters: int, tally: Counter) -> Iterator[dict[str, str]]:
+        """Examples of the files in order, read as they are asked for.
+
+        Args:
+            tally: counts `rows`, lines of text among them, and by reason what gives none.
+
+        Raises:
+            ValueError: a file that is unreadable, not UTF-8, or has a record without `keys`.
+        """
+        for file in self.files:
+            kind = name_of(file.name).kind
+            if kind == ".txt":
+                lines = _counted(read_lines(file), tally)
+                yield from ({"text": text} for text in cut_lines(lines, max_characters))
+                continue
+            is_table = kind in tables.KINDS
+            read = tables.read_table(file, tally, self.keys)
+            for place, record in read if is_table else json_lines(file, tally):
+                texts = [record.get(key) for key in self.keys]
+                require(
+                    all(isinstance(text, str) for text in texts),
+                    f"{place}: expected texts under {' and '.join(self.keys)}, got the keys "
+                    f"{', '.join(record) or 'none'}; correct it, or name others: {_MACROS}",
+                )
+                for key, text in zip(self.keys, texts, strict=True):
+                    require_characters(text, f"{place}: {key}")
+                if any(text.strip() for text in texts):
+                    yield dict(zip(self.fields, texts, strict=True))
+                else:
+                    tally["blank documents"] += 1
 
 
-def read_lines(path: Folder) -> Iterator[str]:
-    r"""Lines of a UTF-8 file, plain or `.gz`, with their ends; `\r\n` becomes `\n`.
-
-    Raises:
-        ValueError: not to be read, or not UTF-8: names the file and the byte offset (in the
-            unpacked text).
-    """
-    offset = 0
-    try:
-        with path.open("rb") as raw, _unpacked(raw, path.suffix) as file:
-            for line in file:
-                text = line.decode("utf-8-sig" if offset == 0 else "utf-8")
-                offset += len(line)
-                yield text[:-2] + "\n" if text.endswith("\r\n") else text
-    except UnicodeDecodeError as error:
-        at = offset + error.start
-        raise ValueError(
-            f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {at}; "
-            "convert it, as with `iconv -f LATIN1 -t UTF-8`"
-        ) from error
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(
-            f"{path} cannot be read: {error}; check that it is whole and that you may read it"
-        ) from error
-
-
-def _unpacked(file: BinaryIO, suffix: str) -> BinaryIO:
-    return gzip.open(file) if suffix == ".gz" else file
+def _counted(lines: Iterable[str], tally: Counter) -> Iterator[str]:
+    for line in lines:
+        tally["rows"] += 1
+        yield line
 
 
 def cut_lines(lines: Iterable[str], max_characters: int) -> Iterator[str]:

@@ -16,12 +16,14 @@ import tensorflow_datasets as tfds
 from etils import epath
 
 from switchx.data import data_dir as locations
-from switchx.data.corpora.corpus import fingerprint_of
+from switchx.data.corpora.corpus import Account, fingerprint_of
 from switchx.data.corpora.sound_records import SoundRecords
+from switchx.data.corpora.tables import shortest
 from switchx.data.corpora.tfrecord import TfRecordFiles, read_records
 from switchx.fields import require
 
 _FORMATS = tfds.core.FileFormat
+_SHORT = (np.float32, np.float16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,20 @@ class TfdsFolder:
         """Hex; of the data set's full name and the lengths of the split's files."""
         info = self.builder.info
         return fingerprint_of("tfds", info.full_name, info.splits[split].shard_lengths)
+
+    def account(self, corpus: str, *splits: str) -> Account:
+        """What the description says of some splits, the number of examples among it."""
+        infos = {split: self.builder.info.splits[split] for split in splits}
+        return Account(
+            corpus,
+            {
+                f".{self.builder.info.file_format.value}": sum(
+                    i.num_shards for i in infos.values()
+                )
+            },
+            sum(each.num_bytes for each in infos.values()),
+            documents={split: each.num_examples for split, each in infos.items()},
+        )
 
     def records(self, split: str) -> Sequence[dict[str, Any]]:
         """Random access to the examples of a split, as TFDS decodes them.
@@ -155,12 +171,26 @@ def find_folder(name: str, data_dir: str | None) -> TfdsFolder:
     )
 
 
-def plain(value) -> Any:
-    """A decoded value in Python's types: texts, numbers, lists and dictionaries of these."""
+def plain(value, feature=None) -> Any:
+    """A decoded value in Python's types: texts, numbers, lists and dictionaries of these.
+
+    A number of single precision is the shortest that rounds to it, 3.8 and not 3.79999995.
+
+    Args:
+        feature: TFDS' of the value; TFDS decodes a single number as one of double precision.
+    """
     if isinstance(value, bytes):
         return value.decode()
     if isinstance(value, dict):
-        return {name: plain(item) for name, item in value.items()}
+        return {name: plain(item, _inner(feature, name)) for name, item in value.items()}
     if isinstance(value, np.ndarray | list | tuple):
         return [plain(item) for item in value]
+    if isinstance(value, float) and getattr(feature, "np_dtype", None) in map(np.dtype, _SHORT):
+        value = np.dtype(feature.np_dtype).type(value)
+    if isinstance(value, _SHORT):
+        return shortest(value)
     return value.item() if isinstance(value, np.generic) else value
+
+
+def _inner(feature, name: str):
+    return feature[name] if isinstance(feature, tfds.features.FeaturesDict) else None

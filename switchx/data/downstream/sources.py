@@ -8,12 +8,16 @@ text, and `TEXT_VERSION`.
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from switchx.data.corpora.corpus import CorpusSource, fingerprint_of, require_split
+from switchx.data.corpora import tables
+from switchx.data.corpora.corpus import Account, CorpusSource, fingerprint_of, require_split
+from switchx.data.corpora.found_files import FoundFiles
+from switchx.data.corpora.packed_files import name_of
 from switchx.data.corpora.prepared import Recipe, open_prepared
-from switchx.data.corpora.raw_files import SUFFIXES, RawFile, Row
+from switchx.data.corpora.raw_files import KINDS, RawFile, Row, has_rows
 from switchx.data.corpora.tfds_folder import TfdsFolder, find_folder, plain
 from switchx.data.data_dir import local_or_none
 from switchx.data.downstream.texts import TextExample
@@ -32,12 +36,14 @@ class SplitRows:
     """Rows of one split.
 
     Attributes:
-        read: gives them, in their order.
+        read: gives them, in their order, and counts them.
         key: all that determines them and is quickly known.
+        account: of their files.
     """
 
-    read: Callable[[], Iterable[Row]]
+    read: Callable[[Counter], Iterable[Row]]
     key: tuple
+    account: Account
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +53,7 @@ class Rows:
     Attributes:
         splits: those that are there.
         place: where they are, for messages.
-        class_names: of fields that TFDS knows as classes.
+        class_names: of fields that TFDS, or `datasets`, knows as classes.
     """
 
     splits: dict[str, SplitRows]
@@ -73,7 +79,12 @@ def rows_of_tfds(name: str, data_dir: str | None) -> Rows:
 
 def _tfds_rows(folder: TfdsFolder, split: str) -> SplitRows:
     key = (folder.folder, folder.fingerprint(split))
-    return SplitRows(lambda: map(plain, folder.examples(split)), key)
+    account, features = folder.account("", split), folder.builder.info.features
+
+    def read(tally: Counter) -> Iterator[Row]:
+        return counted((plain(row, features) for row in folder.examples(split)), tally)
+
+    return SplitRows(read, key, account)
 
 
 def rows_of_files(name: str, files: Files, path: str, manual_dir: Path, split: str) -> Rows:
@@ -96,8 +107,8 @@ def rows_of_files(name: str, files: Files, path: str, manual_dir: Path, split: s
     names = ", ".join(file.name for file in each)
     require(
         any(found),
-        f"{name}: none of {names} (or these with .gz) is in {', '.join(map(str, folders))}; "
-        "set MANUAL_DIR to the folder that has them",
+        f"{name}: none of {names} (or these packed, as .gz) is in "
+        f"{', '.join(map(str, folders))}; set MANUAL_DIR to the folder that has them",
     )
     # That of the split, or the first with any: the message about the split says which it has.
     splits = next((each for each in found if split in each), next(filter(None, found)))
@@ -113,35 +124,59 @@ def _whole(folder: Path, alternatives) -> list[tuple[Path, RawFile]]:
 
 
 def rows_of_folder(folder: Path) -> Rows:
-    """Rows of a folder with a file for each split, `train.jsonl`, `test.csv.gz`, ...
+    """Rows of a folder with a file for each split, `train.jsonl`, `test.csv.gz`, ..., or of
+    what `datasets` saved there.
 
     Raises:
         ValueError: no folder, no such file, or several for one split.
     """
     require(folder.is_dir(), f"{folder} is no folder; name one, or tfds:NAME")
-    found = {}
-    for path in sorted(folder.iterdir()):
-        name = path.name.removesuffix(".gz")
-        if name.endswith(SUFFIXES):
-            found.setdefault(Path(name).stem, []).append((path, RawFile(name)))
-    require(found, f"{folder} has no file that ends in {', '.join(SUFFIXES)}; put some there")
+    if saved := tables.saved_splits(folder):
+        found = {split: _saved_files(each) for split, each in saved.items()}
+        rows, every = _rows_of(found, str(folder)), itertools.chain(*found.values())
+        first = next((path for path, _ in every), None)
+        names = {} if first is None else tables.columns_of(first)[1]
+        return dataclasses.replace(rows, class_names=names)
+    files, found = FoundFiles(), {}
+    files.add_entries(folder)
+    files.keep(has_rows)
+    for path in files.files:
+        found.setdefault(name_of(path.name).stem, []).append((path, RawFile(path.name)))
+    require(found, f"{folder} has no file that ends in {', '.join(KINDS)}; put some there")
     several = [path.name for files in found.values() if len(files) > 1 for path, _ in files]
     require(
         not several,
         f"{folder} has {', '.join(several)}, expected one file a split; take the others away",
     )
-    return _rows_of(found, str(folder))
+    return _rows_of(found, str(folder), files.left_out)
 
 
-def _rows_of(found: dict[str, list[tuple[Path, RawFile]]], place: str) -> Rows:
-    return Rows({split: _file_rows(files) for split, files in found.items()}, place)
+def _saved_files(folder: Path) -> list[tuple[Path, RawFile]]:
+    return [(path, RawFile(path.name)) for path in tables.saved_tables(folder)]
 
 
-def _file_rows(files: list[tuple[Path, RawFile]]) -> SplitRows:
-    def read() -> Iterator[Row]:
-        return (row for path, file in files for row in file.rows(path))
+def _rows_of(
+    found: dict[str, list[tuple[Path, RawFile]]],
+    place: str,
+    left_out: Mapping[str, Sequence[str]] | None = None,
+) -> Rows:
+    splits = {split: _file_rows(files, left_out) for split, files in found.items()}
+    return Rows(splits, place)
 
-    return SplitRows(read, tuple(file.state(path) for path, file in files))
+
+def _file_rows(files: list[tuple[Path, RawFile]], left_out) -> SplitRows:
+    def read(tally: Counter) -> Iterator[Row]:
+        return (row for path, file in files for row in file.rows(path, tally))
+
+    account = Account.of("", {path: path.stat().st_size for path, _ in files}, left_out)
+    return SplitRows(read, tuple(file.state(path) for path, file in files), account)
+
+
+def counted(rows: Iterable[Row], tally: Counter) -> Iterator[Row]:
+    """The same, and counts them as `rows`."""
+    for row in rows:
+        tally["rows"] += 1
+        yield row
 
 
 def open_rows(
@@ -166,14 +201,15 @@ def open_rows(
     chosen, place = rows.splits[split], f"{name}, {split} of {rows.place}"
 
     def make_splits() -> dict[str, Iterator[dict[str, str]]]:
-        records = _records(place, chosen.read(), examples)
+        records = _records(place, chosen.read(tally), examples)
         first = next(records, None)
         # Nothing of WSC's test set, say, is known to be right.
         require(first is not None, f"{place} gives no example; use another split")
         return {split: itertools.chain([first], records)}
 
-    hexadecimal = fingerprint_of("downstream", TEXT_VERSION, name, split, *chosen.key, *key)
-    recipe = Recipe(name, hexadecimal, FIELDS, make_splits, keeps_order=True)
+    hexadecimal = fingerprint_of("downstream 2", TEXT_VERSION, name, split, *chosen.key, *key)
+    account, tally = dataclasses.replace(chosen.account, corpus=name), Counter()
+    recipe = Recipe(name, hexadecimal, FIELDS, make_splits, account, tally, keeps_order=True)
     return open_prepared(recipe, split, local_or_none(data_dir))
 
 

@@ -30,11 +30,11 @@ class Templates:
 
     A template names fields of a row in braces: those of an inner dictionary or list after a
     slash, `{question/stem}`, `{answers/0}`; a brace itself is written twice. The number of a
-    class that TFDS knows is written as its name.
+    class that TFDS or `datasets` knows is written as its name.
 
     Attributes:
         source: `tfds:NAME`, or a folder with a file for each split, `train.jsonl`, `.json`,
-            `.csv` or `.tsv`, plain or `.gz`.
+            `.csv`, `.tsv`, packed or not, `.parquet` or `.arrow`, or saved by `datasets`.
         inputs, targets: templates.
         answers: field with the list of all right answers, for metrics that take several.
     """

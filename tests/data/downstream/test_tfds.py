@@ -214,6 +214,19 @@ def test_translation(language, text, inputs, tmp_path):
     assert (record["inputs"], record["targets"]) == (inputs, text)
 
 
+def test_single_precision_is_written_as_the_shortest_number_that_it_is(tmp_path):
+    row = {"score": 3.8, "more": [0.1, 1e10]}
+    features = {"score": np.float32, "more": tfds.Sequence(np.float32)}
+    write(tmp_path, "scores", features, train=[row])
+    record = Templates("tfds:scores", "{score} {more/0}", "{more/1}").open(
+        "train", str(tmp_path)
+    )
+    assert (record[0]["inputs"], record[0]["targets"]) == ("3.8 0.1", "10000000000.0")
+    (account,) = record.accounts
+    assert account.files == {".array_record": 1}
+    assert account.rows == account.documents["train"] == 1
+
+
 def test_templates_of_a_folder(tmp_path):
     data = tmp_path / "data"
     data.mkdir()

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of Apache Arrow: Parquet, Arrow's streams and files, and data sets that the library
+`datasets` of Hugging Face saved (`save_to_disk`), which are streams with a list of them.
+
+Read by `pyarrow`. Its reader of streams takes the end of a file for that of the stream, so one
+that was cut between two batches would be short without a word: the end marker is required.
+"""
+
+import contextlib
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from switchx.fields import require
+from switchx.object_store import Folder, read_json_object
+
+KINDS = (".parquet", ".arrow")
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+_FILE_MARK = b"ARROW1"
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+
+
+def read_table(
+    path: Folder, tally: Counter, columns: Sequence[str] | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows of a table as Python's values by column, each with its place.
+
+    Args:
+        tally: counts them, as `rows`.
+        columns: to read; None is all.
+
+    Raises:
+        ValueError: it cannot be read, is damaged, has two columns of one name, or has none of
+            one of `columns`.
+    """
+    with _opened(path, columns) as (schema, batches):
+        number = itertools.count(1)
+        for batch in batches:
+            batch.validate(full=True)
+            names = [name for name in schema.names if columns is None or name in columns]
+            cells = [
+                [_plain(value, schema.field(name).type) for value in batch[name].to_pylist()]
+                for name in names
+            ]
+            for values in zip(*cells, strict=True):
+                tally["rows"] += 1
+                yield f"{path}: row {next(number)}", dict(zip(names, values, strict=True))
+
+
+def columns_of(path: Folder) -> tuple[list[str], dict[str, tuple[str, ...]]]:
+    """Names of a table's columns, and of the classes of those that `datasets` knows as such.
+
+    Raises:
+        ValueError: as `read_table`.
+    """
+    with _opened(path) as (schema, _):
+        about = (schema.metadata or {}).get(b"huggingface", b"{}")
+        try:
+            features = (json.loads(about).get("info") or {}).get("features") or {}
+            kinds = {name: each for name, each in features.items() if isinstance(each, dict)}
+            classes = {
+                name: tuple(each["names"])
+                for name, each in kinds.items()
+                if each.get("_type") == "ClassLabel"
+            }
+        except (ValueError, AttributeError, KeyError, TypeError) as error:
+            raise OSError(f"its description by `datasets` is damaged ({error!r})") from error
+        return schema.names, classes
+
+
+@contextlib.contextmanager
+def _opened(
+    path: Folder, columns: Sequence[str] | None = None
+) -> Iterator[tuple[Any, Iterator[Any]]]:
+    """The schema, and the batches, with `columns` at least."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with path.open("rb") as file:
+            if path.suffix.lower() == ".parquet":
+                table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
+                schema, batches = table.schema_arrow, table.iter_batches(columns=columns)
+            elif file.read(len(_FILE_MARK)) == _FILE_MARK:
+                table = pyarrow.ipc.open_file(file)
+                numbers = range(table.num_record_batches)
+                schema, batches = table.schema, map(table.get_batch, numbers)
+            else:
+                file.seek(0)
+                table = pyarrow.ipc.open_stream(file)
+                schema, batches = table.schema, _whole(table, file)
+            twice = [name for name, times in Counter(schema.names).items() if times > 1]
+            require(not twice, f"{path} has the column {', '.join(twice)} twice; rename one")
+            missing = [name for name in columns or () if name not in schema.names]
+            require(
+                not missing,
+                f"{path} has no column {', '.join(missing)}; use some of "
+                f"{', '.join(schema.names)}",
+            )
+            yield schema, batches
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error}; get the file anew") from error
+
+
+def _whole(stream, file: BinaryIO) -> Iterator[Any]:
+    yield from stream
+    end = file.tell()
+    file.seek(max(end - len(_END_OF_STREAM), 0))
+    if file.read() != _END_OF_STREAM:
+        raise OSError(f"no stream ends at byte {end}: it was cut, or another one follows")
+
+
+def _plain(value: Any, kind: Any) -> Any:
+    """A value of Arrow's type `kind`; single precision as the shortest number that is it."""
+    from pyarrow import types
+
+    if value is None:
+        return None
+    if types.is_float32(kind) or types.is_float16(kind):
+        return shortest(kind.to_pandas_dtype()(value))
+    if types.is_dictionary(kind):
+        return _plain(value, kind.value_type)
+    if types.is_struct(kind):
+        return {field.name: _plain(value[field.name], field.type) for field in kind}
+    if types.is_nested(kind) and hasattr(kind, "value_type"):
+        return [_plain(item, kind.value_type) for item in value]
+    return value
+
+
+def shortest(value: np.floating) -> float:
+    """The number of the fewest digits that is this one in its precision: 3.8, not 3.7999999."""
+    return float(str(value))
+
+
+def saved_splits(folder: Path) -> dict[str, Path]:
+    """Split -> folder, of what `datasets` saved; empty where it saved nothing.
+
+    Raises:
+        ValueError: a description that cannot be read, or a split that is not there.
+    """
+    if (folder / _SPLITS).is_file():
+        names = _described(folder / _SPLITS, "splits")
+        missing = [name for name in names if not (folder / name / _STATE).is_file()]
+        require(not missing, f"{folder} has no {missing[:1]} of {_SPLITS}; save it anew")
+        return {name: folder / name for name in names}
+    if any(folder.glob("*.arrow")) and saved_tables(folder):
+        return {_described(folder / _STATE, "_split") or "train": folder}
+    return {}
+
+
+def saved_tables(folder: Folder) -> list[Folder]:
+    """Files of one saved split in their order; none where `datasets` saved nothing.
+
+    Raises:
+        ValueError: one is missing, or there are chosen rows beside them (`indices`).
+    """
+    state = folder / _STATE
+    if not state.is_file() or not (listed := _described(state, "_data_files")):
+        return []
+    require(
+        not _described(state, "_indices_data_files"),
+        f"{folder} keeps its choice of rows apart; save it anew after flatten_indices()",
+    )
+    names = [each["filename"] for each in listed]
+    missing = [n for n in names if Path(n).name != n or not (folder / n).is_file()]
+    require(not missing, f"{folder} has no {', '.join(missing)} of {_STATE}; copy it anew")
+    return [folder / name for name in names]
+
+
+def _described(file: Folder, key: str) -> Any:
+    try:
+        return read_json_object(file).get(key)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read: {error}; get the file anew") from error
