@@ -221,11 +221,13 @@ def _leave(threads: Sequence[threading.Thread], status: int) -> int:
 
     The interpreter cannot end around a thread that is in the compiler: it would abort.
     """
+    from switchx.serving.models import READER
+
     until_s = time.monotonic() + STOPPING_S
-    # Others that the interpreter would wait for: of the pool that scores, idle ones have ended.
-    here = threading.current_thread()
-    others = [x for x in threading.enumerate() if not x.daemon and x is not here]
-    waited = dict.fromkeys([*threads, *others])
+    # Those of the pool that scores, too, for which the interpreter would wait; idle ones have
+    # ended. Threads of whoever calls this as a function are its own.
+    readers = [each for each in threading.enumerate() if each.name.startswith(READER)]
+    waited = [*threads, *readers]
     for each in waited:
         each.join(max(0.0, until_s - time.monotonic()))
     if any(each.is_alive() for each in waited):

@@ -34,6 +34,8 @@ from switchx.serving.requests import Refusal, shown
 from switchx.serving.service import Service
 
 LOG = logging.getLogger(__name__)
+# The name of its thread.
+READER = "switchx-reader"
 # Between two looks at a thread.
 _LOOK_S = 0.05
 MOST_COLLECTIONS = 10
@@ -56,7 +58,7 @@ class Models:
         self.num_open, self.is_draining = 0, False
         # Texts that are read again, for experts or log-probabilities of prompts: of all models
         # one pass at a time, which takes all cores.
-        self.reader = ThreadPoolExecutor(1, "switchx-reader")
+        self.reader = ThreadPoolExecutor(1, READER)
         for name, each in self.services.items():
             each.metrics.running.set_function(lambda name=name: self._num_running(name))
             each.metrics.waiting.set_function(lambda name=name: self._num_waiting(name))

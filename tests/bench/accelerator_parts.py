@@ -2,6 +2,7 @@
 """Parts that do what a card may do: measure, hang, die, go on with what was left."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +21,13 @@ def hangs(session: Session):
     """One case, then a child process that outlives it, as a deadlock of a kernel would."""
     yield row("before", 2.0, "us")
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    time.sleep(600)
+
+
+def ends_its_parent(session: Session):
+    """One case, then the command is told to end, as by a scheduler of machines."""
+    yield row("before", 2.0, "us")
+    os.kill(os.getppid(), signal.SIGTERM)
     time.sleep(600)
 
 

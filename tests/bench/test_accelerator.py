@@ -6,7 +6,6 @@ import os
 import pathlib
 import signal
 import stat
-import threading
 from contextlib import nullcontext
 from unittest import mock
 
@@ -126,14 +125,13 @@ def test_a_full_disk_loses_nothing(tmp_path, use, capsys):
 
 
 def test_what_ends_the_command_ends_the_part(tmp_path, use):
-    use(part("hangs"))
+    use(part("ends_its_parent"))
     begun, real = [], command.subprocess.Popen
 
     def begin(*words, **options):
         begun.append(real(*words, **options))
         return begun[-1]
 
-    threading.Timer(3, os.kill, (os.getpid(), signal.SIGTERM)).start()
     with (
         mock.patch.object(command.subprocess, "Popen", begin),
         pytest.raises(SystemExit, match="143"),

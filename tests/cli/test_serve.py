@@ -17,6 +17,7 @@ import switchx
 from switchx.cli import serve
 from switchx.cli.main import main
 from switchx.data.objectives import SpanCorruption
+from switchx.serving.models import READER
 from tests.data.refusals import refused
 from tests.serving import served
 from tests.training.jobs import TASK
@@ -113,7 +114,7 @@ def test_a_pool_that_compiles_is_not_waited_for_either(monkeypatch):
     monkeypatch.setattr(serve, "STOPPING_S", 0.01)
     exits, is_over = [], threading.Event()
     monkeypatch.setattr(serve.os, "_exit", exits.append)
-    pool = concurrent.futures.ThreadPoolExecutor(1)
+    pool = concurrent.futures.ThreadPoolExecutor(1, READER)
     pool.submit(is_over.wait)
     assert serve._leave([], 1) == 1 and exits == [1]
     is_over.set()

@@ -39,7 +39,7 @@ def test_default_sample_is_that_of_training():
     ("options", "said"),
     [
         (["--input=none.txt", "--size=300"], "none.txt does not exist"),
-        (["--input=empty", "--size=300"], "holds no text"),
+        (["--input=empty", "--size=300"], "there is no file; put texts there that end in .txt"),
         (["--input=,", "--size=300"], "no text files are named"),
         (["--input=corpus.txt", "--size=100000"], "use at most"),
         (["--input=corpus.txt", "--size=20"], "use more than"),

@@ -117,10 +117,10 @@ PAIR = b'{"inputs": "a", "targets": "b"}\n'
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("none.txt", None, "does not exist; name a text file or a folder of them"),
+        ("none.txt", None, "does not exist; name a file or a folder of files"),
         ("empty.txt", b"", "path='empty.txt' holds 0 distinct documents<any>at least 2"),
         ("blank.txt", b"\n \n", "path='blank.txt' holds 0 distinct documents"),
-        ("text.pdf", b"%PDF", "text.pdf holds no text: none of its 1 files ends in .txt"),
+        ("text.pdf", b"%PDF", "text.pdf holds no text: its files end in .pdf (1), and none in"),
         ("latin.txt", "größer".encode("latin-1"), "not UTF-8: byte 0xf6 at offset 2"),
         ("cut.txt.gz", b"\x1f\x8b\x08\x00", "cut.txt.gz cannot be read: "),
         ("bad.jsonl", b'{"text": "a"}\n{"text": \n', "bad.jsonl:2: not JSON "),

@@ -226,6 +226,8 @@ def run_part(
     }
     words = [sys.executable, "-m", "switchx.bench.accelerator.parts", json.dumps(settings)]
     begin, is_over = log.stat().st_size if log.exists() else 0, threading.Event()
+    # Whoever ends this ends the part, too: it would keep the card.
+    handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with log.open("ab") as errors:
         process = subprocess.Popen(
             words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True,
@@ -238,8 +240,6 @@ def run_part(
 
         timer = threading.Timer(min(limit_s, threading.TIMEOUT_MAX), end)
         timer.start()
-        # Whoever ends this ends the part, too: it would keep the card.
-        handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
             for line in process.stdout:
                 if line.startswith(ROW):

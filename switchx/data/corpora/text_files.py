@@ -116,7 +116,7 @@ def find_texts(path: str | Sequence[str], columns: Sequence[str] | None = None) 
             not there or (len(found.files), len(found.left_out[AGAIN])) != before,
             f"{as_folder(name)} holds no text: its files end in "
             f"{', '.join(f'{kind} ({times})' for kind, times in kinds.items())}, and none in "
-            f"{_READ}; rename or convert them",
+            f"{_READ}; rename or convert them (.csv and .tsv: configs/tasks/templates.gin)",
         )
     require(
         found.files,
