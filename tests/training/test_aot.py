@@ -41,7 +41,7 @@ from switchx.training.distilled_program import DistilledProgram
 from switchx.training.program import TrainingProgram
 from switchx.training.step import StepConfig
 from switchx.training.workload import layout_of, workload_of
-from tests.processes import script_with_compiler
+from tests.processes import ROOT, script_with_compiler
 from tests.training.jobs import DENSE, SPARSE, SWITCH, make_job
 from tests.training.saved_runs import save_run
 
@@ -451,6 +451,7 @@ def test_no_rows_of_constants_are_copied_in_a_loop_over_blocks():
 def test_the_child_alone_sees_the_compiler(tmp_path, monkeypatch):
     (tmp_path / "libtpu").mkdir()
     monkeypatch.setenv(tpu_compiler.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.chdir(ROOT)
     seen = {}
 
     def run(command, env, **options):
