@@ -7,6 +7,7 @@ that was cut between two batches would be short without a word: the end marker i
 """
 
 import contextlib
+import io
 import itertools
 import json
 from collections import Counter
@@ -22,6 +23,7 @@ from switchx.object_store import Folder, read_json_object
 KINDS = (".parquet", ".arrow")
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _FILE_MARK = b"ARROW1"
+_PARQUET_FRAME = 12  # its mark at both ends, and the length of its description
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 
@@ -85,7 +87,7 @@ def _opened(
         with path.open("rb") as file:
             if path.suffix.lower() == ".parquet":
                 table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
-                schema, batches = table.schema_arrow, table.iter_batches(columns=columns)
+                schema, batches = table.schema_arrow, _all_rows(table, columns, _size(file))
             elif file.read(len(_FILE_MARK)) == _FILE_MARK:
                 table = pyarrow.ipc.open_file(file)
                 numbers = range(table.num_record_batches)
@@ -103,8 +105,30 @@ def _opened(
                 f"{', '.join(schema.names)}",
             )
             yield schema, batches
-    except (pyarrow.ArrowException, OSError) as error:
+    # A damaged length asks for any amount of memory.
+    except (pyarrow.ArrowException, OSError, MemoryError, OverflowError) as error:
         raise ValueError(f"{path} cannot be read: {error}; get the file anew") from error
+
+
+def _size(file: BinaryIO) -> int:
+    before = file.tell()
+    size = file.seek(0, io.SEEK_END)
+    file.seek(before)
+    return size
+
+
+def _all_rows(table, columns: Sequence[str] | None, num_bytes: int) -> Iterator[Any]:
+    """Batches of a Parquet file. Its description has no checksum: its numbers have to agree."""
+    about, num_read = table.metadata, 0
+    groups = [about.row_group(i) for i in range(about.num_row_groups)]
+    if not groups and num_bytes > about.serialized_size + _PARQUET_FRAME:
+        raise OSError("it describes no rows, and holds some")
+    for batch in table.iter_batches(columns=columns):
+        num_read += batch.num_rows
+        yield batch
+    said = {about.num_rows, sum(group.num_rows for group in groups)}
+    if said != {num_read}:
+        raise OSError(f"it says that it has {about.num_rows} rows, and gives {num_read}")
 
 
 def _whole(stream, file: BinaryIO) -> Iterator[Any]:

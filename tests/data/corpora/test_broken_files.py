@@ -68,7 +68,8 @@ def read(path, content) -> list[tuple[str, str]] | None:
     return rows
 
 
-@settings(max_examples=60, deadline=None)
+# The same examples in every run; more of them, at random, by hand.
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(TABLES, st.data())
 def test_rows_are_exact_or_refused(tmp_path_factory, rows, data):
     folder = tmp_path_factory.getbasetemp()
@@ -91,11 +92,15 @@ def test_rows_are_exact_or_refused(tmp_path_factory, rows, data):
     assert found is None or (is_text and len(found) <= len(rows)) or found == rows
     if not content:
         return
-    # A bit flipped: packed files and Parquet have checksums, and find it.
-    broken = bytearray(content)
-    broken[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    # A bit flipped: packed files and pages of Parquet have checksums, and find it. What
+    # describes a Parquet file has none: no row is lost there.
+    broken, at = bytearray(content), data.draw(st.integers(0, len(content) - 1))
+    broken[at] ^= 1 << data.draw(st.integers(0, 7))
     found = read(path, bytes(broken))
-    if suffix in (".jsonl.gz", ".parquet"):
+    described = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    if suffix == ".parquet" and at >= described:
+        assert found is None or len(found) == len(rows)
+    elif suffix in (".jsonl.gz", ".parquet"):
         assert found in (None, rows)
     # A cell too many, and a quote too many, in any row.
     if suffix == ".csv" and rows:
@@ -108,7 +113,7 @@ def test_rows_are_exact_or_refused(tmp_path_factory, rows, data):
         assert read(path, "".join(extra).encode()) is None
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.data())
 def test_each_text_of_a_folder_is_read_once(tmp_path_factory, data):
     root = tmp_path_factory.mktemp("folder")
