@@ -23,6 +23,8 @@ from switchx.object_store import Folder, read_json_object
 KINDS = (".parquet", ".arrow")
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _FILE_MARK = b"ARROW1"
+# Of damaged files: a length may ask for any amount of memory, a name may be no text.
+_FAULTS = (MemoryError, OverflowError, UnicodeDecodeError)
 _PARQUET_FRAME = 12  # its mark at both ends, and the length of its description
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
@@ -105,8 +107,7 @@ def _opened(
                 f"{', '.join(schema.names)}",
             )
             yield schema, batches
-    # A damaged length asks for any amount of memory.
-    except (pyarrow.ArrowException, OSError, MemoryError, OverflowError) as error:
+    except (pyarrow.ArrowException, OSError, *_FAULTS) as error:
         raise ValueError(f"{path} cannot be read: {error}; get the file anew") from error
 
 
@@ -145,6 +146,8 @@ def _plain(value: Any, kind: Any) -> Any:
 
     if value is None:
         return None
+    if isinstance(value, bytes):  # texts of writers that do not say so, or pictures
+        return _text_or_bytes(value)
     if types.is_float32(kind) or types.is_float16(kind):
         return shortest(kind.to_pandas_dtype()(value))
     if types.is_dictionary(kind):
@@ -154,6 +157,13 @@ def _plain(value: Any, kind: Any) -> Any:
     if types.is_nested(kind) and hasattr(kind, "value_type"):
         return [_plain(item, kind.value_type) for item in value]
     return value
+
+
+def _text_or_bytes(value: bytes) -> str | bytes:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value
 
 
 def shortest(value: np.floating) -> float:
