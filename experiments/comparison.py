@@ -29,7 +29,7 @@ from switchx.data.mixtures import as_mixture
 from switchx.gin_config.building import job_from_gin
 from switchx.planner.model_cost import train_flops
 from switchx.training.job import TrainingJob
-from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 
 GIN_FILE = "configs/runs/pretrain_english.gin"
 ENGLISH = ("openstax/*.txt.gz", "movie_reviews/*.txt.gz")
@@ -295,7 +295,7 @@ def _step_times(
 
 def _timed(name: str, job: TrainingJob) -> Timed:
     """A job's own step on one of its batches, compiled and ready."""
-    program = TrainingProgram(job)
+    program = compiled_program(job)
     (task,) = as_mixture(job.source).tasks
     batch = program.place(next(evaluation_batches(task, job.batches, num_batches=1)))
     held = [program.init_state()]

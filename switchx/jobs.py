@@ -45,9 +45,9 @@ from switchx.text_evaluation import (
 )
 from switchx.training import loop
 from switchx.training.compilation_cache import compiled_programs_kept
-from switchx.training.host_program import compiled_program
 from switchx.training.job import TrainingJob
 from switchx.training.profiling import ProfiledSteps
+from switchx.training.programs import compiled_program
 from switchx.training.resume import check_same_model, with_vocabulary_of
 from switchx.tree import num_elements
 

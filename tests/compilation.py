@@ -11,6 +11,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from switchx.training.host_program import HostProgram
 from switchx.training.layered import LayeredProgram
+from switchx.training.pipelined_program import PipelinedProgram
 from switchx.training.program import TrainingProgram
 
 ALL_DEVICES = jax.devices
@@ -58,9 +59,10 @@ def traced_once() -> Iterator[None]:
     Not for tests that change what is traced, as by a monkeypatch.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for program in (TrainingProgram, HostProgram):
+        for program in (TrainingProgram, HostProgram, PipelinedProgram):
             for name in ("_abstract_state", "_steps"):
-                patch.setattr(program, name, _once_a_step(getattr(program, name)))
+                if name in vars(program):
+                    patch.setattr(program, name, _once_a_step(getattr(program, name)))
         draw = _once_a_step(TrainingProgram._jitted_init.fget)
         patch.setattr(TrainingProgram, "_jitted_init", property(draw))
         # A program with experts on a disk calls these with records of its own.

@@ -20,7 +20,7 @@ import switchx
 from switchx.cli.main import main
 from switchx.fields import describe
 from switchx.jobs import TrainingInterrupted
-from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from tests.compilation import T5, on_devices
 from tests.data.refusals import refused
 from tests.integration.runs import SMALL, lines, numbers
@@ -203,7 +203,7 @@ def test_a_model_of_gin_files_has_the_parameters_of(job, finished_run):
     files = SMALL, [f"FILES={finished_run.files}"]
     drawn = switchx.Model.from_gin(*files)
     with on_devices(1):
-        program = TrainingProgram(job)
+        program = compiled_program(job)
     assert_same_params(drawn.params, program.init_state().params)
     loaded = switchx.load(finished_run.folder, 8)
     capacity = "SwitchConfig.eval_capacity_factor=8.0"

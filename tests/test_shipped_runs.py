@@ -11,7 +11,7 @@ from switchx.moe.dispatchers import refusal
 from switchx.partitioning.mesh import CompilerOptions, MeshSpec
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.training.job import TrainingJob
-from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from switchx.training.resume import check_same_run, write_run_config
 from tests.processes import ROOT
 
@@ -128,7 +128,7 @@ def test_a_run_goes_on_on_every_mesh(name, before, build_job, run_of):
     parts = {} if name.startswith("pipeline") else {"NUM_MICROBATCHES": 1}
     job = check_same_run(run, build_job(TINY, *files, **groups, **parts))
     devices = jax.devices()[: job.mesh.num_devices(8)]
-    program, switch = TrainingProgram(job, devices), job.model.switch
+    program, switch = compiled_program(job, devices), job.model.switch
     for length in job.sequence_lengths:
         G, T = layer_groups(switch, job.batch_size // job.step.num_microbatches, length)
         sizes = dict(num_groups=G, tokens_per_group=T)

@@ -31,7 +31,7 @@ from switchx.text_evaluation import (
     mean_results,
     rank_choices,
 )
-from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from switchx.training.text_evaluation import TextEvaluation
 from tests.data.fakes import VOCABULARY, ListCorpus, pair_corpus
 from tests.data.refusals import refused
@@ -115,7 +115,7 @@ def test_a_job_writes_what_its_checkpoint_writes(model, mesh):
         text_evaluation=TextEvaluation(batch_size=2, max_new_tokens=4),
     )  # fmt: skip
     devices = jax.devices()[: mesh.num_devices(1)]
-    program = TrainingProgram(job, devices)
+    program = compiled_program(job, devices)
     texts = JobTexts(job, program.mesh)
     params = jax.device_put(make_params(MODEL, seed=9), program.shardings.params)
     asked = ask(model, evaluation_examples(MEASURED, "validation", FEATURES))

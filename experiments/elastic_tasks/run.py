@@ -24,7 +24,7 @@ from switchx.partitioning.hlo_collectives import executed_collectives
 from switchx.partitioning.mesh import MeshSpec
 from switchx.planner.program_cost import matrix_flops
 from switchx.training.job import TrainingJob
-from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 
 ROWS = (512, 256, 128, 128)
 EXPERTS_A_TASK, LENGTH, STEPS = 2, 16, 3
@@ -55,7 +55,7 @@ def job_of(rows: tuple[int, ...], devices: int) -> TrainingJob:
 def measured(rows: tuple[int, ...], devices: int) -> dict[str, Any]:
     """What a device of the compiled step has to do, and the losses of some steps."""
     job = job_of(rows, devices)
-    program = TrainingProgram(job, jax.devices()[:devices])
+    program = compiled_program(job, jax.devices()[:devices])
     shape = (sum(rows),)
     index = program.batch_sharding.devices_indices_map(shape).values()
     losses, compiled, state = [], None, program.init_state()
@@ -64,9 +64,9 @@ def measured(rows: tuple[int, ...], devices: int) -> dict[str, Any]:
         for _ in range(STEPS):
             batch = program.place(next(loader))
             if compiled is None:
-                lowered = program.train_step.lower(state, batch, *program.slot_tables)
+                lowered = program.train_step.lower(state, batch, *program.beside)
                 compiled = lowered.compile()
-            state, metrics = compiled(state, batch, *program.slot_tables)
+            state, metrics = compiled(state, batch, *program.beside)
             losses.append(float(metrics.loss))
     text, memory = compiled.as_text(), compiled.memory_analysis()
     return {

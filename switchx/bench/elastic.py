@@ -29,10 +29,10 @@ from switchx.data.loader import TrainLoader, merge_states
 from switchx.data.mixtures import Mixture, as_mixture
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.moe.config import DISPATCHERS
+from switchx.moe.copy_placement import imbalance, loads_of_devices, place_copies
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.placement import Placement
 from switchx.planner.hardware import load_hardware
-from switchx.planner.replica_placement import imbalance, loads_of_devices, place_replicas
 from switchx.training.elastic import ElasticJob, job_for_devices
 from switchx.training.job import TrainingJob
 from switchx.training.loop import Reporter, train
@@ -100,7 +100,7 @@ def _check_replicas(note: Callable[[str], None]) -> tuple[list[dict], float]:
 
     The error is that of all raw gradients together: the norm of their difference over theirs.
     """
-    table_R = place_replicas(
+    table_R = place_copies(
         [1 / np.arange(1, equivalence.EXPERTS + 1)], NUM_DEVICES, NUM_DEVICES
     )[0]
     want = equivalence.run_on_one_device("top 1")["gradient"]
@@ -134,8 +134,8 @@ def _check_balance() -> tuple[list[dict], float]:
     load_NE = 1 / np.arange(1, ZIPF_EXPERTS + 1)[None]
     tables = {
         "in order": np.arange(ZIPF_EXPERTS)[None],
-        "packed": place_replicas(load_NE, 0, NUM_DEVICES),
-        f"{ZIPF_REPLICAS} replicas": place_replicas(load_NE, ZIPF_REPLICAS, NUM_DEVICES),
+        "packed": place_copies(load_NE, 0, NUM_DEVICES),
+        f"{ZIPF_REPLICAS} replicas": place_copies(load_NE, ZIPF_REPLICAS, NUM_DEVICES),
     }
     rows = [
         {

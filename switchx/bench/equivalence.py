@@ -144,7 +144,7 @@ def evaluate(layer: SwitchFFN, params, inputs, expert_of_slot_R=None) -> dict[st
     The gradients are of the output's product with fixed numbers, plus the auxiliary losses.
 
     Args:
-        expert_of_slot_R: see `moe/replicas.py`; None, there are no replicas.
+        expert_of_slot_R: see `moe/expert_copies.py`; None, there are no replicas.
     """
 
     def loss(params, x_BLD):

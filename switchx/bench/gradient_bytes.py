@@ -93,7 +93,7 @@ def compare(case: Case, devices: Sequence) -> dict[str, Any]:
     program = TrainingProgram(job, devices)
     with program.scope():
         step = program.train_step.lower(
-            program.abstract_state, batch_shapes(program), *program.slot_tables
+            program.abstract_state, batch_shapes(program), *program.abstract_beside
         )
         # What is read off does not depend on LLVM, and its optimizations take long.
         is_cpu = devices[0].platform == "cpu"

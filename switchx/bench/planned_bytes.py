@@ -194,14 +194,14 @@ def compile_step(job: TrainingJob, devices: Sequence) -> Compiled:
     program = TrainingProgram(job, devices)
     with program.scope():
         step = program.train_step.lower(
-            program.abstract_state, batch_shapes(program), *program.slot_tables
+            program.abstract_state, batch_shapes(program), *program.abstract_beside
         )
         # What is read off does not depend on LLVM, and its optimizations take long.
         is_cpu = devices[0].platform == "cpu"
         options = {"xla_backend_optimization_level": "0"} if is_cpu else {}
         compiled = step.compile(compiler_options=options)
     layout = layout_of(job, program.mesh.shape)
-    shares = branch_shares(program.pipeline) if program.pipeline else {}
+    shares = branch_shares(program.pipeline) if job.mesh.pipe > 1 else {}
     held = compiled.memory_analysis().argument_size_in_bytes
     return Compiled(compiled.as_text(), held, layout, shares)
 

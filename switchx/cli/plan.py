@@ -144,7 +144,7 @@ def _with_load(workload, folder: str | None):
     """The workload with the load of its experts as a run had it."""
     from switchx.analysis.routing import read_history
     from switchx.checkpoint.run_folder import RunFolder
-    from switchx.planner.replica_placement import measured_imbalance
+    from switchx.moe.copy_placement import measured_imbalance
 
     if folder is None:
         return workload

@@ -10,7 +10,6 @@ Dims: B batch, L length, M memory, D model, H heads, N repeats of the run, P blo
 """
 
 import dataclasses
-import functools
 from typing import Literal
 
 import jax
@@ -20,10 +19,9 @@ from flax import nnx
 from switchx.layers.dense import Norm, dropout, split_key
 from switchx.layers.positions import RelativeBias, UntiedPositions
 from switchx.models.block import Block, BlockCache, BlockInputs
+from switchx.models.layer_loop import layer_loop
 from switchx.partitioning.buckets import whole
 from switchx.partitioning.constrain import constrain, constrain_named, gathered_where_used
-from switchx.partitioning.host_ring import layer_numbers, ring_scan
-from switchx.partitioning.host_stack import host_stacks
 
 REMAT_POLICIES = {
     "minimal": jax.checkpoint_policies.dots_saveable,
@@ -216,9 +214,8 @@ class Stack(nnx.Module):
                 the first of them, which may be traced.
         """
         _, key_blocks, _ = split_key(key, 3)
-        on_host = host_stacks(self.blocks)
-        # A ring computes a layer again as it is; remat would do so within it once more.
-        remat = "none" if on_host else self.config.remat
+        loop = layer_loop()
+        remat = loop.remat(self.blocks, self.config.remat)
         key_NP = None if key is None else layer_keys(self.config, self.name, key_blocks)
         if not self.config.scan_layers:
             key_P = None if key is None else key_NP[0]
@@ -239,16 +236,7 @@ class Stack(nnx.Module):
         if key is not None:
             key_NP = jax.lax.dynamic_slice_in_dim(key_NP, first_run, num_runs)
         others = cache, key_NP
-        if on_host:
-            order_N, slots = layer_numbers(self.repeats), on_host[0].slots
-            ring = functools.partial(ring_scan, run_blocks, x_BLD, self.blocks, others, inputs)
-            x_BLD, (stats, cache) = ring(order_N, slots=slots)
-        else:
-
-            def body(x_BLD, layer):
-                return run_blocks(x_BLD, *layer, inputs)
-
-            x_BLD, (stats, cache) = jax.lax.scan(body, x_BLD, (self.blocks, others))
+        x_BLD, (stats, cache) = loop.scan(run_blocks, x_BLD, self.blocks, others, inputs)
         stats = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stats)
         return x_BLD, stats, cache
 

@@ -240,7 +240,7 @@ class SwitchConfig:
             experts each part has masks of its own. 1 sends all at once.
         num_replicas: further slots for experts, which training fills with replicas of the
             busiest ones, chosen at every evaluation by the load measured there
-            (`moe/replicas.py`); the experts and these divide over the devices that have
+            (`moe/expert_copies.py`); the experts and these divide over the devices that have
             experts. Where nothing is trained there are none.
         router_init_scale: variance scale of the router; the paper scales it by 0.1 as all
             else, flaxformer took normal(0.02) and published checkpoints that way.

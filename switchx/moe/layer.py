@@ -19,9 +19,9 @@ from switchx.layers.dense import DenseFFN, along_last, plus, split_key, weight, 
 from switchx.moe.capacity import into_groups, layer_capacity, layer_groups, out_of_groups
 from switchx.moe.dispatch import gated
 from switchx.moe.dispatchers import choose_dispatcher
+from switchx.moe.expert_copies import local_slots, replicated
 from switchx.moe.experts import Experts
 from switchx.moe.plan import RoutingPlan, make_plan
-from switchx.moe.replicas import local_slots, replicated
 from switchx.moe.router import explored_inputs, hash_logits, router_logits, task_logits
 from switchx.moe.shared_groups import assign_shared_slots, constrain_groups, shared_axes
 from switchx.moe.stats import Choices, RoutingStats, measure_routing

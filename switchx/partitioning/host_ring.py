@@ -25,7 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from switchx.partitioning.host_stack import (
-    HOST,
     HostStack,
     constrained,
     empty,
@@ -35,6 +34,7 @@ from switchx.partitioning.host_stack import (
     to_host,
     with_slice,
 )
+from switchx.partitioning.mesh import HOST
 
 
 def layer_numbers(num_layers: int) -> jax.Array:

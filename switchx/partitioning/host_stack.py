@@ -16,9 +16,6 @@ from jax.sharding import NamedSharding
 from switchx.partitioning.collectives import vary
 from switchx.partitioning.constrain import current_rules, num_devices, open_axes
 
-# The kind of memory, as JAX names it.
-HOST = "pinned_host"
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +64,8 @@ def with_totals(params, gradients):
     """The parameters, whose gradients in host memory are added to these of other microbatches.
 
     Args:
-        gradients: of the same structure; None adds nothing.
+        gradients: of the same structure.
     """
-    if gradients is None:
-        return params
 
     def attach(leaf, gradient):
         if not is_host_stack(leaf):

@@ -23,6 +23,8 @@ from switchx.partitioning.rules import TABLES, MeshAxes, Rules
 AXES = ("pipe", "data", "fsdp", "node", "expert", "model")
 # What a hierarchical all-to-all keeps within a machine.
 WITHIN = ("expert", "model")
+# The host's memory, as JAX names its kind.
+HOST = "pinned_host"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -94,7 +94,7 @@ class Workload:
         teacher: what reads the same rows beside the model, in a forward pass alone: its
             parameters, no optimizer, the capacity of evaluation; None where there is none.
         imbalance: devices that the experts are split over -> the largest load of one over the
-            mean; of loads that were measured, or 1 (`replica_placement.measured_imbalance`).
+            mean; of loads that were measured, or 1 (`moe/copy_placement.measured_imbalance`).
         has_whole_logits: the loss reads those of all tokens at once, as a student's does, and
             not of a part at a time (`ModelConfig.num_logit_parts`).
     """

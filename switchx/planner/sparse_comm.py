@@ -29,7 +29,7 @@ class SparseLayer:
         num_experts, d_model, d_ff: E, D and F.
         is_gated, has_bias: which weights an expert has.
         activation_bytes, param_bytes: of one element.
-        num_slots: R of a bank that is gathered from the experts (`moe/replicas.py`); None
+        num_slots: R of a bank that is gathered from the experts (`moe/expert_copies.py`); None
             where experts stay where they are.
         is_local: a device has the experts of its tokens among its slots: no token travels.
     """

@@ -33,16 +33,15 @@ from switchx.partitioning.hlo_collectives import (
     overlapped_exchanges,
 )
 from switchx.partitioning.host_copies import host_copies, noted_strides, share_overlapped
-from switchx.partitioning.host_stack import HOST
-from switchx.partitioning.mesh import platform_of
+from switchx.partitioning.mesh import HOST, platform_of
 from switchx.partitioning.ticks import branch_shares
 from switchx.planner.model_cost import experts_per_token
 from switchx.planner.program_cost import executed_slots, matrix_flops
 from switchx.storage.cache import StorageSpec
 from switchx.training.distilled_logits import student_program
-from switchx.training.host_program import compiled_program
 from switchx.training.job import TrainingJob
 from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from switchx.training.workload import state_arrays
 from switchx.tree import num_elements
 
@@ -178,7 +177,7 @@ def compile_step(
     own = list(mesh.devices.flat) if is_described else None
     memory, text, on_host = _measure(program, batch, hbm_bytes, own)
     # Whose conditionals the program reads from tables.
-    shares = branch_shares(program.pipeline) if program.pipeline else NO_SHARES
+    shares = branch_shares(program.pipeline) if job.mesh.pipe > 1 else NO_SHARES
     host = None
     if job.storage.experts == "host":
         resident = TrainingProgram(dataclasses.replace(job, storage=StorageSpec()), devices)
@@ -202,7 +201,7 @@ def compile_step(
         collectives=None if text is None else collectives_by_kind(text, shares),
         seconds=seconds,
         host=host,
-        teacher_parameters=num_elements(program.abstract_beside),
+        teacher_parameters=program.teacher_parameters,
         overlapped_exchanges=None if text is None else overlapped_exchanges(text, BLOCKS),
         others=others,
     )

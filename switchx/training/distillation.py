@@ -14,6 +14,7 @@ Dims: B batch, L length, V vocabulary of the student, W of the teacher, E expert
 """
 
 import dataclasses
+import functools
 import os
 from typing import Any
 
@@ -33,6 +34,8 @@ from switchx.training.losses import (
     cross_entropy,
     loss_terms,
 )
+from switchx.training.microbatches import summed_gradients
+from switchx.training.step import Seam
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +154,15 @@ def distilled_batch_loss(
     sums = distilled_sums(logits_BLV, batch, loss, teacher)
     value = loss_terms(loss, config, denominators, sums, stats)
     return value, (sums, None if stats is None else stats.summed)
+
+
+def taught_by(teacher: Teacher | WrittenTeacher) -> Seam:
+    """The seam of a student's step: the teacher's part of the loss, and its groups whole."""
+    readers = (teacher.config,) if isinstance(teacher, Teacher) else ()
+    return Seam(
+        functools.partial(distilled_batch_loss, teacher=teacher),
+        functools.partial(summed_gradients, readers=readers),
+    )
 
 
 def check_teacher(student: ModelConfig, teacher: ModelConfig, where: str) -> None:

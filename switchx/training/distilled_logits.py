@@ -25,7 +25,7 @@ from switchx.data.vocabularies import load_vocabulary, save_vocabulary
 from switchx.fields import require
 from switchx.manifest import write_manifest
 from switchx.partitioning.collectives import connect_processes
-from switchx.training.distillation import Teacher, WrittenTeacher
+from switchx.training.distillation import Teacher, WrittenTeacher, taught_by
 from switchx.training.distilled_folder import (
     CHECKSUM,
     MANIFEST,
@@ -35,9 +35,9 @@ from switchx.training.distilled_folder import (
 )
 from switchx.training.distilled_program import DistilledProgram, require_beside_step
 from switchx.training.evaluate import eval_step
+from switchx.training.expert_copies import CopiesProgram
 from switchx.training.job import TrainingJob
 from switchx.training.program import TrainingProgram
-from switchx.training.step import train_step
 
 
 def write_logits(
@@ -130,7 +130,7 @@ def has_logits(folder) -> bool:
     return (pathlib.Path(folder).expanduser() / MANIFEST).is_file()
 
 
-class WrittenTeacherProgram(TrainingProgram):
+class WrittenTeacherProgram(CopiesProgram):
     """The programs of a job whose teacher's logits are on a disk."""
 
     def __init__(self, job: TrainingJob, devices=None):
@@ -171,11 +171,12 @@ class WrittenTeacherProgram(TrainingProgram):
 
     def _steps(self):
         job = self.job
+        self.slot_tables = self._initial_tables()
         train = functools.partial(
-            train_step, job.model, job.loss, job.step, self.optimizer,
-            teacher=WrittenTeacher(job.distillation),
-        )  # fmt: skip
-        return self._jitted(train, functools.partial(eval_step, job.model))
+            self._train_step, seam=taught_by(WrittenTeacher(job.distillation))
+        )
+        evaluate = functools.partial(eval_step, job.model)
+        return self._jitted(train, evaluate, *self._table_shardings)
 
     def place_for_training(self, batch: Batch) -> dict:
         """With the teacher's tokens and logits.

@@ -26,15 +26,15 @@ from switchx.models.params import abstract_params, init_params
 from switchx.moe.capacity import rows_of_groups
 from switchx.partitioning.rules import param_sharding
 from switchx.partitioning.ticks import PIPE
-from switchx.training.distillation import Teacher, check_teacher, with_weights_of
+from switchx.training.distillation import Teacher, check_teacher, taught_by, with_weights_of
 from switchx.training.evaluate import eval_step
+from switchx.training.expert_copies import CopiesProgram
 from switchx.training.job import TrainingJob
-from switchx.training.program import TrainingProgram
 from switchx.training.resume import require_vocabulary_of
-from switchx.training.step import init_key, train_step
+from switchx.training.step import init_key
 
 
-class DistilledProgram(TrainingProgram):
+class DistilledProgram(CopiesProgram):
     """The programs of a job with a `distillation`.
 
     Attributes:
@@ -63,24 +63,17 @@ class DistilledProgram(TrainingProgram):
         self._abstract_teacher = tree.map_named(self._placed, abstract_params(self.teacher))
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self._abstract_teacher)
 
-        def train(state, batch, teacher_params, *tables):
+        def train_step(state, batch, teacher_params, *tables):
             teacher = Teacher(teacher_params, self.teacher, job.distillation)
-            return train_step(
-                job.model, job.loss, job.step, self.optimizer, state, batch, *tables,
-                teacher=teacher,
-            )  # fmt: skip
+            return self._train_step(state, batch, *tables, seam=taught_by(teacher))
 
+        self.slot_tables = self._initial_tables()
         evaluate = functools.partial(eval_step, job.model)
-        self._student_step, evaluate = self._jitted(train, evaluate, shardings)
-        return self._train_step, evaluate
+        return self._jitted(train_step, evaluate, shardings, *self._table_shardings)
 
     def _placed(self, name: str, leaf) -> jax.ShapeDtypeStruct:
         sharding = param_sharding(self.job.mesh.rules, self.mesh, name, leaf)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    def _train_step(self, state, batch, *tables):
-        """See `step.train_step`; the state is donated, the teacher stays."""
-        return self._student_step(state, batch, self.teacher_params, *tables)
 
     @property
     def teacher_record(self) -> dict[str, Any]:
@@ -100,14 +93,14 @@ class DistilledProgram(TrainingProgram):
         )
 
     @property
-    def abstract_beside(self) -> tuple:
-        """The teacher's parameters."""
-        return (self._abstract_teacher,)
+    def beside(self) -> tuple:
+        """The teacher's parameters, and what stands beside a student without a teacher."""
+        return (self.teacher_params, *super().beside)
 
-    def trace_step(self, batch: dict) -> jax.stages.Traced:
-        """See `TrainingProgram.trace_step`; the teacher's checkpoint is not read."""
-        state, teacher = self.abstract_state, self._abstract_teacher
-        return self._student_step.trace(state, batch, teacher, *self.slot_tables)
+    @property
+    def abstract_beside(self) -> tuple:
+        """The same; the teacher's checkpoint is not read."""
+        return (self._abstract_teacher, *super().abstract_beside)
 
     def started_params(self) -> tuple[tree.Tree, list[str]]:
         """Freshly drawn parameters with the teacher's in them, and the names of those.
@@ -126,6 +119,10 @@ class DistilledProgram(TrainingProgram):
         start = jax.jit(start, out_shardings=self.shardings.params)
         return start(self.teacher_params), names
 
+    @property
+    def teacher_parameters(self) -> int:
+        return tree.num_elements(self._abstract_teacher)
+
     def state_bytes(self, *, is_on_host: bool) -> int:
         """Of the state, and on the devices of the teacher beside it."""
         own = super().state_bytes(is_on_host=is_on_host)
@@ -140,7 +137,7 @@ class DistilledProgram(TrainingProgram):
     @property
     def notes(self) -> tuple[str, ...]:
         said = (
-            f"teacher: {tree.num_elements(self._abstract_teacher):,} parameters of "
+            f"teacher: {self.teacher_parameters:,} parameters of "
             f"{self.teacher_folder.where}, checkpoint {self.teacher_step}"
         )
         return (*super().notes, said, *self._group_notes())

@@ -28,6 +28,7 @@ from switchx.models.config import ModelConfig
 from switchx.moe.stats import RoutingStats
 from switchx.training.losses import LossConfig, TokenSums, token_sums
 from switchx.training.metrics import cut_files_after, routing_metrics, token_metrics
+from switchx.training.microbatches import sparse_stacks
 
 # Evaluation reports the plain likelihood whatever the training loss adds to it.
 PLAIN_LOSS = LossConfig(layer_reduction="mean", z_loss=0.0)
@@ -62,7 +63,7 @@ def sample_routing(
     """The part of a batch's routing that is kept, by stack; nothing of a dense one."""
     if stats is None:
         return {}
-    stacks, rows = _sparse_stacks(config), sampled_rows(config, batch)
+    stacks, rows = sparse_stacks(config), sampled_rows(config, batch)
     return {
         stack: StackSample(
             token_BL=batch[f"{stack}_input_tokens"],
@@ -76,12 +77,8 @@ def sample_routing(
 
 def sampled_rows(config: ModelConfig, batch: dict) -> int:
     """How many of a batch's first rows `sample_routing` keeps, at most."""
-    places = sum(batch[f"{stack}_input_tokens"].shape[1] for stack in _sparse_stacks(config))
+    places = sum(batch[f"{stack}_input_tokens"].shape[1] for stack in sparse_stacks(config))
     return max(1, SAMPLE_TOKENS // places)
-
-
-def _sparse_stacks(config: ModelConfig) -> list[str]:
-    return [name for name in ("encoder", "decoder") if config.num_sparse_layers_of(name)]
 
 
 def eval_step(

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh
 from switchx import tree
 from switchx.axes import dims_of
 from switchx.fields import require
+from switchx.models.layer_loop import use_layer_loop
 from switchx.models.params import init_params
 from switchx.models.stages import (
     init_run_experts,
@@ -22,31 +23,21 @@ from switchx.models.stages import (
     without_experts,
 )
 from switchx.partitioning.host_ring import require_sound_ring
-from switchx.partitioning.host_stack import HOST, empty, to_device, to_host
-from switchx.partitioning.mesh import platform_of
+from switchx.partitioning.host_stack import empty, to_device, to_host
+from switchx.partitioning.mesh import HOST, platform_of
 from switchx.partitioning.rules import param_table
 from switchx.training.evaluate import eval_step
+from switchx.training.expert_copies import task_notes
 from switchx.training.job import TrainingJob
 from switchx.training.program import TrainingProgram
 from switchx.training.sliced_update import (
+    LAYERS_FROM_HOST,
     SlicedState,
     host_train_step,
     join_state,
     with_host_stacks,
 )
 from switchx.training.step import TrainState, init_key, init_state
-
-
-def compiled_program(job: TrainingJob, devices=None) -> TrainingProgram:
-    """The program of a job whose step is one compiled program: experts on device or host.
-
-    Experts that training has on a disk are on the device here, for evaluation.
-
-    Raises:
-        ValueError: something in the job does not go together.
-    """
-    program = HostProgram if job.storage.experts == "host" else TrainingProgram
-    return program(job, devices)
 
 
 class HostProgram(TrainingProgram):
@@ -68,10 +59,11 @@ class HostProgram(TrainingProgram):
 
     @property
     def notes(self) -> tuple[str, ...]:
+        notes = (*super().notes, *task_notes(self.job, self.mesh))
         if platform_of(self.mesh) != "cpu":
-            return super().notes
+            return notes
         return (
-            *super().notes,
+            *notes,
             "StorageSpec.experts='host' on CPU: its devices have the host's memory, so the "
             "step is computed as on an accelerator and no memory is saved",
         )
@@ -103,7 +95,8 @@ class HostProgram(TrainingProgram):
         )
 
         def evaluate(params, batch):
-            return eval_step(job.model, with_host_stacks(params, slots), batch)
+            with use_layer_loop(LAYERS_FROM_HOST):
+                return eval_step(job.model, with_host_stacks(params, slots), batch)
 
         return self._jitted(train, evaluate)
 

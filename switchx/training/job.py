@@ -180,6 +180,14 @@ class TrainingJob:
                 "max_length"
             )
 
+    def check_pipeline(self) -> None:
+        """Raises ValueError where there is a schedule and no stages."""
+        require(
+            self.mesh.pipe > 1 or self.pipeline == ScheduleSpec(),
+            f"TrainingJob.pipeline={self.pipeline} on a mesh of one stage: nothing would "
+            "follow it; use MeshSpec.pipe above 1, or leave the schedule out",
+        )
+
     def _check_tasks(self) -> None:
         if self.model.switch is None or self.model.switch.router.kind != "task":
             return

@@ -28,6 +28,7 @@ from switchx.models.stages import (
 from switchx.optim.protocol import global_norm
 from switchx.storage.record import StoreError
 from switchx.training.evaluate import PLAIN_LOSS, sampled
+from switchx.training.expert_copies import task_notes
 from switchx.training.expert_records import ExpertRecords
 from switchx.training.job import TrainingJob
 from switchx.training.layered_runs import joined
@@ -90,6 +91,10 @@ class LayeredProgram(TrainingProgram):
                 yield
         finally:
             self.experts.close(self._run.storage / "trace.npz")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (*super().notes, *task_notes(self.job, self.mesh))
 
     @property
     def abstract_params(self):

@@ -46,9 +46,9 @@ from switchx.training.losses import (
     LossConfig,
     TokenSums,
     cross_entropy_of,
-    into_microbatches,
     loss_denominators,
 )
+from switchx.training.microbatches import into_microbatches
 from switchx.training.pipelined import microbatch_of, stack_lane
 
 Bank = dict[str, jax.Array]

@@ -198,7 +198,7 @@ class _Loop:
             spec, board = self.job.text_evaluation, self.validation
             self.texts = TextLog(spec, self.text_evaluator, run, board, after)
         if evaluation := last_metrics(run.validation, after, self.job.eval_every):
-            self._place_replicas(evaluation)
+            self._balance(evaluation)
         writers = opened_writers(self.job.metric_writers, run, flat_description(self.job))
         with (
             contextlib.closing(self.log),
@@ -232,7 +232,7 @@ class _Loop:
             compiled_s = self.goodput.compiled_s
             with self.profiler.marked(step + 1):
                 state, metrics = self.program.train_step(
-                    state, self.program.place_for_training(batch), *self.program.slot_tables
+                    state, self.program.place_for_training(batch), *self.program.beside
                 )
             self.step_times.dispatched(metrics.loss, self.goodput.compiled_s > compiled_s)
             self._account()  # of the step before, while this one runs
@@ -335,15 +335,15 @@ class _Loop:
             self.routing.write(step, sample.arrays(self.job.model))
             self.reporter.evaluated(step, metrics)
             if step % self.job.eval_every == 0:  # not where a run happens to end
-                self._place_replicas(metrics)
+                self._balance(metrics)
         return metrics
 
-    def _place_replicas(self, evaluation: dict[str, Any]) -> None:
+    def _balance(self, evaluation: dict[str, Any]) -> None:
         """By the load of the tokens of all tasks; a resumed run reads the same numbers."""
         per_task = evaluation.get("tasks", {"": evaluation}).values()
         loads = [each["routing"]["load"] for each in per_task if "routing" in each]
         if loads:
-            self.program.place_replicas(np.sum(np.array(loads, np.float64), axis=0))
+            self.program.balance(np.sum(np.array(loads, np.float64), axis=0))
 
     def _save(self, step: int, state: TrainState, evaluation: dict[str, Any] | None) -> None:
         with self._apart("checkpoint"):

@@ -17,12 +17,11 @@ from switchx.fields import check_choices, require_at_least, require_below_one
 from switchx.layers.embedding import Embedding, summed_over_tokens
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import bind, forward
-from switchx.moe.capacity import into_groups, layer_groups, rows_of_groups
+from switchx.moe.capacity import into_groups, layer_groups
 from switchx.moe.stats import RoutingStats
 from switchx.partitioning.collectives import vary_alike
-from switchx.partitioning.constrain import current_rules
-from switchx.partitioning.replicas import replica_axes
 from switchx.partitioning.rules import MeshAxes
+from switchx.training.microbatches import into_microbatches, sparse_stacks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,91 +222,13 @@ class LossDenominators:
     groups: dict[str, jax.Array]
 
 
-def into_microbatches(model: ModelConfig, batch: dict, num_microbatches: int) -> dict:
-    """`[B, ...]` -> `[B / M, M, ...]`: microbatch m of M is `[:, m]`.
-
-    Every M-th row is one microbatch, so that each device of a sharded batch keeps its rows.
-    Where a routing group is of several rows, these stay together (`rows_kept_together`): the
-    microbatches then route, drop and balance as the whole batch does.
-    """
-    M, rows = num_microbatches, rows_kept_together(model, batch, num_microbatches)
-    batch_size = batch["decoder_segment_ids"].shape[0]
-
-    def split(x):
-        if rows > 1:  # else no row moves: a reshape alone needs no communication
-            x = x.reshape(batch_size // (M * rows), M, rows, *x.shape[1:])
-            x = jnp.swapaxes(x, 1, 2).reshape(batch_size, *x.shape[3:])
-        return x.reshape(batch_size // M, M, *x.shape[1:])
-
-    return jax.tree.map(split, batch)
-
-
-def from_microbatches(x, rows: int):
-    """`[B / M, M, ...]` -> `[B, ...]`, the way back.
-
-    Args:
-        rows: `rows_kept_together` of the whole batch; divides B / M, which may be of its first
-            rows alone.
-    """
-    B, M = x.shape[0] * x.shape[1], x.shape[1]
-    x = x.reshape(B // (M * rows), rows, M, *x.shape[2:])
-    return jnp.swapaxes(x, 1, 2).reshape(B, *x.shape[3:])
-
-
-def rows_kept_together(model: ModelConfig, batch: dict, num_microbatches: int) -> int:
-    """How many neighbouring rows of a batch are in one microbatch."""
-    if model.switch is None:
-        return 1
-    names = [f"{stack}_segment_ids" for stack in _sparse_stacks(model)]
-    lengths = [batch[name].shape[1] for name in names]
-    batch_size = batch["decoder_segment_ids"].shape[0]
-    return rows_of_groups(model.switch, batch_size, lengths, num_microbatches) or 1
-
-
-def own_rows_axes(rows: dict, *models: ModelConfig) -> MeshAxes:
-    """The axes of the mesh in use whose devices run a microbatch's rows by themselves.
-
-    Those of replicas, where each has whole routing groups; () where some group's tokens are
-    on several replicas, and without a mesh.
-
-    Args:
-        rows: of `into_microbatches`.
-        models: that read them.
-    """
-    mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
-    axes = () if rules is None else replica_axes(mesh, rules)
-    number = len(rows["decoder_segment_ids"])
-    parts = math.prod(mesh.shape[axis] for axis in axes)
-    for model in models:
-        lengths = [rows[f"{stack}_segment_ids"].shape[2] for stack in _sparse_stacks(model)]
-        if not has_whole_groups(model, number, lengths, parts):
-            return ()
-    return axes
-
-
-def has_whole_groups(model: ModelConfig, rows: int, lengths: list[int], parts: int) -> bool:
-    """Whether so many rows can be cut into parts with whole routing groups.
-
-    Args:
-        lengths: tokens of a row, in each stack that has Switch layers.
-    """
-    if not lengths or parts == 1:
-        return rows % parts == 0
-    is_one_group = model.switch.router.balance_scope == "batch"
-    return not is_one_group and rows_of_groups(model.switch, rows, lengths, parts) is not None
-
-
-def _sparse_stacks(model: ModelConfig) -> list[str]:
-    return [stack for stack in ("encoder", "decoder") if model.num_sparse_layers_of(stack)]
-
-
 def loss_denominators(
     model: ModelConfig, batch: dict, num_microbatches: int = 1
 ) -> LossDenominators:
     """The denominators of a batch that is cut by `into_microbatches`."""
     tokens, groups = {}, {}
     split = into_microbatches(model, batch, num_microbatches)
-    for stack in _sparse_stacks(model):
+    for stack in sparse_stacks(model):
         is_token_BML = split[f"{stack}_segment_ids"] > 0
         if model.switch.router.padding == "counted":
             is_token_BML = jnp.ones_like(is_token_BML)

@@ -31,11 +31,10 @@ from switchx.training.losses import (
     LossConfig,
     TokenSums,
     cross_entropy_of,
-    into_microbatches,
     loss_denominators,
     loss_terms,
-    own_rows_axes,
 )
+from switchx.training.microbatches import into_microbatches, own_rows_axes
 
 
 def build_schedule(

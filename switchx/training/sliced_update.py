@@ -18,11 +18,39 @@ import jax.numpy as jnp
 
 from switchx import tree
 from switchx.axes import dims_of
+from switchx.models.layer_loop import LayerLoop, scan_layers, use_layer_loop
 from switchx.models.stages import is_of_experts
 from switchx.optim.protocol import apply_updates, global_norm
-from switchx.partitioning.host_ring import layer_numbers
-from switchx.partitioning.host_stack import HostStack, is_host_stack, to_device, to_host
-from switchx.training.step import TrainState, gradients, take_step
+from switchx.partitioning.host_ring import layer_numbers, ring_scan
+from switchx.partitioning.host_stack import (
+    HostStack,
+    add_gradients,
+    host_stacks,
+    is_host_stack,
+    to_device,
+    to_host,
+    with_totals,
+    zero_gradients,
+)
+from switchx.training.microbatches import added_gradients, into_microbatches
+from switchx.training.step import TrainState, gradients, seam_of, take_step
+
+
+def _remat(blocks, configured: str) -> str:
+    """The ring computes a layer again as it is; remat would do so within it once more."""
+    return "none" if host_stacks(blocks) else configured
+
+
+def _scan(run, x_BLD, blocks, others, inputs):
+    """See `layer_loop.scan_layers`; a stack without experts is scanned as ever."""
+    stacks = host_stacks(blocks)
+    if not stacks:
+        return scan_layers(run, x_BLD, blocks, others, inputs)
+    order_N = layer_numbers(len(stacks[0].value))
+    return ring_scan(run, x_BLD, blocks, others, inputs, order_N, slots=stacks[0].slots)
+
+
+LAYERS_FROM_HOST = LayerLoop(_remat, _scan)
 
 
 def with_host_stacks(params: dict, slots: int) -> dict:
@@ -79,6 +107,27 @@ def join_state(state: TrainState, parts: SlicedState) -> TrainState:
     )
 
 
+def host_gradients(config, loss, step, params, batch: dict, **arguments):
+    """See `training.step.gradients`; `params` are of `with_host_stacks`."""
+    seam = seam_of(step)._replace(summed=_summed_in_place)
+    with use_layer_loop(LAYERS_FROM_HOST):
+        return gradients(config, loss, step, params, batch, seam=seam, **arguments)
+
+
+def _summed_in_place(gradient_of, config, params, batch, key, num_microbatches):
+    """See `microbatches.summed_gradients`: each microbatch's are added where the sum is."""
+    if num_microbatches == 1:
+        return gradient_of(params, batch, key)
+    rows = into_microbatches(config, batch, num_microbatches)
+    keys = jax.random.split(key, num_microbatches)
+
+    def add(total, params, batch, key):
+        grads, measured = gradient_of(with_totals(params, total), batch, key)
+        return add_gradients(total, grads), measured
+
+    return added_gradients(add, params, rows, keys, zero_gradients)
+
+
 def host_train_step(config, loss, step, optimizer, slots: int, state: TrainState, batch: dict):
     """See `training.step.train_step`; the experts of `state` are in host memory.
 
@@ -86,7 +135,7 @@ def host_train_step(config, loss, step, optimizer, slots: int, state: TrainState
         slots: layers whose experts are on the device at once.
     """
     is_half = config.precision.compute == "float16"
-    grads, value, sums, stats = gradients(
+    grads, value, sums, stats = host_gradients(
         config,
         loss,
         step,

@@ -35,11 +35,11 @@ from switchx.training.distilled_logits import (
     student_program,
 )
 from switchx.training.distilled_program import DistilledProgram
-from switchx.training.host_program import compiled_program
 from switchx.training.initialize import Source
 from switchx.training.job import TrainingJob
 from switchx.training.layered import LayeredProgram
 from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from switchx.training.resume import check_same_model, write_run_config
 from switchx.training.step import StepConfig, TrainState, init_key
 from switchx.training.text_evaluation import TextEvaluator

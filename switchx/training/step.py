@@ -7,7 +7,8 @@ Dims: B batch, L length, V vocabulary, N Switch layers, E experts
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,27 +28,11 @@ from switchx.moe.stats import RoutingStats
 from switchx.optim.multipliers import keep_frozen, moved_average, without_frozen
 from switchx.optim.protocol import apply_updates, clip_scale, global_norm, sliced_global_norm
 from switchx.partitioning.buckets import require_bucket_bytes
-from switchx.partitioning.host_stack import (
-    add_gradients,
-    host_stacks,
-    with_totals,
-    zero_gradients,
-)
-from switchx.partitioning.optimizer_slices import has_slices, into_slices, out_of_slices
-from switchx.partitioning.replicas import run_on_replicas
-from switchx.partitioning.schedule import Schedule
-from switchx.training.distillation import Teacher, WrittenTeacher, distilled_batch_loss
+from switchx.partitioning.optimizer_slices import into_slices, out_of_slices
 from switchx.training.fused_loss import fused_batch_loss
-from switchx.training.losses import (
-    LossConfig,
-    TokenSums,
-    batch_loss,
-    into_microbatches,
-    loss_denominators,
-    own_rows_axes,
-)
-from switchx.training.pipelined import pipelined_gradients
-from switchx.training.switch_layers import with_balanced_biases, with_replicas
+from switchx.training.losses import LossConfig, TokenSums, batch_loss, loss_denominators
+from switchx.training.microbatches import summed_gradients
+from switchx.training.switch_layers import with_balanced_biases
 
 # Dynamic loss scaling (Micikevicius et al. 2018): doubled after this many good steps.
 LOSS_SCALE_PATIENCE = 2000
@@ -190,6 +175,19 @@ class StepMetrics:
     skipped_in_a_row: jax.Array
 
 
+class Seam(NamedTuple):
+    """The two functions of a step's gradients that a special tier replaces.
+
+    Attributes:
+        loss_of: the loss of a microbatch and its terms, called as `losses.batch_loss`.
+        summed: sums gradients over the microbatches and over the replicas, called as
+            `microbatches.summed_gradients`.
+    """
+
+    loss_of: Callable = batch_loss
+    summed: Callable = summed_gradients
+
+
 def gradients(
     config: ModelConfig,
     loss: LossConfig,
@@ -199,67 +197,35 @@ def gradients(
     *,
     key,
     loss_scale=1.0,
-    expert_of_slot_NR=None,
-    teacher: Teacher | WrittenTeacher | None = None,
+    seam: Seam | None = None,
 ):
     """Raw gradients of `loss_scale` times the loss over the whole batch.
 
     Args:
-        expert_of_slot_NR: of every Switch layer, the expert in each of R slots
-            (`moe/replicas.py`); None, there are no replicas. It changes no number.
-        teacher: of a student that is distilled (`distillation.py`), without buckets.
+        seam: of a special tier; None is `seam_of(step)`.
 
     Returns:
         gradients, the unscaled loss, token sums, routing statistics (None for a dense model).
     """
-    denominators = loss_denominators(config, batch, step.num_microbatches)
+    seam, M = seam or seam_of(step), step.num_microbatches
+    denominators = loss_denominators(config, batch, M)
 
-    loss_of = batch_loss
-    if step.bucket_bytes is not None:
-        loss_of = functools.partial(fused_batch_loss, bucket_bytes=step.bucket_bytes)
-    elif teacher is not None:
-        loss_of = functools.partial(distilled_batch_loss, teacher=teacher)
-
-    def scaled_loss(params, totals, batch, key):
-        params = with_totals(params, totals)
-        if expert_of_slot_NR is not None:
-            params = with_replicas(params, expert_of_slot_NR)
-        value, aux = loss_of(config, loss, params, batch, denominators=denominators, key=key)
+    def scaled_loss(params, batch, key):
+        value, aux = seam.loss_of(
+            config, loss, params, batch, denominators=denominators, key=key
+        )
         return value * loss_scale, (value, *aux)
 
-    microbatch_gradients = jax.grad(scaled_loss, has_aux=True)
-    is_one = step.num_microbatches == 1
-    # A replica's slots of tasks are the whole mesh's.
-    if is_one and not (has_slices() and expert_of_slot_NR is None):
-        grads, (value, sums, stats) = microbatch_gradients(params, None, batch, key)
-        return grads, value, sums, stats
-    rows = into_microbatches(config, batch, step.num_microbatches)
-    keys = jax.random.split(key, step.num_microbatches)
-
-    def added_up(rows, params):
-        if is_one:
-            batch = jax.tree.map(lambda x: x[:, 0], rows)
-            return microbatch_gradients(params, None, batch, key)
-        batches = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), rows)
-        first = jax.tree.map(lambda x: x[0], (batches, keys))
-        no_grads = zero_gradients(params)
-        _, measured = jax.eval_shape(microbatch_gradients, params, no_grads, *first)
-        zeros = no_grads, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), measured)
-
-        def add(total, microbatch):
-            grads, measured = microbatch_gradients(params, total[0], *microbatch)
-            return (
-                add_gradients(total[0], grads),
-                jax.tree.map(jnp.add, total[1], measured),
-            ), None
-
-        return jax.lax.scan(add, zeros, (batches, keys))[0]
-
-    readers = (config, teacher.config) if isinstance(teacher, Teacher) else (config,)
-    # Gradients in host memory are added up there, of all replicas.
-    axes = () if host_stacks(params) else own_rows_axes(rows, *readers)
-    grads, (value, sums, stats) = run_on_replicas(added_up, axes, rows, params)
+    gradient_of = jax.grad(scaled_loss, has_aux=True)
+    grads, (value, sums, stats) = seam.summed(gradient_of, config, params, batch, key, M)
     return grads, value, sums, stats
+
+
+def seam_of(step: StepConfig) -> Seam:
+    """The seam of a step on devices that have all parameters, whole or in slices."""
+    if step.bucket_bytes is None:
+        return Seam()
+    return Seam(functools.partial(fused_batch_loss, bucket_bytes=step.bucket_bytes))
 
 
 def train_step(
@@ -269,31 +235,17 @@ def train_step(
     optimizer: optax.GradientTransformation,
     state: TrainState,
     batch: dict,
-    expert_of_slot_NR=None,
     *,
-    pipeline: Schedule | None = None,
-    teacher: Teacher | WrittenTeacher | None = None,
+    compute: Callable | None = None,
 ) -> tuple[TrainState, StepMetrics]:
     """The state after one batch, and what was measured on the way; see `take_step`.
 
     Args:
-        expert_of_slot_NR: see `gradients`; a pipeline has none.
-        pipeline: by which the microbatches go through the stages of a pipeline; None where
-            the mesh has none.
-        teacher: see `gradients`; a pipeline has none.
+        compute: `(params, batch, *, key, loss_scale)` to what `gradients` returns; None is
+            `gradients` of the three configurations.
     """
     is_half = config.precision.compute == "float16"
-    if pipeline is None:
-        compute = functools.partial(
-            gradients,
-            config,
-            loss,
-            step,
-            expert_of_slot_NR=expert_of_slot_NR,
-            teacher=teacher,
-        )
-    else:
-        compute = functools.partial(pipelined_gradients, config, loss, pipeline)
+    compute = compute or functools.partial(gradients, config, loss, step)
     grads, value, sums, stats = compute(
         state.params, batch, key=state.key, loss_scale=state.loss_scale if is_half else 1.0
     )

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters are of which Switch layer, for what a step does to each layer by its number.
+"""Which parameters are of which Switch layer, and balancing by a bias of the router.
 
-That is balancing by a bias of the router, and finding each layer's replicas of experts.
-
-Dims: N Switch layers, E experts, R slots, D model, F ffn
+Dims: N Switch layers, E experts
 """
 
 import re
@@ -12,7 +10,6 @@ import jax.numpy as jnp
 
 from switchx import tree
 from switchx.models.config import ModelConfig
-from switchx.moe.experts import ReplicatedWeight
 
 # Loss-free balancing (Wang et al. 2024, arXiv:2408.15664, algorithm 1; DeepSeek-V3,
 # arXiv:2412.19437, section 2.1.2). The bias enters the choice of experts and no gate, so it
@@ -44,19 +41,6 @@ def with_balanced_biases(config: ModelConfig, params, updated, load_NE):
         return balanced_bias(old, load_E, rate)
 
     return tree.map_named(balance, params, updated)
-
-
-def with_replicas(params, expert_of_slot_NR):
-    """`params`, with each layer's row of the table beside its experts (`moe/replicas.py`)."""
-    rows = layers_of(params, "w_in_EDF")
-
-    def put(name, leaf):
-        if name not in rows:
-            return leaf
-        table_NR = jnp.asarray(expert_of_slot_NR)[jnp.asarray(rows[name])]
-        return ReplicatedWeight(leaf, table_NR if leaf.ndim > 3 else table_NR[0])
-
-    return tree.map_named(put, params)
 
 
 def layers_of(params, parameter: str) -> dict[str, list[int]]:

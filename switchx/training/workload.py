@@ -23,8 +23,9 @@ from switchx.partitioning.ticks import PIPE
 from switchx.planner.layout import OPTIMIZER_SLICES, Layout, StateArray, Workload
 from switchx.training.distilled_logits import has_logits
 from switchx.training.distilled_program import teacher_config
+from switchx.training.expert_copies import copies_refusal, task_tables
 from switchx.training.job import TrainingJob
-from switchx.training.program import replicas_refusal, state_letters, task_tables
+from switchx.training.program import state_letters
 from switchx.training.step import init_state
 
 
@@ -41,7 +42,7 @@ def workload_of(job: TrainingJob) -> Workload:
         sizes = dict(num_groups=num_groups, tokens_per_group=tokens_per_group)
         switch, place = job.model.switch, Placement.on(layout, layout.rules)
         if switch.num_replicas and layout.pipe > 1:
-            return replicas_refusal(switch, f"mesh axis {PIPE!r} of size {layout.pipe}")
+            return copies_refusal(switch, f"mesh axis {PIPE!r} of size {layout.pipe}")
         return refusal(layout.dispatcher, layout, layout.rules, **sizes) or slots_refusal(
             switch.num_experts, switch.num_replicas, place.size(place.experts)
         )

@@ -22,6 +22,7 @@ from switchx.optim.adamw import AdamW
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from switchx.training.resume import write_run_config
 from switchx.training.step import StepConfig
 from tests.training.jobs import SPARSE, SWITCH, make_job
@@ -150,7 +151,7 @@ def job_on(mesh: str, *, is_scanned: bool, optimizer=None):
 
 
 def program_of(job) -> TrainingProgram:
-    return TrainingProgram(job, jax.devices()[:1] if job.mesh == MESHES["one"] else None)
+    return compiled_program(job, jax.devices()[:1] if job.mesh == MESHES["one"] else None)
 
 
 def filled(program: TrainingProgram):

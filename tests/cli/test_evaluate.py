@@ -20,7 +20,7 @@ from switchx.jobs import _mesh_of_texts
 from switchx.partitioning.mesh import MeshSpec
 from switchx.text_evaluation import metrics_of
 from switchx.training.job import TrainingJob
-from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from switchx.training.resume import write_run_config
 from tests.compilation import T5, on_devices
 from tests.data.downstream.published_files import PUBLISHED
@@ -242,7 +242,7 @@ def run(tmp_path_factory):
     folder.operative_config.write_text(building.operative_config("JOB"))
     write_run_config(folder, job)
     with on_devices(1):
-        program = TrainingProgram(job)
+        program = compiled_program(job)
     with program.scope(), Checkpointer(folder, job.retention) as checkpointer:
         checkpointer.save(3, program.init_state(), metrics={"neg_log_perplexity": -1.0})
     yield folder.root

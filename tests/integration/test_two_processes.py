@@ -30,7 +30,7 @@ from switchx.training.distilled_folder import LogitsReader
 from switchx.training.distilled_logits import write_logits
 from switchx.training.job import TrainingJob
 from switchx.training.loop import train
-from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig
 from switchx.training.text_evaluation import TextEvaluation
 from tests.data.fakes import pair_corpus
@@ -198,7 +198,7 @@ def test_two_processes_learn_by_the_rates_of_one(tmp_path, session_cache):
     logs = [lines_of(run, "metrics") for run in (together, alone)]
     for step, line in logs[1].items():
         assert logs[0][step]["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-4)
-    first = jax.device_get(TrainingProgram(RATES).init_state().params)
+    first = jax.device_get(compiled_program(RATES).init_state().params)
     first, got, want = map(
         tree.named_leaves, (first, restore_params(together.root), restore_params(alone.root))
     )

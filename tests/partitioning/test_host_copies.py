@@ -187,7 +187,8 @@ import jax, jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from pallas_kernels.aot.gpu_compiler import compile_lowered, described_gpu
 from switchx.partitioning.host_ring import layer_numbers, ring_scan
-from switchx.partitioning.host_stack import HOST, HostStack
+from switchx.partitioning.host_stack import HostStack
+from switchx.partitioning.mesh import HOST
 
 abstract = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
 mesh = AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=abstract)

@@ -14,7 +14,7 @@ from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.planner.layout import Layout
 from switchx.planner.memory import in_flight, memory_use, state_bytes, updated_bytes
-from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from switchx.training.workload import workload_of
 from tests.planner.workloads import DENSE, SPARSE, SWITCH, make_workload
 from tests.processes import script_with_compiler
@@ -32,7 +32,7 @@ from tests.training.jobs import make_job
 def test_state_is_the_programs_arguments(sizes, slices, optimizer):
     mesh = MeshSpec(**sizes, rules=Rules(optimizer_slices=slices))
     job = make_job(SPARSE, mesh=mesh, batch_size=16, optimizer=optimizer)
-    program = TrainingProgram(job, jax.devices()[:8])
+    program = compiled_program(job, jax.devices()[:8])
     state, shardings = program.abstract_state, program.shardings
 
     def local(tree, sharding):
@@ -69,7 +69,7 @@ def test_temporaries_are_those_of_a_compiled_step(remat):
     job = make_job(
         model, batch_size=8, inputs_length=64, targets_length=64, mesh=MeshSpec(data=1)
     )
-    program = TrainingProgram(job, jax.devices()[:1])
+    program = compiled_program(job, jax.devices()[:1])
     rows = job.features.batch([[] for _ in range(8)])
     batch = {
         name: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=program.batch_sharding)
@@ -94,6 +94,7 @@ from switchx.training.aot_devices import describe_devices
 from switchx.training.distillation import Distillation
 from switchx.training.distilled_program import DistilledProgram
 from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from switchx.training.workload import workload_of
 from tests.training.jobs import make_job
 from tests.training.saved_runs import save_run

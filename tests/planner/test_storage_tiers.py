@@ -34,7 +34,7 @@ from switchx.planner.streaming import streaming, touched_experts
 from switchx.storage.cache import StorageSpec
 from switchx.training.layered import LayeredProgram
 from switchx.training.lazy_update import LazyUpdate
-from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from switchx.training.workload import workload_of
 from tests.compilation import on_devices
 from tests.planner.workloads import DENSE, SPARSE, make_workload
@@ -83,7 +83,7 @@ def test_the_papers_formulas_of_a_workload():
 def test_bytes_are_those_of_the_training_state():
     """Of shape structs with shardings: two parts of experts, whole statistics beside them."""
     job = adamw(mesh=MeshSpec(data=2, expert=4))
-    program = TrainingProgram(job, jax.devices()[:8])
+    program = compiled_program(job, jax.devices()[:8])
     state, total = program.abstract_state, 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if "experts" in jax.tree_util.keystr(path) and leaf.shape:

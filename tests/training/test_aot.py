@@ -38,7 +38,7 @@ from switchx.training.aot_devices import (
 from switchx.training.distillation import Distillation
 from switchx.training.distilled_logits import write_logits
 from switchx.training.distilled_program import DistilledProgram
-from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig
 from switchx.training.workload import layout_of, workload_of
 from tests.processes import ROOT, script_with_compiler
@@ -110,7 +110,7 @@ def test_a_step_with_logits_on_a_disk(teacher_run, tmp_path):
 
 
 def test_arguments_are_what_the_compiler_counts(step):
-    program = TrainingProgram(job_on(MeshSpec(data=2, expert=4)))
+    program = compiled_program(job_on(MeshSpec(data=2, expert=4)))
     arguments = program.abstract_state, batch_shapes(program)
     # Arguments that nothing reads (a skipped step's counters) are not passed.
     assert 0 <= bytes_on_one_device(arguments) - step.memory.arguments < 200
@@ -164,7 +164,7 @@ def test_ticks_without_an_op_do_not_count(monkeypatch):
     job = dataclasses.replace(
         job_on(MeshSpec(pipe=2), model), step=StepConfig(num_microbatches=4)
     )
-    schedule = TrainingProgram(job).pipeline
+    schedule = compiled_program(job).pipeline
     text = CONDITIONAL.replace("TICKS", str(schedule.num_ticks))
     monkeypatch.setattr(
         "switchx.training.aot._measure", lambda *arguments: (Memory(0, 0, 0, 1), text, 0)
@@ -197,7 +197,7 @@ def test_what_is_too_large_is_said_without_compiling(monkeypatch):
 def test_equal_blocks_that_are_not_found_are_an_error(monkeypatch):
     monkeypatch.setattr("switchx.training.aot.executed_slots", lambda jaxpr, model: 0)
     with pytest.raises(RuntimeError, match="no product"):
-        slots_per_token(TrainingProgram(job_on(MeshSpec(data=2, expert=4))))
+        slots_per_token(compiled_program(job_on(MeshSpec(data=2, expert=4))))
 
 
 def test_a_tpu_takes_what_it_has_at_its_peak():
@@ -383,7 +383,7 @@ from switchx.partitioning.mesh import DEFAULT_OPTIONS, CompilerOptions, MeshSpec
 from switchx.partitioning.topology import Topology
 from switchx.training.aot import batch_shapes
 from switchx.training.aot_devices import describe_devices
-from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from tests.training.jobs import DENSE, make_job
 
 ((name, _),) = DEFAULT_OPTIONS["tpu"].items()
@@ -394,13 +394,13 @@ for remat in ("none", "full"):
     )
     for options in ((), (f"{name}=True",)):
         job = make_job(model, mesh=MeshSpec(data=1), compiler=CompilerOptions(tpu=options))
-        program = TrainingProgram(job, describe_devices(Topology.parse("v5e:2x2"))[:1])
+        program = compiled_program(job, describe_devices(Topology.parse("v5e:2x2"))[:1])
         with program.scope():
             compiled = program.trace_step(batch_shapes(program)).lower().compile()
         is_copied = "bf16[8,1024,8192]" in compiled.as_text()
         print(int(is_copied), compiled.memory_analysis().temp_size_in_bytes)
 sliced = make_job(model, mesh=MeshSpec(data=1, fsdp=4))
-sliced = TrainingProgram(sliced, describe_devices(Topology.parse("v5e:2x2")))
+sliced = compiled_program(sliced, describe_devices(Topology.parse("v5e:2x2")))
 print(len(sliced.compiler_options))
 """
 
@@ -425,7 +425,7 @@ from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import Topology
 from switchx.training.aot import batch_shapes
 from switchx.training.aot_devices import describe_devices
-from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from tests.training.jobs import SPARSE, SWITCH, make_job
 
 router = RouterConfig(jitter=0.0, overflow="dropless", balance_counts="first_choice")
@@ -434,7 +434,7 @@ sizes = {"d_model": 256, "num_decoder_layers": 4, "scan_layers": True}
 job = make_job(
     dataclasses.replace(SPARSE, switch=switch, **sizes), mesh=MeshSpec(expert=4), batch_size=512
 )
-program = TrainingProgram(job, describe_devices(Topology.parse("h200:4")))
+program = compiled_program(job, describe_devices(Topology.parse("h200:4")))
 with program.scope():
     compiled = program.trace_step(batch_shapes(program)).lower().compile()
 print(max(copied_constants(compiled.as_text()), default=0))

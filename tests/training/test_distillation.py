@@ -31,6 +31,7 @@ from switchx.training.distillation import (
     WrittenTeacher,
     distilled_sums,
     soft_loss,
+    taught_by,
     with_weights_of,
 )
 from switchx.training.distilled_program import DistilledProgram
@@ -136,7 +137,9 @@ def taught():
     @jax.jit
     def whole(teacher):
         key = jax.random.key(0)
-        return gradients(DENSE, LOSS, StepConfig(), params, batch, key=key, teacher=teacher)
+        return gradients(
+            DENSE, LOSS, StepConfig(), params, batch, key=key, seam=taught_by(teacher)
+        )
 
     return batch, params, teacher, whole
 
@@ -171,7 +174,7 @@ def test_microbatches_are_the_whole_batch(taught):
     expected = whole(teacher)
     found = gradients(
         DENSE, LOSS, StepConfig(num_microbatches=4), params, batch,
-        key=jax.random.key(0), teacher=teacher,
+        key=jax.random.key(0), seam=taught_by(teacher),
     )  # fmt: skip
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, expected
@@ -230,7 +233,7 @@ def test_a_mesh_takes_the_step_of_one_device(teacher_run, mesh, student, microba
             assert len(taken) > 10
             state = program.init_state(params)
             batch = program.place(make_batch(student, 8))
-            state, metrics = program.train_step(state, batch, *program.slot_tables)
+            state, metrics = program.train_step(state, batch, *program.beside)
             found.append((metrics.loss, metrics.sums.soft_loss, metrics.grad_norm))
             bytes_alone = tree.num_bytes(state.params)
             assert program.state_bytes(is_on_host=False) > bytes_alone / program.mesh.size

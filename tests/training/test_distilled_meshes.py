@@ -14,7 +14,11 @@ import pytest
 from switchx import tree
 from switchx.optim.protocol import global_norm
 from switchx.partitioning.mesh import MeshSpec
-from switchx.training.distillation import Distillation, Teacher
+from switchx.training.distillation import (
+    Distillation,
+    Teacher,
+    taught_by,
+)
 from switchx.training.distilled_program import DistilledProgram, as_teacher
 from switchx.training.step import StepConfig, gradients
 from tests.training.jobs import (
@@ -70,7 +74,7 @@ def raw_gradients_alone(teacher) -> dict:
         return with_norm(
             *gradients(
                 FEWER, WEIGHTY, StepConfig(), params, batch,
-                key=jax.random.key(0), teacher=teacher,
+                key=jax.random.key(0), seam=taught_by(teacher),
             )
         )  # fmt: skip
 
@@ -85,7 +89,7 @@ def raw_gradients(program: DistilledProgram) -> dict:
         return with_norm(
             *gradients(
                 job.model, job.loss, job.step, params, batch,
-                key=jax.random.key(0), teacher=teacher,
+                key=jax.random.key(0), seam=taught_by(teacher),
             )
         )  # fmt: skip
 

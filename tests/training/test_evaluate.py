@@ -18,7 +18,7 @@ from switchx.partitioning.mesh import MeshSpec
 from switchx.training import evaluate as evaluation
 from switchx.training.evaluate import RoutingLog, RoutingSample, eval_step, evaluate
 from switchx.training.losses import TokenSums
-from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig
 from tests.data.refusals import refused
 from tests.training.jobs import (
@@ -116,7 +116,7 @@ def sampled(config, batch, mesh=None, **changes):
     """Statistics and sample of an evaluation step over a whole program."""
     devices = None if mesh else jax.devices()[:1]
     job = make_job(config, mesh=mesh or MeshSpec(), **changes)
-    program = TrainingProgram(job, devices)
+    program = compiled_program(job, devices)
     with program.scope():
         params = jax.device_put(make_params(config), program.shardings.params)
         _, stats, parts = program.eval_step(params, program.place(batch))
@@ -288,7 +288,7 @@ def costs(model, num_microbatches) -> dict[str, tuple[float, float]]:
     job = make_job(
         model, inputs_length=64, targets_length=32, step=StepConfig(num_microbatches)
     )
-    program = TrainingProgram(job, jax.devices()[:1])
+    program = compiled_program(job, jax.devices()[:1])
     state = program.abstract_state
     batch = job.features.batch([[Example(np.ones(5, int), np.ones(5, int))]] * job.batch_size)
     with program.scope():

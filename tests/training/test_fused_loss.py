@@ -17,7 +17,7 @@ from switchx.partitioning.hlo_collectives import collectives
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.training.fused_loss import count_buckets
-from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig, gradients
 from tests.data.refusals import refused
 from tests.training.jobs import (
@@ -53,7 +53,7 @@ def make_program(model, mesh, bucket_bytes=None, devices=None, num_microbatches=
     job = make_job(
         model, mesh=mesh, optimizer=AdamW(), loss=WEIGHTY, batch_size=ROWS, step=step, **lengths
     )
-    return TrainingProgram(job, devices)
+    return compiled_program(job, devices)
 
 
 def raw_gradients(program) -> dict:

@@ -21,10 +21,12 @@ from switchx.partitioning import host_ring
 from switchx.partitioning.mesh import MeshSpec
 from switchx.storage.cache import StorageSpec
 from switchx.training import host_program
-from switchx.training.host_program import HostProgram, compiled_program, require_host_memory
+from switchx.training.host_program import HostProgram, require_host_memory
 from switchx.training.loop import train
 from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from switchx.training.sliced_update import (
+    host_gradients,
     join_state,
     sliced_update,
     split_state,
@@ -81,9 +83,10 @@ def raw_gradients(program: TrainingProgram, slots: int | None = None):
     job = program.job
 
     def compute(params, batch):
-        if slots is not None:
-            params = with_host_stacks(params, slots)
-        return gradients(job.model, job.loss, job.step, params, batch, key=jax.random.key(7))
+        parts, key = (job.model, job.loss, job.step), jax.random.key(7)
+        if slots is None:
+            return gradients(*parts, params, batch, key=key)
+        return host_gradients(*parts, with_host_stacks(params, slots), batch, key=key)
 
     with program.scope():
         params = jax.device_put(make_params(job.model), program.shardings.params)

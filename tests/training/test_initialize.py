@@ -18,7 +18,7 @@ from switchx.training.initialize import Source, assign
 from switchx.training.job import InitConfig
 from switchx.training.layered import LayeredProgram
 from switchx.training.loop import train
-from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from switchx.tree import named_leaves
 from tests.data.refusals import refused
 from tests.training.jobs import DENSE, SPARSE, make_job
@@ -98,7 +98,7 @@ def start_of(source, model=TINY, mesh=None, **fields):
     """What a run from `source` would begin with; nothing is read."""
     init, mesh = InitConfig(**fields), mesh or MeshSpec()
     job = make_job(model, init_from=str(source.path), init=init, mesh=mesh)
-    program = TrainingProgram(job)
+    program = compiled_program(job)
     with program.scope():
         return Source(job, program), program
 
@@ -153,7 +153,7 @@ def test_another_model_by_rules_on_a_mesh(source):
     mesh = MeshSpec(data=2, fsdp=4)
     state, found = start(source, wider, rules=rules, mesh=mesh, optimizer=True)
     got, there = named_leaves(state.params), named_leaves(restore_params(source.root))
-    fresh = named_leaves(TrainingProgram(make_job(wider)).init_state().params)
+    fresh = named_leaves(compiled_program(make_job(wider)).init_state().params)
     for name, leaf in got.items():
         if name.startswith("decoder/blocks/layer_0/ffn/"):
             expected = fresh[name]
@@ -224,7 +224,7 @@ def test_onto_experts_in_host_memory_and_on_a_disk(tmp_path):
     train(make_job(model, train_steps=1), source, Events())
     there = named_leaves(restore_params(source.root))
     rules = ((r".*/w_in_EDF", None),)
-    fresh = named_leaves(TrainingProgram(make_job(model)).init_state().params)
+    fresh = named_leaves(compiled_program(make_job(model)).init_state().params)
     for kind, has_optimizer in (("host", True), ("disk", False)):
         init = InitConfig(rules=rules, optimizer=has_optimizer)
         storage = StorageSpec(kind, slots=2)

@@ -30,7 +30,7 @@ from switchx.storage.trace import read_trace
 from switchx.training.host_program import HostProgram
 from switchx.training.layered import LayeredProgram
 from switchx.training.loop import train
-from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig
 from tests.compilation import on_devices
 from tests.data.refusals import refused
@@ -108,7 +108,7 @@ def on_disk(tmp_path_factory):
 @pytest.mark.parametrize("name", ["adamw", pytest.param("adafactor", marks=pytest.mark.slow)])
 def test_training_is_that_of_the_resident_program(name, on_disk):
     job = disk_job(optimizer=name, storage=StorageSpec())
-    resident = TrainingProgram(job, jax.devices()[:1])
+    resident = compiled_program(job, jax.devices()[:1])
     batch = make_batch(MODEL, 8, seed=9)
     with resident.scope():
         want, want_measured = trained(resident)

@@ -19,7 +19,7 @@ from switchx.partitioning.rules import Rules
 from switchx.storage.cache import StorageSpec
 from switchx.training.layered import LayeredProgram
 from switchx.training.layered_runs import Kind
-from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig, gradients
 from tests.data.refusals import refused
 from tests.training.jobs import SPARSE, make_batch, make_job
@@ -80,7 +80,7 @@ class KeptGradients:
 def resident_step():
     """Parameters, and the raw gradients of a step with all of them on one device."""
     job = mesh_job(MeshSpec(data=1), StorageSpec())
-    program = TrainingProgram(job, jax.devices()[:1])
+    program = compiled_program(job, jax.devices()[:1])
     with program.scope():
         state = program.init_state()
         compute = jax.jit(functools.partial(gradients, MODEL, job.loss, job.step))
@@ -224,7 +224,7 @@ def test_steps_on_a_mesh(name, tmp_path):
     """Losses are the resident program's; the cache changes no bit; a step that is not finite
     changes no record."""
     mesh, _ = MESHES[name]
-    resident = TrainingProgram(mesh_job(MeshSpec(data=1), StorageSpec()), jax.devices()[:1])
+    resident = compiled_program(mesh_job(MeshSpec(data=1), StorageSpec()), jax.devices()[:1])
     with resident.scope():
         _, want = steps_of(resident)
     program = program_of(mesh_job(mesh), tmp_path / "all")

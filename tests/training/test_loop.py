@@ -28,6 +28,7 @@ from switchx.optim.schedules import InverseSquareRoot
 from switchx.partitioning.mesh import MeshSpec
 from switchx.training.loop import Outcome, TrainingStopped, evaluate_job, train
 from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from tests.data.fakes import text_corpus
 from tests.data.refusals import refused
 from tests.training.jobs import DENSE, TASK, make_job
@@ -429,7 +430,7 @@ def test_each_device_reads_its_part_of_the_parameters_of_another_run(
     monkeypatch.setattr(ocp.StandardCheckpointer, "restore", recorded)
     job = tiny_job(init_from=str(finished[0].path), train_steps=0, mesh=MeshSpec(fsdp=4))
     train(job, RunFolder(tmp_path), Events())
-    wanted = tree.named_leaves(TrainingProgram(job).shardings.params)
+    wanted = tree.named_leaves(compiled_program(job).shardings.params)
     got = {name: leaf.sharding for name, leaf in tree.named_leaves(asked[0]).items()}
     assert got.keys() == wanted.keys()
     split = [name for name, sharding in got.items() if not sharding.is_fully_replicated]
@@ -464,7 +465,7 @@ def test_an_evaluation_of_several_tasks_weighs_them_by_tokens():
     switch = dataclasses.replace(SPARSE.switch, eval_capacity_factor=0.5)
     model = dataclasses.replace(SPARSE, switch=switch)
     job = make_job(model, source=Mixture((TASK, other)), eval_batches=1)
-    program = TrainingProgram(job)
+    program = compiled_program(job)
     with program.scope():
         metrics = evaluate_job(job, program, program.init_state().params)
         counts = {name for name in numbers_of(metrics) if name.endswith("target_tokens")}

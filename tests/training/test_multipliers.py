@@ -25,7 +25,7 @@ from switchx.storage.cache import StorageSpec
 from switchx.training.host_program import HostProgram
 from switchx.training.layered import LayeredProgram
 from switchx.training.loop import train
-from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig
 from switchx.training.workload import state_arrays
 from switchx.tree import named_leaves
@@ -105,7 +105,7 @@ def batch(job, seed):
 def stepped(optimizer, mesh, step=STEP, steps=2, model=SPARSE, devices=None):
     """The first state, those after each step, on the host, and the gradient norms."""
     job = make_job(model, optimizer=optimizer, mesh=mesh, step=step)
-    program = TrainingProgram(job, devices)
+    program = compiled_program(job, devices)
     states, norms = [], []
     with program.scope():
         state = program.init_state()
@@ -211,7 +211,7 @@ def test_bad_settings(tmp_path):
     with refused("StepConfig.ema_decay=1.0"):
         StepConfig(ema_decay=1.0)
     with refused("StepConfig.rate_multipliers: 'nothing' decides for no parameter"):
-        TrainingProgram(make_job(step=StepConfig(rate_multipliers=[("nothing", 0.0)])))
+        compiled_program(make_job(step=StepConfig(rate_multipliers=[("nothing", 0.0)])))
     model = dataclasses.replace(SPARSE, num_decoder_layers=4, scan_layers=True, remat="minimal")
     for fields in ({"rate_multipliers": NON_EXPERTS}, {"ema_decay": 0.9}):
         for kind in ("host", "disk"):

@@ -24,7 +24,7 @@ from switchx.optim.schedules import Constant
 from switchx.partitioning.hlo_collectives import executed_collectives
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.replicas import replica_axes
-from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig
 from tests.data.refusals import refused
 from tests.processes import ROOT
@@ -56,18 +56,18 @@ def trained(job, has_slices: bool):
 
 
 def _train(job, has_slices: bool):
-    program = TrainingProgram(sliced(job) if has_slices else job)
+    program = compiled_program(sliced(job) if has_slices else job)
     with program.scope():
         state, metrics = program.init_state(), []
         batches = [
             program.place_for_training(make_batch(job.model, ROWS, seed))
             for seed in range(STEPS)
         ]
-        step = program.train_step.lower(state, batches[0], *program.slot_tables)
+        step = program.train_step.lower(state, batches[0], *program.beside)
         # LLVM's optimizations take longest.
         step = step.compile(compiler_options={"xla_backend_optimization_level": "0"})
         for batch in batches:
-            state, measured = step(state, batch, *program.slot_tables)
+            state, measured = step(state, batch, *program.beside)
             metrics.append(measured)
     return program, step, state, metrics
 
@@ -166,10 +166,10 @@ def test_checkpoints_do_not_depend_on_slices(tmp_path):
 def test_what_does_not_divide_is_said():
     model = dataclasses.replace(DENSE, d_model=12, d_ff=20)
     job = sliced(job_on(MeshSpec(), "adamw", model))
-    (note,) = TrainingProgram(job).notes
+    (note,) = compiled_program(job).notes
     assert "9 of 19 parameters (1,020 elements)" in note and "w_in_DF (12, 20)" in note
     assert "not sliced over data" in note
-    assert not TrainingProgram(job_on(MeshSpec(), "adamw", model)).notes
+    assert not compiled_program(job_on(MeshSpec(), "adamw", model)).notes
 
 
 def test_experts_in_storage_are_refused():
@@ -222,7 +222,7 @@ def test_steps_are_those_of_a_whole_state_on_the_shipped_meshes(name, optimizer)
         pytest.skip("no axis data on eight devices")
     if shipped.step.bucket_bytes is not None:
         with refused("StepConfig.bucket_bytes=<any> with Rules.optimizer_slices"):
-            TrainingProgram(sliced(shipped))
+            compiled_program(sliced(shipped))
         return
     rules = dataclasses.replace(shipped.mesh.rules, optimizer_slices=())
     switch = dataclasses.replace(STACKED.switch, dispatcher=shipped.model.switch.dispatcher)

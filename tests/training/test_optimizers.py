@@ -21,7 +21,7 @@ from switchx.optim.protocol import (
 )
 from switchx.optim.schedules import Constant, WarmupCosine
 from switchx.partitioning.mesh import MeshSpec
-from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from switchx.training.workload import state_arrays
 from tests.data.refusals import refused
 from tests.training.jobs import make_job
@@ -188,7 +188,7 @@ def test_moments_that_mirror_a_parameter_are_split_as_it_is(make):
     """Adafactor's rows and columns, and whatever else has another shape, are whole."""
     mesh = MeshSpec(data=1, expert=2, model=2, fsdp=2)
     job = make_job(mesh=mesh, optimizer=Optax(make), schedule=Constant(0.1))
-    program = TrainingProgram(job)
+    program = compiled_program(job)
     params = tree.named_leaves(program.abstract_state.params)
     specs = tree.named_leaves(program.shardings.params)
     state, shardings = program.abstract_state.opt_state, program.shardings.opt_state

@@ -17,7 +17,7 @@ from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.program_cost import matrix_flops
 from switchx.training.evaluate import eval_step
 from switchx.training.pipelined import build_schedule, pipelined_gradients
-from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig, gradients
 from tests.data.refusals import refused
 from tests.training.jobs import (
@@ -185,7 +185,7 @@ def evaluated(config, mesh: MeshSpec, spec=None):
     spec = ScheduleSpec() if spec is None else spec
     step = StepConfig(num_microbatches=MICROBATCHES)
     job = make_job(config, mesh=mesh, step=step, pipeline=spec, batch_size=ROWS)
-    program, batch = TrainingProgram(job), with_padded_rows(make_batch(config, ROWS), 1, 6)
+    program, batch = compiled_program(job), with_padded_rows(make_batch(config, ROWS), 1, 6)
     params = make_params(config)
     with program.scope():
         placed = jax.device_put(params, program.shardings.params)
@@ -240,14 +240,14 @@ def test_jobs_that_do_not_divide_are_refused():
     with refused(
         "4 decoder blocks, 2 runs of 2, do not divide over 4 stages<any>use 8 blocks<any>"
     ):
-        TrainingProgram(job(stacked(SPARSE, 4)))
+        compiled_program(job(stacked(SPARSE, 4)))
     with refused("mesh axis 'pipe' of size 4 with ModelConfig.scan_layers=False<any>"):
-        TrainingProgram(job(SPARSE))
+        compiled_program(job(SPARSE))
     rules = Rules(params=(("V", ("model",)),))
     with refused("<any>Rules.params does not split<any>"):
-        TrainingProgram(job(stacked(SPARSE, 8), mesh=dataclasses.replace(mesh, rules=rules)))
+        compiled_program(job(stacked(SPARSE, 8), mesh=dataclasses.replace(mesh, rules=rules)))
     with refused("num_microbatches=4 of an interleaved schedule<any>use 8 microbatches<any>"):
-        TrainingProgram(
+        compiled_program(
             make_job(
                 stacked(SPARSE, 32),
                 mesh=MeshSpec(pipe=8),
@@ -258,7 +258,7 @@ def test_jobs_that_do_not_divide_are_refused():
 
 
 def test_stages_hold_their_own_blocks_and_optimizer_state():
-    program = TrainingProgram(
+    program = compiled_program(
         make_job(
             stacked(SPARSE, 8),
             mesh=MeshSpec(pipe=4, data=2),

@@ -19,6 +19,7 @@ from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.layout import Layout
 from switchx.storage.cache import StorageSpec
 from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig, gradients
 from switchx.training.workload import fitting_group_size, workload_of
 from tests.data.refusals import refused
@@ -48,7 +49,7 @@ def make_program(model, mesh=MESH, devices=None, **changes) -> TrainingProgram:
     job = make_job(
         model, mesh=mesh, optimizer=optimizer, loss=WEIGHTY, batch_size=16, **changes
     )
-    return TrainingProgram(job, devices)
+    return compiled_program(job, devices)
 
 
 def one_device(model, **changes) -> TrainingProgram:
@@ -303,7 +304,7 @@ def test_a_batch_that_the_devices_do_not_divide_is_refused(num_microbatches, mul
         f"that the mesh splits rows over; use a multiple of {multiple}, fewer "
         "microbatches (NUM_MICROBATCHES), or a smaller mesh"
     ):
-        TrainingProgram(job)
+        compiled_program(job)
 
 
 def test_a_split_vocabulary_and_its_statistics_take_a_part_of_the_memory():
@@ -336,7 +337,7 @@ def test_a_schedule_without_stages_is_refused():
 def test_storage_without_effect_is_said():
     """configs/storage/host.gin may follow a file that bound fields of a disk."""
     storage = StorageSpec(slots=3, host_bytes=2**20, path="/ssd")
-    (note,) = TrainingProgram(make_job(SPARSE, storage=storage)).notes
+    (note,) = compiled_program(make_job(SPARSE, storage=storage)).notes
     assert "slots=3, StorageSpec.host_bytes=1048576, StorageSpec.path='/ssd'" in note
     assert "without effect with StorageSpec.experts='device'" in note
     for experts, number in (("disk", 0), ("host", 2)):
@@ -357,7 +358,7 @@ def test_experts_that_the_mesh_does_not_divide_are_refused():
 
 def test_arrays_are_those_of_the_program():
     job = make_job(ENCODER_DECODER)
-    program = TrainingProgram(job, jax.devices()[:1])
+    program = compiled_program(job, jax.devices()[:1])
     state = program.abstract_state
     expected = sum(
         leaf.size * leaf.dtype.itemsize

@@ -23,13 +23,14 @@ from switchx.deploy.plan import DeployPlan, DeploySettings
 from switchx.models.config import RouterConfig
 from switchx.models.params import forward, of_task
 from switchx.moe.capacity import layer_groups
+from switchx.moe.copy_placement import place_tasks, tasks_of_parts
 from switchx.partitioning.mesh import MeshSpec
-from switchx.planner.replica_placement import place_tasks, tasks_of_parts
 from switchx.training.aot import batch_shapes
 from switchx.training.elastic import job_for_devices
+from switchx.training.expert_copies import task_tables, with_copies
 from switchx.training.loop import train
-from switchx.training.program import TrainingProgram, task_tables
-from switchx.training.step import StepConfig, gradients
+from switchx.training.programs import compiled_program
+from switchx.training.step import Seam, StepConfig, gradients
 from tests.data.fakes import text_corpus
 from tests.data.refusals import refused
 from tests.training.jobs import LENGTH, LOSS, SPARSE, make_batch, make_job, make_params
@@ -180,16 +181,14 @@ def test_raw_gradients_on_a_mesh_are_those_of_one_device(spec):
     batch["task_ids"] = np.repeat(range(4), ROWS).astype(np.int32)
 
     def run(params, batch, *tables):
-        tables = tables or (None,)
-        return gradients(
-            MODEL, LOSS, StepConfig(), params, batch, key=None, expert_of_slot_NR=tables[0]
-        )[:2]
+        seam = with_copies(Seam(), *tables) if tables else None
+        return gradients(MODEL, LOSS, StepConfig(), params, batch, key=None, seam=seam)[:2]
 
     want = jax.jit(run)(params, batch)
-    program = TrainingProgram(job)
+    program = compiled_program(job)
     assert len(program.slot_tables) == 1
     with program.scope():
-        got = jax.jit(run)(params, program.place(batch), *program.slot_tables)
+        got = jax.jit(run)(params, program.place(batch), *program.beside)
     for name, leaf in tree.named_leaves(want).items():
         error = np.abs(tree.named_leaves(got)[name] - leaf).max()
         assert error <= 5e-6 * max(np.abs(leaf).max(), 1e-3), name
@@ -201,14 +200,15 @@ def test_no_token_travels():
     for name, dispatcher in (("all", "all_to_all"), ("own", "gather")):
         switch = dataclasses.replace(MODEL.switch, dispatcher=dispatcher)
         job = tasks_job(dataclasses.replace(MODEL, switch=switch), mesh=MeshSpec(1, expert=8))
-        program = TrainingProgram(job)
-        tables = program.slot_tables if name == "own" else (None,)
-        compute = functools.partial(gradients, job.model, LOSS, StepConfig(), key=None)
+        program = compiled_program(job)
+        seam = with_copies(Seam(), *program.slot_tables) if name == "own" else None
+        compute = functools.partial(
+            gradients, job.model, LOSS, StepConfig(), key=None, seam=seam
+        )
         with program.scope():
             traced = jax.jit(compute).trace(
                 program.abstract_state.params,
                 batch_shapes(program),
-                expert_of_slot_NR=tables[0],
             )
             text = traced.lower(lowering_platforms=("tpu",)).as_text()
         sent[name] = {
@@ -247,13 +247,13 @@ def test_tasks_have_their_experts_beside_their_rows():
     job = tasks_job()
     here = job_for_devices(job, V5E, jax.devices()[:7])
     assert len(here.devices) == 4
-    program = TrainingProgram(here.job, here.devices)
+    program = compiled_program(here.job, here.devices)
     assert len(program.slot_tables) == 1 and program.notes == ()
     # One group of several devices' rows: tokens travel.
     switch = dataclasses.replace(MODEL.switch, group_size=256)
     wide = tasks_job(dataclasses.replace(MODEL, switch=switch))
     here = job_for_devices(wide, V5E, jax.devices()[:4])
-    assert TrainingProgram(here.job, here.devices).slot_tables == ()
+    assert compiled_program(here.job, here.devices).slot_tables == ()
 
 
 def test_experts_are_beside_rows_only_where_groups_are():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from switchx.planner.replica_placement import imbalance, loads_of_devices, place_replicas
+from switchx.moe.copy_placement import imbalance, loads_of_devices, place_copies
 
 # README of deepseek-ai/EPLB: loads of two layers, 12 experts in 4 groups, 16 slots on 2 nodes
 # of 4 devices each; and the slots that it prints.
@@ -33,7 +33,7 @@ def on_two_nodes(load_E, num_slots: int):
         loads[node] += sum(load_E[3 * group : 3 * group + 3])
     for node in nodes:
         experts = [3 * group + i for group in node for i in range(3)]
-        yield experts, place_replicas(np.array(load_E)[None, experts], num_slots // 2 - 6, 4)[0]
+        yield experts, place_copies(np.array(load_E)[None, experts], num_slots // 2 - 6, 4)[0]
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -50,7 +50,7 @@ def test_equals_the_published_example(layer):
 
 def test_equals_what_the_published_program_gives_without_nodes():
     """`eplb.rebalance_experts(weight, 16, 1, 1, 8)`, run on the loads of its README."""
-    got = place_replicas(EPLB_LOADS, 4, 8)
+    got = place_copies(EPLB_LOADS, 4, 8)
     assert got.tolist() == [
         [10, 6, 10, 7, 0, 2, 11, 4, 5, 9, 5, 4, 8, 3, 1, 1],
         [1, 10, 2, 4, 5, 11, 5, 0, 6, 7, 6, 3, 8, 8, 9, 7],
@@ -70,7 +70,7 @@ def test_every_expert_has_a_slot_and_no_replica_could_have_gone_to_a_heavier_exp
     load_E, devices, extra
 ):
     num_replicas = -len(load_E) % devices + extra * devices
-    table_R = place_replicas([load_E], num_replicas, devices)[0]
+    table_R = place_copies([load_E], num_replicas, devices)[0]
     replicas_E = np.bincount(table_R, minlength=len(load_E))
     assert len(table_R) == len(load_E) + num_replicas
     assert replicas_E.min() >= 1
@@ -92,7 +92,7 @@ def test_is_close_to_the_best_of_all_placements():
                 rest = [i for i in range(8) if i not in first]
                 table = [[experts[i] for i in (*first, *rest)]]
                 best = min(best, imbalance(loads_of_devices([load_E], table, 2))[0])
-        got = imbalance(loads_of_devices([load_E], place_replicas([load_E], 2, 2), 2))[0]
+        got = imbalance(loads_of_devices([load_E], place_copies([load_E], 2, 2), 2))[0]
         assert best - 1e-9 <= got <= 4 / 3 * best
 
 
@@ -111,4 +111,4 @@ def test_is_close_to_the_best_of_all_placements():
 )
 def test_refusals(arguments, message):
     with pytest.raises(ValueError, match=message):
-        place_replicas(*arguments)
+        place_copies(*arguments)

@@ -6,7 +6,7 @@ Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.1, where heavily loaded e
 further devices; DeepSeek-V3 (arXiv:2412.19437), section 3.4, for redundant experts. A bank of R
 slots is gathered from the E experts by a table that says whose copy each slot is. It is data: a
 new table needs no new program. Where the gather is differentiated, the gradients of an expert's
-replicas are added up. `planner/replica_placement.py` makes the tables.
+replicas are added up. `copy_placement.py` makes the tables.
 Dims: G groups, T tokens of a group, S choices of a token, E experts, R slots for experts, D
 model, F ffn, N layers, P devices that the experts are split over, X any
 """
@@ -56,7 +56,7 @@ def local_slots(expert_of_slot_R) -> Dispatcher:
     """A dispatcher that runs every device's tokens on its own slots: no token travels.
 
     For routers by task: rows are in the order of their tasks, and a device has the experts of
-    its rows' tasks (`planner/replica_placement.place_tasks`).
+    its rows' tasks (`copy_placement.place_tasks`).
 
     Args:
         expert_of_slot_R: int32, each expert once or more; a device's slots have all experts

@@ -18,7 +18,7 @@ from switchx.fields import require
 from switchx.moe.config import slots_refusal
 
 
-def place_replicas(load_NE, num_replicas: int, num_devices: int = 1) -> np.ndarray:
+def place_copies(load_NE, num_replicas: int, num_devices: int = 1) -> np.ndarray:
     """The expert in each slot, int32 `[N, R]`, R = E + `num_replicas`; R / P slots a device.
 
     Every expert has one slot at least. A layer's table depends on its own load alone, and ties
@@ -111,7 +111,7 @@ def measured_imbalance(load_NE, num_replicas: int = 0) -> Callable[[int], float]
     def of(parts: int) -> float:
         tables = np.tile(np.arange(load_NE.shape[1]), (len(load_NE), 1))
         if num_replicas:
-            tables = place_replicas(load_NE, num_replicas, parts)
+            tables = place_copies(load_NE, num_replicas, parts)
         return float(np.mean(imbalance(loads_of_devices(load_NE, tables, parts))))
 
     return of

@@ -10,14 +10,15 @@ import pytest
 from switchx import tree
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.models.params import abstract_params
+from switchx.moe.copy_placement import place_copies
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.schedule import ScheduleSpec
-from switchx.planner.replica_placement import place_replicas
 from switchx.storage.cache import StorageSpec
+from switchx.training.expert_copies import with_copies
 from switchx.training.loop import train
-from switchx.training.program import TrainingProgram
-from switchx.training.step import StepConfig, gradients
+from switchx.training.programs import compiled_program
+from switchx.training.step import StepConfig, gradients, seam_of
 from switchx.training.switch_layers import layers_of
 from tests.data.refusals import refused
 from tests.training.jobs import (
@@ -51,8 +52,9 @@ def gradients_on(spec: MeshSpec | None, config, table_NR=None, step=StepConfig()
 
     @jax.jit
     def run(params, batch):
+        seam = None if table_NR is None else with_copies(seam_of(step), table_NR)
         grads, value, _, stats = gradients(
-            config, LOSS, step, params, batch, key=KEY, expert_of_slot_NR=table_NR
+            config, LOSS, step, params, batch, key=KEY, seam=seam
         )
         return grads, value, stats.load_E
 
@@ -78,7 +80,7 @@ def test_raw_gradients_of_a_model_are_those_without_replicas(spec, dispatcher, m
     """Stacked layers, each with a table of its own."""
     rng = np.random.default_rng(0)
     load_NE = rng.zipf(1.3, size=(model.num_sparse_layers, 8)).clip(max=1000)
-    table_NR = place_replicas(load_NE, 4, 4)
+    table_NR = place_copies(load_NE, 4, 4)
     assert len({tuple(row) for row in table_NR.tolist()}) == len(table_NR)
     want = gradients_on(None, model)
     config, step = with_replicas(model, 4, dispatcher=dispatcher), StepConfig(2)
@@ -124,10 +126,10 @@ def test_the_number_of_replicas_may_change_on_resume(tmp_path):
 
 
 def test_tables_follow_the_load():
-    program = TrainingProgram(make_job(with_replicas(SPARSE, 4), mesh=MeshSpec(expert=4)))
+    program = compiled_program(make_job(with_replicas(SPARSE, 4), mesh=MeshSpec(expert=4)))
     before, compiled = program.slot_tables[0], program.train_step
     assert np.bincount(before[0], minlength=8).tolist() == [2, 2, 2, 2, 1, 1, 1, 1]
-    program.place_replicas([[1, 1, 1, 1, 1, 1, 1, 30]])
+    program.balance([[1, 1, 1, 1, 1, 1, 1, 30]])
     assert np.bincount(program.slot_tables[0][0], minlength=8).tolist() == [1] * 7 + [5]
     assert program.train_step is compiled and program.slot_tables[0].shape == before.shape
 
@@ -153,7 +155,7 @@ def test_refusals(replicas, changes, message):
     model = dataclasses.replace(SPARSE, remat="full")
     job = make_job(with_replicas(model, replicas), **changes)
     with refused(message):
-        TrainingProgram(job)
+        compiled_program(job)
 
 
 def test_a_pipeline_is_refused():
@@ -167,7 +169,7 @@ def test_a_pipeline_is_refused():
         step=StepConfig(num_microbatches=2),
     )
     with refused("SwitchConfig.num_replicas=4 with mesh axis 'pipe' of size 2<any>"):
-        TrainingProgram(job, jax.devices()[:2])
+        compiled_program(job, jax.devices()[:2])
 
 
 def test_switch_attention_is_refused():

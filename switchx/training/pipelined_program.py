@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation of a model whose blocks are split over the stages of a pipeline.
+"""A job as programs where blocks are split over the stages of a pipeline, and its evaluation.
 
-The same sums and the same sample of routing as in `training/evaluate.py`, in the microbatches
-of training. No stage holds more than its own blocks.
+Evaluation gives the same sums and the same sample of routing as `training/evaluate.py`, in the
+microbatches of training. No stage holds more than its own blocks.
 Dims: B batch, b rows of a microbatch, M microbatches, N layers
 """
 
@@ -17,10 +17,63 @@ from switchx.models.stages import Chunk, link_stacks, split_blocks
 from switchx.moe.stats import RoutingStats, join_stacks
 from switchx.partitioning.forward_pipeline import run_forward
 from switchx.partitioning.schedule import Schedule
-from switchx.partitioning.ticks import Lane, Objective, Op
+from switchx.partitioning.ticks import PIPE, Lane, Objective, Op
 from switchx.training.evaluate import PLAIN_LOSS, sampled, sampled_rows
-from switchx.training.losses import from_microbatches, into_microbatches, rows_kept_together
-from switchx.training.pipelined import microbatch_of, no_sums, stack_lanes, sums_of_part
+from switchx.training.expert_copies import task_notes
+from switchx.training.job import TrainingJob
+from switchx.training.microbatches import (
+    from_microbatches,
+    into_microbatches,
+    rows_kept_together,
+)
+from switchx.training.pipelined import (
+    build_schedule,
+    microbatch_of,
+    no_sums,
+    pipelined_gradients,
+    stack_lanes,
+    sums_of_part,
+)
+from switchx.training.program import TrainingProgram
+from switchx.training.step import train_step
+
+
+class PipelinedProgram(TrainingProgram):
+    """The programs of a job on a mesh with stages.
+
+    Attributes:
+        pipeline: the schedule by which the microbatches go through the stages.
+    """
+
+    def _steps(self):
+        """See `TrainingProgram`.
+
+        Raises:
+            ValueError: blocks or microbatches do not divide, or the rules do not split blocks.
+        """
+        job = self.job
+        self.pipeline = _schedule(job, self.mesh)
+        compute = functools.partial(pipelined_gradients, job.model, job.loss, self.pipeline)
+        train = functools.partial(
+            train_step, job.model, job.loss, job.step, self.optimizer, compute=compute
+        )
+        evaluate = functools.partial(pipelined_eval_step, job.model, self.pipeline)
+        return self._jitted(train, evaluate)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (*super().notes, *task_notes(self.job, self.mesh))
+
+
+def _schedule(job: TrainingJob, mesh) -> Schedule:
+    num_stages = mesh.shape[PIPE]
+    for table in ("params", "expert_params"):
+        if job.mesh.rules.axes("N", mesh, table=table) != (PIPE,):
+            raise ValueError(
+                f"mesh axis {PIPE!r} of size {num_stages}, but Rules.{table} does not "
+                f'split the stacked blocks over it; add ("N", ("{PIPE}",)) to it'
+            )
+    return build_schedule(job.model, job.pipeline, num_stages, job.step.num_microbatches)
 
 
 def pipelined_eval_step(config: ModelConfig, schedule: Schedule, params, batch: dict):

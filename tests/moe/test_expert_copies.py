@@ -8,7 +8,7 @@ import pytest
 
 from switchx.moe import replicas
 from switchx.moe.dispatchers import FUNCTIONS
-from switchx.moe.replicas import gather_bank, plan_over_slots, replicated
+from switchx.moe.expert_copies import gather_bank, plan_over_slots, replicated
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from tests.moe.banks import NAMES, dispatch_loop
