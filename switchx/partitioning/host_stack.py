@@ -79,7 +79,9 @@ def add_gradients(totals, gradients):
     """The sum of gradients, of which those `with_totals` have the others in them."""
 
     def add(total, gradient):
-        return gradient if is_host_stack(gradient) else total + gradient
+        if is_host_stack(gradient):
+            return dataclasses.replace(gradient, total=None)
+        return total + gradient
 
     return jax.tree.map(add, totals, gradients, is_leaf=is_host_stack)
 

@@ -45,14 +45,18 @@ class PipelinedProgram(TrainingProgram):
         pipeline: the schedule by which the microbatches go through the stages.
     """
 
-    def _steps(self):
-        """See `TrainingProgram`.
+    @functools.cached_property
+    def pipeline(self) -> Schedule:
+        """Raises ValueError where blocks or microbatches do not divide, or the rules do not
+        split blocks."""
+        return _schedule(self.job, self.mesh)
 
-        Raises:
-            ValueError: blocks or microbatches do not divide, or the rules do not split blocks.
-        """
+    def _abstract_state(self):
+        _ = self.pipeline  # before what does not divide is refused parameter by parameter
+        return super()._abstract_state()
+
+    def _steps(self):
         job = self.job
-        self.pipeline = _schedule(job, self.mesh)
         compute = functools.partial(pipelined_gradients, job.model, job.loss, self.pipeline)
         train = functools.partial(
             train_step, job.model, job.loss, job.step, self.optimizer, compute=compute
