@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.moe import replicas
+from switchx.moe import expert_copies
 from switchx.moe.dispatchers import FUNCTIONS
 from switchx.moe.expert_copies import gather_bank, plan_over_slots, replicated
 from switchx.partitioning.constrain import use_mesh
