@@ -17,12 +17,12 @@ from experiments.measured import Ratio, interval_of
 from experiments.study import Study, main
 from switchx.bench.step_cases import TASK, small_job
 from switchx.cli.arguments import simulate_devices
+from switchx.compiled.collectives import executed_collectives
+from switchx.compiled.flops import matrix_flops
 from switchx.data.loader import TrainLoader
 from switchx.data.mixtures import Mixture
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
-from switchx.partitioning.hlo_collectives import executed_collectives
 from switchx.partitioning.mesh import MeshSpec
-from switchx.planner.program_cost import matrix_flops
 from switchx.training.job import TrainingJob
 from switchx.training.programs import compiled_program
 

@@ -22,15 +22,15 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from switchx.bench.report import Check, Report
-from switchx.partitioning.hlo_collectives import KINDS
+from switchx.compiled.collectives import KINDS
+from switchx.compiled.devices import run_with_compiler
+from switchx.compiled.training_step import CompiledStep, HostMemory
 from switchx.partitioning.topology import GENERATIONS, Topology
 from switchx.planner.hardware import load_hardware
 from switchx.planner.model_cost import count_parameters
 from switchx.planner.search import predict
 from switchx.planner.step_comm import step_collectives
 from switchx.planner.step_time import executed_flops
-from switchx.training.aot import CompiledStep, HostMemory
-from switchx.training.aot_devices import run_with_compiler
 from switchx.training.job import TrainingJob
 from switchx.training.workload import layout_of, workload_of
 

@@ -3,7 +3,7 @@
 
 A whole `SwitchFFN` in bfloat16, router, plan and statistics among it, is compiled for a v5e and
 for an H200 that are not there. Its kernels are counted in the compiled program, and so are the
-bytes that they move (`bench/hlo_bytes.py`), for two fixed splits of the rows: balanced, and
+bytes that they move (`moved_bytes.py`), for two fixed splits of the rows: balanced, and
 the k-th expert with a share of 1 / k. The ideal reads and writes each array once that a layer
 of two products has. Nothing is run, so there are no times.
 Dims: R rows, D model, F feed-forward, E experts
@@ -19,14 +19,14 @@ import numpy as np
 
 from pallas_kernels.launches import recorded_launches
 from pallas_kernels.tpu_chip import described_tpu
-from switchx.bench.hlo_bytes import Rates, moved_bytes
 from switchx.bench.report import Check, Report
+from switchx.compiled.devices import describe_devices, run_with_compiler
+from switchx.compiled.moved_bytes import Rates, moved_bytes
 from switchx.models.config import ModelConfig, Precision, SwitchConfig
 from switchx.models.params import params_of, with_params
 from switchx.moe.layer import SwitchFFN
 from switchx.partitioning.topology import Topology
 from switchx.planner.hardware import load_hardware
-from switchx.training.aot_devices import describe_devices, run_with_compiler
 
 TARGETS = ("v5e:2x2", "h200:1")
 DIRECTIONS = ("forward", "backward")

@@ -5,7 +5,7 @@ One sparse layer of Switch-Base as printed (Fedus et al. 2021, arXiv:2101.03961,
 d_model 768, GEGLU with d_ff 2048) in bfloat16, 8,192 tokens, with 8 to 256 experts, compiled
 for a v5e and a v5p that are not there, forward and backward: ours by dispatcher, and those of
 peers whose code is given (`peer_layers.py`). FLOPs, bytes and seconds are counted in the
-compiled program (`hlo_bytes.py`; `pallas_grids.py` for kernels of others) for two fixed
+compiled program (`moved_bytes.py`; `pallas_grids.py` for kernels of others) for two fixed
 routings, balanced and Zipf. Nothing is run: the seconds are an estimate.
 Dims: R rows, B batch, L length, D model, F feed-forward, E experts
 """
@@ -30,7 +30,6 @@ from switchx.bench.compiled_layer import (
     rates_of,
     rows_of_child,
 )
-from switchx.bench.hlo_bytes import moved_bytes
 from switchx.bench.pallas_grids import pallas_launches
 from switchx.bench.peer_layers import (
     NEEDED,
@@ -42,10 +41,11 @@ from switchx.bench.peer_layers import (
     maxtext_forward,
 )
 from switchx.bench.report import Check, Report
+from switchx.compiled.devices import describe_devices
+from switchx.compiled.flops import matrix_flops
+from switchx.compiled.moved_bytes import moved_bytes
 from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from switchx.partitioning.topology import Topology
-from switchx.planner.program_cost import matrix_flops
-from switchx.training.aot_devices import describe_devices
 
 TARGETS = ("v5e:2x2", "v5p:2x2x1")
 NUM_EXPERTS = (8, 64, 256)

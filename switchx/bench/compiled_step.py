@@ -13,16 +13,16 @@ import math
 import sys
 
 from switchx.bench.compiled_layer import rates_of
-from switchx.bench.hlo_bytes import moved_bytes
 from switchx.bench.step_cases import small_job
+from switchx.compiled.devices import describe_devices
+from switchx.compiled.flops import matrix_flops
+from switchx.compiled.moved_bytes import moved_bytes
+from switchx.compiled.training_step import batch_shapes, bytes_on_one_device
 from switchx.models.config import ModelConfig, Precision, SwitchConfig
 from switchx.optim.adafactor import Adafactor
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import Topology
-from switchx.planner.program_cost import matrix_flops
 from switchx.planner.step_time import executed_flops
-from switchx.training.aot import batch_shapes, bytes_on_one_device
-from switchx.training.aot_devices import describe_devices
 from switchx.training.program import TrainingProgram
 from switchx.training.workload import layout_of, workload_of
 

@@ -26,18 +26,15 @@ import numpy as np
 
 from pallas_kernels.aot import tpu_compiler
 from switchx.bench.report import Check
+from switchx.compiled.collectives import HloCollective, executed_collectives
+from switchx.compiled.devices import describe_devices, has_compiler, run_with_compiler
+from switchx.compiled.hlo import array_bytes
+from switchx.compiled.training_step import batch_shapes, bytes_on_one_device
 from switchx.gin_config.building import job_from_gin
-from switchx.partitioning.hlo_collectives import (
-    HloCollective,
-    array_bytes,
-    executed_collectives,
-)
 from switchx.partitioning.mesh import named_axes
 from switchx.partitioning.replicas import replica_axes
 from switchx.partitioning.rules import MeshAxes
 from switchx.partitioning.topology import Topology
-from switchx.training.aot import batch_shapes, bytes_on_one_device
-from switchx.training.aot_devices import describe_devices, has_compiler, run_with_compiler
 from switchx.training.job import TrainingJob
 from switchx.training.program import TrainingProgram
 

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from switchx import tree
 from switchx.bench.report import Check
 from switchx.bench.step_cases import small_job
+from switchx.compiled.training_step import batch_shapes
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import abstract_params
 from switchx.models.stages import split_blocks
@@ -23,7 +24,6 @@ from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec, batch_axes, batch_parts
 from switchx.partitioning.rules import param_shardings
 from switchx.partitioning.schedule import ScheduleSpec
-from switchx.training.aot import batch_shapes
 from switchx.training.losses import LossConfig
 from switchx.training.pipelined import build_schedule, pipelined_gradients
 from switchx.training.program import TrainingProgram

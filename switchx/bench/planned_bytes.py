@@ -23,16 +23,16 @@ from pallas_kernels.aot import tpu_compiler
 from pallas_kernels.grouped_matmul.reference import default_tiling
 from switchx.bench.report import Check, Report
 from switchx.bench.step_cases import CASES, NUM_DEVICES, SMALL, Case, Sizes, make_job, tpu_cases
-from switchx.partitioning.hlo_collectives import HloCollective, executed_collectives
+from switchx.compiled.collectives import HloCollective, executed_collectives
+from switchx.compiled.devices import describe_devices, has_compiler, run_with_compiler
+from switchx.compiled.flops import matrix_flops
+from switchx.compiled.training_step import batch_shapes
 from switchx.partitioning.ticks import branch_shares
 from switchx.partitioning.topology import Topology
 from switchx.planner.hardware import Compute, hardware_of
 from switchx.planner.layout import Layout, Workload
-from switchx.planner.program_cost import matrix_flops
 from switchx.planner.step_comm import StepCollective, sparse_layer, step_collectives
 from switchx.planner.step_time import executed_flops
-from switchx.training.aot import batch_shapes
-from switchx.training.aot_devices import describe_devices, has_compiler, run_with_compiler
 from switchx.training.job import TrainingJob
 from switchx.training.program import TrainingProgram
 from switchx.training.workload import layout_of, workload_of

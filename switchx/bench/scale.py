@@ -32,13 +32,13 @@ from switchx.bench.loss_parity import VOCABULARY_ROWS
 from switchx.bench.planned_bytes import compile_step
 from switchx.bench.report import Check, Report
 from switchx.bench.step_cases import small_job
+from switchx.compiled.collectives import collectives
 from switchx.layers.dense import DenseFFN
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import abstract_params, params_of, with_params
 from switchx.moe.layer import SwitchFFN
 from switchx.partitioning.buckets import Slicing
 from switchx.partitioning.constrain import use_mesh
-from switchx.partitioning.hlo_collectives import collectives
 from switchx.partitioning.mesh import MeshSpec, batch_axes, named_axes
 from switchx.partitioning.rules import param_shardings
 from switchx.planner.layout import SLICED_RULES

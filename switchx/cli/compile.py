@@ -43,23 +43,23 @@ def run(arguments: argparse.Namespace) -> int:
     from switchx.partitioning.topology import Topology
 
     topology = Topology.parse(arguments.topology)
+    from switchx.compiled import devices, training_step
     from switchx.progress import TerminalReporter
-    from switchx.training import aot, aot_devices
 
     job = shared.parse_job(arguments)
-    aot_devices.require_mesh_fits(job.mesh, topology)
-    if not aot_devices.has_compiler():
+    devices.require_mesh_fits(job.mesh, topology)
+    if not devices.has_compiler():
         sys.stdout.flush()
         again = ["compile", f"--topology={arguments.topology}"]
         again += shared.configuration_words(arguments)
         again += [f"--{name}" for name in ("json", "traceback") if getattr(arguments, name)]
-        return _status(aot_devices.run_with_compiler(again, topology).returncode)
+        return _status(devices.run_with_compiler(again, topology).returncode)
     from switchx.bench import compiled
 
     with TerminalReporter() as reporter:
         reporter.note(f"compiling for {topology.num_devices} devices of {topology}")
-        devices, limit = aot_devices.describe_devices(topology), topology.generation.hbm_bytes
-        step = aot.compile_step(job, devices, limit, with_others=True)
+        described, limit = devices.describe_devices(topology), topology.generation.hbm_bytes
+        step = training_step.compile_step(job, described, limit, with_others=True)
         report = compiled.report_of(step, job, topology, ", ".join(arguments.gin_file))
     if arguments.json:
         report.print(as_json=True)

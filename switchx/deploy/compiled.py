@@ -19,11 +19,11 @@ from jax import export as jax_export
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.aot.tpu_compiler import TOPOLOGIES
+from switchx.compiled.collectives import collectives_by_kind
+from switchx.compiled.devices import describe_devices, run_with_compiler
 from switchx.inference.run_exported import MANIFEST
 from switchx.partitioning.topology import GENERATIONS, Topology
 from switchx.planner.hardware import hardware_of
-from switchx.training.aot import collectives_by_kind
-from switchx.training.aot_devices import describe_devices, run_with_compiler
 
 PROGRAMS = ("prefill", "step")
 

@@ -35,6 +35,7 @@ from switchx.checkpoint.run_folder import (
     read_config,
     write_converted,
 )
+from switchx.compiled.collectives import collectives_by_kind
 from switchx.data.tokenizers import TokenIdVocabulary
 from switchx.deploy.compiled import compile_programs, slice_for
 from switchx.deploy.distill import distilled
@@ -58,7 +59,6 @@ from switchx.manifest import git_commit, num_bytes
 from switchx.models.config import ModelConfig
 from switchx.models.reshape import drop_experts, merge_experts
 from switchx.models.unroll import unrolled
-from switchx.partitioning.hlo_collectives import executed_collectives
 from switchx.training.job import TrainingJob
 
 GIB = 2**30
@@ -194,9 +194,8 @@ class Deployment:
         measured["collectives"] = {}
         if self.plan.mesh is not None:
             text = ExportedModel(folder).lowered_step().compile().as_text()
-            for each, count in executed_collectives(text).items():
-                kinds = measured["collectives"]
-                kinds[each.kind] = kinds.get(each.kind, 0) + count
+            executed = collectives_by_kind(text)
+            measured["collectives"] = {kind: count for kind, (count, _) in executed.items()}
         return measured
 
     def _optimize(self, made: dict[str, FinishedStep], folder: pathlib.Path) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from switchx.bench import compiled
 from switchx.bench.compiled import PODS, pod_checks
 from switchx.cli.arguments import parse_job
 from switchx.cli.main import _parse, _parser
+from switchx.compiled.training_step import CompiledStep, HostMemory, Memory
 from switchx.partitioning.topology import GIB, Topology
 from switchx.planner.model_cost import count_parameters
-from switchx.training.aot import CompiledStep, HostMemory, Memory
 from tests.training.jobs import ENCODER_DECODER, LENGTH, make_job
 
 JOB = make_job(ENCODER_DECODER)

@@ -18,8 +18,8 @@ from pallas_kernels.grouped_matmul import tpu
 from pallas_kernels.launches import Cache, recorded_launches
 from pallas_kernels.tiling.tpu import Tiling
 from switchx.bench import compiled_layer
-from switchx.bench.hlo_bytes import Moved, moved_bytes
 from switchx.cli.main import main
+from switchx.compiled.moved_bytes import Moved, moved_bytes
 
 # As the TPU compiler writes it: a gather of 8 of 64 rows, a copy into vector memory (S(1)), a
 # kernel that reads it there, and a loop of 3 additions.

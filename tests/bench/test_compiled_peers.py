@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from switchx.bench import compiled_layer, compiled_peers, compiled_step, peer_layers
-from switchx.bench.hlo_bytes import Rates, moved_bytes
 from switchx.bench.pallas_grids import pallas_launches
 from switchx.bench.peer_layers import LayerShape
 from switchx.cli.main import main
+from switchx.compiled.moved_bytes import Rates, moved_bytes
 from switchx.models.params import params_of
 from switchx.moe.layer import SwitchFFN
 

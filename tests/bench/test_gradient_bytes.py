@@ -17,8 +17,8 @@ from switchx.bench.gradient_bytes import (
     crossed_axes,
     mesh_names,
 )
+from switchx.compiled.collectives import HloCollective, executed_collectives
 from switchx.partitioning.constrain import use_mesh
-from switchx.partitioning.hlo_collectives import HloCollective, executed_collectives
 from switchx.partitioning.mesh import MeshSpec
 
 SIZES = {"pipe": 2, "data": 2, "model": 2}

@@ -11,9 +11,9 @@ import pytest
 
 from switchx.bench import moe as bench
 from switchx.bench import peer_layers
+from switchx.compiled.flops import matrix_flops
 from switchx.models.params import params_of
 from switchx.moe.layer import SwitchFFN
-from switchx.planner.program_cost import matrix_flops
 
 SMALL = dataclasses.replace(bench.DENSE, d_model=16, d_ff=32, num_heads=2, d_head=8)
 

@@ -44,7 +44,7 @@ ON_TPU = """
 import json
 from switchx.bench.planned_bytes import TOPOLOGY, compare
 from switchx.bench.step_cases import ON_TPU, tpu_cases
-from switchx.training.aot_devices import describe_devices
+from switchx.compiled.devices import describe_devices
 from tests.processes import script_with_compiler
 
 names = "dense fsdp=8", "all_to_all fsdp=2 expert=4", "1f1b pipe=2 data=2 expert=2"

@@ -16,8 +16,8 @@ from pallas_kernels.tiling.tuned import read
 from switchx.bench import compiled, equivalence, moe, torch_peer, train
 from switchx.bench.report import Check, Report
 from switchx.cli.main import main
+from switchx.compiled import devices
 from switchx.partitioning.mesh import MeshSpec
-from switchx.training import aot_devices
 
 
 def last_object(capsys) -> dict:
@@ -185,8 +185,8 @@ TINY = [
 @pytest.fixture
 def simulated(monkeypatch):
     """This process compiles, for the devices that it simulates."""
-    monkeypatch.setenv(aot_devices.CHILD_VARIABLE, "1")
-    monkeypatch.setattr(aot_devices, "describe_devices", lambda topology: jax.devices())
+    monkeypatch.setenv(devices.CHILD_VARIABLE, "1")
+    monkeypatch.setattr(devices, "describe_devices", lambda topology: jax.devices())
 
 
 @pytest.mark.slow
@@ -244,7 +244,7 @@ def test_process_that_is_ended(name, way_out, monkeypatch, capfd):
     def die(words, topology):
         return subprocess.run(["sh", "-c", f"kill -{name} $$"], check=False)
 
-    monkeypatch.setattr(aot_devices, "run_with_compiler", die)
+    monkeypatch.setattr(devices, "run_with_compiler", die)
     assert main([*TINY, "--topology=v5e:2x4"]) == 1
     said = capfd.readouterr().err
     assert f"was ended by SIG{name}" in said

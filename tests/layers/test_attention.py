@@ -194,7 +194,7 @@ import jax, jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from pallas_kernels.aot.gpu_compiler import described_gpu
 from switchx.bench.compiled_layer import described_chip
-from switchx.bench.hlo_bytes import moved_bytes
+from switchx.compiled.moved_bytes import moved_bytes
 from switchx.layers import attention
 from switchx.partitioning.topology import Topology
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from switchx.compiled.collectives import collectives
 from switchx.layers.embedding import project, take_rows
 from switchx.partitioning.constrain import use_mesh
-from switchx.partitioning.hlo_collectives import collectives
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules, param_sharding
 

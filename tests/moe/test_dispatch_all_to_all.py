@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from switchx.compiled.collectives import collectives
 from switchx.moe import all_to_all
 from switchx.moe.all_to_all import all_to_all_dispatch, run_slots
 from switchx.partitioning.constrain import use_mesh
-from switchx.partitioning.hlo_collectives import collectives
 from switchx.partitioning.mesh import MeshSpec
 from tests.moe.banks import dispatch_loop
 from tests.moe.sharded import (

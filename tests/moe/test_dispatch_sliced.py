@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from switchx.compiled.collectives import collectives
 from switchx.moe import dropless
 from switchx.moe.dispatch import einsum_dispatch
 from switchx.moe.dispatchers import FUNCTIONS
 from switchx.moe.dropless import buffered_choices, overflows, sliced_dispatch
 from switchx.partitioning.constrain import use_mesh
-from switchx.partitioning.hlo_collectives import collectives
 from switchx.partitioning.mesh import MeshSpec
 from tests.moe.banks import dispatch_loop
 from tests.moe.sharded import (

@@ -101,7 +101,7 @@ def test_a_replica_whose_gradient_is_left_out_is_found(monkeypatch):
 
     problem = make_problem()
     want = answer(FUNCTIONS["gather"], problem)
-    monkeypatch.setattr(replicas, "gather_bank", without_last)
+    monkeypatch.setattr(expert_copies, "gather_bank", without_last)
     got = answer(replicated(FUNCTIONS["gather"], TABLE), problem)
     assert largest_error(got[0], want[0]) < 1e-6
     assert largest_error(got[1][2], want[1][2]) > 1e-2

@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec
 
 from switchx import tree
 from switchx.cli.main import main
+from switchx.compiled.collectives import collectives
 from switchx.gin_config import building
 from switchx.models.params import abstract_params
 from switchx.partitioning.buckets import SliceIndex, Slicing, sliced, whole
-from switchx.partitioning.hlo_collectives import collectives
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.optimizer_slices import slice_spec
 from switchx.partitioning.rules import Rules, param_spec

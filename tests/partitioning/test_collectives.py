@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from switchx.compiled.collectives import collectives
 from switchx.partitioning.collectives import (
     all_to_all,
     hierarchical_all_to_all,
     ragged_all_to_all,
 )
-from switchx.partitioning.hlo_collectives import collectives
 from switchx.partitioning.mesh import MeshSpec
 
 AXES = ("node", "expert")

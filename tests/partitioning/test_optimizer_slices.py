@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from switchx.compiled.collectives import executed_collectives
 from switchx.partitioning.constrain import use_mesh
-from switchx.partitioning.hlo_collectives import executed_collectives
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.optimizer_slices import (
     OptimizerSlice,

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from switchx.compiled.collectives import executed_collectives
 from switchx.partitioning.constrain import current_rules, num_devices, use_mesh
-from switchx.partitioning.hlo_collectives import executed_collectives
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.replicas import (
     own_key,

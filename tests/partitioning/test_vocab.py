@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from switchx.partitioning.hlo_collectives import collectives
+from switchx.compiled.collectives import collectives
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.vocab import (
     RowOwners,

@@ -89,8 +89,8 @@ from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import Topology
 from switchx.planner.layout import Layout
 from switchx.planner.memory import memory_use
-from switchx.training.aot import batch_shapes
-from switchx.training.aot_devices import describe_devices
+from switchx.compiled.training_step import batch_shapes
+from switchx.compiled.devices import describe_devices
 from switchx.training.distillation import Distillation
 from switchx.training.distilled_program import DistilledProgram
 from switchx.training.program import TrainingProgram

@@ -13,7 +13,7 @@ import sys
 import numpy as np
 import pytest
 
-from switchx.partitioning.hlo_collectives import HloCollective, collectives
+from switchx.compiled.collectives import HloCollective, collectives
 from switchx.partitioning.mesh import AXES, MeshSpec
 from switchx.planner.sparse_comm import SparseLayer, sparse_layer_collectives
 from tests.data.refusals import refused
@@ -99,7 +99,7 @@ def test_compiled_collectives_are_the_planned_ones(name, spec):
 FOR_TPU = """
 import json, sys, jax.numpy as jnp
 from jax.experimental import topologies
-from switchx.partitioning.hlo_collectives import collectives
+from switchx.compiled.collectives import collectives
 from tests.moe.sharded import HOMES, compiled_hlo, make_problem
 devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
 found = {}

@@ -9,8 +9,9 @@ import pytest
 
 from switchx.axes import dims_of
 from switchx.bench.planned_bytes import compiled_on_cpu
+from switchx.compiled.collectives import collectives
+from switchx.compiled.training_step import batch_shapes, bytes_on_one_device
 from switchx.models.params import abstract_params, forward
-from switchx.partitioning.hlo_collectives import collectives
 from switchx.partitioning.mesh import MeshSpec
 from switchx.planner.hardware import load_hardware
 from switchx.planner.layout import Layout
@@ -20,7 +21,6 @@ from switchx.planner.search import search
 from switchx.planner.step_comm import step_collectives
 from switchx.planner.step_time import device_flops, step_time
 from switchx.planner.storage_tiers import Storage
-from switchx.training.aot import batch_shapes, bytes_on_one_device
 from switchx.training.distillation import Distillation
 from switchx.training.distilled_program import DistilledProgram
 from switchx.training.program import TrainingProgram

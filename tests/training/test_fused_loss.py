@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from switchx import tree
+from switchx.compiled.collectives import collectives
 from switchx.models.config import RouterConfig
 from switchx.optim.adamw import AdamW
 from switchx.optim.protocol import global_norm, sliced_global_norm
 from switchx.partitioning.buckets import Slicing
-from switchx.partitioning.hlo_collectives import collectives
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.training.fused_loss import count_buckets

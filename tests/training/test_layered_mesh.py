@@ -3,7 +3,6 @@
 
 import dataclasses
 import functools
-import re
 
 import jax
 import numpy as np
@@ -11,9 +10,10 @@ import pytest
 
 from switchx import tree
 from switchx.checkpoint.run_folder import RunFolder
+from switchx.compiled.collectives import executed_collectives
+from switchx.compiled.hlo import parse
 from switchx.models.stages import split_blocks
 from switchx.optim.adamw import AdamW
-from switchx.partitioning.hlo_collectives import computations_of, executed_collectives
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.storage.cache import StorageSpec
@@ -181,31 +181,24 @@ def assert_dense_slices_are_gathered_a_run_ahead(hlo, dense):
         assert_nothing_waits_for_the_gathered(hlo[key], shapes)
 
 
-def assert_nothing_waits_for_the_gathered(hlo, shapes):
+def assert_nothing_waits_for_the_gathered(text, shapes):
     """All-gathers of these shapes read the stacks alone, and no loop reads what they give."""
-    computations, entry = computations_of(hlo)
-    lines = {line.split(" = ")[0].split("%")[1]: line for line in computations[entry]}
+    entry = parse(text).entry
 
-    def read(name):
+    def read(each):
         """All instructions that one depends on."""
-        called = r"(calls|body|condition|to_apply|metadata)=\{?[^,}]*"
-        names = re.findall(r"%([\w.-]+)", re.sub(called, "", lines[name].split(" = ")[1]))
-        return {name}.union(*(read(each) for each in names if each in lines))
+        return {each}.union(*(read(entry.instructions[name]) for name in each.operands))
 
-    ahead = {
-        name
-        for name, line in lines.items()
-        if " all-gather(" in line
-        and tuple(map(int, re.search(r"f32\[([\d,]+)\]", line)[1].split(","))) in shapes
-    }
+    gathers = (each for each in entry if each.opcode == "all-gather")
+    ahead = {each for each in gathers if each.arrays[0].shape in shapes}
     assert len(ahead) == len(shapes)
-    for name in ahead:
-        arguments = [lines[each] for each in read(name) if " parameter(" in lines[each]]
+    for each in ahead:
+        arguments = [one for one in read(each) if one.opcode == "parameter"]
         assert arguments
-        for line in arguments:
-            assert re.search(r'op_name="(blocks\[|place)', line), line
-    loops = [name for name, line in lines.items() if " while(" in line]
-    assert loops and not any(read(name) & ahead for name in loops)
+        for argument in arguments:
+            assert argument.op_name.startswith(("blocks[", "place")), argument
+    loops = [each for each in entry if each.opcode == "while"]
+    assert loops and not any(read(loop) & ahead for loop in loops)
 
 
 def steps_of(program, number: int = 4):

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from switchx import tree
+from switchx.compiled.collectives import executed_collectives
 from switchx.layers.embedding import Embedding
 from switchx.models.config import ModelConfig, Precision
 from switchx.partitioning.constrain import use_mesh
-from switchx.partitioning.hlo_collectives import executed_collectives
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules, param_shardings
 from switchx.training.fused_loss import fused_batch_loss

@@ -16,12 +16,12 @@ import pytest
 from switchx import tree
 from switchx.checkpoint.checkpointer import Checkpointer, Retention
 from switchx.checkpoint.run_folder import RunFolder
+from switchx.compiled.collectives import executed_collectives
 from switchx.gin_config.building import job_from_gin
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
 from switchx.optim.protocol import Optax
 from switchx.optim.schedules import Constant
-from switchx.partitioning.hlo_collectives import executed_collectives
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.replicas import replica_axes
 from switchx.training.programs import compiled_program

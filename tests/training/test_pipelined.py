@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from switchx import tree
+from switchx.compiled.flops import matrix_flops
 from switchx.optim.protocol import global_norm
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules, param_shardings
 from switchx.partitioning.schedule import ScheduleSpec
-from switchx.planner.program_cost import matrix_flops
 from switchx.training.evaluate import eval_step
 from switchx.training.pipelined import build_schedule, pipelined_gradients
 from switchx.training.programs import compiled_program

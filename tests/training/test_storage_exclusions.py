@@ -11,13 +11,13 @@ import pytest
 from switchx.checkpoint.retention import Retention
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli import plan
+from switchx.compiled.training_step import compile_step
 from switchx.moe.capacity import drops_of_dropless
 from switchx.moe.config import RouterConfig, SwitchConfig
 from switchx.optim.protocol import Optax
 from switchx.partitioning.mesh import MeshSpec
 from switchx.planner.hardware import load_hardware
 from switchx.storage.cache import StorageSpec
-from switchx.training.aot import compile_step
 from switchx.training.distillation import Distillation
 from switchx.training.elastic import job_for_devices
 from switchx.training.host_program import HostProgram

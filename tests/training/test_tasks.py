@@ -14,6 +14,7 @@ import pytest
 import switchx
 from switchx import tree
 from switchx.checkpoint.run_folder import RunFolder
+from switchx.compiled.training_step import batch_shapes
 from switchx.data.loader import TrainLoader
 from switchx.data.mixtures import Mixture
 from switchx.data.objectives import CausalLM
@@ -25,7 +26,6 @@ from switchx.models.params import forward, of_task
 from switchx.moe.capacity import layer_groups
 from switchx.moe.copy_placement import place_tasks, tasks_of_parts
 from switchx.partitioning.mesh import MeshSpec
-from switchx.training.aot import batch_shapes
 from switchx.training.elastic import job_for_devices
 from switchx.training.expert_copies import task_tables, with_copies
 from switchx.training.loop import train

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from switchx.compiled.expert_slots import executed_slots
+from switchx.compiled.flops import matrix_flops
 from switchx.models.params import abstract_params, forward
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
-from switchx.planner.program_cost import executed_slots, matrix_flops
 from tests.training.jobs import DENSE, ENCODER_DECODER, LENGTH, SWITCH, make_batch
 
 

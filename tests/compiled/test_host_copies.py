@@ -4,7 +4,7 @@
 import pytest
 
 from pallas_kernels.aot import gpu_compiler
-from switchx.partitioning.host_copies import (
+from switchx.compiled.host_copies import (
     copied_constants,
     host_copies,
     host_waits,
@@ -110,9 +110,10 @@ def test_strides_that_a_compiler_notes_are_of_host_memory():
     note = (
         'backend_config={"dynamic_slice_config":{"byte_offset":"3670016","byte_stride":"-8"}}'
     )
-    line = "  %slice.1 = f32[1,4]{1,0} dynamic-slice(f32[8,4]{1,0:S(5)} %stack, s32[] %n), "
-    on_device = line.replace("S(5)", "S(1)")
-    assert noted_strides(f"{line}{note}\n{on_device}{note}\n{line}") == [-8]
+    line = "  %slice.1 = f32[1,4]{1,0} dynamic-slice(f32[8,4]{1,0:S(5)} %stack, s32[] %n)"
+    on_device, not_noted = (line.replace("slice.1", f"slice.{n}") for n in (2, 3))
+    lines = f"{line}, {note}", f"{on_device}, {note}".replace("S(5)", "S(1)"), not_noted
+    assert noted_strides("\n".join(("ENTRY %main () -> f32[1,4] {", *lines, "}"))) == [-8]
 
 
 # The GPU compiler's: rows are received in zeros from outside of the loop.
@@ -177,7 +178,8 @@ def test_waits_for_the_host():
     lines = "".join(f"    {line}\n" for line in THUNKS.splitlines())
     assert host_waits(LOOPS, f"000: kCommandBuffer [source | sink]\n{lines}") == 0
     asked = '%said = s32[] custom-call(%n), custom_call_target="xla_ffi_python_gpu_callback"'
-    assert host_waits(f"{LOOPS}\n{asked}\n%r = token[] outfeed(%n)", inside) == 3
+    with_host = LOOPS.replace("  %copy.2", f"  {asked}\n  %r = token[] outfeed(%n)\n  %copy.2")
+    assert host_waits(with_host, inside) == 3
     with pytest.raises(ValueError, match="shorter"):
         host_waits(LOOPS, "001: kWhile [source | sink]")
 

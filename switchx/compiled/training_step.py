@@ -3,40 +3,35 @@
 
 Forward, backward and the optimizer are one program; no parameter is allocated. Memory is the
 compiler's own account, collectives are read off the compiled text. The devices are those of
-`aot_devices.py`.
+`devices.py`.
 
 Dims: B batch, L length
 """
 
-import collections
 import dataclasses
 import functools
 import math
 import re
 import time
-from collections.abc import Mapping
-from fractions import Fraction
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
 
 from pallas_kernels.aot import gpu_compiler
+from switchx.compiled.collectives import collectives_by_kind, overlapped_exchanges
+from switchx.compiled.expert_slots import executed_slots
+from switchx.compiled.flops import matrix_flops
+from switchx.compiled.hlo import NO_SHARES
+from switchx.compiled.host_copies import host_copies, noted_strides, share_overlapped
 from switchx.data.loader import with_task_ids
 from switchx.data.mixtures import as_mixture
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, forward
 from switchx.moe.config import DISPATCHERS
 from switchx.moe.experts import BLOCKS
-from switchx.partitioning.hlo_collectives import (
-    NO_SHARES,
-    executed_collectives,
-    overlapped_exchanges,
-)
-from switchx.partitioning.host_copies import host_copies, noted_strides, share_overlapped
 from switchx.partitioning.mesh import HOST, platform_of
 from switchx.partitioning.ticks import branch_shares
 from switchx.planner.model_cost import experts_per_token
-from switchx.planner.program_cost import executed_slots, matrix_flops
 from switchx.storage.cache import StorageSpec
 from switchx.training.distilled_logits import student_program
 from switchx.training.job import TrainingJob
@@ -260,21 +255,6 @@ def bytes_on_one_device(arrays) -> int:
         for leaf in jax.tree.leaves(arrays)
         if leaf.sharding.memory_kind != HOST
     )
-
-
-def collectives_by_kind(
-    hlo: str, shares: Mapping[str, Fraction] = NO_SHARES
-) -> dict[str, tuple[int, int]]:
-    """Kind -> (how often a run executes it, bytes on one device).
-
-    Args:
-        shares: of conditionals that tables decide (`hlo_collectives.branch_share`).
-    """
-    counts, sizes = collections.Counter(), collections.Counter()
-    for one, count in executed_collectives(hlo, shares).items():
-        counts[one.kind] += count
-        sizes[one.kind] += count * one.num_bytes
-    return {kind: (counts[kind], sizes[kind]) for kind in sorted(counts)}
 
 
 def memory_in_refusal(message: str) -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from switchx.partitioning.hlo_collectives import (
+from switchx.compiled.collectives import (
     HloCollective,
     collectives,
     executed_collectives,
@@ -20,6 +20,11 @@ from switchx.partitioning.mesh import MeshSpec
 
 HEADER = "HloModule jit_f, replica_count=1, num_partitions=4\n"
 PAIRS = ((0, 1), (2, 3))
+
+
+def program_of(line: str) -> str:
+    """A program of one instruction."""
+    return f"{HEADER}\nENTRY %main (x: f32[2]) -> f32[2] {{\n  {line}\n}}\n"
 
 
 @pytest.mark.parametrize(
@@ -101,9 +106,7 @@ PAIRS = ((0, 1), (2, 3))
     ],
 )
 def test_one_instruction(line, kind, arrays, groups, num_bytes):
-    assert collectives(f"{HEADER}  {line}\n") == [
-        HloCollective(kind, arrays, groups, num_bytes)
-    ]
+    assert collectives(program_of(line)) == [HloCollective(kind, arrays, groups, num_bytes)]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,7 @@ def test_one_instruction(line, kind, arrays, groups, num_bytes):
     ],
 )
 def test_what_moves_nothing(line):
-    assert collectives(f"{HEADER}  {line}\n") == []
+    assert collectives(program_of(line)) == []
 
 
 def test_of_a_compiled_program():
@@ -211,10 +214,10 @@ def test_a_loop_without_a_trip_count_is_refused():
 def test_groups_along_the_axes_of_a_mesh(axes, groups):
     """As the TPU compiler writes them."""
     line = (
-        "  %r = bf16[4]{0:T(8)S(3)} all-gather(%x), channel_id=9, "
+        "%r = bf16[4]{0:T(8)S(3)} all-gather(%x), channel_id=9, "
         f"replica_groups=mesh['axis_0'=2,'axis_1'=4] {{{axes}}}, dimensions={{0}}"
     )
-    [found] = collectives(HEADER + line)
+    [found] = collectives(program_of(line))
     assert found.groups == groups
 
 
@@ -233,8 +236,8 @@ def test_groups_along_the_axes_of_a_mesh(axes, groups):
     ],
 )  # fmt: skip
 def test_groups_along_a_mesh_whose_devices_are_in_another_order(mesh, groups):
-    line = f"  %r = f32[4] all-reduce(%x), channel_id=9, replica_groups=mesh{mesh}, to_apply=%a"
-    [found] = collectives(HEADER + line)
+    line = f"%r = f32[4] all-reduce(%x), channel_id=9, replica_groups=mesh{mesh}, to_apply=%a"
+    [found] = collectives(program_of(line))
     assert found.groups == groups
 
 

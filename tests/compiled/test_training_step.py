@@ -16,11 +16,13 @@ from switchx.bench import torus
 from switchx.bench.planned_bytes import BOUND
 from switchx.bench.step_cases import CASES
 from switchx.bench.step_cases import make_job as make_case_job
-from switchx.partitioning.mesh import MeshSpec
-from switchx.partitioning.topology import GENERATIONS, Topology
-from switchx.planner.model_cost import count_parameters, flops_per_sequence
-from switchx.planner.step_time import executed_flops
-from switchx.training.aot import (
+from switchx.compiled.devices import (
+    CHILD_VARIABLE,
+    has_compiler,
+    require_mesh_fits,
+    run_with_compiler,
+)
+from switchx.compiled.training_step import (
     Memory,
     batch_shapes,
     bytes_on_one_device,
@@ -29,12 +31,10 @@ from switchx.training.aot import (
     memory_of,
     slots_per_token,
 )
-from switchx.training.aot_devices import (
-    CHILD_VARIABLE,
-    has_compiler,
-    require_mesh_fits,
-    run_with_compiler,
-)
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.topology import GENERATIONS, Topology
+from switchx.planner.model_cost import count_parameters, flops_per_sequence
+from switchx.planner.step_time import executed_flops
 from switchx.training.distillation import Distillation
 from switchx.training.distilled_logits import write_logits
 from switchx.training.distilled_program import DistilledProgram
@@ -166,9 +166,8 @@ def test_ticks_without_an_op_do_not_count(monkeypatch):
     )
     schedule = compiled_program(job).pipeline
     text = CONDITIONAL.replace("TICKS", str(schedule.num_ticks))
-    monkeypatch.setattr(
-        "switchx.training.aot._measure", lambda *arguments: (Memory(0, 0, 0, 1), text, 0)
-    )
+    measured = Memory(0, 0, 0, 1), text, 0
+    monkeypatch.setattr("switchx.compiled.training_step._measure", lambda *arguments: measured)
     found = compile_step(job, jax.devices(), PLENTY)
     with_op = int(schedule.forward.is_active_TPS.any(axis=1).sum())
     assert with_op < schedule.num_ticks
@@ -186,7 +185,7 @@ def test_flops_of_a_pipeline_are_the_planned_ones():
 
 
 def test_what_is_too_large_is_said_without_compiling(monkeypatch):
-    monkeypatch.setattr("switchx.training.aot._compile", None)
+    monkeypatch.setattr("switchx.compiled.training_step._compile", None)
     step = compile_step(job_on(MeshSpec(data=2, expert=4)), jax.devices(), 10_000)
     assert not step.memory.fits
     assert step.memory.excess == step.memory.arguments - 10_000
@@ -195,7 +194,7 @@ def test_what_is_too_large_is_said_without_compiling(monkeypatch):
 
 
 def test_equal_blocks_that_are_not_found_are_an_error(monkeypatch):
-    monkeypatch.setattr("switchx.training.aot.executed_slots", lambda jaxpr, model: 0)
+    monkeypatch.setattr("switchx.compiled.training_step.executed_slots", lambda jaxpr, model: 0)
     with pytest.raises(RuntimeError, match="no product"):
         slots_per_token(compiled_program(job_on(MeshSpec(data=2, expert=4))))
 
@@ -235,8 +234,8 @@ def test_a_compilers_refusal_is_read():
 LIMITS = """
 import jax, jax.numpy as jnp, sys
 from switchx.partitioning.topology import Topology
-from switchx.training.aot import memory_in_refusal
-from switchx.training.aot_devices import describe_devices
+from switchx.compiled.training_step import memory_in_refusal
+from switchx.compiled.devices import describe_devices
 for name in sys.argv[1:]:
     device = describe_devices(Topology.parse(name))[0]
     on = jax.sharding.SingleDeviceSharding(device)
@@ -262,7 +261,7 @@ PLACES = """
 import json, sys
 from switchx.partitioning.mesh import AXES, MeshSpec
 from switchx.partitioning.topology import Topology
-from switchx.training.aot_devices import describe_devices
+from switchx.compiled.devices import describe_devices
 for name in sys.argv[1:]:
     devices = describe_devices(Topology.parse(name))
     devices.sort(key=lambda device: device.id)
@@ -301,8 +300,8 @@ from switchx.optim.adamw import AdamW
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import Topology
 from switchx.storage.cache import StorageSpec
-from switchx.training import aot
-from switchx.training.aot_devices import describe_devices
+from switchx.compiled.training_step import compile_step
+from switchx.compiled.devices import describe_devices
 from tests.training.jobs import SPARSE, SWITCH, make_job
 
 topology = Topology.parse(sys.argv[1])
@@ -316,7 +315,7 @@ job = make_job(
     inputs_length=64, targets_length=64,
 )
 devices = describe_devices(topology)
-step = aot.compile_step(job, devices, topology.generation.hbm_bytes)
+step = compile_step(job, devices, topology.generation.hbm_bytes)
 print(json.dumps(dataclasses.asdict(step)))
 """
 
@@ -345,8 +344,8 @@ from switchx.models.config import Precision
 from switchx.moe.experts import BLOCKS
 from switchx.partitioning.mesh import CompilerOptions, MeshSpec
 from switchx.partitioning.topology import Topology
-from switchx.training import aot
-from switchx.training.aot_devices import describe_devices
+from switchx.compiled.training_step import compile_step
+from switchx.compiled.devices import describe_devices
 from tests.training.jobs import SPARSE, SWITCH, make_job
 import dataclasses
 
@@ -363,7 +362,7 @@ for parts in (1, 2):
         model, mesh=MeshSpec(data=1, expert=4), inputs_length=256, targets_length=256,
         batch_size=32, compiler=CompilerOptions(tpu=("xla_tpu_enable_async_all_to_all=True",)),
     )
-    step = aot.compile_step(job, describe_devices(topology), topology.generation.hbm_bytes)
+    step = compile_step(job, describe_devices(topology), topology.generation.hbm_bytes)
     print(parts, step.overlapped_exchanges, step.collectives["all-to-all"][1])
 """
 
@@ -381,8 +380,8 @@ import dataclasses
 from switchx.models.config import Precision
 from switchx.partitioning.mesh import DEFAULT_OPTIONS, CompilerOptions, MeshSpec
 from switchx.partitioning.topology import Topology
-from switchx.training.aot import batch_shapes
-from switchx.training.aot_devices import describe_devices
+from switchx.compiled.training_step import batch_shapes
+from switchx.compiled.devices import describe_devices
 from switchx.training.programs import compiled_program
 from tests.training.jobs import DENSE, make_job
 
@@ -420,11 +419,11 @@ def test_a_loop_over_blocks_has_no_copy_of_their_weights():
 WITH_ROWS = """
 import dataclasses
 from switchx.moe.config import RouterConfig
-from switchx.partitioning.host_copies import copied_constants
+from switchx.compiled.host_copies import copied_constants
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import Topology
-from switchx.training.aot import batch_shapes
-from switchx.training.aot_devices import describe_devices
+from switchx.compiled.training_step import batch_shapes
+from switchx.compiled.devices import describe_devices
 from switchx.training.programs import compiled_program
 from tests.training.jobs import SPARSE, SWITCH, make_job
 

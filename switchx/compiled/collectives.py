@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives of a compiled program: their kinds, bytes and groups, read off its HLO text.
+
+`switchx compile` prints them; tests and `bench scale` hold them against what the papers and
+the planner say.
+"""
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import TypeAlias
+
+import numpy as np
+
+from switchx.compiled.hlo import NO_SHARES, Computation, Instruction, Program, parse
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+_IOTA = re.compile(r"\[(?P<groups>[\d,]+)\]<=\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?")
+# Of a mesh's devices: their numbers, or those of a transposed array.
+_TRANSPOSED = re.compile(r"\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?")
+_MESH = re.compile(
+    r"mesh\[(?P<sizes>[^\]]*)\](?:\((?P<devices>[^ {]*)\))? ?\{(?P<axes>[^}]*)\}"
+)
+_REDUCE_SCATTER = "all-reduce-scatter"
+# The TPU compiler runs some beside others' products: a computation with `_FUSED_START` begins
+# one, and the computations that it goes on in name it again.
+_FUSED_PART, _FUSED_START = 'chain_id="', 'custom_call_target="AsyncCollectiveStart"'
+
+# Types and shapes.
+Arrays: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class HloCollective:
+    """One collective instruction.
+
+    Attributes:
+        kind: its name in HLO, one of `KINDS`.
+        arrays: (dtype, shape) of each result; several where XLA combined them.
+        groups: device numbers of each group; of a permute, source and target.
+        num_bytes: all arrays on one device where they are whole: the result of an
+            all-gather, the operand of a reduce-scatter and of an asynchronous ragged
+            all-to-all (which the TPU compiler pads), either of the others.
+    """
+
+    kind: str
+    arrays: Arrays
+    groups: tuple[tuple[int, ...], ...]
+    num_bytes: int
+
+
+def collectives(hlo: str) -> list[HloCollective]:
+    """Lists all collectives of an HLO text (`compiled.as_text()`), in its order.
+
+    One in a loop's body is listed once, however often it runs (`executed_collectives` counts
+    its trips); one that moves nothing from device to device is left out.
+    """
+    program = parse(hlo)
+    found = (_collective(each, program) for each in program if _begins(each))
+    return [one for one in found if one]
+
+
+def executed_collectives(
+    hlo: str, shares: Mapping[str, Fraction] = NO_SHARES
+) -> Counter[HloCollective]:
+    """Counts how often one run of the program executes each of its collectives.
+
+    Of a conditional's branches the one that moves the most bytes counts.
+
+    Args:
+        shares: see `Program.sum_of_run`.
+
+    Raises:
+        ValueError: a loop with collectives in it has no known trip count.
+    """
+    program = parse(hlo)
+
+    def own(each: Instruction) -> Counter | None:
+        if not _begins(each):
+            return Counter()
+        found = _collective(each, program)
+        return Counter([found]) if found else None
+
+    executed = program.sum_of_run(own, size=total_bytes, shares=shares)
+    return Counter({one: round(count) for one, count in executed.items()})
+
+
+def collectives_by_kind(
+    hlo: str, shares: Mapping[str, Fraction] = NO_SHARES
+) -> dict[str, tuple[int, int]]:
+    """Kind -> (how often a run executes it, bytes on one device).
+
+    Args:
+        shares: see `Program.sum_of_run`.
+    """
+    counts, sizes = Counter(), Counter()
+    for one, count in executed_collectives(hlo, shares).items():
+        counts[one.kind] += count
+        sizes[one.kind] += count * one.num_bytes
+    return {kind: (counts[kind], sizes[kind]) for kind in sorted(counts)}
+
+
+def total_bytes(executed: Counter[HloCollective]) -> int:
+    """The bytes of all of them, as `HloCollective.num_bytes` counts."""
+    return sum(one.num_bytes * count for one, count in executed.items())
+
+
+def overlapped_exchanges(hlo: str, product: str) -> int:
+    """Counts the all-to-alls that are under way while a certain matrix product is computed.
+
+    In a scheduled program, as the TPU compiler's are: instructions stand in the order in which
+    they run, and an asynchronous all-to-all as a start and an end.
+
+    Args:
+        product: a part of the name of what it was traced from (`op_name`).
+    """
+    program, found = parse(hlo), 0
+    for computation in program.computations.values():
+        running: dict[str, bool] = {}  # whether the product came since its start
+        for each in computation:
+            if each.opcode == "all-to-all-start":
+                running[each.name] = False
+            elif each.opcode == "all-to-all-done":
+                found += running.pop(each.operands[0], False)
+            elif product in each.op_name and _has_product(each, program):
+                running = dict.fromkeys(running, True)
+    return found
+
+
+def _has_product(each: Instruction, program: Program) -> bool:
+    inside = (one for called in program.called_by(each) for one in called)
+    return any(one.opcode in ("dot", "convolution") for one in (each, *inside))
+
+
+def _begins(each: Instruction) -> bool:
+    """Whether an instruction is no later part of a collective that another one began."""
+    return _FUSED_PART not in each.rest or any(
+        _FUSED_START in one.rest for one in each.computation
+    )
+
+
+def _collective(each: Instruction, program: Program) -> HloCollective | None:
+    """An instruction's collective; where it is fused with slices of it, a reduce-scatter."""
+    kind = each.opcode.removesuffix("-start")
+    if kind not in KINDS:
+        return None
+    is_start, arrays = kind != each.opcode, each.arrays
+    if is_start and kind == "ragged-all-to-all":
+        arrays = arrays[:1]  # of (operand, output, offsets and sizes), output, ...
+    elif is_start and kind != "all-reduce":
+        # Its result is (operands, results): the results are the second half. A permute has two
+        # counters behind them, and so has the TPU compiler's all-to-all.
+        if len(arrays) > 2 and all((x.dtype, x.shape) == ("u32", ()) for x in arrays[-2:]):
+            arrays = arrays[:-2]
+        arrays = arrays[len(arrays) // 2 :]
+    groups = _groups(each) or (tuple(range(program.num_devices)),)
+    if all(len(set(group)) == 1 for group in groups):
+        return None
+    scale = len(groups[0]) if kind == "reduce-scatter" else 1
+    num_bytes = scale * sum(array.num_bytes for array in arrays)
+    if kind == "all-reduce" and (slices := _slices(each.computation)):
+        kind, arrays = "reduce-scatter", slices
+    return HloCollective(kind, tuple((x.dtype, x.shape) for x in arrays), groups, num_bytes)
+
+
+def _slices(computation: Computation):
+    """What a device keeps where a computation is a reduce-scatter; () in all others.
+
+    The TPU compiler writes one as a fusion of an all-reduce and of slices of its results.
+    """
+    return computation.root.arrays if computation.name.startswith(_REDUCE_SCATTER) else ()
+
+
+def _groups(each: Instruction) -> tuple[tuple[int, ...], ...]:
+    attributes = each.attributes
+    text = attributes.get("replica_groups") or attributes.get("source_target_pairs") or ""
+    if text.startswith("{"):
+        return tuple(
+            tuple(int(n) for n in group.split(",") if n)
+            for group in re.findall(r"\{([\d,]*)\}", text[1:-1])
+        )
+    if match := _MESH.match(text + attributes.get("device_ids", "")):
+        return _mesh_groups(match)
+    if match := _IOTA.match(text):
+        num_groups = int(match["groups"].split(",")[0])
+        return tuple(map(tuple, _transposed(match).reshape(num_groups, -1).tolist()))
+    return ()
+
+
+def _transposed(match: re.Match) -> np.ndarray:
+    """Device numbers in the order of an array `[2,4]T(1,0)`."""
+    shape = [int(n) for n in match["shape"].split(",")]
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    if match["order"]:
+        numbers = numbers.transpose([int(n) for n in match["order"].split(",")])
+    return numbers
+
+
+def _mesh_groups(match: re.Match) -> tuple[tuple[int, ...], ...]:
+    """Groups along named axes of a mesh, as the TPU compiler writes them."""
+    sizes = {name: int(n) for name, n in re.findall(r"'([^']*)'=(\d+)", match["sizes"])}
+    numbers = np.arange(math.prod(sizes.values()))
+    if match["devices"]:
+        if transposed := _TRANSPOSED.fullmatch(match["devices"]):
+            numbers = _transposed(transposed)
+        else:
+            numbers = np.array([int(n) for n in match["devices"].split(",")])
+    axes = re.findall(r"'([^']*)'", match["axes"])
+    last = [list(sizes).index(name) for name in axes]
+    first = [axis for axis in range(len(sizes)) if axis not in last]
+    numbers = numbers.reshape(tuple(sizes.values())).transpose(first + last)
+    length = math.prod(sizes[name] for name in axes)
+    return tuple(map(tuple, numbers.reshape(-1, length).tolist()))

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert slots that a traced program computes.
+
+An expert's block of rows has empty slots where its capacity was rounded up; what is computed
+for them is lost (Fedus et al. 2021, arXiv:2101.03961, section 2.2).
+Dims: E expert, R rows of an expert's block, D model, F feed-forward
+"""
+
+import math
+
+from switchx.models.config import ModelConfig
+from switchx.partitioning.ticks import PIPE
+
+
+def executed_slots(jaxpr, config: ModelConfig) -> float:
+    """Rows that pass an expert in one run of a traced forward pass, over all devices.
+
+    They are those of the products `[E, R, D] x [E, D, F]`: no other product of a Transformer
+    has one batch dimension and contracts D. Inside of `jax.shard_map` every device has its
+    own rows, or its part of F.
+
+    Args:
+        jaxpr: of `forward` (`jax.jit(...).trace(...).jaxpr`).
+
+    Returns:
+        0 where rows are not in equal blocks: there, none is empty.
+    """
+    d_ff = config.switch.d_ff or config.d_ff
+    inputs = 2 if config.is_gated else 1
+    return _rows(jaxpr.jaxpr, config.d_model, d_ff, inputs)
+
+
+def _rows(jaxpr, d_model: int, d_ff: int, inputs: int) -> float:
+    rows = 0.0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            rows += _expert_rows(equation, d_model, d_ff, inputs)
+            continue
+        inside = [_rows(one, d_model, d_ff, inputs) for one in _called(equation)]
+        if not inside:
+            continue
+        times = 1
+        if equation.primitive.name == "scan":
+            times = equation.params["length"]
+        elif equation.primitive.name == "shard_map":
+            mesh = equation.params["mesh"]
+            # Stages have layers of their own, not tokens.
+            times = mesh.size // mesh.shape.get(PIPE, 1)
+        is_choice = equation.primitive.name == "cond"
+        rows += times * (max(inside) if is_choice else sum(inside))
+    return rows
+
+
+def _expert_rows(equation, d_model: int, d_ff: int, inputs: int) -> float:
+    """E R of a product of experts' inputs; all `inputs` of them together count a row once.
+
+    A part of F counts in part. Where that part is as long as D, the product with w_out has the
+    same shapes and takes its share.
+    """
+    (contracted, _), (batch, _) = equation.params["dimension_numbers"]
+    left, right = (variable.aval.shape for variable in equation.invars)
+    if len(batch) != 1 or len(left) != 3 or len(right) != 3:
+        return 0.0
+    experts, inner = left[batch[0]], math.prod(left[axis] for axis in contracted)
+    rows = math.prod(left) // (experts * inner)
+    features = math.prod(right) // (experts * inner)
+    if inner != d_model or d_ff % features:
+        return 0.0
+    alike = inputs + 1 if features == inner else inputs
+    return experts * rows * features / d_ff / alike
+
+
+def _called(equation) -> list:
+    """The programs that an equation runs."""
+    found = []
+    for value in equation.params.values():
+        for one in value if isinstance(value, tuple | list) else [value]:
+            one = getattr(one, "jaxpr", one)
+            if hasattr(one, "eqns"):
+                found.append(one)
+    return found

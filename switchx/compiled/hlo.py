@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one reader of HLO text: computations of a compiled program and their instructions.
+
+The syntax is XLA's (`compiled.as_text()`), of its CPU, GPU and TPU compilers. What is counted
+in a program is a sum over its instructions, those in loops by their trips
+(`Program.sum_of_run`): collectives (`collectives.py`), FLOPs (`flops.py`), bytes that kernels
+move (`moved_bytes.py`). Copies that make it slow are in `host_copies.py`.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+import types
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from fractions import Fraction
+
+NO_SHARES: Mapping[str, Fraction] = types.MappingProxyType({})
+
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
+_INSTRUCTION = re.compile(
+    r"\s+(?P<root>ROOT )?%?(?P<name>[\w.-]+) = (?P<type>\(.*?\)|\S+) (?P<opcode>[a-z][\w-]*)\("
+)
+_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([\d,]*)\](?:\{([^}]*)\})?")
+_CALLED = re.compile(
+    r"(?:calls|to_apply|body|(?:branch|called)_computations|(?:true|false)_computation)="
+    r"\{?(%?[\w.-]+(?:, ?%[\w.-]+)*)"
+)
+# Of an attribute's value: a text in quotes, or what opens, closes or ends it.
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+
+def array_bytes(array: tuple[str, tuple[int, ...]]) -> int:
+    """The bytes of an array of a dtype, as HLO names it, and a shape; 0 of a token."""
+    dtype, shape = array
+    bits = 8 if dtype == "pred" else int((re.findall(r"\d+", dtype) or [0])[0])
+    return math.prod(shape) * bits // 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """An array that an instruction returns.
+
+    Attributes:
+        dtype: its name in HLO, such as `bf16`, `pred` or `f8e4m3fn`.
+        shape: its sizes; () of a scalar and of a token.
+        layout: the order of its dimensions, its tiles and its memory space: `S(1)` is a TPU's
+            vector memory, `S(5)` the host's.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str
+
+    @property
+    def num_bytes(self) -> int:
+        return array_bytes((self.dtype, self.shape))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Instruction:
+    """One instruction, `name = type opcode(arguments), attributes`.
+
+    Attributes:
+        computation: the computation that it stands in.
+        arguments: the text in its parentheses: operands, the number of a parameter, the value
+            of a constant.
+        rest: the text behind them, which has the attributes.
+        text: the whole line.
+    """
+
+    computation: "Computation" = dataclasses.field(repr=False)
+    name: str
+    type: str
+    opcode: str
+    arguments: str
+    rest: str
+    is_root: bool
+    text: str
+
+    @functools.cached_property
+    def arrays(self) -> tuple[Array, ...]:
+        """The arrays that it returns, those of tuples one after the other."""
+        return tuple(
+            Array(dtype, tuple(int(size) for size in shape.split(",") if size), layout)
+            for dtype, shape, layout in _ARRAY.findall(self.type)
+        )
+
+    @functools.cached_property
+    def operands(self) -> tuple[str, ...]:
+        """The names of the instructions whose results it takes."""
+        return tuple(re.findall(r"%([\w.-]+)", self.arguments))
+
+    @functools.cached_property
+    def called(self) -> tuple[str, ...]:
+        """The names of the computations that it runs; of a loop, the body's alone."""
+        names = [name for found in _CALLED.findall(self.rest) for name in found.split(",")]
+        return tuple(name.strip().lstrip("%") for name in names)
+
+    @functools.cached_property
+    def attributes(self) -> dict[str, str]:
+        """Name -> value, as the text has it."""
+        found, start, depth = {}, 0, 0
+        ends = [(match.start(), match[0]) for match in _TOKEN.finditer(self.rest)]
+        for end, token in [*ends, (len(self.rest), ",")]:
+            depth += 1 if token in "({[" else -1 if token in ")}]" else 0
+            if token == "," and not depth:
+                name, equals, value = self.rest[start:end].strip().partition("=")
+                found |= {name: value} if equals else {}
+                start = end + 1
+        return found
+
+    @property
+    def op_name(self) -> str:
+        """What it was traced from, with its scopes of names; "" where nothing is said."""
+        found = _OP_NAME.search(self.rest)
+        return found[1] if found else ""
+
+    @property
+    def is_end(self) -> bool:
+        """Whether it ends what another one started, whose computation it may name again."""
+        return self.opcode.endswith(("-done", "-update"))
+
+    def operand(self, index: int) -> "Instruction":
+        """The instruction whose result is one of its operands."""
+        return self.computation.instructions[self.operands[index]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Computation:
+    """A computation: its instructions by name, in the order of the text.
+
+    In a scheduled program, as all compiled ones are, it is the order in which they run.
+    """
+
+    name: str
+    instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Instruction]:
+        return iter(self.instructions.values())
+
+    @property
+    def root(self) -> Instruction:
+        """The instruction whose result is the computation's."""
+        return next(each for each in self if each.is_root)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A compiled program.
+
+    Attributes:
+        num_devices: the number of devices that run it.
+        computations: all of them by name, in the order of the text.
+        entry: the one that a run begins with.
+    """
+
+    num_devices: int
+    computations: dict[str, Computation]
+    entry: Computation
+
+    def __iter__(self) -> Iterator[Instruction]:
+        """All instructions, in the order of the text."""
+        return (each for computation in self.computations.values() for each in computation)
+
+    def called_by(self, each: Instruction) -> list[Computation]:
+        """The computations that an instruction runs, without those that an excerpt lacks."""
+        return [self.computations[name] for name in each.called if name in self.computations]
+
+    def within(self, instructions: Iterable[Instruction]) -> Iterator[Instruction]:
+        """Instructions and those of the computations that they run, each computation once."""
+        seen = set()
+
+        def walk(instructions):
+            for each in instructions:
+                yield each
+                for called in self.called_by(each):
+                    if called not in seen:
+                        seen.add(called)
+                        yield from walk(called)
+
+        return walk(instructions)
+
+    def trip_count(self, loop: Instruction) -> int | None:
+        """How often the body of a `while` runs; None where the data decides.
+
+        As the compiler says, or, as the TPU compiler does not, from a condition that compares
+        a constant with a counter, which `lax.scan` and `fori_loop` begin at 0.
+        """
+        if trips := _TRIPS.search(loop.rest):
+            return int(trips[1])
+        condition = self.computations.get(loop.attributes["condition"].lstrip("%"))
+        compared = condition and condition.root
+        if compared and compared.opcode == "compare" and "direction=LT" in compared.rest:
+            bound = condition.instructions.get(compared.operands[1])
+            if bound and re.match(r"[su]32\[\]", bound.type) and bound.opcode == "constant":
+                return int(bound.arguments)
+        return None
+
+    def sum_of_run(
+        self,
+        own: Callable[[Instruction], Counter | None],
+        *,
+        size: Callable[[Counter], float] = Counter.total,
+        shares: Mapping[str, Fraction] = NO_SHARES,
+        of_data_loop: Callable[[Counter], Counter] | None = None,
+    ) -> Counter:
+        """Adds up what one run of the program executes.
+
+        A loop's body counts by its trips, and of the branches of a conditional the largest.
+
+        Args:
+            own: what an instruction counts; None where the computations that it runs do.
+            size: what branches are compared by.
+            shares: share of the times that a `conditional` is reached in which its largest
+                branch runs, by the scope of names (`jax.named_scope`) that it stands in. A
+                pipeline's ticks read from a table what they do (`ticks.branch_shares`).
+            of_data_loop: what a loop counts that ends when the data says so, of one turn.
+
+        Raises:
+            ValueError: there is such a loop that counts something, and no `of_data_loop`.
+        """
+        known: dict[str, Counter] = {}
+
+        def of_computation(computation: Computation) -> Counter:
+            if computation.name not in known:
+                known[computation.name] = total = Counter()
+                for each in computation:
+                    total.update(of_instruction(each))
+            return known[computation.name]
+
+        def of_instruction(each: Instruction) -> Counter:
+            if (counted := own(each)) is not None:
+                return counted
+            if each.is_end or not (called := self.called_by(each)):
+                return Counter()
+            inside = max(map(of_computation, called), key=size)
+            times = 1
+            if each.opcode == "conditional":
+                times = branch_share(each, shares)
+            elif each.opcode == "while" and any(inside.values()):
+                if (times := self.trip_count(each)) is None and of_data_loop:
+                    return of_data_loop(inside)
+                if times is None:
+                    raise ValueError(
+                        "a loop has no known trip count, as the data ends it: "
+                        f"{each.text.strip()[:200]}; count a program of lax.scan and "
+                        "fori_loop, or give matrix_flops its trips"
+                    )
+            return Counter({key: times * n for key, n in inside.items()})
+
+        return of_computation(self.entry)
+
+
+def branch_share(conditional: Instruction, shares: Mapping[str, Fraction]) -> Fraction | int:
+    """One of `shares`, by the scope of names that a conditional stands in; 1 in another one."""
+    # Its own scopes, behind those of the branch that it is in.
+    own = re.split(r"/cond/|/body/", conditional.op_name)[-1]
+    return next((share for name, share in shares.items() if name in own), 1)
+
+
+@functools.lru_cache(maxsize=1)  # several readers of one text follow each other
+def parse(text: str) -> Program:
+    """Reads the HLO text of one compiled program.
+
+    Raises:
+        ValueError: it is no HLO text, or two programs' texts.
+    """
+    sizes = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
+    computations, entry, current = {}, None, None
+    for line in text.splitlines():
+        if current is None:
+            if match := _COMPUTATION.match(line):
+                current = computations[match[2]] = Computation(match[2])
+                entry = current if match[1] else entry
+        elif line.startswith("}"):
+            current = None
+        elif line.strip():
+            each = _instruction(line, current)
+            if current.instructions.setdefault(each.name, each) is not each:
+                raise ValueError(
+                    f"expected instructions of one name each, got {each.name} twice in "
+                    f"{current.name}; give the text of one program"
+                )
+    if entry is None:
+        raise ValueError(f"expected HLO text with an ENTRY computation, got {text[:200]!r}")
+    return Program(math.prod(map(int, sizes)), computations, entry)
+
+
+def _instruction(line: str, computation: Computation) -> Instruction:
+    depth, match = 1, _INSTRUCTION.match(line)
+    for bracket in re.finditer(r"[()]", line[match.end() :]) if match else ():
+        depth += 1 if bracket[0] == "(" else -1
+        if not depth:
+            end = match.end() + bracket.start()
+            return Instruction(
+                computation,
+                name=match["name"],
+                type=match["type"],
+                opcode=match["opcode"],
+                arguments=line[match.end() : end],
+                rest=line[end + 1 :],
+                is_root=bool(match["root"]),
+                text=line,
+            )
+    raise ValueError(
+        "expected an instruction of HLO, `%name = type opcode(operands), attributes`, got "
+        f"{line.strip()[:200]!r} in {computation.name}"
+    )

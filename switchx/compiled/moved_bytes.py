@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels that a compiled program launches, the bytes that they move, and their seconds.
+
+Read off the HLO text: XLA's `cost_analysis` counts a loop once, and believes what a Pallas
+kernel says of itself. Here a kernel reads each operand once and writes each result once; of
+what it gathers or slices, the part that it takes.
+Arrays that a TPU's compiler keeps in vector memory (`S(1)` in a layout) move nothing. A copy
+that nothing reads is not counted: at a program's end it puts an argument back where the next
+run begins with it (cross-program prefetch), and that run does not copy it again. Pallas
+kernels are looked up among the launches that were recorded while the program was traced
+(`pallas_kernels/launches.py`), which count the copies and the products of their grids.
+
+Seconds are an estimate. A TPU's compiler writes the cycles that it expects beside most of its
+kernels; where it does not (sorts, gathers, scatters, copies), and of Pallas' kernels, a
+roofline stands in: bytes over the memory's rate, or products over the chip's, whichever takes
+longer.
+"""
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from pallas_kernels.launches import Launch
+from switchx.compiled.flops import product_flops
+from switchx.compiled.hlo import Array, Computation, Instruction, Program, parse
+
+PALLAS_TARGETS = ("tpu_custom_call", "mosaic_gpu")
+
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+# Names of values, not work.
+_FREE = {
+    "parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all",
+    "partition-id", "replica-id", "opt-barrier",
+}  # fmt: skip
+# Parts that lie beside each other in memory already.
+_FREE_TARGETS = {"ConcatBitcast"}
+_LOOKED_THROUGH = {"bitcast", "reshape", "copy", "transpose", "convert"}
+_HLO_DTYPES = {
+    "bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32", "int8": "s8",
+    "int4": "s4", "uint8": "u8", "uint32": "u32", "bool": "pred", "float8_e4m3fn": "f8e4m3fn",
+}  # fmt: skip
+
+
+# A kernel of XLA's own on TPUs: the softmax of float32 scores times the values.
+ONLINE_SOFTMAX = "online-softmax"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """Of a chip: what its matrix units and its memory do in a second, and its cycles."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    cycles_per_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """Of one run of a program.
+
+    Attributes:
+        kernels: launches of XLA's kernels, copies among them, and of Pallas'.
+        pallas_kernels: those of Pallas alone.
+        num_bytes: between memory and all of them.
+        pallas_bytes: between memory and Pallas' kernels.
+        pallas_flops: 2 m n k of the tiles that those multiply; of what is counted.
+        compiler_s: seconds of XLA's kernels that the compiler gave cycles of.
+        other_s: of all other kernels, by a roofline.
+        roofline_s: of all kernels, by a roofline; no seconds where no rates were given.
+    """
+
+    kernels: int = 0
+    pallas_kernels: int = 0
+    num_bytes: int = 0
+    pallas_bytes: int = 0
+    pallas_flops: int = 0
+    compiler_s: float = 0.0
+    other_s: float = 0.0
+    roofline_s: float = 0.0
+
+    @property
+    def estimated_s(self) -> float:
+        return self.compiler_s + self.other_s
+
+
+def moved_bytes(
+    hlo: str,
+    launches: Iterable[Launch] = (),
+    group_sizes: Sequence[int] = (),
+    rates: Rates | None = None,
+) -> Moved:
+    """Adds up what one run of the program launches and moves.
+
+    Of a conditional's branches the one that moves the most counts.
+
+    Args:
+        hlo: of `compiled.as_text()`.
+        launches: recorded while it was traced.
+        group_sizes: rows of each expert, for which Pallas' kernels are counted.
+        rates: of the chip, for seconds.
+
+    Raises:
+        ValueError: a loop has no known trip count, or a Pallas kernel was not recorded.
+    """
+    program, known = parse(hlo), {_key_of(each): each for each in launches}
+    kernels = _Kernels(program, known, np.asarray(group_sizes), rates)
+    return Moved(**program.sum_of_run(kernels.moved, size=lambda moved: moved["num_bytes"]))
+
+
+def _key_of(launch: Launch) -> tuple:
+    def keys(arrays):
+        return tuple((_HLO_DTYPES[str(each.dtype)], tuple(each.shape)) for each in arrays)
+
+    return keys(launch.operands), keys(launch.results)
+
+
+def _in_memory(array: Array) -> int:
+    """Bytes, none where it stays in vector memory."""
+    return 0 if "S(1)" in array.layout else array.num_bytes
+
+
+def _anywhere(array: Array) -> int:
+    return array.num_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernels:
+    """What instructions move, each for itself.
+
+    Attributes:
+        launches: recorded ones of Pallas, by dtypes and shapes of operands and results.
+    """
+
+    program: Program
+    launches: dict[tuple, Launch]
+    group_sizes: np.ndarray
+    rates: Rates | None
+
+    def moved(self, each: Instruction) -> Counter | None:
+        """Fields of `Moved`; None where the computations that it runs say it."""
+        if each.opcode in ("while", "conditional", "call"):
+            return None
+        target = each.attributes.get("custom_call_target", "").strip('"')
+        if each.opcode in _FREE or each.is_end or target in _FREE_TARGETS:
+            return Counter()
+        if target.startswith(PALLAS_TARGETS):
+            size, flops = self._of_pallas(each)
+            seconds = self._roofline(size, flops)
+            pallas = Counter(pallas_kernels=1, pallas_bytes=size, pallas_flops=flops)
+            return pallas + Counter(
+                kernels=1, num_bytes=size, other_s=seconds, roofline_s=seconds
+            )
+        if each.opcode.endswith("-start"):
+            if _is_unread(each):
+                return Counter()
+            size = _copied_bytes(each)
+            seconds = self._roofline(size)
+            return Counter(kernels=1, num_bytes=size, other_s=seconds, roofline_s=seconds)
+        size = self._of_kernel(each, _in_memory)
+        if self.rates is None:
+            return Counter(kernels=1, num_bytes=size)
+        flops = sum(map(product_flops, self.program.within([each])))
+        found = Counter(kernels=1, num_bytes=size, roofline_s=self._roofline(size, flops))
+        if cycles := _CYCLES.search(each.rest):
+            found["compiler_s"] = int(cycles[1]) / self.rates.cycles_per_s
+        else:
+            # Vector memory is quicker than HBM, but not free: what stays there counts here.
+            found["other_s"] = self._roofline(self._of_kernel(each, _anywhere), flops)
+        return found
+
+    def _roofline(self, num_bytes: int, flops: int = 0) -> float:
+        if self.rates is None:
+            return 0.0
+        return max(num_bytes / self.rates.bytes_per_s, flops / self.rates.flops_per_s)
+
+    def _of_pallas(self, each: Instruction) -> tuple[int, int]:
+        operands = [each.operand(i).arrays[0] for i in range(len(each.operands))]
+        if each.name.startswith(ONLINE_SOFTMAX):
+            scores, values = operands
+            flops = 2 * math.prod(scores.shape) * values.shape[-1]
+            return sum(map(_in_memory, (*operands, *each.arrays))), flops
+        key = tuple(
+            tuple((array.dtype, array.shape) for array in arrays)
+            for arrays in (operands, each.arrays)
+        )
+        if key not in self.launches:
+            raise ValueError(
+                f"a Pallas kernel was not recorded, its bytes are not known: {key}; "
+                f"recorded were {list(self.launches)}"
+            )
+        launch = self.launches[key]
+        read, written = launch.copied(self.group_sizes)
+        pairs = zip((*operands, *each.arrays), (*read, *written), strict=True)
+        flops = launch.flops(self.group_sizes) if launch.flops else 0
+        return sum(size if _in_memory(array) else 0 for array, size in pairs), flops
+
+    def _of_kernel(self, each: Instruction, size_of: Callable[[Array], int]) -> int:
+        """Bytes that one of XLA's kernels reads and writes."""
+        if each.opcode == "fusion":
+            [called] = self.program.called_by(each)
+            written = self._written_by_fusion(called, each.arrays, size_of)
+            return written + self._read_by_fusion(called, each, size_of)
+        written, arrays = sum(map(size_of, each.arrays)), _operands(each)
+        if each.opcode == "dynamic-update-slice":
+            part = arrays[each.operands[1]]
+            return size_of(part) + min(written, part.num_bytes)
+        if each.opcode in ("gather", "dynamic-slice", "slice"):
+            first, *others = map(size_of, arrays.values())
+            return written + min(first, written) + sum(others)
+        return written + sum(map(size_of, arrays.values()))
+
+    def _written_by_fusion(self, called: Computation, results: Sequence[Array], size_of) -> int:
+        """Of each result what the fusion writes: a part where it updates an array in place."""
+        root = called.root
+        if root.opcode == "fusion":
+            [inside] = self.program.called_by(root)
+            return self._written_by_fusion(inside, results, size_of)
+        parts = [root]
+        if root.opcode == "tuple":
+            parts = [root.operand(i) for i in range(len(root.operands))]
+        if len(parts) != len(results):  # of one instruction, such as a sort of several arrays
+            return sum(map(size_of, results))
+        pairs = zip(parts, results, strict=True)
+        return sum(self._written(each, result, size_of) for each, result in pairs)
+
+    def _written(self, each: Instruction, result: Array, size_of) -> int:
+        """Bytes of a result that an instruction of a fusion writes."""
+        while each.opcode == "bitcast":
+            each = each.operand(0)
+        if each.opcode == "fusion" and len(each.arrays) == 1:
+            [inside] = self.program.called_by(each)
+            return self._written_by_fusion(inside, [result], size_of)
+        whole = size_of(result)
+        if each.opcode == "dynamic-update-slice":
+            return min(whole, each.operand(1).arrays[0].num_bytes)
+        return whole
+
+    def _read_by_fusion(self, called: Computation, fusion: Instruction, size_of) -> int:
+        """Of each operand what the fusion takes: all of it, unless it only takes parts."""
+        total, arrays = 0, _operands(fusion)
+        for each in called:
+            if each.opcode == "parameter":
+                array = arrays.pop(fusion.operands[int(each.arguments)], None)
+                whole = size_of(array) if array else 0
+                taken, is_result = self._used(each, whole)
+                total += whole if is_result else min(whole, taken)
+        return total
+
+    def _used(self, each: Instruction, whole: int) -> tuple[int, bool]:
+        """Bytes of an array that a computation takes; whether it hands the array on."""
+        total, is_result = 0, each.is_root
+        for user in each.computation:
+            if each.name not in user.operands:
+                continue
+            is_first, handed_on = user.operands[0] == each.name, None
+            if user.opcode in _LOOKED_THROUGH:
+                handed_on = user
+            elif user.opcode in ("gather", "dynamic-slice", "slice") and is_first:
+                total += sum(array.num_bytes for array in user.arrays)
+            elif user.opcode == "fusion":
+                [called] = self.program.called_by(user)
+                number = str(user.operands.index(each.name))
+                [parameter] = (
+                    one
+                    for one in called
+                    if one.opcode == "parameter" and one.arguments == number
+                )
+                taken, is_handed_on = self._used(parameter, whole)
+                total, handed_on = total + taken, user if is_handed_on else None
+            elif not (user.opcode == "dynamic-update-slice" and is_first):  # in place
+                return whole, False
+            if handed_on:
+                taken, is_handed_on = self._used(handed_on, whole)
+                total, is_result = total + taken, is_result or is_handed_on
+        return total, is_result
+
+
+def _operands(each: Instruction) -> dict[str, Array]:
+    """The first array of each operand, by name."""
+    made = each.computation.instructions
+    return {name: made[name].arrays[0] for name in each.operands if made[name].arrays}
+
+
+def _is_unread(start: Instruction) -> bool:
+    """Whether nothing in its computation reads what an asynchronous copy brings."""
+    done = [each for each in start.computation if start.name in each.operands]
+    names = {each.name for each in done}
+    is_read = any(names.intersection(each.operands) for each in start.computation)
+    is_result = any(each.is_root for each in done)
+    return start.opcode == "copy-start" and not is_result and not is_read
+
+
+def _copied_bytes(start: Instruction) -> int:
+    """Of an asynchronous copy (destination, source, ...) or slice (source, part, ...)."""
+    if start.opcode == "slice-start":
+        whole, part, *_ = start.arrays
+        return _in_memory(part) + min(_in_memory(whole), part.num_bytes)
+    return _in_memory(start.arrays[0]) + sum(map(_in_memory, _operands(start).values()))
