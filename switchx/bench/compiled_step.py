@@ -14,7 +14,7 @@ import sys
 
 from switchx.bench.compiled_layer import rates_of
 from switchx.bench.hlo_bytes import moved_bytes
-from switchx.bench.step_cases import small_job
+from switchx.bench.small_job import small_job
 from switchx.models.config import ModelConfig, Precision, SwitchConfig
 from switchx.optim.adafactor import Adafactor
 from switchx.partitioning.mesh import MeshSpec
