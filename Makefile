@@ -4,6 +4,7 @@
 #   make train ARGS=--gin.TRAIN_STEPS=100   further arguments of `switchx train`
 #   make test ARGS="tests/moe -x"           further arguments of pytest
 #   make test WORKERS=8                     so many files of tests at a time
+#   make promises ARGS=mesh_loss_parity     what holds or does not, all or by name
 #   make experiments EXPERIMENT=NAME DATA=FOLDER QUICK=1   a smoke of one experiment
 #   make test PYTHON=python3.12             the Python that .venv is made of
 
@@ -27,13 +28,14 @@ BIN := $(VENV)/bin
 MALLOC := glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=100000000000$\
 	:glibc.malloc.trim_threshold=100000000000:glibc.malloc.arena_max=1
 
-.PHONY: help train test test-all test-aot scale experiments lint clean
+.PHONY: help train test test-all test-aot promises scale experiments lint clean
 
 help:
 	@echo 'make train     pretrain a small Switch T5 on real text (MODEL_DIR=$(MODEL_DIR))'
 	@echo 'make test      the default tests'
 	@echo 'make test-all  every test, those against PyTorch included (installs it)'
 	@echo 'make test-aot  kernels compiled for TPUs and an H200 (installs the compilers, 4 GB)'
+	@echo 'make promises  what holds or does not: value, bound (ARGS="NAME ... --json"), an hour'
 	@echo 'make scale     docs/scale.md: the Switch models compiled for pods again (an hour)'
 	@echo 'make experiments EXPERIMENT=NAME DATA=FOLDER  one of experiments/, hours'
 	@echo 'make lint      ruff: errors and formatting'
@@ -53,6 +55,10 @@ test-aot: $(VENV)/.installed-dev $(VENV)/aot_tpu/.installed $(VENV)/aot_gpu/.ins
 		$(NEWER_JAX:%=$(VENV)/aot_jax/%/.installed)
 	SWITCHX_AOT_TPU=$(abspath $(VENV)/aot_tpu) SWITCHX_AOT_GPU=$(abspath $(VENV)/aot_gpu) \
 		SWITCHX_AOT_JAX=$(abspath $(VENV)/aot_jax) $(BIN)/python -m pytest -m aot $(ARGS)
+
+# Names of checks, or --json, are ARGS; without the TPU compiler it says what it leaves out.
+promises: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.promises $(ARGS)
 
 scale: $(VENV)/.installed $(VENV)/aot_tpu/.installed
 	SWITCHX_AOT_TPU=$(abspath $(VENV)/aot_tpu) $(BIN)/python -m switchx.bench.compiled $(ARGS)

@@ -29,7 +29,7 @@ NO_CLAIM = {
     "first_steps": "a notebook: no claim",
 }
 EFFECT = "effect (a 95% interval, unless it says a range)"
-VERDICTS = ("reproduced", "not reproduced", "undecided", "reported")
+VERDICTS = ("reproduced", "not reproduced", "undecided", "reported", "exploratory")
 
 
 def folders() -> list[pathlib.Path]:

@@ -152,9 +152,6 @@ TESTED_ELSEWHERE = {
     "switchx bench decode --json": (
         "tests/bench/test_decode.py::test_without_pytorch_ours_is_measured_alone"
     ),
-    "switchx bench offload --json": (
-        "tests/bench/test_offload.py::test_checks_hold_and_their_names_are_fixed"
-    ),
     "switchx generate --model_dir=runs/pretrain_tiny --input=questions.txt --expert_slots=2": (
         "tests/cli/test_generate_and_score.py::test_with_slots_for_experts_lines_are_the_same"
     ),
@@ -189,19 +186,7 @@ TESTED_ELSEWHERE = {
     "switchx compile --gin_file=configs/runs/pretrain_switch_c.gin --topology=v4:8x8x16": (
         MEASURING + "::test_the_four_switch_models"
     ),
-    "switchx bench scale --json": (
-        "tests/bench/test_scale.py::test_names_of_the_checks_are_fixed"
-    ),
-    "switchx bench storage --json": (
-        "tests/bench/test_storage.py::test_names_and_bounds_of_the_checks_are_fixed"
-    ),
     "switchx check equivalence --json": MEASURING + "::test_report_and_exit_status",
-    "switchx check planned_bytes --json": (
-        "tests/bench/test_planned_bytes.py::test_bytes_and_flops_are_the_planned_ones"
-    ),
-    "switchx check elastic --json": (
-        "tests/bench/test_elastic.py::test_losing_devices_changes_nothing"
-    ),
     OWN: "tests/data/test_own_code.py::test_the_page_runs_as_printed",
     "make experiments EXPERIMENT=planner_vs_papers": (
         "tests/planner/test_papers.py::test_the_command_finds_what_is_published"

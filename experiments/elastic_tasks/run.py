@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments.measured import Ratio, interval_of
 from experiments.study import Study, main
-from switchx.bench.step_cases import TASK, small_job
+from switchx.bench.small_job import TASK, small_job
 from switchx.cli.arguments import simulate_devices
 from switchx.compiled.collectives import executed_collectives
 from switchx.compiled.flops import matrix_flops

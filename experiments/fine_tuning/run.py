@@ -128,15 +128,13 @@ def tuned(
     name_of_task: str,
     seed: int,
     *more: str,
-    folder: str | None = None,
 ) -> Peaks:
     """A model of experiments/pretraining, fine-tuned on a task.
 
     Args:
         more: bindings over those of the task.
-        folder: of the run; None is `run_of` the others.
     """
-    task, name = TASKS[name_of_task], folder or run_of(model, name_of_task, seed, *more)
+    task, name = TASKS[name_of_task], run_of(model, name_of_task, seed, *more)
     more = _known_to(model, more)
     bindings = [
         f"INIT_FROM='<pretrained {model}>'", f"SEED={seed}",

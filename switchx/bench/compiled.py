@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx compile`: what a compiled training step takes, as a row and checks.
 
-`bench scale` and docs/scale.md report the four Switch models on pods so. Memory and collectives
+docs/scale.md reports the four Switch models on pods so. Memory and collectives
 are those of the program that a pod would run; nothing is run, so there are no times.
 
     SWITCHX_AOT_TPU=.venv/aot_tpu python -m switchx.bench.compiled

@@ -13,7 +13,7 @@ import math
 import sys
 
 from switchx.bench.compiled_layer import rates_of
-from switchx.bench.step_cases import small_job
+from switchx.bench.small_job import small_job
 from switchx.compiled.devices import describe_devices
 from switchx.compiled.flops import matrix_flops
 from switchx.compiled.moved_bytes import moved_bytes

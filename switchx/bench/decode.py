@@ -2,9 +2,9 @@
 """`switchx bench decode`: output tokens a second, against transformers with the same weights.
 
 It also measures what pruning of finished sentences gains, what int4 experts save, what a step
-that samples costs, whether programs of a thousand settings are bounded, what drafted tokens
-gain, a dense T5 against CTranslate2 where that is installed, and where the extra `serve` is a
-server's requests a second and what it gains by inputs that join a running batch.
+that samples costs, what drafted tokens gain, what experts in slots take, a dense T5 against
+CTranslate2 where that is installed, and where the extra `serve` is a server's requests a second
+and what it gains by inputs that join a running batch.
 Dims: B rows of a batch, M tokens of a source, P tokens of a prompt
 """
 
@@ -23,6 +23,7 @@ from switchx.bench import (
     ctranslate2_peer,
     decode_programs,
     inflight,
+    offload,
     serving,
     speculation,
     torch_peer,
@@ -100,7 +101,7 @@ def run(rounds: int) -> Report:
         if name in ratios
     ]
     parts = [pruning(rounds), quantized_bytes(), decode_programs.sampling(rounds)]
-    parts += [decode_programs.programs(), speculation.speculation(rounds)]
+    parts += [speculation.speculation(rounds), offload.step_times()]
     if serving.is_available():
         config = switch_model(NUM_EXPERTS[0])
         params = init_params(config, jax.random.key(0))

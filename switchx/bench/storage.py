@@ -1,264 +1,229 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx bench storage`: training with experts on a disk against the resident program.
+"""The part of `switchx bench train` with experts on a disk, against the resident program.
 
-What must be exact (gradients, bits, bytes, order) stands here and in storage_order.py, times in
-storage_time.py; what needs a process of its own, memory and `kill -9`, in storage_memory.py and
-storage_resumed.py.
+A step can be no faster than the longer of two: its computation, which is that of the resident
+program with the same remat, and its bytes over the disk's bandwidth. That is measured with one
+large file, written and flushed, and read again, of which the system may have pages in memory,
+as it has of records that were written a moment ago.
 
-SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.
-Dims: B rows, L tokens of a row, E experts
+Records are in the system's folder for temporary files: TMPDIR names another disk.
+`python -m switchx.bench.storage ROUNDS` is the process of `measured`.
+Dims: B rows, L tokens of a row
 """
 
+import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from switchx import tree
-from switchx.bench import storage_memory, storage_order, storage_resumed, storage_time
-from switchx.bench.report import Check, Report
-from switchx.bench.storage_runs import (
-    ADAMW,
-    EXPERTS,
-    LAYERS,
-    MODEL,
-    differing_bits,
-    make_batch,
-    make_job,
-    opened,
-    opened_resident,
-    programs_compiled_once,
-    record_bytes,
-    records_of,
-    trained,
-)
-from switchx.models.config import ModelConfig, RouterConfig
-from switchx.optim.adafactor import Adafactor
+from pallas_kernels.bench.timing import Contender, speedup, take_turns
+from switchx.bench.report import Check
+from switchx.bench.small_job import small_job
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, Example
+from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.own_code import python_words
+from switchx.partitioning.mesh import MeshSpec
 from switchx.storage.cache import StorageSpec
-from switchx.storage.simulation import POLICIES
-from switchx.training.layered_step import LayeredGradients
-from switchx.training.step import gradients
+from switchx.training.job import TrainingJob
+from switchx.training.layered import LayeredProgram
+from switchx.training.program import TrainingProgram
 
-Rows = list[dict[str, Any]]
-Note = Callable[[str], None]
+ROWS, LENGTH = 16, 128
+MODEL = ModelConfig(
+    "decoder_only", 4096, 256, 1024, 4, 64, num_decoder_layers=8, activation="relu",
+    scan_layers=True, remat="full",
+    switch=SwitchConfig(8, every=2, capacity_factor=1.0, group_size=LENGTH),
+)  # fmt: skip
+CACHED = 0.25  # of the records, where the disk is used
+FILE_BYTES = 2**28
+MEBIBYTE = 2**20
+# As `make train` has it (docs/command_line.md). Otherwise the step with all experts cached is
+# a tenth slower: it maps twice the memory that the resident one does, and returns it.
+MALLOC = (
+    "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=100000000000"
+    ":glibc.malloc.trim_threshold=100000000000:glibc.malloc.arena_max=1"
+)
 
-OPTIMIZERS = {
-    "adamw": ADAMW,
-    "adafactor": Adafactor(min_dim_size_to_factor=8),
-    "adafactor, momentum": Adafactor(
-        min_dim_size_to_factor=8, beta1=0.9, weight_decay_rate=0.01
-    ),
-}
-# The least is one layer's experts.
-FRACTIONS = (0.1, 0.25, 0.5, 1.0)
-BIT_STEPS, LOSS_STEPS = 20, 50
+
+def measured(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
+    """What `run` gives, in a process of its own whose malloc is tuned as in `make train`."""
+    found = of_child("switchx.bench.storage", rounds, GLIBC_TUNABLES=MALLOC)
+    return found["rows"], [Check(**check) for check in found["checks"]]
 
 
-def run(rounds: int, *, is_quick: bool = False, note: Note = lambda text: None) -> Report:
-    """All rows, each part's with its own first column, and the checks.
+def main(rounds: int) -> None:
+    rows, checks = run(rounds)
+    print(json.dumps({"rows": rows, "checks": [dataclasses.asdict(each) for each in checks]}))
 
-    Args:
-        is_quick: fewer models, capacities, steps and kills.
-    """
-    with programs_compiled_once():
-        note("times")
-        times, time_checks = storage_time.measured(rounds)
-        note("gradients")
-        models = list(gradient_models().items())[: 1 if is_quick else None]
-        of_gradients = gradient_rows(dict(models))
-        note("bits, by capacity and policy")
-        by_cache = cache_rows(FRACTIONS[::3] if is_quick else FRACTIONS)
-        note("late updates")
-        lazy = lazy_rows(list(OPTIMIZERS)[: 1 if is_quick else None])
-        note("losses")
-        losses = loss_rows(10 if is_quick else LOSS_STEPS)
-        note("bytes and order")
-        traffic, order = storage_order.traffic_rows(), storage_order.order_rows()
-        note("memory")
-        memory = storage_memory.rows()
-        kills = storage_resumed.rows(is_quick=is_quick, note=note)
-    checks = [
-        Check("layered_gradient_error", largest(of_gradients, "relative_error"), "<=1e-6"),
-        Check("bits_differing_by_cache", largest(by_cache, "bits_differing"), "==0"),
-        Check("lazy_vs_dense_bits_differing", largest(lazy, "bits_differing"), "==0"),
-        Check("loss_vs_resident", losses[0]["max_relative_difference"], "<=1e-5"),
-        *time_checks,
-        storage_memory.check(memory),
-        *storage_order.checks(traffic, order),
-        Check("kill9_differing", sum(row["differing"] for row in kills), "==0"),
+
+def make_job() -> TrainingJob:
+    return small_job(MODEL, MeshSpec(data=1), ROWS, LENGTH, storage=StorageSpec("disk"))
+
+
+def run(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
+    """Rows, and the checks `layered_vs_resident_tokens_per_s` and `step_vs_bound`."""
+    job = make_job()
+    switch, layers = job.model.switch, job.model.num_sparse_layers
+    records = max(round(CACHED * layers * switch.num_experts), switch.num_experts)
+    part = StorageSpec("disk", host_bytes=records * record_bytes(job))
+    with opened(job) as (whole, folder), opened_resident(job) as resident:
+        fast = contender("resident", resident)
+        cached = contender("on a disk, all cached", whole)
+        take_turns([fast, cached], rounds)
+        # A bound of host memory changes how malloc works, from here on.
+        with opened(dataclasses.replace(job, storage=part)) as (small, _):
+            beside = contender("resident, beside that on a disk", resident)
+            on_disk = contender(f"on a disk, {records} experts cached", small)
+            on_disk.step()
+            small.experts.metrics()
+            take_turns([beside, on_disk], rounds)
+            moved = small.experts.metrics()
+        disk = bandwidths(folder)
+    steps = rounds + 1  # with the first one of `take_turns`
+    pairs = (fast, fast), (cached, fast), (beside, beside), (on_disk, beside)
+    rows = [_row(each, against, job) for each, against in pairs]
+    disk_s = sum(moved[f"{way}_bytes"] / steps / disk[way] for way in ("read", "written"))
+    rows.append(
+        {
+            "bound": on_disk.name,
+            "compute_ms": 1e3 * beside.median_s,
+            "disk_ms": 1e3 * disk_s,
+            "step_vs_all_cached": on_disk.median_s / max(cached.median_s, disk_s),
+            **{f"{way}_mib_per_step": moved[f"{way}_bytes"] / steps / MEBIBYTE for way in disk},
+            **{f"{way}_mib_per_s": each / MEBIBYTE for way, each in disk.items()},
+        }
+    )
+    ratio = on_disk.median_s / max(beside.median_s, disk_s)
+    return rows, [
+        Check("layered_vs_resident_tokens_per_s", speedup(cached, fast), ">=0.85"),
+        Check("step_vs_bound", ratio, "<=1.3"),
     ]
-    rows = of_gradients + by_cache + lazy + losses + traffic + order + times + memory + kills
-    return Report("bench storage", rows, checks)
 
 
-def largest(rows: Rows, column: str) -> float:
-    """Of a column; NaN where one is."""
-    return float(np.max([row[column] for row in rows]))
+def contender(name: str, program) -> Contender:
+    """Training steps of a program that is within its scope."""
+    held = [program.init_state()]
+    batch = program.place(make_batch(program.job.model, 0, program.job.batch_size, LENGTH))
+
+    def step() -> None:
+        held[0], metrics = program.train_step(held[0], batch)
+        jax.block_until_ready((held[0], metrics))
+
+    return Contender(name, step)
 
 
-# layered_gradient_error: raw, dropout on.
+def bandwidths(folder: pathlib.Path) -> dict[str, float]:
+    """Bytes a second of a large file: `written` and flushed, and `read`."""
+    path, data = folder / "bandwidth", np.random.default_rng(0).bytes(FILE_BYTES)
+    found: dict[str, list[float]] = {"read": [], "written": []}
+    for _ in range(3):
+        with contextlib.closing(path.open("wb", buffering=0)) as file:
+            begin = time.perf_counter()
+            file.write(data)
+            os.fsync(file.fileno())
+            found["written"].append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        path.read_bytes()
+        found["read"].append(time.perf_counter() - begin)
+        path.unlink()
+    return {way: FILE_BYTES / float(np.median(times)) for way, times in found.items()}
 
 
-def gradient_models() -> dict[str, ModelConfig]:
-    """Kinds of models and routers; stacks of four blocks."""
-    small = dataclasses.replace(MODEL, num_decoder_layers=4)
-    both = dataclasses.replace(small, architecture="encoder_decoder", num_encoder_layers=4)
-
-    def routed(model, router, **switch):
-        switch = dataclasses.replace(model.switch, router=router, **switch)
-        return dataclasses.replace(model, switch=switch)
-
+def _row(each: Contender, resident: Contender, job: TrainingJob) -> dict[str, Any]:
     return {
-        "decoder only": small,
-        "encoder and decoder": both,
-        "expert choice": routed(
-            both, RouterConfig("expert_choice", exploration="none"), stacks="encoder"
-        ),
-        "hash": routed(small, RouterConfig("hash", exploration="none")),
-        "two experts, biased": routed(
-            small, RouterConfig(num_selected=2, bias_update_rate=1e-3)
-        ),
+        "step": each.name,
+        "step_ms": 1e3 * each.median_s,
+        "min_ms": 1e3 * min(each.times_s),
+        "max_ms": 1e3 * max(each.times_s),
+        "tokens_per_s": job.batch_size * LENGTH / each.median_s,
+        "vs_resident": speedup(each, resident),
     }
 
 
-class KeptGradients:
-    """The banks of a run's records, that also keep the gradients of experts.
+# Programs with and without a disk, and processes of their own, as promises have them, too.
 
-    Attributes:
-        grads: `[N, E, ...]` by path, as of the whole step.
+
+def make_batch(model: ModelConfig, seed: int, rows: int, length: int):
+    """Rows without padding whose tokens follow a rule, one in eight at random.
+
+    Each token is 5 times the one before it plus 1, modulo 31: that is learned, and the loss
+    falls to what the random ones leave.
     """
-
-    def __init__(self, banks, params: Mapping[str, np.ndarray]):
-        self._banks = banks
-        self.grads = {name: np.zeros_like(leaf) for name, leaf in params.items()}
-
-    def __getattr__(self, name: str):
-        return getattr(self._banks, name)
-
-    def keep_gradients(self, run, used_JE, bank) -> None:
-        for name, gradient in bank.items():
-            self.grads[name][run.place] += np.asarray(gradient)
-        self._banks.keep_gradients(run, used_JE, bank)
-
-
-def gradient_rows(models: Mapping[str, ModelConfig]) -> Rows:
-    """A row a model: the distance of all raw gradients, over the norm of the resident ones."""
-    return [
-        {"gradients": name, "relative_error": gradient_error(model)}
-        for name, model in models.items()
-    ]
+    rng, nothing = np.random.default_rng(seed), np.zeros(0, np.int32)
+    token_BL = np.empty((rows, length), np.int32)
+    token_BL[:, 0] = rng.integers(31, size=rows)
+    for at in range(1, length):
+        follows = (5 * token_BL[:, at - 1] + 1) % 31
+        is_random = rng.random(rows) < 1 / 8
+        token_BL[:, at] = np.where(is_random, rng.integers(31, size=rows), follows)
+    token_BL += 3  # past the vocabulary's special ones
+    if model.is_encoder_decoder:
+        features = EncoderDecoderFeatures(length, length)
+        return features.batch([[Example(token_L, token_L)] for token_L in token_BL])
+    return DecoderOnlyFeatures(length).batch([[Example(nothing, t_L)] for t_L in token_BL])
 
 
-def gradient_error(model: ModelConfig) -> float:
-    """Of experts read from records, in two microbatches, against the resident program's."""
-    job, batch = make_job(model), make_batch(model, 0)
-    with opened_resident(job) as resident:
-        state = resident.init_state()
-        compute = jax.jit(functools.partial(gradients, model, job.loss, job.step))
-        want = tree.named_leaves(compute(state.params, batch, key=state.key)[0])
-        params = jax.device_get(state.params)
-    with opened(job) as (program, _):
-        state = program.init_state(params)
-        leaves = tree.named_leaves(params)
-        prefix = "params/"
-        on_disk = {name.removeprefix(prefix) for name in program.experts.abstract}
-        banks = KeptGradients(
-            program.experts, {n: leaf for n, leaf in leaves.items() if n in on_disk}
-        )
-        program.experts.begin_sweeps(is_training=True)
-        layered = LayeredGradients(model, job.loss, job.step.num_microbatches, slots=2)
-        grads, _ = layered.gradients(state.params, batch, banks, key=state.key)
-    return _relative_distance(tree.named_leaves(grads) | banks.grads, want)
+@contextlib.contextmanager
+def opened(job: TrainingJob) -> Iterator[tuple[LayeredProgram, pathlib.Path]]:
+    """A job's program within its scope, and its run's folder, which is deleted afterwards."""
+    with tempfile.TemporaryDirectory(prefix="switchx-bench-") as folder:
+        program = LayeredProgram(job, RunFolder(folder), jax.devices()[:1])
+        with program.scope():
+            yield program, pathlib.Path(folder)
 
 
-def _relative_distance(got: Mapping[str, Any], want: Mapping[str, Any]) -> float:
-    if got.keys() != want.keys():
-        raise ValueError(f"gradients of {sorted(got.keys() ^ want.keys())} on one side alone")
-    pairs = [(np.asarray(got[n], np.float64), np.asarray(want[n], np.float64)) for n in want]
-    distance = sum(np.sum(np.square(a - b)) for a, b in pairs)
-    return float(np.sqrt(distance / sum(np.sum(np.square(b)) for _, b in pairs)))
+@contextlib.contextmanager
+def opened_resident(job: TrainingJob) -> Iterator[TrainingProgram]:
+    """The same job's program with all experts on the device."""
+    job = dataclasses.replace(job, storage=StorageSpec())
+    program = TrainingProgram(job, jax.devices()[:1])
+    with program.scope():
+        yield program
 
 
-# bits_differing_by_cache: neither how many records are cached nor which changes a bit.
+def record_bytes(job: TrainingJob) -> int:
+    """Bytes of an expert's weights and of what the optimizer keeps for it."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = LayeredProgram(job, RunFolder(folder), jax.devices()[:1])
+        return program.experts.layout.record_bytes
 
 
-def cache_rows(fractions=FRACTIONS, num_steps: int = BIT_STEPS, policies=POLICIES) -> Rows:
-    """A row a policy and capacity: bits that differ from the run with all in the cache."""
-    rows, expected = [], None
-    for policy in policies:
-        for fraction in sorted(fractions, reverse=True):
-            found, hit_rate = everything(policy, fraction, num_steps)
-            expected = found if expected is None else expected
-            rows.append(
-                {
-                    "cached": f"{fraction:.0%}, {policy}",
-                    "hit_rate": hit_rate,
-                    "bits": sum(8 * array.nbytes for array in found.values()),
-                    "bits_differing": differing_bits(found, expected),
-                }
-            )
-    return rows
+def of_child(module: str, argument: int, **environment: str) -> Any:
+    """The JSON that a process `python -m MODULE ARGUMENT` prints as its last line."""
+    done = subprocess.run(
+        [*python_words(), "-m", module, str(argument)],
+        env=child_environment() | environment,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(f"python -m {module} failed: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def everything(policy: str, fraction: float, num_steps: int):
-    """All that a run made: losses, the state, records; and its cache's hit rate."""
-    host_bytes = round(fraction * LAYERS * EXPERTS) * record_bytes(make_job())
-    job = make_job(storage=StorageSpec("disk", host_bytes=host_bytes, policy=policy))
-    with opened(job) as (program, folder):
-        state, losses = trained(program, num_steps)
-        hit_rate = program.experts.metrics()["hit_rate"]
-        parts = {"params": state.params, "opt_state": state.opt_state, "losses": losses}
-        arrays = tree.named_leaves(jax.device_get(parts))
-        arrays = {name: np.asarray(leaf) for name, leaf in arrays.items()}
-        return arrays | records_of(program, folder / "saved"), hit_rate
-
-
-# lazy_vs_dense_bits_differing: records updated when they are used, and all in each step.
-
-
-def lazy_rows(optimizers=tuple(OPTIMIZERS), num_steps: int = BIT_STEPS) -> Rows:
-    """A row an optimizer: bits that differ between records of late updates and in time."""
-    rows = []
-    for name in optimizers:
-        job = make_job(optimizer=OPTIMIZERS[name])
-        with opened(job) as (program, folder):
-            trained(program, num_steps)
-            share = program.experts.metrics()["touched_share"]
-            late = records_of(program, folder / "saved")
-        with opened(job) as (program, folder):
-            trained(program, num_steps, program.experts.settle)
-            in_time = records_of(program, folder / "saved")
-        bits = differing_bits(late, in_time)
-        rows.append({"late_updates": name, "touched_share": share, "bits_differing": bits})
-    return rows
-
-
-# loss_vs_resident
-
-
-def loss_rows(num_steps: int = LOSS_STEPS) -> Rows:
-    """Losses with experts on a disk, and of a control, against the resident program's.
-
-    The control is the resident program without remat: what rounding alone does.
-    """
-    job = make_job()
-    control = dataclasses.replace(job, model=dataclasses.replace(MODEL, remat="none"))
-    with opened_resident(job) as program:
-        _, expected = trained(program, num_steps)
-    with opened(job) as (program, _):
-        _, on_disk = trained(program, num_steps)
-    with opened_resident(control) as program:
-        _, without_remat = trained(program, num_steps)
-    found = {"on a disk": on_disk, "control: resident, no remat": without_remat}
-    return [
-        {
-            "losses": f"{num_steps} steps, {name}",
-            "first_loss": float(each[0]),
-            "last_loss": float(each[-1]),
-            "max_relative_difference": float(np.max(np.abs(each / expected - 1))),
+def child_environment() -> dict[str, str]:
+    """Of a process that runs the same switchx, and shares what is compiled."""
+    root = str(pathlib.Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path}
+    if (compiled := jax.config.jax_compilation_cache_dir) is not None:
+        environment |= {
+            "JAX_COMPILATION_CACHE_DIR": compiled,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
-        for name, each in found.items()
-    ]
+    return environment
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx bench train`: a Switch T5's training step against the same model dense.
 
-One step is forward, backward and the optimizer; the contenders take turns.
+One step is forward, backward and the optimizer; the contenders take turns. A step with experts
+on a disk takes turns with its resident program, in a process of its own (storage.py).
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
-from switchx.bench import torch_peer
+from switchx.bench import storage, torch_peer
 from switchx.bench.report import Check, Report
 from switchx.interop.huggingface import describe
 from switchx.models.config import ModelConfig, SwitchConfig
@@ -98,6 +99,8 @@ def in_ms(each: Contender) -> dict[str, float]:
 
 def run(rounds: int) -> Report:
     """Measures dense against 8 to 64 experts, and PyTorch where it is installed."""
+    # First: another process may need the device that this one will hold.
+    parts = [storage.measured(rounds)]
     dense = contender("dense", DENSE)
     switches = {n: contender(f"switch {n}", switch_model(n)) for n in NUM_EXPERTS}
     take_turns([dense, *switches.values()], rounds, NUM_STEPS)
@@ -107,8 +110,9 @@ def run(rounds: int) -> Report:
         Check("switch64_vs_dense", speedup(switches[64], dense), ">=0.68"),
     ]
     if torch_peer.is_available():
-        peer_rows, peer_checks = against_torch(rounds)
-        rows, checks = rows + peer_rows, checks + peer_checks
+        parts.append(against_torch(rounds))
+    for found, more in parts:
+        rows, checks = rows + found, checks + more
     return Report("bench train", rows, checks)
 
 

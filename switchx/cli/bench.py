@@ -11,7 +11,8 @@ Measures, in one process whose contenders take turns, and prints ratios against 
 measured in the same run. Medians; the machine should have nothing else to do.
 
   switchx bench train          a training step with 8 to 64 experts against the dense model,
-                               and against PyTorch where the extra `hf` is installed
+                               and against PyTorch where the extra `hf` is installed;
+                               with experts on a disk, against those on the device
   switchx bench moe            one sparse layer by dispatcher, 8 to 128 experts, against the
                                dense layer of equal FLOPs, and against Flaxformer's where
                                it can be imported; a step of decoding
@@ -20,11 +21,8 @@ measured in the same run. Medians; the machine should have nothing else to do.
   switchx bench decode         tokens a second of decoding, against transformers where the
                                extra `hf` is installed; pruning; bytes of int4 experts; with
                                the extra `serve` a server's requests a second and in-flight
-                               batches; with `ctranslate2` a dense T5 against CTranslate2
-  switchx bench scale          what meshes change, on eight simulated devices and by
-                               compilation: losses, a pipeline's memory, collectives and
-                               their bytes against the planner's, and what processes
-                               hash and read in a save; no times
+                               batches; with a few experts on the device; with
+                               `ctranslate2` a dense T5 against CTranslate2
   switchx bench compiled       one sparse layer compiled for a TPU v5e and an H200, forward
                                and backward: kernels, and the bytes that they move against
                                the ideal; layers of Switch-Base for a v5e and a v5p: FLOPs,
@@ -34,14 +32,6 @@ measured in the same run. Medians; the machine should have nothing else to do.
                                the same beside the layers of clones of MaxText and
                                Flaxformer; --peer may be given twice; --quick for one chip
                                and 64 experts
-  switchx bench offload        decoding with a few experts of each layer on the device,
-                               bfloat16, int8 and int4, against the resident model: tokens,
-                               bytes on the device, bytes moved; no times
-  switchx bench storage        training with experts on a disk against the resident program:
-                               gradients, bits, losses, bytes, order, times, memory, and
-                               what is left by `kill -9`; minutes
-  switchx bench storage --quick
-                               the same with fewer cells, steps and kills
   switchx bench soak --seconds=3600
                                a server with good and bad clients for so long: every answer
                                of the good ones against the model's own; memory, memory
@@ -60,17 +50,14 @@ else to do.
   switchx tune kernels --json   one JSON object on the last line
 """
 CHECK = """\
-Checks a promise and prints the largest errors; the exit status is 1 where one does not hold.
+Checks and prints the largest errors; the exit status is 1 where one does not hold. What else
+switchx promises, `make promises` measures.
 
   switchx check equivalence            every router, dispatcher and way to split eight
                                        devices against one device: outputs, auxiliary
                                        losses, raw gradients, global gradient norm
   switchx check equivalence --sample   each router with each dispatcher on one mesh
   switchx check equivalence --json     one JSON object on the last line
-  switchx check planned_bytes          bytes that compiled training steps communicate,
-                                       and their FLOPs, against the planner's
-  switchx check elastic                losses and tokens of a run that loses devices, eight
-                                       to six to two, against those of one that does not
   switchx check accelerator --seconds=540 --output=DIR
                                        what one NVIDIA card does: its rates, kernels and their
                                        variants and tests, training, decoding, exports, in the
@@ -89,12 +76,9 @@ def add_command(commands) -> None:
     bench = shared.add_command(
         commands, "bench", run_bench, "measure speed against a baseline", BENCH
     )
-    what = ["train", "moe", "kernels", "decode", "compiled", "offload", "scale", "storage"]
-    what += ["soak"]
+    what = ["train", "moe", "kernels", "decode", "compiled", "soak"]
     bench.add_argument("what", choices=what, help="what to measure")
-    bench.add_argument(
-        "--quick", action="store_true", help="of storage and compiled: fewer cells"
-    )
+    bench.add_argument("--quick", action="store_true", help="of compiled: fewer cells")
     bench.add_argument(
         "--peer",
         action="append",
@@ -112,7 +96,7 @@ def add_command(commands) -> None:
     )
     tune.add_argument("what", choices=["kernels"], help="what to tune")
     for parser, rounds in (
-        (bench, f"{BENCH_ROUNDS}; compiled, offload, scale and soak take none"),
+        (bench, f"{BENCH_ROUNDS}; compiled and soak take none"),
         (tune, TUNE_ROUNDS),
     ):
         parser.add_argument(
@@ -124,7 +108,7 @@ def add_command(commands) -> None:
     )
     check.add_argument(
         "what",
-        choices=["equivalence", "planned_bytes", "elastic", "accelerator"],
+        choices=["equivalence", "accelerator"],
         help="what to check",
     )
     of_accelerator = check.add_argument_group("of accelerator")
@@ -136,48 +120,32 @@ def add_command(commands) -> None:
 
 
 def run_bench(arguments) -> int:
-    without_rounds = ("compiled", "offload", "scale", "soak")
-    if arguments.what in without_rounds and arguments.rounds is not None:
+    if arguments.what in ("compiled", "soak") and arguments.rounds is not None:
         raise ValueError(
             f"--rounds={arguments.rounds}: `bench {arguments.what}` takes no turns, so it has "
             "no rounds; leave --rounds out"
         )
-    if arguments.what == "scale":
-        shared.simulate_devices(8)
-    if arguments.quick and arguments.what not in ("storage", "compiled"):
-        raise ValueError(
-            f"--quick with {arguments.what}: it is for storage and compiled; leave it out"
-        )
-    if arguments.peer and arguments.what != "compiled":
-        raise ValueError(f"--peer with {arguments.what}: it is for compiled; leave it out")
-    for name in ("seconds", "model_dir"):
-        value = getattr(arguments, name)
-        if value is not None and arguments.what != "soak":
-            raise ValueError(f"--{name}={value} with {arguments.what}: it is for soak")
+    only = {"quick": "compiled", "peer": "compiled", "seconds": "soak", "model_dir": "soak"}
+    for name, what in only.items():
+        if getattr(arguments, name) and arguments.what != what:
+            raise ValueError(f"--{name} with {arguments.what}: it is for {what}; leave it out")
     if arguments.what == "soak":
         return _soak(arguments)
     from pallas_kernels.bench import kernels
-    from switchx.bench import compiled_peers, decode, moe, offload, scale, storage, train
+    from switchx.bench import compiled_peers, decode, moe, train
     from switchx.bench.report import Check, Report
     from switchx.progress import TerminalReporter
 
     rounds = arguments.rounds or BENCH_ROUNDS
-    if arguments.what in ("kernels", "compiled", "offload", "scale", "storage"):
-        with TerminalReporter() as reporter:
-            if arguments.what == "storage":
-                report = storage.run(rounds, is_quick=arguments.quick, note=reporter.note)
-            elif arguments.what == "compiled":
-                peers = arguments.peer or ()
-                report = compiled_peers.run(reporter.note, peers, is_quick=arguments.quick)
-            elif arguments.what != "kernels":
-                bench = {"offload": offload, "scale": scale}
-                report = bench[arguments.what].run(reporter.note)
-            else:
-                rows, checks = kernels.run(rounds, note=reporter.note)
-                report = Report("bench kernels", rows, [Check(**check) for check in checks])
-    else:
-        bench = {"train": train, "moe": moe, "decode": decode}[arguments.what]
-        report = bench.run(rounds)
+    with TerminalReporter() as reporter:
+        if arguments.what == "compiled":
+            peers = arguments.peer or ()
+            report = compiled_peers.run(reporter.note, peers, is_quick=arguments.quick)
+        elif arguments.what == "kernels":
+            rows, checks = kernels.run(rounds, note=reporter.note)
+            report = Report("bench kernels", rows, [Check(**check) for check in checks])
+        else:
+            report = {"train": train, "moe": moe, "decode": decode}[arguments.what].run(rounds)
     report.print(arguments.json)
     return 0
 
@@ -216,17 +184,11 @@ def run_check(arguments) -> int:
         if value := getattr(arguments, name):
             raise ValueError(f"--{name}={value} with {arguments.what}: it is for accelerator")
     shared.simulate_devices(8)
-    if arguments.sample and arguments.what != "equivalence":
-        raise ValueError(f"--sample with {arguments.what}: it is for equivalence; leave it out")
-    from switchx.bench import elastic, equivalence, planned_bytes
+    from switchx.bench import equivalence
     from switchx.progress import TerminalReporter
 
     with TerminalReporter() as reporter:
-        if arguments.what == "equivalence":
-            report = equivalence.run(is_sample=arguments.sample, note=reporter.note)
-        else:
-            other = {"planned_bytes": planned_bytes, "elastic": elastic}[arguments.what]
-            report = other.run(note=reporter.note)
+        report = equivalence.run(is_sample=arguments.sample, note=reporter.note)
     report.print(arguments.json)
     return 0 if all(check.holds for check in report.checks) else 1
 

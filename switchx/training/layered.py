@@ -177,8 +177,8 @@ def _return_freed_memory() -> None:
     """Has malloc return records and banks to the system once they are freed.
 
     glibc would keep them, in an arena a thread: more than twice `host_bytes` was measured
-    (`switchx bench storage`). It costs time, as new memory has to be mapped, so it is for those
-    who set a bound. Other C libraries have no such settings and are left alone.
+    (`rss_over_budget` of `make promises`). It costs time, as new memory has to be mapped, so it
+    is for those who set a bound. Other C libraries have no such settings and are left alone.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

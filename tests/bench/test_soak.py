@@ -85,10 +85,3 @@ def test_a_minute(monkeypatch, capsys):
     assert all(checks[f"soak_{name}"] for name in faults), printed
     done = {row["bad client"] for row in printed["results"] if "bad client" in row}
     assert done and done <= soak_clients.BAD.keys()
-
-
-def test_options_of_soak_are_refused_elsewhere(capsys):
-    assert main(["bench", "train", "--seconds=5"]) == 2
-    assert "--seconds=5 with train" in capsys.readouterr().err
-    assert main(["bench", "soak", "--rounds=5"]) == 2
-    assert "`bench soak` takes no turns" in capsys.readouterr().err

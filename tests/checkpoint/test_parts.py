@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.bench import saves
 from switchx.checkpoint import manifest, parts
 from switchx.checkpoint.checkpointer import Checkpointer, Retention
 from switchx.checkpoint.items import read_items
@@ -123,14 +122,3 @@ def test_a_checkpoint_of_before_is_restored_and_verified(tmp_path):
         (fault,) = checkpoint_faults(run, 1)
         assert fault == f"its file {name} has changed since it was written"
         (path / name).write_bytes(contents)
-
-
-@pytest.mark.slow  # seven processes
-def test_each_process_hashes_its_share_and_reads_nothing_back():
-    report = saves.run()
-    assert [row["processes"] for row in report.results] == [1, 2, 4]
-    assert len({row["saved_bytes"] for row in report.results}) == 1
-    for row in report.results:
-        lists = sum(row["hashed_bytes"]) - row["saved_bytes"]  # their own checksums
-        assert 0 < lists < 100_000
-    assert all(check.holds for check in report.checks), report.checks

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from switchx import manifest
-from switchx.bench import saves
 from switchx.checkpoint import parts
 from switchx.checkpoint.checkpointer import Checkpointer, Retention
 from switchx.checkpoint.local_copies import LocalCopies
@@ -25,6 +24,7 @@ from switchx.distributed import connect, distributed
 from tests.checkpoint.test_checkpointer import kept
 from tests.cli.test_checkpoint import MODEL
 from tests.processes import child_environment, free_port
+from tests.promises import saves
 from tests.training.saved_runs import save_run
 from tests.training.train_states import damage
 

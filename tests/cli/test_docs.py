@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from switchx.bench import storage_time
+from switchx.bench import storage
 from switchx.cli import train
 from switchx.cli.arguments import parse_job
 from switchx.cli.main import _parse, _parser, main
@@ -141,7 +141,7 @@ def test_names_for_users_of_t5x_are_there(in_a_folder):
 
 def test_malloc_is_tuned_as_make_train_does():
     (said,) = re.findall(r"GLIBC_TUNABLES=\S+", PAGE)
-    assert said == f"GLIBC_TUNABLES={storage_time.MALLOC}"
+    assert said == f"GLIBC_TUNABLES={storage.MALLOC}"
     assert f"{said} .venv/bin/switchx train " in dry_run("train").stdout
 
 

@@ -13,7 +13,7 @@ from pallas_kernels.aot import tpu_compiler
 from pallas_kernels.bench import kernels, products, tune
 from pallas_kernels.bench.cells import Cell
 from pallas_kernels.tiling.tuned import read
-from switchx.bench import compiled, equivalence, moe, torch_peer, train
+from switchx.bench import compiled, equivalence, moe, storage, torch_peer, train
 from switchx.bench.report import Check, Report
 from switchx.cli.main import main
 from switchx.compiled import devices
@@ -38,6 +38,7 @@ def small_models(monkeypatch):
     monkeypatch.setattr(train, "BATCH", 2)
     monkeypatch.setattr(train, "NUM_EXPERTS", (8, 64))
     monkeypatch.setattr(torch_peer, "is_available", lambda: False)
+    monkeypatch.setattr(storage, "measured", lambda rounds: ([{"step": "on a disk"}], []))
 
 
 @pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -51,9 +52,10 @@ def test_train_prints_one_json_object(small_models, monkeypatch, capsys, is_real
     assert main(["bench", "train", "--rounds=1", "--json"]) == 0
     printed = last_object(capsys)
     assert "glibc_tunables" in printed["environment"]
-    models = [row["model"] for row in printed["results"]]
-    assert models == ["dense", "switch 8", "switch 64"]
-    assert all(row["step_ms"] > 0 and row["peak_mib"] > 0 for row in printed["results"])
+    *results, on_disk = printed["results"]
+    assert on_disk == {"step": "on a disk"}
+    assert [row["model"] for row in results] == ["dense", "switch 8", "switch 64"]
+    assert all(row["step_ms"] > 0 and row["peak_mib"] > 0 for row in results)
     checks = {check["name"]: check["bound"] for check in printed["checks"]}
     assert checks == {"switch8_vs_dense": ">=0.93", "switch64_vs_dense": ">=0.68"}
 
@@ -96,8 +98,9 @@ def test_kernels_prints_one_json_object(monkeypatch, capsys):
     ("words", "said"),
     [
         ("bench train --rounds=0", "--rounds: '0' is no whole number of at least 1"),
-        ("bench scale --rounds=3", "leave --rounds out"),
-        ("bench train --quick", "--quick with train: it is for storage and compiled"),
+        ("bench soak --rounds=3", "`bench soak` takes no turns, so it has no rounds"),
+        ("bench train --quick", "--quick with train: it is for compiled; leave it out"),
+        ("bench train --seconds=5", "--seconds with train: it is for soak; leave it out"),
         ("tune kernels --rounds=0", "--rounds: '0' is no whole number of at least 1"),
         ("tune kernel", "there is no 'kernel' (did you mean kernels?)"),
         ("check equivalance", "'equivalance' (did you mean equivalence?)"),

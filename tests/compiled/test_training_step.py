@@ -12,10 +12,6 @@ import jax
 import pytest
 
 from pallas_kernels.aot import gpu_compiler, tpu_compiler
-from switchx.bench import torus
-from switchx.bench.planned_bytes import BOUND
-from switchx.bench.step_cases import CASES
-from switchx.bench.step_cases import make_job as make_case_job
 from switchx.compiled.devices import (
     CHILD_VARIABLE,
     has_compiler,
@@ -42,6 +38,9 @@ from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig
 from switchx.training.workload import layout_of, workload_of
 from tests.processes import ROOT, script_with_compiler
+from tests.promises import torus
+from tests.promises.step_cases import CASES
+from tests.promises.step_cases import make_job as make_case_job
 from tests.training.jobs import DENSE, SPARSE, SWITCH, make_job
 from tests.training.saved_runs import save_run
 
@@ -181,7 +180,7 @@ def test_flops_of_a_pipeline_are_the_planned_ones():
     job = make_case_job(case)
     found = compile_step(job, jax.devices(), PLENTY)
     planned = executed_flops(workload_of(job), layout_of(job, job.mesh.sizes(8)))
-    assert found.flops == pytest.approx(planned, rel=BOUND)
+    assert found.flops == pytest.approx(planned, rel=0.05)
 
 
 def test_what_is_too_large_is_said_without_compiling(monkeypatch):
@@ -277,7 +276,7 @@ for name in sys.argv[1:]:
 @pytest.mark.aot
 @pytest.mark.timeout(200)
 def test_chips_are_where_the_compiler_has_them():
-    """Of `bench scale`'s check of meshes on a torus; a v4's two cores are one device."""
+    """As `torus_contiguous` has them; a v4's two cores are one device."""
     names = ["v4:8x8x16", "v5p:8x8x16", "v5e:16x16"]
     done = script_with_compiler(tpu_compiler, PLACES, *names)
     lines = [line for line in done.stdout.splitlines() if line.startswith("[")]

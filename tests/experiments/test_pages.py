@@ -340,33 +340,6 @@ def test_fine_tuning_is_not_reproduced_where_experts_are_behind():
     assert words == ["reproduced", "not reproduced", "undecided"]
 
 
-def test_experts_are_unstable_where_their_backbone_is_not():
-    verdict = importlib.import_module("experiments.pipeline_convergence.run").verdict
-    words = []
-    for of_experts, of_backbone in ((-4.4, -5.0), (-9.0, -5.0), (-9.0, -9.0)):
-        found = ended(**{"dense_backbone": [-5.0] * 3, "8_experts": [-4.0, -4.1, -4.2]})
-        found.curves["8 experts"][0][50] = of_experts
-        for curve in found.curves["dense backbone"]:
-            curve[20], curve[50] = -6.0, of_backbone
-        for curve in found.curves["8 experts"]:
-            curve[20] = -4.5
-        words.append(verdict(found)["verdict"])
-    assert words == ["reproduced", "not reproduced", "undecided"]
-
-
-def test_students_of_fine_tuned_teachers_are_judged_over_all_tasks():
-    verdict = importlib.import_module("experiments.distilled_tasks.run").verdict
-    found = [
-        verdict({
-            task: {"dense": [50.0, 52.0], "32 experts": [60.0, 62.0], "student": student}
-            for task in ("trec", "glossary")
-        })
-        for student in ([55.0, 57.0], [45.0, 47.0], [55.0, 47.0])
-    ]  # fmt: skip
-    assert [each["verdict"] for each in found] == ["reproduced", "not reproduced", "undecided"]
-    assert "50% of it" in found[0]["because"]
-
-
 def test_languages_are_judged_by_steps():
     run = importlib.import_module("experiments.multilingual.run")
     slow, fast = {0: -9.0, 100: -5.0}, {0: -9.0, 100: -4.0}

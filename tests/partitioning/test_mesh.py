@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import AxisType
 
 from pallas_kernels.aot import tpu_compiler
-from switchx.bench import torus
 from switchx.gin_config import building
 from switchx.partitioning.mesh import (
     AXES,
@@ -30,6 +29,7 @@ from switchx.partitioning.topology import Topology
 from switchx.training.job import TrainingJob
 from tests.data.refusals import refused
 from tests.processes import ROOT, script_with_compiler
+from tests.promises import torus
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives of whole steps, worked by hand; bench/planned_bytes.py compares with HLO."""
+"""Collectives of whole steps, worked by hand; tests/promises compares them with HLO."""
 
 import dataclasses
 import math
 
 import pytest
 
-from switchx.bench.planned_bytes import compiled_on_cpu
 from switchx.models.config import Precision
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.hardware import load_hardware
@@ -17,6 +16,7 @@ from switchx.planner.step_comm import (
 )
 from tests.data.refusals import refused
 from tests.planner.workloads import DENSE, SPARSE, SWITCH, make_workload
+from tests.promises.planned_bytes import compiled_on_cpu
 
 TPU = load_hardware("v5e").compute
 ROWS, LENGTH, D, F, V, E = 16, 16, 64, 128, 96, 8

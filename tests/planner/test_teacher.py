@@ -8,7 +8,6 @@ import jax
 import pytest
 
 from switchx.axes import dims_of
-from switchx.bench.planned_bytes import compiled_on_cpu
 from switchx.compiled.collectives import collectives
 from switchx.compiled.training_step import batch_shapes, bytes_on_one_device
 from switchx.models.params import abstract_params, forward
@@ -28,6 +27,7 @@ from switchx.training.workload import workload_of
 from switchx.tree import num_bytes
 from tests.data.refusals import refused
 from tests.planner.workloads import DENSE, SPARSE
+from tests.promises.planned_bytes import compiled_on_cpu
 from tests.training.jobs import make_job
 from tests.training.saved_runs import save_run
 

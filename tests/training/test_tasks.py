@@ -201,7 +201,7 @@ def test_no_token_travels():
         switch = dataclasses.replace(MODEL.switch, dispatcher=dispatcher)
         job = tasks_job(dataclasses.replace(MODEL, switch=switch), mesh=MeshSpec(1, expert=8))
         program = compiled_program(job)
-        seam = with_copies(Seam(), *program.slot_tables) if name == "own" else None
+        seam = with_copies(Seam(), *program.beside) if name == "own" else None
         compute = functools.partial(
             gradients, job.model, LOSS, StepConfig(), key=None, seam=seam
         )

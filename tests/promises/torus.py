@@ -8,11 +8,10 @@ chips are their coordinates, which `tests/training/test_aot.py` compares with th
 
 import dataclasses
 import itertools
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
-from switchx.bench.report import Check
 from switchx.partitioning.mesh import AXES, arranged, is_box, named_axes
 from switchx.partitioning.topology import Topology
 
@@ -68,25 +67,13 @@ def sides_of(chips: list[Chip]) -> str:
     return "x".join(str(side) for side in np.ptp([chip.coords for chip in chips], axis=0) + 1)
 
 
-def rows() -> list[dict[str, Any]]:
-    """A row a mesh: the box around a group of each axis, as it is and in the order of ids."""
-    found = []
+def axes_on_slices() -> Iterator[tuple]:
+    """The share of each mesh's groups that fill a box."""
     for name, slices, axes in MESHES:
         sizes = {axis: axes.get(axis, 1) for axis in AXES}
-        chips = chips_of(Topology.parse(name), slices)
-        mesh = arranged(chips, sizes)
-        in_order = np.array(chips, object).reshape(mesh.shape)
+        mesh = arranged(chips_of(Topology.parse(name), slices), sizes)
         groups = {axis: groups_of(mesh, AXES.index(axis)) for axis in axes}
         are_boxes = [is_box(group) for each in groups.values() for group in each]
-        row = {"torus": f"{named_axes(sizes)} on {slices} of {name}"}
-        for axis, each in groups.items():
-            row[axis] = sides_of(each[0])
-            row[f"{axis}_by_ids"] = sides_of(groups_of(in_order, AXES.index(axis))[0])
-        row["contiguous_groups"] = sum(are_boxes) / len(are_boxes)
-        found.append(row)
-    return found
-
-
-def check(found: list[dict[str, Any]]) -> Check:
-    """The smallest share of a mesh's groups that fill a box."""
-    return Check("torus_contiguous", min(row["contiguous_groups"] for row in found), "==1")
+        boxes = ", ".join(f"{axis} {sides_of(each[0])}" for axis, each in groups.items())
+        what = f"{named_axes(sizes)} on {slices} of {name}: {boxes}"
+        yield "torus_contiguous", what, sum(are_boxes) / len(are_boxes)

@@ -2,20 +2,19 @@
 """What a device holds of a pipelined model, read off compiled programs.
 
 Activations by schedule and number of microbatches; and whether a program of a pipelined run,
-of training, evaluation or initialization, has more of the model than its own stage. Part of
-`switchx bench scale`.
+of training, evaluation or initialization, has more of the model than its own stage.
 """
 
+import dataclasses
 import functools
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from switchx import tree
-from switchx.bench.report import Check
-from switchx.bench.step_cases import small_job
+from switchx.bench.small_job import small_job
 from switchx.compiled.training_step import batch_shapes
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import abstract_params
@@ -26,10 +25,8 @@ from switchx.partitioning.rules import param_shardings
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.training.losses import LossConfig
 from switchx.training.pipelined import build_schedule, pipelined_gradients
-from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig
-
-Rows = list[dict[str, Any]]
 
 # The model is narrow and its microbatches are many, so that activations are what counts.
 NARROW = ModelConfig(
@@ -41,14 +38,31 @@ SCHEDULES = (ScheduleSpec("gpipe"), ScheduleSpec("1f1b"), ScheduleSpec("interlea
 MICROBATCHES = (8, 32, 128)
 
 
-def memory_rows() -> Rows:
-    """A row a schedule and number of microbatches: bytes on one device."""
-    return [memory_row(spec, number) for spec in SCHEDULES for number in MICROBATCHES]
+def memory_by_microbatches(
+    model=NARROW, mesh=MESH, schedules=SCHEDULES, microbatches=MICROBATCHES
+) -> Iterator[tuple]:
+    """Bytes with the most microbatches over those with the fewest, by schedule; what goes into
+    it beside."""
+    for spec in schedules:
+        found = {number: memory(spec, number, model, mesh) for number in microbatches}
+        for number, row in found.items():
+            for what, value in row.items():
+                yield what, f"{spec.kind}, {number} microbatches", value
+        few, *_, many = (row["temporary_bytes"] for row in found.values())
+        yield f"memory_{spec.kind}_m128_vs_m8", f"{model.num_decoder_layers} blocks", many / few
 
 
-def memory_row(
-    spec: ScheduleSpec, num_microbatches: int, *, model=NARROW, mesh=MESH
-) -> dict[str, Any]:
+def memory_of_two_blocks() -> Iterator[tuple]:
+    """Those of 1F1B in a model of two blocks on two stages."""
+    model = dataclasses.replace(NARROW, num_decoder_layers=2)
+    return memory_by_microbatches(
+        model, MeshSpec(pipe=2, data=4), (ScheduleSpec("1f1b"),), (8, 128)
+    )
+
+
+def memory(
+    spec: ScheduleSpec, num_microbatches: int, model: ModelConfig, mesh: MeshSpec
+) -> dict[str, float]:
     """Bytes of the compiled gradients of a pipelined step.
 
     `temporary_bytes` and `argument_bytes` (parameters and batch) are the compiler's.
@@ -74,24 +88,16 @@ def memory_row(
     compute = jax.jit(functools.partial(pipelined_gradients, model, loss, schedule))
     with use_mesh(built, mesh.rules):
         lowered = compute.lower(placed, batch, key=jax.random.key(0))
-    memory = lowered.compile().memory_analysis()
+    found = lowered.compile().memory_analysis()
     blocks, shared = map(tree.num_bytes, split_blocks(model, params))
     batch_bytes = tree.num_bytes(batch) // batch_parts(built, mesh.rules)
     return {
-        "schedule": spec.kind,
-        "microbatches": num_microbatches,
-        "temporary_bytes": memory.temp_size_in_bytes,
-        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": found.temp_size_in_bytes,
+        "argument_bytes": found.argument_size_in_bytes,
         "stage_bytes": blocks // mesh.pipe + shared + batch_bytes,
         "kept_inputs": sum(schedule.num_slots),
         "bubble": schedule.bubble(),
     }
-
-
-def growth(rows: Rows, schedule: str) -> float:
-    """Temporary bytes with the most microbatches over those with the fewest."""
-    sizes = [row["temporary_bytes"] for row in rows if row["schedule"] == schedule]
-    return sizes[-1] / sizes[0]
 
 
 # Parameters are what counts: a stage has an eighth of them, and a batch is a few tokens.
@@ -107,13 +113,12 @@ DEEP = {
 }
 
 
-def program_rows() -> Rows:
-    """A row a program of a pipelined run: its temporaries, beside all blocks of the model."""
-    rows = []
-    for name, model in DEEP.items():
+def programs_of_stages(models=DEEP) -> Iterator[tuple]:
+    """Whether temporaries of a pipelined run's programs are as large as all of its blocks."""
+    for name, model in models.items():
         step = StepConfig(num_microbatches=STAGES)
         job = small_job(model, MeshSpec(pipe=STAGES), FEW_ROWS, FEW_TOKENS, step=step)
-        program = TrainingProgram(job, jax.devices()[:STAGES])
+        program = compiled_program(job, jax.devices()[:STAGES])
         with program.scope():
             batch = batch_shapes(program)
             programs = {
@@ -122,26 +127,14 @@ def program_rows() -> Rows:
                 "initialization": program.trace_init(),
             }
             blocks = tree.num_bytes(split_blocks(model, program.abstract_state.params)[0])
-            rows += [
-                {
-                    "program": f"{kind}, {name}",
-                    "temporary_bytes": temporary_bytes(traced),
-                    "stage_bytes": blocks // STAGES,
-                    "model_bytes": blocks,
-                }
-                for kind, traced in programs.items()
-            ]
-    return rows
+            for kind, traced in programs.items():
+                what, size = f"{kind}, {name}", temporary_bytes(traced)
+                yield "temporaries_vs_blocks", what, size / blocks
+                yield "pipeline_program_holds_whole_model", what, size >= blocks
 
 
 def temporary_bytes(traced: jax.stages.Traced) -> int:
-    """Of one device, whatever LLVM makes of the program, which takes long."""
+    """Those of one device, whatever LLVM makes of the program, which takes long."""
     options = {"xla_backend_optimization_level": "0"}
     compiled = traced.lower().compile(compiler_options=options)
     return compiled.memory_analysis().temp_size_in_bytes
-
-
-def holds_whole_model(rows: Rows) -> Check:
-    """How many programs have temporaries as large as all blocks of the model."""
-    number = sum(row["temporary_bytes"] >= row["model_bytes"] for row in rows)
-    return Check("pipeline_program_holds_whole_model", number, "==0")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that keeps records and is killed at the n-th of its write points, for each n.
 
-`python -m switchx.bench.storage_kills FOLDER STRIDE` prints how many points there are, and what
-was wrong after which. Write points are the calls that change files, as Python's audit events
-name them, and every read, write and wait of the store, so that tensorstore is killed while it
-writes. Each attempt is a fork of this process, which has no threads and has not imported JAX:
-nothing is imported again.
+`python -m tests.promises.storage_kills FOLDER STRIDE` prints how many points there are, and
+what was wrong after which. Write points are the calls that change files, as Python's audit
+events name them, and every read, write and wait of the store, so that tensorstore is killed
+while it writes. Each attempt is a fork of this process, which has no threads and has not
+imported JAX: nothing is imported again.
 """
 
 import json

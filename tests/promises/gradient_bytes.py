@@ -13,35 +13,27 @@ expert is complete where it is.
 """
 
 import dataclasses
-import json
 import math
-import pathlib
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
-from typing import Any
 
 import jax
 import numpy as np
 
-from pallas_kernels.aot import tpu_compiler
-from switchx.bench.report import Check
-from switchx.compiled.collectives import HloCollective, executed_collectives
-from switchx.compiled.devices import describe_devices, has_compiler, run_with_compiler
+from switchx.compiled.collectives import (
+    HloCollective,
+    executed_collectives,
+)
 from switchx.compiled.hlo import array_bytes
-from switchx.compiled.training_step import batch_shapes, bytes_on_one_device
+from switchx.compiled.training_step import bytes_on_one_device
 from switchx.gin_config.building import job_from_gin
-from switchx.partitioning.mesh import named_axes
 from switchx.partitioning.replicas import replica_axes
 from switchx.partitioning.rules import MeshAxes
-from switchx.partitioning.topology import Topology
 from switchx.training.job import TrainingJob
-from switchx.training.program import TrainingProgram
+from tests.processes import ROOT
+from tests.promises.compiled_steps import NUM_DEVICES, compile_step, on_tpu, print_rows
 
-CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 MICROBATCHES = (4, 16)
-TOPOLOGY = Topology.parse("v5e:2x4")
-MOST = 1.02
 # One row is one routing group, so that every replica has whole ones.
 BINDINGS = (
     "BATCH_SIZE = 128",
@@ -74,7 +66,7 @@ class Case:
 
 def mesh_names(devices: Sequence) -> list[str]:
     """The files of configs/meshes that have axes of pure replicas on these devices."""
-    names = sorted(path.stem for path in CONFIGS.glob("meshes/*.gin"))
+    names = sorted(path.stem for path in ROOT.glob("configs/meshes/*.gin"))
     found = []
     for name in names:
         mesh, count = Case(name, 1).job().mesh, len(devices)
@@ -84,41 +76,25 @@ def mesh_names(devices: Sequence) -> list[str]:
     return found
 
 
-def compare(case: Case, devices: Sequence) -> dict[str, Any]:
-    """A row: bytes that one device sends along the axes of replicas, and one reduction's."""
+def compared(case: Case, devices: Sequence) -> Iterator[tuple]:
+    """Bytes that one device sends along the axes of replicas over one reduction's, and bytes of
+    sums over devices that have different experts."""
     job = case.job()
-    program = TrainingProgram(job, devices)
-    with program.scope():
-        step = program.train_step.lower(
-            program.abstract_state, batch_shapes(program), *program.abstract_beside
-        )
-        # What is read off does not depend on LLVM, and its optimizations take long.
-        is_cpu = devices[0].platform == "cpu"
-        options = {"xla_backend_optimization_level": "0"} if is_cpu else {}
-        executed = executed_collectives(step.compile(compiler_options=options).as_text())
+    program, compiled = compile_step(job, devices)
+    executed, sizes = executed_collectives(compiled.as_text()), program.mesh.shape
     rules = job.mesh.rules
-    axes, experts = (
-        replica_axes(program.mesh, rules),
-        rules.axes("E", program.mesh, table="expert_params"),
-    )
+    axes = replica_axes(program.mesh, rules)
     sent = sum(
         count * one.num_bytes * (1 if one.kind == "all-reduce" else 0.5)
         for one, count in executed.items()
-        if crossed_axes(one, program.mesh.shape) & set(axes)
+        if crossed_axes(one, sizes) & set(axes)
     )
+    what = f"{case.mesh}, M={case.num_microbatches}, {devices[0].platform}"
     gradients = bytes_on_one_device(program.abstract_state.params)
-    return {
-        "case": f"{case.mesh}, M={case.num_microbatches}, {devices[0].platform}",
-        "mesh": named_axes(program.mesh.shape),
-        "axes": " ".join(axes),
-        "compiled_bytes": round(sent),
-        "one_reduction_bytes": gradients,
-        "ratio": sent / gradients,
-        "expert_axes": " ".join(experts),
-        "across_experts_bytes": bytes_across_experts(
-            executed, program.mesh.shape, experts, job.model.switch.d_ff
-        ),
-    }
+    yield "gradient_bytes_vs_one_reduction", f"{what}, over {' '.join(axes)}", sent / gradients
+    experts = rules.axes("E", program.mesh, table="expert_params")
+    across = bytes_across_experts(executed, sizes, experts, job.model.switch.d_ff)
+    yield "expert_gradients_across_experts", f"{what}, over {' '.join(experts)}", across
 
 
 def bytes_across_experts(
@@ -159,52 +135,18 @@ def crossed_axes(one: HloCollective, sizes: Mapping[str, int]) -> set[str]:
     return found
 
 
-def measured_rows(note: Callable[[str], None] = lambda text: None) -> list[dict[str, Any]]:
-    """The rows of this process' devices, and those of a v5e from another process."""
-    rows = _rows(jax.devices()[: TOPOLOGY.num_devices], note)
-    try:
-        tpu_compiler.compiler_folder()
-    except FileNotFoundError as error:
-        note(f"gradients on {TOPOLOGY} left out: {error}")
-        return rows
-    note(f"compiling gradients for {TOPOLOGY}")
-    child = run_with_compiler(
-        (), TOPOLOGY, module="switchx.bench.gradient_bytes", capture_output=True, text=True
-    )
-    if child.returncode:
-        raise RuntimeError(f"gradients on {TOPOLOGY}: {child.stderr[-2000:]}")
-    return rows + json.loads(child.stdout.splitlines()[-1])
+def everywhere() -> Iterator[tuple]:
+    """Rows of simulated devices and of a v5e."""
+    yield from all_cases(jax.devices()[:NUM_DEVICES])
+    yield from on_tpu("tests.promises.gradient_bytes")
 
 
-def _rows(devices: Sequence, note: Callable[[str], None]) -> list[dict[str, Any]]:
-    rows = []
+def all_cases(devices: Sequence) -> Iterator[tuple]:
+    """Rows of each mesh and number of microbatches."""
     for name in mesh_names(devices):
         for num_microbatches in MICROBATCHES:
-            note(f"compiling gradients on {name}, {num_microbatches} microbatches")
-            rows.append(compare(Case(name, num_microbatches), devices))
-    return rows
-
-
-def check(rows: list[dict[str, Any]]) -> Check:
-    """The largest ratio of all meshes, numbers of microbatches and platforms."""
-    worst = max(row["ratio"] for row in rows)
-    return Check("gradient_bytes_vs_one_reduction", worst, f"<={MOST}")
-
-
-def check_experts(rows: list[dict[str, Any]]) -> Check:
-    """The bytes of all programs together."""
-    total = sum(row["across_experts_bytes"] for row in rows)
-    return Check("expert_gradients_across_experts", total, "==0")
-
-
-def main() -> int:
-    """Prints the rows of `TOPOLOGY` in the process that has its compiler."""
-    if not has_compiler():
-        raise RuntimeError("run `switchx bench scale`, which starts this with the compiler")
-    rows = _rows(describe_devices(TOPOLOGY), lambda text: None)
-    print(json.dumps(rows))
-    return 0
+            yield from compared(Case(name, num_microbatches), devices)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    print_rows(all_cases)

@@ -9,14 +9,12 @@ Dims: B rows of a batch, L tokens of a row
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
 
-from switchx.bench.report import Check
-from switchx.bench.step_cases import NUM_DEVICES, small_job
+from switchx.bench.small_job import small_job
 from switchx.data.features import DecoderOnlyFeatures, Example
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.optim.adafactor import Adafactor
@@ -26,13 +24,12 @@ from switchx.partitioning.rules import Rules
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.layout import SLICED_RULES
 from switchx.training.job import TrainingJob
-from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig
+from tests.promises.compiled_steps import NUM_DEVICES
 
 NUM_STEPS, NUM_BATCHES = 50, 4
 ROWS, LENGTH, MICROBATCHES, EXPERTS = 32, 16, 4, 8
-# Of the loss, in float32, where roundings may send a token to another expert.
-TOLERANCE = 1e-3
 VOCABULARY_ROWS = Rules(params=(("V", ("data",)),), may_stay_whole=())
 
 
@@ -48,10 +45,6 @@ class Case:
     is_random: bool = True
 
 
-ONE_DEVICE = Case("one device", MeshSpec(data=1))
-NOTHING_RANDOM = dataclasses.replace(
-    ONE_DEVICE, name="one device, nothing random", is_random=False
-)
 CASES = (
     Case("data=8", MeshSpec()),
     Case("data=2 model=4", MeshSpec(model=4)),
@@ -88,34 +81,21 @@ CASES = (
 )
 
 
-def measured_rows(
-    cases: tuple[Case, ...] = CASES,
-    num_steps: int = NUM_STEPS,
-    note: Callable[[str], None] = lambda text: None,
-) -> list[dict[str, Any]]:
-    """A row a mesh: its first and last loss, and the largest relative difference of any."""
-    rows, expected = [], {}
-    baselines = (ONE_DEVICE, NOTHING_RANDOM)
-    for case in (*baselines, *cases):
-        if case in baselines and all(each.is_random != case.is_random for each in cases):
-            continue
-        note(f"training on {case.name}")
-        found = losses(case, num_steps)
-        rows.append(_row(case, found, expected.setdefault(case.is_random, found)))
-    return rows
+def losses_across_meshes(cases=CASES, num_steps: int = NUM_STEPS) -> Iterator[tuple]:
+    """The largest relative difference of a loss to one device's, by mesh."""
+    expected = {}
+    for case in cases:
+        if case.is_random not in expected:
+            alone = Case("one device", MeshSpec(data=1), is_random=case.is_random)
+            expected[case.is_random] = losses(alone, num_steps, jax.devices()[:1])
+        found = losses(case, num_steps, jax.devices()[:NUM_DEVICES])
+        difference = np.max(np.abs(found / expected[case.is_random] - 1))
+        yield "mesh_loss_parity", f"{num_steps} steps, {case.name}", difference
 
 
-def check(rows: list[dict[str, Any]]) -> Check:
-    """The largest relative difference to one device's loss, over all meshes and steps."""
-    # NumPy's maximum: of Python's `max` a NaN is the largest or not by where it stands.
-    worst = float(np.max([row["max_relative_difference"] for row in rows]))
-    return Check("mesh_loss_parity", worst, f"<={TOLERANCE}")
-
-
-def losses(case: Case, num_steps: int) -> np.ndarray:
-    """The loss of each of a case's steps."""
-    devices = jax.devices()[: 1 if case in (ONE_DEVICE, NOTHING_RANDOM) else NUM_DEVICES]
-    program = TrainingProgram(make_job(case), devices)
+def losses(case: Case, num_steps: int, devices: Sequence) -> np.ndarray:
+    """The loss of each of a case's steps, which is to fall."""
+    program = compiled_program(make_job(case), devices)
     found = []
     with program.scope():
         state = program.init_state()
@@ -125,6 +105,8 @@ def losses(case: Case, num_steps: int) -> np.ndarray:
             # One step at a time: simulated devices share threads, and two steps' collectives
             # could wait for each other.
             found.append(jax.device_get(metrics.loss))
+    if found[-1] >= found[0]:
+        raise RuntimeError(f"{case.name}: losses {found[0]} to {found[-1]}; expected a fall")
     return np.array(found)
 
 
@@ -161,12 +143,3 @@ def make_batches() -> list[dict[str, np.ndarray]]:
         features.batch([[Example(nothing, token_L)] for token_L in token_BL])
         for token_BL in tokens
     ]
-
-
-def _row(case: Case, found: np.ndarray, expected: np.ndarray) -> dict[str, Any]:
-    return {
-        "case": f"{len(found)} steps, {case.name}",
-        "first_loss": float(found[0]),
-        "last_loss": float(found[-1]),
-        "max_relative_difference": float(np.max(np.abs(found / expected - 1))),
-    }

@@ -9,7 +9,7 @@ a process with the same layers, experts and tokens whose experts are thin, over 
     banks                   of `slots` runs, and the gradient of one: what a device has, on a
                             CPU in the same memory
 
-The states of all experts are four times `host_bytes`. `python -m switchx.bench.storage_memory
+The states of all experts are four times `host_bytes`. `python -m tests.promises.storage_memory
 WIDTH` is the process.
 Dims: F ffn
 """
@@ -18,13 +18,13 @@ import json
 import pathlib
 import re
 import sys
-from typing import Any
+from collections.abc import Iterator
 
-from switchx.bench.report import Check
-from switchx.bench.storage_runs import make_batch, make_job, of_child, opened
+from switchx.bench.storage import make_batch, of_child, opened
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.storage.cache import StorageSpec
 from switchx.training.job import TrainingJob
+from tests.promises.storage import make_job
 
 LAYERS, EXPERTS, D, ROWS, LENGTH = 8, 16, 128, 4, 8
 STATES_OVER_HOST_BYTES = 4
@@ -47,25 +47,15 @@ def memory_job(width: int) -> TrainingJob:
     return make_job(model, storage, ROWS, LENGTH)
 
 
-def rows() -> list[dict[str, Any]]:
-    """Memory of both processes."""
-    return [measured(width) for width in (THIN, WIDE)]
-
-
-def check(found: list[dict[str, Any]]) -> Check:
-    """The wide process' memory against what it is to have."""
-    return Check("rss_over_budget", over_budget(*found), "<=1.2")
-
-
-def over_budget(thin: dict[str, Any], wide: dict[str, Any]) -> float:
-    """The wide process' memory above the thin one's, over the budget's difference."""
+def resident_set() -> Iterator[tuple]:
+    """Memory of a process with wide experts above that of one with thin ones, over the budget's
+    difference."""
+    thin, wide = (of_child("tests.promises.storage_memory", width) for width in (THIN, WIDE))
+    for row in (thin, wide):
+        for name, value in row.items():
+            yield name, f"experts of width {THIN if row is thin else WIDE}", value
     more = wide["peak_rss_mib"] - thin["peak_rss_mib"]
-    return more / (wide["budget_mib"] - thin["budget_mib"])
-
-
-def measured(width: int) -> dict[str, Any]:
-    """A row, from a process of its own."""
-    return of_child("switchx.bench.storage_memory", width)
+    yield "rss_over_budget", "wide", more / (wide["budget_mib"] - thin["budget_mib"])
 
 
 def peak_rss_bytes() -> int:
@@ -89,7 +79,6 @@ def main(width: int) -> None:
     bank = states / 3 / LAYERS
     budget = job.storage.host_bytes + touched * states / 3 + (job.storage.slots + 1) * bank
     row = {
-        "memory": f"experts of width {width}",
         "states_mib": states / MEBIBYTE,
         "host_mib": job.storage.host_bytes / MEBIBYTE,
         "touched_share": touched,

@@ -1,27 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models on small meshes, whose training steps `check planned_bytes` compiles."""
+"""Small models on small meshes, whose training steps `hlo_vs_planner_bytes` compiles."""
 
 import dataclasses
 
-from switchx.data.corpora.python_stdlib import PythonStdlib
+from switchx.bench.small_job import TASK, small_job
 from switchx.data.mixtures import Mixture
-from switchx.data.objectives import CausalLM
-from switchx.data.tasks import Task
-from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
-from switchx.optim.adamw import AdamW
-from switchx.optim.schedules import Constant
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.layout import OPTIMIZER_SLICES, SLICED_RULES, SPREAD_RULES
 from switchx.training.job import TrainingJob
-from switchx.training.losses import LossConfig
 from switchx.training.step import StepConfig
 
-NUM_DEVICES = 8
 ROWS = 16
-TASK = Task("small", PythonStdlib(), ByteVocabulary(), CausalLM())
 ZERO1 = Rules(optimizer_slices=OPTIMIZER_SLICES)
 
 
@@ -216,29 +208,3 @@ def make_job(case: Case, sizes: Sizes = SMALL) -> TrainingJob:
     if case.is_encoder_decoder:
         model = ModelConfig("encoder_decoder", num_encoder_layers=case.num_layers, **shared)
     return small_job(model, case.mesh, case.rows, length, **changes)
-
-
-def small_job(
-    model: ModelConfig, mesh: MeshSpec, rows: int, length: int, **changes
-) -> TrainingJob:
-    """A training job of rows of `length` tokens, with AdamW; its data is never read.
-
-    Args:
-        changes: fields of `TrainingJob`.
-    """
-    half = length if model.is_encoder_decoder else length // 2
-    fields = dict(
-        source=TASK,
-        optimizer=AdamW(),
-        schedule=Constant(1e-3),
-        loss=LossConfig(layer_reduction="mean"),
-        train_steps=1,
-        seed=0,
-        log_every=1,
-        eval_every=1,
-        checkpoint_every=1,
-    )
-    return TrainingJob(
-        model=model, mesh=mesh, batch_size=rows, inputs_length=half, targets_length=half,
-        **fields | changes,
-    )  # fmt: skip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx check elastic`: lost devices and replicas of experts change no number.
+"""Lost devices and replicas of experts change no number, and divide the load evenly.
 
 Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.1. A run that loses devices is compared
 with one that keeps those it began with: each part is a new start from the checkpoint before it,
@@ -15,14 +15,13 @@ import itertools
 import json
 import pathlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 
 from switchx.bench import equivalence
-from switchx.bench.report import Check, Report
-from switchx.bench.step_cases import NUM_DEVICES, small_job
+from switchx.bench.small_job import small_job
 from switchx.checkpoint.items import read_data_states
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.loader import TrainLoader, merge_states
@@ -36,7 +35,8 @@ from switchx.planner.hardware import load_hardware
 from switchx.training.elastic import ElasticJob, job_for_devices
 from switchx.training.job import TrainingJob
 from switchx.training.loop import Reporter, train
-from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
+from tests.promises.compiled_steps import NUM_DEVICES
 
 
 class _Silent(Reporter):
@@ -53,70 +53,41 @@ ZIPF_EXPERTS, ZIPF_REPLICAS = 64, 8
 UFO_ROWS = (512, 256, 128, 128)
 
 
-def run(note: Callable[[str], None] = lambda text: None) -> Report:
-    """Trains both runs and compares them."""
+def lost_devices() -> Iterator[tuple]:
+    """Losses and token ids of a run that loses devices against those of one that does not."""
     job = make_job()
     with tempfile.TemporaryDirectory() as folder:
         whole = RunFolder(pathlib.Path(folder) / "whole")
         elastic = RunFolder(pathlib.Path(folder) / "elastic")
-        note(f"training on {NUM_DEVICES} devices")
         _train_on(NUM_DEVICES, PARTS[-1][1], job, whole)
-        rows = []
         for count, step in PARTS:
-            note(f"training on {count} devices to step {step}")
             here = _train_on(count, step, job, elastic)
-            rows.append(
-                {
-                    "devices": count,
-                    "to_step": step,
-                    "mesh": here.plan.layout.name,
-                    "idle": here.num_idle,
-                }
-            )
-        losses, expected = _losses(elastic), _losses(whole)
-        difference = np.max(np.abs(losses / expected - 1))
-        differing = _token_ids_differing(job, elastic)
-    for row, part in zip(rows, np.split(losses, [step for _, step in PARTS[:-1]]), strict=True):
-        row["last_loss"] = float(part[-1])
-    replicated, gradient_error = _check_replicas(note)
-    balance, evened = _check_balance()
-    tasks, most_rows = _check_tasks()
-    return Report(
-        "check elastic",
-        rows + replicated + balance + tasks,
-        [
-            Check("replica_gradient_error", gradient_error, "<=1e-6"),
-            Check("imbalance_zipf1", evened, "<=1.05"),
-            Check("ufo_rows_per_device_4", most_rows[4], "==256"),
-            Check("ufo_rows_per_device_8", most_rows[8], "==128"),
-            Check("loss_after_losing_devices", float(difference), "<=1e-6"),
-            Check("token_ids_differing", differing, "==0"),
-        ],
-    )
+            what = f"{count} devices to step {step}, {here.plan.layout.name}"
+            yield "idle_devices", what, here.num_idle
+        difference = np.max(np.abs(_losses(elastic) / _losses(whole) - 1))
+        yield "loss_after_losing_devices", f"{PARTS[-1][1]} steps", difference
+        differing = token_ids_differing(job, elastic)
+        yield "token_ids_differing", f"{PARTS[-1][1]} steps", differing
 
 
-def _check_replicas(note: Callable[[str], None]) -> tuple[list[dict], float]:
+def replicated_experts() -> Iterator[tuple]:
     """One layer on a mesh for every dispatcher, with replicas, against one without on one.
 
     The error is that of all raw gradients together: the norm of their difference over theirs.
     """
-    table_R = place_copies(
-        [1 / np.arange(1, equivalence.EXPERTS + 1)], NUM_DEVICES, NUM_DEVICES
-    )[0]
+    load_E = 1 / np.arange(1, equivalence.EXPERTS + 1)
+    table_R = place_copies([load_E], NUM_DEVICES, NUM_DEVICES)[0]
     want = equivalence.run_on_one_device("top 1")["gradient"]
     cells, _ = equivalence.all_cells()
-    rows = []
     for dispatcher in DISPATCHERS:
-        of_dispatcher = [
-            cell for cell in cells if (cell.router, cell.dispatcher) == ("top 1", dispatcher)
-        ]
         # The mesh that splits experts over the most devices, and something else if it can.
-        cell = max(of_dispatcher, key=lambda cell: (_split(cell), cell.mesh_name))
-        note(f"replicas with {dispatcher} on {cell.mesh_name}")
+        cell = max(
+            (each for each in cells if (each.router, each.dispatcher) == ("top 1", dispatcher)),
+            key=lambda cell: (_split(cell), cell.mesh_name),
+        )
         got = equivalence.run_cell(cell, table_R)["gradient"]
         error = _norm(jax.tree.map(np.subtract, got, want)) / _norm(want)
-        rows.append({"dispatcher": dispatcher, "mesh": cell.mesh_name, "gradient_error": error})
-    return rows, max(row["gradient_error"] for row in rows)
+        yield "replica_gradient_error", f"{dispatcher} on {cell.mesh_name}", error
 
 
 def _split(cell: equivalence.Cell) -> int:
@@ -129,45 +100,27 @@ def _norm(arrays) -> float:
     return float(np.sqrt(sum(squares)))
 
 
-def _check_balance() -> tuple[list[dict], float]:
-    """The largest load of eight devices over their mean, in three placements of experts."""
+def balanced_experts() -> Iterator[tuple]:
+    """The largest load of eight devices over their mean, by placement of experts."""
     load_NE = 1 / np.arange(1, ZIPF_EXPERTS + 1)[None]
     tables = {
-        "in order": np.arange(ZIPF_EXPERTS)[None],
-        "packed": place_copies(load_NE, 0, NUM_DEVICES),
-        f"{ZIPF_REPLICAS} replicas": place_copies(load_NE, ZIPF_REPLICAS, NUM_DEVICES),
+        "imbalance_in_order": np.arange(ZIPF_EXPERTS)[None],
+        "imbalance_packed": place_copies(load_NE, 0, NUM_DEVICES),
+        "imbalance_zipf1": place_copies(load_NE, ZIPF_REPLICAS, NUM_DEVICES),
     }
-    rows = [
-        {
-            "experts": name,
-            "imbalance": float(imbalance(loads_of_devices(load_NE, table, NUM_DEVICES))[0]),
-        }
-        for name, table in tables.items()
-    ]
-    return rows, rows[-1]["imbalance"]
+    for name, table in tables.items():
+        found = imbalance(loads_of_devices(load_NE, table, NUM_DEVICES))[0]
+        yield name, f"{ZIPF_EXPERTS} experts, {table.size - ZIPF_EXPERTS} replicas", found
 
 
-def _check_tasks() -> tuple[list[dict], dict[int, int]]:
+def rows_of_tasks() -> Iterator[tuple]:
     """The most rows of a device that training of SE-MoE's four tasks has (Table 3)."""
-    rows, most = [], {}
     for devices in (4, 8):
-        program = TrainingProgram(_tasks_job(devices), jax.devices()[:devices])
+        program = compiled_program(_tasks_job(devices), jax.devices()[:devices])
         shape = (sum(UFO_ROWS),)
         index = program.batch_sharding.devices_indices_map(shape).values()
-        held = [range(*each[0].indices(*shape)) for each in index]
-        owner = np.repeat(range(len(UFO_ROWS)), UFO_ROWS)
-        tasks = [sorted({int(t) for t in owner[part.start : part.stop]}) for part in held]
-        most[devices] = max(map(len, held))
-        used = [sum(t in each for each in tasks) for t in range(len(UFO_ROWS))]
-        rows.append(
-            {
-                "tasks_rows": "/".join(map(str, UFO_ROWS)),
-                "task_devices": "/".join(map(str, used)),
-                "rows_per_device": most[devices],
-                "a_device_a_task": max(UFO_ROWS),
-            }
-        )
-    return rows, most
+        most = max(len(range(*each[0].indices(*shape))) for each in index)
+        yield f"ufo_rows_per_device_{devices}", "/".join(map(str, UFO_ROWS)), most
 
 
 def _tasks_job(devices: int) -> TrainingJob:
@@ -216,12 +169,12 @@ def _losses(folder: RunFolder) -> np.ndarray:
     return np.array([line["loss"] for line in lines if "loss" in line])
 
 
-def _token_ids_differing(job: TrainingJob, folder: RunFolder) -> int:
+def token_ids_differing(job: TrainingJob, folder: RunFolder) -> int:
     """Token ids of the batches from each checkpoint on that are not those of one that began."""
-    differing, begun = 0, _loader(job)
+    differing, begun = 0, loader(job)
     with contextlib.closing(begun):
         for first, last in itertools.pairwise([0, *(step for _, step in PARTS)]):
-            with contextlib.closing(_loader(job)) as resumed:
+            with contextlib.closing(loader(job)) as resumed:
                 if first:
                     states = read_data_states(folder.checkpoints / str(first))
                     resumed.restore(merge_states(states))
@@ -231,5 +184,5 @@ def _token_ids_differing(job: TrainingJob, folder: RunFolder) -> int:
     return differing
 
 
-def _loader(job: TrainingJob) -> TrainLoader:
+def loader(job: TrainingJob) -> TrainLoader:
     return TrainLoader(job.source, job.batches, seed=job.seed, data_dir=job.data_dir)

@@ -15,25 +15,14 @@ Dims: N Switch layers, E experts, S slots
 """
 
 import dataclasses
-import tempfile
+import functools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
-import jax
 import numpy as np
 
-from switchx.bench.report import Check
-from switchx.bench.storage_runs import (
-    EXPERTS,
-    LAYERS,
-    MODEL,
-    make_batch,
-    make_job,
-    opened,
-    record_bytes,
-    trained,
-)
+from switchx.bench.storage import make_batch, opened, record_bytes
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.models.config import RouterConfig
 from switchx.models.stages import Run
@@ -50,11 +39,17 @@ from switchx.storage.simulation import POLICIES
 from switchx.storage.snapshot import Snapshot
 from switchx.storage.trace import Trace, read_trace
 from switchx.training.job import TrainingJob
-from switchx.training.layered import LayeredProgram
 from switchx.training.layered_runs import Bank
 from switchx.training.layered_step import ExpertBanks, LayeredGradients
-
-Rows = list[dict[str, Any]]
+from tests.promises.storage import (
+    EXPERTS,
+    LAYERS,
+    LENGTH,
+    MODEL,
+    ROWS,
+    make_job,
+    trained,
+)
 
 # Below ten updates all records have files of one size.
 NUM_STEPS = 8
@@ -67,37 +62,18 @@ ALL_USED = dataclasses.replace(
 )
 
 
-def checks(traffic: Rows, order: Rows) -> list[Check]:
-    """The ratio that is farthest from 1, and all violations."""
-    ratios = [row[f"{way}_vs_formula"] for row in traffic for way in ("read", "written")]
-    violations = sum(row["violations"] for row in order)
-    return [
-        Check("bytes_vs_formula", max(ratios, key=lambda ratio: abs(ratio - 1)), "==1"),
-        Check("order_violations", violations, "==0"),
-    ]
+def bytes_of_files(num_steps: int = NUM_STEPS, policies=POLICIES) -> Iterator[tuple]:
+    """Bytes of files that were read and written over those of the formula, by run."""
+    per_layer, steps = ALL_USED.switch.num_experts, num_steps * ALL_USED.switch.num_experts
 
+    def closed(trace: Trace) -> tuple[int, int]:
+        return steps * (3 * LAYERS - 2), steps * LAYERS
 
-# bytes_vs_formula
-
-
-def traffic_rows(num_steps: int = NUM_STEPS, policies=POLICIES) -> Rows:
-    """A row a run: bytes of files that were read and written, over those of the formula."""
-    per_layer = ALL_USED.switch.num_experts
-    steps = num_steps * per_layer
-    row = _traffic(
-        make_job(ALL_USED), "lru", per_layer, num_steps,
-        lambda trace: (steps * (3 * LAYERS - 2), steps * LAYERS),
-    )  # fmt: skip
-    if row["touched_share"] != 1:
-        raise RuntimeError(f"{row['touched_share']:.0%} of the experts were used; expected all")
+    yield from _traffic(make_job(ALL_USED), "lru", per_layer, num_steps, closed)
     capacity = LAYERS * EXPERTS // 4
-    return [row] + [
-        _traffic(
-            make_job(), policy, capacity, num_steps,
-            lambda trace, policy=policy: simulated(trace, capacity, policy),
-        )
-        for policy in policies
-    ]  # fmt: skip
+    for policy in policies:
+        by_trace = functools.partial(simulated, capacity=capacity, policy=policy)
+        yield from _traffic(make_job(), policy, capacity, num_steps, by_trace)
 
 
 def _traffic(
@@ -106,29 +82,21 @@ def _traffic(
     capacity: int,
     num_steps: int,
     expected: Callable[[Trace], tuple[int, int]],
-) -> dict[str, Any]:
-    """A row of `traffic_rows`; `expected` has the records read and written, from the trace."""
+) -> Iterator[tuple]:
+    """Rows of `bytes_of_files`; `expected` has the records read and written, from the trace."""
     storage = StorageSpec("disk", host_bytes=capacity * record_bytes(job), policy=policy)
-    with tempfile.TemporaryDirectory(prefix="switchx-bench-") as folder:
-        run = RunFolder(folder)
-        program = LayeredProgram(
-            dataclasses.replace(job, storage=storage), run, jax.devices()[:1]
-        )
-        with program.scope():
-            trained(program, num_steps)
-            program.experts.save(run.root / "saved")
-            found = program.experts.metrics()
-        (file_bytes,) = {size for size, _ in Snapshot(run.root / "saved").files.values()}
-        read, written = expected(read_trace(run.storage / "trace.npz"))
+    with opened(dataclasses.replace(job, storage=storage)) as (program, folder):
+        trained(program, num_steps)
+        program.experts.save(folder / "saved")
+        found = program.experts.metrics()
+        (file_bytes,) = {size for size, _ in Snapshot(folder / "saved").files.values()}
+        records = expected(read_trace(RunFolder(folder).storage / "trace.npz"))
     num_records = program.experts.layout.num_keys
-    return {
-        "traffic": f"{num_steps} steps, {policy}, {capacity} of {num_records} cached",
-        "touched_share": found["touched_share"],
-        "read_bytes": found["read_bytes"],
-        "written_bytes": found["written_bytes"],
-        "read_vs_formula": found["read_bytes"] / (read * file_bytes),
-        "written_vs_formula": found["written_bytes"] / (written * file_bytes),
-    }
+    what = f"{num_steps} steps, {policy}, {capacity} of {num_records} cached"
+    yield "touched_share", what, found["touched_share"]
+    for way, number in zip(("read", "written"), records, strict=True):
+        ratio = found[f"{way}_bytes"] / (number * file_bytes)
+        yield "bytes_vs_formula", f"{way}, {what}", ratio
 
 
 def simulated(trace: Trace, capacity: int, policy: str) -> tuple[int, int]:
@@ -218,33 +186,27 @@ class WatchedBanks:
         self.events.append(Event("compute", sweep, number, len(self._arrays)))
 
 
-def order_rows(slots: Sequence[int] = (2, 3), num_steps: int = 2) -> Rows:
-    """A row a number of slots: what a step with a quarter of the experts cached did."""
+def order_of_steps(slots: Sequence[int] = (2, 3), num_steps: int = 2) -> Iterator[tuple]:
+    """How often steps with a quarter of the experts cached left the order, by slots."""
     capacity = LAYERS * EXPERTS // 4 * record_bytes(make_job())
-    return [
-        _order(make_job(storage=StorageSpec("disk", n, capacity)), num_steps) for n in slots
-    ]
+    for number in slots:
+        job = make_job(storage=StorageSpec("disk", number, capacity))
+        for step, found in enumerate(_violations_by_step(job, num_steps)):
+            what = f"step {step}, {number} slots{f': {found[0]}' if found else ''}"
+            yield "order_violations", what, len(found)
 
 
-def _order(job: TrainingJob, num_steps: int) -> dict[str, Any]:
-    slots, found, computed = job.storage.slots, [], 0
+def _violations_by_step(job: TrainingJob, num_steps: int) -> Iterator[list[str]]:
     with opened(job) as (program, _):
         state = program.init_state()
         banks = WatchedBanks(program.experts, program.experts.runs)
         layered = WatchedGradients(job, banks)
         for step in range(num_steps):
             program.experts.begin_sweeps(is_training=True)
-            batch = program.place(make_batch(job.model, step))
+            batch = program.place(make_batch(job.model, step, ROWS, LENGTH))
             layered.gradients(state.params, batch, banks, key=state.key)
-            found += violations(banks.events, len(layered.runs), slots)
-            computed += sum(event.what == "compute" for event in banks.events)
+            yield violations(banks.events, len(layered.runs), job.storage.slots)
             banks.events.clear()
-    return {
-        "order": f"{num_steps} steps, {slots} slots, {len(layered.runs)} runs",
-        "computed_runs": computed,
-        "violations": len(found),
-        "first": found[0] if found else None,
-    }
 
 
 def violations(events: Sequence[Event], num_runs: int, slots: int) -> list[str]:

@@ -11,23 +11,22 @@ whole chunks: with none, no value has been read again.
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from switchx.bench.report import Check, Report
 from switchx.checkpoint.checkpointer import Checkpointer, Retention
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.own_code import python_words
 from switchx.tree import Tree, num_bytes
+from tests.processes import free_port
 
 NUM_DEVICES = 4
 PROCESSES = (1, 2, 4)
@@ -44,65 +43,52 @@ SHAPE = (1024, 1024)
 CHUNK_BYTES = 1 << 19
 
 
-def run(note: Callable[[str], None] = lambda text: None) -> Report:
-    """A row for each number of processes, and the checks.
+def by_processes() -> Iterator[tuple]:
+    """What the busiest of some processes hashes over an equal share, and all read back."""
+    for count in PROCESSES:
+        with tempfile.TemporaryDirectory() as folder:
+            yield from shares(_counts(count, pathlib.Path(folder)))
+
+
+def shares(counts: list[dict[str, int]]) -> Iterator[tuple]:
+    """The rows of what each process counted.
 
     Raises:
-        RuntimeError: a process failed; its last line.
+        RuntimeError: They hashed less than they saved, so something was not counted.
     """
-    rows = []
-    for count in PROCESSES:
-        note(f"saving with {count} process{'es' * (count > 1)}")
-        with tempfile.TemporaryDirectory() as folder:
-            counts = _counts(count, pathlib.Path(folder))
-        rows.append(
-            {
-                "processes": count,
-                "saved_bytes": counts[0]["saved_bytes"],
-                "hashed_bytes": [each["hashed_bytes"] for each in counts],
-                "read_bytes": [each["read_bytes"] for each in counts],
-            }
-        )
-    busiest = max(
-        max(row["hashed_bytes"]) * row["processes"] / row["saved_bytes"] for row in rows
-    )
-    read = sum(size // CHUNK_BYTES * CHUNK_BYTES for row in rows for size in row["read_bytes"])
-    return Report(
-        "bench scale",
-        rows,
-        [
-            Check("checkpoint_hashed_bytes_vs_share", busiest, "<=1.1"),
-            Check("checkpoint_bytes_read_back", read, "==0"),
-        ],
-    )
+    if sum(each["hashed_bytes"] for each in counts) < counts[0]["saved_bytes"]:
+        raise RuntimeError(f"less was hashed than saved: {counts}")
+    what = f"{len(counts)} processes"
+    hashed = max(each["hashed_bytes"] for each in counts)
+    share = counts[0]["saved_bytes"] / len(counts)
+    yield "checkpoint_hashed_bytes_vs_share", what, hashed / share
+    read = sum(each["read_bytes"] // CHUNK_BYTES * CHUNK_BYTES for each in counts)
+    yield "checkpoint_bytes_read_back", what, read
 
 
 def _counts(count: int, folder: pathlib.Path) -> list[dict[str, int]]:
     """What each of so many processes says on its last line."""
-    with socket.create_server(("localhost", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     flags = f"--xla_force_host_platform_device_count={NUM_DEVICES // count}"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    words = [*python_words(), "-m", "switchx.bench.saves", f"localhost:{port}", str(count)]
+    words = [*python_words(), "-m", "tests.promises.saves", f"localhost:{port}", str(count)]
     processes = [
         subprocess.Popen(
             [*words, str(index), str(folder)],
             env=environment,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
             text=True,
         )
         for index in range(count)
     ]
     try:
-        said = [process.communicate(timeout=600) for process in processes]
+        printed = [process.communicate(timeout=600)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    for process, (_, errors) in zip(processes, said, strict=True):
-        if process.returncode:
-            raise RuntimeError(f"a process that saves failed: {errors.strip()[-1000:]}")
-    return [json.loads(output.splitlines()[-1]) for output, _ in said]
+    if any(process.returncode for process in processes):
+        raise RuntimeError("a process that saves failed; its error stands above")
+    return [json.loads(output.splitlines()[-1]) for output in printed]
 
 
 def save_and_count(coordinator: str, count: int, index: int, folder: str) -> dict[str, int]:

@@ -6,7 +6,7 @@ training, resumed and killed again, at random write points and a random moment a
 step, in a snapshot, in a rename, while they resume. After each kill all arrays of the newest
 checkpoint are compared with those of a run that was never killed.
 
-`python -m switchx.bench.storage_resumed FOLDER KEEP POINT DELAY_S` trains; it kills itself.
+`python -m tests.promises.training_kills FOLDER KEEP POINT DELAY_S` trains; it kills itself.
 """
 
 import json
@@ -17,13 +17,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
-from switchx.bench.storage_kills import Points
-from switchx.bench.storage_runs import MODEL, child_environment, differing_bits, make_job
+from switchx.bench.storage import child_environment
 from switchx.checkpoint.checkpointer import Checkpointer, Retention
 from switchx.checkpoint.items import read_items
 from switchx.checkpoint.run_folder import RunFolder
@@ -36,68 +34,62 @@ from switchx.storage.cache import StorageSpec
 from switchx.training.job import TrainingJob
 from switchx.training.loop import train
 from switchx.tree import named_leaves
+from tests.promises.storage import MODEL, differing_bits, make_job
+from tests.promises.storage_kills import Points
 
 NUM_STEPS, NUM_KILLS, SEED = 6, 20, 0
 LONGEST_DELAY_S = 0.05
-Rows = list[dict[str, Any]]
 
 
-def rows(*, is_quick: bool, note: Callable[[str], None]) -> Rows:
-    """A row a kind of kill: how many there were, and after how many something differed."""
-    note("kill -9 at every write point of a store")
-    of_store = store_row(stride=5 if is_quick else 1)
-    return [of_store, training_row(3 if is_quick else NUM_KILLS, note)]
+def killed() -> Iterator[tuple]:
+    """How often something differed after kills of a store and of training."""
+    yield from of_a_store()
+    yield from of_training()
 
 
-def store_row(stride: int) -> dict[str, Any]:
+def of_a_store(stride: int = 1) -> Iterator[tuple]:
     """Kills a process that keeps records at every `stride`-th of its write points."""
-    with tempfile.TemporaryDirectory(prefix="switchx-bench-") as folder:
+    with tempfile.TemporaryDirectory() as folder:
         done = _child("storage_kills", folder, stride)
     if done.returncode:
-        raise RuntimeError(f"a process of bench storage failed: {done.stderr[-2000:]}")
+        raise RuntimeError(f"a process that keeps records failed: {done.stderr[-2000:]}")
     found = json.loads(done.stdout.splitlines()[-1])
-    return {
-        "killed": f"a store, write points in steps of {stride}",
-        "kills": len(range(1, found["points"] + 1, stride)),
-        "differing": len(found["faults"]),
-        "first": str(next(iter(found["faults"].items()), "")) or None,
-    }
+    if found["points"] <= 80:
+        raise RuntimeError(f"a store has {found['points']} write points; expected more than 80")
+    what = f"a store, {found['points']} write points in steps of {stride}"
+    yield "kill9_differing", what, len(found["faults"])
+    for point, faults in found["faults"].items():
+        yield "fault", f"{what}, point {point}: {faults[0]}", 1
 
 
-def training_row(
-    num_kills: int, note: Callable[[str], None], seed: int = SEED
-) -> dict[str, Any]:
+def of_training(num_kills: int = NUM_KILLS) -> Iterator[tuple]:
     """Kills training at random write points, until there were so many kills."""
-    rng, wrong, kills, resumed = random.Random(seed), [], 0, 0
-    with tempfile.TemporaryDirectory(prefix="switchx-bench-") as folder:
+    rng, kills = random.Random(SEED), 0
+    with tempfile.TemporaryDirectory() as folder:
         root = pathlib.Path(folder)
         lines = [json.dumps({"text": f"text {number} " * 9}) for number in range(40)]
         (root / "text.jsonl").write_text("\n".join(lines))
-        points = _uninterrupted(root / "whole")
+        whole = _child("training_kills", root / "whole", NUM_STEPS, 0, 0.0)
+        if whole.returncode:
+            raise RuntimeError(f"training failed: {whole.stderr[-2000:]}")
+        points = int(whole.stdout.splitlines()[-1])
         expected = {step: arrays_of(root / "whole", step) for step in range(1, NUM_STEPS + 1)}
         run, newest = root / "0", 0
         while kills < num_kills:
-            done = _train(run, 2, rng.randint(1, points), rng.uniform(0, LONGEST_DELAY_S))
-            found = newest_step(run)
-            if found < newest:
-                wrong.append(f"checkpoint {newest} was there, and now the newest is {found}")
-            elif found and differing_bits(arrays_of(run, found), expected[found]):
-                wrong.append(f"checkpoint {found} differs")
-            newest = found
+            at = rng.randint(1, points), rng.uniform(0, LONGEST_DELAY_S)
+            done = _child("training_kills", run, 2, *at)
+            before, newest = newest, newest_step(run)
+            is_wrong = newest < before or bool(
+                newest and differing_bits(arrays_of(run, newest), expected[newest])
+            )
+            what = f"training, point {at[0]} of {points} (seed {SEED}): checkpoint {newest}"
+            yield "kill9_differing", what, is_wrong
             if done.returncode == 0:  # it had fewer points left: another run begins
                 run, newest = root / str(kills + 1000), 0
-                continue
-            if done.returncode != -signal.SIGKILL:
+            elif done.returncode != -signal.SIGKILL:
                 raise RuntimeError(f"training ended by itself: {done.stderr[-2000:]}")
-            kills, resumed = kills + 1, resumed + (found > 0)
-            note(f"kill {kills} of {num_kills}: checkpoint {found or 'none'}")
-    return {
-        "killed": f"training, random write points of {points} (seed {seed})",
-        "kills": kills,
-        "with_a_checkpoint": resumed,
-        "differing": len(wrong),
-        "first": wrong[0] if wrong else None,
-    }
+            else:
+                kills += 1
 
 
 def newest_step(folder: pathlib.Path) -> int:
@@ -115,20 +107,8 @@ def arrays_of(folder: pathlib.Path, step: int) -> dict[str, np.ndarray]:
     return {name: np.asarray(leaf) for name, leaf in leaves.items()}
 
 
-def _uninterrupted(folder: pathlib.Path) -> int:
-    """Trains to the end and keeps all checkpoints; the number of write points."""
-    done = _train(folder, NUM_STEPS, 0, 0.0)
-    if done.returncode:
-        raise RuntimeError(f"a process of bench storage failed: {done.stderr[-2000:]}")
-    return int(done.stdout.splitlines()[-1])
-
-
-def _train(folder: pathlib.Path, keep: int, point: int, delay_s: float):
-    return _child("storage_resumed", folder, keep, point, delay_s)
-
-
 def _child(module: str, *words) -> subprocess.CompletedProcess:
-    command = [*python_words(), "-m", f"switchx.bench.{module}", *map(str, words)]
+    command = [*python_words(), "-m", f"tests.promises.{module}", *map(str, words)]
     # Disks are tried, no accelerators, and a mesh takes all devices that there are.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=1"
     environment = child_environment() | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
@@ -144,15 +124,10 @@ def training_job(folder: pathlib.Path, keep: int) -> TrainingJob:
         "text", TextFiles(str(folder.parent / "text.jsonl")), ByteVocabulary(), CausalLM()
     )
     return make_job(
-        MODEL,
-        StorageSpec("disk", host_bytes=2**20),
-        source=text,
-        train_steps=NUM_STEPS,
-        eval_every=NUM_STEPS,
-        eval_batches=1,
-        data_dir=str(folder.parent / "data"),
+        MODEL, StorageSpec("disk", host_bytes=2**20), source=text, train_steps=NUM_STEPS,
+        eval_every=NUM_STEPS, eval_batches=1, data_dir=str(folder.parent / "data"),
         retention=Retention(keep_last=keep, keep_best=0),
-    )
+    )  # fmt: skip
 
 
 class Silent:

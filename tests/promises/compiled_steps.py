@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training steps compiled for devices that are simulated or only described."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+
+from pallas_kernels.aot import tpu_compiler
+from switchx.compiled.devices import describe_devices, run_with_compiler
+from switchx.compiled.training_step import batch_shapes
+from switchx.partitioning.topology import Topology
+from switchx.training.job import TrainingJob
+from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
+
+NUM_DEVICES = 8
+TOPOLOGY = Topology.parse("v5e:2x4")
+
+
+def compile_step(
+    job: TrainingJob, devices: Sequence
+) -> tuple[TrainingProgram, jax.stages.Compiled]:
+    """The program of a job on these devices, and its training step."""
+    program = compiled_program(job, devices)
+    with program.scope():
+        step = program.train_step.lower(
+            program.abstract_state, batch_shapes(program), *program.beside
+        )
+        # What is read off does not depend on LLVM, and its optimizations take long.
+        is_cpu = devices[0].platform == "cpu"
+        options = {"xla_backend_optimization_level": "0"} if is_cpu else {}
+        return program, step.compile(compiler_options=options)
+
+
+def on_tpu(module: str, *words: str) -> Iterator[tuple[str, str, float]]:
+    """The rows that a module of this folder prints in a process with the TPU compiler.
+
+    None where that is not installed, which standard error says.
+    """
+    try:
+        tpu_compiler.compiler_folder()
+    except FileNotFoundError as error:
+        print(f"{module} on {TOPOLOGY} left out: {error}", file=sys.stderr)
+        return
+    child = run_with_compiler(words, TOPOLOGY, module=module, capture_output=True, text=True)
+    if child.returncode:
+        raise RuntimeError(f"{module} on {TOPOLOGY}: {child.stderr[-2000:]}")
+    yield from map(tuple, json.loads(child.stdout.splitlines()[-1]))
+
+
+def print_rows(rows: Callable[[Sequence], Iterator[tuple[str, str, float]]]) -> None:
+    """Prints rows of described devices: the other side of `on_tpu`."""
+    print(json.dumps(list(rows(describe_devices(TOPOLOGY)))))

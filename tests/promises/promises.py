@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of promises: what measures each, and the bound that it is held to."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from switchx.bench.report import Check
+from tests.promises import (
+    collectives,
+    decoding_programs,
+    elastic,
+    gradient_bytes,
+    loss_parity,
+    offload,
+    pipelines,
+    planned_bytes,
+    saves,
+    storage,
+    storage_memory,
+    storage_order,
+    torus,
+    training_kills,
+)
+
+# Name of a check, what was measured, value. Names without a bound are printed beside.
+Rows = Iterable[tuple[str, str, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Promise:
+    """Checks that one measurement decides.
+
+    Attributes:
+        measure: The function that yields the rows of all checks.
+        bounds: The bound of each check, by name.
+        brief: The same measurement of a few cases, for the default suite; None where that
+            has another test, or `measure` itself where it is quick.
+    """
+
+    measure: Callable[[], Rows]
+    bounds: dict[str, str]
+    brief: Callable[[], Rows] | None = None
+
+    @property
+    def name(self) -> str:
+        return "+".join(self.bounds)
+
+
+def judged(rows: Rows, bounds: dict[str, str]) -> tuple[list[dict[str, Any]], list[Check]]:
+    """The rows as dictionaries, and a check for each bound: of its row that is the farthest.
+
+    Raises:
+        ValueError: A check has no row.
+    """
+    rows = [(name, case, float(value)) for name, case, value in rows]
+    checks = []
+    for name, bound in bounds.items():
+        values = np.array([value for found, _, value in rows if found == name])
+        if not values.size:
+            raise ValueError(f"{name}: nothing was measured")
+        # NumPy's functions keep a NaN, wherever it stands.
+        distance = {"<=": values, ">=": -values, "==": np.abs(values - float(bound[2:]))}
+        checks.append(Check(name, float(values[np.argmax(distance[bound[:2]])]), bound))
+    named = [{"promise": name, "case": case, "value": value} for name, case, value in rows]
+    return named, checks
+
+
+PROMISES = (
+    Promise(loss_parity.losses_across_meshes, {"mesh_loss_parity": "<=1e-3"}),
+    Promise(
+        pipelines.memory_by_microbatches,
+        {"memory_1f1b_m128_vs_m8": "<=1.05"},
+        brief=pipelines.memory_of_two_blocks,
+    ),
+    Promise(pipelines.programs_of_stages, {"pipeline_program_holds_whole_model": "==0"}),
+    Promise(
+        planned_bytes.everywhere,
+        {"hlo_vs_planner_bytes": "<=0.05", "hlo_vs_planner_flops": "<=0.05"},
+        brief=functools.partial(planned_bytes.on_simulated_devices, planned_bytes.BRIEF),
+    ),
+    Promise(
+        gradient_bytes.everywhere,
+        {"gradient_bytes_vs_one_reduction": "<=1.02", "expert_gradients_across_experts": "==0"},
+    ),
+    Promise(collectives.of_layers, {"ppmoe_extra_collectives": "==0"}),
+    Promise(collectives.token_tables, {"embedding_bytes_vs_replicated": "<=0.13125"}),
+    Promise(collectives.buckets, {"buckets_vs_collectives": "==1"}),
+    Promise(
+        saves.by_processes,
+        {"checkpoint_hashed_bytes_vs_share": "<=1.1", "checkpoint_bytes_read_back": "==0"},
+    ),
+    Promise(torus.axes_on_slices, {"torus_contiguous": "==1"}, brief=torus.axes_on_slices),
+    Promise(
+        elastic.lost_devices,
+        {"loss_after_losing_devices": "<=1e-6", "token_ids_differing": "==0"},
+    ),
+    Promise(elastic.replicated_experts, {"replica_gradient_error": "<=1e-6"}),
+    Promise(
+        elastic.balanced_experts, {"imbalance_zipf1": "<=1.05"}, brief=elastic.balanced_experts
+    ),
+    Promise(
+        elastic.rows_of_tasks,
+        {"ufo_rows_per_device_4": "==256", "ufo_rows_per_device_8": "==128"},
+        brief=elastic.rows_of_tasks,
+    ),
+    Promise(
+        offload.decoding,
+        {
+            "tokens_differing": "==0",
+            "device_expert_bytes_vs_slots": "<=1.05",
+            "bytes_moved_vs_formula": "==1",
+            "int4_vs_bf16_bytes_moved": "<=0.27",
+            "pinned_ring_vs_ring_bytes": "==0.75",
+        },
+    ),
+    Promise(storage.gradient_errors, {"layered_gradient_error": "<=1e-6"}),
+    Promise(storage.bits_by_cache, {"bits_differing_by_cache": "==0"}),
+    Promise(storage.late_updates, {"lazy_vs_dense_bits_differing": "==0"}),
+    Promise(storage.losses, {"loss_vs_resident": "<=1e-5"}),
+    Promise(storage_order.bytes_of_files, {"bytes_vs_formula": "==1"}),
+    Promise(storage_order.order_of_steps, {"order_violations": "==0"}),
+    Promise(storage_memory.resident_set, {"rss_over_budget": "<=1.2"}),
+    Promise(
+        training_kills.killed,
+        {"kill9_differing": "==0"},
+        brief=functools.partial(training_kills.of_a_store, 7),
+    ),
+    Promise(decoding_programs.growth, {"programs_bounded": "<=1.05"}),
+)
