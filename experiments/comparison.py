@@ -27,7 +27,7 @@ from pallas_kernels.bench.timing import speedup, take_turns
 from switchx.data.loader import evaluation_batches
 from switchx.data.mixtures import as_mixture
 from switchx.gin_config.building import job_from_gin
-from switchx.planner.model_cost import train_flops
+from switchx.models.flops import train_flops
 from switchx.training.job import TrainingJob
 from switchx.training.programs import compiled_program
 

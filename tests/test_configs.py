@@ -20,12 +20,11 @@ from switchx.gin_config.writing import job_gin
 from switchx.inference.expert_slots import slotted
 from switchx.inference.generate import for_decoding
 from switchx.models.config import ModelConfig, Precision
+from switchx.models.flops import count_parameters
 from switchx.models.params import abstract_params
 from switchx.partitioning.mesh import AXES, CompilerOptions, batch_parts
-from switchx.partitioning.rules import param_shardings
+from switchx.partitioning.rules import SPREAD_RULES, param_shardings
 from switchx.partitioning.schedule import ScheduleSpec
-from switchx.planner.layout import SPREAD_RULES
-from switchx.planner.model_cost import count_parameters
 from switchx.storage.cache import StorageSpec
 from switchx.training.distilled_program import as_teacher
 from switchx.training.job import TrainingJob

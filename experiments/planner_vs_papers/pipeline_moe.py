@@ -11,9 +11,9 @@ import functools
 from experiments.planner_vs_papers import table_2
 from experiments.planner_vs_papers.papers import Cell, Interval, gpt
 from experiments.planner_vs_papers.table_2 import EXPERTS, LARGE, SMALL
-from switchx.planner.hardware import Hardware, load_hardware
+from switchx.hardware.spec import Hardware, load_hardware
+from switchx.models.flops import count_parameters, flops_per_sequence
 from switchx.planner.layout import Layout, Workload
-from switchx.planner.model_cost import count_parameters, flops_per_sequence
 from switchx.planner.step_comm import step_collectives
 from switchx.planner.step_time import collective_seconds
 

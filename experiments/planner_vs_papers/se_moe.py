@@ -10,9 +10,9 @@ parameters (sections 2.1 and 4.2). No row length is given: 2048 is taken.
 import functools
 
 from experiments.planner_vs_papers.papers import Cell, gpt, paper_workload
-from switchx.planner.hardware import load_hardware
+from switchx.hardware.spec import load_hardware
+from switchx.models.flops import count_parameters
 from switchx.planner.layout import Layout
-from switchx.planner.model_cost import count_parameters
 from switchx.planner.search import Plan, predict
 
 PAPER = "SE-MoE"

@@ -27,11 +27,11 @@ import math
 from collections.abc import Iterable
 
 from experiments.planner_vs_papers.papers import Interval, gpt, paper_workload, with_dispatcher
+from switchx.hardware.spec import load_hardware
+from switchx.models.flops import flops_per_sequence
 from switchx.partitioning.rules import Rules
-from switchx.planner.hardware import load_hardware
 from switchx.planner.layout import Layout, Workload
 from switchx.planner.memory import memory_use, vocabulary_parts
-from switchx.planner.model_cost import flops_per_sequence
 from switchx.planner.step_comm import StepCollective, local_shape, step_collectives
 from switchx.planner.step_time import step_time
 

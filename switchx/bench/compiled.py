@@ -25,14 +25,14 @@ from switchx.bench.report import Check, Report
 from switchx.compiled.collectives import KINDS
 from switchx.compiled.devices import run_with_compiler
 from switchx.compiled.training_step import CompiledStep, HostMemory
+from switchx.compiled.workload import layout_of, planned_storage, workload_of
+from switchx.hardware.spec import load_hardware
+from switchx.models.flops import count_parameters
 from switchx.partitioning.topology import GENERATIONS, Topology
-from switchx.planner.hardware import load_hardware
-from switchx.planner.model_cost import count_parameters
 from switchx.planner.search import predict
 from switchx.planner.step_comm import step_collectives
 from switchx.planner.step_time import executed_flops
 from switchx.training.job import TrainingJob
-from switchx.training.workload import layout_of, workload_of
 
 # The runs that docs/scale.md reports, and the slices that they are for.
 PODS = (
@@ -131,7 +131,7 @@ def planned_step(job: TrainingJob, topology: Topology) -> dict[str, Any]:
     layout = layout_of(job, job.mesh.sizes(topology.num_devices))
     try:
         hardware, workload = load_hardware(topology.kind), workload_of(job)
-        plan = predict(workload, layout, hardware, job.planned_storage)
+        plan = predict(workload, layout, hardware, planned_storage(job))
         collectives = step_collectives(workload, layout, hardware.compute)
     except ValueError:
         return {}

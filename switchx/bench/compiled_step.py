@@ -18,13 +18,13 @@ from switchx.compiled.devices import describe_devices
 from switchx.compiled.flops import matrix_flops
 from switchx.compiled.moved_bytes import moved_bytes
 from switchx.compiled.training_step import batch_shapes, bytes_on_one_device
+from switchx.compiled.workload import layout_of, workload_of
 from switchx.models.config import ModelConfig, Precision, SwitchConfig
 from switchx.optim.adafactor import Adafactor
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import Topology
 from switchx.planner.step_time import executed_flops
 from switchx.training.program import TrainingProgram
-from switchx.training.workload import layout_of, workload_of
 
 # By chip: 16 rows take 27.6 GiB of temporaries, and a v5e has 15.75.
 ROWS = {"v5e": 4, "v5p": 16}

@@ -30,8 +30,7 @@ from switchx.moe.layer import SwitchFFN
 from switchx.optim.protocol import global_norm
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import AXES, MeshSpec, named_axes
-from switchx.partitioning.rules import Rules, param_shardings
-from switchx.planner.layout import SLICED_RULES
+from switchx.partitioning.rules import SLICED_RULES, Rules, param_shardings
 
 NUM_DEVICES = 8
 ROWS, LENGTH, EXPERTS, D_MODEL, D_FF = 8, 16, 8, 8, 16

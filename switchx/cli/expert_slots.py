@@ -67,7 +67,7 @@ def expert_slots(arguments: argparse.Namespace):
     beside = ("host_bytes", "expert_policy", "expert_cache", "expert_prefetch", "hardware")
     given = {name: value for name in beside if (value := getattr(arguments, name))}
     if given.get("hardware"):
-        from switchx.planner.hardware import load_hardware
+        from switchx.hardware.spec import load_hardware
 
         load_hardware(given["hardware"])  # what is wrong with it is said before the work
     slots, ring_slots = arguments.expert_slots, arguments.ring_slots
@@ -100,7 +100,7 @@ def traffic_lines(arguments: argparse.Namespace, experts) -> list[str]:
     """
     import jax
 
-    from switchx.planner.hardware import hardware_of, load_hardware
+    from switchx.hardware.spec import hardware_of, load_hardware
 
     lines = str(experts.traffic).splitlines()
     if arguments.hardware:

@@ -86,12 +86,12 @@ def add_command(commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from switchx.bench.report import Check, Report
+    from switchx.compiled.workload import fitting_group_size, workload_of
     from switchx.data.data_dir import write_atomically
     from switchx.gin_config.writing import mesh_gin
-    from switchx.planner.hardware import load_hardware
-    from switchx.planner.search import GROUPS_DO_NOT_DIVIDE
+    from switchx.hardware.spec import load_hardware
+    from switchx.planner.search import GROUPS_DO_NOT_DIVIDE, explain
     from switchx.planner.way_out import no_plan_message
-    from switchx.training.workload import fitting_group_size, workload_of
 
     hardware = load_hardware(arguments.hardware)
     devices = _devices(hardware, arguments.devices)
@@ -116,7 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     if arguments.output:
         command = f"switchx plan --hardware={arguments.hardware} --devices={devices}"
-        text = mesh_gin(found.plans[0], hardware, command)
+        best = found.plans[0]
+        text = mesh_gin(best, explain(best, hardware, best), command)
         write_atomically(pathlib.Path(arguments.output).expanduser(), text.encode())
     if arguments.json:
         plans = enumerate(found.plans[: arguments.top], 1)
@@ -162,6 +163,7 @@ def _with_load(workload, folder: str | None):
 
 def _search(arguments, job, workload, hardware, devices: int):
     """The `Storage` that is planned, and what was found; of `auto` the first with a plan."""
+    from switchx.compiled.workload import planned_storage
     from switchx.planner.search import search
     from switchx.planner.storage_tiers import TIERS
 
@@ -171,7 +173,7 @@ def _search(arguments, job, workload, hardware, devices: int):
             f"--touched={arguments.touched} with StorageSpec.experts={tier!r}, where a step "
             "moves all experts or none; leave it out, or give --storage=disk or auto"
         )
-    storage = dataclasses.replace(job.planned_storage, touched=arguments.touched)
+    storage = dataclasses.replace(planned_storage(job), touched=arguments.touched)
     # What no mesh changes is said before all of them are refused for it.
     if tier != "auto" and (reason := job.storage_refusal(tier, {})):
         raise ValueError(reason)
@@ -337,7 +339,7 @@ def print_search(found, hardware, devices: int, top: int) -> None:
 
 def _print_teacher(teacher, plan) -> None:
     """What the teacher takes of the first plan's devices."""
-    from switchx.planner.model_cost import count_parameters
+    from switchx.models.flops import count_parameters
     from switchx.planner.search import num_bytes
 
     number = count_parameters(teacher.model).total

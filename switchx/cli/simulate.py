@@ -138,9 +138,9 @@ def _trace(arguments: argparse.Namespace):
 
 def _record_bytes(folder, layers: list[str], is_training: bool) -> int:
     """Bytes of an expert's parameters, in training with the optimizer's statistics."""
+    from switchx.compiled.workload import state_arrays
     from switchx.gin_config import building
     from switchx.training.job import TrainingJob
-    from switchx.training.workload import state_arrays
 
     building.parse_files([str(folder.operative_config)], [], [])
     job = building.build("JOB", TrainingJob)

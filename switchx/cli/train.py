@@ -159,8 +159,8 @@ def _planned(arguments: argparse.Namespace, reporter, job):
     """The ElasticJob for the devices there are; says what was chosen."""
     import jax
 
-    from switchx.planner.hardware import hardware_of, load_hardware
-    from switchx.training.elastic import job_for_devices
+    from switchx.compiled.elastic import job_for_devices
+    from switchx.hardware.spec import hardware_of, load_hardware
 
     if arguments.hardware is None:
         hardware = hardware_of(jax.devices()[0].device_kind)

@@ -23,21 +23,21 @@ from switchx.compiled.expert_slots import executed_slots
 from switchx.compiled.flops import matrix_flops
 from switchx.compiled.hlo import NO_SHARES
 from switchx.compiled.host_copies import host_copies, noted_strides, share_overlapped
+from switchx.compiled.workload import state_arrays
 from switchx.data.loader import with_task_ids
 from switchx.data.mixtures import as_mixture
 from switchx.models.config import ModelConfig
+from switchx.models.flops import experts_per_token
 from switchx.models.params import abstract_params, forward
 from switchx.moe.config import DISPATCHERS
 from switchx.moe.experts import BLOCKS
 from switchx.partitioning.mesh import HOST, platform_of
 from switchx.partitioning.ticks import branch_shares
-from switchx.planner.model_cost import experts_per_token
 from switchx.storage.cache import StorageSpec
 from switchx.training.distilled_logits import student_program
 from switchx.training.job import TrainingJob
 from switchx.training.program import TrainingProgram
 from switchx.training.programs import compiled_program
-from switchx.training.workload import state_arrays
 from switchx.tree import num_elements
 
 _UNITS = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}

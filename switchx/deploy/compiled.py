@@ -21,9 +21,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from pallas_kernels.aot.tpu_compiler import TOPOLOGIES
 from switchx.compiled.collectives import collectives_by_kind
 from switchx.compiled.devices import describe_devices, run_with_compiler
+from switchx.hardware.spec import hardware_of
 from switchx.inference.run_exported import MANIFEST
 from switchx.partitioning.topology import GENERATIONS, Topology
-from switchx.planner.hardware import hardware_of
 
 PROGRAMS = ("prefill", "step")
 

@@ -19,15 +19,16 @@ from switchx.data.tasks import TextFormat
 from switchx.data.vocabularies import DESCRIPTION_FILE, load_vocabulary
 from switchx.deploy.distill import CheckedTeacher
 from switchx.fields import check_choices, require, require_above_zero, require_at_least
+from switchx.hardware.spec import Hardware, hardware_of
 from switchx.inference.artifact import is_artifact
 from switchx.inference.config import DecodingConfig
 from switchx.inference.export import DEVICE_KINDS, Target
 from switchx.inference.generate import for_decoding, positions_needed
+from switchx.inference.streaming import most_slots, streaming
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
 from switchx.models.reshape import reduced_config
 from switchx.partitioning.mesh import MeshSpec
-from switchx.planner.hardware import Hardware, hardware_of
 from switchx.planner.serving import (
     Ring,
     ServedModel,
@@ -37,7 +38,6 @@ from switchx.planner.serving import (
     splits,
     weights_of,
 )
-from switchx.planner.streaming import most_slots, streaming
 
 GIB = 2**30
 

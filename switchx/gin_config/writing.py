@@ -208,7 +208,7 @@ def _bindings(description) -> list[str]:
     return [*lines, "", *nested]
 
 
-def mesh_gin(plan, hardware, command: str) -> str:
+def mesh_gin(plan, why: str, command: str) -> str:
     """A plan's mesh, rules, schedule, dispatcher and tier, to be read after a run's own files.
 
     gin keeps what an earlier file bound, so every axis, every field of `Rules`, the
@@ -216,13 +216,13 @@ def mesh_gin(plan, hardware, command: str) -> str:
     rules (configs/meshes/pod.gin) are not what was predicted.
 
     Args:
-        plan, hardware: a `planner.search.Plan`, and the `Hardware` that it is for.
+        plan: a `planner.search.Plan`.
+        why: the planner's explanation, for the file's head.
         command: that made the plan, for the file's head.
     """
     from switchx.moe.config import DISPATCHERS
     from switchx.partitioning.mesh import AXES
     from switchx.partitioning.schedule import ScheduleSpec
-    from switchx.planner.search import explain
 
     layout = plan.layout
     bound = {f"mesh.MeshSpec.{axis}": getattr(layout, axis) for axis in AXES}
@@ -245,9 +245,7 @@ def mesh_gin(plan, hardware, command: str) -> str:
         bound["config.ModelConfig.scan_layers"] = True
     if not any(name.startswith("config.") for name in bound):
         imports = imports.replace("from switchx.models import config\n", "")
-    why = textwrap.fill(
-        explain(plan, hardware, plan), 93, initial_indent="# ", subsequent_indent="# "
-    )
+    why = textwrap.fill(why, 93, initial_indent="# ", subsequent_indent="# ")
     lines = [
         f"# Made by {command}\n#\n{why}\n\n{imports}",
         "MESH = @mesh.MeshSpec()",

@@ -27,6 +27,7 @@ from switchx import tree
 from switchx.checkpoint.items import EXPERTS as RECORDS
 from switchx.checkpoint.items import has_records
 from switchx.fields import require
+from switchx.hardware.spec import Hardware
 from switchx.inference.config import ExpertSlots
 from switchx.inference.cut_program import cut_program
 from switchx.inference.expert_slots import LayerSlots, predicted, run_layer
@@ -42,13 +43,12 @@ from switchx.inference.expert_source import (
     slice_of,
 )
 from switchx.inference.quantize import is_quantized, model_bytes, packed
+from switchx.inference.streaming import CallKind, kinds_of_call
 from switchx.models.config import ModelConfig, require_our_blocks
 from switchx.models.params import abstract_params
 from switchx.models.unroll import unrolled
 from switchx.moe.experts import WEIGHTS, AbsentExperts
 from switchx.object_store import Folder
-from switchx.planner.hardware import Hardware
-from switchx.planner.streaming import CallKind, kinds_of_call
 from switchx.storage import PolicyName
 from switchx.storage.cache import FORWARD, Place, make_policy
 from switchx.storage.trace import Trace, TraceLog

@@ -23,8 +23,8 @@ from switchx.inference.expert_source import Weights
 from switchx.inference.programs import PROGRAMS
 from switchx.inference.quantize import native
 from switchx.inference.run_exported import form_of, host_form, host_memory_kind
+from switchx.inference.streaming import streamed_layers
 from switchx.models.config import ModelConfig
-from switchx.planner.streaming import streamed_layers
 
 
 @jax.tree_util.register_dataclass

@@ -176,6 +176,30 @@ class Rules:
         return PartitionSpec(*entries)
 
 
+# Pipeline MoE (section 3.3): whole experts inside of the tensor-parallel group.
+SLICED_RULES = Rules(
+    expert_params=(
+        *(rule for rule in Rules().expert_params if rule[0] == "N"),
+        ("E", ("model",)),
+        ("D", ("fsdp",)),
+    )
+)
+# Of configs/meshes/pod.gin: experts on all devices with different tokens but replicas, and what
+# is no expert's in slices over those of them that `expert` does not name.
+SPREAD_RULES = Rules(
+    params=(
+        ("N", ("pipe",)),
+        ("D", ("fsdp", "node")),
+        ("F", ("model",)),
+        ("H", ("model",)),
+        ("V", ("model",)),
+    ),
+    expert_params=(("N", ("pipe",)), ("E", ("fsdp", "node", "expert")), ("F", ("model",))),
+)
+# ZeRO-1, as configs/meshes/zero1.gin has it.
+OPTIMIZER_SLICES = ("data",)
+
+
 def param_table(dims: str) -> str:
     """The table of a parameter: `expert_params` where experts have their own (`NEDF`).
 

@@ -21,32 +21,17 @@ from switchx.moe.config import DISPATCHERS
 from switchx.partitioning.mesh import AXES, named_axes
 from switchx.partitioning.optimizer_slices import optimizer_slice, with_slice
 from switchx.partitioning.replicas import replica_axes
-from switchx.partitioning.rules import MeshAxes, Rules, param_table
+from switchx.partitioning.rules import (
+    OPTIMIZER_SLICES,
+    SLICED_RULES,
+    SPREAD_RULES,
+    MeshAxes,
+    Rules,
+    param_table,
+)
 from switchx.partitioning.schedule import ScheduleSpec
 
 STACKS = ("encoder", "decoder")
-# Pipeline MoE (section 3.3): whole experts inside of the tensor-parallel group.
-SLICED_RULES = Rules(
-    expert_params=(
-        *(rule for rule in Rules().expert_params if rule[0] == "N"),
-        ("E", ("model",)),
-        ("D", ("fsdp",)),
-    )
-)
-# Of configs/meshes/pod.gin: experts on all devices with different tokens but replicas, and what
-# is no expert's in slices over those of them that `expert` does not name.
-SPREAD_RULES = Rules(
-    params=(
-        ("N", ("pipe",)),
-        ("D", ("fsdp", "node")),
-        ("F", ("model",)),
-        ("H", ("model",)),
-        ("V", ("model",)),
-    ),
-    expert_params=(("N", ("pipe",)), ("E", ("fsdp", "node", "expert")), ("F", ("model",))),
-)
-# ZeRO-1, as configs/meshes/zero1.gin has it.
-OPTIMIZER_SLICES = ("data",)
 
 
 @dataclasses.dataclass(frozen=True)

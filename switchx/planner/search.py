@@ -11,11 +11,11 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from switchx.hardware.spec import Hardware
 from switchx.partitioning.collectives import RAGGED_PLATFORMS
 from switchx.partitioning.mesh import AXES
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import BATCH
-from switchx.planner.hardware import Hardware
 from switchx.planner.layout import Layout, Workload
 from switchx.planner.memory import MemoryUse, memory_use
 from switchx.planner.step_time import StepTime, step_time

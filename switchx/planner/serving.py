@@ -18,11 +18,11 @@ import numpy as np
 from switchx import tree
 from switchx.axes import dims_of
 from switchx.fields import require, require_at_least
+from switchx.hardware.spec import Hardware
+from switchx.inference.streaming import most_slots, streamed_layers
 from switchx.models.config import ModelConfig
 from switchx.partitioning.mesh import AXES
-from switchx.planner.hardware import Hardware
 from switchx.planner.layout import Layout, StateArray, local_shape
-from switchx.planner.streaming import most_slots, streamed_layers
 
 MOST_DEVICES = 2**12
 # What a model in use is split over.

@@ -13,9 +13,9 @@ import dataclasses
 import functools
 import math
 
+from switchx.hardware.spec import Compute
 from switchx.moe.config import DISPATCHERS
 from switchx.partitioning.chunks import moved_share
-from switchx.planner.hardware import Compute
 from switchx.planner.layout import (
     Layout,
     StateArray,

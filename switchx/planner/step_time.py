@@ -29,10 +29,10 @@ Symbols: P stages, M microbatches, v chunks of a stage
 import dataclasses
 import functools
 
-from switchx.planner.hardware import Hardware, Network
+from switchx.hardware.spec import Hardware, Network
+from switchx.models.flops import flops_per_sequence
 from switchx.planner.layout import Layout, Workload
 from switchx.planner.memory import state_bytes, updated_bytes, vocabulary_parts
-from switchx.planner.model_cost import flops_per_sequence
 from switchx.planner.step_comm import StepCollective, step_collectives
 from switchx.planner.torus import Line, lines_of, slice_sides
 

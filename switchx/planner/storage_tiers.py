@@ -24,17 +24,15 @@ paper's alpha)
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Literal
 
+from switchx.hardware.spec import Hardware
+from switchx.inference.streaming import touched_experts
 from switchx.models.config import ModelConfig
-from switchx.planner.hardware import Hardware
+from switchx.models.stored_experts import Tier, storage_refusal
 from switchx.planner.layout import Layout, StateArray, Workload, local_shape
 from switchx.planner.memory import MemoryUse
 from switchx.planner.step_time import StepTime
-from switchx.planner.streaming import touched_experts
 
-Tier = Literal["device", "host", "disk"]
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 DAY_S = 86_400
 # Sweeps of a step over the records: forward, backward, update.
@@ -99,64 +97,6 @@ class StorageUse:
     def day_written(self, step_s: float) -> float:
         """Bytes a day, of one device's experts."""
         return self.disk_written / step_s * DAY_S
-
-
-def storage_refusal(
-    model: ModelConfig,
-    tier: Tier,
-    slots: int,
-    sizes: Mapping[str, int],
-    *,
-    bucket_bytes: int | None = None,
-) -> str | None:
-    """Why experts cannot be in a tier, with the way out; or None. Training asks this too.
-
-    Args:
-        sizes: of the mesh's axes.
-        bucket_bytes: of the `StepConfig`.
-    """
-    if tier == "device":
-        return None
-    there = f"with StorageSpec.experts={tier!r}"
-    if model.switch is None:
-        return f"a dense model {there}: it has no experts; use experts='device'"
-    if not model.scan_layers:
-        return (
-            f"ModelConfig.scan_layers=False {there}: one program runs all runs of blocks, "
-            "whose parameters are stacked; use scan_layers=True (a run may change it when it "
-            "is resumed)"
-        )
-    if bucket_bytes is not None:
-        return (
-            f"StepConfig.bucket_bytes={bucket_bytes} {there}: buckets are gathered in one "
-            "program for all layers; use bucket_bytes=None"
-        )
-    if reason := _slots_refusal(model, tier, slots):
-        return reason
-    if (stages := sizes.get("pipe", 1)) > 1:
-        return (
-            f"mesh axis 'pipe' of size {stages} {there}: a stage has its layers on the device; "
-            "use pipe=1, and expert or fsdp for the devices"
-        )
-    return None
-
-
-def _slots_refusal(model: ModelConfig, tier: Tier, slots: int) -> str | None:
-    """Why there are too many slots: with a disk the model has them, in a ring each stack."""
-    stacks = ("encoder", "decoder") if model.is_encoder_decoder else ("decoder",)
-    runs = {stack: getattr(model, f"num_{stack}_layers") // model.period for stack in stacks}
-    numbers = {f"the {s}": n for s, n in runs.items() if model.num_sparse_layers_of(s)}
-    of_stacks = ""
-    if tier == "disk":
-        numbers, of_stacks = {"the model": sum(runs.values())}, f" ({' and '.join(stacks)})"
-    for name, number in numbers.items():
-        if slots > number:
-            way = f"at most {number}" if number > 1 else "experts='device': all are needed"
-            return (
-                f"StorageSpec.slots={slots}, but {name} has {number} "
-                f"run{'s' * (number > 1)} of blocks{of_stacks}; use {way}"
-            )
-    return None
 
 
 def paper_bytes(

@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import math
 
-from switchx.planner.hardware import Hardware
+from switchx.hardware.spec import Hardware
 from switchx.planner.layout import Workload
 from switchx.planner.search import (
     MOST_DEVICES,

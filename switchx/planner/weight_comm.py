@@ -11,9 +11,9 @@ import dataclasses
 import functools
 import math
 
+from switchx.hardware.spec import Compute
 from switchx.partitioning.optimizer_slices import OptimizerSlice, optimizer_slice
 from switchx.partitioning.rules import MeshAxes
-from switchx.planner.hardware import Compute
 from switchx.planner.layout import Layout, Workload, local_shape, own_rows_axes
 
 GRADIENT = "gradient of "

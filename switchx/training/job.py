@@ -24,13 +24,13 @@ from switchx.fields import (
     require_patterns,
 )
 from switchx.models.config import ModelConfig
+from switchx.models.stored_experts import storage_refusal
 from switchx.moe.capacity import rows_of_groups
 from switchx.optim.multipliers import with_multipliers
 from switchx.optim.protocol import Optimizer
 from switchx.optim.schedules import Schedule
 from switchx.partitioning.mesh import CompilerOptions, MeshSpec
 from switchx.partitioning.schedule import ScheduleSpec
-from switchx.planner.storage_tiers import Storage, storage_refusal
 from switchx.storage.cache import StorageSpec
 from switchx.training.distillation import Distillation
 from switchx.training.losses import LossConfig
@@ -229,13 +229,6 @@ class TrainingJob:
         return exclusion_of(self, tier) or storage_refusal(
             self.model, tier, slots, sizes, bucket_bytes=bucket_bytes
         )
-
-    @property
-    def planned_storage(self) -> Storage:
-        """`storage` as the planner plans it."""
-        spec = self.storage
-        every = self.checkpoint_every
-        return Storage(spec.experts, spec.slots, spec.host_bytes, checkpoint_every=every)
 
     @property
     def unused_storage(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from switchx.data.features import Batch
 from switchx.data.loader import Shard, TrainLoader, evaluation_batches, merge_states
 from switchx.data.mixtures import as_mixture, evaluated_tasks
 from switchx.data.tasks import Task
-from switchx.planner.model_cost import train_flops
+from switchx.models.flops import train_flops
 from switchx.training.evaluate import RoutingLog, RoutingSample, evaluated_sums
 from switchx.training.goodput import Cause, CompileTime, Goodput, StepTimes
 from switchx.training.job import TrainingJob

@@ -14,8 +14,8 @@ from switchx.bench.compiled import PODS, pod_checks
 from switchx.cli.arguments import parse_job
 from switchx.cli.main import _parse, _parser
 from switchx.compiled.training_step import CompiledStep, HostMemory, Memory
+from switchx.models.flops import count_parameters
 from switchx.partitioning.topology import GIB, Topology
-from switchx.planner.model_cost import count_parameters
 from tests.training.jobs import ENCODER_DECODER, LENGTH, make_job
 
 JOB = make_job(ENCODER_DECODER)

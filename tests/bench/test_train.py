@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from switchx.bench import train as bench
-from switchx.planner.model_cost import count_parameters, flops_per_sequence
+from switchx.models.flops import count_parameters, flops_per_sequence
 
 
 def test_switch_and_dense_do_equal_work():

@@ -11,13 +11,13 @@ import pytest
 from switchx.cli.main import main
 from switchx.cli.plan import print_search, row
 from switchx.gin_config import building
+from switchx.hardware.spec import SPECS, load_hardware
 from switchx.models.config import ModelConfig
+from switchx.models.flops import count_parameters
 from switchx.partitioning.mesh import MeshSpec
-from switchx.partitioning.rules import Rules
+from switchx.partitioning.rules import SLICED_RULES, Rules
 from switchx.partitioning.schedule import ScheduleSpec
-from switchx.planner.hardware import SPECS, load_hardware
-from switchx.planner.layout import SLICED_RULES, Layout
-from switchx.planner.model_cost import count_parameters
+from switchx.planner.layout import Layout
 from switchx.planner.search import predict, search
 from switchx.training.job import TrainingJob
 from tests.planner.workloads import make_workload

@@ -27,16 +27,16 @@ from switchx.compiled.training_step import (
     memory_of,
     slots_per_token,
 )
+from switchx.compiled.workload import layout_of, workload_of
+from switchx.models.flops import count_parameters, flops_per_sequence
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import GENERATIONS, Topology
-from switchx.planner.model_cost import count_parameters, flops_per_sequence
 from switchx.planner.step_time import executed_flops
 from switchx.training.distillation import Distillation
 from switchx.training.distilled_logits import write_logits
 from switchx.training.distilled_program import DistilledProgram
 from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig
-from switchx.training.workload import layout_of, workload_of
 from tests.processes import ROOT, script_with_compiler
 from tests.promises import torus
 from tests.promises.step_cases import CASES

@@ -13,6 +13,7 @@ import numpy as np
 
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.main import main
+from switchx.compiled.workload import workload_of
 from switchx.data.features import Example
 from switchx.data.objectives import CausalLM, RecordObjective
 from switchx.data.tasks import TextFormat
@@ -25,7 +26,6 @@ from switchx.models.config import ModelConfig, model_from_description
 from switchx.training.fused_loss import check_fused
 from switchx.training.pipelined import build_schedule
 from switchx.training.resume import write_run_config
-from switchx.training.workload import workload_of
 from tests.data.refusals import refused
 from tests.processes import ROOT
 from tests.training.jobs import SPARSE, TASK, make_job

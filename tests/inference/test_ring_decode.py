@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from switchx.hardware.spec import load_hardware
 from switchx.inference.config import DecodingConfig, ExpertSlots
 from switchx.inference.generate import Generator, for_decoding, with_capacity
 from switchx.inference.quantize import quantize_experts
@@ -18,7 +19,6 @@ from switchx.inference.score import Scorer
 from switchx.models.config import ModelConfig, Precision, SwitchConfig
 from switchx.models.params import init_params
 from switchx.models.unroll import unrolled
-from switchx.planner.hardware import load_hardware
 from tests.data.refusals import refused
 
 SLOW = pytest.mark.slow

@@ -15,11 +15,11 @@ import pytest
 from switchx import tree
 from switchx.layers.positions import sinusoids
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
+from switchx.models.flops import count_parameters
 from switchx.models.params import abstract_params, forward
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import param_sharding
-from switchx.planner.model_cost import count_parameters
 from tests.data.refusals import refused
 from tests.training.jobs import make_batch, make_params
 

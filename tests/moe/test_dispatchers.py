@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, NamedSharding, PartitionSpec
 
+from switchx.hardware.spec import load_hardware
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.moe import dispatchers
 from switchx.moe.config import DISPATCHERS
@@ -22,7 +23,6 @@ from switchx.partitioning import collectives
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
-from switchx.planner.hardware import load_hardware
 from switchx.planner.search import layouts
 from tests.data.refusals import refused
 from tests.moe.sharded import (

@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from switchx.cli.main import main
-from switchx.planner.hardware import known_hardware
+from switchx.hardware.spec import known_hardware
 from tests.processes import ROOT
 
 PAGE = (ROOT / "docs/planner.md").read_text(encoding="utf-8")

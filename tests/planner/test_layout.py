@@ -5,7 +5,8 @@ import jax
 import numpy as np
 
 from switchx.partitioning.mesh import AXES, MeshSpec
-from switchx.planner.layout import SLICED_RULES, Layout, StateArray
+from switchx.partitioning.rules import SLICED_RULES
+from switchx.planner.layout import Layout, StateArray
 from tests.data.refusals import refused
 from tests.planner.workloads import make_workload
 

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from pallas_kernels.aot import tpu_compiler
+from switchx.compiled.workload import workload_of
 from switchx.models.config import Precision
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
@@ -15,7 +16,6 @@ from switchx.partitioning.rules import Rules
 from switchx.planner.layout import Layout
 from switchx.planner.memory import in_flight, memory_use, state_bytes, updated_bytes
 from switchx.training.programs import compiled_program
-from switchx.training.workload import workload_of
 from tests.planner.workloads import DENSE, SPARSE, SWITCH, make_workload
 from tests.processes import script_with_compiler
 from tests.training.jobs import make_job
@@ -95,7 +95,7 @@ from switchx.training.distillation import Distillation
 from switchx.training.distilled_program import DistilledProgram
 from switchx.training.program import TrainingProgram
 from switchx.training.programs import compiled_program
-from switchx.training.workload import workload_of
+from switchx.compiled.workload import workload_of
 from tests.training.jobs import make_job
 from tests.training.saved_runs import save_run
 

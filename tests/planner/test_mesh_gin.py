@@ -6,11 +6,11 @@ import dataclasses
 import pytest
 
 from switchx.gin_config.writing import mesh_gin
-from switchx.partitioning.rules import Rules
+from switchx.hardware.spec import load_hardware
+from switchx.partitioning.rules import SLICED_RULES, Rules
 from switchx.partitioning.schedule import ScheduleSpec
-from switchx.planner.hardware import load_hardware
-from switchx.planner.layout import SLICED_RULES, Layout
-from switchx.planner.search import predict
+from switchx.planner.layout import Layout
+from switchx.planner.search import explain, predict
 from tests.planner.workloads import DENSE, make_workload
 
 V5E = load_hardware("v5e")
@@ -18,7 +18,8 @@ V5E = load_hardware("v5e")
 
 def text_of(layout: Layout, model=None) -> str:
     workload = make_workload(*([model] if model else []))
-    return mesh_gin(predict(workload, layout, V5E), V5E, "switchx plan")
+    plan = predict(workload, layout, V5E)
+    return mesh_gin(plan, explain(plan, V5E, plan), "switchx plan")
 
 
 def test_every_axis_is_named():

@@ -10,10 +10,10 @@ import re
 import pytest
 
 from experiments.study import Study
-from switchx.planner.hardware import load_hardware
+from switchx.hardware.spec import load_hardware
+from switchx.models.flops import count_parameters
 from switchx.planner.layout import Layout
 from switchx.planner.memory import memory_use, state_bytes
-from switchx.planner.model_cost import count_parameters
 from switchx.planner.search import predict, search
 from switchx.planner.step_comm import StepCollective
 from tests.planner.workloads import shipped_model

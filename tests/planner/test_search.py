@@ -7,9 +7,9 @@ import functools
 
 import pytest
 
+from switchx.hardware.spec import load_hardware
 from switchx.models.config import ModelConfig
 from switchx.optim.adamw import AdamW
-from switchx.planner.hardware import load_hardware
 from switchx.planner.layout import Layout
 from switchx.planner.search import (
     DOES_NOT_FIT,

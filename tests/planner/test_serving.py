@@ -7,9 +7,9 @@ import math
 import jax.numpy as jnp
 import pytest
 
+from switchx.hardware.spec import load_hardware
 from switchx.models.params import abstract_params
 from switchx.partitioning.mesh import MeshSpec
-from switchx.planner.hardware import load_hardware
 from switchx.planner.serving import ServedModel, choose_split, splits, weights_of
 from tests.data.refusals import refused
 from tests.inference import exports

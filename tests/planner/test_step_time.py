@@ -5,16 +5,16 @@ import dataclasses
 
 import pytest
 
-from switchx.partitioning.schedule import ScheduleSpec
-from switchx.planner.hardware import (
+from switchx.hardware.spec import (
     Compute,
     Hardware,
     Memory,
     Network,
     load_hardware,
 )
+from switchx.models.flops import flops_per_sequence
+from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.layout import Layout
-from switchx.planner.model_cost import flops_per_sequence
 from switchx.planner.step_time import (
     bubble_fraction,
     collective_seconds,

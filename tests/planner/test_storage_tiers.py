@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 
 from switchx import tree
 from switchx.checkpoint.run_folder import RunFolder
+from switchx.compiled.workload import workload_of
+from switchx.hardware.spec import load_hardware
+from switchx.inference.streaming import streaming, touched_experts
+from switchx.models.stored_experts import storage_refusal
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant
 from switchx.partitioning.mesh import AXES, MeshSpec
-from switchx.planner.hardware import load_hardware
 from switchx.planner.layout import Layout
 from switchx.planner.memory import memory_use
 from switchx.planner.search import DOES_NOT_FIT, predict, search
@@ -26,16 +29,13 @@ from switchx.planner.storage_tiers import (
     expert_bytes,
     paper_bytes,
     paper_bytes_of,
-    storage_refusal,
     storage_use,
     touched_share,
 )
-from switchx.planner.streaming import streaming, touched_experts
 from switchx.storage.cache import StorageSpec
 from switchx.training.layered import LayeredProgram
 from switchx.training.lazy_update import LazyUpdate
 from switchx.training.programs import compiled_program
-from switchx.training.workload import workload_of
 from tests.compilation import on_devices
 from tests.planner.workloads import DENSE, SPARSE, make_workload
 from tests.training.jobs import make_job

@@ -10,12 +10,13 @@ import pytest
 from switchx.axes import dims_of
 from switchx.compiled.collectives import collectives
 from switchx.compiled.training_step import batch_shapes, bytes_on_one_device
+from switchx.compiled.workload import workload_of
+from switchx.hardware.spec import load_hardware
+from switchx.models.flops import count_parameters, flops_per_sequence
 from switchx.models.params import abstract_params, forward
 from switchx.partitioning.mesh import MeshSpec
-from switchx.planner.hardware import load_hardware
 from switchx.planner.layout import Layout
 from switchx.planner.memory import memory_use
-from switchx.planner.model_cost import count_parameters, flops_per_sequence
 from switchx.planner.search import search
 from switchx.planner.step_comm import step_collectives
 from switchx.planner.step_time import device_flops, step_time
@@ -23,7 +24,6 @@ from switchx.planner.storage_tiers import Storage
 from switchx.training.distillation import Distillation
 from switchx.training.distilled_program import DistilledProgram
 from switchx.training.program import TrainingProgram
-from switchx.training.workload import workload_of
 from switchx.tree import num_bytes
 from tests.data.refusals import refused
 from tests.planner.workloads import DENSE, SPARSE

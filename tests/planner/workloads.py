@@ -6,9 +6,9 @@ import functools
 
 import gin
 
+from switchx.compiled.workload import workload_of
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.planner.layout import Workload
-from switchx.training.workload import workload_of
 from tests.processes import ROOT
 from tests.training.jobs import make_job
 

@@ -21,8 +21,7 @@ from switchx.moe.layer import SwitchFFN
 from switchx.partitioning.buckets import Slicing
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec, batch_axes
-from switchx.partitioning.rules import param_shardings
-from switchx.planner.layout import SLICED_RULES
+from switchx.partitioning.rules import SLICED_RULES, param_shardings
 from switchx.training.fused_loss import count_buckets
 from switchx.training.step import StepConfig
 from tests.promises.compiled_steps import NUM_DEVICES, compile_step

@@ -24,15 +24,15 @@ from switchx.bench import equivalence
 from switchx.bench.small_job import small_job
 from switchx.checkpoint.items import read_data_states
 from switchx.checkpoint.run_folder import RunFolder
+from switchx.compiled.elastic import ElasticJob, job_for_devices
 from switchx.data.loader import TrainLoader, merge_states
 from switchx.data.mixtures import Mixture, as_mixture
+from switchx.hardware.spec import load_hardware
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.moe.config import DISPATCHERS
 from switchx.moe.copy_placement import imbalance, loads_of_devices, place_copies
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.placement import Placement
-from switchx.planner.hardware import load_hardware
-from switchx.training.elastic import ElasticJob, job_for_devices
 from switchx.training.job import TrainingJob
 from switchx.training.loop import Reporter, train
 from switchx.training.programs import compiled_program

@@ -16,16 +16,16 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 import jax
-from switchx.planner.program_cost import matrix_flops
 
 from pallas_kernels.grouped_matmul.reference import default_tiling
 from switchx.compiled.collectives import executed_collectives
+from switchx.compiled.flops import matrix_flops
+from switchx.compiled.workload import layout_of, workload_of
+from switchx.hardware.spec import Compute, hardware_of
 from switchx.partitioning.ticks import branch_shares
-from switchx.planner.hardware import Compute, hardware_of
 from switchx.planner.layout import Layout, Workload
 from switchx.planner.step_comm import StepCollective, sparse_layer, step_collectives
 from switchx.planner.step_time import executed_flops
-from switchx.training.workload import layout_of, workload_of
 from tests.promises.compiled_steps import NUM_DEVICES, compile_step, on_tpu, print_rows
 from tests.promises.step_cases import CASES, SMALL, Case, Sizes, make_job, tpu_cases
 
@@ -59,7 +59,7 @@ def compared(case: Case, devices: Sequence, sizes: Sizes = SMALL) -> Iterator[tu
     workload, is_cpu = workload_of(job), devices[0].platform == "cpu"
     program, compiled = compile_step(job, devices)
     text, layout = compiled.as_text(), layout_of(job, program.mesh.shape)
-    shares = branch_shares(program.pipeline) if program.pipeline else {}
+    shares = branch_shares(program.pipeline) if job.mesh.pipe > 1 else {}
     measured = collections.Counter()
     for each, count in executed_collectives(text, shares).items():
         measured[each.kind] += each.num_bytes * count

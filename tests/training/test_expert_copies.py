@@ -20,6 +20,7 @@ from switchx.training.loop import train
 from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig, gradients, seam_of
 from switchx.training.switch_layers import layers_of
+from tests.compiled.test_elastic import losses_of
 from tests.data.refusals import refused
 from tests.training.jobs import (
     ENCODER_DECODER,
@@ -29,7 +30,6 @@ from tests.training.jobs import (
     make_job,
     make_params,
 )
-from tests.training.test_elastic import losses_of
 from tests.training.test_loop import Events
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")

@@ -14,6 +14,7 @@ from switchx import tree
 from switchx.checkpoint.averaging import moving_average, write_average
 from switchx.checkpoint.items import read_items
 from switchx.checkpoint.run_folder import RunFolder
+from switchx.compiled.workload import state_arrays
 from switchx.data.features import Example
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
@@ -27,7 +28,6 @@ from switchx.training.layered import LayeredProgram
 from switchx.training.loop import train
 from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig
-from switchx.training.workload import state_arrays
 from switchx.tree import named_leaves
 from tests.data.refusals import refused
 from tests.training.jobs import DENSE, SPARSE, make_job

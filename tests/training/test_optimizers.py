@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from switchx import tree
+from switchx.compiled.workload import state_arrays
 from switchx.fields import describe, differences
 from switchx.optim.adafactor import factoring_of, parameter_scale
 from switchx.optim.adamw import AdamW
@@ -22,7 +23,6 @@ from switchx.optim.protocol import (
 from switchx.optim.schedules import Constant, WarmupCosine
 from switchx.partitioning.mesh import MeshSpec
 from switchx.training.programs import compiled_program
-from switchx.training.workload import state_arrays
 from tests.data.refusals import refused
 from tests.training.jobs import make_job
 

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from switchx import tree
 from switchx.compiled.collectives import collectives
+from switchx.compiled.workload import fitting_group_size, workload_of
 from switchx.models.config import RouterConfig
 from switchx.moe.capacity import group_shape
 from switchx.optim.adafactor import Adafactor
@@ -22,7 +23,6 @@ from switchx.storage.cache import StorageSpec
 from switchx.training.program import TrainingProgram
 from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig, gradients
-from switchx.training.workload import fitting_group_size, workload_of
 from tests.data.refusals import refused
 from tests.training.jobs import (
     DENSE,

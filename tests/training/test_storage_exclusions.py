@@ -11,22 +11,22 @@ import pytest
 from switchx.checkpoint.retention import Retention
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli import plan
+from switchx.compiled.elastic import job_for_devices
 from switchx.compiled.training_step import compile_step
+from switchx.compiled.workload import workload_of
+from switchx.hardware.spec import load_hardware
 from switchx.moe.capacity import drops_of_dropless
 from switchx.moe.config import RouterConfig, SwitchConfig
 from switchx.optim.protocol import Optax
 from switchx.partitioning.mesh import MeshSpec
-from switchx.planner.hardware import load_hardware
 from switchx.storage.cache import StorageSpec
 from switchx.training.distillation import Distillation
-from switchx.training.elastic import job_for_devices
 from switchx.training.host_program import HostProgram
 from switchx.training.job import InitConfig, TrainingJob
 from switchx.training.layered import LayeredProgram
 from switchx.training.step import StepConfig
 from switchx.training.storage_exclusions import EXCLUSIONS
 from switchx.training.text_evaluation import TextEvaluation
-from switchx.training.workload import workload_of
 from tests.cli.test_sources import OwnConfig
 from tests.training.jobs import SPARSE, make_job
 

@@ -14,6 +14,7 @@ import pytest
 import switchx
 from switchx import tree
 from switchx.checkpoint.run_folder import RunFolder
+from switchx.compiled.elastic import job_for_devices
 from switchx.compiled.training_step import batch_shapes
 from switchx.data.loader import TrainLoader
 from switchx.data.mixtures import Mixture
@@ -26,15 +27,14 @@ from switchx.models.params import forward, of_task
 from switchx.moe.capacity import layer_groups
 from switchx.moe.copy_placement import place_tasks, tasks_of_parts
 from switchx.partitioning.mesh import MeshSpec
-from switchx.training.elastic import job_for_devices
 from switchx.training.expert_copies import task_tables, with_copies
 from switchx.training.loop import train
 from switchx.training.programs import compiled_program
 from switchx.training.step import Seam, StepConfig, gradients
+from tests.compiled.test_elastic import V5E, losses_of, losses_on_fewer
 from tests.data.fakes import text_corpus
 from tests.data.refusals import refused
 from tests.training.jobs import LENGTH, LOSS, SPARSE, make_batch, make_job, make_params
-from tests.training.test_elastic import V5E, losses_of, losses_on_fewer
 from tests.training.test_loop import Events
 
 TASKS = tuple(

@@ -20,11 +20,11 @@ from switchx.bench.accelerator.parts import Session, row
 from switchx.bench.train import make_batch
 from switchx.interop.huggingface import describe
 from switchx.models.config import ModelConfig, Precision, SwitchConfig
+from switchx.models.flops import train_flops
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
 from switchx.optim.protocol import Optimizer
 from switchx.optim.schedules import Constant
-from switchx.planner.model_cost import train_flops
 from switchx.training.losses import LossConfig
 from switchx.training.step import StepConfig, init_state, train_step
 

@@ -10,14 +10,14 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
-from switchx.models.params import abstract_params, forward
-from switchx.planner.model_cost import (
+from switchx.models.flops import (
     count_parameters,
     experts_per_token,
     flops_per_sequence,
     slots_per_token,
     train_flops,
 )
+from switchx.models.params import abstract_params, forward
 from switchx.tree import num_elements
 from tests.planner.workloads import shipped_model as load
 from tests.processes import ROOT

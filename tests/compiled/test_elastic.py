@@ -8,10 +8,10 @@ import jax
 import pytest
 
 from switchx.checkpoint.run_folder import RunFolder
-from switchx.planner.hardware import hardware_of, load_hardware
-from switchx.planner.storage_tiers import storage_refusal
+from switchx.compiled.elastic import job_for_devices
+from switchx.hardware.spec import hardware_of, load_hardware
+from switchx.models.stored_experts import storage_refusal
 from switchx.storage.cache import StorageSpec
-from switchx.training.elastic import job_for_devices
 from switchx.training.loop import train
 from switchx.training.step import StepConfig
 from tests.data.refusals import refused

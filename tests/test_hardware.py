@@ -5,14 +5,14 @@ import pathlib
 
 import pytest
 
-from switchx.partitioning.topology import GENERATIONS
-from switchx.planner.hardware import (
+from switchx.hardware.spec import (
     SPECS,
     hardware_of,
     known_hardware,
     load_hardware,
     read_spec,
 )
+from switchx.partitioning.topology import GENERATIONS
 from tests.data.refusals import refused
 
 PARTS = ("compute", "memory", "inside", "between", "host", "disk")

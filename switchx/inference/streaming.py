@@ -20,9 +20,9 @@ from typing import Literal
 
 import jax.numpy as jnp
 
+from switchx.hardware.spec import Hardware
 from switchx.models.config import ModelConfig
-from switchx.planner.hardware import Hardware
-from switchx.planner.model_cost import experts_per_token
+from switchx.models.flops import experts_per_token
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
+from switchx.compiled.workload import planned_storage, workload_of
 from switchx.fields import require
+from switchx.hardware.spec import Hardware
 from switchx.partitioning.mesh import AXES, MeshSpec
 from switchx.partitioning.schedule import ScheduleSpec
-from switchx.planner.hardware import Hardware
 from switchx.planner.layout import Layout
 from switchx.planner.search import Plan, search
 from switchx.training.job import TrainingJob
-from switchx.training.workload import workload_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ def job_for_devices(
         ValueError: the job has what is not planned here (buckets) or what no mesh mends
             (`TrainingJob.storage_refusal`), or fits no number of the devices.
     """
-    bucket_bytes, storage = job.step.bucket_bytes, job.planned_storage
+    bucket_bytes, storage = job.step.bucket_bytes, planned_storage(job)
     reason = job.storage_refusal(storage.tier, {})
     require(reason is None, reason)
     require(

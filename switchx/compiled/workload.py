@@ -19,8 +19,10 @@ from switchx.moe.config import slots_refusal
 from switchx.moe.dispatchers import refusal
 from switchx.optim.protocol import param_of
 from switchx.partitioning.placement import Placement
+from switchx.partitioning.rules import OPTIMIZER_SLICES
 from switchx.partitioning.ticks import PIPE
-from switchx.planner.layout import OPTIMIZER_SLICES, Layout, StateArray, Workload
+from switchx.planner.layout import Layout, StateArray, Workload
+from switchx.planner.storage_tiers import Storage
 from switchx.training.distilled_logits import has_logits
 from switchx.training.distilled_program import teacher_config
 from switchx.training.expert_copies import copies_refusal, task_tables
@@ -65,6 +67,13 @@ def workload_of(job: TrainingJob) -> Workload:
         teacher=_teacher_of(job),
         has_whole_logits=job.distillation is not None,
     )
+
+
+def planned_storage(job: TrainingJob) -> Storage:
+    """Where the experts of a job are, as the planner plans it."""
+    spec = job.storage
+    every = job.checkpoint_every
+    return Storage(spec.experts, spec.slots, spec.host_bytes, checkpoint_every=every)
 
 
 def layout_of(job: TrainingJob, sizes: Mapping[str, int]) -> Layout:
