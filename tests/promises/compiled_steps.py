@@ -12,6 +12,7 @@ from switchx.compiled.devices import describe_devices, run_with_compiler
 from switchx.compiled.training_step import batch_shapes
 from switchx.partitioning.topology import Topology
 from switchx.training.job import TrainingJob
+from switchx.training.program import TrainingProgram
 from switchx.training.programs import compiled_program
 
 NUM_DEVICES = 8
