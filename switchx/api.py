@@ -24,9 +24,7 @@ from switchx.data.vocabularies import DESCRIPTION_FILE, load_vocabulary, save_vo
 from switchx.fields import describe, require
 from switchx.gin_config.building import job_from_gin
 from switchx.inference.artifact import is_artifact, open_artifact, read_artifact
-from switchx.inference.chosen_experts import experts_of_checkpoint, slices_of
 from switchx.inference.config import DecodingConfig, ExpertSlots
-from switchx.inference.expert_slots import slotted
 from switchx.inference.generate import (
     Generated,
     Generator,
@@ -35,8 +33,10 @@ from switchx.inference.generate import (
     without_capacity,
 )
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
+from switchx.inference.offload.chosen_experts import experts_of_checkpoint, slices_of
+from switchx.inference.offload.expert_slots import slotted
+from switchx.inference.offload.ring_or_chosen import OutsideExperts, outside_of_device
 from switchx.inference.quantize import native, separate_experts
-from switchx.inference.ring_or_chosen import OutsideExperts, outside_of_device
 from switchx.inference.score import Score, Scorer, logits_of
 from switchx.inference.texts import Texts, token_array, token_lists
 from switchx.models.config import ModelConfig

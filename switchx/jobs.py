@@ -46,9 +46,9 @@ from switchx.text_evaluation import (
 from switchx.training import loop
 from switchx.training.compilation_cache import compiled_programs_kept
 from switchx.training.job import TrainingJob
-from switchx.training.profiling import ProfiledSteps
 from switchx.training.programs import compiled_program
 from switchx.training.resume import check_same_model, with_vocabulary_of
+from switchx.training.telemetry.profiling import ProfiledSteps
 from switchx.tree import num_elements
 
 

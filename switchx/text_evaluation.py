@@ -21,7 +21,7 @@ from switchx.data.text_metrics import METRICS, MetricResult
 from switchx.fields import describe, require
 from switchx.inference.generate import Generator
 from switchx.inference.model_mesh import ModelMesh
-from switchx.partitioning.ticks import PIPE
+from switchx.partitioning.mesh import PIPE
 from switchx.training.job import TrainingJob
 from switchx.training.text_evaluation import TaskTexts
 

@@ -9,8 +9,8 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from switchx.training.host_program import HostProgram
-from switchx.training.layered import LayeredProgram
+from switchx.training.offload.disk_program import LayeredProgram
+from switchx.training.offload.host_program import HostProgram
 from switchx.training.pipelined_program import PipelinedProgram
 from switchx.training.program import TrainingProgram
 

@@ -91,7 +91,7 @@ ONLY_IN = {
     "ctranslate2": ("switchx/bench/ctranslate2_peer.py",),
     "flaxformer": ("switchx/bench/peer_layers.py",),
     "maxtext": ("switchx/bench/peer_layers.py",),
-    "wandb": ("switchx/training/metric_writers.py",),
+    "wandb": ("switchx/training/telemetry/metric_writers.py",),
     "tests": (),
     "experiments": (),
 }

@@ -17,17 +17,17 @@ from switchx.fields import describe
 from switchx.gin_config import building
 from switchx.gin_config.building import job_from_gin
 from switchx.gin_config.writing import job_gin
-from switchx.inference.expert_slots import slotted
 from switchx.inference.generate import for_decoding
+from switchx.inference.offload.expert_slots import slotted
 from switchx.models.config import ModelConfig, Precision
 from switchx.models.flops import count_parameters
 from switchx.models.params import abstract_params
 from switchx.partitioning.mesh import AXES, CompilerOptions, batch_parts
 from switchx.partitioning.rules import SPREAD_RULES, param_shardings
-from switchx.partitioning.schedule import ScheduleSpec
-from switchx.storage.cache import StorageSpec
-from switchx.training.distilled_program import as_teacher
+from switchx.pipeline.schedule import ScheduleSpec
+from switchx.training.distillation.student import as_teacher
 from switchx.training.job import TrainingJob
+from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.text_evaluation import TextEvaluation
 from switchx.tree import num_elements
 from tests.interop.folders import SWITCH

@@ -9,7 +9,7 @@ from switchx.gin_config import building
 from switchx.moe.capacity import layer_groups
 from switchx.moe.dispatchers import refusal
 from switchx.partitioning.mesh import CompilerOptions, MeshSpec
-from switchx.partitioning.schedule import ScheduleSpec
+from switchx.pipeline.schedule import ScheduleSpec
 from switchx.training.job import TrainingJob
 from switchx.training.programs import compiled_program
 from switchx.training.resume import check_same_run, write_run_config

@@ -23,7 +23,6 @@ from switchx.data.text_metrics import (
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.partitioning.mesh import MeshSpec
-from switchx.storage.cache import StorageSpec
 from switchx.text_evaluation import (
     JobTexts,
     answer,
@@ -31,6 +30,7 @@ from switchx.text_evaluation import (
     mean_results,
     rank_choices,
 )
+from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.programs import compiled_program
 from switchx.training.text_evaluation import TextEvaluation
 from tests.data.fakes import VOCABULARY, ListCorpus, pair_corpus

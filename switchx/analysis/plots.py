@@ -19,7 +19,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from switchx.partitioning.schedule import BACKWARD_WORK, FORWARD_WORK, Schedule
+from switchx.pipeline.schedule import BACKWARD_WORK, FORWARD_WORK, Schedule
 
 STYLE = {
     "font.size": 9,

@@ -17,10 +17,10 @@ import numpy as np
 
 from switchx.bench.report import Check
 from switchx.bench.train import MEBIBYTE, switch_model
-from switchx.inference.chosen_experts import ChosenExperts, on_host
 from switchx.inference.config import DecodingConfig
-from switchx.inference.expert_slots import moved_into
 from switchx.inference.generate import Generator, for_decoding
+from switchx.inference.offload.chosen_experts import ChosenExperts, on_host
+from switchx.inference.offload.expert_slots import moved_into
 from switchx.inference.quantize import quantize_experts
 from switchx.models.config import ModelConfig, Precision
 from switchx.models.params import init_params

@@ -34,9 +34,9 @@ from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, E
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.own_code import python_words
 from switchx.partitioning.mesh import MeshSpec
-from switchx.storage.cache import StorageSpec
 from switchx.training.job import TrainingJob
-from switchx.training.layered import LayeredProgram
+from switchx.training.offload.disk_program import LayeredProgram
+from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.program import TrainingProgram
 
 ROWS, LENGTH = 16, 128

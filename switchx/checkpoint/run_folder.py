@@ -87,8 +87,8 @@ class RunFolder:
     identity = _inside("run_id.txt")  # whose local copies are this run's, local_copies.py
     storage = _inside("storage")  # experts on a disk: records, requests; docs/storage.md
     skipped_batches = _inside("skipped_batches")  # batches whose step was not taken
-    goodput = _inside("goodput.json")  # seconds by cause, training/goodput.py
-    profile = _inside("profile")  # traces of `--profile`, training/profiling.py
+    goodput = _inside("goodput.json")  # seconds by cause, training/telemetry/goodput.py
+    profile = _inside("profile")  # traces of `--profile`, training/telemetry/profiling.py
     compiled = _inside("compiled")  # programs of several processes, compilation_cache.py
     lock_file = _inside("trainer.lock")  # held by the one trainer that may write here
 

@@ -116,7 +116,7 @@ def traffic_lines(arguments: argparse.Namespace, experts) -> list[str]:
 def _simulated_cache(file: str) -> dict[str, Any]:
     """Policy and capacity in a file of `switchx simulate cache`."""
     from switchx.gin_config import building
-    from switchx.storage.cache import StorageSpec
+    from switchx.training.offload.storage_spec import StorageSpec
 
     building.parse_files([file], [])
     spec = building.build("STORAGE", StorageSpec)

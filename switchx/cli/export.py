@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _ring(content: dict[str, Any], config) -> dict[str, Any]:
-    from switchx.inference.ring_decode import ring_advice
+    from switchx.inference.offload.ring_decode import ring_advice
 
     ring = content["ring"]
     return ring | {"advice": ring_advice(config, ring["slots"]) or None}

@@ -92,7 +92,7 @@ def run_report(arguments: argparse.Namespace) -> int:
 
 def run_show(arguments: argparse.Namespace) -> int:
     from switchx.bench.report import Check, Report
-    from switchx.partitioning.schedule import ScheduleSpec
+    from switchx.pipeline.schedule import ScheduleSpec
 
     spec = ScheduleSpec(arguments.schedule, arguments.chunks)
     if (cells := arguments.stages * arguments.microbatches) > MOST_CELLS:

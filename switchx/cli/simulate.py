@@ -221,11 +221,11 @@ def _cache_gin(arguments: argparse.Namespace, trace, chosen) -> str:
 {chosen.hits("belady", half=1):.3f}.
 
 from __gin__ import dynamic_registration
-from switchx.storage import cache
+from switchx.training.offload import storage_spec
 
-cache.StorageSpec.host_bytes = {chosen.capacity * trace.record_bytes}
-cache.StorageSpec.policy = "{chosen.chosen}"
-STORAGE = @cache.StorageSpec()
+storage_spec.StorageSpec.host_bytes = {chosen.capacity * trace.record_bytes}
+storage_spec.StorageSpec.policy = "{chosen.chosen}"
+STORAGE = @storage_spec.StorageSpec()
 """
 
 

@@ -77,7 +77,7 @@ def _job_of(arguments: argparse.Namespace):
     """The student's job, whose teacher is a run folder."""
     job = shared.parse_job(arguments)
     from switchx.fields import require
-    from switchx.training.distilled_logits import has_logits
+    from switchx.training.distillation.written_teacher import has_logits
 
     require(
         job.distillation is not None,
@@ -93,6 +93,6 @@ def _job_of(arguments: argparse.Namespace):
 
 
 def _write(arguments: argparse.Namespace, reporter, job) -> int:
-    from switchx.training.distilled_logits import write_logits
+    from switchx.training.distillation.written_teacher import write_logits
 
     return write_logits(job, arguments.output, arguments.top, note=reporter.note)

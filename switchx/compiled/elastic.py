@@ -17,7 +17,7 @@ from switchx.compiled.workload import planned_storage, workload_of
 from switchx.fields import require
 from switchx.hardware.spec import Hardware
 from switchx.partitioning.mesh import AXES, MeshSpec
-from switchx.partitioning.schedule import ScheduleSpec
+from switchx.pipeline.schedule import ScheduleSpec
 from switchx.planner.layout import Layout
 from switchx.planner.search import Plan, search
 from switchx.training.job import TrainingJob

@@ -9,7 +9,7 @@ Dims: E expert, R rows of an expert's block, D model, F feed-forward
 import math
 
 from switchx.models.config import ModelConfig
-from switchx.partitioning.ticks import PIPE
+from switchx.partitioning.mesh import PIPE
 
 
 def executed_slots(jaxpr, config: ModelConfig) -> float:

@@ -32,10 +32,10 @@ from switchx.models.params import abstract_params, forward
 from switchx.moe.config import DISPATCHERS
 from switchx.moe.experts import BLOCKS
 from switchx.partitioning.mesh import HOST, platform_of
-from switchx.partitioning.ticks import branch_shares
-from switchx.storage.cache import StorageSpec
-from switchx.training.distilled_logits import student_program
+from switchx.pipeline.ticks import branch_shares
+from switchx.training.distillation.written_teacher import student_program
 from switchx.training.job import TrainingJob
+from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.program import TrainingProgram
 from switchx.training.programs import compiled_program
 from switchx.tree import num_elements

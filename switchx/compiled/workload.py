@@ -18,13 +18,13 @@ from switchx.moe.capacity import layer_groups, layer_shape
 from switchx.moe.config import slots_refusal
 from switchx.moe.dispatchers import refusal
 from switchx.optim.protocol import param_of
+from switchx.partitioning.mesh import PIPE
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import OPTIMIZER_SLICES
-from switchx.partitioning.ticks import PIPE
 from switchx.planner.layout import Layout, StateArray, Workload
 from switchx.planner.storage_tiers import Storage
-from switchx.training.distilled_logits import has_logits
-from switchx.training.distilled_program import teacher_config
+from switchx.training.distillation.student import teacher_config
+from switchx.training.distillation.written_teacher import has_logits
 from switchx.training.expert_copies import copies_refusal, task_tables
 from switchx.training.job import TrainingJob
 from switchx.training.program import state_letters

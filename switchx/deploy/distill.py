@@ -21,11 +21,11 @@ from switchx.data.vocabularies import load_vocabulary
 from switchx.fields import require
 from switchx.models.config import ModelConfig
 from switchx.partitioning.mesh import MeshSpec
-from switchx.partitioning.schedule import ScheduleSpec
-from switchx.storage.cache import StorageSpec
-from switchx.training.distillation import Distillation, check_teacher
+from switchx.pipeline.schedule import ScheduleSpec
+from switchx.training.distillation.soft_loss import Distillation, check_teacher
 from switchx.training.job import TrainingJob
 from switchx.training.loop import train
+from switchx.training.offload.storage_spec import StorageSpec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,10 +21,10 @@ from switchx.api import Model
 from switchx.data.features import Batch
 from switchx.data.loader import evaluation_batches
 from switchx.data.mixtures import evaluated_tasks
-from switchx.inference.chosen_experts import ChosenExperts, on_host
 from switchx.inference.config import DecodingConfig
-from switchx.inference.expert_slots import slotted
 from switchx.inference.generate import Generator, for_decoding, without_capacity
+from switchx.inference.offload.chosen_experts import ChosenExperts, on_host
+from switchx.inference.offload.expert_slots import slotted
 from switchx.inference.run_exported import ExportedModel
 from switchx.models.config import ModelConfig
 from switchx.models.params import forward

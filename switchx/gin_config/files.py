@@ -20,8 +20,11 @@ MOVED = {
     "switchx.models.router_config": "switchx.moe.config",
     "switchx.models.switch_config": "switchx.moe.config",
     "switchx.partitioning.compiler_options": "switchx.partitioning.mesh",
+    "switchx.partitioning.schedule": "switchx.pipeline.schedule",
+    "switchx.storage.cache": "switchx.training.offload.storage_spec",
     "switchx.training.adafactor": "switchx.optim.adafactor",
     "switchx.training.adamw": "switchx.optim.adamw",
+    "switchx.training.distillation": "switchx.training.distillation.soft_loss",
     "switchx.training.retention": "switchx.checkpoint.checkpointer",
     "switchx.training.schedules": "switchx.optim.schedules",
 }

@@ -20,7 +20,7 @@ from __gin__ import dynamic_registration
 from switchx.models import config
 from switchx.partitioning import mesh
 from switchx.partitioning import rules
-from switchx.partitioning import schedule
+from switchx.pipeline import schedule
 from switchx.training import job
 """
 MODEL_FILE = "model.gin"
@@ -222,7 +222,7 @@ def mesh_gin(plan, why: str, command: str) -> str:
     """
     from switchx.moe.config import DISPATCHERS
     from switchx.partitioning.mesh import AXES
-    from switchx.partitioning.schedule import ScheduleSpec
+    from switchx.pipeline.schedule import ScheduleSpec
 
     layout = plan.layout
     bound = {f"mesh.MeshSpec.{axis}": getattr(layout, axis) for axis in AXES}
@@ -238,9 +238,8 @@ def mesh_gin(plan, why: str, command: str) -> str:
         bound["config.SwitchConfig.dispatcher"] = layout.dispatcher
         if not DISPATCHERS[layout.dispatcher].exchanges_slots:
             bound["config.SwitchConfig.exchange_parts"] = 1
-    after = "from switchx.training"
-    imports = _MESH_IMPORTS.replace(after, f"from switchx.storage import cache\n{after}")
-    bound["cache.StorageSpec.experts"] = plan.storage.tier
+    imports = f"{_MESH_IMPORTS}from switchx.training.offload import storage_spec\n"
+    bound["storage_spec.StorageSpec.experts"] = plan.storage.tier
     if plan.storage.tier != "device":
         bound["config.ModelConfig.scan_layers"] = True
     if not any(name.startswith("config.") for name in bound):
@@ -251,7 +250,7 @@ def mesh_gin(plan, why: str, command: str) -> str:
         "MESH = @mesh.MeshSpec()",
         "mesh.MeshSpec.rules = @rules.Rules()",
         "job.TrainingJob.pipeline = @schedule.ScheduleSpec()",
-        "job.TrainingJob.storage = @cache.StorageSpec()",
+        "job.TrainingJob.storage = @storage_spec.StorageSpec()",
         *(f"{name} = {_literal(value)}" for name, value in bound.items()),
     ]
     return "\n".join(lines) + "\n"

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
 from pallas_kernels import QTensor
-from switchx.inference import expert_source
+from switchx.inference.offload import expert_source
 from switchx.inference.quantize import EXPERTS, is_quantized, packed
 from switchx.manifest import (
     damages,

@@ -27,17 +27,17 @@ from switchx import tree
 from switchx.axes import dims_of
 from switchx.fields import FieldError, require, require_at_least
 from switchx.inference import run_exported
-from switchx.inference.chosen_experts import layer_path, without_bank
 from switchx.inference.config import DecodingConfig
-from switchx.inference.cut_program import CutProgram, donated_leaves
 from switchx.inference.decode import Decoding, prefill, run_step
-from switchx.inference.expert_slots import slotted
-from switchx.inference.expert_source import EXPERTS
 from switchx.inference.generate import check_tokens, for_decoding, positions_needed
 from switchx.inference.model_mesh import ModelMesh
+from switchx.inference.offload.chosen_experts import layer_path, without_bank
+from switchx.inference.offload.cut_program import CutProgram, donated_leaves
+from switchx.inference.offload.expert_slots import slotted
+from switchx.inference.offload.expert_source import EXPERTS
+from switchx.inference.offload.ring_decode import check_ring
+from switchx.inference.offload.ring_program import Bank, run_with_ring
 from switchx.inference.quantize import in_bytes, native
-from switchx.inference.ring_decode import check_ring
-from switchx.inference.ring_program import Bank, run_with_ring
 from switchx.inference.rows import Rows, RowSettings
 from switchx.manifest import give_mode_of_umask, new_folder, num_bytes, write_manifest
 from switchx.models.config import ModelConfig

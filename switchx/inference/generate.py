@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from switchx.data.tokenizers import Vocabulary
 from switchx.fields import FieldError
-from switchx.inference.chosen_experts import ChosenExperts
 from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig
-from switchx.inference.expert_slots import slotted
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh, has_capacity
+from switchx.inference.offload.chosen_experts import ChosenExperts
+from switchx.inference.offload.expert_slots import slotted
 from switchx.inference.quantize import separate_experts
 from switchx.inference.running_batch import Hypothesis, RunningBatch
 from switchx.inference.texts import StopStrings

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from switchx.inference.chosen_experts import ChosenExperts
 from switchx.inference.config import (
     BATCHES,
     LENGTHS,
@@ -37,6 +36,7 @@ from switchx.inference.decode import (
     take_rows,
 )
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
+from switchx.inference.offload.chosen_experts import ChosenExperts
 from switchx.inference.programs import PROGRAMS
 from switchx.inference.rows import Rows, RowSettings
 from switchx.models.config import ModelConfig

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from switchx.fields import require
-from switchx.inference.chosen_experts import ChosenExperts
 from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig, rounded_up
-from switchx.inference.expert_slots import slotted
 from switchx.inference.generate import check_tokens, token_fault
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
+from switchx.inference.offload.chosen_experts import ChosenExperts
+from switchx.inference.offload.expert_slots import slotted
 from switchx.inference.running_batch import padded
 from switchx.inference.sampling import likeliest_tokens
 from switchx.models.config import ModelConfig

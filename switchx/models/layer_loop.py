@@ -2,7 +2,7 @@
 """The loop over the layers of a scanned stack, and where another one takes its place.
 
 Parameters that are not on the devices come layer by layer by a loop of their own
-(`partitioning/host_ring.py`).
+(`training/offload/host_ring.py`).
 Dims: N repeats of a run of blocks, B batch, L length, D model
 """
 

@@ -2,7 +2,7 @@
 """A model as chunks of its stacks, run one after the other.
 
 The stages of a pipeline run them (training/pipelined.py), and so does training with experts on
-a disk, a run of blocks at a time (training/layered.py). A stage holds an equal share of the
+a disk, a run of blocks at a time (training/offload). A stage holds an equal share of the
 blocks of every stack, and a copy of all else: of the embeddings, the tables of positions, the
 final norms. A microbatch comes into a chunk as a message: the activations, and in the decoder
 of an encoder-decoder also the encoder's output. Keys are those of the whole model, so that
@@ -25,7 +25,7 @@ from switchx.models.params import abstract_params, bind, params_of
 from switchx.models.stack import BlockRun, layer_keys
 from switchx.partitioning.constrain import constrain_named
 from switchx.partitioning.rules import param_table
-from switchx.partitioning.ticks import IF_FIRST, Op
+from switchx.pipeline.ticks import IF_FIRST, Op
 
 BLOCKS = "blocks"
 

@@ -47,7 +47,7 @@ class AbsentExperts:
     """The experts of a layer that runs elsewhere, a bank without weights.
 
     Of a model's parameters it is the layer's `w_in_EDF`, and the only one of its experts. A
-    program with it is not compiled as it is: `inference/cut_program.py` ends one part of it
+    program with it is not compiled as it is: `cut_program.py` ends one part of it
     where the rows of the layer are known, and begins the next with what their experts gave.
 
     Attributes:

@@ -21,6 +21,8 @@ from switchx.partitioning.rules import TABLES, MeshAxes, Rules
 
 # Outermost first: devices next to each other share the last axes.
 AXES = ("pipe", "data", "fsdp", "node", "expert", "model")
+# The axis of stages.
+PIPE = "pipe"
 # What a hierarchical all-to-all keeps within a machine.
 WITHIN = ("expert", "model")
 # The host's memory, as JAX names its kind.
@@ -43,7 +45,7 @@ class MeshSpec:
         expert: parts that the experts are split over; they split the batch too.
         model: parts of heads, F and vocabulary; they share the batch.
         pipe: stages, each with its own part of every stack's blocks; microbatches go from
-            one to the next (`partitioning/schedule.py`). They share the batch.
+            one to the next (`pipeline/schedule.py`). They share the batch.
     """
 
     data: int | None = None

@@ -29,7 +29,7 @@ from switchx.partitioning.rules import (
     Rules,
     param_table,
 )
-from switchx.partitioning.schedule import ScheduleSpec
+from switchx.pipeline.schedule import ScheduleSpec
 
 STACKS = ("encoder", "decoder")
 
@@ -150,7 +150,7 @@ class Layout:
         has_optimizer_slices: what the optimizer keeps is sliced over `data` (ZeRO-1).
         schedule: of the stages.
         is_ours: steps run as ours do: all stages in every tick, with or without an op of
-            their own, and once more before they go backward (`partitioning/pipeline.py`);
+            their own, and once more before they go backward (`pipeline/staged.py`);
             remat without the products that XLA sees no use of. False: another system's, whose
             stages wait and keep what they need, and whose remat runs all of a layer again.
     """

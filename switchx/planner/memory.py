@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 
-from switchx.partitioning.schedule import ScheduleSpec
+from switchx.pipeline.schedule import ScheduleSpec
 from switchx.planner.layout import Layout, StateArray, Workload, local_shape
 from switchx.planner.step_comm import (
     activation_bytes,

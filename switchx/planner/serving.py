@@ -19,7 +19,7 @@ from switchx import tree
 from switchx.axes import dims_of
 from switchx.fields import require, require_at_least
 from switchx.hardware.spec import Hardware
-from switchx.inference.streaming import most_slots, streamed_layers
+from switchx.inference.offload.streaming import most_slots, streamed_layers
 from switchx.models.config import ModelConfig
 from switchx.partitioning.mesh import AXES
 from switchx.planner.layout import Layout, StateArray, local_shape

@@ -15,7 +15,7 @@ import math
 
 from switchx.hardware.spec import Compute
 from switchx.moe.config import DISPATCHERS
-from switchx.partitioning.chunks import moved_share
+from switchx.pipeline.chunks import moved_share
 from switchx.planner.layout import (
     Layout,
     StateArray,

@@ -13,19 +13,15 @@ A key is the number of a layer times the number of experts plus the number of th
 Dims: N Switch layers, E experts; arrays `_NE` are flat, an element a key; T requested keys
 """
 
-import dataclasses
 import heapq
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from switchx.fields import (
-    at_resume,
-    check_choices,
     require,
-    require_at_least,
     require_choice,
 )
 from switchx.storage import PolicyName
@@ -34,40 +30,6 @@ from switchx.storage import PolicyName
 # Backward goes from the last layer to the first one, the others from the first to the last.
 SWEEPS = ("forward", "backward", "update")
 FORWARD, BACKWARD, UPDATE = range(3)
-
-
-@dataclasses.dataclass(frozen=True)
-class StorageSpec:
-    """Where experts and what their optimizer keeps are in training.
-
-    It changes no number beyond rounding, so all of it may change when a run is resumed.
-
-    Attributes:
-        experts: `device`, with all else; `host`, in the host's memory, from where a program
-            copies those of a few runs of blocks to the device; or `disk`, a record an expert,
-            of which the host's memory caches some and the device has those of a few runs.
-        slots: runs of blocks whose experts are on the device at once.
-        host_bytes: of `disk`: host memory for records; None is room for all of them.
-        path: of `disk`: a folder for the records, of this run alone, deleted when a run begins;
-            None is in the run folder. Checkpoints link to the records where they are on the
-            same file system, and copy them where not.
-        policy: which record makes room for another.
-    """
-
-    experts: Literal["device", "host", "disk"] = at_resume("device")
-    slots: int = at_resume(2)
-    host_bytes: int | None = at_resume(None)
-    path: str | None = at_resume(None)
-    policy: PolicyName = at_resume("next_use")
-
-    def __post_init__(self):
-        check_choices(self)
-        require_at_least(self, 1, "host_bytes")
-        require(
-            self.slots >= 2,
-            f"StorageSpec.slots={self.slots}: experts are moved to one slot while those in "
-            "another are computed with; use at least 2",
-        )
 
 
 class Place(NamedTuple):

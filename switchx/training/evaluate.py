@@ -27,8 +27,8 @@ from switchx.data.data_dir import write_atomically
 from switchx.models.config import ModelConfig
 from switchx.moe.stats import RoutingStats
 from switchx.training.losses import LossConfig, TokenSums, token_sums
-from switchx.training.metrics import cut_files_after, routing_metrics, token_metrics
 from switchx.training.microbatches import sparse_stacks
+from switchx.training.telemetry.metrics import cut_files_after, routing_metrics, token_metrics
 
 # Evaluation reports the plain likelihood whatever the training loss adds to it.
 PLAIN_LOSS = LossConfig(layer_reduction="mean", z_loss=0.0)

@@ -21,9 +21,9 @@ from switchx.moe.capacity import layer_groups
 from switchx.moe.config import SwitchConfig
 from switchx.moe.copy_placement import place_copies, place_tasks
 from switchx.moe.experts import ReplicatedWeight
+from switchx.partitioning.mesh import PIPE
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import Rules
-from switchx.partitioning.ticks import PIPE
 from switchx.training.evaluate import eval_step
 from switchx.training.job import TrainingJob
 from switchx.training.program import TrainingProgram

@@ -30,14 +30,14 @@ from switchx.optim.multipliers import with_multipliers
 from switchx.optim.protocol import Optimizer
 from switchx.optim.schedules import Schedule
 from switchx.partitioning.mesh import CompilerOptions, MeshSpec
-from switchx.partitioning.schedule import ScheduleSpec
-from switchx.storage.cache import StorageSpec
-from switchx.training.distillation import Distillation
+from switchx.pipeline.schedule import ScheduleSpec
+from switchx.training.distillation.soft_loss import Distillation
 from switchx.training.losses import LossConfig
-from switchx.training.metric_writers import Writer, checked_writers
-from switchx.training.metrics import TOKEN_METRICS
+from switchx.training.offload.exclusions import exclusion_of
+from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.step import StepConfig
-from switchx.training.storage_exclusions import exclusion_of
+from switchx.training.telemetry.metric_writers import Writer, checked_writers
+from switchx.training.telemetry.metrics import TOKEN_METRICS
 from switchx.training.text_evaluation import TextEvaluation
 
 

@@ -22,19 +22,7 @@ from switchx.data.mixtures import as_mixture, evaluated_tasks
 from switchx.data.tasks import Task
 from switchx.models.flops import train_flops
 from switchx.training.evaluate import RoutingLog, RoutingSample, evaluated_sums
-from switchx.training.goodput import Cause, CompileTime, Goodput, StepTimes
 from switchx.training.job import TrainingJob
-from switchx.training.metric_writers import opened_writers, require_writers
-from switchx.training.metrics import (
-    Interval,
-    MetricsLog,
-    SkippedBatches,
-    Stopwatch,
-    last_metrics,
-    routing_metrics,
-    token_metrics,
-)
-from switchx.training.profiling import ProfiledSteps, StepProfiler
 from switchx.training.program import TrainingProgram
 from switchx.training.resume import check_same_run, flat_description
 from switchx.training.saving import Saving
@@ -48,6 +36,18 @@ from switchx.training.start import (
 )
 from switchx.training.step import TrainState
 from switchx.training.stopping import StopAgreement, stop_signals
+from switchx.training.telemetry.goodput import Cause, CompileTime, Goodput, StepTimes
+from switchx.training.telemetry.metric_writers import opened_writers, require_writers
+from switchx.training.telemetry.metrics import (
+    Interval,
+    MetricsLog,
+    SkippedBatches,
+    Stopwatch,
+    last_metrics,
+    routing_metrics,
+    token_metrics,
+)
+from switchx.training.telemetry.profiling import ProfiledSteps, StepProfiler
 from switchx.training.text_evaluation import TextEvaluator, TextLog
 
 logger = logging.getLogger(__name__)

@@ -24,9 +24,9 @@ from switchx.models.stages import (
     stack_names,
 )
 from switchx.moe.stats import join_stacks
-from switchx.partitioning.pipeline import run_pipeline
-from switchx.partitioning.schedule import Schedule, ScheduleSpec
-from switchx.partitioning.ticks import Lane, Objective, Op
+from switchx.pipeline.schedule import Schedule, ScheduleSpec
+from switchx.pipeline.staged import run_pipeline
+from switchx.pipeline.ticks import Lane, Objective, Op
 from switchx.training.losses import (
     LossConfig,
     TokenSums,

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from switchx.models.config import ModelConfig
 from switchx.models.stages import Chunk, link_stacks, split_blocks
 from switchx.moe.stats import RoutingStats, join_stacks
-from switchx.partitioning.forward_pipeline import run_forward
-from switchx.partitioning.schedule import Schedule
-from switchx.partitioning.ticks import PIPE, Lane, Objective, Op
+from switchx.partitioning.mesh import PIPE
+from switchx.pipeline.schedule import Schedule
+from switchx.pipeline.staged_forward import run_forward
+from switchx.pipeline.ticks import Lane, Objective, Op
 from switchx.training.evaluate import PLAIN_LOSS, sampled, sampled_rows
 from switchx.training.expert_copies import task_notes
 from switchx.training.job import TrainingJob

@@ -2,8 +2,8 @@
 """Which program a job is trained by, where its step is one compiled program."""
 
 from switchx.training.expert_copies import CopiesProgram, has_copies, is_by_task, require_copies
-from switchx.training.host_program import HostProgram
 from switchx.training.job import TrainingJob
+from switchx.training.offload.host_program import HostProgram
 from switchx.training.pipelined_program import PipelinedProgram
 from switchx.training.program import TrainingProgram
 

@@ -27,17 +27,17 @@ from switchx.models.params import init_params
 from switchx.object_store import read_json_object
 from switchx.partitioning.collectives import connect_processes
 from switchx.partitioning.mesh import MeshSpec
-from switchx.partitioning.schedule import ScheduleSpec
-from switchx.storage.cache import StorageSpec
-from switchx.training.distilled_logits import (
+from switchx.pipeline.schedule import ScheduleSpec
+from switchx.training.distillation.student import DistilledProgram
+from switchx.training.distillation.written_teacher import (
     WrittenTeacherProgram,
     has_logits,
     student_program,
 )
-from switchx.training.distilled_program import DistilledProgram
 from switchx.training.initialize import Source
 from switchx.training.job import TrainingJob
-from switchx.training.layered import LayeredProgram
+from switchx.training.offload.disk_program import LayeredProgram
+from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.program import TrainingProgram
 from switchx.training.programs import compiled_program
 from switchx.training.resume import check_same_model, write_run_config

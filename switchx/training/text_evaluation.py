@@ -22,7 +22,7 @@ from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.data_dir import write_atomically
 from switchx.data.evaluation import prediction_rows
 from switchx.fields import require, require_at_least
-from switchx.training.metrics import MetricsLog, cut_files_after
+from switchx.training.telemetry.metrics import MetricsLog, cut_files_after
 
 # Of an evaluation of one task, what is no metric.
 NOTES = "notes"

@@ -9,7 +9,7 @@ import pytest
 from switchx.analysis import plots
 from switchx.analysis.comparison_plots import intervals_figure
 from switchx.analysis.plots import schedule_boxes, schedule_figure
-from switchx.partitioning.schedule import ScheduleSpec
+from switchx.pipeline.schedule import ScheduleSpec
 
 LAYERS = ["encoder 1", "encoder 3", "decoder 1"]
 STEPS = np.array([10, 20, 30])

@@ -190,9 +190,11 @@ def test_experts_of_a_quantized_model_are_read_from_its_file(folder, lines, tmp_
     want = capsys.readouterr().out
     # As `switchx simulate cache` writes it.
     cache.write_text(
-        "from __gin__ import dynamic_registration\nfrom switchx.storage import cache\n"
-        'cache.StorageSpec.host_bytes = 700\ncache.StorageSpec.policy = "decayed_lfu"\n'
-        "STORAGE = @cache.StorageSpec()\n"
+        "from __gin__ import dynamic_registration\n"
+        "from switchx.training.offload import storage_spec\n"
+        "storage_spec.StorageSpec.host_bytes = 700\n"
+        'storage_spec.StorageSpec.policy = "decayed_lfu"\n'
+        "STORAGE = @storage_spec.StorageSpec()\n"
     )
     slots = ["--expert_slots=1", f"--expert_cache={cache}", "--expert_prefetch"]
     assert main(words(artifact, *options, *slots)) == 0

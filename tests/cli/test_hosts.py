@@ -10,7 +10,7 @@ from switchx.cli import hosts, train
 from switchx.cli.arguments import UsageError
 from switchx.cli.main import _parse, _parser, main
 from switchx.progress import SilentReporter
-from switchx.storage.cache import StorageSpec
+from switchx.training.offload.storage_spec import StorageSpec
 from tests.data.refusals import refused
 from tests.training.jobs import make_job
 

@@ -16,7 +16,7 @@ from switchx.models.config import ModelConfig
 from switchx.models.flops import count_parameters
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import SLICED_RULES, Rules
-from switchx.partitioning.schedule import ScheduleSpec
+from switchx.pipeline.schedule import ScheduleSpec
 from switchx.planner.layout import Layout
 from switchx.planner.search import predict, search
 from switchx.training.job import TrainingJob
@@ -183,7 +183,7 @@ def test_the_first_tier_that_fits(folder, capsys):
     assert host["device_bytes"] == first["memory_bytes"] < device["device_bytes"]
     assert disk["day_written_bytes"] > 0 and disk["day_written_vs_endurance"] is None
     assert paper["disk_bytes"] > 0
-    assert 'cache.StorageSpec.experts = "host"' in (folder / "mesh.gin").read_text()
+    assert 'storage_spec.StorageSpec.experts = "host"' in (folder / "mesh.gin").read_text()
 
 
 def test_a_table_of_tiers(capsys):

@@ -11,8 +11,8 @@ from switchx.checkpoint.run_folder import RunFolder
 from switchx.compiled.elastic import job_for_devices
 from switchx.hardware.spec import hardware_of, load_hardware
 from switchx.models.stored_experts import storage_refusal
-from switchx.storage.cache import StorageSpec
 from switchx.training.loop import train
+from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.step import StepConfig
 from tests.data.refusals import refused
 from tests.planner.test_search import small

@@ -188,8 +188,8 @@ ON_H200 = """
 import jax, jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from pallas_kernels.aot.gpu_compiler import compile_lowered, described_gpu
-from switchx.partitioning.host_ring import layer_numbers, ring_scan
-from switchx.partitioning.host_stack import HostStack
+from switchx.training.offload.host_ring import layer_numbers, ring_scan
+from switchx.training.offload.host_stack import HostStack
 from switchx.partitioning.mesh import HOST
 
 abstract = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")

@@ -32,9 +32,9 @@ from switchx.models.flops import count_parameters, flops_per_sequence
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import GENERATIONS, Topology
 from switchx.planner.step_time import executed_flops
-from switchx.training.distillation import Distillation
-from switchx.training.distilled_logits import write_logits
-from switchx.training.distilled_program import DistilledProgram
+from switchx.training.distillation.soft_loss import Distillation
+from switchx.training.distillation.student import DistilledProgram
+from switchx.training.distillation.written_teacher import write_logits
 from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig
 from tests.processes import ROOT, script_with_compiler
@@ -79,7 +79,7 @@ def teacher_run(tmp_path_factory):
 
 def test_a_step_with_a_teacher(teacher_run, monkeypatch):
     """Its parameters are arguments beside the state's, and its checkpoint is not read."""
-    monkeypatch.setattr("switchx.training.distilled_program.restore_params", None)
+    monkeypatch.setattr("switchx.training.distillation.student.restore_params", None)
     job = make_job(DENSE, mesh=MeshSpec(data=2, model=2), batch_size=16)
     devices = jax.devices()[:4]
     alone = compile_step(job, devices, PLENTY)
@@ -298,7 +298,7 @@ import dataclasses, json, sys
 from switchx.optim.adamw import AdamW
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import Topology
-from switchx.storage.cache import StorageSpec
+from switchx.training.offload.storage_spec import StorageSpec
 from switchx.compiled.training_step import compile_step
 from switchx.compiled.devices import describe_devices
 from tests.training.jobs import SPARSE, SWITCH, make_job

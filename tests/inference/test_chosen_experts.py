@@ -10,16 +10,16 @@ import jax
 import numpy as np
 import pytest
 
-from switchx.inference import expert_slots
-from switchx.inference.chosen_experts import ChosenExperts, on_host, without_bank
 from switchx.inference.config import DecodingConfig
-from switchx.inference.expert_source import HostExperts
 from switchx.inference.generate import (
     Generator,
     for_decoding,
     with_capacity,
     without_capacity,
 )
+from switchx.inference.offload import expert_slots
+from switchx.inference.offload.chosen_experts import ChosenExperts, on_host, without_bank
+from switchx.inference.offload.expert_source import HostExperts
 from switchx.inference.quantize import quantize_experts
 from switchx.inference.score import Scorer
 from switchx.models.config import ModelConfig, SwitchConfig

@@ -12,7 +12,7 @@ from switchx.cli.serve import model_folders
 from switchx.inference.config import DecodingConfig, ExpertSlots
 from switchx.inference.generate import Generator
 from switchx.inference.model_mesh import ModelMesh
-from switchx.inference.ring_or_chosen import outside_of_device
+from switchx.inference.offload.ring_or_chosen import outside_of_device
 from switchx.inference.run_exported import ExportedModel
 from switchx.inference.running_batch import are_compiled
 from switchx.inference.score import Scorer

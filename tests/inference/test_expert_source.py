@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from switchx import tree
 from switchx.inference.artifact import open_artifact, write_artifact
-from switchx.inference.chosen_experts import slices_of, with_slots
 from switchx.inference.config import ExpertSlots
-from switchx.inference.expert_source import FileArray, OpenFile, expert_of_snapshot
+from switchx.inference.offload.chosen_experts import slices_of, with_slots
+from switchx.inference.offload.expert_source import FileArray, OpenFile, expert_of_snapshot
 from switchx.inference.quantize import quantize_experts
 from switchx.models.unroll import unrolled
 from switchx.moe.experts import WEIGHTS

@@ -15,7 +15,7 @@ from switchx import tree
 from switchx.deploy.compiled import compile_programs, slice_for
 from switchx.inference.config import DecodingConfig
 from switchx.inference.export import Shapes, Target, export_model
-from switchx.inference.ring_program import Stored
+from switchx.inference.offload.ring_program import Stored
 from switchx.inference.run_exported import ExportedModel, form_of, host_form, host_memory_kind
 from switchx.models.config import ModelConfig, Precision, SwitchConfig
 from switchx.models.params import init_params

@@ -11,9 +11,9 @@ import pytest
 from switchx.hardware.spec import load_hardware
 from switchx.inference.config import DecodingConfig, ExpertSlots
 from switchx.inference.generate import Generator, for_decoding, with_capacity
+from switchx.inference.offload.ring_decode import RingExperts, check_ring
+from switchx.inference.offload.ring_program import copied_bytes
 from switchx.inference.quantize import quantize_experts
-from switchx.inference.ring_decode import RingExperts, check_ring
-from switchx.inference.ring_program import copied_bytes
 from switchx.inference.running_batch import are_compiled
 from switchx.inference.score import Scorer
 from switchx.models.config import ModelConfig, Precision, SwitchConfig

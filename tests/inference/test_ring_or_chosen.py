@@ -12,8 +12,8 @@ import pytest
 from switchx import tree
 from switchx.hardware.spec import load_hardware
 from switchx.inference.config import ExpertSlots
-from switchx.inference.ring_decode import RingExperts
-from switchx.inference.ring_or_chosen import RingOrChosen, outside_of_device
+from switchx.inference.offload.ring_decode import RingExperts
+from switchx.inference.offload.ring_or_chosen import RingOrChosen, outside_of_device
 from tests.data.refusals import refused
 from tests.inference.test_ring_decode import MODEL, SLOW, E, L, T, model, resident, written
 

@@ -25,9 +25,9 @@ from switchx.data.tokenizers import ByteVocabulary
 from switchx.optim.adamw import AdamW
 from switchx.partitioning.mesh import MeshSpec
 from switchx.text_evaluation import JobTexts
-from switchx.training.distillation import Distillation
-from switchx.training.distilled_folder import LogitsReader
-from switchx.training.distilled_logits import write_logits
+from switchx.training.distillation.logits_folder import LogitsReader
+from switchx.training.distillation.soft_loss import Distillation
+from switchx.training.distillation.written_teacher import write_logits
 from switchx.training.job import TrainingJob
 from switchx.training.loop import train
 from switchx.training.programs import compiled_program

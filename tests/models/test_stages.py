@@ -18,7 +18,7 @@ from switchx.models.stages import (
     split_blocks,
     stack_names,
 )
-from switchx.partitioning.ticks import Op
+from switchx.pipeline.ticks import Op
 from tests.training.jobs import DENSE, ENCODER_DECODER, make_batch, make_params
 
 CHUNKS = 2

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.partitioning import host_ring
-from switchx.partitioning.host_ring import layer_numbers, require_sound_ring, ring_scan
-from switchx.partitioning.host_stack import (
+from switchx.training.offload import host_ring
+from switchx.training.offload.host_ring import layer_numbers, require_sound_ring, ring_scan
+from switchx.training.offload.host_stack import (
     HostStack,
     add_gradients,
     host_stacks,

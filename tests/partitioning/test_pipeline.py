@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from switchx.partitioning.chunks import (
+from switchx.partitioning.constrain import use_mesh
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.rules import Rules
+from switchx.pipeline.chunks import (
     add_to_chunk,
     chunk_moves,
     chunk_of,
     move_chunks,
 )
-from switchx.partitioning.constrain import use_mesh
-from switchx.partitioning.mesh import MeshSpec
-from switchx.partitioning.pipeline import run_pipeline
-from switchx.partitioning.rules import Rules
-from switchx.partitioning.schedule import ScheduleSpec
-from switchx.partitioning.ticks import IF_LAST, Lane, Objective, run_if
+from switchx.pipeline.schedule import ScheduleSpec
+from switchx.pipeline.staged import run_pipeline
+from switchx.pipeline.ticks import IF_LAST, Lane, Objective, run_if
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from switchx.partitioning.schedule import NONE, Ops, Schedule, ScheduleSpec
-from switchx.partitioning.ticks import IF_ACTIVE, IF_LAST, branch_shares
+from switchx.pipeline.schedule import NONE, Ops, Schedule, ScheduleSpec
+from switchx.pipeline.ticks import IF_ACTIVE, IF_LAST, branch_shares
 from tests.data.refusals import refused
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]

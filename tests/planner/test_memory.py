@@ -91,8 +91,8 @@ from switchx.planner.layout import Layout
 from switchx.planner.memory import memory_use
 from switchx.compiled.training_step import batch_shapes
 from switchx.compiled.devices import describe_devices
-from switchx.training.distillation import Distillation
-from switchx.training.distilled_program import DistilledProgram
+from switchx.training.distillation.soft_loss import Distillation
+from switchx.training.distillation.student import DistilledProgram
 from switchx.training.program import TrainingProgram
 from switchx.training.programs import compiled_program
 from switchx.compiled.workload import workload_of

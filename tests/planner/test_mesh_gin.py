@@ -8,7 +8,7 @@ import pytest
 from switchx.gin_config.writing import mesh_gin
 from switchx.hardware.spec import load_hardware
 from switchx.partitioning.rules import SLICED_RULES, Rules
-from switchx.partitioning.schedule import ScheduleSpec
+from switchx.pipeline.schedule import ScheduleSpec
 from switchx.planner.layout import Layout
 from switchx.planner.search import explain, predict
 from tests.planner.workloads import DENSE, make_workload

@@ -8,7 +8,7 @@ import pytest
 
 from switchx.hardware.spec import load_hardware
 from switchx.models.config import Precision
-from switchx.partitioning.schedule import ScheduleSpec
+from switchx.pipeline.schedule import ScheduleSpec
 from switchx.planner.layout import Layout, StateArray, local_shape
 from switchx.planner.step_comm import (
     rows_on_device,

@@ -13,7 +13,7 @@ from switchx.hardware.spec import (
     load_hardware,
 )
 from switchx.models.flops import flops_per_sequence
-from switchx.partitioning.schedule import ScheduleSpec
+from switchx.pipeline.schedule import ScheduleSpec
 from switchx.planner.layout import Layout
 from switchx.planner.step_time import (
     bubble_fraction,

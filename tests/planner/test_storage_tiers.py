@@ -14,7 +14,7 @@ from switchx import tree
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.compiled.workload import workload_of
 from switchx.hardware.spec import load_hardware
-from switchx.inference.streaming import streaming, touched_experts
+from switchx.inference.offload.streaming import streaming, touched_experts
 from switchx.models.stored_experts import storage_refusal
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
@@ -32,9 +32,9 @@ from switchx.planner.storage_tiers import (
     storage_use,
     touched_share,
 )
-from switchx.storage.cache import StorageSpec
-from switchx.training.layered import LayeredProgram
-from switchx.training.lazy_update import LazyUpdate
+from switchx.training.offload.disk_program import LayeredProgram
+from switchx.training.offload.lazy_update import LazyUpdate
+from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.programs import compiled_program
 from tests.compilation import on_devices
 from tests.planner.workloads import DENSE, SPARSE, make_workload

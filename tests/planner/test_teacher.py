@@ -21,8 +21,8 @@ from switchx.planner.search import search
 from switchx.planner.step_comm import step_collectives
 from switchx.planner.step_time import device_flops, step_time
 from switchx.planner.storage_tiers import Storage
-from switchx.training.distillation import Distillation
-from switchx.training.distilled_program import DistilledProgram
+from switchx.training.distillation.soft_loss import Distillation
+from switchx.training.distillation.student import DistilledProgram
 from switchx.training.program import TrainingProgram
 from switchx.tree import num_bytes
 from tests.data.refusals import refused

@@ -21,7 +21,7 @@ from switchx.optim.adafactor import Adafactor
 from switchx.optim.schedules import Constant
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import SLICED_RULES, Rules
-from switchx.partitioning.schedule import ScheduleSpec
+from switchx.pipeline.schedule import ScheduleSpec
 from switchx.training.job import TrainingJob
 from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig

@@ -25,10 +25,15 @@ from switchx.bench.offload import (
     outputs,
 )
 from switchx.inference.artifact import open_artifact, write_artifact
-from switchx.inference.chosen_experts import ChosenExperts, on_host, slices_of, with_slots
 from switchx.inference.config import ExpertSlots
 from switchx.inference.generate import Generator, for_decoding
-from switchx.inference.ring_decode import RingExperts
+from switchx.inference.offload.chosen_experts import (
+    ChosenExperts,
+    on_host,
+    slices_of,
+    with_slots,
+)
+from switchx.inference.offload.ring_decode import RingExperts
 from switchx.models.config import Precision
 from switchx.models.unroll import unrolled
 from switchx.storage.simulation import run_policy

@@ -22,7 +22,7 @@ from switchx.models.stages import split_blocks
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec, batch_axes, batch_parts
 from switchx.partitioning.rules import param_shardings
-from switchx.partitioning.schedule import ScheduleSpec
+from switchx.pipeline.schedule import ScheduleSpec
 from switchx.training.losses import LossConfig
 from switchx.training.pipelined import build_schedule, pipelined_gradients
 from switchx.training.programs import compiled_program

@@ -22,7 +22,7 @@ from switchx.compiled.collectives import executed_collectives
 from switchx.compiled.flops import matrix_flops
 from switchx.compiled.workload import layout_of, workload_of
 from switchx.hardware.spec import Compute, hardware_of
-from switchx.partitioning.ticks import branch_shares
+from switchx.pipeline.ticks import branch_shares
 from switchx.planner.layout import Layout, Workload
 from switchx.planner.step_comm import StepCollective, sparse_layer, step_collectives
 from switchx.planner.step_time import executed_flops

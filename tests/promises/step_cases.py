@@ -8,7 +8,7 @@ from switchx.data.mixtures import Mixture
 from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import OPTIMIZER_SLICES, SLICED_RULES, SPREAD_RULES, Rules
-from switchx.partitioning.schedule import ScheduleSpec
+from switchx.pipeline.schedule import ScheduleSpec
 from switchx.training.job import TrainingJob
 from switchx.training.step import StepConfig
 

@@ -22,12 +22,12 @@ from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant
 from switchx.partitioning.mesh import MeshSpec
-from switchx.storage.cache import StorageSpec
 from switchx.storage.simulation import POLICIES
 from switchx.storage.snapshot import Snapshot
 from switchx.training.job import TrainingJob
-from switchx.training.layered import LayeredProgram
-from switchx.training.layered_step import LayeredGradients
+from switchx.training.offload.disk_program import LayeredProgram
+from switchx.training.offload.disk_step import LayeredGradients
+from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.step import StepConfig, gradients
 
 ROWS, LENGTH, LAYERS, EXPERTS = 8, 8, 10, 16

@@ -22,8 +22,8 @@ from collections.abc import Iterator
 
 from switchx.bench.storage import make_batch, of_child, opened
 from switchx.models.config import ModelConfig, SwitchConfig
-from switchx.storage.cache import StorageSpec
 from switchx.training.job import TrainingJob
+from switchx.training.offload.storage_spec import StorageSpec
 from tests.promises.storage import make_job
 
 LAYERS, EXPERTS, D, ROWS, LENGTH = 8, 16, 128, 4, 8

@@ -32,15 +32,15 @@ from switchx.storage.cache import (
     SWEEPS,
     UPDATE,
     Cache,
-    StorageSpec,
     make_policy,
 )
 from switchx.storage.simulation import POLICIES
 from switchx.storage.snapshot import Snapshot
 from switchx.storage.trace import Trace, read_trace
 from switchx.training.job import TrainingJob
-from switchx.training.layered_runs import Bank
-from switchx.training.layered_step import ExpertBanks, LayeredGradients
+from switchx.training.offload.disk_runs import Bank
+from switchx.training.offload.disk_step import ExpertBanks, LayeredGradients
+from switchx.training.offload.storage_spec import StorageSpec
 from tests.promises.storage import (
     EXPERTS,
     LAYERS,

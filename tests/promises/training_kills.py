@@ -30,9 +30,9 @@ from switchx.data.objectives import CausalLM
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.own_code import python_words
-from switchx.storage.cache import StorageSpec
 from switchx.training.job import TrainingJob
 from switchx.training.loop import train
+from switchx.training.offload.storage_spec import StorageSpec
 from switchx.tree import named_leaves
 from tests.promises.storage import MODEL, differing_bits, make_job
 from tests.promises.storage_kills import Points

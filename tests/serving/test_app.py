@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from switchx.data.tokenizers import ByteVocabulary
-from switchx.inference.chosen_experts import ChosenExperts, on_host
 from switchx.inference.config import DecodingConfig
+from switchx.inference.offload.chosen_experts import ChosenExperts, on_host
 from switchx.inference.running_batch import Hypothesis
 from switchx.serving.answers import GrowingAnswer, JSONResponse, encoded
 from switchx.serving.app import make_app

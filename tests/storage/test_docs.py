@@ -11,9 +11,9 @@ import pytest
 
 from switchx.cli.main import main
 from switchx.gin_config import building
-from switchx.storage.cache import StorageSpec
 from switchx.storage.simulation import POLICIES
 from switchx.storage.trace import trace_of_choices
+from switchx.training.offload.storage_spec import StorageSpec
 from tests.processes import ROOT
 from tests.test_readme import commands, python_blocks
 
@@ -55,7 +55,7 @@ def test_gin_file_has_the_choice_and_is_read_after_a_runs_own(run, few_checks, c
     assert name == str(output)
     building.gin.clear_config()
     use = run.parent / "use.gin"
-    use.write_text(f"include {str(output)!r}\nSTORAGE = @cache.StorageSpec()\n")
+    use.write_text(f"include {str(output)!r}\nSTORAGE = @storage_spec.StorageSpec()\n")
     building.parse_files([str(run / "operative_config.gin"), str(use)], [], [])
     spec = building.build("STORAGE", StorageSpec)
     assert (spec.policy, spec.host_bytes) == (policy, int(num_bytes.replace(",", "")))

@@ -24,8 +24,7 @@ from switchx.data.vocabularies import save_vocabulary
 from switchx.models.config import SwitchConfig
 from switchx.models.unroll import unrolled
 from switchx.partitioning.mesh import MeshSpec
-from switchx.storage.cache import StorageSpec
-from switchx.training.distillation import (
+from switchx.training.distillation.soft_loss import (
     Distillation,
     Teacher,
     WrittenTeacher,
@@ -34,9 +33,10 @@ from switchx.training.distillation import (
     taught_by,
     with_weights_of,
 )
-from switchx.training.distilled_program import DistilledProgram
+from switchx.training.distillation.student import DistilledProgram
 from switchx.training.loop import train
 from switchx.training.losses import LossConfig
+from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.step import StepConfig, gradients, init_state
 from tests.data.refusals import refused
 from tests.training.jobs import (

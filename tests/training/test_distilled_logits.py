@@ -15,11 +15,15 @@ from switchx.data.tokenizers import TokenIdVocabulary
 from switchx.data.vocabularies import save_vocabulary
 from switchx.models.params import forward
 from switchx.partitioning.mesh import MeshSpec
-from switchx.storage.cache import StorageSpec
-from switchx.training.distillation import Distillation
-from switchx.training.distilled_folder import LogitsReader
-from switchx.training.distilled_logits import WrittenTeacherProgram, has_logits, write_logits
+from switchx.training.distillation.logits_folder import LogitsReader
+from switchx.training.distillation.soft_loss import Distillation
+from switchx.training.distillation.written_teacher import (
+    WrittenTeacherProgram,
+    has_logits,
+    write_logits,
+)
 from switchx.training.loop import train
+from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.start import program_of
 from switchx.training.step import StepConfig
 from tests.data.refusals import refused

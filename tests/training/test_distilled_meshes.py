@@ -14,12 +14,12 @@ import pytest
 from switchx import tree
 from switchx.optim.protocol import global_norm
 from switchx.partitioning.mesh import MeshSpec
-from switchx.training.distillation import (
+from switchx.training.distillation.soft_loss import (
     Distillation,
     Teacher,
     taught_by,
 )
-from switchx.training.distilled_program import DistilledProgram, as_teacher
+from switchx.training.distillation.student import DistilledProgram, as_teacher
 from switchx.training.step import StepConfig, gradients
 from tests.training.jobs import (
     DENSE,

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from switchx.training.goodput import (
+from switchx.training.telemetry.goodput import (
     COMPILE_EVENTS,
     CompileTime,
     Goodput,

@@ -17,15 +17,11 @@ from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
 from switchx.optim.protocol import Optax
 from switchx.optim.schedules import Constant
-from switchx.partitioning import host_ring
 from switchx.partitioning.mesh import MeshSpec
-from switchx.storage.cache import StorageSpec
-from switchx.training import host_program
-from switchx.training.host_program import HostProgram, require_host_memory
 from switchx.training.loop import train
-from switchx.training.program import TrainingProgram
-from switchx.training.programs import compiled_program
-from switchx.training.sliced_update import (
+from switchx.training.offload import host_program, host_ring
+from switchx.training.offload.host_program import HostProgram, require_host_memory
+from switchx.training.offload.host_step import (
     host_gradients,
     join_state,
     sliced_update,
@@ -33,6 +29,9 @@ from switchx.training.sliced_update import (
     tree_of_stacks,
     with_host_stacks,
 )
+from switchx.training.offload.storage_spec import StorageSpec
+from switchx.training.program import TrainingProgram
+from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig, gradients
 from tests.compilation import on_devices
 from tests.data.refusals import refused

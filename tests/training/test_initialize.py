@@ -12,12 +12,12 @@ from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.optim.schedules import LinearWarmup
 from switchx.partitioning.mesh import MeshSpec
-from switchx.storage.cache import StorageSpec
-from switchx.training.host_program import HostProgram
 from switchx.training.initialize import Source, assign
 from switchx.training.job import InitConfig
-from switchx.training.layered import LayeredProgram
 from switchx.training.loop import train
+from switchx.training.offload.disk_program import LayeredProgram
+from switchx.training.offload.host_program import HostProgram
+from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.programs import compiled_program
 from switchx.tree import named_leaves
 from tests.data.refusals import refused

@@ -22,14 +22,14 @@ from switchx.models.params import abstract_params
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
 from switchx.partitioning.mesh import MeshSpec
-from switchx.storage.cache import StorageSpec
 from switchx.storage.simulation import run_policy
 from switchx.storage.snapshot import Snapshot
 from switchx.storage.store import RecordStore
 from switchx.storage.trace import read_trace
-from switchx.training.host_program import HostProgram
-from switchx.training.layered import LayeredProgram
 from switchx.training.loop import train
+from switchx.training.offload.disk_program import LayeredProgram
+from switchx.training.offload.host_program import HostProgram
+from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig
 from tests.compilation import on_devices

@@ -15,10 +15,10 @@ import pytest
 from switchx.checkpoint.checkpointer import SaveError
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.checkpoint.verify import checkpoint_faults
-from switchx.storage.cache import StorageSpec
 from switchx.storage.record import RecordError
-from switchx.training.layered import LayeredProgram
 from switchx.training.loop import train
+from switchx.training.offload.disk_program import LayeredProgram
+from switchx.training.offload.storage_spec import StorageSpec
 from tests.processes import ROOT, child_environment
 from tests.training.jobs import make_batch
 from tests.training.test_layered import MODEL, E, disk_job, disk_program, trained

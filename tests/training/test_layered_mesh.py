@@ -16,9 +16,9 @@ from switchx.models.stages import split_blocks
 from switchx.optim.adamw import AdamW
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
-from switchx.storage.cache import StorageSpec
-from switchx.training.layered import LayeredProgram
-from switchx.training.layered_runs import Kind
+from switchx.training.offload.disk_program import LayeredProgram
+from switchx.training.offload.disk_runs import Kind
+from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig, gradients
 from tests.data.refusals import refused

@@ -20,10 +20,10 @@ from switchx.checkpoint.verify import checkpoint_faults
 from switchx.cli.main import main as switchx_main
 from switchx.distributed import connect, distributed
 from switchx.partitioning.mesh import MeshSpec
-from switchx.storage.cache import StorageSpec
 from switchx.storage.snapshot import parts_of
 from switchx.storage.store import RecordStore
 from switchx.training.loop import train
+from switchx.training.offload.storage_spec import StorageSpec
 from tests.compilation import on_devices
 from tests.processes import child_environment, free_port
 from tests.training.test_layered_mesh import MODEL, E, mesh_job

@@ -14,9 +14,9 @@ from switchx.models.config import RouterConfig
 from switchx.models.params import bind, forward, init_params
 from switchx.models.stages import init_run_experts, is_of_experts, model_runs, without_experts
 from switchx.training.evaluate import PLAIN_LOSS
-from switchx.training.layered_runs import joined
-from switchx.training.layered_step import LayeredGradients
 from switchx.training.losses import cross_entropy
+from switchx.training.offload.disk_runs import joined
+from switchx.training.offload.disk_step import LayeredGradients
 from switchx.training.step import StepConfig, gradients
 from tests.training.jobs import ENCODER_DECODER, LOSS, SPARSE, make_batch, make_params
 

@@ -11,7 +11,7 @@ from switchx.optim.adamw import AdamW
 from switchx.optim.protocol import apply_updates
 from switchx.optim.schedules import LinearWarmup
 from switchx.storage.record import require_types
-from switchx.training.lazy_update import LazyUpdate
+from switchx.training.offload.lazy_update import LazyUpdate
 
 SCHEDULE = LinearWarmup(0.1, 3)
 # Of a stack of 2 layers of 3 experts.

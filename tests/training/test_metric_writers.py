@@ -10,8 +10,8 @@ import pytest
 
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.training.loop import train
-from switchx.training.metric_writers import WeightsAndBiases
-from switchx.training.metrics import flat_scalars
+from switchx.training.telemetry.metric_writers import WeightsAndBiases
+from switchx.training.telemetry.metrics import flat_scalars
 from tests.data.refusals import refused
 from tests.training.jobs import DENSE, make_job
 from tests.training.test_loop import Events, tiny_job

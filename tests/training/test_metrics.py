@@ -13,7 +13,8 @@ from tensorboardX.proto.event_pb2 import Event
 
 from switchx.data.features import batch_digest
 from switchx.training.losses import TokenSums
-from switchx.training.metrics import (
+from switchx.training.step import StepMetrics
+from switchx.training.telemetry.metrics import (
     Interval,
     MetricsLog,
     SkippedBatches,
@@ -22,7 +23,6 @@ from switchx.training.metrics import (
     routing_metrics,
     token_metrics,
 )
-from switchx.training.step import StepMetrics
 from tests.training.jobs import DENSE, make_batch
 from tests.training.routing_stats import two_layers
 
@@ -201,7 +201,7 @@ def clock(monkeypatch):
     class Clock:
         now = 100.0
 
-    monkeypatch.setattr("switchx.training.metrics.time.perf_counter", lambda: Clock.now)
+    monkeypatch.setattr("time.perf_counter", lambda: Clock.now)
     return Clock
 
 

@@ -22,10 +22,10 @@ from switchx.optim.multipliers import moved_average, multipliers, with_multiplie
 from switchx.optim.protocol import Optax, apply_updates
 from switchx.optim.schedules import Constant
 from switchx.partitioning.mesh import MeshSpec
-from switchx.storage.cache import StorageSpec
-from switchx.training.host_program import HostProgram
-from switchx.training.layered import LayeredProgram
 from switchx.training.loop import train
+from switchx.training.offload.disk_program import LayeredProgram
+from switchx.training.offload.host_program import HostProgram
+from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig
 from switchx.tree import named_leaves

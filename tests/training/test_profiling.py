@@ -11,7 +11,7 @@ import pytest
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.main import main
 from switchx.training.loop import Outcome, train
-from switchx.training.profiling import ProfiledSteps, StepProfiler
+from switchx.training.telemetry.profiling import ProfiledSteps, StepProfiler
 from tests.data.refusals import refused
 from tests.integration.runs import SMALL, numbers
 from tests.training.jobs import make_job

@@ -17,9 +17,9 @@ from switchx.optim.adafactor import Adafactor
 from switchx.optim.protocol import global_norm
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
-from switchx.partitioning.schedule import ScheduleSpec
+from switchx.pipeline.schedule import ScheduleSpec
 from switchx.planner.layout import Layout
-from switchx.storage.cache import StorageSpec
+from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.program import TrainingProgram
 from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig, gradients

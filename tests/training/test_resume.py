@@ -28,11 +28,10 @@ from switchx.models.config import (
 from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant, WarmupCosine
 from switchx.partitioning.mesh import CompilerOptions, MeshSpec
-from switchx.partitioning.schedule import ScheduleSpec
-from switchx.storage.cache import StorageSpec
-from switchx.training.distillation import Distillation
+from switchx.pipeline.schedule import ScheduleSpec
+from switchx.training.distillation.soft_loss import Distillation
 from switchx.training.job import InitConfig, TrainingJob
-from switchx.training.metric_writers import WeightsAndBiases
+from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.resume import (
     check_same_model,
     check_same_run,
@@ -40,6 +39,7 @@ from switchx.training.resume import (
     write_run_config,
 )
 from switchx.training.step import StepConfig
+from switchx.training.telemetry.metric_writers import WeightsAndBiases
 from switchx.training.text_evaluation import TextEvaluation
 from tests.data.refusals import refused
 from tests.processes import ROOT

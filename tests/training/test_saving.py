@@ -12,8 +12,8 @@ import pytest
 from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.retention import Retention, rewind
 from switchx.checkpoint.run_folder import RunFolder
-from switchx.storage.cache import StorageSpec
 from switchx.training.loop import train
+from switchx.training.offload.storage_spec import StorageSpec
 from tests.data.refusals import refused
 from tests.training.jobs import SPARSE, make_job
 from tests.training.test_loop import Events, saved_steps, steps_in, tiny_job

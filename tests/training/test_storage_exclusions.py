@@ -19,13 +19,13 @@ from switchx.moe.capacity import drops_of_dropless
 from switchx.moe.config import RouterConfig, SwitchConfig
 from switchx.optim.protocol import Optax
 from switchx.partitioning.mesh import MeshSpec
-from switchx.storage.cache import StorageSpec
-from switchx.training.distillation import Distillation
-from switchx.training.host_program import HostProgram
+from switchx.training.distillation.soft_loss import Distillation
 from switchx.training.job import InitConfig, TrainingJob
-from switchx.training.layered import LayeredProgram
+from switchx.training.offload.disk_program import LayeredProgram
+from switchx.training.offload.exclusions import EXCLUSIONS
+from switchx.training.offload.host_program import HostProgram
+from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.step import StepConfig
-from switchx.training.storage_exclusions import EXCLUSIONS
 from switchx.training.text_evaluation import TextEvaluation
 from tests.cli.test_sources import OwnConfig
 from tests.training.jobs import SPARSE, make_job

@@ -24,9 +24,14 @@ from switchx.fields import require
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, init_params
 from switchx.moe.capacity import rows_of_groups
+from switchx.partitioning.mesh import PIPE
 from switchx.partitioning.rules import param_sharding
-from switchx.partitioning.ticks import PIPE
-from switchx.training.distillation import Teacher, check_teacher, taught_by, with_weights_of
+from switchx.training.distillation.soft_loss import (
+    Teacher,
+    check_teacher,
+    taught_by,
+    with_weights_of,
+)
 from switchx.training.evaluate import eval_step
 from switchx.training.expert_copies import CopiesProgram
 from switchx.training.job import TrainingJob

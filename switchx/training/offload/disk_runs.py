@@ -40,8 +40,8 @@ from switchx.partitioning.constrain import (
     gathered_params,
     whole,
 )
-from switchx.partitioning.pipeline import differentiate
-from switchx.partitioning.ticks import Op
+from switchx.pipeline.staged import differentiate
+from switchx.pipeline.ticks import Op
 from switchx.training.losses import (
     LossConfig,
     TokenSums,

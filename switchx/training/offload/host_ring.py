@@ -24,7 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from switchx.partitioning.host_stack import (
+from switchx.partitioning.mesh import HOST
+from switchx.training.offload.host_stack import (
     HostStack,
     constrained,
     empty,
@@ -34,7 +35,6 @@ from switchx.partitioning.host_stack import (
     to_host,
     with_slice,
 )
-from switchx.partitioning.mesh import HOST
 
 
 def layer_numbers(num_layers: int) -> jax.Array:

@@ -18,7 +18,7 @@ import jax
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.data_dir import write_atomically
 from switchx.fields import check_choices, require, without_gin
-from switchx.training.metrics import flat_scalars
+from switchx.training.telemetry.metrics import flat_scalars
 
 Write = Callable[[int, dict[str, float]], None]
 

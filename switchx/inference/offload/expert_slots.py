@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.sorted_rows import rows_of_groups
-from switchx.inference.expert_source import ExpertSource, Weights
+from switchx.inference.offload.expert_source import ExpertSource, Weights
 from switchx.inference.quantize import native
 from switchx.models.config import ModelConfig
 from switchx.moe.dropless import sort_into_rows

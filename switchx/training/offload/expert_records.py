@@ -36,9 +36,9 @@ from switchx.storage.snapshot import part_of, parts_of
 from switchx.storage.store import NUM_THREADS, RecordStore, process_folder, remove_stores
 from switchx.storage.trace import TraceLog
 from switchx.training.job import TrainingJob
-from switchx.training.layered_banks import DeviceBanks
-from switchx.training.layered_runs import Bank
-from switchx.training.lazy_update import ExpertForm, LazyUpdate
+from switchx.training.offload.disk_banks import DeviceBanks
+from switchx.training.offload.disk_runs import Bank
+from switchx.training.offload.lazy_update import ExpertForm, LazyUpdate
 from switchx.tree import named_leaves
 
 # Steps within which an expert was used that is fetched before the router has chosen.

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from switchx.partitioning.chunks import add_to_chunk, chunk_of
-from switchx.partitioning.schedule import Schedule
-from switchx.partitioning.ticks import (
+from switchx.partitioning.mesh import PIPE
+from switchx.pipeline.chunks import add_to_chunk, chunk_of
+from switchx.pipeline.schedule import Schedule
+from switchx.pipeline.ticks import (
     IF_ACTIVE,
     IF_LAST,
-    PIPE,
     Lane,
     Op,
     Stage,

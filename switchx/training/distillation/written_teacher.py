@@ -25,15 +25,15 @@ from switchx.data.vocabularies import load_vocabulary, save_vocabulary
 from switchx.fields import require
 from switchx.manifest import write_manifest
 from switchx.partitioning.collectives import connect_processes
-from switchx.training.distillation import Teacher, WrittenTeacher, taught_by
-from switchx.training.distilled_folder import (
+from switchx.training.distillation.logits_folder import (
     CHECKSUM,
     MANIFEST,
     LogitsReader,
     LogitsWriter,
     folder_of_all,
 )
-from switchx.training.distilled_program import DistilledProgram, require_beside_step
+from switchx.training.distillation.soft_loss import Teacher, WrittenTeacher, taught_by
+from switchx.training.distillation.student import DistilledProgram, require_beside_step
 from switchx.training.evaluate import eval_step
 from switchx.training.expert_copies import CopiesProgram
 from switchx.training.job import TrainingJob

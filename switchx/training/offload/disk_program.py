@@ -29,10 +29,10 @@ from switchx.optim.protocol import global_norm
 from switchx.storage.record import StoreError
 from switchx.training.evaluate import PLAIN_LOSS, sampled
 from switchx.training.expert_copies import task_notes
-from switchx.training.expert_records import ExpertRecords
 from switchx.training.job import TrainingJob
-from switchx.training.layered_runs import joined
-from switchx.training.layered_step import LayeredGradients
+from switchx.training.offload.disk_runs import joined
+from switchx.training.offload.disk_step import LayeredGradients
+from switchx.training.offload.expert_records import ExpertRecords
 from switchx.training.program import TrainingProgram
 from switchx.training.step import TrainState, init_key, init_state, take_step
 

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from switchx.partitioning.chunks import chunk_of, move_chunks
 from switchx.partitioning.constrain import constrain_named
-from switchx.partitioning.schedule import Ops, Schedule
+from switchx.partitioning.mesh import PIPE
+from switchx.pipeline.chunks import chunk_of, move_chunks
+from switchx.pipeline.schedule import Ops, Schedule
 
-PIPE = "pipe"
 # What a conditional of a tick asks, as a scope of names: programs are counted by them.
 IF_ACTIVE, IF_FIRST, IF_LAST = "if_any_active", "if_any_first", "if_any_last"
 

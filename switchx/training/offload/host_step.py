@@ -2,7 +2,7 @@
 """A training step whose experts, and what the optimizer keeps for them, are in host memory.
 
 SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2. Gradients are those of `step.py`, where
-`partitioning/host_ring.py` takes the place of the scan over layers. The optimizer runs on one
+`host_ring.py` takes the place of the scan over layers. The optimizer runs on one
 layer of one parameter at a time: slices are copied to the device, updated, and written where
 they were, so the device has a few slices and the host one copy of the state. The loop has no
 turns in a step that is not finite; a conditional around it would copy the arrays on GPUs.
@@ -21,8 +21,9 @@ from switchx.axes import dims_of
 from switchx.models.layer_loop import LayerLoop, scan_layers, use_layer_loop
 from switchx.models.stages import is_of_experts
 from switchx.optim.protocol import apply_updates, global_norm
-from switchx.partitioning.host_ring import layer_numbers, ring_scan
-from switchx.partitioning.host_stack import (
+from switchx.training.microbatches import added_gradients, into_microbatches
+from switchx.training.offload.host_ring import layer_numbers, ring_scan
+from switchx.training.offload.host_stack import (
     HostStack,
     add_gradients,
     host_stacks,
@@ -32,7 +33,6 @@ from switchx.partitioning.host_stack import (
     with_totals,
     zero_gradients,
 )
-from switchx.training.microbatches import added_gradients, into_microbatches
 from switchx.training.step import TrainState, gradients, seam_of, take_step
 
 

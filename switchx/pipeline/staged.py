@@ -19,16 +19,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from switchx.partitioning.chunks import add_to_chunk, chunk_of
 from switchx.partitioning.constrain import constrain_named
+from switchx.partitioning.mesh import PIPE
 from switchx.partitioning.optimizer_slices import is_scattered, scattered_sums
 from switchx.partitioning.replicas import on_own_rows
 from switchx.partitioning.rules import MeshAxes
-from switchx.partitioning.schedule import NONE, Schedule
-from switchx.partitioning.ticks import (
+from switchx.pipeline.chunks import add_to_chunk, chunk_of
+from switchx.pipeline.schedule import NONE, Schedule
+from switchx.pipeline.ticks import (
     IF_ACTIVE,
     IF_LAST,
-    PIPE,
     Lane,
     Op,
     Stage,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A program of a model whose layers of experts stream from host memory through two slots.
 
-`inference/ring_decode.py` says what for. A program is traced with `AbsentExperts` and cut where
+`ring_decode.py` says what for. A program is traced with `AbsentExperts` and cut where
 its Switch layers are, as by `ChosenExperts`; here the parts are one compiled program again, and
 between two of them stands a layer whose experts are resident or in a slot. The copy into a slot
 begins when the layer that was in it has been computed, so that it runs beside the other slot's.
@@ -17,13 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from switchx import tree
-from switchx.inference.cut_program import CutProgram, donated_leaves, kind_of, traced
-from switchx.inference.expert_slots import run_layer
-from switchx.inference.expert_source import Weights
+from switchx.inference.offload.cut_program import CutProgram, donated_leaves, kind_of, traced
+from switchx.inference.offload.expert_slots import run_layer
+from switchx.inference.offload.expert_source import Weights
+from switchx.inference.offload.streaming import streamed_layers
 from switchx.inference.programs import PROGRAMS
 from switchx.inference.quantize import native
 from switchx.inference.run_exported import form_of, host_form, host_memory_kind
-from switchx.inference.streaming import streamed_layers
 from switchx.models.config import ModelConfig
 
 

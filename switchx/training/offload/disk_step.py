@@ -31,8 +31,8 @@ from switchx.models.stages import (
     stack_names,
 )
 from switchx.storage.cache import BACKWARD, FORWARD
-from switchx.training.layered_runs import Bank, Kind, RunPrograms
 from switchx.training.losses import LossConfig
+from switchx.training.offload.disk_runs import Bank, Kind, RunPrograms
 
 
 class ExpertBanks(Protocol):

@@ -22,21 +22,21 @@ from switchx.models.stages import (
     model_runs,
     without_experts,
 )
-from switchx.partitioning.host_ring import require_sound_ring
-from switchx.partitioning.host_stack import empty, to_device, to_host
 from switchx.partitioning.mesh import HOST, platform_of
 from switchx.partitioning.rules import param_table
 from switchx.training.evaluate import eval_step
 from switchx.training.expert_copies import task_notes
 from switchx.training.job import TrainingJob
-from switchx.training.program import TrainingProgram
-from switchx.training.sliced_update import (
+from switchx.training.offload.host_ring import require_sound_ring
+from switchx.training.offload.host_stack import empty, to_device, to_host
+from switchx.training.offload.host_step import (
     LAYERS_FROM_HOST,
     SlicedState,
     host_train_step,
     join_state,
     with_host_stacks,
 )
+from switchx.training.program import TrainingProgram
 from switchx.training.step import TrainState, init_key, init_state
 
 

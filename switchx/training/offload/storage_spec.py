@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a run's experts are: on the devices, in host memory, or on a disk.
+
+SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.
+"""
+
+import dataclasses
+from typing import Literal
+
+from switchx.fields import at_resume, check_choices, require, require_at_least
+from switchx.storage import PolicyName
+
+
+@dataclasses.dataclass(frozen=True)
+class StorageSpec:
+    """Where experts and what their optimizer keeps are in training.
+
+    It changes no number beyond rounding, so all of it may change when a run is resumed.
+
+    Attributes:
+        experts: `device`, with all else; `host`, in the host's memory, from where a program
+            copies those of a few runs of blocks to the device; or `disk`, a record an expert,
+            of which the host's memory caches some and the device has those of a few runs.
+        slots: runs of blocks whose experts are on the device at once.
+        host_bytes: of `disk`: host memory for records; None is room for all of them.
+        path: of `disk`: a folder for the records, of this run alone, deleted when a run begins;
+            None is in the run folder. Checkpoints link to the records where they are on the
+            same file system, and copy them where not.
+        policy: which record makes room for another.
+    """
+
+    experts: Literal["device", "host", "disk"] = at_resume("device")
+    slots: int = at_resume(2)
+    host_bytes: int | None = at_resume(None)
+    path: str | None = at_resume(None)
+    policy: PolicyName = at_resume("next_use")
+
+    def __post_init__(self):
+        check_choices(self)
+        require_at_least(self, 1, "host_bytes")
+        require(
+            self.slots >= 2,
+            f"StorageSpec.slots={self.slots}: experts are moved to one slot while those in "
+            "another are computed with; use at least 2",
+        )
