@@ -297,7 +297,9 @@ def from_description(cls: type, description: dict[str, Any], where: str):
                 "by another version of switchx: read it with that one, or correct the file"
             )
     for name, hint in _hints(cls).items():
-        if name in values and not _fits(values[name], hint):
+        # Others are written by name or as lists: the class checks them.
+        is_plain = {*_alternatives(hint)} <= {int, float, str, bool, type(None)}
+        if is_plain and name in values and not fits(values[name], hint):
             raise ValueError(
                 f"{where}: {cls.__name__}.{name}={values[name]!r:.80} is of type "
                 f"{type(values[name]).__name__}, not what is written there; correct the file"
@@ -310,15 +312,27 @@ def _classes(hint) -> tuple[type, ...]:
     return tuple(each for each in _alternatives(hint) if isinstance(each, type))
 
 
-def _fits(value, hint) -> bool:
-    """Whether a value is of a hint of numbers and texts; any is of another hint."""
-    of = {float: (int, float), type(None): (type(None),)}
-    kinds = _alternatives(hint)
-    if not set(kinds) <= {int, float, str, bool, type(None)}:
+def fits(value, hint) -> bool:
+    """Whether a value is of a type's annotation.
+
+    A whole number is a float and True is no number; lists and tuples are one, and the items of
+    those of one type are looked at; a protocol takes anything.
+    """
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or getattr(hint, "_is_protocol", False):
         return True
-    return any(isinstance(value, of.get(kind, (kind,))) for kind in kinds) and (
-        bool in kinds or not isinstance(value, bool)
-    )
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, argument) for argument in arguments)
+    if origin is Literal:
+        return value in arguments
+    if hint in (int, float):
+        numbers = (int, float) if hint is float else int
+        return isinstance(value, numbers) and not isinstance(value, bool)
+    if origin in (tuple, list) or getattr(origin, "__module__", "") == "collections.abc":
+        if isinstance(value, list | tuple) and len({*arguments} - {...}) == 1:
+            return all(fits(item, arguments[0]) for item in value)
+        return isinstance(value, list | tuple | dict) or callable(value)
+    return not isinstance(origin or hint, type) or isinstance(value, origin or hint)
 
 
 def _import_named(name: str, expected: type, where: str) -> type:

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from switchx.cli.main import _parser
-from switchx.gin_config import building
+from switchx.gin_config import building, gin_internals
 from tests.cli.test_docs import parsers
 from tests.test_configs import describe_run
 
@@ -51,7 +51,7 @@ def snippets() -> dict[str, str]:
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with building._gin_restored():
+    with gin_internals.restored():
         yield
 
 

@@ -21,7 +21,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import gin
 
-from switchx.fields import without_gin
+from switchx.fields import fits, without_gin
+from switchx.gin_config import gin_internals
 from switchx.gin_config.errors import explain, module_that_failed, place_of
 from switchx.gin_config.files import (
     as_of_today,
@@ -69,7 +70,7 @@ def job_from_gin(
             raise ConfigurationError(f"{name} is one text, {texts!r}; give a list, [{texts!r}]")
     if not files:
         raise ConfigurationError("gin_files is empty; give one from configs/runs")
-    with _gin_restored():
+    with gin_internals.restored():
         job = parse_job(list(map(os.fspath, files)), gin_bindings, gin_search_paths)
         return _plain_functions(job)
 
@@ -86,28 +87,6 @@ def parse_job(
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     return job
-
-
-@contextlib.contextmanager
-def _gin_restored() -> Iterator[None]:
-    """Gin's configuration, registry and readers of files are at the end what they were."""
-    of = gin.config
-    names = ("_CONFIG", "_CONFIG_PROVENANCE", "_SINGLETONS", "_IMPORTS", "_OPERATIVE_CONFIG")
-    names += ("_INVERSE_REGISTRY", "_LOCATION_PREFIXES", "_FILE_READERS")
-    held = {name: getattr(of, name) for name in names if hasattr(of, name)}
-    before = {name: copy.copy(table) for name, table in held.items()}
-    selectors = set(dict(of._REGISTRY.items()))
-    is_locked = gin.config_is_locked()
-    try:
-        yield
-    finally:
-        # In place: gin's functions hold these very containers.
-        for name, table in held.items():
-            table.clear()
-            (table.extend if isinstance(table, list) else table.update)(before[name])
-        for selector in set(dict(of._REGISTRY.items())) - selectors:
-            of._REGISTRY.pop(selector)
-        of._set_config_is_locked(is_locked)
 
 
 def _plain_functions(value):
@@ -141,10 +120,8 @@ def parse_files(
     gin.clear_config()
     roots = config_roots(search_paths)
     reading: list[str] = []
-    # Gin can only append to these. Its reader of files inside of Python packages goes: it
-    # takes the `runs/` of `runs/x.gin` for a package, and any folder of that name for one.
-    gin.config._LOCATION_PREFIXES[:] = map(str, roots)
-    gin.config._FILE_READERS[:] = [(lambda path: _open(path, reading), os.path.isfile)]
+    places = list(map(str, roots))
+    gin_internals.read_files(places, lambda path: _open(path, reading), os.path.isfile)
     for file in files:
         if not any((root / file).is_file() for root in roots):
             raise ConfigurationError(missing_file(file, roots))
@@ -178,7 +155,7 @@ def _parse_bindings(bindings: Iterable[str]) -> None:
 
 def macro_names() -> list[str]:
     """Names of all macros that the parsed files define."""
-    return sorted(scope for scope, selector in gin.config._CONFIG if selector == "gin.macro")
+    return sorted(gin_internals.macros())
 
 
 def build(macro: str, expected: type):
@@ -208,11 +185,10 @@ def build(macro: str, expected: type):
 
 def _refuse_bound_functions(value) -> None:
     """Refuses bindings of a function that is a field's value: it is saved by its name alone."""
-    functions = set(_functions_in(value))
-    for scope, selector in gin.config._CONFIG:
-        known = gin.config._REGISTRY.get(selector)
-        if known is not None and known.wrapped in functions:
-            names = ", ".join(gin.config._CONFIG[scope, selector])
+    functions, registered = set(_functions_in(value)), gin_internals.registered()
+    for (_, selector), bound in gin_internals.bindings().items():
+        if registered.get(selector) in functions:
+            names = ", ".join(bound)
             raise ConfigurationError(
                 f"{selector} is bound ({names}), but a run folder has the name of a function "
                 "alone, and the run could not be told from one with other values; bind the "
@@ -239,9 +215,7 @@ def require_effect(macro: str, bindings: Sequence[str]) -> None:
         ConfigurationError: nothing read the name of a binding, or nothing read a macro of
             the files and a name much like it was read.
     """
-    read = gin.config._OPERATIVE_CONFIG
-    used = {(selector, name) for (_, selector), names in read.items() for name in names}
-    macros = {scope for scope, selector in read if selector == "gin.macro"}
+    used, macros = gin_internals.read_parameters(), gin_internals.read_macros()
     for binding in bindings:
         name = binding.partition("=")[0].strip()
         if "." not in name:
@@ -252,7 +226,7 @@ def require_effect(macro: str, bindings: Sequence[str]) -> None:
                     "reads it"
                 )
             continue
-        key = gin.config.ParsedBindingKey.parse(name)
+        key = gin_internals.key_of(name)
         if (key.complete_selector, key.arg_name) not in used:
             raise ConfigurationError(
                 f"--gin.{name} has no effect: this configuration builds no "
@@ -282,7 +256,7 @@ def check_types(value, path: str = "") -> None:
     hints = typing.get_type_hints(type(value))
     for field in dataclasses.fields(value):
         name, item = f"{path}.{field.name}", getattr(value, field.name)
-        if not _fits(item, hints[field.name]):
+        if not fits(item, hints[field.name]):
             raise ConfigurationError(_type_message(name, item, hints[field.name]))
         parts = {name: item}
         if isinstance(item, list | tuple):
@@ -302,7 +276,7 @@ def _wrong_type(error: Exception) -> str | None:
             value = copy.deepcopy(gin.query_parameter(f"{name[1]}.{field}"))
         except ValueError:
             continue  # not bound: it has its default
-        if not _fits(value, hint):
+        if not fits(value, hint):
             return _type_message(f"{name[1]}.{field}", value, hint)
     return None
 
@@ -316,7 +290,7 @@ def _type_message(name: str, value, hint) -> str:
             f"@{value.__name__}() with parentheses to build one"
         )
     said = f"{name}={value!r} is of type {type(value).__name__}; expected {expected}"
-    if _fits("", hint) and isinstance(value, int | float):
+    if fits("", hint) and isinstance(value, int | float):
         of = [scope for scope in macro_names() if _is_value_of(scope, value)] or [name]
         text = "TEXT" if isinstance(value, float) else value  # 1e5 is 100000.0
         said += f": a text that reads as a number needs quotes, --gin.{of[0]}='\"{text}\"'"
@@ -324,26 +298,8 @@ def _type_message(name: str, value, hint) -> str:
 
 
 def _is_value_of(macro: str, value) -> bool:
-    held = gin.config._CONFIG[macro, "gin.macro"].get("value")
+    held = gin_internals.macros()[macro]
     return type(held) is type(value) and held == value
-
-
-def _fits(value, hint) -> bool:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint is typing.Any or getattr(hint, "_is_protocol", False):
-        return True
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, argument) for argument in arguments)
-    if origin is typing.Literal:
-        return value in arguments
-    if hint in (int, float):
-        numbers = (int, float) if hint is float else int
-        return isinstance(value, numbers) and not isinstance(value, bool)
-    if origin in (tuple, list) or getattr(origin, "__module__", "") == "collections.abc":
-        if isinstance(value, list | tuple) and len({*arguments} - {...}) == 1:
-            return all(_fits(item, arguments[0]) for item in value)
-        return isinstance(value, list | tuple | dict) or callable(value)
-    return not isinstance(origin or hint, type) or isinstance(value, origin or hint)
 
 
 @contextlib.contextmanager
@@ -406,11 +362,11 @@ def _check_binding(binding: str) -> None:
 def _scopes_of(name: str) -> list[str]:
     """Scopes in which the files bind a parameter; none where its class is unknown."""
     try:
-        key = gin.config.ParsedBindingKey.parse(name)
+        key = gin_internals.key_of(name)
     except Exception:  # parsing the binding will say what is wrong with it
         return []
     return sorted(
         scope
-        for (scope, selector), parameters in gin.config._CONFIG.items()
-        if scope and selector == key.complete_selector and key.arg_name in parameters
+        for (scope, selector), bound in gin_internals.bindings().items()
+        if scope and selector == key.complete_selector and key.arg_name in bound
     )

@@ -9,8 +9,7 @@ import sys
 import traceback
 from pathlib import Path
 
-import gin
-
+from switchx.gin_config import gin_internals
 from switchx.gin_config.files import MOVED, close_file, config_roots, did_you_mean
 
 _PLACE = re.compile(r'In file "([^"]+)", line (\d+)')
@@ -68,19 +67,17 @@ def explain(error: Exception, reading: str | None = None) -> str:
 
 def _required(name: str) -> str:
     names = {name.partition("/")[0]: None}
-    for (scope, selector), bindings in gin.config._CONFIG.items():
-        if selector == "gin.macro" and str(bindings.get("value")) == "%gin.REQUIRED":
-            names[scope] = None
+    held = gin_internals.macros().items()
+    names |= {macro: None for macro, value in held if str(value) == "%gin.REQUIRED"}
     flags = " ".join(f"--gin.{each}=VALUE" for each in names)
     verb = "is" if len(names) == 1 else "are"
     return f"{', '.join(names)} {verb} required and not set; give {flags}"
 
 
 def _no_parameter(selector: str, parameter: str) -> str:
-    matches = gin.config._REGISTRY.get_all_matches(selector)
-    known = [
-        name for each in matches[:1] for name in inspect.signature(each.wrapped).parameters
-    ]
+    registered = gin_internals.registered().items()
+    found = (each for name, each in registered if f".{name}".endswith(f".{selector}"))
+    known = [name for each in [*found][:1] for name in inspect.signature(each).parameters]
     return (
         f"{selector} has no parameter {parameter!r}{did_you_mean(parameter, known)}; it has "
         f"{', '.join(known) or 'none'}"
@@ -88,7 +85,7 @@ def _no_parameter(selector: str, parameter: str) -> str:
 
 
 def _no_configurable(selector: str) -> str:
-    known = {name.rpartition(".")[2] for name, _ in gin.config._REGISTRY.items()}
+    known = {name.rpartition(".")[2] for name in gin_internals.registered()}
     stem = selector.rpartition(".")[2]
     return (
         f"there is no {selector!r}{did_you_mean(stem, known)}; a gin file has to import its "
@@ -134,8 +131,7 @@ def _no_module(name: str) -> str:
 
 
 def _no_macro(name: str) -> str:
-    known = [scope for scope, selector in gin.config._CONFIG if selector == "gin.macro"]
-    return f"nothing defines the macro %{name}{did_you_mean(name, known)}"
+    return f"nothing defines the macro %{name}{did_you_mean(name, gin_internals.macros())}"
 
 
 def _no_file(name: str) -> str:

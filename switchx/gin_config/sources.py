@@ -19,6 +19,7 @@ import gin
 from switchx.checkpoint.run_folder import RunFolder, read_model_config
 from switchx.data.vocabularies import read_or_trained
 from switchx.fields import describe, differences, require
+from switchx.gin_config import gin_internals
 from switchx.gin_config.writing import MODEL_FILE, OF_THE_RUN
 from switchx.models.config import ModelConfig
 
@@ -46,7 +47,7 @@ def take_sources(bindings: Sequence[str]) -> None:
     model = None if source is None else _model_of(source)
     if model is not None:
         _bind_model(model, source, is_whole="INIT_FROM" in flags and not _has_rules())
-    has_file = ("VOCABULARY_FILE", "gin.macro") in gin.config._CONFIG
+    has_file = "VOCABULARY_FILE" in gin_internals.macros()
     if has_file and "INIT_FROM" in flags and "VOCABULARY_FILE" not in flags:
         gin.parse_config(f"VOCABULARY_FILE = {source!r}")
     if model is None:
@@ -164,13 +165,13 @@ def _bound() -> dict[tuple[str, str], object]:
     """What is bound, by class and field."""
     return {
         (selector.rpartition(".")[2], name): value
-        for (_, selector), values in gin.config._CONFIG.items()
+        for (_, selector), values in gin_internals.bindings().items()
         for name, value in values.items()
     }
 
 
 def _has_model() -> bool:
-    model = gin.config._CONFIG.get(("MODEL", "gin.macro"), {}).get("value")
+    model = gin_internals.macros().get("MODEL")
     is_ours = getattr(model, "selector", "").rpartition(".")[2] == ModelConfig.__name__
     return not is_ours or ("ModelConfig", "architecture") in _bound()
 
@@ -181,7 +182,7 @@ def _has_rules() -> bool:
 
 def _macro(name: str, kind=str):
     """A macro's value, through macros that it names; None where it is of no such type."""
-    value = gin.config._CONFIG.get((name, "gin.macro"), {}).get("value")
+    value = gin_internals.macros().get(name)
     if (other := _macro_of(value)) not in (None, name):
         return _macro(other, kind)
     return value if isinstance(value, kind) else None

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that switchx takes of gin's private names, so that another version of gin is met here.
+
+Gin has no public way to be left as it was, to replace the places and readers of its files, or
+to say what is bound. The names are those of gin-config 0.5.0, the only version with
+`dynamic_registration`, and of its repository since then; any other is refused at import.
+"""
+
+import contextlib
+import copy
+import importlib.metadata
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import gin
+from gin.selector_map import SelectorMap
+
+_MACRO = "gin.macro"
+_TABLES = {
+    "_CONFIG": dict,
+    "_SINGLETONS": dict,
+    "_IMPORTS": set,
+    "_OPERATIVE_CONFIG": dict,
+    "_INVERSE_REGISTRY": dict,
+    "_LOCATION_PREFIXES": list,
+    "_FILE_READERS": list,
+}
+_OTHERS = {"_REGISTRY": SelectorMap, "_set_config_is_locked": types.FunctionType}
+# Of the repository, after 0.5.0.
+_LATER = {"_CONFIG_PROVENANCE": dict}
+
+
+def require_names() -> None:
+    """Checks that gin has every name with the type that this file takes it for.
+
+    Raises:
+        ImportError: it has not; says the version, the names and the way out.
+    """
+    expected = _TABLES | _OTHERS
+    expected |= {name: kind for name, kind in _LATER.items() if hasattr(gin.config, name)}
+    found = {name: getattr(gin.config, name, None) for name in expected}
+    wrong = [
+        f"{name} is a {type(found[name]).__name__} for a {kind.__name__}"
+        if name in vars(gin.config)
+        else f"there is no {name}"
+        for name, kind in expected.items()
+        if not isinstance(found[name], kind)
+    ]
+    if wrong:
+        raise ImportError(
+            f"gin-config {importlib.metadata.version('gin-config')} has other internals than "
+            f"0.5.0: {'; '.join(wrong)}; run `pip install gin-config==0.5.0`"
+        )
+
+
+require_names()
+
+
+@contextlib.contextmanager
+def restored() -> Iterator[None]:
+    """Gin's configuration, registry and readers of files are at the end what they were."""
+    names = [name for name in _TABLES | _LATER if hasattr(gin.config, name)]
+    held = {name: getattr(gin.config, name) for name in names}
+    before = {name: copy.copy(table) for name, table in held.items()}
+    known, is_locked = registered().keys(), gin.config_is_locked()
+    try:
+        yield
+    finally:
+        # In place: gin's functions hold these very containers.
+        for name, table in held.items():
+            table.clear()
+            (table.extend if isinstance(table, list) else table.update)(before[name])
+        for selector in registered().keys() - known:
+            gin.config._REGISTRY.pop(selector)
+        gin.config._set_config_is_locked(is_locked)
+
+
+def read_files(places: list[str], open_: Callable, is_file: Callable[[str], bool]) -> None:
+    """Lets gin look up files in these places alone, and read them by `open_` alone.
+
+    Gin can only append to both. Its reader of files inside of Python packages goes: it takes
+    the `runs/` of `runs/x.gin` for a package, and any folder of that name for one.
+    """
+    gin.config._LOCATION_PREFIXES[:] = places
+    gin.config._FILE_READERS[:] = [(open_, is_file)]
+
+
+def bindings() -> Mapping[tuple[str, str], Mapping[str, Any]]:
+    """(scope, selector) -> parameter -> value, of all that is bound, macros among it."""
+    return gin.config._CONFIG
+
+
+def macros() -> dict[str, Any]:
+    """What each macro is bound to, by name."""
+    return {
+        scope: bound.get("value")
+        for (scope, selector), bound in bindings().items()
+        if selector == _MACRO
+    }
+
+
+def read_macros() -> set[str]:
+    """Names of the macros that something has read since the configuration was cleared."""
+    return {scope for scope, selector in gin.config._OPERATIVE_CONFIG if selector == _MACRO}
+
+
+def read_parameters() -> set[tuple[str, str]]:
+    """(selector, parameter) of all that something has read since then."""
+    read = gin.config._OPERATIVE_CONFIG
+    return {(selector, name) for (_, selector), names in read.items() for name in names}
+
+
+def key_of(name: str):
+    """The scope, the selectors and the parameter of `scope/module.Class.parameter`.
+
+    Raises:
+        ValueError: nothing of this name is registered.
+    """
+    return gin.config.ParsedBindingKey.parse(name)
+
+
+def registered() -> dict[str, Callable]:
+    """The classes and functions that gin may configure, by selector."""
+    return {selector: each.wrapped for selector, each in gin.config._REGISTRY.items()}
