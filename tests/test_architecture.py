@@ -43,10 +43,8 @@ ARROWS = {
     "models.stored_experts": ("models.config",),
     "inference.offload.streaming": ("models.flops", "hardware"),
     "planner": (
-        "models.flops",
-        "models.stored_experts",
-        "partitioning",
-        "inference.offload.streaming",
+        *("models.flops", "models.stored_experts", "inference.offload.streaming"),
+        *("pipeline", "partitioning"),
     ),
     "interop": ("models", "tree", "manifest", "data"),
     "analysis": ("moe.stats", "pipeline.schedule", "npz"),
