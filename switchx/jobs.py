@@ -19,11 +19,11 @@ import jax
 from switchx import api
 from switchx.checkpoint.restore import choose_step, restore_params
 from switchx.checkpoint.run_folder import RunFolder
-from switchx.data.data_dir import write_atomically
 from switchx.data.evaluation import evaluation_examples, prediction_rows
 from switchx.data.mixtures import Mixture, evaluated_tasks
 from switchx.data.tasks import Task
 from switchx.fields import require
+from switchx.files import write_atomically
 from switchx.gin_config.building import job_from_gin
 from switchx.gin_config.files import configuration_of
 from switchx.gin_config.writing import job_gin, model_gin

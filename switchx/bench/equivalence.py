@@ -27,7 +27,7 @@ from switchx.moe.config import DISPATCHERS
 from switchx.moe.dispatchers import refusal
 from switchx.moe.experts import ReplicatedWeight
 from switchx.moe.layer import SwitchFFN
-from switchx.optim.protocol import global_norm
+from switchx.optim.updates import global_norm
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import AXES, MeshSpec, named_axes
 from switchx.partitioning.rules import SLICED_RULES, Rules, param_shardings

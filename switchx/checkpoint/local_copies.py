@@ -40,7 +40,7 @@ from switchx.checkpoint.items import (
 )
 from switchx.checkpoint.parts import bounds_of, crc32_of, gathered, require_of_all
 from switchx.checkpoint.run_folder import RunFolder
-from switchx.data.data_dir import write_atomically
+from switchx.files import write_atomically
 from switchx.manifest import damages, new_folder, read_manifest, write_manifest
 from switchx.tree import Tree, named_leaves
 

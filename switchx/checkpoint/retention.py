@@ -21,8 +21,8 @@ from switchx.checkpoint.manifest import MANIFEST, Manifest, numbers_of, read_man
 from switchx.checkpoint.parts import ChecksummedArrays
 from switchx.checkpoint.restore import checkpoint_paths, choose_step
 from switchx.checkpoint.run_folder import RunFolder
-from switchx.data.data_dir import write_atomically
 from switchx.fields import check_choices, require, require_above_zero, require_at_least
+from switchx.files import write_atomically
 from switchx.object_store import Folder, is_address, remove
 
 logger = logging.getLogger(__name__)

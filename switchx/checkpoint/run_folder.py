@@ -25,9 +25,9 @@ from jax.experimental import multihost_utils
 from switchx.checkpoint.items import require_same_leaves
 from switchx.checkpoint.manifest import Manifest, write_manifest
 from switchx.checkpoint.parts import ChecksummedArrays, SaveArrays
-from switchx.data.data_dir import write_atomically
 from switchx.data.vocabularies import save_vocabulary
 from switchx.fields import describe, require
+from switchx.files import write_atomically
 from switchx.models.config import ModelConfig, model_from_description
 from switchx.models.params import abstract_params
 from switchx.object_store import (

@@ -87,7 +87,7 @@ def add_command(commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from switchx.bench.report import Check, Report
     from switchx.compiled.workload import fitting_group_size, workload_of
-    from switchx.data.data_dir import write_atomically
+    from switchx.files import write_atomically
     from switchx.gin_config.writing import mesh_gin
     from switchx.hardware.spec import load_hardware
     from switchx.planner.search import GROUPS_DO_NOT_DIVIDE, explain

@@ -62,9 +62,9 @@ def add_command(commands) -> None:
 def run_report(arguments: argparse.Namespace) -> int:
     from switchx.analysis.report import all_sections, page, read_run
     from switchx.checkpoint.run_folder import RunFolder, read_sparse_model_config
-    from switchx.data.data_dir import write_atomically
     from switchx.data.token_classes import token_classes
     from switchx.data.vocabularies import load_vocabulary
+    from switchx.files import write_atomically
 
     folder = RunFolder(arguments.model_dir)
     model = read_sparse_model_config(folder)

@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     import pathlib
 
     from switchx.bench.report import Report
-    from switchx.data.data_dir import write_atomically
+    from switchx.files import write_atomically
     from switchx.storage import simulation
 
     trace = _trace(arguments)

@@ -2,7 +2,6 @@
 """Where data lies: the folder the user names, `SWITCHX_DATA_DIR`, the cache, in this order."""
 
 import os
-import secrets
 from pathlib import Path
 
 ENVIRONMENT_VARIABLE = "SWITCHX_DATA_DIR"
@@ -70,14 +69,3 @@ def find_or_place(relative: str, data_dir: str | None) -> Path:
         if (folder / relative).exists():
             return folder / relative
     return writable_dir(data_dir) / relative
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file that is whole or not there, whatever other process writes or is killed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -23,10 +23,10 @@ import grain
 import numpy as np
 
 from switchx.data.features import Example, Features
+from switchx.data.packing import OPEN_ROWS, fits, pack_rows
 from switchx.data.tasks import OpenTask
 
 LANES = 8
-OPEN_ROWS = 8
 # Records in a row that may give no example before that is an error (at most 100 epochs).
 _MOST_SKIPPED = 100_000
 # Fewer records are permuted in memory; Grain's cipher works on blocks of 16 bits and would
@@ -209,37 +209,6 @@ class RowStream:
         return [] if example is None else [[example]]
 
 
-def pack_rows(
-    examples: "ExampleStream", features: Features, num_rows: int = OPEN_ROWS
-) -> list[list[Example]]:
-    """Fills up to `num_rows` rows; each example goes into the first that holds it.
-
-    The first example that none holds closes the rows, and stays in the stream.
-
-    Args:
-        examples: none of which is too long for an empty row.
-
-    Returns:
-        The rows that hold any example; none only if the stream is at its end.
-    """
-    rows, free = [], []
-    while (example := examples.peek()) is not None:
-        size = features.size(example)
-        row = next((i for i, have in enumerate(free) if _fits(size, have)), len(rows))
-        if row == num_rows:
-            break
-        if row == len(rows):
-            rows.append([])
-            free.append(features.capacity)
-        rows[row].append(examples.take())
-        free[row] = tuple(have - used for have, used in zip(free[row], size, strict=True))
-    return rows
-
-
-def _fits(size: tuple[int, ...], free: tuple[int, ...]) -> bool:
-    return all(used <= have for used, have in zip(size, free, strict=True))
-
-
 class ExampleStream:
     """The examples of one row, with a look at the next one.
 
@@ -376,7 +345,7 @@ class _RecordReader(_Reader):
             cursor["document"][0] += 1
             example = self._open.tokens[record]
             size = features.size(example)
-            if _fits(size, features.capacity):
+            if fits(size, features.capacity):
                 return example
             if task.too_long == "truncate":
                 cursor["truncated"] += 1

@@ -19,7 +19,7 @@ import sentencepiece
 
 from switchx.data.added_tokens import added_token
 from switchx.data.corpora.corpus import Corpus, CorpusSource, fingerprint_of
-from switchx.data.data_dir import find_or_place, write_atomically
+from switchx.data.data_dir import find_or_place
 from switchx.data.tokenizers import (
     ByteVocabulary,
     Piece,
@@ -36,6 +36,7 @@ from switchx.data.vocabulary_training import (
     train_model,
 )
 from switchx.fields import describe, from_description, require
+from switchx.files import write_atomically
 from switchx.object_store import read_json_object, small_files
 
 DESCRIPTION_FILE = "vocabulary.json"

@@ -23,10 +23,10 @@ import sentencepiece
 
 from switchx.data.corpora.corpus import Account
 from switchx.data.corpora.text_files import Texts, find_texts
-from switchx.data.data_dir import write_atomically
 from switchx.data.mixtures import ProportionalRates
 from switchx.data.tokenizers import EOS_ID, PAD_ID, UNK_ID
 from switchx.fields import require
+from switchx.files import write_atomically
 
 SAMPLE_CHARACTERS = 1_500_000
 MODEL_FILE = "vocabulary.model"

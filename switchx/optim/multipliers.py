@@ -11,7 +11,6 @@ optimizer keeps nothing for it, and its gradient is in no norm.
 import re
 from collections.abc import Iterable
 
-import jax
 import jax.numpy as jnp
 import optax
 
@@ -102,15 +101,3 @@ def with_multipliers(
         return tree.map_named(scaled, params), state
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def moved_average(average, params, decay: float):
-    """`average + (1 - decay) (params - average)`, leaf by leaf, in float32.
-
-    The exponential moving average of parameters (Polyak and Juditsky 1992; as in TensorFlow's
-    `ExponentialMovingAverage` without bias correction): it begins as the first parameters. In
-    this form the average of a constant is that constant.
-    """
-    return jax.tree.map(
-        lambda a, w: a + (1.0 - decay) * (w.astype(jnp.float32) - a), average, params
-    )

@@ -10,14 +10,11 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
 
 from switchx import tree
 from switchx.axes import dims_of, matrix_dims
 from switchx.fields import require, without_gin
 from switchx.optim.schedules import Schedule, require_schedule
-from switchx.partitioning.constrain import current_rules
-from switchx.partitioning.rules import param_spec
 
 
 class Optimizer(Protocol):
@@ -127,20 +124,6 @@ def param_of(name: str, params: Container[str]) -> str | None:
     return None
 
 
-def apply_updates(params, updates):
-    """`params + updates`, each in its parameter's dtype.
-
-    As `optax.apply_updates`. The sum is rounded to the nearest value: below float32, an update
-    less than half the distance to a parameter's neighbour (2^-9 of a bfloat16 parameter) is
-    lost, so keep parameters that are trained in float32.
-
-    To leave parameters and state as they were when a gradient is not finite, put the whole
-    update under `jax.lax.cond`: it works in place. `jnp.where` afterwards makes XLA copy
-    moments and parameters (AdamW takes twice the time and three times the memory).
-    """
-    return jax.tree.map(lambda w, update: (w + update).astype(w.dtype), params, updates)
-
-
 # First letter of a table that is looked up: words, positions, relative position buckets.
 _TABLE_LETTERS = "VLU"
 
@@ -167,44 +150,3 @@ def is_decayed(name: str, param) -> bool:
 def decay_mask(params):
     """`is_decayed` of every parameter, as a tree of bools."""
     return tree.map_named(is_decayed, params)
-
-
-def global_norm(gradients) -> jax.Array:
-    """Root of the sum of squares of all raw gradients, float32 whatever their dtype."""
-    return jnp.sqrt(sum(map(_squared_norm, jax.tree.leaves(gradients))))
-
-
-def sliced_global_norm(gradients) -> jax.Array:
-    """The same of gradients that devices have slices of, in one all-reduce.
-
-    In the scope of a mesh. Left to the compiler, it is one all-reduce a parameter.
-    """
-    mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
-    axes = rules.axes("D", mesh, table="params")
-    specs = tree.map_named(
-        lambda name, leaf: param_spec(rules, mesh, name, leaf.shape), gradients
-    )
-
-    def local(gradients):
-        squares = {True: jnp.zeros(()), False: jnp.zeros(())}
-        for leaf in jax.tree.leaves(gradients):
-            is_sliced = bool(jax.typeof(leaf).manual_axis_type.varying)
-            squares[is_sliced] += _squared_norm(leaf)
-        return jnp.sqrt(squares[False] + jax.lax.psum(squares[True], axes))
-
-    return jax.shard_map(local, in_specs=(specs,), out_specs=PartitionSpec())(gradients)
-
-
-def clip_scale(norm, max_norm: float) -> jax.Array:
-    """`min(1, max_norm / norm)`, which scales a gradient of this norm down to `max_norm`.
-
-    Pascanu et al. 2013 (arXiv:1211.5063), algorithm 1.
-
-    Args:
-        norm: the global norm; 0 gives 1, and one that is not finite must be caught before.
-    """
-    return jnp.minimum(1.0, max_norm / norm)
-
-
-def _squared_norm(gradient):
-    return jnp.sum(jnp.square(gradient.astype(jnp.float32)))

@@ -32,11 +32,11 @@ from starlette.routing import Route
 from switchx.serving.answers import GenerateForm, JSONResponse
 from switchx.serving.completions import CompletionForm
 from switchx.serving.limits import READING_S
-from switchx.serving.metrics import versions
 from switchx.serving.models import Models
 from switchx.serving.page import page_of
 from switchx.serving.requests import Refusal, json_object, read_body, until_disconnected
 from switchx.serving.service import Service
+from switchx.serving.versions import versions
 
 LOG = logging.getLogger(__name__)
 # A line of JSON for each request; `switchx serve --access_log` says where they go.

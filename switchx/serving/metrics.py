@@ -5,12 +5,9 @@ As there, a request is one input: a call with three inputs counts three. The pro
 time, files and collections of garbage are under Prometheus' own names, `process_...`.
 """
 
-import functools
-import importlib.metadata
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-import jax
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -23,7 +20,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
 from switchx.inference.programs import COMPILATIONS, PROGRAMS
-from switchx.manifest import git_commit
+from switchx.serving.versions import versions
 
 # Seconds; vLLM's, thinned.
 FIRST_TOKEN = (
@@ -188,18 +185,3 @@ class _Compiled:
         yield CounterMetricFamily("switchx:compilation_seconds", what, seconds)
         what = "Decoding programs that are kept, of a bounded number."
         yield GaugeMetricFamily("switchx:decoding_programs", what, len(PROGRAMS))
-
-
-@functools.cache
-def versions() -> dict[str, str]:
-    """What a server is made of, as texts."""
-    try:
-        version = importlib.metadata.version("switchx")
-    except importlib.metadata.PackageNotFoundError:
-        version = "not installed"
-    return {
-        "version": version,
-        "commit": git_commit(),
-        "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
-    }

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from switchx.data.data_dir import write_atomically
+from switchx.files import write_atomically
 from switchx.models.config import ModelConfig
 from switchx.moe.stats import RoutingStats
 from switchx.training.losses import LossConfig, TokenSums, token_sums

@@ -15,11 +15,11 @@ import numpy as np
 from switchx.checkpoint.checkpointer import Checkpointer
 from switchx.checkpoint.items import num_updates
 from switchx.checkpoint.run_folder import RunFolder, require_shared
-from switchx.data.data_dir import write_atomically
 from switchx.data.features import Batch
 from switchx.data.loader import Shard, TrainLoader, evaluation_batches, merge_states
 from switchx.data.mixtures import as_mixture, evaluated_tasks
 from switchx.data.tasks import Task
+from switchx.files import write_atomically
 from switchx.models.flops import train_flops
 from switchx.training.evaluate import RoutingLog, RoutingSample, evaluated_sums
 from switchx.training.job import TrainingJob
@@ -39,15 +39,14 @@ from switchx.training.stopping import StopAgreement, stop_signals
 from switchx.training.telemetry.goodput import Cause, CompileTime, Goodput, StepTimes
 from switchx.training.telemetry.metric_writers import opened_writers, require_writers
 from switchx.training.telemetry.metrics import (
-    Interval,
     MetricsLog,
     SkippedBatches,
-    Stopwatch,
     last_metrics,
     routing_metrics,
     token_metrics,
 )
 from switchx.training.telemetry.profiling import ProfiledSteps, StepProfiler
+from switchx.training.telemetry.throughput import Interval, Stopwatch
 from switchx.training.text_evaluation import TextEvaluator, TextLog
 
 logger = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 
 from switchx.checkpoint.run_folder import RunFolder, read_config
-from switchx.data.data_dir import write_atomically
 from switchx.data.mixtures import as_mixture
 from switchx.data.vocabularies import load_vocabulary, save_vocabulary
 from switchx.fields import describe, differences, require
+from switchx.files import write_atomically
 from switchx.training.job import TrainingJob
 
 logger = logging.getLogger(__name__)

@@ -19,10 +19,10 @@ from switchx.checkpoint.restore import (
     restore_params,
 )
 from switchx.checkpoint.run_folder import RunFolder
-from switchx.data.data_dir import write_atomically
 from switchx.data.loader import Shard, TrainLoader
 from switchx.data.mixtures import accounts_of
 from switchx.fields import describe, require
+from switchx.files import write_atomically
 from switchx.models.params import init_params
 from switchx.object_store import read_json_object
 from switchx.partitioning.collectives import connect_processes

@@ -25,8 +25,14 @@ from switchx.fields import (
 from switchx.models.config import ModelConfig
 from switchx.models.params import init_params
 from switchx.moe.stats import RoutingStats
-from switchx.optim.multipliers import keep_frozen, moved_average, without_frozen
-from switchx.optim.protocol import apply_updates, clip_scale, global_norm, sliced_global_norm
+from switchx.optim.multipliers import keep_frozen, without_frozen
+from switchx.optim.updates import (
+    apply_updates,
+    clip_scale,
+    global_norm,
+    moved_average,
+    sliced_global_norm,
+)
 from switchx.partitioning.buckets import require_bucket_bytes
 from switchx.partitioning.optimizer_slices import into_slices, out_of_slices
 from switchx.training.fused_loss import fused_batch_loss

@@ -19,9 +19,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from switchx.checkpoint.run_folder import RunFolder
-from switchx.data.data_dir import write_atomically
 from switchx.data.evaluation import prediction_rows
 from switchx.fields import require, require_at_least
+from switchx.files import write_atomically
 from switchx.training.telemetry.metrics import MetricsLog, cut_files_after
 
 # Of an evaluation of one task, what is no metric.

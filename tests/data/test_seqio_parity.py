@@ -11,7 +11,7 @@ import numpy as np
 
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, Example
 from switchx.data.objectives import InputsToTargets, mark_spans
-from switchx.data.streams import pack_rows
+from switchx.data.packing import pack_rows
 from tests.data.fakes import make_plan, make_task, pair_corpus, stream_of
 
 

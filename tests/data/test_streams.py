@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, Example
 from switchx.data.objectives import CausalLM, InputsToTargets, SpanCorruption
-from switchx.data.streams import LANES, RowStream, Shuffled, cursor_dtype, pack_rows
+from switchx.data.packing import pack_rows
+from switchx.data.streams import (
+    LANES,
+    RowStream,
+    Shuffled,
+    cursor_dtype,
+)
 from tests.data.fakes import (
     VOCABULARY,
     make_plan,

@@ -10,7 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from switchx.inference.config import DecodingConfig
 from switchx.inference.programs import COMPILATIONS
 from switchx.serving.limits import Limits
-from switchx.serving.metrics import Metrics, versions
+from switchx.serving.metrics import Metrics
+from switchx.serving.versions import versions
 from tests.data.refusals import refused
 
 

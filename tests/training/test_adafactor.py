@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec
 
 from switchx.compiled.collectives import collectives
 from switchx.optim.adafactor import Adafactor
-from switchx.optim.protocol import apply_updates
 from switchx.optim.schedules import Constant, InverseSquareRoot
+from switchx.optim.updates import apply_updates
 from switchx.partitioning.rules import Rules, param_shardings
 from tests.data.refusals import refused
 from tests.training.adafactor_oracle import MatrixAdafactor

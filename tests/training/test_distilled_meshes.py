@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from switchx import tree
-from switchx.optim.protocol import global_norm
+from switchx.optim.updates import global_norm
 from switchx.partitioning.mesh import MeshSpec
 from switchx.training.distillation.soft_loss import (
     Distillation,

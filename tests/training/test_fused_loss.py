@@ -12,7 +12,7 @@ from switchx import tree
 from switchx.compiled.collectives import collectives
 from switchx.models.config import RouterConfig
 from switchx.optim.adamw import AdamW
-from switchx.optim.protocol import global_norm, sliced_global_norm
+from switchx.optim.updates import global_norm, sliced_global_norm
 from switchx.partitioning.buckets import Slicing
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules

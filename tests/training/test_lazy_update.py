@@ -8,8 +8,8 @@ import pytest
 from switchx import tree
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
-from switchx.optim.protocol import apply_updates
 from switchx.optim.schedules import LinearWarmup
+from switchx.optim.updates import apply_updates
 from switchx.storage.record import require_types
 from switchx.training.offload.lazy_update import LazyUpdate
 

@@ -15,14 +15,13 @@ from switchx.data.features import batch_digest
 from switchx.training.losses import TokenSums
 from switchx.training.step import StepMetrics
 from switchx.training.telemetry.metrics import (
-    Interval,
     MetricsLog,
     SkippedBatches,
-    Stopwatch,
     flat_scalars,
     routing_metrics,
     token_metrics,
 )
+from switchx.training.telemetry.throughput import Interval, Stopwatch
 from tests.training.jobs import DENSE, make_batch
 from tests.training.routing_stats import two_layers
 

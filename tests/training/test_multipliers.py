@@ -18,9 +18,10 @@ from switchx.compiled.workload import state_arrays
 from switchx.data.features import Example
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
-from switchx.optim.multipliers import moved_average, multipliers, with_multipliers
-from switchx.optim.protocol import Optax, apply_updates
+from switchx.optim.multipliers import multipliers, with_multipliers
+from switchx.optim.protocol import Optax
 from switchx.optim.schedules import Constant
+from switchx.optim.updates import apply_updates, moved_average
 from switchx.partitioning.mesh import MeshSpec
 from switchx.training.loop import train
 from switchx.training.offload.disk_program import LayeredProgram

@@ -12,15 +12,9 @@ from switchx.compiled.workload import state_arrays
 from switchx.fields import describe, differences
 from switchx.optim.adafactor import factoring_of, parameter_scale
 from switchx.optim.adamw import AdamW
-from switchx.optim.protocol import (
-    Optax,
-    apply_updates,
-    clip_scale,
-    decay_mask,
-    global_norm,
-    is_decayed,
-)
+from switchx.optim.protocol import Optax, decay_mask, is_decayed
 from switchx.optim.schedules import Constant, WarmupCosine
+from switchx.optim.updates import apply_updates, clip_scale, global_norm
 from switchx.partitioning.mesh import MeshSpec
 from switchx.training.programs import compiled_program
 from tests.data.refusals import refused

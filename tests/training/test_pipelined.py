@@ -10,7 +10,7 @@ import pytest
 
 from switchx import tree
 from switchx.compiled.flops import matrix_flops
-from switchx.optim.protocol import global_norm
+from switchx.optim.updates import global_norm
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules, param_shardings

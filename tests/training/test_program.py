@@ -14,7 +14,7 @@ from switchx.compiled.workload import fitting_group_size, workload_of
 from switchx.models.config import RouterConfig
 from switchx.moe.capacity import group_shape
 from switchx.optim.adafactor import Adafactor
-from switchx.optim.protocol import global_norm
+from switchx.optim.updates import global_norm
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.pipeline.schedule import ScheduleSpec

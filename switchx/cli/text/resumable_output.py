@@ -15,7 +15,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
-from switchx.data.data_dir import write_atomically
+from switchx.files import write_atomically
 
 
 class StandardOutput(contextlib.nullcontext):

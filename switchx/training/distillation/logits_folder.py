@@ -23,9 +23,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from switchx.data.data_dir import write_atomically
 from switchx.data.features import Batch
 from switchx.fields import require
+from switchx.files import write_atomically
 from switchx.manifest import new_folder, read_manifest
 from switchx.npz import Arrays, read_arrays
 

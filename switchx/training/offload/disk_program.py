@@ -25,7 +25,7 @@ from switchx.models.stages import (
     is_of_experts,
     without_experts,
 )
-from switchx.optim.protocol import global_norm
+from switchx.optim.updates import global_norm
 from switchx.storage.record import StoreError
 from switchx.training.evaluate import PLAIN_LOSS, sampled
 from switchx.training.expert_copies import task_notes

@@ -20,7 +20,7 @@ from switchx import tree
 from switchx.axes import dims_of
 from switchx.models.layer_loop import LayerLoop, scan_layers, use_layer_loop
 from switchx.models.stages import is_of_experts
-from switchx.optim.protocol import apply_updates, global_norm
+from switchx.optim.updates import apply_updates, global_norm
 from switchx.training.microbatches import added_gradients, into_microbatches
 from switchx.training.offload.host_ring import layer_numbers, ring_scan
 from switchx.training.offload.host_stack import (

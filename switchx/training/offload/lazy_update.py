@@ -25,8 +25,9 @@ import numpy as np
 from jax.sharding import AxisType
 
 from switchx import tree
-from switchx.optim.protocol import Optimizer, apply_updates
+from switchx.optim.protocol import Optimizer
 from switchx.optim.schedules import Schedule
+from switchx.optim.updates import apply_updates
 from switchx.storage.record import ArrayType, Record
 
 

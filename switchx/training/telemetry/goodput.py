@@ -24,8 +24,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from switchx.data.data_dir import write_atomically
 from switchx.fields import json_text
+from switchx.files import write_atomically
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import jax
 
 from switchx.checkpoint.run_folder import RunFolder
-from switchx.data.data_dir import write_atomically
 from switchx.fields import check_choices, require, without_gin
+from switchx.files import write_atomically
 from switchx.training.telemetry.metrics import flat_scalars
 
 Write = Callable[[int, dict[str, float]], None]

@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 import pathlib
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,9 +17,9 @@ import jax
 import numpy as np
 from tensorboardX import SummaryWriter
 
-from switchx.data.data_dir import write_atomically
 from switchx.data.features import Batch, batch_digest
 from switchx.fields import json_text
+from switchx.files import write_atomically
 from switchx.moe.stats import RoutingStats
 from switchx.training.losses import TokenSums
 from switchx.training.step import StepMetrics
@@ -64,73 +63,6 @@ def routing_metrics(stats: RoutingStats | None) -> dict[str, Any]:
         "dropped_fraction": float(np.sum(stats.dropped)) / num_choices,
         "routing": {name: mean.tolist() for name, mean in means.items()},
     }
-
-
-class Stopwatch:
-    """Seconds of training, without evaluations and saves."""
-
-    def __init__(self):
-        self.seconds = 0.0
-        self._since = None
-
-    def start(self) -> None:
-        if self._since is None:
-            self._since = time.perf_counter()
-
-    def stop(self) -> None:
-        self.seconds, self._since = self.read(), None
-
-    def read(self) -> float:
-        running = 0.0 if self._since is None else time.perf_counter() - self._since
-        return self.seconds + running
-
-
-class Interval:
-    """Adds up the steps since the last logged one."""
-
-    def __init__(self, seconds: float):
-        self._start_s = seconds
-        self._steps = self._input_tokens = self._examples = self._skipped = 0
-        self._losses, self._grad_norms = [], []
-        self._sums = self._routing = None
-
-    def add(self, metrics: StepMetrics, input_tokens: int, examples: int) -> None:
-        """Adds one step.
-
-        Args:
-            metrics: on the host.
-            input_tokens: real tokens the model read, encoder and decoder together.
-            examples: packed examples in the batch.
-        """
-        self._steps += 1
-        self._input_tokens += input_tokens
-        self._examples += examples
-        self._skipped += int(metrics.is_skipped)
-        if metrics.is_skipped:
-            return  # its sums are not finite
-        self._losses.append(float(metrics.loss))
-        self._grad_norms.append(float(metrics.grad_norm))
-        added = (metrics.sums, metrics.routing)
-        if self._sums is not None:
-            added = jax.tree.map(np.add, (self._sums, self._routing), added)
-        self._sums, self._routing = added
-
-    def metrics(self, seconds: float, flops_per_step: float) -> dict[str, Any]:
-        """Means over the interval's good steps, and rates over its time."""
-        elapsed_s = max(seconds - self._start_s, 1e-9)
-        good_steps = len(self._losses)
-        metrics = {
-            "loss": float(np.mean(self._losses)) if good_steps else float("nan"),
-            "grad_norm": float(np.mean(self._grad_norms)) if good_steps else float("nan"),
-            "skipped_steps": self._skipped,
-            "steps_per_s": self._steps / elapsed_s,
-            "tokens_per_s": self._input_tokens / elapsed_s,
-            "examples_per_s": self._examples / elapsed_s,
-            "model_flops_per_s": flops_per_step * self._steps / elapsed_s,
-        }
-        if good_steps:
-            metrics |= token_metrics(self._sums) | routing_metrics(self._routing)
-        return metrics
 
 
 class MetricsLog:

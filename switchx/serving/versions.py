@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server is made of: switchx, its commit, JAX and the device."""
+
+import functools
+import importlib.metadata
+
+import jax
+
+from switchx.manifest import git_commit
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """What a server is made of, as texts."""
+    try:
+        version = importlib.metadata.version("switchx")
+    except importlib.metadata.PackageNotFoundError:
+        version = "not installed"
+    return {
+        "version": version,
+        "commit": git_commit(),
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+    }
