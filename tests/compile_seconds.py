@@ -2,8 +2,8 @@
 """`pytest --compile-seconds`: the tests and the files that compile longest, as JAX measures it.
 
 Seconds of the clock in which JAX traces, lowers or compiles, or reads a compiled program back;
-what overlaps counts once. A shared fixture's count for the test that asked first. Child processes
-are not seen. Workers of xdist send their numbers with each test's report.
+what overlaps counts once. What a shared fixture compiles counts for the test that asked first.
+Child processes are not seen. Workers of xdist send their numbers with each test's report.
 """
 
 import collections
