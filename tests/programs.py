@@ -38,34 +38,35 @@ TINY = [
         "FILES=text.txt", "TextFiles.max_characters=500", "VOCAB_SIZE=512", "INPUTS_LENGTH=32",
         "TARGETS_LENGTH=16", "BATCH_SIZE=16", "TRAIN_STEPS=1", "WARMUP_STEPS=10",
         "TrainingJob.eval_batches=1", "ModelConfig.d_model=16", "ModelConfig.d_ff=32",
-        "ModelConfig.num_heads=8", "ModelConfig.d_head=4", "ModelConfig.num_decoder_layers=2",
-        "NUM_EXPERTS=8", "SwitchConfig.every=1", "SwitchConfig.group_size=32",
+        "ModelConfig.num_heads=8", "ModelConfig.d_head=4", "NUM_EXPERTS=8",
+        "SwitchConfig.every=1", "SwitchConfig.group_size=32",
     )
 ]  # fmt: skip
-# A stack's runs of blocks go through two slots, so there are two of them.
-T5 = ["runs/pretrain_tiny", ["--gin.ModelConfig.num_encoder_layers=2"]]
+STACKS = ("encoder", "decoder")
 GENERATE = ["generate", "--input=lines.txt", "--max_new_tokens=4"]
 
 
 def training_runs() -> dict[str, tuple[int, list[str]]]:
     """Name -> (devices, arguments of `switchx`)."""
 
-    def train(name, run, options, *files):
-        files = [run, "tasks/text_span_corruption", *files]
+    def train(name, mesh, *files, blocks=1):
+        files = ["runs/pretrain_tiny", "tasks/text_span_corruption", f"meshes/{mesh}", *files]
+        blocks = [f"--gin.ModelConfig.num_{stack}_layers={blocks}" for stack in STACKS]
         gin_files = [f"--gin_file=configs/{file}.gin" for file in files]
-        return ["train", *gin_files, *TINY, *options, f"--model_dir={name}"]
+        words = ["train", *gin_files, *TINY, *blocks, f"--model_dir={name}"]
+        return {"one_device": 1, "model": 4}.get(mesh, DEVICES), words
 
     found = {}
     for path in sorted(ROOT.glob("configs/meshes/*.gin")):
+        # Two stages have a block each.
+        blocks = 2 if re.search(r"MeshSpec\.pipe = %", path.read_text()) else 1
         name = f"mesh_{path.stem}"
-        devices = {"one_device": 1, "model": 4}.get(path.stem, DEVICES)
-        found[name] = devices, train(name, *T5, f"meshes/{path.stem}")
+        found[name] = train(name, path.stem, blocks=blocks)
     for path in sorted(ROOT.glob("configs/storage/*.gin")):
-        for mesh, devices in (("one_device", 1), ("data_expert", DEVICES)):
+        for mesh in ("one_device", "data_expert"):
             name = f"storage_{path.stem}_{mesh}"
-            found[name] = (
-                devices, train(name, *T5, f"meshes/{mesh}", f"storage/{path.stem}")
-            )  # fmt: skip
+            # Two slots are for two runs of blocks.
+            found[name] = train(name, mesh, f"storage/{path.stem}", blocks=2)
     return found
 
 
@@ -108,7 +109,6 @@ def write(folder: pathlib.Path, pattern: str) -> None:
     for name, (devices, words) in (training_runs() | decoding_runs()).items():
         if not fnmatch.fnmatch(name, pattern) and name not in ("mesh_one_device", "quantize"):
             continue
-        jax.clear_caches()
         executables.clear()
         jax.devices = lambda *backend, number=devices: jax_devices(*backend)[:number]
         began, said = time.monotonic(), io.StringIO()
