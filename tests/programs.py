@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled programs of small runs as text, and which of them differ from another commit's.
 
-  python tests/programs.py BEFORE          in one checkout
-  python tests/programs.py AFTER           in another
+  python tests/programs.py BEFORE          in the folder of one checkout
+  python tests/programs.py AFTER           in that of another
   python tests/programs.py --compare BEFORE AFTER
 
 A run trains one step on eight simulated devices, for each file of configs/meshes and
@@ -86,6 +86,7 @@ def decoding_runs() -> dict[str, tuple[int, list[str]]]:
 
 def write(folder: pathlib.Path, pattern: str) -> None:
     """Runs what fits the pattern, and the run that others read; writes a file a program."""
+    sys.path.insert(0, str(ROOT))
     # They are read when JAX is imported.
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = (
