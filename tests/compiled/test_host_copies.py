@@ -120,6 +120,18 @@ def test_strides_that_a_compiler_notes_are_of_host_memory():
 STATE = "(s32[], f32[64,8], f32[64,8])"
 LOOPS = f"""HloModule jit_decode, is_scheduled=true
 
+%c (n: s32[]) -> pred[] {{
+  ROOT %asked = pred[] parameter(0)
+}}
+
+%b (n: s32[]) -> s32[] {{
+  ROOT %m.1 = s32[] parameter(0)
+}}
+
+%fused () -> f32[64,8] {{
+  ROOT %zeros = f32[64,8] constant(0)
+}}
+
 %received (p: {STATE}) -> f32[64,8] {{
   %p = {STATE} parameter(0)
   %zeros.1 = f32[64,8] get-tuple-element(%p), index=1
