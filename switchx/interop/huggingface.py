@@ -227,30 +227,21 @@ def _read_params(
         "alone are divided: set tie_word_embeddings to false for an lm_head of its own",
     )
     special_ids, start = ids
-    is_scaled = False
-    if start != special_ids[0]:
-        counts_padding = config.switch is not None and config.switch.router.padding == "counted"
-        require(
-            not counts_padding,
-            f"{folder}: decoder_start_token_id={start} and pad_token_id={special_ids[0]} with "
-            "experts, whose slots padding takes; expected one id for both, as here",
-        )
-        if config.tie_embeddings:  # entry 0 is the start's there, and padding's in logits
-            is_scaled = config.scale_tied_logits
-            config = dataclasses.replace(config, tie_embeddings=False)
-            names["embedding/w_logits_DV"] = (tables[0],)
+    # Row 0 is the start's, column 0 of the logits padding's; experts count padding by its row.
+    require(
+        start == special_ids[0] or not (config.tie_embeddings or config.switch),
+        f"{folder}: decoder_start_token_id={start} and pad_token_id={special_ids[0]} with tied "
+        "embeddings, or experts; expected one id for both",
+    )
     if not config.tie_embeddings:
         config = dataclasses.replace(config, scale_tied_logits=True)  # means nothing there
     params = {}
     for parameter, theirs in names.items():
         value = from_torch(parameter, config, map(tensors.read, theirs))
         if "V" in letters_of(parameter):
-            is_logits = parameter == "embedding/w_logits_DV"
-            first = None if is_logits else start
+            first = None if parameter == "embedding/w_logits_DV" else start
             axis = letters_of(parameter).index("V")
             value = in_our_order(value, axis, special_ids, first)
-            if is_logits and is_scaled:
-                value = value * np.float32(config.d_model**-0.5)
         value = in_dtype(parameter, value, config.precision.params)
         params[parameter] = on_disk(value, scratch)
     return nested(params), config

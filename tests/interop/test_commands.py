@@ -33,15 +33,14 @@ FAMILIES = {
     "byt5": ("T5", {"vocab_size": 384, "feed_forward_proj": "gated-gelu"}),
     "switch": ("SwitchTransformers", SPARSE),
     "nllb_moe": (None, {"encoder_layers": 2, "decoder_layers": 2}),
-    # MADLAD-400's and Pile-T5's special ids, the first one tied, too.
+    # MADLAD-400's and Pile-T5's special ids.
     "madlad": (
         "T5",
         {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False} | OTHERS,
     ),
-    "madlad_tied": ("T5", OTHERS),
     "pile_t5": ("UMT5", OTHERS | {"pad_token_id": 0}),
 }
-SPECIAL = {"madlad": (1, 2, 0), "madlad_tied": (1, 2, 0), "pile_t5": (0, 2, 0)}
+SPECIAL = {"madlad": (1, 2, 0), "pile_t5": (0, 2, 0)}
 TRAIN = (
     "TRAIN_STEPS=1",
     "NUM_MICROBATCHES=2",
@@ -130,7 +129,7 @@ def test_from_transformers_through_all_commands_and_back(in_a_folder, one_device
             if name in SPECIAL:
                 pieces = sentencepiece.SentencePieceProcessor(model_file="theirs/spiece.model")
                 assert theirs_V[prompt].tolist() == [*pieces.encode(text.strip()), 2]
-            wanted = theirs.generate(torch.tensor([theirs_V[prompt]]), do_sample=False)[0, 1:]
+            wanted = theirs.generate(torch.tensor(theirs_V[None, prompt]))[0, 1:]
             wanted = wanted[: -1 if wanted[-1] == theirs_V[1] else None].tolist()
             assert theirs_V[model.generate([prompt])[0]].tolist() == wanted
 
@@ -170,9 +169,8 @@ def test_from_transformers_through_all_commands_and_back(in_a_folder, one_device
         assert getattr(back.generation_config, key) == getattr(theirs.generation_config, key)
     assert back.generation_config.max_new_tokens == 11
     if name != "byt5":
-        for file in ("spiece.model", "added_tokens.json"):
-            files = [in_a_folder / each / file for each in ("theirs", "back")]
-            assert len({each.is_file() and each.read_bytes() for each in files}) == 1
+        files = [in_a_folder / each / "spiece.model" for each in ("theirs", "back")]
+        assert len({each.read_bytes() for each in files}) == 1
         run("convert", "--from=huggingface", "back", "again")
         again = load_vocabulary("again")
         assert again.fingerprint() == model.vocabulary.fingerprint()
