@@ -20,9 +20,16 @@ from switchx.data.tokenizers import ByteVocabulary
 from switchx.inference.score import Score
 from switchx.models.config import ModelConfig
 from switchx.models.params import init_params
-from switchx.serving.answers import GrowingText
+from switchx.serving.answers import GrowingText, encoded
 from switchx.serving.app import make_app
-from switchx.serving.completions import DEFAULT_TOKENS, FIELDS, UNSUPPORTED, CompletionForm
+from switchx.serving.completions import (
+    CHUNK_BYTES,
+    DEFAULT_TOKENS,
+    FIELDS,
+    UNSUPPORTED,
+    CompletionForm,
+    padded,
+)
 from switchx.serving.models import Models
 from switchx.serving.requests import Refusal
 from tests.serving import served
@@ -515,15 +522,23 @@ def test_small_temperatures_sample_until_they_are_none():
 
 
 def test_chunks_are_padded_where_that_is_asked_for(openai):
-    def sizes(**options):
+    """How many tokens a chunk has depends on the clock: the sizes are tested below."""
+    for is_padded in (False, True):
         raw = openai.completions.with_raw_response.create(
-            prompt="gate", stream=True, stream_options=options, **GREEDY
+            prompt="gate",
+            stream=True,
+            stream_options={"include_obfuscation": is_padded},
+            **GREEDY,
         )
         lines = [each for each in raw.http_response.iter_lines() if each.startswith("data: {")]
-        return [len(each.removeprefix("data: ").encode()) for each in lines], lines
+        assert lines and all(("obfuscation" in each) is is_padded for each in lines)
 
-    plain, lines = sizes(include_obfuscation=False)
-    assert len(set(plain)) > 1 and not any("obfuscation" in each for each in lines)
-    padded, lines = sizes(include_obfuscation=True)
-    assert len(padded) == len(plain) and all("obfuscation" in each for each in lines)
-    assert len(set(padded)) < len(set(plain)) or len(set(padded)) == 1
+
+def test_padded_chunks_have_few_sizes():
+    """Texts of one size class make chunks of the same size, and stay as they are."""
+    chunks = [{"choices": [{"text": "x" * length, "index": 0}]} for length in range(200)]
+    answers = [padded(each) for each in chunks]
+    sizes = [len(encoded(each)) for each in answers]
+    assert [each["choices"] for each in answers] == [each["choices"] for each in chunks]
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) <= 2 + 200 // CHUNK_BYTES
