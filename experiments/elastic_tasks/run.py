@@ -17,7 +17,7 @@ from experiments.measured import Ratio, interval_of
 from experiments.study import Study, main
 from switchx.bench.small_job import TASK, small_job
 from switchx.cli.arguments import simulate_devices
-from switchx.compiled.collectives import executed_collectives
+from switchx.compiled.collectives import executed_collectives, total_bytes
 from switchx.compiled.flops import matrix_flops
 from switchx.data.loader import TrainLoader
 from switchx.data.mixtures import Mixture
@@ -73,9 +73,7 @@ def measured(rows: tuple[int, ...], devices: int) -> dict[str, Any]:
         "rows": max(len(range(*each[0].indices(*shape))) for each in index),
         "flops": matrix_flops(text),
         "memory_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes,
-        "collective_bytes": sum(
-            each.num_bytes * count for each, count in executed_collectives(text).items()
-        ),
+        "collective_bytes": total_bytes(executed_collectives(text)),
         "losses": losses,
     }
 

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from switchx.compiled.hlo import NO_SHARES, Computation, Instruction, Program, parse
+from switchx.compiled.hlo import NO_SHARES, Computation, Instruction, parse
 
 KINDS = (
     "all-reduce",
@@ -67,7 +67,7 @@ def collectives(hlo: str) -> list[HloCollective]:
     its trips); one that moves nothing from device to device is left out.
     """
     program = parse(hlo)
-    found = (_collective(each, program) for each in program if _begins(each))
+    found = (_collective(each, program.num_devices) for each in program if _begins(each))
     return [one for one in found if one]
 
 
@@ -89,7 +89,7 @@ def executed_collectives(
     def own(each: Instruction) -> Counter | None:
         if not _begins(each):
             return Counter()
-        found = _collective(each, program)
+        found = _collective(each, program.num_devices)
         return Counter([found]) if found else None
 
     executed = program.sum_of_run(own, size=total_bytes, shares=shares)
@@ -125,21 +125,21 @@ def overlapped_exchanges(hlo: str, product: str) -> int:
     Args:
         product: a part of the name of what it was traced from (`op_name`).
     """
-    program, found = parse(hlo), 0
-    for computation in program.computations.values():
-        running: dict[str, bool] = {}  # whether the product came since its start
+    found = 0
+    for computation in parse(hlo).computations.values():
+        running: dict[Instruction, bool] = {}  # whether the product came since its start
         for each in computation:
             if each.opcode == "all-to-all-start":
-                running[each.name] = False
+                running[each] = False
             elif each.opcode == "all-to-all-done":
                 found += running.pop(each.operands[0], False)
-            elif product in each.op_name and _has_product(each, program):
+            elif product in each.op_name and _has_product(each):
                 running = dict.fromkeys(running, True)
     return found
 
 
-def _has_product(each: Instruction, program: Program) -> bool:
-    inside = (one for called in program.called_by(each) for one in called)
+def _has_product(each: Instruction) -> bool:
+    inside = (one for called in each.called for one in called)
     return any(one.opcode in ("dot", "convolution") for one in (each, *inside))
 
 
@@ -150,7 +150,7 @@ def _begins(each: Instruction) -> bool:
     )
 
 
-def _collective(each: Instruction, program: Program) -> HloCollective | None:
+def _collective(each: Instruction, num_devices: int) -> HloCollective | None:
     """An instruction's collective; where it is fused with slices of it, a reduce-scatter."""
     kind = each.opcode.removesuffix("-start")
     if kind not in KINDS:
@@ -164,7 +164,7 @@ def _collective(each: Instruction, program: Program) -> HloCollective | None:
         if len(arrays) > 2 and all((x.dtype, x.shape) == ("u32", ()) for x in arrays[-2:]):
             arrays = arrays[:-2]
         arrays = arrays[len(arrays) // 2 :]
-    groups = _groups(each) or (tuple(range(program.num_devices)),)
+    groups = _groups(each) or (tuple(range(num_devices)),)
     if all(len(set(group)) == 1 for group in groups):
         return None
     scale = len(groups[0]) if kind == "reduce-scatter" else 1

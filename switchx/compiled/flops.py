@@ -59,7 +59,7 @@ def matrix_flops(
 def product_flops(each: Instruction) -> int:
     """2 m n k of an instruction that is a matrix product; 0 of all others."""
     if each.opcode == "dot":
-        (result,), left = each.arrays, each.operand(0).arrays[0].shape
+        (result,), left = each.arrays, each.operands[0].arrays[0].shape
         contracted = re.findall(r"\d+", each.attributes["lhs_contracting_dims"])
         return 2 * math.prod(result.shape) * math.prod(left[int(axis)] for axis in contracted)
     return _convolution_flops(each) if each.opcode == "convolution" else 0
@@ -67,9 +67,7 @@ def product_flops(each: Instruction) -> int:
 
 def _convolution_flops(each: Instruction) -> int:
     """FLOPs of one convolution; a batch of products is one that is dilated."""
-    left, right, output = (
-        one.arrays[0].shape for one in (each.operand(0), each.operand(1), each)
-    )
+    left, right, output = (one.arrays[0].shape for one in (*each.operands, each))
     all_labels = re.split("_|->", each.attributes["dim_labels"])
     _, right_labels, output_labels = all_labels
     window = dict(re.findall(r"(\w+)=([\d_x-]+)", each.attributes.get("window", "")))

@@ -90,15 +90,17 @@ class Instruction:
         )
 
     @functools.cached_property
-    def operands(self) -> tuple[str, ...]:
-        """The names of the instructions whose results it takes."""
-        return tuple(re.findall(r"%([\w.-]+)", self.arguments))
+    def operands(self) -> tuple["Instruction", ...]:
+        """The instructions whose results it takes."""
+        made = self.computation.instructions
+        return tuple(made[name] for name in re.findall(r"%([\w.-]+)", self.arguments))
 
     @functools.cached_property
-    def called(self) -> tuple[str, ...]:
-        """The names of the computations that it runs; of a loop, the body's alone."""
+    def called(self) -> tuple["Computation", ...]:
+        """The computations that it runs; of a loop, the body alone."""
+        known = self.computation.computations
         names = [name for found in _CALLED.findall(self.rest) for name in found.split(",")]
-        return tuple(name.strip().lstrip("%") for name in names)
+        return tuple(known[name.strip().lstrip("%")] for name in names)
 
     @functools.cached_property
     def attributes(self) -> dict[str, str]:
@@ -124,9 +126,22 @@ class Instruction:
         """Whether it ends what another one started, whose computation it may name again."""
         return self.opcode.endswith(("-done", "-update"))
 
-    def operand(self, index: int) -> "Instruction":
-        """The instruction whose result is one of its operands."""
-        return self.computation.instructions[self.operands[index]]
+    @property
+    def trips(self) -> int | None:
+        """How often the body of a `while` runs; None where the data decides.
+
+        As the compiler says, or, as the TPU compiler does not, from a condition that compares
+        a constant with a counter, which `lax.scan` and `fori_loop` begin at 0.
+        """
+        if trips := _TRIPS.search(self.rest):
+            return int(trips[1])
+        condition = self.computation.computations[self.attributes["condition"].lstrip("%")]
+        compared = condition.root
+        if compared.opcode == "compare" and "direction=LT" in compared.rest:
+            bound = compared.operands[1]
+            if bound.opcode == "constant" and bound.type.startswith(("s32[]", "u32[]")):
+                return int(bound.arguments)
+        return None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,9 +149,13 @@ class Computation:
     """A computation: its instructions by name, in the order of the text.
 
     In a scheduled program, as all compiled ones are, it is the order in which they run.
+
+    Attributes:
+        computations: all of the program's, by name.
     """
 
     name: str
+    computations: dict[str, "Computation"] = dataclasses.field(repr=False)
     instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Instruction]:
@@ -166,40 +185,6 @@ class Program:
         """All instructions, in the order of the text."""
         return (each for computation in self.computations.values() for each in computation)
 
-    def called_by(self, each: Instruction) -> list[Computation]:
-        """The computations that an instruction runs, without those that an excerpt lacks."""
-        return [self.computations[name] for name in each.called if name in self.computations]
-
-    def within(self, instructions: Iterable[Instruction]) -> Iterator[Instruction]:
-        """Instructions and those of the computations that they run, each computation once."""
-        seen = set()
-
-        def walk(instructions):
-            for each in instructions:
-                yield each
-                for called in self.called_by(each):
-                    if called not in seen:
-                        seen.add(called)
-                        yield from walk(called)
-
-        return walk(instructions)
-
-    def trip_count(self, loop: Instruction) -> int | None:
-        """How often the body of a `while` runs; None where the data decides.
-
-        As the compiler says, or, as the TPU compiler does not, from a condition that compares
-        a constant with a counter, which `lax.scan` and `fori_loop` begin at 0.
-        """
-        if trips := _TRIPS.search(loop.rest):
-            return int(trips[1])
-        condition = self.computations.get(loop.attributes["condition"].lstrip("%"))
-        compared = condition and condition.root
-        if compared and compared.opcode == "compare" and "direction=LT" in compared.rest:
-            bound = condition.instructions.get(compared.operands[1])
-            if bound and re.match(r"[su]32\[\]", bound.type) and bound.opcode == "constant":
-                return int(bound.arguments)
-        return None
-
     def sum_of_run(
         self,
         own: Callable[[Instruction], Counter | None],
@@ -223,26 +208,25 @@ class Program:
         Raises:
             ValueError: there is such a loop that counts something, and no `of_data_loop`.
         """
-        known: dict[str, Counter] = {}
 
+        @functools.cache
         def of_computation(computation: Computation) -> Counter:
-            if computation.name not in known:
-                known[computation.name] = total = Counter()
-                for each in computation:
-                    total.update(of_instruction(each))
-            return known[computation.name]
+            total = Counter()
+            for each in computation:
+                total.update(of_instruction(each))
+            return total
 
         def of_instruction(each: Instruction) -> Counter:
             if (counted := own(each)) is not None:
                 return counted
-            if each.is_end or not (called := self.called_by(each)):
+            if each.is_end or not each.called:
                 return Counter()
-            inside = max(map(of_computation, called), key=size)
-            times = 1
+            inside, times = max(map(of_computation, each.called), key=size), 1
             if each.opcode == "conditional":
-                times = branch_share(each, shares)
+                times = _share(each, shares)
             elif each.opcode == "while" and any(inside.values()):
-                if (times := self.trip_count(each)) is None and of_data_loop:
+                times = each.trips
+                if times is None and of_data_loop:
                     return of_data_loop(inside)
                 if times is None:
                     raise ValueError(
@@ -255,7 +239,22 @@ class Program:
         return of_computation(self.entry)
 
 
-def branch_share(conditional: Instruction, shares: Mapping[str, Fraction]) -> Fraction | int:
+def within(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
+    """Instructions and those of the computations that they run, each computation once."""
+    seen = set()
+
+    def walk(instructions):
+        for each in instructions:
+            yield each
+            for called in each.called:
+                if called not in seen:
+                    seen.add(called)
+                    yield from walk(called)
+
+    return walk(instructions)
+
+
+def _share(conditional: Instruction, shares: Mapping[str, Fraction]) -> Fraction | int:
     """One of `shares`, by the scope of names that a conditional stands in; 1 in another one."""
     # Its own scopes, behind those of the branch that it is in.
     own = re.split(r"/cond/|/body/", conditional.op_name)[-1]
@@ -274,7 +273,7 @@ def parse(text: str) -> Program:
     for line in text.splitlines():
         if current is None:
             if match := _COMPUTATION.match(line):
-                current = computations[match[2]] = Computation(match[2])
+                current = computations[match[2]] = Computation(match[2], computations)
                 entry = current if match[1] else entry
         elif line.startswith("}"):
             current = None

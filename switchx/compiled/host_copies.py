@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies and waits that make a compiled program slow, read off its HLO text.
-
-Copies between device and host memory; of constants, in loops; and waits for the host.
+"""Copies between device and host memory that a compiled program makes, read off its HLO text.
 
 `switchx compile` and tests hold the ring of `host_ring.py` against it. The TPU compiler writes
 a slice of an array in host memory as a start and an end (`dynamic-slice-start`, ...), in the
 order in which it runs them, so what stands between computes while the copy runs; XLA's compiler
-for GPUs writes a fusion that has the slice alone (`fusion-start`). The memory
-space of the host is 5 (`S(5)`). The compiler for GPUs may note the addresses of a loop's
-slices as an offset and a stride (`byte_stride`); of a reversed loop these were wrong
-(openxla/xla#46231).
+for GPUs writes a fusion that has the slice alone (`fusion-start`). The memory space of the host
+is 5 (`S(5)`). The compiler for GPUs may note the addresses of a loop's slices as an offset and
+a stride (`byte_stride`); of a reversed loop these were wrong (openxla/xla#46231).
 """
 
 import dataclasses
 import re
 
-from switchx.compiled.hlo import Instruction, Program, parse
+from switchx.compiled.hlo import Computation, Instruction, Program, parse, within
 
 _HOST = "S(5)"
 _COPIES = ("dynamic-slice", "dynamic-update-slice", "copy")
@@ -24,11 +21,6 @@ _NO_WORK = re.compile(
     r"(?:.*-(?:start|done|update)|copy|bitcast|tuple|get-tuple-element|parameter|constant|"
     r"after-all|opt-barrier)$"
 )
-# What has nothing but constants where its operands have.
-_OF_CONSTANTS = ("constant", "iota", "broadcast", "reshape", "bitcast", "copy", "fusion")
-_WITH_HOST = ("infeed", "outfeed", "send", "recv")
-_CALLBACK = re.compile(r'custom_call_target="\w*python\w*callback')
-_THUNK = re.compile(r"( *)\d+: k(CommandBuffer|While|Conditional)?")
 _STRIDE = re.compile(r'"byte_stride":"?(-?\d+)')
 
 
@@ -64,10 +56,9 @@ def host_copies(hlo: str) -> list[HostCopy]:
     A loop whose trips the data decides counts as often as the array that is sliced has
     layers.
     """
-    program, found = parse(hlo), []
-    for name, trips in _trips_of(program).items():
-        computation = program.computations[name]
-        opcodes = {each.opcode for each in program.within(computation)}
+    found = []
+    for computation, trips in _trips_of(parse(hlo)).items():
+        opcodes = {each.opcode for each in within(computation)}
         for each in computation:
             is_copy = each.opcode in [f"{kind}-start" for kind in (*_COPIES, "fusion")]
             if not is_copy or _HOST not in each.type:
@@ -76,7 +67,7 @@ def host_copies(hlo: str) -> list[HostCopy]:
             largest = max(arrays, key=lambda array: array.num_bytes)
             found.append(
                 HostCopy(
-                    _kind(each, program),
+                    _kind(each),
                     min(array.num_bytes for array in arrays),
                     largest.shape[0] if trips is None else trips,
                     _bytes_meanwhile(each),
@@ -86,7 +77,7 @@ def host_copies(hlo: str) -> list[HostCopy]:
     return found
 
 
-def _kind(start: Instruction, program: Program) -> str:
+def _kind(start: Instruction) -> str:
     """What is started: of a fusion, what its computation ends with.
 
     Raises:
@@ -94,7 +85,7 @@ def _kind(start: Instruction, program: Program) -> str:
     """
     kind = start.opcode.removesuffix("-start")
     if kind == "fusion":
-        [kind] = [called.root.opcode for called in program.called_by(start)]
+        [kind] = [called.root.opcode for called in start.called]
     if kind not in _COPIES:
         raise ValueError(
             f"{start.name} of host memory copies nothing: {start.text.strip()[:200]}"
@@ -126,116 +117,30 @@ def noted_strides(hlo: str) -> list[int]:
     return [int(stride) for strides in noted for stride in strides]
 
 
-def _trips_of(program: Program) -> dict[str, int | None]:
+def _trips_of(program: Program) -> dict[Computation, int | None]:
     """How often a step runs each computation; None where data decides."""
-    trips: dict[str, int | None] = {program.entry.name: 1}
+    trips: dict[Computation, int | None] = {program.entry: 1}
     open_ = [program.entry]
     while open_:
         computation = open_.pop()
         for each in computation:
-            for called in program.called_by(each):
-                if called.name in trips:
+            for called in each.called:
+                if called in trips:
                     continue
-                own = program.trip_count(each) if each.opcode == "while" else 1
-                outer = trips[computation.name]
-                trips[called.name] = None if own is None or outer is None else own * outer
+                own = each.trips if each.opcode == "while" else 1
+                outer = trips[computation]
+                trips[called] = None if own is None or outer is None else own * outer
                 open_.append(called)
     return trips
 
 
 def _bytes_meanwhile(start: Instruction) -> int:
     """Bytes of operands and results of what computes until the copy has ended."""
-    sizes = {
-        each.name: sum(array.num_bytes for array in each.arrays if array.shape)
-        for each in start.computation
-    }
-    total, names = 0, list(sizes)
-    for name in names[names.index(start.name) + 1 :]:
-        each = start.computation.instructions[name]
-        if each.opcode.endswith("-done") and each.operands == (start.name,):
+    total, scheduled = 0, list(start.computation)
+    for each in scheduled[scheduled.index(start) + 1 :]:
+        if each.opcode.endswith("-done") and each.operands == (start,):
             break
         if not _NO_WORK.match(each.opcode):
-            total += sum(sizes.get(one, 0) for one in {name, *each.operands})
+            arrays = (array for one in {each, *each.operands} for array in one.arrays)
+            total += sum(array.num_bytes for array in arrays if array.shape)
     return total
-
-
-def copied_constants(hlo: str) -> list[int]:
-    """Bytes of each copy, in a loop, of an array that is the same constant in every turn.
-
-    XLA moves constants out of loops. One that is written in place there, as the zeros that a
-    collective's result goes into, is then copied in each turn.
-    """
-    program = parse(hlo)
-    callers = {
-        called: (each, place) for each in program for place, called in enumerate(each.called)
-    }
-
-    def is_in_loop(computation: str) -> bool:
-        caller, _ = callers.get(computation, (None, 0))
-        return caller is not None and (
-            caller.opcode == "while" or is_in_loop(caller.computation.name)
-        )
-
-    def is_carried(state: Instruction, index: int | None) -> bool:
-        """Whether a loop hands an element of its state on as it is."""
-        last = state.computation.root
-        if index is None or last.opcode != "tuple":
-            return False
-        element = last.operand(index)
-        is_same = element.attributes.get("index") == str(index)
-        return is_same and element.operands == (state.name,)
-
-    def is_constant(each: Instruction, index: int | None = None) -> bool:
-        """Whether an array, or an element of a tuple, comes from constants alone."""
-        if each.opcode == "get-tuple-element":
-            return is_constant(each.operand(0), int(each.attributes["index"]))
-        if each.opcode == "tuple":
-            return is_constant(each.operand(index))
-        if each.opcode != "parameter":
-            is_made = each.opcode in _OF_CONSTANTS or "AllocateBuffer" in each.rest
-            made = each.computation.instructions
-            return is_made and all(is_constant(made[name]) for name in each.operands)
-        caller, place = callers.get(each.computation.name, (None, 0))
-        if caller is None:
-            return False
-        if caller.opcode == "conditional":
-            return is_constant(caller.operand(place + 1), index)
-        is_same = caller.opcode == "while" and is_carried(each, index)
-        return is_same and is_constant(caller.operand(0), index)
-
-    return [
-        each.arrays[0].num_bytes
-        for each in program
-        if each.opcode == "copy" and each.arrays[0].shape
-        if is_in_loop(each.computation.name) and is_constant(each.operand(0))
-    ]
-
-
-def host_waits(hlo: str, thunks: str) -> int:
-    """How often a GPU's program waits for the host, with one turn of each loop.
-
-    The host reads whether a loop goes on whose trips are not known, and which branch a
-    conditional takes, unless they are in a command buffer (a CUDA graph). It also takes part
-    in callbacks and transfers.
-
-    Args:
-        thunks: what XLA runs, of the same program: `*.thunk_sequence_after_thunk_passes.txt`
-            of `--xla_dump_to`, or `*.thunk_sequence.txt` where it has no command buffer.
-    """
-    program, captured, buffer = parse(hlo), [], None
-    for thunk in filter(None, map(_THUNK.match, thunks.splitlines())):
-        depth = len(thunk[1])
-        if buffer is None or depth <= buffer:
-            buffer = depth if thunk[2] == "CommandBuffer" else None
-        if thunk[2] in ("While", "Conditional"):
-            captured.append(buffer is not None)
-    choices = [
-        each
-        for each in program.within(program.entry)
-        if each.opcode in ("while", "conditional")
-    ]
-    pairs = zip(choices, captured, strict=True)
-    read = sum(not free and '"known_trip_count"' not in each.rest for each, free in pairs)
-    return read + sum(
-        each.opcode in _WITH_HOST or bool(_CALLBACK.search(each.rest)) for each in program
-    )

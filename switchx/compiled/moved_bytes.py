@@ -26,7 +26,7 @@ import numpy as np
 
 from pallas_kernels.launches import Launch
 from switchx.compiled.flops import product_flops
-from switchx.compiled.hlo import Array, Computation, Instruction, Program, parse
+from switchx.compiled.hlo import Array, Computation, Instruction, parse, within
 
 PALLAS_TARGETS = ("tpu_custom_call", "mosaic_gpu")
 
@@ -38,6 +38,7 @@ _FREE = {
 }  # fmt: skip
 # Parts that lie beside each other in memory already.
 _FREE_TARGETS = {"ConcatBitcast"}
+_TAKES_PARTS = {"gather", "dynamic-slice", "slice"}
 _LOOKED_THROUGH = {"bitcast", "reshape", "copy", "transpose", "convert"}
 _HLO_DTYPES = {
     "bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32", "int8": "s8",
@@ -106,9 +107,10 @@ def moved_bytes(
     Raises:
         ValueError: a loop has no known trip count, or a Pallas kernel was not recorded.
     """
-    program, known = parse(hlo), {_key_of(each): each for each in launches}
-    kernels = _Kernels(program, known, np.asarray(group_sizes), rates)
-    return Moved(**program.sum_of_run(kernels.moved, size=lambda moved: moved["num_bytes"]))
+    known = {_key_of(each): each for each in launches}
+    kernels = _Kernels(known, np.asarray(group_sizes), rates)
+    found = parse(hlo).sum_of_run(kernels.moved, size=lambda moved: moved["num_bytes"])
+    return Moved(**found)
 
 
 def _key_of(launch: Launch) -> tuple:
@@ -135,7 +137,6 @@ class _Kernels:
         launches: recorded ones of Pallas, by dtypes and shapes of operands and results.
     """
 
-    program: Program
     launches: dict[tuple, Launch]
     group_sizes: np.ndarray
     rates: Rates | None
@@ -145,31 +146,30 @@ class _Kernels:
         if each.opcode in ("while", "conditional", "call"):
             return None
         target = each.attributes.get("custom_call_target", "").strip('"')
-        if each.opcode in _FREE or each.is_end or target in _FREE_TARGETS:
+        is_unread = each.opcode == "copy-start" and _is_unread(each)
+        if each.opcode in _FREE or each.is_end or target in _FREE_TARGETS or is_unread:
             return Counter()
         if target.startswith(PALLAS_TARGETS):
             size, flops = self._of_pallas(each)
             seconds = self._roofline(size, flops)
-            pallas = Counter(pallas_kernels=1, pallas_bytes=size, pallas_flops=flops)
-            return pallas + Counter(
-                kernels=1, num_bytes=size, other_s=seconds, roofline_s=seconds
-            )
+            return Counter(
+                kernels=1, pallas_kernels=1, num_bytes=size, pallas_bytes=size,
+                pallas_flops=flops, other_s=seconds, roofline_s=seconds,
+            )  # fmt: skip
         if each.opcode.endswith("-start"):
-            if _is_unread(each):
-                return Counter()
             size = _copied_bytes(each)
             seconds = self._roofline(size)
             return Counter(kernels=1, num_bytes=size, other_s=seconds, roofline_s=seconds)
-        size = self._of_kernel(each, _in_memory)
+        size = _kernel_bytes(each, _in_memory)
         if self.rates is None:
             return Counter(kernels=1, num_bytes=size)
-        flops = sum(map(product_flops, self.program.within([each])))
+        flops = sum(map(product_flops, within([each])))
         found = Counter(kernels=1, num_bytes=size, roofline_s=self._roofline(size, flops))
         if cycles := _CYCLES.search(each.rest):
             found["compiler_s"] = int(cycles[1]) / self.rates.cycles_per_s
         else:
             # Vector memory is quicker than HBM, but not free: what stays there counts here.
-            found["other_s"] = self._roofline(self._of_kernel(each, _anywhere), flops)
+            found["other_s"] = self._roofline(_kernel_bytes(each, _anywhere), flops)
         return found
 
     def _roofline(self, num_bytes: int, flops: int = 0) -> float:
@@ -178,7 +178,7 @@ class _Kernels:
         return max(num_bytes / self.rates.bytes_per_s, flops / self.rates.flops_per_s)
 
     def _of_pallas(self, each: Instruction) -> tuple[int, int]:
-        operands = [each.operand(i).arrays[0] for i in range(len(each.operands))]
+        operands = [one.arrays[0] for one in each.operands]
         if each.name.startswith(ONLINE_SOFTMAX):
             scores, values = operands
             flops = 2 * math.prod(scores.shape) * values.shape[-1]
@@ -198,100 +198,95 @@ class _Kernels:
         flops = launch.flops(self.group_sizes) if launch.flops else 0
         return sum(size if _in_memory(array) else 0 for array, size in pairs), flops
 
-    def _of_kernel(self, each: Instruction, size_of: Callable[[Array], int]) -> int:
-        """Bytes that one of XLA's kernels reads and writes."""
-        if each.opcode == "fusion":
-            [called] = self.program.called_by(each)
-            written = self._written_by_fusion(called, each.arrays, size_of)
-            return written + self._read_by_fusion(called, each, size_of)
-        written, arrays = sum(map(size_of, each.arrays)), _operands(each)
-        if each.opcode == "dynamic-update-slice":
-            part = arrays[each.operands[1]]
-            return size_of(part) + min(written, part.num_bytes)
-        if each.opcode in ("gather", "dynamic-slice", "slice"):
-            first, *others = map(size_of, arrays.values())
-            return written + min(first, written) + sum(others)
-        return written + sum(map(size_of, arrays.values()))
 
-    def _written_by_fusion(self, called: Computation, results: Sequence[Array], size_of) -> int:
-        """Of each result what the fusion writes: a part where it updates an array in place."""
-        root = called.root
-        if root.opcode == "fusion":
-            [inside] = self.program.called_by(root)
-            return self._written_by_fusion(inside, results, size_of)
-        parts = [root]
-        if root.opcode == "tuple":
-            parts = [root.operand(i) for i in range(len(root.operands))]
-        if len(parts) != len(results):  # of one instruction, such as a sort of several arrays
-            return sum(map(size_of, results))
-        pairs = zip(parts, results, strict=True)
-        return sum(self._written(each, result, size_of) for each, result in pairs)
-
-    def _written(self, each: Instruction, result: Array, size_of) -> int:
-        """Bytes of a result that an instruction of a fusion writes."""
-        while each.opcode == "bitcast":
-            each = each.operand(0)
-        if each.opcode == "fusion" and len(each.arrays) == 1:
-            [inside] = self.program.called_by(each)
-            return self._written_by_fusion(inside, [result], size_of)
-        whole = size_of(result)
-        if each.opcode == "dynamic-update-slice":
-            return min(whole, each.operand(1).arrays[0].num_bytes)
-        return whole
-
-    def _read_by_fusion(self, called: Computation, fusion: Instruction, size_of) -> int:
-        """Of each operand what the fusion takes: all of it, unless it only takes parts."""
-        total, arrays = 0, _operands(fusion)
-        for each in called:
-            if each.opcode == "parameter":
-                array = arrays.pop(fusion.operands[int(each.arguments)], None)
-                whole = size_of(array) if array else 0
-                taken, is_result = self._used(each, whole)
-                total += whole if is_result else min(whole, taken)
-        return total
-
-    def _used(self, each: Instruction, whole: int) -> tuple[int, bool]:
-        """Bytes of an array that a computation takes; whether it hands the array on."""
-        total, is_result = 0, each.is_root
-        for user in each.computation:
-            if each.name not in user.operands:
-                continue
-            is_first, handed_on = user.operands[0] == each.name, None
-            if user.opcode in _LOOKED_THROUGH:
-                handed_on = user
-            elif user.opcode in ("gather", "dynamic-slice", "slice") and is_first:
-                total += sum(array.num_bytes for array in user.arrays)
-            elif user.opcode == "fusion":
-                [called] = self.program.called_by(user)
-                number = str(user.operands.index(each.name))
-                [parameter] = (
-                    one
-                    for one in called
-                    if one.opcode == "parameter" and one.arguments == number
-                )
-                taken, is_handed_on = self._used(parameter, whole)
-                total, handed_on = total + taken, user if is_handed_on else None
-            elif not (user.opcode == "dynamic-update-slice" and is_first):  # in place
-                return whole, False
-            if handed_on:
-                taken, is_handed_on = self._used(handed_on, whole)
-                total, is_result = total + taken, is_result or is_handed_on
-        return total, is_result
+def _kernel_bytes(each: Instruction, size_of: Callable[[Array], int]) -> int:
+    """Bytes that one of XLA's kernels reads and writes."""
+    if each.opcode == "fusion":
+        [called] = each.called
+        written = _written_by_fusion(called, each.arrays, size_of)
+        return written + _read_by_fusion(called, each, size_of)
+    written, arrays = sum(map(size_of, each.arrays)), _read(each)
+    if each.opcode == "dynamic-update-slice":
+        part = each.operands[1].arrays[0]
+        return size_of(part) + min(written, part.num_bytes)
+    if each.opcode in _TAKES_PARTS:
+        first, *others = map(size_of, arrays)
+        return written + min(first, written) + sum(others)
+    return written + sum(map(size_of, arrays))
 
 
-def _operands(each: Instruction) -> dict[str, Array]:
-    """The first array of each operand, by name."""
-    made = each.computation.instructions
-    return {name: made[name].arrays[0] for name in each.operands if made[name].arrays}
+def _read(each: Instruction) -> list[Array]:
+    """The first array of each operand, once."""
+    return [one.arrays[0] for one in dict.fromkeys(each.operands) if one.arrays]
+
+
+def _written_by_fusion(called: Computation, results: Sequence[Array], size_of) -> int:
+    """Of each result what the fusion writes: a part where it updates an array in place."""
+    root = called.root
+    if root.opcode == "fusion":
+        return _written_by_fusion(root.called[0], results, size_of)
+    parts = root.operands if root.opcode == "tuple" else [root]
+    if len(parts) != len(results):  # of one instruction, such as a sort of several arrays
+        return sum(map(size_of, results))
+    pairs = zip(parts, results, strict=True)
+    return sum(_written(each, result, size_of) for each, result in pairs)
+
+
+def _written(each: Instruction, result: Array, size_of) -> int:
+    """Bytes of a result that an instruction of a fusion writes."""
+    while each.opcode == "bitcast":
+        each = each.operands[0]
+    if each.opcode == "fusion" and len(each.arrays) == 1:
+        return _written_by_fusion(each.called[0], [result], size_of)
+    whole = size_of(result)
+    if each.opcode == "dynamic-update-slice":
+        return min(whole, each.operands[1].arrays[0].num_bytes)
+    return whole
+
+
+def _parameter(called: Computation, number: int) -> Instruction:
+    arguments = (each for each in called if each.opcode == "parameter")
+    return next(each for each in arguments if int(each.arguments) == number)
+
+
+def _read_by_fusion(called: Computation, fusion: Instruction, size_of) -> int:
+    """Of each operand what the fusion takes: all of it, unless it only takes parts."""
+    total = 0
+    for operand in dict.fromkeys(fusion.operands):
+        if operand.arrays:
+            whole = size_of(operand.arrays[0])
+            each = _parameter(called, fusion.operands.index(operand))
+            taken, is_result = _used(each, whole)
+            total += whole if is_result else min(whole, taken)
+    return total
+
+
+def _used(each: Instruction, whole: int) -> tuple[int, bool]:
+    """Bytes of an array that a computation takes; whether it hands the array on."""
+    total, is_result = 0, each.is_root
+    for user in each.computation:
+        if each not in user.operands:
+            continue
+        is_first, is_handed_on = user.operands[0] is each, user.opcode in _LOOKED_THROUGH
+        if user.opcode in _TAKES_PARTS and is_first:
+            total += sum(array.num_bytes for array in user.arrays)
+        elif user.opcode == "fusion":
+            parameter = _parameter(user.called[0], user.operands.index(each))
+            taken, is_handed_on = _used(parameter, whole)
+            total += taken
+        elif not (is_handed_on or (user.opcode == "dynamic-update-slice" and is_first)):
+            return whole, False  # an update is in place
+        if is_handed_on:
+            taken, is_handed_on = _used(user, whole)
+            total, is_result = total + taken, is_result or is_handed_on
+    return total, is_result
 
 
 def _is_unread(start: Instruction) -> bool:
     """Whether nothing in its computation reads what an asynchronous copy brings."""
-    done = [each for each in start.computation if start.name in each.operands]
-    names = {each.name for each in done}
-    is_read = any(names.intersection(each.operands) for each in start.computation)
-    is_result = any(each.is_root for each in done)
-    return start.opcode == "copy-start" and not is_result and not is_read
+    ends = {each for each in start.computation if start in each.operands}
+    is_read = any(ends.intersection(each.operands) for each in start.computation)
+    return not is_read and not any(each.is_root for each in ends)
 
 
 def _copied_bytes(start: Instruction) -> int:
@@ -299,4 +294,4 @@ def _copied_bytes(start: Instruction) -> int:
     if start.opcode == "slice-start":
         whole, part, *_ = start.arrays
         return _in_memory(part) + min(_in_memory(whole), part.num_bytes)
-    return _in_memory(start.arrays[0]) + sum(map(_in_memory, _operands(start).values()))
+    return _in_memory(start.arrays[0]) + sum(map(_in_memory, _read(start)))

@@ -17,6 +17,7 @@ import gin
 from gin.selector_map import SelectorMap
 
 _MACRO = "gin.macro"
+# What `restored` restores.
 _TABLES = {
     "_CONFIG": dict,
     "_SINGLETONS": dict,
@@ -26,25 +27,21 @@ _TABLES = {
     "_LOCATION_PREFIXES": list,
     "_FILE_READERS": list,
 }
-_OTHERS = {"_REGISTRY": SelectorMap, "_set_config_is_locked": types.FunctionType}
-# Of the repository, after 0.5.0.
-_LATER = {"_CONFIG_PROVENANCE": dict}
+NAMES = _TABLES | {"_REGISTRY": SelectorMap, "_set_config_is_locked": types.FunctionType}
+if hasattr(gin.config, "_CONFIG_PROVENANCE"):  # of the repository, after 0.5.0
+    NAMES["_CONFIG_PROVENANCE"] = _TABLES["_CONFIG_PROVENANCE"] = dict
 
 
 def require_names() -> None:
-    """Checks that gin has every name with the type that this file takes it for.
+    """Checks that gin has each of `NAMES` with the type that it has there.
 
     Raises:
         ImportError: it has not; says the version, the names and the way out.
     """
-    expected = _TABLES | _OTHERS
-    expected |= {name: kind for name, kind in _LATER.items() if hasattr(gin.config, name)}
-    found = {name: getattr(gin.config, name, None) for name in expected}
+    found = {name: getattr(gin.config, name, None) for name in NAMES}
     wrong = [
-        f"{name} is a {type(found[name]).__name__} for a {kind.__name__}"
-        if name in vars(gin.config)
-        else f"there is no {name}"
-        for name, kind in expected.items()
+        f"{name} is a {type(found[name]).__name__}, expected a {kind.__name__}"
+        for name, kind in NAMES.items()
         if not isinstance(found[name], kind)
     ]
     if wrong:
@@ -60,8 +57,7 @@ require_names()
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
     """Gin's configuration, registry and readers of files are at the end what they were."""
-    names = [name for name in _TABLES | _LATER if hasattr(gin.config, name)]
-    held = {name: getattr(gin.config, name) for name in names}
+    held = {name: getattr(gin.config, name) for name in _TABLES}
     before = {name: copy.copy(table) for name, table in held.items()}
     known, is_locked = registered().keys(), gin.config_is_locked()
     try:

@@ -7,31 +7,22 @@ import gin
 import pytest
 
 from switchx.gin_config import gin_internals
-from switchx.gin_config.gin_internals import _LATER, _OTHERS, _TABLES
 
 VERSION = importlib.metadata.version("gin-config")
 
 
-@pytest.mark.parametrize("name", _TABLES | _OTHERS)
-def test_the_installed_gin_has_each_name_and_another_is_refused(name, monkeypatch):
-    assert isinstance(getattr(gin.config, name), (_TABLES | _OTHERS)[name]), VERSION
-    kind = (_TABLES | _OTHERS)[name].__name__
-    said = f"gin-config {VERSION} has other internals than 0.5.0: "
-    with monkeypatch.context() as patched:
-        patched.setattr(gin.config, name, ())
-        with pytest.raises(
-            ImportError, match=f"^{said}{name} is a tuple for a {kind}; run `pip"
-        ):
-            gin_internals.require_names()
-        patched.delattr(gin.config, name)
-        with pytest.raises(ImportError, match=f"^{said}there is no {name}; run `pip "):
-            gin_internals.require_names()
-    gin_internals.require_names()
+@pytest.mark.parametrize(("name", "kind"), gin_internals.NAMES.items())
+def test_the_installed_gin_has_each_name_and_one_without_is_refused(name, kind, monkeypatch):
+    assert isinstance(getattr(gin.config, name), kind), VERSION
+    said = (
+        f"gin-config {VERSION} has other internals than 0.5.0: {name} is a tuple, expected a "
+    )
+    monkeypatch.setattr(gin.config, name, ())
+    with pytest.raises(ImportError, match=f"^{said}{kind.__name__}; run `pip install gin"):
+        gin_internals.require_names()
 
 
-def test_what_is_bound_and_read(monkeypatch):
-    for name in _LATER:
-        monkeypatch.setattr(gin.config, name, {}, raising=False)
+def test_what_is_bound_and_read():
     with gin_internals.restored():
         gin.clear_config()
         mine = gin.configurable("mine", module="of_this")(lambda depth=1, width=2: depth)

@@ -191,18 +191,6 @@ def test_of_two_branches_the_one_that_sends_more_counts():
     assert sum(n for one, n in executed.items() if one.num_bytes == 24) == 2
 
 
-def test_a_loop_without_a_trip_count_is_refused():
-    hlo = (
-        HEADER
-        + "%body (x: f32[2]) -> f32[2] {\n  %r = f32[2] all-reduce(%x), "
-        + "replica_groups={{0,1},{2,3}}\n}\n"
-        + "ENTRY %main (x: f32[2]) -> f32[2] {\n  %w = f32[2] while(%x), condition=%c, "
-        + "body=%body\n}\n"
-    )
-    with pytest.raises(ValueError, match="has no known trip count"):
-        executed_collectives(hlo)
-
-
 @pytest.mark.parametrize(
     ("axes", "groups"),
     [
@@ -294,20 +282,6 @@ def test_an_all_reduce_in_a_fusion_with_slices_of_it_is_a_reduce_scatter():
     assert one == HloCollective("reduce-scatter", slices, (of_all,), 4 * 1024)
     assert whole == HloCollective("all-reduce", slices, (of_all,), 4 * 128)
     assert executed_collectives(REDUCE_SCATTERS) == {two: 1, one: 1, whole: 1}
-
-
-def test_a_condition_says_the_trip_count():
-    """On a TPU nothing else does."""
-    hlo = (
-        HEADER
-        + "%body (x: f32[2]) -> f32[2] {\n  %r = f32[2] all-reduce(%x), "
-        + "replica_groups={{0,1},{2,3}}\n}\n"
-        + "%less (t: s32[]) -> pred[] {\n  %n = s32[]{:T(128)} constant(7)\n"
-        + "  ROOT %l = pred[]{:T(512)} compare(%i, %n), direction=LT, metadata={}\n}\n"
-        + "ENTRY %main (x: f32[2]) -> f32[2] {\n  %w = f32[2] while(%x), condition=%less, "
-        + "body=%body\n}\n"
-    )
-    assert list(executed_collectives(hlo).values()) == [7]
 
 
 def test_a_gather_beside_several_products_is_one():

@@ -50,13 +50,6 @@ def test_nested_loops():
     assert flops(outer, A) == 15 * 2 * 2 * 6 * 5 * 7
 
 
-def test_of_two_branches_the_dearer_one():
-    def choose(is_dear, a, b):
-        return jax.lax.cond(is_dear, lambda: a @ b @ b.T @ b, lambda: a @ b)
-
-    assert flops(choose, True, A, B) == 3 * 2 * 6 * 5 * 7
-
-
 def test_a_loop_that_the_data_ends():
     def loop(a, b):
         return jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ b @ b.T, a)

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from switchx.compiled.hlo import Array, array_bytes, parse
+from switchx.compiled.hlo import Array, array_bytes, parse, within
 
 # With a table of places in files before the computations, and comments in tuples.
 HLO = """\
@@ -23,14 +23,16 @@ FileLocations
 
 %body (state: (s32[], f32[4,3])) -> (s32[], f32[4,3]) {
   %state.1 = (s32[], f32[4,3]{1,0}) parameter(0)
-  ROOT %t = (s32[], /*index=1*/f32[4,3]{1,0}) tuple(%n, /*index=1*/%x)
+  %n.1 = s32[] get-tuple-element(%state.1), index=0
+  %x.1 = f32[4,3]{1,0} get-tuple-element(%state.1), index=1
+  ROOT %t = (s32[], /*index=1*/f32[4,3]{1,0}) tuple(%n.1, /*index=1*/%x.1)
 }
 
 ENTRY %main.3 (x: f32[4,3], w: f8e4m3fn[3,2]) -> f32[4,3] {
   %x = f32[4,3]{1,0:T(8,128)S(5)} parameter(0), metadata={op_name="blocks['w, x']" line=1}
   %copy-start = ((f32[4,3]{1,0:T(8,128)}), f32[4,3]{1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}) copy-start(f32[4,3]{1,0:T(8,128)} %x)
   %copy-done = f32[4,3]{1,0} copy-done(%copy-start)
-  %r = f32[4,3] all-reduce(%x), replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}, to_apply=%sum, frontend_attributes={chain_id="3",note="a, (b"}
+  %r = f32[4,3] all-reduce(%x), replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}, to_apply=%less, frontend_attributes={chain_id="3",note="a, (b"}
   %c = f32[4,3] conditional(%p, %x, %x), branch_computations={%less, %body}
   ROOT %w.1 = (s32[], f32[4,3]) while(%c), condition=%less, body=%body
 }
@@ -47,29 +49,28 @@ def test_a_program_and_its_instructions():
     assert made["x"].arrays == (Array("f32", (4, 3), "1,0:T(8,128)S(5)"),)
     assert made["x"].op_name == "blocks['w, x']"
     start = made["copy-start"]
-    assert (start.opcode, start.operands, start.is_end) == ("copy-start", ("x",), False)
+    assert (start.opcode, start.operands, start.is_end) == ("copy-start", (made["x"],), False)
     assert [array.num_bytes for array in start.arrays] == [48, 48, 4]
     assert start.arrays[1].layout == "1,0:T(8,128)(2,1)S(1)"
-    assert made["copy-done"].is_end and made["copy-done"].operand(0) is start
+    assert made["copy-done"].is_end and made["copy-done"].operands == (start,)
     assert made["r"].attributes == {
         "replica_groups": "mesh['a'=4,'b'=2]",
         "device_ids": "([2,4]T(1,0)) {'a'}",
-        "to_apply": "%sum",
+        "to_apply": "%less",
         "frontend_attributes": '{chain_id="3",note="a, (b"}',
     }
-    assert program.computations["body"].root.operands == ("n", "x")
+    state, *elements, root = program.computations["body"]
+    assert root.is_root and root.operands == tuple(elements)
 
 
 def test_what_an_instruction_runs():
     program = parse(HLO)
     made = program.entry.instructions
     less, body = program.computations["less"], program.computations["body"]
-    assert program.called_by(made["c"]) == [less, body]
-    assert program.called_by(made["w.1"]) == [body] and program.trip_count(made["w.1"]) == 5
-    # An excerpt lacks the sum.
-    assert made["r"].called == ("sum",) and program.called_by(made["r"]) == []
+    assert made["c"].called == (less, body)
+    assert made["w.1"].called == (body,) and made["w.1"].trips == 5
     both = made["c"], made["w.1"]
-    assert list(program.within(both)) == [both[0], *less, *body, both[1]]
+    assert list(within(both)) == [both[0], *less, *body, both[1]]
 
 
 def test_a_sum_of_one_for_each_tuple_counts_turns_and_the_larger_branch():

@@ -418,7 +418,7 @@ def test_a_loop_over_blocks_has_no_copy_of_their_weights():
 WITH_ROWS = """
 import dataclasses
 from switchx.moe.config import RouterConfig
-from switchx.compiled.host_copies import copied_constants
+from tests.compiled.slow_loops import copied_constants
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import Topology
 from switchx.compiled.training_step import batch_shapes

@@ -118,7 +118,7 @@ from switchx.inference.decode import run_until
 from switchx.inference.export import Target
 from switchx.models.config import Precision
 from switchx.models.params import abstract_params
-from switchx.compiled.host_copies import copied_constants, host_waits
+from tests.compiled.slow_loops import copied_constants, host_waits
 from tests.inference import tiny
 
 sizes = {"d_model": 256, "d_ff": 512, "d_head": 64, "vocab_size": 512}

@@ -187,7 +187,7 @@ def assert_nothing_waits_for_the_gathered(text, shapes):
 
     def read(each):
         """All instructions that one depends on."""
-        return {each}.union(*(read(entry.instructions[name]) for name in each.operands))
+        return {each}.union(*map(read, each.operands))
 
     gathers = (each for each in entry if each.opcode == "all-gather")
     ahead = {each for each in gathers if each.arrays[0].shape in shapes}

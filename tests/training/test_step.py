@@ -18,7 +18,7 @@ from switchx.moe.dispatch import MOST_GATHERED
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.schedules import Constant
 from switchx.training import step as training_step
-from switchx.training.losses import into_microbatches
+from switchx.training.microbatches import into_microbatches
 from switchx.training.step import (
     StepConfig,
     gradients,
