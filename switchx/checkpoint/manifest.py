@@ -14,11 +14,10 @@ from typing import Any
 
 from switchx import manifest
 from switchx.checkpoint.items import EXPERTS, has_records, items_of
-from switchx.checkpoint.parts import LISTS, list_names, read_lists
+from switchx.checkpoint.parts import LISTS, MANIFEST, list_names, read_lists
 from switchx.object_store import Folder, files_in
 from switchx.storage.snapshot import Snapshot
 
-MANIFEST = "manifest.json"
 # Orbax changes these after the manifest is written; nothing is read from them.
 _COMMIT_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")
 # Bytes up to which a file without numbers of arrays, such as a description of Orbax', has a

@@ -26,6 +26,7 @@ from switchx.checkpoint.items import (
     item_name,
     items_of,
     read_data_states,
+    require_opens,
     require_same_leaves,
     stored_items,
 )
@@ -86,6 +87,11 @@ def checkpoint_faults(run: RunFolder, step: int) -> list[str]:
     faults += _array_faults(path, stored)
     if "train_state" in stored:
         faults += _step_faults(run, path, step)
+    if not faults:
+        try:
+            require_opens(path)
+        except ValueError as error:
+            faults.append(getattr(error, "fault", str(error)))
     return faults
 
 
@@ -161,7 +167,7 @@ def _open(item: Folder, name: str) -> tensorstore.TensorStore:
 
 def _chunks(array: tensorstore.TensorStore) -> ListedArray:
     """The parts in which an array without lists is read: its chunks."""
-    shape, chunk = array.shape, array.chunk_layout.write_chunk.shape
+    shape, chunk = array.shape, array.chunk_layout.write_chunk.shape or ()  # None for a scalar
     starts = [range(0, size, step) for size, step in zip(shape, chunk, strict=True)]
     parts = [
         tuple(

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who takes the checksum of which part of an array, and what is compared when it is read."""
 
-import dataclasses
 import json
 import zlib
 
@@ -15,7 +14,13 @@ from switchx.checkpoint.checkpointer import Checkpointer, Retention
 from switchx.checkpoint.items import read_items
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.checkpoint.verify import checkpoint_faults
-from tests.training.train_states import assert_same, damage, filled_state, shapes
+from tests.training.train_states import (
+    assert_same,
+    damage,
+    filled_state,
+    shapes,
+    write_manifest_of_before,
+)
 
 AUTO = (jax.sharding.AxisType.Auto,) * 2
 
@@ -95,21 +100,8 @@ def test_a_checkpoint_of_before_is_restored_and_verified(tmp_path):
     with Checkpointer(run, Retention()) as checkpointer:
         checkpointer.save(1, filled_state(1))
     path = run.checkpoints / "1"
-    for file in path.glob(f"*/{parts.LISTS}/*"):
-        file.unlink()
-        file.parent.rmdir()
-    data = path / "data" / "process_0_of_1.json"
-    data.write_text('{"json": null}')
-    about = dataclasses.asdict(manifest.read_manifest(path))
-    del about["files"]
-    (path / "manifest.json").unlink()
-    manifest.manifest.write_manifest(
-        path,
-        "manifest.json",
-        about,
-        "crc32",
-        left_out=("_CHECKPOINT_METADATA", "commit_success.txt"),
-    )
+    (path / "data" / "process_0_of_1.json").write_text('{"json": null}')
+    write_manifest_of_before(path, has_lists=False)
     with Checkpointer(run, Retention()) as checkpointer:
         step, state, states = checkpointer.resume(shapes(filled_state(0)))
     assert (step, states) == (1, [None])

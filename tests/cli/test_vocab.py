@@ -3,6 +3,8 @@
 
 import pathlib
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from switchx.cli import vocab
@@ -29,6 +31,19 @@ def test_vocabulary_is_written_and_summed_up(corpus, capsys):
     vocabulary = SentencePieceVocabulary("mine/vocab/vocabulary.model")
     assert vocabulary.size == 400
     assert vocabulary.decode(vocabulary.encode("expert token")) == "expert token"
+
+
+def test_a_column_is_named_as_in_gin_files(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts = [f"slot {number} of an expert" for number in range(200)]
+    pq.write_table(pa.table({"body": texts, "id": range(200)}), "a.parquet")
+    assert main(["vocab", "--input=a.parquet", "--size=290", "--output=mine"]) == 2
+    assert (
+        "expected the key text, or inputs and targets; got body, id" in capsys.readouterr().err
+    )
+    words = ["--input=a.parquet", "--size=290", "--output=mine", "--text_column=body"]
+    assert main(["vocab", *words]) == 0
+    assert f"trained on {sum(map(len, texts)):,} characters" in capsys.readouterr().out
 
 
 def test_default_sample_is_that_of_training():

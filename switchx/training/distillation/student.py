@@ -26,6 +26,7 @@ from switchx.models.params import abstract_params, init_params
 from switchx.moe.capacity import rows_of_groups
 from switchx.partitioning.mesh import PIPE
 from switchx.partitioning.rules import param_sharding
+from switchx.planner.search import TEACHER_IN_STORAGE
 from switchx.training.distillation.soft_loss import (
     Teacher,
     check_teacher,
@@ -169,15 +170,15 @@ class DistilledProgram(CopiesProgram):
 
 def require_beside_step(job: TrainingJob) -> None:
     """Raises ValueError where a job has stages, buckets or experts in storage."""
+    job.require_storage({})
     for name, is_used in (
         (f"MeshSpec.{PIPE}={job.mesh.pipe}", job.mesh.pipe > 1),
         (f"StepConfig.bucket_bytes={job.step.bucket_bytes}", job.step.bucket_bytes),
-        (f"StorageSpec.experts={job.storage.experts!r}", job.storage.experts != "device"),
     ):
         require(
             not is_used,
-            f"TrainingJob.distillation with {name}: a teacher reads the batch beside the "
-            "whole step of a student on the devices; leave out one of the two",
+            f"TrainingJob.distillation with {name}: {TEACHER_IN_STORAGE}; leave out one "
+            "of the two",
         )
 
 
