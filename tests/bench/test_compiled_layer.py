@@ -54,6 +54,9 @@ def test_the_command_prints_one_json_object(tmp_path, monkeypatch, capsys):
     # The layers of Switch-Base, then the training step.
     assert [row["target"] for row in rows][2:] == 2 * ["v5e:2x2"] + 2 * ["v5p:2x2x1"]
     assert all("run `make test-aot`" in row["not_run"] for row in rows)
+    without = [row for row in printed["results"] if "not_compared" in row]
+    assert {row["layer"] for row in without} == {"flaxformer", "maxtext"}
+    assert all("--peer=FOLDER" in row["not_compared"] for row in without)
 
 
 def test_cycles_are_those_of_the_chips():

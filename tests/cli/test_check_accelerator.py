@@ -32,7 +32,7 @@ from switchx.models.config import ModelConfig
 from tests.absent_devices import compute_cudnn_by_xla
 
 SESSION = Session(is_rehearsal=True, output=pathlib.Path())
-HERE = "tests.bench.accelerator_parts"
+HERE = "tests.cli.accelerator_parts"
 
 
 def part(name: str, seconds: int = 5, **fields) -> Part:
