@@ -17,10 +17,12 @@ Dims: N Switch layers, E experts, S slots
 import dataclasses
 import functools
 import itertools
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from switchx.bench.storage import make_batch, opened, record_bytes
@@ -39,6 +41,7 @@ from switchx.storage.simulation import POLICIES
 from switchx.storage.snapshot import Snapshot
 from switchx.storage.trace import Trace, read_trace
 from switchx.training.job import TrainingJob
+from switchx.training.layered import LayeredProgram
 from switchx.training.layered_runs import Bank
 from switchx.training.layered_step import ExpertBanks, LayeredGradients
 from tests.promises.storage import (
@@ -81,16 +84,19 @@ def _traffic(
     policy: str,
     capacity: int,
     num_steps: int,
-    expected: Callable[[Trace], tuple[int, int]],
+    formula: Callable[[Trace], tuple[int, int]],
 ) -> Iterator[tuple]:
-    """Rows of `bytes_of_files`; `expected` has the records read and written, from the trace."""
+    """Rows of `bytes_of_files`; `formula` has the records read and written, from the trace."""
     storage = StorageSpec("disk", host_bytes=capacity * record_bytes(job), policy=policy)
-    with opened(dataclasses.replace(job, storage=storage)) as (program, folder):
-        trained(program, num_steps)
-        program.experts.save(folder / "saved")
-        found = program.experts.metrics()
-        (file_bytes,) = {size for size, _ in Snapshot(folder / "saved").files.values()}
-        records = expected(read_trace(RunFolder(folder).storage / "trace.npz"))
+    with tempfile.TemporaryDirectory() as folder:
+        run, job = RunFolder(folder), dataclasses.replace(job, storage=storage)
+        program = LayeredProgram(job, run, jax.devices()[:1])
+        with program.scope():
+            trained(program, num_steps)
+            program.experts.save(run.root / "saved")
+            found = program.experts.metrics()
+        (file_bytes,) = {size for size, _ in Snapshot(run.root / "saved").files.values()}
+        records = formula(read_trace(run.storage / "trace.npz"))  # written at the end
     num_records = program.experts.layout.num_keys
     what = f"{num_steps} steps, {policy}, {capacity} of {num_records} cached"
     yield "touched_share", what, found["touched_share"]
