@@ -115,7 +115,7 @@ VARIANTS = {
 MEASURING = "tests/cli/test_measuring.py"
 TESTED_ELSEWHERE = {
     "switchx check accelerator --rehearsal --output=runs/rehearsal": (
-        "tests/bench/test_accelerator.py::test_a_whole_rehearsal"
+        "tests/cli/test_check_accelerator.py::test_a_whole_rehearsal"
     ),
     "switchx checkpoint rewind runs/pretrain_tiny --step=best": (
         "tests/cli/test_checkpoint.py::test_rewind_makes_an_earlier_one_the_newest_and_deletes_"
@@ -142,7 +142,7 @@ TESTED_ELSEWHERE = {
     "switchx simulate cache --model_dir=runs/pretrain_tiny --output=cache.gin": (
         "tests/storage/test_docs.py::test_commands_run"
     ),
-    "switchx bench soak --seconds=3600 --json": "tests/bench/test_soak.py::test_a_minute",
+    "switchx bench soak --seconds=3600 --json": "tests/serving/test_soak.py::test_a_minute",
     "switchx bench train --json": MEASURING + "::test_train_prints_one_json_object",
     "switchx bench moe --json": MEASURING + "::test_moe_prints_one_json_object",
     "switchx bench kernels --json": (MEASURING + "::test_kernels_prints_one_json_object"),

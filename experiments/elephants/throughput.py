@@ -31,8 +31,8 @@ from experiments.elephants.precision import (
 from experiments.elephants.sections import write_section
 from experiments.measured import Cells
 from pallas_kernels.bench.timing import Contender, take_turns
-from switchx.bench import torch_peer
 from switchx.bench.decode import Decoder
+from switchx.bench.peers import torch_peer
 from switchx.inference.generate import without_capacity
 from switchx.interop.huggingface import write_checkpoint
 

@@ -4,8 +4,8 @@
 One sparse layer of Switch-Base as printed (Fedus et al. 2021, arXiv:2101.03961, Table 9:
 d_model 768, GEGLU with d_ff 2048) in bfloat16, 8,192 tokens, with 8 to 256 experts, compiled
 for a v5e and a v5p that are not there, forward and backward: ours by dispatcher, and those of
-peers whose code is given (`peer_layers.py`). FLOPs, bytes and seconds are counted in the
-compiled program (`moved_bytes.py`; `pallas_grids.py` for kernels of others) for two fixed
+peers whose code is given (`peers/layers.py`). FLOPs, bytes and seconds are counted in the
+compiled program (`moved_bytes.py`; `peers/pallas_grids.py` for kernels of others) for two fixed
 routings, balanced and Zipf. Nothing is run: the seconds are an estimate.
 Dims: R rows, B batch, L length, D model, F feed-forward, E experts
 """
@@ -30,8 +30,7 @@ from switchx.bench.compiled_layer import (
     rates_of,
     rows_of_child,
 )
-from switchx.bench.pallas_grids import pallas_launches
-from switchx.bench.peer_layers import (
+from switchx.bench.peers.layers import (
     NEEDED,
     LayerShape,
     flaxformer_forward,
@@ -40,6 +39,7 @@ from switchx.bench.peer_layers import (
     has_peer,
     maxtext_forward,
 )
+from switchx.bench.peers.pallas_grids import pallas_launches
 from switchx.bench.report import Check, Report
 from switchx.compiled.devices import describe_devices
 from switchx.compiled.flops import matrix_flops

@@ -20,14 +20,13 @@ import numpy as np
 
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
 from switchx.bench import (
-    ctranslate2_peer,
     decode_programs,
     inflight,
     offload,
     serving,
     speculation,
-    torch_peer,
 )
+from switchx.bench.peers import ctranslate2_peer, torch_peer
 from switchx.bench.report import Check, Report
 from switchx.bench.train import DENSE, MEBIBYTE, in_ms, switch_model
 from switchx.inference.config import DecodingConfig

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
-from switchx.bench.peer_layers import (
+from switchx.bench.peers.layers import (
     LayerShape,
     flaxformer_forward,
     flaxformer_layer,

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
-from switchx.bench import storage, torch_peer
+from switchx.bench import storage
+from switchx.bench.peers import torch_peer
 from switchx.bench.report import Check, Report
 from switchx.interop.huggingface import describe
 from switchx.models.config import ModelConfig, SwitchConfig

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels and bytes of compiled programs: by hand, and of Pallas' grids what is executed.
-
-Dims: R rows, D inputs, F outputs, E experts
-"""
+"""Layers by a compiler's clock: what is ideal, routings, ratios to peers, bounds."""
 
 import json
 
@@ -10,167 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import launches
-from pallas_kernels.grouped_matmul import tpu
-from pallas_kernels.launches import Cache, recorded_launches
-from pallas_kernels.tiling.tpu import Tiling
-from switchx.bench import compiled_layer
+from switchx.bench import compiled_layer, compiled_peers
+from switchx.bench.peers.layers import LayerShape
 from switchx.cli.main import main
-from switchx.compiled.moved_bytes import Moved, moved_bytes
 
-# As the TPU compiler writes it: a gather of 8 of 64 rows, a copy into vector memory (S(1)), a
-# kernel that reads it there, and a loop of 3 additions.
-HLO = """\
-HloModule m
-
-%gathered (p0: bf16[64,256], p1: s32[8]) -> bf16[8,256] {
-  %p0 = bf16[64,256]{1,0} parameter(0)
-  %p1 = s32[8]{0} parameter(1)
-  ROOT %g = bf16[8,256]{1,0} gather(%p0, %p1), offset_dims={1}
-}
-
-%body (t: (s32[], f32[32])) -> (s32[], f32[32]) {
-  %t = (s32[], f32[32]) parameter(0)
-  %v = f32[32]{0} get-tuple-element(%t), index=1
-  %w = f32[32]{0} add(%v, %v)
-  ROOT %u = (s32[], f32[32]) tuple(%v, %w)
-}
-
-ENTRY %main (a: bf16[64,256], b: s32[8], c: bf16[4,256,128]) -> bf16[8,128] {
-  %a = bf16[64,256]{1,0:T(8,128)(2,1)} parameter(0)
-  %b = s32[8]{0} parameter(1)
-  %c = bf16[4,256,128]{2,1,0} parameter(2)
-  %n = s32[4]{0} constant({1,2,3,2})
-  %copy-start = (s32[8]{0:T(256)S(1)}, s32[8]{0:T(256)}, u32[]{:S(2)}) copy-start(%b)
-  %copy-done = s32[8]{0:T(256)S(1)} copy-done(%copy-start)
-  %x = bf16[8,256]{1,0:T(8,128)(2,1)S(1)} fusion(%a, %copy-done), kind=kLoop, calls=%gathered
-  %y = bf16[8,128]{1,0} custom-call(%n, %x, %c), custom_call_target="tpu_custom_call"
-  %loop = (s32[], f32[32]) while(%n), condition=%cond, body=%body, \
-backend_config={"known_trip_count":{"n":"3"}}
-  ROOT %r = bf16[8,128]{1,0} bitcast(%y)
-}
-"""
-PALLAS = launches.Launch(
-    "multiply_rows",
-    tuple(
-        jax.ShapeDtypeStruct(*each)
-        for each in (((4,), jnp.int32), ((8, 256), jnp.bfloat16), ((4, 256, 128), jnp.bfloat16))
-    ),
-    (jax.ShapeDtypeStruct((8, 128), jnp.bfloat16),),
-    lambda sizes: ([16, 4096, int(sizes.sum())], [2048]),
-)
+SHAPE = LayerShape(8, 768, 2048, 16, 512, is_gated=True, capacity_factor=1.25)
 
 
-def test_by_hand():
-    moved = moved_bytes(HLO, [PALLAS], [1, 2, 3, 2])
-    pallas = 16 + 8 + 2048  # x is in vector memory
-    # The indices into vector memory, 8 gathered rows that stay there, three additions.
-    assert moved == Moved(3 + 3, 1, 32 + 8 * 256 * 2 + pallas + 3 * 2 * 128, pallas)
-
-
-def test_an_argument_that_is_prefetched_for_the_next_run_is_copied_once():
-    again = HLO.replace(
-        "  %y = ",
-        "  %copy-start.1 = (s32[8]{0:T(256)S(1)}, s32[8]{0:T(256)}, u32[]{:S(2)}) "
-        "copy-start(%b)\n"
-        "  %copy-done.1 = s32[8]{0:T(256)S(1)} copy-done(%copy-start.1)\n  %y = ",
-    )
-    rows = [PALLAS], [1, 2, 3, 2]
-    assert moved_bytes(again, *rows) == moved_bytes(HLO, *rows)
-    read = again.replace("fusion(%a, %copy-done)", "fusion(%a, %copy-done.1)")
-    read = read.replace("bitcast(%y)", "fusion(%y, %copy-done), kind=kLoop, calls=%gathered")
-    assert moved_bytes(read, *rows).kernels == moved_bytes(HLO, *rows).kernels + 2
-
-
-UPDATES = """\
-HloModule m
-
-%updated (p0: bf16[6,8,128], p1: bf16[8,128], p2: s32[]) -> (bf16[6,8,128], bf16[8,128]) {
-  %p0 = bf16[6,8,128]{2,1,0} parameter(0)
-  %p1 = bf16[8,128]{1,0} parameter(1)
-  %p2 = s32[] parameter(2)
-  %part = bf16[1,8,128]{2,1,0} bitcast(%p1)
-  %d = bf16[6,8,128]{2,1,0} dynamic-update-slice(%p0, %part, %p2)
-  ROOT %t = (bf16[6,8,128]{2,1,0}, bf16[8,128]{1,0}) tuple(%d, %p1)
-}
-
-ENTRY %main (a: bf16[6,8,128], b: bf16[8,128], i: s32[]) -> bf16[6,8,128] {
-  %a = bf16[6,8,128]{2,1,0} parameter(0)
-  %b = bf16[8,128]{1,0} parameter(1)
-  %i = s32[] parameter(2)
-  %x = (bf16[6,8,128]{2,1,0}, bf16[8,128]{1,0}) fusion(%a, %b, %i), kind=kLoop, calls=%updated
-  %y = bf16[6,8,128]{2,1,0} get-tuple-element(%x), index=0
-  %z = bf16[1,8,128]{2,1,0} bitcast(%b)
-  ROOT %u = bf16[6,8,128]{2,1,0} dynamic-update-slice(%y, %z, %i)
-}
-"""
-
-
-def test_of_an_array_that_is_updated_in_place_a_part_is_written():
-    part = 8 * 128 * 2
-    # The fusion reads a part and an index and writes it twice; the second reads and writes it.
-    assert moved_bytes(UPDATES) == Moved(2, 0, (part + 4 + 2 * part) + 2 * part)
-
-
-def test_a_kernel_that_was_not_recorded_is_an_error():
-    with pytest.raises(ValueError, match="was not recorded"):
-        moved_bytes(HLO, [], [])
-
-
-def test_xlas_own_softmax_is_counted():
-    """Scores [2, 8, 8] and values [2, 8, 4], float32; the product has 2 m n k operations."""
-    scores, values = "f32[2,8,8]{2,1,0}", "f32[2,8,4]{2,1,0}"
-    program = (
-        f"HloModule m\n\nENTRY %main (a: f32[2,8,8], b: f32[2,8,4]) -> f32[2,8,4] {{\n"
-        f"  %a = {scores} parameter(0)\n  %b = {values} parameter(1)\n"
-        f"  ROOT %online-softmax.1 = {values} custom-call(%a, %b), "
-        'custom_call_target="tpu_custom_call"\n}\n'
-    )
-    moved = moved_bytes(program)
-    assert moved.pallas_bytes == 4 * (2 * 8 * 8 + 2 * 2 * 8 * 4)
-    assert moved.pallas_flops == 2 * 2 * 8 * 8 * 4
-
-
-def test_a_cache_forgets_what_was_used_longest_ago():
-    cache = Cache(100)
-    assert [cache.read(*each) for each in (("a", 60), ("b", 40), ("a", 60))] == [60, 40, 0]
-    cache.write("c", 30)
-    assert [cache.read("a", 60), cache.read("b", 40)] == [0, 40]
-
-
-@pytest.mark.parametrize("direction", ["forward", "weight gradient"])
-def test_counted_bytes_are_those_that_an_interpreted_kernel_copies(direction, monkeypatch):
-    executed = {}
-    read = interpret_pallas_call.DMA.execute_read
-
-    def execute_read(dma):
-        read(dma)
-        executed[dma.id] = dma.data_size
-
-    monkeypatch.setattr(interpret_pallas_call.DMA, "execute_read", execute_read)
-    sizes_E = np.array([10, 0, 20, 2], np.int32)
-    x_RD, w_EDF = jnp.ones((32, 256)), jnp.ones((4, 256, 256))
-    options = {"interpret": pltpu.InterpretParams(), "tiling": Tiling(16, 128, 128)}
-
-    def run(x_RD, w_EDF, sizes_E):
-        if direction == "forward":
-            options["has_residual"] = True
-            return tpu.forward(x_RD, w_EDF, sizes_E, activation="gelu", **options)
-        return tpu.weight_gradient(x_RD, x_RD, sizes_E, out_dtype=jnp.float32, **options)
-
-    with recorded_launches() as recorded:
-        jax.block_until_ready(jax.jit(run)(x_RD, w_EDF, sizes_E))
-    pltpu.reset_tpu_interpret_mode_state()
-    [launch] = recorded
-    counted_read, counted_written = launch.copied(sizes_E)
-    # The first five operands are the schedule, which the interpreter does not copy.
-    assert sum(counted_read[5:]) + sum(counted_written) == sum(executed.values()) > 0
-
-
-def test_the_ideal_by_hand():
+def test_the_ideal_of_a_layer_by_hand():
     weights = 32 * 1024 * 4096 * 2
     rows_D, rows_F = 8192 * 1024 * 2, 8192 * 4096 * 2
     assert compiled_layer.ideal_bytes("relu", "forward") == (
@@ -209,6 +54,63 @@ def test_the_command_prints_one_json_object(tmp_path, monkeypatch, capsys):
     # The layers of Switch-Base, then the training step.
     assert [row["target"] for row in rows][2:] == 2 * ["v5e:2x2"] + 2 * ["v5p:2x2x1"]
     assert all("run `make test-aot`" in row["not_run"] for row in rows)
+    without = [row for row in printed["results"] if "not_compared" in row]
+    assert {row["layer"] for row in without} == {"flaxformer", "maxtext"}
+    assert all("--peer=FOLDER" in row["not_compared"] for row in without)
+
+
+def test_cycles_are_those_of_the_chips():
+    """1.5 GHz and 1.75 GHz, which Google names for these chips."""
+    assert compiled_layer.rates_of("v5e").cycles_per_s == pytest.approx(1.5e9, rel=0.01)
+    assert compiled_layer.rates_of("v5p").cycles_per_s == pytest.approx(1.75e9, rel=0.01)
+
+
+def test_the_ideal_by_hand():
+    products, router = 8192 * 6 * 768 * 2048, 8192 * 2 * 768 * 8
+    assert compiled_peers.ideal_flops(SHAPE, "forward", 1.25) == 1.25 * products + router
+    assert compiled_peers.ideal_flops(SHAPE, "backward", None) == 3 * (products + router)
+
+
+def test_a_recorded_routing_is_the_split(key):
+    """Our own router sends the recorded rows where the split says."""
+    shape = LayerShape(4, 16, 32, 16, 512, is_gated=True, capacity_factor=None)
+    sizes_E = np.array([4096, 2048, 2048, 0])
+    arguments = [
+        jax.ShapeDtypeStruct(each, jnp.float32)
+        for each in ((4, 16, 32), (16, 4), (16, 512, 16))
+    ]
+    nothing, w_DE, x_BLD = compiled_peers.recorded_routing(arguments, shape, sizes_E)
+    assert nothing is None
+    chosen_R = np.argmax(np.asarray(x_BLD).reshape(-1, 16) @ np.asarray(w_DE), axis=-1)
+    np.testing.assert_array_equal(np.bincount(chosen_R, minlength=4), sizes_E)
+
+
+def row(layer, seconds, factor=1.25, **changes):
+    return {
+        "layer": layer, "target": "v5e:2x2", "experts": 64, "pass": "forward",
+        "rows_by_expert": "zipf", "capacity_factor": factor, "estimated_s": seconds,
+        "flops_vs_ideal": 1.0, "bytes_vs_ideal": 1.2,
+    } | changes  # fmt: skip
+
+
+def test_the_default_is_held_against_the_quickest_peer_of_its_cell():
+    rows = compiled_peers.with_ratios([
+        row("gather", 8.0), row("gather", 3.0, 1.0, bytes_vs_ideal=1.6),
+        row("dropless", 1.0, None),
+        row("maxtext", 10.0, None), row("flaxformer", 16.0),
+        row("flaxformer", 1.0, experts=8),  # another cell
+        row("flaxformer", 2.0, 1.0, rows_by_expert="balanced"),
+        {"layer": "maxtext", "target": "v5e:2x2", "not_compared": "why"},
+        {"target": "v5p:2x2x1", "not_run": "absent"},
+    ])  # fmt: skip
+    assert [each.get("seconds_vs_best_peer") for each in rows[:3]] == [0.8, 0.3, None]
+    found = {each.name: (each.value, each.holds) for each in compiled_peers.checks(rows)}
+    assert found == {
+        "flops_vs_ideal": (1.0, True),
+        "bytes_vs_ideal": (1.6, False),
+        "seconds_vs_best_peer": (0.8, True),
+    }
+    assert compiled_peers.checks(rows[-2:]) == []
 
 
 @pytest.mark.aot
@@ -218,3 +120,13 @@ def test_layers_are_near_the_ideal_where_compilers_are():
     if not report.checks:
         pytest.skip(report.results[0]["not_run"])
     assert [check.name for check in report.checks if not check.holds] == []
+
+
+@pytest.mark.aot
+@pytest.mark.timeout(1800)
+def test_layers_of_switch_base_compile_near_the_ideal():
+    rows = compiled_peers.rows_of_child(compiled_peers.__name__, "v5e:2x2", "1")
+    if "not_run" in rows[0]:
+        pytest.skip(rows[0]["not_run"])
+    assert {each["layer"] for each in rows} == set(compiled_peers.OURS)
+    assert [each.name for each in compiled_peers.checks(rows) if not each.holds] == []

@@ -6,16 +6,9 @@ import json
 
 import pytest
 
-from switchx.bench import (
-    ctranslate2_peer,
-    decode_programs,
-    offload,
-    serving,
-    speculation,
-    torch_peer,
-    train,
-)
 from switchx.bench import decode as bench
+from switchx.bench import decode_programs, offload, serving, speculation, train
+from switchx.bench.peers import ctranslate2_peer, torch_peer
 from switchx.cli.main import main
 from switchx.models.config import ModelConfig, SwitchConfig
 
@@ -75,9 +68,3 @@ def test_without_pytorch_ours_is_measured_alone(small, monkeypatch, capsys):
         "peer": "CTranslate2",
         "status": "not run: no_such_package not installed",
     }
-
-
-def test_lengths_are_spread_and_within_the_room():
-    lengths = bench.sentence_lengths(1000)
-    assert min(lengths) >= 1 and max(lengths) <= bench.NEW_TOKENS
-    assert 11 < sum(lengths) / 1000 < 15 and len(set(lengths)) > 20

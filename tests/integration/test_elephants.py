@@ -12,7 +12,7 @@ import sacrebleu
 
 from experiments.elephants.run import judge
 from experiments.elephants.tables import throughput
-from switchx.bench import torch_peer
+from switchx.bench.peers import torch_peer
 from switchx.cli.main import main
 from switchx.data.corpora.multi30k import LANGUAGES
 from switchx.gin_config import building

@@ -16,32 +16,29 @@ import jax
 import numpy as np
 
 from switchx.bench.offload import (
-    BATCH,
     FORMATS,
     NUM_EXPERTS,
+    RING_SLOTS,
     bytes_of_expert,
-    decoding_config,
+    decoded,
+    in_ring,
     model,
-    outputs,
+    ring_model,
 )
 from switchx.inference.artifact import open_artifact, write_artifact
 from switchx.inference.config import ExpertSlots
-from switchx.inference.generate import Generator, for_decoding
 from switchx.inference.offload.chosen_experts import (
     ChosenExperts,
     on_host,
     slices_of,
     with_slots,
 )
-from switchx.inference.offload.ring_decode import RingExperts
 from switchx.models.config import Precision
 from switchx.models.unroll import unrolled
 from switchx.storage.simulation import run_policy
 from switchx.storage.trace import Trace
 
 SLOTS, BEAMS = (1, 4, 16), (1, 4)
-# Of the ring: Switch layers of each stack, experts of each, slots.
-RING_LAYERS, RING_EXPERTS, RING_SLOTS = 4, 4, 3
 
 
 def decoding() -> Iterator[tuple]:
@@ -49,6 +46,8 @@ def decoding() -> Iterator[tuple]:
     moved = dict.fromkeys(FORMATS, 0)
     for weights, beams in itertools.product(FORMATS, BEAMS):
         config, params = model(weights)
+        # In bfloat16 XLA keeps more bits within what it fuses, and slots cut a program.
+        config = dataclasses.replace(config, precision=Precision(params="bfloat16"))
         resident = decoded(config, params, beams)
         for slots in SLOTS:
             for row in slotted(config, params, weights, beams, slots, resident):
@@ -57,15 +56,7 @@ def decoding() -> Iterator[tuple]:
         if beams == BEAMS[-1]:
             yield from in_files(config, params, weights, resident)
     yield "int4_vs_bf16_bytes_moved", "all", moved["int4"] / moved["bf16"]
-    yield from in_ring()
-
-
-def decoded(config, params, beams: int, experts=None) -> np.ndarray:
-    """Tokens of all hypotheses of all sentences."""
-    generator = Generator(
-        for_decoding(config), params, decoding_config(beams), BATCH, experts=experts
-    )
-    return np.array(outputs(generator))
+    yield from ring()
 
 
 def slotted(config, params, weights: str, beams: int, slots: int, resident) -> Iterator[tuple]:
@@ -109,22 +100,16 @@ def in_files(config, params, weights: str, resident) -> Iterator[tuple]:
     yield "read_bytes", what, stored.read_bytes
 
 
-def in_ring() -> Iterator[tuple]:
+def ring() -> Iterator[tuple]:
     """Rows of decoding with layers of experts streamed through slots; bytes over those of a
-    ring that loads all layers in each step, as the paper's does.
-
-    In float32: XLA keeps more than bfloat16's bits within what it fuses, which differs between
-    a loop over layers and layers by themselves, so that resident models differ, too.
-    """
-    config, params = model("bf16", RING_EXPERTS, RING_LAYERS)
-    config = dataclasses.replace(config, precision=Precision())
-    params = jax.tree.map(lambda leaf: leaf.astype("float32"), params)
-    ring = RingExperts(config, params, RING_SLOTS)
-    found, what = decoded(ring.config, ring.params, 1, ring), f"a ring of {RING_SLOTS} slots"
+    ring that loads all layers in each step, as the paper's does."""
+    config, params = ring_model()
+    found, traffic = in_ring(config, params, beams=1)
+    what = f"a ring of {RING_SLOTS} slots"
     yield "tokens_differing", what, np.sum(found != decoded(config, params, 1))
     # A call runs one stack: the prompt's the encoder, a step's the decoder.
-    all_layers = ring.traffic.calls * ring.traffic.expert_bytes // 2
-    yield "pinned_ring_vs_ring_bytes", what, ring.traffic.moved_bytes / all_layers
+    all_layers = traffic.calls * traffic.expert_bytes // 2
+    yield "pinned_ring_vs_ring_bytes", what, traffic.moved_bytes / all_layers
 
 
 def device_bytes() -> int:

@@ -16,10 +16,13 @@ Dims: N Switch layers, E experts, S slots
 
 import dataclasses
 import functools
+import itertools
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from switchx.bench.storage import make_batch, opened, record_bytes
@@ -29,7 +32,6 @@ from switchx.models.stages import Run
 from switchx.storage.cache import (
     BACKWARD,
     FORWARD,
-    SWEEPS,
     UPDATE,
     Cache,
     make_policy,
@@ -38,6 +40,7 @@ from switchx.storage.simulation import POLICIES
 from switchx.storage.snapshot import Snapshot
 from switchx.storage.trace import Trace, read_trace
 from switchx.training.job import TrainingJob
+from switchx.training.offload.disk_program import LayeredProgram
 from switchx.training.offload.disk_runs import Bank
 from switchx.training.offload.disk_step import ExpertBanks, LayeredGradients
 from switchx.training.offload.storage_spec import StorageSpec
@@ -81,16 +84,19 @@ def _traffic(
     policy: str,
     capacity: int,
     num_steps: int,
-    expected: Callable[[Trace], tuple[int, int]],
+    formula: Callable[[Trace], tuple[int, int]],
 ) -> Iterator[tuple]:
-    """Rows of `bytes_of_files`; `expected` has the records read and written, from the trace."""
+    """Rows of `bytes_of_files`; `formula` has the records read and written, from the trace."""
     storage = StorageSpec("disk", host_bytes=capacity * record_bytes(job), policy=policy)
-    with opened(dataclasses.replace(job, storage=storage)) as (program, folder):
-        trained(program, num_steps)
-        program.experts.save(folder / "saved")
-        found = program.experts.metrics()
-        (file_bytes,) = {size for size, _ in Snapshot(folder / "saved").files.values()}
-        records = expected(read_trace(RunFolder(folder).storage / "trace.npz"))
+    with tempfile.TemporaryDirectory() as folder:
+        run, job = RunFolder(folder), dataclasses.replace(job, storage=storage)
+        program = LayeredProgram(job, run, jax.devices()[:1])
+        with program.scope():
+            trained(program, num_steps)
+            program.experts.save(run.root / "saved")
+            found = program.experts.metrics()
+        (file_bytes,) = {size for size, _ in Snapshot(run.root / "saved").files.values()}
+        records = formula(read_trace(run.storage / "trace.npz"))  # written at the end
     num_records = program.experts.layout.num_keys
     what = f"{num_steps} steps, {policy}, {capacity} of {num_records} cached"
     yield "touched_share", what, found["touched_share"]
@@ -209,46 +215,26 @@ def _violations_by_step(job: TrainingJob, num_steps: int) -> Iterator[list[str]]
             banks.events.clear()
 
 
+def expected(num_runs: int, slots: int) -> list[Event]:
+    """What a step does, in this file's order."""
+    events = []
+    for sweep, runs in ((FORWARD, range(num_runs)), (BACKWARD, range(num_runs)[::-1])):
+        ahead = slots - 1 if sweep == FORWARD else 1 - slots
+        for run in runs:
+            if run + ahead in runs:
+                events.append(Event("read", sweep, run + ahead))
+            events.append(Event("compute", sweep, run))
+            if sweep == BACKWARD and run + 1 < num_runs:
+                events.append(Event("keep", sweep, run + 1))
+    return [*events, Event("keep", BACKWARD, 0)]
+
+
 def violations(events: Sequence[Event], num_runs: int, slots: int) -> list[str]:
-    """What a step did against the order of this file's first lines, in words."""
-    found = []
-    for sweep in (FORWARD, BACKWARD):
-        own = [event for event in events if event.sweep == sweep]
-        found += _of_sweep(own, num_runs, slots, 1 if sweep == FORWARD else -1)
-    kept = [event.run for event in events if event.what == "keep"]
-    if kept != list(reversed(range(num_runs))):
-        found.append(f"gradients kept of runs {kept}")
-    of_backward = [e for e in events if e.sweep == BACKWARD and e.what != "read"]
-    for before, event in zip(of_backward, of_backward[1:], strict=False):
-        if event.what == "keep" and event.run == before.run > 0:
-            found.append(f"gradients of run {event.run} kept before run {event.run - 1} began")
-    return found
-
-
-def _of_sweep(events: Sequence[Event], num_runs: int, slots: int, way: int) -> list[str]:
-    """Violations of forward (`way` 1) or backward (-1)."""
-    found, begun, first = [], set(), 0 if way == 1 else num_runs - 1
-    last = None
-    for event in events:
-        name = f"{SWEEPS[event.sweep]} {event.run}"
-        if event.what == "read":
-            begun.add(event.run)
-        if event.what != "compute":
-            continue
-        ahead = event.run + way * (slots - 1)
-        if 0 <= ahead < num_runs and ahead not in begun:
-            found.append(f"{name} began before the reads of run {ahead}")
-        is_next = event.run == (first if last is None else last + way)
-        # Forward goes back to a run whose guess was wrong, with at most one after it.
-        is_again = way == 1 and last is not None and last - 1 <= event.run <= last
-        if not is_next and not is_again:
-            found.append(f"{name} came after run {last}")
-        # The run before may be computing still.
-        if event.banks + (last is not None) > slots:
-            found.append(
-                f"{name} with {event.banks} banks and the one before, of {slots} slots"
-            )
-        last = event.run
-    if last != (num_runs - 1 if way == 1 else 0):
-        found.append(f"{SWEEPS[FORWARD if way == 1 else BACKWARD]} ended at run {last}")
-    return found
+    """What a step did otherwise, in words. A run whose guess was wrong is computed with again,
+    so the first time of each event counts."""
+    first = dict.fromkeys(event._replace(banks=0) for event in events)
+    pairs = itertools.zip_longest(first, expected(num_runs, slots))
+    found = [f"{got}; expected {want}" for got, want in pairs if got != want]
+    # The run before may be computing still.
+    return found + [f"{e}, beside the one before, of {slots} slots" for e in events
+                    if e.banks + 1 > slots]  # fmt: skip

@@ -24,10 +24,11 @@ import numpy as np
 
 from pallas_kernels import implementations
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
-from switchx.bench import offload, torch_peer
+from switchx.bench import offload
 from switchx.bench.accelerator.kernels import COMPILING
 from switchx.bench.accelerator.parts import Session, row
 from switchx.bench.accelerator.training import DENSE, TINY, sparse
+from switchx.bench.peers import torch_peer
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import prefill, run_until
 from switchx.inference.export import Shapes, Target, export_model
@@ -276,25 +277,23 @@ def _exported(session, config, params, settings, inputs, resident) -> dict[str, 
 
 
 def _slots_and_ring() -> Iterator[dict[str, Any]]:
-    config, params = offload.model("bf16")
-    generator = Generator(for_decoding(config), params, offload.decoding(1), offload.BATCH)
-    start = time.perf_counter()
-    found = offload.slotted(config, params, "bf16", 1, 4, offload.outputs(generator))
-    seconds = time.perf_counter() - start
-    yield row(
-        "expert_slots=4", found.tokens_differing, "tokens differing",
-        moved_mib=found.moved_bytes / 2**20, s=seconds,
-    )  # fmt: skip
+    yield _compared("expert_slots=4", *offload.model("bf16"), offload.in_slots)
     timed = offload.timed_turns("bf16", offload.TIMED_SLOTS, 3)
     copies_s = float(np.median(timed["copies_s"]))
     rate = timed["moved_mib"] * 2**20 / copies_s / 1e9 if copies_s else None
     yield row(
         "copies into slots", rate, "GB/s", decoding_s=float(np.median(timed["decoding_s"]))
     )
+    yield _compared("a ring of host memory", *offload.ring_model(), offload.in_ring)
+
+
+def _compared(name: str, config, params, decode) -> dict[str, Any]:
+    """A row of decoding with experts in host memory against the resident model."""
+    resident = offload.decoded(config, params, 1)
     start = time.perf_counter()
-    ring = offload.in_ring()
+    found, traffic = decode(config, params, beams=1)
     seconds = time.perf_counter() - start
-    yield row(
-        "a ring of host memory", ring["tokens_differing"], "tokens differing",
-        moved_mib=ring["moved_mib"], s=seconds,
-    )  # fmt: skip
+    differing = int(np.sum(found != resident))
+    return row(
+        name, differing, "tokens differing", moved_mib=traffic.moved_bytes / 2**20, s=seconds
+    )

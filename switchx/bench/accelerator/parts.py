@@ -58,7 +58,7 @@ _KERNELS = ("pallas_kernels",)
 _MODEL = (
     *_KERNELS,
     *("switchx/layers", "switchx/models", "switchx/moe", "switchx/partitioning"),
-    "switchx/bench/torch_peer.py",
+    "switchx/bench/peers/torch_peer.py",
 )
 _DECODING = (*_MODEL, "switchx/inference")
 _TESTS = (*_KERNELS, "tests/kernels")

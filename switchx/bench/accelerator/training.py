@@ -15,8 +15,8 @@ from typing import Any
 import jax
 
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
-from switchx.bench import torch_peer
 from switchx.bench.accelerator.parts import Session, row
+from switchx.bench.peers import torch_peer
 from switchx.bench.train import make_batch
 from switchx.interop.huggingface import describe
 from switchx.models.config import ModelConfig, Precision, SwitchConfig

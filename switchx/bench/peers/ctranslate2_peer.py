@@ -47,8 +47,8 @@ def ratios(config, inputs: list[list[int]], new_tokens: int, decoder, rounds: in
     import jax
 
     from pallas_kernels.bench.timing import Contender, speedup, take_turns
+    from switchx.bench.peers.torch_peer import TorchPeer
     from switchx.bench.report import Check
-    from switchx.bench.torch_peer import TorchPeer
     from switchx.bench.train import in_ms
     from switchx.inference.generate import for_decoding
     from switchx.interop import huggingface

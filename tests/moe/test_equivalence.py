@@ -11,7 +11,6 @@ from switchx.bench import equivalence
 from switchx.bench.equivalence import ROUTERS, all_cells, largest_errors, run_cell
 from switchx.models.config import RouterConfig
 from switchx.moe.config import DISPATCHERS
-from switchx.partitioning.rules import Rules
 from tests.processes import ROOT
 
 
@@ -83,17 +82,6 @@ def test_a_wrong_number_of_any_kind_is_seen():
     assert largest_errors(doubled, want)["gradient"] == 1.0
     poisoned = want | {"forward": np.full((2, 2), np.nan)}
     assert largest_errors(poisoned, want)["forward"] == np.inf
-
-
-def test_fewer_devices_are_refused(monkeypatch):
-    monkeypatch.setattr(equivalence.jax, "devices", lambda: [None])
-    with pytest.raises(ValueError, match="needs 8 devices, and there are 1; simulate them"):
-        equivalence.run()
-
-
-def test_meshes_are_all_products():
-    found = list(equivalence.meshes(Rules()))
-    assert len(found) == len(set(found)) == 35
 
 
 @pytest.mark.slow

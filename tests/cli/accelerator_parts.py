@@ -36,8 +36,3 @@ def dies(session: Session):
     yield row("before", 3.0, "us")
     print("an illegal memory access", file=sys.stderr, flush=True)
     os._exit(134)
-
-
-def reads_rates(session: Session):
-    """What the part `card` measured."""
-    yield row("rate", session.rates["copy"], "TB/s")

@@ -11,11 +11,6 @@ from unittest import mock
 
 import pytest
 
-from experiments.accelerator import pages
-from pallas_kernels.bench import card as rates
-from pallas_kernels.bench.variants import variants
-from pallas_kernels.mosaic_gpu import Mosaic
-from switchx.bench import torch_peer
 from switchx.bench.accelerator import (
     cards,
     checks,
@@ -30,13 +25,14 @@ from switchx.bench.accelerator import (
     training,
 )
 from switchx.bench.accelerator.parts import Part, Session
+from switchx.bench.peers import torch_peer
 from switchx.cli.main import main
 from switchx.inference.config import DecodingConfig
 from switchx.models.config import ModelConfig
 from tests.absent_devices import compute_cudnn_by_xla
 
 SESSION = Session(is_rehearsal=True, output=pathlib.Path())
-HERE = "tests.bench.accelerator_parts"
+HERE = "tests.cli.accelerator_parts"
 
 
 def part(name: str, seconds: int = 5, **fields) -> Part:
@@ -94,24 +90,6 @@ def test_a_later_call_goes_on_with_what_was_left(tmp_path, use, monkeypatch):
     assert {row["code"] for row in outcome.rows} == {"another"}
 
 
-def test_a_part_that_begins_anew_has_its_cases_once(tmp_path, use, monkeypatch):
-    use(part("dies"))
-    run(tmp_path / "first")
-    outcome, _ = run(tmp_path / "second", after=tmp_path / "first")
-    assert [row["case"] for row in outcome.rows] == ["before"]
-    monkeypatch.setattr(command, "limit_of", lambda *_: None)
-    outcome, _ = run(tmp_path / "third", after=tmp_path / "second")
-    assert [row["case"] for row in outcome.rows] == ["before"] and "dies" in outcome.left
-
-
-def test_what_was_measured_is_kept_beside_what_is_asked_for(tmp_path, use):
-    use(part("measures"), part("reads_rates"))
-    run(tmp_path / "first", only=["measures"])
-    outcome, _ = run(tmp_path / "second", only=["reads_rates"], after=tmp_path / "first")
-    assert [row["case"] for row in outcome.rows] == ["one", "two"]
-    assert "KeyError: 'copy'" in outcome.failed["reads_rates"]
-
-
 def test_a_full_disk_loses_nothing(tmp_path, use, capsys):
     use(part("measures"))
     (tmp_path / "out").mkdir()
@@ -149,25 +127,6 @@ def test_a_part_has_what_earlier_ones_left_over():
     assert limit(first, [long], 3.0, True) == 3.0
 
 
-def test_rates_reach_the_parts_after_them(tmp_path, use):
-    written = {"part": "card", "case": "copy", "measured": 4.2}
-    with records.Records(tmp_path / "out", cards.Card(cards.REHEARSAL)) as found:
-        found.write(written)
-        why = command.measure(part("reads_rates"), [], 60.0, cards.Card(cards.REHEARSAL), found,
-                              print)  # fmt: skip
-    assert why is None and found.rows[-1]["measured"] == 4.2
-
-
-def test_all_tests_are_those_that_no_other_part_ran(tmp_path):
-    found = records.Records(tmp_path / "out", cards.Card(cards.REHEARSAL))
-    found.write(
-        {"part": "kernel_tests", "case": "tests/x", "measured": "passed", "unit": "test"}
-    )
-    rest = command.parts_named([parts.REST])[0]
-    assert command.done_before(rest, [], found) == ["tests/x"]
-    assert command.done_before(part("measures"), [], found) == []
-
-
 @pytest.fixture
 def nvidia_smi(tmp_path, monkeypatch):
     """`nvidia_smi(line)` puts a program on the path that says the line."""
@@ -184,12 +143,6 @@ def nvidia_smi(tmp_path, monkeypatch):
 
 H200 = "NVIDIA H200, 580.95.05, 9.0"
 OTHER_CARD = '{"card": "NVIDIA H100", "driver": "580", "date": "2026-11-26"}\n'
-
-
-def test_a_card_is_found(nvidia_smi, monkeypatch):
-    nvidia_smi(H200)
-    monkeypatch.setattr(cards, "toolkit", lambda: 13)
-    assert cards.find_card() == cards.Card("NVIDIA H200", "580.95.05")
 
 
 @pytest.mark.parametrize(
@@ -215,15 +168,6 @@ def test_what_is_no_card_for_it(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_jax_without_cards(monkeypatch):
-    def missing(name):
-        raise cards.importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(cards.importlib.metadata, "version", missing)
-    with pytest.raises(ValueError, match=r"no plug-in for NVIDIA's cards.*\.\[gpu\]"):
-        cards.toolkit()
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -231,14 +175,8 @@ def test_a_jax_without_cards(monkeypatch):
         (["--only=card,ladder"], "--only=ladder: no such part; use card, profile"),
         (["--output=full"], "--output=full has something in it"),
         (["--after=nowhere"], "--after=nowhere: nowhere/results.jsonl cannot be read"),
-        (["--after=full"], "--after=full: full/results.jsonl cannot be read"),
         (["--after=other"], "was measured on NVIDIA H100, this is rehearsal; cards are never"),
         (["--after=damaged"], "cannot be read (a line has no measured, unit)"),
-        (
-            ["--output=full/results.jsonl/out"],
-            "results.jsonl/out cannot be written ([Errno 20]",
-        ),
-        (["--output="], "needs --output=DIR"),
         (["--sample"], "--sample with accelerator"),
     ],
 )
@@ -255,28 +193,7 @@ def test_bad_input_is_named(tmp_path, monkeypatch, capsys, words, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_options_of_it_are_of_no_other_check(capsys):
-    assert main(["check", "equivalence", "--only=card"]) == 2
-    assert "--only=card with equivalence: it is for accelerator" in capsys.readouterr().err
-
-
-def test_the_command_prints_rows_and_judges_no_rehearsal(tmp_path, capsys, use):
-    use(part("measures"))
-    words = ["check", "accelerator", "--rehearsal", f"--output={tmp_path / 'out'}", "--json"]
-    assert main(words) == 0
-    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert printed["command"] == "check accelerator"
-    assert [row["case"] for row in printed["results"]] == ["one", "two"]
-
-
 # Each part at its smallest, by the functions that the card runs.
-
-
-def test_the_rates_of_a_card():
-    assert rates.copy_bytes_per_s(2**12, repeats=2, rounds=1) > 0
-    assert rates.matrix_flops_per_s(16, repeats=2, rounds=1) > 0
-    found = rates.kernel_floors(Mosaic(is_interpreted=True), rounds=1)
-    assert found.keys() == {"empty kernel", "schedule kernel"} and min(found.values()) > 0
 
 
 def named(name: str) -> kernels.TimedProduct:
@@ -291,22 +208,6 @@ def test_a_variant_is_the_product():
         "dense bfloat16, 512x128, rows 32",
     ]
     assert all(0 < row["error"] < 5e-3 and row["measured"] > 0 for row in found)
-
-
-@pytest.mark.slow
-def test_every_variant_runs():
-    found = {row["case"]: row for row in kernels.variants_of_kernels(SESSION)}
-    assert [case for case, row in found.items() if row["measured"] is None] == []
-    wrong = [case for case, row in found.items() if row["error"] is None]
-    assert len(wrong) == 2 * sum(not each.is_right for each in variants())
-    assert all(row["error"] < 5e-3 for row in found.values() if row["error"] is not None)
-
-
-def test_outcomes_of_the_kernels_tests():
-    found = list(kernel_tests.first(SESSION))
-    outcomes = {row["case"]: row["measured"] for row in found if row["unit"] == "test"}
-    assert len(outcomes) == 4 and set(outcomes.values()) == {"passed"}
-    assert found[-1]["measured"] == 0
 
 
 @pytest.mark.parametrize(
@@ -440,37 +341,3 @@ def test_predictions_are_of_cases_that_a_card_measures():
     case = "int8, 1024x4096, rows 4"
     assert predictions.predicted("NVIDIA H200", "variants", case) == 47.1
     assert predictions.predicted("NVIDIA A100", "variants", case) is None
-
-
-def test_a_row_tells_prediction_measurement_and_ratio():
-    row = {"case": "int8", "measured": 44.0, "predicted": 58.9, "unit": "us"}
-    assert command.told(row) == "  int8: 44 us, predicted 58.9, ratio 0.75"
-    row = {"case": "int8", "measured": None, "predicted": 58.9, "unit": "us", "why": "no"}
-    assert command.told(row) == "  int8: not measured: no"
-
-
-def test_what_a_card_measured_is_kept_and_shown(tmp_path, monkeypatch):
-    (tmp_path / "results").mkdir()
-    monkeypatch.setattr(pages, "HERE", tmp_path)
-    card = cards.Card("NVIDIA H200", "580")
-    with records.Records(tmp_path / "out", card) as found:
-        for case, measured in (("one", "passed"), ("two", "failed")):
-            found.write({"part": "kernel_tests", "code": "0", "case": f"tests/{case}",
-                         "measured": measured, "predicted": None, "unit": "test"})  # fmt: skip
-    path = pages.keep(tmp_path / "out")
-    assert path.name.startswith("nvidia_h200_20")
-    text = pages.page()
-    assert "Tests: 1 passed, 1 failed." in text and "tests/two" in text
-    assert "tests/one" not in text and "kernel_tests_failed | 1 | ==0 | does not hold" in text
-    with pytest.raises(ValueError, match="a day's calls go on from each other by --after"):
-        pages.keep(tmp_path / "out")
-    records.Records(tmp_path / "tried", cards.Card(cards.REHEARSAL))
-    with pytest.raises(ValueError, match="is a rehearsal"):
-        pages.keep(tmp_path / "tried")
-    with pytest.raises(ValueError, match="cannot be read"):
-        pages.keep(tmp_path / "nowhere")
-
-
-def test_the_page_of_cards_is_made_of_results():
-    text = (pages.HERE / "README.md").read_text(encoding="utf-8")
-    assert pages.page().strip() in text

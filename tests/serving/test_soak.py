@@ -14,7 +14,6 @@ from switchx.bench.soak_clients import Tally
 from switchx.cli.main import main
 from switchx.client import Client
 from tests.serving import served
-from tests.serving.conftest import address, service  # noqa: F401
 
 
 def sample(second, maps=1000, files=30, latency_s=0.1):
@@ -49,7 +48,7 @@ def test_a_server_that_died_fails():
 
 
 @pytest.mark.slow
-def test_wrong_and_lost_answers_are_counted(address):  # noqa: F811
+def test_wrong_and_lost_answers_are_counted(address):
     """Of a model that says something else, and of a request that is refused."""
     tally = Tally()
 
