@@ -6,9 +6,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from switchx.planner.program_cost import matrix_flops
 
 from switchx.bench import moe, train
+from switchx.compiled.flops import matrix_flops
 from switchx.models.flops import count_parameters, flops_per_sequence
 from switchx.moe.layer import SwitchFFN
 
