@@ -28,7 +28,7 @@ BIN := $(VENV)/bin
 MALLOC := glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=100000000000$\
 	:glibc.malloc.trim_threshold=100000000000:glibc.malloc.arena_max=1
 
-.PHONY: help train test test-all test-aot promises scale experiments lint clean
+.PHONY: help train test test-all test-aot promises scale experiments size lint clean
 
 help:
 	@echo 'make train     pretrain a small Switch T5 on real text (MODEL_DIR=$(MODEL_DIR))'
@@ -38,6 +38,7 @@ help:
 	@echo 'make promises  what holds or does not: value, bound (ARGS="NAME ... --json"), an hour'
 	@echo 'make scale     docs/scale.md: the Switch models compiled for pods again (an hour)'
 	@echo 'make experiments EXPERIMENT=NAME DATA=FOLDER  one of experiments/, hours'
+	@echo 'make size      Python lines by folder, against a committed budget'
 	@echo 'make lint      ruff: errors and formatting'
 	@echo 'make clean     remove $(VENV), builds and caches; run folders stay'
 
@@ -61,7 +62,7 @@ promises: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.promises $(ARGS)
 
 scale: $(VENV)/.installed $(VENV)/aot_tpu/.installed
-	SWITCHX_AOT_TPU=$(abspath $(VENV)/aot_tpu) $(BIN)/python -m switchx.bench.compiled $(ARGS)
+	SWITCHX_AOT_TPU=$(abspath $(VENV)/aot_tpu) $(BIN)/python -m switchx.compiled.report $(ARGS)
 
 # Without EXPERIMENT: the pages made anew of results.json.
 experiments: $(VENV)/.installed
@@ -74,6 +75,9 @@ experiments: $(VENV)/.installed
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+size: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.sizes
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

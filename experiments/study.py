@@ -22,9 +22,9 @@ from typing import Any
 from experiments.fingerprints import code_fingerprint, sha256
 from experiments.measured import Cells, Interval, key_of
 from experiments.pages import ROOT, publish_page, write_results
-from switchx.bench.report import environment
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.manifest import git_commit
+from switchx.results import environment
 
 HASHES = ROOT / "experiments/data.json"
 # Over the bindings of a quick run: two small steps, an evaluation before and one after them.

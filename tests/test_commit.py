@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from switchx import manifest
-from switchx.bench.report import Report, environment
+from switchx.results import Report, environment
 
 
 @pytest.fixture

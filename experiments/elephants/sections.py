@@ -5,7 +5,7 @@ import json
 import pathlib
 from typing import Any
 
-from switchx.bench.report import environment
+from switchx.results import environment
 
 RESULTS = pathlib.Path(__file__).parent / "results.json"
 

@@ -15,7 +15,7 @@ from experiments.measured import Ratio
 from experiments.planner_vs_papers import pipeline_moe, se_moe
 from experiments.planner_vs_papers.papers import Cell
 from experiments.study import Study, main
-from switchx.bench.report import Check
+from switchx.results import Check
 
 # Papers round parameters to two or three digits.
 PARAMETER_ERROR = 0.03

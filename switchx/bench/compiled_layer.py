@@ -19,7 +19,6 @@ import numpy as np
 
 from pallas_kernels.launches import recorded_launches
 from pallas_kernels.tpu_chip import described_tpu
-from switchx.bench.report import Check, Report
 from switchx.compiled.devices import describe_devices, run_with_compiler
 from switchx.compiled.moved_bytes import Rates, moved_bytes
 from switchx.hardware.spec import load_hardware
@@ -27,6 +26,7 @@ from switchx.models.config import ModelConfig, Precision, SwitchConfig
 from switchx.models.params import params_of, with_params
 from switchx.moe.layer import SwitchFFN
 from switchx.partitioning.topology import Topology
+from switchx.results import Check, Report
 
 TARGETS = ("v5e:2x2", "h200:1")
 DIRECTIONS = ("forward", "backward")

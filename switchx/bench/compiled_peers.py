@@ -40,12 +40,12 @@ from switchx.bench.peers.layers import (
     maxtext_forward,
 )
 from switchx.bench.peers.pallas_grids import pallas_launches
-from switchx.bench.report import Check, Report
 from switchx.compiled.devices import describe_devices
 from switchx.compiled.flops import matrix_flops
 from switchx.compiled.moved_bytes import moved_bytes
 from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from switchx.partitioning.topology import Topology
+from switchx.results import Check, Report
 
 TARGETS = ("v5e:2x2", "v5p:2x2x1")
 NUM_EXPERTS = (8, 64, 256)

@@ -18,12 +18,11 @@ from switchx.compiled.devices import describe_devices
 from switchx.compiled.flops import matrix_flops
 from switchx.compiled.moved_bytes import moved_bytes
 from switchx.compiled.training_step import batch_shapes, bytes_on_one_device
-from switchx.compiled.workload import layout_of, workload_of
+from switchx.compiled.workload import planned_flops
 from switchx.models.config import ModelConfig, Precision, SwitchConfig
 from switchx.optim.adafactor import Adafactor
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import Topology
-from switchx.planner.step_time import executed_flops
 from switchx.training.program import TrainingProgram
 
 # By chip: 16 rows take 27.6 GiB of temporaries, and a v5e has 15.75.
@@ -56,7 +55,7 @@ def step_row(topology: Topology, num_layers: int = 12, precision: Precision = BF
     hlo, memory = compiled.as_text(), compiled.memory_analysis()
     moved = moved_bytes(hlo, rates=rates_of(topology.kind))
     flops, state = matrix_flops(hlo), bytes_on_one_device(program.abstract_state)
-    ideal_flops = executed_flops(workload_of(job), layout_of(job, job.mesh.sizes(1)))
+    ideal_flops = planned_flops(job, 1)
     ideal_bytes = product_bytes(traced.jaxpr.jaxpr) + 2 * state
     return {
         "step": f"switch_base, {num_layers}+{num_layers} blocks", "target": str(topology),

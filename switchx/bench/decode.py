@@ -27,7 +27,6 @@ from switchx.bench import (
     speculation,
 )
 from switchx.bench.peers import ctranslate2_peer, torch_peer
-from switchx.bench.report import Check, Report
 from switchx.bench.train import DENSE, MEBIBYTE, in_ms, switch_model
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import prefill, run_until
@@ -36,6 +35,7 @@ from switchx.inference.quantize import quantize_experts
 from switchx.inference.rows import Rows, RowSettings
 from switchx.interop import huggingface
 from switchx.models.params import init_params
+from switchx.results import Check, Report
 
 BATCH, INPUTS, NEW_TOKENS = 16, 32, 32
 NUM_EXPERTS = (8, 64)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
-from switchx.bench.report import Check
 from switchx.bench.train import in_ms, switch_model
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import prefill, run_step
@@ -21,6 +20,7 @@ from switchx.inference.generate import for_decoding
 from switchx.inference.rows import Rows, RowSettings
 from switchx.models.config import ModelConfig
 from switchx.models.params import init_params
+from switchx.results import Check
 
 # A step of T5's vocabulary.
 BATCH, VOCABULARY, NUM_EXPERTS, NEW_TOKENS = 8, 32_128, 8, 16

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from switchx.bench.report import Check, Report
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import params_of, with_params
 from switchx.moe.config import DISPATCHERS
@@ -31,6 +30,7 @@ from switchx.optim.updates import global_norm
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import AXES, MeshSpec, named_axes
 from switchx.partitioning.rules import SLICED_RULES, Rules, param_shardings
+from switchx.results import Check, Report
 
 NUM_DEVICES = 8
 ROWS, LENGTH, EXPERTS, D_MODEL, D_FF = 8, 16, 8, 8, 16

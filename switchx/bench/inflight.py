@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from switchx.bench.report import Check
 from switchx.inference.config import DecodingConfig
 from switchx.inference.programs import COMPILATIONS
+from switchx.results import Check
 
 REQUESTS, SLOTS = 96, 16
 INPUTS = 4, 30  # tokens of an input

@@ -21,13 +21,13 @@ from switchx.bench.peers.layers import (
     flaxformer_layer,
     has_peer,
 )
-from switchx.bench.report import Check, Report
 from switchx.bench.train import MEBIBYTE, NUM_STEPS, in_ms
 from switchx.compiled.flops import matrix_flops
 from switchx.layers.dense import DenseFFN
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import params_of, with_params
 from switchx.moe.layer import SwitchFFN
+from switchx.results import Check, Report
 
 # One group of half the default size; the one-hot einsum's cost grows with its square.
 ROWS, LENGTH = 16, 256

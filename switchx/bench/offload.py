@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from switchx.bench.report import Check
 from switchx.bench.train import MEBIBYTE, switch_model
 from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import Generator, for_decoding
@@ -25,6 +24,7 @@ from switchx.inference.offload.ring_decode import RingExperts
 from switchx.inference.quantize import quantize_experts
 from switchx.models.config import ModelConfig, Precision
 from switchx.models.params import init_params
+from switchx.results import Check
 
 NUM_EXPERTS = 16
 BATCH, INPUTS, NEW_TOKENS = 4, 8, 12

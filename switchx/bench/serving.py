@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from switchx.bench.report import Check
+from switchx.results import Check
 
 CONCURRENCY = (1, 8, 32)
 REQUESTS = 96  # of each concurrency, in a round

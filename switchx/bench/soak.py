@@ -25,7 +25,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from switchx.bench.report import Check, Report
 from switchx.bench.soak_clients import (
     CLOSE_TIMEOUT_S,
     MOST_INPUT_TOKENS,
@@ -39,6 +38,7 @@ from switchx.bench.train import MEBIBYTE
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
 from switchx.own_code import python_words
+from switchx.results import Check, Report
 
 GOOD_CLIENTS, BAD_CLIENTS = 4, 8
 SAMPLES, ROWS = 120, 10

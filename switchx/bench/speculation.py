@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
-from switchx.bench.report import Check
 from switchx.bench.train import in_ms, switch_model
 from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import for_decoding
 from switchx.inference.running_batch import Hypothesis, RunningBatch
 from switchx.models.config import ModelConfig
 from switchx.models.params import init_params
+from switchx.results import Check
 
 NUM_EXPERTS, NEW_TOKENS, DRAFTS = 8, 64, 7
 BATCHES = 1, 4

@@ -27,13 +27,13 @@ import jax
 import numpy as np
 
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
-from switchx.bench.report import Check
 from switchx.bench.small_job import small_job
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, Example
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.own_code import python_words
 from switchx.partitioning.mesh import MeshSpec
+from switchx.results import Check
 from switchx.training.job import TrainingJob
 from switchx.training.offload.disk_program import LayeredProgram
 from switchx.training.offload.storage_spec import StorageSpec

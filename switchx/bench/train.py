@@ -15,12 +15,12 @@ import numpy as np
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
 from switchx.bench import storage
 from switchx.bench.peers import torch_peer
-from switchx.bench.report import Check, Report
 from switchx.interop.huggingface import describe
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant
+from switchx.results import Check, Report
 from switchx.training.losses import LossConfig
 from switchx.training.step import StepConfig, init_state, train_step
 

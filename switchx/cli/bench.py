@@ -133,8 +133,8 @@ def run_bench(arguments) -> int:
         return _soak(arguments)
     from pallas_kernels.bench import kernels
     from switchx.bench import compiled_peers, decode, moe, train
-    from switchx.bench.report import Check, Report
     from switchx.progress import TerminalReporter
+    from switchx.results import Check, Report
 
     rounds = arguments.rounds or BENCH_ROUNDS
     with TerminalReporter() as reporter:
@@ -167,8 +167,8 @@ def _soak(arguments) -> int:
 def run_tune(arguments) -> int:
     from pallas_kernels.bench import tune
     from pallas_kernels.tiling.tuned import user_file
-    from switchx.bench.report import Report
     from switchx.progress import TerminalReporter
+    from switchx.results import Report
 
     with TerminalReporter() as reporter:
         rows = tune.run(arguments.rounds or TUNE_ROUNDS, note=reporter.note)

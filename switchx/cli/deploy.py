@@ -101,8 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.devices = needed
     if arguments.devices > 1:
         shared.simulate_devices(arguments.devices)
-    from switchx.bench.report import Report
     from switchx.progress import TerminalReporter
+    from switchx.results import Report
 
     with TerminalReporter() as reporter:
         reporter.note("loading JAX and the data libraries")
@@ -112,13 +112,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _deploy(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, Any]], list]:
-    from switchx.bench.report import Check
     from switchx.checkpoint.run_folder import RunFolder
     from switchx.deploy.folders import require_deployment, steps_done_twice
     from switchx.deploy.measure import ValidationText
     from switchx.deploy.plan import DeployPlan
     from switchx.deploy.steps import Deployment
     from switchx.fields import describe
+    from switchx.results import Check
     from switchx.training.resume import check_same_model
 
     settings = _settings(arguments)
@@ -201,7 +201,7 @@ def _optimized(measured: dict[str, Any]) -> dict[str, Any]:
 
 def _fits(measured: dict[str, Any], memory_gib: float | None) -> list:
     """The check that what the compiler needs is there, where there is a compiler."""
-    from switchx.bench.report import Check
+    from switchx.results import Check
 
     if measured["compiled"] is None or memory_gib is None:
         return []

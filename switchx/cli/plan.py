@@ -85,13 +85,13 @@ def add_command(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from switchx.bench.report import Check, Report
     from switchx.compiled.workload import fitting_group_size, workload_of
     from switchx.files import write_atomically
     from switchx.gin_config.writing import mesh_gin
     from switchx.hardware.spec import load_hardware
     from switchx.planner.search import GROUPS_DO_NOT_DIVIDE, explain
     from switchx.planner.way_out import no_plan_message
+    from switchx.results import Check, Report
 
     hardware = load_hardware(arguments.hardware)
     devices = _devices(hardware, arguments.devices)

@@ -64,9 +64,9 @@ def add_command(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from switchx.bench.report import Report
     from switchx.manifest import require_free
     from switchx.progress import TerminalReporter
+    from switchx.results import Report
 
     require_free(arguments.output)
     with TerminalReporter() as reporter:

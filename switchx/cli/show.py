@@ -91,8 +91,8 @@ def run_report(arguments: argparse.Namespace) -> int:
 
 
 def run_show(arguments: argparse.Namespace) -> int:
-    from switchx.bench.report import Check, Report
     from switchx.pipeline.schedule import ScheduleSpec
+    from switchx.results import Check, Report
 
     spec = ScheduleSpec(arguments.schedule, arguments.chunks)
     if (cells := arguments.stages * arguments.microbatches) > MOST_CELLS:

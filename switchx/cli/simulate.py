@@ -62,8 +62,8 @@ def add_command(commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import pathlib
 
-    from switchx.bench.report import Report
     from switchx.files import write_atomically
+    from switchx.results import Report
     from switchx.storage import simulation
 
     trace = _trace(arguments)
@@ -188,7 +188,7 @@ def _checks(chosen) -> tuple[list[dict], list]:
     Args:
         chosen: the simulation of the run whose capacity and policy are recommended.
     """
-    from switchx.bench.report import Check
+    from switchx.results import Check
     from switchx.storage.simulation import simulate, synthetic_traces, training_trace
 
     rows, checks, choices = [], [], [chosen.chosen_vs_best]

@@ -22,6 +22,7 @@ from switchx.partitioning.mesh import PIPE
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import OPTIMIZER_SLICES
 from switchx.planner.layout import Layout, StateArray, Workload
+from switchx.planner.step_time import executed_flops
 from switchx.planner.storage_tiers import Storage
 from switchx.training.distillation.student import teacher_config
 from switchx.training.distillation.written_teacher import has_logits
@@ -67,6 +68,11 @@ def workload_of(job: TrainingJob) -> Workload:
         teacher=_teacher_of(job),
         has_whole_logits=job.distillation is not None,
     )
+
+
+def planned_flops(job: TrainingJob, num_devices: int) -> float:
+    """FLOPs of one device in a step of `job`, as the planner counts them."""
+    return executed_flops(workload_of(job), layout_of(job, job.mesh.sizes(num_devices)))
 
 
 def planned_storage(job: TrainingJob) -> Storage:

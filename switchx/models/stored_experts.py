@@ -10,6 +10,10 @@ from typing import Literal
 from switchx.models.config import ModelConfig
 
 Tier = Literal["device", "host", "disk"]
+# Also in `training/offload/exclusions.py`, for a job; here for a workload alone.
+TEACHER_IN_STORAGE = (
+    "a teacher reads the batch beside the whole step of a student on the devices"
+)
 
 
 def storage_refusal(

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 
 from switchx.hardware.spec import Hardware
+from switchx.models.stored_experts import TEACHER_IN_STORAGE
 from switchx.partitioning.collectives import RAGGED_PLATFORMS
 from switchx.partitioning.mesh import AXES
 from switchx.partitioning.placement import Placement
@@ -31,10 +32,6 @@ MOST_DEVICES = 2**17
 GROUPS_DO_NOT_DIVIDE = "routing groups do not divide over the devices that split the batch"
 SHARES_BY_ROWS = "devices would share routing groups by a ragged all-to-all, which GPUs do not"
 DOES_NOT_FIT = "needs more memory than a device has"
-# Also in `training/offload/exclusions.py`, for a job; here for a workload alone.
-TEACHER_IN_STORAGE = (
-    "a teacher reads the batch beside the whole step of a student on the devices"
-)
 ON_DEVICE = Storage()
 
 

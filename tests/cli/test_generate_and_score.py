@@ -365,7 +365,7 @@ def test_no_command_prints_json_that_may_hold_nan():
     """What is printed goes through `fields.json_text`; files for ourselves need not."""
     of_files = {"cli/text/resumable_output.py"}
     root = pathlib.Path(switchx.__file__).parent
-    for path in (*root.glob("cli/**/*.py"), root / "jobs.py", root / "bench/report.py"):
+    for path in (*root.glob("cli/**/*.py"), root / "jobs.py", root / "results.py"):
         is_of_files = path.relative_to(root).as_posix() in of_files
         assert is_of_files or "json.dumps" not in path.read_text(), path
 

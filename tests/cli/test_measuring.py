@@ -15,10 +15,10 @@ from pallas_kernels.bench.cells import Cell
 from pallas_kernels.tiling.tuned import read
 from switchx.bench import compiled, equivalence, moe, storage, train
 from switchx.bench.peers import torch_peer
-from switchx.bench.report import Check, Report
 from switchx.cli.main import main
 from switchx.compiled import devices
 from switchx.partitioning.mesh import MeshSpec
+from switchx.results import Check, Report
 
 
 def last_object(capsys) -> dict:

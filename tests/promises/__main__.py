@@ -21,7 +21,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one object on the last line")
     arguments = parser.parse_args(words)
     simulate_devices(8)
-    from switchx.bench.report import Report
+    from switchx.results import Report
     from tests.compilation import compiled_once
     from tests.promises.promises import PROMISES, judged
 

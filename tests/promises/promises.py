@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from switchx.bench.report import Check
+from switchx.results import Check
 from tests.promises import (
     collectives,
     decoding_programs,

@@ -62,7 +62,7 @@ def report_of(arguments, note):
         note=note,
     )
     from switchx.bench.accelerator.checks import BOUNDS, values_of
-    from switchx.bench.report import Check, Report
+    from switchx.results import Check, Report
 
     is_judged = not arguments.rehearsal
     checks = [

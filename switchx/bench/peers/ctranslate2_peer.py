@@ -48,11 +48,11 @@ def ratios(config, inputs: list[list[int]], new_tokens: int, decoder, rounds: in
 
     from pallas_kernels.bench.timing import Contender, speedup, take_turns
     from switchx.bench.peers.torch_peer import TorchPeer
-    from switchx.bench.report import Check
     from switchx.bench.train import in_ms
     from switchx.inference.generate import for_decoding
     from switchx.interop import huggingface
     from switchx.models.params import init_params
+    from switchx.results import Check
 
     params = init_params(config, jax.random.key(0))
     rows: list[dict[str, Any]] = []

@@ -23,10 +23,10 @@ from switchx.data.vocabularies import load_vocabulary
 from switchx.fields import require
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, init_params
+from switchx.models.stored_experts import TEACHER_IN_STORAGE
 from switchx.moe.capacity import rows_of_groups
 from switchx.partitioning.mesh import PIPE
 from switchx.partitioning.rules import param_sharding
-from switchx.planner.search import TEACHER_IN_STORAGE
 from switchx.training.distillation.soft_loss import (
     Teacher,
     check_teacher,

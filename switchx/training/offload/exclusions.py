@@ -8,9 +8,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from switchx.models.stored_experts import TEACHER_IN_STORAGE
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
-from switchx.planner.search import TEACHER_IN_STORAGE
 
 # Optimizers that compute nothing over several layers or several experts.
 PER_EXPERT = (AdamW, Adafactor)

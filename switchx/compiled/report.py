@@ -4,7 +4,7 @@
 docs/scale.md reports the four Switch models on pods so. Memory and collectives
 are those of the program that a pod would run; nothing is run, so there are no times.
 
-    SWITCHX_AOT_TPU=.venv/aot_tpu python -m switchx.bench.compiled
+    SWITCHX_AOT_TPU=.venv/aot_tpu python -m switchx.compiled.report
 
 says how far estimates of seconds are from times, compiles all four, writes the reports to
 `docs/scale.json` and the tables to the page; with names of models (`switch_c`) it does so for
@@ -21,7 +21,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from switchx.bench.report import Check, Report
 from switchx.compiled.collectives import KINDS
 from switchx.compiled.devices import run_with_compiler
 from switchx.compiled.training_step import CompiledStep, HostMemory
@@ -32,6 +31,7 @@ from switchx.partitioning.topology import GENERATIONS, Topology
 from switchx.planner.search import predict
 from switchx.planner.step_comm import step_collectives
 from switchx.planner.step_time import executed_flops
+from switchx.results import Check, Report
 from switchx.training.job import TrainingJob
 
 # The runs that docs/scale.md reports, and the slices that they are for.
@@ -57,7 +57,7 @@ MEASURED_OVER_ESTIMATED = {
 }
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 RESULTS, PAGE = DOCS / "scale.json", DOCS / "scale.md"
-BEGIN, END = "<!-- tables: made by switchx.bench.compiled -->\n", "<!-- end of tables -->\n"
+BEGIN, END = "<!-- tables: made by switchx.compiled.report -->\n", "<!-- end of tables -->\n"
 
 
 def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: str) -> Report:

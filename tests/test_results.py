@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from switchx.bench.report import Check, Report
+from switchx.results import Check, Report
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make size`: Python lines by folder, against a committed budget.
+
+A budget is lowered where a folder has become smaller. A change that has to raise one says why
+in its message.
+"""
+
+import subprocess
+import sys
+
+from tests.processes import ROOT
+
+BUDGETS = {
+    "switchx": 66_700,
+    "pallas_kernels": 9_300,
+    "experiments": 6_400,
+    "tests": 71_300,
+    "tests/bench": 700,
+}
+
+
+def python_lines(folder: str) -> int:
+    """Lines of the Python files below a folder that git tracks."""
+    command = ["git", "ls-files", "-z", "--", folder]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    paths = [ROOT / name for name in listed.stdout.split("\0") if name.endswith(".py")]
+    return sum(len(path.read_text().splitlines()) for path in paths if path.exists())
+
+
+def main() -> int:
+    is_over = False
+    for folder, budget in BUDGETS.items():
+        lines = python_lines(folder)
+        is_over |= lines > budget
+        verdict = "over" if lines > budget else "within"
+        print(f"{folder:<15} {lines:>7,} of {budget:>7,} lines: {verdict}")
+    return int(is_over)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
