@@ -191,14 +191,13 @@ def _check(kept: KeptTokens, description: dict, num_records: int) -> None:
     try:
         written = json.loads((kept.folder / _DESCRIPTION).read_text())
         num_ids = (kept.folder / _IDS).stat().st_size // np.dtype(np.int32).itemsize
-        found = len(kept), int(kept._ends[-1])
-        num_checksums = len(kept._checksums)
+        found = len(kept), int(kept._ends[-1]), len(kept._checksums)
     except Exception as error:  # NumPy's reader of headers raises a dozen kinds
-        written, found, num_ids, num_checksums = {}, error, None, 0
-    is_whole = found == (num_records, num_ids) and num_checksums == len(kept._ends) - 1
-    if written != description or not is_whole:
+        written, found, num_ids = {}, error, None
+    num_sequences = num_records * kept.sequences_per_record
+    if written != description or found != (num_records, num_ids, num_sequences):
         raise ValueError(
             f"the tokens in {kept.folder} are damaged: expected {num_records} records of "
-            f"{num_ids} ids and the description {description}, got {found} and {written}; "
-            f"{_WAY_OUT}"
+            f"{num_ids} ids in {num_sequences} sequences and the description {description}, "
+            f"got {found} and {written}; {_WAY_OUT}"
         )

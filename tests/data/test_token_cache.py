@@ -112,9 +112,8 @@ def test_damage_is_refused(tmp_path):
     for name in ("ids.int32", "ends.npy", "crc32.npy"):  # any byte that is another one
         before = (folder / name).read_bytes()
         for at in range(len(before)):
-            (folder / name).write_bytes(
-                before[:at] + bytes([before[at] ^ 1 << at % 8]) + before[at + 1 :]
-            )
+            flipped = bytes([before[at] ^ 1 << at % 8])
+            (folder / name).write_bytes(before[:at] + flipped + before[at + 1 :])
             try:
                 found = ids_of_all()
             except ValueError as error:
