@@ -204,7 +204,7 @@ AGES = ("now", "lists alone", "no lists")
 @pytest.mark.parametrize(
     ("age", "samples"),
     [(age, 1) for age in AGES]
-    + [pytest.param(age, 48, marks=pytest.mark.slow) for age in AGES],  # a minute or two
+    + [pytest.param(age, 16, marks=pytest.mark.slow) for age in AGES],  # a minute or two
 )
 def test_no_flipped_byte_is_sound_for_verify_and_damaged_for_resume(
     age, samples, sound, tmp_path, monkeypatch
