@@ -19,7 +19,7 @@ ARROWS = {
     "axes": (),
     "tree": (),
     "own_code": (),
-    "npz": ("fields",),
+    "npz": ("fields", "object_store"),
     "characters": (),
     "fields": ("own_code",),
     "distributed": (),
