@@ -11,13 +11,18 @@ import hashlib
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from switchx.checkpoint.restore import checkpoint_fingerprint, choose_step, restore_params
-from switchx.checkpoint.run_folder import RunFolder, read_config, read_model_config
+from switchx.checkpoint.run_folder import (
+    RunFolder,
+    read_config,
+    read_decoding,
+    read_model_config,
+)
 from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import PAD_ID, Vocabulary
 from switchx.data.vocabularies import DESCRIPTION_FILE, load_vocabulary, save_vocabulary
@@ -25,7 +30,7 @@ from switchx.fields import describe, require
 from switchx.gin_config.building import job_from_gin
 from switchx.inference.artifact import is_artifact, open_artifact, read_artifact
 from switchx.inference.chosen_experts import experts_of_checkpoint, slices_of
-from switchx.inference.config import DecodingConfig, ExpertSlots
+from switchx.inference.config import DecodingConfig, ExpertSlots, with_defaults
 from switchx.inference.expert_slots import slotted
 from switchx.inference.generate import (
     Generated,
@@ -65,6 +70,8 @@ class Model:
         experts: of a model that was loaded with `expert_slots`, what moves its experts to
             the device when they are chosen; `experts.traffic` says what it did. Experts in
             `params` are NumPy arrays then, or with `host_bytes` shape structs.
+        decoding: fields of `DecodingConfig` that generating has where a call does not say
+            otherwise, as the model's folder had them where it was converted from.
     """
 
     config: ModelConfig
@@ -75,6 +82,7 @@ class Model:
     fingerprint: str = dataclasses.field(repr=False)
     devices: ModelMesh = dataclasses.field(default=ONE_DEVICE, repr=False)
     experts: OutsideExperts | None = dataclasses.field(default=None, repr=False)
+    decoding: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     @classmethod
     def from_gin(
@@ -187,8 +195,9 @@ class Model:
                 False experts have the capacity of evaluation, and where one is full, an
                 output depends on the inputs that it is batched with.
             with_scores: give `Generated`s instead of texts or lists of token ids.
-            decoding: fields of `DecodingConfig`, such as `beam_size=4`; greedy by default. An
-                input has a list of outputs where `num_return_sequences` is above 1.
+            decoding: fields of `DecodingConfig`, such as `beam_size=4`; by default the model's
+                own (`decoding`), and else greedy. An input has a list of outputs where
+                `num_return_sequences` is above 1.
 
         Raises:
             ValueError: an input has no tokens, is too long or has unknown ids,
@@ -239,10 +248,18 @@ class Model:
         with compiled_programs_kept(None):
             return [score for _, score in sorted(scorer(list(zip(read, wanted, strict=True))))]
 
-    def generator(self, *, batch_size: int = 32, dropless: bool = True, **decoding):
-        """The `Generator` of prompts; `decoding` are fields of `DecodingConfig`."""
+    def decoding_config(self, **asked) -> DecodingConfig:
+        """How texts are generated: what is asked for, and else the model's defaults.
+
+        Raises:
+            FieldError: settings are out of their bounds, or contradict each other.
+        """
         bidirectional = {"is_prompt_bidirectional": self.text_format.is_prompt_bidirectional}
-        settings = DecodingConfig(**(bidirectional | decoding))
+        return DecodingConfig(**(bidirectional | with_defaults(self.decoding, asked)))
+
+    def generator(self, *, batch_size: int = 32, dropless: bool = True, **decoding):
+        """The `Generator` of prompts; `decoding` as in `decoding_config`."""
+        settings = self.decoding_config(**decoding)
         config = for_decoding(self.config, is_dropless=dropless)
         where = self.devices, self.experts, self.vocabulary
         return Generator(config, self._separated, settings, batch_size, *where)
@@ -354,7 +371,8 @@ def _load_run(model_dir, step, devices: ModelMesh, select=lambda params: params)
     vocabulary = load_vocabulary(run.root) if has_vocabulary else None
     text_format = TextFormat.of_training(source, is_encoder_decoder=config.is_encoder_decoder)
     fingerprint = checkpoint_fingerprint(run, step, vocabulary)
-    return Model(config, params, vocabulary, step, text_format, fingerprint, devices)
+    of = config, params, vocabulary, step, text_format, fingerprint, devices
+    return Model(*of, decoding=read_decoding(run))
 
 
 def _load_with_slots(model_dir, step, mesh, expert_slots: int | ExpertSlots) -> Model:
@@ -397,4 +415,5 @@ def _load_artifact(folder: pathlib.Path, step, devices: ModelMesh | None) -> Mod
         text_format,
         artifact.fingerprint,
         devices or ONE_DEVICE,
+        decoding=artifact.about.get("decoding", {}),
     )

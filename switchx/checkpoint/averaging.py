@@ -17,6 +17,7 @@ from switchx.checkpoint.restore import choose_step, restore_items, restore_param
 from switchx.checkpoint.run_folder import (
     RunFolder,
     read_config,
+    read_decoding,
     read_model_config,
     write_converted,
 )
@@ -81,7 +82,8 @@ def write_average(run: RunFolder, params: Tree, folder: RunFolder, origin: str) 
     """
     source = read_config(run).get("source")
     vocabulary = load_vocabulary(run.root)
-    write_converted(folder, read_model_config(run), params, vocabulary, origin, source)
+    about = vocabulary, origin, source, read_decoding(run)
+    write_converted(folder, read_model_config(run), params, *about)
     for file in ("operative_config", "git_commit"):
         if (there := getattr(run, file)).is_file():
             shutil.copyfile(there, getattr(folder, file))

@@ -239,6 +239,14 @@ def read_model_config(run: RunFolder) -> ModelConfig:
     return model_from_description(read_config(run)["model"], str(run.config))
 
 
+def read_decoding(run: RunFolder) -> dict[str, Any]:
+    """Defaults of decoding that a model came with, or that INIT_FROM took; none as a rule."""
+    found = read_config(run).get("decoding")
+    if found is None and run.initialization.is_file():
+        found = read_json_object(run.initialization, _MOST_CONFIG_BYTES).get("decoding")
+    return found or {}
+
+
 def read_sparse_model_config(run: RunFolder) -> ModelConfig:
     """The same; ValueError too if the model has no Switch layers."""
     model = read_model_config(run)
@@ -296,7 +304,13 @@ def _kept(leaf):
 
 
 def write_converted(
-    run: RunFolder, config: ModelConfig, params: dict, vocabulary, origin: str, source=None
+    run: RunFolder,
+    config: ModelConfig,
+    params: dict,
+    vocabulary,
+    origin: str,
+    source=None,
+    decoding: dict[str, Any] | None = None,
 ) -> None:
     """Writes a model from elsewhere into an existing, empty folder, as checkpoint 0.
 
@@ -305,6 +319,7 @@ def write_converted(
         origin: what the model was converted from, in words.
         source: description of the tasks that it was trained on, which say what texts become
             for it; None where they are not known.
+        decoding: defaults of generating, where it has some.
 
     Raises:
         ValueError: the parameters are not those of the configuration (all that differ are
@@ -327,4 +342,5 @@ def write_converted(
     write_manifest(folder, Manifest(0, None, {}))
     description = {"type": "ConvertedModel", "origin": origin, "model": describe(config)}
     description |= {} if source is None else {"source": source}
+    description |= {"decoding": decoding} if decoding else {}
     write_atomically(run.config, (json.dumps(description, indent=2) + "\n").encode())

@@ -145,6 +145,8 @@ def add_options(
 ) -> None:
     """A flag for each option of a configuration class (`switchx.fields.option`).
 
+    One that is not given is no attribute of the arguments, so that a model's own default holds.
+
     Args:
         names: of the options; None is all of them.
         defaults: that differ from the class' own.
@@ -152,11 +154,12 @@ def add_options(
     for name, each in options(config).items():
         if names is not None and name not in names:
             continue
-        default = defaults.get(name, each.default)
+        default = defaults.get(name, argparse.SUPPRESS)
         if each.is_list:
             _add_list(parser, each)
             continue
-        shown = "" if default is None else f" (default: {default})"
+        shown = defaults.get(name, each.default)
+        shown = "" if shown is None else f" (default: {shown})"
         parser.add_argument(
             f"--{name}",
             type=each.type,
@@ -173,7 +176,7 @@ def _add_list(parser: CommandParser, option: Option) -> None:
     if option.type is str:
         more = f"{option.help}; may be given several times"
         how = {"action": "append", "metavar": "TEXT", "help": more}
-    parser.add_argument(f"--{option.name}", default=[], **how)
+    parser.add_argument(f"--{option.name}", default=argparse.SUPPRESS, **how)
 
 
 def options_of(arguments: argparse.Namespace, config: type) -> dict[str, Any]:

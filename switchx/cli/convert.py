@@ -8,6 +8,7 @@ import pathlib
 import tempfile
 
 from switchx.cli import arguments as shared
+from switchx.fields import require
 
 _IMPORTS = """\
 from __gin__ import dynamic_registration
@@ -110,6 +111,7 @@ def _from_huggingface(arguments: argparse.Namespace, reporter) -> None:
             overflow=arguments.overflow or "drop",
             dtype=arguments.dtype or "float32",
             scratch=scratch,
+            vocabulary=arguments.vocabulary,
         )
         _write_read(arguments, reporter, checkpoint)
 
@@ -130,12 +132,22 @@ def _scratch(dst: pathlib.Path):
 
 
 def _write_read(arguments: argparse.Namespace, reporter, checkpoint) -> None:
+    from switchx.inference.config import DecodingConfig
+
+    try:
+        DecodingConfig(**checkpoint.decoding)
+    except (ValueError, TypeError) as error:
+        file = pathlib.Path(arguments.src, "generation_config.json")
+        raise ValueError(
+            f"{file} says {checkpoint.decoding!r:.300}: {error}; correct the file, or remove it"
+        ) from error
     for note in checkpoint.notes:
         reporter.note(note)
     file = arguments.vocabulary or (
         "bytes" if checkpoint.is_of_bytes else checkpoint.vocabulary
     )
-    _write(arguments, reporter, checkpoint.config, checkpoint.params, file)
+    of = checkpoint.special_ids, checkpoint.decoding
+    _write(arguments, reporter, checkpoint.config, checkpoint.params, file, *of)
 
 
 def _from_t5x(arguments: argparse.Namespace, reporter) -> None:
@@ -164,7 +176,9 @@ def _in_dtype(config, dtype: str | None):
     return dataclasses.replace(config, precision=precision)
 
 
-def _write(arguments, reporter, config, params, vocabulary_file) -> None:
+def _write(
+    arguments, reporter, config, params, vocabulary_file, special_ids=(0, 1, 2), decoding=None
+) -> None:
     from switchx.checkpoint.run_folder import RunFolder, write_converted
     from switchx.data.tokenizers import ByteVocabulary, TokenIdVocabulary
     from switchx.gin_config.writing import model_gin
@@ -175,15 +189,20 @@ def _write(arguments, reporter, config, params, vocabulary_file) -> None:
     with contextlib.ExitStack() as stack:
         if vocabulary_file == "bytes":
             vocabulary = ByteVocabulary()
+            require(
+                special_ids == (0, 1, 2),
+                f"{arguments.src}: padding, end and unknown are {special_ids}; expected "
+                "(0, 1, 2), as bytes have it: correct config.json",
+            )
         elif vocabulary_file not in (None, "none"):
-            file = stack.enter_context(_model_file(pathlib.Path(vocabulary_file)))
+            file = stack.enter_context(_model_file(pathlib.Path(vocabulary_file), special_ids))
             # What stands beside a vocabulary that was named apart is not of it.
             named = pathlib.Path(vocabulary_file)
             beside = named if named.suffix == ".json" else None
             beside = beside if arguments.vocabulary else named.parent
-            vocabulary = folder_vocabulary(file, beside, config.vocab_size)
+            vocabulary = folder_vocabulary(file, beside, config.vocab_size, special_ids)
         else:
-            vocabulary = TokenIdVocabulary(config.vocab_size)
+            vocabulary = TokenIdVocabulary(config.vocab_size, special_ids)
             reporter.note(
                 "no vocabulary: texts of this model are token ids such as '12 5 7'; "
                 "--vocabulary=FILE gives it a SentencePiece model"
@@ -191,13 +210,13 @@ def _write(arguments, reporter, config, params, vocabulary_file) -> None:
         folder = stack.enter_context(new_folder(arguments.dst))
         origin = f"{arguments.source}: {pathlib.Path(arguments.src).name}"
         run = RunFolder(folder)
-        write_converted(run, config, params, vocabulary, origin)
+        write_converted(run, config, params, vocabulary, origin, decoding=decoding)
         run.model_gin.write_text(model_gin(config), encoding="utf-8")
     print(f"{arguments.dst}: {num_elements(params):,} parameters; open it with switchx.load")
 
 
 @contextlib.contextmanager
-def _model_file(file: pathlib.Path):
+def _model_file(file: pathlib.Path, special_ids):
     """The file of a SentencePiece model: this one, or one made of a `tokenizer.json`."""
     if file.suffix != ".json":
         yield file
@@ -206,7 +225,7 @@ def _model_file(file: pathlib.Path):
 
     with tempfile.TemporaryDirectory() as folder:
         model = pathlib.Path(folder, file.name).with_suffix(".model")
-        model.write_bytes(sentencepiece_model(file))
+        model.write_bytes(sentencepiece_model(file, special_ids))
         yield model
 
 
@@ -225,7 +244,7 @@ def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
 
     from switchx.checkpoint.items import abstract
     from switchx.checkpoint.restore import choose_step, restore_params
-    from switchx.checkpoint.run_folder import RunFolder, read_model_config
+    from switchx.checkpoint.run_folder import RunFolder, read_decoding, read_model_config
     from switchx.data.tokenizers import SentencePieceVocabulary
     from switchx.data.vocabularies import load_vocabulary
     from switchx.interop.huggingface import write_checkpoint
@@ -255,7 +274,14 @@ def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
     config = _in_dtype(config, arguments.dtype)
     with new_folder(arguments.dst) as folder:
         notes = write_checkpoint(
-            folder, config, params, file, num_sentinels=num_sentinels, added_tokens=added
+            folder,
+            config,
+            params,
+            file,
+            num_sentinels=num_sentinels,
+            added_tokens=added,
+            special_ids=getattr(vocabulary, "special_ids", (0, 1, 2)),
+            decoding=read_decoding(source),
         )
     for note in notes:
         reporter.note(note)

@@ -85,11 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     shapes = Shapes(arguments.batch_size, arguments.input_length)
     where = devices.mesh_spec(arguments), devices.compiler_options(arguments)
     model = api.load(arguments.model_dir, arguments.step, task=arguments.task)
-    decoding = DecodingConfig(
-        is_prompt_bidirectional=model.text_format.is_prompt_bidirectional,
-        **shared.options_of(arguments, DecodingConfig),
-    )
-
+    decoding = model.decoding_config(**shared.options_of(arguments, DecodingConfig))
     content, num_bytes = export_model(
         output,
         model.config,

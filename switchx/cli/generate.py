@@ -166,7 +166,6 @@ def _score(arguments: argparse.Namespace, lines: list[str], model, reporter) -> 
 
 
 def _require_json(arguments: argparse.Namespace) -> None:
-    if arguments.logprobs is not None and not arguments.json:
-        raise ValueError(
-            f"--logprobs={arguments.logprobs} without --json, which writes them; give both"
-        )
+    logprobs = getattr(arguments, "logprobs", None)
+    if logprobs is not None and not arguments.json:
+        raise ValueError(f"--logprobs={logprobs} without --json, which writes them; give both")

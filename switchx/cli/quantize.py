@@ -118,6 +118,7 @@ def _provenance(arguments: argparse.Namespace, model) -> dict[str, Any]:
         "group_size": arguments.group_size,
         "rest": arguments.rest,
         "text_format": dataclasses.asdict(model.text_format),
+        "decoding": model.decoding,
         "versions": {
             "switchx": git_commit(),
             "jax": jax.__version__,

@@ -195,5 +195,5 @@ def _write(arguments: argparse.Namespace, model, config, params) -> None:
     vocabulary = model.vocabulary or TokenIdVocabulary(config.vocab_size)
     with new_folder(arguments.output) as folder:
         run = RunFolder(folder)
-        write_converted(run, config, params, vocabulary, origin, source)
+        write_converted(run, config, params, vocabulary, origin, source, model.decoding)
         run.model_gin.write_text(model_gin(config), encoding="utf-8")

@@ -24,10 +24,10 @@ import sentencepiece
 
 from switchx.characters import require_characters
 from switchx.data.added_tokens import AddedToken, cutter
+from switchx.data.special_ids import EOS_ID, OURS, PAD_ID, UNK_ID, renumbered, their_ids
 from switchx.fields import describe, require, require_at_least
 from switchx.object_store import require_no_lfs_pointer
 
-PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
 # How an unknown token reads, as SentencePiece shows it.
 UNKNOWN = " \u2047 "
 
@@ -129,14 +129,18 @@ class SentencePieceVocabulary(Vocabulary):
             32,128 rows, 32,100 rounded up to a multiple of 128.
         added_tokens: what a model from elsewhere has beside its pieces. Sentinels, where they
             are not as T5's, are among them.
+        special_ids: of padding, end and unknown in the file; here they are 0, 1 and 2
+            (special_ids.py).
     """
 
     path: str
     num_sentinels: int = 100
     pad_to_multiple_of: int = 1
     added_tokens: tuple[AddedToken, ...] = ()
+    special_ids: tuple[int, ...] = OURS
 
     def __post_init__(self):
+        object.__setattr__(self, "special_ids", tuple(self.special_ids))
         require_at_least(self, 0, "num_sentinels")
         require_at_least(self, 1, "pad_to_multiple_of")
 
@@ -226,28 +230,36 @@ class SentencePieceVocabulary(Vocabulary):
 
     @functools.cached_property
     def _cut(self):
-        return cutter(self.added_tokens)
+        """As the tokenizers library: tokens of normalized text in what others leave."""
+        cut = cutter([token for token in self.added_tokens if not token.normalized])
+        later = [token for token in self.added_tokens if token.normalized]
+        if not later:
+            return cut
+        normalizer = sentencepiece.SentencePieceNormalizer(
+            model_proto=self._processor.serialized_model_proto(),
+            add_dummy_prefix=False,
+            escape_whitespaces=False,
+            remove_extra_whitespaces=False,
+        )
+        cut_normalized = cutter(
+            [dataclasses.replace(each, text=normalizer.normalize(each.text)) for each in later]
+        )
+
+        def cut_twice(text: str) -> list[str | int]:
+            parts = [
+                [part] if isinstance(part, int) else cut_normalized(normalizer.normalize(part))
+                for part in cut(text)
+            ]
+            return list(itertools.chain.from_iterable(parts))
+
+        return cut_twice
 
     @functools.cached_property
     def _processor(self) -> sentencepiece.SentencePieceProcessor:
-        path = Path(self.path).expanduser()
-        try:
-            require_no_lfs_pointer(path)
-            processor = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
-        except FileNotFoundError as error:
-            raise ValueError(
-                f"vocabulary {self.path} does not exist; train one with `switchx vocab "
-                "--input=FILES --size=8000 --output=DIR`, or name a SentencePiece .model file"
-            ) from error
-        except OSError as error:
-            raise ValueError(
-                f"vocabulary {self.path} cannot be read: {error}; name a .model file that can"
-            ) from error
-        except RuntimeError as error:
-            raise ValueError(
-                f"vocabulary {self.path} is no SentencePiece model that can be read: {error}; "
-                "name a .model file, not the .vocab beside it"
-            ) from error
+        processor = read_sentencepiece(self.path)
+        if self.special_ids != OURS:
+            model = renumbered(processor.serialized_model_proto(), self.special_ids, self.path)
+            processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         ids = processor.pad_id(), processor.eos_id(), processor.unk_id()
         require(
             ids == (PAD_ID, EOS_ID, UNK_ID),
@@ -274,6 +286,32 @@ class SentencePieceVocabulary(Vocabulary):
                 f"num_sentinels={self.num_sentinels}; use {len(found) - missing}"
             )
         return [] if missing else found
+
+
+def read_sentencepiece(path: str) -> sentencepiece.SentencePieceProcessor:
+    """A SentencePiece model with the ids of its file.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    file = Path(path).expanduser()
+    try:
+        require_no_lfs_pointer(file)
+        return sentencepiece.SentencePieceProcessor(model_proto=file.read_bytes())
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"vocabulary {path} does not exist; train one with `switchx vocab "
+            "--input=FILES --size=8000 --output=DIR`, or name a SentencePiece .model file"
+        ) from error
+    except OSError as error:
+        raise ValueError(
+            f"vocabulary {path} cannot be read: {error}; name a .model file that can"
+        ) from error
+    except RuntimeError as error:
+        raise ValueError(
+            f"vocabulary {path} is no SentencePiece model that can be read: {error}; "
+            "name a .model file, not the .vocab beside it"
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,14 +369,20 @@ class ByteVocabulary(Vocabulary):
 
 @dataclasses.dataclass(frozen=True)
 class TokenIdVocabulary(Vocabulary):
-    """Ids 0 to `size` - 1, each written as its number; pad and eos are T5's 0 and 1."""
+    """Ids 0 to `size` - 1, each written as its number in the files of the model.
+
+    Attributes:
+        special_ids: of padding, end and unknown there; here they are 0, 1 and 2.
+    """
 
     num_sentinels: ClassVar[int] = 0
 
     size: int
+    special_ids: tuple[int, ...] = OURS
 
     def __post_init__(self):
         require_at_least(self, 1, "size")
+        object.__setattr__(self, "special_ids", tuple(self.special_ids))
 
     def encode(self, text: str) -> list[int]:
         """The numbers in a text.
@@ -354,18 +398,22 @@ class TokenIdVocabulary(Vocabulary):
                 f"texts are ids from 0 to {self.size - 1} such as '12 5 7'; convert it again "
                 "with its SentencePiece model, --vocabulary=FILE",
             )
-        return [int(word) for word in words]
+        ours = {their: our for our, their in their_ids(self.special_ids).items()}
+        return [ours.get(int(word), int(word)) for word in words]
 
     def piece(self, token_id: int) -> Piece:
         is_text = token_id not in (PAD_ID, EOS_ID)
-        return Piece(f"{token_id} ", "text") if is_text else Piece(str(token_id), "control")
+        their = their_ids(self.special_ids).get(token_id, token_id)
+        return Piece(f"{their} ", "text") if is_text else Piece(str(their), "control")
 
     def decode(self, ids: Iterable[int]) -> str:
         """The ids as numbers, without pad and eos."""
-        return " ".join(str(int(i)) for i in ids if int(i) not in (PAD_ID, EOS_ID))
+        shown = [int(i) for i in ids if int(i) not in (PAD_ID, EOS_ID)]
+        return " ".join(str(their_ids(self.special_ids).get(i, i)) for i in shown)
 
     def fingerprint(self) -> str:
-        return hashlib.sha256(f"token ids {self.size}".encode()).hexdigest()
+        others = "" if self.special_ids == OURS else self.special_ids
+        return hashlib.sha256(f"token ids {self.size}{others}".encode()).hexdigest()
 
 
 def _byte_piece(byte: int) -> Piece:

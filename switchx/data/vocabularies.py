@@ -20,6 +20,7 @@ import sentencepiece
 from switchx.data.added_tokens import added_token
 from switchx.data.corpora.corpus import Corpus, CorpusSource, fingerprint_of
 from switchx.data.data_dir import find_or_place, write_atomically
+from switchx.data.special_ids import OURS
 from switchx.data.tokenizers import (
     ByteVocabulary,
     Piece,
@@ -48,7 +49,8 @@ _KINDS = {
     "token_ids": (TokenIdVocabulary, ("size",)),
 }
 
-_ADDED = "added_tokens"  # of a SentencePieceVocabulary, where there are some
+# Where there are some, and where they are not ours.
+_ADDED, _SPECIAL = "added_tokens", "special_ids"
 # More than any description of a vocabulary needs, and than any vocabulary has ids.
 _MOST_BYTES, _MOST_IDS = 1 << 20, 1 << 31
 
@@ -262,6 +264,8 @@ def _describe(vocabulary: Vocabulary) -> dict:
             numbers = {name: getattr(vocabulary, name) for name in names}
             added = [dataclasses.asdict(token) for token in getattr(vocabulary, _ADDED, ())]
             numbers |= {_ADDED: added} if added else {}
+            special_ids = getattr(vocabulary, _SPECIAL, OURS)
+            numbers |= {} if special_ids == OURS else {_SPECIAL: list(special_ids)}
             return {"kind": kind, "fingerprint": fingerprint} | numbers
     fields = describe(vocabulary, "the vocabulary")
     kind = fields.pop("type")
@@ -283,15 +287,19 @@ def _from_description(description, file: Path) -> Vocabulary:
         return from_description(Vocabulary, fields, str(file))
     cls, names = _KINDS.get(kind if isinstance(kind, str) else None, (None, ()))
     numbers = {name: description.get(name) for name in names}
-    has_added = cls is SentencePieceVocabulary and _ADDED in description
-    keys = {"kind", "fingerprint", *names, *([_ADDED] if has_added else [])}
-    is_known = names and set(description) == keys
+    fields = [field.name for field in dataclasses.fields(cls)] if names else []
+    lists = {name for name in (_ADDED, _SPECIAL) if name in fields and name in description}
+    is_known = names and set(description) == {"kind", "fingerprint", *names, *lists}
+    special_ids = description.get(_SPECIAL, OURS) if is_known else OURS
+    are_ids = isinstance(special_ids, list | tuple) and len(special_ids) == len(OURS)
+    ids = [*numbers.values(), *(special_ids if are_ids else [None])]
     require(
-        is_known and all(type(n) is int and abs(n) < _MOST_IDS for n in numbers.values()),
+        is_known and all(type(n) is int and abs(n) < _MOST_IDS for n in ids),
         f"{file} does not describe a vocabulary: expected the kind {', '.join(_KINDS)} with a "
         "fingerprint and whole numbers, or a user's class with its fields, got "
         f"{description!r:.300}; restore the file",
     )
+    numbers |= {_SPECIAL: tuple(special_ids)} if _SPECIAL in fields else {}
     if cls is not SentencePieceVocabulary:
         return cls(**numbers)
     model = file.with_name(MODEL_FILE)

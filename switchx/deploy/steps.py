@@ -247,7 +247,7 @@ class Deployment:
         origin = f"switchx deploy: {self.plan.source['model_dir']}, checkpoint {self.plan.step}"
         source = read_config(self.plan.run_folder).get("source")
         run = RunFolder(folder)
-        write_converted(run, config, params, vocabulary, origin, source)
+        write_converted(run, config, params, vocabulary, origin, source, model.decoding)
         run.model_gin.write_text(model_gin(config), encoding="utf-8")
 
     def _export(
@@ -295,6 +295,7 @@ class Deployment:
             "step": self.plan.step,
             "bits": bits,
             "text_format": dataclasses.asdict(model.text_format),
+            "decoding": model.decoding,
             "versions": {"switchx": git_commit(), "jax": jax.__version__},
         }
 

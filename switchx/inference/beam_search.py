@@ -3,8 +3,9 @@
 
 Graves 2012 (arXiv:1211.3711); Wu et al. 2016 (arXiv:1609.08144), section 7, for length
 penalties. Of each sentence, 2 L continuations are looked at, so that L remain when L of them
-end. It stops by itself, whatever the others of its batch do. Dims: B batch, L beams, T new
-tokens, V vocabulary, J candidates; C blocks of the vocabulary, X numbers of one
+end; L more for each further token that ends a text. It stops by itself, whatever the others of
+its batch do. Dims: B batch, L beams, T new tokens, V vocabulary, J candidates; C blocks of the
+vocabulary, X numbers of one
 """
 
 import dataclasses
@@ -119,12 +120,13 @@ class Beams:
             model_BLV = jax.nn.log_softmax(logits_BLV, axis=-1)
             log_prob_BLV = rows.allowed(model_BLV, self.token_BLT, number_B, program)
             log_prob_BLV = self.log_prob_BL[..., None] + log_prob_BLV
-            log_prob_BJ, place_BJ = top_k(log_prob_BLV.reshape(B, L * V), 2 * L)
+            num = program.num_candidates
+            log_prob_BJ, place_BJ = top_k(log_prob_BLV.reshape(B, L * V), num)
             parent_BJ, token_BJ = place_BJ // V, place_BJ % V
         else:
             allowed_BLV = rows.allowed(logits_BLV, self.token_BLT, number_B, program)
             log_prob_BJ, parent_BJ, token_BJ = continuations(
-                logits_BLV, allowed_BLV, self.log_prob_BL, 2 * L
+                logits_BLV, allowed_BLV, self.log_prob_BL, program.num_candidates
             )
         is_here_BT = jnp.arange(program.max_new_tokens)[None] == number_B[:, None]
         text_BJT = _of(self.token_BLT, parent_BJ)
@@ -135,7 +137,7 @@ class Beams:
             likeliest = _of(likeliest_tokens(model_BLV, program.num_kept), parent_BJ)
             log_probs = _of(log_probs, parent_BJ).put(is_here_BT[:, None], chosen_BJ, likeliest)
         length_B = number_B + 1
-        ends_BJ = (token_BJ == program.eos_id) | (length_B >= rows.max_new_tokens_B)[:, None]
+        ends_BJ = program.ends(token_BJ) | (length_B >= rows.max_new_tokens_B)[:, None]
 
         texts = text_BJT, log_probs
         finished = self._with_finished(texts, log_prob_BJ, ends_BJ, length_B, rows, program)
@@ -157,7 +159,8 @@ class Beams:
     def _with_finished(self, texts, log_prob_BJ, ends_BJ, length_B, rows: Rows, program):
         """With those among the first L candidates that end, where they are good enough."""
         L = program.beam_size
-        is_new_BJ = ends_BJ & (jnp.arange(2 * L) < L)[None] & rows.is_live_B[:, None]
+        is_first_1J = jnp.arange(program.num_candidates)[None] < L
+        is_new_BJ = ends_BJ & is_first_1J & rows.is_live_B[:, None]
         is_new_BJ &= log_prob_BJ > NEVER
         score_BJ = jnp.where(is_new_BJ, scores(log_prob_BJ, length_B, rows), NEVER)
         score_BL, best_BL = jax.lax.top_k(jnp.concatenate([self.score_BL, score_BJ], 1), L)

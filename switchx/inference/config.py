@@ -7,9 +7,11 @@ of `DecodingConfig`; adding one is a line here. No JAX is imported: help does no
 
 import bisect
 import dataclasses
+import functools
 import numbers
-from collections.abc import Sequence
-from typing import Literal
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from switchx.characters import require_characters
 from switchx.fields import (
@@ -112,6 +114,8 @@ class DecodingConfig:
             penalties and bans.
         eos_id, pad_id, start_id: token ids. `start_id` begins a decoder's input where the
             model has an encoder.
+        other_eos_ids: tokens that end an output, too, and are not part of it.
+        suppressed_ids: tokens that are never chosen.
         is_prompt_bidirectional: a decoder-only model's prompt sees itself whole (prefix LM).
     """
 
@@ -161,12 +165,14 @@ class DecodingConfig:
     pad_id: int = 0
     start_id: int = 0
     is_prompt_bidirectional: bool = False
+    other_eos_ids: tuple[int, ...] = ()
+    suppressed_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
         """Raises FieldError: a value is out of its bounds, or contradicts another one."""
         check_choices(self)
-        for name, of in (("forced_prefix", int), ("stop", str)):
-            object.__setattr__(self, name, self._listed(name, of))
+        for name in ("forced_prefix", "stop", "other_eos_ids", "suppressed_ids"):
+            object.__setattr__(self, name, self._listed(name, str if name == "stop" else int))
         check_options(self)
 
         def refuse(field: str, is_wrong: bool, way_out: str) -> None:
@@ -217,8 +223,8 @@ class DecodingConfig:
         refuse("stop", bool(self.stop) and beams > 1, way_out)
         prefix = self.forced_prefix
         refuse("forced_prefix", len(prefix) > most, f"use max_new_tokens={most} ids at most")
-        has_end = self.eos_id in prefix
-        refuse("forced_prefix", has_end, f"id {self.eos_id} ends an output; leave it out")
+        for end in {self.eos_id, *self.other_eos_ids}.intersection(prefix):
+            refuse("forced_prefix", True, f"id {end} ends an output; leave it out")
 
     def _check_drafts(self, refuse) -> None:
         """What does not go with drafts: they are compared with the likeliest token alone."""
@@ -278,7 +284,26 @@ class DecodingConfig:
             self.has_processors,
             self.num_kept,
             self.prompt_lookup_num_tokens or 0,
+            self.other_eos_ids,
+            self.suppressed_ids,
         )
+
+
+# What decides together how tokens are chosen.
+_WAY = (
+    "beam_size", "temperature", "top_k", "top_p", "num_return_sequences",
+    "prompt_lookup_num_tokens",
+)  # fmt: skip
+
+
+def with_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a `DecodingConfig`: what is asked for, and else a model's own defaults.
+
+    Who asks for beams or a temperature gets nothing of the model's way to choose tokens.
+    """
+    is_chosen = "beam_size" in asked or "temperature" in asked
+    kept = {n: value for n, value in defaults.items() if not (is_chosen and n in _WAY)}
+    return kept | dict(asked)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,6 +333,21 @@ class DecodingProgram:
     has_processors: bool = False
     num_kept: int | None = None
     num_drafts: int = 0
+    other_eos_ids: tuple[int, ...] = ()
+    suppressed_ids: tuple[int, ...] = ()
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return self.eos_id, *self.other_eos_ids
+
+    def ends(self, token):
+        """Whether each token of an array ends a text."""
+        return functools.reduce(operator.or_, (token == each for each in self.eos_ids))
+
+    @property
+    def num_candidates(self) -> int:
+        """Continuations that a search looks at, so that a beam remains of each."""
+        return (1 + len(self.eos_ids)) * self.beam_size
 
     @property
     def num_lanes(self) -> int:

@@ -258,9 +258,10 @@ class Generator:
 def check_tokens(config: ModelConfig, decoding: DecodingConfig) -> None:
     """Raises FieldError: a setting does not fit the vocabulary."""
     V = config.vocab_size
-    if wrong := [token for token in decoding.forced_prefix if token >= V]:
-        way_out = f"the vocabulary has 0 to {V - 1}, not {wrong[0]}; is it this model's?"
-        raise FieldError(decoding, "forced_prefix", way_out)
+    for name in ("forced_prefix", "other_eos_ids", "suppressed_ids"):
+        if wrong := [token for token in getattr(decoding, name) if token >= V]:
+            way_out = f"the vocabulary has 0 to {V - 1}, not {wrong[0]}; is it this model's?"
+            raise FieldError(decoding, name, way_out)
     if decoding.num_kept and decoding.num_kept > V:
         way_out = f"the vocabulary has {V} tokens; use 0, or leave it out"
         raise FieldError(decoding, "logprobs", way_out)

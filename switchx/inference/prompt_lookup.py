@@ -102,7 +102,7 @@ class Drafted(Greedy):
         number_BL = self.lanes_of(number_B)
         token_BL, log_prob_BL = _likeliest(logits_BLV, number_BL, rows, program)
         is_right_BS = self.draft_BS == token_BL[:, :-1]
-        is_right_BS &= token_BL[:, :-1] != program.eos_id
+        is_right_BS &= ~program.ends(token_BL[:, :-1])
         is_right_BS &= number_BL[:, 1:] < rows.max_new_tokens_B[:, None]
         # The first is new, and each further one as long as the drafts before it are right.
         is_new_BL = jnp.concatenate([rows.is_live_B[:, None], is_right_BS], axis=1)
@@ -131,7 +131,7 @@ class Drafted(Greedy):
             first_BT=self.first_BT.at[:, place].set(length_B),
             draft_BS=draft_BS,
         )
-        is_live_B = rows.is_live_B & (last_B != program.eos_id)
+        is_live_B = rows.is_live_B & ~program.ends(last_B)
         is_live_B &= length_B < rows.max_new_tokens_B
         return chosen, chosen.with_drafts(last_B), is_live_B
 

@@ -122,6 +122,8 @@ class Rows:
             token_BLT: the new tokens of each hypothesis so far.
             number_B: how many.
         """
+        if program.suppressed_ids:
+            x_BLV = x_BLV.at[:, :, jnp.array(program.suppressed_ids)].set(-jnp.inf)
         if not program.has_processors:
             return self._without_early_end(x_BLV, number_B, program)
         read_BLP = jnp.broadcast_to(
@@ -151,12 +153,12 @@ class Rows:
         return jnp.where(number_B < forced_BT.shape[1], token_B1[:, 0], -1)
 
     def _without_early_end(self, x_BLV, number_B, program: DecodingProgram):
-        eos_id = program.eos_id
-        if not 0 <= eos_id < x_BLV.shape[-1]:
-            return x_BLV  # no token ends a text
         is_early_B1 = (number_B < self.settings.min_new_tokens_B)[:, None]
-        end_BL = jnp.where(is_early_B1, -jnp.inf, x_BLV[:, :, eos_id])
-        return x_BLV.at[:, :, eos_id].set(end_BL)
+        for eos_id in program.eos_ids:
+            if 0 <= eos_id < x_BLV.shape[-1]:  # otherwise no token ends a text
+                end_BL = jnp.where(is_early_B1, -jnp.inf, x_BLV[:, :, eos_id])
+                x_BLV = x_BLV.at[:, :, eos_id].set(end_BL)
+        return x_BLV
 
     def _ends_ngram(self, text_BLM, number_B):
         """Whether a place's token ends an n-gram whose other tokens are the text's last ones.

@@ -188,7 +188,8 @@ class ExportedModel:
 
     def _hypothesis(self, said: dict, place: tuple[int, int], limit: int) -> dict:
         token_T, decoding = said["token_BLT"][place][:limit], self.manifest["decoding"]
-        ends = np.flatnonzero(token_T == decoding["eos_id"])
+        eos_ids = decoding["eos_id"], *decoding.get("other_eos_ids", ())
+        ends = np.flatnonzero(np.isin(token_T, eos_ids))
         length = int(ends[0]) if len(ends) else len(token_T)
         values = {"tokens": token_T[:length].tolist(), "score": float(said["score_BL"][place])}
         values["is_finished"] = is_finished = bool(len(ends))

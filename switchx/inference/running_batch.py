@@ -351,7 +351,7 @@ class RunningBatch:
         """The hypothesis of a row and a beam, of so many tokens at most."""
         token_BLT, score_BL, log_probs = texts
         token_T, score = token_BLT[place][:most], float(score_BL[place])
-        ends = np.flatnonzero(token_T == self._decoding.eos_id)
+        ends = np.flatnonzero(self._decoding.program.ends(token_T))
         length = int(ends[0]) if len(ends) else len(token_T)
         said = Hypothesis(token_T[:length].tolist(), score, bool(len(ends)))
         if log_probs is None:

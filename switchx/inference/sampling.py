@@ -334,7 +334,7 @@ class Greedy:
             log_probs,
         )
         has_room_B = number_B + 1 < rows.max_new_tokens_B
-        is_live_B = rows.is_live_B & (token_B != program.eos_id) & has_room_B
+        is_live_B = rows.is_live_B & ~program.ends(token_B) & has_room_B
         return chosen, token_B[:, None], is_live_B
 
     def results(self, rows: Rows):

@@ -3,7 +3,9 @@
 
 `spiece.model` has the pieces. Which ids stand beyond these, their texts, and how many sentinels
 there are, in which order, say `tokenizer.json`, `added_tokens_decoder` and `extra_ids` in
-`tokenizer_config.json`, and `added_tokens.json`. Files that contradict each other are refused.
+`tokenizer_config.json`, and `added_tokens.json`; which of them are special, and which are
+padding, end and unknown, `special_tokens_map.json`, too. Files that contradict each other are
+refused.
 """
 
 import dataclasses
@@ -13,40 +15,49 @@ from collections.abc import Sequence
 from typing import Any
 
 from switchx.data.added_tokens import AddedToken, added_token
-from switchx.data.tokenizers import UNK_ID, SentencePieceVocabulary
+from switchx.data.special_ids import OURS, UNK_ID, their_ids
+from switchx.data.tokenizers import SentencePieceVocabulary, read_sentencepiece
 from switchx.fields import require
 from switchx.interop.tensor_folder import read_json, write_json
 
+PIECES = "spiece.model"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-ADDED = "added_tokens.json"
+ADDED, SPECIAL = "added_tokens.json", "special_tokens_map.json"
 _SENTINEL = re.compile(r"<extra_id_([0-9]{1,6})>")
+_NAMES = "pad_token", "eos_token", "unk_token"
 _MOST_BYTES = 1 << 28
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 T5_SENTINELS = 100  # where no file says how many there are
 
 
 def folder_vocabulary(
-    model: pathlib.Path, folder: pathlib.Path | None, vocab_size: int
+    model: pathlib.Path,
+    folder: pathlib.Path | None,
+    vocab_size: int,
+    special_ids: Sequence[int] = OURS,
 ) -> SentencePieceVocabulary:
     """The vocabulary of a SentencePiece model and the files beside it in a folder.
 
     Args:
         folder: with the tokenizer's files, or a `tokenizer.json` alone; None without.
         vocab_size: rows of the model's embedding.
+        special_ids: of padding, end and unknown in the files.
 
     Raises:
         ValueError: there are more ids than rows, an id has two texts, or sentinels are
             missing; names them.
     """
-    plain = SentencePieceVocabulary(str(model), 0, vocab_size)
+    plain = SentencePieceVocabulary(str(model), 0, vocab_size, special_ids=special_ids)
     num_pieces = plain.num_pieces
     require(
         num_pieces <= vocab_size,
         f"vocabulary {model} has {num_pieces} pieces, the model's embedding {vocab_size} rows; "
         "give the vocabulary that the model was trained with",
     )
-    tokens = [] if folder is None else read_added_tokens(folder)
-    tokens = _beside(plain, tokens, vocab_size, str(folder))
+    ours = {their: our for our, their in their_ids(special_ids).items()}
+    named = [] if folder is None else read_added_tokens(folder)
+    named = [dataclasses.replace(each, id=ours.get(each.id, each.id)) for each in named]
+    tokens = _beside(plain, named, vocab_size, str(folder))
     own = sum(_SENTINEL.fullmatch(plain.piece(i).text) is not None for i in range(num_pieces))
     numbers = sorted(
         int(match[1]) for token in tokens if (match := _SENTINEL.fullmatch(token.text))
@@ -75,9 +86,55 @@ def folder_vocabulary(
         )
         count = 0
     as_t5 = {f"<extra_id_{i}>": num_pieces + count - 1 - i for i in range(count)}
+    if folder is not None and not folder.is_file():
+        found = {token.text: token.id for token in named} | ({} if own or numbers else as_t5)
+        _check_special(folder, plain, found)
     if {token.text: token.id for token in tokens} == as_t5:
         tokens = []
     return dataclasses.replace(plain, num_sentinels=count, added_tokens=tuple(tokens))
+
+
+def unknown_id(file: pathlib.Path) -> int | None:
+    """The unknown id of a SentencePiece model or a `tokenizer.json`."""
+    if file.suffix != ".json":
+        return read_sentencepiece(str(file)).unk_id()
+    model = read_json(file, _MOST_BYTES).get("model")
+    unknown = model.get("unk_id") if isinstance(model, dict) else None
+    return unknown if type(unknown) is int and unknown >= 0 else None
+
+
+def _check_special(
+    folder: pathlib.Path, plain: SentencePieceVocabulary, found: dict[str, int]
+) -> None:
+    """Requires that tokens which files name without an id have one, and the one they stand for.
+
+    Args:
+        found: our ids of added tokens and sentinels.
+    """
+    ids = {plain.piece(i).text: i for i in range(plain.num_pieces)} | found
+    for file in (folder / TOKENIZER_CONFIG, folder / SPECIAL):
+        values = read_json(file) if file.is_file() else {}
+        for our, name in enumerate(_NAMES):
+            text = _content(values.get(name))
+            is_own = plain.special_ids.index(plain.special_ids[our]) == our
+            require(
+                not is_own or ids.get(text, our) == our,
+                f"{file}: {name} is {text!r}, of another id than {plain.special_ids[our]}, "
+                "which the model has; restore the files of one model",
+            )
+        for text in map(_content, _listed(values.get("additional_special_tokens"))):
+            require(
+                text in ids,
+                f"{file}: no file says which id {text!r:.80} has; restore {ADDED}",
+            )
+
+
+def _listed(value) -> list:
+    return value if isinstance(value, list) else []
+
+
+def _content(token) -> str | None:
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _is_taken(tokens: Sequence[AddedToken], first: int, count: int) -> bool:
@@ -123,9 +180,14 @@ def _named(folder: pathlib.Path):
             yield file, _token(each, int(number), file)
     file = folder / ADDED
     if file.is_file():
+        special = folder / SPECIAL
+        special = read_json(special) if special.is_file() else {}
+        special = [*special.values(), *_listed(special.get("additional_special_tokens"))]
         for text, token_id in read_json(file).items():
             # Only names are there: flags are those of a text that transformers adds.
-            fields = {"content": text, "special": _SENTINEL.fullmatch(text) is not None}
+            is_special = _SENTINEL.fullmatch(text) or text in map(_content, special)
+            fields = {"content": text, "special": bool(is_special)}
+            fields["normalized"] = not is_special
             yield file, _token(fields, token_id, file)
 
 
@@ -173,16 +235,19 @@ def _extra_ids(folder: pathlib.Path) -> int | None:
 
 
 def write_tokenizer(
-    folder: pathlib.Path, num_sentinels: int, tokens: Sequence[AddedToken]
+    folder: pathlib.Path,
+    num_sentinels: int,
+    tokens: Sequence[AddedToken],
+    special_ids: Sequence[int] = OURS,
 ) -> None:
-    """Writes what T5Tokenizer reads beside `spiece.model`."""
+    """Writes what T5Tokenizer reads beside `spiece.model`, which is there."""
+    pieces, theirs = read_sentencepiece(str(folder / PIECES)), their_ids(special_ids)
+    tokens = [dataclasses.replace(each, id=theirs.get(each.id, each.id)) for each in tokens]
     content: dict[str, Any] = {
         "tokenizer_class": "T5Tokenizer",
         "extra_ids": 0 if tokens else num_sentinels,
-        "pad_token": "<pad>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
     }
+    content |= dict(zip(_NAMES, map(pieces.id_to_piece, special_ids), strict=True))
     if tokens:
         write_json(folder / ADDED, {token.text: token.id for token in tokens})
         content["added_tokens_decoder"] = {

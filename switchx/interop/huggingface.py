@@ -12,19 +12,43 @@ import dataclasses
 import os
 import pathlib
 import shutil
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from switchx.data.added_tokens import AddedToken
+from switchx.data.special_ids import OURS, in_our_order, in_their_order, their_ids
 from switchx.fields import require, require_choice
 from switchx.interop import nllb_moe
-from switchx.interop.folder_tokenizer import TOKENIZER, TOKENIZER_CONFIG, write_tokenizer
-from switchx.interop.huggingface_config import NLLB, SWITCH, UMT5, describe, read_config
+from switchx.interop.folder_tokenizer import (
+    PIECES,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    unknown_id,
+    write_tokenizer,
+)
+from switchx.interop.generation_config import (
+    GENERATION,
+    decoding_defaults,
+    end_ids,
+    read_generation,
+    write_generation,
+)
+from switchx.interop.huggingface_config import (
+    NLLB,
+    SWITCH,
+    UMT5,
+    describe,
+    read_config,
+    read_special_ids,
+)
 from switchx.interop.tensor_folder import (
     TensorFolder,
     from_torch,
     in_dtype,
+    letters_of,
     on_disk,
     read_json,
     require_same_tensors,
@@ -45,8 +69,9 @@ DECODER_LM_HEAD = "decoder.lm_head.weight"  # in switch-xxl-128
 EMBEDDINGS = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 # T5's first checkpoints have it; no model ever read it.
 UNREAD = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
-VOCABULARY = "spiece.model"
+_VOCABULARIES = (PIECES, "tokenizer.model", TOKENIZER)  # the first that is there
 MOST_SHARD_BYTES = 5 * 10**9  # transformers' own
+_IDS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
 _WAY_OUT = (
     "use the config.json that belongs to these files, and all of the files; what other "
     "classes of transformers add (classifiers, adapters) cannot be converted"
@@ -62,6 +87,8 @@ class Checkpoint:
         vocabulary: a SentencePiece model, or the `tokenizer.json` to make one of
             (tokenizer_json.py); None where the checkpoint has neither.
         is_of_bytes: whether texts are bytes (ByT5), for which no file is needed.
+        special_ids: of padding, end and unknown in the files; in `params` they are ours.
+        decoding: fields of `DecodingConfig` that are its defaults.
         notes: what a reader should know, a sentence each.
     """
 
@@ -70,6 +97,8 @@ class Checkpoint:
     vocabulary: pathlib.Path | None
     is_of_bytes: bool = False
     notes: tuple[str, ...] = ()
+    special_ids: tuple[int, ...] = OURS
+    decoding: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def read_checkpoint(
@@ -78,6 +107,7 @@ def read_checkpoint(
     overflow: str = "drop",
     dtype: str = "float32",
     scratch: pathlib.Path | None = None,
+    vocabulary: str | os.PathLike | None = None,
 ) -> Checkpoint:
     """Reads a folder that `save_pretrained` wrote; never runs anything in it.
 
@@ -89,6 +119,7 @@ def read_checkpoint(
         dtype: of the parameters; each is converted as it is read.
         scratch: a folder, for parameters that are mapped from files there instead of held in
             memory, where the largest one is at a time. They are valid as long as it is there.
+        vocabulary: a file instead of the folder's own; `none` and `bytes` for none.
 
     Raises:
         ValueError: a file is missing or damaged; the configuration is none that we
@@ -103,27 +134,57 @@ def read_checkpoint(
     )
     file = folder / "config.json"
     values, tensors = read_json(file), TensorFolder(folder)
-    if values.get("model_type") == NLLB:
-        read = nllb_moe.read(values, file, tensors, dtype, scratch)
-        return Checkpoint(*read, None, notes=_unread(tensors))
+    is_nllb = values.get("model_type") == NLLB  # whose vocabulary, of BPE, is not read
+    if vocabulary is None and not is_nllb:
+        files = [folder / name for name in _VOCABULARIES if (folder / name).is_file()]
+        vocabulary = files[0] if files else None
+    elif vocabulary in ("none", "bytes", None):
+        vocabulary = None
+    vocabulary = vocabulary and pathlib.Path(vocabulary)
+    generation = read_generation(folder, values)
+    of = values | {name: generation[name] for name in _IDS if name in generation}
+    if ends := end_ids(of):
+        of["eos_token_id"] = ends[0]
+    ids = read_special_ids(of, str(folder), vocabulary and unknown_id(vocabulary))
+    if is_nllb:
+        config, params = nllb_moe.read(values, file, tensors, dtype, scratch, ids)
+        differences, is_of_bytes = (), False
+    else:
+        config, params, differences = _read(
+            values, file, tensors, dtype, scratch, ids, overflow
+        )
+        is_of_bytes = _is_of_bytes(folder)
+    where = str(folder / GENERATION)
+    decoding, unused = decoding_defaults(generation, ids[0], config.vocab_size, where)
+    notes = (*differences, *_unread(tensors), *unused)
+    return Checkpoint(config, params, vocabulary, is_of_bytes, notes, ids[0], decoding)
+
+
+def _read(values, file, tensors, dtype, scratch, ids, overflow) -> tuple:
+    """The configuration, the parameters, and how the tensors differ from config.json."""
     config, family = read_config(values, str(file), overflow=overflow, tensors=tensors.shapes)
     said, _ = read_config(values, str(file), overflow=overflow)
     config = dataclasses.replace(config, precision=Precision(params=dtype))
     # Before it had this field, transformers 5 said that UMT5's heads are tied; none is.
     own_head = family == UMT5 and "scale_decoder_outputs" not in values
-    params, config = _read_params(folder, tensors, config, family, scratch, own_head)
-    files = (folder / VOCABULARY, folder / TOKENIZER)
-    vocabulary = next((file for file in files if file.is_file()), None)
-    notes = _differences(said, config) + _unread(tensors)
-    return Checkpoint(config, params, vocabulary, _is_of_bytes(folder), notes)
+    folder = file.parent
+    params, config = _read_params(folder, tensors, config, family, scratch, own_head, ids)
+    return config, params, _differences(said, config)
 
 
 def _read_params(
-    folder, tensors: TensorFolder, config: ModelConfig, family: str, scratch, own_head: bool
+    folder,
+    tensors: TensorFolder,
+    config: ModelConfig,
+    family: str,
+    scratch,
+    own_head: bool,
+    ids: tuple[tuple[int, ...], int],
 ):
     """The parameters, and the configuration as the tensors have it.
 
     Args:
+        ids: of `read_special_ids`.
         own_head: whether an lm_head that is no copy is one of its own, whatever the file says.
     """
     found = {name: shape for name, shape in tensors.shapes.items() if name not in UNREAD}
@@ -165,11 +226,22 @@ def _read_params(
         "it is tied to; tied logits are those of one table for both stacks, and tied logits "
         "alone are divided: set tie_word_embeddings to false for an lm_head of its own",
     )
+    special_ids, start = ids
+    # Row 0 is the start's, column 0 of the logits padding's; experts count padding by its row.
+    require(
+        start == special_ids[0] or not (config.tie_embeddings or config.switch),
+        f"{folder}: decoder_start_token_id={start} and pad_token_id={special_ids[0]} with tied "
+        "embeddings, or experts; expected one id for both",
+    )
     if not config.tie_embeddings:
         config = dataclasses.replace(config, scale_tied_logits=True)  # means nothing there
     params = {}
     for parameter, theirs in names.items():
         value = from_torch(parameter, config, map(tensors.read, theirs))
+        if "V" in letters_of(parameter):
+            first = None if parameter == "embedding/w_logits_DV" else start
+            axis = letters_of(parameter).index("V")
+            value = in_our_order(value, axis, special_ids, first)
         value = in_dtype(parameter, value, config.precision.params)
         params[parameter] = on_disk(value, scratch)
     return nested(params), config
@@ -216,6 +288,8 @@ def write_checkpoint(
     *,
     num_sentinels: int = 100,
     added_tokens: Sequence[AddedToken] = (),
+    special_ids: Sequence[int] = OURS,
+    decoding: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> list[str]:
     """Writes what `from_pretrained` reads into an existing folder.
 
@@ -225,6 +299,8 @@ def write_checkpoint(
         vocabulary: a SentencePiece model, copied to `spiece.model`.
         num_sentinels: sentinels that come on top of its pieces.
         added_tokens: what else does, sentinels among them where they are not as T5's.
+        special_ids: of padding, end and unknown in the files.
+        decoding: fields of `DecodingConfig` that are defaults.
 
     Returns:
         What a reader should know, a sentence each: where the export is not the same thing.
@@ -236,6 +312,9 @@ def write_checkpoint(
     description, notes = describe(config)
     family = description["model_type"]
     leaves = named_leaves(params)
+    start = _start(np.asarray(leaves["embedding/embedding_VD"]), special_ids)
+    generation = write_generation(decoding, special_ids, start)
+    description |= {name: generation[name] for name in _IDS} | {"eos_token_id": special_ids[1]}
     names = tensor_names(config, family)
     if not description["tie_word_embeddings"]:
         # What is not tied is looked up by every one of its names.
@@ -246,6 +325,8 @@ def write_checkpoint(
     def tensors():
         for parameter, theirs in names.items():
             leaf = in_dtype(parameter, np.asarray(leaves[parameter]), config.precision.params)
+            if "V" in letters_of(parameter):
+                leaf = in_their_order(leaf, letters_of(parameter).index("V"), special_ids)
             parts = to_torch(parameter, leaf)
             if parameter == "embedding/embedding_VD":
                 parts = [parts[0].copy() for _ in theirs]
@@ -253,12 +334,22 @@ def write_checkpoint(
 
     write_safetensors(folder, tensors(), MOST_SHARD_BYTES)
     write_json(folder / "config.json", description)
-    ids = ("decoder_start_token_id", "eos_token_id", "pad_token_id")
-    write_json(folder / "generation_config.json", {name: description[name] for name in ids})
+    write_json(folder / GENERATION, generation)
     if vocabulary is not None:
-        shutil.copyfile(vocabulary, folder / VOCABULARY)
-        write_tokenizer(folder, num_sentinels, added_tokens)
+        shutil.copyfile(vocabulary, folder / PIECES)
+        write_tokenizer(folder, num_sentinels, added_tokens, special_ids)
     return notes
+
+
+def _start(table_VD, special_ids: Sequence[int]) -> int:
+    """Their token whose row a decoder's input begins with: row 0 here.
+
+    That of another token where they are equal, as they are of a model that began with it;
+    otherwise padding.
+    """
+    theirs = their_ids(special_ids)
+    equal = (i for i in sorted(theirs) if i and np.array_equal(table_VD[i], table_VD[0]))
+    return theirs[0] if tuple(special_ids) == OURS else theirs[next(equal, 0)]
 
 
 def tensor_names(config: ModelConfig, family: str) -> dict[str, tuple[str, ...]]:

@@ -18,6 +18,9 @@ from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 
 SWITCH, UMT5, NLLB = "switch_transformers", "umt5", "nllb-moe"
 FAMILIES = ("t5", "mt5", UMT5, SWITCH)  # NLLB-MoE is read by nllb_moe.py
+# Padding, end, unknown and start, where config.json does not say them. It has no unknown: where
+# a tokenizer has another one, that is.
+_SPECIAL_IDS = dict.fromkeys(FAMILIES, (0, 1, 2, 0)) | {NLLB: (1, 2, 3, 2)}
 # Our activation -> their names of it, the one that is written first.
 _ACTIVATIONS = {
     "relu": ("relu",),
@@ -73,9 +76,6 @@ def read_config(
         f"{', '.join((*FAMILIES, NLLB))}",
     )
     fields.only("is_encoder_decoder", True, "T5 has an encoder and a decoder")
-    fields.only("pad_token_id", 0, "padding is 0 in every vocabulary of switchx")
-    fields.only("eos_token_id", 1, "a text's end is 1 in every vocabulary of switchx")
-    fields.only("decoder_start_token_id", 0, "decoding starts with 0 in switchx")
     num_layers = fields.whole("num_layers", most=MOST_BLOCKS)
     found = _Found.of(tensors) if family == SWITCH and tensors else None
     config = ModelConfig(
@@ -144,6 +144,33 @@ def describe(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
     return description | {"dense_act_fn": activation} | switch_fields, notes
 
 
+def read_special_ids(
+    values: dict[str, Any], where: str, unknown: int | None = None
+) -> tuple[tuple[int, int, int], int]:
+    """A model's ids of padding, end and unknown, and of what a decoder's input begins with.
+
+    Args:
+        values: of `config.json`, below those of `generation_config.json`.
+        unknown: of its tokenizer.
+
+    Raises:
+        ValueError: one is no id, or padding is the end.
+    """
+    fields = Fields(values, where)
+    default = _SPECIAL_IDS.get(fields.text("model_type", ""), _SPECIAL_IDS["t5"])
+    most = fields.whole("vocab_size") - 1
+    pad, end, start = (
+        fields.whole(f"{name}_token_id", default[place], most, 0)
+        for place, name in ((0, "pad"), (1, "eos"), (3, "decoder_start"))
+    )
+    require(
+        pad != end,
+        f"{where}: pad_token_id and eos_token_id are both {pad}; expected two ids, those "
+        "that the model was trained with",
+    )
+    return (pad, end, default[2] if unknown is None else unknown), start
+
+
 @dataclasses.dataclass(frozen=True)
 class Fields:
     """A JSON object whose values are taken one by one, each of the type it has to have.
@@ -155,10 +182,16 @@ class Fields:
     values: dict[str, Any]
     where: str
 
-    def whole(self, name: str, default: int | None = None, most: int = _MOST_SIZE) -> int:
-        """A whole number from 1 to `most`."""
-        expected = f"a whole number from 1 to {most}"
-        return self._take(name, default, expected, lambda n: type(n) is int and 1 <= n <= most)
+    def whole(
+        self, name: str, default: int | None = None, most: int = _MOST_SIZE, least: int = 1
+    ) -> int:
+        """A whole number from `least` to `most`."""
+        expected = f"a whole number from {least} to {most}"
+
+        def is_right(value) -> bool:
+            return type(value) is int and least <= value <= most
+
+        return self._take(name, default, expected, is_right)
 
     def number(self, name: str, default: float) -> float:
         def is_number(value) -> bool:

@@ -5,10 +5,8 @@ A pre-norm Transformer of fairseq: LayerNorm and biases everywhere, sinusoids, a
 times sqrt(D), top-2 routing without drops in evaluation, gates normalized over the two. What is
 converted beside names and layouts:
 
-- Ids. There padding is 1, the end 2, unknown 3, and `<s>` 0; a decoder's input begins with
-  the end. Here padding, which also begins a decoder's input, is 0, the end 1, unknown 2, and
-  `<s>` becomes 3; all others stay. So row 0 of the table is the row of their end, which its
-  embedding is read as, and column 0 of the logits that of their padding.
+- Ids, as in every family (`special_ids.py`). There padding is 1, the end 2, unknown 3, `<s>` 0;
+  a decoder's input begins with the end.
 - The table is multiplied by sqrt(D) once, here, and the logits have a matrix of their own,
   which is the unscaled table.
 - Experts' outputs are multiplied by 1 - `moe_token_dropout` in evaluation, and so are their
@@ -24,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from switchx.data.special_ids import in_our_order
 from switchx.fields import require
 from switchx.interop.huggingface_config import MOST_BLOCKS, MOST_EXPERTS, Fields, switch_layers
 from switchx.interop.tensor_folder import (
@@ -42,16 +41,19 @@ TABLE, LM_HEAD = "model.shared.weight", "lm_head.weight"
 # Other names of the table, and sinusoids that releases before 5 saved.
 _COPIES = (LM_HEAD, "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
 _UNREAD = ("model.encoder.embed_positions.weights", "model.decoder.embed_positions.weights")
-# Their ids of our ids 0 to 3, as rows of the table and as columns of the logits.
-_ROWS, _COLUMNS = (2, 2, 3, 0), (1, 2, 3, 0)
 _PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj"}
 _WAY_OUT = "use the config.json that belongs to these files, and all of the files"
 
 
 def read(
-    values: dict[str, Any], file: pathlib.Path, tensors: TensorFolder, dtype: str, scratch
+    values: dict[str, Any],
+    file: pathlib.Path,
+    tensors: TensorFolder,
+    dtype: str,
+    scratch,
+    ids: tuple[tuple[int, ...], int],
 ) -> tuple[ModelConfig, dict]:
-    """The configuration and parameters of a checkpoint.
+    """The configuration and parameters of a checkpoint; `ids` are of `read_special_ids`.
 
     Raises:
         ValueError: the configuration asks for what we have not, or tensors are missing,
@@ -84,21 +86,16 @@ def read(
         if parameter.endswith(("experts/w_out_EFD", "experts/b_out_ED")):
             value *= np.float32(kept)
         params[parameter] = on_disk(in_dtype(parameter, value, dtype), scratch)
-    scaled_VD = _with_rows(table_VD, _ROWS) * np.float32(scale)
-    logits_DV = np.ascontiguousarray(_with_rows(table_VD, _COLUMNS).T)
+    special_ids, start = ids
+    scaled_VD = in_our_order(table_VD, 0, special_ids, start) * np.float32(scale)
+    logits_DV = np.ascontiguousarray(in_our_order(table_VD, 0, special_ids).T)
     for name, value in (("embedding_VD", scaled_VD), ("w_logits_DV", logits_DV)):
         params[f"embedding/{name}"] = on_disk(in_dtype(name, value, dtype), scratch)
     config = dataclasses.replace(config, precision=Precision(params=dtype))
     return config, nested(params)
 
 
-def _with_rows(table_VD, rows: tuple[int, ...]):
-    return np.concatenate([table_VD[list(rows)], table_VD[len(rows) :]])
-
-
 def _read_config(fields: Fields) -> ModelConfig:
-    for name, wanted in (("pad", 1), ("bos", 0), ("eos", 2), ("decoder_start", 2)):
-        fields.only(f"{name}_token_id", wanted, "it is none of NLLB's ids")
     fields.only("is_encoder_decoder", True, "NLLB has an encoder and a decoder")
     fields.only("tie_word_embeddings", True, "NLLB's logits are those of its table")
     fields.only("router_dtype", "float32", "routers run in float32 (selective precision)")

@@ -3,9 +3,11 @@
 
 transformers 5 writes no `spiece.model`. The file has all that such a model consists of: the
 pieces of a Unigram model (Kudo 2018, arXiv:1804.10959) and their scores, the compiled character
-map (`precompiled_charsmap`), and the added tokens. The result encodes as the tokenizer does but
-for the texts of padding, end and unknown, which stay texts here, and U+0085, which is no space
-in T5's character map. What a SentencePiece model cannot do is refused with the reason.
+map (`precompiled_charsmap`), and the added tokens. The result encodes texts in composed form
+(NFC) as the tokenizer does, but for the texts of padding, end and unknown, which stay texts,
+and U+0085, which is no space in T5's character map. Other texts may have other ids: the
+tokenizers library applies the map by grapheme, SentencePiece by code point. What the latter
+cannot do is refused with the reason.
 """
 
 import base64
@@ -15,12 +17,13 @@ import math
 import pathlib
 import re
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
+from switchx.data.special_ids import OURS
 from switchx.fields import require
 from switchx.interop.tensor_folder import read_json
 
-PAD_ID, EOS_ID, UNK_ID = 0, 1, 2  # of every vocabulary of switchx
 _MOST_BYTES = 1 << 28
 _MOST_PIECES = 1 << 21
 _SENTINEL = re.compile(r"<extra_id_[0-9]{1,6}>")
@@ -33,21 +36,22 @@ _WHITE_SPACE = "\t\n\v\f\r\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".joi
 _WAY_OUT = "give the SentencePiece model itself, --vocabulary=FILE, or none"
 
 
-def sentencepiece_model(path: pathlib.Path) -> bytes:
-    """The content of a `.model` file.
+def sentencepiece_model(path: pathlib.Path, special_ids: Sequence[int] = OURS) -> bytes:
+    """The content of a `.model` file; `special_ids` are of padding, end and unknown.
 
     Raises:
         ValueError: the file is none of a Unigram model, or asks for what SentencePiece has not.
     """
-    tokenizer = _Tokenizer(path)
+    tokenizer = _Tokenizer(path, special_ids)
     return tokenizer.model().SerializeToString()
 
 
 class _Tokenizer:
     """The parts of one file, each checked before it is used."""
 
-    def __init__(self, path: pathlib.Path):
+    def __init__(self, path: pathlib.Path, special_ids: Sequence[int]):
         self.path = path
+        self.pad_id, self.eos_id, self.unk_id = special_ids
         self.content = read_json(path, _MOST_BYTES)
 
     def require(self, condition: bool, reason: str) -> None:
@@ -61,19 +65,23 @@ class _Tokenizer:
         kinds = ModelProto.SentencePiece.Type
         model = ModelProto()
         for token_id, (text, score) in enumerate(pieces):
-            if token_id == UNK_ID:
+            if token_id == self.unk_id:
                 kind = kinds.UNKNOWN
             elif _SENTINEL.fullmatch(text):
                 kind = kinds.USER_DEFINED
-            elif token_id in (PAD_ID, EOS_ID) or token_id in self._controls:
+            elif token_id in (self.pad_id, self.eos_id) or token_id in self._controls:
                 kind = kinds.CONTROL
             else:
                 kind = kinds.BYTE if has_bytes and _BYTE.fullmatch(text) else kinds.NORMAL
             model.pieces.add(piece=text, score=score, type=kind)
         spec = model.trainer_spec
         spec.model_type, spec.vocab_size = TrainerSpec.UNIGRAM, len(pieces)
-        spec.pad_id, spec.eos_id, spec.unk_id, spec.bos_id = PAD_ID, EOS_ID, UNK_ID, -1
-        spec.pad_piece, spec.eos_piece, spec.unk_piece = (text for text, _ in pieces[:3])
+        ids = self.pad_id, self.eos_id, self.unk_id
+        self.require(
+            max(ids) < len(pieces), f"there are {len(pieces)} pieces, and none of {ids}"
+        )
+        spec.pad_id, spec.eos_id, spec.unk_id, spec.bos_id = *ids, -1
+        spec.pad_piece, spec.eos_piece, spec.unk_piece = (pieces[i][0] for i in ids)
         spec.byte_fallback = has_bytes
         model.normalizer_spec.precompiled_charsmap = self._character_map()
         model.normalizer_spec.add_dummy_prefix = True
@@ -99,7 +107,8 @@ class _Tokenizer:
         )
         pieces = [(text, float(score)) for text, score in vocab]
         unk_id = model.get("unk_id")
-        self.require(unk_id == UNK_ID, f"model.unk_id={_shown(unk_id)}; expected {UNK_ID}")
+        expected = f"model.unk_id={_shown(unk_id)}; expected {self.unk_id}"
+        self.require(unk_id == self.unk_id, expected)
         self._controls = self._add_tokens(pieces)
         texts = {text for text, _ in pieces}
         self.require(len(texts) == len(pieces), "a piece is there twice")

@@ -122,7 +122,7 @@ class CompletionForm:
         if not isinstance(values.get("user", ""), str):
             raise wrong("user", f"user is {shown(values['user'])}; expected a text")
         is_streaming, has_echo = flag(values, "stream"), flag(values, "echo")
-        stops = _stops(values)
+        stops = _stops(values) or tuple(self._model.decoding.get("stop", ()))
         num_choices, num_rows = _numbers(values, limits.max_inputs, is_streaming=is_streaming)
         settings = _settings(values, limits)
         if settings.get("beam_size", 1) > 1:
@@ -337,7 +337,7 @@ def _settings(values: dict[str, Any], limits: Limits) -> dict[str, Any]:
             given.pop(name, None)
     most = limits.max_new_tokens
     number = _count(values, "max_tokens", min(DEFAULT_TOKENS, most), most, least=0)
-    return given | {"max_new_tokens": max(1, number)}
+    return given | {"max_new_tokens": max(1, number), "stop": []}
 
 
 def _numbers(values: dict[str, Any], most: int, *, is_streaming: bool) -> tuple[int, int]:

@@ -86,8 +86,13 @@ class Group:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Fields of a `DecodingConfig` whose program is the group's."""
+        """Fields of a `DecodingConfig` whose program is the group's, whatever the model's
+        defaults are."""
         return {
+            "repetition_penalty": 1.0,
+            "forced_prefix": (),
+            "min_new_tokens": 0,
+            "stop": (),
             "max_new_tokens": self.answer_length,
             "beam_size": self.beam_size,
             "temperature": float(self.is_sampling),

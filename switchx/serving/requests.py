@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from switchx.api import Model
 from switchx.characters import CharacterError, require_characters
 from switchx.fields import FieldError, Option, options
-from switchx.inference.config import MAX_INT32, DecodingConfig
+from switchx.inference.config import MAX_INT32, DecodingConfig, with_defaults
 from switchx.object_store import is_nested_deeper
 from switchx.serving.limits import Limits
 
@@ -261,10 +261,9 @@ def generator_of(values: dict[str, Any], model: Model, limits: Limits):
     given = {name: value_of(OPTIONS[name], values[name]) for name in OPTIONS if name in values}
     if (number := len(given.get("stop", ()))) > MAX_STOPS:
         raise wrong("stop", f"stop has {number} items; expected {MAX_STOPS} at most")
-    drawn = {"max_new_tokens": limits.default_new_tokens}
-    if given.get("temperature"):
-        drawn["seed"] = secrets.randbelow(MAX_INT32 + 1)
-    settings = drawn | given
+    settings = with_defaults(limits.defaults(model.decoding), given)
+    if settings.get("temperature"):
+        settings = {"seed": secrets.randbelow(MAX_INT32 + 1)} | settings
     most = {"max_new_tokens": limits.max_new_tokens, "beam_size": limits.max_beam_size}
     for name, number in most.items():
         if settings.get(name, 1) > number:

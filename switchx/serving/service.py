@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from switchx.api import Model
+from switchx.fields import require
 from switchx.serving.limits import Limits
 from switchx.serving.metrics import Metrics
 from switchx.serving.request_queue import Answer, Event, Failure, Group, QueuedInput
@@ -42,7 +43,12 @@ class Service:
         Raises:
             ValueError: the model cannot generate.
         """
-        model.generator()
+        beams = model.generator().decoding.beam_size
+        require(
+            beams <= limits.max_beam_size,
+            f"the model's own beam_size is {beams}, max_beam_size={limits.max_beam_size}; use "
+            f"--max_beam_size={beams}",
+        )
         self.model, self.limits, self.name, self.created = model, limits, name, int(time.time())
         self.metrics = (metrics or Metrics()).of(name)
         self.worker = Worker(model, limits, self.metrics)

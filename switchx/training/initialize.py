@@ -25,7 +25,7 @@ from switchx.checkpoint.restore import (
     restore_items,
     stored_model,
 )
-from switchx.checkpoint.run_folder import RunFolder, read_model_config
+from switchx.checkpoint.run_folder import RunFolder, read_decoding, read_model_config
 from switchx.fields import require
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, init_params
@@ -124,7 +124,7 @@ class Source:
         """
         folder = _checked_folder(job)
         self.step = _step(folder, job.init.step)
-        self._job, self._program = job, program
+        self._job, self._program, self._folder = job, program, folder
         self._path = folder.checkpoints / str(self.step)
         self._model = _in_layout_of(job.model, read_model_config(folder))
         stored = stored_items(self._path)
@@ -201,6 +201,8 @@ class Source:
         """JSON of what came from where."""
         content = {"checkpoint": str(self._path), "optimizer": self._job.init.optimizer}
         content |= {"parameters": self.assignment.sources, "dropped": self.assignment.dropped}
+        if decoding := read_decoding(self._folder):
+            content["decoding"] = decoding
         return json.dumps(content, indent=2) + "\n"
 
     def state(self) -> TrainState:

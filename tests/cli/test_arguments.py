@@ -156,7 +156,7 @@ def test_flags_are_the_options_of_a_configuration(capsys):
     parser = CommandParser("switchx")
     add_options(parser, Oven, minutes=50)
     given = parser.parse_args(["--crust=thick"])
-    assert options_of(given, Oven) == {"minutes": 50, "crust": "thick", "steam": None}
+    assert options_of(given, Oven) == {"minutes": 50, "crust": "thick"}
     given = parser.parse_args(["--minutes", "91", "--steam=0.5"])
     assert (given.minutes, given.steam) == (91, 0.5)
     with pytest.raises(FieldError, match="Oven.minutes=91; use 1 to 90") as error:
@@ -172,7 +172,7 @@ def test_flags_are_the_options_of_a_configuration(capsys):
     assert "--steam N share of the air" in said and "owner" not in said
     few = CommandParser("switchx")
     add_options(few, Oven, ("steam",))
-    assert options_of(few.parse_args([]), Oven) == {"steam": None}
+    assert options_of(few.parse_args(["--steam=1"]), Oven) == {"steam": 1.0}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.1, 10**400])

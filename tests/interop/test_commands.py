@@ -7,9 +7,12 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import sentencepiece
 
 import switchx
 from switchx.cli.main import main
+from switchx.data.special_ids import in_our_order
+from switchx.data.vocabularies import load_vocabulary
 from switchx.data.vocabulary_training import train_sentencepiece
 from switchx.interop.huggingface import read_checkpoint
 from tests.data.words import sentences
@@ -21,6 +24,7 @@ ROWS = 512
 SPARSE = dict(
     num_experts=4, num_sparse_encoder_layers=2, num_sparse_decoder_layers=2, expert_capacity=64
 )
+OTHERS = {"pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
 FAMILIES = {
     "t5": ("T5", {}),
     "t5_1_1": ("T5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
@@ -29,7 +33,14 @@ FAMILIES = {
     "byt5": ("T5", {"vocab_size": 384, "feed_forward_proj": "gated-gelu"}),
     "switch": ("SwitchTransformers", SPARSE),
     "nllb_moe": (None, {"encoder_layers": 2, "decoder_layers": 2}),
+    # MADLAD-400's and Pile-T5's special ids.
+    "madlad": (
+        "T5",
+        {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False} | OTHERS,
+    ),
+    "pile_t5": ("UMT5", OTHERS | {"pad_token_id": 0}),
 }
+SPECIAL = {"madlad": (1, 2, 0), "pile_t5": (0, 2, 0)}
 TRAIN = (
     "TRAIN_STEPS=1",
     "NUM_MICROBATCHES=2",
@@ -61,9 +72,20 @@ def write_tokenizer(name: str, folder) -> None:
         return
     else:
         (folder / "text.txt").write_text("".join(sentences(400)))
-        train_sentencepiece([str(folder / "text.txt")], 400, str(folder))
-        shutil.move(folder / "vocabulary.model", folder / "spiece.model")
+        if name in SPECIAL:
+            kind = "bpe" if name == "pile_t5" else "unigram"
+            sentencepiece.SentencePieceTrainer.train(
+                **dict(input=folder / "text.txt", model_prefix=folder / "spiece"),
+                **dict(vocab_size=380, model_type=kind, byte_fallback=kind == "bpe"),
+                **dict(unk_id=0, bos_id=1, eos_id=2, pad_id=-1, minloglevel=2),
+            )
+        else:
+            train_sentencepiece([str(folder / "text.txt")], 400, str(folder))
+            shutil.move(folder / "vocabulary.model", folder / "spiece.model")
         tokenizer = {"tokenizer_class": "T5Tokenizer", "extra_ids": 100}
+        if name == "mt5":
+            tokenizer["extra_ids"] = 0
+            (folder / "added_tokens.json").write_text('{"<sep>": 402, "<extra_id_0>": 401}')
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
 
 
@@ -80,9 +102,13 @@ def their_logits(model, source_BM, target_BL):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_from_transformers_through_all_commands_and_back(in_a_folder, one_device, capsys, name):
+    import torch
     import transformers
 
     theirs = their_model(name)
+    pad = theirs.config.pad_token_id
+    # A start that is not padding has no row of its own for padding that is written.
+    theirs.generation_config.update(max_length=12, suppress_tokens=[pad])
     theirs.save_pretrained("theirs")
     write_tokenizer(name, in_a_folder / "theirs")
     run("convert", "--from=huggingface", "theirs", "ours")
@@ -93,8 +119,19 @@ def test_from_transformers_through_all_commands_and_back(in_a_folder, one_device
     target_BL[:, 0] = 0
     logits_BLV = np.asarray(model.logits(source_BM, target_BL))
     if not is_nllb:  # test_nllb_moe.py compares those of its own ids and experts
+        special_ids = SPECIAL.get(name, (0, 1, 2))
         want_BLV = their_logits(theirs, source_BM, target_BL)
-        assert abs(logits_BLV - want_BLV).max() <= 1e-5 * abs(want_BLV).max()
+        ordered_BLV = in_our_order(want_BLV, 2, special_ids)
+        assert abs(logits_BLV - ordered_BLV).max() <= 1e-5 * abs(want_BLV).max()
+        theirs_V = in_our_order(np.arange(model.config.vocab_size), 0, special_ids)
+        for text in ("" if name == "byt5" else "中", *sentences(3)):
+            prompt = model.vocabulary.encode(text.strip()) + [1]
+            if name in SPECIAL:
+                pieces = sentencepiece.SentencePieceProcessor(model_file="theirs/spiece.model")
+                assert theirs_V[prompt].tolist() == [*pieces.encode(text.strip()), 2]
+            wanted = theirs.generate(torch.tensor(theirs_V[None, prompt]))[0, 1:]
+            wanted = wanted[: -1 if wanted[-1] == theirs_V[1] else None].tolist()
+            assert theirs_V[model.generate([prompt])[0]].tolist() == wanted
 
     texts = ["12 5 7", "9 9", "40"] if is_nllb else sentences(3)
     (in_a_folder / "in.txt").write_text("".join(f"{text.strip()}\n" for text in texts))
@@ -128,6 +165,16 @@ def test_from_transformers_through_all_commands_and_back(in_a_folder, one_device
     back = transformers.AutoModelForSeq2SeqLM.from_pretrained("back").eval()
     again_BLV = their_logits(back, source_BM, target_BL)
     assert abs(again_BLV - want_BLV).max() <= 1e-6 * abs(want_BLV).max()
+    for key in ("suppress_tokens", *OTHERS):
+        assert getattr(back.generation_config, key) == getattr(theirs.generation_config, key)
+    assert back.generation_config.max_new_tokens == 11
+    if name != "byt5":
+        files = [in_a_folder / each / "spiece.model" for each in ("theirs", "back")]
+        assert len({each.read_bytes() for each in files}) == 1
+        run("convert", "--from=huggingface", "back", "again")
+        again = load_vocabulary("again")
+        assert again.fingerprint() == model.vocabulary.fingerprint()
+        assert switchx.load("again").decoding == model.decoding
     run("convert", "--to=huggingface", "tuned", "tuned_back")
     for got, want in zip(
         jax.tree.leaves(read_checkpoint("tuned_back").params),

@@ -6,10 +6,12 @@ import shutil
 
 import pytest
 
+from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import SentencePieceVocabulary
 from switchx.data.vocabularies import load_vocabulary, save_vocabulary
 from switchx.data.vocabulary_training import train_sentencepiece
 from switchx.interop.folder_tokenizer import folder_vocabulary, write_tokenizer
+from tests.conftest import ROOT
 from tests.data.refusals import refused
 from tests.data.words import sentences
 
@@ -114,6 +116,14 @@ def test_flags_of_the_other_files_are_read(folder):
         ({"tokenizer_config": {"extra_ids": -1}}, "extra_ids=-1; expected a number of"),
         ({"tokenizer_config": {"extra_ids": 400}}, "extra_ids=400 sentinels beside 400 pieces"),
         (
+            {"special_tokens_map": {"eos_token": {"content": "<pad>"}}},
+            "special_tokens_map.json: eos_token is '<pad>', of another id than 1",
+        ),
+        (
+            {"special_tokens_map": {"additional_special_tokens": ["<extra_id_0>", "<x>"]}},
+            "special_tokens_map.json: no file says which id '<x>' has; restore added",
+        ),
+        (
             {"tokenizer_config": {"extra_ids": 9}, "added_tokens": {"<x>": 401}},
             "extra_ids=9 sentinels beside 400 pieces have ids that added tokens have, too",
         ),
@@ -147,3 +157,41 @@ def test_the_ids_of_transformers_with_added_words(folder):
         got = vocabulary.encode(text)
         # The trained model has no space before a text, which theirs puts there.
         assert [i for i in got if i >= PIECES] == [i for i in want if i >= PIECES], text
+
+
+@pytest.mark.hf
+def test_words_are_looked_for_in_normalized_text_where_they_are_added_so(folder):
+    """Special tokens are in `special_tokens_map.json`; all others' texts are normalized."""
+    import transformers
+
+    tokenizer = transformers.T5Tokenizer.from_pretrained(folder, extra_ids=0)
+    tokenizer.add_tokens(["\uff46\uff4f\uff4f", "<sep>"])
+    tokenizer.add_tokens("\uff42\uff41\uff52", special_tokens=True)
+    tokenizer.save_pretrained(folder / "theirs")
+    shutil.copy(folder / "spiece.model", folder / "theirs/spiece.model")
+    vocabulary = read(folder / "theirs")
+    for text in ("a foo b", "a \uff46oo b", "a bar b", "a \uff42\uff41\uff52", "x\uff1csep>y"):
+        want = tokenizer(text, add_special_tokens=False).input_ids
+        got = vocabulary.encode(text)
+        assert [i for i in got if i >= PIECES] == [i for i in want if i >= PIECES], text
+    write(folder, added_tokens={"\uff46oo": 400, "<x>": 401}, tokenizer_config={"extra_ids": 0})
+    write(folder, special_tokens_map={"additional_special_tokens": ["<x>"]})
+    foo, x = read(folder).added_tokens
+    assert (foo.normalized, foo.special, x.normalized, x.special) == (True, False, False, True)
+    assert again(read(folder), folder).added_tokens == (foo, x)
+
+
+def test_published_ids_of_the_released_vocabulary():
+    """Of T5's tokenizer: its documentation's sentence, sentinels, and a character it lacks."""
+    file = ROOT.parent / "shared/data/t5/spiece.model"
+    if not file.is_file():
+        pytest.skip("needs T5's released spiece.model in ../shared/data/t5")
+    vocabulary = folder_vocabulary(file, None, 32128)
+    sentence = "The <extra_id_0> walks in <extra_id_1> park"
+    of_conversions = TextFormat.of_training(None, is_encoder_decoder=True)
+    ids = [37, 32099, 10681, 16, 32098, 2447, 1]
+    assert of_conversions.inputs(vocabulary, sentence) == ids
+    assert vocabulary.encode("translate English to German: The house is wonderful.") == (
+        [13959, 1566, 12, 2968, 10, 37, 629, 19, 1627, 5]
+    )
+    assert vocabulary.encode("\u6c34")[-1] == 2

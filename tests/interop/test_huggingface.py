@@ -8,12 +8,14 @@ import pathlib
 import numpy as np
 import pytest
 
+from switchx.data.vocabulary_training import train_sentencepiece
 from switchx.interop.huggingface import read_checkpoint, tensor_names, write_checkpoint
 from switchx.interop.tensor_folder import is_linear
 from switchx.models.params import abstract_params
 from switchx.models.unroll import unrolled
 from switchx.tree import named_leaves
 from tests.data.refusals import refused
+from tests.data.words import sentences
 from tests.interop.folders import (
     SWITCH,
     T5,
@@ -125,10 +127,12 @@ def test_what_becomes_of_tokens_without_a_slot(tmp_path):
 
 
 def test_the_vocabulary_comes_along(tmp_path):
-    (tmp_path / "mine.model").write_bytes(b"pieces")
-    folder, _ = huggingface_folder(tmp_path / "a", vocabulary=tmp_path / "mine.model")
+    (tmp_path / "text.txt").write_text("".join(sentences(200)))
+    train_sentencepiece([str(tmp_path / "text.txt")], 100, str(tmp_path))
+    mine = tmp_path / "vocabulary.model"
+    folder, _ = huggingface_folder(tmp_path / "a", vocabulary=mine)
     assert read_checkpoint(folder).vocabulary == folder / "spiece.model"
-    assert (folder / "spiece.model").read_bytes() == b"pieces"
+    assert (folder / "spiece.model").read_bytes() == mine.read_bytes()
     tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
     assert (tokenizer["tokenizer_class"], tokenizer["extra_ids"]) == ("T5Tokenizer", 100)
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from switchx.data.special_ids import in_our_order, in_their_order
 from switchx.interop.huggingface import read_checkpoint
 from switchx.interop.nllb_moe import tensor_names
 from switchx.interop.tensor_folder import from_torch
@@ -41,7 +42,7 @@ SIZES = dict(
     moe_token_dropout=0.2,
 )
 LENGTHS, M, L = np.array([17, 5, 12]), 17, 9
-LANGUAGE = 40
+LANGUAGE, IDS = 40, (1, 2, 3)
 
 
 def run_chosen(self, x_TD, is_first_TE, gate_TE):
@@ -85,9 +86,8 @@ def texts():
 
 def to_ours(id_X):
     """Our ids of theirs."""
-    return np.concatenate([[3, 0, 1, 2], np.arange(4, SIZES["vocab_size"])]).astype(np.int32)[
-        id_X
-    ]
+    ids_V = in_their_order(np.arange(SIZES["vocab_size"], dtype=np.int32), 0, IDS)
+    return ids_V[id_X]
 
 
 def batch():
@@ -102,11 +102,6 @@ def batch():
         "decoder_segment_ids": np.ones_like(target_BL),
         "decoder_positions": np.broadcast_to(np.arange(L), target_BL.shape),
     }
-
-
-def in_our_order(logits_BLV):
-    """Their logits, of our ids."""
-    return np.concatenate([logits_BLV[..., [1, 2, 3, 0]], logits_BLV[..., 4:]], axis=-1)
 
 
 def their_logits(model):
@@ -125,7 +120,7 @@ def test_the_same_logits(tmp_path, changes):
     model = build(**changes)
     model.save_pretrained(tmp_path)
     with experts_of_the_router():
-        want_BLV = in_our_order(their_logits(model).detach().numpy())
+        want_BLV = in_our_order(their_logits(model).detach().numpy(), 2, IDS)
     checkpoint = read_checkpoint(tmp_path)
     logits_BLV, _ = jax.jit(
         lambda params: forward(checkpoint.config, params, batch(), is_training=False)
@@ -186,7 +181,7 @@ def test_the_same_gradients(tmp_path):
 
     def loss(params):
         logits_BLV, _ = forward(checkpoint.config, params, batch(), is_training=False)
-        return jnp.sum(logits_BLV * in_our_order(weights_BLV))
+        return jnp.sum(logits_BLV * in_our_order(weights_BLV, 2, IDS))
 
     ours = named_leaves(jax.jit(jax.grad(loss))(checkpoint.params))
     names = tensor_names(checkpoint.config)
@@ -204,7 +199,6 @@ def test_the_same_gradients(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"pad_token_id": 0}, "pad_token_id=0 cannot be converted: <any>; expected 1"),
         ({"second_expert_policy": "random"}, "second_expert_policy='random' cannot be <any>"),
         (
             {"moe_eval_capacity_token_fraction": 0.5},

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`generation_config.json` of transformers as a folder's defaults of decoding, and back.
+
+What `DecodingConfig` has becomes a default; of all else, what would change a text is named.
+"""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from switchx.data.special_ids import their_ids
+from switchx.fields import require
+from switchx.interop.tensor_folder import read_json
+
+GENERATION = "generation_config.json"
+# Their name -> that of `DecodingConfig`, where values mean the same.
+_SAME = {
+    "max_new_tokens": "max_new_tokens",
+    "min_new_tokens": "min_new_tokens",
+    "num_beams": "beam_size",
+    "num_return_sequences": "num_return_sequences",
+    "length_penalty": "length_penalty",
+    "early_stopping": "early_stopping",
+    "repetition_penalty": "repetition_penalty",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
+    "prompt_lookup_num_tokens": "prompt_lookup_num_tokens",
+    "stop_strings": "stop",
+    "suppress_tokens": "suppressed_ids",
+}
+_LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
+_IDS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
+_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}  # what they are where none is given
+_READ = (*_SAME, *_LENGTHS, *_IDS, *_SAMPLING, "do_sample", "forced_bos_token_id")
+# What changes no text of an encoder-decoder.
+_SILENT = (
+    "_from_model_config", "transformers_version", "bos_token_id", "use_cache", "cache_config",
+    "cache_implementation", "output_attentions", "output_hidden_states", "output_scores",
+    "output_logits", "return_dict_in_generate", "low_memory", "disable_compile",
+    "compile_config", "renormalize_logits", "max_matching_ngram_size", "is_assistant",
+)  # fmt: skip
+_NEUTRAL = {
+    "typical_p": 1.0, "encoder_repetition_penalty": 1.0, "num_beam_groups": 1,
+    "guidance_scale": 1.0, "early_stopping": False,
+}  # fmt: skip
+
+
+def read_generation(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a folder says of generation; without the file, as its `config.json` has it."""
+    file = folder / GENERATION
+    values = read_json(file) if file.is_file() else {n: config[n] for n in _READ if n in config}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def end_ids(values: Mapping[str, Any]) -> list:
+    """The ids that end a text, the first of which is `DecodingConfig.eos_id`."""
+    said = values.get("eos_token_id")
+    return list(said) if isinstance(said, list) else [] if said is None else [said]
+
+
+def decoding_defaults(
+    values: Mapping[str, Any], special_ids: Sequence[int], vocab_size: int, where: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Fields of a `DecodingConfig` in JSON, and a sentence on what is not used.
+
+    Args:
+        values: of `read_generation`.
+        special_ids: the model's, by which ids of tokens become ours.
+
+    Raises:
+        ValueError: an id is none of the vocabulary. Values are not checked otherwise.
+    """
+    found, unused = {}, {}
+    for theirs, ours in _LENGTHS.items():
+        length = values.get(theirs)  # of a decoder's input, whose first token is the start
+        if length and ours not in values:
+            found[ours] = length - 1 if type(length) is int else length
+    found |= {_SAME[name]: value for name, value in values.items() if name in _SAME}
+    sampling = {name: values[name] for name in _SAMPLING if name in values}
+    if values.get("do_sample") and found.get("beam_size", 1) == 1:
+        sampling = _SAMPLING | sampling
+        sampling["top_k"] = sampling["top_k"] or None
+        found |= sampling
+    else:
+        unused |= {n: value for n, value in sampling.items() if value != _SAMPLING[n]}
+        unused |= {"do_sample": True} if values.get("do_sample") else {}
+    if "forced_bos_token_id" in values:
+        found["forced_prefix"] = [values["forced_bos_token_id"]]
+    if others := end_ids(values)[1:]:
+        found["other_eos_ids"] = others
+    ours = {their: our for our, their in their_ids(special_ids).items()}
+    for name in ("forced_prefix", "other_eos_ids", "suppressed_ids"):
+        ids = found.get(name, [])
+        require(
+            isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab_size for i in ids),
+            f"{where}: the tokens {ids!r:.80} are not all of 0 to {vocab_size - 1}; correct it",
+        )
+        found |= {name: [ours.get(i, i) for i in ids]} if ids else {}
+    for name, value in values.items():
+        if name not in _READ + _SILENT and value != _NEUTRAL.get(name) and value:
+            unused[name] = value
+    if not unused:
+        return found, []
+    names = ", ".join(f"{name}={value!r:.80}" for name, value in unused.items())
+    return found, [f"{where}: not used: {names}; texts of transformers may be others"]
+
+
+def write_generation(
+    defaults: Mapping[str, Any], special_ids: Sequence[int], start: int
+) -> dict[str, Any]:
+    """The content of `generation_config.json`."""
+    theirs = their_ids(special_ids)
+
+    def ids(name: str) -> list[int]:
+        return [theirs.get(i, i) for i in defaults.get(name, ())]
+
+    ends = [special_ids[1], *ids("other_eos_ids")]
+    content = {
+        "decoder_start_token_id": start,
+        "eos_token_id": ends if len(ends) > 1 else ends[0],
+        "pad_token_id": special_ids[0],
+    }
+    content |= {name: defaults[ours] for name, ours in _SAME.items() if ours in defaults}
+    if suppressed := ids("suppressed_ids"):
+        content["suppress_tokens"] = suppressed
+    if "temperature" in defaults:
+        sampling = {name: defaults[name] for name in _SAMPLING}
+        content |= sampling | {"do_sample": True, "top_k": sampling["top_k"] or 0}
+    if forced := ids("forced_prefix"):
+        content["forced_bos_token_id"] = forced[0]
+    return content
