@@ -87,7 +87,7 @@ def stored_items(path: Folder) -> dict[str, Tree]:
         DamagedCheckpoint: an item's metadata cannot be read.
     """
     stored = _described(path, items_of(path))
-    records = {n: leaf for n, leaf in _record_leaves(path).items() if n.split("/")[0] in stored}
+    records = {n: leaf for n, leaf in record_leaves(path).items() if n.split("/")[0] in stored}
     return nested(named_leaves(stored) | records)
 
 
@@ -118,7 +118,7 @@ def _file_faults(folder: Folder, files: dict[str, list]) -> list[str]:
     return list(damages(folder, mine, "crc32"))
 
 
-def _record_leaves(path: Folder) -> dict[str, jax.ShapeDtypeStruct]:
+def record_leaves(path: Folder) -> dict[str, jax.ShapeDtypeStruct]:
     """The arrays `[N, E, ...]` that a checkpoint has in records, by name in the items."""
     if not has_records(path):
         return {}
@@ -134,14 +134,14 @@ def _record_leaves(path: Folder) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _read_records(path: Folder, names: set[str]) -> dict[str, np.ndarray]:
-    """Those of `_record_leaves` with these names, all of one update.
+    """Those of `record_leaves` with these names, all of one update.
 
     Raises:
         RecordError: a record is missing or damaged.
         ValueError: records are of different updates.
     """
     snapshot = Snapshot(path / EXPERTS)
-    layout, leaves = snapshot.layout, _record_leaves(path)
+    layout, leaves = snapshot.layout, record_leaves(path)
     arrays = {name: np.empty(leaves[name].shape, leaves[name].dtype) for name in names}
     next_repeat: collections.Counter[str] = collections.Counter()
     updates = set()
@@ -173,7 +173,7 @@ def read_items(path: Folder, targets: dict[str, Tree | None]) -> dict[str, Tree]
         ValueError: leaves are missing, extra, or of another shape or dtype; lists all.
         DamagedCheckpoint: the arrays cannot be read, or are not what was saved.
     """
-    records = _record_leaves(path)
+    records = record_leaves(path)
     stored = _described(path, targets)
     with ocp.StandardCheckpointer() as reader:
         for item, leaves in stored.items():
@@ -210,7 +210,7 @@ def read_leaves(path: Folder, targets: dict[str, Any]) -> dict[str, jax.Array]:
     Args:
         targets: ShapeDtypeStructs with shardings, of the shapes and dtypes that are stored.
     """
-    records = {name for name in _record_leaves(path) if name in targets}
+    records = {name for name in record_leaves(path) if name in targets}
     read = {}
     for item in items_of(path):
         own = {n: leaf for n, leaf in targets.items() if n.split("/")[0] == item}

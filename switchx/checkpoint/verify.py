@@ -11,7 +11,6 @@ or lack rows of the data.
 import collections
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -26,6 +25,7 @@ from switchx.checkpoint.items import (
     item_name,
     items_of,
     read_data_states,
+    record_leaves,
     require_opens,
     require_same_leaves,
     stored_items,
@@ -56,7 +56,7 @@ def checkpoint_faults(run: RunFolder, step: int) -> list[str]:
     What is in damaged files is not looked into.
     """
     path = run.checkpoints / str(step)
-    if faults := list(damages(path, checksums=False)):
+    if faults := list(damages(path)):
         return faults
     files = read_manifest(path).files
     hashed = [name for name, (_, crc) in files.items() if crc is not None]
@@ -97,15 +97,9 @@ def checkpoint_faults(run: RunFolder, step: int) -> list[str]:
 
 def _in_orbax(path: Folder, stored: dict, item: str) -> dict[str, Any]:
     """The arrays of an item that are no records."""
-    records = set(_of_records(path))
+    records = record_leaves(path)
     leaves = named_leaves(stored[item]).items()
     return {name: leaf for name, leaf in leaves if f"{item}/{name}" not in records}
-
-
-def _of_records(path: Folder) -> Iterator[str]:
-    if has_records(path):
-        for types in Snapshot(path / EXPERTS).layout.layers.values():
-            yield from map(item_name, types)
 
 
 def _share(num_bytes: dict[Any, int]) -> list:
@@ -149,9 +143,8 @@ def _array_faults(path: Folder, stored: dict) -> list[str]:
             faults.append(each)
         else:
             bad[each[0]] += each[1]
-    if has_records(path):
-        layout = named_leaves(stored)
-        sizes |= {n.partition("/")[2]: math.prod(layout[n].shape) for n in _of_records(path)}
+    of_records = record_leaves(path).items()
+    sizes |= {name.partition("/")[2]: math.prod(leaf.shape) for name, leaf in of_records}
     return [*dict.fromkeys(faults)] + [
         f"{name} has {count} of {sizes[name]} values that are not finite"
         for name, count in bad.items()

@@ -111,7 +111,7 @@ def inspect(arguments: argparse.Namespace) -> int:
     run = RunFolder(arguments.dir)
     checkpoints = []
     for path in reversed(_paths(run)):
-        row = {"step": int(path.name), "fault": find_damage(path, checksums=False)}
+        row = {"step": int(path.name), "fault": find_damage(path)}
         if row["fault"] is None:
             manifest = read_manifest(path)
             row["bytes"] = sum(size for size, _ in manifest.files.values())

@@ -62,11 +62,14 @@ def test_default_sample_is_that_of_training():
         (["--input=corpus.txt", "--size=many"], "argument --size: invalid int value: 'many'"),
         (["--input=corpus.txt", "--size=300", "--sample_characters=0"], "sample_characters=0"),
         (["--input=latin.txt", "--size=300"], "is not UTF-8"),
+        (["--input=deep.jsonl", "--size=300"], "deep.jsonl:2: nested too deeply; flatten it"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused(corpus, capsys, options, said):
     pathlib.Path("empty").mkdir()
     pathlib.Path("latin.txt").write_bytes("über".encode("latin-1"))
+    deep = '{"text": "a", "more": ' + "[" * 200_000 + "]" * 200_000 + "}"
+    pathlib.Path("deep.jsonl").write_text('{"text": "a slot"}\n' + deep)
     assert main(["vocab", *options, "--output=mine"]) == 2
     error = capsys.readouterr().err
     assert said in error and "Traceback" not in error

@@ -6,6 +6,7 @@ Numbers of a run that goes on are those which that commit printed when it went o
 
 import json
 import pathlib
+import runpy
 import shutil
 
 import pytest
@@ -22,6 +23,14 @@ WRITTEN = ROOT / "tests/fixtures/1be465a"
 OPERATIVE = sorted(WRITTEN.glob("operative/*.gin"))
 # Another compilation adds in another order; a wrong row or draw changes the third digit.
 TOLERANCE = 1e-4
+OF_A_STEP = (
+    "loss",
+    "grad_norm",
+    "accuracy",
+    "target_tokens",
+    "dropped_fraction",
+    "learning_rate",
+)
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
@@ -38,20 +47,16 @@ def require_resumes(name: str, until: int, devices: int) -> None:
     with on_devices(devices):
         words = [configuration, f"--gin.TRAIN_STEPS={until}", f"--model_dir={name}"]
         assert main(["train", *words]) == 0
-    want = lines(WRITTEN / f"recorded/{name}_metrics.jsonl")
-    got = lines(pathlib.Path(name, "metrics.jsonl"))[-len(want) :]
-    names = (
-        "loss",
-        "grad_norm",
-        "accuracy",
-        "target_tokens",
-        "dropped_fraction",
-        "learning_rate",
+    log, before = (
+        lines(pathlib.Path(name, "metrics.jsonl")),
+        lines(WRITTEN / name / "metrics.jsonl"),
     )
-    for now, then in zip(got, want, strict=True):
-        assert now["step"] == then["step"]
-        expected = pytest.approx({name: then[name] for name in names}, rel=TOLERANCE)
-        assert {name: now[name] for name in names} == expected
+    assert log[: len(before)] == before  # it did not begin again
+    then = lines(WRITTEN / f"recorded/{name}_metrics.jsonl")
+    assert [line["step"] for line in log] == list(range(1, until + 1))
+    for got, want in zip(log[len(before) :], then, strict=True):
+        expected = pytest.approx({name: want[name] for name in OF_A_STEP}, rel=TOLERANCE)
+        assert {name: got[name] for name in OF_A_STEP} == expected
 
 
 def test_run_folder_is_resumed(written):
@@ -68,13 +73,22 @@ def said(capsys, *words: str) -> list[dict]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-@pytest.mark.parametrize("name", ["run", "int4"])
-def test_checkpoint_and_artifact_say_what_they_said(written, capsys, name):
-    options = ["--max_new_tokens=8", "--no_repeat_ngram_size=1", "--json"]
-    texts = said(capsys, "generate", f"--model_dir={name}", "--input=questions.txt", *options)
-    scores = said(capsys, "score", f"--model_dir={name}", "--input=pairs.tsv", "--json")
-    for got, kind in ((texts, "texts"), (scores, "scores")):
-        require_same(got, lines(WRITTEN / f"recorded/{name}_{kind}.jsonl"))
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("run", "texts"),
+        ("run", "scores"),
+        ("int4", "texts"),
+        pytest.param("int4", "scores", marks=pytest.mark.slow),
+    ],
+)
+def test_checkpoint_and_artifact_say_what_they_said(written, capsys, name, kind):
+    words = ["score", "--input=pairs.tsv"]
+    if kind == "texts":
+        words = ["generate", "--input=questions.txt", "--max_new_tokens=8"]
+        words += ["--no_repeat_ngram_size=1"]
+    got = said(capsys, *words, f"--model_dir={name}", "--json")
+    require_same(got, lines(WRITTEN / f"recorded/{name}_{kind}.jsonl"))
 
 
 def require_same(got: list[dict], want: list[dict]) -> None:
@@ -85,11 +99,14 @@ def require_same(got: list[dict], want: list[dict]) -> None:
         assert now | floats == then
 
 
-def test_export_says_what_it_said():
-    want = lines(WRITTEN / "recorded/export_tokens.jsonl")
+@pytest.mark.parametrize("by", ["its run.py", "switchx"])
+def test_export_says_what_it_said(by):
+    model_of = ExportedModel
+    if by == "its run.py":
+        model_of = runpy.run_path(str(WRITTEN / "export/run.py"))["ExportedModel"]
     with on_devices(1):
-        model = ExportedModel(WRITTEN / "export")
-        got = model.generate(lines(WRITTEN / "ids.jsonl"))
+        got = model_of(WRITTEN / "export").generate(lines(WRITTEN / "ids.jsonl"))
+    want = lines(WRITTEN / "recorded/export_tokens.jsonl")
     require_same([best for best, *_ in got], want)
 
 

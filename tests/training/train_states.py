@@ -2,17 +2,12 @@
 """Small training states for the tests of checkpoints: real optimizers, every leaf a number."""
 
 import dataclasses
-import shutil
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-
-from switchx import manifest
-from switchx.checkpoint.manifest import read_manifest
-from switchx.checkpoint.parts import LISTS, MANIFEST
 
 
 @jax.tree_util.register_dataclass
@@ -60,23 +55,3 @@ def damage(path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 16
     path.write_bytes(data)
-
-
-def write_manifest_of_before(path, *, has_lists: bool) -> None:
-    """Makes a checkpoint as it was: with lists, then no file has a CRC-32 but they; without,
-    every file has one."""
-    about = dataclasses.asdict(read_manifest(path))
-    files = about.pop("files")
-    if not has_lists:
-        for folder in path.glob(f"*/{LISTS}"):
-            shutil.rmtree(folder)
-    (path / MANIFEST).unlink()
-    bare = {name: [size, crc if LISTS in name else None] for name, (size, crc) in files.items()}
-    manifest.write_manifest(
-        path,
-        MANIFEST,
-        about,
-        "crc32",
-        left_out=("_CHECKPOINT_METADATA", "commit_success.txt"),
-        known=bare if has_lists else {},
-    )
