@@ -5,6 +5,8 @@ Each limit is a flag of `switchx serve`, which reads this file before it imports
 """
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from switchx.fields import check_options, option, require
 from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig, rounded_up
@@ -92,10 +94,10 @@ class Limits:
                 )
         return None
 
-    @property
-    def default_new_tokens(self) -> int:
-        """Of a request that does not say how many."""
-        return min(DecodingConfig.max_new_tokens, self.max_new_tokens)
+    def defaults(self, decoding: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings of a request that says nothing: a model's own, within the limits."""
+        most = decoding.get("max_new_tokens", DecodingConfig.max_new_tokens)
+        return {**decoding, "max_new_tokens": min(most, self.max_new_tokens)}
 
     def answer_length(self, new_tokens: int) -> int:
         """New tokens of the compiled program for answers of so many."""

@@ -261,9 +261,7 @@ def generator_of(values: dict[str, Any], model: Model, limits: Limits):
     given = {name: value_of(OPTIONS[name], values[name]) for name in OPTIONS if name in values}
     if (number := len(given.get("stop", ()))) > MAX_STOPS:
         raise wrong("stop", f"stop has {number} items; expected {MAX_STOPS} at most")
-    defaults = {"max_new_tokens": DecodingConfig.max_new_tokens} | model.decoding
-    defaults["max_new_tokens"] = min(defaults["max_new_tokens"], limits.max_new_tokens)
-    settings = with_defaults(defaults, given)
+    settings = with_defaults(limits.defaults(model.decoding), given)
     if settings.get("temperature"):
         settings = {"seed": secrets.randbelow(MAX_INT32 + 1)} | settings
     most = {"max_new_tokens": limits.max_new_tokens, "beam_size": limits.max_beam_size}

@@ -234,13 +234,15 @@ class Worker(threading.Thread):
         each.deliver(Answer(each.number, best, others))
 
     def _warm_up(self) -> None:
-        """Compiles greedy decoding of short prompts, for all batches and ways to shrink."""
+        """Compiles the model's own way of decoding of short prompts, for all batches and ways
+        to shrink."""
         limits = self._limits
         lengths = [length for length in PROMPT_LENGTHS if length <= limits.warm_up_tokens]
-        answer, total = limits.answer_length(limits.default_new_tokens), len(lengths)
+        settings = self._model.decoding_config(**limits.defaults(self._model.decoding))
+        total = len(lengths)
         for number, length in enumerate(lengths, 1):
             LOG.info("compiling for prompts up to %d tokens (%d of %d)", length, number, total)
-            group = Group(length, answer, 1, is_sampling=False)
+            group = Group.of([0] * length, settings, limits)
             while self._compiled.get(group, 0) < limits.batch_size:
                 if self.queue.is_closed:
                     return

@@ -18,8 +18,9 @@ def test_sizes_of_compiled_programs():
     limits = Limits(max_new_tokens=100)
     assert [limits.prompt_length(n) for n in (1, 16, 17, 1000)] == [16, 16, 32, 1024]
     assert [limits.answer_length(n) for n in (1, 16, 17, 65, 100)] == [16, 16, 64, 100, 100]
-    assert limits.default_new_tokens == 64
-    assert Limits(max_new_tokens=8).default_new_tokens == 8
+    assert limits.defaults({}) == {"max_new_tokens": 64}
+    own = {"max_new_tokens": 90, "beam_size": 2}
+    assert Limits(max_new_tokens=8).defaults(own) == {"max_new_tokens": 8, "beam_size": 2}
     assert Limits(max_new_tokens=8).answer_length(3) == 8
 
 
