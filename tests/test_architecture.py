@@ -38,7 +38,7 @@ ARROWS = {
     "models": ("moe", "layers", "partitioning"),
     "models.config": ("moe.config", "fields"),
     "planner": ("models.config", "partitioning", "storage.cache"),
-    "interop": ("models", "tree", "manifest", "data"),
+    "interop": ("models", "tree", "manifest", "data", "inference"),
     "analysis": ("moe.stats", "partitioning.schedule", "npz"),
     "checkpoint": ("partitioning", "tree", "manifest", "storage", "models", "data"),
     "training": ("models", "moe", "data", "optim", "checkpoint", "planner", "tree"),
