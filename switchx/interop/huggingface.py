@@ -19,12 +19,11 @@ from typing import Any
 import numpy as np
 
 from switchx.data.added_tokens import AddedToken
-from switchx.data.special_ids import OURS, in_our_order, in_their_order, their_ids
+from switchx.data.special_ids import OURS, in_their_order, their_ids
 from switchx.fields import require, require_choice
-from switchx.interop import nllb_moe
+from switchx.interop.families import FAMILIES, family_of
 from switchx.interop.folder_tokenizer import (
     PIECES,
-    TOKENIZER,
     TOKENIZER_CONFIG,
     unknown_id,
     write_tokenizer,
@@ -36,46 +35,23 @@ from switchx.interop.generation_config import (
     read_generation,
     write_generation,
 )
-from switchx.interop.huggingface_config import (
-    NLLB,
-    SWITCH,
-    UMT5,
-    describe,
-    read_config,
-    read_special_ids,
-)
+from switchx.interop.huggingface_config import Fields, describe
+from switchx.interop.t5_tensors import EMBEDDINGS, LM_HEAD, SHARED
 from switchx.interop.tensor_folder import (
     TensorFolder,
-    from_torch,
     in_dtype,
     letters_of,
-    on_disk,
     read_json,
-    require_same_tensors,
     to_torch,
-    torch_shape,
     write_json,
     write_safetensors,
 )
 from switchx.models.config import ModelConfig, Precision
 from switchx.models.unroll import unrolled
-from switchx.tree import named_leaves, nested
+from switchx.tree import named_leaves
 
-_PROJECTIONS = {"w_query_DHK": "q", "w_key_DHK": "k", "w_value_DHK": "v", "w_out_HKD": "o"}
-SHARED = "shared.weight"
-LM_HEAD = "lm_head.weight"
-DECODER_LM_HEAD = "decoder.lm_head.weight"  # in switch-xxl-128
-# Further names of the embedding table, which may be there beside it or instead of it.
-EMBEDDINGS = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-# T5's first checkpoints have it; no model ever read it.
-UNREAD = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
-_VOCABULARIES = (PIECES, "tokenizer.model", TOKENIZER)  # the first that is there
 MOST_SHARD_BYTES = 5 * 10**9  # transformers' own
 _IDS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
-_WAY_OUT = (
-    "use the config.json that belongs to these files, and all of the files; what other "
-    "classes of transformers add (classifiers, adapters) cannot be converted"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,123 +110,30 @@ def read_checkpoint(
     )
     file = folder / "config.json"
     values, tensors = read_json(file), TensorFolder(folder)
-    is_nllb = values.get("model_type") == NLLB  # whose vocabulary, of BPE, is not read
-    if vocabulary is None and not is_nllb:
-        files = [folder / name for name in _VOCABULARIES if (folder / name).is_file()]
-        vocabulary = files[0] if files else None
-    elif vocabulary in ("none", "bytes", None):
+    fields = Fields(values, str(file))
+    family = family_of(fields)
+    if vocabulary is None:
+        files = (folder / name for name in family.vocabularies)
+        vocabulary = next((each for each in files if each.is_file()), None)
+    elif vocabulary in ("none", "bytes"):
         vocabulary = None
     vocabulary = vocabulary and pathlib.Path(vocabulary)
     generation = read_generation(folder, values)
     of = values | {name: generation[name] for name in _IDS if name in generation}
     if ends := end_ids(of):
         of["eos_token_id"] = ends[0]
-    ids = read_special_ids(of, str(folder), vocabulary and unknown_id(vocabulary))
-    if is_nllb:
-        config, params = nllb_moe.read(values, file, tensors, dtype, scratch, ids)
-        differences, is_of_bytes = (), False
-    else:
-        config, params, differences = _read(
-            values, file, tensors, dtype, scratch, ids, overflow
-        )
-        is_of_bytes = _is_of_bytes(folder)
-    where = str(folder / GENERATION)
-    decoding, unused = decoding_defaults(generation, ids[0], config.vocab_size, where)
-    notes = (*differences, *_unread(tensors), *unused)
-    return Checkpoint(config, params, vocabulary, is_of_bytes, notes, ids[0], decoding)
-
-
-def _read(values, file, tensors, dtype, scratch, ids, overflow) -> tuple:
-    """The configuration, the parameters, and how the tensors differ from config.json."""
-    config, family = read_config(values, str(file), overflow=overflow, tensors=tensors.shapes)
-    said, _ = read_config(values, str(file), overflow=overflow)
+    unknown = vocabulary and unknown_id(vocabulary)
+    special_ids, start = family.read_ids(Fields(of, str(folder)), unknown)
+    said = family.read_config(fields, overflow=overflow)
+    config = family.read_config(fields, tensors.shapes, overflow)
     config = dataclasses.replace(config, precision=Precision(params=dtype))
-    # Before it had this field, transformers 5 said that UMT5's heads are tied; none is.
-    own_head = family == UMT5 and "scale_decoder_outputs" not in values
-    folder = file.parent
-    params, config = _read_params(folder, tensors, config, family, scratch, own_head, ids)
-    return config, params, _differences(said, config)
-
-
-def _read_params(
-    folder,
-    tensors: TensorFolder,
-    config: ModelConfig,
-    family: str,
-    scratch,
-    own_head: bool,
-    ids: tuple[tuple[int, ...], int],
-):
-    """The parameters, and the configuration as the tensors have it.
-
-    Args:
-        ids: of `read_special_ids`.
-        own_head: whether an lm_head that is no copy is one of its own, whatever the file says.
-    """
-    found = {name: shape for name, shape in tensors.shapes.items() if name not in UNREAD}
-    head = DECODER_LM_HEAD if DECODER_LM_HEAD in found and LM_HEAD not in found else LM_HEAD
-    if head == DECODER_LM_HEAD:
-        config = dataclasses.replace(config, tie_embeddings=False)
-    tables = [name for name in (SHARED, *EMBEDDINGS) if name in found] or [SHARED]
-    head_is_copy = head in found and config.tie_embeddings
-    if family != SWITCH and head not in found:
-        config = dataclasses.replace(config, tie_embeddings=True)  # as transformers 5 does
-
-    names = tensor_names(config, family) | {"embedding/embedding_VD": (tables[0],)}
-    if not config.tie_embeddings:
-        names["embedding/w_logits_DV"] = (head,)
-    expected = {
-        name: torch_shape(parameter, config)
-        for parameter, theirs in names.items()
-        for name in theirs
-    }
-    copies = [*tables[1:], *([head] if head_is_copy else [])]
-    expected |= dict.fromkeys(copies, torch_shape("embedding/embedding_VD", config))
-    require_same_tensors(expected, found, str(folder), _WAY_OUT)
-    different = _unlike(tensors, tables[0], copies)
-    if different == [head] and (own_head or not config.scale_tied_logits):
-        # T5 1.1, mT5, UMT5, saved by transformers 5: not tied, whatever the file says.
-        config = dataclasses.replace(config, tie_embeddings=False)
-        names["embedding/w_logits_DV"] = (head,)
-        different = []
-    of_encoder, of_decoder = EMBEDDINGS
-    if different and not config.tie_embeddings and of_decoder in found:
-        # shared.weight, where it is there, is equal to one of the two, or to none.
-        own = of_encoder if of_encoder in found else SHARED
-        different = [SHARED] if len(_unlike(tensors, SHARED, copies)) == len(copies) > 1 else []
-        config = dataclasses.replace(config, separate_embeddings=True)
-        names |= {"embedding/embedding_VD": (of_decoder,), "embedding/encoder_VD": (own,)}
-    require(
-        not different,
-        f"{folder}: {tables[0]} is not equal to {', '.join(different)}, which config.json says "
-        "it is tied to; tied logits are those of one table for both stacks, and tied logits "
-        "alone are divided: set tie_word_embeddings to false for an lm_head of its own",
-    )
-    special_ids, start = ids
-    # Row 0 is the start's, column 0 of the logits padding's; experts count padding by its row.
-    require(
-        start == special_ids[0] or not (config.tie_embeddings or config.switch),
-        f"{folder}: decoder_start_token_id={start} and pad_token_id={special_ids[0]} with tied "
-        "embeddings, or experts; expected one id for both",
-    )
-    if not config.tie_embeddings:
-        config = dataclasses.replace(config, scale_tied_logits=True)  # means nothing there
-    params = {}
-    for parameter, theirs in names.items():
-        value = from_torch(parameter, config, map(tensors.read, theirs))
-        if "V" in letters_of(parameter):
-            first = None if parameter == "embedding/w_logits_DV" else start
-            axis = letters_of(parameter).index("V")
-            value = in_our_order(value, axis, special_ids, first)
-        value = in_dtype(parameter, value, config.precision.params)
-        params[parameter] = on_disk(value, scratch)
-    return nested(params), config
-
-
-def _unlike(tensors: TensorFolder, table: str, copies: list[str]) -> list[str]:
-    """Those of some tables that are not equal to another."""
-    table_VD = tensors.read(table) if copies else None
-    return [name for name in copies if not np.array_equal(tensors.read(name), table_VD)]
+    ids = special_ids, start
+    params, config = family.read_params(fields, tensors, config, ids, scratch)
+    where = str(folder / GENERATION)
+    decoding, unused = decoding_defaults(generation, special_ids, config.vocab_size, where)
+    notes = (*_differences(said, config), *_unread(tensors), *unused)
+    is_of_bytes = _is_of_bytes(folder)
+    return Checkpoint(config, params, vocabulary, is_of_bytes, notes, special_ids, decoding)
 
 
 def _unread(tensors: TensorFolder) -> tuple[str, ...]:
@@ -310,16 +193,16 @@ def write_checkpoint(
     """
     config, params = unrolled(config, params)
     description, notes = describe(config)
-    family = description["model_type"]
+    family = FAMILIES[description["model_type"]]
     leaves = named_leaves(params)
     start = _start(np.asarray(leaves["embedding/embedding_VD"]), special_ids)
     generation = write_generation(decoding, special_ids, start)
     description |= {name: generation[name] for name in _IDS} | {"eos_token_id": special_ids[1]}
-    names = tensor_names(config, family)
+    names = family.tensor_names(config)
     if not description["tie_word_embeddings"]:
         # What is not tied is looked up by every one of its names.
         copies = [LM_HEAD] if config.tie_embeddings else []
-        copies += EMBEDDINGS if family == SWITCH else ()
+        copies += EMBEDDINGS if config.switch else ()
         names["embedding/embedding_VD"] = (SHARED, *copies)
 
     def tensors():
@@ -350,61 +233,3 @@ def _start(table_VD, special_ids: Sequence[int]) -> int:
     theirs = their_ids(special_ids)
     equal = (i for i in sorted(theirs) if i and np.array_equal(table_VD[i], table_VD[0]))
     return theirs[0] if tuple(special_ids) == OURS else theirs[next(equal, 0)]
-
-
-def tensor_names(config: ModelConfig, family: str) -> dict[str, tuple[str, ...]]:
-    """The name of each of our parameters -> theirs: one, or one an expert.
-
-    Args:
-        config: of an unrolled encoder-decoder.
-        family: Hugging Face's `model_type`: one of `huggingface_config.FAMILIES`.
-    """
-    names = {"embedding/embedding_VD": (SHARED,)}
-    if not config.tie_embeddings:
-        names["embedding/w_logits_DV"] = (LM_HEAD,)
-    for stack in ("encoder", "decoder"):
-        with_bias = getattr(config, f"num_{stack}_layers") if family == UMT5 else 1
-        names[f"{stack}/relative_bias/bias_UH"] = tuple(
-            f"{stack}.block.{layer}.layer.0.SelfAttention.relative_attention_bias.weight"
-            for layer in range(with_bias)
-        )
-        names[f"{stack}/norm/scale_D"] = (f"{stack}.final_layer_norm.weight",)
-        for layer in range(getattr(config, f"num_{stack}_layers")):
-            names |= _block_names(config, family, stack, layer)
-    return names
-
-
-def _block_names(config, family: str, stack: str, layer: int) -> dict[str, tuple[str, ...]]:
-    ours, theirs = f"{stack}/blocks/layer_{layer}", f"{stack}.block.{layer}.layer"
-    attentions = {"self_attention": "SelfAttention"}
-    if stack == "decoder":
-        attentions["cross_attention"] = "EncDecAttention"
-    names = {}
-    for number, (our, their) in enumerate(attentions.items()):
-        names[f"{ours}/{our}_norm/scale_D"] = (f"{theirs}.{number}.layer_norm.weight",)
-        for parameter, letter in _PROJECTIONS.items():
-            weight = f"{theirs}.{number}.{their}.{letter}.weight"
-            names[f"{ours}/{our}/{parameter}"] = (weight,)
-    sublayer = f"{theirs}.{len(attentions)}"
-    names[f"{ours}/ffn_norm/scale_D"] = (f"{sublayer}.layer_norm.weight",)
-    ffn = f"{sublayer}.{'mlp' if family == SWITCH else 'DenseReluDense'}"
-    if config.is_sparse(layer, stack):
-        router = f"{ffn}.router.classifier.weight"
-        names[f"{ours}/ffn/w_router_DE"] = (router,)
-        if config.switch.router.has_logit_bias:
-            names[f"{ours}/ffn/b_router_E"] = (f"{ffn}.router.classifier.bias",)
-        matrices = {"w_in_EDF": "wi_0" if config.is_gated else "wi", "w_out_EFD": "wo"}
-        if config.is_gated:
-            matrices["w_gate_EDF"] = "wi_1"
-        for parameter, letters in matrices.items():
-            names[f"{ours}/ffn/experts/{parameter}"] = tuple(
-                f"{ffn}.experts.expert_{expert}.{letters}.weight"
-                for expert in range(config.switch.num_experts)
-            )
-        return names
-    matrices = {"w_in_DF": "wi_0" if config.is_gated else "wi", "w_out_FD": "wo"}
-    if config.is_gated:
-        matrices["w_gate_DF"] = "wi_1"
-    for parameter, letters in matrices.items():
-        names[f"{ours}/ffn/{parameter}"] = (f"{ffn}.{letters}.weight",)
-    return names

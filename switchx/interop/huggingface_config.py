@@ -16,11 +16,44 @@ from switchx.interop.t5x import not_t5, unexpected
 from switchx.layers.dense import EPSILON
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 
-SWITCH, UMT5, NLLB = "switch_transformers", "umt5", "nllb-moe"
-FAMILIES = ("t5", "mt5", UMT5, SWITCH)  # NLLB-MoE is read by nllb_moe.py
-# Padding, end, unknown and start, where config.json does not say them. It has no unknown: where
-# a tokenizer has another one, that is.
-_SPECIAL_IDS = dict.fromkeys(FAMILIES, (0, 1, 2, 0)) | {NLLB: (1, 2, 3, 2)}
+
+@dataclasses.dataclass(frozen=True)
+class T5Kin:
+    """A family of T5's kin, by what tells it from T5.
+
+    Attributes:
+        model_type: its name in config.json.
+        architecture: its class in transformers.
+        activation: that of an FFN where config.json has none, by transformers' name.
+        ffn: the module of an FFN in the names of tensors.
+        has_experts: whether its blocks may be Switch layers.
+        has_bias_per_layer: whether each block has a relative bias of its own.
+        has_own_head: whether its logits have a matrix of their own, whatever config.json says.
+        unscaled_from: the release of transformers from which on it does not divide tied logits
+            by sqrt(D).
+    """
+
+    model_type: str
+    architecture: str
+    activation: str = "relu"
+    ffn: str = "DenseReluDense"
+    has_experts: bool = False
+    has_bias_per_layer: bool = False
+    has_own_head: bool = False
+    unscaled_from: int | None = None
+
+
+T5 = T5Kin("t5", "T5ForConditionalGeneration")
+MT5 = T5Kin("mt5", "MT5ForConditionalGeneration", activation="gated-gelu", unscaled_from=5)
+UMT5 = T5Kin(
+    "umt5", "UMT5ForConditionalGeneration", activation="gated-gelu", has_bias_per_layer=True,
+    has_own_head=True,
+)  # fmt: skip
+SWITCH = T5Kin(
+    "switch_transformers", "SwitchTransformersForConditionalGeneration", ffn="mlp",
+    has_experts=True,
+)  # fmt: skip
+
 # Our activation -> their names of it, the one that is written first.
 _ACTIVATIONS = {
     "relu": ("relu",),
@@ -48,13 +81,9 @@ _UNLIMITED = 2**31 - 1
 
 
 def read_config(
-    values: dict[str, Any],
-    where: str,
-    *,
-    overflow: str = "drop",
-    tensors: Collection[str] = (),
-) -> tuple[ModelConfig, str]:
-    """The model that a `config.json` describes, and its family.
+    kin: T5Kin, fields: "Fields", tensors: Collection[str] = (), overflow: str = "drop"
+) -> ModelConfig:
+    """The model that a `config.json` describes.
 
     Whether embeddings are tied is what the file says; the tensors have the last word. Of Switch
     Transformers they have it in more: released files (switch-c-2048, switch-xxl-128) describe
@@ -68,36 +97,29 @@ def read_config(
     Raises:
         ValueError: a value is wrong, or nothing of ours can do what it asks for.
     """
-    fields = Fields(values, where)
-    family = fields.text("model_type", "")
-    require(
-        family in FAMILIES,
-        f"{where}: model_type={shown(family)} cannot be converted; expected one of "
-        f"{', '.join((*FAMILIES, NLLB))}",
-    )
     fields.only("is_encoder_decoder", True, "T5 has an encoder and a decoder")
     num_layers = fields.whole("num_layers", most=MOST_BLOCKS)
-    found = _Found.of(tensors) if family == SWITCH and tensors else None
+    found = _Found.of(tensors) if kin.has_experts and tensors else None
     config = ModelConfig(
         architecture="encoder_decoder",
         **{ours: fields.whole(theirs) for theirs, ours in _SIZES.items()},
         num_decoder_layers=fields.whole("num_decoder_layers", num_layers, MOST_BLOCKS),
-        activation=_activation(fields, family, found),
+        activation=_activation(fields, kin, found),
         norm_epsilon=fields.number("layer_norm_epsilon", EPSILON),
-        relative_bias_per_layer=family == UMT5,
+        relative_bias_per_layer=kin.has_bias_per_layer,
         relative_buckets=fields.whole("relative_attention_num_buckets", 32),
         relative_max_distance=fields.whole("relative_attention_max_distance", 128),
         tie_embeddings=fields.flag("tie_word_embeddings", True),
-        scale_tied_logits=_scales_tied_logits(fields, family),
+        scale_tied_logits=_scales_tied_logits(fields, kin),
         dropout_rate=fields.number("dropout_rate", 0.1),
     )
-    if family == SWITCH:
+    if kin.has_experts:
         if found is not None:
             counts = {f"num_{stack}_layers": n for stack, n in found.num_blocks.items()}
             config = dataclasses.replace(config, **counts)
         switch = _read_switch(fields, config, overflow, found)
         config = dataclasses.replace(config, switch=switch)
-    return config, family
+    return config
 
 
 def describe(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
@@ -112,9 +134,10 @@ def describe(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
         f"this model cannot be written for transformers: {'; '.join(reasons)}; there are T5, "
         "and Switch Transformers with top-1 routing, to write for",
     )
+    kin = SWITCH if config.switch else UMT5 if config.relative_bias_per_layer else T5
     description = {
-        "architectures": ["T5ForConditionalGeneration"],
-        "model_type": "t5",
+        "architectures": [kin.architecture],
+        "model_type": kin.model_type,
         **{theirs: getattr(config, ours) for theirs, ours in _SIZES.items()},
         "num_decoder_layers": config.num_decoder_layers,
         "relative_attention_num_buckets": config.relative_buckets,
@@ -130,45 +153,16 @@ def describe(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
         "torch_dtype": config.precision.params,
     }
     activation = _ACTIVATIONS[config.activation][0]
-    if config.relative_bias_per_layer:
-        require(
-            config.switch is None and not description["tie_word_embeddings"],
-            "this model cannot be written for transformers: relative_bias_per_layer=True is "
-            "UMT5, which is dense and has an lm_head of its own",
-        )
-        own = {"architectures": ["UMT5ForConditionalGeneration"], "model_type": UMT5}
-        return description | own | {"feed_forward_proj": activation}, []
+    require(
+        not config.relative_bias_per_layer
+        or (kin == UMT5 and not description["tie_word_embeddings"]),
+        "this model cannot be written for transformers: relative_bias_per_layer=True is UMT5, "
+        "which is dense and has an lm_head of its own",
+    )
     if config.switch is None:
         return description | {"feed_forward_proj": activation}, []
     switch_fields, notes = _describe_switch(config)
     return description | {"dense_act_fn": activation} | switch_fields, notes
-
-
-def read_special_ids(
-    values: dict[str, Any], where: str, unknown: int | None = None
-) -> tuple[tuple[int, int, int], int]:
-    """A model's ids of padding, end and unknown, and of what a decoder's input begins with.
-
-    Args:
-        values: of `config.json`, below those of `generation_config.json`.
-        unknown: of its tokenizer.
-
-    Raises:
-        ValueError: one is no id, or padding is the end.
-    """
-    fields = Fields(values, where)
-    default = _SPECIAL_IDS.get(fields.text("model_type", ""), _SPECIAL_IDS["t5"])
-    most = fields.whole("vocab_size") - 1
-    pad, end, start = (
-        fields.whole(f"{name}_token_id", default[place], most, 0)
-        for place, name in ((0, "pad"), (1, "eos"), (3, "decoder_start"))
-    )
-    require(
-        pad != end,
-        f"{where}: pad_token_id and eos_token_id are both {pad}; expected two ids, those "
-        "that the model was trained with",
-    )
-    return (pad, end, default[2] if unknown is None else unknown), start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,11 +232,10 @@ def shown(value) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def _activation(fields: Fields, family: str, found: "_Found | None" = None) -> str:
+def _activation(fields: Fields, kin: T5Kin, found: "_Found | None" = None) -> str:
     """The FFN's activation; each of the names that a file has for it has to agree."""
-    is_gated_family = family in ("mt5", UMT5)
-    name = fields.text("feed_forward_proj", "gated-gelu" if is_gated_family else "relu")
-    if family == SWITCH:
+    name = fields.text("feed_forward_proj", kin.activation)
+    if kin.has_experts:
         # As transformers: dense_act_fn, where "gelu" is GELU's exact form.
         plain = fields.text("dense_act_fn", name if "gated" in name else "relu")
         is_gated = "gated" in plain + name or fields.flag("is_gated_act", False)
@@ -254,7 +247,7 @@ def _activation(fields: Fields, family: str, found: "_Found | None" = None) -> s
         else:
             name = "gated-gelu_python" if plain == "gelu" else f"gated-{plain}"
     ours = fields.our_activation(name)
-    if family != SWITCH:
+    if not kin.has_experts:
         is_gated = name.startswith("gated-")
         plain = "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")
         fields.only("is_gated_act", is_gated, f"feed_forward_proj={name!r} says otherwise")
@@ -262,14 +255,14 @@ def _activation(fields: Fields, family: str, found: "_Found | None" = None) -> s
     return ours
 
 
-def _scales_tied_logits(fields: Fields, family: str) -> bool:
+def _scales_tied_logits(fields: Fields, kin: T5Kin) -> bool:
     """Whether logits out of the embedding table are divided by sqrt(D)."""
     is_tied = fields.flag("tie_word_embeddings", True)
-    if family == "mt5":  # transformers 5 took the division out of mT5
+    if kin.unscaled_from is not None:
         version = fields.text("transformers_version", "4").partition(".")[0]
-        return is_tied and not (version.isdecimal() and int(version) >= 5)
+        return is_tied and not (version.isdecimal() and int(version) >= kin.unscaled_from)
     # transformers 5 says that these embeddings are tied whatever they are.
-    return fields.flag("scale_decoder_outputs", is_tied) if family in ("t5", UMT5) else is_tied
+    return is_tied if kin.has_experts else fields.flag("scale_decoder_outputs", is_tied)
 
 
 _BLOCK = re.compile(r"(encoder|decoder)\.block\.([0-9]{1,4})\.layer\.[0-9]\.(.*)")
@@ -355,8 +348,6 @@ def _describe_switch(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
             "later releases drop it"
         )
     return {
-        "architectures": ["SwitchTransformersForConditionalGeneration"],
-        "model_type": SWITCH,
         "num_experts": switch.num_experts,
         "expert_capacity": capacity,
         **{

@@ -15,26 +15,21 @@ converted beside names and layouts:
 Dims: V vocabulary, D model, E experts, F ffn, H heads, K head size
 """
 
-import dataclasses
 import math
 import pathlib
-from typing import Any
+from collections.abc import Collection
 
 import numpy as np
 
-from switchx.data.special_ids import in_our_order
 from switchx.fields import require
 from switchx.interop.huggingface_config import MOST_BLOCKS, MOST_EXPERTS, Fields, switch_layers
 from switchx.interop.tensor_folder import (
     TensorFolder,
-    from_torch,
-    in_dtype,
-    on_disk,
+    read_parameters,
     require_same_tensors,
-    torch_shape,
+    torch_shapes,
 )
-from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
-from switchx.tree import nested
+from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 
 EPSILON = 1e-5  # of PyTorch's LayerNorm
 TABLE, LM_HEAD = "model.shared.weight", "lm_head.weight"
@@ -45,57 +40,45 @@ _PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj"}
 _WAY_OUT = "use the config.json that belongs to these files, and all of the files"
 
 
-def read(
-    values: dict[str, Any],
-    file: pathlib.Path,
+def read_params(
+    fields: Fields,
     tensors: TensorFolder,
-    dtype: str,
-    scratch,
+    config: ModelConfig,
     ids: tuple[tuple[int, ...], int],
-) -> tuple[ModelConfig, dict]:
-    """The configuration and parameters of a checkpoint; `ids` are of `read_special_ids`.
+    scratch: pathlib.Path | None,
+) -> tuple[dict, ModelConfig]:
+    """The parameters of a checkpoint; `ids` are of `Family.read_ids`.
 
     Raises:
-        ValueError: the configuration asks for what we have not, or tensors are missing,
-            unexpected or of another shape.
+        ValueError: tensors are missing, unexpected or of another shape, or tables differ.
     """
-    fields = Fields(values, str(file))
-    config = _read_config(fields)
     kept = 1.0 - fields.number("moe_token_dropout", 0.2)
     scale = math.sqrt(config.d_model) if fields.flag("scale_embedding", True) else 1.0
-    names = tensor_names(config)
-    table_shape = config.vocab_size, config.d_model
-    expected = {
-        name: torch_shape(parameter, config)
-        for parameter, theirs in names.items()
-        for name in theirs
-    } | {TABLE: table_shape}
+    names, where = tensor_names(config), str(tensors.folder)
     found = {name: shape for name, shape in tensors.shapes.items() if name not in _UNREAD}
     copies = [name for name in _COPIES if name in found]
-    expected |= dict.fromkeys(copies, table_shape)
-    require_same_tensors(expected, found, str(file.parent), _WAY_OUT)
+    table = {"embedding/embedding_VD": (TABLE, *copies)}
+    require_same_tensors(torch_shapes(names | table, config), found, where, _WAY_OUT)
     table_VD = tensors.read(TABLE)
     different = [name for name in copies if not np.array_equal(tensors.read(name), table_VD)]
     require(
         not different,
-        f"{file.parent}: {TABLE} is not equal to {', '.join(different)}; expected one table",
+        f"{where}: {TABLE} is not equal to {', '.join(different)}; expected one table",
     )
-    params = {}
-    for parameter, theirs in names.items():
-        value = from_torch(parameter, config, map(tensors.read, theirs))
-        if parameter.endswith(("experts/w_out_EFD", "experts/b_out_ED")):
-            value *= np.float32(kept)
-        params[parameter] = on_disk(in_dtype(parameter, value, dtype), scratch)
-    special_ids, start = ids
-    scaled_VD = in_our_order(table_VD, 0, special_ids, start) * np.float32(scale)
-    logits_DV = np.ascontiguousarray(in_our_order(table_VD, 0, special_ids).T)
-    for name, value in (("embedding_VD", scaled_VD), ("w_logits_DV", logits_DV)):
-        params[f"embedding/{name}"] = on_disk(in_dtype(name, value, dtype), scratch)
-    config = dataclasses.replace(config, precision=Precision(params=dtype))
-    return config, nested(params)
+    factors = {"embedding_VD": scale, "w_out_EFD": kept, "b_out_ED": kept}
+    params = read_parameters(tensors, names, config, ids, scratch, factors)
+    names = {"embedding/embedding_VD": (TABLE,), "embedding/w_logits_DV": (TABLE,)}
+    return params | read_parameters(tensors, names, config, ids, scratch, factors), config
 
 
-def _read_config(fields: Fields) -> ModelConfig:
+def read_config(
+    fields: Fields, tensors: Collection[str] = (), overflow: str = "dropless"
+) -> ModelConfig:
+    """The model that a `config.json` describes; tensors and `overflow` say nothing more.
+
+    Raises:
+        ValueError: it asks for what we have not.
+    """
     fields.only("is_encoder_decoder", True, "NLLB has an encoder and a decoder")
     fields.only("tie_word_embeddings", True, "NLLB's logits are those of its table")
     fields.only("router_dtype", "float32", "routers run in float32 (selective precision)")

@@ -14,6 +14,7 @@ import json
 import math
 import pathlib
 import tempfile
+import types
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,11 +23,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from switchx.axes import matrix_dims
+from switchx.data.special_ids import in_our_order
 from switchx.fields import require
 from switchx.interop.torch_file import TorchFile
 from switchx.manifest import give_mode_of_umask
 from switchx.models.config import ModelConfig
 from switchx.object_store import read_json_object, require_no_lfs_pointer
+from switchx.tree import nested
 
 MODEL = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -280,6 +283,17 @@ def torch_shape(parameter: str, config: ModelConfig) -> tuple[int, ...]:
     return (math.prod(shape[is_of_experts:]),) if is_bias(parameter) else shape
 
 
+def torch_shapes(
+    names: Mapping[str, Iterable[str]], config: ModelConfig
+) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor, by its name, of our parameters' names -> those of tensors."""
+    return {
+        name: torch_shape(parameter, config)
+        for parameter, theirs in names.items()
+        for name in theirs
+    }
+
+
 def in_dtype(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
     """The array in another dtype.
 
@@ -322,6 +336,37 @@ def from_torch(parameter: str, config: ModelConfig, tensors: Iterable[np.ndarray
             parameter_E = np.empty(shape, tensor.dtype)
         parameter_E[expert] = tensor.T if is_linear(parameter) else tensor
     return parameter_E
+
+
+def read_parameters(
+    tensors: TensorFolder,
+    names: Mapping[str, Iterable[str]],
+    config: ModelConfig,
+    ids: tuple[tuple[int, ...], int],
+    scratch: pathlib.Path | None,
+    factors: Mapping[str, float] = types.MappingProxyType({}),
+) -> dict:
+    """Parameters by our ids, in the dtype of `config.precision.params`.
+
+    Args:
+        names: of our parameters -> of their tensors.
+        ids: their special ids, and the one whose row a decoder's input begins with.
+        scratch: a folder for their files; None holds them in memory.
+        factors: what parameters are multiplied by, by the last part of their names.
+    """
+    (special_ids, start), params = ids, {}
+    for parameter, theirs in names.items():
+        letters = letters_of(parameter)
+        value = from_torch(parameter, config, map(tensors.read, theirs))
+        if "V" in letters:
+            first = None if parameter == "embedding/w_logits_DV" else start
+            value = in_our_order(value, letters.index("V"), special_ids, first)
+        if (factor := factors.get(parameter.rpartition("/")[2], 1.0)) != 1.0:
+            own = value if value.flags.writeable else None  # all experts are large
+            value = np.multiply(value, np.float32(factor), out=own)
+        value = in_dtype(parameter, value, config.precision.params)
+        params[parameter] = on_disk(value, scratch)
+    return nested(params)
 
 
 def to_torch(parameter: str, value: np.ndarray) -> list[np.ndarray]:

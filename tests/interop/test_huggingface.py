@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from switchx.data.vocabulary_training import train_sentencepiece
-from switchx.interop.huggingface import read_checkpoint, tensor_names, write_checkpoint
+from switchx.interop.families import FAMILIES
+from switchx.interop.huggingface import read_checkpoint, write_checkpoint
 from switchx.interop.tensor_folder import is_linear
 from switchx.models.params import abstract_params
 from switchx.models.unroll import unrolled
@@ -32,14 +33,14 @@ UMT5 = dataclasses.replace(T5_1_1, relative_bias_per_layer=True)
 
 def test_every_parameter_has_its_tensors_and_no_tensor_two_parameters():
     for config, family in ((T5, "t5"), (T5_1_1, "mt5"), (SWITCH, "switch_transformers")):
-        names = tensor_names(config, family)
+        names = FAMILIES[family].tensor_names(config)
         assert names.keys() == named_leaves(abstract_params(config)).keys()
         tensors = [name for theirs in names.values() for name in theirs]
         assert len(tensors) == len(set(tensors))
 
 
 def test_names_of_t5():
-    names = tensor_names(T5_1_1, "t5")
+    names = FAMILIES["t5"].tensor_names(T5_1_1)
     block = "decoder/blocks/layer_1"
     of_block = {ours: theirs for ours, (theirs,) in names.items() if block in ours}
     assert {ours.removeprefix(f"{block}/"): name for ours, name in of_block.items()} == {
@@ -61,11 +62,11 @@ def test_names_of_t5():
     assert names["embedding/w_logits_DV"] == ("lm_head.weight",)
     bias = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     assert names["encoder/relative_bias/bias_UH"] == (bias,)
-    assert "embedding/w_logits_DV" not in tensor_names(T5, "t5")
+    assert "embedding/w_logits_DV" not in FAMILIES["t5"].tensor_names(T5)
 
 
 def test_names_of_switch_transformers():
-    names = tensor_names(SWITCH, "switch_transformers")
+    names = FAMILIES["switch_transformers"].tensor_names(SWITCH)
     ffn = "encoder/blocks/layer_1/ffn"
     assert names[f"{ffn}/w_router_DE"] == (
         "encoder.block.1.layer.1.mlp.router.classifier.weight",

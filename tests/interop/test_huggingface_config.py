@@ -5,10 +5,11 @@ import dataclasses
 
 import pytest
 
+from switchx.interop.families import family_of
 from switchx.interop.huggingface import describe
 from switchx.interop.huggingface_config import (
+    Fields,
     num_sparse,
-    read_config,
     sparse_blocks,
     switch_layers,
 )
@@ -54,18 +55,16 @@ SPARSE = DENSE | {
 }
 
 
-def read(values, **changes):
+def read(values, overflow="drop", **changes):
     values = {name: v for name, v in (values | changes).items() if v is not None}
-    return read_config(values, "config.json")[0]
+    fields = Fields(values, "config.json")
+    return family_of(fields).read_config(fields, overflow=overflow)
 
 
 def test_t5():
-    assert read_config(DENSE, "config.json") == (
-        ModelConfig(
-            "encoder_decoder", 99, 16, 24, 6, 4, num_encoder_layers=2, num_decoder_layers=3,
-            activation="geglu", tie_embeddings=False, scale_tied_logits=False, dropout_rate=0.1,
-        ),
-        "t5",
+    assert read(DENSE) == ModelConfig(
+        "encoder_decoder", 99, 16, 24, 6, 4, num_encoder_layers=2, num_decoder_layers=3,
+        activation="geglu", tie_embeddings=False, scale_tied_logits=False, dropout_rate=0.1,
     )  # fmt: skip
     # What is left out is transformers' default.
     first = read(
@@ -87,7 +86,7 @@ def test_switch_transformers():
     )
     assert read(SPARSE, num_sparse_decoder_layers=1).switch.decoder_layers == (1,)
     assert read(SPARSE, num_sparse_encoder_layers=9, num_sparse_decoder_layers=9).switch is None
-    dropless, _ = read_config(SPARSE, "config.json", overflow="dropless")
+    dropless = read(SPARSE, overflow="dropless")
     assert dropless.switch.router.overflow == "dropless"
 
 
@@ -234,7 +233,7 @@ EVERY_SECOND = dataclasses.replace(SWITCH, switch=SwitchConfig(4))
 def test_what_is_described_is_read_back(config):
     values, notes = describe(config)
     assert notes == []
-    assert read_config(values, "config.json")[0] == config
+    assert read(values) == config
 
 
 def test_t5_1_1():

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.interop.huggingface import read_checkpoint, tensor_names, write_checkpoint
+from switchx.interop.families import FAMILIES
+from switchx.interop.huggingface import read_checkpoint, write_checkpoint
 from switchx.interop.tensor_folder import from_torch
 from switchx.models.params import forward
 from switchx.tree import named_leaves
@@ -238,7 +239,7 @@ def test_raw_gradients_of_biases_of_each_layer(tmp_path):
         return jnp.sum(our_logits(checkpoint, params)[0] * weights_BLV)
 
     ours = named_leaves(jax.jit(jax.grad(loss))(checkpoint.params))
-    names = tensor_names(checkpoint.config, "umt5")
+    names = FAMILIES["umt5"].tensor_names(checkpoint.config)
     assert ours.keys() == names.keys()
     assert ours["decoder/relative_bias/bias_UH"].shape[0] == 3
     for parameter, theirs in names.items():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from switchx import tree
-from switchx.interop.huggingface import tensor_names
+from switchx.interop.families import FAMILIES
 from switchx.interop.tensor_folder import from_torch
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, forward
@@ -71,7 +71,7 @@ def t5_names(config) -> dict:
     """Our parameter -> (their tensor, how to turn it into ours)."""
     return {
         ours: (theirs, lambda w, ours=ours: from_torch(ours, config, [w]))
-        for ours, (theirs,) in tensor_names(config, "t5").items()
+        for ours, (theirs,) in FAMILIES["t5"].tensor_names(config).items()
     }
 
 

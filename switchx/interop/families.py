@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families of checkpoints of transformers, a row each: config keys, tensor names, special ids.
+
+A family is what one `model_type` of `config.json` means. A new one is a row of `FAMILIES`; of
+T5's kin, a `T5Kin` that says what tells it from T5.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from switchx.fields import require
+from switchx.interop import huggingface_config, nllb_moe, t5_tensors
+from switchx.interop.folder_tokenizer import PIECES, TOKENIZER
+from switchx.interop.huggingface_config import MT5, SWITCH, T5, UMT5, Fields, T5Kin, shown
+from switchx.models.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How checkpoints of one `model_type` are read, and written where they can be.
+
+    Attributes:
+        read_config: config.json's `Fields`, the names of tensors (none for what the file
+            says) and `overflow` -> the model.
+        tensor_names: an unrolled model -> our parameters' names -> theirs: one, or one an
+            expert.
+        read_params: `Fields`, a `TensorFolder`, the model, `read_ids` and a folder for large
+            arrays -> parameters, and the model as the tensors have it.
+        special_ids: padding, the end, unknown and a decoder's start where config.json has
+            none. It has no unknown: where a tokenizer has another one, that is.
+        vocabularies: files of a vocabulary, of which the first that is there is read.
+    """
+
+    read_config: Callable[..., ModelConfig]
+    tensor_names: Callable[[ModelConfig], dict[str, tuple[str, ...]]]
+    read_params: Callable[..., tuple[dict, ModelConfig]]
+    special_ids: tuple[int, int, int, int] = (0, 1, 2, 0)
+    vocabularies: tuple[str, ...] = (PIECES, "tokenizer.model", TOKENIZER)
+
+    @classmethod
+    def of_t5(cls, kin: T5Kin) -> "Family":
+        """A family of T5's kin."""
+        return cls(
+            functools.partial(huggingface_config.read_config, kin),
+            functools.partial(t5_tensors.tensor_names, kin),
+            functools.partial(t5_tensors.read_params, kin),
+        )
+
+    def read_ids(
+        self, fields: Fields, unknown: int | None = None
+    ) -> tuple[tuple[int, int, int], int]:
+        """A model's ids of padding, end and unknown, and of what a decoder's input begins with.
+
+        Args:
+            fields: of `config.json`, below those of `generation_config.json`.
+            unknown: of its tokenizer.
+
+        Raises:
+            ValueError: one is no id, or padding is the end.
+        """
+        most = fields.whole("vocab_size") - 1
+        pad, end, start = (
+            fields.whole(f"{name}_token_id", self.special_ids[place], most, 0)
+            for place, name in ((0, "pad"), (1, "eos"), (3, "decoder_start"))
+        )
+        require(
+            pad != end,
+            f"{fields.where}: pad_token_id and eos_token_id are both {pad}; expected two ids, "
+            "those that the model was trained with",
+        )
+        return (pad, end, self.special_ids[2] if unknown is None else unknown), start
+
+
+FAMILIES = {kin.model_type: Family.of_t5(kin) for kin in (T5, MT5, UMT5, SWITCH)} | {
+    "nllb-moe": Family(
+        nllb_moe.read_config,
+        nllb_moe.tensor_names,
+        nllb_moe.read_params,
+        special_ids=(1, 2, 3, 2),
+        vocabularies=(),  # its own is of BPE, which is not read
+    ),
+}
+
+
+def family_of(fields: Fields) -> Family:
+    """The family that a `config.json` names.
+
+    Raises:
+        ValueError: it names none of ours; lists these.
+    """
+    name = fields.text("model_type", "")
+    require(
+        name in FAMILIES,
+        f"{fields.where}: model_type={shown(name)} cannot be converted; expected one of "
+        f"{', '.join(FAMILIES)}",
+    )
+    return FAMILIES[name]
