@@ -4,8 +4,6 @@
 import dataclasses
 import json
 import pathlib
-import socket
-import subprocess
 import sys
 import time
 
@@ -34,7 +32,7 @@ from switchx.training.program import TrainingProgram
 from switchx.training.step import StepConfig
 from switchx.training.text_evaluation import TextEvaluation
 from tests.data.fakes import pair_corpus
-from tests.processes import child_environment
+from tests.processes import child_environment, free_port, run_together
 from tests.training.jobs import DENSE, make_job
 from tests.training.saved_runs import save_run
 
@@ -95,12 +93,6 @@ def main(port: str, index: str, folder: str, steps: str, job: str, teacher: str 
     assert outcome.step == int(steps)
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
-
-
 def student_of(teacher) -> TrainingJob:
     """A job of two steps; rows of a batch are on both processes."""
     settings = Distillation(str(teacher), starts_from_teacher=False)
@@ -110,25 +102,11 @@ def student_of(teacher) -> TrainingJob:
 def train_in_two(
     folder: pathlib.Path, steps: int, environment: dict[str, str], *job: str
 ) -> None:
-    port, job = free_port(), job or ("JOB",)
+    words = str(free_port()), str(folder), str(steps), *(job or ("JOB",))
     code = f"from {__name__} import main; import sys; main(*sys.argv[1:])"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(port), str(index), str(folder), str(steps), *job],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=240)
-            assert process.returncode == 0, output
-    finally:
-        for process in processes:
-            process.kill()
+    commands = [[sys.executable, "-c", code, words[0], i, *words[1:]] for i in "01"]
+    for status, output in run_together(commands, environment):
+        assert status == 0, output
 
 
 def lines_of(run: RunFolder, log: str) -> dict[int, dict]:
