@@ -22,6 +22,7 @@ from switchx.data.text_metrics import ChrF
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.optim.adamw import AdamW
 from switchx.partitioning.mesh import MeshSpec
+from switchx.progress import SilentReporter
 from switchx.text_evaluation import JobTexts
 from switchx.training.distillation import Distillation
 from switchx.training.distilled_folder import LogitsReader
@@ -63,17 +64,7 @@ LATE = dataclasses.replace(JOB, log_every=4, eval_every=9)
 JOBS = {"JOB": JOB, "TEXTS": TEXTS, "RATES": RATES, "LATE": LATE}
 
 
-class Silent:
-    """A reporter that shows nothing."""
-
-    def begin(self, first_step, last_step): ...
-    def stepped(self, step): ...
-    def logged(self, step, metrics): ...
-    def evaluated(self, step, metrics): ...
-    def note(self, text): ...
-
-
-class Late(Silent):
+class Late(SilentReporter):
     """The second process comes late to each step: the steps take less than two seconds."""
 
     def stepped(self, step):
@@ -88,7 +79,7 @@ def main(port: str, index: str, folder: str, steps: str, job: str, teacher: str 
         return
     job = student_of(teacher) if teacher else JOBS[job]
     job = dataclasses.replace(job, train_steps=int(steps))
-    reporter = Late() if job.log_every == LATE.log_every else Silent()
+    reporter = Late(0) if job.log_every == LATE.log_every else SilentReporter(0)
     outcome = train(job, RunFolder(folder), reporter, text_evaluator=JobTexts)
     assert outcome.step == int(steps)
 
@@ -122,7 +113,7 @@ def test_two_processes_write_the_texts_of_one(tmp_path, session_cache):
     """Each has a part of the rows that are decoded; the clock of the first decides for both."""
     together, alone = RunFolder(tmp_path / "together"), RunFolder(tmp_path / "alone")
     train_in_two(together.root, 2, child_environment(session_cache, devices=4), "TEXTS")
-    train(TEXTS, alone, Silent(), text_evaluator=JobTexts)
+    train(TEXTS, alone, SilentReporter(0), text_evaluator=JobTexts)
     texts = [lines_of(run, "validation") for run in (together, alone)]
     for step, examples in ((0, 2), (2, 3)):
         got, want = (each[step]["texts"]["pairs"] for each in texts)
@@ -150,7 +141,7 @@ def test_logits_of_two_processes_are_read_by_one_and_the_other_way_round(
         np.testing.assert_allclose(found[0]["logit_BLK"], found[1]["logit_BLK"], rtol=1e-5)
         assert np.mean(found[0]["token_BLK"] == found[1]["token_BLK"]) > 0.99
     runs = RunFolder(tmp_path / "student"), RunFolder(tmp_path / "student_in_two")
-    train(student_of(tmp_path / "together"), runs[0], Silent())
+    train(student_of(tmp_path / "together"), runs[0], SilentReporter(0))
     train_in_two(runs[1].root, 2, environment, "STUDENT", str(alone))
     logs = [lines_of(run, "metrics") for run in runs]
     for step in (1, 2):
@@ -172,7 +163,7 @@ def test_the_process_that_is_late_is_named(tmp_path, session_cache):
 def test_two_processes_learn_by_the_rates_of_one(tmp_path, session_cache):
     together, alone = RunFolder(tmp_path / "together"), RunFolder(tmp_path / "alone")
     train_in_two(together.root, 2, child_environment(session_cache, devices=4), "RATES")
-    train(RATES, alone, Silent())
+    train(RATES, alone, SilentReporter(0))
     logs = [lines_of(run, "metrics") for run in (together, alone)]
     for step, line in logs[1].items():
         assert logs[0][step]["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-4)
@@ -194,7 +185,7 @@ def test_two_processes_train_as_one_and_resume(tmp_path, session_cache):
     together, alone = RunFolder(tmp_path / "together"), RunFolder(tmp_path / "alone")
     train_in_two(together.root, 1, environment)
     train_in_two(together.root, 2, environment)
-    train(JOB, alone, Silent())
+    train(JOB, alone, SilentReporter(0))
     names = {"loss", "grad_norm", "neg_log_perplexity", "target_tokens"}
     goodput = json.loads(together.goodput.read_text())
     assert (goodput["restarts"], goodput["lost_steps"]) == (1, 0)
