@@ -7,6 +7,7 @@ import pathlib
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -47,6 +48,28 @@ def free_port() -> int:
     """A port at which process 0 of several may listen."""
     with socket.create_server(("", 0)) as probe:
         return probe.getsockname()[1]
+
+
+def run_together(
+    commands: Sequence[Sequence[str]], environment: dict[str, str]
+) -> list[tuple[int, str]]:
+    """The exit status and the output of processes that run at the same time."""
+    processes = [
+        subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for command in commands
+    ]
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+        return [(p.returncode, output) for p, output in zip(processes, outputs, strict=True)]
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def script_with_compiler(compiler, script: str, *arguments: str) -> subprocess.CompletedProcess:

@@ -23,7 +23,7 @@ from switchx.checkpoint.run_folder import RunFolder
 from switchx.distributed import connect, distributed
 from tests.checkpoint.test_checkpointer import kept
 from tests.cli.test_checkpoint import MODEL
-from tests.processes import child_environment, free_port
+from tests.processes import child_environment, free_port, run_together
 from tests.promises import saves
 from tests.training.saved_runs import save_run
 from tests.training.train_states import damage
@@ -114,28 +114,8 @@ def in_two(folder, what, cache) -> list[tuple[int, str]]:
     """Exit status and output of both."""
     code = f"from {__name__} import main; import sys; main(*sys.argv[1:])"
     port = str(free_port())
-    return ended(
-        [[sys.executable, "-c", code, port, index, str(folder), what] for index in "01"], cache
-    )
-
-
-def ended(commands: list[list[str]], cache) -> list[tuple[int, str]]:
-    processes = [
-        subprocess.Popen(
-            command,
-            env=child_environment(cache, devices=2),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for command in commands
-    ]
-    try:
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(each.returncode, output) for each, output in zip(processes, outputs, strict=True)]
+    commands = [[sys.executable, "-c", code, port, i, str(folder), what] for i in "01"]
+    return run_together(commands, child_environment(cache, devices=2))
 
 
 @pytest.fixture(scope="module")
@@ -211,14 +191,9 @@ def test_two_processes_verify_together(tmp_path, session_cache):
         if harm:
             damage(max(params.rglob("d/*"), key=lambda path: path.stat().st_size))
         port, words = free_port(), [sys.executable, "-m", "switchx", "checkpoint", "verify"]
-        outcomes = ended(
-            [
-                [*words, str(run), "--json", f"--coordinator=localhost:{port}",
-                 "--num_processes=2", f"--process_id={index}"]
-                for index in range(2)
-            ],
-            session_cache,
-        )  # fmt: skip
+        words += [str(run), "--json", f"--coordinator=localhost:{port}", "--num_processes=2"]
+        commands = [[*words, f"--process_id={index}"] for index in range(2)]
+        outcomes = run_together(commands, child_environment(session_cache, devices=2))
         assert [each for each, _ in outcomes] == [status, status], outcomes
         faults = json.loads(outcomes[0][1].splitlines()[-1])["faults"]
         assert faults["5"] == [] and len(faults["9"]) == harm

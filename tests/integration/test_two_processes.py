@@ -4,8 +4,6 @@
 import dataclasses
 import json
 import pathlib
-import socket
-import subprocess
 import sys
 import time
 
@@ -24,6 +22,7 @@ from switchx.data.text_metrics import ChrF
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.optim.adamw import AdamW
 from switchx.partitioning.mesh import MeshSpec
+from switchx.progress import SilentReporter
 from switchx.text_evaluation import JobTexts
 from switchx.training.distillation.logits_folder import LogitsReader
 from switchx.training.distillation.soft_loss import Distillation
@@ -34,7 +33,7 @@ from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig
 from switchx.training.text_evaluation import TextEvaluation
 from tests.data.fakes import pair_corpus
-from tests.processes import child_environment
+from tests.processes import child_environment, free_port, run_together
 from tests.training.jobs import DENSE, make_job
 from tests.training.saved_runs import save_run
 
@@ -65,17 +64,7 @@ LATE = dataclasses.replace(JOB, log_every=4, eval_every=9)
 JOBS = {"JOB": JOB, "TEXTS": TEXTS, "RATES": RATES, "LATE": LATE}
 
 
-class Silent:
-    """A reporter that shows nothing."""
-
-    def begin(self, first_step, last_step): ...
-    def stepped(self, step): ...
-    def logged(self, step, metrics): ...
-    def evaluated(self, step, metrics): ...
-    def note(self, text): ...
-
-
-class Late(Silent):
+class Late(SilentReporter):
     """The second process comes late to each step: the steps take less than two seconds."""
 
     def stepped(self, step):
@@ -90,15 +79,9 @@ def main(port: str, index: str, folder: str, steps: str, job: str, teacher: str 
         return
     job = student_of(teacher) if teacher else JOBS[job]
     job = dataclasses.replace(job, train_steps=int(steps))
-    reporter = Late() if job.log_every == LATE.log_every else Silent()
+    reporter = Late(0) if job.log_every == LATE.log_every else SilentReporter(0)
     outcome = train(job, RunFolder(folder), reporter, text_evaluator=JobTexts)
     assert outcome.step == int(steps)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
 
 
 def student_of(teacher) -> TrainingJob:
@@ -110,25 +93,11 @@ def student_of(teacher) -> TrainingJob:
 def train_in_two(
     folder: pathlib.Path, steps: int, environment: dict[str, str], *job: str
 ) -> None:
-    port, job = free_port(), job or ("JOB",)
+    words = str(free_port()), str(folder), str(steps), *(job or ("JOB",))
     code = f"from {__name__} import main; import sys; main(*sys.argv[1:])"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(port), str(index), str(folder), str(steps), *job],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=240)
-            assert process.returncode == 0, output
-    finally:
-        for process in processes:
-            process.kill()
+    commands = [[sys.executable, "-c", code, words[0], i, *words[1:]] for i in "01"]
+    for status, output in run_together(commands, environment):
+        assert status == 0, output
 
 
 def lines_of(run: RunFolder, log: str) -> dict[int, dict]:
@@ -144,7 +113,7 @@ def test_two_processes_write_the_texts_of_one(tmp_path, session_cache):
     """Each has a part of the rows that are decoded; the clock of the first decides for both."""
     together, alone = RunFolder(tmp_path / "together"), RunFolder(tmp_path / "alone")
     train_in_two(together.root, 2, child_environment(session_cache, devices=4), "TEXTS")
-    train(TEXTS, alone, Silent(), text_evaluator=JobTexts)
+    train(TEXTS, alone, SilentReporter(0), text_evaluator=JobTexts)
     texts = [lines_of(run, "validation") for run in (together, alone)]
     for step, examples in ((0, 2), (2, 3)):
         got, want = (each[step]["texts"]["pairs"] for each in texts)
@@ -172,7 +141,7 @@ def test_logits_of_two_processes_are_read_by_one_and_the_other_way_round(
         np.testing.assert_allclose(found[0]["logit_BLK"], found[1]["logit_BLK"], rtol=1e-5)
         assert np.mean(found[0]["token_BLK"] == found[1]["token_BLK"]) > 0.99
     runs = RunFolder(tmp_path / "student"), RunFolder(tmp_path / "student_in_two")
-    train(student_of(tmp_path / "together"), runs[0], Silent())
+    train(student_of(tmp_path / "together"), runs[0], SilentReporter(0))
     train_in_two(runs[1].root, 2, environment, "STUDENT", str(alone))
     logs = [lines_of(run, "metrics") for run in runs]
     for step in (1, 2):
@@ -194,7 +163,7 @@ def test_the_process_that_is_late_is_named(tmp_path, session_cache):
 def test_two_processes_learn_by_the_rates_of_one(tmp_path, session_cache):
     together, alone = RunFolder(tmp_path / "together"), RunFolder(tmp_path / "alone")
     train_in_two(together.root, 2, child_environment(session_cache, devices=4), "RATES")
-    train(RATES, alone, Silent())
+    train(RATES, alone, SilentReporter(0))
     logs = [lines_of(run, "metrics") for run in (together, alone)]
     for step, line in logs[1].items():
         assert logs[0][step]["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-4)
@@ -216,7 +185,7 @@ def test_two_processes_train_as_one_and_resume(tmp_path, session_cache):
     together, alone = RunFolder(tmp_path / "together"), RunFolder(tmp_path / "alone")
     train_in_two(together.root, 1, environment)
     train_in_two(together.root, 2, environment)
-    train(JOB, alone, Silent())
+    train(JOB, alone, SilentReporter(0))
     names = {"loss", "grad_norm", "neg_log_perplexity", "target_tokens"}
     goodput = json.loads(together.goodput.read_text())
     assert (goodput["restarts"], goodput["lost_steps"]) == (1, 0)

@@ -33,15 +33,11 @@ from switchx.moe.config import DISPATCHERS
 from switchx.moe.copy_placement import imbalance, loads_of_devices, place_copies
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.placement import Placement
+from switchx.progress import SilentReporter
 from switchx.training.job import TrainingJob
-from switchx.training.loop import Reporter, train
+from switchx.training.loop import train
 from switchx.training.programs import compiled_program
 from tests.promises.compiled_steps import NUM_DEVICES
-
-
-class _Silent(Reporter):
-    """Says nothing."""
-
 
 # Devices that are left, and the step to which they train.
 PARTS = ((NUM_DEVICES, 3), (6, 6), (2, 9))
@@ -160,7 +156,7 @@ def make_job() -> TrainingJob:
 def _train_on(count: int, step: int, job: TrainingJob, folder: RunFolder) -> ElasticJob:
     here = job_for_devices(job, load_hardware(HARDWARE), jax.devices()[:count])
     part = dataclasses.replace(here.job, train_steps=step)
-    train(part, folder, _Silent(), devices=here.devices)
+    train(part, folder, SilentReporter(0), devices=here.devices)
     return here
 
 

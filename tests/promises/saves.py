@@ -11,7 +11,6 @@ whole chunks: with none, no value has been read again.
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 import zlib
@@ -26,7 +25,7 @@ from switchx.checkpoint.checkpointer import Checkpointer, Retention
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.own_code import python_words
 from switchx.tree import Tree, num_bytes
-from tests.processes import free_port
+from tests.processes import free_port, run_together
 
 NUM_DEVICES = 4
 PROCESSES = (1, 2, 4)
@@ -68,27 +67,14 @@ def shares(counts: list[dict[str, int]]) -> Iterator[tuple]:
 
 def _counts(count: int, folder: pathlib.Path) -> list[dict[str, int]]:
     """What each of so many processes says on its last line."""
-    port = free_port()
     flags = f"--xla_force_host_platform_device_count={NUM_DEVICES // count}"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    words = [*python_words(), "-m", "tests.promises.saves", f"localhost:{port}", str(count)]
-    processes = [
-        subprocess.Popen(
-            [*words, str(index), str(folder)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(count)
-    ]
-    try:
-        printed = [process.communicate(timeout=600)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(process.returncode for process in processes):
-        raise RuntimeError("a process that saves failed; its error stands above")
-    return [json.loads(output.splitlines()[-1]) for output in printed]
+    words = [*python_words(), "-m", "tests.promises.saves", f"localhost:{free_port()}"]
+    commands = [[*words, str(count), str(index), str(folder)] for index in range(count)]
+    outcomes = run_together(commands, environment)
+    if any(status for status, _ in outcomes):
+        raise RuntimeError(f"a process that saves failed: {outcomes}")
+    return [json.loads(output.splitlines()[-1]) for _, output in outcomes]
 
 
 def save_and_count(coordinator: str, count: int, index: int, folder: str) -> dict[str, int]:

@@ -50,7 +50,8 @@ def memory_job(width: int) -> TrainingJob:
 def resident_set() -> Iterator[tuple]:
     """Memory of a process with wide experts above that of one with thin ones, over the budget's
     difference."""
-    thin, wide = (of_child("tests.promises.storage_memory", width) for width in (THIN, WIDE))
+    # One device, and programs as they are compiled for users.
+    thin, wide = (of_child(__name__, width, XLA_FLAGS="") for width in (THIN, WIDE))
     for row in (thin, wide):
         for name, value in row.items():
             yield name, f"experts of width {THIN if row is thin else WIDE}", value

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from pallas_kernels.aot import tpu_compiler
 from tests.processes import ROOT
 from tests.promises import planned_bytes
 from tests.promises.__main__ import main
@@ -48,6 +49,18 @@ def test_planned_bytes_hold_on_a_tpu():
     assert_holds(rows, promise.bounds)
     kinds = {name: value for name, case, value in rows if case.startswith("dense")}
     assert kinds["compiled reduce-scatter bytes"] > kinds["compiled all-reduce bytes"]
+
+
+def test_what_is_left_out_is_said(tmp_path, monkeypatch, capsys):
+    """A compiler is found by its variable or in its own folder."""
+    monkeypatch.setenv(tpu_compiler.FOLDER_VARIABLE, str(tmp_path))
+    assert list(on_tpu("x")) == []
+    assert "x on v5e:2x4 left out: " in (said := capsys.readouterr().err)
+    assert "SWITCHX_AOT_TPU" in said
+    monkeypatch.delenv(tpu_compiler.FOLDER_VARIABLE)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / tpu_compiler.DEFAULT_FOLDER / "libtpu").mkdir(parents=True)
+    assert tpu_compiler.compiler_folder()
 
 
 def test_the_command_prints_names_values_and_bounds(capsys):

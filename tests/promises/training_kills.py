@@ -30,6 +30,7 @@ from switchx.data.objectives import CausalLM
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.own_code import python_words
+from switchx.progress import SilentReporter
 from switchx.training.job import TrainingJob
 from switchx.training.loop import train
 from switchx.training.offload.storage_spec import StorageSpec
@@ -130,17 +131,10 @@ def training_job(folder: pathlib.Path, keep: int) -> TrainingJob:
     )  # fmt: skip
 
 
-class Silent:
-    """A reporter that says nothing."""
-
-    def __getattr__(self, name: str):
-        return lambda *arguments: None
-
-
 def main(folder: pathlib.Path, keep: int, point: int, delay_s: float) -> None:
     """Trains, and prints how many write points there were."""
     points = Points(point or None, delay_s)
-    train(training_job(folder, keep), RunFolder(folder), Silent())
+    train(training_job(folder, keep), RunFolder(folder), SilentReporter(0))
     print(points.number)
 
 

@@ -6,7 +6,6 @@ import os
 import pathlib
 import shutil
 import signal
-import subprocess
 import sys
 import traceback
 
@@ -25,7 +24,7 @@ from switchx.storage.store import RecordStore
 from switchx.training.loop import train
 from switchx.training.offload.storage_spec import StorageSpec
 from tests.compilation import on_devices
-from tests.processes import child_environment, free_port
+from tests.processes import child_environment, free_port, run_together
 from tests.training.test_layered_mesh import MODEL, E, mesh_job
 from tests.training.test_loop import Events
 
@@ -98,29 +97,15 @@ def _fill_the_disk(full_at: str) -> None:
 @pytest.fixture
 def run_two(session_cache):
     """Trains in two processes: their exit statuses and what they print."""
-    started = []
 
     def run(name: str, folder: pathlib.Path, **changes):
-        port = str(free_port())
         code = f"from {__name__} import main; import sys; main(*sys.argv[1:])"
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", code, port, str(index), name, str(folder)]
-                + [json.dumps(changes)],
-                env=child_environment(session_cache, devices=2),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for index in range(2)
-        ]
-        started.extend(processes)
-        printed = [process.communicate(timeout=240)[0] for process in processes]
-        return [process.returncode for process in processes], printed
+        words, port = (name, str(folder), json.dumps(changes)), str(free_port())
+        commands = [[sys.executable, "-c", code, port, index, *words] for index in "01"]
+        outcomes = run_together(commands, child_environment(session_cache, devices=2))
+        return [status for status, _ in outcomes], [output for _, output in outcomes]
 
-    yield run
-    for process in started:
-        process.kill()
+    return run
 
 
 def arrays(run: RunFolder, step: int) -> dict[str, np.ndarray]:
