@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.launches import recorded_launches
-from switchx.bench import compiled, compiled_layer, compiled_step
+from switchx.bench import compiled_layer
 from switchx.bench.compiled_layer import (
     described_chip,
     group_sizes,
@@ -40,6 +40,8 @@ from switchx.bench.peers.layers import (
     maxtext_forward,
 )
 from switchx.bench.peers.pallas_grids import pallas_launches
+from switchx.compiled import compiled_step
+from switchx.compiled import report as compiled
 from switchx.compiled.devices import describe_devices
 from switchx.compiled.flops import matrix_flops
 from switchx.compiled.moved_bytes import moved_bytes

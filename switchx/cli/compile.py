@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         again += shared.configuration_words(arguments)
         again += [f"--{name}" for name in ("json", "traceback") if getattr(arguments, name)]
         return _status(devices.run_with_compiler(again, topology).returncode)
-    from switchx.bench import compiled
+    from switchx.compiled import report as compiled
 
     with TerminalReporter() as reporter:
         reporter.note(f"compiling for {topology.num_devices} devices of {topology}")

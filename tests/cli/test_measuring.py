@@ -13,10 +13,11 @@ from pallas_kernels.aot import tpu_compiler
 from pallas_kernels.bench import kernels, products, tune
 from pallas_kernels.bench.cells import Cell
 from pallas_kernels.tiling.tuned import read
-from switchx.bench import compiled, equivalence, moe, storage, train
+from switchx.bench import equivalence, moe, storage, train
 from switchx.bench.peers import torch_peer
 from switchx.cli.main import main
 from switchx.compiled import devices
+from switchx.compiled import report as compiled
 from switchx.partitioning.mesh import MeshSpec
 from switchx.results import Check, Report
 

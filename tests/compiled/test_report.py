@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from switchx.bench import compiled
 from switchx.cli.arguments import parse_job
 from switchx.cli.main import _parse, _parser
+from switchx.compiled import report as compiled
 from switchx.compiled.report import PODS, pod_checks
 from switchx.compiled.training_step import CompiledStep, HostMemory, Memory
 from switchx.models.flops import count_parameters
