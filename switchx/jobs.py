@@ -8,7 +8,6 @@ round. Progress is a display in a notebook, elsewhere what the commands show
 
 import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from switchx.data.data_dir import write_atomically
 from switchx.data.evaluation import evaluation_examples, prediction_rows
 from switchx.data.mixtures import Mixture, evaluated_tasks
 from switchx.data.tasks import Task
-from switchx.fields import require
+from switchx.fields import json_text, require
 from switchx.gin_config.building import job_from_gin
 from switchx.gin_config.files import configuration_of
 from switchx.gin_config.writing import job_gin, model_gin
@@ -374,7 +373,7 @@ class _Texts:
             done += len(asked.prompts)
             texts = asked.examples.inputs, asked.examples.targets, answers[-1].texts
             rows = prediction_rows(asked.task.name, *texts)
-            lines += [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+            lines += [json_text(row, ensure_ascii=False) + "\n" for row in rows]
             if self.predictions:
                 path = pathlib.Path(self.predictions).expanduser().absolute()
                 write_atomically(path, "".join(lines).encode())

@@ -24,6 +24,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from switchx.object_store import (
+    IS_LFS_POINTER,
     Folder,
     files_in,
     is_address,
@@ -89,7 +90,9 @@ def read_manifest(folder: Folder, name: str, checksum: Checksum) -> dict[str, An
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"it has no {name}, so it was not written to its end") from None
     except (ValueError, KeyError):
-        raise ValueError(f"its {name} is damaged") from None
+        is_pointer = is_lfs_pointer(folder / name)
+        said = IS_LFS_POINTER if is_pointer else "is damaged"
+        raise ValueError(f"its {name} {said}") from None
     return content | {checksum: claimed}
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from switchx.fields import require
+from switchx.object_store import IS_LFS_POINTER, is_lfs_pointer
 
 # That a file may unpack to, where it is not as large itself: far above any sample or trace.
 MOST_BYTES = 1 << 30
@@ -33,6 +34,7 @@ def read_arrays(
     """
     path = pathlib.Path(path)
     try:
+        require(not is_lfs_pointer(path), f"it {IS_LFS_POINTER}")
         with zipfile.ZipFile(path) as archive:
             members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
             missing = required.keys() - members.keys()

@@ -306,7 +306,9 @@ def is_nested_deeper(value, most: int) -> bool:
 
 
 _LFS_POINTER = b"version https://git-lfs"
-_IS_POINTER = "is a pointer of Git LFS and not the file itself: run `git lfs pull` in the clone"
+IS_LFS_POINTER = (
+    "is a pointer of Git LFS and not the file itself: run `git lfs pull` in the clone"
+)
 
 
 def is_lfs_pointer(file: Folder) -> bool:
@@ -322,7 +324,7 @@ def is_lfs_pointer(file: Folder) -> bool:
 def require_no_lfs_pointer(file: Folder) -> None:
     """Raises ValueError, which names `git lfs pull`, for a pointer."""
     if is_lfs_pointer(file):
-        raise ValueError(f"{file} {_IS_POINTER}")
+        raise ValueError(f"{file} {IS_LFS_POINTER}")
 
 
 def read_json_object(file: Folder, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
@@ -338,7 +340,7 @@ def read_json_object(file: Folder, most_bytes: int = MAX_JSON_BYTES) -> dict[str
     if len(data) > most_bytes:
         raise ValueError(f"it has more than {most_bytes} bytes; expected that at most")
     if data.startswith(_LFS_POINTER):
-        raise ValueError(f"it {_IS_POINTER}")
+        raise ValueError(f"it {IS_LFS_POINTER}")
     try:
         content = json.loads(data)
     except RecursionError:

@@ -167,19 +167,13 @@ class JobTexts:
             f"{', '.join(task.name for task in evaluated_tasks(job.source))} has metrics; name "
             "some (Task.metrics), or use --gin.TEXT_EVALUATION=None",
         )
-        for name, is_elsewhere in (
-            (f"mesh axis {PIPE!r} of size {mesh.shape[PIPE]}", mesh.shape[PIPE] > 1),
-            (
-                f"StorageSpec.experts={job.storage.experts!r}",
-                job.storage.experts != "device",
-            ),
-        ):
-            require(
-                not is_elsewhere,
-                f"TrainingJob.text_evaluation with {name}: texts are generated where all "
-                "parameters are on the devices, without stages; use "
-                "--gin.TEXT_EVALUATION=None, and `switchx eval` on the checkpoints",
-            )
+        job.require_storage(dict(mesh.shape))
+        require(
+            mesh.shape[PIPE] == 1,
+            f"TrainingJob.text_evaluation with mesh axis {PIPE!r} of size {mesh.shape[PIPE]}: "
+            "texts are generated where all parameters are on the devices, without stages; use "
+            "--gin.TEXT_EVALUATION=None, and `switchx eval` on the checkpoints",
+        )
         text_format = TextFormat.of_training(
             describe(job.source, "job.source"), is_encoder_decoder=job.model.is_encoder_decoder
         )

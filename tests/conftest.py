@@ -33,6 +33,8 @@ from switchx.gin_config import building
 from tests.compilation import T5, TINY_RUN, compiled_once, on_devices, traced_once
 from tests.integration.runs import arguments, write_corpus
 
+pytest_plugins = ("tests.compile_seconds",)
+
 START_S = time.monotonic()
 
 # Broadcasting [D] against [B, D] unnoticed is how a wrong axis stays hidden.

@@ -127,7 +127,7 @@ class Checkpointer:
             for path in self._folder.glob(f".{EXPERTS}*"):
                 shutil.rmtree(path)
             for path in checkpoint_paths(self._folder):
-                if damage := find_damage(path, checksums=False):
+                if damage := find_damage(path):
                     set_aside(path, damage)
         multihost_utils.sync_global_devices("switchx_checkpoints_opened")
         manifests = map(read_manifest, checkpoint_paths(self._folder))

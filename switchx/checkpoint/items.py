@@ -25,12 +25,14 @@ import tensorstore
 from jax.sharding import SingleDeviceSharding
 
 from switchx.checkpoint.parts import (
+    MANIFEST,
     DamagedCheckpoint,
     description_faults,
+    list_names,
     require_of_all,
     require_unchanged,
 )
-from switchx.manifest import checksum_of, damages
+from switchx.manifest import checksum_of, damages, read_manifest
 from switchx.object_store import Folder, kvstore, read_json_object
 from switchx.storage.record import RecordError
 from switchx.storage.snapshot import Snapshot
@@ -85,7 +87,7 @@ def stored_items(path: Folder) -> dict[str, Tree]:
         DamagedCheckpoint: an item's metadata cannot be read.
     """
     stored = _described(path, items_of(path))
-    records = {n: leaf for n, leaf in _record_leaves(path).items() if n.split("/")[0] in stored}
+    records = {n: leaf for n, leaf in record_leaves(path).items() if n.split("/")[0] in stored}
     return nested(named_leaves(stored) | records)
 
 
@@ -103,15 +105,20 @@ def require_records_unchanged(path: Folder) -> None:
         DamagedCheckpoint: some have changed, here or in another process.
     """
     try:
-        files = sorted(Snapshot(path / EXPERTS).files.items())
-        mine = dict(files[jax.process_index() :: jax.process_count()])
-        faults = list(damages(path / EXPERTS, mine, "crc32"))
+        faults = _file_faults(path / EXPERTS, Snapshot(path / EXPERTS).files)
     except RecordError as error:
         faults = [str(error)]
     require_of_all(path, faults)
 
 
-def _record_leaves(path: Folder) -> dict[str, jax.ShapeDtypeStruct]:
+def _file_faults(folder: Folder, files: dict[str, list]) -> list[str]:
+    """Of this process' share of the files of a folder, each of which is read."""
+    ordered = sorted(files.items())
+    mine = dict(ordered[jax.process_index() :: jax.process_count()])
+    return list(damages(folder, mine, "crc32"))
+
+
+def record_leaves(path: Folder) -> dict[str, jax.ShapeDtypeStruct]:
     """The arrays `[N, E, ...]` that a checkpoint has in records, by name in the items."""
     if not has_records(path):
         return {}
@@ -127,14 +134,14 @@ def _record_leaves(path: Folder) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _read_records(path: Folder, names: set[str]) -> dict[str, np.ndarray]:
-    """Those of `_record_leaves` with these names, all of one update.
+    """Those of `record_leaves` with these names, all of one update.
 
     Raises:
         RecordError: a record is missing or damaged.
         ValueError: records are of different updates.
     """
     snapshot = Snapshot(path / EXPERTS)
-    layout, leaves = snapshot.layout, _record_leaves(path)
+    layout, leaves = snapshot.layout, record_leaves(path)
     arrays = {name: np.empty(leaves[name].shape, leaves[name].dtype) for name in names}
     next_repeat: collections.Counter[str] = collections.Counter()
     updates = set()
@@ -166,7 +173,7 @@ def read_items(path: Folder, targets: dict[str, Tree | None]) -> dict[str, Tree]
         ValueError: leaves are missing, extra, or of another shape or dtype; lists all.
         DamagedCheckpoint: the arrays cannot be read, or are not what was saved.
     """
-    records = _record_leaves(path)
+    records = record_leaves(path)
     stored = _described(path, targets)
     with ocp.StandardCheckpointer() as reader:
         for item, leaves in stored.items():
@@ -186,6 +193,10 @@ def read_items(path: Folder, targets: dict[str, Tree | None]) -> dict[str, Tree]
         read = {item: _restored(reader, path / item, in_orbax[item]) for item in targets}
     for item, tree in read.items():
         require_unchanged(path, item, named_leaves(tree))
+    if bare := tuple(f"{item}/" for item in targets if not list_names(path / item)):
+        files = read_manifest(path, MANIFEST, "crc32")["files"]
+        files = {name: entry for name, entry in files.items() if name.startswith(bare)}
+        require_of_all(path, _file_faults(path, files))
     if not records:
         return read
     of_experts = _read_records(path, set(records))
@@ -199,7 +210,7 @@ def read_leaves(path: Folder, targets: dict[str, Any]) -> dict[str, jax.Array]:
     Args:
         targets: ShapeDtypeStructs with shardings, of the shapes and dtypes that are stored.
     """
-    records = {name for name in _record_leaves(path) if name in targets}
+    records = {name for name in record_leaves(path) if name in targets}
     read = {}
     for item in items_of(path):
         own = {n: leaf for n, leaf in targets.items() if n.split("/")[0] == item}
@@ -216,6 +227,23 @@ def read_leaves(path: Folder, targets: dict[str, Any]) -> dict[str, jax.Array]:
             read |= {f"{item}/{name}": leaf for name, leaf in restored.items()}
     of_experts = _read_records(path, records) if records else {}
     return read | {name: _placed(array, targets[name]) for name, array in of_experts.items()}
+
+
+def require_opens(path: Folder) -> None:
+    """Opens every array as `read_items` does, and reads one number of each.
+
+    Raises:
+        DamagedCheckpoint: one of them cannot be opened.
+    """
+    with ocp.StandardCheckpointer() as reader:
+        for item, leaves in _described(path, items_of(path)).items():
+            _restored(reader, path / item, jax.tree.map(_first_number, leaves), strict=False)
+
+
+def _first_number(leaf) -> jax.ShapeDtypeStruct:
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    shape = leaf.shape if is_key else tuple(min(size, 1) for size in leaf.shape)
+    return abstract(jax.ShapeDtypeStruct(shape, leaf.dtype))
 
 
 def _described(path: Folder, items: Iterable[str]) -> dict[str, Tree]:

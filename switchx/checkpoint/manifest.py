@@ -14,11 +14,10 @@ from typing import Any
 
 from switchx import manifest
 from switchx.checkpoint.items import EXPERTS, has_records, items_of
-from switchx.checkpoint.parts import LISTS, list_names, read_lists
+from switchx.checkpoint.parts import LISTS, MANIFEST, list_names, read_lists
 from switchx.object_store import Folder, files_in
 from switchx.storage.snapshot import Snapshot
 
-MANIFEST = "manifest.json"
 # Orbax changes these after the manifest is written; nothing is read from them.
 _COMMIT_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")
 # Bytes up to which a file without numbers of arrays, such as a description of Orbax', has a
@@ -112,20 +111,13 @@ def read_manifest(folder: Folder) -> Manifest:
     return about
 
 
-def damages(folder: Folder, *, checksums: bool) -> Iterator[str]:
-    """All that is wrong with the files of a checkpoint, a clause each.
-
-    Args:
-        checksums: read every byte; otherwise only that files are there in their sizes, and
-            what small files say, but those of experts.
-    """
+def damages(folder: Folder) -> Iterator[str]:
+    """What is wrong with the files of a checkpoint, a clause each: whether they are there in
+    their sizes, and the small ones as they were, but those of experts."""
     try:
         files = read_manifest(folder).files
     except (ValueError, OSError) as error:
         yield str(error) if isinstance(error, ValueError) else f"it cannot be read ({error})"
-        return
-    if checksums:
-        yield from manifest.damages(folder, files, "crc32")
         return
     small = {name: entry for name, entry in files.items() if _is_small(name, entry)}
     rest = {name: entry for name, entry in files.items() if name not in small}
@@ -138,6 +130,6 @@ def _is_small(name: str, entry) -> bool:
     return is_pair and entry[0] <= _SMALL_BYTES and not name.startswith(f"{EXPERTS}/")
 
 
-def find_damage(folder: Folder, *, checksums: bool) -> str | None:
+def find_damage(folder: Folder) -> str | None:
     """The first thing wrong with a checkpoint, or None when it is whole."""
-    return next(damages(folder, checksums=checksums), None)
+    return next(damages(folder), None)

@@ -18,8 +18,8 @@ a chunk that is missing is an error, not zeros.
 `switchx checkpoint verify` reads every part back from the disk, each process its share
 (verify.py). A CRC-32 of values finds what one of files finds, and what goes wrong between the
 devices' memory and the disk too. It says nothing of Orbax' descriptions of arrays, which are
-compared with the lists by shape and dtype. Checkpoints of before have a CRC-32 of every file
-and no lists: verify reads their files.
+compared with the lists by shape and dtype, and at the end opens all arrays as a restore does.
+Checkpoints of before have a CRC-32 of every file and no lists: both read their files.
 """
 
 import concurrent.futures
@@ -41,6 +41,7 @@ from switchx.manifest import checksum_of, flush, read_manifest
 from switchx.object_store import Folder, as_folder, files_in
 from switchx.tree import named_leaves
 
+MANIFEST = "manifest.json"  # of a checkpoint, see manifest.py
 LISTS = "checksums"  # the folder of the lists in an item
 _LIST_CHECKSUM = "crc32"
 # zlib computes without the lock of the interpreter, 1 to 7 GB/s a thread.

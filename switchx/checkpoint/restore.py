@@ -54,7 +54,7 @@ def first_complete(
     step = -1
     if jax.process_index() == 0:
         for path in paths:
-            damage = find_damage(path, checksums=False)
+            damage = find_damage(path)
             if damage is None:
                 step = int(path.name)
                 break

@@ -11,7 +11,6 @@ or lack rows of the data.
 import collections
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -26,6 +25,8 @@ from switchx.checkpoint.items import (
     item_name,
     items_of,
     read_data_states,
+    record_leaves,
+    require_opens,
     require_same_leaves,
     stored_items,
 )
@@ -55,7 +56,7 @@ def checkpoint_faults(run: RunFolder, step: int) -> list[str]:
     What is in damaged files is not looked into.
     """
     path = run.checkpoints / str(step)
-    if faults := list(damages(path, checksums=False)):
+    if faults := list(damages(path)):
         return faults
     files = read_manifest(path).files
     hashed = [name for name, (_, crc) in files.items() if crc is not None]
@@ -86,20 +87,19 @@ def checkpoint_faults(run: RunFolder, step: int) -> list[str]:
     faults += _array_faults(path, stored)
     if "train_state" in stored:
         faults += _step_faults(run, path, step)
+    if not faults:
+        try:
+            require_opens(path)
+        except ValueError as error:
+            faults.append(getattr(error, "fault", str(error)))
     return faults
 
 
 def _in_orbax(path: Folder, stored: dict, item: str) -> dict[str, Any]:
     """The arrays of an item that are no records."""
-    records = set(_of_records(path))
+    records = record_leaves(path)
     leaves = named_leaves(stored[item]).items()
     return {name: leaf for name, leaf in leaves if f"{item}/{name}" not in records}
-
-
-def _of_records(path: Folder) -> Iterator[str]:
-    if has_records(path):
-        for types in Snapshot(path / EXPERTS).layout.layers.values():
-            yield from map(item_name, types)
 
 
 def _share(num_bytes: dict[Any, int]) -> list:
@@ -143,9 +143,8 @@ def _array_faults(path: Folder, stored: dict) -> list[str]:
             faults.append(each)
         else:
             bad[each[0]] += each[1]
-    if has_records(path):
-        layout = named_leaves(stored)
-        sizes |= {n.partition("/")[2]: math.prod(layout[n].shape) for n in _of_records(path)}
+    of_records = record_leaves(path).items()
+    sizes |= {name.partition("/")[2]: math.prod(leaf.shape) for name, leaf in of_records}
     return [*dict.fromkeys(faults)] + [
         f"{name} has {count} of {sizes[name]} values that are not finite"
         for name, count in bad.items()
@@ -161,7 +160,7 @@ def _open(item: Folder, name: str) -> tensorstore.TensorStore:
 
 def _chunks(array: tensorstore.TensorStore) -> ListedArray:
     """The parts in which an array without lists is read: its chunks."""
-    shape, chunk = array.shape, array.chunk_layout.write_chunk.shape
+    shape, chunk = array.shape, array.chunk_layout.write_chunk.shape or ()  # None for a scalar
     starts = [range(0, size, step) for size, step in zip(shape, chunk, strict=True)]
     parts = [
         tuple(

@@ -2,12 +2,12 @@
 """`switchx checkpoint`: what a run's checkpoints hold, whether they are sound, their mean."""
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 
 from switchx.cli import arguments as shared
 from switchx.cli import hosts
+from switchx.fields import json_text
 
 DESCRIPTION = """\
 Looks at the checkpoints of a run folder.
@@ -111,7 +111,7 @@ def inspect(arguments: argparse.Namespace) -> int:
     run = RunFolder(arguments.dir)
     checkpoints = []
     for path in reversed(_paths(run)):
-        row = {"step": int(path.name), "fault": find_damage(path, checksums=False)}
+        row = {"step": int(path.name), "fault": find_damage(path)}
         if row["fault"] is None:
             manifest = read_manifest(path)
             row["bytes"] = sum(size for size, _ in manifest.files.values())
@@ -127,7 +127,7 @@ def inspect(arguments: argparse.Namespace) -> int:
     ]
     found = dict(step=step, checkpoints=checkpoints, arrays=arrays, config=read_config(run))
     if arguments.json:
-        print(json.dumps({"command": "checkpoint inspect"} | found))
+        print(json_text({"command": "checkpoint inspect"} | found))
     else:
         _print_inspection(run, **found)
     return 0
@@ -212,7 +212,7 @@ def verify(arguments: argparse.Namespace) -> int:
     if processes is not None and not processes.is_first:
         pass  # the first says what all have found
     elif arguments.json:
-        print(json.dumps({"command": "checkpoint verify", "faults": faults}))
+        print(json_text({"command": "checkpoint verify", "faults": faults}))
     else:
         for step, found in faults.items():
             verdict = f"{len(found)} faults" if found else "sound"
@@ -259,7 +259,7 @@ def average(arguments: argparse.Namespace) -> int:
         RunFolder(folder).model_gin.write_text(text, encoding="utf-8")
     if arguments.json:
         written = {"steps": steps or [step], "is_moving": arguments.moving}
-        print(json.dumps({"command": "checkpoint average", "out": arguments.out} | written))
+        print(json_text({"command": "checkpoint average", "out": arguments.out} | written))
     else:
         print(f"{arguments.out}: {what} of {run.where}")
     return 0
@@ -275,7 +275,7 @@ def rewind(arguments: argparse.Namespace) -> int:
     _paths(run)
     step, renamed = rewind(run, arguments.step)
     if arguments.json:
-        print(json.dumps({"command": "checkpoint rewind", "step": step, "renamed": renamed}))
+        print(json_text({"command": "checkpoint rewind", "step": step, "renamed": renamed}))
     else:
         print(f"{run.where}: training goes on from step {step}")
         for name in renamed:

@@ -132,6 +132,15 @@ def _scratch(dst: pathlib.Path):
 
 
 def _write_read(arguments: argparse.Namespace, reporter, checkpoint) -> None:
+    from switchx.inference.config import DecodingConfig
+
+    try:
+        DecodingConfig(**checkpoint.decoding)
+    except (ValueError, TypeError) as error:
+        file = pathlib.Path(arguments.src, "generation_config.json")
+        raise ValueError(
+            f"{file} says {checkpoint.decoding!r:.300}: {error}; correct the file, or remove it"
+        ) from error
     for note in checkpoint.notes:
         reporter.note(note)
     file = arguments.vocabulary or (

@@ -4,13 +4,12 @@
 import argparse
 import dataclasses
 import functools
-import json
 import shlex
 from typing import Any
 
 from switchx.cli import arguments as shared
 from switchx.cli import devices
-from switchx.fields import options
+from switchx.fields import json_text, options
 from switchx.inference.config import DecodingConfig
 from switchx.manifest import git_commit, require_free
 
@@ -110,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         "bytes_of_files": num_bytes,
         "ring": None if arguments.ring_slots is None else _ring(content, model.config),
     }
-    print(json.dumps(report) if arguments.json else _text(report))
+    print(json_text(report) if arguments.json else _text(report))
     return 0
 
 

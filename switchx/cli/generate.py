@@ -9,10 +9,12 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import re
 
 from switchx.cli import arguments as shared
 from switchx.cli.text import lines as text
+from switchx.fields import json_text
 from switchx.inference.config import DecodingConfig
 
 GENERATE = """\
@@ -109,7 +111,7 @@ def _generate(arguments: argparse.Namespace, lines: list[str], model, reporter) 
             for output, each in zip(outputs, hypotheses, strict=True)
         ]
         values = values[0] if num_outputs == 1 else {"outputs": values}
-        return json.dumps(values, ensure_ascii=False)
+        return json_text(values, ensure_ascii=False)
 
     def compute(shard, first):
         for number, hypotheses in generator(list(map(prompt, shard)), first_number=first):
@@ -149,13 +151,13 @@ def _score(arguments: argparse.Namespace, lines: list[str], model, reporter) -> 
         for number, score in scorer(list(map(pair, shard)), first):
             values = {name: x for name, x in vars(score).items() if x is not None}
             plain = f"{score.log_likelihood:.6f}\t{score.num_tokens}"
-            yield number, json.dumps(values) if arguments.json else plain
+            yield number, json_text(values) if arguments.json else plain
 
     text.check(arguments.input, lines, pair)
     scores = []
     for line in text.write(arguments, model, lines, asked, compute, reporter):
         values = list(json.loads(line).values()) if arguments.json else line.split("\t")
-        scores.append([float(value) for value in values[:2]])
+        scores.append([math.nan if value is None else float(value) for value in values[:2]])
     log_likelihood, num_tokens = map(sum, zip(*scores, strict=True))
     reporter.note(
         f"{len(scores):,} lines, {num_tokens:,.0f} target tokens: log-likelihood "

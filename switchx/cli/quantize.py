@@ -3,10 +3,10 @@
 
 import argparse
 import dataclasses
-import json
 from typing import Any
 
 from switchx.cli import arguments as shared
+from switchx.fields import json_text
 from switchx.manifest import git_commit, require_free
 
 DESCRIPTION = """\
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         "bytes_of_files": num_bytes,
         "matrices": [dataclasses.asdict(each) for each in matrices],
     }
-    print(json.dumps(report) if arguments.json else _text(report))
+    print(json_text(report) if arguments.json else _text(report))
     return 0
 
 

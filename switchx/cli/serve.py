@@ -47,9 +47,9 @@ the one that runs, which answers until then, and what it has begun.
 EXTRA = ("starlette", "uvicorn", "prometheus_client")
 TOKEN_VARIABLE = "SWITCHX_TOKEN"
 LEAST_TOKEN_LENGTH = 16
-# For the threads to look up from what they compile. With a second for connections to close, a
-# server ends within three of its drain's end.
-STOPPING_S = 1.5
+# For the threads to look up from what they compile. With a second for connections to close, and
+# one on a machine that computes much else, a server ends within three of its drain's end.
+STOPPING_S = 1.0
 # It stands in addresses, labels of metrics and logs.
 _NAME = re.compile(r"[\w.:@+-]{1,100}", re.ASCII)
 

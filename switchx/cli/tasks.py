@@ -3,9 +3,9 @@
 
 import argparse
 import dataclasses
-import json
 
 from switchx.cli import arguments as shared
+from switchx.fields import json_text
 
 DESCRIPTION = """\
 Lists the downstream tasks, or shows an example of one: the text that a model reads, the one
@@ -104,7 +104,7 @@ def _task(arguments: argparse.Namespace):
 
 def _print(about: dict, is_json: bool) -> None:
     if is_json:
-        print(json.dumps(about, ensure_ascii=False))
+        print(json_text(about, ensure_ascii=False))
         return
     for name, value in about.items():
         text = "; ".join(value) if isinstance(value, list) else str(value)
@@ -127,7 +127,7 @@ def _list(arguments: argparse.Namespace) -> int:
         for name, each in DATASETS.items()
     ]
     if arguments.json:
-        print(json.dumps(rows))
+        print(json_text(rows))
         return 0
     from rich.console import Console
     from rich.table import Table

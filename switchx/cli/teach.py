@@ -3,11 +3,11 @@
 
 import argparse
 import functools
-import json
 import pathlib
 
 from switchx.cli import arguments as shared
 from switchx.cli import hosts
+from switchx.fields import json_text
 
 DESCRIPTION = """\
 Reads the batches that a student will be trained on, and writes what its teacher gives to them:
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     report = {"command": "teach", "output": output, "batches": job.train_steps}
     report |= {"top": arguments.top, "bytes_of_files": num_bytes}
     said = f"{output}: {job.train_steps} batches, {num_bytes:,} bytes"
-    print(json.dumps(report) if arguments.json else said)
+    print(json_text(report) if arguments.json else said)
     return 0
 
 

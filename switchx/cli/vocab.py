@@ -34,7 +34,14 @@ def add_command(commands) -> None:
         action="append",
         required=True,
         metavar="FILES",
-        help="text files or folders (.txt, .jsonl, .gz), separated by commas; may be repeated",
+        help="text files or folders (.txt, .jsonl, packed or not, .parquet, .arrow), separated "
+        "by commas; may be repeated",
+    )
+    parser.add_argument(
+        "--text_column",
+        metavar="NAME",
+        help="key or column under which the text stands, as the macro TEXT_COLUMN (default: "
+        "text, or inputs and targets)",
     )
     parser.add_argument(
         "--size",
@@ -70,8 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
     inputs = [[name for name in names.split(",") if name] for names in arguments.input]
     if (rates := _rates(arguments)) is None:
         inputs = [name for names in inputs for name in names]
+    columns = arguments.text_column and (arguments.text_column,)
     path, num_pieces, num_characters, ratio = train_sentencepiece(
-        inputs, arguments.size, arguments.output, arguments.sample_characters, rates
+        inputs, arguments.size, arguments.output, arguments.sample_characters, rates, columns
     )
     print(
         f"{path}: {num_pieces} pieces, trained on {num_characters:,} characters, {ratio:.2f} "

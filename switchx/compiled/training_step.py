@@ -25,6 +25,7 @@ from switchx.compiled.hlo import NO_SHARES
 from switchx.compiled.host_copies import host_copies, noted_strides, share_overlapped
 from switchx.data.loader import with_task_ids
 from switchx.data.mixtures import as_mixture
+from switchx.fields import require
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, forward
 from switchx.moe.config import DISPATCHERS
@@ -158,10 +159,17 @@ def compile_step(
             whose experts are on the devices.
 
     Raises:
-        ValueError: the job does not suit its mesh, or the mesh not the devices.
+        ValueError: the job does not suit its mesh, or the mesh not the devices; its experts
+            are on a disk, whose step is no one program.
     """
     mesh = job.mesh.build(devices)
     job.require_storage(dict(mesh.shape))
+    require(
+        job.storage.experts != "disk",
+        "StorageSpec.experts='disk': a step is a program for each run of blocks, and compile "
+        "compiles one for all of it; use experts='host' or 'device', or "
+        "`switchx plan --storage=disk`, which predicts memory and time",
+    )
     is_described = job.storage.experts == "host" and devices[0].platform == "gpu"
     # Described devices of CUDA have no memories to place arrays in (`compile_lowered`).
     if job.distillation is None:

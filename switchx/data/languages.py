@@ -60,8 +60,13 @@ def mc4(
     return Mixture(tasks(languages), rates, evaluation=evaluated and tasks(evaluated))
 
 
-def language_files(folder: str, languages: tuple[str, ...]) -> tuple[TextFiles, ...]:
-    """A user's own text by language: `de.txt`, `de.txt.gz`, `de.jsonl`, ..., or a folder `de`.
+def language_files(
+    folder: str, languages: tuple[str, ...], columns: tuple[str, ...] | None = None
+) -> tuple[TextFiles, ...]:
+    """A user's own text by language: `de.txt`, `de.txt.gz`, `de.parquet`, ..., or folder `de`.
+
+    Args:
+        columns: as `TextFiles.columns`.
 
     Raises:
         ValueError: no languages, or one that has no such file, or several.
@@ -74,17 +79,17 @@ def language_files(folder: str, languages: tuple[str, ...]) -> tuple[TextFiles, 
         paths = collections.defaultdict(list)
         for path in entries:
             parts = name_of(path.name)
-            if path.name == name or (parts.stem == name and is_text_file(parts)):
+            if path.name == name or (parts.stem == name and is_text_file(parts, columns)):
                 paths[parts.kind].append(path)
         found[name] = [only(same) for same in paths.values()]
         require(
             len(found[name]) == 1,
             f"language {name!r}: expected one of {name}/, {name}.txt, {name}.jsonl "
-            f"(or packed, as .gz) in {root}, got "
+            f"(or packed, as .gz), {name}.parquet in {root}, got "
             f"{', '.join(path.name for path in found[name]) or 'none'}; put it there, or take "
             "the others away",
         )
-    return tuple(TextFiles(str(paths[0])) for paths in found.values())
+    return tuple(TextFiles(str(paths[0]), columns=columns) for paths in found.values())
 
 
 def text_languages(
@@ -93,13 +98,17 @@ def text_languages(
     vocabulary: Vocabulary,
     rates: tuple[float, ...] | ProportionalRates = MT5_RATES,
     objective: TextObjective = SpanCorruption(),
+    columns: tuple[str, ...] | None = None,
 ) -> Mixture:
     """A user's own text in several languages, tasks `text_de`, ...
+
+    Args:
+        columns: as `TextFiles.columns`.
 
     Raises:
         ValueError: as `language_files`.
     """
-    corpora = language_files(folder, languages)
+    corpora = language_files(folder, languages, columns)
     tasks = (
         Task(f"text_{name}", corpus, vocabulary, objective)
         for name, corpus in zip(languages, corpora, strict=True)

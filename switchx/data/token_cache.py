@@ -2,11 +2,12 @@
 """Tokens of a corpus' records, made when they are asked for, or kept on disk.
 
 What is kept lies in `tokens/<corpus>_<key>/` of the data folder: all ids in one file, where
-each sequence ends in another, and a description. The key is of everything that determines the
-ids: the records' content, the vocabulary, the objective and `VERSION`. Another text, vocabulary
-or prefix is made anew under another key, never mixed with what was there. The folder is written
-under another name and renamed when it is whole: a process that is killed leaves nothing that is
-read, and of two that write at once the second drops its copy.
+each sequence ends in another, the CRC-32 of each in a third, and a description. The key is of
+everything that determines the ids: the records' content, the vocabulary, the objective and
+`VERSION`. Another text, vocabulary or prefix is made anew under another key, never mixed with
+what was there. The folder is written under another name and renamed when it is whole: a process
+that is killed leaves nothing that is read, and of two that write at once the second drops its
+copy.
 
 Dims: L length of a sequence in tokens
 """
@@ -18,6 +19,7 @@ import logging
 import os
 import re
 import tempfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -29,11 +31,12 @@ from switchx.data.corpora.corpus import CorpusSource, fingerprint_of
 from switchx.data.features import Example
 from switchx.data.objectives import Objective, RecordObjective
 from switchx.data.tokenizers import Vocabulary
-from switchx.fields import describe
+from switchx.fields import describe, require
 
 # Of what is kept; another number whenever it is made or laid out otherwise.
-VERSION = 1
+VERSION = 2
 _IDS, _ENDS, _DESCRIPTION = "ids.int32", "ends.npy", "description.json"
+_CHECKSUMS, _WAY_OUT = "crc32.npy", "remove the folder, and they are made anew"
 
 _log = logging.getLogger(__name__)
 
@@ -75,13 +78,23 @@ class KeptTokens:
         return (len(self._ends) - 1) // self.sequences_per_record
 
     def __getitem__(self, index: int) -> Example | np.ndarray:
-        """Tokens of record `index`."""
+        """Tokens of record `index`.
+
+        Raises:
+            ValueError: they are not what was written.
+        """
         first = index * self.sequences_per_record
         ends = self._ends[first : first + self.sequences_per_record + 1].tolist()
         parts = [
             np.array(self._ids[start:end])
             for start, end in zip(ends[:-1], ends[1:], strict=True)
         ]
+        expected = self._checksums[first : first + self.sequences_per_record].tolist()
+        require(
+            list(map(zlib.crc32, parts)) == expected,
+            f"the tokens in {self.folder} are damaged: those of record {index} have changed "
+            f"since they were written; {_WAY_OUT}",
+        )
         return Example(*parts) if self.sequences_per_record == 2 else parts[0]
 
     def __getstate__(self) -> dict:
@@ -90,6 +103,10 @@ class KeptTokens:
     @functools.cached_property
     def _ends(self) -> np.ndarray:
         return np.load(self.folder / _ENDS, mmap_mode="r")
+
+    @functools.cached_property
+    def _checksums(self) -> np.ndarray:
+        return np.load(self.folder / _CHECKSUMS, mmap_mode="r")
 
     @functools.cached_property
     def _ids(self) -> np.ndarray:
@@ -150,6 +167,7 @@ def _keep(tokenizer: Tokenizer, folder: Path, description: dict) -> None:
 
 def _write(tokenizer: Tokenizer, folder: Path, description: dict) -> None:
     ends = np.zeros(_sequences(tokenizer) * len(tokenizer) + 1, np.int64)
+    checksums = np.zeros(len(ends) - 1, np.uint32)
     number = 0
     with open(folder / _IDS, "wb") as file:
         for index in range(len(tokenizer)):
@@ -158,10 +176,13 @@ def _write(tokenizer: Tokenizer, folder: Path, description: dict) -> None:
                 (tokens.inputs, tokens.targets) if isinstance(tokens, Example) else (tokens,)
             )
             for part_L in parts:
-                file.write(np.ascontiguousarray(part_L, np.int32))
+                part_L = np.ascontiguousarray(part_L, np.int32)
+                file.write(part_L)
+                checksums[number] = zlib.crc32(part_L)
                 number += 1
                 ends[number] = ends[number - 1] + len(part_L)
     np.save(folder / _ENDS, ends)
+    np.save(folder / _CHECKSUMS, checksums)
     (folder / _DESCRIPTION).write_text(json.dumps(description, indent=2))
 
 
@@ -170,12 +191,13 @@ def _check(kept: KeptTokens, description: dict, num_records: int) -> None:
     try:
         written = json.loads((kept.folder / _DESCRIPTION).read_text())
         num_ids = (kept.folder / _IDS).stat().st_size // np.dtype(np.int32).itemsize
-        found = len(kept), int(kept._ends[-1])
-    except (OSError, EOFError, ValueError) as error:
+        found = len(kept), int(kept._ends[-1]), len(kept._checksums)
+    except Exception as error:  # NumPy's reader of headers raises a dozen kinds
         written, found, num_ids = {}, error, None
-    if written != description or found != (num_records, num_ids):
+    num_sequences = num_records * kept.sequences_per_record
+    if written != description or found != (num_records, num_ids, num_sequences):
         raise ValueError(
             f"the tokens in {kept.folder} are damaged: expected {num_records} records of "
-            f"{num_ids} ids and the description {description}, got {found} and {written}; "
-            "remove the folder, and they are made anew"
+            f"{num_ids} ids in {num_sequences} sequences and the description {description}, "
+            f"got {found} and {written}; {_WAY_OUT}"
         )

@@ -60,6 +60,7 @@ def train_sentencepiece(
     output_dir: str,
     sample_characters: int = SAMPLE_CHARACTERS,
     rates: Rates | None = None,
+    columns: Sequence[str] | None = None,
 ) -> VocabularySummary:
     """Trains on text files and writes `vocabulary.model` and `vocabulary.vocab`, a piece and
     its log probability a line.
@@ -72,6 +73,7 @@ def train_sentencepiece(
         sample_characters: trained on, up to twice as many, drawn evenly from all inputs.
         rates: of the languages, in their order, or of their sizes in characters; then no more
             than `sample_characters` are drawn. None draws from all as if they were one.
+        columns: as `TextFiles.columns`.
 
     Raises:
         ValueError: inputs that are missing, unreadable or empty, a size that does not fit
@@ -86,9 +88,9 @@ def train_sentencepiece(
         output.mkdir(parents=True, exist_ok=True)
     _log.info("reading the text")
     if rates is None:
-        texts = sample_evenly(_texts_of(inputs), sample_characters)
+        texts = sample_evenly(_texts_of(inputs, columns), sample_characters)
     else:
-        readers = [lambda files=files: _texts_of(files) for files in inputs]
+        readers = [lambda files=files: _texts_of(files, columns) for files in inputs]
         texts = sample_at_rates(readers, rates, sample_characters)
     with _written_to(output):
         _log.info("training %d pieces on %d characters", size, sum(map(len, texts)))
@@ -204,12 +206,12 @@ def sample_at_rates(
     return texts
 
 
-def _texts_of(inputs: str | Sequence[str]) -> Iterator[str]:
-    found = find_texts(inputs)
+def _texts_of(inputs: str | Sequence[str], columns: Sequence[str] | None) -> Iterator[str]:
+    found = find_texts(inputs, columns)
     if any(found.left_out.values()):
         _log.info("%s", Account.of("text", found.files, found.left_out))
     for file in found.files:
-        for example in Texts.of([file]).examples(_DOCUMENT_CHARACTERS, Counter()):
+        for example in Texts.of([file], columns).examples(_DOCUMENT_CHARACTERS, Counter()):
             yield from example.values()
 
 

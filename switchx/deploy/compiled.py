@@ -21,6 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from pallas_kernels.aot.tpu_compiler import TOPOLOGIES
 from switchx.compiled.collectives import collectives_by_kind
 from switchx.compiled.devices import describe_devices, run_with_compiler
+from switchx.fields import json_text
 from switchx.inference.run_exported import MANIFEST
 from switchx.partitioning.topology import GENERATIONS, Topology
 from switchx.planner.hardware import hardware_of
@@ -85,7 +86,7 @@ def main(argv: list[str]) -> int:
     mesh = Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=types)
     programs = manifest["programs"][platform]
     found = {each: _compiled(root, programs, each, platform, mesh) for each in PROGRAMS}
-    print(json.dumps(found))
+    print(json_text(found))
     return 0
 
 

@@ -285,6 +285,7 @@ class ExportedModel:
             raise ValueError(f"{MANIFEST} names {name!r}, which is not in {self.folder}")
         if not file.is_file():
             raise ValueError(f"{file} is missing; {again}")
+        _require_no_pointer(file)
         if file.stat().st_size != size:
             raise ValueError(f"{file} has {file.stat().st_size} bytes, not {size}; {again}")
         with file.open("rb") as opened:
@@ -341,8 +342,18 @@ def _platform_name() -> str:
     return {"gpu": "cuda"}.get(name := jax.devices()[0].platform, name)
 
 
+def _require_no_pointer(file: pathlib.Path) -> None:
+    """Raises ValueError for what a clone without Git LFS has in the place of a file."""
+    with file.open("rb") as opened:
+        if opened.read(23) == b"version https://git-lfs":
+            what = f"{file} is a pointer of Git LFS and not the file itself"
+            raise ValueError(f"{what}: run `git lfs pull` in the clone")
+
+
 def _read_manifest(folder: pathlib.Path) -> dict:
     file = folder / MANIFEST
+    if file.is_file():
+        _require_no_pointer(file)
     again = "give a folder of `switchx export`, copied whole"
     try:
         content = json.loads(file.read_bytes())

@@ -10,7 +10,6 @@ from typing import Any
 
 from switchx.data.special_ids import their_ids
 from switchx.fields import require
-from switchx.inference.config import DecodingConfig
 from switchx.interop.tensor_folder import read_json
 
 GENERATION = "generation_config.json"
@@ -68,7 +67,7 @@ def decoding_defaults(
         special_ids: the model's, by which ids of tokens become ours.
 
     Raises:
-        ValueError: an id is none of the vocabulary, or the settings contradict each other.
+        ValueError: an id is none of the vocabulary. Values are not checked otherwise.
     """
     found, unused = {}, {}
     for theirs, ours in _LENGTHS.items():
@@ -96,10 +95,6 @@ def decoding_defaults(
             f"{where}: the tokens {ids!r:.80} are not all of 0 to {vocab_size - 1}; correct it",
         )
         found |= {name: [ours.get(i, i) for i in ids]} if ids else {}
-    try:
-        DecodingConfig(**found)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{where}: {error}; correct the file, or remove it") from error
     for name, value in values.items():
         if name not in _READ + _SILENT and value != _NEUTRAL.get(name) and value:
             unused[name] = value

@@ -4,10 +4,10 @@
 transformers 5 writes no `spiece.model`. The file has all that such a model consists of: the
 pieces of a Unigram model (Kudo 2018, arXiv:1804.10959) and their scores, the compiled character
 map (`precompiled_charsmap`), and the added tokens. The result encodes texts in composed form
-(NFC) as the tokenizer does, but for the texts of padding, end and unknown, which stay texts here,
+(NFC) as the tokenizer does, but for the texts of padding, end and unknown, which stay texts,
 and U+0085, which is no space in T5's character map. Other texts may have other ids: the
-tokenizers library applies the map by grapheme, SentencePiece by code point. What a SentencePiece
-model cannot do is refused with the reason.
+tokenizers library applies the map by grapheme, SentencePiece by code point. What the latter
+cannot do is refused with the reason.
 """
 
 import base64

@@ -31,9 +31,9 @@ MOST_DEVICES = 2**17
 GROUPS_DO_NOT_DIVIDE = "routing groups do not divide over the devices that split the batch"
 SHARES_BY_ROWS = "devices would share routing groups by a ragged all-to-all, which GPUs do not"
 DOES_NOT_FIT = "needs more memory than a device has"
+# Also in `training/storage_exclusions.py`, for a job; here for a workload alone.
 TEACHER_IN_STORAGE = (
-    "a teacher reads the batch beside a student on the devices; use --storage=device, or leave "
-    "the teacher out (DISTILLATION=None)"
+    "a teacher reads the batch beside the whole step of a student on the devices"
 )
 ON_DEVICE = Storage()
 
@@ -122,7 +122,7 @@ def predict(
             cannot be where `storage` has them.
     """
     if workload.teacher is not None and storage.tier != "device":
-        raise ValueError(TEACHER_IN_STORAGE)
+        raise ValueError(f"{TEACHER_IN_STORAGE}; use --storage=device, or DISTILLATION=None")
     use = storage_use(workload, layout, storage, hardware)
     if storage.tier != "device":
         # Backward computes each run of blocks again from its input, whatever the model says.

@@ -193,7 +193,7 @@ class CompletionForm:
 
         def chunk(*choice) -> bytes:
             content = self._json(wanted, [_choice(*choice)]) | usage
-            return _data(_padded(content) if wanted.is_padded else content)
+            return _data(padded(content) if wanted.is_padded else content)
 
         try:
             scored = await self._scored(wanted, events)
@@ -296,7 +296,7 @@ def _data(content: Any) -> bytes:
     return b"data: " + encoded(content) + b"\n\n"
 
 
-def _padded(content: dict[str, Any]) -> dict[str, Any]:
+def padded(content: dict[str, Any]) -> dict[str, Any]:
     """With an `obfuscation` that makes all chunks of a size class equally long."""
     missing = -len(encoded(content)) % CHUNK_BYTES
     return content | {"obfuscation": secrets.token_hex(CHUNK_BYTES)[:missing]}

@@ -204,7 +204,7 @@ class ModelFolder:
         run = RunFolder(self.model_dir)
         newest = checkpoint_paths(run.checkpoints)[:1] if self.step is None else []
         for path in newest:
-            if damage := find_damage(path, checksums=False):
+            if damage := find_damage(path):
                 raise ValueError(f"the newest checkpoint, {path}, is not whole: {damage}")
         model = self.load()
         if model.fingerprint == fingerprint:

@@ -26,6 +26,7 @@ from switchx.models.params import abstract_params, init_params
 from switchx.moe.capacity import rows_of_groups
 from switchx.partitioning.rules import param_sharding
 from switchx.partitioning.ticks import PIPE
+from switchx.planner.search import TEACHER_IN_STORAGE
 from switchx.training.distillation import Teacher, check_teacher, with_weights_of
 from switchx.training.evaluate import eval_step
 from switchx.training.job import TrainingJob
@@ -167,15 +168,15 @@ class DistilledProgram(TrainingProgram):
 
 def require_beside_step(job: TrainingJob) -> None:
     """Raises ValueError where a job has stages, buckets or experts in storage."""
+    job.require_storage({})
     for name, is_used in (
         (f"MeshSpec.{PIPE}={job.mesh.pipe}", job.mesh.pipe > 1),
         (f"StepConfig.bucket_bytes={job.step.bucket_bytes}", job.step.bucket_bytes),
-        (f"StorageSpec.experts={job.storage.experts!r}", job.storage.experts != "device"),
     ):
         require(
             not is_used,
-            f"TrainingJob.distillation with {name}: a teacher reads the batch beside the "
-            "whole step of a student on the devices; leave out one of the two",
+            f"TrainingJob.distillation with {name}: {TEACHER_IN_STORAGE}; leave out one "
+            "of the two",
         )
 
 

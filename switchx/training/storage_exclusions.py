@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
+from switchx.planner.search import TEACHER_IN_STORAGE
 
 # Optimizers that compute nothing over several layers or several experts.
 PER_EXPERT = (AdamW, Adafactor)
@@ -82,7 +83,7 @@ EXCLUSIONS = (
         "TrainingJob.distillation",
         lambda job: job.distillation,
         _is_none,
-        "a teacher reads the batch beside the whole step of a student on the devices",
+        TEACHER_IN_STORAGE,
         "None",
     ),
     Exclusion(

@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.data_dir import write_atomically
 from switchx.data.evaluation import prediction_rows
-from switchx.fields import require, require_at_least
+from switchx.fields import json_text, require, require_at_least
 from switchx.training.metrics import MetricsLog, cut_files_after
 
 # Of an evaluation of one task, what is no metric.
@@ -153,7 +153,7 @@ class TextLog:
                 columns = texts.inputs, texts.targets, texts.predictions
                 first = (column[: self._spec.num_samples] for column in columns)
                 kept = prediction_rows(task, *first)
-                lines += [json.dumps(each, ensure_ascii=False) + "\n" for each in kept]
+                lines += [json_text(each, ensure_ascii=False) + "\n" for each in kept]
                 self._board.write_text(
                     step, f"predictions/{task}", "\n\n".join(map(_shown, kept))
                 )
@@ -174,7 +174,7 @@ class TextLog:
     def write_peaks(self) -> None:
         """Writes the `peaks` of the run's evaluations so far into its folder."""
         if self._is_writer:
-            found = json.dumps(peaks(self._run.validation), indent=2) + "\n"
+            found = json_text(peaks(self._run.validation), indent=2) + "\n"
             write_atomically(self._run.peaks, found.encode())
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who takes the checksum of which part of an array, and what is compared when it is read."""
 
-import dataclasses
 import json
 import zlib
 
@@ -15,8 +14,7 @@ from switchx.checkpoint import manifest, parts
 from switchx.checkpoint.checkpointer import Checkpointer, Retention
 from switchx.checkpoint.items import read_items
 from switchx.checkpoint.run_folder import RunFolder
-from switchx.checkpoint.verify import checkpoint_faults
-from tests.training.train_states import assert_same, damage, filled_state, shapes
+from tests.training.train_states import filled_state
 
 AUTO = (jax.sharding.AxisType.Auto,) * 2
 
@@ -88,41 +86,6 @@ def test_a_list_that_a_process_did_not_write_is_missed(tmp_path):
         parts.read_lists(path / "params")
     with pytest.raises(parts.DamagedCheckpoint, match="one list of each of 2 processes"):
         manifest.write_manifest(path, manifest.read_manifest(path))
-
-
-def test_a_checkpoint_of_before_is_restored_and_verified(tmp_path):
-    """Without lists; its manifest has the CRC-32 of every file."""
-    run = RunFolder(tmp_path)
-    with Checkpointer(run, Retention()) as checkpointer:
-        checkpointer.save(1, filled_state(1))
-    path = run.checkpoints / "1"
-    for file in path.glob(f"*/{parts.LISTS}/*"):
-        file.unlink()
-        file.parent.rmdir()
-    data = path / "data" / "process_0_of_1.json"
-    data.write_text('{"json": null}')
-    about = dataclasses.asdict(manifest.read_manifest(path))
-    del about["files"]
-    (path / "manifest.json").unlink()
-    manifest.manifest.write_manifest(
-        path,
-        "manifest.json",
-        about,
-        "crc32",
-        left_out=("_CHECKPOINT_METADATA", "commit_success.txt"),
-    )
-    with Checkpointer(run, Retention()) as checkpointer:
-        step, state, states = checkpointer.resume(shapes(filled_state(0)))
-    assert (step, states) == (1, [None])
-    assert_same(state, filled_state(1))
-    names = list(manifest.read_manifest(path).files)
-    assert all(crc is not None for _, crc in manifest.read_manifest(path).files.values())
-    for name in names:
-        contents = (path / name).read_bytes()
-        damage(path / name)
-        (fault,) = checkpoint_faults(run, 1)
-        assert fault == f"its file {name} has changed since it was written"
-        (path / name).write_bytes(contents)
 
 
 @pytest.mark.slow  # seven processes

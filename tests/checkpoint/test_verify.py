@@ -14,7 +14,8 @@ from switchx import manifest
 from switchx.checkpoint import items as checkpoint_items
 from switchx.checkpoint import manifest as checkpoint_manifest
 from switchx.checkpoint.checkpointer import Checkpointer, Retention
-from switchx.checkpoint.manifest import Manifest, find_damage, read_manifest, write_manifest
+from switchx.checkpoint.manifest import Manifest, read_manifest, write_manifest
+from switchx.checkpoint.parts import LISTS, MANIFEST
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.checkpoint.verify import checkpoint_faults
 from switchx.training.resume import write_run_config
@@ -104,21 +105,15 @@ def test_every_file_that_is_cut_or_gone_is_named(tmp_path):
 def test_a_flipped_bit_is_named_in_arrays_lists_and_data(tmp_path):
     run = save(tmp_path)
     path = run.checkpoints / str(STEP)
-    files = sorted(read_manifest(path).files)
-    arrays = [name for name in files if "/ocdbt.process_0/d/" in name]
-    assert {name.partition("/")[0] for name in arrays} == {"params", "train_state"}
     lists = [f"{item}/checksums/process_0_of_1.json" for item in ("params", "train_state")]
-    for name in (*arrays, *lists, "data/process_0_of_1.json"):
+    for name in (*lists, "data/process_0_of_1.json"):
         contents = (path / name).read_bytes()
         damage(path / name)
-        faults = checkpoint_faults(run, STEP)
-        if name in arrays:  # those of the process' index are named as what cannot be read
-            assert faults == [] or any("its array" in each for each in faults), name
-        else:
-            assert faults == [f"its file {name} has changed since it was written"]
+        said = f"its file {name} has changed since it was written"
+        assert checkpoint_faults(run, STEP) == [said]
         (path / name).write_bytes(contents)
-    largest = path / max(arrays, key=lambda name: (path / name).stat().st_size)
-    damage(largest)
+    arrays = path.glob("*/ocdbt.process_0/d/*")
+    damage(max(arrays, key=lambda file: file.stat().st_size))
     (fault,) = checkpoint_faults(run, STEP)
     assert fault.startswith("its array ")
 
@@ -181,51 +176,72 @@ def test_a_manifest_of_another_step_or_with_other_fields_is_no_manifest(tmp_path
     write_manifest(folder, Manifest(30, -1.5, {"neg_log_perplexity": -1.5}))
     assert read_manifest(folder) == Manifest(30, -1.5, {"neg_log_perplexity": -1.5})
     moved = folder.rename(tmp_path / "40")
-    assert checkpoint_manifest.find_damage(moved, checksums=False) == (
-        "its manifest.json is of step 30"
-    )
+    assert checkpoint_manifest.find_damage(moved) == ("its manifest.json is of step 30")
     manifest.write_manifest(moved, "manifest.json", {"step": 40}, "crc32")
-    assert checkpoint_manifest.find_damage(moved, checksums=False) == (
-        "its manifest.json is damaged"
-    )
+    assert checkpoint_manifest.find_damage(moved) == ("its manifest.json is damaged")
 
 
-def test_no_byte_of_a_small_file_is_sound_for_verify_and_damaged_for_resume(sound, tmp_path):
-    """A flipped bit in each of them, in turn; of those that are long, samples."""
+def write_manifest_of_before(path, *, has_lists: bool) -> None:
+    """Makes a checkpoint as it was: with lists, then no file has a CRC-32 but they; without,
+    every file has one."""
+    about = vars(read_manifest(path))
+    files = about.pop("files")
+    (path / MANIFEST).unlink()
+    if not has_lists:
+        data = path / "data" / checkpoint_items.data_file()
+        data.write_text(json.dumps({"json": json.loads(data.read_text())["json"]}))
+        for folder in path.glob(f"*/{LISTS}"):
+            shutil.rmtree(folder)
+    bare = {name: [size, crc if LISTS in name else None] for name, (size, crc) in files.items()}
+    known, left_out = bare if has_lists else {}, checkpoint_manifest._COMMIT_FILES
+    manifest.write_manifest(path, MANIFEST, about, "crc32", left_out=left_out, known=known)
+
+
+# Of the two that were: before small files had a CRC-32, and before there were lists.
+AGES = ("now", "lists alone", "no lists")
+
+
+@pytest.mark.parametrize(
+    ("age", "samples"),
+    [(age, 1) for age in AGES]
+    + [pytest.param(age, 16, marks=pytest.mark.slow) for age in AGES],  # a minute or two
+)
+def test_no_flipped_byte_is_sound_for_verify_and_damaged_for_resume(
+    age, samples, sound, tmp_path, monkeypatch
+):
+    """Of each file so many bytes, all where it has no more: both refuse it, or neither does and
+    the state is as it was."""
     run = RunFolder(shutil.copytree(sound.root, tmp_path / "run"))
     path = run.checkpoints / str(STEP)
+    if age != "now":
+        write_manifest_of_before(path, has_lists=age == "lists alone")
+    if age == "no lists":  # some files are not small, and read with the arrays
+        monkeypatch.setattr(checkpoint_manifest, "_SMALL_BYTES", 1000)
     job = make_job(MODEL)
     state = init_state(
         MODEL, job.optimizer.build(job.schedule), seed=0, params=make_params(MODEL)
     )
+    rng = np.random.default_rng(0)
+    with Checkpointer(run, Retention()) as checkpointer:
 
-    def resumes() -> bool:
-        with Checkpointer(run, Retention()) as checkpointer:
+        def resumed() -> list | None:
             try:
-                checkpointer.restore(state, STEP)
+                restored, data = checkpointer.restore(state, STEP)
             except ValueError:
-                return False
-        return True
+                return None
+            return [*(raw(leaf).tobytes() for leaf in jax.tree.leaves(restored)), data]
 
-    descriptions = [
-        name for name, (_, crc) in sorted(read_manifest(path).files.items()) if crc is not None
-    ]
-    assert {name.rpartition("/")[2] for name in descriptions} >= {"_METADATA", "manifest.ocdbt"}
-    assert any("/array_metadatas/" in name for name in descriptions)
-    assert resumes()
-    for name in descriptions:
-        contents = (path / name).read_bytes()
-        for at in range(0, len(contents), 1 if len(contents) < 200 else len(contents) // 40):
-            flipped = bytearray(contents)
-            flipped[at] ^= 1 << at % 8
-            (path / name).write_bytes(flipped)
-            said = f"its file {name} has changed since it was written"
-            assert find_damage(path, checksums=False) == said, at  # by which a resume begins
-        assert checkpoint_faults(run, STEP) == [said]
-        assert not resumes(), name
-        set_aside = [each for each in path.parent.iterdir() if each.name != path.name]
-        assert path.exists() or set_aside
-        if not path.exists():
-            shutil.copytree(sound.checkpoints / str(STEP), path)
-        (path / name).write_bytes(contents)
-    assert checkpoint_faults(run, STEP) == [] and resumes()
+        whole = resumed()
+        assert whole and checkpoint_faults(run, STEP) == []
+        for name, (num_bytes, crc) in sorted(read_manifest(path).files.items()):
+            contents = (path / name).read_bytes()
+            for at in sorted(rng.permutation(num_bytes)[:samples]):
+                flipped = bytearray(contents)
+                flipped[at] ^= 1 << rng.integers(8)
+                (path / name).write_bytes(flipped)
+                found, faults = resumed(), checkpoint_faults(run, STEP)
+                assert found in (None, whole), (name, at)
+                assert bool(faults) == (found is None), (name, at, faults)
+                assert faults or crc is None, (name, at)
+            (path / name).write_bytes(contents)
+        assert resumed() == whole and checkpoint_faults(run, STEP) == []

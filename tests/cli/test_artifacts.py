@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx quantize` and `switchx export`: what they print is what they wrote."""
 
+import dataclasses
 import json
+import os
 import shlex
 
 import pytest
@@ -45,6 +47,32 @@ def test_quantized_report_is_that_of_the_folder(folder, tmp_path, capsys):
     assert (about["source"], about["source_fingerprint"]) == (str(folder), before.fingerprint)
     assert (about["step"], about["method"], about["group_size"]) == (9, "absmax", 8)
     assert after.config.precision.params == "bfloat16"
+
+
+def test_others_may_read_what_the_umask_says(folder, tmp_path):
+    """Of an artifact, an export, a conversion to Hugging Face and one back each file and
+    folder, as the Dockerfile's uid reads what root wrote."""
+    run = save_run(tmp_path / "run", dataclasses.replace(MODEL, activation="relu"))
+    before = os.umask(0o027)
+    theirs = f"{tmp_path}/theirs"
+    decoding = ["--platform=cpu", "--batch_size=1", "--input_length=4", "--max_new_tokens=2"]
+    words = {
+        "artifact": ["quantize", f"--model_dir={folder}", "--bits=8"],
+        "export": ["export", f"--model_dir={folder}", *decoding],
+        "theirs": ["convert", "--to=huggingface", str(run), theirs],
+        "back": ["convert", "--from=huggingface", theirs, f"{tmp_path}/back"],
+    }
+    try:
+        for name, each in words.items():
+            output = [] if each[0] == "convert" else [f"--output={tmp_path / name}"]
+            assert main([*each, *output]) == 0
+    finally:
+        os.umask(before)
+    for name in words:
+        paths = [tmp_path / name, *(tmp_path / name).rglob("*")]
+        assert len(paths) > 3
+        modes = {path: oct(path.stat().st_mode & 0o777) for path in paths}
+        assert modes == {path: "0o750" if path.is_dir() else "0o640" for path in paths}
 
 
 def test_float8_experts_generate(folder, tmp_path, capsys):

@@ -4,6 +4,8 @@
 import dataclasses
 import io
 import json
+import math
+import pathlib
 import re
 import sys
 import types
@@ -15,6 +17,7 @@ import switchx
 from switchx.cli.main import main
 from switchx.cli.text import lines as text
 from switchx.data.objectives import SpanCorruption
+from switchx.inference.score import Score, Scorer
 from switchx.models.config import ModelConfig, SwitchConfig
 from tests.training.jobs import TASK
 from tests.training.saved_runs import save_run
@@ -343,6 +346,26 @@ def test_a_file_goes_on_and_the_sum_is_of_all_its_lines(folder, pairs, tmp_path,
     said = capsys.readouterr().err
     assert "1 of 2 lines are there already" in said
     assert f"2 lines, 6 target tokens: log-likelihood {total:.4f}" in said
+
+
+def test_a_score_that_is_no_number_is_null(folder, pairs, capsys, monkeypatch):
+    scores = [(0, Score(math.nan, 2)), (1, Score(-1.5, 3))]
+    monkeypatch.setattr(Scorer, "__call__", lambda *_: iter(scores))
+    file = pairs("a\tb", "c\td")
+    assert main(["score", f"--model_dir={folder}", f"--input={file}", "--json"]) == 0
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert lines[0] == '{"log_likelihood": null, "num_tokens": 2}'
+    assert json.loads(lines[1])["log_likelihood"] == -1.5 and "nan a token" in captured.err
+
+
+def test_no_command_prints_json_that_may_hold_nan():
+    """What is printed goes through `fields.json_text`; files for ourselves need not."""
+    of_files = {"cli/text/resumable_output.py"}
+    root = pathlib.Path(switchx.__file__).parent
+    for path in (*root.glob("cli/**/*.py"), root / "jobs.py", root / "bench/report.py"):
+        is_of_files = path.relative_to(root).as_posix() in of_files
+        assert is_of_files or "json.dumps" not in path.read_text(), path
 
 
 def test_a_decoder_scores_texts_from_their_beginning(tmp_path, pairs, capsys):

@@ -3,6 +3,8 @@
 
 import pathlib
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from switchx.cli import vocab
@@ -31,6 +33,19 @@ def test_vocabulary_is_written_and_summed_up(corpus, capsys):
     assert vocabulary.decode(vocabulary.encode("expert token")) == "expert token"
 
 
+def test_a_column_is_named_as_in_gin_files(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts = [f"slot {number} of an expert" for number in range(200)]
+    pq.write_table(pa.table({"body": texts, "id": range(200)}), "a.parquet")
+    assert main(["vocab", "--input=a.parquet", "--size=290", "--output=mine"]) == 2
+    assert (
+        "expected the key text, or inputs and targets; got body, id" in capsys.readouterr().err
+    )
+    words = ["--input=a.parquet", "--size=290", "--output=mine", "--text_column=body"]
+    assert main(["vocab", *words]) == 0
+    assert f"trained on {sum(map(len, texts)):,} characters" in capsys.readouterr().out
+
+
 def test_default_sample_is_that_of_training():
     assert vocab.SAMPLE_CHARACTERS == SAMPLE_CHARACTERS
 
@@ -47,11 +62,14 @@ def test_default_sample_is_that_of_training():
         (["--input=corpus.txt", "--size=many"], "argument --size: invalid int value: 'many'"),
         (["--input=corpus.txt", "--size=300", "--sample_characters=0"], "sample_characters=0"),
         (["--input=latin.txt", "--size=300"], "is not UTF-8"),
+        (["--input=deep.jsonl", "--size=300"], "deep.jsonl:2: nested too deeply; flatten it"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused(corpus, capsys, options, said):
     pathlib.Path("empty").mkdir()
     pathlib.Path("latin.txt").write_bytes("über".encode("latin-1"))
+    deep = '{"text": "a", "more": ' + "[" * 200_000 + "]" * 200_000 + "}"
+    pathlib.Path("deep.jsonl").write_text('{"text": "a slot"}\n' + deep)
     assert main(["vocab", *options, "--output=mine"]) == 2
     error = capsys.readouterr().err
     assert said in error and "Traceback" not in error

@@ -4,6 +4,8 @@
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tensorflow_datasets.text import c4 as tfds_c4
 
@@ -71,6 +73,15 @@ def test_a_users_languages_are_trained_and_evaluated_apart(folder):
     # Other rates, another vocabulary.
     other = CorpusVocabulary(corpora, 380, 10, 1000, data_dir=str(folder))
     assert other.fingerprint() != vocabulary.fingerprint()
+
+
+def test_a_language_may_be_a_table_with_a_column_of_another_name(tmp_path):
+    pq.write_table(pa.table({"body": sentences(20)}), tmp_path / "en.parquet")
+    (corpus,) = languages.language_files(str(tmp_path), ("en",), ("body",))
+    splits = [corpus.open(split, str(tmp_path)) for split in ("train", "validation")]
+    assert sum(map(len, splits)) == 20
+    with refused("<any>en.parquet: expected the key text, <any>; got body<any>"):
+        languages.language_files(str(tmp_path), ("en",))[0].open("train", str(tmp_path))
 
 
 def test_files_of_languages_are_named_if_they_are_not_there(folder):

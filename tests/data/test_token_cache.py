@@ -96,13 +96,31 @@ def test_damage_is_refused(tmp_path):
         ("ids.int32", whole[:-4]),
         ("description.json", b"{}"),
         ("ends.npy", b""),
+        ("crc32.npy", b""),
     ):
         before = (folder / name).read_bytes()
         (folder / name).write_bytes(content)
         with refused(f"the tokens in {folder} are damaged"):
             kept(task, tmp_path)
         (folder / name).write_bytes(before)
-    kept(task, tmp_path)
+
+    def ids_of_all() -> list:
+        opened = kept(task, tmp_path)
+        return [[part.tolist() for part in opened[i][:2]] for i in range(3)]
+
+    whole = ids_of_all()
+    for name in ("ids.int32", "ends.npy", "crc32.npy"):  # any byte that is another one
+        before = (folder / name).read_bytes()
+        for at in range(len(before)):
+            flipped = bytes([before[at] ^ 1 << at % 8])
+            (folder / name).write_bytes(before[:at] + flipped + before[at + 1 :])
+            try:
+                found = ids_of_all()
+            except ValueError as error:
+                assert str(error).startswith(f"the tokens in {folder} are damaged")
+            else:  # in a header, where it says nothing
+                assert found == whole and name != "ids.int32"
+        (folder / name).write_bytes(before)
 
 
 def _keep(folder, barrier, results):

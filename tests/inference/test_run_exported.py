@@ -231,6 +231,9 @@ def test_damaged_files_are_named_with_the_way_to_make_them_again(copy, name):
         (copy / name).unlink() if changed is None else (copy / name).write_bytes(changed)
         with refused(f"{copy / name} {said}; {again}"):
             ExportedModel(copy)
+    (copy / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n")
+    with refused(f"{copy / name} is a pointer of Git LFS <any>: run `git lfs pull` in<any>"):
+        ExportedModel(copy)
 
 
 def test_a_manifest_that_is_missing_changed_or_of_another_format(copy, tmp_path):

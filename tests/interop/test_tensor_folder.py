@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from switchx.data.tokenizers import SentencePieceVocabulary
 from switchx.data.vocabularies import load_vocabulary
+from switchx.inference.run_exported import ExportedModel
 from switchx.interop.t5x import T5XFolder
 from switchx.interop.tensor_folder import (
     INDEX,
@@ -25,6 +26,8 @@ from switchx.interop.tensor_folder import (
     write_safetensors,
 )
 from switchx.interop.tokenizer_json import sentencepiece_model
+from switchx.manifest import read_manifest
+from switchx.npz import read_arrays
 from tests.data.refusals import refused
 from tests.interop.folders import SWITCH, D, F, H, K
 
@@ -178,17 +181,24 @@ def test_pointers_of_git_lfs_for_weights(tmp_path, name):
         TensorFolder(tmp_path)
 
 
-def test_pointers_of_git_lfs_for_vocabularies(tmp_path):
+def test_pointers_of_git_lfs_for_vocabularies_and_what_we_write(tmp_path):
     said = "is a pointer of Git LFS and not the file itself: run `git lfs pull` in the clone"
     for name, read in (
         ("spiece.model", lambda file: SentencePieceVocabulary(str(file)).num_pieces),
         ("tokenizer.json", sentencepiece_model),
         ("vocabulary.json", lambda file: load_vocabulary(file.parent)),
         ("checkpoint", lambda file: T5XFolder(file.parent)),
+        ("export.json", lambda file: ExportedModel(file.parent)),
     ):
         (tmp_path / name).write_text(POINTER)
         with refused(f"{tmp_path}<any>{said}"):
             read(tmp_path / name)
+    for read in (  # to be said after the name of the folder, or of the file
+        lambda file: read_arrays(file, {}),
+        lambda file: read_manifest(file.parent, file.name, "sha256"),
+    ):
+        with refused(said):
+            read(tmp_path / "export.json")
 
 
 @pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o077, 0o600), (0o027, 0o640)])

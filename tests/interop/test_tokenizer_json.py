@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tokenizer.json` alone: the ids are those of transformers' tokenizer, whatever the text."""
+"""`tokenizer.json` alone: the ids are those of transformers' tokenizer, of many odd texts."""
 
 import json
 import random

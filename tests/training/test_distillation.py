@@ -356,7 +356,7 @@ def test_what_cannot_be_taught_is_refused_before_anything_is_computed(teacher_ru
     refuse("no complete checkpoint of step 3", settings={"step": 3})
     refuse("distillation with StepConfig.bucket_bytes=1024", step=StepConfig(bucket_bytes=1024))
     refuse("distillation with MeshSpec.pipe=2", mesh=MeshSpec(pipe=2))
-    refuse("distillation with StorageSpec.experts='host'", SPARSE, storage=StorageSpec("host"))
+    refuse("() with StorageSpec.experts='host': a teacher", SPARSE, storage=StorageSpec("host"))
     refuse("init_from='runs/a' with Distillation.starts_from_teacher", init_from="runs/a")
     for settings in ({"soft_weight": 0}, {"soft_weight": 1.5}, {"temperature": 0.0}):
         (name,) = settings

@@ -13,7 +13,7 @@ from typing import Literal
 
 from switchx.data.corpora.corpus import CorpusSource, fingerprint_of, require_split
 from switchx.data.corpora.prepared import Recipe, open_prepared
-from switchx.data.corpora.tfds_folder import find_folder, plain
+from switchx.data.corpora.tfds_folder import find_folder
 from switchx.fields import check_choices, require
 
 
@@ -71,7 +71,7 @@ class C4:
             )
 
         def make_splits() -> dict[str, Iterator[dict[str, str]]]:
-            return {split: ({"text": plain(e["text"])} for e in folder.examples(stored_split))}
+            return {split: ({"text": e["text"]} for e in folder.examples(stored_split))}
 
         name = f"{self.name.replace('/', '_')}_{split}".replace(".", "_").replace("-", "_")
         key = fingerprint_of("c4 1", folder.folder, folder.fingerprint(stored_split))

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 from switchx.data.corpora.packed_files import name_of
+from switchx.data.corpora.sound_records import SoundRecords
 from switchx.object_store import Folder
 
 # Of files that are left out for one reason; all are counted.
@@ -96,12 +97,20 @@ class CorpusSource:
 
         Raises:
             IndexError: `index` is not in [0, len).
+            ValueError: it cannot be read, or is not UTF-8; names file, record and way out.
         """
         if not 0 <= index < len(self.records):
             raise IndexError(f"{self.name} has {len(self.records)} examples; index={index}")
         record = self.records[int(index)]
         texts = {field: record[field] for field in self.fields}
-        return {f: t if isinstance(t, str) else t.decode() for f, t in texts.items()}
+        try:
+            return {f: t if isinstance(t, str) else t.decode() for f, t in texts.items()}
+        except UnicodeDecodeError as error:
+            if isinstance(self.records, SoundRecords):
+                raise self.records.refusal(index, error) from error
+            raise ValueError(
+                f"{self.name}: example {index} is not UTF-8 ({error}); correct it"
+            ) from error
 
 
 class Corpus(Protocol):

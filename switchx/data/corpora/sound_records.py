@@ -54,11 +54,15 @@ class SoundRecords:
         except MemoryError:
             raise
         except Exception as error:  # of several libraries, which have no class in common
-            ends = np.cumsum(self.lengths)
-            number = int(np.searchsorted(ends, index, side="right"))
-            place = index - int(ends[number]) + self.lengths[number]
-            said = " ".join(str(error).split())[:300] or type(error).__name__
-            raise ValueError(
-                f"{self.name}: record {place} of {self.files[number]} cannot be read: {said}; "
-                f"{self.way_out}"
-            ) from error
+            raise self.refusal(index, error) from error
+
+    def refusal(self, index: int, error: Exception) -> ValueError:
+        """Names file, record and the way out."""
+        ends = np.cumsum(self.lengths)
+        number = int(np.searchsorted(ends, index, side="right"))
+        place = index - int(ends[number]) + self.lengths[number]
+        said = " ".join(str(error).split())[:300] or type(error).__name__
+        return ValueError(
+            f"{self.name}: record {place} of {self.files[number]} cannot be read: {said}; "
+            f"{self.way_out}"
+        )

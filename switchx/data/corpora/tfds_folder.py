@@ -65,7 +65,7 @@ class TfdsFolder:
             documents={split: each.num_examples for split, each in infos.items()},
         )
 
-    def records(self, split: str) -> Sequence[dict[str, Any]]:
+    def records(self, split: str) -> SoundRecords:
         """Random access to the examples of a split, as TFDS decodes them.
 
         Raises:
@@ -85,23 +85,36 @@ class TfdsFolder:
         return self._sound(_Parsed(files, self.builder.info.features), split)
 
     def _sound(self, records: Sequence[dict[str, Any]], split: str) -> SoundRecords:
-        way_out = f"get the file anew, or remove {self.folder} and prepare the data set again"
         name = f"{self.builder.info.full_name}, {split}"
-        return SoundRecords.of_split(name, records, self.builder, split, way_out)
+        return SoundRecords.of_split(name, records, self.builder, split, self._way_out)
 
     def examples(self, split: str) -> Iterator[dict[str, Any]]:
-        """The examples of a split one after another, from any of the formats.
+        """The examples of a split one after another, from any of the formats, as of `plain`.
 
         Raises:
             ValueError: as `records`, but files may be packed; or one that is damaged.
         """
+        features = self.builder.info.features
         if self.builder.info.file_format is _FORMATS.ARRAY_RECORD:
             records = self.records(split)
-            yield from (records[i] for i in range(len(records)))
+            for i in range(len(records)):
+                try:
+                    yield plain(records[i], features)
+                except UnicodeDecodeError as error:
+                    raise records.refusal(i, error) from error
             return
-        features = self.builder.info.features
         for path in self._tf_records(split):
-            yield from map(features.deserialize_example_np, read_records(path))
+            for number, data in enumerate(read_records(path)):
+                try:
+                    yield plain(features.deserialize_example_np(data), features)
+                except Exception as error:  # of protocol buffers and TFDS
+                    said = " ".join(str(error).split())[:300]
+                    what = f"record {number} of {path} cannot be read: {said}"
+                    raise ValueError(f"{what}; {self._way_out}") from error
+
+    @property
+    def _way_out(self) -> str:
+        return f"get the file anew, or remove {self.folder} and prepare the data set again"
 
     def is_packed(self, split: str) -> bool:
         """Whether a file of the split was packed by gzip."""

@@ -18,7 +18,7 @@ from switchx.data.corpora.found_files import FoundFiles
 from switchx.data.corpora.packed_files import name_of
 from switchx.data.corpora.prepared import Recipe, open_prepared
 from switchx.data.corpora.raw_files import KINDS, RawFile, Row, has_rows
-from switchx.data.corpora.tfds_folder import TfdsFolder, find_folder, plain
+from switchx.data.corpora.tfds_folder import TfdsFolder, find_folder
 from switchx.data.data_dir import local_or_none
 from switchx.data.downstream.texts import TextExample
 from switchx.fields import require
@@ -79,10 +79,10 @@ def rows_of_tfds(name: str, data_dir: str | None) -> Rows:
 
 def _tfds_rows(folder: TfdsFolder, split: str) -> SplitRows:
     key = (folder.folder, folder.fingerprint(split))
-    account, features = folder.account("", split), folder.builder.info.features
+    account = folder.account("", split)
 
     def read(tally: Counter) -> Iterator[Row]:
-        return counted((plain(row, features) for row in folder.examples(split)), tally)
+        return counted(folder.examples(split), tally)
 
     return SplitRows(read, key, account)
 

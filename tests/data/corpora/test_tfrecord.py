@@ -71,6 +71,51 @@ def test_all_examples_in_both_formats(folder, tmp_path):
     assert found.fingerprint("train") != found.fingerprint("validation")
 
 
+@pytest.mark.parametrize("form", ["array_record", "tfrecord", "packed"])
+def test_a_text_that_is_not_utf8_is_named_with_its_record(tmp_path, form):
+    """In the middle of a split, and whoever reads it: a task by number, or what prepares it."""
+    rows = [{"text": "an expert"}, {"text": b"\xff gate"}, {"text": "a slot"}]
+    write(tmp_path, "c4/en", {"text": tfds.features.Text()}, train=rows)
+    folder = tmp_path / "c4/en/1.0.0"
+    path = next(iter(folder.glob("*array_record*")))
+    if form != "array_record":
+        (path,) = as_tf_records(folder, shards=1)
+    name = path.name
+    if form == "packed":
+        name = f"{path.name}.gz"
+        path.with_name(name).write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    said = (
+        f"<any>record 1 of {folder / name} cannot be read: 'utf-8' codec can't decode byte "
+        f"0xff<any>; get the file anew, or remove {folder} and prepare the data set again"
+    )
+    with refused(said):
+        list(find_folder("c4/en", str(tmp_path)).examples("train"))
+    with refused(said):
+        source = C4().open("train", str(tmp_path))
+        assert (source[0]["text"], source[2]["text"]) == ("an expert", "a slot")
+        source[1]
+
+
+def test_a_record_that_is_damaged_in_the_middle_is_named(tmp_path):
+    texts = ["".join(f"{number} {i} " for i in range(9000)) for number in range(40)]
+    rows = [{"text": text} for text in texts]
+    write(tmp_path, "c4/en", {"text": tfds.features.Text()}, train=rows)
+    (path,) = (tmp_path / "c4/en/1.0.0").glob("*array_record*")
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 64] = bytes(64)
+    path.write_bytes(content)
+    source, refusals = C4().open("train", str(tmp_path)), []
+    for index in range(len(source)):
+        try:
+            assert source[index] == rows[index]
+        except ValueError as error:
+            refusals.append(str(error))
+            assert f": record {index} of {path} cannot be read: " in str(error)
+    assert 0 < len(refusals) < len(rows)
+
+
 def test_c4_as_it_lies_on_disks(folder, tmp_path):
     """The same corpus from ArrayRecord, TFRecord, and TFRecord packed by gzip."""
 
