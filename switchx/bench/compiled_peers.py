@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.launches import recorded_launches
-from switchx.bench import compiled_layer
+from switchx.bench import compiled_layer, compiled_step
 from switchx.bench.compiled_layer import (
     described_chip,
     group_sizes,
