@@ -40,7 +40,6 @@ from switchx.bench.peers.layers import (
     maxtext_forward,
 )
 from switchx.bench.peers.pallas_grids import pallas_launches
-from switchx.compiled import compiled_step
 from switchx.compiled import report as compiled
 from switchx.compiled.devices import describe_devices
 from switchx.compiled.flops import matrix_flops
