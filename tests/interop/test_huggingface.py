@@ -129,7 +129,7 @@ def test_what_becomes_of_tokens_without_a_slot(tmp_path):
 
 def test_the_vocabulary_comes_along(tmp_path):
     (tmp_path / "text.txt").write_text("".join(sentences(200)))
-    train_sentencepiece([str(tmp_path / "text.txt")], 100, str(tmp_path))
+    train_sentencepiece([str(tmp_path / "text.txt")], 300, str(tmp_path))
     mine = tmp_path / "vocabulary.model"
     folder, _ = huggingface_folder(tmp_path / "a", vocabulary=mine)
     assert read_checkpoint(folder).vocabulary == folder / "spiece.model"
