@@ -18,9 +18,16 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def check_grouped(
-    x_RD, w_EDF, group_sizes_E, w_gate_EDF=None, *, transpose_w=False, group_offset=None,
-    preferred_element_type=None, **epilogue,
-) -> tuple[int, int, int]:  # fmt: skip
+    x_RD,
+    w_EDF,
+    group_sizes_E,
+    w_gate_EDF=None,
+    *,
+    transpose_w=False,
+    group_offset=None,
+    preferred_element_type=None,
+    **epilogue,
+) -> tuple[int, int, int]:
     """(E, D, F); raises ValueError where these are not the operands of `grouped_matmul`."""
     meaning = "[experts, outputs, inputs]" if transpose_w else "[experts, inputs, outputs]"
     _check_array("w_EDF", w_EDF, meaning, 3, DTYPES)
@@ -40,9 +47,15 @@ def check_grouped(
 
 
 def check_quantized(
-    x_RD, w: QTensor, group_sizes_E, w_gate=None, *, group_offset=None,
-    preferred_element_type=None, **epilogue,
-) -> None:  # fmt: skip
+    x_RD,
+    w: QTensor,
+    group_sizes_E,
+    w_gate=None,
+    *,
+    group_offset=None,
+    preferred_element_type=None,
+    **epilogue,
+) -> None:
     """Raises ValueError where these are not the operands of `quantized_grouped_matmul`."""
     for name, each in {"w": w, **({} if w_gate is None else {"w_gate": w_gate})}.items():
         if not isinstance(each, QTensor):

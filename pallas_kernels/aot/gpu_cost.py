@@ -110,10 +110,14 @@ def left_out() -> list[dict[str, Any]]:
         launch_s, tile_cycles = fitted(tuple(each for each in MEASURED if each != cell))
         tiles, known_s = _terms(cell)
         expected_us = 1e6 * (launch_s + tiles * tile_cycles / CLOCK_HZ + known_s)
-        rows.append({
-            "measured": f"{cell.weights}, rows {cell.rows}", "us": cell.us,
-            "expected_us": expected_us, "ratio": expected_us / cell.us,
-        })  # fmt: skip
+        rows.append(
+            {
+                "measured": f"{cell.weights}, rows {cell.rows}",
+                "us": cell.us,
+                "expected_us": expected_us,
+                "ratio": expected_us / cell.us,
+            }
+        )
     return rows
 
 
@@ -237,11 +241,16 @@ def predictions(card: str = "H200") -> list[dict[str, Any]]:
     for name, case in benchmark_cases().items():
         if case.direction == "forward" and name.endswith(" few"):
             found = predict(_table()[name], case, card)
-            rows.append({
-                "product": name, "expected_us": 1e6 * found.seconds, "bound": found.bound,
-                "products_us": 1e6 * found.products_s, "memory_us": 1e6 * found.memory_s,
-                "tiles": found.tiles,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "product": name,
+                    "expected_us": 1e6 * found.seconds,
+                    "bound": found.bound,
+                    "products_us": 1e6 * found.products_s,
+                    "memory_us": 1e6 * found.memory_s,
+                    "tiles": found.tiles,
+                }
+            )
     return rows
 
 
@@ -380,10 +389,13 @@ def occupancies() -> list[dict[str, Any]]:
         for active in (1, 2, 4, 8, EXPERTS):
             op = "grouped_matmul" if bits is None else "quantized_grouped_matmul"
             case = Case(op, ROWS["few"] * active, D, F, EXPERTS, bits=bits)
-            rows.append({
-                "product": f"int{bits} {D}x{F}" if bits else f"bfloat16 {D}x{F}",
-                "active": active, **occupancy(case, active),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "product": f"int{bits} {D}x{F}" if bits else f"bfloat16 {D}x{F}",
+                    "active": active,
+                    **occupancy(case, active),
+                }
+            )
     return rows
 
 

@@ -127,11 +127,16 @@ def means(measured: Measured) -> list[dict[str, Any]]:
                 groups.setdefault(key, []).append(speedup(each, ours))
     return [
         {
-            "matrix": "geometric mean", "active": active, "experts": experts, "tokens": tokens,
-            "load": load, "contender": name, "speedup": geometric_mean(values),
+            "matrix": "geometric mean",
+            "active": active,
+            "experts": experts,
+            "tokens": tokens,
+            "load": load,
+            "contender": name,
+            "speedup": geometric_mean(values),
         }
         for (active, experts, tokens, load, name), values in groups.items()
-    ]  # fmt: skip
+    ]
 
 
 def checks(measured: Measured) -> list[dict[str, Any]]:

@@ -100,12 +100,18 @@ def tune_one(cell: Cell, bits: int | None, rounds: int, cache: dict):
         best = tilings[0]
     name = module.__name__.rpartition(".")[2]
     row = {
-        "matrix": f"{D}x{F}", "experts": E, "rows": R,
-        "weights": f"int{bits}" if bits else jnp.dtype(dtype).name, "implementation": name,
-        "tiling": json.dumps(dataclasses.asdict(best)), "us": 1e6 * contenders[best].median_s,
-        "default_us": 1e6 * default.median_s, "speedup": speedup(contenders[best], default),
-        "measured": len(contenders), "did_not_compile": len(dropped),
-    }  # fmt: skip
+        "matrix": f"{D}x{F}",
+        "experts": E,
+        "rows": R,
+        "weights": f"int{bits}" if bits else jnp.dtype(dtype).name,
+        "implementation": name,
+        "tiling": json.dumps(dataclasses.asdict(best)),
+        "us": 1e6 * contenders[best].median_s,
+        "default_us": 1e6 * default.median_s,
+        "speedup": speedup(contenders[best], default),
+        "measured": len(contenders),
+        "did_not_compile": len(dropped),
+    }
     return Key.of(op, name, dtype, bits, None, R, D, F, E), best, row
 
 

@@ -78,10 +78,17 @@ def grouped_matmul(
             damaged file of tuned tilings. Nothing has been launched then.
     """
     E, D, F = check_grouped(
-        x_RD, w_EDF, group_sizes_E, w_gate_EDF, transpose_w=transpose_w,
-        group_offset=group_offset, preferred_element_type=preferred_element_type,
-        bias_EF=bias_EF, activation=activation, gate_R=gate_R,
-    )  # fmt: skip
+        x_RD,
+        w_EDF,
+        group_sizes_E,
+        w_gate_EDF,
+        transpose_w=transpose_w,
+        group_offset=group_offset,
+        preferred_element_type=preferred_element_type,
+        bias_EF=bias_EF,
+        activation=activation,
+        gate_R=gate_R,
+    )
     R = x_RD.shape[0]
     module = choose(
         "grouped_matmul",
@@ -93,9 +100,13 @@ def grouped_matmul(
     if tiling is None and not interpret and w_gate_EDF is None and not transpose_w:
         tiling = tuned_tiling(module, x_RD.dtype, None, None, R, D, F, E)
     settings = _Settings(
-        module, activation, tiling, interpret, transpose_w,
+        module,
+        activation,
+        tiling,
+        interpret,
+        transpose_w,
         jnp.dtype(preferred_element_type or x_RD.dtype),
-    )  # fmt: skip
+    )
 
     def multiply(x_RD, gate_R, group_sizes_E):
         operands = _Operands(x_RD, w_EDF, w_gate_EDF, bias_EF, gate_R, group_sizes_E)
@@ -152,11 +163,19 @@ class _Operands(NamedTuple):
 def _run(settings: _Settings, operands: _Operands, *, has_residual: bool):
     w, *w_gate = operands.matrices()
     return settings.module.forward(
-        operands.x_RD, w, operands.group_sizes_E, w_gate=w_gate[0] if w_gate else None,
-        bias_EF=operands.bias_EF, activation=settings.activation, gate_R=operands.gate_R,
-        has_residual=has_residual, transpose_w=settings.transpose_w, tiling=settings.tiling,
-        out_dtype=settings.out_dtype, **settings.options,
-    )  # fmt: skip
+        operands.x_RD,
+        w,
+        operands.group_sizes_E,
+        w_gate=w_gate[0] if w_gate else None,
+        bias_EF=operands.bias_EF,
+        activation=settings.activation,
+        gate_R=operands.gate_R,
+        has_residual=has_residual,
+        transpose_w=settings.transpose_w,
+        tiling=settings.tiling,
+        out_dtype=settings.out_dtype,
+        **settings.options,
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -182,9 +201,12 @@ def _grouped_backward(settings: _Settings, saved, dy_RF):
 
     def input_gradient(da_RF, w_EDF):
         return settings.module.forward(
-            da_RF.astype(x_RD.dtype), w_EDF, group_sizes_E,
-            transpose_w=not settings.transpose_w, **settings.options,
-        )  # fmt: skip
+            da_RF.astype(x_RD.dtype),
+            w_EDF,
+            group_sizes_E,
+            transpose_w=not settings.transpose_w,
+            **settings.options,
+        )
 
     if residual is None:
         # The product is linear: the gates' gradient is that of the ungated rows times x.

@@ -69,8 +69,9 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def default_tiling(R: int, D: int, F: int, E: int, dtype=jnp.bfloat16,
-                   num_matrices: int = 1) -> Tiling:  # fmt: skip
+def default_tiling(
+    R: int, D: int, F: int, E: int, dtype=jnp.bfloat16, num_matrices: int = 1
+) -> Tiling:
     """The tiling by rows per expert: deep steps for few, wide tiles for many.
 
     With few rows the time is that of reading the weights. Two matrices have an accumulator
@@ -82,23 +83,43 @@ def default_tiling(R: int, D: int, F: int, E: int, dtype=jnp.bfloat16,
     tiling = dataclasses.replace(tiling, splits=default_splits(tiling, R, D, F, E))
     panel = F if tile_n <= 64 else default_panel(tiling, D, F, 16, num_matrices)
     return fitted(
-        dataclasses.replace(tiling, panel=panel), dtype, dtype, most=6,
+        dataclasses.replace(tiling, panel=panel),
+        dtype,
+        dtype,
+        most=6,
         num_matrices=num_matrices,
-    )  # fmt: skip
+    )
 
 
 def candidates(R: int, D: int, F: int, E: int, dtype=jnp.bfloat16) -> list[Tiling]:
     """Tilings worth a measurement, the default first."""
     return candidates_around(
-        default_tiling(R, D, F, E, dtype), R, F, E, (64, 128), dtype, dtype,
+        default_tiling(R, D, F, E, dtype),
+        R,
+        F,
+        E,
+        (64, 128),
+        dtype,
+        dtype,
         lambda tiling: checked(tiling, D, dtype, dtype),
-    )  # fmt: skip
+    )
 
 
-def forward(x_RD, w, group_sizes_E, *, w_gate=None, bias_EF=None,
-            activation: str | None = None, gate_R=None, has_residual: bool = False,
-            transpose_w: bool = False, out_dtype=None, tiling: Tiling | None = None,
-            interpret: bool = False):  # fmt: skip
+def forward(
+    x_RD,
+    w,
+    group_sizes_E,
+    *,
+    w_gate=None,
+    bias_EF=None,
+    activation: str | None = None,
+    gate_R=None,
+    has_residual: bool = False,
+    transpose_w: bool = False,
+    out_dtype=None,
+    tiling: Tiling | None = None,
+    interpret: bool = False,
+):
     """As `api.grouped_matmul`; with `transpose_w` w is `[E, F, D]`.
 
     Swizzled copies need multiples of 64 in D and F. Others are padded here, which copies rows
@@ -145,17 +166,25 @@ def forward(x_RD, w, group_sizes_E, *, w_gate=None, bias_EF=None,
         bias_EF=bias_EF, activation=activation, gate_R=gate_R, has_residual=has_residual
     )
     results = swap_ab(
-        x, matrices, tiles, tiling, _weights(transpose_w, x_RD.dtype, tiling, mosaic), epilogue,
-        mosaic, num_rows=num_rows, name="grouped_matmul",
-    )  # fmt: skip
+        x,
+        matrices,
+        tiles,
+        tiling,
+        _weights(transpose_w, x_RD.dtype, tiling, mosaic),
+        epilogue,
+        mosaic,
+        num_rows=num_rows,
+        name="grouped_matmul",
+    )
     y_RF, *residual = finished(
         results, x_RD, features, tiling, bound_B[1 : len(w) + 1], epilogue, out_dtype
     )
     return (y_RF, tuple(residual)) if has_residual else y_RF
 
 
-def finished(results, x_RD, features: int, tiling: Tiling, end_E, epilogue: Epilogue,
-             out_dtype=None) -> list:  # fmt: skip
+def finished(
+    results, x_RD, features: int, tiling: Tiling, end_E, epilogue: Epilogue, out_dtype=None
+) -> list:
     """The kernel's results as `[R, F]` arrays; float32 sums get their epilogue.
 
     The first is in `out_dtype`, others, and where that is None all, in the dtype of x.
@@ -176,8 +205,15 @@ def finished(results, x_RD, features: int, tiling: Tiling, end_E, epilogue: Epil
     ]
 
 
-def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | None = None,
-                    interpret: bool = False):  # fmt: skip
+def weight_gradient(
+    x_RD,
+    dy_RF,
+    group_sizes_E,
+    *,
+    out_dtype,
+    tiling: Tiling | None = None,
+    interpret: bool = False,
+):
     """`dw_e = x_e^T dy_e` over the rows of each expert, `[E, D, F]`; zero without rows.
 
     Raises:

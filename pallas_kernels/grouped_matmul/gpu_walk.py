@@ -61,12 +61,15 @@ class Walk:
         They depend on nothing else: runs with as many tiles add up in the same order.
         """
         tiling = self.tiling
-        return np.asarray([
-            best_parts(
-                tiles * self.feature_tiles, self.depth_steps, tiling.splits, tiling.num_sms
-            )
-            for tiles in range(most_tiles + 1)
-        ], np.int32)  # fmt: skip
+        return np.asarray(
+            [
+                best_parts(
+                    tiles * self.feature_tiles, self.depth_steps, tiling.splits, tiling.num_sms
+                )
+                for tiles in range(most_tiles + 1)
+            ],
+            np.int32,
+        )
 
     def of_run(self, tiles: RowTiles) -> "Walk":
         """The walk with the parts of D that the tiles of a run ask for."""
@@ -177,8 +180,9 @@ def _in_panels(index, rows, columns: int, panel: int):
     return row, which * panel + rest - row * width
 
 
-def copied_bytes(group_sizes_E, *, walk: Walk, num_rows: int, x, w, num_matrices: int, extras,
-            results):  # fmt: skip
+def copied_bytes(
+    group_sizes_E, *, walk: Walk, num_rows: int, x, w, num_matrices: int, extras, results
+):
     """Bytes from and to memory of each operand and result, behind a cache (`launches.Cache`).
 
     Args:

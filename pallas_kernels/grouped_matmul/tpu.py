@@ -79,17 +79,30 @@ def forward(
     if tiling is None:
         num_matrices = 1 if w_gate is None else 2
         problem = Problem.of(
-            R, D, F, w.shape[0], x_RD.dtype, w.dtype, num_matrices=num_matrices,
-            num_results=1 + num_matrices if has_residual else 1, out_dtype=out_dtype,
-        )  # fmt: skip
+            R,
+            D,
+            F,
+            w.shape[0],
+            x_RD.dtype,
+            w.dtype,
+            num_matrices=num_matrices,
+            num_results=1 + num_matrices if has_residual else 1,
+            out_dtype=out_dtype,
+        )
         tiling = tpu_tiling.candidates(problem)[0]
     return multiply_rows(
-        x_RD, w, group_sizes_E, tiling=tiling, is_output_major=transpose_w, w_gate=w_gate,
+        x_RD,
+        w,
+        group_sizes_E,
+        tiling=tiling,
+        is_output_major=transpose_w,
+        w_gate=w_gate,
         epilogue=Epilogue(
             bias_EF=bias_EF, activation=activation, gate_R=gate_R, has_residual=has_residual
         ),
-        out_dtype=out_dtype, interpret=interpret,
-    )  # fmt: skip
+        out_dtype=out_dtype,
+        interpret=interpret,
+    )
 
 
 def weight_gradient(
@@ -115,14 +128,20 @@ def weight_gradient(
     num_bytes = R * D * num_blocks(F, tiling.block_F) * x_RD.dtype.itemsize
     num_bytes += R * F * num_blocks(D, tiling.block_D) * dy_RF.dtype.itemsize
     [dw_EDF] = run_pipeline(
-        _add_tile, functools.partial(_pipeline, tiling, D, F),
-        lambda sizes_E: tiles_by_expert(sizes_E, R, tiling.block_R), group_sizes_E,
-        (x_RD, dy_RF), [((E, D, F), out_dtype)], problem, tiling,
+        _add_tile,
+        functools.partial(_pipeline, tiling, D, F),
+        lambda sizes_E: tiles_by_expert(sizes_E, R, tiling.block_R),
+        group_sizes_E,
+        (x_RD, dy_RF),
+        [((E, D, F), out_dtype)],
+        problem,
+        tiling,
         scratch=[] if out_dtype == jnp.float32 else [block],
         bytes_accessed=num_bytes + E * D * F * out_dtype.itemsize,
-        semantics=(pltpu.PARALLEL, pltpu.PARALLEL, pltpu.ARBITRARY), interpret=interpret,
+        semantics=(pltpu.PARALLEL, pltpu.PARALLEL, pltpu.ARBITRARY),
+        interpret=interpret,
         name="sum_outer_products",
-    )  # fmt: skip
+    )
     return dw_EDF
 
 

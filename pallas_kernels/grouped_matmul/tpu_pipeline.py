@@ -23,10 +23,22 @@ from pallas_kernels.tpu_chip import interpret_mode, on_some_tpu, padded_shape, p
 
 
 def run_pipeline(
-    body: Callable, pipeline: Callable, schedule: Callable, group_sizes_E, arrays, results,
-    problem: Problem, tiling: Tiling, *, scratch, bytes_accessed: int, semantics, interpret,
-    name: str, rows_of_tiles: Callable | None = None,
-):  # fmt: skip
+    body: Callable,
+    pipeline: Callable,
+    schedule: Callable,
+    group_sizes_E,
+    arrays,
+    results,
+    problem: Problem,
+    tiling: Tiling,
+    *,
+    scratch,
+    bytes_accessed: int,
+    semantics,
+    interpret,
+    name: str,
+    rows_of_tiles: Callable | None = None,
+):
     """The results, each of a shape and dtype, of a body that runs over the tiles of a schedule.
 
     Args:
@@ -83,10 +95,15 @@ def run_pipeline(
 
 
 def _counts(
-
-    pipeline, schedule, tiles, arrays, out_shape, problem: Problem, tiling: Tiling,
+    pipeline,
+    schedule,
+    tiles,
+    arrays,
+    out_shape,
+    problem: Problem,
+    tiling: Tiling,
     rows_of_tiles: Callable | None,
-):  # fmt: skip
+):
     """Of sizes of the groups, the pipeline's copies and what it multiplies (`launches.py`)."""
     tiles_like, arrays_like = (
         [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in group]

@@ -141,9 +141,16 @@ def multiply_rows(
         names=tuple(operands),
     )
     problem = Problem.of(
-        R, D, F, w.shape[0], x_RD.dtype, w.dtype, num_matrices=len(matrices),
-        num_results=plan.num_results, out_dtype=out_dtype,
-    )  # fmt: skip
+        R,
+        D,
+        F,
+        w.shape[0],
+        x_RD.dtype,
+        w.dtype,
+        num_matrices=len(matrices),
+        num_results=plan.num_results,
+        out_dtype=out_dtype,
+    )
     dtypes = [out_dtype or x_RD.dtype] + [x_RD.dtype] * (plan.num_results - 1)
     sums = [pltpu.VMEM(plan.y_block, jnp.float32)] * len(matrices)
     # As if every expert had rows.
@@ -154,13 +161,21 @@ def multiply_rows(
         return pipeline_specs(plan, tuple(specs.values()), tiles)
 
     results = run_pipeline(
-        functools.partial(_multiply_tile, plan), pipeline,
-        lambda sizes_E: tiles_by_block(sizes_E, R, tiling.block_R), group_sizes_E,
-        [x_RD, *matrices, *operands.values()], [((R, F), each) for each in dtypes],
-        problem, tiling, scratch=sums if plan.num_blocks_D > 1 else [],
-        bytes_accessed=accessed, semantics=(pltpu.PARALLEL, pltpu.ARBITRARY, pltpu.ARBITRARY),
-        interpret=interpret, name="multiply_rows", rows_of_tiles=tiling.multiplied_rows,
-    )  # fmt: skip
+        functools.partial(_multiply_tile, plan),
+        pipeline,
+        lambda sizes_E: tiles_by_block(sizes_E, R, tiling.block_R),
+        group_sizes_E,
+        [x_RD, *matrices, *operands.values()],
+        [((R, F), each) for each in dtypes],
+        problem,
+        tiling,
+        scratch=sums if plan.num_blocks_D > 1 else [],
+        bytes_accessed=accessed,
+        semantics=(pltpu.PARALLEL, pltpu.ARBITRARY, pltpu.ARBITRARY),
+        interpret=interpret,
+        name="multiply_rows",
+        rows_of_tiles=tiling.multiplied_rows,
+    )
     y_RF, *residual = (each[:num_rows] for each in results)
     return (y_RF, tuple(residual)) if epilogue.has_residual else y_RF
 

@@ -68,10 +68,16 @@ def quantized_grouped_matmul(
         ValueError: as `grouped_matmul`, or weights of another layout.
     """
     check_quantized(
-        x_RD, w, group_sizes_E, w_gate, group_offset=group_offset,
-        preferred_element_type=preferred_element_type, bias_EF=bias_EF, activation=activation,
+        x_RD,
+        w,
+        group_sizes_E,
+        w_gate,
+        group_offset=group_offset,
+        preferred_element_type=preferred_element_type,
+        bias_EF=bias_EF,
+        activation=activation,
         gate_R=gate_R,
-    )  # fmt: skip
+    )
     if quantize_rows_to is not None:
         quantize_rows_to = _checked_row_dtype(quantize_rows_to, w)
     R, (E, D, F) = x_RD.shape[0], w.shape
@@ -140,9 +146,16 @@ def _quantized_rows(module: ModuleType, x_RD, dtype: str):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _without_gradient(
-    module: ModuleType, options, x_RD, scale_R, w: QTensor, w_gate, group_sizes_E, bias_EF,
+    module: ModuleType,
+    options,
+    x_RD,
+    scale_R,
+    w: QTensor,
+    w_gate,
+    group_sizes_E,
+    bias_EF,
     gate_R,
-):  # fmt: skip
+):
     options = dict(options, bias_EF=bias_EF, gate_R=gate_R)
     if scale_R is not None:
         options["row_scale_R"] = scale_R

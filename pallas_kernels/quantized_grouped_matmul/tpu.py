@@ -83,9 +83,16 @@ def forward(
     if tiling is None:
         group_size = None if G == 1 else D // G
         problem = Problem.of(
-            R, D, F, E, x_RD.dtype, values_EFD.dtype, group_size=group_size,
-            num_matrices=len(matrices), out_dtype=out_dtype,
-        )  # fmt: skip
+            R,
+            D,
+            F,
+            E,
+            x_RD.dtype,
+            values_EFD.dtype,
+            group_size=group_size,
+            num_matrices=len(matrices),
+            out_dtype=out_dtype,
+        )
         tiling = tpu_tiling.candidates(problem)[0]
     if tiling.block_D % (D // G) and G > 1:
         raise ValueError(

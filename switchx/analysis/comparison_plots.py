@@ -103,9 +103,15 @@ def sizes_figure(
     for i, (name, level) in enumerate(levels.items()):
         axis.axhline(level, color="0.4", linestyle=DASHES[1 + i % 3], linewidth=1)
         axis.annotate(
-            name, (1.0, level), xycoords=("axes fraction", "data"), xytext=(0, 3),
-            textcoords="offset points", ha="right", fontsize=8, color="0.3",
-        )  # fmt: skip
+            name,
+            (1.0, level),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8,
+            color="0.3",
+        )
     axis.set_xscale("log", base=2)
     axis.set_xticks(list(values), [str(size) for size in values])
     axis.set_xlabel(x)

@@ -209,9 +209,14 @@ def _map(axis, values: np.ndarray, limit: float, title: str | None, x, y):
             if not math.isnan(value):
                 colour = "white" if value > 0.6 * limit else "0.15"
                 axis.text(
-                    column, row, f"{100 * value:.0f}", ha="center", va="center",
-                    fontsize=7.5, color=colour,
-                )  # fmt: skip
+                    column,
+                    row,
+                    f"{100 * value:.0f}",
+                    ha="center",
+                    va="center",
+                    fontsize=7.5,
+                    color=colour,
+                )
     return image
 
 
@@ -282,10 +287,16 @@ def name_ends(axis, ends, least_gap: float) -> None:
     lift = max(0.0, low - places[0])  # the step's numbers are below
     for place, (_, name, shade) in zip(places, ends, strict=True):
         axis.annotate(
-            name, (1.0, place + lift), xycoords=("axes fraction", "data"), xytext=(5, 0),
-            textcoords="offset points", va="center", fontsize=8, color=shade,
+            name,
+            (1.0, place + lift),
+            xycoords=("axes fraction", "data"),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            color=shade,
             annotation_clip=False,
-        )  # fmt: skip
+        )
 
 
 def write_svg(figure: Figure, file) -> None:
@@ -311,9 +322,13 @@ def schedule_figure(schedule: Schedule, title: str) -> Figure:
         for stage, begin, width, lane, is_backward, m, chunk in boxes:
             colour = LANE_COLOURS[lane if schedule.num_lanes > 1 else 1][int(is_backward)]
             axis.broken_barh(
-                [(begin, width)], (stage - 0.45, 0.9), facecolor=colour, edgecolor="white",
-                linewidth=0.4, hatch=HATCHES[chunk % len(HATCHES)],
-            )  # fmt: skip
+                [(begin, width)],
+                (stage - 0.45, 0.9),
+                facecolor=colour,
+                edgecolor="white",
+                linewidth=0.4,
+                hatch=HATCHES[chunk % len(HATCHES)],
+            )
             if len(boxes) <= MAX_NUMBERED:
                 ink = "white" if is_backward else "black"
                 place = (begin + width / 2, stage)

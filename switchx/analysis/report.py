@@ -149,9 +149,14 @@ def overview(run: RoutingRun) -> Section:
         for n, layer in enumerate(run.layers)
     ]
     columns = (
-        "layer", "busiest expert", "idlest expert", "dead experts", "dropped", "entropy",
+        "layer",
+        "busiest expert",
+        "idlest expert",
+        "dead experts",
+        "dropped",
+        "entropy",
         "gate",
-    )  # fmt: skip
+    )
     return Section(
         "At the end",
         f"Means over the last logged steps of training, up to {history.steps[-1]}. Loads are "
@@ -342,8 +347,10 @@ def _image(figure: Figure, title: str) -> str:
 
 
 def _table(table: Table) -> str:
-    is_number = [all(isinstance(row[i], float | int) for row in table.rows)
-                 for i in range(len(table.columns))]  # fmt: skip
+    is_number = [
+        all(isinstance(row[i], float | int) for row in table.rows)
+        for i in range(len(table.columns))
+    ]
 
     def cell(tag: str, i: int, value) -> str:
         kind = ' class="number"' if is_number[i] else ""

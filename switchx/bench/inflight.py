@@ -106,9 +106,12 @@ def _compare(model, mix: Mix, rounds: int):
     from switchx.serving.limits import Limits
 
     limits = Limits(
-        batch_size=SLOTS, max_input_tokens=32, max_new_tokens=mix.longest, warm_up_tokens=32,
+        batch_size=SLOTS,
+        max_input_tokens=32,
+        max_new_tokens=mix.longest,
+        warm_up_tokens=32,
         max_waiting=max(REQUESTS, 64),
-    )  # fmt: skip
+    )
     rng = np.random.default_rng(0)
     sizes = np.clip(np.rint(mix.lengths(rng, REQUESTS)), 1, mix.longest).astype(int).tolist()
     prompts = [

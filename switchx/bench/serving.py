@@ -68,9 +68,11 @@ def serving(
     model = Model(config, params, None, 0, TextFormat(True, False, True), "")
     length = max(map(len, inputs))
     limits = Limits(
-        batch_size=BATCH_SIZE, max_input_tokens=max(length, 16), max_new_tokens=NEW_TOKENS,
+        batch_size=BATCH_SIZE,
+        max_input_tokens=max(length, 16),
+        max_new_tokens=NEW_TOKENS,
         warm_up_tokens=max(length, 16),
-    )  # fmt: skip
+    )
     wanted = model.generate(inputs, max_length=NEW_TOKENS, batch_size=BATCH_SIZE)
     for number in CONCURRENCY:  # compiles
         _generate(model, inputs, number)

@@ -45,11 +45,15 @@ SAMPLES, ROWS = 120, 10
 # Of the server that is started: one bucket of lengths, so that all of its programs are kept at
 # a time and what grows is not they; deadlines that are often met.
 OPTIONS = (
-    "--batch_size=4", f"--max_input_tokens={MOST_INPUT_TOKENS + 1}",
+    "--batch_size=4",
+    f"--max_input_tokens={MOST_INPUT_TOKENS + 1}",
     f"--max_new_tokens={MOST_NEW_TOKENS}",
-    "--max_beam_size=2", "--warm_up_tokens=16", "--request_timeout_s=900",
-    "--body_timeout_s=5", "--send_timeout_s=5",
-)  # fmt: skip
+    "--max_beam_size=2",
+    "--warm_up_tokens=16",
+    "--request_timeout_s=900",
+    "--body_timeout_s=5",
+    "--send_timeout_s=5",
+)
 # Where none is given: of random weights, with logits that lie apart.
 MODEL = ModelConfig(
     "encoder_decoder", 384, 32, 64, 2, 16, 2, 2, switch=SwitchConfig(4, every=1), init_scale=4.0

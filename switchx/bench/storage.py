@@ -41,10 +41,18 @@ from switchx.training.program import TrainingProgram
 
 ROWS, LENGTH = 16, 128
 MODEL = ModelConfig(
-    "decoder_only", 4096, 256, 1024, 4, 64, num_decoder_layers=8, activation="relu",
-    scan_layers=True, remat="full",
+    "decoder_only",
+    4096,
+    256,
+    1024,
+    4,
+    64,
+    num_decoder_layers=8,
+    activation="relu",
+    scan_layers=True,
+    remat="full",
     switch=SwitchConfig(8, every=2, capacity_factor=1.0, group_size=LENGTH),
-)  # fmt: skip
+)
 CACHED = 0.25  # of the records, where the disk is used
 FILE_BYTES = 2**28
 MEBIBYTE = 2**20

@@ -35,9 +35,25 @@ from switchx.cli.arguments import (
 from switchx.own_code import import_from_working_directory
 
 COMMANDS = (
-    train, evaluate, generate, serve, quantize, export, reshape, teach, deploy, convert, vocab,
-    tasks, checkpoint, show, plan, simulate, compile, bench,
-)  # fmt: skip
+    train,
+    evaluate,
+    generate,
+    serve,
+    quantize,
+    export,
+    reshape,
+    teach,
+    deploy,
+    convert,
+    vocab,
+    tasks,
+    checkpoint,
+    show,
+    plan,
+    simulate,
+    compile,
+    bench,
+)
 
 DESCRIPTION = """\
 switchx pretrains, fine-tunes and studies sparse Mixture-of-Experts Transformers.

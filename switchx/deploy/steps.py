@@ -114,14 +114,20 @@ class Deployment:
         target |= {"ring_slots": self._ring_slots}
         return [
             Step("fuse", {"checkpoint": self.plan.step, "text": self.described}, self._fuse),
-            Step("reduce", {"experts": settings.experts, "how": how} | self._taught(),
-                 self._reduce),
-            Step("convert", {"dtype": settings.dtype, "decoding": decoding} | shapes,
-                 self._convert),
+            Step(
+                "reduce",
+                {"experts": settings.experts, "how": how} | self._taught(),
+                self._reduce,
+            ),
+            Step(
+                "convert",
+                {"dtype": settings.dtype, "decoding": decoding} | shapes,
+                self._convert,
+            ),
             Step("segment", {"mesh": mesh}, self._segment),
             Step("optimize", {"bits": settings.bits} | target, self._optimize),
             Step("deploy", {}, self._deploy),
-        ]  # fmt: skip
+        ]
 
     def _taught(self) -> dict[str, Any]:
         """What decides how the reduced model is trained; nothing without a teacher."""

@@ -224,9 +224,13 @@ def _params(path: pathlib.Path, config: ModelConfig, quantized: dict, arrays: di
 
 # Of safetensors; all are dtypes of NumPy's once JAX is imported.
 _DTYPES = {
-    "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I8": "int8",
+    "U8": "uint8",
     "F8_E4M3": "float8_e4m3fn",
-}  # fmt: skip
+}
 
 
 def _arrays(path: pathlib.Path, are_experts_read: bool) -> dict:

@@ -291,9 +291,13 @@ class DecodingConfig:
 
 # What decides together how tokens are chosen.
 _WAY = (
-    "beam_size", "temperature", "top_k", "top_p", "num_return_sequences",
+    "beam_size",
+    "temperature",
+    "top_k",
+    "top_p",
+    "num_return_sequences",
     "prompt_lookup_num_tokens",
-)  # fmt: skip
+)
 
 
 def with_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,9 +40,12 @@ _SILENT = (
     "compile_config", "renormalize_logits", "max_matching_ngram_size", "is_assistant",
 )  # fmt: skip
 _NEUTRAL = {
-    "typical_p": 1.0, "encoder_repetition_penalty": 1.0, "num_beam_groups": 1,
-    "guidance_scale": 1.0, "early_stopping": False,
-}  # fmt: skip
+    "typical_p": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "num_beam_groups": 1,
+    "guidance_scale": 1.0,
+    "early_stopping": False,
+}
 
 
 def read_generation(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str, Any]:

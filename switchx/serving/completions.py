@@ -48,20 +48,39 @@ DEFAULT_TOKENS = 16
 # What the sizes of chunks with an `obfuscation` are multiples of.
 CHUNK_BYTES = 64
 OWN_FIELDS = (
-    "top_k", "beam_size", "length_penalty", "min_new_tokens", "repetition_penalty",
-    "no_repeat_ngram_size", "forced_prefix",
-)  # fmt: skip
+    "top_k",
+    "beam_size",
+    "length_penalty",
+    "min_new_tokens",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "forced_prefix",
+)
 # A field, its values that ask for nothing, and what to do instead of another one.
 UNSUPPORTED = {
     "suffix": (("",), "texts are not completed in their middle; leave it out"),
     "presence_penalty": ((0,), "use repetition_penalty, which divides logits; leave it out"),
     "frequency_penalty": ((0,), "use repetition_penalty, which divides logits; leave it out"),
     "logit_bias": (({},), "logits have no biases; leave it out"),
-}  # fmt: skip
+}
 FIELDS = (
-    "model", "prompt", "max_tokens", "temperature", "top_p", "n", "best_of", "stop", "logprobs",
-    "seed", "stream", "stream_options", "echo", "user", *UNSUPPORTED, *OWN_FIELDS,
-)  # fmt: skip
+    "model",
+    "prompt",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "n",
+    "best_of",
+    "stop",
+    "logprobs",
+    "seed",
+    "stream",
+    "stream_options",
+    "echo",
+    "user",
+    *UNSUPPORTED,
+    *OWN_FIELDS,
+)
 
 
 @dataclasses.dataclass(frozen=True)

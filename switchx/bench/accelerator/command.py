@@ -230,9 +230,14 @@ def run_part(
     handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with log.open("ab") as errors:
         process = subprocess.Popen(
-            words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True,
+            words,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
             start_new_session=True,
-        )  # fmt: skip
+        )
 
         def end() -> None:
             is_over.set()

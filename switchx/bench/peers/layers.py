@@ -157,19 +157,31 @@ def maxtext_forward(shape: LayerShape, device) -> tuple[Callable, Any]:
     is_dropless = shape.capacity_factor is None
     folder = pathlib.Path(next(iter(maxtext.__path__)))
     sizes = {
-        "base_emb_dim": shape.d_model, "base_mlp_dim": shape.d_ff,
-        "base_moe_mlp_dim": shape.d_ff, "num_experts": shape.num_experts,
-        "per_device_batch_size": shape.batch, "max_target_length": shape.length,
-        "dtype": shape.dtype, "weight_dtype": shape.dtype, "sparse_matmul": is_dropless,
+        "base_emb_dim": shape.d_model,
+        "base_mlp_dim": shape.d_ff,
+        "base_moe_mlp_dim": shape.d_ff,
+        "num_experts": shape.num_experts,
+        "per_device_batch_size": shape.batch,
+        "max_target_length": shape.length,
+        "dtype": shape.dtype,
+        "weight_dtype": shape.dtype,
+        "sparse_matmul": is_dropless,
         "capacity_factor": -1.0 if is_dropless else shape.capacity_factor,
-    }  # fmt: skip
+    }
     fixed = {
-        "run_name": "layer", "hardware": "cpu", "skip_jax_distributed_system": True,
-        "log_config": False, "enable_checkpointing": False, "dataset_type": "synthetic",
-        "base_num_decoder_layers": 1, "num_experts_per_tok": 1, "decoder_block": "mixtral",
-        "mlp_activations": "['gelu','linear']", "float32_gate_logits": True,
+        "run_name": "layer",
+        "hardware": "cpu",
+        "skip_jax_distributed_system": True,
+        "log_config": False,
+        "enable_checkpointing": False,
+        "dataset_type": "synthetic",
+        "base_num_decoder_layers": 1,
+        "num_experts_per_tok": 1,
+        "decoder_block": "mixtral",
+        "mlp_activations": "['gelu','linear']",
+        "float32_gate_logits": True,
         "load_balance_loss_weight": 0.01,
-    }  # fmt: skip
+    }
     words = [f"{name}={value}" for name, value in (sizes | fixed).items()]
     # It prints what it was given.
     with contextlib.redirect_stdout(sys.stderr):
@@ -179,12 +191,17 @@ def maxtext_forward(shape: LayerShape, device) -> tuple[Callable, Any]:
 
     def make():
         return moe.RoutedMoE(
-            config=config, num_experts=shape.num_experts, num_experts_per_tok=1, mesh=mesh,
+            config=config,
+            num_experts=shape.num_experts,
+            num_experts_per_tok=1,
+            mesh=mesh,
             kernel_init=nd_dense_init(1.0, "fan_in", "truncated_normal"),
-            kernel_axes=("embed", None), rngs=nnx.Rngs(params=0),
-            intermediate_dim=shape.d_ff, dtype=jnp.dtype(shape.dtype),
+            kernel_axes=("embed", None),
+            rngs=nnx.Rngs(params=0),
+            intermediate_dim=shape.d_ff,
+            dtype=jnp.dtype(shape.dtype),
             weight_dtype=jnp.dtype(shape.dtype),
-        )  # fmt: skip
+        )
 
     graph, params = nnx.split(nnx.eval_shape(make))
 

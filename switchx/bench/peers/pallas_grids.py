@@ -18,14 +18,26 @@ from pallas_kernels.launches import Launch, num_bytes
 
 # Equations that run another program on their operands.
 _CALLS = {
-    "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2",
-    "checkpoint", "shard_map",
-}  # fmt: skip
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "remat2",
+    "checkpoint",
+    "shard_map",
+}
 
 # Where an array lies, or in what order things run: the values stay.
 _SAME_VALUES = {
-    "sharding_constraint", "mesh_cast", "reshard", "pvary", "pcast", "optimization_barrier",
-}  # fmt: skip
+    "sharding_constraint",
+    "mesh_cast",
+    "reshard",
+    "pvary",
+    "pcast",
+    "optimization_barrier",
+}
 
 
 def pallas_launches(jaxpr, arguments: Sequence[Any]) -> list[Launch]:

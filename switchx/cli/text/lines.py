@@ -211,9 +211,11 @@ def write(
     from switchx.cli.text.resumable_output import ResumableOutput, StandardOutput
 
     settings = settings | {
-        "command": arguments.command, "model": model.fingerprint, "json": arguments.json,
+        "command": arguments.command,
+        "model": model.fingerprint,
+        "json": arguments.json,
         "capacity": arguments.capacity,
-    }  # fmt: skip
+    }
     if arguments.capacity == "trained":
         settings["batch_size"] = arguments.batch_size
     output = StandardOutput()
