@@ -82,8 +82,8 @@ def write_artifact(
     """Writes a quantized model, whole or not at all.
 
     Args:
-        config, params: of `quantize_experts`.
-        about: JSON.
+        config, params: the quantized model, as `quantize_experts` returns it.
+        about: JSON, where the model comes from.
         add_files: called with the folder before it gets its name; writes further files.
 
     Returns:

@@ -31,13 +31,18 @@ NEVER = -jnp.inf
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Beams:
-    """Of each sentence, L running hypotheses and the L best finished ones.
+    """The beams of a batch: for each sentence L running hypotheses and the L best finished
+    ones.
 
     Attributes:
-        token_BLT, log_prob_BL: running; `pad_id` after the last token.
-        ancestor_BLT: which beam held a hypothesis' ancestor at each place of the ring.
-        finished_BLT, score_BL, is_finished_BL: ended ones, the best first.
-        log_probs, finished_log_probs: of their tokens; None where none are kept.
+        token_BLT, log_prob_BL: tokens and log-probabilities of the running hypotheses; `pad_id`
+            after the last token.
+        ancestor_BLT: number of the beam that held a hypothesis' ancestor at each place of the
+            ring.
+        finished_BLT, score_BL, is_finished_BL: tokens and scores of the finished hypotheses,
+            the best first, and whether there is one.
+        log_probs, finished_log_probs: log-probabilities of the running and the finished
+            hypotheses' tokens; None where none are kept.
     """
 
     token_BLT: jax.Array
@@ -110,7 +115,7 @@ class Beams:
         """Chooses token number `number_B` of every beam.
 
         Args:
-            place: of the ring, where the chosen tokens will be written.
+            place: number of the ring's place where the chosen tokens will be written.
 
         Returns:
             the hypotheses, token_BL, is_live_B.
@@ -202,14 +207,14 @@ class Beams:
 
 
 def continuations(logits_BLV, allowed_BLV, log_prob_BL, num: int):
-    """The likeliest `num` of all texts that are one token longer, the best first.
+    """Returns the likeliest `num` of all texts that are one token longer, the best first.
 
-    Log-probabilities are computed of candidates alone, those that are in the blocks of the
-    vocabulary with the largest logits: nothing of the size of the logits is written.
+    Log-probabilities are computed for candidates alone, the tokens in the blocks of the
+    vocabulary with the largest logits: no array of the size of the logits is written.
 
     Args:
         allowed_BLV: the logits, with -inf for tokens that must not be chosen.
-        log_prob_BL: of the texts so far.
+        log_prob_BL: log-probabilities of the texts so far.
 
     Returns:
         log_prob_BJ, parent_BJ (the beam that each continues), token_BJ.

@@ -38,17 +38,18 @@ from switchx.partitioning.constrain import constrain, constrain_named
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """The state of a batch between two steps.
+    """The state of a batch between two decode steps.
 
     Attributes:
-        cache: of the decoder: the prompt but its last token, then the ring.
-        step: steps of the batch so far; the next writes at place `step % T` of the ring.
-        begin_B: the step that each sentence began with, its prompt's last token.
+        cache: the decoder's KV cache: the prompt without its last token, then the ring.
+        step: number of decode steps of the batch so far; the next one writes at the ring's
+            place `step % T`.
+        begin_B: number of the step in which each sentence began, with its prompt's last token.
         token_BL: the newest tokens, not yet in the cache.
         hypotheses: `Greedy`, `Beams` or `Drafted`.
         is_prompt_BP: which places of the prompt a step reads: all of the text but its last
             token, which is in the ring. P is 0 where prompts are one token.
-        is_source_BM: which of the encoder's output is text; None without an encoder.
+        is_source_BM: which places of the encoder's output are text; None without an encoder.
     """
 
     cache: tuple[BlockCache, ...]
@@ -196,7 +197,7 @@ def step_logits(model, decoding: DecodingProgram, state: Decoding, positions: tu
     """Logits `[B, L, V]` after the newest tokens, and the cache with them.
 
     Args:
-        positions: of `position_terms`.
+        positions: the terms that `position_terms` returns.
     """
     B, P = state.is_prompt_BP.shape
     L, T = decoding.num_lanes, decoding.max_new_tokens
@@ -356,9 +357,10 @@ def enlarged(
     """The batch with more places for prompts, sources and new tokens.
 
     Args:
-        decoding: of the new `max_new_tokens`, a multiple of what it was: the ring is laid end
-            to end, where each token of the last T steps is at its new place, too.
-        prompt, source: P, and M of the encoder.
+        decoding: the program with the new `max_new_tokens`, a multiple of the old one: copies
+            of the ring are laid end to end, so that each token of the last T steps is at its
+            new place, too.
+        prompt, source: the new P, and the new M of the encoder.
     """
     P, T = batch.is_prompt_BP.shape[1], batch.hypotheses.num_places
 

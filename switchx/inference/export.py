@@ -120,13 +120,14 @@ def export_model(
     """Writes a folder of programs and weights, whole or not at all.
 
     Args:
-        config, params: as trained or quantized. No token is dropped, and finished rows take
-            part in no Switch layer.
-        targets: of different platforms and the same mesh.
+        config, params: the model, as it was trained or quantized. No token is dropped, and
+            finished rows take part in no Switch layer.
+        targets: targets with different platforms and the same mesh.
         about: JSON for the manifest: where the model comes from and how to make this again.
         add_files: called with the folder; writes further files.
-        ring_slots: K: experts are arguments in host memory, K - 2 layers of each stack apart,
-            and stream to the device in each call (`ring_decode.py`); None has all there.
+        ring_slots: K: the experts of all but K - 2 layers of each stack are arguments in host
+            memory, and stream to the device in each call (`ring_decode.py`); None keeps all
+            experts on the device.
 
     Returns:
         The manifest, and bytes of all files.

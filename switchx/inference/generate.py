@@ -164,15 +164,16 @@ class Generator:
     ) -> Iterator[tuple[int, list[Hypothesis]]]:
         """Yields an input's number and its hypotheses.
 
-        Those of a search are all of its beams, the best first, and with `best_of` all samples,
-        so `num_return_sequences` are its first ones. Other samples are in the order of their
+        A search yields all of its beams, and `best_of` all samples, the best first, so that the
+        first `num_return_sequences` are the answers. Other samples are in the order of their
         numbers: sample s of S of input n depends on the number n * S + s.
 
         Args:
-            inputs: what the encoder reads, or what a decoder-only model goes on from.
-            token_limits: most new tokens of each, up to `max_new_tokens`; None is that for all.
-            first_number: of the first input, where they are part of more; samples depend on
-                the number.
+            inputs: token ids that the encoder reads, or that a decoder-only model continues.
+            token_limits: most new tokens of each input, up to `max_new_tokens`, which None is
+                for all inputs.
+            first_number: number of the first input, where the inputs are part of a longer list;
+                samples depend on the number.
 
         Raises:
             ValueError: an input is empty, has ids outside of the vocabulary, or is longer

@@ -90,10 +90,10 @@ class Drafted(Greedy):
         )
 
     def advance(self, logits_BLV, number_B, place, rows: Rows, program: DecodingProgram):
-        """Chooses a token after each lane; keeps those up to the first draft that is another.
+        """Chooses a token after each lane; keeps the tokens up to the first wrong draft.
 
         Args:
-            place: of the ring, where the next step will write.
+            place: number of the ring's place where the next step will write.
 
         Returns:
             the hypotheses, token_BL, is_live_B.

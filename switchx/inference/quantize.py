@@ -25,10 +25,10 @@ EXPERTS = "/experts/w_"
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedMatrix:
-    """How well one stack of expert matrices is represented.
+    """The error of one stack of expert matrices.
 
     Attributes:
-        name: of the parameter.
+        name: name of the parameter.
         error, worst_error: relative root mean squared error, of all experts and of the
             worst one.
     """
@@ -40,12 +40,12 @@ class QuantizedMatrix:
 
 @dataclasses.dataclass(frozen=True)
 class ModelBytes:
-    """What the arrays of a model take on a device.
+    """Bytes of a model's arrays on a device.
 
     Attributes:
-        before, after: of the whole model.
-        experts: of all that belongs to experts, before.
-        quantized: of what of it is quantized now: biases are not.
+        before, after: bytes of the whole model, before and after quantization.
+        experts: bytes of all parameters of experts, before quantization.
+        quantized: bytes of the experts' parameters that are quantized now; biases are not.
     """
 
     before: int
@@ -153,8 +153,8 @@ def separate_experts(params: dict) -> dict:
     64 experts up to 9%.
 
     Args:
-        params: of an unrolled model. Quantized matrices stay as they are, and so do those
-            that are taken apart already.
+        params: an unrolled model's parameters. Quantized matrices stay as they are, and so do
+            matrices that are separate already.
     """
 
     def taken_apart(path, leaf):

@@ -98,15 +98,15 @@ class RowSettings:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """One sentence a row.
+    """The rows of a batch, one sentence each.
 
     Attributes:
-        sentence_B: its number; -1 of rows that fill the batch up.
-        is_live_B: false for finished sentences and for rows that fill up.
+        sentence_B: the sentence's number; -1 in padding rows.
+        is_live_B: false for finished sentences and for padding rows.
         max_new_tokens_B: most new tokens of each sentence.
-        settings: of each sentence.
-        read_BP: what the decoder has read before the first new token, -1 in front of it; None
-            where the program has no processors.
+        settings: decoding settings of each sentence.
+        read_BP: token ids that the decoder read before the first new token, padded with -1 in
+            front; None where the program has no processors.
     """
 
     sentence_B: jax.Array
@@ -120,7 +120,7 @@ class Rows:
 
         Args:
             token_BLT: the new tokens of each hypothesis so far.
-            number_B: how many.
+            number_B: number of new tokens so far.
         """
         if program.suppressed_ids:
             x_BLV = x_BLV.at[:, :, jnp.array(program.suppressed_ids)].set(-jnp.inf)

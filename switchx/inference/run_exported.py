@@ -43,10 +43,11 @@ class ExportedModel:
     """The programs and weights of an export, on the devices of this process.
 
     Attributes:
-        manifest: what `export.json` says.
-        batch_size, input_length, max_new_tokens: what it was exported for; inputs may be
+        manifest: contents of `export.json`.
+        batch_size, input_length, max_new_tokens: sizes that it was exported for; inputs may be
             fewer and shorter.
-        num_samples, num_outputs: of each input: rows of the batch, and what `main` writes.
+        num_samples, num_outputs: for each input, rows of the batch, and outputs that `main`
+            writes.
     """
 
     def __init__(self, folder):

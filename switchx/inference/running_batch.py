@@ -44,15 +44,16 @@ from switchx.models.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Hypothesis:
-    """What a model says to one input.
+    """One output of a model for one input.
 
     Attributes:
-        tokens: new ones, without the end.
+        tokens: the new tokens, without the end.
         score: log-probability over length ** length_penalty, the end included.
-        is_finished: it came to an end; otherwise it was cut off.
-        token_logprobs: of each token under the model, and of the end where it is finished;
-            None where they were not asked for.
-        top_logprobs: in the place of each, those of the likeliest tokens, the first one first.
+        is_finished: whether it came to an end; otherwise it was cut off.
+        token_logprobs: log-probability of each token under the model, and of the end where it
+            is finished; None where they were not asked for.
+        top_logprobs: for each of these places, log-probabilities of the likeliest tokens by
+            token id, the likeliest first.
     """
 
     tokens: list[int]
@@ -62,7 +63,7 @@ class Hypothesis:
     top_logprobs: list[dict[int, float]] | None = None
 
     def with_logprobs(self, number: int | None) -> "Hypothesis":
-        """The same with so many likeliest tokens in each place; None without any of both."""
+        """A copy with `number` likeliest tokens in each place; None leaves out all logprobs."""
         if self.token_logprobs is None or number is None:
             return dataclasses.replace(self, token_logprobs=None, top_logprobs=None)
         top = [dict(itertools.islice(each.items(), number)) for each in self.top_logprobs]
@@ -143,17 +144,19 @@ class RunningBatch:
         length: int | None = None,
         places: int = 1,
     ) -> list[int]:
-        """Reads inputs, to be decoded beside those that are running; says their names.
+        """Reads inputs, to be decoded beside those that are running; returns their names.
 
-        A running batch is enlarged where it has no place for as many, as long inputs, or as
-        long answers; it stays so until it has no sentences.
+        A running batch is enlarged where it has no place for so many inputs, or for inputs or
+        answers of this length; it stays so until it has no sentences.
 
         Args:
-            numbers: of the sentences: samples depend on them. They may occur twice.
-            token_limits: most new tokens of each.
-            settings: NumPy arrays with an entry a sentence; None is those of `decoding`.
-            length: that inputs are padded to, if not to more; None is the next of `LENGTHS`.
-            places: least number of those for new tokens, which are one of `NEW_TOKENS`.
+            numbers: the sentences' numbers, on which samples depend. A number may occur twice.
+            token_limits: most new tokens of each input.
+            settings: NumPy arrays with one entry for each sentence; None takes the settings of
+                `decoding`.
+            length: least length that inputs are padded to; None is the next of `LENGTHS`.
+            places: least number of places for new tokens; it is rounded up to one of
+                `NEW_TOKENS`.
         """
         length = length or rounded_up(max(map(len, inputs)), LENGTHS)
         places = rounded_up(max(places, *token_limits), NEW_TOKENS)

@@ -189,8 +189,9 @@ class LogProbs:
     """Log-probabilities under the model, before temperature, penalties and bans.
 
     Attributes:
-        chosen_BLT: of each token of a text.
-        likeliest_BLTS, log_prob_BLTS: the likeliest tokens in its place, the first one first.
+        chosen_BLT: log-probability of each token of a text.
+        likeliest_BLTS, log_prob_BLTS: the S likeliest tokens in each place and their
+            log-probabilities, the likeliest first.
     """
 
     chosen_BLT: jax.Array
@@ -199,7 +200,7 @@ class LogProbs:
 
     @classmethod
     def start(cls, batch: int, program: DecodingProgram) -> "LogProbs | None":
-        """Of texts without tokens; None where the program keeps none."""
+        """The log-probabilities of texts without tokens; None where the program keeps none."""
         if program.num_kept is None:
             return None
         shape = batch, program.beam_size, program.max_new_tokens
@@ -214,11 +215,11 @@ class LogProbs:
         return jax.tree.map(longer, self)
 
     def put(self, is_here_BLT, chosen_BL, likeliest: tuple) -> "LogProbs":
-        """The same with a token more of each text.
+        """A copy with one more token of each text.
 
         Args:
-            is_here_BLT: its place.
-            likeliest: of `likeliest_tokens`.
+            is_here_BLT: true at the token's place.
+            likeliest: the likeliest tokens, as `likeliest_tokens` returns them.
         """
         token_BLS, log_prob_BLS = likeliest
         is_here_BLT1 = is_here_BLT[..., None]
@@ -248,13 +249,13 @@ def ancestors_seen(ancestor_BLT):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Greedy:
-    """What each sentence says so far.
+    """The new tokens of each sentence so far.
 
     Attributes:
-        token_BT: new tokens; `pad_id` after the end.
-        log_prob_B: sum of their log-probabilities, those of forced ones apart.
-        length_B: how many, the end included.
-        log_probs: of each; None where none are kept.
+        token_BT: the new tokens; `pad_id` after the end.
+        log_prob_B: sum of the tokens' log-probabilities, without forced tokens.
+        length_B: number of new tokens, the end included.
+        log_probs: log-probabilities of each token; None where none are kept.
     """
 
     token_BT: jax.Array
@@ -308,7 +309,7 @@ class Greedy:
         """Chooses token number `number_B` of every live sentence.
 
         Args:
-            place: of the ring, where the chosen tokens will be written.
+            place: number of the ring's place where the chosen tokens will be written.
 
         Returns:
             the hypotheses, token_BL, is_live_B.

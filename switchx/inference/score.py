@@ -32,13 +32,14 @@ START_ID = PAD_ID = 0
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Of one target.
+    """The score of one target.
 
     Attributes:
-        log_likelihood: natural logarithm, summed over its tokens.
-        num_tokens: how many, an end that was given included.
-        token_logprobs: of each token; None where they were not asked for.
-        top_logprobs: in the place of each, those of the likeliest tokens, the first one first.
+        log_likelihood: natural logarithm of the target's probability, summed over its tokens.
+        num_tokens: number of the target's tokens, with its end where one was given.
+        token_logprobs: log-probability of each token; None where they were not asked for.
+        top_logprobs: for each token's place, log-probabilities of the likeliest tokens by token
+            id, the likeliest first.
     """
 
     log_likelihood: float
@@ -97,7 +98,7 @@ class Scorer:
         Args:
             pairs: inputs and targets. A decoder-only model reads the start token, the inputs,
                 which may be empty, and the targets.
-            first_number: of the first pair, where they are part of more.
+            first_number: number of the first pair, where the pairs are part of a longer list.
 
         Raises:
             ValueError: what `fault` says of a pair; nothing has been scored.

@@ -56,19 +56,20 @@ from switchx.storage.trace import Trace, TraceLog
 
 @dataclasses.dataclass(frozen=True)
 class ExpertTraffic:
-    """What the slots have done so far, in all calls together.
+    """Counts of what the slots have done so far, in all calls together.
 
     Attributes:
-        num_layers, num_experts, slots: Switch layers, experts and slots of each.
-        device_bytes: of all slots.
-        expert_bytes: of all experts, in host memory or files.
-        requested, hits: experts that calls have chosen, a layer and call each once, and how
-            many of them were in a slot.
-        moved_bytes: to the device.
-        rounds: products with a bank; one a layer and call where K are enough.
+        num_layers, num_experts, slots: number of Switch layers, and of experts and slots in
+            each.
+        device_bytes: bytes of all slots.
+        expert_bytes: bytes of all experts, in host memory or files.
+        requested, hits: experts that calls have chosen, counted once for each layer and call,
+            and how many of them were in a slot.
+        moved_bytes: bytes copied to the device.
+        rounds: products with a bank; one for each layer and call where K slots are enough.
         predicted, correct: experts that were prefetched or kept for the next layer, and how
             many of them it chose.
-        stored: of experts in files.
+        stored: traffic of experts that are read from files; None where all are in host memory.
     """
 
     num_layers: int
@@ -104,12 +105,12 @@ class ExpertTraffic:
 class ChosenExperts:
     """A model whose experts are in host memory or files, and the programs that run it.
 
-    For one thread.
+        One thread alone may use it.
 
     Attributes:
-        params: all others of the model's parameters, `AbsentExperts` in the place of experts.
+        params: the model's parameters, with `AbsentExperts` in the place of experts.
         source: where the experts are.
-        num_calls: of programs.
+        num_calls: number of calls of programs.
     """
 
     def __init__(
@@ -126,13 +127,13 @@ class ChosenExperts:
         """Takes the experts of `on_host`, NumPy arrays that do not change, or of a source.
 
         Args:
-            config, params: of an unrolled model.
-            slots: K, of each Switch layer.
-            policy: of each layer's slots.
-            prefetch: predict what the next layer chooses.
-            source: where the experts are; None is in `params`.
-            resident: all experts of some Switch layers, by number: on the device, without
-                slots.
+            config, params: an unrolled model.
+            slots: K, the number of slots of each Switch layer.
+            policy: eviction policy of each layer's slots.
+            prefetch: whether the next layer's choices are predicted.
+            source: where the experts are; None takes them from `params`.
+            resident: all experts of some Switch layers, by the layer's number: these are on the
+                device, without slots.
 
         Raises:
             ValueError: see `check_slots`.
@@ -193,14 +194,14 @@ class ChosenExperts:
         return kinds_of_call(self._config, hardware, self._calls, size, "chosen", hits)
 
     def run(self, program, *settings, shape: tuple = (), options=(), state=None, **arrays):
-        """What a jitted program returns, cut at its Switch layers.
+        """Runs a jitted program, cut at its Switch layers, and returns its results.
 
         Args:
-            settings: its static arguments, which are its first ones.
-            shape: by which `Programs.holds` finds it.
-            options: of the compiler, for all but the programs of single experts.
+            settings: the program's static arguments, which are its first ones.
+            shape: the key by which `Programs.holds` finds the program.
+            options: compiler options, for all programs but those of single experts.
             state: an argument of this name whose arrays are not read after the call.
-            arrays: its other arguments; `params` are `self.params`.
+            arrays: the program's other arguments; `params` are `self.params`.
         """
         arrays = arrays if state is None else arrays | {"state": without_aliases(state)}
         self.num_calls += 1

@@ -53,21 +53,21 @@ class Part:
 
 
 class CutProgram:
-    """A traced program whose experts are absent.
+    """A traced program whose experts are absent, cut where it asks for them.
 
     Attributes:
         cuts: the equations that ask for experts.
-        parts: one more.
-        rows: of each cut the number of its layer, and R.
+        parts: the programs between the cuts, one more than cuts.
+        rows: for each cut, the number of its layer and R.
     """
 
     def __init__(self, traced: jax.stages.Traced, is_donated: Sequence[bool], options=()):
-        """Cuts; a part is compiled when it first runs.
+        """Cuts the program; a part is compiled when it first runs.
 
         Args:
             traced: `jax.jit(program).trace(...)`.
-            is_donated: of each argument, whether nothing else reads it after a call.
-            options: of the compiler, as of `Programs.run`.
+            is_donated: for each argument, whether nothing else reads it after a call.
+            options: compiler options, as for `Programs.run`.
         """
         self._options = options
         closed: ClosedJaxpr = traced.jaxpr
@@ -91,10 +91,10 @@ class CutProgram:
         )
 
     def __call__(self, leaves: Iterable[Any], run_rows: RunRows):
-        """What the program returns.
+        """Runs the program and returns its results.
 
         Args:
-            leaves: of all arguments.
+            leaves: the leaves of all arguments.
             run_rows: runs the experts of a layer on rows that are sorted by expert.
         """
         values = self._constants | dict(zip(self._arguments, leaves, strict=True))

@@ -33,16 +33,16 @@ from switchx.models.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class RingTraffic:
-    """What the ring has done so far, in all calls together.
+    """Counts of what the ring has done so far, in all calls together.
 
     Attributes:
-        slots: K, of each stack.
-        device_bytes: of resident layers and two slots.
-        host_bytes: of the layers that stream.
-        expert_bytes: of all experts.
-        calls: of programs.
-        moved_bytes: to the device.
-        advice: what would be better with so many slots; empty where nothing would.
+        slots: K, the number of slots of each stack.
+        device_bytes: bytes of the resident layers and of two slots.
+        host_bytes: bytes of the layers that stream.
+        expert_bytes: bytes of all experts.
+        calls: number of calls of programs.
+        moved_bytes: bytes copied to the device.
+        advice: text of what would be better with so many slots; empty where nothing would.
     """
 
     slots: int
