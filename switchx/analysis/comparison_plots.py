@@ -31,8 +31,8 @@ def gains_figure(
 
     Args:
         curves: by name, one `{step: number}` a seed, of the same steps; seeds are paired.
-        unit: of the numbers.
-        step_times: by name, those of a step over the first run's.
+        unit: unit of the numbers.
+        step_times: time of a step over the first run's, by name.
     """
     with matplotlib.rc_context(STYLE):
         panels = 1 if step_times is None else 2

@@ -162,10 +162,10 @@ def class_figure(
 def similarity_figure(
     similarities: Sequence[np.ndarray], names: Sequence[Sequence[str]], label: str
 ) -> Figure:
-    """How alike layers are, a map a stack.
+    """Plots how similar layers are, one map for each stack.
 
     Args:
-        names: of the stack, then of its layers, for each map.
+        names: for each map, the name of the stack, then the names of its layers.
         label: what the numbers are.
     """
     figure, axes = _panels(len(similarities), height=2.4)

@@ -76,13 +76,13 @@ class Section:
 
 @dataclasses.dataclass(frozen=True)
 class RoutingRun:
-    """What a run recorded about its routing, and what its tokens are.
+    """A run's records of its routing, and the classes and texts of its tokens.
 
     Attributes:
-        snapshots: of the same tokens, by step; the last is the final one.
-        num_others: snapshots of other tokens, left out.
+        snapshots: snapshots of the same tokens, by step; the last is the final one.
+        num_others: number of snapshots of other tokens, which are left out.
         classes: names of token classes; `class_V` has the class of every token id.
-        text_of: the text of a token id.
+        text_of: returns the text of a token id.
     """
 
     history: RoutingHistory

@@ -245,11 +245,11 @@ def class_counts(
 
 @dataclasses.dataclass(frozen=True)
 class TypicalToken:
-    """A token id that an expert gets often, and more often than the others do.
+    """A token id that is often routed to an expert, and more often than to the other experts.
 
     Attributes:
-        count: choices of the expert by it.
-        share: of all choices by this token, those of the expert.
+        count: number of times that the token chose the expert.
+        share: share of the expert in all choices of this token.
     """
 
     token: int

@@ -64,7 +64,7 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
     """The report of a compiled step: a row that holds its collectives, and the checks.
 
     Args:
-        name: of the job, for the row.
+        name: name of the job, for the row.
     """
     memory = step.memory
     others = {f"{kind}_bytes_per_device": other.needed for kind, other in step.others.items()}

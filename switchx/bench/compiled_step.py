@@ -35,10 +35,10 @@ BFLOAT16 = Precision(compute="bfloat16")
 
 
 def step_row(topology: Topology, num_layers: int = 12, precision: Precision = BFLOAT16) -> dict:
-    """The step compiled and counted, in a process that has the compiler.
+    """The row of the compiled and counted step; needs a process that has the compiler.
 
     Args:
-        num_layers: of each stack; 12 in Switch-Base.
+        num_layers: number of layers of each stack; 12 in Switch-Base.
     """
     switch = SwitchConfig(NUM_EXPERTS, every=2, capacity_factor=1.25, group_size=8192)
     model = ModelConfig(

@@ -115,11 +115,11 @@ def timed_turns(weights: str, slots: int, turns: int) -> dict[str, Any]:
 def model(
     weights: str, num_experts: int | None = None, sparse_layers: int | None = None
 ) -> tuple[ModelConfig, dict]:
-    """A resident model in bfloat16, its experts in a format.
+    """A model in bfloat16 with all experts on the device, whose experts have a format.
 
     Args:
         num_experts: None is NUM_EXPERTS.
-        sparse_layers: of each stack; None is as the model has them.
+        sparse_layers: number of Switch layers of each stack; None is the model's own number.
     """
     config = switch_model(num_experts or NUM_EXPERTS)
     if sparse_layers is not None:

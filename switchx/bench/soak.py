@@ -62,11 +62,12 @@ START_S, STOP_S = 900.0, 120.0
 
 
 def run(seconds: float, model_dir: str | None, note: Callable[[str], None]) -> Report:
-    """Soaks a server.
+    """Runs a soak test of a server.
 
     Args:
         seconds: how long the clients ask.
-        model_dir: of a model with a vocabulary; None makes a small one of random weights.
+        model_dir: run folder of a model with a vocabulary; None makes a small model with random
+            weights.
 
     Raises:
         ValueError: the system does not say what a process holds, or an extra is missing.

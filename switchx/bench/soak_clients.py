@@ -35,13 +35,15 @@ READ_TIMEOUT_S = 30.0
 
 @dataclasses.dataclass
 class Tally:
-    """What happened to the clients so far.
+    """Counts of what happened to the clients so far.
 
     Attributes:
-        answers: inputs that were answered, right or wrong.
-        faults: wrong and lost answers, and connections that stayed open, in words; the first.
-        bad: how often each bad thing was done.
-        latencies_s: of whole answers, by the time of `time.monotonic` at which they came.
+        answers: number of inputs that were answered, right or wrong.
+        faults: descriptions of the first 20 wrong and lost answers, and connections that stayed
+            open.
+        bad: how often each kind of bad request was made.
+        latencies_s: pairs of the time at which a whole answer came, by `time.monotonic`, and
+            its latency in seconds.
     """
 
     answers: int = 0

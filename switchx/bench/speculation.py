@@ -75,7 +75,7 @@ class Decoder:
     """Decodes the same inputs at each call.
 
     Attributes:
-        said, num_steps: of the last call.
+        said, num_steps: the last call's hypotheses and its number of decode steps.
     """
 
     config: ModelConfig

@@ -176,17 +176,17 @@ class Checkpointer:
     ) -> None:
         """Copies the state to the host, and writes it in the background.
 
-        The state may be donated as soon as this returns. Waits for the save before.
+        The state may be donated as soon as this returns. It waits for the previous save.
 
         Args:
             step: names the checkpoint.
             state: a pytree of arrays with an attribute or entry `params`.
-            data_state: of this process' data iterator, bytes or anything that JSON takes.
-            metrics: of an evaluation at this step, for keep-best.
+            data_state: state of this process' data iterator, bytes or anything that JSON takes.
+            metrics: metrics of an evaluation at this step, for keep-best.
 
         Raises:
             ValueError: this step has a complete checkpoint.
-            SaveError: there is no space, or the save before failed.
+            SaveError: there is no space, or the previous save failed.
         """
         self.wait()
         self._clear_the_way(step)

@@ -162,10 +162,10 @@ def _read_records(path: Folder, names: set[str]) -> dict[str, np.ndarray]:
 
 
 def read_items(path: Folder, targets: dict[str, Tree | None]) -> dict[str, Tree]:
-    """Items of a checkpoint on any mesh, whichever saved it.
+    """Reads items of a checkpoint on any mesh, whichever mesh saved it.
 
     Args:
-        path: of the checkpoint.
+        path: path of the checkpoint.
         targets: for each item arrays or ShapeDtypeStructs whose shardings say where the
             leaves go (without one: the default device), or None for NumPy arrays.
 

@@ -115,11 +115,12 @@ def _rows(shard, axis: int, rows: slice) -> jax.Array | np.ndarray:
 
 
 class ChecksummedArrays(ocp.handlers.StandardCheckpointHandler):
-    """Orbax' handler of an item of arrays, which also writes this process' list.
+    """Orbax' handler of an item of arrays, which also writes this process' list of checksums.
 
     Attributes:
-        hashed_bytes: of parts, in all saves of this process.
-        written_bytes: of files, likewise; process 0 writes the joint index besides.
+        hashed_bytes: bytes of the parts that were hashed, in all saves of this process.
+        written_bytes: bytes of the files that were written in these saves; process 0 writes the
+            joint index besides.
     """
 
     def __init__(self):
@@ -130,7 +131,7 @@ class ChecksummedArrays(ocp.handlers.StandardCheckpointHandler):
         self._writing: list[concurrent.futures.Future] = []  # a list of each item
 
     async def async_save(self, directory, item=None, save_args=None, args=None):
-        """See the parent; one more future, which is done when the list is on the disk."""
+        """Saves as the parent does; one more future ends when the list is on the disk."""
         leaves = named_leaves(args.item)
         parts = {name: own_parts(leaf) for name, leaf in leaves.items()}
         for _, data in (each for own in parts.values() for each in own):
@@ -167,8 +168,8 @@ class ChecksummedArrays(ocp.handlers.StandardCheckpointHandler):
         Orbax would tell only after a barrier that the other processes do not reach.
 
         Raises:
-            TimeoutError: it takes longer.
-            Exception: of the storage.
+            TimeoutError: writing takes longer.
+            Exception: the storage's error.
         """
         writing, self._writing = self._writing, []
         concurrent.futures.wait(writing, seconds)
@@ -303,17 +304,17 @@ def list_names(item: Folder) -> list[str]:
 
 
 def require_unchanged(path: Folder, item: str, leaves: dict[str, Any]) -> None:
-    """Compares arrays that were read with the parts of them that this process holds whole.
+    """Compares arrays that were read with the checksums of the parts that this process holds.
 
     Where several processes run, all of them call this. A part that several devices hold is
     compared by one of them.
 
     Args:
-        path: of the checkpoint.
+        path: path of the checkpoint.
         leaves: arrays of one item by their names in it, as they are stored.
 
     Raises:
-        DamagedCheckpoint: some differ, here or in another process.
+        DamagedCheckpoint: some arrays differ, here or in another process.
     """
     listed, _ = read_lists(path / item)
     with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:

@@ -135,15 +135,15 @@ class Preservation:
 
 @dataclasses.dataclass(frozen=True)
 class SaveCost:
-    """What a finished save took.
+    """The cost of a finished save.
 
     Attributes:
-        step: of the checkpoint.
-        blocking_seconds, seconds: until `save` returned; until all was on the disk and renamed,
-            as far as `check` or `wait` saw it.
-        bytes: of all files of the checkpoint, records of experts among them.
-        process_hashed_bytes, process_written_bytes: of arrays whose checksum this process took,
-            and of the files that it wrote of them.
+        step: step of the checkpoint.
+        blocking_seconds, seconds: seconds until `save` returned, and until all files were on
+            the disk and renamed, as `check` or `wait` saw it.
+        bytes: bytes of all files of the checkpoint, with the records of experts.
+        process_hashed_bytes, process_written_bytes: bytes of arrays whose checksum this process
+            computed, and of the files that it wrote for them.
     """
 
     step: int
@@ -168,11 +168,11 @@ class SaveMeter:
     """
 
     def __init__(self, path: pathlib.Path, arrays: ChecksummedArrays):
-        """Reads what was kept.
+        """Reads the file.
 
         Args:
-            path: of the file.
-            arrays: which counts bytes.
+            path: path of the file.
+            arrays: the handler that counts bytes.
         """
         self._path, self._arrays = path, arrays
         self.last: SaveCost | None = None

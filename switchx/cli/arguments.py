@@ -143,13 +143,14 @@ def add_step(parser: argparse.ArgumentParser, help_text: str) -> None:
 def add_options(
     parser: CommandParser, config: type, names: Iterable[str] | None = None, **defaults
 ) -> None:
-    """A flag for each option of a configuration class (`switchx.fields.option`).
+    """Adds a flag for each option of a configuration class (`switchx.fields.option`).
 
-    One that is not given is no attribute of the arguments, so that a model's own default holds.
+    A flag that is not given is no attribute of the arguments, so that a model's own default
+    holds.
 
     Args:
-        names: of the options; None is all of them.
-        defaults: that differ from the class' own.
+        names: names of the options to add; None adds all.
+        defaults: defaults that differ from the class' own.
     """
     for name, each in options(config).items():
         if names is not None and name not in names:

@@ -157,11 +157,11 @@ def _record_bytes(folder, layers: list[str], is_training: bool) -> int:
 
 
 def _row(what: str, trace, each, name: str = "") -> dict:
-    """Hit rates of one capacity, a share of all experts.
+    """The row of hit rates at one capacity, a share of all experts.
 
     Args:
-        what: the first column.
-        name: of the trace; the share is added.
+        what: name of the first column.
+        name: name of the trace; the share is added.
     """
     share = f"{name} {each.capacity / trace.num_keys:.0%}".strip()
     return {what: share} | {policy: each.hits(policy) for policy in each.hit_T}

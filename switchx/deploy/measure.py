@@ -40,10 +40,10 @@ Tokens = list[list[int]]
 
 @dataclasses.dataclass(frozen=True)
 class ValidationText:
-    """Batches for the loss, and prompts.
+    """Validation text: batches for the loss, and prompts.
 
     Attributes:
-        batches: of all tasks, as evaluation in training has them.
+        batches: batches of all tasks, as for evaluation in training.
         prompts: token ids of inputs that a model answers.
     """
 
@@ -54,7 +54,7 @@ class ValidationText:
     def of(cls, job: TrainingJob, num_prompts: int, input_length: int) -> "ValidationText":
         """The job's evaluation batches, and their first inputs, cut to `input_length`.
 
-        A decoder-only model goes on from the first half of a row's first text.
+        A decoder-only model continues the first half of a row's first text.
         """
         batches = tuple(
             itertools.chain.from_iterable(

@@ -64,14 +64,14 @@ def end_ids(values: Mapping[str, Any]) -> list:
 def decoding_defaults(
     values: Mapping[str, Any], special_ids: Sequence[int], vocab_size: int, where: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Fields of a `DecodingConfig` in JSON, and a sentence on what is not used.
+    """Returns fields of a `DecodingConfig` in JSON, and sentences on what is not used.
 
     Args:
-        values: of `read_generation`.
-        special_ids: the model's, by which ids of tokens become ours.
+        values: settings, as `read_generation` returns them.
+        special_ids: the model's special ids, by which its token ids become ours.
 
     Raises:
-        ValueError: an id is none of the vocabulary, or the settings contradict each other.
+        ValueError: an id is not in the vocabulary, or the settings contradict each other.
     """
     found, unused = {}, {}
     for theirs, ours in _LENGTHS.items():

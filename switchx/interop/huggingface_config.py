@@ -56,17 +56,17 @@ def read_config(
 ) -> tuple[ModelConfig, str]:
     """The model that a `config.json` describes, and its family.
 
-    Whether embeddings are tied is what the file says; the tensors have the last word. Of Switch
-    Transformers they have it in more: released files (switch-c-2048, switch-xxl-128) describe
-    other blocks than there are.
+    The file says whether embeddings are tied, but the tensors decide. For Switch Transformers
+    they decide more: released files (switch-c-2048, switch-xxl-128) describe other blocks than
+    the tensors have.
 
     Args:
-        tensors: names of all tensors of the checkpoint; none of them for what the file says.
-        overflow: of Switch layers, what becomes of a token whose expert is full: `drop` or
-            another of `RouterConfig.overflow`, see docs/checkpoints_of_others.md.
+        tensors: names of all tensors of the checkpoint; empty takes the file's word.
+        overflow: what a Switch layer gives for a token whose expert is full: `drop` or another
+            value of `RouterConfig.overflow`, see docs/checkpoints_of_others.md.
 
     Raises:
-        ValueError: a value is wrong, or nothing of ours can do what it asks for.
+        ValueError: a value is wrong, or our models cannot do what it asks for.
     """
     fields = Fields(values, where)
     family = fields.text("model_type", "")
@@ -147,14 +147,14 @@ def describe(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
 def read_special_ids(
     values: dict[str, Any], where: str, unknown: int | None = None
 ) -> tuple[tuple[int, int, int], int]:
-    """A model's ids of padding, end and unknown, and of what a decoder's input begins with.
+    """Returns a model's ids of padding, end and unknown, and its decoder's start id.
 
     Args:
-        values: of `config.json`, below those of `generation_config.json`.
-        unknown: of its tokenizer.
+        values: values of `config.json`, overridden by those of `generation_config.json`.
+        unknown: the tokenizer's id of unknown pieces.
 
     Raises:
-        ValueError: one is no id, or padding is the end.
+        ValueError: a value is no id, or padding and end have the same id.
     """
     fields = Fields(values, where)
     default = _SPECIAL_IDS.get(fields.text("model_type", ""), _SPECIAL_IDS["t5"])

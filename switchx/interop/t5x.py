@@ -46,13 +46,13 @@ _DAMAGE = (ValueError, TypeError, KeyError, AttributeError, OSError, RecursionEr
 
 
 class T5XFolder:
-    """The parameters of a checkpoint.
+    """The parameters of a T5X checkpoint.
 
     Attributes:
-        shapes: of every array below `target`, by name: `target/encoder/...`.
+        shapes: shape of every array below `target`, by name: `target/encoder/...`.
 
     Raises:
-        ValueError: it is no such checkpoint, or parts of it are missing or damaged.
+        ValueError: the folder is no such checkpoint, or parts of it are missing or damaged.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -64,7 +64,7 @@ class T5XFolder:
             self.shapes[name] = leaf.shape if is_array else self._header(name, leaf)[1]
 
     def read(self, name: str) -> np.ndarray:
-        """An array in float32: exact but for one of float64, which is rounded.
+        """Reads an array as float32; only float64 is rounded.
 
         Raises:
             ValueError: it cannot be read whole.
@@ -177,11 +177,12 @@ def _leaves(tree: dict[str, Any], prefix: str = ""):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where one of our parameters is.
+    """Where one of our parameters is in a T5X checkpoint.
 
     Attributes:
-        name: of their array.
-        repeat: which of the blocks that are stacked in it; None where it is all ours.
+        name: name of their array.
+        repeat: number of the block among those stacked in the array; None where the whole array
+            is the parameter.
     """
 
     name: str
@@ -189,11 +190,11 @@ class Place:
 
 
 def places(config: ModelConfig, found: Iterable[str]) -> dict[str, Place]:
-    """The name of each of our parameters -> where T5X keeps it.
+    """Maps the name of each of our parameters to where T5X keeps it.
 
     Args:
-        config: of an unrolled encoder-decoder.
-        found: names in the checkpoint, which tell the layout.
+        config: configuration of an unrolled encoder-decoder.
+        found: names in the checkpoint, which determine the layout.
     """
     found = set(found)
     result = {"embedding/embedding_VD": Place("target/token_embedder/embedding")}

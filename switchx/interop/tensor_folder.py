@@ -43,14 +43,15 @@ _MOST_INDEX_BYTES = 1 << 28
 
 
 class TensorFolder:
-    """The tensors of a folder's one file, or of all files that its index names.
+    """The tensors of a folder's only file, or of all files that its index names.
 
     Attributes:
-        shapes: of every tensor, by name.
-        unread: files of weights of a kind that is not read.
+        shapes: shape of every tensor, by name.
+        unread: files of weights in formats that are not read.
 
     Raises:
-        ValueError: there are none that can be read, or a file is damaged or of another kind.
+        ValueError: there is no file that can be read, or a file is damaged or of another
+            format.
     """
 
     def __init__(self, folder: pathlib.Path):

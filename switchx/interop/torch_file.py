@@ -57,11 +57,11 @@ _WAY_OUT = "it is damaged or cut short: fetch or write it again"
 
 @dataclasses.dataclass(frozen=True)
 class TorchTensor:
-    """Where a tensor is in its file.
+    """The place of a tensor in its file.
 
     Attributes:
-        begin: the byte of its first element.
-        strides: of the dimensions, in elements.
+        begin: byte offset of its first element.
+        strides: strides of the dimensions, in elements.
     """
 
     begin: int
@@ -71,7 +71,7 @@ class TorchTensor:
 
     @property
     def span(self) -> int:
-        """Elements from the first to the last one."""
+        """Number of elements from the first to the last one."""
         if 0 in self.shape:
             return 0
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))

@@ -226,14 +226,16 @@ def reason_of(said: Hypothesis) -> str:
 
 
 def logprobs_json(vocabulary, tokens, said, number: int, offset: int = 0, first: int = 0):
-    """OpenAI's form of tokens from `first` on: their texts, log-probabilities and places.
+    """Returns OpenAI's form of the tokens from `first` on: texts, log-probabilities and
+    offsets.
 
-    A token whose text is not its own, as half a character, is `token_id:N` among the likeliest.
+    A token that has no text of its own, as half a character, is `token_id:N` among the
+    likeliest.
 
     Args:
         said: a `Hypothesis` or `Score` of the tokens.
-        number: of likeliest tokens; the token itself is always among them.
-        offset: of the first character.
+        number: number of likeliest tokens; the token itself is always among them.
+        offset: offset of the first character.
     """
 
     def decoded(some: Sequence[int]) -> str:

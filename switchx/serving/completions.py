@@ -113,12 +113,12 @@ class CompletionRequest(GenerateRequest):
 
 
 class CompletionForm:
-    """How `/v1/completions` is asked and answered.
+    """The form of the requests and answers of `/v1/completions`.
 
     Args:
-        name: that clients call the model by.
+        name: the model's name in requests.
         batch_size: most prompts that are scored at once.
-        reader: of one thread, which scores them.
+        reader: executor with one thread, which scores the prompts.
     """
 
     def __init__(self, model: Model, name: str, batch_size: int, reader: Executor):
@@ -284,8 +284,8 @@ class CompletionForm:
         """OpenAI's `logprobs` of a choice, from its token `first` on; or None.
 
         Args:
-            offset: of the answer in the text.
-            before: those of the prompt, or None.
+            offset: offset of the answer in the text.
+            before: the prompt's `logprobs`, or None.
         """
         if wanted.logprobs is None:
             return None

@@ -41,8 +41,8 @@ class Metrics:
     """Counters of one server, in a registry of its own.
 
     Attributes:
-        responses: of the server, by their status. The other families are by model; `of` gives
-            one model's.
+        responses: counter of the server's HTTP responses, by status. The other families are by
+            model; `of` returns one model's.
         built: names and steps of the models that take requests, for `build_info`.
     """
 

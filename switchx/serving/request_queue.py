@@ -111,16 +111,17 @@ class Group:
 
 @dataclasses.dataclass(eq=False)
 class QueuedInput:
-    """One input of a request, in the queue or being answered.
+    """One input of a request, in the request queue or being answered.
 
     Attributes:
-        deliver: called by the worker's thread with what happens to it.
-        arrival_s: of the clock `time.monotonic`.
-        is_abandoned: its client disconnected or ran out of time.
-        num_tokens: that it has, its end included, and `token_s`, since when: of the same clock,
-            None before the first one, and where it is searched for.
-        answer_s: when its answer was there, of the same clock; None before.
-        request_id: what the log calls its request.
+        deliver: called by the worker's thread with each event of the input.
+        arrival_s: time of arrival in seconds, by the clock `time.monotonic`.
+        is_abandoned: whether its client disconnected or ran out of time.
+        num_tokens: number of its answer's tokens so far, the end included.
+        token_s: time of the newest of these tokens, by the same clock; None before the first
+            one, and where beams are searched.
+        answer_s: time of its answer, by the same clock; None before.
+        request_id: name of its request in the log.
     """
 
     prompt: list[int]

@@ -35,13 +35,13 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 @dataclasses.dataclass(eq=False)
 class Refusal(Exception):
-    """What is wrong with a request, or why it cannot be answered now.
+    """The answer to a request that is wrong, or that cannot be answered now.
 
     Attributes:
-        status: of HTTP.
-        message: expected, got, and the way out.
-        field: of the request's JSON that is wrong, or None.
-        retry_after_s: when to try again; None says nothing.
+        status: HTTP status.
+        message: text of what was expected, what was given, and what to do.
+        field: the field of the request's JSON that is wrong, or None.
+        retry_after_s: seconds after which the client may try again; None where that is unknown.
         code: OpenAI's name of the fault, where it has one.
     """
 
@@ -55,7 +55,7 @@ class Refusal(Exception):
         return self.message
 
     def as_json(self) -> dict[str, Any]:
-        """One form for all routes: what OpenAI's clients read is in it."""
+        """The JSON of a refusal, for all routes; OpenAI's clients can read it."""
         is_ours = "server_error" if self.status >= 500 else "invalid_request_error"
         return {
             "error": {

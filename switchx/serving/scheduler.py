@@ -41,18 +41,18 @@ MOST_JOINING = 8
 
 
 class Worker(threading.Thread):
-    """Answers what is in its queue, until it is closed.
+    """The thread that answers the inputs in its request queue, until it is closed.
 
     Inputs of one kind are decoded together, in a batch that they join and leave one by one.
-    Those whose batch would need programs that are not compiled yet wait until they are, and
+    Inputs whose batch would need programs that are not compiled yet wait until they are, and
     others go before them.
 
     Attributes:
-        queue: of the inputs that wait.
-        is_ready: the programs of short prompts are compiled.
-        error: why it is not alive any more.
-        compiler: the thread that compiles what inputs wait for.
-        heartbeat_s: when it last did steps, of the clock `time.monotonic`.
+        queue: the request queue, with the inputs that wait.
+        is_ready: whether the programs of short prompts are compiled.
+        error: the error that ended the thread.
+        compiler: the thread that compiles the programs that inputs wait for.
+        heartbeat_s: time of its last decode steps, by the clock `time.monotonic`.
     """
 
     def __init__(self, model: Model, limits: Limits, metrics: ModelMetrics):

@@ -65,7 +65,7 @@ class Server(uvicorn.Server):
 
         Args:
             token, hosts: as in `make_app`.
-            reloader: of the models, which SIGHUP asks; None leaves that signal alone.
+            reloader: the models' reloader, which SIGHUP starts; None leaves that signal alone.
         """
 
         class Protocol(BoundedProtocol):

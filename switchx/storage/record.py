@@ -49,8 +49,8 @@ class Record:
     """The state of one expert.
 
     Attributes:
-        arrays: by name; those of a record that was read cannot be written.
-        updates: of the optimizer that they have had.
+        arrays: arrays by name; the arrays of a record that was read are read-only.
+        updates: number of the optimizer's updates of these arrays.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -58,7 +58,7 @@ class Record:
 
     @property
     def num_bytes(self) -> int:
-        """Of the arrays."""
+        """Bytes of the arrays."""
         return sum(array.nbytes for array in self.arrays.values())
 
 
@@ -131,13 +131,13 @@ def types_of(arrays: Mapping[str, np.ndarray]) -> dict[str, ArrayType]:
 
 
 def encode(record: Record, name: str) -> bytes:
-    """The bytes of a record; the arrays are copied once.
+    """Encodes a record as bytes; the arrays are copied once.
 
     Args:
-        name: of the layer and the expert. `decode` asks for the same.
+        name: name of the layer and the expert; `decode` expects the same name.
 
     Raises:
-        ValueError: an array has a dtype that is no number.
+        ValueError: an array's dtype is not numeric.
     """
     described, parts, at = [], [], 0
     for array_name, array in record.arrays.items():

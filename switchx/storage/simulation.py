@@ -134,13 +134,13 @@ def decoding_trace(
     drift: int | None = None,
     seed: int = 0,
 ) -> Trace:
-    """Decoding a token a step.
+    """A trace of decoding with one token in each step.
 
     Args:
-        selected: experts of a token in each layer.
-        exponent: of Zipf's law.
-        repeated: chance that a token takes an expert of the token before it.
-        drift: popular experts are others after so many tokens.
+        selected: number of experts that a token chooses in each layer.
+        exponent: exponent of Zipf's law.
+        repeated: probability that a token chooses an expert of the token before it.
+        drift: number of tokens after which other experts are popular; None changes nothing.
     """
     rng = np.random.default_rng(seed)
     used: list[list[np.ndarray]] = []

@@ -166,13 +166,14 @@ def trace_of_steps(
     record_bytes: int,
     sweeps: int,
 ) -> Trace:
-    """The requests of a run whose steps use these experts.
+    """Makes the trace of a run whose steps use these experts.
 
-    Forward and backward need all experts of a layer together; the update takes them singly.
+    Forward and backward sweeps need all experts of a layer together; the update takes them one
+    by one.
 
     Args:
-        steps: of each step, the experts that each layer uses.
-        sweeps: 1 of decoding, 3 of training.
+        steps: for each step, the experts that each layer uses.
+        sweeps: number of sweeps of a step: 1 in decoding, 3 in training.
     """
     require_choice("sweeps", sweeps, (1, len(SWEEPS)))
     requests = []

@@ -81,13 +81,13 @@ def report_of(arguments, note):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a call measured.
+    """The results of one call.
 
     Attributes:
-        rows: of all parts, also those of an earlier call.
-        left: parts that did not fit, and why.
-        failed: parts that ended before they were done, and why; `RESULTS` where it could not
-            be written.
+        rows: measured rows of all parts, with the rows of an earlier call.
+        left: reasons why parts did not fit, by part.
+        failed: reasons why parts ended before they were done, by part; `RESULTS` where that
+            file could not be written.
     """
 
     rows: list[Row]

@@ -16,11 +16,11 @@ Row = dict[str, Any]
 
 
 class Records:
-    """What is measured, in memory and in `results.jsonl`.
+    """The measured rows, in memory and in `results.jsonl`.
 
     Attributes:
-        rows: of cases, also those of an earlier call.
-        fault: why the file does not have all of them, as where the disk is full.
+        rows: measured rows of cases, with the rows of an earlier call.
+        fault: reason why the file does not have all rows, as where the disk is full.
     """
 
     def __init__(self, output: str | pathlib.Path, card: Card):

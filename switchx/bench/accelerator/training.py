@@ -118,7 +118,7 @@ class CompiledStep:
     """A compiled training step; `contender` makes its state.
 
     Attributes:
-        bytes: of arguments and temporaries.
+        bytes: bytes of arguments and temporaries.
     """
 
     name: str

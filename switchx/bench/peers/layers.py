@@ -34,9 +34,10 @@ class LayerShape:
     Attributes:
         num_experts, d_model, d_ff: E, D, F.
         batch, length: B and L.
-        is_gated: a gated linear unit of GELU (GEGLU); else one matrix and a ReLU.
-        capacity_factor: slots over tokens; None where nothing is dropped and no slot is empty.
-        dtype: of parameters and products; the router computes in float32.
+        is_gated: whether it is a gated linear unit with GELU (GEGLU); else one matrix and a
+            ReLU.
+        capacity_factor: slots over tokens; None where no token is dropped and no slot is empty.
+        dtype: dtype of parameters and products; the router computes in float32.
     """
 
     num_experts: int

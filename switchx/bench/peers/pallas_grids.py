@@ -44,9 +44,9 @@ def pallas_launches(jaxpr, arguments: Sequence[Any]) -> list[Launch]:
     """The Pallas calls of a program, counted for one routing.
 
     Args:
-        jaxpr: of `jax.jit(function).trace(...)`.
-        arguments: the value of each of its flat arguments; None for one that is not known, as
-            no weight of an expert has to be.
+        jaxpr: the program's jaxpr, of `jax.jit(function).trace(...)`.
+        arguments: values of its flat arguments; None for an unknown one, as the weights of
+            experts may be.
 
     Raises:
         ValueError: a kernel's schedule depends on values that are not known, or a kernel stands

@@ -202,11 +202,11 @@ def write(
     """Computes and writes a line for each line, going on where the output ends.
 
     Args:
-        settings: of the command's own, which decide what is written.
+        settings: the command's own settings that decide what is written.
         compute: see `run_in_shards`.
 
     Returns:
-        All lines of the output, those of before included.
+        All lines of the output, with the lines that were there before.
     """
     from switchx.cli.text.resumable_output import ResumableOutput, StandardOutput
 
