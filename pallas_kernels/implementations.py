@@ -130,7 +130,7 @@ def reads_packed_int4(platform: str | None = None) -> bool:
     """Whether quantized products read weights of 4 bits packed in uint8, not as `jnp.int4`.
 
     Args:
-        platform: of another machine, whose GPU is a Hopper; None is the device in use.
+        platform: platform of another machine, whose GPU is a Hopper; None is the device in use.
     """
     if platform is not None:
         return platform == "cpu"

@@ -251,14 +251,14 @@ class Ring:
 
 @dataclasses.dataclass(frozen=True)
 class Consumer:
-    """One warpgroup that multiplies. Each kernel adds what its products read and where they go.
+    """A warpgroup that multiplies; each kernel adds its products' operands and results.
 
     Attributes:
-        mosaic: what runs the kernel.
+        mosaic: the card or the interpreter, which runs the kernel.
         walk: the order in which its block takes tiles.
-        ring: of the operands' stages.
+        ring: ring of the operands' stages.
         own: shared memory of this warpgroup alone, by name.
-        warpgroup: its number.
+        warpgroup: the warpgroup's number.
     """
 
     mosaic: Mosaic
@@ -268,7 +268,7 @@ class Consumer:
     warpgroup: Any
 
     def accumulate(self, shapes: list, steps, first_step, multiply: Callable) -> list:
-        """The float32 sums of `steps` steps of the ring, of these shapes.
+        """Returns the float32 sums of `steps` steps of the ring, with these shapes.
 
         Args:
             multiply: `(accumulators, k, slot)` issues the products of the k-th step.
@@ -346,16 +346,16 @@ def copy_and_multiply(
 ) -> None:
     """Splits the work of a block whose kernel was started with `groups + 1` warpgroups.
 
-    A thread that only starts copies needs few registers; what it gives back, the accumulators
-    of the others get. Bodies of loops over tiles count the steps of the ring of stages,
-    `(turn, step) -> step`.
+    A thread that only starts copies needs few registers; the registers that it releases are for
+    the accumulators of the other warpgroups. Bodies of loops over tiles count the steps of the
+    ring of stages, `(turn, step) -> step`.
 
     Args:
-        groups: warpgroups that multiply; the one after them copies.
-        rings: whose steps are counted alike.
+        groups: number of warpgroups that multiply; the one after them copies.
+        rings: rings of stages whose steps are counted together.
         copy_tile: the body that issues the copies of a tile.
-        tile_loop: of the number of a multiplying warpgroup, the body that computes a tile.
-        turns: says how many tiles this block has.
+        tile_loop: number of a multiplying warpgroup -> the body that computes a tile.
+        turns: returns the number of this block's tiles.
     """
     warpgroup = lax.axis_index("wg")
 

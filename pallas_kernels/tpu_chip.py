@@ -24,11 +24,11 @@ class Chip:
 
     Attributes:
         generation: 4 to 7.
-        vmem_bytes: vector memory of a core.
-        bytes_per_s: between a core and HBM, as the vendor states it.
-        flops_per_s: of a core in bfloat16, as the vendor states it.
-        cores: tensor cores that one device's kernel is spread over, 2 on a v4 or v5p that
-            is used as one device ("megacore").
+        vmem_bytes: bytes of a core's vector memory.
+        bytes_per_s: bandwidth between a core and HBM, as the vendor states it.
+        flops_per_s: peak FLOPs a second of a core in bfloat16, as the vendor states them.
+        cores: number of tensor cores that one device's kernel is spread over, 2 on a v4 or v5p
+            that is used as one device ("megacore").
     """
 
     generation: int

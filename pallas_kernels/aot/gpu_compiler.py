@@ -162,16 +162,16 @@ def described_gpu(target: str):
 
 
 def compile_lowered(lowered, devices, options: Mapping[str, str] | None = None):
-    """Compiles what was lowered for an `AbstractMesh` of an `AbstractDevice`.
+    """Compiles a program that was lowered for an `AbstractMesh` of an `AbstractDevice`.
 
     Described devices of CUDA have no memories: programs that are lowered for them lose the
-    memory kinds of their arrays, without a word. `Lowered.compile` takes no abstract mesh, so
-    this is what JAX itself does with a module.
+    memory kinds of their arrays, without a warning. `Lowered.compile` takes no abstract mesh,
+    so this does what JAX itself does with a module.
 
     Args:
         lowered: a `jax.stages.Lowered`, for the platform `cuda`.
-        devices: in the order of the mesh, as the compiler describes them.
-        options: of XLA, by name.
+        devices: the devices that the compiler describes, in the order of the mesh.
+        options: XLA's options, by name.
 
     Returns:
         An executable of jaxlib, with `hlo_modules()` and `get_compiled_memory_stats()`.

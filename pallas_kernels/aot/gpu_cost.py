@@ -50,11 +50,11 @@ _WIDTH = re.compile(r"HGMMA\.64x(\d+)x")
 
 
 class Measured(NamedTuple):
-    """A cell that was measured, 32 experts of 1024x4096, and the code that ran.
+    """A measured cell with 32 experts of 1024x4096, and the code that ran.
 
     Attributes:
-        tile_cycles: of the loop, for the steps of a tile; None where memory bounds it.
-        us: microseconds a call.
+        tile_cycles: cycles of the loop for the steps of a tile; None where memory bounds it.
+        us: microseconds of a call.
     """
 
     weights: str
@@ -188,12 +188,13 @@ def _epilogue(texts: list[str], targets: list, begin: int, end: int) -> list[int
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What is expected of a product with few rows.
+    """The predicted time of a product with few rows.
 
     Attributes:
-        tiles: of the busiest SM.
-        seconds: with the launch.
-        products_s, memory_s: of these tiles, and of reading the weights; the longer counts.
+        tiles: number of tiles of the busiest SM.
+        seconds: predicted seconds, with the launch.
+        products_s, memory_s: seconds of these tiles' products, and of reading the weights; the
+            longer one counts.
     """
 
     tiles: int
@@ -207,10 +208,10 @@ class Prediction:
 
 
 def predict(row: dict[str, int], case: Case, card: str = "H200") -> Prediction:
-    """What a product takes whose experts each have rows, fewer than a tile.
+    """Predicts the time of a product whose experts each have rows, but fewer than a tile has.
 
     Args:
-        row: of the case, in the compiler's table.
+        row: the case's row in the compiler's table.
         card: one of `COPY_BYTES_PER_S`.
     """
     tiling, num_matrices = tiling_of(case), 1 + case.is_gated_unit
@@ -283,7 +284,7 @@ def _table() -> dict[str, dict[str, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class TileCycles:
-    """Of a whole tile of many rows: products, then an epilogue, beside copies from the cache.
+    """Cycles of a whole tile of many rows: products, then an epilogue, besides copies from L2.
 
     With ping-pong each warpgroup has tiles of its own, so that one's epilogue is hidden behind
     the other's products. Its accumulators are as large, for half of the features or for half
@@ -291,11 +292,12 @@ class TileCycles:
     with half of the rows converted twice.
 
     Attributes:
-        products: of the loop.
-        epilogue: until the result is on its way to memory.
-        l2: copies from the L2 cache, which go on during both as far as the ring has stages.
-        total: the longer of products with epilogue, and of these copies.
-        ping_pong: for the same products, in the better of the two ways.
+        products: cycles of the loop.
+        epilogue: cycles until the store of the result is issued.
+        l2: cycles of the copies from the L2 cache, which go on during both as far as the ring
+            has stages.
+        total: cycles of products with epilogue, or of these copies where they take longer.
+        ping_pong: cycles for the same products with ping-pong, in the better of the two ways.
     """
 
     products: float
@@ -306,10 +308,10 @@ class TileCycles:
 
 
 def tile_cycles(row: dict[str, int], case: Case) -> TileCycles:
-    """What a tile costs whose rows fill it, and with ping-pong.
+    """The cycles of a tile whose rows fill it, without and with ping-pong.
 
     Args:
-        row: of the case, in the compiler's table.
+        row: the case's row in the compiler's table.
     """
     tiling, num_matrices = tiling_of(case), 1 + case.is_gated_unit
     groups, products = tiling.warpgroups, _runs(row, case, num_matrices) * row["loop_cycles"]

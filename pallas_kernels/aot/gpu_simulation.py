@@ -120,10 +120,10 @@ class _Scheduler:
 
 
 def loop_cycles(loop: Sequence[Instruction], warps: int) -> int:
-    """Cycles of one run of a loop, on average over several of each warp.
+    """Cycles of one run of a loop, averaged over several runs of each warp.
 
     Args:
-        warps: of a scheduler: the warpgroups that multiply.
+        warps: number of warps of a scheduler, which is that of the warpgroups that multiply.
     """
     scheduler, every = _Scheduler(), [_Warp() for _ in range(warps)]
     while running := [warp for warp in every if warp.runs < RUNS]:

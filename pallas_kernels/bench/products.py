@@ -44,13 +44,13 @@ def activation_dtype():
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A way to multiply.
+    """An implementation of a product.
 
     Attributes:
-        run: `(x_RD, weights, group_sizes_E) -> y_RF`; of a pass `dx`, the rows are the
-            gradient of y.
-        bits: of the weights; None is those of the rows.
-        of: one of `PASSES`.
+        run: `(x_RD, weights, group_sizes_E) -> y_RF`; in a pass `dx`, the rows are the
+            gradient with respect to y.
+        bits: bits of a weight; None is the number of the rows' bits.
+        of: the pass, one of `PASSES`.
     """
 
     name: str

@@ -46,14 +46,14 @@ def run(
     note: Callable[[str], Any] = print,
     path: pathlib.Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Tunes the products of float, int8 and int4 weights and writes what is quicker.
+    """Tunes the products of float, int8 and int4 weights and writes the quickest tilings.
 
     Args:
         cells: None is the grid for this machine.
-        path: of the cache; None is the user's.
+        path: path of the file of tuned tilings; None is the user's file.
 
     Returns:
-        One row for each product: the best tiling, its time and that of the default.
+        One row for each product: the best tiling, its time and the default's time.
     """
     rows, cache, path = [], {}, path or user_file()
     for cell in cells_to_tune() if cells is None else cells:

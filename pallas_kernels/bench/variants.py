@@ -30,9 +30,10 @@ class Variant:
     """A change of the kernel of quantized weights.
 
     Attributes:
-        tiling: of the default tiling, the one to run with.
-        replaced: a context in which the kernel is traced, for the card or the interpreter.
-        is_right: whether its numbers are the product's.
+        tiling: returns the tiling to run with, given the default one.
+        replaced: returns the context in which the kernel is traced, for the card or the
+            interpreter.
+        is_right: whether its results are the product's.
     """
 
     name: str

@@ -53,19 +53,20 @@ def grouped_matmul(
         x_RD, bias_EF: float32, bfloat16 or float16.
         w_EDF: floating point; multiplied in the dtype of x. Its gradient leaves the kernel in
             its own dtype, so that of float32 parameters is never rounded to bfloat16.
-        w_gate_EDF: of a gated linear unit, as w. Each tile of rows meets both matrices.
+        w_gate_EDF: the gate's matrices of a gated linear unit, as w. Each tile of rows is
+            multiplied by both matrices.
         activation: None, `relu`, `gelu` (tanh), `gelu_exact` or `silu`.
         gate_R: the weight of each row's result, such as a router's gate.
         group_sizes_E: integers, signed or not, summing to at most R; checked where they are
             concrete. Traced ones may sum to more: rows past R are neither read nor written.
         transpose_w: w (and w_gate) is `[E, F, D]`, output-major, as are the gradients.
-        group_offset: w has only the E experts from this one on, of those whose sizes
-            `group_sizes_E` then has: a device's part. Rows of other experts are not read and
-            give zeros. The rows in question are brought to the front and back, a copy of x
-            and one of y, on every back end.
-        preferred_element_type: of the result, `float32`, `bfloat16` or `float16`, to which
-            the float32 sums are rounded; None is the dtype of x. Wider than x, the Hopper
-            kernel writes its sums in two parts, which XLA adds.
+        group_offset: number of w's first expert: w has only the E experts from this one on, a
+            device's part, and `group_sizes_E` has the sizes of all. Rows of other experts are
+            not read and give zeros. The rows of w's experts are moved to the front and back, a
+            copy of x and one of y, on every back end.
+        preferred_element_type: dtype of the result, `float32`, `bfloat16` or `float16`, to
+            which the float32 sums are rounded; None is the dtype of x. Where it is wider than
+            x, the Hopper kernel writes its sums in two parts, which XLA adds.
         implementation: `reference`, `tpu`, `gpu`, `triton`, or None: see
             `implementations.choose`.
         tiling: the implementation's `Tiling` of the forward product; None is the tuned one

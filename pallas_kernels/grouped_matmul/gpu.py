@@ -126,9 +126,10 @@ def forward(
     and weights in every call: pad the weights of a model once where its sizes are odd.
 
     Args:
-        has_residual: also returns the residual of `apply_epilogue`, in the dtype of x.
-        out_dtype: of the result; None is the dtype of x. For float32 the sums of two parts of
-            D or more leave the kernel, and XLA adds them up and has the epilogue.
+        has_residual: whether to return also the residual of `apply_epilogue`, in the dtype of
+            x.
+        out_dtype: dtype of the result; None is the dtype of x. For float32 the kernel writes
+            the sums of two parts of D or more, and XLA adds them up and applies the epilogue.
 
     Raises:
         ValueError: `refusal` has a reason, or the tiling cannot run.

@@ -39,16 +39,17 @@ LOADED_AHEAD = 64 * (256 + 64)
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """How a step of weights gets from shared memory into the tensor core.
+    """How the weights of a step get from shared memory into the tensor core.
 
     Attributes:
-        is_depth_minor: `[E, F, D]`, else `[E, D, F]`.
+        is_depth_minor: whether the weights are `[E, F, D]`; else they are `[E, D, F]`.
         multiply: `(acc_MT, w, x_TK, scratch)` issues the products of one step; `w` is one
             warpgroup's `[M, K]` or, with features minor, `[K, M]`, or what `load` returned.
-        scratch: shared memory of `multiply`, name -> (shape, dtype), one a warpgroup.
-        load: of `[M, K]` into registers, which then no product reads in shared memory: their
-            place is free before they are multiplied. None where the tensor core reads it.
-        may_load_ahead: the weights of the next step may be carried in registers.
+        scratch: shared memory of `multiply` for each warpgroup, name -> (shape, dtype).
+        load: loads `[M, K]` into registers, so that no product reads them in shared memory and
+            their place is free before they are multiplied. None where the tensor core reads
+            shared memory.
+        may_load_ahead: whether the weights of the next step may be carried in registers.
         depth_per_scale: channels of D that share a scale, a multiple of K; None for one
             scale, which the epilogue applies.
     """
@@ -323,10 +324,11 @@ class _Tile:
 
 @dataclasses.dataclass(frozen=True)
 class _Consumer(Consumer):
-    """One that multiplies the first `rows` rows of tiles.
+    """A warpgroup that multiplies the first `rows` rows of tiles.
 
     Attributes:
-        w_ring: of weights that are loaded into registers; others have their place in `ring`.
+        w_ring: ring of the stages of weights that are loaded into registers; None where `ring`
+            has the weights' stages, too.
     """
 
     rows: int

@@ -74,8 +74,8 @@ def separate_matmul(
 ):
     """As `grouped_matmul`, forward alone; w_gate as w.
 
-    The epilogue follows the loop: of a few rows it is little work, and each branch would be
-    compiled with it.
+    The epilogue follows the loop: for a few rows it is little work, and inside of the loop it
+    would be compiled once for each branch.
 
     Raises:
         ValueError: shapes that do not agree, or sizes below 0 or above R in sum.

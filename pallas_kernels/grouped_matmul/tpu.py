@@ -67,12 +67,13 @@ def forward(
     """As `api.grouped_matmul`; with `transpose_w` w is `[E, F, D]`.
 
     Args:
-        has_residual: also returns the residual of `apply_epilogue`, in the dtype of x.
-        out_dtype: of the result; None is the dtype of x.
+        has_residual: whether to return also the residual of `apply_epilogue`, in the dtype of
+            x.
+        out_dtype: dtype of the result; None is the dtype of x.
         interpret: True, or `pltpu.InterpretParams`, to run without a TPU.
 
     Raises:
-        ValueError: a tiling that cannot be.
+        ValueError: the tiling is not possible.
     """
     R, D = x_RD.shape
     F = w.shape[1] if transpose_w else w.shape[2]
@@ -116,7 +117,7 @@ def weight_gradient(
     in rows past the last expert's does not matter.
 
     Raises:
-        ValueError: a tiling that cannot be.
+        ValueError: the tiling is not possible.
     """
     [R, D], F, E = x_RD.shape, dy_RF.shape[1], group_sizes_E.shape[0]
     out_dtype = jnp.dtype(out_dtype)

@@ -39,17 +39,17 @@ def run_pipeline(
     name: str,
     rows_of_tiles: Callable | None = None,
 ):
-    """The results, each of a shape and dtype, of a body that runs over the tiles of a schedule.
+    """Runs a body over the tiles of a schedule and returns results of given shapes and dtypes.
 
     Args:
         body: `(tiles, scratch, *blocks of arrays and results)`, the work of one step.
-        pipeline: of tiles to the grid and the `pl.BlockSpec`s of arrays and of results.
-        schedule: of sizes of the groups to their `BlockTiles`.
-        scratch: memory of the kernel.
-        bytes_accessed: for XLA's scheduler.
-        semantics: of the axes of the grid.
-        rows_of_tiles: of `begin_P` and `end_P` the rows that the body multiplies in each tile;
-            None where it is whole blocks.
+        pipeline: tiles -> the grid and the `pl.BlockSpec`s of arrays and of results.
+        schedule: sizes of the groups -> their `BlockTiles`.
+        scratch: scratch memory of the kernel.
+        bytes_accessed: bytes that the kernel reads and writes, for XLA's scheduler.
+        semantics: dimension semantics of the axes of the grid.
+        rows_of_tiles: `(begin_P, end_P)` -> the number of rows that the body multiplies in each
+            tile; None where it multiplies whole blocks.
     """
     tiles = schedule(group_sizes_E)
     shapes = [shape for shape, _ in results]

@@ -44,9 +44,9 @@ class _Plan:
     Attributes:
         num_matrices: 2 in a gated linear unit.
         chunk: columns of a block that are multiplied at a time.
-        row_unit: what pieces of rows begin at a multiple of.
-        chip: others than those of `multiplies_int8` multiply int8 rows in bfloat16.
-        names: of the operands after rows and matrices, in their order.
+        row_unit: number of rows of which each piece's first row is a multiple.
+        chip: the chip; those without `multiplies_int8` multiply int8 rows in bfloat16.
+        names: names of the operands after rows and matrices, in their order.
     """
 
     tiling: Tiling
@@ -105,12 +105,12 @@ def multiply_rows(
 
     Args:
         x_RD: float32, bfloat16, or int8, whose products with int8 are added up as int32 where
-            the chip multiplies int8, in float32 elsewhere, or float8_e4m3fn with weights of it;
-            of 8 bits `block_R` is a multiple of 32.
+            the chip multiplies int8, in float32 elsewhere, or float8_e4m3fn with weights of the
+            same dtype; for rows of 8 bits `block_R` is a multiple of 32.
         w: [E, D, F], or [E, F, D] if `is_output_major`; the dtype of x, int8, int4 or
             float8_e4m3fn.
-        w_gate: of a gated linear unit, as w.
-        out_dtype: of the result; None is the dtype of x, which a residual always has.
+        w_gate: the gate's matrices of a gated linear unit, as w.
+        out_dtype: dtype of the result; None is the dtype of x, which a residual always has.
 
     Returns:
         y_RF, with `has_residual` (y_RF, residual).
@@ -345,9 +345,10 @@ class _Piece:
     """Rows of a block that are multiplied at once.
 
     Attributes:
-        start: the first, known when the kernel runs.
-        unit: divides start and size.
-        is_first: of its tile; the rows above the tile's may be another expert's.
+        start: number of the first row, known when the kernel runs.
+        unit: number that divides start and size.
+        is_first: whether it is the first piece of its tile; the rows above the tile's may be
+            another expert's.
     """
 
     start: jax.Array

@@ -72,11 +72,12 @@ def forward(
     """As `api.grouped_matmul`; with `transpose_w` w is `[E, F, D]`.
 
     Args:
-        has_residual: also returns the residual of `apply_epilogue`, in the dtype of x.
-        out_dtype: of the result; None is that of x.
+        has_residual: whether to return also the residual of `apply_epilogue`, in the dtype of
+            x.
+        out_dtype: dtype of the result; None is the dtype of x.
 
     Raises:
-        ValueError: `refusal` has a reason, or the tiling cannot be.
+        ValueError: `refusal` has a reason, or the tiling is not possible.
     """
     F = w.shape[1] if transpose_w else w.shape[2]
     if reason := refusal(x_RD.dtype, w.dtype, *x_RD.shape, F, w.shape[0]):
@@ -325,7 +326,7 @@ def weight_gradient(
     """`dw_e = x_e^T dy_e` over the rows of each expert, `[E, D, F]`; zero without rows.
 
     Raises:
-        ValueError: `refusal` has a reason, or the tiling cannot be.
+        ValueError: `refusal` has a reason, or the tiling is not possible.
     """
     (R, D), F, (E,) = x_RD.shape, dy_RF.shape[1], group_sizes_E.shape
     if reason := refusal(x_RD.dtype, dy_RF.dtype, R, D, F, E):

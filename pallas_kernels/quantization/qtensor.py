@@ -24,23 +24,23 @@ FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)
 class QTensor:
     """`w_edf = scales[e, f, g] * (values[e, f, d] - zeros[e, f, g])`, `g = d // group_size`.
 
-    4-bit values have two forms. Packed, two in a uint8, the one of even d in the low nibble,
-    is what files and hosts keep: NumPy's int4 takes a whole byte. Native `jnp.int4` is what
-    kernels read; XLA packs it by itself on devices. Changing from one to the other costs
-    copies (on TPU some twenty bytes for each), so it is done once, when weights are loaded.
+    4-bit values have two forms. Files and hosts keep packed values, two in a uint8, the one of
+    even d in the low nibble: NumPy's int4 takes a whole byte. Kernels read native `jnp.int4`
+    values, which XLA packs by itself on devices. Changing from one form to the other costs
+    copies (on TPU about 20 bytes for each value), so it is done once, when weights are loaded.
 
-    8-bit values are int8, or float8_e4m3fn. Those have no NaN and no negative zero: a TPU v5 or
-    v6 reads them as another type of 8 bits (e4m3b11fnuz), in which these are 480 and NaN. A NaN
-    is in the scale.
+    8-bit values are int8 or float8_e4m3fn. The float8 values have no NaN and no negative zero:
+    a TPU v5 or v6 reads them as another type of 8 bits (e4m3b11fnuz), in which these are 480
+    and NaN. A NaN is in the scale instead.
 
     Attributes:
         values: int8 or float8_e4m3fn `[E, F, D]`, packed uint8 `[E, F, D // 2]` or int4
             `[E, F, D]`.
         scales_EFG: float32; G = 1, or D / group_size.
         bits: 8 or 4.
-        group_size: channels of D that share a scale; None where all of them do.
-        zeros_EFG: zero points, float32; None where all are 0, as `quantize` has them.
-        layout_version: of the layout of `values`; goes with the arrays wherever they go.
+        group_size: number of channels of D that share a scale; None where all of them do.
+        zeros_EFG: zero points, float32; None where all are 0, as from `quantize`.
+        layout_version: version of the layout of `values`; stays with the arrays.
     """
 
     LAYOUT_VERSION: ClassVar[int] = 1

@@ -173,9 +173,9 @@ def forward(
     """As `api.quantized_grouped_matmul`.
 
     Args:
-        values_EFD, scales_EFG: of a QTensor with native values.
-        w_gate: the same two of the matrices of a gated linear unit.
-        out_dtype: as of `forward` of grouped_matmul.
+        values_EFD, scales_EFG: values and scales of a QTensor with native values.
+        w_gate: values and scales of the gate's matrices of a gated linear unit.
+        out_dtype: see `forward` of grouped_matmul.
 
     Raises:
         ValueError: `refusal` has a reason, the activation is unknown, or the tiling cannot

@@ -80,11 +80,12 @@ def forward(
     """As `api.quantized_grouped_matmul`.
 
     Args:
-        values, scales_EFG: of a QTensor with packed values.
-        w_gate: the same two of the matrices of a gated linear unit.
+        values, scales_EFG: values and scales of a QTensor with packed values.
+        w_gate: values and scales of the gate's matrices of a gated linear unit.
 
     Raises:
-        ValueError: `refusal` has a reason, the activation is unknown, or the tiling cannot be.
+        ValueError: `refusal` has a reason, the activation is unknown, or the tiling is not
+            possible.
     """
     (R, D), (E, F, last), G = x_RD.shape, values.shape, scales_EFG.shape[2]
     bits, is_float8 = 4 if values.dtype == jnp.uint8 else 8, values.dtype == FLOAT8

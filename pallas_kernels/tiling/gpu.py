@@ -222,11 +222,11 @@ def tile_of_rows(R: int, E: int) -> int:
 
 
 def default_panel(tiling: Tiling, D: int, F: int, bits: int, num_matrices: int = 1) -> int:
-    """Tiles of features: all of an expert, so that rows are read once, or what the cache has
-    room for.
+    """Returns the number of tiles of features in a panel: all of an expert's tiles, so that
+    rows are read once, or as many as the cache has room for.
 
     Args:
-        bits: of a weight.
+        bits: bits of a weight.
     """
     block = tiling.tile_m * tiling.warpgroups
     fitting = PANEL_BYTES // max(1, num_matrices * D * block * bits // 8)

@@ -103,7 +103,7 @@ class Tiling:
         """Raises ValueError where no TPU can address the blocks.
 
         Args:
-            row_unit: of the dtype of the rows.
+            row_unit: row unit of the rows' dtype, see `row_unit_of`.
         """
         unit = PIECE_ROWS if self.block_R > PIECE_ROWS else row_unit
         if self.block_R < row_unit or self.block_R % unit:
@@ -142,12 +142,14 @@ class Problem:
     Attributes:
         R, D, F, E: rows, contraction, output features, experts; for a weight gradient the
             shapes of [E, D, F] and the rows summed over.
-        x_bytes, w_bits: of an element of the rows and of the matrices.
+        x_bytes, w_bits: bytes of an element of the rows, and bits of an element of the
+            matrices.
         group_size: channels that share a scale where D has more than one group.
-        is_weight_gradient: which of the two kernels.
-        num_matrices: 2 in a gated linear unit, whose tiles of rows meet both.
-        num_results: 1, and the arrays of a residual.
-        y_bytes: of an element of the result; None as x_bytes.
+        is_weight_gradient: whether it is the weight gradient's kernel.
+        num_matrices: 2 in a gated linear unit, whose tiles of rows are multiplied by both; else
+            1.
+        num_results: number of result arrays: 1, and the arrays of a residual.
+        y_bytes: bytes of an element of the result; None is x_bytes.
         is_float8: whether weights of 8 bits are floating point, and rows of 8 bits.
     """
 
