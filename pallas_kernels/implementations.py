@@ -32,7 +32,7 @@ def choose(
 
     Args:
         implementation: one of `NAMES`, or None.
-        refusal_operands: what the kernel's `refusal` is asked with.
+        refusal_operands: arguments of the kernel's `refusal`.
         interpret: run a kernel by interpretation, on any machine and slowly.
 
     Raises:

@@ -131,11 +131,12 @@ def check_epilogue(x_RD, shape_EDF, *, bias_EF, activation, gate_R) -> None:
 def check_group_sizes(group_sizes_E, R: int, E: int, group_offset=None) -> None:
     """Raises ValueError where these are no sizes of E groups among R rows.
 
-    Values that are being traced cannot be looked at. There `group_bounds` cuts groups at row
-    R, and a negative size gives results that mean nothing.
+    Traced values cannot be checked. For these `group_bounds` cuts groups at row R, and a
+    negative size gives undefined results.
 
     Args:
-        group_offset: with it, sizes are those of at least E groups, of all devices.
+        group_offset: number of the first expert of this device, or None; with it, there are
+            sizes of at least E groups, of all devices.
     """
     meaning = "the rows of each expert"
     _check_array("group_sizes_E", group_sizes_E, meaning, 1, (jnp.integer,))

@@ -65,8 +65,8 @@ def described_tpu(kind: str = "TPU v5 lite", cores: int = 1):
     axes of a mesh that is in use stay.
 
     Args:
-        kind: as `jax.devices()[0].device_kind` says it.
-        cores: tensor cores of the device.
+        kind: the device's kind, as in `jax.devices()[0].device_kind`.
+        cores: number of the device's tensor cores.
     """
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=cores, platform="tpu")
     mesh = jax.sharding.get_abstract_mesh()

@@ -124,13 +124,13 @@ def left_out() -> list[dict[str, Any]]:
 def read_loop(sass: str) -> dict[str, int]:
     """Instructions, simulated cycles and HGMMA of the loop over D and of its epilogue.
 
-    It is the innermost loop with HGMMA; where tiles are cut, that of whole ones. Its cycles are
-    those of a run while all warps of a scheduler run it, `loop_latency` those of a warp alone.
-    Its epilogue ends where the loop over tiles does. Of the stores, which are one for each bit
-    of the number of rows, a whole tile takes one.
+    The loop is the innermost one with HGMMA; where tiles are cut, the one for whole tiles. Its
+    cycles are for a run while all warps of a scheduler run it; `loop_latency` is for a warp
+    alone. Its epilogue ends where the loop over tiles does. There is one store for each bit of
+    the number of rows, of which a whole tile takes one.
 
     Args:
-        sass: with control codes, as Mosaic dumps it.
+        sass: machine code with control codes, as Mosaic dumps it.
 
     Raises:
         ValueError: there is no such loop.

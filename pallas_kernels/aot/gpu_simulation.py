@@ -37,8 +37,9 @@ class Instruction(NamedTuple):
     """A line of machine code with its control codes.
 
     Attributes:
-        waits: scoreboards that have to be clear, apart by `&`; `-` for none.
-        reads, writes: those that are clear when its operands are read, and its result there.
+        waits: scoreboards that have to be clear, separated by `&`; `-` for none.
+        reads, writes: scoreboard that is clear once its operands are read, and scoreboard that
+            is clear once its result is written.
         stall: cycles until the warp's next instruction.
     """
 

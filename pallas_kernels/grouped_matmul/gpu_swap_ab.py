@@ -81,10 +81,10 @@ def swap_ab(
     those. Only whole sums have a bias and an activation. Rows of no expert are then undefined.
 
     Args:
-        x_RD: with rows after the last one up to a multiple of 8.
-        num_rows: R, the rows of the groups and of none; no more are written.
-        matrices: one, or two of a gated linear unit. A warpgroup has the same features of
-            both, in an accumulator each, so that a tile of rows is copied once for both.
+        x_RD: the rows, padded with further rows up to a multiple of 8.
+        num_rows: R, the number of rows with and without a group; no more rows are written.
+        matrices: one matrix, or two of a gated linear unit. A warpgroup has the same features
+            of both, in an accumulator each, so that a tile of rows is copied once for both.
     """
     [w, *_] = matrices
     walk = Walk(

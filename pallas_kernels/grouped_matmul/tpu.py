@@ -26,7 +26,7 @@ DTYPES = ("bfloat16", "float32")
 def refusal(x_dtype, w_dtype, R: int, D: int, F: int, E: int) -> str | None:
     """Why the kernels cannot multiply these, with the way out; None if they can.
 
-    Any sizes will do: what does not divide is masked.
+    All sizes are allowed: rests of blocks are masked.
     """
     x_name, w_name = jnp.dtype(x_dtype).name, jnp.dtype(w_dtype).name
     if x_name not in DTYPES:

@@ -54,7 +54,7 @@ def from_gptq(
         scales: floating point `[E, G, F]`.
         g_idx: int32 `[E, D]`, the group of each input; None where inputs are in order.
         bits: 4 or 8.
-        checkpoint_format: as quantize_config.json says it, `gptq` or `gptq_v2`.
+        checkpoint_format: the format in quantize_config.json, `gptq` or `gptq_v2`.
 
     Raises:
         ValueError: shapes or dtypes that do not agree, another number of bits or format, inputs

@@ -37,23 +37,24 @@ WORTH_A_SUM = 0.9
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """The tile of a block and how it goes through the work.
+    """The tile of a block, and the order and parts of its work.
 
-    In the weight gradient M is of D, N of F and K of the rows.
+    In the weight gradient M is a tile of D, N of F and K of the rows.
 
     Attributes:
         tile_m: M, 64 or 128 output features of each warpgroup.
         tile_n: N, rows of a tile: 8, 16, 32, 64, 128 or 256. It is multiplied as fewer where
             fewer are its group's (`gpu_walk.heights`).
         tile_k: K, one step along D, which it divides.
-        warpgroups: those that multiply; each has features of its own.
-        stages: steps of K in shared memory at once.
-        panel: tiles of features that share the cache with all rows.
-        splits: parts of D that are summed by XLA afterwards, the most of them; divides D / K.
-            A run has as many as occupy the SMs with its tiles (`best_parts`).
+        warpgroups: number of warpgroups that multiply; each has features of its own.
+        stages: number of steps of K in shared memory at once.
+        panel: number of tiles of features that share the cache with all rows.
+        splits: most parts of D that XLA sums afterwards; divides D / K. A run has as many parts
+            as occupy the SMs with its tiles (`best_parts`).
         through_smem: quantized weights only: 1 sends them to the tensor core through shared
             memory instead of registers, the same arithmetic.
-        num_sms: blocks, one an SM; 0 for as many as the GPU has, 132 where there is none.
+        num_sms: number of blocks, one for each SM; 0 for as many as the GPU has, 132 where
+            there is none.
     """
 
     tile_m: int

@@ -24,13 +24,14 @@ def gains_figure(
     unit: str,
     step_times: Mapping[str, float] | None = None,
 ) -> Figure:
-    """How far runs are ahead of the first one, by step: the mean over seeds, and a band from
-    the least to the most. Beside it the same by time, where times are known.
+    """Plots how far runs are ahead of the first one, by step: the mean over seeds, and a band
+    from the least to the most. A second panel has the same by time, where times are known.
 
     Later names are darker; dashes, and names at the ends, tell apart what grey does not.
 
     Args:
-        curves: by name, one `{step: number}` a seed, of the same steps; seeds are paired.
+        curves: for each name, one `{step: number}` for each seed, with the same steps; seeds
+            are paired.
         unit: unit of the numbers.
         step_times: time of a step over the first run's, by name.
     """
@@ -86,11 +87,11 @@ def _gains(
 def sizes_figure(
     values: Mapping[int, Sequence[float]], levels: Mapping[str, float], x: str, y: str
 ) -> Figure:
-    """One number by size, sizes by powers of two: a dot a seed, a line through their means.
+    """Plots a number by size, on a logarithmic axis: a dot for each seed, a line through means.
 
     Args:
-        values: by size, one a seed.
-        levels: horizontal lines with their names, of what has no such size.
+        values: for each size, one number for each seed.
+        levels: heights of horizontal lines, by name, for runs that have no such size.
         x, y: labels of the axes.
     """
     with matplotlib.rc_context(STYLE):

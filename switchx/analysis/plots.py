@@ -166,7 +166,7 @@ def similarity_figure(
 
     Args:
         names: for each map, the name of the stack, then the names of its layers.
-        label: what the numbers are.
+        label: label of the colour bar.
     """
     figure, axes = _panels(len(similarities), height=2.4)
     for axis, similarity, (title, *rows) in zip(axes, similarities, names, strict=True):
@@ -268,11 +268,11 @@ def _label_ends(axis, ends) -> None:
 
 
 def name_ends(axis, ends, least_gap: float) -> None:
-    """Names behind the ends of graphs, moved apart where they would overlap.
+    """Writes names behind the ends of graphs, moved apart where they would overlap.
 
     Args:
-        ends: (last value, name, colour) each.
-        least_gap: between two names, of the axis' height.
+        ends: `(last value, name, colour)` of each graph.
+        least_gap: least distance of two names, as a share of the axis' height.
     """
     low, high = axis.get_ylim()
     gap = least_gap * (high - low)

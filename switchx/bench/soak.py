@@ -65,7 +65,7 @@ def run(seconds: float, model_dir: str | None, note: Callable[[str], None]) -> R
     """Runs a soak test of a server.
 
     Args:
-        seconds: how long the clients ask.
+        seconds: seconds for which the clients send requests.
         model_dir: run folder of a model with a vocabulary; None makes a small model with random
             weights.
 

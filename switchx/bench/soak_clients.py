@@ -92,10 +92,10 @@ async def good_client(
     tally: Tally,
     is_over: asyncio.Event,
 ) -> None:
-    """Asks until it is over; while one answer is compared, the next is asked for.
+    """Sends requests until the end; while one answer is compared, the next is requested.
 
     Args:
-        expect: what `model.generate` says to a request, to be awaited.
+        expect: awaitable function that returns the answer of `model.generate` to a request.
     """
     comparing = None
     while not is_over.is_set():

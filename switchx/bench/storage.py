@@ -165,8 +165,8 @@ def _row(each: Contender, resident: Contender, job: TrainingJob) -> dict[str, An
 def make_batch(model: ModelConfig, seed: int, rows: int, length: int):
     """Rows without padding whose tokens follow a rule, one in eight at random.
 
-    Each token is 5 times the one before it plus 1, modulo 31: that is learned, and the loss
-    falls to what the random ones leave.
+    Each token is 5 times the one before it plus 1, modulo 31. The model learns this rule, and
+    the loss falls to that of the random tokens.
     """
     rng, nothing = np.random.default_rng(seed), np.zeros(0, np.int32)
     token_BL = np.empty((rows, length), np.int32)

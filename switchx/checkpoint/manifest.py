@@ -28,11 +28,11 @@ _OF_NUMBERS = "/d/"  # of Orbax' storage
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself.
+    """The manifest of a checkpoint.
 
     Attributes:
-        step: steps trained.
-        score: what keep-best compares, higher is better; None without an evaluation.
+        step: number of training steps.
+        score: score that keep-best compares, higher is better; None without an evaluation.
         metrics: the evaluation's numbers.
         files: path below the checkpoint -> bytes and CRC-32. None for the CRC-32 where that of
             the arrays' values is in a list (parts.py), and in checkpoints of before of

@@ -262,10 +262,10 @@ def read_lists(item: Folder) -> tuple[dict[str, ListedArray], dict[str, int]]:
 
 
 def description_faults(item: Folder, stored: dict[str, Any]) -> list[str]:
-    """Where what Orbax says of the arrays of an item is not what the lists say.
+    """Differences between Orbax' description of an item's arrays and the lists.
 
     Args:
-        stored: by name, with shape and dtype.
+        stored: Orbax' description of the arrays, by name, with shape and dtype.
     """
     listed, _ = read_lists(item)
     if not listed:
@@ -284,10 +284,10 @@ def description_faults(item: Folder, stored: dict[str, Any]) -> list[str]:
 
 
 def list_names(item: Folder) -> list[str]:
-    """The lists that an item has.
+    """Names of the lists that an item has.
 
     Raises:
-        DamagedCheckpoint: that of a process is missing.
+        DamagedCheckpoint: the list of a process is missing.
     """
     found = {path.name for path in (item / LISTS).glob("process_*_of_*.json")}
     if not found:

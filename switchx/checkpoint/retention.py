@@ -40,24 +40,25 @@ class Retention:
     """Which checkpoints are kept.
 
     Attributes:
-        keep_last: so many of the newest, at least 1.
-        keep_best: so many of the best among those saved with an evaluation.
-        keep_period: every checkpoint whose step is a multiple of this, for good; None: of none.
+        keep_last: number of newest checkpoints that are kept, at least 1.
+        keep_best: number of best checkpoints that are kept, of those saved with an evaluation.
+        keep_period: checkpoints whose step is a multiple of this are kept for good; None keeps
+            none of them.
         best_metric: the metric that is compared. A task's metric of generated texts is
             `TASK/METRIC`, as `glue_cola/matthews_corrcoef`.
-        best_mode: which end of it is best. None: the smallest of cross-entropies and shares of
-            dropped tokens, and the largest of all others.
+        best_mode: whether the smallest or the largest value is best. None: the smallest for
+            cross-entropies and shares of dropped tokens, the largest for all others.
         local_dir: folder on a disk of each machine for copies of the state, which a run resumes
             from where they are newer than its checkpoints (local_copies.py). None: no copies.
-        local_every: steps between them.
+            local_every: steps between two copies.
         grace_s: seconds from SIGTERM or Ctrl-C until the system kills the process: Slurm's
             `KillWait`, Kubernetes' `terminationGracePeriodSeconds`, 30 of a spot machine of
-            Google Cloud. A save that would take longer, as those before it did, is not begun.
-            None: it is, whatever it takes.
+            Google Cloud. A save that would take longer, judged by earlier ones, is not begun.
+            None begins every save.
         save_deadline_s: seconds that the writing of one checkpoint may take, until it is an
             error. A day is 73 MB/s for the 6.3 TB of a state of 1.6 trillion parameters
-            (Switch-C), however many processes write. That a process is lost is noticed
-            without it.
+            (Switch-C), however many processes write. The loss of a process is noticed
+            without this deadline.
     """
 
     keep_last: int = 3
@@ -161,10 +162,10 @@ class SaveCost:
 
 
 class SaveMeter:
-    """What saves take, measured; the last one is kept for processes that resume.
+    """Measures the cost of saves; keeps the last one's seconds for processes that resume.
 
     Attributes:
-        last: that of the last save that finished here, to be logged.
+        last: cost of the last save that finished here, to be logged.
     """
 
     def __init__(self, path: pathlib.Path, arrays: ChecksummedArrays):

@@ -312,14 +312,14 @@ def write_converted(
     source=None,
     decoding: dict[str, Any] | None = None,
 ) -> None:
-    """Writes a model from elsewhere into an existing, empty folder, as checkpoint 0.
+    """Writes a model of another library into an existing, empty folder, as checkpoint 0.
 
     Args:
         params: NumPy or JAX arrays, in the dtypes of `config.precision.params`.
-        origin: what the model was converted from, in words.
-        source: description of the tasks that it was trained on, which say what texts become
-            for it; None where they are not known.
-        decoding: defaults of generating, where it has some.
+        origin: description of the model that was converted.
+        source: description of the tasks that it was trained on, which say how texts become
+            its inputs; None where they are not known.
+        decoding: defaults of decoding, where the model has some.
 
     Raises:
         ValueError: the parameters are not those of the configuration (all that differ are

@@ -79,7 +79,8 @@ def add_gin_arguments(parser: CommandParser, default: str | None = None) -> None
     """`--gin_file`, `--gin.NAME=VALUE`, `--gin_search_paths`.
 
     Args:
-        default: what is read where no file is given, in words; None requires one.
+        default: description of the default configuration, for the help text; None requires a
+            file.
     """
     parser.add_argument(
         "--gin_file",

@@ -76,13 +76,13 @@ class Deployment:
         rebuild: str,
         job: TrainingJob | None = None,
     ):
-        """Makes nothing yet.
+        """Prepares the steps; makes nothing yet.
 
         Args:
             text: reads the validation text; called once, when a step needs it.
-            described: where that text is from, JSON: another one makes all steps again.
-            rebuild: the command, for messages of what is deployed.
-            job: that the run was trained by; a teacher needs it.
+            described: origin of that text, JSON; after a change all steps run again.
+            rebuild: the command, for the deployed model's messages.
+            job: the job that trained the run; a teacher needs it.
 
         Raises:
             ValueError: there is a teacher and no job.

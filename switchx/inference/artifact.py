@@ -51,13 +51,13 @@ AGAIN = "copy the whole folder again, or make it with `switchx quantize`"
 
 @dataclasses.dataclass(frozen=True)
 class Artifact:
-    """What a folder holds.
+    """The contents of an artifact's folder.
 
     Attributes:
-        config: layers unrolled.
-        params: with `QTensor`s, 4-bit values packed.
-        about: what its writer said of it: where it comes from, how it was made.
-        fingerprint: hex; of all that is in it.
+        config: the model's configuration, with unrolled layers.
+        params: the model's parameters, with `QTensor`s whose 4-bit values are packed.
+        about: the writer's description of where the model comes from and how it was made.
+        fingerprint: fingerprint of all contents, in hexadecimal.
     """
 
     config: ModelConfig

@@ -79,12 +79,12 @@ def prefill(
     source_BM=None,
     is_source_BM=None,
 ) -> Decoding:
-    """Reads sources and prompts; the first step goes on from each prompt's last token.
+    """Reads sources and prompts; the first decode step reads each prompt's last token.
 
     Args:
-        prompt_BP, is_prompt_BP: what a decoder-only model goes on from, padded on the left;
-            for others the start token, `[B, 1]`.
-        source_BM, is_source_BM: what the encoder reads, padded on the right.
+        prompt_BP, is_prompt_BP: the prompts of a decoder-only model, padded on the left; for
+            others the start token, `[B, 1]`.
+        source_BM, is_source_BM: the encoder's inputs, padded on the right.
     """
     model = bind(config, params)
     B = prompt_BP.shape[0]
@@ -234,7 +234,7 @@ def step_logits(model, decoding: DecodingProgram, state: Decoding, positions: tu
 
 
 def position_terms(model, decoding: DecodingProgram, prompt_length: int) -> tuple:
-    """What the model's positions add to scores, as far as all steps share it.
+    """Terms that the model's positions add to scores, as far as all steps share them.
 
     Returns:
         The relative bias `[H, N]` of a key that is N - 1 - n behind the query, N places in
@@ -250,12 +250,12 @@ def position_terms(model, decoding: DecodingProgram, prompt_length: int) -> tupl
 
 
 def _biases_of_step(positions: tuple, state: Decoding, behind_T, L: int) -> tuple:
-    """What positions add to a step's scores: `bias_HLM` of all rows, and each row's own.
+    """Terms that positions add to a step's scores: `bias_HLM` of all rows, and each row's own.
 
     A place of the ring is as far behind in every row; a prompt's is in each row's own.
 
     Args:
-        behind_T: how many steps ago each place of the ring was written.
+        behind_T: number of steps since each place of the ring was written.
     """
     bias_HN, untied = positions
     P, T = state.is_prompt_BP.shape[1], behind_T.shape[0]
@@ -325,11 +325,12 @@ def take_rows(state: Decoding, row_B) -> Decoding:
 
 
 def insert(state: Decoding, fresh: Decoding, row_B) -> Decoding:
-    """The batch with the rows of another, which was just prefilled, in the place of its own.
+    """Replaces rows of the batch by the rows of another one, which was just prefilled.
 
     Args:
-        fresh: with as many places for prompts, sources and new tokens.
-        row_B: where its rows go, each another place; numbers from B of `state` on go nowhere.
+        fresh: the other batch, with as many places for prompts, sources and new tokens.
+        row_B: the row of `state` that each of its rows replaces, all different; a row whose
+            number is B of `state` or more is left out.
     """
     P, T = state.is_prompt_BP.shape[1], state.hypotheses.num_places
     fresh = dataclasses.replace(

@@ -54,13 +54,13 @@ _KINDS = {"cpu": ("cpu",), "tpu": ("TPU",), "cuda": ("NVIDIA", "Tesla", "Quadro"
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What programs are exported for; it need not be here.
+    """The target that programs are exported for; this machine need not have it.
 
     Attributes:
         platform: one of `DEVICE_KINDS`.
-        device_kind: as JAX names the device; None is that of `DEVICE_KINDS`.
-        mesh: None is one device.
-        compiler: XLA's options of the programs, which are compiled where they run.
+        device_kind: the device's kind, as JAX names it; None is the kind in `DEVICE_KINDS`.
+        mesh: the mesh; None is one device.
+        compiler: XLA's options for the programs, which are compiled where they run.
 
     Raises:
         ValueError: no device of the platform has such a name.

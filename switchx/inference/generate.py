@@ -113,13 +113,13 @@ class Generator:
     """`for number, hypotheses in generator(inputs): ...`, longest inputs first.
 
     Attributes:
-        config, params: from `for_decoding`.
-        decoding: how text is generated.
-        batch_size: most sentences at once; a sample is one.
+        config, params: the model, as `for_decoding` returns it.
+        decoding: decoding settings.
+        batch_size: most sentences in a batch; each sample is one sentence.
         stops: texts that end an output, or None.
-        devices: where `params` are.
-        experts: whose `params` these are, where experts come to the device when they are
-            chosen; None where `params` has all.
+        devices: the devices of `params`.
+        experts: the experts that come to the device when they are chosen, whose other
+            parameters are `params`; None where `params` has all experts.
     """
 
     def __init__(

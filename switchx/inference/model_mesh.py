@@ -28,9 +28,9 @@ class ModelMesh:
     """The devices of a model in use.
 
     Attributes:
-        mesh: None is the default device alone.
-        rules: what is split over which axis of the mesh.
-        compiler: XLA's options of all programs.
+        mesh: the mesh; None is the default device alone.
+        rules: sharding rules, which dimension is split over which axis of the mesh.
+        compiler: XLA's options for all programs.
     """
 
     mesh: jax.sharding.Mesh | None = None

@@ -23,16 +23,16 @@ from switchx.inference.sampling import Greedy, next_token
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Drafted(Greedy):
-    """What each sentence says so far, and what it is expected to say next.
+    """The new tokens of each sentence so far, and drafts of its next tokens.
 
     A step in the ring has one lane of keys and values for the token that was then the newest,
-    and one for each draft; those of wrong drafts are never seen.
+    and one lane for each draft; lanes of wrong drafts are never attended to.
 
     Attributes:
-        read_BM: what was read before the first new token, its last token in the last place; -1
-            where there is none.
-        first_BT: new tokens before each step in the ring, the next one included.
-        draft_BS: after the newest token.
+        read_BM: token ids that were read before the first new token, the last one in the last
+            place; -1 where there is none.
+        first_BT: number of new tokens before each step in the ring, the next one included.
+        draft_BS: drafts of the tokens after the newest one.
     """
 
     read_BM: jax.Array

@@ -126,12 +126,12 @@ def in_bytes(params: dict) -> dict:
 
 
 def native(params: dict, platform: str | None = None) -> dict:
-    """Parameters whose 4-bit matrices are as kernels read them, once and for all.
+    """Converts 4-bit matrices, once, to the form that kernels read.
 
-    On CPUs, and on GPUs that are not Hopper, they are packed: that is the form read there.
+    On CPUs, and on GPUs that are not Hopper, this is the packed form.
 
     Args:
-        platform: as JAX names it; None is the one that is in use.
+        platform: the platform, as JAX names it; None is the one that is in use.
     """
     change = QTensor.packed if reads_packed_int4(platform) else QTensor.native
     return jax.tree.map(

@@ -94,15 +94,15 @@ class ExportedModel:
     def generate(
         self, inputs, max_new_tokens: int | None = None, *, first_number: int = 0, **asked
     ) -> list[list[dict]]:
-        """Of each input its hypotheses, the best first, or samples in their order: tokens,
-        score, is_finished; token_logprobs and top_logprobs where those were exported, the
-        end's included.
+        """Returns for each input its hypotheses, the best first, or samples in their order:
+        tokens, score, is_finished; token_logprobs and top_logprobs where those were exported,
+        the end's included.
 
         Args:
-            inputs: lists of token ids, `batch_size` of them at most, over the samples of each.
-            max_new_tokens: less than was exported for; None is that.
-            first_number: how many inputs came before; samples depend on an input's number.
-            asked: other settings, such as `repetition_penalty`, which are those of the export.
+            inputs: lists of token ids, at most `batch_size` over the number of samples.
+            max_new_tokens: most new tokens, up to the export's number, which None takes.
+            first_number: number of earlier inputs; samples depend on an input's number.
+            asked: other settings, such as `repetition_penalty`, which have to be the export's.
 
         Raises:
             ValueError: too many inputs; one that is empty, too long or has ids that are not

@@ -103,7 +103,7 @@ class RunningBatch:
     A sentence is named by the number that `admit` gives it.
 
     Attributes:
-        waiting: those whose hypotheses `advance` has not given yet, and that were not
+        waiting: sentences whose hypotheses `advance` has not returned yet, and that were not
             abandoned.
     """
 
@@ -119,10 +119,10 @@ class RunningBatch:
         """A batch without sentences.
 
         Args:
-            config, params: from `for_decoding`.
-            devices: where `params` are; `config` is the one for them.
-            experts: that come to the device when they are chosen, whose `params` these are;
-                None where `params` has all.
+            config, params: the model, as `for_decoding` returns it.
+            devices: the devices of `params`, for which `config` was made.
+            experts: the experts that come to the device when they are chosen, whose other
+                parameters are `params`; None where `params` has all experts.
         """
         self._experts = experts
         self._config, self._params, self._decoding = config, params, decoding

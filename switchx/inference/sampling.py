@@ -24,8 +24,9 @@ def next_token(logits_BV, allowed_BV, uniform_B, settings: RowSettings):
 
     Args:
         logits_BV: float32.
-        allowed_BV: the same, with -inf for tokens that must not be chosen.
-        uniform_B: a number of [0, 1) a row, with which it samples; None takes the likeliest.
+        allowed_BV: these logits, with -inf for tokens that must not be chosen.
+        uniform_B: one number in [0, 1) for each row, with which it samples; None takes the
+            likeliest token.
 
     Returns:
         token_B (int32), log_prob_B (of the softmax without temperature or exclusions).

@@ -52,15 +52,15 @@ class Scorer:
     """`for number, score in scorer(pairs): ...`, the longest first.
 
     Attributes:
-        config, params: as trained, or unrolled. A target's score depends on the others of its
-            batch exactly where the configuration has a capacity.
-        is_prompt_bidirectional: a decoder-only model's inputs see themselves whole.
-        batch_size: most pairs at once.
-        logprobs: likeliest tokens whose log-probabilities are given beside those of each token;
-            None gives neither.
-        forced_prefix: tokens that each target stands behind, as in generation; they are not
-            scored.
-        devices: where `params` are.
+        config, params: the model as it was trained, or unrolled. A target's score depends on
+            the other targets of its batch only where the configuration has a capacity.
+        is_prompt_bidirectional: whether each token of a decoder-only model's inputs attends to
+            all of the inputs.
+        batch_size: most pairs in a batch.
+        logprobs: number of likeliest tokens whose log-probabilities are given besides those of
+            each token; None gives neither.
+        forced_prefix: tokens in front of each target, as in generation; they are not scored.
+        devices: the devices of `params`.
         experts: see `Generator`.
     """
 

@@ -81,10 +81,10 @@ class TorchFile:
     """The tensors of one file that `torch.save` wrote from a dictionary of them.
 
     Attributes:
-        tensors: by name.
+        tensors: places of the tensors, by name.
 
     Raises:
-        ValueError: it is no such file, is damaged, or asks for anything but tensors.
+        ValueError: the file is no such file, is damaged, or asks for anything but tensors.
     """
 
     def __init__(self, path: pathlib.Path):

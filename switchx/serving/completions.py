@@ -88,14 +88,15 @@ class CompletionRequest(GenerateRequest):
     """A request whose inputs are its prompts.
 
     Attributes:
-        echoes: what stands before the texts of each prompt: the prompt, or nothing.
+        echoes: text in front of the completions of each prompt: the prompt, or empty.
         scored: prompts whose tokens get log-probabilities, too; without the start token.
         num_choices: completions of each prompt, the best of `num_rows` where those are more.
-        logprobs: likeliest tokens beside each; None gives no log-probabilities.
-        has_usage: a stream ends with counts of tokens.
-        is_padded: chunks of a stream have an `obfuscation`, so that their sizes say little.
-        is_empty: `max_tokens` is 0: nothing is decoded, prompts may be echoed and scored.
-        created: seconds of the epoch.
+        logprobs: number of likeliest tokens beside each token; None gives no log-probabilities.
+        has_usage: whether a stream ends with counts of tokens.
+        is_padded: whether chunks of a stream have an `obfuscation`, which hides their sizes.
+        is_empty: whether `max_tokens` is 0: nothing is decoded, prompts may be echoed and
+            scored.
+        created: time of the request in seconds since the epoch.
     """
 
     echoes: Sequence[str] = ()

@@ -152,7 +152,8 @@ class ModelMetrics:
         """Counts an answer to a `QueuedInput`, once its client has it.
 
         Args:
-            num_tokens: up to the one that completes a stop string.
+            num_tokens: number of the answer's tokens, up to the one that completes a stop
+                string.
         """
         # A stop string ends one before the worker does.
         answer_s = time.monotonic() if each.answer_s is None else each.answer_s

@@ -45,9 +45,10 @@ class Models:
     """The services of a server's models, used in its event loop.
 
     Attributes:
-        services: that take new requests, by name; the first one has those without a name.
-        num_open: requests of all models, from their heads to their responses.
-        is_draining: no new ones are taken.
+        services: services that take new requests, by name; the first one takes requests without
+            a name.
+        num_open: number of open requests of all models, from their heads to their responses.
+        is_draining: whether new requests are refused.
     """
 
     def __init__(self, services: Sequence[Service]):

@@ -45,10 +45,10 @@ Event = NewTokens | Answer | Failure
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """What a batch's programs are compiled for, but the number of its rows.
+    """The sizes and settings that a batch's programs are compiled for, except its rows' number.
 
     Attributes:
-        prompt_length, answer_length: that prompts and answers are padded to.
+        prompt_length, answer_length: lengths that prompts and answers are padded to.
         has_processors, num_kept: see `DecodingProgram`.
     """
 

@@ -118,12 +118,13 @@ class GenerateRequest:
     """A request that can be answered.
 
     Attributes:
-        prompts: what the model reads, for each input `num_rows` times in a row: its samples.
-        settings: how all of them are answered.
-        is_streaming: tokens are sent as they come.
-        with_experts: answers say which experts their tokens chose.
-        request_id: what the log calls it.
-        stops: a text ends before the first of these.
+        prompts: token ids that the model reads; each input is there `num_rows` times in a row,
+            once for each sample.
+        settings: decoding settings of all prompts.
+        is_streaming: whether tokens are sent as they come.
+        with_experts: whether answers say which experts their tokens chose.
+        request_id: name of the request in the log.
+        stops: stop strings; a text ends before the first of these.
     """
 
     prompts: list[list[int]]

@@ -64,7 +64,7 @@ class Server(uvicorn.Server):
         """A server of some models.
 
         Args:
-            token, hosts: as in `make_app`.
+            token, hosts: see `make_app`.
             reloader: the models' reloader, which SIGHUP starts; None leaves that signal alone.
         """
 

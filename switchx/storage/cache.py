@@ -57,12 +57,13 @@ class Policy(Protocol):
 
 
 class Admission(NamedTuple):
-    """What a request changed.
+    """The changes that a request made to the cache.
 
     Attributes:
         missed: keys of the request that were not resident and are now.
         evicted: keys that are no longer resident.
-        written_back: those of `evicted` that were dirty: written before they are dropped.
+        written_back: the dirty keys of `evicted`, whose records are written before they are
+            dropped.
     """
 
     missed: np.ndarray

@@ -120,7 +120,7 @@ class Snapshot:
     """A snapshot that is read record by record.
 
     Attributes:
-        layout: which records it has.
+        layout: layout of the store, which names its records.
         files: bytes and CRC-32 by path below the folder.
     """
 

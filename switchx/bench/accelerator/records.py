@@ -101,12 +101,12 @@ def read_results(folder: str | pathlib.Path, card: Card) -> list[Row]:
 
 
 def read_lines(folder: str | pathlib.Path, flag: str) -> tuple[Row, list[Row]]:
-    """What a folder says of its card, and its other lines.
+    """Reads a folder's line on its card, and its other lines.
 
     A last line that was cut short, as where a machine was lost, is left out.
 
     Args:
-        flag: that names the folder.
+        flag: the flag that names the folder.
 
     Raises:
         ValueError: it is not there, or damaged.

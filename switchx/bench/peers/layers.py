@@ -79,7 +79,7 @@ def flaxformer_layer(shape: LayerShape, group_size: int):
     """Flaxformer's layer with dispatch and combine masks.
 
     Args:
-        group_size: at most so many tokens; it makes no fewer groups than there are experts.
+        group_size: most tokens of a group; there are at least as many groups as experts.
     """
     with _unused_module():
         from flaxformer.architectures.moe import moe_layers, routing

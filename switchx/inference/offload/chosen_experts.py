@@ -254,12 +254,12 @@ def check_slots(config: ModelConfig, slots: int) -> None:
 def with_slots(
     config: ModelConfig, params: dict, asked: ExpertSlots, read: ReadExpert | None = None
 ) -> tuple[ModelConfig, dict, ChosenExperts]:
-    """The unrolled configuration, its parameters with experts outside of the device, and what
-    moves them.
+    """Returns the unrolled configuration, its parameters without experts on the device, and the
+    object that moves the experts.
 
     Args:
-        params: with experts, wherever they are; without, or with `FileArray`s, where `read`
-            reads them.
+        params: parameters with experts, on any device; or without experts, or with
+            `FileArray`s, where `read` reads them.
 
     Raises:
         ValueError: see `check_slots` and `StoredExperts`.

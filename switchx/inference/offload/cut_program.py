@@ -40,10 +40,10 @@ class Part:
     """Equations between two cuts, compiled.
 
     Attributes:
-        run: the values of `inputs` -> those of `outputs`.
-        inputs: what it reads of arguments and of parts before it.
-        outputs: what comes after it reads.
-        live: all that is read after the cut that follows it.
+        run: the values of `inputs` -> the values of `outputs`.
+        inputs: variables that it reads, of the arguments and of earlier parts.
+        outputs: variables that it writes and that are read later.
+        live: all variables that are read after the next cut.
     """
 
     run: Callable[..., Sequence[jax.Array]]

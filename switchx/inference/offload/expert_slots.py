@@ -22,13 +22,14 @@ from switchx.storage.cache import Cache, Place
 
 
 class LayerSlots:
-    """The slots of one Switch layer, and who is in them.
+    """The slots of one Switch layer, and the experts in them.
 
-    `cache` decides who may have a slot; `_slot_E` says who is in one. They differ where an
-    expert was to be moved and its read failed: it is moved when it is asked for again.
+    `cache` decides which experts get a slot; `_slot_E` says which experts are in one. They
+    differ where an expert's read failed before it was moved: it is moved when it is requested
+    again.
 
     Attributes:
-        bank: on the device, `[K, ...]`.
+        bank: the experts on the device, `[K, ...]`.
         num_requested, ..., num_correct: see `ExpertTraffic`.
     """
 
