@@ -104,7 +104,7 @@ def current_device() -> Device:
 
 
 def unable(name: str, device: Device) -> str | None:
-    """Why a device cannot run the kernels `name`, with the way out; None if it can."""
+    """The reason why a device cannot run the kernels `name`, and what to do; None if it can."""
     way_out = f"use implementation=None or {REFERENCE!r}, or interpret=True to test it slowly"
     platform = next(key for key, names in KERNELS.items() if name in names)
     if device.platform != platform:

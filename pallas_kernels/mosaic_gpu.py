@@ -203,7 +203,7 @@ def erf(x):
 
 
 def turns_of(tiles, num_sms: int):
-    """How many of the tiles this block has; the n-th is number `sm + n * num_sms`."""
+    """Number of this block's tiles; the n-th is tile number `sm + n * num_sms`."""
     last = tiles - lax.axis_index("sm") + (num_sms - 1)
     return lax.div(last, jnp.int32(num_sms))
 

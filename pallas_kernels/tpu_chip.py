@@ -59,7 +59,7 @@ def current_chip() -> Chip:
 
 @contextlib.contextmanager
 def described_tpu(kind: str = "TPU v5 lite", cores: int = 1):
-    """Within it a kernel is traced for this TPU, on a machine that has none.
+    """A context in which kernels are traced for this TPU, on a machine that has none.
 
     Mosaic's pipeline asks the current device how memory is tiled, in interpret mode too. The
     axes of a mesh that is in use stay.

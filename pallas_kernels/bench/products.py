@@ -91,7 +91,7 @@ def dense(x_RD, w_DF, group_sizes_E):
 
 
 def products(cell: Cell) -> list[Product]:
-    """Of each pass ours unquantized first, which the others are compared with."""
+    """The products of a cell; each pass has our unquantized one first, for comparison."""
     is_cpu = jax.default_backend() == "cpu"
     name = jnp.dtype(activation_dtype()).name
     found = [

@@ -33,7 +33,7 @@ LARGEST_ERROR = 1e-2
 
 
 def cells_to_tune() -> list[Cell]:
-    """All experts active; on CPU a minute's worth."""
+    """The cells to tune, with all experts active; on CPU as many as take a minute."""
     if jax.default_backend() == "cpu":
         return [Cell(1024, 4096, 8, 8, tokens) for tokens in (1, 16, 64)]
     full = sorted({E for active, E in ACTIVE_OF_EXPERTS if active == E})

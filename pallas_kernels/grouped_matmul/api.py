@@ -118,7 +118,7 @@ def grouped_matmul(
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    """What is no array: the module that multiplies, and how."""
+    """The arguments that are no arrays: the module that multiplies, and its settings."""
 
     module: ModuleType
     activation: str | None
@@ -129,7 +129,7 @@ class _Settings:
 
     @property
     def options(self) -> dict:
-        """Of every product of the module, forward and backward; only kernels have any."""
+        """Options of all products of the module, forward and backward; only kernels have any."""
         return {"interpret": True} if self.interpret else {}
 
 
@@ -156,7 +156,7 @@ class _Operands(NamedTuple):
     group_sizes_E: Any
 
     def matrices(self) -> list:
-        """Those of the experts, in the dtype of the rows."""
+        """The experts' matrices, in the dtype of the rows."""
         matrices = (self.w_EDF, self.w_gate_EDF)
         return [each.astype(self.x_RD.dtype) for each in matrices if each is not None]
 

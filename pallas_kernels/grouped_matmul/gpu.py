@@ -47,7 +47,7 @@ ALIGNMENT = 64
 
 
 def refusal(x_dtype, w_dtype, R: int, D: int, F: int, E: int) -> str | None:
-    """Why the kernels cannot run with these, and the way out; None if they can."""
+    """The reason why the kernels cannot run with these, and what to do; None if they can."""
     if x_dtype not in DTYPES:
         return (
             f"rows are {jnp.dtype(x_dtype)}; Hopper's tensor cores take bfloat16 and float16 "

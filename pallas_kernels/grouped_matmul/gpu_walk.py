@@ -46,7 +46,8 @@ class Walk:
 
     @property
     def stored_features(self) -> int:
-        """Of a row of the results: of sums in parts those of whole tiles.
+        """Number of features of a stored row of results; for sums in parts those of whole
+        tiles.
 
         Their rows are not swizzled in shared memory, and of such a copy of one row Mosaic cuts
         off what is past the array's end, but not past the row's: that would go into the next.
@@ -91,7 +92,7 @@ class Walk:
         return jnp.sum(jnp.where(is_written_S[:, None, None], parts_SRF, 0), axis=0)
 
     def row_tiles(self, tiles: RowTiles):
-        """How many tiles of rows are taken; of sums in parts, those of no expert are not."""
+        """Number of tiles of rows that are taken; sums in parts leave out those of no expert."""
         return tiles.count[int(self.tiling.splits > 1)]
 
     def turns(self, tiles: RowTiles):

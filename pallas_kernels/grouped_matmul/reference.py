@@ -170,7 +170,7 @@ def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | N
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """Which experts have rows, and which rows: what the loops of the CPU run over.
+    """The experts that have rows, and their rows, which the loops of the CPU run over.
 
     Attributes:
         expert_E: experts with rows first.
@@ -192,7 +192,7 @@ class Groups:
         return self.expert_E, self.num_experts, self.start_E, self.end_E
 
     def tiles(self, e, rows: int):
-        """How many tiles of `rows` rows expert e has."""
+        """Number of expert e's tiles of `rows` rows."""
         return (self.end_E[e] - self.start_E[e] + rows - 1) // rows
 
     def tile(self, e, t, rows: int, R: int):
@@ -299,7 +299,7 @@ def _dot(a, b, contract_a: int, contract_b: int):
 
 
 def forward_by_ragged_dot(x_RD, w, group_sizes_E, transpose_w: bool):
-    """By `jax.lax.ragged_dot`, which TPU and GPU run; float32, 0 past the groups."""
+    """The product by `jax.lax.ragged_dot`, for TPU and GPU; float32, 0 past the groups."""
     numbers = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2 if transpose_w else 1,)), ((), ())),
         lhs_ragged_dimensions=(0,),

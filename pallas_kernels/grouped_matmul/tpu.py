@@ -24,7 +24,7 @@ DTYPES = ("bfloat16", "float32")
 
 
 def refusal(x_dtype, w_dtype, R: int, D: int, F: int, E: int) -> str | None:
-    """Why the kernels cannot multiply these, with the way out; None if they can.
+    """The reason why the kernels cannot multiply these, and what to do; None if they can.
 
     All sizes are allowed: rests of blocks are masked.
     """

@@ -104,7 +104,7 @@ def _counts(
     tiling: Tiling,
     rows_of_tiles: Callable | None,
 ):
-    """Of sizes of the groups, the pipeline's copies and what it multiplies (`launches.py`)."""
+    """Functions of the group sizes: the pipeline's copies and its FLOPs (see `launches.py`)."""
     tiles_like, arrays_like = (
         [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in group]
         for group in (tiles, arrays)

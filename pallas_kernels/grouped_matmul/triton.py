@@ -31,7 +31,7 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def refusal(x_dtype, w_dtype, R: int, D: int, F: int, E: int) -> str | None:
-    """Why the kernels cannot run with these, and the way out; None if they can."""
+    """The reason why the kernels cannot run with these, and what to do; None if they can."""
     if x_dtype not in DTYPES or w_dtype != x_dtype:
         return (
             f"rows are {jnp.dtype(x_dtype)} and weights {jnp.dtype(w_dtype)}; cast both to "

@@ -102,7 +102,7 @@ def _in_order(packed):
 
 
 def _qtensor(q_EDF, zeros_EGF, scales_EGF, bits: int) -> QTensor:
-    """The same numbers with signed integers: q and z both less half of their range."""
+    """A QTensor of these numbers with signed integers: q and z less half of their range."""
     E, D, F = q_EDF.shape
     G = scales_EGF.shape[1]
     if D % G:

@@ -81,7 +81,7 @@ class QTensor:
         return math.prod(self.shape) * self.bits // 8
 
     def native(self) -> Self:
-        """The same tensor with values as kernels read them: of 8 bits, or `jnp.int4`.
+        """A copy with the values that kernels read: 8-bit values, or `jnp.int4`.
 
         Arrays are converted once: the tensor keeps what it returned, and while it is there,
         both take memory. Values that are traced are converted wherever their program runs.
@@ -122,7 +122,7 @@ class QTensor:
         return dataclasses.replace(native, values=values_EFD, bits=8, zeros_EFG=None)
 
     def packed(self) -> Self:
-        """The same tensor with values as files store them: of 8 bits, or uint8 of two of 4."""
+        """A copy with the values that files store: 8-bit values, or two of 4 bits in a uint8."""
         self.check()
         if self.bits == 8 or self.is_packed:
             return self

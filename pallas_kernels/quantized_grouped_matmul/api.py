@@ -126,7 +126,7 @@ def _weights_of(module: ModuleType, w: QTensor) -> QTensor:
 
 
 def _checked_row_dtype(quantize_rows_to, w: QTensor) -> str:
-    """Its name; raises ValueError where rows are not quantized to it beside these weights."""
+    """The dtype's name; raises ValueError where these weights do not allow it for rows."""
     name, expected = name_of(quantize_rows_to), VALUES_OF_8_BITS[w.is_float8]
     if name != expected:
         raise ValueError(

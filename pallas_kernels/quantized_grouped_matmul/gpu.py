@@ -53,7 +53,7 @@ _LAYOUTS = {8: plgpu.Layout.WGMMA_UPCAST_2X, 4: plgpu.Layout.WGMMA_UPCAST_4X}
 def refusal(
     x_dtype, bits: int, R: int, D: int, F: int, E: int, group_size: int | None = None
 ) -> str | None:
-    """Why the kernel cannot run with these, and the way out; None if it can."""
+    """The reason why the kernel cannot run with these, and what to do; None if it can."""
     if reason := plain.refusal(x_dtype, x_dtype, R, D, F, E):
         return reason
     if bits not in _LAYOUTS:

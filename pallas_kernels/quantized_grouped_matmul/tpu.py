@@ -22,7 +22,7 @@ from pallas_kernels.tiling.tpu import LANES, Problem, Tiling
 def refusal(
     x_dtype, bits: int, R: int, D: int, F: int, E: int, group_size: int | None
 ) -> str | None:
-    """Why the kernel cannot multiply these, with the way out; None if it can.
+    """The reason why the kernel cannot multiply these, and what to do; None if it can.
 
     Any sizes will do but for the groups of channels that share a scale.
     """

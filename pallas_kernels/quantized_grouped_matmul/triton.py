@@ -36,7 +36,7 @@ _MOST_BYTES = 2**31
 def refusal(
     x_dtype, bits: int, R: int, D: int, F: int, E: int, group_size: int | None = None
 ) -> str | None:
-    """Why the kernel cannot run with these, and the way out; None if they can."""
+    """The reason why the kernel cannot run with these, and what to do; None if it can."""
     if reason := plain.refusal(x_dtype, x_dtype, R, D, F, E):
         return reason
     if bits not in (4, 8) or D * bits % 8:

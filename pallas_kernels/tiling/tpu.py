@@ -131,7 +131,7 @@ def reads_float8(chip: Chip) -> bool:
 
 
 def row_unit_of(x_dtype) -> int:
-    """What pieces of a block's rows begin at a multiple of: rows of a tile of memory."""
+    """The unit at whose multiples pieces of a block's rows begin: rows of a memory tile."""
     return PIECE_STEP if jnp.dtype(x_dtype).itemsize == 1 else ROW_UNIT
 
 
@@ -175,7 +175,7 @@ class Problem:
 
     @property
     def result_bytes(self) -> int:
-        """Of the elements of all results in one place."""
+        """Bytes of one element of each result."""
         return (self.y_bytes or self.x_bytes) + (self.num_results - 1) * self.x_bytes
 
 
@@ -251,7 +251,7 @@ def vmem_limit_bytes(problem: Problem, tiling: Tiling) -> int:
 
 
 def estimated_seconds(problem: Problem, tiling: Tiling) -> float:
-    """What a product takes on the current chip, for even sizes of groups; see the module."""
+    """Estimates a product's time on the current chip, for even group sizes; see the module."""
     chip = current_chip()
     R, D, F, E = problem.R, problem.D, problem.F, problem.E
     r, d, f = tiling.block_R, tiling.block_D, tiling.block_F

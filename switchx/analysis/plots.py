@@ -123,7 +123,7 @@ def course_figure(
 
 
 def transition_figure(shares: Sequence[np.ndarray], pairs: Sequence[tuple[str, str]]) -> Figure:
-    """Where the tokens of an expert go in the next Switch layer, a map a pair of layers.
+    """Plots the next Switch layer's experts of an expert's tokens, one map for each layer pair.
 
     Args:
         shares: `[E, E]` each, rows adding up to 1, NaN for an expert without tokens.
@@ -141,7 +141,7 @@ def transition_figure(shares: Sequence[np.ndarray], pairs: Sequence[tuple[str, s
 def class_figure(
     shares: Sequence[np.ndarray], classes: Sequence[Sequence[str]], layers: Sequence[str]
 ) -> Figure:
-    """To which experts the tokens of each class go, a map a layer.
+    """Plots the experts that the tokens of each class go to, one map for each layer.
 
     Args:
         shares: `[E, classes]` each, columns adding up to 1, NaN for a class without tokens;
@@ -234,7 +234,7 @@ def _integer_ticks(axis) -> None:
 
 
 def _colour_bar(figure: Figure, image, axes, label: str, **options) -> None:
-    """Beside the first maps: as long as one or two of them, however many there are."""
+    """Draws a colour bar beside the first maps, as long as one or two of them."""
     shrink = min(1.0, 3.0 / figure.get_figheight())
     bar = figure.colorbar(
         image, ax=axes, shrink=shrink, anchor=(0.0, 1.0), aspect=15, pad=0.02, **options
@@ -251,7 +251,7 @@ def _edges(steps: np.ndarray) -> np.ndarray:
 
 
 def _limits(course: Course) -> tuple[float, float]:
-    """Of the vertical axis: everything, with some room around it."""
+    """The limits of the vertical axis: all values, with some room around them."""
     everything = course.values[np.isfinite(course.values)]
     everything = np.append(everything, [] if course.level is None else course.level)
     low = 0.0 if course.is_from_zero else float(np.min(everything, initial=np.inf))

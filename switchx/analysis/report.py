@@ -195,7 +195,7 @@ def course(run: RoutingRun) -> Section:
 
 
 def saturation(run: RoutingRun) -> Section:
-    """How early the routing is the final one."""
+    """The section on how early the routing is the final one."""
     title = "Saturation"
     if len(run.snapshots) < 2:
         return Section(title, "This takes two evaluations of the same tokens; there is one.")
@@ -213,7 +213,7 @@ def saturation(run: RoutingRun) -> Section:
 
 
 def transition(run: RoutingRun) -> Section:
-    """From which expert to which one of the next Switch layer tokens go."""
+    """The section on tokens' transitions from an expert to one of the next Switch layer."""
     shares, pairs = [], []
     for stack in run.final.stacks:
         shares += list(rows_to_shares(transitions(stack.expert_NTS, run.final.num_experts)))
@@ -231,7 +231,7 @@ def transition(run: RoutingRun) -> Section:
 
 
 def classes(run: RoutingRun) -> Section:
-    """Which kinds of tokens an expert gets."""
+    """The section on the kinds of tokens that an expert gets."""
     shares, names = [], []
     for stack in run.final.stacks:
         class_T = run.class_V[stack.token_T]
@@ -274,7 +274,7 @@ def tokens(run: RoutingRun) -> Section:
 
 
 def similarity(run: RoutingRun) -> Section:
-    """How much one layer's routing tells about another's."""
+    """The section on how much one layer's routing tells about another's."""
     stacks = [stack for stack in run.final.stacks if len(stack.layers) > 1]
     title = "Likeness of layers"
     if not stacks:

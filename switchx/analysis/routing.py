@@ -174,7 +174,7 @@ def read_snapshots(folder: pathlib.Path) -> list[Snapshot]:
 
 
 def comparable(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
-    """Those of the same tokens as the last one.
+    """The snapshots of the same tokens as the last one.
 
     A run that was resumed on other data has a new sample from there on.
     """
@@ -357,10 +357,10 @@ class Information:
 
 
 def information(counts: np.ndarray) -> Information:
-    """Of a table of counts `[rows, columns]`, such as `class_counts`, taken as frequencies.
+    """The information in a table of counts `[rows, columns]`, such as `class_counts`.
 
-    I = H(row) + H(column) - H(row, column). Of a sample it is too large: compare it with that
-    of permuted labels.
+    The counts are taken as frequencies: I = H(row) + H(column) - H(row, column). For a sample I
+    is too large: compare it with I of permuted labels.
     """
 
     def entropy(share: np.ndarray) -> float:

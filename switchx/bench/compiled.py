@@ -146,7 +146,7 @@ def planned_step(job: TrainingJob, topology: Topology) -> dict[str, Any]:
 
 
 def _storage_checks(host: HostMemory | None) -> list[Check]:
-    """Those of a step with experts in host memory; where it was not compiled, no more."""
+    """The checks of a step with experts in host memory; none where there is no such step."""
     if host is None:
         return []
     checks = [Check("fits_without_storage", int(host.without.fits), "==0")]

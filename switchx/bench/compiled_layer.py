@@ -125,7 +125,7 @@ def in_direction(forward: Callable, params, x_BLD, direction: str) -> tuple[Call
 
 
 def rates_of(kind: str) -> Rates:
-    """Of a TPU, by its spec file; cycles are those of its matrix units."""
+    """The rates of a TPU, by its spec file; cycles are its matrix units' cycles."""
     hardware = load_hardware(kind)
     peak = hardware.compute.peak_flops_per_s
     return Rates(peak, hardware.memory.bytes_per_s, peak / (MATRIX_UNITS[kind] * UNIT_FLOPS))

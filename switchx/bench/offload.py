@@ -186,7 +186,7 @@ def in_ring(config: ModelConfig, params: dict, beams: int):
 
 
 def bytes_of_expert(config: ModelConfig, bits: int) -> int:
-    """Of one expert's matrices; quantized, with a float32 scale for each output."""
+    """Bytes of one expert's matrices; quantized, with a float32 scale for each output."""
     D, F, switch = config.d_model, config.d_ff, config.switch
     F = switch.d_ff or F
     num_in = 2 if config.is_gated else 1

@@ -193,7 +193,7 @@ def opened(job: TrainingJob) -> Iterator[tuple[LayeredProgram, pathlib.Path]]:
 
 @contextlib.contextmanager
 def opened_resident(job: TrainingJob) -> Iterator[TrainingProgram]:
-    """The same job's program with all experts on the device."""
+    """Opens the job's program with all experts on the device."""
     job = dataclasses.replace(job, storage=StorageSpec())
     program = TrainingProgram(job, jax.devices()[:1])
     with program.scope():
@@ -221,7 +221,7 @@ def of_child(module: str, argument: int, **environment: str) -> Any:
 
 
 def child_environment() -> dict[str, str]:
-    """Of a process that runs the same switchx, and shares what is compiled."""
+    """The environment of a process with the same switchx and the same compilation cache."""
     root = str(pathlib.Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path}

@@ -112,7 +112,7 @@ def require_records_unchanged(path: Folder) -> None:
 
 
 def _file_faults(folder: Folder, files: dict[str, list]) -> list[str]:
-    """Of this process' share of the files of a folder, each of which is read."""
+    """Faults of this process' share of the files of a folder, each of which is read."""
     ordered = sorted(files.items())
     mine = dict(ordered[jax.process_index() :: jax.process_count()])
     return list(damages(folder, mine, "crc32"))
@@ -134,7 +134,7 @@ def _record_leaves(path: Folder) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _read_records(path: Folder, names: set[str]) -> dict[str, np.ndarray]:
-    """Those of `_record_leaves` with these names, all of one update.
+    """Reads the leaves of `_record_leaves` with these names, all of one update.
 
     Raises:
         RecordError: a record is missing or damaged.

@@ -103,8 +103,8 @@ class Retention:
         return value if best_mode == "max" else -value
 
     def scores(self, manifests: Iterable[Manifest]) -> dict[int, float]:
-        """By step, of checkpoints that are there: those of this retention, whichever one they
-        were saved with."""
+        """Scores of existing checkpoints, by step: this retention's scores, whichever retention
+        they were saved with."""
         have = (each for each in manifests if self.best_metric in each.metrics)
         scores = {each.step: self.score(each.metrics) for each in have}
         return {step: score for step, score in scores.items() if score is not None}
@@ -124,7 +124,7 @@ class Preservation:
         return [info.step in kept for info in checkpoints]
 
     def kept(self, steps: Sequence[int]) -> set[int]:
-        """Which of these stay."""
+        """The steps that stay."""
         scored = filter(self.scores.__contains__, steps)
         best = heapq.nlargest(self.retention.keep_best, scored, key=self.scores.get)
         kept = {*sorted(steps)[-self.retention.keep_last :], *best}

@@ -248,7 +248,7 @@ def read_decoding(run: RunFolder) -> dict[str, Any]:
 
 
 def read_sparse_model_config(run: RunFolder) -> ModelConfig:
-    """The same; ValueError too if the model has no Switch layers."""
+    """As `read_model_config`; raises ValueError also if the model has no Switch layers."""
     model = read_model_config(run)
     require(
         model.switch is not None,

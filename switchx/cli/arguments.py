@@ -301,7 +301,7 @@ def parse_job(arguments: argparse.Namespace, default_file: str | None = None):
 
 
 def parse_job_of(arguments: argparse.Namespace, folder):
-    """The same of a run folder: what it was trained with, where no gin file is given.
+    """Parses the job of a run folder: its training's job, where no gin file is given.
 
     Args:
         folder: a `RunFolder`.
@@ -316,7 +316,7 @@ def parse_job_of(arguments: argparse.Namespace, folder):
 
 
 def simulate_devices(number: int) -> None:
-    """So many devices on CPU, unless XLA_FLAGS says how many. JAX reads it at its first use."""
+    """Sets the number of CPU devices, unless XLA_FLAGS does; JAX reads it at its first use."""
     flags = os.environ.get("XLA_FLAGS", "")
     if DEVICES_FLAG not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {DEVICES_FLAG}={number}".strip()

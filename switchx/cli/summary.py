@@ -200,6 +200,6 @@ def _value(line: dict[str, Any]) -> str:
 
 
 def _aligned(rows: dict[str, Any]) -> Text:
-    """Not a table, which would break a long path to the terminal's width."""
+    """Aligns names and values as text: a table would break a long path."""
     width = max(map(len, rows), default=0)
     return Text("\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()))

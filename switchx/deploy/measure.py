@@ -81,7 +81,7 @@ class ValidationText:
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """What a model wrote to the prompts: the best hypothesis of each, and how fast."""
+    """A model's answers to the prompts: the best hypothesis of each, and the speed."""
 
     tokens: Tokens
     tokens_per_s: float
@@ -99,7 +99,7 @@ def _eval_step(config: ModelConfig, params, batch):
 
 
 def written_by(model: Model, text: ValidationText, decoding: DecodingConfig) -> Written:
-    """By the model in this process, on one device."""
+    """The answers that the model writes in this process, on one device."""
     config, size = for_decoding(model.config), max(len(text.prompts), 1)
     generator = Generator(config, model.params, decoding, size)
 
@@ -111,7 +111,7 @@ def written_by(model: Model, text: ValidationText, decoding: DecodingConfig) -> 
 
 
 def written_by_export(model: ExportedModel, text: ValidationText) -> Written:
-    """By exported programs, on the devices that they are for."""
+    """The answers that exported programs write, on the devices that they are for."""
 
     def write() -> list[tuple[list[int], bool]]:
         best = [best for best, *_ in model.generate(text.prompts)]
@@ -168,7 +168,7 @@ def _logits(config: ModelConfig, params, batch):
 
 
 def _spread(x_RD: np.ndarray, rows: int) -> np.ndarray:
-    """So many rows at even distances; all where there are no more."""
+    """Takes `rows` rows at even distances; all where there are no more."""
     if len(x_RD) <= rows:
         return x_RD
     return x_RD[np.linspace(0, len(x_RD) - 1, rows).astype(int)]

@@ -169,7 +169,7 @@ class DeployPlan:
 
     @property
     def mesh(self) -> MeshSpec | None:
-        """Of the split; None is one device."""
+        """The split's mesh; None is one device."""
         if self.settings.devices == 1:
             return None
         return MeshSpec(**({"data": 1} | self.split.sizes))
@@ -253,7 +253,7 @@ class DeployPlan:
 def _why_ring(
     served: ServedModel, whole: Split, ring: Ring, memory: float, hardware: Hardware | None
 ) -> str:
-    """Why programs have a ring of so many slots, and whether its copies hide."""
+    """The reason for a ring of so many slots, and whether its copies are hidden."""
     why = (
         f"resident, {whole.total / GIB:,.3g} of {memory / GIB:,.3g} GiB are needed, with "
         f"{ring.slots} slots {ring.total / GIB:,.3g}"

@@ -305,7 +305,7 @@ class Deployment:
         }
 
     def _measured(self, folder: pathlib.Path, model: Model, expected=None) -> dict[str, Any]:
-        """Of a model that was read back, on one device."""
+        """Measures a model that was read back, on one device."""
         written = written_by(model, self._text(), self.plan.decoding)
         differing = None if expected is None else tokens_differing(written.tokens, expected)
         switch = model.config.switch
@@ -320,7 +320,7 @@ class Deployment:
         }
 
     def _measured_export(self, folder: pathlib.Path, expected) -> dict[str, Any]:
-        """Of exported programs, on the devices that they are for."""
+        """Measures exported programs, on the devices that they are for."""
         written = written_by_export(ExportedModel(folder), self._text())
         weights = folder / "weights.safetensors"
         switch = self.plan.reduced.switch
@@ -350,7 +350,7 @@ def _converted(config: ModelConfig, params: dict, dtype: str | None):
 
 
 def _link(source: pathlib.Path, target: pathlib.Path) -> None:
-    """The same file under another name, or a copy where the file system has no links."""
+    """Links a file to another name, or copies it where the file system has no links."""
     try:
         os.link(source, target)
     except OSError:

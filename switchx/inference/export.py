@@ -96,7 +96,7 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """What is fixed: rows of a batch, most tokens of an input."""
+    """The fixed sizes: rows of a batch, most tokens of an input."""
 
     batch_size: int
     input_length: int
@@ -284,7 +284,7 @@ class _Resident:
         self._params, self.weights = params, tree.named_leaves(params)
 
     def run(self, program, settings: tuple, weights, **arrays):
-        """What a jitted program returns; to be traced."""
+        """Runs a jitted program and returns its results; is traced."""
         params = tree.map_named(lambda name, _: weights[name], self._params)
         return program(*settings, params=params, **arrays)
 
@@ -325,7 +325,7 @@ class _Streamed:
         return run_with_ring(self._config, cut, bank, jax.tree.leaves(arrays))
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """With the arrays of the file that stacks in host memory are made of."""
+        """Describes the weights, with the file's arrays that make the stacks in host memory."""
         found = _described(self.weights)
         for stack, (names, dtype) in self._layers.items():
             memory = {"memory": run_exported.HOST, "layers": names, "dtype_of_layers": dtype}
@@ -388,7 +388,7 @@ def _split(devices: ModelMesh, arrays):
 
 
 def _described(arrays) -> dict[str, dict[str, Any]]:
-    """By name: shape, dtype, and the mesh axes that each dimension is split over."""
+    """Describes arrays by name: shape, dtype, and the mesh axes that split each dimension."""
 
     def axes(leaf) -> list[list[str]]:
         is_split = leaf.sharding is not None and leaf.sharding.mesh.size > 1

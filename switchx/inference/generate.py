@@ -46,7 +46,7 @@ def for_decoding(config: ModelConfig, *, is_dropless: bool = True) -> ModelConfi
 
 
 def without_capacity(config: ModelConfig) -> ModelConfig:
-    """The same model, where no expert is ever full.
+    """The model's configuration without capacity: no expert is ever full.
 
     Experts that choose their tokens (`expert_choice`) have no capacity to do without: there
     a text's result depends on the others of its group.
@@ -67,7 +67,8 @@ def without_capacity(config: ModelConfig) -> ModelConfig:
 
 
 def with_capacity(config: ModelConfig) -> ModelConfig:
-    """The same model with the groups that it has on one device; the compiler splits them."""
+    """The configuration with the groups that the model has on one device; the compiler splits
+    them."""
     if config.switch is None or config.switch.has_attention:
         return config
     return dataclasses.replace(config, switch=config.switch.with_dispatcher("gather"))
@@ -75,7 +76,7 @@ def with_capacity(config: ModelConfig) -> ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Generated:
-    """What a model wrote.
+    """A text that a model wrote.
 
     Attributes:
         output: a text where texts were read, otherwise token ids without the end, up to the
@@ -242,7 +243,7 @@ class Generator:
         return [each.with_logprobs(self.decoding.logprobs) for each in hypotheses]
 
     def fault(self, tokens: Sequence[int]) -> str | None:
-        """Why an input cannot be read, to be said after its name; or None."""
+        """The reason why an input cannot be read, to follow its name in a message; or None."""
         if not len(tokens):
             return "is empty; give at least one token"
         if wrong := token_fault(self.config, tokens):
@@ -292,7 +293,7 @@ def positions_needed(config: ModelConfig, input_length: int, new_tokens: int) ->
 
 
 def token_fault(config: ModelConfig, tokens: Sequence[int]) -> str | None:
-    """What is wrong with token ids for any use, to be said after their name; or None."""
+    """The fault of token ids for any use, to follow their name in a message; or None."""
     if len(tokens) > LENGTHS[-1]:
         return f"has {len(tokens)} tokens; shorten it to {LENGTHS[-1]} at most"
     V, low, high = config.vocab_size, min(tokens, default=0), max(tokens, default=0)

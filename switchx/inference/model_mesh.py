@@ -54,7 +54,7 @@ class ModelMesh:
 
     @functools.cached_property
     def options(self) -> Options:
-        """Those of `compiler` for these devices."""
+        """The options of `compiler` for these devices."""
         device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
         options = self.compiler.for_decoding(device.platform, device.device_kind)
         return tuple(sorted(options.items()))

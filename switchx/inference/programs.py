@@ -132,7 +132,7 @@ def num_maps() -> int:
 
 
 def share_of_maps() -> float:
-    """Of the memory maps that this process may have, those that it has."""
+    """The share of this process' allowed memory maps that it has."""
     try:
         return num_maps() / int(_MAX_MAPS.read_text())
     except (OSError, ValueError):

@@ -57,7 +57,7 @@ class Drafted(Greedy):
         return cls(**vars(said), read_BM=read_BM, first_BT=said.token_BT * 0, draft_BS=draft_BS)
 
     def with_drafts(self, token_B):
-        """What the next step reads, `[B, L]`: the newest token of each row, then its drafts."""
+        """Tokens that the next step reads, `[B, L]`: each row's newest one, then its drafts."""
         return jnp.concatenate([token_B[:, None], self.draft_BS], axis=1)
 
     def number_B(self, num_steps_B):
@@ -67,7 +67,7 @@ class Drafted(Greedy):
         return position_B[:, None] + jnp.arange(self.draft_BS.shape[1] + 1)[None]
 
     def sees_BLTL(self, behind_T):
-        """Of past steps what became text; of this one what is not behind the lane."""
+        """A lane attends to the lanes of past steps that became text, and to no later lane."""
         lane_L = jnp.arange(self.draft_BS.shape[1] + 1)
         num_kept_BT = jnp.roll(self.first_BT, -1, axis=1) - self.first_BT
         is_text_BTL = lane_L[None, None] < num_kept_BT[..., None]
@@ -83,7 +83,7 @@ class Drafted(Greedy):
         return self.first_BT[..., None] + jnp.arange(self.draft_BS.shape[1] + 1)[None, None]
 
     def with_places(self, program: DecodingProgram) -> "Drafted":
-        """The same with places for `max_new_tokens`; the ring is laid end to end."""
+        """A copy with places for `max_new_tokens`; copies of the ring are laid end to end."""
         longer, times = super().with_places(program), program.max_new_tokens // self.num_places
         return dataclasses.replace(
             longer, first_BT=jnp.concatenate([self.first_BT] * times, axis=1)
@@ -147,7 +147,7 @@ def _likeliest(logits_BLV, number_BL, rows: Rows, program: DecodingProgram):
 
 
 def drafts(text_BM, length_B, number: int, fill: int):
-    """What followed the last earlier occurrence of each text's last two tokens, `[B, S]`.
+    """The tokens after the last earlier occurrence of each text's last two tokens, `[B, S]`.
 
     Where they did not occur before, of the last one; where that did not either, `fill`. A text
     that ends before so many tokens is taken to go on as it did since that occurrence.

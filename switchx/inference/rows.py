@@ -24,7 +24,7 @@ EARLY_STOPPING = (False, True, "never")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowSettings:
-    """What each sentence asks for by itself: data of the compiled program.
+    """The settings that each sentence has of its own: data of the compiled program.
 
     They are fields of `DecodingConfig`; sentences of one batch may be of different people.
 
@@ -78,7 +78,7 @@ class RowSettings:
         )
 
     def fitted(self, program: DecodingProgram) -> "RowSettings":
-        """The same, of NumPy arrays, in the shapes of a program.
+        """A copy with NumPy arrays in the shapes of a program.
 
         Raises:
             ValueError: a row asks for what the program has not been compiled for.

@@ -157,7 +157,7 @@ class ExportedModel:
         return self._step.lower(self._weights, state)
 
     def fault(self, tokens: list[int]) -> str | None:
-        """Why an input cannot be read, to be said after its name; or None."""
+        """The reason why an input cannot be read, to follow its name in a message; or None."""
         V, most = self.manifest["model"]["vocab_size"], self.input_length
         if not tokens:
             return "is empty; give at least one token"

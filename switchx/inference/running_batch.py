@@ -70,8 +70,8 @@ class Hypothesis:
         return dataclasses.replace(self, top_logprobs=top if number else None)
 
     def stopped(self, num_tokens: int, decoding: DecodingConfig) -> "Hypothesis":
-        """Its first tokens, which a text among them ends; without log-probabilities its score
-        is that of the whole."""
+        """A copy with the first tokens alone, which a stop string ends; without
+        log-probabilities it keeps the score of all tokens."""
         said = dataclasses.replace(self, tokens=self.tokens[:num_tokens], is_finished=True)
         if self.token_logprobs is None:
             return said
@@ -82,7 +82,7 @@ class Hypothesis:
         return dataclasses.replace(said, score=score, token_logprobs=own, top_logprobs=top)
 
     def without_first(self, number: int) -> "Hypothesis":
-        """The same without its first tokens."""
+        """A copy without the first tokens."""
         own, top = self.token_logprobs, self.top_logprobs
         return dataclasses.replace(
             self,
@@ -92,7 +92,7 @@ class Hypothesis:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Its fields, log-probabilities where it has some."""
+        """The fields as a dictionary; log-probabilities only where there are some."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -346,7 +346,7 @@ class RunningBatch:
         }
 
     def _texts(self) -> tuple:
-        """Of all rows: token_BLT, score_BL, `LogProbs` or None."""
+        """The texts of all rows: token_BLT, score_BL, `LogProbs` or None."""
         hypotheses, rows = self._state.hypotheses, self._state.rows
         return self._devices.fetch((*hypotheses.results(rows), hypotheses.result_log_probs))
 

@@ -232,7 +232,7 @@ class LogProbs:
 
 
 def likeliest_tokens(logits_BLV, number: int) -> tuple:
-    """So many tokens of each row, the likeliest first, and their log-probabilities."""
+    """The `number` likeliest tokens of each row in order, and their log-probabilities."""
     B, L, V = logits_BLV.shape
     if number == 0:
         return jnp.zeros((B, L, 0), jnp.int32), jnp.zeros((B, L, 0))
@@ -288,20 +288,20 @@ class Greedy:
         return position_B[:, None]
 
     def sees_BLTL(self, behind_T):
-        """Which lanes of each step in the ring a lane sees; see `ancestors_seen`."""
+        """Which lanes of each step in the ring a lane attends to; see `ancestors_seen`."""
         return ancestors_seen(jnp.zeros_like(self.token_BT)[:, None])
 
     @property
     def number_BTL(self):
-        """Of each lane in the ring the tokens before it; None where a step is a token."""
+        """Number of tokens before each lane in the ring; None where a step is a token."""
         return None
 
     def begun_at(self, place) -> "Greedy":
-        """The same, where the first token is written at another place of the ring."""
+        """A copy whose first token is written at another place of the ring."""
         return self
 
     def with_places(self, program: DecodingProgram) -> "Greedy":
-        """The same with places for `max_new_tokens`."""
+        """A copy with places for `max_new_tokens`."""
         token_BT = lengthened(self.token_BT, program, program.pad_id)
         log_probs = self.log_probs and self.log_probs.with_places(program)
         return dataclasses.replace(self, token_BT=token_BT, log_probs=log_probs)
@@ -340,7 +340,7 @@ class Greedy:
         return chosen, token_B[:, None], is_live_B
 
     def results(self, rows: Rows):
-        """Of each sentence its hypotheses, the best first: token_BLT, score_BL."""
+        """The hypotheses of each sentence, the best first: token_BLT, score_BL."""
         length_B = jnp.maximum(self.length_B, 1)
         return self.token_BT[:, None], scores(self.log_prob_B[:, None], length_B, rows)
 

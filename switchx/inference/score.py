@@ -182,7 +182,7 @@ class Scorer:
         return self.devices.run(function, settings, shapes, **arrays)
 
     def fault(self, pair: Pair) -> str | None:
-        """Why a pair cannot be read, to be said after its name; or None."""
+        """The reason why a pair cannot be read, to follow its name in a message; or None."""
         inputs, targets = pair
         if self.config.is_encoder_decoder and not len(inputs):
             return "has no inputs; give at least one token"
@@ -227,7 +227,7 @@ class Scorer:
 
 @functools.partial(jax.jit, static_argnames=("config", "num_kept"))
 def _log_likelihoods(config: ModelConfig, num_kept: int | None, params, batch) -> tuple:
-    """Of each row; where `num_kept` is none, that alone, else also `LogProbs` of each place."""
+    """The log-likelihood of each row; where `num_kept` is not None, also `LogProbs`."""
     logits_BLV, _ = forward(config, params, batch, is_training=False)
     log_prob_BLV = jax.nn.log_softmax(logits_BLV.astype(jnp.float32), axis=-1)
     target_BL1 = batch["decoder_target_tokens"][..., None]

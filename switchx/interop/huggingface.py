@@ -249,7 +249,7 @@ def _read_params(
 
 
 def _unlike(tensors: TensorFolder, table: str, copies: list[str]) -> list[str]:
-    """Those of some tables that are not equal to another."""
+    """Names of those tables in `copies` that differ from `table`."""
     table_VD = tensors.read(table) if copies else None
     return [name for name in copies if not np.array_equal(tensors.read(name), table_VD)]
 

@@ -84,9 +84,9 @@ class GrowingAnswer:
     """The answer of one row while it grows: its text, and its tokens up to a stop string.
 
     Attributes:
-        hypotheses: what it says, the best first; empty before its end.
-        said: the best one so far.
-        num_tokens: that were given out.
+        hypotheses: the answer's hypotheses, the best first; empty before its end.
+        said: the best hypothesis so far.
+        num_tokens: number of tokens that were sent.
     """
 
     def __init__(self, vocabulary: Vocabulary | None, wanted: GenerateRequest):
@@ -116,7 +116,7 @@ class GrowingAnswer:
 
 
 class GenerateForm:
-    """How `/v1/generate` is asked and answered."""
+    """The form of the requests and answers of `/v1/generate`."""
 
     def __init__(self, model: Model, reader: Executor):
         """Has `reader`, of one thread, read texts again for their experts."""
@@ -171,7 +171,7 @@ class GenerateForm:
         *,
         is_one: bool = False,
     ) -> dict[str, Any]:
-        """Of the input of row `number`, or `is_one` of its samples."""
+        """The JSON of the input of row `number`, or with `is_one` of one of its samples."""
         settings, vocabulary = wanted.settings, self._model.vocabulary
         stops = StopStrings(vocabulary, wanted.stops) if wanted.stops else None
         if settings.best_of is not None:
@@ -221,7 +221,7 @@ def said_so_far(event: Event) -> Hypothesis:
 
 
 def reason_of(said: Hypothesis) -> str:
-    """Why it goes no further, in OpenAI's words."""
+    """The reason why the answer ends, in OpenAI's words."""
     return "stop" if said.is_finished else "length"
 
 

@@ -260,7 +260,7 @@ class CompletionForm:
             raise wrong("logprobs", f"logprobs with echo: {why}; leave one of the two out")
 
     async def _scored(self, wanted: CompletionRequest, events: Events) -> list[dict | None]:
-        """Of each prompt, log-probabilities of its tokens, or None."""
+        """Returns the log-probabilities of each prompt's tokens, or None."""
         if not wanted.scored:
             return [None] * len(wanted.echoes)
         scorer = self._model.scorer(batch_size=self._batch_size, logprobs=wanted.logprobs)
@@ -317,7 +317,7 @@ def _data(content: Any) -> bytes:
 
 
 def padded(content: dict[str, Any]) -> dict[str, Any]:
-    """With an `obfuscation` that makes all chunks of a size class equally long."""
+    """A copy with an `obfuscation` that makes all chunks of a size class equally long."""
     missing = -len(encoded(content)) % CHUNK_BYTES
     return content | {"obfuscation": secrets.token_hex(CHUNK_BYTES)[:missing]}
 

@@ -89,13 +89,13 @@ class Metrics:
         GCCollector(registry=self._registry)
 
     def of(self, name: str) -> "ModelMetrics":
-        """Those of a model, which go on when it is loaded again."""
+        """The counters of a model, which go on when it is loaded again."""
         if name not in self._models:
             self._models[name] = ModelMetrics(self, name)
         return self._models[name]
 
     def text(self) -> bytes:
-        """In Prometheus' format."""
+        """The counters in Prometheus' format."""
         return generate_latest(self._registry)
 
 
@@ -164,7 +164,7 @@ class ModelMetrics:
 
 
 class _Built:
-    """What answers: the code, and the step of each model."""
+    """The versions that answer: the code's, and the step of each model."""
 
     def __init__(self, metrics: Metrics):
         self._metrics = metrics

@@ -81,7 +81,7 @@ class Models:
 
     @property
     def all(self) -> list[Service]:
-        """Those that take new requests, and those that still answer old ones."""
+        """The services that take new requests, and those that still answer old ones."""
         return [*self.services.values(), *self._retired]
 
     @property
@@ -97,7 +97,7 @@ class Models:
 
     @property
     def error(self) -> BaseException | None:
-        """Why a worker is not alive any more."""
+        """The error that ended a worker."""
         return next((each.worker.error for each in self.all if each.worker.error), None)
 
     def named(self, name: Any) -> Service:
@@ -218,7 +218,7 @@ class ModelFolder:
 
 
 class _ServerStopsError(Exception):
-    """Nothing is to be waited for any more."""
+    """The server stops, and nothing is waited for."""
 
 
 class Reloader(threading.Thread):

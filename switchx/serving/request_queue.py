@@ -145,11 +145,11 @@ def of_requests(inputs: Sequence[QueuedInput]) -> str:
 
 
 class RequestQueue:
-    """Inputs that wait to be decoded; any thread may call anything.
+    """Inputs that wait to be decoded; any thread may call any method.
 
     Attributes:
-        is_closed: nothing is taken any more.
-        num_changes: how often something changed that `wait` waits for.
+        is_closed: whether inputs are no longer taken.
+        num_changes: number of changes that `wait` waits for.
     """
 
     def __init__(self, limits: Limits):
@@ -192,14 +192,15 @@ class RequestQueue:
         """Waits until inputs come, until `notify` or `close`, or for so many seconds.
 
         Args:
-            num_changes: that were seen; where there are more it does not wait.
+            num_changes: number of changes that the caller has seen; where there are more it
+                does not wait.
         """
         with self._changed:
             if not self.is_closed and self.num_changes == num_changes:
                 self._changed.wait(most_s)
 
     def wait_left_s(self) -> float:
-        """How long the inputs are to wait for others, where nothing is decoded."""
+        """Seconds that the inputs still wait for others, where nothing is decoded."""
         with self._changed:
             if not 0 < len(self._inputs) < self._limits.batch_size:
                 return 0.0

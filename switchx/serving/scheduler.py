@@ -189,7 +189,7 @@ class Worker(threading.Thread):
 
     @contextlib.contextmanager
     def _failing(self, kind, joining: Sequence[QueuedInput] = ()):
-        """Where an exception ends one batch, and what was joining it."""
+        """A context in which an exception ends one batch, with the inputs that were joining."""
         try:
             yield
         except Exception:
@@ -319,12 +319,12 @@ class Worker(threading.Thread):
 
 @dataclasses.dataclass
 class Batch:
-    """What is decoded together.
+    """Inputs that are decoded together.
 
     Attributes:
-        group: that the batch's programs are compiled for.
-        inputs_by_name: by the names that `running` gives them.
-        is_full: more inputs wait for it than it has free rows.
+        group: the group that the batch's programs are compiled for.
+        inputs_by_name: the inputs, by the names that `running` gives them.
+        is_full: whether more inputs wait for it than it has free rows.
     """
 
     running: RunningBatch

@@ -62,7 +62,7 @@ class CachedStore:
         """A requested record, as soon as it is there.
 
         Raises:
-            KeyError: it is not resident.
+            KeyError: the record is not resident.
             RecordError, StoreError: see `RecordStore.read`.
         """
         return self._records[key].result()
@@ -71,7 +71,7 @@ class CachedStore:
         """Changes a resident record; the disk gets it when it is evicted or flushed.
 
         Raises:
-            ValueError: it is not resident.
+            ValueError: the record is not resident.
         """
         self.cache.mark_dirty([key])
         self.replace(key, record)

@@ -93,7 +93,7 @@ class StoreLayout:
         return len(self.layers) * self.num_experts
 
     def name(self, key: int) -> str:
-        """Of a record, and of its file: `encoder_1/00012`."""
+        """Name of a record, and of its file: `encoder_1/00012`."""
         layer, expert = divmod(key, self.num_experts)
         return f"{list(self.layers)[layer].replace(' ', '_')}/{expert:05d}"
 

@@ -99,7 +99,7 @@ def read_snapshot(folder: pathlib.Path, layout: StoreLayout) -> dict[str, Sequen
     """Bytes and CRC-32 of the records of a snapshot; names and sizes are compared.
 
     Raises:
-        RecordError: it is not whole or of another model.
+        RecordError: the snapshot is not complete, or of another model.
     """
     snapshot = Snapshot(folder)
     if difference := _difference(snapshot.layout.described(), layout.described()):

@@ -73,7 +73,7 @@ class Trace:
 
     @property
     def sweeps(self) -> int:
-        """Of a step: 1 in decoding, 3 in training."""
+        """Number of sweeps of a step: 1 in decoding, 3 in training."""
         return len(SWEEPS) if self.sweep_T.max() > FORWARD else 1
 
     def requests(self) -> Iterator[tuple[np.ndarray, Place]]:

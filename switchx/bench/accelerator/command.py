@@ -37,7 +37,7 @@ HELP = {
 
 
 def add_arguments(parser: argparse.ArgumentParser, positive) -> None:
-    """Those that both commands have."""
+    """Adds the arguments that both commands have."""
     parser.add_argument("--seconds", type=positive, metavar="N", help=HELP["seconds"])
     parser.add_argument("--output", metavar="DIR", help=HELP["output"])
     parser.add_argument("--after", metavar="DIR", help=HELP["after"])

@@ -60,10 +60,10 @@ def has_peer(name: str) -> bool:
 
 
 def folder_on_path(folder: str) -> str:
-    """Of a clone, the folder that has to be on the path.
+    """The folder of a clone that has to be on the path.
 
     Raises:
-        ValueError: it is no clone of a project that is known here.
+        ValueError: the folder is no clone of a project that is known here.
     """
     root = pathlib.Path(folder)
     for place in (root, root / "src"):

@@ -364,7 +364,7 @@ def split_experts(params: dict) -> tuple[dict[str, Weights], dict[str, Any]]:
 
 
 def without_aliases(state):
-    """The same state, where no two leaves are one array: each is given away once."""
+    """A copy of the state in which no two leaves are one array, as each is donated once."""
     seen: set[int] = set()
 
     def own(leaf):

@@ -111,7 +111,7 @@ class CutProgram:
         return jax.tree.unflatten(self._tree, results)
 
     def _parts(self, groups: list[list[JaxprEqn]], kept: set[Var]) -> list[Part]:
-        """Made last to first: what is read later decides what a part returns."""
+        """Makes the parts from last to first: later reads decide what a part returns."""
         live, parts = variables(self._results), []
         for group, cut in zip(reversed(groups), [None, *reversed(self.cuts)], strict=True):
             after = live
@@ -201,7 +201,7 @@ def kind_of(arrays) -> tuple:
 
 
 def donated_leaves(arrays: dict[str, Any]) -> tuple[bool, ...]:
-    """Of each leaf of a program's arguments, whether nothing reads it later: of `state`."""
+    """For each leaf of a program's arguments, whether it is donated: the leaves of `state`."""
     return tuple(
         name == "state" for name, each in sorted(arrays.items()) for _ in jax.tree.leaves(each)
     )

@@ -47,7 +47,7 @@ class LayerSlots:
         self._free = list(range(slots))
 
     def rounds(self, chosen: np.ndarray) -> list[np.ndarray]:
-        """At most K experts each; those that are resident first, before they are evicted."""
+        """Parts of at most K experts; resident experts come first, before they are evicted."""
         K = self.cache.capacity
         is_absent = self._slot_E[chosen] == K
         chosen = chosen[np.argsort(is_absent, kind="stable")]
@@ -89,7 +89,7 @@ class LayerSlots:
         self._predicted = self._predicted[:0]
 
     def _admit(self, experts: np.ndarray, place: Place) -> np.ndarray:
-        """Those that are in no slot, after others have left theirs."""
+        """Returns the experts that are in no slot, after others were evicted."""
         K = self.cache.capacity
         evicted = self.cache.request(experts, place._replace(layer=0)).evicted
         self._free += [slot for slot in self._slot_E[evicted].tolist() if slot < K]

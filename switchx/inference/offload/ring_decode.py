@@ -109,7 +109,7 @@ class RingExperts:
         return kinds_of_call(self.config, hardware, self._calls, size, "ring")
 
     def run(self, program, *settings, shape: tuple = (), options=(), state=None, **arrays):
-        """What a jitted program returns; see `ChosenExperts.run`."""
+        """Runs a jitted program and returns its results; see `ChosenExperts.run`."""
         arrays = arrays if state is None else arrays | {"state": without_aliases(state)}
         ring = ring_program(self.config, self.bank, program, settings, arrays, shape, options)
         self._num_calls += 1
@@ -139,7 +139,7 @@ def check_ring(config: ModelConfig, slots: int) -> None:
 
 
 def ring_advice(config: ModelConfig, slots: int) -> str:
-    """What is better than a ring of so many slots; empty where nothing is."""
+    """Advice on what is better than a ring of so many slots; empty where nothing is."""
     most = max(config.num_sparse_layers_of(stack) for stack in ("encoder", "decoder"))
     if slots < most:
         return ""

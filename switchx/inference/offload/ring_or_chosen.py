@@ -34,7 +34,7 @@ from switchx.storage.cache import Place
 
 @dataclasses.dataclass(frozen=True)
 class BothTraffic:
-    """What calls of both kinds have done so far."""
+    """Counts of what calls of both kinds have done so far."""
 
     ring: RingTraffic
     chosen: ExpertTraffic
@@ -114,7 +114,7 @@ class RingOrChosen:
         return sorted(kinds, key=lambda kind: -kind.streaming.num_tokens)
 
     def run(self, program, *settings, shape: tuple = (), options=(), **arrays):
-        """What a jitted program returns; see `ChosenExperts.run`."""
+        """Runs a jitted program and returns its results; see `ChosenExperts.run`."""
         rows = rows_of(program, settings, kind_of(arrays))
         experts = self.ring if self._is_streamed(rows) else self.chosen
         return experts.run(program, *settings, shape=shape, options=options, **arrays)

@@ -112,12 +112,12 @@ class Bank:
 
     @property
     def layer_bytes(self) -> int:
-        """Of a layer's experts."""
+        """Bytes of a layer's experts."""
         return self.host_bytes // len(self.numbers)
 
     @property
     def expert_bytes(self) -> int:
-        """Of one expert, as it is moved."""
+        """Bytes of one expert, as it is copied."""
         return self.layer_bytes // jax.tree.leaves(self.streamed)[0].shape[1]
 
     @property
@@ -126,7 +126,7 @@ class Bank:
 
     @property
     def device_bytes(self) -> int:
-        """Of the resident layers and of two slots."""
+        """Bytes of the resident layers and of two slots."""
         return (len(self.resident) + 2) * self.layer_bytes
 
     def fetch(self, number: int, after) -> Weights:
