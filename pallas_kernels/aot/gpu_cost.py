@@ -97,7 +97,7 @@ def fitted(cells: Sequence[Measured] = MEASURED) -> Fitted:
 
 
 def _terms(cell: Measured) -> tuple[int, float]:
-    """How often a cell has a boundary, and the seconds that nothing fitted is in."""
+    """The number of a cell's tile boundaries, and its seconds without fitted constants."""
     if cell.tile_cycles is None:
         return 0, 32 * 1024 * 4096 * 2 / COPY_BYTES_PER_S["H200"]
     return _TILES, _TILES * cell.tile_cycles / CLOCK_HZ
@@ -360,7 +360,7 @@ def tiling_of(case: Case):
 
 
 def occupancy(case: Case, active: int) -> dict[str, float]:
-    """How `active` experts, which share a product's rows equally, occupy an H200.
+    """The occupancy of an H200 by `active` experts, which share a product's rows equally.
 
     Returns:
         Of the parts of D that the kernel takes, and beside them (`whole_`) of D in one part:

@@ -128,7 +128,7 @@ def loop_cycles(loop: Sequence[Instruction], warps: int) -> int:
     """
     scheduler, every = _Scheduler(), [_Warp() for _ in range(warps)]
     while running := [warp for warp in every if warp.runs < RUNS]:
-        # Of those that could issue at the same time the one that is behind.
+        # Of the warps that could issue at the same time, the one that is behind.
         warp = min(
             running, key=lambda w: (scheduler.earliest(w, loop[w.place]), w.runs, w.place)
         )

@@ -146,7 +146,7 @@ def gradient(product: Product, of: str, cell: Cell) -> Product:
 
 
 def tile_schedule(cell: Cell) -> Callable | None:
-    """What our product computes of the sizes of the groups before it multiplies, by itself.
+    """The schedule alone that our product computes from the group sizes before it multiplies.
 
     None where the kernel does so inside.
     """
@@ -240,7 +240,7 @@ def _of_one_matrix(given: tuple[Any, list, list], cell: Cell) -> tuple[Any, list
 
 
 def _rotated(cell: Cell, bits: int | None, experts: int) -> int:
-    """How many sets of so many experts' matrices are read between two uses of one."""
+    """Number of sets of so many experts' matrices that are read between two uses of one."""
     wanted = ROTATED_BYTES[jax.default_backend()]
     return math.ceil(wanted / weight_bytes(cell, bits, experts))
 

@@ -129,7 +129,7 @@ class _Settings:
 
     @property
     def options(self) -> dict:
-        """Options of all products of the module, forward and backward; only kernels have any."""
+        """Options of all products of the module, in both passes; only kernels have any."""
         return {"interpret": True} if self.interpret else {}
 
 

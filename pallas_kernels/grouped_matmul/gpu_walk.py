@@ -92,7 +92,7 @@ class Walk:
         return jnp.sum(jnp.where(is_written_S[:, None, None], parts_SRF, 0), axis=0)
 
     def row_tiles(self, tiles: RowTiles):
-        """Number of tiles of rows that are taken; sums in parts leave out those of no expert."""
+        """Number of taken tiles of rows; sums in parts leave out those of no expert."""
         return tiles.count[int(self.tiling.splits > 1)]
 
     def turns(self, tiles: RowTiles):

@@ -46,7 +46,7 @@ def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling, mosaic: Mo
     x_RD = mosaic.blocks(x_RD, 1, tiling.tile_m * tiling.warpgroups)
     dy_RF = mosaic.blocks(dy_RF, 1, tiling.tile_n)
 
-    # Of tiles as the product of these rows has them: its schedule is this one.
+    # The tiles are those of the product of these rows, so that the schedule is the same.
     E = group_sizes_E.shape[0]
     _, bound_B = schedule(group_sizes_E, num_rows, tile_of_rows(num_rows, E), mosaic)
     walk = GradientWalk(

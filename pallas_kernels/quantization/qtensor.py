@@ -122,7 +122,7 @@ class QTensor:
         return dataclasses.replace(native, values=values_EFD, bits=8, zeros_EFG=None)
 
     def packed(self) -> Self:
-        """A copy with the values that files store: 8-bit values, or two of 4 bits in a uint8."""
+        """A copy with values as files store them: 8-bit values, or uint8 of two 4-bit ones."""
         self.check()
         if self.bits == 8 or self.is_packed:
             return self

@@ -91,7 +91,7 @@ def default_tiling(
     panel = F if tile_n <= 64 else default_panel(tiling, D, F, bits, num_matrices)
     tiling = dataclasses.replace(tiling, panel=panel)
     tiling = dataclasses.replace(tiling, splits=default_splits(tiling, R, D, F, E))
-    # Of two matrices, and of sums by groups of more rows, the registers do not hold the sums.
+    # Registers do not hold the sums of two matrices, nor of more rows with scales by group.
     fits_wide = num_matrices == 1 and tile_n <= (64 if most == D else 32)
     if tiling.splits == 1 and fits_wide and _pays_wide(tiling, R, F, E):
         tiling = dataclasses.replace(tiling, tile_m=128, tile_k=min(tile_k, 256))

@@ -186,7 +186,7 @@ def comparable(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
 
 
 def _read(path: pathlib.Path) -> Snapshot:
-    """What `training/evaluate.py` wrote."""
+    """Reads a snapshot that `training/evaluate.py` wrote."""
     try:
         arrays = read_arrays(path, _NUMBERS, _STACKS)
         stacks = tuple(
@@ -283,8 +283,8 @@ def typical_tokens(
 
 
 def saturation(expert_NTS: np.ndarray, final_NTS: np.ndarray, num_experts: int) -> np.ndarray:
-    """How far the routing already is the final one, `[N]`: mean over tokens of
-    |E_t intersected with E_final| / |E_final|, E the set of experts that a token chose.
+    """The share of the final routing that is already there, `[N]`: the mean over tokens of
+    |E_t intersected with E_final| / |E_final|, E being the set of experts that a token chose.
 
     Tokens that end without an expert are left out.
 
@@ -337,7 +337,7 @@ def layer_similarity(expert_NTS: np.ndarray, num_experts: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Information:
-    """What rows and columns of a table of counts tell about each other, in nats.
+    """The mutual information of rows and columns of a table of counts, in nats.
 
     Attributes:
         mutual: I(row; column).

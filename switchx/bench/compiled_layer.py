@@ -185,7 +185,7 @@ def run(note=print) -> Report:
 
 
 def rows_of_child(module: str, target: str, *words: str) -> list[dict]:
-    """What a module prints, run with the target's compiler; or a row that says why not."""
+    """The rows that a module prints with the target's compiler; or a row that says why not."""
     try:
         child = run_with_compiler(
             [target, *words],

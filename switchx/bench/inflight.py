@@ -70,7 +70,7 @@ MIXES = (
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """What a worker did with all inputs of a mix.
+    """A worker's measurements with all inputs of a mix.
 
     Attributes:
         first_token_s, answer_s: medians, from an input's arrival on.

@@ -188,7 +188,7 @@ async def _soak(seconds: float, model_dir: str, process, address, note):
 
 
 def held_by(pid: int) -> dict[str, Any]:
-    """What a process holds now: resident memory, memory maps, open files."""
+    """The resources of a process now: resident memory, memory maps, open files."""
     folder = pathlib.Path("/proc") / str(pid)
     pages = int((folder / "statm").read_text().split()[1])
     return {

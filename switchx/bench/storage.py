@@ -65,7 +65,7 @@ MALLOC = (
 
 
 def measured(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
-    """What `run` gives, in a process of its own whose malloc is tuned as in `make train`."""
+    """The results of `run`, in a new process whose malloc is tuned as in `make train`."""
     found = of_child("switchx.bench.storage", rounds, GLIBC_TUNABLES=MALLOC)
     return found["rows"], [Check(**check) for check in found["checks"]]
 

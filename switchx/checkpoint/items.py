@@ -81,7 +81,7 @@ def items_of(path: Folder) -> list[str]:
 
 
 def stored_items(path: Folder) -> dict[str, Tree]:
-    """What Orbax says of each array: `shape`, `dtype`, and `sharding` when it was saved.
+    """Orbax' description of each array: `shape`, `dtype`, and `sharding` when it was saved.
 
     Raises:
         DamagedCheckpoint: an item's metadata cannot be read.
@@ -247,13 +247,13 @@ def _first_number(leaf) -> jax.ShapeDtypeStruct:
 
 
 def _described(path: Folder, items: Iterable[str]) -> dict[str, Tree]:
-    """What Orbax says of the arrays of items."""
+    """Orbax' description of the arrays of items."""
     described = {}
     with ocp.StandardCheckpointer() as reader:
         for item in items:
             base = kvstore(path / item)
             try:
-                # Of an index that cannot be read, Orbax tells less, and once for every array.
+                # Orbax says less of an index that cannot be read, and once for every array.
                 store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
                 store.list().result()
                 metadata = reader.metadata(path / item).item_metadata

@@ -224,7 +224,7 @@ def _identity(run: RunFolder) -> str:
 
 
 def _on_host(state: Tree) -> dict[str, list[tuple[Bounds, np.ndarray]]]:
-    """What the devices of this process hold of each array, each part once."""
+    """The parts of each array on this process' devices, each part once."""
     held: dict[str, dict[Bounds, jax.Array]] = {}
     for name, leaf in named_leaves(state).items():
         held[name] = {}

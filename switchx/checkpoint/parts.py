@@ -51,7 +51,7 @@ Index = tuple[slice, ...]
 
 
 class DamagedCheckpoint(ValueError):
-    """What was read is not what was saved; raised by all processes that read it together.
+    """Read arrays differ from the saved ones; all processes that read together raise this.
 
     Attributes:
         fault: a clause that begins with "its".
@@ -218,7 +218,7 @@ class SaveArrays(ocp.args.StandardSave):
 
 @dataclasses.dataclass(frozen=True)
 class ListedArray:
-    """What the lists of all processes say of one array.
+    """The entries of all processes' lists for one array.
 
     Attributes:
         parts: their start and stop in each dimension, with the CRC-32.

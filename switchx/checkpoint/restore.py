@@ -171,7 +171,7 @@ def _shapes(params: Tree) -> dict[str, tuple[int, ...]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Repeats:
-    """What the repeats of a scanned layer have of one parameter: N arrays or structs."""
+    """One parameter in the repeats of a scanned layer: N arrays or structs."""
 
     layers: Sequence[jax.Array | jax.ShapeDtypeStruct]
 

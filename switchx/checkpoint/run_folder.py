@@ -196,7 +196,7 @@ class RunFolder:
         return True
 
     def found(self) -> str:
-        """What is at `path`, in words, for the errors of those who expected more."""
+        """A description of the contents of `path`, for errors where more was expected."""
         if self.is_in_store:
             names = sorted({name.partition("/")[0] for name in files_in(self.where)})
             return f"found {', '.join(names[:8])}" if names else "nothing is there"

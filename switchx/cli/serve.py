@@ -224,8 +224,8 @@ def _leave(threads: Sequence[threading.Thread], status: int) -> int:
     from switchx.serving.models import READER
 
     until_s = time.monotonic() + STOPPING_S
-    # Those of the pool that scores, too, for which the interpreter would wait; idle ones have
-    # ended. Threads of whoever calls this as a function are its own.
+    # Threads of the pool that scores, too, for which the interpreter would wait; idle ones
+    # have ended. Threads of the caller of this function are not waited for.
     readers = [each for each in threading.enumerate() if each.name.startswith(READER)]
     waited = [*threads, *readers]
     for each in waited:

@@ -168,7 +168,7 @@ def _row(what: str, trace, each, name: str = "") -> dict:
 
 
 def _traffic(trace, each) -> dict:
-    """What the chosen policy keeps in host memory, reads and writes."""
+    """The chosen policy's bytes in host memory, and its reads and writes."""
     num_steps = len(set(trace.step_T.tolist()))
     mib = trace.record_bytes / 2**20
     num_misses = int((~each.hit_T[each.chosen]).sum())

@@ -154,7 +154,7 @@ def _numbers(validation, metrics) -> dict[str, str]:
 
 
 def _goodput(goodput: dict[str, Any], metrics: list[dict[str, Any]]) -> dict[str, str]:
-    """What the run's wall time went to, and the steps and processes that were slow."""
+    """The shares of the run's wall time, and the steps and processes that were slow."""
     seconds = {cause: each for cause, each in goodput["seconds"].items() if cause != "step"}
     total_s = max(sum(goodput["seconds"].values()), 1e-9)
     others = [

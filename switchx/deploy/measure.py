@@ -131,7 +131,7 @@ def tokens_differing(found: Tokens, expected: Tokens) -> int:
 
 
 def sample_layers(model: Model, text: ValidationText) -> list[LayerSample]:
-    """What the Switch layers read of the validation text, in the order of the layers."""
+    """Samples of the Switch layers' inputs for the validation text, in the layers' order."""
     switch = model.config.switch
     config, params = on_host(model.config, model.params)
     config = slotted(without_capacity(config))
@@ -157,7 +157,7 @@ class _Listener(ChosenExperts):
         count_E = np.asarray(count_E)
         self.load_NE[layer] += count_E
         used_RD = np.asarray(x_RD, np.float32)[: count_E.sum()]
-        # Of every batch as many: the rows of one are sorted by expert.
+        # Every batch gives as many rows; the rows of a batch are sorted by expert.
         self.rows_N[layer].append(_spread(used_RD, SAMPLE_ROWS))
         return super().run_rows(layer, x_RD, count_E)
 

@@ -130,7 +130,7 @@ class Deployment:
         ]
 
     def _taught(self) -> dict[str, Any]:
-        """What decides how the reduced model is trained; nothing without a teacher."""
+        """The settings of the reduced model's training; empty without a teacher."""
         if self.plan.teacher is None:
             return {}
         return {
@@ -283,9 +283,10 @@ class Deployment:
         )
 
     def _compiled(self, folder: pathlib.Path, target: Target) -> dict[str, Any] | None:
-        """What the programs take on the platform, where its compiler is; None elsewhere.
+        """The programs' memory on the platform, where its compiler is installed; None
+        elsewhere.
 
-        Those for the machine at hand were compiled to be run.
+        Programs for this machine were compiled to be run.
         """
         topology = slice_for(target.kind, self.plan.settings.devices)
         if target.platform == _platform_here() or topology is None:

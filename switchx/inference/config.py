@@ -230,7 +230,7 @@ class DecodingConfig:
             refuse("forced_prefix", True, f"id {end} ends an output; leave it out")
 
     def _check_drafts(self, refuse) -> None:
-        """What does not go with drafts: they are compared with the likeliest token alone."""
+        """Refuses settings that drafts do not allow: they predict the likeliest token alone."""
         for name, is_asked in (
             ("beam_size", self.beam_size > 1),
             ("temperature", self.is_sampling),
@@ -271,7 +271,7 @@ class DecodingConfig:
 
     @property
     def program(self) -> "DecodingProgram":
-        """What a program that decodes so is compiled for; it has places for more new tokens."""
+        """The settings that a program is compiled for; it has places for more new tokens."""
         return self.program_of(rounded_up(self.max_new_tokens, NEW_TOKENS))
 
     def program_of(self, places: int) -> "DecodingProgram":

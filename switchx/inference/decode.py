@@ -286,7 +286,7 @@ def _biases_of_rows(positions: tuple, state: Decoding, position_BL):
     new_BM = before_B[:, None] + state.hypotheses.number_BTL.reshape(B, -1)
     position_BM, terms = _position_BM(P, before_B, new_BM), []
     if bias_HN is not None:
-        # Of what is not seen, any number.
+        # Places that are not attended to may have any number.
         behind_BLM = position_BL[:, :, None] - position_BM[:, None]
         bias_HBLM = jnp.take(bias_HN, bias_HN.shape[1] - 1 - behind_BLM, axis=1, mode="clip")
         terms.append(jnp.moveaxis(bias_HBLM, 0, 1))
@@ -304,7 +304,7 @@ def _position_BM(P: int, before_B, new_BM):
 
 
 def _untied_bias(untied, position_B, position_BM):
-    """What TUPE's positions of queries and of places add to scores, `[B, H, M]`."""
+    """The terms that TUPE's positions of queries and places add to scores, `[B, H, M]`."""
     query_MHK, key_MHK = untied
     query_BHK = jnp.take(query_MHK, position_B, axis=0, mode="clip")
     score_BHM = jnp.einsum(

@@ -300,7 +300,7 @@ class _Streamed:
         _, layers = without_bank(config, params)
         host = NamedSharding(mesh, PartitionSpec(), memory_kind=run_exported.HOST)
         self._bank = Bank.abstract(config, layers, slots, host)
-        # By the name of a stack, those of its layers' arrays, and their dtype.
+        # By the name of a stack, the names of its layers' arrays, and their dtype.
         paths = [layer_path(config.sparse_layer_names[n]) for n in self._bank.numbers]
         like = tree.named_leaves(layers[self._bank.numbers[0]])
         stacks = tree.named_leaves({"streamed": self._bank.streamed})

@@ -236,7 +236,7 @@ class Generator:
         return said.stopped(number, self.decoding) if number else None
 
     def _answer(self, said: dict[int, list[Hypothesis]]) -> list[Hypothesis]:
-        """What is yielded for an input, of what its samples said."""
+        """The hypotheses that are yielded for an input, from its samples' hypotheses."""
         hypotheses = [each for sample in sorted(said) for each in said[sample]]
         if self.decoding.best_of is not None:
             hypotheses.sort(key=lambda each: -each.score)

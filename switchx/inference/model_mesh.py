@@ -66,8 +66,8 @@ class ModelMesh:
         return use_mesh(self.mesh, self.rules)
 
     def run(self, function, settings: tuple, shape: tuple, **arrays):
-        """What a function returns, compiled for these devices, which all threads that run
-        programs on them begin in one order; see `Programs.run`."""
+        """Runs a function, compiled for these devices, and returns its result. All threads
+        begin programs on these devices in one order; see `Programs.run`."""
         how = {"is_on_mesh": self.mesh is not None, "options": self.options}
         with self.use():
             return PROGRAMS.run(function, settings, shape, **how, **arrays)

@@ -40,7 +40,7 @@ class Programs:
         that only move rows count as `SMALL`."""
         self.most = most
         self._lock, self._starting = threading.Lock(), threading.Lock()
-        # Of a mesh, and not compiled yet.
+        # Keys of a mesh's programs that are not compiled yet.
         self._fresh: set[tuple] = set()
         self._size: dict[tuple, float] = {}
         self._kept: collections.OrderedDict[tuple, Any] = collections.OrderedDict()

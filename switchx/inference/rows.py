@@ -137,7 +137,7 @@ class Rows:
         x_BLV = self._without_early_end(x_BLV, number_B, program)
         is_banned_BLM = self._ends_ngram(text_BLM, number_B)
         left_BLV = _put(x_BLV, text_BLM, is_banned_BLM, -jnp.inf)
-        # Of a small vocabulary nothing may be left.
+        # Of a small vocabulary no token may be left.
         is_any_BL1 = jnp.any(left_BLV > -jnp.inf, axis=2, keepdims=True)
         x_BLV = jnp.where(is_any_BL1, left_BLV, x_BLV)
         forced_B11 = self.forced_B(number_B)[:, None, None]

@@ -140,7 +140,7 @@ class ExportedModel:
         return answers
 
     def _decoded(self, state: dict, said: dict) -> dict:
-        """What is said at the end; the host waits for it alone, not for each token."""
+        """The outputs at the end; the host waits for these alone, not for each token."""
         if self.manifest["ring"] is None:
             return self._loop(self._weights, state, said)[1]
         # No back end has been seen to stream experts from host memory inside of a loop.

@@ -129,7 +129,7 @@ class RunningBatch:
         self._devices, self._batches = devices, devices.batches(config, BATCHES)
         self.waiting: set[int] = set()
         self._num_admitted = 0
-        # Of the state: what its programs are compiled for, and what inputs are padded to.
+        # The state, the settings of its programs, and the length that inputs are padded to.
         self._state, self._program, self._length = None, decoding.program, 0
         # The sentence of each row; of others, one that does not wait any more, or -1.
         self._sentence_B = np.full(0, -1)
@@ -221,7 +221,7 @@ class RunningBatch:
         self._keep_live(~np.isin(self._sentence_B, list(gone)))
 
     def so_far(self) -> dict[int, Hypothesis]:
-        """What those who wait have, for greedy decoding and samples."""
+        """The hypotheses so far of waiting sentences, for greedy decoding and samples."""
         if not self.waiting:
             return {}
         texts, length_B = self._texts(), self._devices.fetch(self._state.hypotheses.length_B)

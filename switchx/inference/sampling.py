@@ -37,7 +37,7 @@ def next_token(logits_BV, allowed_BV, uniform_B, settings: RowSettings):
         warm_BV = allowed_BV / settings.temperature_B[:, None]
         least_B = least_likely(warm_BV, settings.top_k_B, settings.top_p_B)
         token_B = drawn(warm_BV, least_B, uniform_B)
-    # Of one token alone: nothing of the size of the vocabulary is written.
+    # The logit of one token: no array of the vocabulary's size is written.
     chosen_B = jnp.take_along_axis(logits_BV, token_B[:, None], axis=-1)[:, 0]
     return token_B, chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
 
@@ -145,7 +145,7 @@ def _threshold(logits_BV, weight_BV, candidate_BJ, weight_BJ, target_B, is_wante
     Returns:
         float32; -inf where it is not wanted.
     """
-    # Of equal ones the first counts what is above all of them.
+    # The first of equal logits has the weight above all of them.
     above_BJ = jnp.cumsum(weight_BJ, axis=1) - weight_BJ
     is_first_BJ = candidate_BJ != jnp.pad(
         candidate_BJ[:, :-1], ((0, 0), (1, 0)), constant_values=jnp.inf

@@ -77,7 +77,7 @@ class Scorer:
         experts: ChosenExperts | None = None,
     ):
         """Raises ValueError: a setting is out of its bounds."""
-        # Of generation, whose bounds they have.
+        # The settings of generation have the same bounds.
         most = len(forced_prefix) or 1
         asked = DecodingConfig(most, logprobs=logprobs, forced_prefix=forced_prefix, eos_id=-1)
         check_tokens(config, asked)
@@ -217,7 +217,7 @@ class Scorer:
         read_BL = np.pad(target_BL, ((0, 0), (1, 0)), constant_values=START_ID)[:, :-1]
         batch |= features("decoder", read_BL * segment_BL, segment_BL)
         place_BL = batch["decoder_positions"]
-        # Of the tokens read, shifted by the start token, the last input stands at this place.
+        # The last input's place among the tokens read, which are shifted by the start token.
         is_prefix_BL = (place_BL <= num_inputs_B1) & (num_inputs_B1 > 0)
         batch["decoder_prefix_mask"] = is_prefix_BL * self.is_prompt_bidirectional
         batch["decoder_target_tokens"] = target_BL

@@ -116,7 +116,7 @@ class StopStrings:
         return min(found)[1] if found else None
 
     def cut(self, text: str) -> str:
-        """What stands before the first of them."""
+        """The text before the first stop string."""
         return text[: self.place(text)]
 
     def num_kept(self, text: str) -> int:

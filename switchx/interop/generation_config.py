@@ -49,7 +49,7 @@ _NEUTRAL = {
 
 
 def read_generation(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a folder says of generation; without the file, as its `config.json` has it."""
+    """A folder's settings of generation; without the file, those in its `config.json`."""
     file = folder / GENERATION
     values = read_json(file) if file.is_file() else {n: config[n] for n in _READ if n in config}
     return {name: value for name, value in values.items() if value is not None}

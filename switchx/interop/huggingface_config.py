@@ -277,7 +277,7 @@ _BLOCK = re.compile(r"(encoder|decoder)\.block\.([0-9]{1,4})\.layer\.[0-9]\.(.*)
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """What the names of tensors say of a Switch Transformer."""
+    """The facts about a Switch Transformer that its tensors' names determine."""
 
     num_blocks: dict[str, int]
     sparse: dict[str, tuple[int, ...]]

@@ -365,7 +365,7 @@ def _one_bias(stack: str, source: T5XFolder) -> np.ndarray:
 
 
 def not_t5(config: ModelConfig) -> list[str]:
-    """What of a model T5 and Switch Transformers do not have, and what they have there.
+    """The features of a model that T5 and Switch Transformers do not have, and theirs instead.
 
     Raises:
         ValueError: the module is a user's own.
@@ -392,7 +392,7 @@ def not_t5(config: ModelConfig) -> list[str]:
 
 
 def unexpected(*wanted: tuple[str, Any, Any]) -> list[str]:
-    """What is not as it should be, of names, values and expected values."""
+    """Descriptions of the values that differ from the expected ones."""
     return [
         f"{name}={value!r} (expected {expected!r})"
         for name, value, expected in wanted

@@ -156,7 +156,7 @@ class TorchFile:
 
 
 class _Refused(ValueError):
-    """What a file must not ask for; a clause whose subject is the file."""
+    """A refused request of a file; its message is a clause whose subject is the file."""
 
 
 class _BoundedFile(io.FileIO):
@@ -256,7 +256,7 @@ class _Storages:
         return _Storage(begin, dtype, num_elements)
 
     def call(self, function, arguments):
-        """What the call of a known name stands for."""
+        """The value of the call of a known name."""
         match function, arguments:
             case _Name("collections OrderedDict"), ():
                 return {}
@@ -287,7 +287,7 @@ class _Storages:
 
 
 def _run(data: bytes, storages: _Storages):
-    """What a description stands for: dictionaries of `TorchTensor`s, numbers and texts."""
+    """The value of a description: dictionaries of `TorchTensor`s, numbers and texts."""
     stack: list[Any] = []
     below: list[list[Any]] = []  # the stacks below the marks
     memo: dict[int, Any] = {}

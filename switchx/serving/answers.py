@@ -62,7 +62,7 @@ class GrowingText:
         self.text, self.is_stopped = "", False
 
     def grow(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
-        """What is new in all tokens so far."""
+        """The new text, given all tokens so far."""
         text = self._stops.decoded(tokens, is_last=is_last)
         place = self._stops.place(text)
         if place is not None:
@@ -96,7 +96,7 @@ class GrowingAnswer:
         self.said, self.num_tokens = Hypothesis([], 0.0, False), 0
 
     def grow(self, event: Event, events: Events) -> tuple[Hypothesis, str | None]:
-        """What is new: tokens with their log-probabilities, and characters.
+        """The new part of the answer: tokens with their log-probabilities, and characters.
 
         A stop string ends the decoding. Answers are counted here, as they are given out.
         """

@@ -351,7 +351,7 @@ def _settings(values: dict[str, Any], limits: Limits) -> dict[str, Any]:
         given["temperature"] = 0.0  # the same: no token but the likeliest is ever drawn
     if "seed" in given:
         given["seed"] %= MAX_INT32 + 1  # clients draw 64 bits, negative ones too
-    # Of one token, the likeliest, none is cut off, whatever the probability is.
+    # The likeliest token alone is never cut off, whatever its probability is.
     for name in ("top_k", "top_p"):
         if given["temperature"] == 0 or (name == "top_p" and given.get(name) == 1):
             given.pop(name, None)

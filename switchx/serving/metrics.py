@@ -177,7 +177,7 @@ class _Built:
 
 
 class _Compiled:
-    """What this process has compiled, the programs that were read from a cache included."""
+    """Counts of this process' compilations, with the programs that were read from a cache."""
 
     def collect(self):
         number, seconds = COMPILATIONS.number, COMPILATIONS.seconds

@@ -308,7 +308,7 @@ def number_of(option: Option, value) -> int | float:
 
 
 def prompt_of(model: Model, limits: Limits, fault, name: str, item) -> list[int]:
-    """What the model reads of one input, a text or a list of token ids."""
+    """The token ids that the model reads for one input, a text or a list of token ids."""
 
     def require_short(tokens: list[int]) -> None:
         if len(tokens) > limits.max_input_tokens:

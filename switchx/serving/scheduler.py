@@ -60,7 +60,7 @@ class Worker(threading.Thread):
         self._model, self._limits, self._metrics = model, limits, metrics
         self.queue, self.compiler = RequestQueue(limits), Compiler(self)
         self._generators: dict[Group, Generator] = {}
-        # By kind.
+        # Batches by kind.
         self._batches: dict[tuple, Batch] = {}
         # The largest batch that the programs of a group are compiled for.
         self._compiled: dict[Group, int] = {}
@@ -249,14 +249,14 @@ class Worker(threading.Thread):
                 self.compile_more(group)
 
     def _most_inputs(self, group: Group) -> int:
-        """How many inputs of a group are decoded together, when that is compiled."""
+        """Most inputs of a group that are decoded together, once that is compiled."""
         return min(self._limits.batch_size, self._most.get(group, self._limits.batch_size))
 
     def _num_compiled(self, group: Group) -> int:
-        """How many inputs of a group the programs that are compiled, and kept, take.
+        """Number of inputs of a group that the compiled and kept programs take.
 
-        Those that are new count as kept, so that each compilation is followed by a batch
-        also where not even one group's programs can be kept.
+        New programs count as kept, so that each compilation is followed by a batch also where
+        not even one group's programs can be kept.
         """
         size = self._compiled.get(group, 0)
         if not size or group in self._unused:

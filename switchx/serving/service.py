@@ -81,10 +81,10 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def events(self, request: GenerateRequest) -> AsyncIterator["Events"]:
-        """What happens to a request's inputs, until each has its answer.
+        """The events of a request's inputs, until each has its answer.
 
-        On leaving the context before that the inputs are abandoned: they leave the queue, or
-        are decoded no further.
+        Where the context is left before that, the inputs are abandoned: they leave the request
+        queue, or are decoded no further.
 
         Raises:
             Refusal: 429, the queue is full; 503, the worker ended.

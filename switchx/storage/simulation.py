@@ -24,7 +24,7 @@ FRACTIONS = (0.1, 0.25, 0.5, 0.75, 1.0)
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """What a cache of one capacity did on a trace.
+    """The simulation of a cache of one capacity on a trace.
 
     Attributes:
         capacity: records.

@@ -38,7 +38,7 @@ _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """How the records of a snapshot came to be where they are, in bytes."""
+    """Bytes of a snapshot's records that were linked, and that were copied."""
 
     linked_bytes: int
     copied_bytes: int
@@ -226,7 +226,7 @@ def _copy(
 
 
 def _no_transfer(error: OSError, folder: pathlib.Path, num_bytes: int) -> StoreError:
-    """What is said where files cannot be linked or copied."""
+    """The error where files cannot be linked or copied."""
     free = shutil.disk_usage(folder.absolute().parent).free
     return StoreError(
         error.errno,

@@ -139,7 +139,7 @@ class TraceLog:
 
 
 def read_trace(path: str | os.PathLike) -> Trace:
-    """What `Trace.save` wrote.
+    """Reads a trace that `Trace.save` wrote.
 
     Raises:
         ValueError: the file is missing or damaged.

@@ -106,5 +106,5 @@ PREDICTIONS = {
 
 
 def predicted(card: str, part: str, case: str) -> float | None:
-    """What was predicted, in the unit of the row; None where nothing was."""
+    """The predicted value, in the unit of the row; None where there is none."""
     return PREDICTIONS.get(card, {}).get(part, {}).get(case)

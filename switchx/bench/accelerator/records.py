@@ -64,7 +64,7 @@ class Records:
             self.write(line)
 
     def rates(self) -> dict[str, float]:
-        """What the part `card` measured, by name."""
+        """The rates that the part `card` measured, by name."""
         return {each["case"]: each["measured"] for each in self.rows if each["part"] == "card"}
 
 

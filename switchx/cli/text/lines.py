@@ -170,10 +170,10 @@ def encoded(
 
 
 def check(name: str, lines: Sequence, read_line: Callable[[Any], Any]) -> list:
-    """What `read_line` makes of each line.
+    """Reads each line by `read_line` and returns the results.
 
     Raises:
-        ValueError: it refuses some; names all of them by their numbers, and why.
+        ValueError: `read_line` refuses some; the message has their numbers and the reasons.
     """
     read, faults = [], []
     for number, line in enumerate(lines, 1):

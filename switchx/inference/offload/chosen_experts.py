@@ -154,11 +154,11 @@ class ChosenExperts:
             self._routers = _next_routers(config, tree.named_leaves(self.params))
         self._log = TraceLog(names, E, self.source.expert_bytes)
         self.num_calls = 0
-        # By the Switch layers of a call and their rows.
+        # Number of calls, by the call's Switch layers and their rows.
         self._calls: collections.Counter[tuple[tuple[int, int], ...]] = collections.Counter()
 
     def trace(self) -> Trace | None:
-        """What was requested, the newest of it, a round a request; None before the first.
+        """The trace of the newest requests, one for each round; None before the first.
 
         Layers share no slots: a simulation takes one layer at a time.
         """
@@ -283,17 +283,17 @@ def with_slots(
 
 
 def slices_of(config: ModelConfig, params: dict) -> ReadExpert:
-    """What reads experts of parameters whose experts are `FileArray`s."""
+    """Returns the reader of the experts of parameters whose experts are `FileArray`s."""
     found, _ = split_experts(params)
     layers = [found[f"{layer_path(layer)}{EXPERTS}"] for layer in config.sparse_layer_names]
     return lambda layer, expert: slice_of(layers[layer], expert)
 
 
 def experts_of_checkpoint(config: ModelConfig, checkpoint: Folder, slots: int) -> ReadExpert:
-    """What reads experts of the records of a run's checkpoint.
+    """Returns the reader of the experts in the records of a run's checkpoint.
 
     Raises:
-        ValueError: it has none, or the model takes no such slots.
+        ValueError: the checkpoint has no records, or the model takes no such slots.
     """
     check_slots(config, slots)
     require(

@@ -195,7 +195,7 @@ def traced(program, settings: tuple, kind: tuple, options=()) -> CutProgram:
 
 
 def kind_of(arrays) -> tuple:
-    """What programs for arguments of equal shapes and dtypes have in common."""
+    """The key of arguments: equal for arguments of equal structure, shapes and dtypes."""
     leaves, structure = jax.tree.flatten(arrays)
     return structure, tuple((x.shape, x.dtype) for x in leaves)
 

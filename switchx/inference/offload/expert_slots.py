@@ -114,7 +114,7 @@ def slotted(config: ModelConfig) -> ModelConfig:
 
 @functools.partial(jax.jit, static_argnames="config")
 def predicted(config: ModelConfig, w_router_DE, bias_E, x_RD, count_E):
-    """How many of the rows would choose each expert, by this router; rows of no expert do
+    """Number of rows that would choose each expert, by this router; rows of no expert do
     not count."""
     logits_RE = router_logits(x_RD[None], w_router_DE, dtype=config.precision.router)[0]
     if bias_E is not None:

@@ -160,7 +160,7 @@ class StoredExperts:
 
 
 class _Reader:
-    """What `CachedStore` reads of a `RecordStore`: futures by key."""
+    """The part of a `RecordStore` that `CachedStore` reads: futures by key."""
 
     def __init__(self, read: ReadExpert, num_experts: int):
         self._read, self._num_experts = read, num_experts
@@ -243,7 +243,7 @@ class FileArray:
 
 
 def expert_of_snapshot(folder: pathlib.Path, config: ModelConfig) -> ReadExpert:
-    """What reads experts of the records of a checkpoint, each compared with its checksum.
+    """Returns the reader of a checkpoint's experts; each record is compared with its checksum.
 
     Raises:
         ValueError: the records are of another model; a record that is read is damaged, or of

@@ -87,7 +87,7 @@ class RingExperts:
         self.params, layers = without_bank(self.config, params)
         self.bank = Bank.of(self.config, layers, slots)
         self._slots, self._num_calls, self._moved = slots, 0, 0
-        # By the Switch layers of a call and their rows.
+        # Number of calls, by the call's Switch layers and their rows.
         self._calls: collections.Counter[tuple[tuple[int, int], ...]] = collections.Counter()
 
     @property
