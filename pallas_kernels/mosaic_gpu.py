@@ -296,14 +296,14 @@ class Consumer:
     ) -> list:
         """`accumulate` where one operand is multiplied out of registers.
 
-        It is loaded for the next step while the products of this one run. Those are done before
-        the next ones are issued: where products out of registers still run at the end of a
-        loop, ptxas makes each of them wait for the one before (C7513).
+        The operand is loaded for the next step while the products of this one run. These
+        products end before the next ones are issued: where products out of registers still run
+        at the end of a loop, ptxas makes each of them wait for the one before (C7513).
 
         Args:
             load: `(slot)` loads the operand from a full stage.
             multiply: `(accumulators, loaded, slot)` issues the products of a step.
-            number: any that was loaded from memory.
+            number: any number that was loaded from memory.
         """
 
         def load_step(step):

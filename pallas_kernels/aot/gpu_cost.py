@@ -6,8 +6,8 @@
 prints, for the shapes of Table 1 of Kim et al. 2022 (arXiv:2211.10017), the microseconds that
 are expected of an H200; what its two fitted constants say of each measured cell when that cell
 is left out of the fit; what a tile of many rows takes, and what ping-pong would take; and how
-many SMs are busy with few active experts. Of loop and epilogue the compiler's table
-(`gpu_budgets.json`) has the instructions, and the cycles of a simulation (gpu_simulation.py).
+many SMs are busy with few active experts. The compiler's table (`gpu_budgets.json`) has the
+instructions of loop and epilogue, and their cycles in a simulation (gpu_simulation.py).
 
 A product takes what a launch takes, and then the longer of two: reading the weights at the
 card's copy rate, or the tiles of the busiest SM, each the loop's cycles for its steps and what

@@ -163,7 +163,7 @@ def checks(measured: Measured) -> list[dict[str, Any]]:
 
 
 def checks_of_hopper(measured: Measured, copied_bytes_per_s: float) -> list[dict[str, Any]]:
-    """Aims on a Hopper card. Those whose cells were not measured are left out."""
+    """Checks of a Hopper card's aims; aims whose cells were not measured are left out."""
     few = [(c, n) for c, n in measured if c.active == c.E == 32 and c.tokens <= 16]
     many = [(c, n) for c, n in measured if c.active == c.E and c.tokens >= 256]
     bandwidths = [n["bfloat16"].weight_bytes / n["bfloat16"].median_s for _, n in few]

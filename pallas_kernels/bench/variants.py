@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Variants of the Hopper kernel that tell what bounds it, to be timed side by side on a card.
 
-A variant is another tiling, or the kernel traced with a part of it replaced. Those that leave
-out work give wrong numbers, and are for timing alone: if leaving a part out gains nothing, that
-part does not bound the kernel.
+A variant is another tiling, or the kernel traced with a part of it replaced. Variants that
+leave out work give wrong numbers, and are for timing alone: if leaving a part out gains
+nothing, that part does not bound the kernel.
+
 Dims: R rows, D inputs, F outputs, E experts, M features of a warpgroup, K one step of D
 """
 

@@ -74,8 +74,8 @@ def default_tiling(
 ) -> Tiling:
     """The tiling by rows per expert: deep steps for few, wide tiles for many.
 
-    With few rows the time is that of reading the weights. Two matrices have an accumulator
-    each: tiles of at most 128 rows.
+    With few rows, reading the weights bounds the time. Two matrices have one accumulator each,
+    so that tiles have at most 128 rows.
     """
     tile_n = min(tile_of_rows(R, E), 256 // num_matrices)
     deep = 128 if D % 128 == 0 and tile_n <= 64 else 64

@@ -243,7 +243,7 @@ def copied_bytes_of_gradient(group_sizes_E, *, walk: GradientWalk, num_rows: int
 def heights(tiling: Tiling) -> list[int]:
     """Rows that a tile is multiplied as, the fewest that hold its group's, its own last.
 
-    The last tile of most groups holds few. With sums in parts a tile is always whole.
+    The last tile of most groups holds few rows. With sums in parts all tiles are whole.
     """
     rows = tiling.tile_n
     cut = [height for height in CUT if height < rows] if tiling.splits == 1 else []

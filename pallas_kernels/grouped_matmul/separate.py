@@ -145,7 +145,7 @@ def _tiles(group_sizes_E, R: int, b: int) -> RowTiles:
 
 
 def _before(size_E):
-    """Sums of all before each. By comparisons: a few of them are one operation."""
+    """For each size the sum of all sizes before it; few comparisons are one operation."""
     index_E = jax.lax.iota(jnp.int32, size_E.shape[0])
     return jnp.sum(jnp.where(index_E[None] < index_E[:, None], size_E[None], 0), axis=1)
 

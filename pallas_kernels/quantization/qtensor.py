@@ -99,9 +99,10 @@ class QTensor:
         return native
 
     def without_zeros(self) -> Self:
-        """`native`, zero points subtracted from the values: exact, int8, in twice the bytes.
+        """`native` with zero points subtracted from the values, which are then int8.
 
-        For kernels without zero points. Of 4 bits the differences are -15 to 15.
+        It is for kernels without zero points. It is exact, as differences of 4-bit numbers are
+        -15 to 15, and takes twice the bytes.
 
         Raises:
             ValueError: 8-bit values, whose differences may not fit 8 bits.

@@ -86,7 +86,7 @@ def quantize_rows(x_RD, dtype="int8"):
         (values_RD, scale_R): of `dtype`, and float32.
 
     Raises:
-        ValueError: they are no floating point rows, or `dtype` is another one.
+        ValueError: the rows are not floating point, or `dtype` is another one.
     """
     if (dtype := name_of(dtype)) not in VALUES_OF_8_BITS:
         raise ValueError(

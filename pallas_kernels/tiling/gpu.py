@@ -251,11 +251,11 @@ def best_parts(tiles: int, steps: int, most: int, num_sms: int) -> int:
 
 
 def default_splits(tiling: Tiling, R: int, D: int, F: int, E: int) -> int:
-    """The most parts of D that are of use where rows are few, 1 where they are not.
+    """The most parts of D that are useful where there are few rows; 1 where there are many.
 
-    Up to two rows an expert it is unknown how many experts have any: the parts are those of
-    the fewest tiles, which one expert that has all rows gives, and the kernel takes fewer when
-    a run has more tiles. With more rows most experts have some.
+    With at most two rows for each expert it is unknown how many experts have rows: the parts
+    are for the fewest tiles, where one expert has all rows, and the kernel takes fewer parts
+    when a run has more tiles. With more rows most experts have some.
     """
     if tiling.tile_n > 64 or tiling.tile_m != 64:
         return 1

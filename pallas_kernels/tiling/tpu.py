@@ -183,7 +183,7 @@ def candidates(problem: Problem) -> list[Tiling]:
     """Tilings that fit the memory of the current chip, the best estimate first.
 
     Raises:
-        ValueError: none fits.
+        ValueError: no tiling fits.
     """
     chip = current_chip()
     sizes = [block for block in ROWS if problem.x_bytes > 1 or block >= PIECE_STEP]

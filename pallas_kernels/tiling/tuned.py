@@ -112,7 +112,7 @@ def read(path: pathlib.Path) -> dict[Key, dict[str, int]]:
     """All entries of a file, none where it is not there.
 
     Raises:
-        ValueError: it is damaged or of another format.
+        ValueError: the file is damaged or has another format.
     """
     try:
         stamp = path.stat()

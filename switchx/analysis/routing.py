@@ -264,7 +264,7 @@ def typical_tokens(
 
     They are ordered by their part of the divergence KL(tokens of the expert || tokens of
     all): q ln(q / p), with q the token's share of the expert's choices and p of all choices.
-    Those that the expert gets less often than its share of everything are left out.
+    Token ids with q <= p, no more frequent at the expert than overall, are left out.
     """
     is_choice_TS = expert_TS < num_experts
     token_TS = np.broadcast_to(token_T[:, None], expert_TS.shape)

@@ -126,7 +126,7 @@ def planned_step(job: TrainingJob, topology: Topology) -> dict[str, Any]:
     """The step as the planner predicts it: seconds by its spec file's constants, with an even
     load of the experts and no communication behind products; FLOPs, and bytes by collective.
 
-    Nothing where there is no formula for the job.
+    The result is empty where there is no formula for the job.
     """
     layout = layout_of(job, job.mesh.sizes(topology.num_devices))
     try:

@@ -228,7 +228,7 @@ def run(note=print, peers: Sequence[str] = (), *, is_quick: bool = False) -> Rep
         is_quick: 64 experts on a v5e, of ours the larger capacity, and no training step.
 
     Raises:
-        ValueError: one of them is no clone that is known here.
+        ValueError: one of the folders is no clone of a known project.
     """
     folders = [folder_on_path(each) for each in peers]
     note(compiled.estimates_vs_times())

@@ -89,7 +89,7 @@ def step_row(topology: Topology, num_layers: int = 12, precision: Precision = BF
 def product_bytes(jaxpr) -> int:
     """Bytes of the operands and the result of each product that a traced program runs.
 
-    Of a conditional the branch with the most counts.
+    In a conditional the branch with the most bytes counts.
     """
     total = 0
     for equation in jaxpr.eqns:

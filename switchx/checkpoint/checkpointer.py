@@ -233,7 +233,7 @@ class Checkpointer:
         """Returns when the checkpoint being written is complete on disk.
 
         Raises:
-            SaveError: it could not be written.
+            SaveError: the checkpoint could not be written.
         """
         try:
             self._arrays.wait(self._retention.save_deadline_s)
@@ -269,15 +269,15 @@ class Checkpointer:
     def resume(
         self, abstract_state: Tree, *, model: ModelConfig | None = None
     ) -> tuple[int, Tree, list]:
-        """Step, state and data iterators of the newest checkpoint that is what was saved.
+        """Restores step, state and data iterators of the newest undamaged checkpoint.
 
-        Those that turn out to be damaged while they are read are set aside.
+        Checkpoints that turn out to be damaged while they are read are set aside.
 
         Args:
             abstract_state, model: see `restore`.
 
         Raises:
-            ValueError: none is there or left, or one does not fit.
+            ValueError: no checkpoint is there or left, or one does not fit.
         """
         while True:
             step = choose_step(self._run, self.latest_complete_step())

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint holds: the Orbax items `params`, `train_state` (the rest) and `data`.
+"""The Orbax items of a checkpoint: `params`, `train_state` (the rest) and `data`.
 
 The first two are nested dictionaries by name, so that any Orbax reader can open them and the
 parameters can be read alone, and so is `average`, of a run that averages them; `data` is the
 data iterator's state, one JSON file a process.
-`manifest.json` (manifest.py) says of which step they are and which files there are. Of a run
-with experts on a disk, `experts` is a snapshot of their records (storage/snapshot.py): one an
-expert and layer, whose arrays have the names of those of the state that they are parts of.
+`manifest.json` (manifest.py) has the step of the checkpoint and the list of its files. For a
+run with experts on a disk, `experts` is a snapshot of their records (storage/snapshot.py): one
+record for each expert and layer, whose arrays are named as the state's arrays that they are
+parts of.
 
 Dims: N layers of a scanned stack, E experts
 """
@@ -102,7 +103,7 @@ def require_records_unchanged(path: Folder) -> None:
     Where several processes run, all of them call this, and each reads its share.
 
     Raises:
-        DamagedCheckpoint: some have changed, here or in another process.
+        DamagedCheckpoint: some records have changed, here or in another process.
     """
     try:
         faults = _file_faults(path / EXPERTS, Snapshot(path / EXPERTS).files)
@@ -233,7 +234,7 @@ def require_opens(path: Folder) -> None:
     """Opens every array as `read_items` does, and reads one number of each.
 
     Raises:
-        DamagedCheckpoint: one of them cannot be opened.
+        DamagedCheckpoint: an array cannot be opened.
     """
     with ocp.StandardCheckpointer() as reader:
         for item, leaves in _described(path, items_of(path)).items():
@@ -351,8 +352,8 @@ def read_data_states(path: Folder) -> list[Any]:
     """The iterator states in a checkpoint, of each process that saved it.
 
     Raises:
-        ValueError: one of them is missing.
-        DamagedCheckpoint: one of them has changed.
+        ValueError: a process' state is missing.
+        DamagedCheckpoint: a process' state has changed.
     """
     files = {file.name: file for file in sorted((path / "data").glob("process_*_of_*.json"))}
     count = int(next(iter(files), "of_0.json").removesuffix(".json").rpartition("_")[2])

@@ -237,7 +237,7 @@ class ListedArray:
 def read_lists(item: Folder) -> tuple[dict[str, ListedArray], dict[str, int]]:
     """Arrays by name, and sizes of files by their names in the item.
 
-    Nothing of either, of an item that was saved without lists.
+    Both are empty for an item that was saved without lists.
 
     Raises:
         DamagedCheckpoint: a list is missing or damaged.

@@ -118,7 +118,7 @@ class Preservation:
     scores: dict[int, float]
 
     def should_preserve(self, checkpoints, *, context) -> list[bool]:
-        """As Orbax asks."""
+        """Returns for each checkpoint whether it is kept, in Orbax' form."""
         del context
         kept = self.kept([info.step for info in checkpoints])
         return [info.step in kept for info in checkpoints]
@@ -219,7 +219,7 @@ class SaveMeter:
     def seconds_to_save(self) -> float | None:
         """Seconds that another save would take from now on, after the one that is under way.
 
-        As the longest one that was measured; None where none was.
+        It takes as long as the longest measured save; None where none was measured.
         """
         longest = self._longest_seconds
         if longest is None or self._begun is None:
@@ -235,7 +235,7 @@ def set_aside(path: Folder, damage: str) -> None:
     deleted.
 
     Raises:
-        ValueError: it is in a store, and has a manifest.
+        ValueError: the checkpoint is in a store, and has a manifest.
     """
     if is_address(path):
         if (path / MANIFEST).exists():
@@ -263,7 +263,7 @@ def require_none_damaged(checkpoints: Folder) -> None:
     """Checks, where no checkpoint is left, that none was there: only then may a run begin.
 
     Raises:
-        ValueError: one that was saved was set aside.
+        ValueError: a saved checkpoint was set aside.
     """
     is_first = jax.process_index() == 0  # other processes may not see the new names yet
     # A manifest is written last: without one, as earlier versions name them, none was saved.
@@ -281,11 +281,11 @@ def require_none_damaged(checkpoints: Folder) -> None:
 def rewind(run: RunFolder, step: int | Literal["best"]) -> tuple[int, list[str]]:
     """Makes a checkpoint the newest one: training goes on from it.
 
-    Those after it are renamed to `<step>.superseded-<n>`, so that the same command of
-    training, started again and again, goes back once.
+    Later checkpoints are renamed to `<step>.superseded-<n>`, so that the same training command,
+    started again and again, goes back once.
 
     Returns:
-        Its step, and the new names of those after it.
+        The checkpoint's step, and the new names of the later ones.
 
     Raises:
         ValueError: there is no such complete checkpoint; a trainer holds the folder; it is in

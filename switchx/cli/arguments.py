@@ -291,7 +291,7 @@ def parse_job(arguments: argparse.Namespace, default_file: str | None = None):
         default_file: read where the command line names no gin file.
 
     Raises:
-        ConfigurationError: it describes none; the message says what to change.
+        ConfigurationError: the command line describes no job; the message says what to change.
     """
     from switchx.gin_config import building
 

@@ -77,11 +77,11 @@ def add_hosts(parser) -> None:
 
 
 def processes_of(arguments: argparse.Namespace) -> Processes | None:
-    """The Processes of the options, or else of the launcher's environment; None of one alone.
+    """The Processes of the options, or else of the launcher's environment; None for one alone.
 
     Raises:
-        UsageError: some of the options are there, and not all.
-        ValueError: they, or the environment, are wrong.
+        UsageError: some of the options are given, but not all.
+        ValueError: the options or the environment are wrong.
     """
     given = {name: getattr(arguments, name) for name in FLAGS}
     missing = [f"--{name}" for name, value in given.items() if value is None]

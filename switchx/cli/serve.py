@@ -275,7 +275,7 @@ def read_token(file: str | None) -> str | None:
     """The token of a file or the environment, or None.
 
     Raises:
-        ValueError: it is short, or nothing that a header can hold.
+        ValueError: the token is too short, or a header cannot hold it.
     """
     token, source = os.environ.get(TOKEN_VARIABLE), TOKEN_VARIABLE
     if file is not None:

@@ -359,6 +359,6 @@ def _link(source: pathlib.Path, target: pathlib.Path) -> None:
 
 
 def _platform_here() -> str:
-    """As `jax.export` names it."""
+    """The platform's name in `jax.export`."""
     name = jax.default_backend()
     return {"gpu": "cuda"}.get(name, name)

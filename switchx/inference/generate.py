@@ -81,9 +81,9 @@ class Generated:
     Attributes:
         output: a text where texts were read, otherwise token ids without the end, up to the
             one that completes a text of `stop`.
-        score: log-probability over length ** length_penalty, the end included. Of a search it
-            is that of the changed logits, forced tokens apart, as in `transformers`.
-        is_finished: it came to an end, or to a text of `stop`; otherwise it was cut off.
+        score: log-probability over length ** length_penalty, the end included. In a search it
+            is computed from the changed logits, without forced tokens, as in `transformers`.
+        is_finished: whether it came to an end or to a text of `stop`; otherwise it was cut off.
         token_logprobs, top_logprobs: see `Hypothesis`.
     """
 

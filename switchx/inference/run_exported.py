@@ -339,7 +339,7 @@ def host_form(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _platform_name() -> str:
-    """As `jax.export` names it."""
+    """The platform's name in `jax.export`."""
     return {"gpu": "cuda"}.get(name := jax.devices()[0].platform, name)
 
 

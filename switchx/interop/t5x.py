@@ -3,12 +3,14 @@
 
 `checkpoint_<step>/checkpoint` is `{"version": 3, "optimizer": {"target": ..., "state": ...}}`
 in msgpack; an array is there itself, or as the description of a zarr folder `target.encoder.x`
-next to it. Read without TensorFlow and T5X. Where a description says that its array is (a
-bucket, another folder) is not followed: it is looked for in the checkpoint's own folder.
+next to it. This module reads it without TensorFlow and T5X. A place outside of the checkpoint
+that a description gives (a bucket, another folder) is not followed: its array is read from the
+checkpoint's own folder.
 
-Two layouts. By layers: `target/encoder/layers_3/mlp/wi/kernel`. Scanned: the blocks of one run
-stacked along axis 1, `target/encoder/encoder/subblock_1/mlp/wi/kernel` `[D, N, F]`, without
-`subblock_1` where every block is alike. Kernels are `[in, out]`; heads are joined or apart.
+There are two layouts. By layers: `target/encoder/layers_3/mlp/wi/kernel`. Scanned: the blocks
+of one run are stacked along axis 1, `target/encoder/encoder/subblock_1/mlp/wi/kernel`
+`[D, N, F]`, without `subblock_1` where every block is alike. Kernels are `[in, out]`; heads are
+joined or apart.
 
 Dims: V vocabulary, D model, E experts, F ffn, H heads, K head size, N blocks of one scanned
 run, U buckets of relative positions
@@ -67,7 +69,7 @@ class T5XFolder:
         """Reads an array as float32; only float64 is rounded.
 
         Raises:
-            ValueError: it cannot be read whole.
+            ValueError: the array cannot be read completely.
         """
         leaf = self._leaves[name]
         array = leaf if isinstance(leaf, np.ndarray) else self._read_zarr(name, leaf)

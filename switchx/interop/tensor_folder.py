@@ -176,7 +176,7 @@ def read_json(path: pathlib.Path, most_bytes: int = MOST_CONFIG_BYTES) -> dict[s
     """A JSON object from a file of at most `most_bytes`.
 
     Raises:
-        ValueError: it is missing, larger, or something else.
+        ValueError: the file is missing, larger, or no JSON object.
     """
     try:
         return read_json_object(path, most_bytes)
@@ -285,7 +285,7 @@ def in_dtype(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
     """The array in another dtype.
 
     Raises:
-        ValueError: it has finite numbers that are not finite there.
+        ValueError: the array has finite numbers that are not finite in that dtype.
     """
     with np.errstate(over="ignore"):
         result = array.astype(np.dtype(dtype), copy=False)

@@ -196,8 +196,8 @@ class ModelFolder:
         a damaged one.
 
         Raises:
-            ValueError: it is damaged, or as `switchx.load` does.
-            OSError: it cannot be read.
+            ValueError: the model is damaged, or see `switchx.load`.
+            OSError: the model cannot be read.
         """
         if is_artifact(self.model_dir):
             model = self.load()

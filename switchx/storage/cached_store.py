@@ -18,7 +18,7 @@ from switchx.storage.store import NUM_THREADS, RecordStore
 
 
 class CachedStore:
-    """As many records of a store in host memory as a cache has room for.
+    """A cache in host memory of a store's records.
 
     Records that are written back stay in memory until they are on the disk; there are no more
     of these than the store has threads.
@@ -85,7 +85,7 @@ class CachedStore:
         """Writes all changed records, as before a snapshot; they stay in memory.
 
         Raises:
-            StoreError: one could not be written.
+            StoreError: a record could not be written.
         """
         for key in self.cache.dirty.tolist():
             self._write_back(key, self.get(key))

@@ -107,7 +107,7 @@ class StoreLayout:
         return max(sum(each.num_bytes for each in a.values()) for a in self.layers.values())
 
     def described(self) -> dict[str, Any]:
-        """As JSON."""
+        """The layout as JSON."""
         layers = {
             layer: {name: [each.dtype, list(each.shape)] for name, each in arrays.items()}
             for layer, arrays in self.layers.items()
@@ -163,8 +163,8 @@ def decode(data: bytes, name: str) -> Record:
     """The record of these bytes; its arrays are views of them.
 
     Raises:
-        RecordError: they are not the whole record of this name. The message is a clause that
-            begins with "it".
+        RecordError: the bytes are not the whole record of this name. The message is a clause
+            that begins with "it".
     """
     header_bytes = _check_bytes(data)
     begin = _FIRST.size + header_bytes

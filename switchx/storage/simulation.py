@@ -109,8 +109,8 @@ def choose(simulations: list[Simulation], min_hits: float) -> Simulation:
 def training_trace(used_fraction: float, steps: int = 12, seed: int = 0) -> Trace:
     """Training of 12 layers of 32 experts, of which each step uses a part.
 
-    Those that a step uses are drawn by Zipf's law with exponent 1, whose order is another one
-    in each layer.
+    The experts of a step are drawn by Zipf's law with exponent 1, in a different order in each
+    layer.
     """
     num_layers, num_experts = 12, 32
     number = int(used_fraction * num_experts)

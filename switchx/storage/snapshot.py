@@ -125,10 +125,10 @@ class Snapshot:
     """
 
     def __init__(self, folder: str | os.PathLike):
-        """Reads the manifest, or that of each part.
+        """Reads the manifest, or each part's manifest.
 
         Raises:
-            RecordError: one is missing or damaged, or they are not of one model.
+            RecordError: a manifest is missing or damaged, or the parts are not of one model.
         """
         self._folder = pathlib.Path(folder)
         self.files: dict[str, Sequence[int]] = {}
@@ -154,7 +154,7 @@ class Snapshot:
         """A record, every byte compared.
 
         Raises:
-            RecordError: it is missing, damaged, or another expert's.
+            RecordError: the record is missing, damaged, or another expert's.
         """
         name = self.layout.name(key)
         path = self._paths.get(name, self._folder / name)

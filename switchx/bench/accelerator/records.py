@@ -89,7 +89,7 @@ def read_results(folder: str | pathlib.Path, card: Card) -> list[Row]:
     """The lines of an earlier call.
 
     Raises:
-        ValueError: it is not there, damaged, or of another card.
+        ValueError: the file is missing, damaged, or of another card.
     """
     head, rows = read_lines(folder, "--after")
     if head["card"] != card.name:
@@ -109,7 +109,7 @@ def read_lines(folder: str | pathlib.Path, flag: str) -> tuple[Row, list[Row]]:
         flag: the flag that names the folder.
 
     Raises:
-        ValueError: it is not there, or damaged.
+        ValueError: the file is missing or damaged.
     """
     file = pathlib.Path(folder).expanduser() / RESULTS
     try:

@@ -63,7 +63,7 @@ def folder_on_path(folder: str) -> str:
     """The folder of a clone that has to be on the path.
 
     Raises:
-        ValueError: the folder is no clone of a project that is known here.
+        ValueError: the folder is no clone of a known project.
     """
     root = pathlib.Path(folder)
     for place in (root, root / "src"):

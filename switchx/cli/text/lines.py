@@ -158,7 +158,7 @@ def encoded(
         of: begins an error's text, which is to be said after a line's number.
 
     Raises:
-        ValueError: it cannot be encoded or is too long.
+        ValueError: the text cannot be encoded or is too long.
     """
     try:
         tokens = encode(text)

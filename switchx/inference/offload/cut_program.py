@@ -146,8 +146,8 @@ def variables(atoms: Iterable[Any]) -> dict[Var, None]:
 
 
 def _compiled(equations, inputs: Sequence[Var], outputs: Sequence[Var], ended: set, options):
-    """A jitted function of the inputs' values. Those that end give their memory to outputs of
-    the same shape and dtype."""
+    """A jitted function of the inputs' values. Inputs in `ended` are donated to outputs of the
+    same shape and dtype."""
 
     free = collections.Counter((var.aval.shape, var.aval.dtype) for var in outputs)
     donated = []
