@@ -167,7 +167,7 @@ class Mosaic:
         """int32 0, 1, .. along the first axis; a vector's element i is with thread i % 128.
 
         Args:
-            layout: None for a vector whose length is a multiple of 128.
+            layout: the register layout; None for a vector whose length is a multiple of 128.
         """
         if self.is_interpreted:
             return lax.broadcasted_iota(jnp.int32, shape, 0)

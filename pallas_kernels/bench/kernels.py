@@ -38,7 +38,7 @@ def run(
     """Measures the cells.
 
     Args:
-        cells: None is the grid for this machine.
+        cells: cells to measure; None is the grid for this machine.
         note: told of each cell when it has been measured.
 
     Returns:

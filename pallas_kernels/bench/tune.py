@@ -49,7 +49,7 @@ def run(
     """Tunes the products of float, int8 and int4 weights and writes the quickest tilings.
 
     Args:
-        cells: None is the grid for this machine.
+        cells: cells to tune; None is the grid for this machine.
         path: path of the file of tuned tilings; None is the user's file.
 
     Returns:

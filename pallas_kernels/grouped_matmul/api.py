@@ -55,7 +55,7 @@ def grouped_matmul(
             its own dtype, so that of float32 parameters is never rounded to bfloat16.
         w_gate_EDF: the gate's matrices of a gated linear unit, as w. Each tile of rows is
             multiplied by both matrices.
-        activation: None, `relu`, `gelu` (tanh), `gelu_exact` or `silu`.
+        activation: the activation: None, `relu`, `gelu` (tanh), `gelu_exact` or `silu`.
         gate_R: the weight of each row's result, such as a router's gate.
         group_sizes_E: integers, signed or not, summing to at most R; checked where they are
             concrete. Traced ones may sum to more: rows past R are neither read nor written.

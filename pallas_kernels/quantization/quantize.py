@@ -49,8 +49,8 @@ def quantize(
     Args:
         w_EDF: floating point, the layout of training.
         bits: 8 or 4. 4-bit values come packed; `QTensor.native` is for kernels.
-        method: None is `mse` with 4 bits and `absmax` with 8.
-        group_size: None is one scale for each output feature.
+        method: `absmax`, `ft` or `mse`; None is `mse` with 4 bits and `absmax` with 8.
+        group_size: channels of D that share a scale; None is one scale for each output feature.
         dtype: dtype of the values: with 8 bits `int8` (also None) or `float8_e4m3fn`; with 4
             bits None or `int4`.
 

@@ -118,7 +118,7 @@ def model(
     """A model in bfloat16 with all experts on the device, whose experts have a format.
 
     Args:
-        num_experts: None is NUM_EXPERTS.
+        num_experts: number of experts of a layer; None is NUM_EXPERTS.
         sparse_layers: number of Switch layers of each stack; None is the model's own number.
     """
     config = switch_model(num_experts or NUM_EXPERTS)

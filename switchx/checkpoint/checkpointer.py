@@ -297,7 +297,7 @@ class Checkpointer:
             abstract_state: the state's structure, of arrays or ShapeDtypeStructs whose
                 shardings say where the leaves go (without one: the first device). The mesh
                 need not be the one that saved it.
-            step: None is the newest complete checkpoint.
+            step: step of the checkpoint; None is the newest complete one.
             model: configuration of the state's model, where its layers may be scanned and the
                 checkpoint's unrolled, or the other way round. None where the layouts are the
                 same.

@@ -136,7 +136,7 @@ def restore_items(
     Args:
         targets: nested dictionaries of ShapeDtypeStructs with shardings, by item; see
             `read_items`.
-        model: None reads the layers as they are stored.
+        model: configuration of the model; None reads the layers as they are stored.
 
     Raises:
         ValueError: leaves are missing, extra, or of another shape or dtype; lists all.

@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns the exit status, see EPILOG.
 
     Args:
-        argv: without the program's name; None takes the command line.
+        argv: the arguments, without the program's name; None takes the command line.
     """
     parser = _parser()
     try:

@@ -61,7 +61,7 @@ def read_config(
     the tensors have.
 
     Args:
-        tensors: names of all tensors of the checkpoint; empty takes the file's word.
+        tensors: names of all tensors of the checkpoint; empty uses the file's values alone.
         overflow: what a Switch layer gives for a token whose expert is full: `drop` or another
             value of `RouterConfig.overflow`, see docs/checkpoints_of_others.md.
 

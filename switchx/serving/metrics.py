@@ -131,7 +131,7 @@ class ModelMetrics:
         mean.
 
         Args:
-            ended: its hypotheses, if it ended.
+            ended: the input's hypotheses, if it ended.
             begun_s: when the steps began, from which the first tokens' mean is taken; that of
                 later ones is taken from the last token, prefills of others included.
         """

@@ -34,7 +34,7 @@ from switchx.serving.request_queue import (
 
 LOG = logging.getLogger(__name__)
 
-# Decoding steps between two looks at who comes and who left: without streams, and with some.
+# Decode steps between two checks for new and abandoned inputs: without streams, and with some.
 STEPS = (8, 4)
 # Inputs that are read at once, so that the others' next tokens do not wait for long.
 MOST_JOINING = 8

@@ -24,8 +24,8 @@ class Service:
     """A model that answers requests, under a name.
 
     Attributes:
-        created: when it began, in seconds of the epoch.
-        num_open: its requests that are being read or answered.
+        created: time of its start, in seconds since the epoch.
+        num_open: number of its requests that are being read or answered.
     """
 
     def __init__(

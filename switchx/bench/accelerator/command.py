@@ -226,7 +226,7 @@ def run_part(
     }
     words = [sys.executable, "-m", "switchx.bench.accelerator.parts", json.dumps(settings)]
     begin, is_over = log.stat().st_size if log.exists() else 0, threading.Event()
-    # Whoever ends this ends the part, too: it would keep the card.
+    # The end of this process ends the part, too: it would keep the card.
     handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with log.open("ab") as errors:
         process = subprocess.Popen(

@@ -109,7 +109,7 @@ class ChosenExperts:
 
     Attributes:
         params: the model's parameters, with `AbsentExperts` in the place of experts.
-        source: where the experts are.
+        source: the experts' source, in host memory or files.
         num_calls: number of calls of programs.
     """
 
@@ -131,7 +131,7 @@ class ChosenExperts:
             slots: K, the number of slots of each Switch layer.
             policy: eviction policy of each layer's slots.
             prefetch: whether the next layer's choices are predicted.
-            source: where the experts are; None takes them from `params`.
+            source: the experts' source; None takes them from `params`.
             resident: all experts of some Switch layers, by the layer's number: these are on the
                 device, without slots.
 
@@ -309,7 +309,7 @@ def on_host(config: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
     """An unrolled model, its experts NumPy arrays, all else on the default device.
 
     Args:
-        params: wherever they are; on a CPU, experts are not copied.
+        params: the parameters, on any device; experts on a CPU are not copied.
     """
     config, params = unrolled(config, params)
 
