@@ -24,15 +24,15 @@ ACTIVATIONS = (None, "relu", "gelu", "gelu_exact", "silu")
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """What a kernel's product is given beside rows and matrices.
+    """The operands of a kernel's product besides rows and matrices.
 
     Attributes:
-        scales: for each matrix `[E, F, G]`, a factor of each feature and group of D / G
-            channels; none where weights are not quantized.
-        zeros: for each matrix its zero points, as the scales; none where they are 0.
+        scales: scales of each matrix, `[E, F, G]`, a factor for each feature and group of D / G
+            channels; empty where weights are not quantized.
+        zeros: zero points of each matrix, in the scales' shape; empty where they are 0.
         row_scale_R: a factor of each row's sums, where rows are quantized.
-        bias_EF, activation, gate_R: as of `api.grouped_matmul`.
-        has_residual: the residual is a result, too.
+        bias_EF, activation, gate_R: see `api.grouped_matmul`.
+        has_residual: whether the residual is a result, too.
     """
 
     scales: tuple[jax.Array, ...] = ()

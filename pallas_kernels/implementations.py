@@ -32,7 +32,7 @@ def choose(
 
     Args:
         implementation: one of `NAMES`, or None.
-        refusal_operands: what the kernel's `refusal` is asked with.
+        refusal_operands: arguments of the kernel's `refusal`.
         interpret: run a kernel by interpretation, on any machine and slowly.
 
     Raises:
@@ -104,7 +104,7 @@ def current_device() -> Device:
 
 
 def unable(name: str, device: Device) -> str | None:
-    """Why a device cannot run the kernels `name`, with the way out; None if it can."""
+    """The reason why a device cannot run the kernels `name`, and what to do; None if it can."""
     way_out = f"use implementation=None or {REFERENCE!r}, or interpret=True to test it slowly"
     platform = next(key for key, names in KERNELS.items() if name in names)
     if device.platform != platform:
@@ -130,7 +130,7 @@ def reads_packed_int4(platform: str | None = None) -> bool:
     """Whether quantized products read weights of 4 bits packed in uint8, not as `jnp.int4`.
 
     Args:
-        platform: of another machine, whose GPU is a Hopper; None is the device in use.
+        platform: platform of another machine, whose GPU is a Hopper; None is the device in use.
     """
     if platform is not None:
         return platform == "cpu"

@@ -27,12 +27,12 @@ class Launch:
     """One kernel of a traced program.
 
     Attributes:
-        name: of the kernel.
+        name: name of the kernel.
         operands, results: shapes and dtypes, in the order of the compiled call.
-        copied: of the sizes of the groups, the bytes between memory and the kernel of each
-            operand and of each result.
-        flops: of the sizes of the groups, 2 m n k of the tiles that are multiplied, each as a
-            whole; None where nothing counts them.
+        copied: sizes of the groups -> the bytes copied between memory and the kernel, for each
+            operand and for each result.
+        flops: sizes of the groups -> the FLOPs, 2 m n k for each tile that is multiplied, as a
+            whole; None where they are not counted.
     """
 
     name: str

@@ -167,7 +167,7 @@ class Mosaic:
         """int32 0, 1, .. along the first axis; a vector's element i is with thread i % 128.
 
         Args:
-            layout: None for a vector whose length is a multiple of 128.
+            layout: the register layout; None for a vector whose length is a multiple of 128.
         """
         if self.is_interpreted:
             return lax.broadcasted_iota(jnp.int32, shape, 0)
@@ -203,7 +203,7 @@ def erf(x):
 
 
 def turns_of(tiles, num_sms: int):
-    """How many of the tiles this block has; the n-th is number `sm + n * num_sms`."""
+    """Number of this block's tiles; the n-th is tile number `sm + n * num_sms`."""
     last = tiles - lax.axis_index("sm") + (num_sms - 1)
     return lax.div(last, jnp.int32(num_sms))
 
@@ -251,14 +251,14 @@ class Ring:
 
 @dataclasses.dataclass(frozen=True)
 class Consumer:
-    """One warpgroup that multiplies. Each kernel adds what its products read and where they go.
+    """A warpgroup that multiplies; each kernel adds its products' operands and results.
 
     Attributes:
-        mosaic: what runs the kernel.
+        mosaic: the card or the interpreter, which runs the kernel.
         walk: the order in which its block takes tiles.
-        ring: of the operands' stages.
+        ring: ring of the operands' stages.
         own: shared memory of this warpgroup alone, by name.
-        warpgroup: its number.
+        warpgroup: the warpgroup's number.
     """
 
     mosaic: Mosaic
@@ -268,7 +268,7 @@ class Consumer:
     warpgroup: Any
 
     def accumulate(self, shapes: list, steps, first_step, multiply: Callable) -> list:
-        """The float32 sums of `steps` steps of the ring, of these shapes.
+        """Returns the float32 sums of `steps` steps of the ring, with these shapes.
 
         Args:
             multiply: `(accumulators, k, slot)` issues the products of the k-th step.
@@ -296,14 +296,14 @@ class Consumer:
     ) -> list:
         """`accumulate` where one operand is multiplied out of registers.
 
-        It is loaded for the next step while the products of this one run. Those are done before
-        the next ones are issued: where products out of registers still run at the end of a
-        loop, ptxas makes each of them wait for the one before (C7513).
+        The operand is loaded for the next step while the products of this one run. These
+        products end before the next ones are issued: where products out of registers still run
+        at the end of a loop, ptxas makes each of them wait for the one before (C7513).
 
         Args:
             load: `(slot)` loads the operand from a full stage.
             multiply: `(accumulators, loaded, slot)` issues the products of a step.
-            number: any that was loaded from memory.
+            number: any number that was loaded from memory.
         """
 
         def load_step(step):
@@ -346,16 +346,16 @@ def copy_and_multiply(
 ) -> None:
     """Splits the work of a block whose kernel was started with `groups + 1` warpgroups.
 
-    A thread that only starts copies needs few registers; what it gives back, the accumulators
-    of the others get. Bodies of loops over tiles count the steps of the ring of stages,
-    `(turn, step) -> step`.
+    A thread that only starts copies needs few registers; the registers that it releases are for
+    the accumulators of the other warpgroups. Bodies of loops over tiles count the steps of the
+    ring of stages, `(turn, step) -> step`.
 
     Args:
-        groups: warpgroups that multiply; the one after them copies.
-        rings: whose steps are counted alike.
+        groups: number of warpgroups that multiply; the one after them copies.
+        rings: rings of stages whose steps are counted together.
         copy_tile: the body that issues the copies of a tile.
-        tile_loop: of the number of a multiplying warpgroup, the body that computes a tile.
-        turns: says how many tiles this block has.
+        tile_loop: number of a multiplying warpgroup -> the body that computes a tile.
+        turns: returns the number of this block's tiles.
     """
     warpgroup = lax.axis_index("wg")
 

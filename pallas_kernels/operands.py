@@ -18,9 +18,16 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def check_grouped(
-    x_RD, w_EDF, group_sizes_E, w_gate_EDF=None, *, transpose_w=False, group_offset=None,
-    preferred_element_type=None, **epilogue,
-) -> tuple[int, int, int]:  # fmt: skip
+    x_RD,
+    w_EDF,
+    group_sizes_E,
+    w_gate_EDF=None,
+    *,
+    transpose_w=False,
+    group_offset=None,
+    preferred_element_type=None,
+    **epilogue,
+) -> tuple[int, int, int]:
     """(E, D, F); raises ValueError where these are not the operands of `grouped_matmul`."""
     meaning = "[experts, outputs, inputs]" if transpose_w else "[experts, inputs, outputs]"
     _check_array("w_EDF", w_EDF, meaning, 3, DTYPES)
@@ -40,9 +47,15 @@ def check_grouped(
 
 
 def check_quantized(
-    x_RD, w: QTensor, group_sizes_E, w_gate=None, *, group_offset=None,
-    preferred_element_type=None, **epilogue,
-) -> None:  # fmt: skip
+    x_RD,
+    w: QTensor,
+    group_sizes_E,
+    w_gate=None,
+    *,
+    group_offset=None,
+    preferred_element_type=None,
+    **epilogue,
+) -> None:
     """Raises ValueError where these are not the operands of `quantized_grouped_matmul`."""
     for name, each in {"w": w, **({} if w_gate is None else {"w_gate": w_gate})}.items():
         if not isinstance(each, QTensor):
@@ -118,11 +131,12 @@ def check_epilogue(x_RD, shape_EDF, *, bias_EF, activation, gate_R) -> None:
 def check_group_sizes(group_sizes_E, R: int, E: int, group_offset=None) -> None:
     """Raises ValueError where these are no sizes of E groups among R rows.
 
-    Values that are being traced cannot be looked at. There `group_bounds` cuts groups at row
-    R, and a negative size gives results that mean nothing.
+    Traced values cannot be checked. For these `group_bounds` cuts groups at row R, and a
+    negative size gives undefined results.
 
     Args:
-        group_offset: with it, sizes are those of at least E groups, of all devices.
+        group_offset: number of the first expert of this device, or None; with it, there are
+            sizes of at least E groups, of all devices.
     """
     meaning = "the rows of each expert"
     _check_array("group_sizes_E", group_sizes_E, meaning, 1, (jnp.integer,))

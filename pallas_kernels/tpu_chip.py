@@ -24,11 +24,11 @@ class Chip:
 
     Attributes:
         generation: 4 to 7.
-        vmem_bytes: vector memory of a core.
-        bytes_per_s: between a core and HBM, as the vendor states it.
-        flops_per_s: of a core in bfloat16, as the vendor states it.
-        cores: tensor cores that one device's kernel is spread over, 2 on a v4 or v5p that
-            is used as one device ("megacore").
+        vmem_bytes: bytes of a core's vector memory.
+        bytes_per_s: bandwidth between a core and HBM, as the vendor states it.
+        flops_per_s: peak FLOPs a second of a core in bfloat16, as the vendor states them.
+        cores: number of tensor cores that one device's kernel is spread over, 2 on a v4 or v5p
+            that is used as one device ("megacore").
     """
 
     generation: int
@@ -59,14 +59,14 @@ def current_chip() -> Chip:
 
 @contextlib.contextmanager
 def described_tpu(kind: str = "TPU v5 lite", cores: int = 1):
-    """Within it a kernel is traced for this TPU, on a machine that has none.
+    """A context in which kernels are traced for this TPU, on a machine that has none.
 
     Mosaic's pipeline asks the current device how memory is tiled, in interpret mode too. The
     axes of a mesh that is in use stay.
 
     Args:
-        kind: as `jax.devices()[0].device_kind` says it.
-        cores: tensor cores of the device.
+        kind: the device's kind, as in `jax.devices()[0].device_kind`.
+        cores: number of the device's tensor cores.
     """
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=cores, platform="tpu")
     mesh = jax.sharding.get_abstract_mesh()

@@ -49,7 +49,7 @@ class Check:
         return {True: "holds", False: "does not hold", None: "not judged"}[self.holds]
 
     def as_dict(self) -> dict[str, Any]:
-        """What JSON has of it."""
+        """The fields that JSON has."""
         return {n: getattr(self, n) for n in ("name", "value", "bound", "holds")}
 
 

@@ -184,12 +184,15 @@ class JobTexts:
             ask(self._model, examples)
             for examples in (
                 evaluation_examples(
-                    task, task.evaluation_split, job.features, job.data_dir,
+                    task,
+                    task.evaluation_split,
+                    job.features,
+                    job.data_dir,
                     self._spec.max_examples,
                 )
                 for task in tasks
             )
-        ]  # fmt: skip
+        ]
         for each in self._questions:
             require_readable(generator, each)
 

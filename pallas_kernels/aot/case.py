@@ -30,16 +30,18 @@ class Case:
     Attributes:
         op: one of `OPS`.
         R, D, F, E: rows, contraction, output features, experts.
-        dtype: of the rows, `bfloat16`, `float16` or `float32`; `int8` or `float8_e4m3fn` of
-            quantized rows, whose results are bfloat16.
+        dtype: dtype of the rows, `bfloat16`, `float16` or `float32`; `int8` or `float8_e4m3fn`
+            for quantized rows, whose results are bfloat16.
         bits: 8 or 4 for quantized weights; None for weights in `dtype`.
-        is_float8: weights of 8 bits are floating point.
-        group_size: channels of D that share a scale; None for one scale an output feature.
+        is_float8: whether weights of 8 bits are floating point.
+        group_size: channels of D that share a scale; None for one scale for each output
+            feature.
         direction: one of `PASSES`; quantized weights have the forward pass alone.
-        epilogue: of a forward pass, with bias, activation and the rows' gates; the activation
-            is a ReLU, in a gated linear unit GELU.
-        is_gated_unit: of a forward pass, with the second matrix of a gated linear unit.
-        has_residual: the forward pass of training, which also returns the residual.
+        epilogue: whether a forward pass has bias, activation and the rows' gates; the
+            activation is a ReLU, in a gated linear unit GELU.
+        is_gated_unit: whether a forward pass has the second matrix of a gated linear unit.
+        has_residual: whether it is the forward pass of training, which also returns the
+            residual.
         tiling: fields of the back end's `Tiling`; None for its default.
     """
 

@@ -36,12 +36,14 @@ class Compiler:
     Attributes:
         back_end: `tpu` or `gpu`; the child runs `pallas_kernels.aot.<back_end>_compiler`.
         targets: hardware that it compiles for.
-        cases: those of the table, by name.
-        resources: that the table has of each.
-        variables: of the folder for notes to the child's environment. Raises
-            FileNotFoundError where the compiler is not installed.
-        compile_here: of target, case and folder for notes to the resources, in the child.
-        is_by_jax: another JAX makes other code: the table has rows for each.
+        cases: the table's cases, by name.
+        resources: names of the resources that the table has for each case.
+        variables: returns the child's environment variables, given the folder for notes. It
+            raises FileNotFoundError where the compiler is not installed.
+        compile_here: returns the resources, given target, case and the folder for notes; it
+            runs in the child.
+        is_by_jax: whether the code depends on the version of JAX, so that the table has rows
+            for each version.
     """
 
     back_end: str
@@ -53,7 +55,7 @@ class Compiler:
     is_by_jax: bool = False
 
     def key(self, target: str) -> str:
-        """What the table calls the rows of a target, as this JAX compiles for it."""
+        """The table's key for the rows of a target, as this JAX compiles for it."""
         version = importlib.metadata.version("jax").split(".")
         return f"{target} jax {'.'.join(version[:2])}" if self.is_by_jax else target
 
@@ -143,12 +145,12 @@ def compiler_folder(variable: str, default: str, package: str) -> pathlib.Path:
     """The folder in which a compiler was installed.
 
     Args:
-        variable: of the environment, which names it.
-        default: where it is otherwise; ends in the name of the back end.
-        package: what has to be in it.
+        variable: the environment variable that names the folder.
+        default: the folder where the variable is not set; ends in the name of the back end.
+        package: the package that has to be in the folder.
 
     Raises:
-        FileNotFoundError: it is not there; the message says how to install it.
+        FileNotFoundError: the compiler is not there; the message says how to install it.
     """
     folder = pathlib.Path(os.environ.get(variable, default)).absolute()
     if not (folder / package).is_dir():

@@ -70,7 +70,7 @@ def compiler_folder() -> pathlib.Path:
     """The folder that holds the CUDA plugin and its tools.
 
     Raises:
-        FileNotFoundError: it is not installed, or of another version of JAX.
+        FileNotFoundError: the plugin is not installed, or is for another version of JAX.
     """
     folder = compiler.compiler_folder(FOLDER_VARIABLE, DEFAULT_FOLDER, "jax_cuda13_plugin")
     versions = [path.name for path in folder.glob("jax_cuda13_plugin-*.dist-info")]
@@ -111,8 +111,8 @@ def read_resources(ptxas: str, sass: str, passes: str) -> dict[str, int]:
     """Resources from what the compiler's stages wrote.
 
     Raises:
-        ValueError: one of them did not write what is read here, or ptxas says that products
-            wait for each other.
+        ValueError: a stage did not write what is read here, or ptxas says that products wait
+            for each other.
     """
     if notes := re.findall(r".*wgmma.mma_async instructions are serialized.*", ptxas):
         raise ValueError(f"expected products that do not wait for each other, got {notes}")
@@ -162,16 +162,16 @@ def described_gpu(target: str):
 
 
 def compile_lowered(lowered, devices, options: Mapping[str, str] | None = None):
-    """Compiles what was lowered for an `AbstractMesh` of an `AbstractDevice`.
+    """Compiles a program that was lowered for an `AbstractMesh` of an `AbstractDevice`.
 
     Described devices of CUDA have no memories: programs that are lowered for them lose the
-    memory kinds of their arrays, without a word. `Lowered.compile` takes no abstract mesh, so
-    this is what JAX itself does with a module.
+    memory kinds of their arrays, without a warning. `Lowered.compile` takes no abstract mesh,
+    so this does what JAX itself does with a module.
 
     Args:
         lowered: a `jax.stages.Lowered`, for the platform `cuda`.
-        devices: in the order of the mesh, as the compiler describes them.
-        options: of XLA, by name.
+        devices: the devices that the compiler describes, in the order of the mesh.
+        options: XLA's options, by name.
 
     Returns:
         An executable of jaxlib, with `hlo_modules()` and `get_compiled_memory_stats()`.

@@ -6,8 +6,8 @@
 prints, for the shapes of Table 1 of Kim et al. 2022 (arXiv:2211.10017), the microseconds that
 are expected of an H200; what its two fitted constants say of each measured cell when that cell
 is left out of the fit; what a tile of many rows takes, and what ping-pong would take; and how
-many SMs are busy with few active experts. Of loop and epilogue the compiler's table
-(`gpu_budgets.json`) has the instructions, and the cycles of a simulation (gpu_simulation.py).
+many SMs are busy with few active experts. The compiler's table (`gpu_budgets.json`) has the
+instructions of loop and epilogue, and their cycles in a simulation (gpu_simulation.py).
 
 A product takes what a launch takes, and then the longer of two: reading the weights at the
 card's copy rate, or the tiles of the busiest SM, each the loop's cycles for its steps and what
@@ -50,11 +50,11 @@ _WIDTH = re.compile(r"HGMMA\.64x(\d+)x")
 
 
 class Measured(NamedTuple):
-    """A cell that was measured, 32 experts of 1024x4096, and the code that ran.
+    """A measured cell with 32 experts of 1024x4096, and the code that ran.
 
     Attributes:
-        tile_cycles: of the loop, for the steps of a tile; None where memory bounds it.
-        us: microseconds a call.
+        tile_cycles: cycles of the loop for the steps of a tile; None where memory bounds it.
+        us: microseconds of a call.
     """
 
     weights: str
@@ -97,7 +97,7 @@ def fitted(cells: Sequence[Measured] = MEASURED) -> Fitted:
 
 
 def _terms(cell: Measured) -> tuple[int, float]:
-    """How often a cell has a boundary, and the seconds that nothing fitted is in."""
+    """The number of a cell's tile boundaries, and its seconds without fitted constants."""
     if cell.tile_cycles is None:
         return 0, 32 * 1024 * 4096 * 2 / COPY_BYTES_PER_S["H200"]
     return _TILES, _TILES * cell.tile_cycles / CLOCK_HZ
@@ -110,23 +110,27 @@ def left_out() -> list[dict[str, Any]]:
         launch_s, tile_cycles = fitted(tuple(each for each in MEASURED if each != cell))
         tiles, known_s = _terms(cell)
         expected_us = 1e6 * (launch_s + tiles * tile_cycles / CLOCK_HZ + known_s)
-        rows.append({
-            "measured": f"{cell.weights}, rows {cell.rows}", "us": cell.us,
-            "expected_us": expected_us, "ratio": expected_us / cell.us,
-        })  # fmt: skip
+        rows.append(
+            {
+                "measured": f"{cell.weights}, rows {cell.rows}",
+                "us": cell.us,
+                "expected_us": expected_us,
+                "ratio": expected_us / cell.us,
+            }
+        )
     return rows
 
 
 def read_loop(sass: str) -> dict[str, int]:
     """Instructions, simulated cycles and HGMMA of the loop over D and of its epilogue.
 
-    It is the innermost loop with HGMMA; where tiles are cut, that of whole ones. Its cycles are
-    those of a run while all warps of a scheduler run it, `loop_latency` those of a warp alone.
-    Its epilogue ends where the loop over tiles does. Of the stores, which are one for each bit
-    of the number of rows, a whole tile takes one.
+    The loop is the innermost one with HGMMA; where tiles are cut, the one for whole tiles. Its
+    cycles are for a run while all warps of a scheduler run it; `loop_latency` is for a warp
+    alone. Its epilogue ends where the loop over tiles does. There is one store for each bit of
+    the number of rows, of which a whole tile takes one.
 
     Args:
-        sass: with control codes, as Mosaic dumps it.
+        sass: machine code with control codes, as Mosaic dumps it.
 
     Raises:
         ValueError: there is no such loop.
@@ -184,12 +188,13 @@ def _epilogue(texts: list[str], targets: list, begin: int, end: int) -> list[int
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What is expected of a product with few rows.
+    """The predicted time of a product with few rows.
 
     Attributes:
-        tiles: of the busiest SM.
-        seconds: with the launch.
-        products_s, memory_s: of these tiles, and of reading the weights; the longer counts.
+        tiles: number of tiles of the busiest SM.
+        seconds: predicted seconds, with the launch.
+        products_s, memory_s: seconds of these tiles' products, and of reading the weights; the
+            longer one counts.
     """
 
     tiles: int
@@ -203,10 +208,10 @@ class Prediction:
 
 
 def predict(row: dict[str, int], case: Case, card: str = "H200") -> Prediction:
-    """What a product takes whose experts each have rows, fewer than a tile.
+    """Predicts the time of a product whose experts each have rows, but fewer than a tile has.
 
     Args:
-        row: of the case, in the compiler's table.
+        row: the case's row in the compiler's table.
         card: one of `COPY_BYTES_PER_S`.
     """
     tiling, num_matrices = tiling_of(case), 1 + case.is_gated_unit
@@ -237,11 +242,16 @@ def predictions(card: str = "H200") -> list[dict[str, Any]]:
     for name, case in benchmark_cases().items():
         if case.direction == "forward" and name.endswith(" few"):
             found = predict(_table()[name], case, card)
-            rows.append({
-                "product": name, "expected_us": 1e6 * found.seconds, "bound": found.bound,
-                "products_us": 1e6 * found.products_s, "memory_us": 1e6 * found.memory_s,
-                "tiles": found.tiles,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "product": name,
+                    "expected_us": 1e6 * found.seconds,
+                    "bound": found.bound,
+                    "products_us": 1e6 * found.products_s,
+                    "memory_us": 1e6 * found.memory_s,
+                    "tiles": found.tiles,
+                }
+            )
     return rows
 
 
@@ -274,7 +284,7 @@ def _table() -> dict[str, dict[str, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class TileCycles:
-    """Of a whole tile of many rows: products, then an epilogue, beside copies from the cache.
+    """Cycles of a whole tile of many rows: products, then an epilogue, besides copies from L2.
 
     With ping-pong each warpgroup has tiles of its own, so that one's epilogue is hidden behind
     the other's products. Its accumulators are as large, for half of the features or for half
@@ -282,11 +292,12 @@ class TileCycles:
     with half of the rows converted twice.
 
     Attributes:
-        products: of the loop.
-        epilogue: until the result is on its way to memory.
-        l2: copies from the L2 cache, which go on during both as far as the ring has stages.
-        total: the longer of products with epilogue, and of these copies.
-        ping_pong: for the same products, in the better of the two ways.
+        products: cycles of the loop.
+        epilogue: cycles until the store of the result is issued.
+        l2: cycles of the copies from the L2 cache, which go on during both as far as the ring
+            has stages.
+        total: cycles of products with epilogue, or of these copies where they take longer.
+        ping_pong: cycles for the same products with ping-pong, in the better of the two ways.
     """
 
     products: float
@@ -297,10 +308,10 @@ class TileCycles:
 
 
 def tile_cycles(row: dict[str, int], case: Case) -> TileCycles:
-    """What a tile costs whose rows fill it, and with ping-pong.
+    """The cycles of a tile whose rows fill it, without and with ping-pong.
 
     Args:
-        row: of the case, in the compiler's table.
+        row: the case's row in the compiler's table.
     """
     tiling, num_matrices = tiling_of(case), 1 + case.is_gated_unit
     groups, products = tiling.warpgroups, _runs(row, case, num_matrices) * row["loop_cycles"]
@@ -349,7 +360,7 @@ def tiling_of(case: Case):
 
 
 def occupancy(case: Case, active: int) -> dict[str, float]:
-    """How `active` experts, which share a product's rows equally, occupy an H200.
+    """The occupancy of an H200 by `active` experts, which share a product's rows equally.
 
     Returns:
         Of the parts of D that the kernel takes, and beside them (`whole_`) of D in one part:
@@ -380,10 +391,13 @@ def occupancies() -> list[dict[str, Any]]:
         for active in (1, 2, 4, 8, EXPERTS):
             op = "grouped_matmul" if bits is None else "quantized_grouped_matmul"
             case = Case(op, ROWS["few"] * active, D, F, EXPERTS, bits=bits)
-            rows.append({
-                "product": f"int{bits} {D}x{F}" if bits else f"bfloat16 {D}x{F}",
-                "active": active, **occupancy(case, active),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "product": f"int{bits} {D}x{F}" if bits else f"bfloat16 {D}x{F}",
+                    "active": active,
+                    **occupancy(case, active),
+                }
+            )
     return rows
 
 

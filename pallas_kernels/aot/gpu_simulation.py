@@ -37,8 +37,9 @@ class Instruction(NamedTuple):
     """A line of machine code with its control codes.
 
     Attributes:
-        waits: scoreboards that have to be clear, apart by `&`; `-` for none.
-        reads, writes: those that are clear when its operands are read, and its result there.
+        waits: scoreboards that have to be clear, separated by `&`; `-` for none.
+        reads, writes: scoreboard that is clear once its operands are read, and scoreboard that
+            is clear once its result is written.
         stall: cycles until the warp's next instruction.
     """
 
@@ -120,14 +121,14 @@ class _Scheduler:
 
 
 def loop_cycles(loop: Sequence[Instruction], warps: int) -> int:
-    """Cycles of one run of a loop, on average over several of each warp.
+    """Cycles of one run of a loop, averaged over several runs of each warp.
 
     Args:
-        warps: of a scheduler: the warpgroups that multiply.
+        warps: number of warps of a scheduler, which is that of the warpgroups that multiply.
     """
     scheduler, every = _Scheduler(), [_Warp() for _ in range(warps)]
     while running := [warp for warp in every if warp.runs < RUNS]:
-        # Of those that could issue at the same time the one that is behind.
+        # Of the warps that could issue at the same time, the one that is behind.
         warp = min(
             running, key=lambda w: (scheduler.earliest(w, loop[w.place]), w.runs, w.place)
         )

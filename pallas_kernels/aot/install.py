@@ -74,7 +74,7 @@ def install(back_end: str, folder: pathlib.Path) -> bool:
         subprocess.run([newer_python(), "-m", "venv", str(folder / "env")], check=True)
         python = str(folder / "env" / "bin" / "python")
         subprocess.run([python, *pip, *wanted], check=True)
-        # By that JAX' own version of this file.
+        # The compiler is installed by that JAX' own version of this file.
         compiler = [python, "-m", "pallas_kernels.aot.install", "gpu", str(folder / "gpu")]
         subprocess.run(compiler, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     else:

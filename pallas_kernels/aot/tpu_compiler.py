@@ -113,9 +113,13 @@ def _note(dump: pathlib.Path, name: str) -> pathlib.Path:
 
 
 COMPILER = compiler.Compiler(
-    "tpu", TOPOLOGIES, budget_cases(), ("vmem_bytes", "bundles", "temp_bytes"),
-    child_variables, compile_here,
-)  # fmt: skip
+    "tpu",
+    TOPOLOGIES,
+    budget_cases(),
+    ("vmem_bytes", "bundles", "temp_bytes"),
+    child_variables,
+    compile_here,
+)
 
 if __name__ == "__main__":
     COMPILER.main()

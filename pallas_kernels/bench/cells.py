@@ -54,9 +54,12 @@ class Cell:
 
     def labels(self) -> dict[str, int | str]:
         return {
-            "matrix": f"{self.D}x{self.F}", "active": self.active, "experts": self.E,
-            "tokens": self.tokens, "load": self.load,
-        }  # fmt: skip
+            "matrix": f"{self.D}x{self.F}",
+            "active": self.active,
+            "experts": self.E,
+            "tokens": self.tokens,
+            "load": self.load,
+        }
 
 
 def all_cells() -> list[Cell]:

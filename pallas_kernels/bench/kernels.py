@@ -38,7 +38,7 @@ def run(
     """Measures the cells.
 
     Args:
-        cells: None is the grid for this machine.
+        cells: cells to measure; None is the grid for this machine.
         note: told of each cell when it has been measured.
 
     Returns:
@@ -127,11 +127,16 @@ def means(measured: Measured) -> list[dict[str, Any]]:
                 groups.setdefault(key, []).append(speedup(each, ours))
     return [
         {
-            "matrix": "geometric mean", "active": active, "experts": experts, "tokens": tokens,
-            "load": load, "contender": name, "speedup": geometric_mean(values),
+            "matrix": "geometric mean",
+            "active": active,
+            "experts": experts,
+            "tokens": tokens,
+            "load": load,
+            "contender": name,
+            "speedup": geometric_mean(values),
         }
         for (active, experts, tokens, load, name), values in groups.items()
-    ]  # fmt: skip
+    ]
 
 
 def checks(measured: Measured) -> list[dict[str, Any]]:
@@ -158,7 +163,7 @@ def checks(measured: Measured) -> list[dict[str, Any]]:
 
 
 def checks_of_hopper(measured: Measured, copied_bytes_per_s: float) -> list[dict[str, Any]]:
-    """Aims on a Hopper card. Those whose cells were not measured are left out."""
+    """Checks of a Hopper card's aims; aims whose cells were not measured are left out."""
     few = [(c, n) for c, n in measured if c.active == c.E == 32 and c.tokens <= 16]
     many = [(c, n) for c, n in measured if c.active == c.E and c.tokens >= 256]
     bandwidths = [n["bfloat16"].weight_bytes / n["bfloat16"].median_s for _, n in few]

@@ -44,13 +44,13 @@ def activation_dtype():
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A way to multiply.
+    """An implementation of a product.
 
     Attributes:
-        run: `(x_RD, weights, group_sizes_E) -> y_RF`; of a pass `dx`, the rows are the
-            gradient of y.
-        bits: of the weights; None is those of the rows.
-        of: one of `PASSES`.
+        run: `(x_RD, weights, group_sizes_E) -> y_RF`; in a pass `dx`, the rows are the
+            gradient with respect to y.
+        bits: bits of a weight; None is the number of the rows' bits.
+        of: the pass, one of `PASSES`.
     """
 
     name: str
@@ -91,7 +91,7 @@ def dense(x_RD, w_DF, group_sizes_E):
 
 
 def products(cell: Cell) -> list[Product]:
-    """Of each pass ours unquantized first, which the others are compared with."""
+    """The products of a cell; each pass has our unquantized one first, for comparison."""
     is_cpu = jax.default_backend() == "cpu"
     name = jnp.dtype(activation_dtype()).name
     found = [
@@ -146,7 +146,7 @@ def gradient(product: Product, of: str, cell: Cell) -> Product:
 
 
 def tile_schedule(cell: Cell) -> Callable | None:
-    """What our product computes of the sizes of the groups before it multiplies, by itself.
+    """The schedule alone that our product computes from the group sizes before it multiplies.
 
     None where the kernel does so inside.
     """
@@ -240,7 +240,7 @@ def _of_one_matrix(given: tuple[Any, list, list], cell: Cell) -> tuple[Any, list
 
 
 def _rotated(cell: Cell, bits: int | None, experts: int) -> int:
-    """How many sets of so many experts' matrices are read between two uses of one."""
+    """Number of sets of so many experts' matrices that are read between two uses of one."""
     wanted = ROTATED_BYTES[jax.default_backend()]
     return math.ceil(wanted / weight_bytes(cell, bits, experts))
 

@@ -26,13 +26,13 @@ class Contender:
     """A compiled step of one or several calls.
 
     Attributes:
-        step: runs, and returns when the result is there.
-        calls: how many calls of the operation a step is.
-        weight_bytes: that a call has to read.
-        peak_bytes: arguments and temporaries of the compiled step.
-        error: relative, of the checked part of the result against float64.
-        of: the pass that it is of, `products.PASSES`.
-        times_s: of a call, one for each round.
+        step: runs the step, and returns when the result is there.
+        calls: number of calls of the operation in a step.
+        weight_bytes: bytes of the weights that a call has to read.
+        peak_bytes: bytes of arguments and temporaries of the compiled step.
+        error: relative error of the checked part of the result against float64.
+        of: the pass, one of `products.PASSES`.
+        times_s: measured seconds of a call, one for each round.
     """
 
     name: str

@@ -33,7 +33,7 @@ LARGEST_ERROR = 1e-2
 
 
 def cells_to_tune() -> list[Cell]:
-    """All experts active; on CPU a minute's worth."""
+    """The cells to tune, with all experts active; on CPU as many as take a minute."""
     if jax.default_backend() == "cpu":
         return [Cell(1024, 4096, 8, 8, tokens) for tokens in (1, 16, 64)]
     full = sorted({E for active, E in ACTIVE_OF_EXPERTS if active == E})
@@ -46,14 +46,14 @@ def run(
     note: Callable[[str], Any] = print,
     path: pathlib.Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Tunes the products of float, int8 and int4 weights and writes what is quicker.
+    """Tunes the products of float, int8 and int4 weights and writes the quickest tilings.
 
     Args:
-        cells: None is the grid for this machine.
-        path: of the cache; None is the user's.
+        cells: cells to tune; None is the grid for this machine.
+        path: path of the file of tuned tilings; None is the user's file.
 
     Returns:
-        One row for each product: the best tiling, its time and that of the default.
+        One row for each product: the best tiling, its time and the default's time.
     """
     rows, cache, path = [], {}, path or user_file()
     for cell in cells_to_tune() if cells is None else cells:
@@ -100,12 +100,18 @@ def tune_one(cell: Cell, bits: int | None, rounds: int, cache: dict):
         best = tilings[0]
     name = module.__name__.rpartition(".")[2]
     row = {
-        "matrix": f"{D}x{F}", "experts": E, "rows": R,
-        "weights": f"int{bits}" if bits else jnp.dtype(dtype).name, "implementation": name,
-        "tiling": json.dumps(dataclasses.asdict(best)), "us": 1e6 * contenders[best].median_s,
-        "default_us": 1e6 * default.median_s, "speedup": speedup(contenders[best], default),
-        "measured": len(contenders), "did_not_compile": len(dropped),
-    }  # fmt: skip
+        "matrix": f"{D}x{F}",
+        "experts": E,
+        "rows": R,
+        "weights": f"int{bits}" if bits else jnp.dtype(dtype).name,
+        "implementation": name,
+        "tiling": json.dumps(dataclasses.asdict(best)),
+        "us": 1e6 * contenders[best].median_s,
+        "default_us": 1e6 * default.median_s,
+        "speedup": speedup(contenders[best], default),
+        "measured": len(contenders),
+        "did_not_compile": len(dropped),
+    }
     return Key.of(op, name, dtype, bits, None, R, D, F, E), best, row
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Variants of the Hopper kernel that tell what bounds it, to be timed side by side on a card.
 
-A variant is another tiling, or the kernel traced with a part of it replaced. Those that leave
-out work give wrong numbers, and are for timing alone: if leaving a part out gains nothing, that
-part does not bound the kernel.
+A variant is another tiling, or the kernel traced with a part of it replaced. Variants that
+leave out work give wrong numbers, and are for timing alone: if leaving a part out gains
+nothing, that part does not bound the kernel.
+
 Dims: R rows, D inputs, F outputs, E experts, M features of a warpgroup, K one step of D
 """
 
@@ -30,9 +31,10 @@ class Variant:
     """A change of the kernel of quantized weights.
 
     Attributes:
-        tiling: of the default tiling, the one to run with.
-        replaced: a context in which the kernel is traced, for the card or the interpreter.
-        is_right: whether its numbers are the product's.
+        tiling: returns the tiling to run with, given the default one.
+        replaced: returns the context in which the kernel is traced, for the card or the
+            interpreter.
+        is_right: whether its results are the product's.
     """
 
     name: str

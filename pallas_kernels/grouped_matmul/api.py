@@ -53,19 +53,20 @@ def grouped_matmul(
         x_RD, bias_EF: float32, bfloat16 or float16.
         w_EDF: floating point; multiplied in the dtype of x. Its gradient leaves the kernel in
             its own dtype, so that of float32 parameters is never rounded to bfloat16.
-        w_gate_EDF: of a gated linear unit, as w. Each tile of rows meets both matrices.
-        activation: None, `relu`, `gelu` (tanh), `gelu_exact` or `silu`.
+        w_gate_EDF: the gate's matrices of a gated linear unit, as w. Each tile of rows is
+            multiplied by both matrices.
+        activation: the activation: None, `relu`, `gelu` (tanh), `gelu_exact` or `silu`.
         gate_R: the weight of each row's result, such as a router's gate.
         group_sizes_E: integers, signed or not, summing to at most R; checked where they are
             concrete. Traced ones may sum to more: rows past R are neither read nor written.
         transpose_w: w (and w_gate) is `[E, F, D]`, output-major, as are the gradients.
-        group_offset: w has only the E experts from this one on, of those whose sizes
-            `group_sizes_E` then has: a device's part. Rows of other experts are not read and
-            give zeros. The rows in question are brought to the front and back, a copy of x
-            and one of y, on every back end.
-        preferred_element_type: of the result, `float32`, `bfloat16` or `float16`, to which
-            the float32 sums are rounded; None is the dtype of x. Wider than x, the Hopper
-            kernel writes its sums in two parts, which XLA adds.
+        group_offset: number of w's first expert: w has only the E experts from this one on, a
+            device's part, and `group_sizes_E` has the sizes of all. Rows of other experts are
+            not read and give zeros. The rows of w's experts are moved to the front and back, a
+            copy of x and one of y, on every back end.
+        preferred_element_type: dtype of the result, `float32`, `bfloat16` or `float16`, to
+            which the float32 sums are rounded; None is the dtype of x. Where it is wider than
+            x, the Hopper kernel writes its sums in two parts, which XLA adds.
         implementation: `reference`, `tpu`, `gpu`, `triton`, or None: see
             `implementations.choose`.
         tiling: the implementation's `Tiling` of the forward product; None is the tuned one
@@ -78,10 +79,17 @@ def grouped_matmul(
             damaged file of tuned tilings. Nothing has been launched then.
     """
     E, D, F = check_grouped(
-        x_RD, w_EDF, group_sizes_E, w_gate_EDF, transpose_w=transpose_w,
-        group_offset=group_offset, preferred_element_type=preferred_element_type,
-        bias_EF=bias_EF, activation=activation, gate_R=gate_R,
-    )  # fmt: skip
+        x_RD,
+        w_EDF,
+        group_sizes_E,
+        w_gate_EDF,
+        transpose_w=transpose_w,
+        group_offset=group_offset,
+        preferred_element_type=preferred_element_type,
+        bias_EF=bias_EF,
+        activation=activation,
+        gate_R=gate_R,
+    )
     R = x_RD.shape[0]
     module = choose(
         "grouped_matmul",
@@ -93,9 +101,13 @@ def grouped_matmul(
     if tiling is None and not interpret and w_gate_EDF is None and not transpose_w:
         tiling = tuned_tiling(module, x_RD.dtype, None, None, R, D, F, E)
     settings = _Settings(
-        module, activation, tiling, interpret, transpose_w,
+        module,
+        activation,
+        tiling,
+        interpret,
+        transpose_w,
         jnp.dtype(preferred_element_type or x_RD.dtype),
-    )  # fmt: skip
+    )
 
     def multiply(x_RD, gate_R, group_sizes_E):
         operands = _Operands(x_RD, w_EDF, w_gate_EDF, bias_EF, gate_R, group_sizes_E)
@@ -106,7 +118,7 @@ def grouped_matmul(
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    """What is no array: the module that multiplies, and how."""
+    """The arguments that are no arrays: the module that multiplies, and its settings."""
 
     module: ModuleType
     activation: str | None
@@ -117,7 +129,7 @@ class _Settings:
 
     @property
     def options(self) -> dict:
-        """Of every product of the module, forward and backward; only kernels have any."""
+        """Options of all products of the module, in both passes; only kernels have any."""
         return {"interpret": True} if self.interpret else {}
 
 
@@ -144,7 +156,7 @@ class _Operands(NamedTuple):
     group_sizes_E: Any
 
     def matrices(self) -> list:
-        """Those of the experts, in the dtype of the rows."""
+        """The experts' matrices, in the dtype of the rows."""
         matrices = (self.w_EDF, self.w_gate_EDF)
         return [each.astype(self.x_RD.dtype) for each in matrices if each is not None]
 
@@ -152,11 +164,19 @@ class _Operands(NamedTuple):
 def _run(settings: _Settings, operands: _Operands, *, has_residual: bool):
     w, *w_gate = operands.matrices()
     return settings.module.forward(
-        operands.x_RD, w, operands.group_sizes_E, w_gate=w_gate[0] if w_gate else None,
-        bias_EF=operands.bias_EF, activation=settings.activation, gate_R=operands.gate_R,
-        has_residual=has_residual, transpose_w=settings.transpose_w, tiling=settings.tiling,
-        out_dtype=settings.out_dtype, **settings.options,
-    )  # fmt: skip
+        operands.x_RD,
+        w,
+        operands.group_sizes_E,
+        w_gate=w_gate[0] if w_gate else None,
+        bias_EF=operands.bias_EF,
+        activation=settings.activation,
+        gate_R=operands.gate_R,
+        has_residual=has_residual,
+        transpose_w=settings.transpose_w,
+        tiling=settings.tiling,
+        out_dtype=settings.out_dtype,
+        **settings.options,
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -182,9 +202,12 @@ def _grouped_backward(settings: _Settings, saved, dy_RF):
 
     def input_gradient(da_RF, w_EDF):
         return settings.module.forward(
-            da_RF.astype(x_RD.dtype), w_EDF, group_sizes_E,
-            transpose_w=not settings.transpose_w, **settings.options,
-        )  # fmt: skip
+            da_RF.astype(x_RD.dtype),
+            w_EDF,
+            group_sizes_E,
+            transpose_w=not settings.transpose_w,
+            **settings.options,
+        )
 
     if residual is None:
         # The product is linear: the gates' gradient is that of the ungated rows times x.

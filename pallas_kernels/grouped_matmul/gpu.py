@@ -47,7 +47,7 @@ ALIGNMENT = 64
 
 
 def refusal(x_dtype, w_dtype, R: int, D: int, F: int, E: int) -> str | None:
-    """Why the kernels cannot run with these, and the way out; None if they can."""
+    """The reason why the kernels cannot run with these, and what to do; None if they can."""
     if x_dtype not in DTYPES:
         return (
             f"rows are {jnp.dtype(x_dtype)}; Hopper's tensor cores take bfloat16 and float16 "
@@ -69,12 +69,13 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def default_tiling(R: int, D: int, F: int, E: int, dtype=jnp.bfloat16,
-                   num_matrices: int = 1) -> Tiling:  # fmt: skip
+def default_tiling(
+    R: int, D: int, F: int, E: int, dtype=jnp.bfloat16, num_matrices: int = 1
+) -> Tiling:
     """The tiling by rows per expert: deep steps for few, wide tiles for many.
 
-    With few rows the time is that of reading the weights. Two matrices have an accumulator
-    each: tiles of at most 128 rows.
+    With few rows, reading the weights bounds the time. Two matrices have one accumulator each,
+    so that tiles have at most 128 rows.
     """
     tile_n = min(tile_of_rows(R, E), 256 // num_matrices)
     deep = 128 if D % 128 == 0 and tile_n <= 64 else 64
@@ -82,32 +83,53 @@ def default_tiling(R: int, D: int, F: int, E: int, dtype=jnp.bfloat16,
     tiling = dataclasses.replace(tiling, splits=default_splits(tiling, R, D, F, E))
     panel = F if tile_n <= 64 else default_panel(tiling, D, F, 16, num_matrices)
     return fitted(
-        dataclasses.replace(tiling, panel=panel), dtype, dtype, most=6,
+        dataclasses.replace(tiling, panel=panel),
+        dtype,
+        dtype,
+        most=6,
         num_matrices=num_matrices,
-    )  # fmt: skip
+    )
 
 
 def candidates(R: int, D: int, F: int, E: int, dtype=jnp.bfloat16) -> list[Tiling]:
     """Tilings worth a measurement, the default first."""
     return candidates_around(
-        default_tiling(R, D, F, E, dtype), R, F, E, (64, 128), dtype, dtype,
+        default_tiling(R, D, F, E, dtype),
+        R,
+        F,
+        E,
+        (64, 128),
+        dtype,
+        dtype,
         lambda tiling: checked(tiling, D, dtype, dtype),
-    )  # fmt: skip
+    )
 
 
-def forward(x_RD, w, group_sizes_E, *, w_gate=None, bias_EF=None,
-            activation: str | None = None, gate_R=None, has_residual: bool = False,
-            transpose_w: bool = False, out_dtype=None, tiling: Tiling | None = None,
-            interpret: bool = False):  # fmt: skip
+def forward(
+    x_RD,
+    w,
+    group_sizes_E,
+    *,
+    w_gate=None,
+    bias_EF=None,
+    activation: str | None = None,
+    gate_R=None,
+    has_residual: bool = False,
+    transpose_w: bool = False,
+    out_dtype=None,
+    tiling: Tiling | None = None,
+    interpret: bool = False,
+):
     """As `api.grouped_matmul`; with `transpose_w` w is `[E, F, D]`.
 
     Swizzled copies need multiples of 64 in D and F. Others are padded here, which copies rows
     and weights in every call: pad the weights of a model once where its sizes are odd.
 
     Args:
-        has_residual: also returns the residual of `apply_epilogue`, in the dtype of x.
-        out_dtype: of the result; None is the dtype of x. For float32 the sums of two parts of
-            D or more leave the kernel, and XLA adds them up and has the epilogue.
+        has_residual: whether to return also the residual of `apply_epilogue`, in the dtype of
+            x.
+        out_dtype: dtype of the result; None is the dtype of x. For float32 the kernel writes
+            the sums of two parts of D or more, and XLA adds them up and applies the epilogue.
 
     Raises:
         ValueError: `refusal` has a reason, or the tiling cannot run.
@@ -145,17 +167,25 @@ def forward(x_RD, w, group_sizes_E, *, w_gate=None, bias_EF=None,
         bias_EF=bias_EF, activation=activation, gate_R=gate_R, has_residual=has_residual
     )
     results = swap_ab(
-        x, matrices, tiles, tiling, _weights(transpose_w, x_RD.dtype, tiling, mosaic), epilogue,
-        mosaic, num_rows=num_rows, name="grouped_matmul",
-    )  # fmt: skip
+        x,
+        matrices,
+        tiles,
+        tiling,
+        _weights(transpose_w, x_RD.dtype, tiling, mosaic),
+        epilogue,
+        mosaic,
+        num_rows=num_rows,
+        name="grouped_matmul",
+    )
     y_RF, *residual = finished(
         results, x_RD, features, tiling, bound_B[1 : len(w) + 1], epilogue, out_dtype
     )
     return (y_RF, tuple(residual)) if has_residual else y_RF
 
 
-def finished(results, x_RD, features: int, tiling: Tiling, end_E, epilogue: Epilogue,
-             out_dtype=None) -> list:  # fmt: skip
+def finished(
+    results, x_RD, features: int, tiling: Tiling, end_E, epilogue: Epilogue, out_dtype=None
+) -> list:
     """The kernel's results as `[R, F]` arrays; float32 sums get their epilogue.
 
     The first is in `out_dtype`, others, and where that is None all, in the dtype of x.
@@ -176,8 +206,15 @@ def finished(results, x_RD, features: int, tiling: Tiling, end_E, epilogue: Epil
     ]
 
 
-def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | None = None,
-                    interpret: bool = False):  # fmt: skip
+def weight_gradient(
+    x_RD,
+    dy_RF,
+    group_sizes_E,
+    *,
+    out_dtype,
+    tiling: Tiling | None = None,
+    interpret: bool = False,
+):
     """`dw_e = x_e^T dy_e` over the rows of each expert, `[E, D, F]`; zero without rows.
 
     Raises:

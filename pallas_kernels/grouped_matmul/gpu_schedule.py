@@ -39,9 +39,11 @@ def schedule(group_sizes_E, num_rows: int, block: int, mosaic: Mosaic):
     results = [jax.ShapeDtypeStruct((_whole(size),), jnp.int32) for size in sizes]
     nbytes = [num_bytes(each.shape, each.dtype) for each in results]
     record(
-        "tile_schedule", [group_sizes_E], results,
+        "tile_schedule",
+        [group_sizes_E],
+        results,
         lambda _: ([num_bytes((num_experts,), jnp.int32)], nbytes),
-    )  # fmt: skip
+    )
     *arrays, bound_B = _run(group_sizes_E, num_rows, block, tuple(results), mosaic)
     return RowTiles(*arrays), bound_B
 
@@ -65,9 +67,18 @@ def _whole(size: int) -> int:
 
 
 def _body(
-    sizes_gmem, expert_gmem, start_gmem, offset_gmem, size_gmem, count_gmem, bound_gmem,
-    *, num_rows, block, mosaic,
-):  # fmt: skip
+    sizes_gmem,
+    expert_gmem,
+    start_gmem,
+    offset_gmem,
+    size_gmem,
+    count_gmem,
+    bound_gmem,
+    *,
+    num_rows,
+    block,
+    mosaic,
+):
     num_experts = sizes_gmem.shape[0]
     tile_P = mosaic.iota(expert_gmem.shape)
     index_B = mosaic.iota(bound_gmem.shape)

@@ -39,16 +39,17 @@ LOADED_AHEAD = 64 * (256 + 64)
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """How a step of weights gets from shared memory into the tensor core.
+    """How the weights of a step get from shared memory into the tensor core.
 
     Attributes:
-        is_depth_minor: `[E, F, D]`, else `[E, D, F]`.
+        is_depth_minor: whether the weights are `[E, F, D]`; else they are `[E, D, F]`.
         multiply: `(acc_MT, w, x_TK, scratch)` issues the products of one step; `w` is one
             warpgroup's `[M, K]` or, with features minor, `[K, M]`, or what `load` returned.
-        scratch: shared memory of `multiply`, name -> (shape, dtype), one a warpgroup.
-        load: of `[M, K]` into registers, which then no product reads in shared memory: their
-            place is free before they are multiplied. None where the tensor core reads it.
-        may_load_ahead: the weights of the next step may be carried in registers.
+        scratch: shared memory of `multiply` for each warpgroup, name -> (shape, dtype).
+        load: loads `[M, K]` into registers, so that no product reads them in shared memory and
+            their place is free before they are multiplied. None where the tensor core reads
+            shared memory.
+        may_load_ahead: whether the weights of the next step may be carried in registers.
         depth_per_scale: channels of D that share a scale, a multiple of K; None for one
             scale, which the epilogue applies.
     """
@@ -61,8 +62,18 @@ class Weights:
     depth_per_scale: int | None = None
 
 
-def swap_ab(x_RD, matrices, tiles: RowTiles, tiling: Tiling, weights: Weights,
-            epilogue: Epilogue, mosaic: Mosaic, *, num_rows: int, name: str):  # fmt: skip
+def swap_ab(
+    x_RD,
+    matrices,
+    tiles: RowTiles,
+    tiling: Tiling,
+    weights: Weights,
+    epilogue: Epilogue,
+    mosaic: Mosaic,
+    *,
+    num_rows: int,
+    name: str,
+):
     """The product and, with `has_residual`, the residual: arrays `[R, F]` in the dtype of x.
 
     With splits, the float32 sums of each matrix instead, of the features of whole tiles: the
@@ -70,10 +81,10 @@ def swap_ab(x_RD, matrices, tiles: RowTiles, tiling: Tiling, weights: Weights,
     those. Only whole sums have a bias and an activation. Rows of no expert are then undefined.
 
     Args:
-        x_RD: with rows after the last one up to a multiple of 8.
-        num_rows: R, the rows of the groups and of none; no more are written.
-        matrices: one, or two of a gated linear unit. A warpgroup has the same features of
-            both, in an accumulator each, so that a tile of rows is copied once for both.
+        x_RD: the rows, padded with further rows up to a multiple of 8.
+        num_rows: R, the number of rows with and without a group; no more rows are written.
+        matrices: one matrix, or two of a gated linear unit. A warpgroup has the same features
+            of both, in an accumulator each, so that a tile of rows is copied once for both.
     """
     [w, *_] = matrices
     walk = Walk(
@@ -93,17 +104,29 @@ def swap_ab(x_RD, matrices, tiles: RowTiles, tiling: Tiling, weights: Weights,
     extras = _operands(epilogue, tiles, tiling, w.shape[0])
     results = [jax.ShapeDtypeStruct(shape, dtype)] * num_results
     record(
-        name, [x_RD, *matrices, *tiles, *extras.values()], results,
+        name,
+        [x_RD, *matrices, *tiles, *extras.values()],
+        results,
         functools.partial(
-            copied_bytes, walk=walk, num_rows=num_rows, x=x_RD.dtype, w=w.dtype,
-            num_matrices=len(matrices), extras=[(a.shape, a.dtype) for a in extras.values()],
+            copied_bytes,
+            walk=walk,
+            num_rows=num_rows,
+            x=x_RD.dtype,
+            w=w.dtype,
+            num_matrices=len(matrices),
+            extras=[(a.shape, a.dtype) for a in extras.values()],
             results=results,
         ),
-    )  # fmt: skip
+    )
     body = functools.partial(
-        _body, walk=walk, weights=weights, num_matrices=len(matrices),
-        activation=epilogue.activation, extras=tuple(extras), mosaic=mosaic,
-    )  # fmt: skip
+        _body,
+        walk=walk,
+        weights=weights,
+        num_matrices=len(matrices),
+        activation=epilogue.activation,
+        extras=tuple(extras),
+        mosaic=mosaic,
+    )
     run = mosaic.kernel(
         body,
         out_type=results,
@@ -156,7 +179,8 @@ def _scratch(tiling, weights, x_dtype, w_dtype, y_dtype, num_matrices, mosaic: M
         x_smem=mosaic.smem((stages, rows, depth), x_dtype),
         w_smem=mosaic.smem((stages, groups, num_matrices, *minor), w_dtype),
         y_smem=mosaic.smem_of_rows(
-            (groups, tiling.tile_m // STORED, rows, STORED), y_dtype,
+            (groups, tiling.tile_m // STORED, rows, STORED),
+            y_dtype,
             is_swizzled=tiling.splits == 1,
         ),
         # One for each copy: the rows, and every matrix' features of every warpgroup.
@@ -165,13 +189,25 @@ def _scratch(tiling, weights, x_dtype, w_dtype, y_dtype, num_matrices, mosaic: M
             name: plgpu.Barrier(num_arrivals=groups, num_barriers=stages) for name in places
         },
         own={name: mosaic.smem((groups, *shape), each) for name, (shape, each) in own.items()},
-    )  # fmt: skip
+    )
 
 
 def _body(
-    x_gmem, *refs, walk, weights, num_matrices, activation, extras, mosaic,
-    x_smem, w_smem, y_smem, full, empty, own,
-):  # fmt: skip
+    x_gmem,
+    *refs,
+    walk,
+    weights,
+    num_matrices,
+    activation,
+    extras,
+    mosaic,
+    x_smem,
+    w_smem,
+    y_smem,
+    full,
+    empty,
+    own,
+):
     w_gmem, refs = refs[:num_matrices], refs[num_matrices:]
     num_fields = len(RowTiles._fields)
     tiles, refs = RowTiles(*refs[:num_fields]), refs[num_fields:]
@@ -182,12 +218,23 @@ def _body(
 
     def tile_loop(warpgroup):
         return _Consumer(
-            mosaic=mosaic, walk=walk, ring=ring, w_ring=w_ring, warpgroup=warpgroup,
+            mosaic=mosaic,
+            walk=walk,
+            ring=ring,
+            w_ring=w_ring,
+            warpgroup=warpgroup,
             own={name: ref.at[warpgroup] for name, ref in own.items()},
-            rows=walk.tiling.tile_n, tiles=tiles, weights=weights, num_matrices=num_matrices,
-            extra_gmem=extra_gmem, activation=activation, results_gmem=refs[len(extras) :],
-            x_smem=x_smem, w_smem=w_smem, y_smem=y_smem,
-        ).compute_tile  # fmt: skip
+            rows=walk.tiling.tile_n,
+            tiles=tiles,
+            weights=weights,
+            num_matrices=num_matrices,
+            extra_gmem=extra_gmem,
+            activation=activation,
+            results_gmem=refs[len(extras) :],
+            x_smem=x_smem,
+            w_smem=w_smem,
+            y_smem=y_smem,
+        ).compute_tile
 
     of_features = [extra_gmem[name] for name in extras if name.startswith(("scale", "bias"))]
     copies = _copies(
@@ -199,9 +246,17 @@ def _body(
 
 
 def _copies(
-    x_gmem, w_gmem, of_features, x_smem, w_smem, rings, tiles, walk: Walk, weights: Weights,
+    x_gmem,
+    w_gmem,
+    of_features,
+    x_smem,
+    w_smem,
+    rings,
+    tiles,
+    walk: Walk,
+    weights: Weights,
     mosaic: Mosaic,
-):  # fmt: skip
+):
     tiling, ring, w_ring = walk.tiling, rings["x"], rings.get("w")
 
     def copy_tile(turn, step):
@@ -269,10 +324,11 @@ class _Tile:
 
 @dataclasses.dataclass(frozen=True)
 class _Consumer(Consumer):
-    """One that multiplies the first `rows` rows of tiles.
+    """A warpgroup that multiplies the first `rows` rows of tiles.
 
     Attributes:
-        w_ring: of weights that are loaded into registers; others have their place in `ring`.
+        w_ring: ring of the stages of weights that are loaded into registers; None where `ring`
+            has the weights' stages, too.
     """
 
     rows: int
@@ -313,9 +369,13 @@ class _Consumer(Consumer):
                 sums = part._accumulate_scaled(steps, step, expert, column, split)
             elif self.loads_ahead:
                 sums = part.accumulate_ahead(
-                    part.accumulators, steps, step, part._load_ahead, part._multiply,
+                    part.accumulators,
+                    steps,
+                    step,
+                    part._load_ahead,
+                    part._multiply,
                     number=expert,
-                )  # fmt: skip
+                )
             else:
                 sums = part.accumulate(part.accumulators, steps, step, part.multiply)
             part._store_results(sums, tile or tile_of(rows_of))

@@ -46,7 +46,8 @@ class Walk:
 
     @property
     def stored_features(self) -> int:
-        """Of a row of the results: of sums in parts those of whole tiles.
+        """Number of features of a stored row of results; for sums in parts those of whole
+        tiles.
 
         Their rows are not swizzled in shared memory, and of such a copy of one row Mosaic cuts
         off what is past the array's end, but not past the row's: that would go into the next.
@@ -61,12 +62,15 @@ class Walk:
         They depend on nothing else: runs with as many tiles add up in the same order.
         """
         tiling = self.tiling
-        return np.asarray([
-            best_parts(
-                tiles * self.feature_tiles, self.depth_steps, tiling.splits, tiling.num_sms
-            )
-            for tiles in range(most_tiles + 1)
-        ], np.int32)  # fmt: skip
+        return np.asarray(
+            [
+                best_parts(
+                    tiles * self.feature_tiles, self.depth_steps, tiling.splits, tiling.num_sms
+                )
+                for tiles in range(most_tiles + 1)
+            ],
+            np.int32,
+        )
 
     def of_run(self, tiles: RowTiles) -> "Walk":
         """The walk with the parts of D that the tiles of a run ask for."""
@@ -88,7 +92,7 @@ class Walk:
         return jnp.sum(jnp.where(is_written_S[:, None, None], parts_SRF, 0), axis=0)
 
     def row_tiles(self, tiles: RowTiles):
-        """How many tiles of rows are taken; of sums in parts, those of no expert are not."""
+        """Number of taken tiles of rows; sums in parts leave out those of no expert."""
         return tiles.count[int(self.tiling.splits > 1)]
 
     def turns(self, tiles: RowTiles):
@@ -177,8 +181,9 @@ def _in_panels(index, rows, columns: int, panel: int):
     return row, which * panel + rest - row * width
 
 
-def copied_bytes(group_sizes_E, *, walk: Walk, num_rows: int, x, w, num_matrices: int, extras,
-            results):  # fmt: skip
+def copied_bytes(
+    group_sizes_E, *, walk: Walk, num_rows: int, x, w, num_matrices: int, extras, results
+):
     """Bytes from and to memory of each operand and result, behind a cache (`launches.Cache`).
 
     Args:
@@ -238,7 +243,7 @@ def copied_bytes_of_gradient(group_sizes_E, *, walk: GradientWalk, num_rows: int
 def heights(tiling: Tiling) -> list[int]:
     """Rows that a tile is multiplied as, the fewest that hold its group's, its own last.
 
-    The last tile of most groups holds few. With sums in parts a tile is always whole.
+    The last tile of most groups holds few rows. With sums in parts all tiles are whole.
     """
     rows = tiling.tile_n
     cut = [height for height in CUT if height < rows] if tiling.splits == 1 else []

@@ -46,7 +46,7 @@ def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling, mosaic: Mo
     x_RD = mosaic.blocks(x_RD, 1, tiling.tile_m * tiling.warpgroups)
     dy_RF = mosaic.blocks(dy_RF, 1, tiling.tile_n)
 
-    # Of tiles as the product of these rows has them: its schedule is this one.
+    # The tiles are those of the product of these rows, so that the schedule is the same.
     E = group_sizes_E.shape[0]
     _, bound_B = schedule(group_sizes_E, num_rows, tile_of_rows(num_rows, E), mosaic)
     walk = GradientWalk(
@@ -58,11 +58,13 @@ def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling, mosaic: Mo
     result = jax.ShapeDtypeStruct((walk.num_experts, walk.D, walk.F), out_dtype)
     operands = x_RD, dy_RF, bound_B
     record(
-        "grouped_matmul_weight_gradient", operands, [result],
+        "grouped_matmul_weight_gradient",
+        operands,
+        [result],
         functools.partial(
             copied_bytes_of_gradient, walk=walk, num_rows=num_rows, x=x_RD.dtype, result=result
         ),
-    )  # fmt: skip
+    )
     run = mosaic.kernel(
         functools.partial(_body, walk=walk, mosaic=mosaic),
         out_type=[result],
@@ -101,18 +103,37 @@ def _scratch(tiling: Tiling, dtype, out_dtype, mosaic: Mosaic) -> dict:
 
 
 def _body(
-    x_gmem, dy_gmem, bound_gmem, dw_gmem, *, walk, mosaic,
-    x_smem, dy_smem, dw_smem, full, empty, masked, own,
-):  # fmt: skip
+    x_gmem,
+    dy_gmem,
+    bound_gmem,
+    dw_gmem,
+    *,
+    walk,
+    mosaic,
+    x_smem,
+    dy_smem,
+    dw_smem,
+    full,
+    empty,
+    masked,
+    own,
+):
     ring = Ring(walk.tiling.stages, full, empty)
 
     def tile_loop(warpgroup):
         return _Consumer(
-            mosaic=mosaic, walk=walk, ring=ring, warpgroup=warpgroup,
+            mosaic=mosaic,
+            walk=walk,
+            ring=ring,
+            warpgroup=warpgroup,
             own={name: ref.at[warpgroup] for name, ref in own.items()},
-            bound_gmem=bound_gmem, dw_gmem=dw_gmem, x_smem=x_smem, dy_smem=dy_smem,
-            dw_smem=dw_smem, masked=masked,
-        ).compute_tile  # fmt: skip
+            bound_gmem=bound_gmem,
+            dw_gmem=dw_gmem,
+            x_smem=x_smem,
+            dy_smem=dy_smem,
+            dw_smem=dw_smem,
+            masked=masked,
+        ).compute_tile
 
     copies = _copies(x_gmem, dy_gmem, bound_gmem, x_smem, dy_smem, ring, walk)
     copy_and_multiply(walk.tiling.warpgroups, [ring], copies, tile_loop, walk.turns)

@@ -30,18 +30,19 @@ MAX_ROWS = 256
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Sizes of the loops on CPU; accelerators choose theirs themselves.
+    """Tile sizes of the loops on CPU; the other back ends have their own `Tiling`.
 
     Attributes:
-        rows: of a tile; R where there are fewer.
-        weight_rows: of a block of an expert's matrix; divides D, F for the transposed one.
+        rows: number of rows of a tile; R where there are fewer.
+        weight_rows: number of rows of a block of an expert's matrix; it divides D, or F of a
+            transposed matrix.
     """
 
     rows: int
     weight_rows: int
 
     def check(self, leading: int) -> None:
-        """Raises ValueError where they do not fit matrices of `leading` rows."""
+        """Raises ValueError where the tiling does not fit matrices of `leading` rows."""
         if self.rows < 1:
             raise ValueError(f"tiling has rows={self.rows}; use 1 or more")
         if self.weight_rows < 1 or leading % self.weight_rows:
@@ -53,10 +54,10 @@ class Tiling:
 def default_tiling(
     R: int, leading: int, columns: int, E: int, *, transpose_w: bool = False
 ) -> Tiling:
-    """Tiles of as many rows as an expert has on average, blocks that stay in the cache.
+    """Returns tiles of as many rows as an expert has on average, and blocks that fit the cache.
 
     Args:
-        leading, columns: of an expert's matrix as it is stored.
+        leading, columns: rows and columns of an expert's matrix, as it is stored.
     """
     average = -(-R // E)
     if average > 4:
@@ -105,8 +106,9 @@ def forward(
     """As `api.grouped_matmul`, rounded once at the end; with `transpose_w` w is `[E, F, D]`.
 
     Args:
-        has_residual: also returns the residual of `apply_epilogue`, in the dtype of x.
-        out_dtype: of the result; None is the dtype of x.
+        has_residual: whether to return also the residual of `apply_epilogue`, in the dtype of
+            x.
+        out_dtype: dtype of the result; None is the dtype of x.
 
     Raises:
         ValueError: `tiling` does not fit.
@@ -168,7 +170,7 @@ def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | N
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """Which experts have rows, and which rows: what the loops of the CPU run over.
+    """The experts that have rows, and their rows, which the loops of the CPU run over.
 
     Attributes:
         expert_E: experts with rows first.
@@ -190,7 +192,7 @@ class Groups:
         return self.expert_E, self.num_experts, self.start_E, self.end_E
 
     def tiles(self, e, rows: int):
-        """How many tiles of `rows` rows expert e has."""
+        """Number of expert e's tiles of `rows` rows."""
         return (self.end_E[e] - self.start_E[e] + rows - 1) // rows
 
     def tile(self, e, t, rows: int, R: int):
@@ -217,14 +219,14 @@ def forward_on_cpu(x_RD, w, group_sizes_E, transpose_w: bool, tiling: Tiling):
 
 
 def add_up_blocks(x_RD, weight_block, shape, group_sizes_E, transpose_w, tiling: Tiling):
-    """`[R, F]` float32 of the products of rows with blocks of their experts' matrices.
+    """Adds up the products of rows with blocks of their experts' matrices, `[R, F]` float32.
 
     Args:
         x_RD: varies over the mesh axes that the matrices and the sizes vary over, as the sums
             do (`vary_like`).
-        weight_block: `(e, k)` to the k-th block of `tiling.weight_rows` rows of expert e's
-            matrix, floating point; computed once for each.
-        shape: of an expert's matrix, as it is stored.
+        weight_block: `(e, k)` -> the k-th block of `tiling.weight_rows` rows of expert e's
+            matrix, floating point; each block is computed once.
+        shape: shape of an expert's matrix, as it is stored.
     """
     R, K = x_RD.shape[0], tiling.weight_rows
     b = min(tiling.rows, R)
@@ -297,7 +299,7 @@ def _dot(a, b, contract_a: int, contract_b: int):
 
 
 def forward_by_ragged_dot(x_RD, w, group_sizes_E, transpose_w: bool):
-    """By `jax.lax.ragged_dot`, which TPU and GPU run; float32, 0 past the groups."""
+    """The product by `jax.lax.ragged_dot`, for TPU and GPU; float32, 0 past the groups."""
     numbers = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2 if transpose_w else 1,)), ((), ())),
         lhs_ragged_dimensions=(0,),

@@ -74,8 +74,8 @@ def separate_matmul(
 ):
     """As `grouped_matmul`, forward alone; w_gate as w.
 
-    The epilogue follows the loop: of a few rows it is little work, and each branch would be
-    compiled with it.
+    The epilogue follows the loop: for a few rows it is little work, and inside of the loop it
+    would be compiled once for each branch.
 
     Raises:
         ValueError: shapes that do not agree, or sizes below 0 or above R in sum.
@@ -145,7 +145,7 @@ def _tiles(group_sizes_E, R: int, b: int) -> RowTiles:
 
 
 def _before(size_E):
-    """Sums of all before each. By comparisons: a few of them are one operation."""
+    """For each size the sum of all sizes before it; few comparisons are one operation."""
     index_E = jax.lax.iota(jnp.int32, size_E.shape[0])
     return jnp.sum(jnp.where(index_E[None] < index_E[:, None], size_E[None], 0), axis=1)
 

@@ -24,9 +24,9 @@ DTYPES = ("bfloat16", "float32")
 
 
 def refusal(x_dtype, w_dtype, R: int, D: int, F: int, E: int) -> str | None:
-    """Why the kernels cannot multiply these, with the way out; None if they can.
+    """The reason why the kernels cannot multiply these, and what to do; None if they can.
 
-    Any sizes will do: what does not divide is masked.
+    All sizes are allowed: rests of blocks are masked.
     """
     x_name, w_name = jnp.dtype(x_dtype).name, jnp.dtype(w_dtype).name
     if x_name not in DTYPES:
@@ -67,29 +67,43 @@ def forward(
     """As `api.grouped_matmul`; with `transpose_w` w is `[E, F, D]`.
 
     Args:
-        has_residual: also returns the residual of `apply_epilogue`, in the dtype of x.
-        out_dtype: of the result; None is the dtype of x.
+        has_residual: whether to return also the residual of `apply_epilogue`, in the dtype of
+            x.
+        out_dtype: dtype of the result; None is the dtype of x.
         interpret: True, or `pltpu.InterpretParams`, to run without a TPU.
 
     Raises:
-        ValueError: a tiling that cannot be.
+        ValueError: the tiling is not possible.
     """
     R, D = x_RD.shape
     F = w.shape[1] if transpose_w else w.shape[2]
     if tiling is None:
         num_matrices = 1 if w_gate is None else 2
         problem = Problem.of(
-            R, D, F, w.shape[0], x_RD.dtype, w.dtype, num_matrices=num_matrices,
-            num_results=1 + num_matrices if has_residual else 1, out_dtype=out_dtype,
-        )  # fmt: skip
+            R,
+            D,
+            F,
+            w.shape[0],
+            x_RD.dtype,
+            w.dtype,
+            num_matrices=num_matrices,
+            num_results=1 + num_matrices if has_residual else 1,
+            out_dtype=out_dtype,
+        )
         tiling = tpu_tiling.candidates(problem)[0]
     return multiply_rows(
-        x_RD, w, group_sizes_E, tiling=tiling, is_output_major=transpose_w, w_gate=w_gate,
+        x_RD,
+        w,
+        group_sizes_E,
+        tiling=tiling,
+        is_output_major=transpose_w,
+        w_gate=w_gate,
         epilogue=Epilogue(
             bias_EF=bias_EF, activation=activation, gate_R=gate_R, has_residual=has_residual
         ),
-        out_dtype=out_dtype, interpret=interpret,
-    )  # fmt: skip
+        out_dtype=out_dtype,
+        interpret=interpret,
+    )
 
 
 def weight_gradient(
@@ -103,7 +117,7 @@ def weight_gradient(
     in rows past the last expert's does not matter.
 
     Raises:
-        ValueError: a tiling that cannot be.
+        ValueError: the tiling is not possible.
     """
     [R, D], F, E = x_RD.shape, dy_RF.shape[1], group_sizes_E.shape[0]
     out_dtype = jnp.dtype(out_dtype)
@@ -115,14 +129,20 @@ def weight_gradient(
     num_bytes = R * D * num_blocks(F, tiling.block_F) * x_RD.dtype.itemsize
     num_bytes += R * F * num_blocks(D, tiling.block_D) * dy_RF.dtype.itemsize
     [dw_EDF] = run_pipeline(
-        _add_tile, functools.partial(_pipeline, tiling, D, F),
-        lambda sizes_E: tiles_by_expert(sizes_E, R, tiling.block_R), group_sizes_E,
-        (x_RD, dy_RF), [((E, D, F), out_dtype)], problem, tiling,
+        _add_tile,
+        functools.partial(_pipeline, tiling, D, F),
+        lambda sizes_E: tiles_by_expert(sizes_E, R, tiling.block_R),
+        group_sizes_E,
+        (x_RD, dy_RF),
+        [((E, D, F), out_dtype)],
+        problem,
+        tiling,
         scratch=[] if out_dtype == jnp.float32 else [block],
         bytes_accessed=num_bytes + E * D * F * out_dtype.itemsize,
-        semantics=(pltpu.PARALLEL, pltpu.PARALLEL, pltpu.ARBITRARY), interpret=interpret,
+        semantics=(pltpu.PARALLEL, pltpu.PARALLEL, pltpu.ARBITRARY),
+        interpret=interpret,
         name="sum_outer_products",
-    )  # fmt: skip
+    )
     return dw_EDF
 
 

@@ -23,21 +23,33 @@ from pallas_kernels.tpu_chip import interpret_mode, on_some_tpu, padded_shape, p
 
 
 def run_pipeline(
-    body: Callable, pipeline: Callable, schedule: Callable, group_sizes_E, arrays, results,
-    problem: Problem, tiling: Tiling, *, scratch, bytes_accessed: int, semantics, interpret,
-    name: str, rows_of_tiles: Callable | None = None,
-):  # fmt: skip
-    """The results, each of a shape and dtype, of a body that runs over the tiles of a schedule.
+    body: Callable,
+    pipeline: Callable,
+    schedule: Callable,
+    group_sizes_E,
+    arrays,
+    results,
+    problem: Problem,
+    tiling: Tiling,
+    *,
+    scratch,
+    bytes_accessed: int,
+    semantics,
+    interpret,
+    name: str,
+    rows_of_tiles: Callable | None = None,
+):
+    """Runs a body over the tiles of a schedule and returns results of given shapes and dtypes.
 
     Args:
         body: `(tiles, scratch, *blocks of arrays and results)`, the work of one step.
-        pipeline: of tiles to the grid and the `pl.BlockSpec`s of arrays and of results.
-        schedule: of sizes of the groups to their `BlockTiles`.
-        scratch: memory of the kernel.
-        bytes_accessed: for XLA's scheduler.
-        semantics: of the axes of the grid.
-        rows_of_tiles: of `begin_P` and `end_P` the rows that the body multiplies in each tile;
-            None where it is whole blocks.
+        pipeline: tiles -> the grid and the `pl.BlockSpec`s of arrays and of results.
+        schedule: sizes of the groups -> their `BlockTiles`.
+        scratch: scratch memory of the kernel.
+        bytes_accessed: bytes that the kernel reads and writes, for XLA's scheduler.
+        semantics: dimension semantics of the axes of the grid.
+        rows_of_tiles: `(begin_P, end_P)` -> the number of rows that the body multiplies in each
+            tile; None where it multiplies whole blocks.
     """
     tiles = schedule(group_sizes_E)
     shapes = [shape for shape, _ in results]
@@ -83,11 +95,16 @@ def run_pipeline(
 
 
 def _counts(
-
-    pipeline, schedule, tiles, arrays, out_shape, problem: Problem, tiling: Tiling,
+    pipeline,
+    schedule,
+    tiles,
+    arrays,
+    out_shape,
+    problem: Problem,
+    tiling: Tiling,
     rows_of_tiles: Callable | None,
-):  # fmt: skip
-    """Of sizes of the groups, the pipeline's copies and what it multiplies (`launches.py`)."""
+):
+    """Functions of the group sizes: the pipeline's copies and its FLOPs (see `launches.py`)."""
     tiles_like, arrays_like = (
         [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in group]
         for group in (tiles, arrays)

@@ -44,9 +44,9 @@ class _Plan:
     Attributes:
         num_matrices: 2 in a gated linear unit.
         chunk: columns of a block that are multiplied at a time.
-        row_unit: what pieces of rows begin at a multiple of.
-        chip: others than those of `multiplies_int8` multiply int8 rows in bfloat16.
-        names: of the operands after rows and matrices, in their order.
+        row_unit: number of rows of which each piece's first row is a multiple.
+        chip: the chip; those without `multiplies_int8` multiply int8 rows in bfloat16.
+        names: names of the operands after rows and matrices, in their order.
     """
 
     tiling: Tiling
@@ -105,12 +105,12 @@ def multiply_rows(
 
     Args:
         x_RD: float32, bfloat16, or int8, whose products with int8 are added up as int32 where
-            the chip multiplies int8, in float32 elsewhere, or float8_e4m3fn with weights of it;
-            of 8 bits `block_R` is a multiple of 32.
+            the chip multiplies int8, in float32 elsewhere, or float8_e4m3fn with weights of the
+            same dtype; for rows of 8 bits `block_R` is a multiple of 32.
         w: [E, D, F], or [E, F, D] if `is_output_major`; the dtype of x, int8, int4 or
             float8_e4m3fn.
-        w_gate: of a gated linear unit, as w.
-        out_dtype: of the result; None is the dtype of x, which a residual always has.
+        w_gate: the gate's matrices of a gated linear unit, as w.
+        out_dtype: dtype of the result; None is the dtype of x, which a residual always has.
 
     Returns:
         y_RF, with `has_residual` (y_RF, residual).
@@ -141,9 +141,16 @@ def multiply_rows(
         names=tuple(operands),
     )
     problem = Problem.of(
-        R, D, F, w.shape[0], x_RD.dtype, w.dtype, num_matrices=len(matrices),
-        num_results=plan.num_results, out_dtype=out_dtype,
-    )  # fmt: skip
+        R,
+        D,
+        F,
+        w.shape[0],
+        x_RD.dtype,
+        w.dtype,
+        num_matrices=len(matrices),
+        num_results=plan.num_results,
+        out_dtype=out_dtype,
+    )
     dtypes = [out_dtype or x_RD.dtype] + [x_RD.dtype] * (plan.num_results - 1)
     sums = [pltpu.VMEM(plan.y_block, jnp.float32)] * len(matrices)
     # As if every expert had rows.
@@ -154,13 +161,21 @@ def multiply_rows(
         return pipeline_specs(plan, tuple(specs.values()), tiles)
 
     results = run_pipeline(
-        functools.partial(_multiply_tile, plan), pipeline,
-        lambda sizes_E: tiles_by_block(sizes_E, R, tiling.block_R), group_sizes_E,
-        [x_RD, *matrices, *operands.values()], [((R, F), each) for each in dtypes],
-        problem, tiling, scratch=sums if plan.num_blocks_D > 1 else [],
-        bytes_accessed=accessed, semantics=(pltpu.PARALLEL, pltpu.ARBITRARY, pltpu.ARBITRARY),
-        interpret=interpret, name="multiply_rows", rows_of_tiles=tiling.multiplied_rows,
-    )  # fmt: skip
+        functools.partial(_multiply_tile, plan),
+        pipeline,
+        lambda sizes_E: tiles_by_block(sizes_E, R, tiling.block_R),
+        group_sizes_E,
+        [x_RD, *matrices, *operands.values()],
+        [((R, F), each) for each in dtypes],
+        problem,
+        tiling,
+        scratch=sums if plan.num_blocks_D > 1 else [],
+        bytes_accessed=accessed,
+        semantics=(pltpu.PARALLEL, pltpu.ARBITRARY, pltpu.ARBITRARY),
+        interpret=interpret,
+        name="multiply_rows",
+        rows_of_tiles=tiling.multiplied_rows,
+    )
     y_RF, *residual = (each[:num_rows] for each in results)
     return (y_RF, tuple(residual)) if epilogue.has_residual else y_RF
 
@@ -330,9 +345,10 @@ class _Piece:
     """Rows of a block that are multiplied at once.
 
     Attributes:
-        start: the first, known when the kernel runs.
-        unit: divides start and size.
-        is_first: of its tile; the rows above the tile's may be another expert's.
+        start: number of the first row, known when the kernel runs.
+        unit: number that divides start and size.
+        is_first: whether it is the first piece of its tile; the rows above the tile's may be
+            another expert's.
     """
 
     start: jax.Array

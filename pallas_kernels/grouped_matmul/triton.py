@@ -31,7 +31,7 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def refusal(x_dtype, w_dtype, R: int, D: int, F: int, E: int) -> str | None:
-    """Why the kernels cannot run with these, and the way out; None if they can."""
+    """The reason why the kernels cannot run with these, and what to do; None if they can."""
     if x_dtype not in DTYPES or w_dtype != x_dtype:
         return (
             f"rows are {jnp.dtype(x_dtype)} and weights {jnp.dtype(w_dtype)}; cast both to "
@@ -54,18 +54,30 @@ def candidates(R: int, D: int, F: int, E: int, dtype=jnp.bfloat16) -> list[Tilin
     return tilings.candidates(R, E, dtype)
 
 
-def forward(x_RD, w, group_sizes_E, *, w_gate=None, bias_EF=None,
-            activation: str | None = None, gate_R=None, has_residual: bool = False,
-            transpose_w: bool = False, tiling: Tiling | None = None, out_dtype=None,
-            interpret: bool = False):  # fmt: skip
+def forward(
+    x_RD,
+    w,
+    group_sizes_E,
+    *,
+    w_gate=None,
+    bias_EF=None,
+    activation: str | None = None,
+    gate_R=None,
+    has_residual: bool = False,
+    transpose_w: bool = False,
+    tiling: Tiling | None = None,
+    out_dtype=None,
+    interpret: bool = False,
+):
     """As `api.grouped_matmul`; with `transpose_w` w is `[E, F, D]`.
 
     Args:
-        has_residual: also returns the residual of `apply_epilogue`, in the dtype of x.
-        out_dtype: of the result; None is that of x.
+        has_residual: whether to return also the residual of `apply_epilogue`, in the dtype of
+            x.
+        out_dtype: dtype of the result; None is the dtype of x.
 
     Raises:
-        ValueError: `refusal` has a reason, or the tiling cannot be.
+        ValueError: `refusal` has a reason, or the tiling is not possible.
     """
     F = w.shape[1] if transpose_w else w.shape[2]
     if reason := refusal(x_RD.dtype, w.dtype, *x_RD.shape, F, w.shape[0]):
@@ -80,10 +92,20 @@ def forward(x_RD, w, group_sizes_E, *, w_gate=None, bias_EF=None,
         return dot(x_TK, at.matrix_of(w_ref, (depth_K, D), (at.feature_N, F)), 1, 0)
 
     y_RF, *residual = multiply_rows(
-        x_RD, matrices, group_sizes_E, F, product, tiling=tiling, bias_EF=bias_EF,
-        activation=activation, gate_R=gate_R, has_residual=has_residual, out_dtype=out_dtype,
-        interpret=interpret, name="grouped_matmul",
-    )  # fmt: skip
+        x_RD,
+        matrices,
+        group_sizes_E,
+        F,
+        product,
+        tiling=tiling,
+        bias_EF=bias_EF,
+        activation=activation,
+        gate_R=gate_R,
+        has_residual=has_residual,
+        out_dtype=out_dtype,
+        interpret=interpret,
+        name="grouped_matmul",
+    )
     return (y_RF, tuple(residual)) if has_residual else y_RF
 
 
@@ -127,16 +149,31 @@ class Place:
 def dot(a, b, contract_a: int, contract_b: int):
     """float32 sums; float32 operands are not rounded to tf32."""
     return lax.dot_general(
-        a, b, (((contract_a,), (contract_b,)), ((), ())), precision=lax.Precision.HIGHEST,
+        a,
+        b,
+        (((contract_a,), (contract_b,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
-    )  # fmt: skip
+    )
 
 
 def multiply_rows(
-    x_RD, matrices, group_sizes_E, F: int, product: Callable, *, finish: Callable | None = None,
-    tiling: Tiling | None, bias_EF, activation: str | None, gate_R, has_residual: bool = False,
-    out_dtype=None, interpret: bool, name: str,
-):  # fmt: skip
+    x_RD,
+    matrices,
+    group_sizes_E,
+    F: int,
+    product: Callable,
+    *,
+    finish: Callable | None = None,
+    tiling: Tiling | None,
+    bias_EF,
+    activation: str | None,
+    gate_R,
+    has_residual: bool = False,
+    out_dtype=None,
+    interpret: bool,
+    name: str,
+):
     """`[R, F]` in `out_dtype`, and with `has_residual` the residual after it, in that of x.
 
     Args:
@@ -164,9 +201,18 @@ def multiply_rows(
         each = len(arrays) // len(matrices)
         parts = [refs[i * each : (i + 1) * each] for i in range(len(matrices))]
         _tile(
-            (R, D, F), E, tiling, sizes_ref, x_ref, parts, extras, results, product, finish,
+            (R, D, F),
+            E,
+            tiling,
+            sizes_ref,
+            x_ref,
+            parts,
+            extras,
+            results,
+            product,
+            finish,
             activation,
-        )  # fmt: skip
+        )
 
     grid, results = (tiles, pl.cdiv(F, tiling.features)), [((R, F), each) for each in dtypes]
     return _run(body, operands, results, grid, tiling, interpret, name)
@@ -195,8 +241,9 @@ def _run(body, operands, results, grid, tiling: Tiling, interpret: bool, name: s
     return [each[tuple(map(slice, shape))] for each, shape in zip(found, shapes, strict=True)]
 
 
-def _tile(sizes, E, tiling, sizes_ref, x_ref, parts, extras, results, product, finish,
-          activation):  # fmt: skip
+def _tile(
+    sizes, E, tiling, sizes_ref, x_ref, parts, extras, results, product, finish, activation
+):
     """One block of threads: a tile of rows of one group, by a tile of features."""
     R, D, F = sizes
     group, row_T, end = _rows_of_tile(sizes_ref, pl.program_id(0), tiling.rows, R)
@@ -267,12 +314,19 @@ def iota(size: int):
     return lax.iota(jnp.int32, size)
 
 
-def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | None = None,
-                    interpret: bool = False):  # fmt: skip
+def weight_gradient(
+    x_RD,
+    dy_RF,
+    group_sizes_E,
+    *,
+    out_dtype,
+    tiling: Tiling | None = None,
+    interpret: bool = False,
+):
     """`dw_e = x_e^T dy_e` over the rows of each expert, `[E, D, F]`; zero without rows.
 
     Raises:
-        ValueError: `refusal` has a reason, or the tiling cannot be.
+        ValueError: `refusal` has a reason, or the tiling is not possible.
     """
     (R, D), F, (E,) = x_RD.shape, dy_RF.shape[1], group_sizes_E.shape
     if reason := refusal(x_RD.dtype, dy_RF.dtype, R, D, F, E):
@@ -307,7 +361,12 @@ def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | N
 
     grid = pl.cdiv(F, tiling.features), pl.cdiv(D, tiling.depth), E
     [dw_EDF] = _run(
-        body, (group_sizes_E, x_RD, dy_RF), [((E, D, F), out_dtype)], grid, tiling, interpret,
+        body,
+        (group_sizes_E, x_RD, dy_RF),
+        [((E, D, F), out_dtype)],
+        grid,
+        tiling,
+        interpret,
         "grouped_matmul_weight_gradient",
-    )  # fmt: skip
+    )
     return dw_EDF

@@ -54,7 +54,7 @@ def from_gptq(
         scales: floating point `[E, G, F]`.
         g_idx: int32 `[E, D]`, the group of each input; None where inputs are in order.
         bits: 4 or 8.
-        checkpoint_format: as quantize_config.json says it, `gptq` or `gptq_v2`.
+        checkpoint_format: the format in quantize_config.json, `gptq` or `gptq_v2`.
 
     Raises:
         ValueError: shapes or dtypes that do not agree, another number of bits or format, inputs
@@ -102,7 +102,7 @@ def _in_order(packed):
 
 
 def _qtensor(q_EDF, zeros_EGF, scales_EGF, bits: int) -> QTensor:
-    """The same numbers with signed integers: q and z both less half of their range."""
+    """A QTensor of these numbers with signed integers: q and z less half of their range."""
     E, D, F = q_EDF.shape
     G = scales_EGF.shape[1]
     if D % G:

@@ -24,23 +24,23 @@ FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)
 class QTensor:
     """`w_edf = scales[e, f, g] * (values[e, f, d] - zeros[e, f, g])`, `g = d // group_size`.
 
-    4-bit values have two forms. Packed, two in a uint8, the one of even d in the low nibble,
-    is what files and hosts keep: NumPy's int4 takes a whole byte. Native `jnp.int4` is what
-    kernels read; XLA packs it by itself on devices. Changing from one to the other costs
-    copies (on TPU some twenty bytes for each), so it is done once, when weights are loaded.
+    4-bit values have two forms. Files and hosts keep packed values, two in a uint8, the one of
+    even d in the low nibble: NumPy's int4 takes a whole byte. Kernels read native `jnp.int4`
+    values, which XLA packs by itself on devices. Changing from one form to the other costs
+    copies (on TPU about 20 bytes for each value), so it is done once, when weights are loaded.
 
-    8-bit values are int8, or float8_e4m3fn. Those have no NaN and no negative zero: a TPU v5 or
-    v6 reads them as another type of 8 bits (e4m3b11fnuz), in which these are 480 and NaN. A NaN
-    is in the scale.
+    8-bit values are int8 or float8_e4m3fn. The float8 values have no NaN and no negative zero:
+    a TPU v5 or v6 reads them as another type of 8 bits (e4m3b11fnuz), in which these are 480
+    and NaN. A NaN is in the scale instead.
 
     Attributes:
         values: int8 or float8_e4m3fn `[E, F, D]`, packed uint8 `[E, F, D // 2]` or int4
             `[E, F, D]`.
         scales_EFG: float32; G = 1, or D / group_size.
         bits: 8 or 4.
-        group_size: channels of D that share a scale; None where all of them do.
-        zeros_EFG: zero points, float32; None where all are 0, as `quantize` has them.
-        layout_version: of the layout of `values`; goes with the arrays wherever they go.
+        group_size: number of channels of D that share a scale; None where all of them do.
+        zeros_EFG: zero points, float32; None where all are 0, as from `quantize`.
+        layout_version: version of the layout of `values`; stays with the arrays.
     """
 
     LAYOUT_VERSION: ClassVar[int] = 1
@@ -81,7 +81,7 @@ class QTensor:
         return math.prod(self.shape) * self.bits // 8
 
     def native(self) -> Self:
-        """The same tensor with values as kernels read them: of 8 bits, or `jnp.int4`.
+        """A copy with the values that kernels read: 8-bit values, or `jnp.int4`.
 
         Arrays are converted once: the tensor keeps what it returned, and while it is there,
         both take memory. Values that are traced are converted wherever their program runs.
@@ -99,9 +99,10 @@ class QTensor:
         return native
 
     def without_zeros(self) -> Self:
-        """`native`, zero points subtracted from the values: exact, int8, in twice the bytes.
+        """`native` with zero points subtracted from the values, which are then int8.
 
-        For kernels without zero points. Of 4 bits the differences are -15 to 15.
+        It is for kernels without zero points. It is exact, as differences of 4-bit numbers are
+        -15 to 15, and takes twice the bytes.
 
         Raises:
             ValueError: 8-bit values, whose differences may not fit 8 bits.
@@ -122,7 +123,7 @@ class QTensor:
         return dataclasses.replace(native, values=values_EFD, bits=8, zeros_EFG=None)
 
     def packed(self) -> Self:
-        """The same tensor with values as files store them: of 8 bits, or uint8 of two of 4."""
+        """A copy with values as files store them: 8-bit values, or uint8 of two 4-bit ones."""
         self.check()
         if self.bits == 8 or self.is_packed:
             return self

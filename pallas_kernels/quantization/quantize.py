@@ -26,7 +26,8 @@ CLIP_RATIOS = np.arange(32, 65) / 64
 def quantize(
     w_EDF, bits: int, method: str | None = None, group_size: int | None = None, dtype=None
 ):
-    """`w_EDF` as a QTensor; one expert at a time, so that little more than it is in memory.
+    """Quantizes `w_EDF` one expert at a time, so that little more than the QTensor is in
+    memory.
 
     With m the largest magnitude of a channel (of an output feature's D weights, or of
     `group_size` of them) and q = 2^(bits-1) - 1, the scale is
@@ -48,14 +49,15 @@ def quantize(
     Args:
         w_EDF: floating point, the layout of training.
         bits: 8 or 4. 4-bit values come packed; `QTensor.native` is for kernels.
-        method: None is `mse` with 4 bits and `absmax` with 8.
-        group_size: None is one scale for each output feature.
-        dtype: of values of 8 bits, `int8` (also None) or `float8_e4m3fn`; of 4 None or `int4`.
+        method: `absmax`, `ft` or `mse`; None is `mse` with 4 bits and `absmax` with 8.
+        group_size: channels of D that share a scale; None is one scale for each output feature.
+        dtype: dtype of the values: with 8 bits `int8` (also None) or `float8_e4m3fn`; with 4
+            bits None or `int4`.
 
     Raises:
-        ValueError: an unknown `bits`, `method` or `dtype`, D is odd with 4 bits or no multiple
-            of `group_size`, weights that are no numbers or not finite. (Under `jax.jit` their
-            values cannot be looked at; there a NaN makes the scale of its channel NaN.)
+        ValueError: `bits`, `method` or `dtype` is unknown, D is odd with 4 bits or no multiple
+            of `group_size`, or weights are not numeric or not finite. (Under `jax.jit` their
+            values are not known; there a NaN makes the scale of its channel NaN.)
     """
     method = method or ("mse" if bits == 4 else "absmax")
     dtype = name_of(dtype or f"int{bits}")
@@ -84,7 +86,7 @@ def quantize_rows(x_RD, dtype="int8"):
         (values_RD, scale_R): of `dtype`, and float32.
 
     Raises:
-        ValueError: they are no floating point rows, or `dtype` is another one.
+        ValueError: the rows are not floating point, or `dtype` is another one.
     """
     if (dtype := name_of(dtype)) not in VALUES_OF_8_BITS:
         raise ValueError(

@@ -39,9 +39,9 @@ def quantized_grouped_matmul(
     """`y_r = gate_r act(x_r w_e + bias_e) (x_r w_gate_e)`, e the expert of row r, as x's dtype.
 
     Weights are dequantized inside of the product, a tile at a time. Products are added up in
-    float32, the scale of a whole channel multiplies the sum. Rows past the last group are not
-    read and give zeros; matrices of empty groups are not read: finished sentences whose rows
-    are sorted past the groups cost nothing (section 3.5).
+    float32, and the scale of a whole channel multiplies the sum. Rows past the last group are
+    not read and give zeros; matrices of empty groups are not read: finished sentences whose
+    rows are sorted past the groups cost nothing (section 3.5).
 
     It has no gradient: differentiating raises TypeError. Quantized weights are for
     inference; `jax.lax.stop_gradient` around the call, or `grouped_matmul` with
@@ -49,29 +49,36 @@ def quantized_grouped_matmul(
 
     Args:
         x_RD: float32, bfloat16 or float16.
-        w: of `quantize`, or of `from_awq` or `from_gptq`, whose zero points a TPU's kernel
-            subtracts by way of the sums of the rows; for Hopper's they are subtracted from the
-            values, which are int8 then, exactly and in twice the bytes. Kernels read native
-            values: packed ones that are an argument of a compiled program are converted
-            whenever it runs, and a warning says so; others once (`QTensor.native`).
-        w_gate: of a gated linear unit; quantized as w is.
-        quantize_rows_to: `int8` or, of float8 weights, `float8_e4m3fn` quantizes the rows as
-            well, with a scale each (`quantize_rows`). A TPU multiplies int8 by int8 (int4
-            weights become int8) and adds up in int32, and float8 by float8 in float32. Other
-            back ends multiply the rows that the values stand for, Hopper rounded to the dtype
-            of x.
+        w: weights from `quantize`, or from `from_awq` or `from_gptq`, whose zero points a
+            TPU's kernel subtracts by way of the sums of the rows; for Hopper's kernel they are
+            subtracted from the values, which are int8 then, exactly and in twice the bytes.
+            Kernels read native values: packed values that are an argument of a compiled
+            program are converted whenever it runs, with a warning; others are converted once
+            (`QTensor.native`).
+        w_gate: the gate's matrices of a gated linear unit; quantized as w is.
+        quantize_rows_to: `int8` or, with float8 weights, `float8_e4m3fn` quantizes the rows as
+            well, with one scale for each row (`quantize_rows`). A TPU multiplies int8 by int8
+            (int4 weights become int8) and adds up in int32, and float8 by float8 in float32.
+            Other back ends multiply the dequantized rows, which Hopper rounds to the dtype of
+            x.
         bias_EF, activation, gate_R, group_sizes_E, group_offset, preferred_element_type,
-            implementation, tiling, interpret: as of `grouped_matmul`. (A QTensor is
+            implementation, tiling, interpret: see `grouped_matmul`. (A QTensor is
             output-major, so there is no `transpose_w`.)
 
     Raises:
-        ValueError: as `grouped_matmul`, or weights of another layout.
+        ValueError: see `grouped_matmul`; or the weights have another layout.
     """
     check_quantized(
-        x_RD, w, group_sizes_E, w_gate, group_offset=group_offset,
-        preferred_element_type=preferred_element_type, bias_EF=bias_EF, activation=activation,
+        x_RD,
+        w,
+        group_sizes_E,
+        w_gate,
+        group_offset=group_offset,
+        preferred_element_type=preferred_element_type,
+        bias_EF=bias_EF,
+        activation=activation,
         gate_R=gate_R,
-    )  # fmt: skip
+    )
     if quantize_rows_to is not None:
         quantize_rows_to = _checked_row_dtype(quantize_rows_to, w)
     R, (E, D, F) = x_RD.shape[0], w.shape
@@ -119,7 +126,7 @@ def _weights_of(module: ModuleType, w: QTensor) -> QTensor:
 
 
 def _checked_row_dtype(quantize_rows_to, w: QTensor) -> str:
-    """Its name; raises ValueError where rows are not quantized to it beside these weights."""
+    """The dtype's name; raises ValueError where these weights do not allow it for rows."""
     name, expected = name_of(quantize_rows_to), VALUES_OF_8_BITS[w.is_float8]
     if name != expected:
         raise ValueError(
@@ -140,9 +147,16 @@ def _quantized_rows(module: ModuleType, x_RD, dtype: str):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _without_gradient(
-    module: ModuleType, options, x_RD, scale_R, w: QTensor, w_gate, group_sizes_E, bias_EF,
+    module: ModuleType,
+    options,
+    x_RD,
+    scale_R,
+    w: QTensor,
+    w_gate,
+    group_sizes_E,
+    bias_EF,
     gate_R,
-):  # fmt: skip
+):
     options = dict(options, bias_EF=bias_EF, gate_R=gate_R)
     if scale_R is not None:
         options["row_scale_R"] = scale_R

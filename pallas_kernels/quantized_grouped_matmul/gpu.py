@@ -50,9 +50,10 @@ CONVERTED = 64
 _LAYOUTS = {8: plgpu.Layout.WGMMA_UPCAST_2X, 4: plgpu.Layout.WGMMA_UPCAST_4X}
 
 
-def refusal(x_dtype, bits: int, R: int, D: int, F: int, E: int,
-            group_size: int | None = None) -> str | None:  # fmt: skip
-    """Why the kernel cannot run with these, and the way out; None if it can."""
+def refusal(
+    x_dtype, bits: int, R: int, D: int, F: int, E: int, group_size: int | None = None
+) -> str | None:
+    """The reason why the kernel cannot run with these, and what to do; None if it can."""
     if reason := plain.refusal(x_dtype, x_dtype, R, D, F, E):
         return reason
     if bits not in _LAYOUTS:
@@ -65,8 +66,16 @@ def refusal(x_dtype, bits: int, R: int, D: int, F: int, E: int,
     return None
 
 
-def default_tiling(R: int, D: int, F: int, E: int, bits: int, dtype=jnp.bfloat16,
-                   group_size: int | None = None, num_matrices: int = 1) -> Tiling:  # fmt: skip
+def default_tiling(
+    R: int,
+    D: int,
+    F: int,
+    E: int,
+    bits: int,
+    dtype=jnp.bfloat16,
+    group_size: int | None = None,
+    num_matrices: int = 1,
+) -> Tiling:
     """The tiling by rows per expert; a row of weights is copied in 128 bytes where it can."""
     tile_n = min(tile_of_rows(R, E), 256 // num_matrices)
     most = group_size or D
@@ -82,7 +91,7 @@ def default_tiling(R: int, D: int, F: int, E: int, bits: int, dtype=jnp.bfloat16
     panel = F if tile_n <= 64 else default_panel(tiling, D, F, bits, num_matrices)
     tiling = dataclasses.replace(tiling, panel=panel)
     tiling = dataclasses.replace(tiling, splits=default_splits(tiling, R, D, F, E))
-    # Of two matrices, and of sums by groups of more rows, the registers do not hold the sums.
+    # Registers do not hold the sums of two matrices, nor of more rows with scales by group.
     fits_wide = num_matrices == 1 and tile_n <= (64 if most == D else 32)
     if tiling.splits == 1 and fits_wide and _pays_wide(tiling, R, F, E):
         tiling = dataclasses.replace(tiling, tile_m=128, tile_k=min(tile_k, 256))
@@ -100,21 +109,29 @@ def _pays_wide(tiling: Tiling, R: int, F: int, E: int) -> bool:
     return -(-tiles // H200_SMS) >= 2 * -(-wide_tiles // H200_SMS)
 
 
-def candidates(R: int, D: int, F: int, E: int, bits: int, dtype=jnp.bfloat16,
-               group_size: int | None = None) -> list[Tiling]:  # fmt: skip
+def candidates(
+    R: int, D: int, F: int, E: int, bits: int, dtype=jnp.bfloat16, group_size: int | None = None
+) -> list[Tiling]:
     """Tilings worth a measurement, the default first."""
     return candidates_around(
-        default_tiling(R, D, F, E, bits, dtype, group_size), R, F, E, (64, 128, 256),
-        dtype, _w_dtype(bits), lambda tiling: _checked(tiling, D, dtype, bits, group_size),
-    )  # fmt: skip
+        default_tiling(R, D, F, E, bits, dtype, group_size),
+        R,
+        F,
+        E,
+        (64, 128, 256),
+        dtype,
+        _w_dtype(bits),
+        lambda tiling: _checked(tiling, D, dtype, bits, group_size),
+    )
 
 
 def _w_dtype(bits: int):
     return jnp.int8 if bits == 8 else jnp.int4
 
 
-def _checked(tiling: Tiling, D: int, dtype, bits: int, group_size: int | None,
-             num_matrices: int = 1) -> Tiling:  # fmt: skip
+def _checked(
+    tiling: Tiling, D: int, dtype, bits: int, group_size: int | None, num_matrices: int = 1
+) -> Tiling:
     tiling = checked(tiling, D, dtype, _w_dtype(bits), num_matrices=num_matrices)
     has_groups = group_size is not None and group_size != D
     # Each of three has 152 registers a thread; what it converts would be spilled.
@@ -139,15 +156,26 @@ def _checked(tiling: Tiling, D: int, dtype, bits: int, group_size: int | None,
     return tiling
 
 
-def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, w_gate=None, bias_EF=None,
-            activation=None, gate_R=None, out_dtype=None, tiling: Tiling | None = None,
-            interpret: bool = False):  # fmt: skip
+def forward(
+    x_RD,
+    values_EFD,
+    scales_EFG,
+    group_sizes_E,
+    *,
+    w_gate=None,
+    bias_EF=None,
+    activation=None,
+    gate_R=None,
+    out_dtype=None,
+    tiling: Tiling | None = None,
+    interpret: bool = False,
+):
     """As `api.quantized_grouped_matmul`.
 
     Args:
-        values_EFD, scales_EFG: of a QTensor with native values.
-        w_gate: the same two of the matrices of a gated linear unit.
-        out_dtype: as of `forward` of grouped_matmul.
+        values_EFD, scales_EFG: values and scales of a QTensor with native values.
+        w_gate: values and scales of the gate's matrices of a gated linear unit.
+        out_dtype: see `forward` of grouped_matmul.
 
     Raises:
         ValueError: `refusal` has a reason, the activation is unknown, or the tiling cannot
@@ -187,13 +215,22 @@ def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, w_gate=None, bias_EF
     values = [mosaic.blocks(each, 1, tiling.tile_m * tiling.warpgroups) for each in values]
     tiles, bound_B = schedule(group_sizes_E, num_rows, tiling.tile_n, mosaic)
     epilogue = Epilogue(
-        scales=tuple(scales for _, scales in matrices), bias_EF=bias_EF, activation=activation,
+        scales=tuple(scales for _, scales in matrices),
+        bias_EF=bias_EF,
+        activation=activation,
         gate_R=gate_R,
-    )  # fmt: skip
+    )
     results = swap_ab(
-        x, values, tiles, tiling, _weights(x_RD.dtype, bits, group_size, tiling, mosaic),
-        epilogue, mosaic, num_rows=num_rows, name=f"grouped_matmul_{values_EFD.dtype}",
-    )  # fmt: skip
+        x,
+        values,
+        tiles,
+        tiling,
+        _weights(x_RD.dtype, bits, group_size, tiling, mosaic),
+        epilogue,
+        mosaic,
+        num_rows=num_rows,
+        name=f"grouped_matmul_{values_EFD.dtype}",
+    )
     [y_RF, *_] = plain.finished(
         results, x_RD, F, tiling, bound_B[1 : E + 1], epilogue, out_dtype
     )
@@ -214,8 +251,9 @@ def _converted(q_MK, dtype):
     return int8_to_float16(q_MK) if q_MK.dtype == jnp.int8 else int4_to_float16(q_MK)
 
 
-def _weights(dtype, bits: int, group_size: int | None, tiling: Tiling,
-             mosaic: Mosaic) -> Weights:  # fmt: skip
+def _weights(
+    dtype, bits: int, group_size: int | None, tiling: Tiling, mosaic: Mosaic
+) -> Weights:
     def load(q_smem):
         return mosaic.load(q_smem, _LAYOUTS[bits])
 
@@ -238,8 +276,12 @@ def _weights(dtype, bits: int, group_size: int | None, tiling: Tiling,
     if tiling.through_smem:
         scratch["w"] = ((tiling.tile_m, CONVERTED), dtype)
     return Weights(
-        is_depth_minor=True, multiply=multiply, scratch=scratch, load=load,
+        is_depth_minor=True,
+        multiply=multiply,
+        scratch=scratch,
+        load=load,
         # int4 that is carried from step to step is packed anew by JAX 0.11 and later: 705
         # instructions of a loop that has 380.
-        may_load_ahead=bits == 8, depth_per_scale=group_size,
-    )  # fmt: skip
+        may_load_ahead=bits == 8,
+        depth_per_scale=group_size,
+    )

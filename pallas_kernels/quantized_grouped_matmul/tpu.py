@@ -22,7 +22,7 @@ from pallas_kernels.tiling.tpu import LANES, Problem, Tiling
 def refusal(
     x_dtype, bits: int, R: int, D: int, F: int, E: int, group_size: int | None
 ) -> str | None:
-    """Why the kernel cannot multiply these, with the way out; None if it can.
+    """The reason why the kernel cannot multiply these, and what to do; None if it can.
 
     Any sizes will do but for the groups of channels that share a scale.
     """
@@ -66,26 +66,33 @@ def forward(
     """As `api.quantized_grouped_matmul`.
 
     Args:
-        values_EFD, scales_EFG: of a QTensor with native values.
-        w_gate: the same two of the matrices of a gated linear unit.
+        values_EFD, scales_EFG: values and scales of a QTensor with native values.
+        w_gate: values and scales of the gate's matrices of a gated linear unit.
         zeros: `zeros_EFG` of each of the matrices, or None. A zero point times the sum of the
             row over its channels is subtracted from their product.
-        row_scale_R: of float8 rows, and of int8 rows, whose products with int8 weights are
-            added up as int32.
-        out_dtype: of the result; None is the dtype of x.
+        row_scale_R: scales of float8 rows, and of int8 rows, whose products with int8 weights
+            are added up as int32.
+        out_dtype: dtype of the result; None is the dtype of x.
         interpret: True, or `pltpu.InterpretParams`, to run without a TPU.
 
     Raises:
-        ValueError: a tiling that cannot be.
+        ValueError: the tiling is not possible.
     """
     [R, D], [E, F, G] = x_RD.shape, scales_EFG.shape
     matrices = [(values_EFD, scales_EFG), *([] if w_gate is None else [w_gate])]
     if tiling is None:
         group_size = None if G == 1 else D // G
         problem = Problem.of(
-            R, D, F, E, x_RD.dtype, values_EFD.dtype, group_size=group_size,
-            num_matrices=len(matrices), out_dtype=out_dtype,
-        )  # fmt: skip
+            R,
+            D,
+            F,
+            E,
+            x_RD.dtype,
+            values_EFD.dtype,
+            group_size=group_size,
+            num_matrices=len(matrices),
+            out_dtype=out_dtype,
+        )
         tiling = tpu_tiling.candidates(problem)[0]
     if tiling.block_D % (D // G) and G > 1:
         raise ValueError(

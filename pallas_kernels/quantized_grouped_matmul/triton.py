@@ -33,9 +33,10 @@ FORM = "packed"
 _MOST_BYTES = 2**31
 
 
-def refusal(x_dtype, bits: int, R: int, D: int, F: int, E: int,
-            group_size: int | None = None) -> str | None:  # fmt: skip
-    """Why the kernel cannot run with these, and the way out; None if they can."""
+def refusal(
+    x_dtype, bits: int, R: int, D: int, F: int, E: int, group_size: int | None = None
+) -> str | None:
+    """The reason why the kernel cannot run with these, and what to do; None if it can."""
     if reason := plain.refusal(x_dtype, x_dtype, R, D, F, E):
         return reason
     if bits not in (4, 8) or D * bits % 8:
@@ -53,25 +54,38 @@ def refusal(x_dtype, bits: int, R: int, D: int, F: int, E: int,
     return None
 
 
-def candidates(R: int, D: int, F: int, E: int, bits: int, dtype=jnp.bfloat16,
-               group_size: int | None = None) -> list[Tiling]:  # fmt: skip
+def candidates(
+    R: int, D: int, F: int, E: int, bits: int, dtype=jnp.bfloat16, group_size: int | None = None
+) -> list[Tiling]:
     """Tilings worth a measurement, the default first."""
     group_size = group_size or D
     found = tilings.candidates(R, E, dtype)
     return [each for each in found if group_size == D or group_size % each.depth == 0]
 
 
-def forward(x_RD, values, scales_EFG, group_sizes_E, *, w_gate=None, bias_EF=None,
-            activation=None, gate_R=None, tiling: Tiling | None = None, out_dtype=None,
-            interpret: bool = False):  # fmt: skip
+def forward(
+    x_RD,
+    values,
+    scales_EFG,
+    group_sizes_E,
+    *,
+    w_gate=None,
+    bias_EF=None,
+    activation=None,
+    gate_R=None,
+    tiling: Tiling | None = None,
+    out_dtype=None,
+    interpret: bool = False,
+):
     """As `api.quantized_grouped_matmul`.
 
     Args:
-        values, scales_EFG: of a QTensor with packed values.
-        w_gate: the same two of the matrices of a gated linear unit.
+        values, scales_EFG: values and scales of a QTensor with packed values.
+        w_gate: values and scales of the gate's matrices of a gated linear unit.
 
     Raises:
-        ValueError: `refusal` has a reason, the activation is unknown, or the tiling cannot be.
+        ValueError: `refusal` has a reason, the activation is unknown, or the tiling is not
+            possible.
     """
     (R, D), (E, F, last), G = x_RD.shape, values.shape, scales_EFG.shape[2]
     bits, is_float8 = 4 if values.dtype == jnp.uint8 else 8, values.dtype == FLOAT8
@@ -111,10 +125,20 @@ def forward(x_RD, values, scales_EFG, group_sizes_E, *, w_gate=None, bias_EF=Non
         return sum_TN * at.of_features(scales_ref, 0) if G == 1 else sum_TN
 
     [y_RF] = multiply_rows(
-        x_RD, matrices, group_sizes_E, F, product, finish=finish, tiling=tiling,
-        bias_EF=bias_EF, activation=activation, gate_R=gate_R, out_dtype=out_dtype,
-        interpret=interpret, name=f"grouped_matmul_{'float' if is_float8 else 'int'}{bits}",
-    )  # fmt: skip
+        x_RD,
+        matrices,
+        group_sizes_E,
+        F,
+        product,
+        finish=finish,
+        tiling=tiling,
+        bias_EF=bias_EF,
+        activation=activation,
+        gate_R=gate_R,
+        out_dtype=out_dtype,
+        interpret=interpret,
+        name=f"grouped_matmul_{'float' if is_float8 else 'int'}{bits}",
+    )
     return y_RF
 
 

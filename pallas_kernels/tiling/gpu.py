@@ -37,23 +37,24 @@ WORTH_A_SUM = 0.9
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """The tile of a block and how it goes through the work.
+    """The tile of a block, and the order and parts of its work.
 
-    In the weight gradient M is of D, N of F and K of the rows.
+    In the weight gradient M is a tile of D, N of F and K of the rows.
 
     Attributes:
         tile_m: M, 64 or 128 output features of each warpgroup.
         tile_n: N, rows of a tile: 8, 16, 32, 64, 128 or 256. It is multiplied as fewer where
             fewer are its group's (`gpu_walk.heights`).
         tile_k: K, one step along D, which it divides.
-        warpgroups: those that multiply; each has features of its own.
-        stages: steps of K in shared memory at once.
-        panel: tiles of features that share the cache with all rows.
-        splits: parts of D that are summed by XLA afterwards, the most of them; divides D / K.
-            A run has as many as occupy the SMs with its tiles (`best_parts`).
+        warpgroups: number of warpgroups that multiply; each has features of its own.
+        stages: number of steps of K in shared memory at once.
+        panel: number of tiles of features that share the cache with all rows.
+        splits: most parts of D that XLA sums afterwards; divides D / K. A run has as many parts
+            as occupy the SMs with its tiles (`best_parts`).
         through_smem: quantized weights only: 1 sends them to the tensor core through shared
             memory instead of registers, the same arithmetic.
-        num_sms: blocks, one an SM; 0 for as many as the GPU has, 132 where there is none.
+        num_sms: number of blocks, one for each SM; 0 for as many as the GPU has, 132 where
+            there is none.
     """
 
     tile_m: int
@@ -222,11 +223,11 @@ def tile_of_rows(R: int, E: int) -> int:
 
 
 def default_panel(tiling: Tiling, D: int, F: int, bits: int, num_matrices: int = 1) -> int:
-    """Tiles of features: all of an expert, so that rows are read once, or what the cache has
-    room for.
+    """Returns the number of tiles of features in a panel: all of an expert's tiles, so that
+    rows are read once, or as many as the cache has room for.
 
     Args:
-        bits: of a weight.
+        bits: bits of a weight.
     """
     block = tiling.tile_m * tiling.warpgroups
     fitting = PANEL_BYTES // max(1, num_matrices * D * block * bits // 8)
@@ -250,11 +251,11 @@ def best_parts(tiles: int, steps: int, most: int, num_sms: int) -> int:
 
 
 def default_splits(tiling: Tiling, R: int, D: int, F: int, E: int) -> int:
-    """The most parts of D that are of use where rows are few, 1 where they are not.
+    """The most parts of D that are useful where there are few rows; 1 where there are many.
 
-    Up to two rows an expert it is unknown how many experts have any: the parts are those of
-    the fewest tiles, which one expert that has all rows gives, and the kernel takes fewer when
-    a run has more tiles. With more rows most experts have some.
+    With at most two rows for each expert it is unknown how many experts have rows: the parts
+    are for the fewest tiles, where one expert has all rows, and the kernel takes fewer parts
+    when a run has more tiles. With more rows most experts have some.
     """
     if tiling.tile_n > 64 or tiling.tile_m != 64:
         return 1

@@ -103,7 +103,7 @@ class Tiling:
         """Raises ValueError where no TPU can address the blocks.
 
         Args:
-            row_unit: of the dtype of the rows.
+            row_unit: row unit of the rows' dtype, see `row_unit_of`.
         """
         unit = PIECE_ROWS if self.block_R > PIECE_ROWS else row_unit
         if self.block_R < row_unit or self.block_R % unit:
@@ -131,7 +131,7 @@ def reads_float8(chip: Chip) -> bool:
 
 
 def row_unit_of(x_dtype) -> int:
-    """What pieces of a block's rows begin at a multiple of: rows of a tile of memory."""
+    """The unit at whose multiples pieces of a block's rows begin: rows of a memory tile."""
     return PIECE_STEP if jnp.dtype(x_dtype).itemsize == 1 else ROW_UNIT
 
 
@@ -142,12 +142,14 @@ class Problem:
     Attributes:
         R, D, F, E: rows, contraction, output features, experts; for a weight gradient the
             shapes of [E, D, F] and the rows summed over.
-        x_bytes, w_bits: of an element of the rows and of the matrices.
+        x_bytes, w_bits: bytes of an element of the rows, and bits of an element of the
+            matrices.
         group_size: channels that share a scale where D has more than one group.
-        is_weight_gradient: which of the two kernels.
-        num_matrices: 2 in a gated linear unit, whose tiles of rows meet both.
-        num_results: 1, and the arrays of a residual.
-        y_bytes: of an element of the result; None as x_bytes.
+        is_weight_gradient: whether it is the weight gradient's kernel.
+        num_matrices: 2 in a gated linear unit, whose tiles of rows are multiplied by both; else
+            1.
+        num_results: number of result arrays: 1, and the arrays of a residual.
+        y_bytes: bytes of an element of the result; None is x_bytes.
         is_float8: whether weights of 8 bits are floating point, and rows of 8 bits.
     """
 
@@ -173,7 +175,7 @@ class Problem:
 
     @property
     def result_bytes(self) -> int:
-        """Of the elements of all results in one place."""
+        """Bytes of one element of each result."""
         return (self.y_bytes or self.x_bytes) + (self.num_results - 1) * self.x_bytes
 
 
@@ -181,7 +183,7 @@ def candidates(problem: Problem) -> list[Tiling]:
     """Tilings that fit the memory of the current chip, the best estimate first.
 
     Raises:
-        ValueError: none fits.
+        ValueError: no tiling fits.
     """
     chip = current_chip()
     sizes = [block for block in ROWS if problem.x_bytes > 1 or block >= PIECE_STEP]
@@ -249,7 +251,7 @@ def vmem_limit_bytes(problem: Problem, tiling: Tiling) -> int:
 
 
 def estimated_seconds(problem: Problem, tiling: Tiling) -> float:
-    """What a product takes on the current chip, for even sizes of groups; see the module."""
+    """Estimates a product's time on the current chip, for even group sizes; see the module."""
     chip = current_chip()
     R, D, F, E = problem.R, problem.D, problem.F, problem.E
     r, d, f = tiling.block_R, tiling.block_D, tiling.block_F

@@ -19,13 +19,14 @@ SMALLEST = 16
 class Tiling:
     """The tile of a block of threads.
 
-    In the weight gradient `rows` is the step along R, `depth` of D and `features` of F.
+    In the weight gradient `rows` is the step along R; `depth` and `features` are the tile's
+    sizes along D and F.
 
     Attributes:
-        rows, features: of a tile of the result; powers of 2 from 16 on.
-        depth: one step along D; a power of 2 from 16 on.
-        warps: of 32 threads.
-        stages: steps in shared memory at once.
+        rows, features: sizes of a tile of the result; powers of 2 from 16 on.
+        depth: size of one step along D; a power of 2 from 16 on.
+        warps: number of warps of 32 threads.
+        stages: number of steps in shared memory at once.
     """
 
     rows: int
@@ -35,7 +36,7 @@ class Tiling:
     stages: int = 3
 
     def check(self) -> None:
-        """Raises ValueError where the compiler could not take them."""
+        """Raises ValueError where the compiler would refuse the tiling."""
         sizes = self.rows, self.features, self.depth
         if any(size < SMALLEST or size & (size - 1) for size in sizes):
             raise ValueError(

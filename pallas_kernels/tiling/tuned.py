@@ -27,12 +27,12 @@ FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """The product and device that a tiling was tuned for; all of it has to be the same.
+    """The product and device that a tiling was tuned for; all fields have to agree.
 
     Attributes:
-        device: the kind of it, as `NVIDIA H200`.
+        device: the device's kind, such as `NVIDIA H200`.
         jax: major and minor version: another compiler makes other code of the same tiling.
-        bits: of quantized weights, or None.
+        bits: bits of a quantized weight, or None.
         rows: R rounded up to a power of two.
     """
 
@@ -112,7 +112,7 @@ def read(path: pathlib.Path) -> dict[Key, dict[str, int]]:
     """All entries of a file, none where it is not there.
 
     Raises:
-        ValueError: it is damaged or of another format.
+        ValueError: the file is damaged or has another format.
     """
     try:
         stamp = path.stat()

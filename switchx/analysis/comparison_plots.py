@@ -24,15 +24,16 @@ def gains_figure(
     unit: str,
     step_times: Mapping[str, float] | None = None,
 ) -> Figure:
-    """How far runs are ahead of the first one, by step: the mean over seeds, and a band from
-    the least to the most. Beside it the same by time, where times are known.
+    """Plots how far runs are ahead of the first one, by step: the mean over seeds, and a band
+    from the least to the most. A second panel has the same by time, where times are known.
 
     Later names are darker; dashes, and names at the ends, tell apart what grey does not.
 
     Args:
-        curves: by name, one `{step: number}` a seed, of the same steps; seeds are paired.
-        unit: of the numbers.
-        step_times: by name, those of a step over the first run's.
+        curves: for each name, one `{step: number}` for each seed, with the same steps; seeds
+            are paired.
+        unit: unit of the numbers.
+        step_times: time of a step over the first run's, by name.
     """
     with matplotlib.rc_context(STYLE):
         panels = 1 if step_times is None else 2
@@ -86,11 +87,11 @@ def _gains(
 def sizes_figure(
     values: Mapping[int, Sequence[float]], levels: Mapping[str, float], x: str, y: str
 ) -> Figure:
-    """One number by size, sizes by powers of two: a dot a seed, a line through their means.
+    """Plots a number by size, on a logarithmic axis: a dot for each seed, a line through means.
 
     Args:
-        values: by size, one a seed.
-        levels: horizontal lines with their names, of what has no such size.
+        values: for each size, one number for each seed.
+        levels: heights of horizontal lines, by name, for runs that have no such size.
         x, y: labels of the axes.
     """
     with matplotlib.rc_context(STYLE):
@@ -103,9 +104,15 @@ def sizes_figure(
     for i, (name, level) in enumerate(levels.items()):
         axis.axhline(level, color="0.4", linestyle=DASHES[1 + i % 3], linewidth=1)
         axis.annotate(
-            name, (1.0, level), xycoords=("axes fraction", "data"), xytext=(0, 3),
-            textcoords="offset points", ha="right", fontsize=8, color="0.3",
-        )  # fmt: skip
+            name,
+            (1.0, level),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8,
+            color="0.3",
+        )
     axis.set_xscale("log", base=2)
     axis.set_xticks(list(values), [str(size) for size in values])
     axis.set_xlabel(x)

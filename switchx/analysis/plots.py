@@ -123,7 +123,7 @@ def course_figure(
 
 
 def transition_figure(shares: Sequence[np.ndarray], pairs: Sequence[tuple[str, str]]) -> Figure:
-    """Where the tokens of an expert go in the next Switch layer, a map a pair of layers.
+    """Plots the next Switch layer's experts of an expert's tokens, one map for each layer pair.
 
     Args:
         shares: `[E, E]` each, rows adding up to 1, NaN for an expert without tokens.
@@ -141,7 +141,7 @@ def transition_figure(shares: Sequence[np.ndarray], pairs: Sequence[tuple[str, s
 def class_figure(
     shares: Sequence[np.ndarray], classes: Sequence[Sequence[str]], layers: Sequence[str]
 ) -> Figure:
-    """To which experts the tokens of each class go, a map a layer.
+    """Plots the experts that the tokens of each class go to, one map for each layer.
 
     Args:
         shares: `[E, classes]` each, columns adding up to 1, NaN for a class without tokens;
@@ -162,11 +162,11 @@ def class_figure(
 def similarity_figure(
     similarities: Sequence[np.ndarray], names: Sequence[Sequence[str]], label: str
 ) -> Figure:
-    """How alike layers are, a map a stack.
+    """Plots how similar layers are, one map for each stack.
 
     Args:
-        names: of the stack, then of its layers, for each map.
-        label: what the numbers are.
+        names: for each map, the name of the stack, then the names of its layers.
+        label: label of the colour bar.
     """
     figure, axes = _panels(len(similarities), height=2.4)
     for axis, similarity, (title, *rows) in zip(axes, similarities, names, strict=True):
@@ -209,9 +209,14 @@ def _map(axis, values: np.ndarray, limit: float, title: str | None, x, y):
             if not math.isnan(value):
                 colour = "white" if value > 0.6 * limit else "0.15"
                 axis.text(
-                    column, row, f"{100 * value:.0f}", ha="center", va="center",
-                    fontsize=7.5, color=colour,
-                )  # fmt: skip
+                    column,
+                    row,
+                    f"{100 * value:.0f}",
+                    ha="center",
+                    va="center",
+                    fontsize=7.5,
+                    color=colour,
+                )
     return image
 
 
@@ -229,7 +234,7 @@ def _integer_ticks(axis) -> None:
 
 
 def _colour_bar(figure: Figure, image, axes, label: str, **options) -> None:
-    """Beside the first maps: as long as one or two of them, however many there are."""
+    """Draws a colour bar beside the first maps, as long as one or two of them."""
     shrink = min(1.0, 3.0 / figure.get_figheight())
     bar = figure.colorbar(
         image, ax=axes, shrink=shrink, anchor=(0.0, 1.0), aspect=15, pad=0.02, **options
@@ -246,7 +251,7 @@ def _edges(steps: np.ndarray) -> np.ndarray:
 
 
 def _limits(course: Course) -> tuple[float, float]:
-    """Of the vertical axis: everything, with some room around it."""
+    """The limits of the vertical axis: all values, with some room around them."""
     everything = course.values[np.isfinite(course.values)]
     everything = np.append(everything, [] if course.level is None else course.level)
     low = 0.0 if course.is_from_zero else float(np.min(everything, initial=np.inf))
@@ -263,11 +268,11 @@ def _label_ends(axis, ends) -> None:
 
 
 def name_ends(axis, ends, least_gap: float) -> None:
-    """Names behind the ends of graphs, moved apart where they would overlap.
+    """Writes names behind the ends of graphs, moved apart where they would overlap.
 
     Args:
-        ends: (last value, name, colour) each.
-        least_gap: between two names, of the axis' height.
+        ends: `(last value, name, colour)` of each graph.
+        least_gap: least distance of two names, as a share of the axis' height.
     """
     low, high = axis.get_ylim()
     gap = least_gap * (high - low)
@@ -282,10 +287,16 @@ def name_ends(axis, ends, least_gap: float) -> None:
     lift = max(0.0, low - places[0])  # the step's numbers are below
     for place, (_, name, shade) in zip(places, ends, strict=True):
         axis.annotate(
-            name, (1.0, place + lift), xycoords=("axes fraction", "data"), xytext=(5, 0),
-            textcoords="offset points", va="center", fontsize=8, color=shade,
+            name,
+            (1.0, place + lift),
+            xycoords=("axes fraction", "data"),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            color=shade,
             annotation_clip=False,
-        )  # fmt: skip
+        )
 
 
 def write_svg(figure: Figure, file) -> None:
@@ -311,9 +322,13 @@ def schedule_figure(schedule: Schedule, title: str) -> Figure:
         for stage, begin, width, lane, is_backward, m, chunk in boxes:
             colour = LANE_COLOURS[lane if schedule.num_lanes > 1 else 1][int(is_backward)]
             axis.broken_barh(
-                [(begin, width)], (stage - 0.45, 0.9), facecolor=colour, edgecolor="white",
-                linewidth=0.4, hatch=HATCHES[chunk % len(HATCHES)],
-            )  # fmt: skip
+                [(begin, width)],
+                (stage - 0.45, 0.9),
+                facecolor=colour,
+                edgecolor="white",
+                linewidth=0.4,
+                hatch=HATCHES[chunk % len(HATCHES)],
+            )
             if len(boxes) <= MAX_NUMBERED:
                 ink = "white" if is_backward else "black"
                 place = (begin + width / 2, stage)

@@ -76,13 +76,13 @@ class Section:
 
 @dataclasses.dataclass(frozen=True)
 class RoutingRun:
-    """What a run recorded about its routing, and what its tokens are.
+    """A run's records of its routing, and the classes and texts of its tokens.
 
     Attributes:
-        snapshots: of the same tokens, by step; the last is the final one.
-        num_others: snapshots of other tokens, left out.
+        snapshots: snapshots of the same tokens, by step; the last is the final one.
+        num_others: number of snapshots of other tokens, which are left out.
         classes: names of token classes; `class_V` has the class of every token id.
-        text_of: the text of a token id.
+        text_of: returns the text of a token id.
     """
 
     history: RoutingHistory
@@ -149,9 +149,14 @@ def overview(run: RoutingRun) -> Section:
         for n, layer in enumerate(run.layers)
     ]
     columns = (
-        "layer", "busiest expert", "idlest expert", "dead experts", "dropped", "entropy",
+        "layer",
+        "busiest expert",
+        "idlest expert",
+        "dead experts",
+        "dropped",
+        "entropy",
         "gate",
-    )  # fmt: skip
+    )
     return Section(
         "At the end",
         f"Means over the last logged steps of training, up to {history.steps[-1]}. Loads are "
@@ -190,7 +195,7 @@ def course(run: RoutingRun) -> Section:
 
 
 def saturation(run: RoutingRun) -> Section:
-    """How early the routing is the final one."""
+    """The section on how early the routing is the final one."""
     title = "Saturation"
     if len(run.snapshots) < 2:
         return Section(title, "This takes two evaluations of the same tokens; there is one.")
@@ -208,7 +213,7 @@ def saturation(run: RoutingRun) -> Section:
 
 
 def transition(run: RoutingRun) -> Section:
-    """From which expert to which one of the next Switch layer tokens go."""
+    """The section on tokens' transitions from an expert to one of the next Switch layer."""
     shares, pairs = [], []
     for stack in run.final.stacks:
         shares += list(rows_to_shares(transitions(stack.expert_NTS, run.final.num_experts)))
@@ -226,7 +231,7 @@ def transition(run: RoutingRun) -> Section:
 
 
 def classes(run: RoutingRun) -> Section:
-    """Which kinds of tokens an expert gets."""
+    """The section on the kinds of tokens that an expert gets."""
     shares, names = [], []
     for stack in run.final.stacks:
         class_T = run.class_V[stack.token_T]
@@ -269,7 +274,7 @@ def tokens(run: RoutingRun) -> Section:
 
 
 def similarity(run: RoutingRun) -> Section:
-    """How much one layer's routing tells about another's."""
+    """The section on how much one layer's routing tells about another's."""
     stacks = [stack for stack in run.final.stacks if len(stack.layers) > 1]
     title = "Likeness of layers"
     if not stacks:
@@ -342,8 +347,10 @@ def _image(figure: Figure, title: str) -> str:
 
 
 def _table(table: Table) -> str:
-    is_number = [all(isinstance(row[i], float | int) for row in table.rows)
-                 for i in range(len(table.columns))]  # fmt: skip
+    is_number = [
+        all(isinstance(row[i], float | int) for row in table.rows)
+        for i in range(len(table.columns))
+    ]
 
     def cell(tag: str, i: int, value) -> str:
         kind = ' class="number"' if is_number[i] else ""

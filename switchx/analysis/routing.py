@@ -174,7 +174,7 @@ def read_snapshots(folder: pathlib.Path) -> list[Snapshot]:
 
 
 def comparable(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
-    """Those of the same tokens as the last one.
+    """The snapshots of the same tokens as the last one.
 
     A run that was resumed on other data has a new sample from there on.
     """
@@ -186,7 +186,7 @@ def comparable(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
 
 
 def _read(path: pathlib.Path) -> Snapshot:
-    """What `training/evaluate.py` wrote."""
+    """Reads a snapshot that `training/evaluate.py` wrote."""
     try:
         arrays = read_arrays(path, _NUMBERS, _STACKS)
         stacks = tuple(
@@ -245,11 +245,11 @@ def class_counts(
 
 @dataclasses.dataclass(frozen=True)
 class TypicalToken:
-    """A token id that an expert gets often, and more often than the others do.
+    """A token id that is often routed to an expert, and more often than to the other experts.
 
     Attributes:
-        count: choices of the expert by it.
-        share: of all choices by this token, those of the expert.
+        count: number of times that the token chose the expert.
+        share: share of the expert in all choices of this token.
     """
 
     token: int
@@ -264,7 +264,7 @@ def typical_tokens(
 
     They are ordered by their part of the divergence KL(tokens of the expert || tokens of
     all): q ln(q / p), with q the token's share of the expert's choices and p of all choices.
-    Those that the expert gets less often than its share of everything are left out.
+    Token ids with q <= p, no more frequent at the expert than overall, are left out.
     """
     is_choice_TS = expert_TS < num_experts
     token_TS = np.broadcast_to(token_T[:, None], expert_TS.shape)
@@ -283,8 +283,8 @@ def typical_tokens(
 
 
 def saturation(expert_NTS: np.ndarray, final_NTS: np.ndarray, num_experts: int) -> np.ndarray:
-    """How far the routing already is the final one, `[N]`: mean over tokens of
-    |E_t intersected with E_final| / |E_final|, E the set of experts that a token chose.
+    """The share of the final routing that is already there, `[N]`: the mean over tokens of
+    |E_t intersected with E_final| / |E_final|, E being the set of experts that a token chose.
 
     Tokens that end without an expert are left out.
 
@@ -337,7 +337,7 @@ def layer_similarity(expert_NTS: np.ndarray, num_experts: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Information:
-    """What rows and columns of a table of counts tell about each other, in nats.
+    """The mutual information of rows and columns of a table of counts, in nats.
 
     Attributes:
         mutual: I(row; column).
@@ -357,10 +357,10 @@ class Information:
 
 
 def information(counts: np.ndarray) -> Information:
-    """Of a table of counts `[rows, columns]`, such as `class_counts`, taken as frequencies.
+    """The information in a table of counts `[rows, columns]`, such as `class_counts`.
 
-    I = H(row) + H(column) - H(row, column). Of a sample it is too large: compare it with that
-    of permuted labels.
+    The counts are taken as frequencies: I = H(row) + H(column) - H(row, column). For a sample I
+    is too large: compare it with I of permuted labels.
     """
 
     def entropy(share: np.ndarray) -> float:

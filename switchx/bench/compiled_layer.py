@@ -46,10 +46,17 @@ UNIT_FLOPS = 2 * 128 * 128
 def layer_config(activation: str) -> ModelConfig:
     switch = SwitchConfig(EXPERTS, every=1, dispatcher="dropless", eval_capacity_factor=2.0)
     return ModelConfig(
-        "decoder_only", vocab_size=8, d_model=D_MODEL, d_ff=D_FF, num_heads=16, d_head=64,
-        num_decoder_layers=1, activation=activation, switch=switch,
+        "decoder_only",
+        vocab_size=8,
+        d_model=D_MODEL,
+        d_ff=D_FF,
+        num_heads=16,
+        d_head=64,
+        num_decoder_layers=1,
+        activation=activation,
+        switch=switch,
         precision=Precision(params="bfloat16", compute="bfloat16"),
-    )  # fmt: skip
+    )
 
 
 def group_sizes(rows: int = R, experts: int = EXPERTS) -> dict[str, np.ndarray]:
@@ -118,7 +125,7 @@ def in_direction(forward: Callable, params, x_BLD, direction: str) -> tuple[Call
 
 
 def rates_of(kind: str) -> Rates:
-    """Of a TPU, by its spec file; cycles are those of its matrix units."""
+    """The rates of a TPU, by its spec file; cycles are its matrix units' cycles."""
     hardware = load_hardware(kind)
     peak = hardware.compute.peak_flops_per_s
     return Rates(peak, hardware.memory.bytes_per_s, peak / (MATRIX_UNITS[kind] * UNIT_FLOPS))
@@ -178,12 +185,15 @@ def run(note=print) -> Report:
 
 
 def rows_of_child(module: str, target: str, *words: str) -> list[dict]:
-    """What a module prints, run with the target's compiler; or a row that says why not."""
+    """The rows that a module prints with the target's compiler; or a row that says why not."""
     try:
         child = run_with_compiler(
-            [target, *words], Topology.parse(target), module=module, capture_output=True,
+            [target, *words],
+            Topology.parse(target),
+            module=module,
+            capture_output=True,
             text=True,
-        )  # fmt: skip
+        )
     except FileNotFoundError as error:
         return [{"target": target, "not_run": str(error)}]
     lines = [line for line in child.stdout.splitlines() if line.startswith("[{")]

@@ -77,14 +77,26 @@ def our_config(name: str, shape: LayerShape) -> ModelConfig:
     if factor is None:
         router = RouterConfig(overflow="dropless")
     switch = SwitchConfig(
-        shape.num_experts, every=1, dispatcher=name, router=router, group_size=R,
-        capacity_factor=factor or 1.0, eval_capacity_factor=factor or 1.0,
-    )  # fmt: skip
+        shape.num_experts,
+        every=1,
+        dispatcher=name,
+        router=router,
+        group_size=R,
+        capacity_factor=factor or 1.0,
+        eval_capacity_factor=factor or 1.0,
+    )
     return ModelConfig(
-        "decoder_only", vocab_size=8, d_model=shape.d_model, d_ff=shape.d_ff, num_heads=12,
-        d_head=64, num_decoder_layers=1, activation="geglu" if shape.is_gated else "relu",
-        switch=switch, precision=Precision(params=shape.dtype, compute=shape.dtype),
-    )  # fmt: skip
+        "decoder_only",
+        vocab_size=8,
+        d_model=shape.d_model,
+        d_ff=shape.d_ff,
+        num_heads=12,
+        d_head=64,
+        num_decoder_layers=1,
+        activation="geglu" if shape.is_gated else "relu",
+        switch=switch,
+        precision=Precision(params=shape.dtype, compute=shape.dtype),
+    )
 
 
 def peer_function(name: str, shape: LayerShape, direction: str, device):
@@ -150,19 +162,28 @@ def compiled_row(
         matrix = shape.num_experts * shape.d_model * shape.d_ff
         ideal = layer_bytes(matrix, R * shape.d_model, of_F, shape.is_gated, direction)
         slots = R if factor is None else -(-R * factor // shape.num_experts)
-        found.append({
-            "layer": layer, "target": str(topology), "experts": shape.num_experts,
-            "pass": direction, "capacity_factor": factor, "rows_by_expert": split,
-            "dropped_share": float(np.maximum(sizes_E - slots, 0).sum()) / R,
-            "flops": flops, "hbm_bytes": moved.num_bytes,
-            "temporary_bytes": memory.temp_size_in_bytes, "kernels": moved.kernels,
-            "pallas_kernels": moved.pallas_kernels, "estimated_s": moved.estimated_s,
-            "compiler_share_of_s": moved.compiler_s / moved.estimated_s,
-            "roofline_s": moved.roofline_s,
-            "flops_vs_ideal": flops / ideal_flops(shape, direction, factor),
-            "flops_vs_one_slot_a_token": flops / ideal_flops(shape, direction, None),
-            "bytes_vs_ideal": moved.num_bytes / ideal,
-        })  # fmt: skip
+        found.append(
+            {
+                "layer": layer,
+                "target": str(topology),
+                "experts": shape.num_experts,
+                "pass": direction,
+                "capacity_factor": factor,
+                "rows_by_expert": split,
+                "dropped_share": float(np.maximum(sizes_E - slots, 0).sum()) / R,
+                "flops": flops,
+                "hbm_bytes": moved.num_bytes,
+                "temporary_bytes": memory.temp_size_in_bytes,
+                "kernels": moved.kernels,
+                "pallas_kernels": moved.pallas_kernels,
+                "estimated_s": moved.estimated_s,
+                "compiler_share_of_s": moved.compiler_s / moved.estimated_s,
+                "roofline_s": moved.roofline_s,
+                "flops_vs_ideal": flops / ideal_flops(shape, direction, factor),
+                "flops_vs_one_slot_a_token": flops / ideal_flops(shape, direction, None),
+                "bytes_vs_ideal": moved.num_bytes / ideal,
+            }
+        )
     return found
 
 
@@ -208,7 +229,7 @@ def run(note=print, peers: Sequence[str] = (), *, is_quick: bool = False) -> Rep
         is_quick: 64 experts on a v5e, of ours the larger capacity, and no training step.
 
     Raises:
-        ValueError: one of them is no clone that is known here.
+        ValueError: one of the folders is no clone of a known project.
     """
     folders = [folder_on_path(each) for each in peers]
     note(compiled.estimates_vs_times())
@@ -253,8 +274,10 @@ _CELL = ("target", "experts", "pass", "rows_by_expert")
 def checks(rows: list[dict]) -> list[Check]:
     """The worst row of our default dispatcher; none where nothing was compiled."""
     bounds = {
-        "flops_vs_ideal": "<=1.10", "bytes_vs_ideal": "<=1.5", "seconds_vs_best_peer": "<=0.9"
-    }  # fmt: skip
+        "flops_vs_ideal": "<=1.10",
+        "bytes_vs_ideal": "<=1.5",
+        "seconds_vs_best_peer": "<=0.9",
+    }
     ours = [row for row in rows if row.get("layer") == DEFAULT]
     return [
         Check(name, max(row[name] for row in ours if name in row), bound)

@@ -34,18 +34,27 @@ BFLOAT16 = Precision(compute="bfloat16")
 
 
 def step_row(topology: Topology, num_layers: int = 12, precision: Precision = BFLOAT16) -> dict:
-    """The step compiled and counted, in a process that has the compiler.
+    """The row of the compiled and counted step; needs a process that has the compiler.
 
     Args:
-        num_layers: of each stack; 12 in Switch-Base.
+        num_layers: number of layers of each stack; 12 in Switch-Base.
     """
     switch = SwitchConfig(NUM_EXPERTS, every=2, capacity_factor=1.25, group_size=8192)
     model = ModelConfig(
-        "encoder_decoder", vocab_size=32128, d_model=768, d_ff=2048, num_heads=12, d_head=64,
-        num_encoder_layers=num_layers, num_decoder_layers=num_layers, activation="geglu",
-        tie_embeddings=True, scan_layers=True, switch=switch,
+        "encoder_decoder",
+        vocab_size=32128,
+        d_model=768,
+        d_ff=2048,
+        num_heads=12,
+        d_head=64,
+        num_encoder_layers=num_layers,
+        num_decoder_layers=num_layers,
+        activation="geglu",
+        tie_embeddings=True,
+        scan_layers=True,
+        switch=switch,
         precision=precision,
-    )  # fmt: skip
+    )
     job = small_job(model, MeshSpec(data=1), ROWS[topology.kind], LENGTH, optimizer=Adafactor())
     program = TrainingProgram(job, describe_devices(topology)[:1])
     batch = program.abstract_batch(batch_shapes(program))
@@ -58,22 +67,28 @@ def step_row(topology: Topology, num_layers: int = 12, precision: Precision = BF
     ideal_flops = planned_flops(job, 1)
     ideal_bytes = product_bytes(traced.jaxpr.jaxpr) + 2 * state
     return {
-        "step": f"switch_base, {num_layers}+{num_layers} blocks", "target": str(topology),
-        "rows": ROWS[topology.kind], "experts": NUM_EXPERTS,
-        "capacity_factor": switch.capacity_factor, "flops": flops,
-        "hbm_bytes": moved.num_bytes, "temporary_bytes": memory.temp_size_in_bytes,
-        "argument_bytes": memory.argument_size_in_bytes, "kernels": moved.kernels,
+        "step": f"switch_base, {num_layers}+{num_layers} blocks",
+        "target": str(topology),
+        "rows": ROWS[topology.kind],
+        "experts": NUM_EXPERTS,
+        "capacity_factor": switch.capacity_factor,
+        "flops": flops,
+        "hbm_bytes": moved.num_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "kernels": moved.kernels,
         "estimated_s": moved.estimated_s,
         "compiler_share_of_s": moved.compiler_s / moved.estimated_s,
-        "roofline_s": moved.roofline_s, "flops_vs_ideal": flops / ideal_flops,
+        "roofline_s": moved.roofline_s,
+        "flops_vs_ideal": flops / ideal_flops,
         "bytes_vs_ideal": moved.num_bytes / ideal_bytes,
-    }  # fmt: skip
+    }
 
 
 def product_bytes(jaxpr) -> int:
     """Bytes of the operands and the result of each product that a traced program runs.
 
-    Of a conditional the branch with the most counts.
+    In a conditional the branch with the most bytes counts.
     """
     total = 0
     for equation in jaxpr.eqns:

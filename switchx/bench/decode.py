@@ -128,9 +128,12 @@ def against_torch(
     with tempfile.TemporaryDirectory() as name:
         described, _ = huggingface.describe(switch_model(num_experts))
         settings = {
-            "task": "generate", "folder": name, "config": described,
-            "inputs": inputs(BATCH), "new_tokens": NEW_TOKENS,
-        }  # fmt: skip
+            "task": "generate",
+            "folder": name,
+            "config": described,
+            "inputs": inputs(BATCH),
+            "new_tokens": NEW_TOKENS,
+        }
         with torch_peer.TorchPeer(torch_peer.PROGRAM, settings) as peer:
             peer.ask("1 1")  # the weights are written by then
             checkpoint = huggingface.read_checkpoint(name, overflow="dropless")

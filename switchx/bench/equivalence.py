@@ -109,9 +109,16 @@ def sample_of(cells: list[Cell]) -> list[Cell]:
 def layer_of(router: str, dispatcher: str) -> SwitchFFN:
     """A layer of one group a row that drops tokens; its weights are replaced."""
     switch = SwitchConfig(
-        EXPERTS, every=1, stacks="encoder", capacity_factor=1.0, min_capacity=1,
-        group_size=LENGTH, expert_bias=True, dispatcher=dispatcher, router=ROUTERS[router],
-    )  # fmt: skip
+        EXPERTS,
+        every=1,
+        stacks="encoder",
+        capacity_factor=1.0,
+        min_capacity=1,
+        group_size=LENGTH,
+        expert_bias=True,
+        dispatcher=dispatcher,
+        router=ROUTERS[router],
+    )
     model = ModelConfig(
         "encoder_decoder", 8, D_MODEL, D_FF, 2, 4, 1, 1, activation="geglu", switch=switch
     )

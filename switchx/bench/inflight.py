@@ -33,12 +33,12 @@ WAIT_S = 300.0  # for one answer, compilation of its programs included
 
 @dataclasses.dataclass(frozen=True)
 class Mix:
-    """Answers of a round.
+    """A mix of answers' lengths in a round.
 
     Attributes:
-        name: of the rows.
-        lengths: draws the tokens of so many answers.
-        longest: of them.
+        name: name of the mix, in its rows.
+        lengths: draws the lengths of so many answers, in tokens.
+        longest: largest of these lengths.
         checks: name and bound of the ratio of tokens a second, and of the median time to
             the first token.
     """
@@ -70,7 +70,7 @@ MIXES = (
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """What a worker did with all inputs of a mix.
+    """A worker's measurements with all inputs of a mix.
 
     Attributes:
         first_token_s, answer_s: medians, from an input's arrival on.
@@ -87,7 +87,7 @@ def inflight(config, params, rounds: int) -> tuple[list[dict[str, Any]], list[Ch
     """Measures both policies, each mix of lengths; needs the extra `serve`.
 
     Args:
-        config, params: of a model as it is trained.
+        config, params: a model as it was trained.
     """
     # Imported here: the rest of `bench decode` does without the extra.
     from switchx.api import Model
@@ -106,9 +106,12 @@ def _compare(model, mix: Mix, rounds: int):
     from switchx.serving.limits import Limits
 
     limits = Limits(
-        batch_size=SLOTS, max_input_tokens=32, max_new_tokens=mix.longest, warm_up_tokens=32,
+        batch_size=SLOTS,
+        max_input_tokens=32,
+        max_new_tokens=mix.longest,
+        warm_up_tokens=32,
         max_waiting=max(REQUESTS, 64),
-    )  # fmt: skip
+    )
     rng = np.random.default_rng(0)
     sizes = np.clip(np.rint(mix.lengths(rng, REQUESTS)), 1, mix.longest).astype(int).tolist()
     prompts = [

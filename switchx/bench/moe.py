@@ -32,9 +32,15 @@ from switchx.results import Check, Report
 # One group of half the default size; the one-hot einsum's cost grows with its square.
 ROWS, LENGTH = 16, 256
 DENSE = ModelConfig(
-    "decoder_only", vocab_size=8, d_model=256, d_ff=1024, num_heads=4, d_head=64,
-    num_decoder_layers=1, activation="relu",
-)  # fmt: skip
+    "decoder_only",
+    vocab_size=8,
+    d_model=256,
+    d_ff=1024,
+    num_heads=4,
+    d_head=64,
+    num_decoder_layers=1,
+    activation="relu",
+)
 NUM_EXPERTS = (8, 16, 32, 64, 128)
 DISPATCHERS = ("gather", "dropless", "einsum")  # those for one device; the first is the default
 
@@ -44,9 +50,12 @@ DECODED_TOKENS, DECODING_EXPERTS = 4, 128
 def switch_model(num_experts: int, dispatcher: str) -> ModelConfig:
     """`DENSE` with Switch layers of capacity factor 1.0, all tokens in one group."""
     switch = SwitchConfig(
-        num_experts, every=1, capacity_factor=1.0, eval_capacity_factor=1.0,
+        num_experts,
+        every=1,
+        capacity_factor=1.0,
+        eval_capacity_factor=1.0,
         dispatcher=dispatcher,
-    )  # fmt: skip
+    )
     return dataclasses.replace(DENSE, switch=switch)
 
 

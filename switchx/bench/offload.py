@@ -115,11 +115,11 @@ def timed_turns(weights: str, slots: int, turns: int) -> dict[str, Any]:
 def model(
     weights: str, num_experts: int | None = None, sparse_layers: int | None = None
 ) -> tuple[ModelConfig, dict]:
-    """A resident model in bfloat16, its experts in a format.
+    """A model in bfloat16 with all experts on the device, whose experts have a format.
 
     Args:
-        num_experts: None is NUM_EXPERTS.
-        sparse_layers: of each stack; None is as the model has them.
+        num_experts: number of experts of a layer; None is NUM_EXPERTS.
+        sparse_layers: number of Switch layers of each stack; None is the model's own number.
     """
     config = switch_model(num_experts or NUM_EXPERTS)
     if sparse_layers is not None:
@@ -186,7 +186,7 @@ def in_ring(config: ModelConfig, params: dict, beams: int):
 
 
 def bytes_of_expert(config: ModelConfig, bits: int) -> int:
-    """Of one expert's matrices; quantized, with a float32 scale for each output."""
+    """Bytes of one expert's matrices; quantized, with a float32 scale for each output."""
     D, F, switch = config.d_model, config.d_ff, config.switch
     F = switch.d_ff or F
     num_in = 2 if config.is_gated else 1

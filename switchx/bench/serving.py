@@ -36,9 +36,10 @@ class Tally:
     """The measurements at one concurrency.
 
     Attributes:
-        latencies_s: of answers, right or wrong.
-        wrong, lost: answers that are not the model's, and requests without an answer.
-        wall_s, baseline_s: seconds of all requests, by the server and without one.
+        latencies_s: latencies of the answers in seconds, right or wrong.
+        wrong, lost: number of answers that are not the model's, and of requests without an
+            answer.
+        wall_s, baseline_s: seconds that all requests took with the server, and without one.
     """
 
     latencies_s: list[float] = dataclasses.field(default_factory=list)
@@ -54,8 +55,8 @@ def serving(
     """Measures rows by concurrency, and counts wrong and lost answers.
 
     Args:
-        config, params: of a model as it is trained.
-        inputs: token ids; each request has one of them.
+        config, params: a model as it was trained.
+        inputs: token ids; each request has one of these inputs.
     """
     # Imported here: the rest of `bench decode` does without the extra.
     from switchx.api import Model
@@ -68,9 +69,11 @@ def serving(
     model = Model(config, params, None, 0, TextFormat(True, False, True), "")
     length = max(map(len, inputs))
     limits = Limits(
-        batch_size=BATCH_SIZE, max_input_tokens=max(length, 16), max_new_tokens=NEW_TOKENS,
+        batch_size=BATCH_SIZE,
+        max_input_tokens=max(length, 16),
+        max_new_tokens=NEW_TOKENS,
         warm_up_tokens=max(length, 16),
-    )  # fmt: skip
+    )
     wanted = model.generate(inputs, max_length=NEW_TOKENS, batch_size=BATCH_SIZE)
     for number in CONCURRENCY:  # compiles
         _generate(model, inputs, number)

@@ -36,6 +36,10 @@ def small_job(
         checkpoint_every=1,
     )
     return TrainingJob(
-        model=model, mesh=mesh, batch_size=rows, inputs_length=half, targets_length=half,
+        model=model,
+        mesh=mesh,
+        batch_size=rows,
+        inputs_length=half,
+        targets_length=half,
         **fields | changes,
-    )  # fmt: skip
+    )

@@ -45,11 +45,15 @@ SAMPLES, ROWS = 120, 10
 # Of the server that is started: one bucket of lengths, so that all of its programs are kept at
 # a time and what grows is not they; deadlines that are often met.
 OPTIONS = (
-    "--batch_size=4", f"--max_input_tokens={MOST_INPUT_TOKENS + 1}",
+    "--batch_size=4",
+    f"--max_input_tokens={MOST_INPUT_TOKENS + 1}",
     f"--max_new_tokens={MOST_NEW_TOKENS}",
-    "--max_beam_size=2", "--warm_up_tokens=16", "--request_timeout_s=900",
-    "--body_timeout_s=5", "--send_timeout_s=5",
-)  # fmt: skip
+    "--max_beam_size=2",
+    "--warm_up_tokens=16",
+    "--request_timeout_s=900",
+    "--body_timeout_s=5",
+    "--send_timeout_s=5",
+)
 # Where none is given: of random weights, with logits that lie apart.
 MODEL = ModelConfig(
     "encoder_decoder", 384, 32, 64, 2, 16, 2, 2, switch=SwitchConfig(4, every=1), init_scale=4.0
@@ -58,11 +62,12 @@ START_S, STOP_S = 900.0, 120.0
 
 
 def run(seconds: float, model_dir: str | None, note: Callable[[str], None]) -> Report:
-    """Soaks a server.
+    """Runs a soak test of a server.
 
     Args:
-        seconds: how long the clients ask.
-        model_dir: of a model with a vocabulary; None makes a small one of random weights.
+        seconds: seconds for which the clients send requests.
+        model_dir: run folder of a model with a vocabulary; None makes a small model with random
+            weights.
 
     Raises:
         ValueError: the system does not say what a process holds, or an extra is missing.
@@ -183,7 +188,7 @@ async def _soak(seconds: float, model_dir: str, process, address, note):
 
 
 def held_by(pid: int) -> dict[str, Any]:
-    """What a process holds now: resident memory, memory maps, open files."""
+    """The resources of a process now: resident memory, memory maps, open files."""
     folder = pathlib.Path("/proc") / str(pid)
     pages = int((folder / "statm").read_text().split()[1])
     return {

@@ -35,13 +35,15 @@ READ_TIMEOUT_S = 30.0
 
 @dataclasses.dataclass
 class Tally:
-    """What happened to the clients so far.
+    """Counts of what happened to the clients so far.
 
     Attributes:
-        answers: inputs that were answered, right or wrong.
-        faults: wrong and lost answers, and connections that stayed open, in words; the first.
-        bad: how often each bad thing was done.
-        latencies_s: of whole answers, by the time of `time.monotonic` at which they came.
+        answers: number of inputs that were answered, right or wrong.
+        faults: descriptions of the first 20 wrong and lost answers, and connections that stayed
+            open.
+        bad: how often each kind of bad request was made.
+        latencies_s: pairs of the time at which a whole answer came, by `time.monotonic`, and
+            its latency in seconds.
     """
 
     answers: int = 0
@@ -90,10 +92,10 @@ async def good_client(
     tally: Tally,
     is_over: asyncio.Event,
 ) -> None:
-    """Asks until it is over; while one answer is compared, the next is asked for.
+    """Sends requests until the end; while one answer is compared, the next is requested.
 
     Args:
-        expect: what `model.generate` says to a request, to be awaited.
+        expect: awaitable function that returns the answer of `model.generate` to a request.
     """
     comparing = None
     while not is_over.is_set():

@@ -31,7 +31,7 @@ FIRST = 3  # token that is no padding, end or start
 
 
 def successors(vocab_size: int) -> np.ndarray:
-    """Of each token the one that follows it: short cycles, then one of all others."""
+    """The successor of each token: short cycles, then one cycle of all other tokens."""
     after_V = np.arange(vocab_size) + 1
     after_V[FIRST - 1] = 0
     long = FIRST + PERIOD * CYCLES
@@ -63,7 +63,7 @@ def model() -> tuple[ModelConfig, dict]:
 
 
 def inputs(batch: int, vocab_size: int, *, is_copied: bool) -> list[list[int]]:
-    """Of each row a prompt of `PERIOD` tokens: a short cycle, or a part of the long one."""
+    """A prompt of `PERIOD` tokens for each row: a short cycle, or a part of the long one."""
     long = FIRST + PERIOD * CYCLES
     begin, apart = (FIRST, PERIOD) if is_copied else (long, (vocab_size - long) // batch)
     firsts = [begin + row * apart for row in range(batch)]
@@ -75,7 +75,7 @@ class Decoder:
     """Decodes the same inputs at each call.
 
     Attributes:
-        said, num_steps: of the last call.
+        said, num_steps: the last call's hypotheses and its number of decode steps.
     """
 
     config: ModelConfig

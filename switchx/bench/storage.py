@@ -41,10 +41,18 @@ from switchx.training.program import TrainingProgram
 
 ROWS, LENGTH = 16, 128
 MODEL = ModelConfig(
-    "decoder_only", 4096, 256, 1024, 4, 64, num_decoder_layers=8, activation="relu",
-    scan_layers=True, remat="full",
+    "decoder_only",
+    4096,
+    256,
+    1024,
+    4,
+    64,
+    num_decoder_layers=8,
+    activation="relu",
+    scan_layers=True,
+    remat="full",
     switch=SwitchConfig(8, every=2, capacity_factor=1.0, group_size=LENGTH),
-)  # fmt: skip
+)
 CACHED = 0.25  # of the records, where the disk is used
 FILE_BYTES = 2**28
 MEBIBYTE = 2**20
@@ -57,7 +65,7 @@ MALLOC = (
 
 
 def measured(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
-    """What `run` gives, in a process of its own whose malloc is tuned as in `make train`."""
+    """The results of `run`, in a new process whose malloc is tuned as in `make train`."""
     found = of_child("switchx.bench.storage", rounds, GLIBC_TUNABLES=MALLOC)
     return found["rows"], [Check(**check) for check in found["checks"]]
 
@@ -157,8 +165,8 @@ def _row(each: Contender, resident: Contender, job: TrainingJob) -> dict[str, An
 def make_batch(model: ModelConfig, seed: int, rows: int, length: int):
     """Rows without padding whose tokens follow a rule, one in eight at random.
 
-    Each token is 5 times the one before it plus 1, modulo 31: that is learned, and the loss
-    falls to what the random ones leave.
+    Each token is 5 times the one before it plus 1, modulo 31. The model learns this rule, and
+    the loss falls to that of the random tokens.
     """
     rng, nothing = np.random.default_rng(seed), np.zeros(0, np.int32)
     token_BL = np.empty((rows, length), np.int32)
@@ -185,7 +193,7 @@ def opened(job: TrainingJob) -> Iterator[tuple[LayeredProgram, pathlib.Path]]:
 
 @contextlib.contextmanager
 def opened_resident(job: TrainingJob) -> Iterator[TrainingProgram]:
-    """The same job's program with all experts on the device."""
+    """Opens the job's program with all experts on the device."""
     job = dataclasses.replace(job, storage=StorageSpec())
     program = TrainingProgram(job, jax.devices()[:1])
     with program.scope():
@@ -213,7 +221,7 @@ def of_child(module: str, argument: int, **environment: str) -> Any:
 
 
 def child_environment() -> dict[str, str]:
-    """Of a process that runs the same switchx, and shares what is compiled."""
+    """The environment of a process with the same switchx and the same compilation cache."""
     root = str(pathlib.Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path}

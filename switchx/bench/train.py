@@ -27,9 +27,17 @@ from switchx.training.step import StepConfig, init_state, train_step
 BATCH, INPUTS, TARGETS = 16, 128, 32
 TOKENS_PER_STEP = BATCH * (INPUTS + TARGETS)
 DENSE = ModelConfig(
-    "encoder_decoder", vocab_size=8192, d_model=256, d_ff=1024, num_heads=4, d_head=64,
-    num_encoder_layers=4, num_decoder_layers=4, activation="relu", init_scale=0.1,
-)  # fmt: skip
+    "encoder_decoder",
+    vocab_size=8192,
+    d_model=256,
+    d_ff=1024,
+    num_heads=4,
+    d_head=64,
+    num_encoder_layers=4,
+    num_decoder_layers=4,
+    activation="relu",
+    init_scale=0.1,
+)
 NUM_EXPERTS = (8, 16, 32, 64)
 NUM_STEPS = 2  # of a turn
 MEBIBYTE = 2**20
@@ -127,8 +135,10 @@ def against_torch(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
             "config": describe(switch_model(num_experts))[0]
             # Tokens of one sequence that an expert takes: a capacity factor of 1.0.
             | {"expert_capacity": max(INPUTS // num_experts, 1)},
-            "batch": BATCH, "inputs": INPUTS, "targets": TARGETS,
-        }  # fmt: skip
+            "batch": BATCH,
+            "inputs": INPUTS,
+            "targets": TARGETS,
+        }
         with torch_peer.TorchPeer(torch_peer.PROGRAM, settings) as peer:
             step = functools.partial(peer.ask, "step")
             theirs = Contender(f"transformers {num_experts}, AdamW", step)

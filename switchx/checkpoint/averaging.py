@@ -74,11 +74,11 @@ def moving_average(run: RunFolder, step: int) -> Tree:
 def write_average(run: RunFolder, params: Tree, folder: RunFolder, origin: str) -> None:
     """Writes averaged parameters of `run` into an existing, empty folder.
 
-    With the run's vocabulary, tasks and gin configuration, so that it can be evaluated as the
-    run is.
+    The folder also gets the run's vocabulary, tasks and gin configuration, so that it can be
+    evaluated as the run is.
 
     Args:
-        origin: what they are, in words.
+        origin: description of the averaged parameters.
     """
     source = read_config(run).get("source")
     vocabulary = load_vocabulary(run.root)

@@ -78,8 +78,8 @@ class Experts(Protocol):
     """Experts that are not in the training state, but in storage.
 
     Attributes:
-        abstract: what they are in a state that has them, by name, as ShapeDtypeStructs with
-            shardings on the host.
+        abstract: the experts' leaves in a state that has them, by name, as ShapeDtypeStructs
+            with shardings on the host.
     """
 
     abstract: dict[str, jax.ShapeDtypeStruct]
@@ -102,12 +102,13 @@ class Checkpointer:
     """
 
     def __init__(self, run: RunFolder, retention: Retention, experts: Experts | None = None):
-        """Opens `run.checkpoints` and sets aside what is not whole there.
+        """Opens `run.checkpoints` and sets incomplete checkpoints aside.
 
         Names and sizes are compared here and in `latest_complete_step`, values in `restore`.
 
         Args:
-            experts: that are saved with a state and restored with it; None where all are in it.
+            experts: experts that are saved and restored with a state; None where the state has
+                all experts.
         """
         require(
             experts is None or not run.is_in_store,
@@ -176,17 +177,17 @@ class Checkpointer:
     ) -> None:
         """Copies the state to the host, and writes it in the background.
 
-        The state may be donated as soon as this returns. Waits for the save before.
+        The state may be donated as soon as this returns. It waits for the previous save.
 
         Args:
             step: names the checkpoint.
             state: a pytree of arrays with an attribute or entry `params`.
-            data_state: of this process' data iterator, bytes or anything that JSON takes.
-            metrics: of an evaluation at this step, for keep-best.
+            data_state: state of this process' data iterator, bytes or anything that JSON takes.
+            metrics: metrics of an evaluation at this step, for keep-best.
 
         Raises:
             ValueError: this step has a complete checkpoint.
-            SaveError: there is no space, or the save before failed.
+            SaveError: there is no space, or the previous save failed.
         """
         self.wait()
         self._clear_the_way(step)
@@ -232,7 +233,7 @@ class Checkpointer:
         """Returns when the checkpoint being written is complete on disk.
 
         Raises:
-            SaveError: it could not be written.
+            SaveError: the checkpoint could not be written.
         """
         try:
             self._arrays.wait(self._retention.save_deadline_s)
@@ -268,15 +269,15 @@ class Checkpointer:
     def resume(
         self, abstract_state: Tree, *, model: ModelConfig | None = None
     ) -> tuple[int, Tree, list]:
-        """Step, state and data iterators of the newest checkpoint that is what was saved.
+        """Restores step, state and data iterators of the newest undamaged checkpoint.
 
-        Those that turn out to be damaged while they are read are set aside.
+        Checkpoints that turn out to be damaged while they are read are set aside.
 
         Args:
             abstract_state, model: see `restore`.
 
         Raises:
-            ValueError: none is there or left, or one does not fit.
+            ValueError: no checkpoint is there or left, or one does not fit.
         """
         while True:
             step = choose_step(self._run, self.latest_complete_step())
@@ -290,20 +291,21 @@ class Checkpointer:
     def restore(
         self, abstract_state: Tree, step: int | None = None, *, model: ModelConfig | None = None
     ) -> tuple[Tree, list]:
-        """The state, and the states of the data iterators of all processes that saved it.
+        """Restores the state, and the data iterators' states of all processes that saved it.
 
         Args:
             abstract_state: the state's structure, of arrays or ShapeDtypeStructs whose
                 shardings say where the leaves go (without one: the first device). The mesh
                 need not be the one that saved it.
-            step: None is the newest complete checkpoint.
-            model: whose state it is, where its layers may be scanned and the checkpoint's
-                unrolled, or the other way round. None where they are the same.
+            step: step of the checkpoint; None is the newest complete one.
+            model: configuration of the state's model, where its layers may be scanned and the
+                checkpoint's unrolled, or the other way round. None where the layouts are the
+                same.
 
         Raises:
             ValueError: there is no such complete checkpoint; leaves are missing, extra, or
-                of another shape or dtype (lists all).
-            DamagedCheckpoint: what was read is not what was saved.
+                of another shape or dtype (the message lists all).
+            DamagedCheckpoint: the arrays that were read differ from those that were saved.
         """
         step = self.latest_complete_step() if step is None else step
         path = self._folder / str(choose_step(self._run, step))

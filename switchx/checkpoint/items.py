@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint holds: the Orbax items `params`, `train_state` (the rest) and `data`.
+"""The Orbax items of a checkpoint: `params`, `train_state` (the rest) and `data`.
 
 The first two are nested dictionaries by name, so that any Orbax reader can open them and the
 parameters can be read alone, and so is `average`, of a run that averages them; `data` is the
 data iterator's state, one JSON file a process.
-`manifest.json` (manifest.py) says of which step they are and which files there are. Of a run
-with experts on a disk, `experts` is a snapshot of their records (storage/snapshot.py): one an
-expert and layer, whose arrays have the names of those of the state that they are parts of.
+`manifest.json` (manifest.py) has the step of the checkpoint and the list of its files. For a
+run with experts on a disk, `experts` is a snapshot of their records (storage/snapshot.py): one
+record for each expert and layer, whose arrays are named as the state's arrays that they are
+parts of.
 
 Dims: N layers of a scanned stack, E experts
 """
@@ -81,7 +82,7 @@ def items_of(path: Folder) -> list[str]:
 
 
 def stored_items(path: Folder) -> dict[str, Tree]:
-    """What Orbax says of each array: `shape`, `dtype`, and `sharding` when it was saved.
+    """Orbax' description of each array: `shape`, `dtype`, and `sharding` when it was saved.
 
     Raises:
         DamagedCheckpoint: an item's metadata cannot be read.
@@ -102,7 +103,7 @@ def require_records_unchanged(path: Folder) -> None:
     Where several processes run, all of them call this, and each reads its share.
 
     Raises:
-        DamagedCheckpoint: some have changed, here or in another process.
+        DamagedCheckpoint: some records have changed, here or in another process.
     """
     try:
         faults = _file_faults(path / EXPERTS, Snapshot(path / EXPERTS).files)
@@ -112,7 +113,7 @@ def require_records_unchanged(path: Folder) -> None:
 
 
 def _file_faults(folder: Folder, files: dict[str, list]) -> list[str]:
-    """Of this process' share of the files of a folder, each of which is read."""
+    """Faults of this process' share of the files of a folder, each of which is read."""
     ordered = sorted(files.items())
     mine = dict(ordered[jax.process_index() :: jax.process_count()])
     return list(damages(folder, mine, "crc32"))
@@ -134,7 +135,7 @@ def record_leaves(path: Folder) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _read_records(path: Folder, names: set[str]) -> dict[str, np.ndarray]:
-    """Those of `record_leaves` with these names, all of one update.
+    """Reads the leaves of `record_leaves` with these names, all of one update.
 
     Raises:
         RecordError: a record is missing or damaged.
@@ -162,10 +163,10 @@ def _read_records(path: Folder, names: set[str]) -> dict[str, np.ndarray]:
 
 
 def read_items(path: Folder, targets: dict[str, Tree | None]) -> dict[str, Tree]:
-    """Items of a checkpoint on any mesh, whichever saved it.
+    """Reads items of a checkpoint on any mesh, whichever mesh saved it.
 
     Args:
-        path: of the checkpoint.
+        path: path of the checkpoint.
         targets: for each item arrays or ShapeDtypeStructs whose shardings say where the
             leaves go (without one: the default device), or None for NumPy arrays.
 
@@ -233,7 +234,7 @@ def require_opens(path: Folder) -> None:
     """Opens every array as `read_items` does, and reads one number of each.
 
     Raises:
-        DamagedCheckpoint: one of them cannot be opened.
+        DamagedCheckpoint: an array cannot be opened.
     """
     with ocp.StandardCheckpointer() as reader:
         for item, leaves in _described(path, items_of(path)).items():
@@ -247,13 +248,13 @@ def _first_number(leaf) -> jax.ShapeDtypeStruct:
 
 
 def _described(path: Folder, items: Iterable[str]) -> dict[str, Tree]:
-    """What Orbax says of the arrays of items."""
+    """Orbax' description of the arrays of items."""
     described = {}
     with ocp.StandardCheckpointer() as reader:
         for item in items:
             base = kvstore(path / item)
             try:
-                # Of an index that cannot be read, Orbax tells less, and once for every array.
+                # Orbax says less of an index that cannot be read, and once for every array.
                 store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
                 store.list().result()
                 metadata = reader.metadata(path / item).item_metadata
@@ -351,8 +352,8 @@ def read_data_states(path: Folder) -> list[Any]:
     """The iterator states in a checkpoint, of each process that saved it.
 
     Raises:
-        ValueError: one of them is missing.
-        DamagedCheckpoint: one of them has changed.
+        ValueError: a process' state is missing.
+        DamagedCheckpoint: a process' state has changed.
     """
     files = {file.name: file for file in sorted((path / "data").glob("process_*_of_*.json"))}
     count = int(next(iter(files), "of_0.json").removesuffix(".json").rpartition("_")[2])

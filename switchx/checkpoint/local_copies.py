@@ -57,17 +57,17 @@ class LocalCopies:
     """The copies of one run; where several processes train, all of them have one of these.
 
     Attributes:
-        seconds: that the last copy took which this process wrote; None before the first.
+        seconds: seconds that this process' last copy took; None before the first.
     """
 
     def __init__(self, directory: str, run: RunFolder):
         """Makes this process' folder, and the run's identity where it has none yet.
 
         Args:
-            directory: on a disk of this machine.
+            directory: folder on a disk of this machine.
 
         Raises:
-            ValueError: it cannot be written.
+            ValueError: the folder cannot be written.
         """
         where = str(run.where)
         name = f"{run.where.name}-{hashlib.sha256(where.encode()).hexdigest()[:12]}"
@@ -224,7 +224,7 @@ def _identity(run: RunFolder) -> str:
 
 
 def _on_host(state: Tree) -> dict[str, list[tuple[Bounds, np.ndarray]]]:
-    """What the devices of this process hold of each array, each part once."""
+    """The parts of each array on this process' devices, each part once."""
     held: dict[str, dict[Bounds, jax.Array]] = {}
     for name, leaf in named_leaves(state).items():
         held[name] = {}

@@ -28,11 +28,11 @@ _OF_NUMBERS = "/d/"  # of Orbax' storage
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself.
+    """The manifest of a checkpoint.
 
     Attributes:
-        step: steps trained.
-        score: what keep-best compares, higher is better; None without an evaluation.
+        step: number of training steps.
+        score: score that keep-best compares, higher is better; None without an evaluation.
         metrics: the evaluation's numbers.
         files: path below the checkpoint -> bytes and CRC-32. None for the CRC-32 where that of
             the arrays' values is in a list (parts.py), and in checkpoints of before of
@@ -48,9 +48,9 @@ class Manifest:
 def numbers_of(metrics: dict[str, Any]) -> dict[str, float]:
     """An evaluation's numbers by name, as a checkpoint has them and keep-best names them.
 
-    Those of `tasks` are `tasks/NAME/accuracy`; those of generated texts are named by task and
-    metric alone, `glue_cola/matthews_corrcoef`. Lists (by layer) have no number; what could not
-    be computed, None, is NaN.
+    Names of `tasks` are `tasks/NAME/accuracy`; numbers of generated texts are named by task and
+    metric alone, `glue_cola/matthews_corrcoef`. Lists (by layer) have no number; None, a number
+    that could not be computed, becomes NaN.
     """
     numbers = {}
     for name, value in metrics.items():
@@ -67,7 +67,8 @@ def numbers_of(metrics: dict[str, Any]) -> dict[str, float]:
 def write_manifest(folder: Folder, about: Manifest) -> None:
     """Joins what the processes listed, and names and sizes of the files that none has listed.
 
-    Those are flushed to the disk, as the processes did with theirs. Only the lists are read.
+    These files are flushed to the disk, as the processes did with their own. Only the lists are
+    read.
 
     Raises:
         ValueError: a process left no list, or a damaged one.
@@ -98,7 +99,8 @@ def read_manifest(folder: Folder) -> Manifest:
     """The manifest of the checkpoint in `folder`.
 
     Raises:
-        ValueError: it is missing, damaged, or of another step; a clause that says which.
+        ValueError: the manifest is missing, damaged, or of another step; the message is a
+            clause that says which.
     """
     content = manifest.read_manifest(folder, MANIFEST, "crc32")
     del content["crc32"]

@@ -51,7 +51,7 @@ Index = tuple[slice, ...]
 
 
 class DamagedCheckpoint(ValueError):
-    """What was read is not what was saved; raised by all processes that read it together.
+    """Read arrays differ from the saved ones; all processes that read together raise this.
 
     Attributes:
         fault: a clause that begins with "its".
@@ -115,11 +115,12 @@ def _rows(shard, axis: int, rows: slice) -> jax.Array | np.ndarray:
 
 
 class ChecksummedArrays(ocp.handlers.StandardCheckpointHandler):
-    """Orbax' handler of an item of arrays, which also writes this process' list.
+    """Orbax' handler of an item of arrays, which also writes this process' list of checksums.
 
     Attributes:
-        hashed_bytes: of parts, in all saves of this process.
-        written_bytes: of files, likewise; process 0 writes the joint index besides.
+        hashed_bytes: bytes of the parts that were hashed, in all saves of this process.
+        written_bytes: bytes of the files that were written in these saves; process 0 writes the
+            joint index besides.
     """
 
     def __init__(self):
@@ -130,7 +131,7 @@ class ChecksummedArrays(ocp.handlers.StandardCheckpointHandler):
         self._writing: list[concurrent.futures.Future] = []  # a list of each item
 
     async def async_save(self, directory, item=None, save_args=None, args=None):
-        """See the parent; one more future, which is done when the list is on the disk."""
+        """Saves as the parent does; one more future ends when the list is on the disk."""
         leaves = named_leaves(args.item)
         parts = {name: own_parts(leaf) for name, leaf in leaves.items()}
         for _, data in (each for own in parts.values() for each in own):
@@ -167,8 +168,8 @@ class ChecksummedArrays(ocp.handlers.StandardCheckpointHandler):
         Orbax would tell only after a barrier that the other processes do not reach.
 
         Raises:
-            TimeoutError: it takes longer.
-            Exception: of the storage.
+            TimeoutError: writing takes longer.
+            Exception: the storage's error.
         """
         writing, self._writing = self._writing, []
         concurrent.futures.wait(writing, seconds)
@@ -217,7 +218,7 @@ class SaveArrays(ocp.args.StandardSave):
 
 @dataclasses.dataclass(frozen=True)
 class ListedArray:
-    """What the lists of all processes say of one array.
+    """The entries of all processes' lists for one array.
 
     Attributes:
         parts: their start and stop in each dimension, with the CRC-32.
@@ -236,7 +237,7 @@ class ListedArray:
 def read_lists(item: Folder) -> tuple[dict[str, ListedArray], dict[str, int]]:
     """Arrays by name, and sizes of files by their names in the item.
 
-    Nothing of either, of an item that was saved without lists.
+    Both are empty for an item that was saved without lists.
 
     Raises:
         DamagedCheckpoint: a list is missing or damaged.
@@ -261,10 +262,10 @@ def read_lists(item: Folder) -> tuple[dict[str, ListedArray], dict[str, int]]:
 
 
 def description_faults(item: Folder, stored: dict[str, Any]) -> list[str]:
-    """Where what Orbax says of the arrays of an item is not what the lists say.
+    """Differences between Orbax' description of an item's arrays and the lists.
 
     Args:
-        stored: by name, with shape and dtype.
+        stored: Orbax' description of the arrays, by name, with shape and dtype.
     """
     listed, _ = read_lists(item)
     if not listed:
@@ -283,10 +284,10 @@ def description_faults(item: Folder, stored: dict[str, Any]) -> list[str]:
 
 
 def list_names(item: Folder) -> list[str]:
-    """The lists that an item has.
+    """Names of the lists that an item has.
 
     Raises:
-        DamagedCheckpoint: that of a process is missing.
+        DamagedCheckpoint: the list of a process is missing.
     """
     found = {path.name for path in (item / LISTS).glob("process_*_of_*.json")}
     if not found:
@@ -303,17 +304,17 @@ def list_names(item: Folder) -> list[str]:
 
 
 def require_unchanged(path: Folder, item: str, leaves: dict[str, Any]) -> None:
-    """Compares arrays that were read with the parts of them that this process holds whole.
+    """Compares arrays that were read with the checksums of the parts that this process holds.
 
     Where several processes run, all of them call this. A part that several devices hold is
     compared by one of them.
 
     Args:
-        path: of the checkpoint.
+        path: path of the checkpoint.
         leaves: arrays of one item by their names in it, as they are stored.
 
     Raises:
-        DamagedCheckpoint: some differ, here or in another process.
+        DamagedCheckpoint: some arrays differ, here or in another process.
     """
     listed, _ = read_lists(path / item)
     with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:

@@ -103,20 +103,22 @@ def restore_params(
     *,
     model: ModelConfig | None = None,
 ) -> Tree:
-    """The parameters alone, without knowing the optimizer.
+    """Restores the parameters alone; the optimizer need not be known.
 
     Args:
         run: the run folder.
-        step: of the checkpoint; None is the newest complete one, "best" the one with the
+        step: step of the checkpoint; None is the newest complete one, "best" the one with the
             best score.
         target: abstract parameters with shardings: every device reads its part, and no
-            process has more of them. None gives NumPy arrays; copy those with `jnp.array`:
+            process holds more of them. None gives NumPy arrays; copy those with `jnp.array`:
             `jax.device_put` may alias their memory on CPU.
-        model: whose parameters `target` are, where its layers may be scanned and the
-            checkpoint's unrolled, or the other way round. None where they are the same.
+        model: configuration of the model whose parameters `target` are, where its layers may
+            be scanned and the checkpoint's unrolled, or the other way round. None where the
+            layouts are the same.
 
     Raises:
-        ValueError: no such checkpoint, or it does not fit `target`; lists all that differs.
+        ValueError: there is no such checkpoint, or it does not fit `target`; the message lists
+            all differences.
     """
     folder = RunFolder(run)
     path = folder.checkpoints / str(choose_step(folder, step))
@@ -134,7 +136,7 @@ def restore_items(
     Args:
         targets: nested dictionaries of ShapeDtypeStructs with shardings, by item; see
             `read_items`.
-        model: None reads the layers as they are stored.
+        model: configuration of the model; None reads the layers as they are stored.
 
     Raises:
         ValueError: leaves are missing, extra, or of another shape or dtype; lists all.
@@ -169,7 +171,7 @@ def _shapes(params: Tree) -> dict[str, tuple[int, ...]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Repeats:
-    """What the repeats of a scanned layer have of one parameter: N arrays or structs."""
+    """One parameter in the repeats of a scanned layer: N arrays or structs."""
 
     layers: Sequence[jax.Array | jax.ShapeDtypeStruct]
 

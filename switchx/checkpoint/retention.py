@@ -40,24 +40,25 @@ class Retention:
     """Which checkpoints are kept.
 
     Attributes:
-        keep_last: so many of the newest, at least 1.
-        keep_best: so many of the best among those saved with an evaluation.
-        keep_period: every checkpoint whose step is a multiple of this, for good; None: of none.
+        keep_last: number of newest checkpoints that are kept, at least 1.
+        keep_best: number of best checkpoints that are kept, of those saved with an evaluation.
+        keep_period: checkpoints whose step is a multiple of this are kept for good; None keeps
+            none of them.
         best_metric: the metric that is compared. A task's metric of generated texts is
             `TASK/METRIC`, as `glue_cola/matthews_corrcoef`.
-        best_mode: which end of it is best. None: the smallest of cross-entropies and shares of
-            dropped tokens, and the largest of all others.
+        best_mode: whether the smallest or the largest value is best. None: the smallest for
+            cross-entropies and shares of dropped tokens, the largest for all others.
         local_dir: folder on a disk of each machine for copies of the state, which a run resumes
             from where they are newer than its checkpoints (local_copies.py). None: no copies.
-        local_every: steps between them.
+            local_every: steps between two copies.
         grace_s: seconds from SIGTERM or Ctrl-C until the system kills the process: Slurm's
             `KillWait`, Kubernetes' `terminationGracePeriodSeconds`, 30 of a spot machine of
-            Google Cloud. A save that would take longer, as those before it did, is not begun.
-            None: it is, whatever it takes.
+            Google Cloud. A save that would take longer, judged by earlier ones, is not begun.
+            None begins every save.
         save_deadline_s: seconds that the writing of one checkpoint may take, until it is an
             error. A day is 73 MB/s for the 6.3 TB of a state of 1.6 trillion parameters
-            (Switch-C), however many processes write. That a process is lost is noticed
-            without it.
+            (Switch-C), however many processes write. The loss of a process is noticed
+            without this deadline.
     """
 
     keep_last: int = 3
@@ -102,8 +103,8 @@ class Retention:
         return value if best_mode == "max" else -value
 
     def scores(self, manifests: Iterable[Manifest]) -> dict[int, float]:
-        """By step, of checkpoints that are there: those of this retention, whichever one they
-        were saved with."""
+        """Scores of existing checkpoints, by step: this retention's scores, whichever retention
+        they were saved with."""
         have = (each for each in manifests if self.best_metric in each.metrics)
         scores = {each.step: self.score(each.metrics) for each in have}
         return {step: score for step, score in scores.items() if score is not None}
@@ -117,13 +118,13 @@ class Preservation:
     scores: dict[int, float]
 
     def should_preserve(self, checkpoints, *, context) -> list[bool]:
-        """As Orbax asks."""
+        """Returns for each checkpoint whether it is kept, in Orbax' form."""
         del context
         kept = self.kept([info.step for info in checkpoints])
         return [info.step in kept for info in checkpoints]
 
     def kept(self, steps: Sequence[int]) -> set[int]:
-        """Which of these stay."""
+        """The steps that stay."""
         scored = filter(self.scores.__contains__, steps)
         best = heapq.nlargest(self.retention.keep_best, scored, key=self.scores.get)
         kept = {*sorted(steps)[-self.retention.keep_last :], *best}
@@ -135,15 +136,15 @@ class Preservation:
 
 @dataclasses.dataclass(frozen=True)
 class SaveCost:
-    """What a finished save took.
+    """The cost of a finished save.
 
     Attributes:
-        step: of the checkpoint.
-        blocking_seconds, seconds: until `save` returned; until all was on the disk and renamed,
-            as far as `check` or `wait` saw it.
-        bytes: of all files of the checkpoint, records of experts among them.
-        process_hashed_bytes, process_written_bytes: of arrays whose checksum this process took,
-            and of the files that it wrote of them.
+        step: step of the checkpoint.
+        blocking_seconds, seconds: seconds until `save` returned, and until all files were on
+            the disk and renamed, as `check` or `wait` saw it.
+        bytes: bytes of all files of the checkpoint, with the records of experts.
+        process_hashed_bytes, process_written_bytes: bytes of arrays whose checksum this process
+            computed, and of the files that it wrote for them.
     """
 
     step: int
@@ -161,18 +162,18 @@ class SaveCost:
 
 
 class SaveMeter:
-    """What saves take, measured; the last one is kept for processes that resume.
+    """Measures the cost of saves; keeps the last one's seconds for processes that resume.
 
     Attributes:
-        last: that of the last save that finished here, to be logged.
+        last: cost of the last save that finished here, to be logged.
     """
 
     def __init__(self, path: pathlib.Path, arrays: ChecksummedArrays):
-        """Reads what was kept.
+        """Reads the file.
 
         Args:
-            path: of the file.
-            arrays: which counts bytes.
+            path: path of the file.
+            arrays: the handler that counts bytes.
         """
         self._path, self._arrays = path, arrays
         self.last: SaveCost | None = None
@@ -218,7 +219,7 @@ class SaveMeter:
     def seconds_to_save(self) -> float | None:
         """Seconds that another save would take from now on, after the one that is under way.
 
-        As the longest one that was measured; None where none was.
+        It takes as long as the longest measured save; None where none was measured.
         """
         longest = self._longest_seconds
         if longest is None or self._begun is None:
@@ -234,7 +235,7 @@ def set_aside(path: Folder, damage: str) -> None:
     deleted.
 
     Raises:
-        ValueError: it is in a store, and has a manifest.
+        ValueError: the checkpoint is in a store, and has a manifest.
     """
     if is_address(path):
         if (path / MANIFEST).exists():
@@ -262,7 +263,7 @@ def require_none_damaged(checkpoints: Folder) -> None:
     """Checks, where no checkpoint is left, that none was there: only then may a run begin.
 
     Raises:
-        ValueError: one that was saved was set aside.
+        ValueError: a saved checkpoint was set aside.
     """
     is_first = jax.process_index() == 0  # other processes may not see the new names yet
     # A manifest is written last: without one, as earlier versions name them, none was saved.
@@ -280,11 +281,11 @@ def require_none_damaged(checkpoints: Folder) -> None:
 def rewind(run: RunFolder, step: int | Literal["best"]) -> tuple[int, list[str]]:
     """Makes a checkpoint the newest one: training goes on from it.
 
-    Those after it are renamed to `<step>.superseded-<n>`, so that the same command of
-    training, started again and again, goes back once.
+    Later checkpoints are renamed to `<step>.superseded-<n>`, so that the same training command,
+    started again and again, goes back once.
 
     Returns:
-        Its step, and the new names of those after it.
+        The checkpoint's step, and the new names of the later ones.
 
     Raises:
         ValueError: there is no such complete checkpoint; a trainer holds the folder; it is in

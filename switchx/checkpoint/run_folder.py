@@ -121,7 +121,7 @@ class RunFolder:
         """Makes the folder, unless it is there, and proves that it can be written.
 
         Raises:
-            ValueError: it cannot be made or written, with the system's reason.
+            ValueError: the folder cannot be made or written; the message has the reason.
         """
         # Processes on several machines may have one number, as in containers.
         probe = self.where / f".write_probe_{secrets.token_hex(4)}"
@@ -174,7 +174,7 @@ class RunFolder:
         """Checks that no other trainer has taken over a folder in a store.
 
         Raises:
-            ValueError: one has; says which.
+            ValueError: another trainer has taken it over; the message names it.
         """
         if self.is_in_store:
             mirror(str(self.where)).require_owned()
@@ -196,7 +196,7 @@ class RunFolder:
         return True
 
     def found(self) -> str:
-        """What is at `path`, in words, for the errors of those who expected more."""
+        """A description of the contents of `path`, for errors where more was expected."""
         if self.is_in_store:
             names = sorted({name.partition("/")[0] for name in files_in(self.where)})
             return f"found {', '.join(names[:8])}" if names else "nothing is there"
@@ -209,10 +209,10 @@ class RunFolder:
 
 
 def read_config(run: RunFolder) -> dict[str, Any]:
-    """`config.json` of a run folder, as a run of today would have written it.
+    """`config.json` of a run folder, in the form of the current version.
 
     Raises:
-        ValueError: it is missing or damaged.
+        ValueError: the file is missing or damaged.
     """
     try:
         config = read_json_object(run.config, _MOST_CONFIG_BYTES)
@@ -234,7 +234,7 @@ def read_model_config(run: RunFolder) -> ModelConfig:
     """The model's configuration in a run folder.
 
     Raises:
-        ValueError: it is missing, or its fields are not those of a ModelConfig.
+        ValueError: the file is missing, or its fields are not those of a ModelConfig.
     """
     return model_from_description(read_config(run)["model"], str(run.config))
 
@@ -248,7 +248,7 @@ def read_decoding(run: RunFolder) -> dict[str, Any]:
 
 
 def read_sparse_model_config(run: RunFolder) -> ModelConfig:
-    """The same; ValueError too if the model has no Switch layers."""
+    """As `read_model_config`; raises ValueError also if the model has no Switch layers."""
     model = read_model_config(run)
     require(
         model.switch is not None,
@@ -263,10 +263,10 @@ PATIENCE_S = 60.0
 
 
 def require_shared(run: RunFolder, patience_s: float = PATIENCE_S) -> None:
-    """Checks that what process 0 writes into the run folder is there for all.
+    """Checks that all processes can read what process 0 writes into the run folder.
 
     Raises:
-        ValueError: it is not; names the processes.
+        ValueError: some processes cannot; the message names them.
     """
     if jax.process_count() == 1 or run.is_in_store:
         return
@@ -312,14 +312,14 @@ def write_converted(
     source=None,
     decoding: dict[str, Any] | None = None,
 ) -> None:
-    """Writes a model from elsewhere into an existing, empty folder, as checkpoint 0.
+    """Writes a model of another library into an existing, empty folder, as checkpoint 0.
 
     Args:
         params: NumPy or JAX arrays, in the dtypes of `config.precision.params`.
-        origin: what the model was converted from, in words.
-        source: description of the tasks that it was trained on, which say what texts become
-            for it; None where they are not known.
-        decoding: defaults of generating, where it has some.
+        origin: description of the model that was converted.
+        source: description of the tasks that it was trained on, which say how texts become
+            its inputs; None where they are not known.
+        decoding: defaults of decoding, where the model has some.
 
     Raises:
         ValueError: the parameters are not those of the configuration (all that differ are

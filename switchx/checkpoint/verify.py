@@ -103,7 +103,7 @@ def _in_orbax(path: Folder, stored: dict, item: str) -> dict[str, Any]:
 
 
 def _share(num_bytes: dict[Any, int]) -> list:
-    """Those that this process reads: the next largest goes to the process with least to do."""
+    """This process' share; the next largest item goes to the process with the fewest bytes."""
     loads = [0] * jax.process_count()
     mine = []
     for name in sorted(num_bytes, key=lambda name: -num_bytes[name]):  # stable: all agree

@@ -79,7 +79,8 @@ def add_gin_arguments(parser: CommandParser, default: str | None = None) -> None
     """`--gin_file`, `--gin.NAME=VALUE`, `--gin_search_paths`.
 
     Args:
-        default: what is read where no file is given, in words; None requires one.
+        default: description of the default configuration, for the help text; None requires a
+            file.
     """
     parser.add_argument(
         "--gin_file",
@@ -143,13 +144,14 @@ def add_step(parser: argparse.ArgumentParser, help_text: str) -> None:
 def add_options(
     parser: CommandParser, config: type, names: Iterable[str] | None = None, **defaults
 ) -> None:
-    """A flag for each option of a configuration class (`switchx.fields.option`).
+    """Adds a flag for each option of a configuration class (`switchx.fields.option`).
 
-    One that is not given is no attribute of the arguments, so that a model's own default holds.
+    A flag that is not given is no attribute of the arguments, so that a model's own default
+    holds.
 
     Args:
-        names: of the options; None is all of them.
-        defaults: that differ from the class' own.
+        names: names of the options to add; None adds all.
+        defaults: defaults that differ from the class' own.
     """
     for name, each in options(config).items():
         if names is not None and name not in names:
@@ -289,7 +291,7 @@ def parse_job(arguments: argparse.Namespace, default_file: str | None = None):
         default_file: read where the command line names no gin file.
 
     Raises:
-        ConfigurationError: it describes none; the message says what to change.
+        ConfigurationError: the command line describes no job; the message says what to change.
     """
     from switchx.gin_config import building
 
@@ -299,7 +301,7 @@ def parse_job(arguments: argparse.Namespace, default_file: str | None = None):
 
 
 def parse_job_of(arguments: argparse.Namespace, folder):
-    """The same of a run folder: what it was trained with, where no gin file is given.
+    """Parses the job of a run folder: its training's job, where no gin file is given.
 
     Args:
         folder: a `RunFolder`.
@@ -314,7 +316,7 @@ def parse_job_of(arguments: argparse.Namespace, folder):
 
 
 def simulate_devices(number: int) -> None:
-    """So many devices on CPU, unless XLA_FLAGS says how many. JAX reads it at its first use."""
+    """Sets the number of CPU devices, unless XLA_FLAGS does; JAX reads it at its first use."""
     flags = os.environ.get("XLA_FLAGS", "")
     if DEVICES_FLAG not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {DEVICES_FLAG}={number}".strip()

@@ -84,9 +84,14 @@ def add_command(commands) -> None:
     number("--input_length", type=int, default=64, help="most tokens of an input (default: 64)")
     # Searched for, not sampled: tokens are compared.
     names = (
-        "max_new_tokens", "beam_size", "length_penalty", "min_new_tokens",
-        "repetition_penalty", "no_repeat_ngram_size", "forced_prefix",
-    )  # fmt: skip
+        "max_new_tokens",
+        "beam_size",
+        "length_penalty",
+        "min_new_tokens",
+        "repetition_penalty",
+        "no_repeat_ngram_size",
+        "forced_prefix",
+    )
     shared.add_options(parser, DecodingConfig, names)
     shared.add_json(parser)
 
@@ -214,9 +219,18 @@ def _settings(arguments: argparse.Namespace):
 
     decoding = DecodingConfig(**shared.options_of(arguments, DecodingConfig))
     names = (
-        "platform", "experts", "reduce", "dtype", "devices", "bits", "device_kind",
-        "batch_size", "input_length", "teacher", "distill_steps",
-    )  # fmt: skip
+        "platform",
+        "experts",
+        "reduce",
+        "dtype",
+        "devices",
+        "bits",
+        "device_kind",
+        "batch_size",
+        "input_length",
+        "teacher",
+        "distill_steps",
+    )
     given = {name: getattr(arguments, name) for name in names}
     given["mesh"] = arguments.mesh
     return DeploySettings(memory_gib=arguments.memory, decoding=decoding, **given)
@@ -225,9 +239,21 @@ def _settings(arguments: argparse.Namespace):
 def _command(arguments: argparse.Namespace) -> str:
     """The command that makes this again, for messages of what is deployed."""
     names = (
-        "model_dir", "output", "step", "experts", "reduce", "dtype", "devices", "memory",
-        "bits", "device_kind", "batch_size", "input_length", "teacher", "distill_steps",
-    )  # fmt: skip
+        "model_dir",
+        "output",
+        "step",
+        "experts",
+        "reduce",
+        "dtype",
+        "devices",
+        "memory",
+        "bits",
+        "device_kind",
+        "batch_size",
+        "input_length",
+        "teacher",
+        "distill_steps",
+    )
     given = {name: getattr(arguments, name) for name in names}
     given |= shared.options_of(arguments, DecodingConfig)
     words = shared.option_words(given)

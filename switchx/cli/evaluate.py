@@ -160,7 +160,7 @@ def print_tables(job, metrics: dict[str, Any]) -> None:
 
 
 def rows_of_texts(texts: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """What was measured of texts, its score or number, and its interval, or why it has none."""
+    """Metrics of texts: name, score or number, and interval, or why there is none."""
     rows = []
     groups = {name: values["metrics"] for name, values in texts["tasks"].items()}
     for name, metrics in (groups | {"mean": texts["mean"]}).items():

@@ -93,7 +93,7 @@ def expert_slots(arguments: argparse.Namespace):
 
 
 def traffic_lines(arguments: argparse.Namespace, experts) -> list[str]:
-    """What the slots have done, and for each kind of call what the formula of streaming says.
+    """Lines on the slots' traffic, and on the streaming formula for each kind of call.
 
     Args:
         experts: the `OutsideExperts` of a model.

@@ -21,8 +21,8 @@ class Processes:
 
     Attributes:
         coordinator: `HOST:PORT` at which `jax.distributed` listens in process 0.
-        count: processes.
-        index: of this one, from 0.
+        count: number of processes.
+        index: number of this process, from 0.
     """
 
     coordinator: str
@@ -77,11 +77,11 @@ def add_hosts(parser) -> None:
 
 
 def processes_of(arguments: argparse.Namespace) -> Processes | None:
-    """The Processes of the options, or else of the launcher's environment; None of one alone.
+    """The Processes of the options, or else of the launcher's environment; None for one alone.
 
     Raises:
-        UsageError: some of the options are there, and not all.
-        ValueError: they, or the environment, are wrong.
+        UsageError: some of the options are given, but not all.
+        ValueError: the options or the environment are wrong.
     """
     given = {name: getattr(arguments, name) for name in FLAGS}
     missing = [f"--{name}" for name, value in given.items() if value is None]
@@ -178,15 +178,15 @@ def run_together(
     work: Callable[[Any], Any],
     explain: Callable[[BaseException], int],
 ) -> tuple[Any, Any]:
-    """Prepares, meets the others, and works with them.
+    """Prepares, meets the other processes at the rendezvous, and works with them.
 
     Returns:
-        What was prepared, and what became of it. Where the work fails, this process ends.
+        The results of `prepare` and of `work`. Where the work fails, this process ends.
 
     Args:
-        prepare, state: the second one's argument is what the first one returns. They must not
-            use a device: JAX starts only after them. All processes are told why they fail.
-        work: of what was prepared; `jax.devices()` are those of all processes.
+        prepare, state: `state` takes what `prepare` returns. They must not use a device: JAX
+            starts only after them. Where they fail, all processes are told the reason.
+        work: takes what `prepare` returned; `jax.devices()` has the devices of all processes.
         explain: shows an error to a person; returns the exit status, or raises.
     """
     from switchx.distributed import FAILURE, connect, distributed

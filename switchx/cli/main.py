@@ -35,9 +35,25 @@ from switchx.cli.arguments import (
 from switchx.own_code import import_from_working_directory
 
 COMMANDS = (
-    train, evaluate, generate, serve, quantize, export, reshape, teach, deploy, convert, vocab,
-    tasks, checkpoint, show, plan, simulate, compile, bench,
-)  # fmt: skip
+    train,
+    evaluate,
+    generate,
+    serve,
+    quantize,
+    export,
+    reshape,
+    teach,
+    deploy,
+    convert,
+    vocab,
+    tasks,
+    checkpoint,
+    show,
+    plan,
+    simulate,
+    compile,
+    bench,
+)
 
 DESCRIPTION = """\
 switchx pretrains, fine-tunes and studies sparse Mixture-of-Experts Transformers.
@@ -65,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns the exit status, see EPILOG.
 
     Args:
-        argv: without the program's name; None takes the command line.
+        argv: the arguments, without the program's name; None takes the command line.
     """
     parser = _parser()
     try:

@@ -288,7 +288,7 @@ def tier_rows(job, layout, workload, hardware, storage) -> list[dict[str, Any]]:
 
 
 def _disk_row(plan, hardware) -> dict[str, Any]:
-    """What a disk is read and written, and how long it lasts."""
+    """The row on a disk's reads and writes, and on how long it lasts."""
     use, step_s = plan.storage, plan.time.step_s
     sharing = min(plan.layout.size, hardware.host.devices)
     day_written, allowed = use.day_written(step_s) * sharing, hardware.disk.day_written_bytes
@@ -338,7 +338,7 @@ def print_search(found, hardware, devices: int, top: int) -> None:
 
 
 def _print_teacher(teacher, plan) -> None:
-    """What the teacher takes of the first plan's devices."""
+    """Prints the memory that the teacher takes on the first plan's devices."""
     from switchx.models.flops import count_parameters
     from switchx.planner.search import num_bytes
 

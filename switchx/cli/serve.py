@@ -224,8 +224,8 @@ def _leave(threads: Sequence[threading.Thread], status: int) -> int:
     from switchx.serving.models import READER
 
     until_s = time.monotonic() + STOPPING_S
-    # Those of the pool that scores, too, for which the interpreter would wait; idle ones have
-    # ended. Threads of whoever calls this as a function are its own.
+    # Threads of the pool that scores, too, for which the interpreter would wait; idle ones
+    # have ended. Threads of the caller of this function are not waited for.
     readers = [each for each in threading.enumerate() if each.name.startswith(READER)]
     waited = [*threads, *readers]
     for each in waited:
@@ -275,7 +275,7 @@ def read_token(file: str | None) -> str | None:
     """The token of a file or the environment, or None.
 
     Raises:
-        ValueError: it is short, or nothing that a header can hold.
+        ValueError: the token is too short, or a header cannot hold it.
     """
     token, source = os.environ.get(TOKEN_VARIABLE), TOKEN_VARIABLE
     if file is not None:

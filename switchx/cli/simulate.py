@@ -157,18 +157,18 @@ def _record_bytes(folder, layers: list[str], is_training: bool) -> int:
 
 
 def _row(what: str, trace, each, name: str = "") -> dict:
-    """Hit rates of one capacity, a share of all experts.
+    """The row of hit rates at one capacity, a share of all experts.
 
     Args:
-        what: the first column.
-        name: of the trace; the share is added.
+        what: name of the first column.
+        name: name of the trace; the share is added.
     """
     share = f"{name} {each.capacity / trace.num_keys:.0%}".strip()
     return {what: share} | {policy: each.hits(policy) for policy in each.hit_T}
 
 
 def _traffic(trace, each) -> dict:
-    """What the chosen policy keeps in host memory, reads and writes."""
+    """The chosen policy's bytes in host memory, and its reads and writes."""
     num_steps = len(set(trace.step_T.tolist()))
     mib = trace.record_bytes / 2**20
     num_misses = int((~each.hit_T[each.chosen]).sum())

@@ -154,7 +154,7 @@ def _numbers(validation, metrics) -> dict[str, str]:
 
 
 def _goodput(goodput: dict[str, Any], metrics: list[dict[str, Any]]) -> dict[str, str]:
-    """What the run's wall time went to, and the steps and processes that were slow."""
+    """The shares of the run's wall time, and the steps and processes that were slow."""
     seconds = {cause: each for cause, each in goodput["seconds"].items() if cause != "step"}
     total_s = max(sum(goodput["seconds"].values()), 1e-9)
     others = [
@@ -200,6 +200,6 @@ def _value(line: dict[str, Any]) -> str:
 
 
 def _aligned(rows: dict[str, Any]) -> Text:
-    """Not a table, which would break a long path to the terminal's width."""
+    """Aligns names and values as text: a table would break a long path."""
     width = max(map(len, rows), default=0)
     return Text("\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()))

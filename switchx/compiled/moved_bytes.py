@@ -33,9 +33,16 @@ PALLAS_TARGETS = ("tpu_custom_call", "mosaic_gpu")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 # Names of values, not work.
 _FREE = {
-    "parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all",
-    "partition-id", "replica-id", "opt-barrier",
-}  # fmt: skip
+    "parameter",
+    "constant",
+    "bitcast",
+    "tuple",
+    "get-tuple-element",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "opt-barrier",
+}
 # Parts that lie beside each other in memory already.
 _FREE_TARGETS = {"ConcatBitcast"}
 _TAKES_PARTS = {"gather", "dynamic-slice", "slice"}
@@ -153,9 +160,14 @@ class _Kernels:
             size, flops = self._of_pallas(each)
             seconds = self._roofline(size, flops)
             return Counter(
-                kernels=1, pallas_kernels=1, num_bytes=size, pallas_bytes=size,
-                pallas_flops=flops, other_s=seconds, roofline_s=seconds,
-            )  # fmt: skip
+                kernels=1,
+                pallas_kernels=1,
+                num_bytes=size,
+                pallas_bytes=size,
+                pallas_flops=flops,
+                other_s=seconds,
+                roofline_s=seconds,
+            )
         if each.opcode.endswith("-start"):
             size = _copied_bytes(each)
             seconds = self._roofline(size)

@@ -64,7 +64,7 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
     """The report of a compiled step: a row that holds its collectives, and the checks.
 
     Args:
-        name: of the job, for the row.
+        name: name of the job, for the row.
     """
     memory = step.memory
     others = {f"{kind}_bytes_per_device": other.needed for kind, other in step.others.items()}
@@ -126,7 +126,7 @@ def planned_step(job: TrainingJob, topology: Topology) -> dict[str, Any]:
     """The step as the planner predicts it: seconds by its spec file's constants, with an even
     load of the experts and no communication behind products; FLOPs, and bytes by collective.
 
-    Nothing where there is no formula for the job.
+    The result is empty where there is no formula for the job.
     """
     layout = layout_of(job, job.mesh.sizes(topology.num_devices))
     try:
@@ -146,7 +146,7 @@ def planned_step(job: TrainingJob, topology: Topology) -> dict[str, Any]:
 
 
 def _storage_checks(host: HostMemory | None) -> list[Check]:
-    """Those of a step with experts in host memory; where it was not compiled, no more."""
+    """The checks of a step with experts in host memory; none where there is no such step."""
     if host is None:
         return []
     checks = [Check("fits_without_storage", int(host.without.fits), "==0")]

@@ -118,13 +118,18 @@ def _teacher_of(job: TrainingJob) -> Workload | None:
         decoder_length=decoder_length,
         batch_size=job.batch_size,
         state=tuple(
-            StateArray(name, dims_of(name.rpartition("/")[2], len(leaf.shape)), leaf.shape,
-                       leaf.dtype.itemsize, "params")
+            StateArray(
+                name,
+                dims_of(name.rpartition("/")[2], len(leaf.shape)),
+                leaf.shape,
+                leaf.dtype.itemsize,
+                "params",
+            )
             for name, leaf in tree.named_leaves(abstract_params(model)).items()
         ),
         routing=functools.partial(layer_shape, model.switch),
         refusal=lambda *_: None,
-    )  # fmt: skip
+    )
 
 
 def fitting_group_size(job: TrainingJob, parts: int) -> int | None:

@@ -186,10 +186,12 @@ def multi30k_directions(
     corpora = [Multi30k(*pair) for pair in pairs]
     tasks = tuple(
         Task(
-            each.name, each, vocabulary,
+            each.name,
+            each,
+            vocabulary,
             InputsToTargets(prefix=f"{LANGUAGE_NAMES[each.target]}: "),
             metrics=(Bleu(), ChrF()),
         )
         for each in corpora
-    )  # fmt: skip
+    )
     return Mixture(tasks, tuple(favour if each in favoured else 1.0 for each in directions))

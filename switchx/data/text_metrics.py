@@ -257,8 +257,11 @@ def _warn_of_empty_references(tokenizer, name: str, targets: Sequence[str]) -> N
             )
         _log.warning(
             "Rouge: %d of %d targets have no token, %.40r for one, and score 0%s",
-            len(empty), len(targets), str(empty[0]), way_out,
-        )  # fmt: skip
+            len(empty),
+            len(targets),
+            str(empty[0]),
+            way_out,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

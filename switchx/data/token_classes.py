@@ -11,12 +11,16 @@ import numpy as np
 from switchx.data.tokenizers import ByteVocabulary, SentencePieceVocabulary
 
 PIECE_CLASSES = (
-    "word start", "word part", "digits", "punctuation", "whitespace", "byte", "sentinel",
+    "word start",
+    "word part",
+    "digits",
+    "punctuation",
+    "whitespace",
+    "byte",
+    "sentinel",
     "special",
-)  # fmt: skip
-BYTE_CLASSES = (
-    "letter", "digits", "punctuation", "whitespace", "byte", "sentinel", "special",
-)  # fmt: skip
+)
+BYTE_CLASSES = ("letter", "digits", "punctuation", "whitespace", "byte", "sentinel", "special")
 
 
 class TokenClasses(NamedTuple):

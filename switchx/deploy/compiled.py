@@ -49,7 +49,7 @@ def slice_for(device_kind: str, devices: int) -> Topology | None:
 def compile_programs(
     folder: pathlib.Path, platform: str, topology: Topology
 ) -> dict[str, Any] | None:
-    """What the programs of an export take on a device of a slice, by program.
+    """Compiles the programs of an export for a device of a slice, and measures each.
 
     Returns:
         `needed_bytes` on the device, `host_bytes` in its host's memory and `collectives` (how

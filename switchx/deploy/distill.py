@@ -33,8 +33,9 @@ class CheckedTeacher:
     """A teacher that can teach the deployed model.
 
     Attributes:
-        folder, step: its run and checkpoint.
-        fingerprint: of its model: another one makes the reduced model again.
+        folder, step: the teacher's run folder, and the step of its checkpoint.
+        fingerprint: fingerprint of the teacher's model; after a change the reduced model is
+            made again.
     """
 
     folder: str
@@ -68,12 +69,13 @@ def distilled(
     num_steps: int,
     note: Callable[[str], None],
 ) -> dict:
-    """The parameters of a student after some steps.
+    """Trains a student for some steps and returns its parameters.
 
     Args:
-        job: of the run; its mesh, stages, buckets, storage and generated texts are left out.
-        config: of the student.
-        start: run folder of the student, whose parameters it begins with.
+        job: the run's job; its mesh, stages, length buckets, storage and generated texts are
+            not used.
+        config: the student's configuration.
+        start: run folder with the parameters that the student begins with.
         scratch: folder that the training writes into.
     """
     switch = config.switch

@@ -113,7 +113,7 @@ def run_steps(
 def steps_done_twice(folder: str | os.PathLike) -> int:
     """Steps that were made again while they were whole, of the same and with the same settings.
 
-    Those that were removed in between, since a setting or a byte before them had changed, do
+    Steps that were removed in between, since a setting or a byte before them had changed, do
     not count.
     """
     twice, there = 0, {}

@@ -40,10 +40,10 @@ Tokens = list[list[int]]
 
 @dataclasses.dataclass(frozen=True)
 class ValidationText:
-    """Batches for the loss, and prompts.
+    """Validation text: batches for the loss, and prompts.
 
     Attributes:
-        batches: of all tasks, as evaluation in training has them.
+        batches: batches of all tasks, as for evaluation in training.
         prompts: token ids of inputs that a model answers.
     """
 
@@ -54,7 +54,7 @@ class ValidationText:
     def of(cls, job: TrainingJob, num_prompts: int, input_length: int) -> "ValidationText":
         """The job's evaluation batches, and their first inputs, cut to `input_length`.
 
-        A decoder-only model goes on from the first half of a row's first text.
+        A decoder-only model continues the first half of a row's first text.
         """
         batches = tuple(
             itertools.chain.from_iterable(
@@ -81,7 +81,7 @@ class ValidationText:
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """What a model wrote to the prompts: the best hypothesis of each, and how fast."""
+    """A model's answers to the prompts: the best hypothesis of each, and the speed."""
 
     tokens: Tokens
     tokens_per_s: float
@@ -99,7 +99,7 @@ def _eval_step(config: ModelConfig, params, batch):
 
 
 def written_by(model: Model, text: ValidationText, decoding: DecodingConfig) -> Written:
-    """By the model in this process, on one device."""
+    """The answers that the model writes in this process, on one device."""
     config, size = for_decoding(model.config), max(len(text.prompts), 1)
     generator = Generator(config, model.params, decoding, size)
 
@@ -111,7 +111,7 @@ def written_by(model: Model, text: ValidationText, decoding: DecodingConfig) -> 
 
 
 def written_by_export(model: ExportedModel, text: ValidationText) -> Written:
-    """By exported programs, on the devices that they are for."""
+    """The answers that exported programs write, on the devices that they are for."""
 
     def write() -> list[tuple[list[int], bool]]:
         best = [best for best, *_ in model.generate(text.prompts)]
@@ -131,7 +131,7 @@ def tokens_differing(found: Tokens, expected: Tokens) -> int:
 
 
 def sample_layers(model: Model, text: ValidationText) -> list[LayerSample]:
-    """What the Switch layers read of the validation text, in the order of the layers."""
+    """Samples of the Switch layers' inputs for the validation text, in the layers' order."""
     switch = model.config.switch
     config, params = on_host(model.config, model.params)
     config = slotted(without_capacity(config))
@@ -157,7 +157,7 @@ class _Listener(ChosenExperts):
         count_E = np.asarray(count_E)
         self.load_NE[layer] += count_E
         used_RD = np.asarray(x_RD, np.float32)[: count_E.sum()]
-        # Of every batch as many: the rows of one are sorted by expert.
+        # Every batch gives as many rows; the rows of a batch are sorted by expert.
         self.rows_N[layer].append(_spread(used_RD, SAMPLE_ROWS))
         return super().run_rows(layer, x_RD, count_E)
 
@@ -168,7 +168,7 @@ def _logits(config: ModelConfig, params, batch):
 
 
 def _spread(x_RD: np.ndarray, rows: int) -> np.ndarray:
-    """So many rows at even distances; all where there are no more."""
+    """Takes `rows` rows at even distances; all where there are no more."""
     if len(x_RD) <= rows:
         return x_RD
     return x_RD[np.linspace(0, len(x_RD) - 1, rows).astype(int)]

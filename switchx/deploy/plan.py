@@ -44,21 +44,22 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class DeploySettings:
-    """What is to be made of a run.
+    """Settings of a deployment.
 
     Attributes:
-        platform: one of `DEVICE_KINDS`; programs for the machine at hand are made beside.
-        experts: of each Switch layer; None keeps all.
-        reduce: like experts are merged, or the least used ones dropped.
-        teacher: run folder whose model teaches the one with fewer experts; None, nothing is
-            trained.
-        distill_steps: steps of that.
-        dtype: of parameters and of computing, routers apart; None keeps both.
-        devices, memory_gib: how many, and what each has for the model; None is no limit.
-        mesh: sizes of its axes, in the planner's place; their product is `devices`.
-        bits: of a weight of an expert; None does not quantize.
-        device_kind: as JAX names it; None is that of `DEVICE_KINDS`.
-        batch_size, input_length: what the programs are for.
+        platform: one of `DEVICE_KINDS`; programs for this machine are made besides.
+        experts: number of experts that are kept in each Switch layer; None keeps all.
+        reduce: `merge` merges similar experts, `drop` drops the least used ones.
+        teacher: run folder of the model that teaches the one with fewer experts; None trains
+            nothing.
+        distill_steps: number of steps of this training.
+        dtype: dtype of parameters and of computation, except the routers'; None keeps both.
+        devices, memory_gib: number of devices, and memory of each for the model in GiB; None is
+            no limit.
+        mesh: sizes of the mesh's axes, instead of the planner's; their product is `devices`.
+        bits: bits of a weight of an expert, 4 or 8; None does not quantize.
+        device_kind: the device's kind, as JAX names it; None is the kind in `DEVICE_KINDS`.
+        batch_size, input_length: sizes that the programs are compiled for.
     """
 
     platform: str
@@ -103,17 +104,17 @@ class DeploySettings:
 
 
 class DeployPlan:
-    """A run and what is to be made of it, checked.
+    """A checked plan of a deployment.
 
     Attributes:
         run_folder, step: the run and its checkpoint.
         source: the model, for the deployment's log.
         reduced: the model as it is deployed, before its experts are quantized.
-        teacher: of the settings, checked; None has none.
-        split: over the devices, of the planner.
-        ring: of the deployed programs; None has all experts resident.
-        because: why.
-        decoding: how text is generated, with what training did to prompts.
+        teacher: the settings' teacher, checked; None where there is none.
+        split: the planner's split of the model over the devices.
+        ring: ring of the deployed programs; None keeps all experts on the device.
+        because: reason for where the experts are placed.
+        decoding: decoding settings, with the form that prompts had in training.
     """
 
     def __init__(
@@ -122,10 +123,10 @@ class DeployPlan:
         step: int | str | None,
         settings: DeploySettings,
     ):
-        """Reads the configuration and the checkpoint's bytes, and makes nothing.
+        """Reads the configuration and the checkpoint's bytes; writes nothing.
 
         Args:
-            step: of the checkpoint; None is the newest complete one.
+            step: step of the checkpoint; None is the newest complete one.
 
         Raises:
             ValueError: no run or no complete checkpoint, a model that cannot be decoded,
@@ -168,7 +169,7 @@ class DeployPlan:
 
     @property
     def mesh(self) -> MeshSpec | None:
-        """Of the split; None is one device."""
+        """The split's mesh; None is one device."""
         if self.settings.devices == 1:
             return None
         return MeshSpec(**({"data": 1} | self.split.sizes))
@@ -252,7 +253,7 @@ class DeployPlan:
 def _why_ring(
     served: ServedModel, whole: Split, ring: Ring, memory: float, hardware: Hardware | None
 ) -> str:
-    """Why programs have a ring of so many slots, and whether its copies hide."""
+    """The reason for a ring of so many slots, and whether its copies are hidden."""
     why = (
         f"resident, {whole.total / GIB:,.3g} of {memory / GIB:,.3g} GiB are needed, with "
         f"{ring.slots} slots {ring.total / GIB:,.3g}"

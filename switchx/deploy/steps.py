@@ -76,13 +76,13 @@ class Deployment:
         rebuild: str,
         job: TrainingJob | None = None,
     ):
-        """Makes nothing yet.
+        """Prepares the steps; makes nothing yet.
 
         Args:
             text: reads the validation text; called once, when a step needs it.
-            described: where that text is from, JSON: another one makes all steps again.
-            rebuild: the command, for messages of what is deployed.
-            job: that the run was trained by; a teacher needs it.
+            described: origin of that text, JSON; after a change all steps run again.
+            rebuild: the command, for the deployed model's messages.
+            job: the job that trained the run; a teacher needs it.
 
         Raises:
             ValueError: there is a teacher and no job.
@@ -114,17 +114,23 @@ class Deployment:
         target |= {"ring_slots": self._ring_slots}
         return [
             Step("fuse", {"checkpoint": self.plan.step, "text": self.described}, self._fuse),
-            Step("reduce", {"experts": settings.experts, "how": how} | self._taught(),
-                 self._reduce),
-            Step("convert", {"dtype": settings.dtype, "decoding": decoding} | shapes,
-                 self._convert),
+            Step(
+                "reduce",
+                {"experts": settings.experts, "how": how} | self._taught(),
+                self._reduce,
+            ),
+            Step(
+                "convert",
+                {"dtype": settings.dtype, "decoding": decoding} | shapes,
+                self._convert,
+            ),
             Step("segment", {"mesh": mesh}, self._segment),
             Step("optimize", {"bits": settings.bits} | target, self._optimize),
             Step("deploy", {}, self._deploy),
-        ]  # fmt: skip
+        ]
 
     def _taught(self) -> dict[str, Any]:
-        """What decides how the reduced model is trained; nothing without a teacher."""
+        """The settings of the reduced model's training; empty without a teacher."""
         if self.plan.teacher is None:
             return {}
         return {
@@ -277,9 +283,10 @@ class Deployment:
         )
 
     def _compiled(self, folder: pathlib.Path, target: Target) -> dict[str, Any] | None:
-        """What the programs take on the platform, where its compiler is; None elsewhere.
+        """The programs' memory on the platform, where its compiler is installed; None
+        elsewhere.
 
-        Those for the machine at hand were compiled to be run.
+        Programs for this machine were compiled to be run.
         """
         topology = slice_for(target.kind, self.plan.settings.devices)
         if target.platform == _platform_here() or topology is None:
@@ -299,7 +306,7 @@ class Deployment:
         }
 
     def _measured(self, folder: pathlib.Path, model: Model, expected=None) -> dict[str, Any]:
-        """Of a model that was read back, on one device."""
+        """Measures a model that was read back, on one device."""
         written = written_by(model, self._text(), self.plan.decoding)
         differing = None if expected is None else tokens_differing(written.tokens, expected)
         switch = model.config.switch
@@ -314,7 +321,7 @@ class Deployment:
         }
 
     def _measured_export(self, folder: pathlib.Path, expected) -> dict[str, Any]:
-        """Of exported programs, on the devices that they are for."""
+        """Measures exported programs, on the devices that they are for."""
         written = written_by_export(ExportedModel(folder), self._text())
         weights = folder / "weights.safetensors"
         switch = self.plan.reduced.switch
@@ -344,7 +351,7 @@ def _converted(config: ModelConfig, params: dict, dtype: str | None):
 
 
 def _link(source: pathlib.Path, target: pathlib.Path) -> None:
-    """The same file under another name, or a copy where the file system has no links."""
+    """Links a file to another name, or copies it where the file system has no links."""
     try:
         os.link(source, target)
     except OSError:
@@ -352,6 +359,6 @@ def _link(source: pathlib.Path, target: pathlib.Path) -> None:
 
 
 def _platform_here() -> str:
-    """As `jax.export` names it."""
+    """The platform's name in `jax.export`."""
     name = jax.default_backend()
     return {"gpu": "cuda"}.get(name, name)

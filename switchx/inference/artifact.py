@@ -51,13 +51,13 @@ AGAIN = "copy the whole folder again, or make it with `switchx quantize`"
 
 @dataclasses.dataclass(frozen=True)
 class Artifact:
-    """What a folder holds.
+    """The contents of an artifact's folder.
 
     Attributes:
-        config: layers unrolled.
-        params: with `QTensor`s, 4-bit values packed.
-        about: what its writer said of it: where it comes from, how it was made.
-        fingerprint: hex; of all that is in it.
+        config: the model's configuration, with unrolled layers.
+        params: the model's parameters, with `QTensor`s whose 4-bit values are packed.
+        about: the writer's description of where the model comes from and how it was made.
+        fingerprint: fingerprint of all contents, in hexadecimal.
     """
 
     config: ModelConfig
@@ -82,8 +82,8 @@ def write_artifact(
     """Writes a quantized model, whole or not at all.
 
     Args:
-        config, params: of `quantize_experts`.
-        about: JSON.
+        config, params: the quantized model, as `quantize_experts` returns it.
+        about: JSON, where the model comes from.
         add_files: called with the folder before it gets its name; writes further files.
 
     Returns:
@@ -224,9 +224,13 @@ def _params(path: pathlib.Path, config: ModelConfig, quantized: dict, arrays: di
 
 # Of safetensors; all are dtypes of NumPy's once JAX is imported.
 _DTYPES = {
-    "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I8": "int8",
+    "U8": "uint8",
     "F8_E4M3": "float8_e4m3fn",
-}  # fmt: skip
+}
 
 
 def _arrays(path: pathlib.Path, are_experts_read: bool) -> dict:

@@ -31,13 +31,18 @@ NEVER = -jnp.inf
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Beams:
-    """Of each sentence, L running hypotheses and the L best finished ones.
+    """The beams of a batch: for each sentence L running hypotheses and the L best finished
+    ones.
 
     Attributes:
-        token_BLT, log_prob_BL: running; `pad_id` after the last token.
-        ancestor_BLT: which beam held a hypothesis' ancestor at each place of the ring.
-        finished_BLT, score_BL, is_finished_BL: ended ones, the best first.
-        log_probs, finished_log_probs: of their tokens; None where none are kept.
+        token_BLT, log_prob_BL: tokens and log-probabilities of the running hypotheses; `pad_id`
+            after the last token.
+        ancestor_BLT: number of the beam that held a hypothesis' ancestor at each place of the
+            ring.
+        finished_BLT, score_BL, is_finished_BL: tokens and scores of the finished hypotheses,
+            the best first, and whether there is one.
+        log_probs, finished_log_probs: log-probabilities of the running and the finished
+            hypotheses' tokens; None where none are kept.
     """
 
     token_BLT: jax.Array
@@ -80,21 +85,21 @@ class Beams:
         return jnp.broadcast_to(position_B[:, None], self.log_prob_BL.shape)
 
     def sees_BLTL(self, behind_T):
-        """Which lanes of each step in the ring a lane sees; see `ancestors_seen`."""
+        """Which lanes of each step in the ring a lane attends to; see `ancestors_seen`."""
         return ancestors_seen(self.ancestor_BLT)
 
     @property
     def number_BTL(self):
-        """Of each lane in the ring the tokens before it; None where a step is a token."""
+        """Number of tokens before each lane in the ring; None where a step is a token."""
         return None
 
     def begun_at(self, place) -> "Beams":
-        """The same, where the first token is written at another place of the ring."""
+        """A copy whose first token is written at another place of the ring."""
         ancestor_BLT = jnp.roll(self.ancestor_BLT, place, axis=2)
         return dataclasses.replace(self, ancestor_BLT=ancestor_BLT)
 
     def with_places(self, program: DecodingProgram) -> "Beams":
-        """The same with places for `max_new_tokens`; the ring is laid end to end."""
+        """A copy with places for `max_new_tokens`; copies of the ring are laid end to end."""
         times = program.max_new_tokens // self.num_places
         running, finished = self.log_probs, self.finished_log_probs
         return dataclasses.replace(
@@ -110,7 +115,7 @@ class Beams:
         """Chooses token number `number_B` of every beam.
 
         Args:
-            place: of the ring, where the chosen tokens will be written.
+            place: number of the ring's place where the chosen tokens will be written.
 
         Returns:
             the hypotheses, token_BL, is_live_B.
@@ -157,7 +162,7 @@ class Beams:
         return beams, jnp.take_along_axis(token_BJ, chosen_BL, axis=1), is_live_B
 
     def _with_finished(self, texts, log_prob_BJ, ends_BJ, length_B, rows: Rows, program):
-        """With those among the first L candidates that end, where they are good enough."""
+        """Adds those of the first L candidates that end and are good enough."""
         L = program.beam_size
         is_first_1J = jnp.arange(program.num_candidates)[None] < L
         is_new_BJ = ends_BJ & is_first_1J & rows.is_live_B[:, None]
@@ -193,7 +198,7 @@ class Beams:
         return goes_on_B & ~are_enough_B & (length_B < rows.max_new_tokens_B)
 
     def results(self, rows: Rows):
-        """Of each sentence its hypotheses, the best first: token_BLT, score_BL."""
+        """The hypotheses of each sentence, the best first: token_BLT, score_BL."""
         return self.finished_BLT, self.score_BL
 
     @property
@@ -202,14 +207,14 @@ class Beams:
 
 
 def continuations(logits_BLV, allowed_BLV, log_prob_BL, num: int):
-    """The likeliest `num` of all texts that are one token longer, the best first.
+    """Returns the likeliest `num` of all texts that are one token longer, the best first.
 
-    Log-probabilities are computed of candidates alone, those that are in the blocks of the
-    vocabulary with the largest logits: nothing of the size of the logits is written.
+    Log-probabilities are computed for candidates alone, the tokens in the blocks of the
+    vocabulary with the largest logits: no array of the size of the logits is written.
 
     Args:
         allowed_BLV: the logits, with -inf for tokens that must not be chosen.
-        log_prob_BL: of the texts so far.
+        log_prob_BL: log-probabilities of the texts so far.
 
     Returns:
         log_prob_BJ, parent_BJ (the beam that each continues), token_BJ.

@@ -43,21 +43,23 @@ def rounded_up(size: int, sizes: Sequence[int]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertSlots:
-    """Experts that come to the device when they are chosen (chosen_experts.py), or in whole
-    layers (ring_decode.py); with both, the formula decides for each call (ring_or_chosen.py).
+    """How experts are offloaded: they come to the device when they are chosen
+    (chosen_experts.py), or in whole layers (ring_decode.py); with both, the formula decides for
+    each call (ring_or_chosen.py).
 
-    It changes no number.
+    Offloading changes no number of the output.
 
     Attributes:
-        slots: experts of each Switch layer that are on the device at once; None chooses none.
-        policy: who leaves a slot, and who leaves host memory.
-        prefetch: the router of the next layer predicts what is moved ahead.
-        host_bytes: of host memory for experts, which are read from files then; None has all
-            of them there.
+        slots: experts of each Switch layer that are on the device at once; None moves no chosen
+            experts.
+        policy: eviction policy of the slots, and of the cache in host memory.
+        prefetch: whether the next layer's router predicts which experts are moved ahead.
+        host_bytes: bytes of host memory for experts, which are then read from files; None keeps
+            all experts in host memory.
         ring_slots: layers of each stack whose experts are on the device at once, through which
-            all stream in order; None streams none.
-        hardware: that the formula is evaluated for, a spec's name or file (docs/planner.md);
-            None is the device that is used.
+            all layers stream in order; None streams no layers.
+        hardware: the hardware that the formula is evaluated for, a spec's name or file
+            (docs/planner.md); None is the device that is used.
     """
 
     slots: int | None = None
@@ -97,26 +99,27 @@ class DecodingConfig:
     """Names and meanings are those of Hugging Face's `generate` where it has them.
 
     Attributes:
-        pruning: of finished sentences (Kim et al. 2022, arXiv:2211.10017, section 3.5):
-            `none`; `experts` leaves them out of the Switch layers; `compact` also gathers
-            the live ones into the next smaller batch.
-        seed: a sentence's samples depend on it and on the sentence's number alone.
+        pruning: what becomes of finished sentences (Kim et al. 2022, arXiv:2211.10017,
+            section 3.5): `none` keeps them; `experts` leaves them out of the Switch layers;
+            `compact` also gathers the live ones into the next smaller batch.
+        seed: seed of the samples, which depend on it and on the sentence's number alone.
         early_stopping: when a sentence's search ends, all beams being finished: `True` at
             once; `False` when the best running beam, as long as it is, scores no better than
             the worst finished one; `never` when it could not even at full length.
-        prompt_lookup_num_tokens: greedy decoding drafts so many tokens a step
+        prompt_lookup_num_tokens: tokens that greedy decoding drafts in each step
             (prompt_lookup.py); the output is the same.
         forced_prefix: token ids that each output begins with, whatever the model finds likely,
             such as the language of a multilingual translation (`forced_bos_token_id`). They
-            count as tokens of the output, and nothing in its score.
-        stop: an output ends with the first of these texts, which is not part of it.
-        logprobs: natural logarithms of the model's own probabilities, before temperature,
-            penalties and bans.
+            count as tokens of the output, but add nothing to its score.
+        stop: texts of which the first that occurs ends the output, and is not part of it.
+        logprobs: number of likeliest tokens whose log-probabilities are returned: natural
+            logarithms of the model's own probabilities, before temperature, penalties and bans.
         eos_id, pad_id, start_id: token ids. `start_id` begins a decoder's input where the
             model has an encoder.
-        other_eos_ids: tokens that end an output, too, and are not part of it.
+        other_eos_ids: further tokens that end an output, and are not part of it.
         suppressed_ids: tokens that are never chosen.
-        is_prompt_bidirectional: a decoder-only model's prompt sees itself whole (prefix LM).
+        is_prompt_bidirectional: whether each token of a decoder-only model's prompt attends to
+            the whole prompt (prefix LM).
     """
 
     max_new_tokens: int = option(64, "most tokens of an output, its end included", 1, 2**20)
@@ -227,7 +230,7 @@ class DecodingConfig:
             refuse("forced_prefix", True, f"id {end} ends an output; leave it out")
 
     def _check_drafts(self, refuse) -> None:
-        """What does not go with drafts: they are compared with the likeliest token alone."""
+        """Refuses settings that drafts do not allow: they predict the likeliest token alone."""
         for name, is_asked in (
             ("beam_size", self.beam_size > 1),
             ("temperature", self.is_sampling),
@@ -268,7 +271,7 @@ class DecodingConfig:
 
     @property
     def program(self) -> "DecodingProgram":
-        """What a program that decodes so is compiled for; it has places for more new tokens."""
+        """The settings that a program is compiled for; it has places for more new tokens."""
         return self.program_of(rounded_up(self.max_new_tokens, NEW_TOKENS))
 
     def program_of(self, places: int) -> "DecodingProgram":
@@ -291,9 +294,13 @@ class DecodingConfig:
 
 # What decides together how tokens are chosen.
 _WAY = (
-    "beam_size", "temperature", "top_k", "top_p", "num_return_sequences",
+    "beam_size",
+    "temperature",
+    "top_k",
+    "top_p",
+    "num_return_sequences",
     "prompt_lookup_num_tokens",
-)  # fmt: skip
+)
 
 
 def with_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:

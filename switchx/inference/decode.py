@@ -38,17 +38,18 @@ from switchx.partitioning.constrain import constrain, constrain_named
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """The state of a batch between two steps.
+    """The state of a batch between two decode steps.
 
     Attributes:
-        cache: of the decoder: the prompt but its last token, then the ring.
-        step: steps of the batch so far; the next writes at place `step % T` of the ring.
-        begin_B: the step that each sentence began with, its prompt's last token.
+        cache: the decoder's KV cache: the prompt without its last token, then the ring.
+        step: number of decode steps of the batch so far; the next one writes at the ring's
+            place `step % T`.
+        begin_B: number of the step in which each sentence began, with its prompt's last token.
         token_BL: the newest tokens, not yet in the cache.
         hypotheses: `Greedy`, `Beams` or `Drafted`.
         is_prompt_BP: which places of the prompt a step reads: all of the text but its last
             token, which is in the ring. P is 0 where prompts are one token.
-        is_source_BM: which of the encoder's output is text; None without an encoder.
+        is_source_BM: which places of the encoder's output are text; None without an encoder.
     """
 
     cache: tuple[BlockCache, ...]
@@ -78,12 +79,12 @@ def prefill(
     source_BM=None,
     is_source_BM=None,
 ) -> Decoding:
-    """Reads sources and prompts; the first step goes on from each prompt's last token.
+    """Reads sources and prompts; the first decode step reads each prompt's last token.
 
     Args:
-        prompt_BP, is_prompt_BP: what a decoder-only model goes on from, padded on the left;
-            for others the start token, `[B, 1]`.
-        source_BM, is_source_BM: what the encoder reads, padded on the right.
+        prompt_BP, is_prompt_BP: the prompts of a decoder-only model, padded on the left; for
+            others the start token, `[B, 1]`.
+        source_BM, is_source_BM: the encoder's inputs, padded on the right.
     """
     model = bind(config, params)
     B = prompt_BP.shape[0]
@@ -196,7 +197,7 @@ def step_logits(model, decoding: DecodingProgram, state: Decoding, positions: tu
     """Logits `[B, L, V]` after the newest tokens, and the cache with them.
 
     Args:
-        positions: of `position_terms`.
+        positions: the terms that `position_terms` returns.
     """
     B, P = state.is_prompt_BP.shape
     L, T = decoding.num_lanes, decoding.max_new_tokens
@@ -233,7 +234,7 @@ def step_logits(model, decoding: DecodingProgram, state: Decoding, positions: tu
 
 
 def position_terms(model, decoding: DecodingProgram, prompt_length: int) -> tuple:
-    """What the model's positions add to scores, as far as all steps share it.
+    """Terms that the model's positions add to scores, as far as all steps share them.
 
     Returns:
         The relative bias `[H, N]` of a key that is N - 1 - n behind the query, N places in
@@ -249,12 +250,12 @@ def position_terms(model, decoding: DecodingProgram, prompt_length: int) -> tupl
 
 
 def _biases_of_step(positions: tuple, state: Decoding, behind_T, L: int) -> tuple:
-    """What positions add to a step's scores: `bias_HLM` of all rows, and each row's own.
+    """Terms that positions add to a step's scores: `bias_HLM` of all rows, and each row's own.
 
     A place of the ring is as far behind in every row; a prompt's is in each row's own.
 
     Args:
-        behind_T: how many steps ago each place of the ring was written.
+        behind_T: number of steps since each place of the ring was written.
     """
     bias_HN, untied = positions
     P, T = state.is_prompt_BP.shape[1], behind_T.shape[0]
@@ -285,7 +286,7 @@ def _biases_of_rows(positions: tuple, state: Decoding, position_BL):
     new_BM = before_B[:, None] + state.hypotheses.number_BTL.reshape(B, -1)
     position_BM, terms = _position_BM(P, before_B, new_BM), []
     if bias_HN is not None:
-        # Of what is not seen, any number.
+        # Places that are not attended to may have any number.
         behind_BLM = position_BL[:, :, None] - position_BM[:, None]
         bias_HBLM = jnp.take(bias_HN, bias_HN.shape[1] - 1 - behind_BLM, axis=1, mode="clip")
         terms.append(jnp.moveaxis(bias_HBLM, 0, 1))
@@ -303,7 +304,7 @@ def _position_BM(P: int, before_B, new_BM):
 
 
 def _untied_bias(untied, position_B, position_BM):
-    """What TUPE's positions of queries and of places add to scores, `[B, H, M]`."""
+    """The terms that TUPE's positions of queries and places add to scores, `[B, H, M]`."""
     query_MHK, key_MHK = untied
     query_BHK = jnp.take(query_MHK, position_B, axis=0, mode="clip")
     score_BHM = jnp.einsum(
@@ -324,11 +325,12 @@ def take_rows(state: Decoding, row_B) -> Decoding:
 
 
 def insert(state: Decoding, fresh: Decoding, row_B) -> Decoding:
-    """The batch with the rows of another, which was just prefilled, in the place of its own.
+    """Replaces rows of the batch by the rows of another one, which was just prefilled.
 
     Args:
-        fresh: with as many places for prompts, sources and new tokens.
-        row_B: where its rows go, each another place; numbers from B of `state` on go nowhere.
+        fresh: the other batch, with as many places for prompts, sources and new tokens.
+        row_B: the row of `state` that each of its rows replaces, all different; a row whose
+            number is B of `state` or more is left out.
     """
     P, T = state.is_prompt_BP.shape[1], state.hypotheses.num_places
     fresh = dataclasses.replace(
@@ -356,9 +358,10 @@ def enlarged(
     """The batch with more places for prompts, sources and new tokens.
 
     Args:
-        decoding: of the new `max_new_tokens`, a multiple of what it was: the ring is laid end
-            to end, where each token of the last T steps is at its new place, too.
-        prompt, source: P, and M of the encoder.
+        decoding: the program with the new `max_new_tokens`, a multiple of the old one: copies
+            of the ring are laid end to end, so that each token of the last T steps is at its
+            new place, too.
+        prompt, source: the new P, and the new M of the encoder.
     """
     P, T = batch.is_prompt_BP.shape[1], batch.hypotheses.num_places
 

@@ -54,13 +54,13 @@ _KINDS = {"cpu": ("cpu",), "tpu": ("TPU",), "cuda": ("NVIDIA", "Tesla", "Quadro"
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What programs are exported for; it need not be here.
+    """The target that programs are exported for; this machine need not have it.
 
     Attributes:
         platform: one of `DEVICE_KINDS`.
-        device_kind: as JAX names the device; None is that of `DEVICE_KINDS`.
-        mesh: None is one device.
-        compiler: XLA's options of the programs, which are compiled where they run.
+        device_kind: the device's kind, as JAX names it; None is the kind in `DEVICE_KINDS`.
+        mesh: the mesh; None is one device.
+        compiler: XLA's options for the programs, which are compiled where they run.
 
     Raises:
         ValueError: no device of the platform has such a name.
@@ -96,7 +96,7 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """What is fixed: rows of a batch, most tokens of an input."""
+    """The fixed sizes: rows of a batch, most tokens of an input."""
 
     batch_size: int
     input_length: int
@@ -120,13 +120,14 @@ def export_model(
     """Writes a folder of programs and weights, whole or not at all.
 
     Args:
-        config, params: as trained or quantized. No token is dropped, and finished rows take
-            part in no Switch layer.
-        targets: of different platforms and the same mesh.
+        config, params: the model, as it was trained or quantized. No token is dropped, and
+            finished rows take part in no Switch layer.
+        targets: targets with different platforms and the same mesh.
         about: JSON for the manifest: where the model comes from and how to make this again.
         add_files: called with the folder; writes further files.
-        ring_slots: K: experts are arguments in host memory, K - 2 layers of each stack apart,
-            and stream to the device in each call (`ring_decode.py`); None has all there.
+        ring_slots: K: the experts of all but K - 2 layers of each stack are arguments in host
+            memory, and stream to the device in each call (`ring_decode.py`); None keeps all
+            experts on the device.
 
     Returns:
         The manifest, and bytes of all files.
@@ -283,7 +284,7 @@ class _Resident:
         self._params, self.weights = params, tree.named_leaves(params)
 
     def run(self, program, settings: tuple, weights, **arrays):
-        """What a jitted program returns; to be traced."""
+        """Runs a jitted program and returns its results; is traced."""
         params = tree.map_named(lambda name, _: weights[name], self._params)
         return program(*settings, params=params, **arrays)
 
@@ -299,7 +300,7 @@ class _Streamed:
         _, layers = without_bank(config, params)
         host = NamedSharding(mesh, PartitionSpec(), memory_kind=run_exported.HOST)
         self._bank = Bank.abstract(config, layers, slots, host)
-        # By the name of a stack, those of its layers' arrays, and their dtype.
+        # By the name of a stack, the names of its layers' arrays, and their dtype.
         paths = [layer_path(config.sparse_layer_names[n]) for n in self._bank.numbers]
         like = tree.named_leaves(layers[self._bank.numbers[0]])
         stacks = tree.named_leaves({"streamed": self._bank.streamed})
@@ -324,7 +325,7 @@ class _Streamed:
         return run_with_ring(self._config, cut, bank, jax.tree.leaves(arrays))
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """With the arrays of the file that stacks in host memory are made of."""
+        """Describes the weights, with the file's arrays that make the stacks in host memory."""
         found = _described(self.weights)
         for stack, (names, dtype) in self._layers.items():
             memory = {"memory": run_exported.HOST, "layers": names, "dtype_of_layers": dtype}
@@ -387,7 +388,7 @@ def _split(devices: ModelMesh, arrays):
 
 
 def _described(arrays) -> dict[str, dict[str, Any]]:
-    """By name: shape, dtype, and the mesh axes that each dimension is split over."""
+    """Describes arrays by name: shape, dtype, and the mesh axes that split each dimension."""
 
     def axes(leaf) -> list[list[str]]:
         is_split = leaf.sharding is not None and leaf.sharding.mesh.size > 1

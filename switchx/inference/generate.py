@@ -46,7 +46,7 @@ def for_decoding(config: ModelConfig, *, is_dropless: bool = True) -> ModelConfi
 
 
 def without_capacity(config: ModelConfig) -> ModelConfig:
-    """The same model, where no expert is ever full.
+    """The model's configuration without capacity: no expert is ever full.
 
     Experts that choose their tokens (`expert_choice`) have no capacity to do without: there
     a text's result depends on the others of its group.
@@ -67,7 +67,8 @@ def without_capacity(config: ModelConfig) -> ModelConfig:
 
 
 def with_capacity(config: ModelConfig) -> ModelConfig:
-    """The same model with the groups that it has on one device; the compiler splits them."""
+    """The configuration with the groups that the model has on one device; the compiler splits
+    them."""
     if config.switch is None or config.switch.has_attention:
         return config
     return dataclasses.replace(config, switch=config.switch.with_dispatcher("gather"))
@@ -75,14 +76,14 @@ def with_capacity(config: ModelConfig) -> ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Generated:
-    """What a model wrote.
+    """A text that a model wrote.
 
     Attributes:
         output: a text where texts were read, otherwise token ids without the end, up to the
             one that completes a text of `stop`.
-        score: log-probability over length ** length_penalty, the end included. Of a search it
-            is that of the changed logits, forced tokens apart, as in `transformers`.
-        is_finished: it came to an end, or to a text of `stop`; otherwise it was cut off.
+        score: log-probability over length ** length_penalty, the end included. In a search it
+            is computed from the changed logits, without forced tokens, as in `transformers`.
+        is_finished: whether it came to an end or to a text of `stop`; otherwise it was cut off.
         token_logprobs, top_logprobs: see `Hypothesis`.
     """
 
@@ -113,13 +114,13 @@ class Generator:
     """`for number, hypotheses in generator(inputs): ...`, longest inputs first.
 
     Attributes:
-        config, params: from `for_decoding`.
-        decoding: how text is generated.
-        batch_size: most sentences at once; a sample is one.
+        config, params: the model, as `for_decoding` returns it.
+        decoding: decoding settings.
+        batch_size: most sentences in a batch; each sample is one sentence.
         stops: texts that end an output, or None.
-        devices: where `params` are.
-        experts: whose `params` these are, where experts come to the device when they are
-            chosen; None where `params` has all.
+        devices: the devices of `params`.
+        experts: the experts that come to the device when they are chosen, whose other
+            parameters are `params`; None where `params` has all experts.
     """
 
     def __init__(
@@ -164,15 +165,16 @@ class Generator:
     ) -> Iterator[tuple[int, list[Hypothesis]]]:
         """Yields an input's number and its hypotheses.
 
-        Those of a search are all of its beams, the best first, and with `best_of` all samples,
-        so `num_return_sequences` are its first ones. Other samples are in the order of their
+        A search yields all of its beams, and `best_of` all samples, the best first, so that the
+        first `num_return_sequences` are the answers. Other samples are in the order of their
         numbers: sample s of S of input n depends on the number n * S + s.
 
         Args:
-            inputs: what the encoder reads, or what a decoder-only model goes on from.
-            token_limits: most new tokens of each, up to `max_new_tokens`; None is that for all.
-            first_number: of the first input, where they are part of more; samples depend on
-                the number.
+            inputs: token ids that the encoder reads, or that a decoder-only model continues.
+            token_limits: most new tokens of each input, up to `max_new_tokens`, which None is
+                for all inputs.
+            first_number: number of the first input, where the inputs are part of a longer list;
+                samples depend on the number.
 
         Raises:
             ValueError: an input is empty, has ids outside of the vocabulary, or is longer
@@ -234,14 +236,14 @@ class Generator:
         return said.stopped(number, self.decoding) if number else None
 
     def _answer(self, said: dict[int, list[Hypothesis]]) -> list[Hypothesis]:
-        """What is yielded for an input, of what its samples said."""
+        """The hypotheses that are yielded for an input, from its samples' hypotheses."""
         hypotheses = [each for sample in sorted(said) for each in said[sample]]
         if self.decoding.best_of is not None:
             hypotheses.sort(key=lambda each: -each.score)
         return [each.with_logprobs(self.decoding.logprobs) for each in hypotheses]
 
     def fault(self, tokens: Sequence[int]) -> str | None:
-        """Why an input cannot be read, to be said after its name; or None."""
+        """The reason why an input cannot be read, to follow its name in a message; or None."""
         if not len(tokens):
             return "is empty; give at least one token"
         if wrong := token_fault(self.config, tokens):
@@ -291,7 +293,7 @@ def positions_needed(config: ModelConfig, input_length: int, new_tokens: int) ->
 
 
 def token_fault(config: ModelConfig, tokens: Sequence[int]) -> str | None:
-    """What is wrong with token ids for any use, to be said after their name; or None."""
+    """The fault of token ids for any use, to follow their name in a message; or None."""
     if len(tokens) > LENGTHS[-1]:
         return f"has {len(tokens)} tokens; shorten it to {LENGTHS[-1]} at most"
     V, low, high = config.vocab_size, min(tokens, default=0), max(tokens, default=0)

@@ -28,9 +28,9 @@ class ModelMesh:
     """The devices of a model in use.
 
     Attributes:
-        mesh: None is the default device alone.
-        rules: what is split over which axis of the mesh.
-        compiler: XLA's options of all programs.
+        mesh: the mesh; None is the default device alone.
+        rules: sharding rules, which dimension is split over which axis of the mesh.
+        compiler: XLA's options for all programs.
     """
 
     mesh: jax.sharding.Mesh | None = None
@@ -54,7 +54,7 @@ class ModelMesh:
 
     @functools.cached_property
     def options(self) -> Options:
-        """Those of `compiler` for these devices."""
+        """The options of `compiler` for these devices."""
         device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
         options = self.compiler.for_decoding(device.platform, device.device_kind)
         return tuple(sorted(options.items()))
@@ -66,8 +66,8 @@ class ModelMesh:
         return use_mesh(self.mesh, self.rules)
 
     def run(self, function, settings: tuple, shape: tuple, **arrays):
-        """What a function returns, compiled for these devices, which all threads that run
-        programs on them begin in one order; see `Programs.run`."""
+        """Runs a function, compiled for these devices, and returns its result. All threads
+        begin programs on these devices in one order; see `Programs.run`."""
         how = {"is_on_mesh": self.mesh is not None, "options": self.options}
         with self.use():
             return PROGRAMS.run(function, settings, shape, **how, **arrays)

@@ -40,7 +40,7 @@ class Programs:
         that only move rows count as `SMALL`."""
         self.most = most
         self._lock, self._starting = threading.Lock(), threading.Lock()
-        # Of a mesh, and not compiled yet.
+        # Keys of a mesh's programs that are not compiled yet.
         self._fresh: set[tuple] = set()
         self._size: dict[tuple, float] = {}
         self._kept: collections.OrderedDict[tuple, Any] = collections.OrderedDict()
@@ -51,16 +51,16 @@ class Programs:
     def run(
         self, function, settings: tuple, shape: tuple, *, options=(), is_on_mesh=False, **arrays
     ):
-        """What a function returns, compiled.
+        """Runs a function, compiled, and returns its result.
 
         Args:
-            function: of `settings` and then `arrays`; one named `state` is given away.
+            function: takes `settings`, then `arrays`; an array named `state` is donated.
             settings: constants of the program.
-            shape: what else distinguishes programs of the same settings.
-            options: `Options` of the compiler.
-            is_on_mesh: it runs on several devices, which have to begin their programs in one
-                order. Two threads might begin two in different orders on two devices, whose
-                collectives would wait for each other for ever.
+            shape: what else distinguishes programs with the same settings.
+            options: the compiler's `Options`.
+            is_on_mesh: whether it runs on several devices, which have to begin their programs
+                in one order. Two threads might begin two programs in different orders on two
+                devices, whose collectives would wait for each other for ever.
         """
         key = function, settings, shape, options
 
@@ -132,7 +132,7 @@ def num_maps() -> int:
 
 
 def share_of_maps() -> float:
-    """Of the memory maps that this process may have, those that it has."""
+    """The share of this process' allowed memory maps that it has."""
     try:
         return num_maps() / int(_MAX_MAPS.read_text())
     except (OSError, ValueError):
@@ -140,11 +140,11 @@ def share_of_maps() -> float:
 
 
 class Compilations:
-    """What this process has compiled, or read from the persistent cache.
+    """Counts of the programs that this process compiled, or read from the persistent cache.
 
     Attributes:
-        number: of programs.
-        seconds: of wall time, summed over threads.
+        number: number of programs.
+        seconds: wall time in seconds, summed over threads.
     """
 
     def __init__(self):

@@ -23,16 +23,16 @@ from switchx.inference.sampling import Greedy, next_token
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Drafted(Greedy):
-    """What each sentence says so far, and what it is expected to say next.
+    """The new tokens of each sentence so far, and drafts of its next tokens.
 
     A step in the ring has one lane of keys and values for the token that was then the newest,
-    and one for each draft; those of wrong drafts are never seen.
+    and one lane for each draft; lanes of wrong drafts are never attended to.
 
     Attributes:
-        read_BM: what was read before the first new token, its last token in the last place; -1
-            where there is none.
-        first_BT: new tokens before each step in the ring, the next one included.
-        draft_BS: after the newest token.
+        read_BM: token ids that were read before the first new token, the last one in the last
+            place; -1 where there is none.
+        first_BT: number of new tokens before each step in the ring, the next one included.
+        draft_BS: drafts of the tokens after the newest one.
     """
 
     read_BM: jax.Array
@@ -57,7 +57,7 @@ class Drafted(Greedy):
         return cls(**vars(said), read_BM=read_BM, first_BT=said.token_BT * 0, draft_BS=draft_BS)
 
     def with_drafts(self, token_B):
-        """What the next step reads, `[B, L]`: the newest token of each row, then its drafts."""
+        """Tokens that the next step reads, `[B, L]`: each row's newest one, then its drafts."""
         return jnp.concatenate([token_B[:, None], self.draft_BS], axis=1)
 
     def number_B(self, num_steps_B):
@@ -67,7 +67,7 @@ class Drafted(Greedy):
         return position_B[:, None] + jnp.arange(self.draft_BS.shape[1] + 1)[None]
 
     def sees_BLTL(self, behind_T):
-        """Of past steps what became text; of this one what is not behind the lane."""
+        """A lane attends to the lanes of past steps that became text, and to no later lane."""
         lane_L = jnp.arange(self.draft_BS.shape[1] + 1)
         num_kept_BT = jnp.roll(self.first_BT, -1, axis=1) - self.first_BT
         is_text_BTL = lane_L[None, None] < num_kept_BT[..., None]
@@ -83,17 +83,17 @@ class Drafted(Greedy):
         return self.first_BT[..., None] + jnp.arange(self.draft_BS.shape[1] + 1)[None, None]
 
     def with_places(self, program: DecodingProgram) -> "Drafted":
-        """The same with places for `max_new_tokens`; the ring is laid end to end."""
+        """A copy with places for `max_new_tokens`; copies of the ring are laid end to end."""
         longer, times = super().with_places(program), program.max_new_tokens // self.num_places
         return dataclasses.replace(
             longer, first_BT=jnp.concatenate([self.first_BT] * times, axis=1)
         )
 
     def advance(self, logits_BLV, number_B, place, rows: Rows, program: DecodingProgram):
-        """Chooses a token after each lane; keeps those up to the first draft that is another.
+        """Chooses a token after each lane; keeps the tokens up to the first wrong draft.
 
         Args:
-            place: of the ring, where the next step will write.
+            place: number of the ring's place where the next step will write.
 
         Returns:
             the hypotheses, token_BL, is_live_B.
@@ -147,7 +147,7 @@ def _likeliest(logits_BLV, number_BL, rows: Rows, program: DecodingProgram):
 
 
 def drafts(text_BM, length_B, number: int, fill: int):
-    """What followed the last earlier occurrence of each text's last two tokens, `[B, S]`.
+    """The tokens after the last earlier occurrence of each text's last two tokens, `[B, S]`.
 
     Where they did not occur before, of the last one; where that did not either, `fill`. A text
     that ends before so many tokens is taken to go on as it did since that occurrence.

@@ -25,10 +25,10 @@ EXPERTS = "/experts/w_"
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedMatrix:
-    """How well one stack of expert matrices is represented.
+    """The error of one stack of expert matrices.
 
     Attributes:
-        name: of the parameter.
+        name: name of the parameter.
         error, worst_error: relative root mean squared error, of all experts and of the
             worst one.
     """
@@ -40,12 +40,12 @@ class QuantizedMatrix:
 
 @dataclasses.dataclass(frozen=True)
 class ModelBytes:
-    """What the arrays of a model take on a device.
+    """Bytes of a model's arrays on a device.
 
     Attributes:
-        before, after: of the whole model.
-        experts: of all that belongs to experts, before.
-        quantized: of what of it is quantized now: biases are not.
+        before, after: bytes of the whole model, before and after quantization.
+        experts: bytes of all parameters of experts, before quantization.
+        quantized: bytes of the experts' parameters that are quantized now; biases are not.
     """
 
     before: int
@@ -126,12 +126,12 @@ def in_bytes(params: dict) -> dict:
 
 
 def native(params: dict, platform: str | None = None) -> dict:
-    """Parameters whose 4-bit matrices are as kernels read them, once and for all.
+    """Converts 4-bit matrices, once, to the form that kernels read.
 
-    On CPUs, and on GPUs that are not Hopper, they are packed: that is the form read there.
+    On CPUs, and on GPUs that are not Hopper, this is the packed form.
 
     Args:
-        platform: as JAX names it; None is the one that is in use.
+        platform: the platform, as JAX names it; None is the one that is in use.
     """
     change = QTensor.packed if reads_packed_int4(platform) else QTensor.native
     return jax.tree.map(
@@ -146,15 +146,16 @@ def model_bytes(params: dict) -> int:
 
 
 def separate_experts(params: dict) -> dict:
-    """The same parameters, the `w_EDF` of experts that are arrays on one CPU taken apart.
+    """Separates the experts' `w_EDF` that are arrays on one CPU into one matrix for each
+    expert.
 
     See `pallas_kernels.separate_matmul`. The arrays are parts of the old ones' memory. With 8
-    experts it earns 10% of a decode step at batch 16 and 24% at batch 1, on two CPU cores; with
+    experts it saves 10% of a decode step at batch 16 and 24% at batch 1, on two CPU cores; with
     64 experts up to 9%.
 
     Args:
-        params: of an unrolled model. Quantized matrices stay as they are, and so do those
-            that are taken apart already.
+        params: an unrolled model's parameters. Quantized matrices stay as they are, and so do
+            matrices that are separate already.
     """
 
     def taken_apart(path, leaf):

@@ -24,7 +24,7 @@ EARLY_STOPPING = (False, True, "never")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowSettings:
-    """What each sentence asks for by itself: data of the compiled program.
+    """The settings that each sentence has of its own: data of the compiled program.
 
     They are fields of `DecodingConfig`; sentences of one batch may be of different people.
 
@@ -78,7 +78,7 @@ class RowSettings:
         )
 
     def fitted(self, program: DecodingProgram) -> "RowSettings":
-        """The same, of NumPy arrays, in the shapes of a program.
+        """A copy with NumPy arrays in the shapes of a program.
 
         Raises:
             ValueError: a row asks for what the program has not been compiled for.
@@ -98,15 +98,15 @@ class RowSettings:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """One sentence a row.
+    """The rows of a batch, one sentence each.
 
     Attributes:
-        sentence_B: its number; -1 of rows that fill the batch up.
-        is_live_B: false for finished sentences and for rows that fill up.
+        sentence_B: the sentence's number; -1 in padding rows.
+        is_live_B: false for finished sentences and for padding rows.
         max_new_tokens_B: most new tokens of each sentence.
-        settings: of each sentence.
-        read_BP: what the decoder has read before the first new token, -1 in front of it; None
-            where the program has no processors.
+        settings: decoding settings of each sentence.
+        read_BP: token ids that the decoder read before the first new token, padded with -1 in
+            front; None where the program has no processors.
     """
 
     sentence_B: jax.Array
@@ -120,7 +120,7 @@ class Rows:
 
         Args:
             token_BLT: the new tokens of each hypothesis so far.
-            number_B: how many.
+            number_B: number of new tokens so far.
         """
         if program.suppressed_ids:
             x_BLV = x_BLV.at[:, :, jnp.array(program.suppressed_ids)].set(-jnp.inf)
@@ -137,7 +137,7 @@ class Rows:
         x_BLV = self._without_early_end(x_BLV, number_B, program)
         is_banned_BLM = self._ends_ngram(text_BLM, number_B)
         left_BLV = _put(x_BLV, text_BLM, is_banned_BLM, -jnp.inf)
-        # Of a small vocabulary nothing may be left.
+        # Of a small vocabulary no token may be left.
         is_any_BL1 = jnp.any(left_BLV > -jnp.inf, axis=2, keepdims=True)
         x_BLV = jnp.where(is_any_BL1, left_BLV, x_BLV)
         forced_B11 = self.forced_B(number_B)[:, None, None]

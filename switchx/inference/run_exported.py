@@ -43,10 +43,11 @@ class ExportedModel:
     """The programs and weights of an export, on the devices of this process.
 
     Attributes:
-        manifest: what `export.json` says.
-        batch_size, input_length, max_new_tokens: what it was exported for; inputs may be
+        manifest: contents of `export.json`.
+        batch_size, input_length, max_new_tokens: sizes that it was exported for; inputs may be
             fewer and shorter.
-        num_samples, num_outputs: of each input: rows of the batch, and what `main` writes.
+        num_samples, num_outputs: for each input, rows of the batch, and outputs that `main`
+            writes.
     """
 
     def __init__(self, folder):
@@ -93,15 +94,15 @@ class ExportedModel:
     def generate(
         self, inputs, max_new_tokens: int | None = None, *, first_number: int = 0, **asked
     ) -> list[list[dict]]:
-        """Of each input its hypotheses, the best first, or samples in their order: tokens,
-        score, is_finished; token_logprobs and top_logprobs where those were exported, the
-        end's included.
+        """Returns for each input its hypotheses, the best first, or samples in their order:
+        tokens, score, is_finished; token_logprobs and top_logprobs where those were exported,
+        the end's included.
 
         Args:
-            inputs: lists of token ids, `batch_size` of them at most, over the samples of each.
-            max_new_tokens: less than was exported for; None is that.
-            first_number: how many inputs came before; samples depend on an input's number.
-            asked: other settings, such as `repetition_penalty`, which are those of the export.
+            inputs: lists of token ids, at most `batch_size` over the number of samples.
+            max_new_tokens: most new tokens, up to the export's number, which None takes.
+            first_number: number of earlier inputs; samples depend on an input's number.
+            asked: other settings, such as `repetition_penalty`, which have to be the export's.
 
         Raises:
             ValueError: too many inputs; one that is empty, too long or has ids that are not
@@ -139,7 +140,7 @@ class ExportedModel:
         return answers
 
     def _decoded(self, state: dict, said: dict) -> dict:
-        """What is said at the end; the host waits for it alone, not for each token."""
+        """The outputs at the end; the host waits for these alone, not for each token."""
         if self.manifest["ring"] is None:
             return self._loop(self._weights, state, said)[1]
         # No back end has been seen to stream experts from host memory inside of a loop.
@@ -156,7 +157,7 @@ class ExportedModel:
         return self._step.lower(self._weights, state)
 
     def fault(self, tokens: list[int]) -> str | None:
-        """Why an input cannot be read, to be said after its name; or None."""
+        """The reason why an input cannot be read, to follow its name in a message; or None."""
         V, most = self.manifest["model"]["vocab_size"], self.input_length
         if not tokens:
             return "is empty; give at least one token"
@@ -338,7 +339,7 @@ def host_form(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _platform_name() -> str:
-    """As `jax.export` names it."""
+    """The platform's name in `jax.export`."""
     return {"gpu": "cuda"}.get(name := jax.devices()[0].platform, name)
 
 

@@ -44,15 +44,16 @@ from switchx.models.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Hypothesis:
-    """What a model says to one input.
+    """One output of a model for one input.
 
     Attributes:
-        tokens: new ones, without the end.
+        tokens: the new tokens, without the end.
         score: log-probability over length ** length_penalty, the end included.
-        is_finished: it came to an end; otherwise it was cut off.
-        token_logprobs: of each token under the model, and of the end where it is finished;
-            None where they were not asked for.
-        top_logprobs: in the place of each, those of the likeliest tokens, the first one first.
+        is_finished: whether it came to an end; otherwise it was cut off.
+        token_logprobs: log-probability of each token under the model, and of the end where it
+            is finished; None where they were not asked for.
+        top_logprobs: for each of these places, log-probabilities of the likeliest tokens by
+            token id, the likeliest first.
     """
 
     tokens: list[int]
@@ -62,15 +63,15 @@ class Hypothesis:
     top_logprobs: list[dict[int, float]] | None = None
 
     def with_logprobs(self, number: int | None) -> "Hypothesis":
-        """The same with so many likeliest tokens in each place; None without any of both."""
+        """A copy with `number` likeliest tokens in each place; None leaves out all logprobs."""
         if self.token_logprobs is None or number is None:
             return dataclasses.replace(self, token_logprobs=None, top_logprobs=None)
         top = [dict(itertools.islice(each.items(), number)) for each in self.top_logprobs]
         return dataclasses.replace(self, top_logprobs=top if number else None)
 
     def stopped(self, num_tokens: int, decoding: DecodingConfig) -> "Hypothesis":
-        """Its first tokens, which a text among them ends; without log-probabilities its score
-        is that of the whole."""
+        """A copy with the first tokens alone, which a stop string ends; without
+        log-probabilities it keeps the score of all tokens."""
         said = dataclasses.replace(self, tokens=self.tokens[:num_tokens], is_finished=True)
         if self.token_logprobs is None:
             return said
@@ -81,7 +82,7 @@ class Hypothesis:
         return dataclasses.replace(said, score=score, token_logprobs=own, top_logprobs=top)
 
     def without_first(self, number: int) -> "Hypothesis":
-        """The same without its first tokens."""
+        """A copy without the first tokens."""
         own, top = self.token_logprobs, self.top_logprobs
         return dataclasses.replace(
             self,
@@ -91,7 +92,7 @@ class Hypothesis:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Its fields, log-probabilities where it has some."""
+        """The fields as a dictionary; log-probabilities only where there are some."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -102,7 +103,7 @@ class RunningBatch:
     A sentence is named by the number that `admit` gives it.
 
     Attributes:
-        waiting: those whose hypotheses `advance` has not given yet, and that were not
+        waiting: sentences whose hypotheses `advance` has not returned yet, and that were not
             abandoned.
     """
 
@@ -118,17 +119,17 @@ class RunningBatch:
         """A batch without sentences.
 
         Args:
-            config, params: from `for_decoding`.
-            devices: where `params` are; `config` is the one for them.
-            experts: that come to the device when they are chosen, whose `params` these are;
-                None where `params` has all.
+            config, params: the model, as `for_decoding` returns it.
+            devices: the devices of `params`, for which `config` was made.
+            experts: the experts that come to the device when they are chosen, whose other
+                parameters are `params`; None where `params` has all experts.
         """
         self._experts = experts
         self._config, self._params, self._decoding = config, params, decoding
         self._devices, self._batches = devices, devices.batches(config, BATCHES)
         self.waiting: set[int] = set()
         self._num_admitted = 0
-        # Of the state: what its programs are compiled for, and what inputs are padded to.
+        # The state, the settings of its programs, and the length that inputs are padded to.
         self._state, self._program, self._length = None, decoding.program, 0
         # The sentence of each row; of others, one that does not wait any more, or -1.
         self._sentence_B = np.full(0, -1)
@@ -143,17 +144,19 @@ class RunningBatch:
         length: int | None = None,
         places: int = 1,
     ) -> list[int]:
-        """Reads inputs, to be decoded beside those that are running; says their names.
+        """Reads inputs, to be decoded beside those that are running; returns their names.
 
-        A running batch is enlarged where it has no place for as many, as long inputs, or as
-        long answers; it stays so until it has no sentences.
+        A running batch is enlarged where it has no place for so many inputs, or for inputs or
+        answers of this length; it stays so until it has no sentences.
 
         Args:
-            numbers: of the sentences: samples depend on them. They may occur twice.
-            token_limits: most new tokens of each.
-            settings: NumPy arrays with an entry a sentence; None is those of `decoding`.
-            length: that inputs are padded to, if not to more; None is the next of `LENGTHS`.
-            places: least number of those for new tokens, which are one of `NEW_TOKENS`.
+            numbers: the sentences' numbers, on which samples depend. A number may occur twice.
+            token_limits: most new tokens of each input.
+            settings: NumPy arrays with one entry for each sentence; None takes the settings of
+                `decoding`.
+            length: least length that inputs are padded to; None is the next of `LENGTHS`.
+            places: least number of places for new tokens; it is rounded up to one of
+                `NEW_TOKENS`.
         """
         length = length or rounded_up(max(map(len, inputs)), LENGTHS)
         places = rounded_up(max(places, *token_limits), NEW_TOKENS)
@@ -218,7 +221,7 @@ class RunningBatch:
         self._keep_live(~np.isin(self._sentence_B, list(gone)))
 
     def so_far(self) -> dict[int, Hypothesis]:
-        """What those who wait have, for greedy decoding and samples."""
+        """The hypotheses so far of waiting sentences, for greedy decoding and samples."""
         if not self.waiting:
             return {}
         texts, length_B = self._texts(), self._devices.fetch(self._state.hypotheses.length_B)
@@ -343,7 +346,7 @@ class RunningBatch:
         }
 
     def _texts(self) -> tuple:
-        """Of all rows: token_BLT, score_BL, `LogProbs` or None."""
+        """The texts of all rows: token_BLT, score_BL, `LogProbs` or None."""
         hypotheses, rows = self._state.hypotheses, self._state.rows
         return self._devices.fetch((*hypotheses.results(rows), hypotheses.result_log_probs))
 

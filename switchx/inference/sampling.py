@@ -24,8 +24,9 @@ def next_token(logits_BV, allowed_BV, uniform_B, settings: RowSettings):
 
     Args:
         logits_BV: float32.
-        allowed_BV: the same, with -inf for tokens that must not be chosen.
-        uniform_B: a number of [0, 1) a row, with which it samples; None takes the likeliest.
+        allowed_BV: these logits, with -inf for tokens that must not be chosen.
+        uniform_B: one number in [0, 1) for each row, with which it samples; None takes the
+            likeliest token.
 
     Returns:
         token_B (int32), log_prob_B (of the softmax without temperature or exclusions).
@@ -36,7 +37,7 @@ def next_token(logits_BV, allowed_BV, uniform_B, settings: RowSettings):
         warm_BV = allowed_BV / settings.temperature_B[:, None]
         least_B = least_likely(warm_BV, settings.top_k_B, settings.top_p_B)
         token_B = drawn(warm_BV, least_B, uniform_B)
-    # Of one token alone: nothing of the size of the vocabulary is written.
+    # The logit of one token: no array of the vocabulary's size is written.
     chosen_B = jnp.take_along_axis(logits_BV, token_B[:, None], axis=-1)[:, 0]
     return token_B, chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
 
@@ -45,7 +46,7 @@ def top_k(x_BV, k: int):
     """`jax.lax.top_k`: values and int32 places, equal ones in the order of places.
 
     The k largest are in the k blocks of the largest maxima, so the others are not sorted. That
-    earns 7% of a greedy decode step and 10% of one with 4 beams on a CPU, whose sort takes a
+    saves 7% of a greedy decode step and 10% of one with 4 beams on a CPU, whose sort takes a
     row's numbers one after the other; the code is the same everywhere.
     """
     B, V = x_BV.shape
@@ -144,7 +145,7 @@ def _threshold(logits_BV, weight_BV, candidate_BJ, weight_BJ, target_B, is_wante
     Returns:
         float32; -inf where it is not wanted.
     """
-    # Of equal ones the first counts what is above all of them.
+    # The first of equal logits has the weight above all of them.
     above_BJ = jnp.cumsum(weight_BJ, axis=1) - weight_BJ
     is_first_BJ = candidate_BJ != jnp.pad(
         candidate_BJ[:, :-1], ((0, 0), (1, 0)), constant_values=jnp.inf
@@ -189,8 +190,9 @@ class LogProbs:
     """Log-probabilities under the model, before temperature, penalties and bans.
 
     Attributes:
-        chosen_BLT: of each token of a text.
-        likeliest_BLTS, log_prob_BLTS: the likeliest tokens in its place, the first one first.
+        chosen_BLT: log-probability of each token of a text.
+        likeliest_BLTS, log_prob_BLTS: the S likeliest tokens in each place and their
+            log-probabilities, the likeliest first.
     """
 
     chosen_BLT: jax.Array
@@ -199,7 +201,7 @@ class LogProbs:
 
     @classmethod
     def start(cls, batch: int, program: DecodingProgram) -> "LogProbs | None":
-        """Of texts without tokens; None where the program keeps none."""
+        """The log-probabilities of texts without tokens; None where the program keeps none."""
         if program.num_kept is None:
             return None
         shape = batch, program.beam_size, program.max_new_tokens
@@ -214,11 +216,11 @@ class LogProbs:
         return jax.tree.map(longer, self)
 
     def put(self, is_here_BLT, chosen_BL, likeliest: tuple) -> "LogProbs":
-        """The same with a token more of each text.
+        """A copy with one more token of each text.
 
         Args:
-            is_here_BLT: its place.
-            likeliest: of `likeliest_tokens`.
+            is_here_BLT: true at the token's place.
+            likeliest: the likeliest tokens, as `likeliest_tokens` returns them.
         """
         token_BLS, log_prob_BLS = likeliest
         is_here_BLT1 = is_here_BLT[..., None]
@@ -230,7 +232,7 @@ class LogProbs:
 
 
 def likeliest_tokens(logits_BLV, number: int) -> tuple:
-    """So many tokens of each row, the likeliest first, and their log-probabilities."""
+    """The `number` likeliest tokens of each row in order, and their log-probabilities."""
     B, L, V = logits_BLV.shape
     if number == 0:
         return jnp.zeros((B, L, 0), jnp.int32), jnp.zeros((B, L, 0))
@@ -248,13 +250,13 @@ def ancestors_seen(ancestor_BLT):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Greedy:
-    """What each sentence says so far.
+    """The new tokens of each sentence so far.
 
     Attributes:
-        token_BT: new tokens; `pad_id` after the end.
-        log_prob_B: sum of their log-probabilities, those of forced ones apart.
-        length_B: how many, the end included.
-        log_probs: of each; None where none are kept.
+        token_BT: the new tokens; `pad_id` after the end.
+        log_prob_B: sum of the tokens' log-probabilities, without forced tokens.
+        length_B: number of new tokens, the end included.
+        log_probs: log-probabilities of each token; None where none are kept.
     """
 
     token_BT: jax.Array
@@ -286,20 +288,20 @@ class Greedy:
         return position_B[:, None]
 
     def sees_BLTL(self, behind_T):
-        """Which lanes of each step in the ring a lane sees; see `ancestors_seen`."""
+        """Which lanes of each step in the ring a lane attends to; see `ancestors_seen`."""
         return ancestors_seen(jnp.zeros_like(self.token_BT)[:, None])
 
     @property
     def number_BTL(self):
-        """Of each lane in the ring the tokens before it; None where a step is a token."""
+        """Number of tokens before each lane in the ring; None where a step is a token."""
         return None
 
     def begun_at(self, place) -> "Greedy":
-        """The same, where the first token is written at another place of the ring."""
+        """A copy whose first token is written at another place of the ring."""
         return self
 
     def with_places(self, program: DecodingProgram) -> "Greedy":
-        """The same with places for `max_new_tokens`."""
+        """A copy with places for `max_new_tokens`."""
         token_BT = lengthened(self.token_BT, program, program.pad_id)
         log_probs = self.log_probs and self.log_probs.with_places(program)
         return dataclasses.replace(self, token_BT=token_BT, log_probs=log_probs)
@@ -308,7 +310,7 @@ class Greedy:
         """Chooses token number `number_B` of every live sentence.
 
         Args:
-            place: of the ring, where the chosen tokens will be written.
+            place: number of the ring's place where the chosen tokens will be written.
 
         Returns:
             the hypotheses, token_BL, is_live_B.
@@ -338,7 +340,7 @@ class Greedy:
         return chosen, token_B[:, None], is_live_B
 
     def results(self, rows: Rows):
-        """Of each sentence its hypotheses, the best first: token_BLT, score_BL."""
+        """The hypotheses of each sentence, the best first: token_BLT, score_BL."""
         length_B = jnp.maximum(self.length_B, 1)
         return self.token_BT[:, None], scores(self.log_prob_B[:, None], length_B, rows)
 

@@ -32,13 +32,14 @@ START_ID = PAD_ID = 0
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Of one target.
+    """The score of one target.
 
     Attributes:
-        log_likelihood: natural logarithm, summed over its tokens.
-        num_tokens: how many, an end that was given included.
-        token_logprobs: of each token; None where they were not asked for.
-        top_logprobs: in the place of each, those of the likeliest tokens, the first one first.
+        log_likelihood: natural logarithm of the target's probability, summed over its tokens.
+        num_tokens: number of the target's tokens, with its end where one was given.
+        token_logprobs: log-probability of each token; None where they were not asked for.
+        top_logprobs: for each token's place, log-probabilities of the likeliest tokens by token
+            id, the likeliest first.
     """
 
     log_likelihood: float
@@ -51,15 +52,15 @@ class Scorer:
     """`for number, score in scorer(pairs): ...`, the longest first.
 
     Attributes:
-        config, params: as trained, or unrolled. A target's score depends on the others of its
-            batch exactly where the configuration has a capacity.
-        is_prompt_bidirectional: a decoder-only model's inputs see themselves whole.
-        batch_size: most pairs at once.
-        logprobs: likeliest tokens whose log-probabilities are given beside those of each token;
-            None gives neither.
-        forced_prefix: tokens that each target stands behind, as in generation; they are not
-            scored.
-        devices: where `params` are.
+        config, params: the model as it was trained, or unrolled. A target's score depends on
+            the other targets of its batch only where the configuration has a capacity.
+        is_prompt_bidirectional: whether each token of a decoder-only model's inputs attends to
+            all of the inputs.
+        batch_size: most pairs in a batch.
+        logprobs: number of likeliest tokens whose log-probabilities are given besides those of
+            each token; None gives neither.
+        forced_prefix: tokens in front of each target, as in generation; they are not scored.
+        devices: the devices of `params`.
         experts: see `Generator`.
     """
 
@@ -76,7 +77,7 @@ class Scorer:
         experts: ChosenExperts | None = None,
     ):
         """Raises ValueError: a setting is out of its bounds."""
-        # Of generation, whose bounds they have.
+        # The settings of generation have the same bounds.
         most = len(forced_prefix) or 1
         asked = DecodingConfig(most, logprobs=logprobs, forced_prefix=forced_prefix, eos_id=-1)
         check_tokens(config, asked)
@@ -97,7 +98,7 @@ class Scorer:
         Args:
             pairs: inputs and targets. A decoder-only model reads the start token, the inputs,
                 which may be empty, and the targets.
-            first_number: of the first pair, where they are part of more.
+            first_number: number of the first pair, where the pairs are part of a longer list.
 
         Raises:
             ValueError: what `fault` says of a pair; nothing has been scored.
@@ -181,7 +182,7 @@ class Scorer:
         return self.devices.run(function, settings, shapes, **arrays)
 
     def fault(self, pair: Pair) -> str | None:
-        """Why a pair cannot be read, to be said after its name; or None."""
+        """The reason why a pair cannot be read, to follow its name in a message; or None."""
         inputs, targets = pair
         if self.config.is_encoder_decoder and not len(inputs):
             return "has no inputs; give at least one token"
@@ -216,7 +217,7 @@ class Scorer:
         read_BL = np.pad(target_BL, ((0, 0), (1, 0)), constant_values=START_ID)[:, :-1]
         batch |= features("decoder", read_BL * segment_BL, segment_BL)
         place_BL = batch["decoder_positions"]
-        # Of the tokens read, shifted by the start token, the last input stands at this place.
+        # The last input's place among the tokens read, which are shifted by the start token.
         is_prefix_BL = (place_BL <= num_inputs_B1) & (num_inputs_B1 > 0)
         batch["decoder_prefix_mask"] = is_prefix_BL * self.is_prompt_bidirectional
         batch["decoder_target_tokens"] = target_BL
@@ -226,7 +227,7 @@ class Scorer:
 
 @functools.partial(jax.jit, static_argnames=("config", "num_kept"))
 def _log_likelihoods(config: ModelConfig, num_kept: int | None, params, batch) -> tuple:
-    """Of each row; where `num_kept` is none, that alone, else also `LogProbs` of each place."""
+    """The log-likelihood of each row; where `num_kept` is not None, also `LogProbs`."""
     logits_BLV, _ = forward(config, params, batch, is_training=False)
     log_prob_BLV = jax.nn.log_softmax(logits_BLV.astype(jnp.float32), axis=-1)
     target_BL1 = batch["decoder_target_tokens"][..., None]

@@ -31,14 +31,14 @@ def token_lists(
     vocabulary: Vocabulary | None,
     text_format: TextFormat,
 ) -> tuple[list[list[int]], bool]:
-    """Token lists, and whether they were texts, which become what training made of them.
+    """Returns token lists, and whether the inputs were texts, which are encoded as in training.
 
     Token ids are read as they are, without trailing padding, and without the start token that
     may stand before the inputs of a decoder-only model.
 
     Raises:
-        ValueError: one text alone, a text with half a surrogate pair, texts of a model that
-            has no vocabulary, what is no list of token ids, or padding before an end.
+        ValueError: the inputs are one text alone, a text with half a surrogate pair, texts for
+            a model without a vocabulary, no list of token ids, or have padding before an end.
     """
     if isinstance(texts, str):
         raise ValueError(f"{role} is one text, {texts!r:.40}; give a list, [text]")
@@ -79,8 +79,8 @@ def token_array(tokens, name: str, config: ModelConfig) -> jax.Array:
     """Whole numbers `[B, L]` as an int32 array that a model can read.
 
     Raises:
-        ValueError: they are of another type or shape, no ids of the vocabulary, or too long for
-            the positions.
+        ValueError: the tokens have another type or shape, are no ids of the vocabulary, or are
+            more than the model's positions.
     """
     array = np.asarray(tokens)
     if array.ndim != 2 or not array.size or not np.issubdtype(array.dtype, np.integer):
@@ -116,7 +116,7 @@ class StopStrings:
         return min(found)[1] if found else None
 
     def cut(self, text: str) -> str:
-        """What stands before the first of them."""
+        """The text before the first stop string."""
         return text[: self.place(text)]
 
     def num_kept(self, text: str) -> int:

@@ -39,13 +39,14 @@ def folder_vocabulary(
     """The vocabulary of a SentencePiece model and the files beside it in a folder.
 
     Args:
-        folder: with the tokenizer's files, or a `tokenizer.json` alone; None without.
-        vocab_size: rows of the model's embedding.
-        special_ids: of padding, end and unknown in the files.
+        folder: folder with the tokenizer's files, or a `tokenizer.json` alone; None has
+            neither.
+        vocab_size: number of rows of the model's embedding.
+        special_ids: ids of padding, end and unknown in the files.
 
     Raises:
         ValueError: there are more ids than rows, an id has two texts, or sentinels are
-            missing; names them.
+            missing; the message names them.
     """
     plain = SentencePieceVocabulary(str(model), 0, vocab_size, special_ids=special_ids)
     num_pieces = plain.num_pieces

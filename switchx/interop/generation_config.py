@@ -39,13 +39,16 @@ _SILENT = (
     "compile_config", "renormalize_logits", "max_matching_ngram_size", "is_assistant",
 )  # fmt: skip
 _NEUTRAL = {
-    "typical_p": 1.0, "encoder_repetition_penalty": 1.0, "num_beam_groups": 1,
-    "guidance_scale": 1.0, "early_stopping": False,
-}  # fmt: skip
+    "typical_p": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "num_beam_groups": 1,
+    "guidance_scale": 1.0,
+    "early_stopping": False,
+}
 
 
 def read_generation(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a folder says of generation; without the file, as its `config.json` has it."""
+    """A folder's settings of generation; without the file, those in its `config.json`."""
     file = folder / GENERATION
     values = read_json(file) if file.is_file() else {n: config[n] for n in _READ if n in config}
     return {name: value for name, value in values.items() if value is not None}
@@ -60,11 +63,11 @@ def end_ids(values: Mapping[str, Any]) -> list:
 def decoding_defaults(
     values: Mapping[str, Any], special_ids: Sequence[int], vocab_size: int, where: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Fields of a `DecodingConfig` in JSON, and a sentence on what is not used.
+    """Returns fields of a `DecodingConfig` in JSON, and sentences on what is not used.
 
     Args:
-        values: of `read_generation`.
-        special_ids: the model's, by which ids of tokens become ours.
+        values: settings, as `read_generation` returns them.
+        special_ids: the model's special ids, by which its token ids become ours.
 
     Raises:
         ValueError: an id is none of the vocabulary. Values are not checked otherwise.

@@ -56,16 +56,16 @@ _IDS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A model from elsewhere.
+    """A model that another library trained.
 
     Attributes:
         params: NumPy arrays in the dtype of `config.precision.params`.
         vocabulary: a SentencePiece model, or the `tokenizer.json` to make one of
             (tokenizer_json.py); None where the checkpoint has neither.
         is_of_bytes: whether texts are bytes (ByT5), for which no file is needed.
-        special_ids: of padding, end and unknown in the files; in `params` they are ours.
-        decoding: fields of `DecodingConfig` that are its defaults.
-        notes: what a reader should know, a sentence each.
+        special_ids: ids of padding, end and unknown in the files; `params` have ours.
+        decoding: fields of `DecodingConfig` that are the model's defaults.
+        notes: sentences that a reader should know.
     """
 
     config: ModelConfig
@@ -85,21 +85,21 @@ def read_checkpoint(
     scratch: pathlib.Path | None = None,
     vocabulary: str | os.PathLike | None = None,
 ) -> Checkpoint:
-    """Reads a folder that `save_pretrained` wrote; never runs anything in it.
+    """Reads a folder that `save_pretrained` wrote; never runs code from it.
 
     Args:
-        overflow: of Switch layers, what becomes of a token whose expert is full. `drop`: the
+        overflow: what a Switch layer gives for a token whose expert is full. `drop`: the
             residual connection alone, as in transformers 4.52 to 4.57 and from 5.19 on;
-            `dropless`: nothing is ever full, as in 5.0 to 5.17; `identity`: its normed input
+            `dropless`: no expert is ever full, as in 5.0 to 5.17; `identity`: its normed input
             times its probability, as up to 4.51.
-        dtype: of the parameters; each is converted as it is read.
-        scratch: a folder, for parameters that are mapped from files there instead of held in
-            memory, where the largest one is at a time. They are valid as long as it is there.
-        vocabulary: a file instead of the folder's own; `none` and `bytes` for none.
+        dtype: dtype of the parameters; each is converted as it is read.
+        scratch: folder for files from which parameters are memory-mapped; only the largest one
+            is in memory at a time. The parameters are valid as long as the folder exists.
+        vocabulary: a file that replaces the folder's own; `none` and `bytes` use no file.
 
     Raises:
-        ValueError: a file is missing or damaged; the configuration is none that we
-            have; tensors are missing, unexpected or of another shape (all are named).
+        ValueError: a file is missing or damaged; we do not have the configuration; tensors are
+            missing, unexpected or of another shape (the message names all).
     """
     require_choice("overflow", overflow, ("drop", "dropless", "identity"))
     folder = pathlib.Path(folder).expanduser()
@@ -174,19 +174,19 @@ def write_checkpoint(
     special_ids: Sequence[int] = OURS,
     decoding: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> list[str]:
-    """Writes what `from_pretrained` reads into an existing folder.
+    """Writes a checkpoint for `from_pretrained` into an existing folder.
 
     Args:
-        config: of the model; its `precision.params` is the dtype that is written.
+        config: the model's configuration; its `precision.params` is the dtype that is written.
         params: arrays on the host or on a device.
         vocabulary: a SentencePiece model, copied to `spiece.model`.
-        num_sentinels: sentinels that come on top of its pieces.
-        added_tokens: what else does, sentinels among them where they are not as T5's.
-        special_ids: of padding, end and unknown in the files.
+        num_sentinels: number of sentinels that are added to its pieces.
+        added_tokens: other tokens that are added, with the sentinels where they are not T5's.
+        special_ids: ids of padding, end and unknown in the files.
         decoding: fields of `DecodingConfig` that are defaults.
 
     Returns:
-        What a reader should know, a sentence each: where the export is not the same thing.
+        Sentences on where the export is not the same model.
 
     Raises:
         ValueError: transformers has no such model (all reasons are given).

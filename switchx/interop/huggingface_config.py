@@ -85,17 +85,17 @@ def read_config(
 ) -> ModelConfig:
     """The model that a `config.json` describes.
 
-    Whether embeddings are tied is what the file says; the tensors have the last word. Of Switch
-    Transformers they have it in more: released files (switch-c-2048, switch-xxl-128) describe
-    other blocks than there are.
+    The file says whether embeddings are tied, but the tensors decide. For Switch Transformers
+    they decide more: released files (switch-c-2048, switch-xxl-128) describe other blocks than
+    the tensors have.
 
     Args:
-        tensors: names of all tensors of the checkpoint; none of them for what the file says.
-        overflow: of Switch layers, what becomes of a token whose expert is full: `drop` or
-            another of `RouterConfig.overflow`, see docs/checkpoints_of_others.md.
+        tensors: names of all tensors of the checkpoint; empty uses the file's values alone.
+        overflow: what a Switch layer gives for a token whose expert is full: `drop` or another
+            value of `RouterConfig.overflow`, see docs/checkpoints_of_others.md.
 
     Raises:
-        ValueError: a value is wrong, or nothing of ours can do what it asks for.
+        ValueError: a value is wrong, or our models cannot do what it asks for.
     """
     fields.only("is_encoder_decoder", True, "T5 has an encoder and a decoder")
     num_layers = fields.whole("num_layers", most=MOST_BLOCKS)
@@ -270,7 +270,7 @@ _BLOCK = re.compile(r"(encoder|decoder)\.block\.([0-9]{1,4})\.layer\.[0-9]\.(.*)
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """What the names of tensors say of a Switch Transformer."""
+    """The facts about a Switch Transformer that its tensors' names determine."""
 
     num_blocks: dict[str, int]
     sparse: dict[str, tuple[int, ...]]

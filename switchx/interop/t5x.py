@@ -3,12 +3,14 @@
 
 `checkpoint_<step>/checkpoint` is `{"version": 3, "optimizer": {"target": ..., "state": ...}}`
 in msgpack; an array is there itself, or as the description of a zarr folder `target.encoder.x`
-next to it. Read without TensorFlow and T5X. Where a description says that its array is (a
-bucket, another folder) is not followed: it is looked for in the checkpoint's own folder.
+next to it. This module reads it without TensorFlow and T5X. A place outside of the checkpoint
+that a description gives (a bucket, another folder) is not followed: its array is read from the
+checkpoint's own folder.
 
-Two layouts. By layers: `target/encoder/layers_3/mlp/wi/kernel`. Scanned: the blocks of one run
-stacked along axis 1, `target/encoder/encoder/subblock_1/mlp/wi/kernel` `[D, N, F]`, without
-`subblock_1` where every block is alike. Kernels are `[in, out]`; heads are joined or apart.
+There are two layouts. By layers: `target/encoder/layers_3/mlp/wi/kernel`. Scanned: the blocks
+of one run are stacked along axis 1, `target/encoder/encoder/subblock_1/mlp/wi/kernel`
+`[D, N, F]`, without `subblock_1` where every block is alike. Kernels are `[in, out]`; heads are
+joined or apart.
 
 Dims: V vocabulary, D model, E experts, F ffn, H heads, K head size, N blocks of one scanned
 run, U buckets of relative positions
@@ -46,13 +48,13 @@ _DAMAGE = (ValueError, TypeError, KeyError, AttributeError, OSError, RecursionEr
 
 
 class T5XFolder:
-    """The parameters of a checkpoint.
+    """The parameters of a T5X checkpoint.
 
     Attributes:
-        shapes: of every array below `target`, by name: `target/encoder/...`.
+        shapes: shape of every array below `target`, by name: `target/encoder/...`.
 
     Raises:
-        ValueError: it is no such checkpoint, or parts of it are missing or damaged.
+        ValueError: the folder is no such checkpoint, or parts of it are missing or damaged.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -64,10 +66,10 @@ class T5XFolder:
             self.shapes[name] = leaf.shape if is_array else self._header(name, leaf)[1]
 
     def read(self, name: str) -> np.ndarray:
-        """An array in float32: exact but for one of float64, which is rounded.
+        """Reads an array as float32; only float64 is rounded.
 
         Raises:
-            ValueError: it cannot be read whole.
+            ValueError: the array cannot be read completely.
         """
         leaf = self._leaves[name]
         array = leaf if isinstance(leaf, np.ndarray) else self._read_zarr(name, leaf)
@@ -177,11 +179,12 @@ def _leaves(tree: dict[str, Any], prefix: str = ""):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where one of our parameters is.
+    """Where one of our parameters is in a T5X checkpoint.
 
     Attributes:
-        name: of their array.
-        repeat: which of the blocks that are stacked in it; None where it is all ours.
+        name: name of their array.
+        repeat: number of the block among those stacked in the array; None where the whole array
+            is the parameter.
     """
 
     name: str
@@ -189,11 +192,11 @@ class Place:
 
 
 def places(config: ModelConfig, found: Iterable[str]) -> dict[str, Place]:
-    """The name of each of our parameters -> where T5X keeps it.
+    """Maps the name of each of our parameters to where T5X keeps it.
 
     Args:
-        config: of an unrolled encoder-decoder.
-        found: names in the checkpoint, which tell the layout.
+        config: configuration of an unrolled encoder-decoder.
+        found: names in the checkpoint, which determine the layout.
     """
     found = set(found)
     result = {"embedding/embedding_VD": Place("target/token_embedder/embedding")}
@@ -364,7 +367,7 @@ def _one_bias(stack: str, source: T5XFolder) -> np.ndarray:
 
 
 def not_t5(config: ModelConfig) -> list[str]:
-    """What of a model T5 and Switch Transformers do not have, and what they have there.
+    """The features of a model that T5 and Switch Transformers do not have, and theirs instead.
 
     Raises:
         ValueError: the module is a user's own.
@@ -391,7 +394,7 @@ def not_t5(config: ModelConfig) -> list[str]:
 
 
 def unexpected(*wanted: tuple[str, Any, Any]) -> list[str]:
-    """What is not as it should be, of names, values and expected values."""
+    """Descriptions of the values that differ from the expected ones."""
     return [
         f"{name}={value!r} (expected {expected!r})"
         for name, value, expected in wanted

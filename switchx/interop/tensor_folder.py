@@ -46,14 +46,15 @@ _MOST_INDEX_BYTES = 1 << 28
 
 
 class TensorFolder:
-    """The tensors of a folder's one file, or of all files that its index names.
+    """The tensors of a folder's only file, or of all files that its index names.
 
     Attributes:
-        shapes: of every tensor, by name.
-        unread: files of weights of a kind that is not read.
+        shapes: shape of every tensor, by name.
+        unread: files of weights in formats that are not read.
 
     Raises:
-        ValueError: there are none that can be read, or a file is damaged or of another kind.
+        ValueError: there is no file that can be read, or a file is damaged or of another
+            format.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -178,7 +179,7 @@ def read_json(path: pathlib.Path, most_bytes: int = MOST_CONFIG_BYTES) -> dict[s
     """A JSON object from a file of at most `most_bytes`.
 
     Raises:
-        ValueError: it is missing, larger, or something else.
+        ValueError: the file is missing, larger, or no JSON object.
     """
     try:
         return read_json_object(path, most_bytes)
@@ -298,7 +299,7 @@ def in_dtype(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
     """The array in another dtype.
 
     Raises:
-        ValueError: it has finite numbers that are not finite there.
+        ValueError: the array has finite numbers that are not finite in that dtype.
     """
     with np.errstate(over="ignore"):
         result = array.astype(np.dtype(dtype), copy=False)

@@ -57,11 +57,11 @@ _WAY_OUT = "it is damaged or cut short: fetch or write it again"
 
 @dataclasses.dataclass(frozen=True)
 class TorchTensor:
-    """Where a tensor is in its file.
+    """The place of a tensor in its file.
 
     Attributes:
-        begin: the byte of its first element.
-        strides: of the dimensions, in elements.
+        begin: byte offset of its first element.
+        strides: strides of the dimensions, in elements.
     """
 
     begin: int
@@ -71,7 +71,7 @@ class TorchTensor:
 
     @property
     def span(self) -> int:
-        """Elements from the first to the last one."""
+        """Number of elements from the first to the last one."""
         if 0 in self.shape:
             return 0
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
@@ -81,10 +81,10 @@ class TorchFile:
     """The tensors of one file that `torch.save` wrote from a dictionary of them.
 
     Attributes:
-        tensors: by name.
+        tensors: places of the tensors, by name.
 
     Raises:
-        ValueError: it is no such file, is damaged, or asks for anything but tensors.
+        ValueError: the file is no such file, is damaged, or asks for anything but tensors.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -156,7 +156,7 @@ class TorchFile:
 
 
 class _Refused(ValueError):
-    """What a file must not ask for; a clause whose subject is the file."""
+    """A refused request of a file; its message is a clause whose subject is the file."""
 
 
 class _BoundedFile(io.FileIO):
@@ -256,7 +256,7 @@ class _Storages:
         return _Storage(begin, dtype, num_elements)
 
     def call(self, function, arguments):
-        """What the call of a known name stands for."""
+        """The value of the call of a known name."""
         match function, arguments:
             case _Name("collections OrderedDict"), ():
                 return {}
@@ -287,7 +287,7 @@ class _Storages:
 
 
 def _run(data: bytes, storages: _Storages):
-    """What a description stands for: dictionaries of `TorchTensor`s, numbers and texts."""
+    """The value of a description: dictionaries of `TorchTensor`s, numbers and texts."""
     stack: list[Any] = []
     below: list[list[Any]] = []  # the stacks below the marks
     memo: dict[int, Any] = {}

@@ -151,9 +151,11 @@ def dense_config(config: ModelConfig) -> ModelConfig:
     for name, is_like in (
         (f"SwitchConfig.d_ff={switch.d_ff}", switch.d_ff in (None, config.d_ff)),
         (f"SwitchConfig.shared_d_ff={switch.shared_d_ff}", switch.shared_d_ff is None),
-        (f"SwitchConfig.expert_bias={switch.expert_bias}",
-         switch.expert_bias == config.use_bias),
-    ):  # fmt: skip
+        (
+            f"SwitchConfig.expert_bias={switch.expert_bias}",
+            switch.expert_bias == config.use_bias,
+        ),
+    ):
         require(
             is_like,
             f"experts=0 of a model with {name}: the FFNs of a dense model are all of d_ff="

@@ -228,9 +228,14 @@ class Stack(nnx.Module):
         def run_blocks(x_BLD, blocks, others, inputs):
             cache, key_P = others
             x_BLD, *others = blocks(
-                x_BLD, inputs, cache, is_training=is_training, remat=remat,
-                is_in_loop=num_runs > 1, key_P=key_P,
-            )  # fmt: skip
+                x_BLD,
+                inputs,
+                cache,
+                is_training=is_training,
+                remat=remat,
+                is_in_loop=num_runs > 1,
+                key_P=key_P,
+            )
             return x_BLD, others
 
         if key is not None:

@@ -170,9 +170,12 @@ class ExpertFFN:
 
     def _run(self, x, product, **combined):
         h = product(
-            x, self.w_in_EDF, w_gate=self.w_gate_EDF, bias_EF=self.b_in_EF,
+            x,
+            self.w_in_EDF,
+            w_gate=self.w_gate_EDF,
+            bias_EF=self.b_in_EF,
             activation=self.activation,
-        )  # fmt: skip
+        )
         if self.key is not None:
             # Groups follow each other along R, so a slot's mask is that of its group and place.
             shape_RX = h.shape[-2], *h.shape[:-2], h.shape[-1]
@@ -189,9 +192,13 @@ def blocks_product(x_ERD, w: Weight, *, w_gate=None, bias_EF=None, activation=No
     if isinstance(w, QTensor | SeparateMatrices):
         E, R, D = x_ERD.shape
         y_RF = rows_product(
-            x_ERD.reshape(E * R, D), w, count_E=jnp.full((E,), R, jnp.int32), w_gate=w_gate,
-            bias_EF=bias_EF, activation=activation,
-        )  # fmt: skip
+            x_ERD.reshape(E * R, D),
+            w,
+            count_E=jnp.full((E,), R, jnp.int32),
+            w_gate=w_gate,
+            bias_EF=bias_EF,
+            activation=activation,
+        )
         return y_RF.reshape(E, R, -1)
     matrices = [w] if w_gate is None else [w, w_gate]
     h, *gate = (times(BLOCKS, x_ERD, each) for each in matrices)

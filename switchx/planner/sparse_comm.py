@@ -133,13 +133,17 @@ def gather_forward_collectives(
         sent = tokens // place.size(rows) * layer.row_bytes
         is_whole = place.shared_by(layer.num_groups) == ()
         back = ("all-to-all", slots) if is_whole else ("all-reduce", sent)
-        found += [("all-to-all", "tokens to experts", place.experts, slots),
-                  (back[0], "results to tokens", place.experts, back[1])]  # fmt: skip
+        found += [
+            ("all-to-all", "tokens to experts", place.experts, slots),
+            (back[0], "results to tokens", place.experts, back[1]),
+        ]
     if place.summed:
         found.append(("all-reduce", "outputs", place.summed, slots))
     weights = (each for each in _weights(layer, place, mesh, rules) if each.phase == "forward")
-    return [PlannedCollective(kind, what, "forward", axes, num_bytes)
-            for kind, what, axes, num_bytes in found] + list(weights)  # fmt: skip
+    return [
+        PlannedCollective(kind, what, "forward", axes, num_bytes)
+        for kind, what, axes, num_bytes in found
+    ] + list(weights)
 
 
 def _bank(layer: SparseLayer, place: Placement, mesh, rules: Rules) -> list[PlannedCollective]:

@@ -226,9 +226,11 @@ def _sparse(
         own = workload.param_bytes if is_weight else workload.activation_bytes
         share = min(1, operand_bytes / own) if each.is_operand else 1
         same = functools.partial(
-            StepCollective, axes=each.axes, num_bytes=each.num_bytes * share,
+            StepCollective,
+            axes=each.axes,
+            num_bytes=each.num_bytes * share,
             count=count * times,
-        )  # fmt: skip
+        )
         found.append(same(each.kind, each.what, part=part))
         if each.kind == "reduce-scatter" and not is_weight:  # the rest of the model has all
             found.append(same("all-gather", f"whole {each.what}", part=part))
@@ -243,11 +245,16 @@ def _gathered(workload: Workload, layout: Layout, stack: str) -> list[StepCollec
     count, layer = _passes(layout, layers), sparse_layer(workload, layout, stack)
     return [
         StepCollective(
-            each.kind, each.what, each.axes, each.num_bytes, count,
-            "weights" if "w_" in each.what else "exchange", forward=count,
+            each.kind,
+            each.what,
+            each.axes,
+            each.num_bytes,
+            count,
+            "weights" if "w_" in each.what else "exchange",
+            forward=count,
         )
         for each in gather_forward_collectives(layer, layout, layout.rules)
-    ]  # fmt: skip
+    ]
 
 
 def _embedding(workload: Workload, layout: Layout) -> list[StepCollective]:
@@ -267,11 +274,17 @@ def _embedding(workload: Workload, layout: Layout) -> list[StepCollective]:
         again = forward * layout.forwards
         columns_moved = functools.partial(collective, "all-to-all", "looked up columns")
         found += [
-            collective("all-reduce", "looked up rows", rows, values,
-                       steps * layout.forwards, forward=steps),
+            collective(
+                "all-reduce",
+                "looked up rows",
+                rows,
+                values,
+                steps * layout.forwards,
+                forward=steps,
+            ),
             collective("all-gather", "token ids", columns, ids, again, forward=forward),
             columns_moved(columns, values, again + steps, forward=forward),
-        ]  # fmt: skip
+        ]
     targets = rows_on_device(workload, layout) * workload.decoder_length * SUM_BYTES
     inputs = targets * model.d_model
     return found + [
@@ -311,12 +324,18 @@ def _pipeline(workload: Workload, layout: Layout) -> list[StepCollective]:
     )
     moved = blocks * moved_share(layout.pipe, layout.schedule.num_chunks)
     outputs = activation_bytes(workload, layout, "decoder")
-    once = (("collective-permute", "chunks of blocks to their stages", moved),
-            ("collective-permute", "gradients of chunks back", moved))  # fmt: skip
-    ticks = (("collective-permute", "activations to the next stage", values),
-             ("collective-permute", "gradients to the last stage", values))  # fmt: skip
-    logits = (("reduce-scatter", "outputs to all stages, for their logits", outputs),
-              ("all-gather", "gradients of the outputs", outputs))  # fmt: skip
+    once = (
+        ("collective-permute", "chunks of blocks to their stages", moved),
+        ("collective-permute", "gradients of chunks back", moved),
+    )
+    ticks = (
+        ("collective-permute", "activations to the next stage", values),
+        ("collective-permute", "gradients to the last stage", values),
+    )
+    logits = (
+        ("reduce-scatter", "outputs to all stages, for their logits", outputs),
+        ("all-gather", "gradients of the outputs", outputs),
+    )
     return [
         collective(kind, what, num_bytes=num_bytes, count=count)
         for these, count in ((once, 1), (ticks, sends), (logits, layout.num_microbatches))

@@ -113,9 +113,16 @@ def weight_collectives(
 
 
 def gradient_sums(
-    what: str, axes: MeshAxes, own: MeshAxes, num_bytes: float, once: float, rounds: float,
-    terms: int = 1, stages: MeshAxes = (), narrower: float = 1,
-) -> list[StepCollective]:  # fmt: skip
+    what: str,
+    axes: MeshAxes,
+    own: MeshAxes,
+    num_bytes: float,
+    once: float,
+    rounds: float,
+    terms: int = 1,
+    stages: MeshAxes = (),
+    narrower: float = 1,
+) -> list[StepCollective]:
     """Sums of gradients of a parameter: in every round, over replicas once for all of them.
 
     Args:
@@ -130,9 +137,15 @@ def gradient_sums(
     )
     summed = functools.partial(StepCollective, "all-reduce", what, num_bytes=num_bytes)
     found = [
-        summed(axes=rest, num_bytes=num_bytes * narrower, count=once * rounds, part="weights",
-               terms=terms, narrower=narrower)
-    ]  # fmt: skip
+        summed(
+            axes=rest,
+            num_bytes=num_bytes * narrower,
+            count=once * rounds,
+            part="weights",
+            terms=terms,
+            narrower=narrower,
+        )
+    ]
     return found + [summed(axes=stages + own, count=once, part="weights")]
 
 

@@ -62,7 +62,7 @@ class GrowingText:
         self.text, self.is_stopped = "", False
 
     def grow(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
-        """What is new in all tokens so far."""
+        """The new text, given all tokens so far."""
         text = self._stops.decoded(tokens, is_last=is_last)
         place = self._stops.place(text)
         if place is not None:
@@ -84,9 +84,9 @@ class GrowingAnswer:
     """The answer of one row while it grows: its text, and its tokens up to a stop string.
 
     Attributes:
-        hypotheses: what it says, the best first; empty before its end.
-        said: the best one so far.
-        num_tokens: that were given out.
+        hypotheses: the answer's hypotheses, the best first; empty before its end.
+        said: the best hypothesis so far.
+        num_tokens: number of tokens that were sent.
     """
 
     def __init__(self, vocabulary: Vocabulary | None, wanted: GenerateRequest):
@@ -96,7 +96,7 @@ class GrowingAnswer:
         self.said, self.num_tokens = Hypothesis([], 0.0, False), 0
 
     def grow(self, event: Event, events: Events) -> tuple[Hypothesis, str | None]:
-        """What is new: tokens with their log-probabilities, and characters.
+        """The new part of the answer: tokens with their log-probabilities, and characters.
 
         A stop string ends the decoding. Answers are counted here, as they are given out.
         """
@@ -116,7 +116,7 @@ class GrowingAnswer:
 
 
 class GenerateForm:
-    """How `/v1/generate` is asked and answered."""
+    """The form of the requests and answers of `/v1/generate`."""
 
     def __init__(self, model: Model, reader: Executor):
         """Has `reader`, of one thread, read texts again for their experts."""
@@ -171,7 +171,7 @@ class GenerateForm:
         *,
         is_one: bool = False,
     ) -> dict[str, Any]:
-        """Of the input of row `number`, or `is_one` of its samples."""
+        """The JSON of the input of row `number`, or with `is_one` of one of its samples."""
         settings, vocabulary = wanted.settings, self._model.vocabulary
         stops = StopStrings(vocabulary, wanted.stops) if wanted.stops else None
         if settings.best_of is not None:
@@ -221,19 +221,21 @@ def said_so_far(event: Event) -> Hypothesis:
 
 
 def reason_of(said: Hypothesis) -> str:
-    """Why it goes no further, in OpenAI's words."""
+    """The reason why the answer ends, in OpenAI's words."""
     return "stop" if said.is_finished else "length"
 
 
 def logprobs_json(vocabulary, tokens, said, number: int, offset: int = 0, first: int = 0):
-    """OpenAI's form of tokens from `first` on: their texts, log-probabilities and places.
+    """Returns OpenAI's form of the tokens from `first` on: texts, log-probabilities and
+    offsets.
 
-    A token whose text is not its own, as half a character, is `token_id:N` among the likeliest.
+    A token that has no text of its own, as half a character, is `token_id:N` among the
+    likeliest.
 
     Args:
         said: a `Hypothesis` or `Score` of the tokens.
-        number: of likeliest tokens; the token itself is always among them.
-        offset: of the first character.
+        number: number of likeliest tokens; the token itself is always among them.
+        offset: offset of the first character.
     """
 
     def decoded(some: Sequence[int]) -> str:

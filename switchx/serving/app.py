@@ -64,13 +64,13 @@ def make_app(
     """The ASGI application of some models.
 
     Args:
-        token: that all routes but those of health, `/version` and the page ask for, as
-            `Authorization: Bearer TOKEN`; None asks for none.
+        token: bearer token that all routes but those of health, `/version` and the page
+            require, as `Authorization: Bearer TOKEN`; None requires none.
         hosts: names of this server, beside those of this machine alone, that a request's
             `Host` may have; None allows any. A server without a token that listens on this
             machine alone has to look at it: a page in a browser may have a name that leads
             here (DNS rebinding).
-        num_connections: how many are open.
+        num_connections: returns the number of open connections.
     """
 
     def require_token(request: Request) -> None:
@@ -274,8 +274,8 @@ class Endpoint:
     """An ASGI application that answers texts; see `Route`.
 
     Args:
-        make_form: how a body is read for a service, and how its answers are sent, whole or as
-            a stream.
+        make_form: makes the form of a service, which reads bodies and sends answers, whole or
+            as a stream.
     """
 
     def __init__(

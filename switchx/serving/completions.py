@@ -48,20 +48,39 @@ DEFAULT_TOKENS = 16
 # What the sizes of chunks with an `obfuscation` are multiples of.
 CHUNK_BYTES = 64
 OWN_FIELDS = (
-    "top_k", "beam_size", "length_penalty", "min_new_tokens", "repetition_penalty",
-    "no_repeat_ngram_size", "forced_prefix",
-)  # fmt: skip
+    "top_k",
+    "beam_size",
+    "length_penalty",
+    "min_new_tokens",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "forced_prefix",
+)
 # A field, its values that ask for nothing, and what to do instead of another one.
 UNSUPPORTED = {
     "suffix": (("",), "texts are not completed in their middle; leave it out"),
     "presence_penalty": ((0,), "use repetition_penalty, which divides logits; leave it out"),
     "frequency_penalty": ((0,), "use repetition_penalty, which divides logits; leave it out"),
     "logit_bias": (({},), "logits have no biases; leave it out"),
-}  # fmt: skip
+}
 FIELDS = (
-    "model", "prompt", "max_tokens", "temperature", "top_p", "n", "best_of", "stop", "logprobs",
-    "seed", "stream", "stream_options", "echo", "user", *UNSUPPORTED, *OWN_FIELDS,
-)  # fmt: skip
+    "model",
+    "prompt",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "n",
+    "best_of",
+    "stop",
+    "logprobs",
+    "seed",
+    "stream",
+    "stream_options",
+    "echo",
+    "user",
+    *UNSUPPORTED,
+    *OWN_FIELDS,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +88,15 @@ class CompletionRequest(GenerateRequest):
     """A request whose inputs are its prompts.
 
     Attributes:
-        echoes: what stands before the texts of each prompt: the prompt, or nothing.
+        echoes: text in front of the completions of each prompt: the prompt, or empty.
         scored: prompts whose tokens get log-probabilities, too; without the start token.
         num_choices: completions of each prompt, the best of `num_rows` where those are more.
-        logprobs: likeliest tokens beside each; None gives no log-probabilities.
-        has_usage: a stream ends with counts of tokens.
-        is_padded: chunks of a stream have an `obfuscation`, so that their sizes say little.
-        is_empty: `max_tokens` is 0: nothing is decoded, prompts may be echoed and scored.
-        created: seconds of the epoch.
+        logprobs: number of likeliest tokens beside each token; None gives no log-probabilities.
+        has_usage: whether a stream ends with counts of tokens.
+        is_padded: whether chunks of a stream have an `obfuscation`, which hides their sizes.
+        is_empty: whether `max_tokens` is 0: nothing is decoded, prompts may be echoed and
+            scored.
+        created: time of the request in seconds since the epoch.
     """
 
     echoes: Sequence[str] = ()
@@ -94,12 +114,12 @@ class CompletionRequest(GenerateRequest):
 
 
 class CompletionForm:
-    """How `/v1/completions` is asked and answered.
+    """The form of the requests and answers of `/v1/completions`.
 
     Args:
-        name: that clients call the model by.
+        name: the model's name in requests.
         batch_size: most prompts that are scored at once.
-        reader: of one thread, which scores them.
+        reader: executor with one thread, which scores the prompts.
     """
 
     def __init__(self, model: Model, name: str, batch_size: int, reader: Executor):
@@ -240,7 +260,7 @@ class CompletionForm:
             raise wrong("logprobs", f"logprobs with echo: {why}; leave one of the two out")
 
     async def _scored(self, wanted: CompletionRequest, events: Events) -> list[dict | None]:
-        """Of each prompt, log-probabilities of its tokens, or None."""
+        """Returns the log-probabilities of each prompt's tokens, or None."""
         if not wanted.scored:
             return [None] * len(wanted.echoes)
         scorer = self._model.scorer(batch_size=self._batch_size, logprobs=wanted.logprobs)
@@ -265,8 +285,8 @@ class CompletionForm:
         """OpenAI's `logprobs` of a choice, from its token `first` on; or None.
 
         Args:
-            offset: of the answer in the text.
-            before: those of the prompt, or None.
+            offset: offset of the answer in the text.
+            before: the prompt's `logprobs`, or None.
         """
         if wanted.logprobs is None:
             return None
@@ -297,7 +317,7 @@ def _data(content: Any) -> bytes:
 
 
 def padded(content: dict[str, Any]) -> dict[str, Any]:
-    """With an `obfuscation` that makes all chunks of a size class equally long."""
+    """A copy with an `obfuscation` that makes all chunks of a size class equally long."""
     missing = -len(encoded(content)) % CHUNK_BYTES
     return content | {"obfuscation": secrets.token_hex(CHUNK_BYTES)[:missing]}
 
@@ -331,7 +351,7 @@ def _settings(values: dict[str, Any], limits: Limits) -> dict[str, Any]:
         given["temperature"] = 0.0  # the same: no token but the likeliest is ever drawn
     if "seed" in given:
         given["seed"] %= MAX_INT32 + 1  # clients draw 64 bits, negative ones too
-    # Of one token, the likeliest, none is cut off, whatever the probability is.
+    # The likeliest token alone is never cut off, whatever its probability is.
     for name in ("top_k", "top_p"):
         if given["temperature"] == 0 or (name == "top_p" and given.get(name) == 1):
             given.pop(name, None)

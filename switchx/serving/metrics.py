@@ -41,8 +41,8 @@ class Metrics:
     """Counters of one server, in a registry of its own.
 
     Attributes:
-        responses: of the server, by their status. The other families are by model; `of` gives
-            one model's.
+        responses: counter of the server's HTTP responses, by status. The other families are by
+            model; `of` returns one model's.
         built: names and steps of the models that take requests, for `build_info`.
     """
 
@@ -89,13 +89,13 @@ class Metrics:
         GCCollector(registry=self._registry)
 
     def of(self, name: str) -> "ModelMetrics":
-        """Those of a model, which go on when it is loaded again."""
+        """The counters of a model, which go on when it is loaded again."""
         if name not in self._models:
             self._models[name] = ModelMetrics(self, name)
         return self._models[name]
 
     def text(self) -> bytes:
-        """In Prometheus' format."""
+        """The counters in Prometheus' format."""
         return generate_latest(self._registry)
 
 
@@ -131,7 +131,7 @@ class ModelMetrics:
         mean.
 
         Args:
-            ended: its hypotheses, if it ended.
+            ended: the input's hypotheses, if it ended.
             begun_s: when the steps began, from which the first tokens' mean is taken; that of
                 later ones is taken from the last token, prefills of others included.
         """
@@ -152,7 +152,8 @@ class ModelMetrics:
         """Counts an answer to a `QueuedInput`, once its client has it.
 
         Args:
-            num_tokens: up to the one that completes a stop string.
+            num_tokens: number of the answer's tokens, up to the one that completes a stop
+                string.
         """
         # A stop string ends one before the worker does.
         answer_s = time.monotonic() if each.answer_s is None else each.answer_s
@@ -163,7 +164,7 @@ class ModelMetrics:
 
 
 class _Built:
-    """What answers: the code, and the step of each model."""
+    """The versions that answer: the code's, and the step of each model."""
 
     def __init__(self, metrics: Metrics):
         self._metrics = metrics
@@ -176,7 +177,7 @@ class _Built:
 
 
 class _Compiled:
-    """What this process has compiled, the programs that were read from a cache included."""
+    """Counts of this process' compilations, with the programs that were read from a cache."""
 
     def collect(self):
         number, seconds = COMPILATIONS.number, COMPILATIONS.seconds

@@ -45,9 +45,10 @@ class Models:
     """The services of a server's models, used in its event loop.
 
     Attributes:
-        services: that take new requests, by name; the first one has those without a name.
-        num_open: requests of all models, from their heads to their responses.
-        is_draining: no new ones are taken.
+        services: services that take new requests, by name; the first one takes requests without
+            a name.
+        num_open: number of open requests of all models, from their heads to their responses.
+        is_draining: whether new requests are refused.
     """
 
     def __init__(self, services: Sequence[Service]):
@@ -80,7 +81,7 @@ class Models:
 
     @property
     def all(self) -> list[Service]:
-        """Those that take new requests, and those that still answer old ones."""
+        """The services that take new requests, and those that still answer old ones."""
         return [*self.services.values(), *self._retired]
 
     @property
@@ -96,7 +97,7 @@ class Models:
 
     @property
     def error(self) -> BaseException | None:
-        """Why a worker is not alive any more."""
+        """The error that ended a worker."""
         return next((each.worker.error for each in self.all if each.worker.error), None)
 
     def named(self, name: Any) -> Service:
@@ -195,8 +196,8 @@ class ModelFolder:
         a damaged one.
 
         Raises:
-            ValueError: it is damaged, or as `switchx.load` does.
-            OSError: it cannot be read.
+            ValueError: the model is damaged, or see `switchx.load`.
+            OSError: the model cannot be read.
         """
         if is_artifact(self.model_dir):
             model = self.load()
@@ -217,7 +218,7 @@ class ModelFolder:
 
 
 class _ServerStopsError(Exception):
-    """Nothing is to be waited for any more."""
+    """The server stops, and nothing is waited for."""
 
 
 class Reloader(threading.Thread):

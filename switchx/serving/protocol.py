@@ -39,7 +39,7 @@ class StrictConnection(h11.Connection):
     """h11's state machine, which refuses three kinds of requests that h11 reads."""
 
     def next_event(self):
-        """As h11's.
+        """Returns the next event, as h11 does.
 
         Raises:
             h11.RemoteProtocolError: also for a bare LF in a head or a trailer, and for a
@@ -128,8 +128,8 @@ class BoundedProtocol(H11Protocol):
     """A connection; a subclass for each server sets its attributes.
 
     Attributes:
-        count: is told the status of a response that no route gives.
-        is_leaving: it made place for another one.
+        count: called with the status of each response that no route gives.
+        is_leaving: whether it is being closed to make place for another connection.
     """
 
     limits: Limits

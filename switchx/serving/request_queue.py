@@ -45,10 +45,10 @@ Event = NewTokens | Answer | Failure
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """What a batch's programs are compiled for, but the number of its rows.
+    """The sizes and settings that a batch's programs are compiled for, except its rows' number.
 
     Attributes:
-        prompt_length, answer_length: that prompts and answers are padded to.
+        prompt_length, answer_length: lengths that prompts and answers are padded to.
         has_processors, num_kept: see `DecodingProgram`.
     """
 
@@ -111,16 +111,17 @@ class Group:
 
 @dataclasses.dataclass(eq=False)
 class QueuedInput:
-    """One input of a request, in the queue or being answered.
+    """One input of a request, in the request queue or being answered.
 
     Attributes:
-        deliver: called by the worker's thread with what happens to it.
-        arrival_s: of the clock `time.monotonic`.
-        is_abandoned: its client disconnected or ran out of time.
-        num_tokens: that it has, its end included, and `token_s`, since when: of the same clock,
-            None before the first one, and where it is searched for.
-        answer_s: when its answer was there, of the same clock; None before.
-        request_id: what the log calls its request.
+        deliver: called by the worker's thread with each event of the input.
+        arrival_s: time of arrival in seconds, by the clock `time.monotonic`.
+        is_abandoned: whether its client disconnected or ran out of time.
+        num_tokens: number of its answer's tokens so far, the end included.
+        token_s: time of the newest of these tokens, by the same clock; None before the first
+            one, and where beams are searched.
+        answer_s: time of its answer, by the same clock; None before.
+        request_id: name of its request in the log.
     """
 
     prompt: list[int]
@@ -144,11 +145,11 @@ def of_requests(inputs: Sequence[QueuedInput]) -> str:
 
 
 class RequestQueue:
-    """Inputs that wait to be decoded; any thread may call anything.
+    """Inputs that wait to be decoded; any thread may call any method.
 
     Attributes:
-        is_closed: nothing is taken any more.
-        num_changes: how often something changed that `wait` waits for.
+        is_closed: whether inputs are no longer taken.
+        num_changes: number of changes that `wait` waits for.
     """
 
     def __init__(self, limits: Limits):
@@ -191,14 +192,15 @@ class RequestQueue:
         """Waits until inputs come, until `notify` or `close`, or for so many seconds.
 
         Args:
-            num_changes: that were seen; where there are more it does not wait.
+            num_changes: number of changes that the caller has seen; where there are more it
+                does not wait.
         """
         with self._changed:
             if not self.is_closed and self.num_changes == num_changes:
                 self._changed.wait(most_s)
 
     def wait_left_s(self) -> float:
-        """How long the inputs are to wait for others, where nothing is decoded."""
+        """Seconds that the inputs still wait for others, where nothing is decoded."""
         with self._changed:
             if not 0 < len(self._inputs) < self._limits.batch_size:
                 return 0.0

@@ -35,13 +35,13 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 @dataclasses.dataclass(eq=False)
 class Refusal(Exception):
-    """What is wrong with a request, or why it cannot be answered now.
+    """The answer to a request that is wrong, or that cannot be answered now.
 
     Attributes:
-        status: of HTTP.
-        message: expected, got, and the way out.
-        field: of the request's JSON that is wrong, or None.
-        retry_after_s: when to try again; None says nothing.
+        status: HTTP status.
+        message: text of what was expected, what was given, and what to do.
+        field: the field of the request's JSON that is wrong, or None.
+        retry_after_s: seconds after which the client may try again; None where that is unknown.
         code: OpenAI's name of the fault, where it has one.
     """
 
@@ -55,7 +55,7 @@ class Refusal(Exception):
         return self.message
 
     def as_json(self) -> dict[str, Any]:
-        """One form for all routes: what OpenAI's clients read is in it."""
+        """The JSON of a refusal, for all routes; OpenAI's clients can read it."""
         is_ours = "server_error" if self.status >= 500 else "invalid_request_error"
         return {
             "error": {
@@ -118,12 +118,13 @@ class GenerateRequest:
     """A request that can be answered.
 
     Attributes:
-        prompts: what the model reads, for each input `num_rows` times in a row: its samples.
-        settings: how all of them are answered.
-        is_streaming: tokens are sent as they come.
-        with_experts: answers say which experts their tokens chose.
-        request_id: what the log calls it.
-        stops: a text ends before the first of these.
+        prompts: token ids that the model reads; each input is there `num_rows` times in a row,
+            once for each sample.
+        settings: decoding settings of all prompts.
+        is_streaming: whether tokens are sent as they come.
+        with_experts: whether answers say which experts their tokens chose.
+        request_id: name of the request in the log.
+        stops: stop strings; a text ends before the first of these.
     """
 
     prompts: list[list[int]]
@@ -307,7 +308,7 @@ def number_of(option: Option, value) -> int | float:
 
 
 def prompt_of(model: Model, limits: Limits, fault, name: str, item) -> list[int]:
-    """What the model reads of one input, a text or a list of token ids."""
+    """The token ids that the model reads for one input, a text or a list of token ids."""
 
     def require_short(tokens: list[int]) -> None:
         if len(tokens) > limits.max_input_tokens:

@@ -34,25 +34,25 @@ from switchx.serving.request_queue import (
 
 LOG = logging.getLogger(__name__)
 
-# Decoding steps between two looks at who comes and who left: without streams, and with some.
+# Decode steps between two checks for new and abandoned inputs: without streams, and with some.
 STEPS = (8, 4)
 # Inputs that are read at once, so that the others' next tokens do not wait for long.
 MOST_JOINING = 8
 
 
 class Worker(threading.Thread):
-    """Answers what is in its queue, until it is closed.
+    """The thread that answers the inputs in its request queue, until it is closed.
 
     Inputs of one kind are decoded together, in a batch that they join and leave one by one.
-    Those whose batch would need programs that are not compiled yet wait until they are, and
+    Inputs whose batch would need programs that are not compiled yet wait until they are, and
     others go before them.
 
     Attributes:
-        queue: of the inputs that wait.
-        is_ready: the programs of short prompts are compiled.
-        error: why it is not alive any more.
-        compiler: the thread that compiles what inputs wait for.
-        heartbeat_s: when it last did steps, of the clock `time.monotonic`.
+        queue: the request queue, with the inputs that wait.
+        is_ready: whether the programs of short prompts are compiled.
+        error: the error that ended the thread.
+        compiler: the thread that compiles the programs that inputs wait for.
+        heartbeat_s: time of its last decode steps, by the clock `time.monotonic`.
     """
 
     def __init__(self, model: Model, limits: Limits, metrics: ModelMetrics):
@@ -60,7 +60,7 @@ class Worker(threading.Thread):
         self._model, self._limits, self._metrics = model, limits, metrics
         self.queue, self.compiler = RequestQueue(limits), Compiler(self)
         self._generators: dict[Group, Generator] = {}
-        # By kind.
+        # Batches by kind.
         self._batches: dict[tuple, Batch] = {}
         # The largest batch that the programs of a group are compiled for.
         self._compiled: dict[Group, int] = {}
@@ -189,7 +189,7 @@ class Worker(threading.Thread):
 
     @contextlib.contextmanager
     def _failing(self, kind, joining: Sequence[QueuedInput] = ()):
-        """Where an exception ends one batch, and what was joining it."""
+        """A context in which an exception ends one batch, with the inputs that were joining."""
         try:
             yield
         except Exception:
@@ -249,14 +249,14 @@ class Worker(threading.Thread):
                 self.compile_more(group)
 
     def _most_inputs(self, group: Group) -> int:
-        """How many inputs of a group are decoded together, when that is compiled."""
+        """Most inputs of a group that are decoded together, once that is compiled."""
         return min(self._limits.batch_size, self._most.get(group, self._limits.batch_size))
 
     def _num_compiled(self, group: Group) -> int:
-        """How many inputs of a group the programs that are compiled, and kept, take.
+        """Number of inputs of a group that the compiled and kept programs take.
 
-        Those that are new count as kept, so that each compilation is followed by a batch
-        also where not even one group's programs can be kept.
+        New programs count as kept, so that each compilation is followed by a batch also where
+        not even one group's programs can be kept.
         """
         size = self._compiled.get(group, 0)
         if not size or group in self._unused:
@@ -319,12 +319,12 @@ class Worker(threading.Thread):
 
 @dataclasses.dataclass
 class Batch:
-    """What is decoded together.
+    """Inputs that are decoded together.
 
     Attributes:
-        group: that the batch's programs are compiled for.
-        inputs_by_name: by the names that `running` gives them.
-        is_full: more inputs wait for it than it has free rows.
+        group: the group that the batch's programs are compiled for.
+        inputs_by_name: the inputs, by the names that `running` gives them.
+        is_full: whether more inputs wait for it than it has free rows.
     """
 
     running: RunningBatch

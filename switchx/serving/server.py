@@ -51,7 +51,7 @@ class Server(uvicorn.Server):
     """Uvicorn, with an end in two steps: drain, then stop.
 
     Attributes:
-        is_cut_short: it stopped before all was answered.
+        is_cut_short: whether it stopped before all was answered.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Server(uvicorn.Server):
         """A server of some models.
 
         Args:
-            token, hosts: as in `make_app`.
-            reloader: of the models, which SIGHUP asks; None leaves that signal alone.
+            token, hosts: see `make_app`.
+            reloader: the models' reloader, which SIGHUP starts; None leaves that signal alone.
         """
 
         class Protocol(BoundedProtocol):
@@ -91,7 +91,7 @@ class Server(uvicorn.Server):
         self._was_ready = self.is_cut_short = False
 
     def handle_exit(self, sig, frame) -> None:
-        """Of SIGTERM and SIGINT, the first and later ones."""
+        """Handles SIGTERM and SIGINT: the first signal drains, later ones stop at once."""
         if self._drain_until_s is None:
             self.drain()
         else:

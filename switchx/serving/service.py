@@ -24,8 +24,8 @@ class Service:
     """A model that answers requests, under a name.
 
     Attributes:
-        created: when it began, in seconds of the epoch.
-        num_open: its requests that are being read or answered.
+        created: time of its start, in seconds since the epoch.
+        num_open: number of its requests that are being read or answered.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Service:
         """Starts the worker, which compiles first.
 
         Args:
-            metrics: of the server; None makes new ones.
+            metrics: the server's metrics; None makes new ones.
 
         Raises:
             ValueError: the model cannot generate.
@@ -81,10 +81,10 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def events(self, request: GenerateRequest) -> AsyncIterator["Events"]:
-        """What happens to a request's inputs, until each has its answer.
+        """The events of a request's inputs, until each has its answer.
 
-        On leaving the context before that the inputs are abandoned: they leave the queue, or
-        are decoded no further.
+        Where the context is left before that, the inputs are abandoned: they leave the request
+        queue, or are decoded no further.
 
         Raises:
             Refusal: 429, the queue is full; 503, the worker ended.
@@ -145,15 +145,15 @@ class Service:
 
 
 class Events:
-    """What happens to a request's inputs, an asynchronous iterator; used in one event loop.
+    """An asynchronous iterator over the events of a request's inputs, for one event loop.
 
-    A later event of an input takes the place of one that has not been read yet, and says all
-    that that one said. So what waits for a client that reads slowly is an event an input.
+    A later event of an input takes the place of an unread earlier one, whose contents it
+    includes. So for a client that reads slowly at most one event for each input waits.
 
     Attributes:
-        unanswered: the inputs without an answer.
-        num_tokens: of the answers, as their reader counts them.
-        deadline_s: of the event loop's clock.
+        unanswered: numbers of the inputs without an answer.
+        num_tokens: number of the answers' tokens, as their reader counts them.
+        deadline_s: deadline in seconds, by the event loop's clock.
     """
 
     def __init__(self, size: int, timeout_s: float, on_end: Callable[[int, int, str], None]):
@@ -177,10 +177,10 @@ class Events:
         self._has_news.set()
 
     def end(self, number: int, num_tokens: int, reason: str) -> None:
-        """The reader has all that it wants of an input, answered or not.
+        """Ends an input of which the reader needs nothing more, answered or not.
 
         Args:
-            num_tokens: of what it wants.
+            num_tokens: number of tokens that the reader took.
             reason: `stop` at an end or a stop string, `length` where it was cut off.
         """
         self.unanswered.discard(number)

@@ -11,7 +11,7 @@ from switchx.manifest import git_commit
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """What a server is made of, as texts."""
+    """The versions of a server's software, as texts."""
     try:
         version = importlib.metadata.version("switchx")
     except importlib.metadata.PackageNotFoundError:

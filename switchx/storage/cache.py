@@ -57,12 +57,13 @@ class Policy(Protocol):
 
 
 class Admission(NamedTuple):
-    """What a request changed.
+    """The changes that a request made to the cache.
 
     Attributes:
         missed: keys of the request that were not resident and are now.
         evicted: keys that are no longer resident.
-        written_back: those of `evicted` that were dirty: written before they are dropped.
+        written_back: the dirty keys of `evicted`, whose records are written before they are
+            dropped.
     """
 
     missed: np.ndarray
@@ -194,7 +195,7 @@ class DecayedLFU:
 
 
 class NextUse:
-    """Evicts what is expected to be used last: Belady's rule with what a run knows in advance.
+    """Evicts the record whose next use is expected last: Belady's rule, as far as a run knows.
 
     Layers come in a known order, sweep by sweep. The distance of a record is the number of
     layers until the next turn of its own, where it is certain to be used: a record that the
@@ -203,7 +204,8 @@ class NextUse:
     next forward sweep plus (1/p - 1) steps, the mean number of steps that pass it by.
 
     Args:
-        sweeps: of a step: 3 in training (forward, backward, update), 1 in decoding.
+        sweeps: number of sweeps of a step: 3 in training (forward, backward, update), 1 in
+            decoding.
         beta: weight of a step in p, relative to the step after it.
     """
 
@@ -273,10 +275,10 @@ class NextUse:
 
 
 def make_policy(name: PolicyName, num_layers: int, num_experts: int, sweeps: int) -> Policy:
-    """The policy of a `StorageSpec`, with its own defaults.
+    """Makes the policy of a `StorageSpec`, with the policy's own defaults.
 
     Args:
-        sweeps: of a step, see `NextUse`.
+        sweeps: number of sweeps of a step, see `NextUse`.
     """
     if name == "next_use":
         return NextUse(num_layers, num_experts, sweeps)

@@ -18,7 +18,7 @@ from switchx.storage.store import NUM_THREADS, RecordStore
 
 
 class CachedStore:
-    """As many records of a store in host memory as a cache has room for.
+    """A cache in host memory of a store's records.
 
     Records that are written back stay in memory until they are on the disk; there are no more
     of these than the store has threads.
@@ -62,7 +62,7 @@ class CachedStore:
         """A requested record, as soon as it is there.
 
         Raises:
-            KeyError: it is not resident.
+            KeyError: the record is not resident.
             RecordError, StoreError: see `RecordStore.read`.
         """
         return self._records[key].result()
@@ -71,7 +71,7 @@ class CachedStore:
         """Changes a resident record; the disk gets it when it is evicted or flushed.
 
         Raises:
-            ValueError: it is not resident.
+            ValueError: the record is not resident.
         """
         self.cache.mark_dirty([key])
         self.replace(key, record)
@@ -85,7 +85,7 @@ class CachedStore:
         """Writes all changed records, as before a snapshot; they stay in memory.
 
         Raises:
-            StoreError: one could not be written.
+            StoreError: a record could not be written.
         """
         for key in self.cache.dirty.tolist():
             self._write_back(key, self.get(key))

@@ -49,8 +49,8 @@ class Record:
     """The state of one expert.
 
     Attributes:
-        arrays: by name; those of a record that was read cannot be written.
-        updates: of the optimizer that they have had.
+        arrays: arrays by name; the arrays of a record that was read are read-only.
+        updates: number of the optimizer's updates of these arrays.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -58,7 +58,7 @@ class Record:
 
     @property
     def num_bytes(self) -> int:
-        """Of the arrays."""
+        """Bytes of the arrays."""
         return sum(array.nbytes for array in self.arrays.values())
 
 
@@ -93,7 +93,7 @@ class StoreLayout:
         return len(self.layers) * self.num_experts
 
     def name(self, key: int) -> str:
-        """Of a record, and of its file: `encoder_1/00012`."""
+        """Name of a record, and of its file: `encoder_1/00012`."""
         layer, expert = divmod(key, self.num_experts)
         return f"{list(self.layers)[layer].replace(' ', '_')}/{expert:05d}"
 
@@ -107,7 +107,7 @@ class StoreLayout:
         return max(sum(each.num_bytes for each in a.values()) for a in self.layers.values())
 
     def described(self) -> dict[str, Any]:
-        """As JSON."""
+        """The layout as JSON."""
         layers = {
             layer: {name: [each.dtype, list(each.shape)] for name, each in arrays.items()}
             for layer, arrays in self.layers.items()
@@ -131,13 +131,13 @@ def types_of(arrays: Mapping[str, np.ndarray]) -> dict[str, ArrayType]:
 
 
 def encode(record: Record, name: str) -> bytes:
-    """The bytes of a record; the arrays are copied once.
+    """Encodes a record as bytes; the arrays are copied once.
 
     Args:
-        name: of the layer and the expert. `decode` asks for the same.
+        name: name of the layer and the expert; `decode` expects the same name.
 
     Raises:
-        ValueError: an array has a dtype that is no number.
+        ValueError: an array's dtype is not numeric.
     """
     described, parts, at = [], [], 0
     for array_name, array in record.arrays.items():
@@ -163,8 +163,8 @@ def decode(data: bytes, name: str) -> Record:
     """The record of these bytes; its arrays are views of them.
 
     Raises:
-        RecordError: they are not the whole record of this name. The message is a clause that
-            begins with "it".
+        RecordError: the bytes are not the whole record of this name. The message is a clause
+            that begins with "it".
     """
     header_bytes = _check_bytes(data)
     begin = _FIRST.size + header_bytes

@@ -24,7 +24,7 @@ FRACTIONS = (0.1, 0.25, 0.5, 0.75, 1.0)
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """What a cache of one capacity did on a trace.
+    """The simulation of a cache of one capacity on a trace.
 
     Attributes:
         capacity: records.
@@ -109,8 +109,8 @@ def choose(simulations: list[Simulation], min_hits: float) -> Simulation:
 def training_trace(used_fraction: float, steps: int = 12, seed: int = 0) -> Trace:
     """Training of 12 layers of 32 experts, of which each step uses a part.
 
-    Those that a step uses are drawn by Zipf's law with exponent 1, whose order is another one
-    in each layer.
+    The experts of a step are drawn by Zipf's law with exponent 1, in a different order in each
+    layer.
     """
     num_layers, num_experts = 12, 32
     number = int(used_fraction * num_experts)
@@ -134,13 +134,13 @@ def decoding_trace(
     drift: int | None = None,
     seed: int = 0,
 ) -> Trace:
-    """Decoding a token a step.
+    """A trace of decoding with one token in each step.
 
     Args:
-        selected: experts of a token in each layer.
-        exponent: of Zipf's law.
-        repeated: chance that a token takes an expert of the token before it.
-        drift: popular experts are others after so many tokens.
+        selected: number of experts that a token chooses in each layer.
+        exponent: exponent of Zipf's law.
+        repeated: probability that a token chooses an expert of the token before it.
+        drift: number of tokens after which other experts are popular; None changes nothing.
     """
     rng = np.random.default_rng(seed)
     used: list[list[np.ndarray]] = []

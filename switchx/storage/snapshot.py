@@ -38,7 +38,7 @@ _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """How the records of a snapshot came to be where they are, in bytes."""
+    """Bytes of a snapshot's records that were linked, and that were copied."""
 
     linked_bytes: int
     copied_bytes: int
@@ -99,7 +99,7 @@ def read_snapshot(folder: pathlib.Path, layout: StoreLayout) -> dict[str, Sequen
     """Bytes and CRC-32 of the records of a snapshot; names and sizes are compared.
 
     Raises:
-        RecordError: it is not whole or of another model.
+        RecordError: the snapshot is not complete, or of another model.
     """
     snapshot = Snapshot(folder)
     if difference := _difference(snapshot.layout.described(), layout.described()):
@@ -120,15 +120,15 @@ class Snapshot:
     """A snapshot that is read record by record.
 
     Attributes:
-        layout: which records it has.
+        layout: layout of the store, which names its records.
         files: bytes and CRC-32 by path below the folder.
     """
 
     def __init__(self, folder: str | os.PathLike):
-        """Reads the manifest, or that of each part.
+        """Reads the manifest, or each part's manifest.
 
         Raises:
-            RecordError: one is missing or damaged, or they are not of one model.
+            RecordError: a manifest is missing or damaged, or the parts are not of one model.
         """
         self._folder = pathlib.Path(folder)
         self.files: dict[str, Sequence[int]] = {}
@@ -154,7 +154,7 @@ class Snapshot:
         """A record, every byte compared.
 
         Raises:
-            RecordError: it is missing, damaged, or another expert's.
+            RecordError: the record is missing, damaged, or another expert's.
         """
         name = self.layout.name(key)
         path = self._paths.get(name, self._folder / name)
@@ -226,7 +226,7 @@ def _copy(
 
 
 def _no_transfer(error: OSError, folder: pathlib.Path, num_bytes: int) -> StoreError:
-    """What is said where files cannot be linked or copied."""
+    """The error where files cannot be linked or copied."""
     free = shutil.disk_usage(folder.absolute().parent).free
     return StoreError(
         error.errno,

@@ -53,10 +53,10 @@ _PROCESS = re.compile(r"process_\d+")
 class RecordStore:
     """Records by key; reads and writes are futures, in the order of their calls for each key.
 
-    A write that fails ends the store: each later call raises the same cause.
+    A failed write ends the store: each later call raises the same cause.
 
     Attributes:
-        bytes_read, bytes_written: of records, since the store was opened.
+        bytes_read, bytes_written: bytes of records read and written since the store was opened.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class RecordStore:
         """Opens a store without records; what an earlier process left there is deleted.
 
         Args:
-            keys: that this process stores; None is all.
-            num_threads: that encode and decode records.
+            keys: keys of the records that this process stores; None is all.
+            num_threads: number of threads that encode and decode records.
 
         Raises:
             ValueError: another process has it open, or the folder is not a store's.
@@ -132,10 +132,10 @@ class RecordStore:
     def snapshot(
         self, folder: str | os.PathLike, keys: Iterable[int] | None = None
     ) -> Transfer:
-        """Keeps records as they are now, in a folder that is whole or not there.
+        """Keeps records as they are now, in a folder that is either complete or absent.
 
         Args:
-            keys: of those that are kept; None is all that this process stores.
+            keys: keys of the records that are kept; None is all that this process stores.
 
         Raises:
             ValueError: something is in the folder.

@@ -73,7 +73,7 @@ class Trace:
 
     @property
     def sweeps(self) -> int:
-        """Of a step: 1 in decoding, 3 in training."""
+        """Number of sweeps of a step: 1 in decoding, 3 in training."""
         return len(SWEEPS) if self.sweep_T.max() > FORWARD else 1
 
     def requests(self) -> Iterator[tuple[np.ndarray, Place]]:
@@ -139,7 +139,7 @@ class TraceLog:
 
 
 def read_trace(path: str | os.PathLike) -> Trace:
-    """What `Trace.save` wrote.
+    """Reads a trace that `Trace.save` wrote.
 
     Raises:
         ValueError: the file is missing or damaged.
@@ -166,13 +166,14 @@ def trace_of_steps(
     record_bytes: int,
     sweeps: int,
 ) -> Trace:
-    """The requests of a run whose steps use these experts.
+    """Makes the trace of a run whose steps use these experts.
 
-    Forward and backward need all experts of a layer together; the update takes them singly.
+    Forward and backward sweeps need all experts of a layer together; the update takes them one
+    by one.
 
     Args:
-        steps: of each step, the experts that each layer uses.
-        sweeps: 1 of decoding, 3 of training.
+        steps: for each step, the experts that each layer uses.
+        sweeps: number of sweeps of a step: 1 in decoding, 3 in training.
     """
     require_choice("sweeps", sweeps, (1, len(SWEEPS)))
     requests = []

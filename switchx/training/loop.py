@@ -153,9 +153,18 @@ def train(
                 is_stopping = StopAgreement(stop, program.mesh)
                 goodput = Goodput(run.goodput, compiled, started_s)
                 loop = _Loop(
-                    job, run, program, checkpointer, saving, loader, reporter, is_stopping,
-                    evaluator, goodput, profiler,
-                )  # fmt: skip
+                    job,
+                    run,
+                    program,
+                    checkpointer,
+                    saving,
+                    loader,
+                    reporter,
+                    is_stopping,
+                    evaluator,
+                    goodput,
+                    profiler,
+                )
                 return loop.train(state)
 
 

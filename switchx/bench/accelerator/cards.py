@@ -15,7 +15,7 @@ LEAST_DRIVER = {12: 525, 13: 580}
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """What is measured: an NVIDIA card, or nothing but the way to it.
+    """The measured card: an NVIDIA GPU, or none in a rehearsal.
 
     Attributes:
         driver: its version; None in a rehearsal.

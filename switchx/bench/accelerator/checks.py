@@ -84,6 +84,6 @@ def _of_models(found: dict) -> dict[str, float | None]:
 
 
 def _first(found: dict, part: str, pattern: str) -> str | None:
-    """What a pattern finds in the first case of a part that it matches."""
+    """The pattern's first group in the first case of a part that it matches; or None."""
     cases = (re.fullmatch(pattern, case) for name, case in found if name == part)
     return next((match[1] for match in cases if match), None)

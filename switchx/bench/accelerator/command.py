@@ -37,7 +37,7 @@ HELP = {
 
 
 def add_arguments(parser: argparse.ArgumentParser, positive) -> None:
-    """Those that both commands have."""
+    """Adds the arguments that both commands have."""
     parser.add_argument("--seconds", type=positive, metavar="N", help=HELP["seconds"])
     parser.add_argument("--output", metavar="DIR", help=HELP["output"])
     parser.add_argument("--after", metavar="DIR", help=HELP["after"])
@@ -81,13 +81,13 @@ def report_of(arguments, note):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a call measured.
+    """The results of one call.
 
     Attributes:
-        rows: of all parts, also those of an earlier call.
-        left: parts that did not fit, and why.
-        failed: parts that ended before they were done, and why; `RESULTS` where it could not
-            be written.
+        rows: measured rows of all parts, with the rows of an earlier call.
+        left: reasons why parts did not fit, by part.
+        failed: reasons why parts ended before they were done, by part; `RESULTS` where that
+            file could not be written.
     """
 
     rows: list[Row]
@@ -226,13 +226,18 @@ def run_part(
     }
     words = [sys.executable, "-m", "switchx.bench.accelerator.parts", json.dumps(settings)]
     begin, is_over = log.stat().st_size if log.exists() else 0, threading.Event()
-    # Whoever ends this ends the part, too: it would keep the card.
+    # The end of this process ends the part, too: it would keep the card.
     handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with log.open("ab") as errors:
         process = subprocess.Popen(
-            words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True,
+            words,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
             start_new_session=True,
-        )  # fmt: skip
+        )
 
         def end() -> None:
             is_over.set()

@@ -150,8 +150,9 @@ def decoding(session: Session) -> Iterator[dict[str, Any]]:
                 ways.setdefault(key, {})[name] = way
                 begun[key, name] = pool.submit(way.compiled, jax.eval_shape(way.begun))
         compile_s = {key: each.result() for key, each in begun.items()}
-    with _torch(session, models["bfloat16"][0], sources(max(many, searched), length, 256),
-                tokens) as peer:  # fmt: skip
+    with _torch(
+        session, models["bfloat16"][0], sources(max(many, searched), length, 256), tokens
+    ) as peer:
         for case, by_option in ways.items():
             yield from _rows_of(session, case, by_option, compile_s, peer, tokens)
     yield from texts(session)
@@ -188,10 +189,13 @@ def _torch(session: Session, config: ModelConfig, source_BM, tokens: int):
         yield None
         return
     settings = {
-        "task": "generate", "device": session.sized("cuda", "cpu"), "dtype": "bfloat16",
-        "config": describe(_described(config))[0], "inputs": source_BM.tolist(),
+        "task": "generate",
+        "device": session.sized("cuda", "cpu"),
+        "dtype": "bfloat16",
+        "config": describe(_described(config))[0],
+        "inputs": source_BM.tolist(),
         "new_tokens": tokens,
-    }  # fmt: skip
+    }
     with torch_peer.TorchPeer(torch_peer.PROGRAM, settings) as peer:
         yield peer
 
@@ -265,8 +269,9 @@ def _exported(session, config, params, settings, inputs, resident) -> dict[str, 
             [sys.executable, str(folder / "run.py")],
             input="\n".join(map(json.dumps, inputs)) + "\n",
             env=os.environ | {"JAX_PLATFORMS": session.sized("cuda", "cpu")},
-            capture_output=True, text=True,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+        )
     took = {"export_s": exported_s, "run_s": time.perf_counter() - start}
     name = "texts differing of run.py"
     if done.returncode:

@@ -65,9 +65,13 @@ def outcomes(session: Session, chosen: list[str]) -> Iterator[dict[str, Any]]:
         "XLA_PYTHON_CLIENT_MEM_FRACTION": ".05",
     }
     process = subprocess.Popen(
-        [*words, *chosen, *done], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
+        [*words, *chosen, *done],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    )
     lines, said = [], set()
     for line in process.stdout:
         lines.append(line)

@@ -64,9 +64,9 @@ class TimedProduct:
     """A product of the table of variants.
 
     Attributes:
-        bits: of the weights; None for bfloat16.
-        variant: of the kernel of quantized weights.
-        way: `ours`, `triton`, or `dense`: one product of as many FLOPs, cuBLAS' on GPUs.
+        bits: bits of a weight, 4 or 8; None for bfloat16.
+        variant: variant of the kernel of quantized weights.
+        way: `ours`, `triton`, or `dense`: one product with as many FLOPs, cuBLAS' on GPUs.
     """
 
     cell: Cell

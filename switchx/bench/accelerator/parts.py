@@ -23,14 +23,14 @@ REST = "all_kernel_tests"
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What is measured together.
+    """A part of the measurements, which runs in one process.
 
     Attributes:
-        seconds: that it may take, its process' start included.
-        decides: what hangs on it.
-        run: `module:function`, of a `Session`, which yields rows.
+        seconds: seconds that it may take, its process' start included.
+        decides: the decision that depends on it.
+        run: `module:function` of a function that takes a `Session` and yields rows.
         sources: files and folders whose code it measures.
-        goes_on: whether one that was ended leaves its cases to the next call, which measures
+        goes_on: whether the next call keeps the cases of a part that was ended, and measures
             the others; otherwise it begins anew.
     """
 
@@ -87,13 +87,13 @@ PARTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """What a part is told.
+    """The arguments of a part.
 
     Attributes:
-        is_rehearsal: tiny shapes on a CPU, through the same code.
+        is_rehearsal: whether it runs tiny shapes on a CPU, through the same code.
         output: the folder of the run.
         done: cases that need not be measured again.
-        rates: by name, what the part `card` measured; empty before it ran.
+        rates: rates that the part `card` measured, by name; empty before it ran.
     """
 
     is_rehearsal: bool

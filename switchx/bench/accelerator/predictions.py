@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was predicted of a card before anything was measured on it, with the reasons.
+"""Predictions for a card, made before anything was measured on it, with the reasons.
 
-Of the kernels: the cost model of their machine code as JAX 0.11.2 compiles it
+The kernels' predictions use the cost model of their machine code as JAX 0.11.2 compiles it
 (pallas_kernels/aot/gpu_cost.py), a launch of 13.6 us and 3,685 cycles at a tile's boundary,
 memory at 4.2 TB/s on an H200 and 2.95 on an H100 (2026-11-27). A prediction is not changed
 after its measurement; one that is made anew says so here.
@@ -106,5 +106,5 @@ PREDICTIONS = {
 
 
 def predicted(card: str, part: str, case: str) -> float | None:
-    """What was predicted, in the unit of the row; None where nothing was."""
+    """The predicted value, in the unit of the row; None where there is none."""
     return PREDICTIONS.get(card, {}).get(part, {}).get(case)

@@ -93,7 +93,7 @@ def _run(words: list[str], environment) -> str:
 
 
 def stalls(source_page: str) -> list[list[dict[str, str]]]:
-    """Of each kernel, its instructions as rows of the profiler's page `source`.
+    """The instructions of each kernel, as rows of the profiler's page `source`.
 
     A table begins with the row that names its columns, among them `Source`.
     """

@@ -16,11 +16,11 @@ Row = dict[str, Any]
 
 
 class Records:
-    """What is measured, in memory and in `results.jsonl`.
+    """The measured rows, in memory and in `results.jsonl`.
 
     Attributes:
-        rows: of cases, also those of an earlier call.
-        fault: why the file does not have all of them, as where the disk is full.
+        rows: measured rows of cases, with the rows of an earlier call.
+        fault: reason why the file does not have all rows, as where the disk is full.
     """
 
     def __init__(self, output: str | pathlib.Path, card: Card):
@@ -64,7 +64,7 @@ class Records:
             self.write(line)
 
     def rates(self) -> dict[str, float]:
-        """What the part `card` measured, by name."""
+        """The rates that the part `card` measured, by name."""
         return {each["case"]: each["measured"] for each in self.rows if each["part"] == "card"}
 
 
@@ -89,7 +89,7 @@ def read_results(folder: str | pathlib.Path, card: Card) -> list[Row]:
     """The lines of an earlier call.
 
     Raises:
-        ValueError: it is not there, damaged, or of another card.
+        ValueError: the file is missing, damaged, or of another card.
     """
     head, rows = read_lines(folder, "--after")
     if head["card"] != card.name:
@@ -101,15 +101,15 @@ def read_results(folder: str | pathlib.Path, card: Card) -> list[Row]:
 
 
 def read_lines(folder: str | pathlib.Path, flag: str) -> tuple[Row, list[Row]]:
-    """What a folder says of its card, and its other lines.
+    """Reads a folder's line on its card, and its other lines.
 
     A last line that was cut short, as where a machine was lost, is left out.
 
     Args:
-        flag: that names the folder.
+        flag: the flag that names the folder.
 
     Raises:
-        ValueError: it is not there, or damaged.
+        ValueError: the file is missing or damaged.
     """
     file = pathlib.Path(folder).expanduser() / RESULTS
     try:

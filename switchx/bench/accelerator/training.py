@@ -30,14 +30,30 @@ from switchx.training.step import StepConfig, init_state, train_step
 
 # Switch-Base as released (configs/models/switch_base_released.gin), dense, remat as its runs.
 DENSE = ModelConfig(
-    "encoder_decoder", vocab_size=32128, d_model=768, d_ff=3072, num_heads=12, d_head=64,
-    num_encoder_layers=12, num_decoder_layers=12, activation="relu", init_scale=0.1,
-    scan_layers=True, remat="full", precision=Precision(compute="bfloat16"),
-)  # fmt: skip
+    "encoder_decoder",
+    vocab_size=32128,
+    d_model=768,
+    d_ff=3072,
+    num_heads=12,
+    d_head=64,
+    num_encoder_layers=12,
+    num_decoder_layers=12,
+    activation="relu",
+    init_scale=0.1,
+    scan_layers=True,
+    remat="full",
+    precision=Precision(compute="bfloat16"),
+)
 TINY = dataclasses.replace(
-    DENSE, vocab_size=256, d_model=64, d_ff=128, num_heads=2, d_head=32,
-    num_encoder_layers=2, num_decoder_layers=2,
-)  # fmt: skip
+    DENSE,
+    vocab_size=256,
+    d_model=64,
+    d_ff=128,
+    num_heads=2,
+    d_head=32,
+    num_encoder_layers=2,
+    num_decoder_layers=2,
+)
 CAPACITY_FACTOR = 1.25
 EXPERTS, DISPATCHERS = (8, 64), ("gather", "dropless")
 STEPS_OF_LOSSES, ROUNDS, STEPS = 20, 5, 2
@@ -63,9 +79,12 @@ class Shapes:
 def sparse(dense: ModelConfig, num_experts: int, dispatcher: str) -> ModelConfig:
     """Every other FFN a Switch layer; `dropless` drops no token."""
     switch = SwitchConfig(
-        num_experts, every=2, capacity_factor=CAPACITY_FACTOR, group_size=8192,
+        num_experts,
+        every=2,
+        capacity_factor=CAPACITY_FACTOR,
+        group_size=8192,
         dispatcher=dispatcher,
-    )  # fmt: skip
+    )
     return dataclasses.replace(dense, switch=switch)
 
 
@@ -99,7 +118,7 @@ class CompiledStep:
     """A compiled training step; `contender` makes its state.
 
     Attributes:
-        bytes: of arguments and temporaries.
+        bytes: bytes of arguments and temporaries.
     """
 
     name: str
@@ -186,10 +205,14 @@ def against_torch(session: Session, shapes: Shapes, ours: CompiledStep):
     num_experts = ours.config.switch.num_experts
     capacity = max(int(CAPACITY_FACTOR * shapes.inputs / num_experts), 1)
     settings = {
-        "task": "train", "device": session.sized("cuda", "cpu"), "dtype": "bfloat16",
+        "task": "train",
+        "device": session.sized("cuda", "cpu"),
+        "dtype": "bfloat16",
         "config": describe(ours.config)[0] | {"expert_capacity": capacity},
-        "batch": shapes.rows, "inputs": shapes.inputs, "targets": shapes.targets,
-    }  # fmt: skip
+        "batch": shapes.rows,
+        "inputs": shapes.inputs,
+        "targets": shapes.targets,
+    }
     with torch_peer.TorchPeer(torch_peer.PROGRAM, settings) as peer:
         step = functools.partial(peer.ask, "step")
         theirs = Contender("transformers, AdamW", step)

@@ -34,13 +34,13 @@ def missing() -> str | None:
 
 
 def ratios(config, inputs: list[list[int]], new_tokens: int, decoder, rounds: int):
-    """Rows, and our time over theirs for each type of their weights, the worst case.
+    """Returns rows, and for each type of their weights our time over theirs in the worst case.
 
     Args:
-        config: of a dense encoder-decoder, whose weights are random.
+        config: configuration of a dense encoder-decoder, whose weights are random.
         inputs: token ids, as many as the largest batch.
-        decoder: `decoder(config, params, batch, beams)` is what decodes `new_tokens` tokens of
-            the first inputs with us, and has their `tokens` then.
+        decoder: `decoder(config, params, batch, beams)` returns our decoder, which decodes
+            `new_tokens` tokens of each of the first inputs and keeps them as `tokens`.
     """
     if why := missing():
         return [{"peer": "CTranslate2", "status": why}], []

@@ -34,9 +34,10 @@ class LayerShape:
     Attributes:
         num_experts, d_model, d_ff: E, D, F.
         batch, length: B and L.
-        is_gated: a gated linear unit of GELU (GEGLU); else one matrix and a ReLU.
-        capacity_factor: slots over tokens; None where nothing is dropped and no slot is empty.
-        dtype: of parameters and products; the router computes in float32.
+        is_gated: whether it is a gated linear unit with GELU (GEGLU); else one matrix and a
+            ReLU.
+        capacity_factor: slots over tokens; None where no token is dropped and no slot is empty.
+        dtype: dtype of parameters and products; the router computes in float32.
     """
 
     num_experts: int
@@ -59,10 +60,10 @@ def has_peer(name: str) -> bool:
 
 
 def folder_on_path(folder: str) -> str:
-    """Of a clone, the folder that has to be on the path.
+    """The folder of a clone that has to be on the path.
 
     Raises:
-        ValueError: it is no clone of a project that is known here.
+        ValueError: the folder is no clone of a known project.
     """
     root = pathlib.Path(folder)
     for place in (root, root / "src"):
@@ -78,7 +79,7 @@ def flaxformer_layer(shape: LayerShape, group_size: int):
     """Flaxformer's layer with dispatch and combine masks.
 
     Args:
-        group_size: at most so many tokens; it makes no fewer groups than there are experts.
+        group_size: most tokens of a group; there are at least as many groups as experts.
     """
     with _unused_module():
         from flaxformer.architectures.moe import moe_layers, routing
@@ -157,19 +158,31 @@ def maxtext_forward(shape: LayerShape, device) -> tuple[Callable, Any]:
     is_dropless = shape.capacity_factor is None
     folder = pathlib.Path(next(iter(maxtext.__path__)))
     sizes = {
-        "base_emb_dim": shape.d_model, "base_mlp_dim": shape.d_ff,
-        "base_moe_mlp_dim": shape.d_ff, "num_experts": shape.num_experts,
-        "per_device_batch_size": shape.batch, "max_target_length": shape.length,
-        "dtype": shape.dtype, "weight_dtype": shape.dtype, "sparse_matmul": is_dropless,
+        "base_emb_dim": shape.d_model,
+        "base_mlp_dim": shape.d_ff,
+        "base_moe_mlp_dim": shape.d_ff,
+        "num_experts": shape.num_experts,
+        "per_device_batch_size": shape.batch,
+        "max_target_length": shape.length,
+        "dtype": shape.dtype,
+        "weight_dtype": shape.dtype,
+        "sparse_matmul": is_dropless,
         "capacity_factor": -1.0 if is_dropless else shape.capacity_factor,
-    }  # fmt: skip
+    }
     fixed = {
-        "run_name": "layer", "hardware": "cpu", "skip_jax_distributed_system": True,
-        "log_config": False, "enable_checkpointing": False, "dataset_type": "synthetic",
-        "base_num_decoder_layers": 1, "num_experts_per_tok": 1, "decoder_block": "mixtral",
-        "mlp_activations": "['gelu','linear']", "float32_gate_logits": True,
+        "run_name": "layer",
+        "hardware": "cpu",
+        "skip_jax_distributed_system": True,
+        "log_config": False,
+        "enable_checkpointing": False,
+        "dataset_type": "synthetic",
+        "base_num_decoder_layers": 1,
+        "num_experts_per_tok": 1,
+        "decoder_block": "mixtral",
+        "mlp_activations": "['gelu','linear']",
+        "float32_gate_logits": True,
         "load_balance_loss_weight": 0.01,
-    }  # fmt: skip
+    }
     words = [f"{name}={value}" for name, value in (sizes | fixed).items()]
     # It prints what it was given.
     with contextlib.redirect_stdout(sys.stderr):
@@ -179,12 +192,17 @@ def maxtext_forward(shape: LayerShape, device) -> tuple[Callable, Any]:
 
     def make():
         return moe.RoutedMoE(
-            config=config, num_experts=shape.num_experts, num_experts_per_tok=1, mesh=mesh,
+            config=config,
+            num_experts=shape.num_experts,
+            num_experts_per_tok=1,
+            mesh=mesh,
             kernel_init=nd_dense_init(1.0, "fan_in", "truncated_normal"),
-            kernel_axes=("embed", None), rngs=nnx.Rngs(params=0),
-            intermediate_dim=shape.d_ff, dtype=jnp.dtype(shape.dtype),
+            kernel_axes=("embed", None),
+            rngs=nnx.Rngs(params=0),
+            intermediate_dim=shape.d_ff,
+            dtype=jnp.dtype(shape.dtype),
             weight_dtype=jnp.dtype(shape.dtype),
-        )  # fmt: skip
+        )
 
     graph, params = nnx.split(nnx.eval_shape(make))
 

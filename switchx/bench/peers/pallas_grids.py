@@ -18,23 +18,35 @@ from pallas_kernels.launches import Launch, num_bytes
 
 # Equations that run another program on their operands.
 _CALLS = {
-    "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2",
-    "checkpoint", "shard_map",
-}  # fmt: skip
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "remat2",
+    "checkpoint",
+    "shard_map",
+}
 
 # Where an array lies, or in what order things run: the values stay.
 _SAME_VALUES = {
-    "sharding_constraint", "mesh_cast", "reshard", "pvary", "pcast", "optimization_barrier",
-}  # fmt: skip
+    "sharding_constraint",
+    "mesh_cast",
+    "reshard",
+    "pvary",
+    "pcast",
+    "optimization_barrier",
+}
 
 
 def pallas_launches(jaxpr, arguments: Sequence[Any]) -> list[Launch]:
     """The Pallas calls of a program, counted for one routing.
 
     Args:
-        jaxpr: of `jax.jit(function).trace(...)`.
-        arguments: the value of each of its flat arguments; None for one that is not known, as
-            no weight of an expert has to be.
+        jaxpr: the program's jaxpr, of `jax.jit(function).trace(...)`.
+        arguments: values of its flat arguments; None for an unknown one, as the weights of
+            experts may be.
 
     Raises:
         ValueError: a kernel's schedule depends on values that are not known, or a kernel stands

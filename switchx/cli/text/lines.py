@@ -158,7 +158,7 @@ def encoded(
         of: begins an error's text, which is to be said after a line's number.
 
     Raises:
-        ValueError: it cannot be encoded or is too long.
+        ValueError: the text cannot be encoded or is too long.
     """
     try:
         tokens = encode(text)
@@ -170,10 +170,10 @@ def encoded(
 
 
 def check(name: str, lines: Sequence, read_line: Callable[[Any], Any]) -> list:
-    """What `read_line` makes of each line.
+    """Reads each line by `read_line` and returns the results.
 
     Raises:
-        ValueError: it refuses some; names all of them by their numbers, and why.
+        ValueError: `read_line` refuses some; the message has their numbers and the reasons.
     """
     read, faults = [], []
     for number, line in enumerate(lines, 1):
@@ -202,18 +202,20 @@ def write(
     """Computes and writes a line for each line, going on where the output ends.
 
     Args:
-        settings: of the command's own, which decide what is written.
+        settings: the command's own settings that decide what is written.
         compute: see `run_in_shards`.
 
     Returns:
-        All lines of the output, those of before included.
+        All lines of the output, with the lines that were there before.
     """
     from switchx.cli.text.resumable_output import ResumableOutput, StandardOutput
 
     settings = settings | {
-        "command": arguments.command, "model": model.fingerprint, "json": arguments.json,
+        "command": arguments.command,
+        "model": model.fingerprint,
+        "json": arguments.json,
         "capacity": arguments.capacity,
-    }  # fmt: skip
+    }
     if arguments.capacity == "trained":
         settings["batch_size"] = arguments.batch_size
     output = StandardOutput()

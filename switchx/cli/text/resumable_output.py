@@ -62,8 +62,8 @@ class ResumableOutput:
         """Opens the file and checks that it is the beginning of what is to be written.
 
         Raises:
-            ValueError: it is something else, of other inputs or settings, was changed, is
-                being written by another process, or cannot be written.
+            ValueError: the file is no such output, has other inputs or settings, was changed,
+                is being written by another process, or cannot be written.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

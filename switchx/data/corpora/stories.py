@@ -53,8 +53,12 @@ class StoryList(RawFile):
             article, highlights = story(read_lines(file))
             tally["rows"] += 1
             if article and highlights:
-                yield {"article": article, "highlights": highlights, "publisher": publisher,
-                       "id": name}  # fmt: skip
+                yield {
+                    "article": article,
+                    "highlights": highlights,
+                    "publisher": publisher,
+                    "id": name,
+                }
             else:
                 tally["stories without a text"] += 1
 

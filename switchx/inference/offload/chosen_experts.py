@@ -56,19 +56,20 @@ from switchx.storage.trace import Trace, TraceLog
 
 @dataclasses.dataclass(frozen=True)
 class ExpertTraffic:
-    """What the slots have done so far, in all calls together.
+    """Counts of what the slots have done so far, in all calls together.
 
     Attributes:
-        num_layers, num_experts, slots: Switch layers, experts and slots of each.
-        device_bytes: of all slots.
-        expert_bytes: of all experts, in host memory or files.
-        requested, hits: experts that calls have chosen, a layer and call each once, and how
-            many of them were in a slot.
-        moved_bytes: to the device.
-        rounds: products with a bank; one a layer and call where K are enough.
+        num_layers, num_experts, slots: number of Switch layers, and of experts and slots in
+            each.
+        device_bytes: bytes of all slots.
+        expert_bytes: bytes of all experts, in host memory or files.
+        requested, hits: experts that calls have chosen, counted once for each layer and call,
+            and how many of them were in a slot.
+        moved_bytes: bytes copied to the device.
+        rounds: products with a bank; one for each layer and call where K slots are enough.
         predicted, correct: experts that were prefetched or kept for the next layer, and how
             many of them it chose.
-        stored: of experts in files.
+        stored: traffic of experts that are read from files; None where all are in host memory.
     """
 
     num_layers: int
@@ -104,12 +105,12 @@ class ExpertTraffic:
 class ChosenExperts:
     """A model whose experts are in host memory or files, and the programs that run it.
 
-    For one thread.
+        One thread alone may use it.
 
     Attributes:
-        params: all others of the model's parameters, `AbsentExperts` in the place of experts.
-        source: where the experts are.
-        num_calls: of programs.
+        params: the model's parameters, with `AbsentExperts` in the place of experts.
+        source: the experts' source, in host memory or files.
+        num_calls: number of calls of programs.
     """
 
     def __init__(
@@ -126,13 +127,13 @@ class ChosenExperts:
         """Takes the experts of `on_host`, NumPy arrays that do not change, or of a source.
 
         Args:
-            config, params: of an unrolled model.
-            slots: K, of each Switch layer.
-            policy: of each layer's slots.
-            prefetch: predict what the next layer chooses.
-            source: where the experts are; None is in `params`.
-            resident: all experts of some Switch layers, by number: on the device, without
-                slots.
+            config, params: an unrolled model.
+            slots: K, the number of slots of each Switch layer.
+            policy: eviction policy of each layer's slots.
+            prefetch: whether the next layer's choices are predicted.
+            source: the experts' source; None takes them from `params`.
+            resident: all experts of some Switch layers, by the layer's number: these are on the
+                device, without slots.
 
         Raises:
             ValueError: see `check_slots`.
@@ -153,11 +154,11 @@ class ChosenExperts:
             self._routers = _next_routers(config, tree.named_leaves(self.params))
         self._log = TraceLog(names, E, self.source.expert_bytes)
         self.num_calls = 0
-        # By the Switch layers of a call and their rows.
+        # Number of calls, by the call's Switch layers and their rows.
         self._calls: collections.Counter[tuple[tuple[int, int], ...]] = collections.Counter()
 
     def trace(self) -> Trace | None:
-        """What was requested, the newest of it, a round a request; None before the first.
+        """The trace of the newest requests, one for each round; None before the first.
 
         Layers share no slots: a simulation takes one layer at a time.
         """
@@ -193,14 +194,14 @@ class ChosenExperts:
         return kinds_of_call(self._config, hardware, self._calls, size, "chosen", hits)
 
     def run(self, program, *settings, shape: tuple = (), options=(), state=None, **arrays):
-        """What a jitted program returns, cut at its Switch layers.
+        """Runs a jitted program, cut at its Switch layers, and returns its results.
 
         Args:
-            settings: its static arguments, which are its first ones.
-            shape: by which `Programs.holds` finds it.
-            options: of the compiler, for all but the programs of single experts.
+            settings: the program's static arguments, which are its first ones.
+            shape: the key by which `Programs.holds` finds the program.
+            options: compiler options, for all programs but those of single experts.
             state: an argument of this name whose arrays are not read after the call.
-            arrays: its other arguments; `params` are `self.params`.
+            arrays: the program's other arguments; `params` are `self.params`.
         """
         arrays = arrays if state is None else arrays | {"state": without_aliases(state)}
         self.num_calls += 1
@@ -253,12 +254,12 @@ def check_slots(config: ModelConfig, slots: int) -> None:
 def with_slots(
     config: ModelConfig, params: dict, asked: ExpertSlots, read: ReadExpert | None = None
 ) -> tuple[ModelConfig, dict, ChosenExperts]:
-    """The unrolled configuration, its parameters with experts outside of the device, and what
-    moves them.
+    """Returns the unrolled configuration, its parameters without experts on the device, and the
+    object that moves the experts.
 
     Args:
-        params: with experts, wherever they are; without, or with `FileArray`s, where `read`
-            reads them.
+        params: parameters with experts, on any device; or without experts, or with
+            `FileArray`s, where `read` reads them.
 
     Raises:
         ValueError: see `check_slots` and `StoredExperts`.
@@ -282,17 +283,17 @@ def with_slots(
 
 
 def slices_of(config: ModelConfig, params: dict) -> ReadExpert:
-    """What reads experts of parameters whose experts are `FileArray`s."""
+    """Returns the reader of the experts of parameters whose experts are `FileArray`s."""
     found, _ = split_experts(params)
     layers = [found[f"{layer_path(layer)}{EXPERTS}"] for layer in config.sparse_layer_names]
     return lambda layer, expert: slice_of(layers[layer], expert)
 
 
 def experts_of_checkpoint(config: ModelConfig, checkpoint: Folder, slots: int) -> ReadExpert:
-    """What reads experts of the records of a run's checkpoint.
+    """Returns the reader of the experts in the records of a run's checkpoint.
 
     Raises:
-        ValueError: it has none, or the model takes no such slots.
+        ValueError: the checkpoint has no records, or the model takes no such slots.
     """
     check_slots(config, slots)
     require(
@@ -308,7 +309,7 @@ def on_host(config: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
     """An unrolled model, its experts NumPy arrays, all else on the default device.
 
     Args:
-        params: wherever they are; on a CPU, experts are not copied.
+        params: the parameters, on any device; experts on a CPU are not copied.
     """
     config, params = unrolled(config, params)
 
@@ -363,7 +364,7 @@ def split_experts(params: dict) -> tuple[dict[str, Weights], dict[str, Any]]:
 
 
 def without_aliases(state):
-    """The same state, where no two leaves are one array: each is given away once."""
+    """A copy of the state in which no two leaves are one array, as each is donated once."""
     seen: set[int] = set()
 
     def own(leaf):

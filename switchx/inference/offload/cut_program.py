@@ -40,10 +40,10 @@ class Part:
     """Equations between two cuts, compiled.
 
     Attributes:
-        run: the values of `inputs` -> those of `outputs`.
-        inputs: what it reads of arguments and of parts before it.
-        outputs: what comes after it reads.
-        live: all that is read after the cut that follows it.
+        run: the values of `inputs` -> the values of `outputs`.
+        inputs: variables that it reads, of the arguments and of earlier parts.
+        outputs: variables that it writes and that are read later.
+        live: all variables that are read after the next cut.
     """
 
     run: Callable[..., Sequence[jax.Array]]
@@ -53,21 +53,21 @@ class Part:
 
 
 class CutProgram:
-    """A traced program whose experts are absent.
+    """A traced program whose experts are absent, cut where it asks for them.
 
     Attributes:
         cuts: the equations that ask for experts.
-        parts: one more.
-        rows: of each cut the number of its layer, and R.
+        parts: the programs between the cuts, one more than cuts.
+        rows: for each cut, the number of its layer and R.
     """
 
     def __init__(self, traced: jax.stages.Traced, is_donated: Sequence[bool], options=()):
-        """Cuts; a part is compiled when it first runs.
+        """Cuts the program; a part is compiled when it first runs.
 
         Args:
             traced: `jax.jit(program).trace(...)`.
-            is_donated: of each argument, whether nothing else reads it after a call.
-            options: of the compiler, as of `Programs.run`.
+            is_donated: for each argument, whether nothing else reads it after a call.
+            options: compiler options, as for `Programs.run`.
         """
         self._options = options
         closed: ClosedJaxpr = traced.jaxpr
@@ -91,10 +91,10 @@ class CutProgram:
         )
 
     def __call__(self, leaves: Iterable[Any], run_rows: RunRows):
-        """What the program returns.
+        """Runs the program and returns its results.
 
         Args:
-            leaves: of all arguments.
+            leaves: the leaves of all arguments.
             run_rows: runs the experts of a layer on rows that are sorted by expert.
         """
         values = self._constants | dict(zip(self._arguments, leaves, strict=True))
@@ -111,7 +111,7 @@ class CutProgram:
         return jax.tree.unflatten(self._tree, results)
 
     def _parts(self, groups: list[list[JaxprEqn]], kept: set[Var]) -> list[Part]:
-        """Made last to first: what is read later decides what a part returns."""
+        """Makes the parts from last to first: later reads decide what a part returns."""
         live, parts = variables(self._results), []
         for group, cut in zip(reversed(groups), [None, *reversed(self.cuts)], strict=True):
             after = live
@@ -146,8 +146,8 @@ def variables(atoms: Iterable[Any]) -> dict[Var, None]:
 
 
 def _compiled(equations, inputs: Sequence[Var], outputs: Sequence[Var], ended: set, options):
-    """A jitted function of the inputs' values. Those that end give their memory to outputs of
-    the same shape and dtype."""
+    """A jitted function of the inputs' values. Inputs in `ended` are donated to outputs of the
+    same shape and dtype."""
 
     free = collections.Counter((var.aval.shape, var.aval.dtype) for var in outputs)
     donated = []
@@ -195,13 +195,13 @@ def traced(program, settings: tuple, kind: tuple, options=()) -> CutProgram:
 
 
 def kind_of(arrays) -> tuple:
-    """What programs for arguments of equal shapes and dtypes have in common."""
+    """The key of arguments: equal for arguments of equal structure, shapes and dtypes."""
     leaves, structure = jax.tree.flatten(arrays)
     return structure, tuple((x.shape, x.dtype) for x in leaves)
 
 
 def donated_leaves(arrays: dict[str, Any]) -> tuple[bool, ...]:
-    """Of each leaf of a program's arguments, whether nothing reads it later: of `state`."""
+    """For each leaf of a program's arguments, whether it is donated: the leaves of `state`."""
     return tuple(
         name == "state" for name, each in sorted(arrays.items()) for _ in jax.tree.leaves(each)
     )

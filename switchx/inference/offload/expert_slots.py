@@ -22,13 +22,14 @@ from switchx.storage.cache import Cache, Place
 
 
 class LayerSlots:
-    """The slots of one Switch layer, and who is in them.
+    """The slots of one Switch layer, and the experts in them.
 
-    `cache` decides who may have a slot; `_slot_E` says who is in one. They differ where an
-    expert was to be moved and its read failed: it is moved when it is asked for again.
+    `cache` decides which experts get a slot; `_slot_E` says which experts are in one. They
+    differ where an expert's read failed before it was moved: it is moved when it is requested
+    again.
 
     Attributes:
-        bank: on the device, `[K, ...]`.
+        bank: the experts on the device, `[K, ...]`.
         num_requested, ..., num_correct: see `ExpertTraffic`.
     """
 
@@ -46,7 +47,7 @@ class LayerSlots:
         self._free = list(range(slots))
 
     def rounds(self, chosen: np.ndarray) -> list[np.ndarray]:
-        """At most K experts each; those that are resident first, before they are evicted."""
+        """Parts of at most K experts; resident experts come first, before they are evicted."""
         K = self.cache.capacity
         is_absent = self._slot_E[chosen] == K
         chosen = chosen[np.argsort(is_absent, kind="stable")]
@@ -88,7 +89,7 @@ class LayerSlots:
         self._predicted = self._predicted[:0]
 
     def _admit(self, experts: np.ndarray, place: Place) -> np.ndarray:
-        """Those that are in no slot, after others have left theirs."""
+        """Returns the experts that are in no slot, after others were evicted."""
         K = self.cache.capacity
         evicted = self.cache.request(experts, place._replace(layer=0)).evicted
         self._free += [slot for slot in self._slot_E[evicted].tolist() if slot < K]
@@ -113,7 +114,7 @@ def slotted(config: ModelConfig) -> ModelConfig:
 
 @functools.partial(jax.jit, static_argnames="config")
 def predicted(config: ModelConfig, w_router_DE, bias_E, x_RD, count_E):
-    """How many of the rows would choose each expert, by this router; rows of no expert do
+    """Number of rows that would choose each expert, by this router; rows of no expert do
     not count."""
     logits_RE = router_logits(x_RD[None], w_router_DE, dtype=config.precision.router)[0]
     if bias_E is not None:

@@ -39,12 +39,12 @@ ReadExpert = Callable[[int, int], Weights]
 
 
 class ExpertSource(Protocol):
-    """Experts outside of the device.
+    """A source of experts that are not on the device.
 
     Attributes:
-        expert_bytes: of one expert.
-        like: shape structs of one.
-        stored: what is done with a disk; None where all are in host memory.
+        expert_bytes: bytes of one expert.
+        like: shape structs of one expert's arrays.
+        stored: traffic of experts that are read from files; None where all are in host memory.
     """
 
     expert_bytes: int
@@ -52,10 +52,10 @@ class ExpertSource(Protocol):
     stored: "StoredTraffic | None"
 
     def request(self, layer: int, experts: np.ndarray, place: Place) -> None:
-        """Says which of a layer are needed soon; returns before they are there."""
+        """Says which experts of a layer are needed soon; returns before they are there."""
 
     def is_here(self, layer: int, expert: int) -> bool:
-        """Whether `expert` of a requested one does not wait or raise."""
+        """Whether `expert` would return a requested expert without waiting, or raise."""
 
     def expert(self, layer: int, expert: int) -> Weights:
         """A requested expert."""
@@ -63,12 +63,12 @@ class ExpertSource(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class StoredTraffic:
-    """What the cache in host memory has done so far.
+    """Counts of what the cache in host memory has done so far.
 
     Attributes:
-        host_bytes: of the experts that it has room for.
-        requested, hits: experts that the device had none of, and how many were in the cache.
-        read_bytes: from files.
+        host_bytes: bytes of the experts that the cache has room for.
+        requested, hits: experts that were not on the device, and how many were in the cache.
+        read_bytes: bytes read from files.
     """
 
     host_bytes: int
@@ -120,11 +120,12 @@ class StoredExperts:
         """Reads one expert, to know its size.
 
         Args:
-            host_bytes: of experts that stay in host memory.
-            slots: of a layer on the device, so many are needed at once.
+            host_bytes: most bytes of experts that stay in host memory.
+            slots: slots of a layer on the device, the number of experts that are needed at
+                once.
 
         Raises:
-            ValueError: `host_bytes` has no room for them.
+            ValueError: `host_bytes` has no room for as many experts as there are slots.
         """
         num_layers, E = len(config.sparse_layer_names), config.switch.num_experts
         self._num_experts = E
@@ -159,7 +160,7 @@ class StoredExperts:
 
 
 class _Reader:
-    """What `CachedStore` reads of a `RecordStore`: futures by key."""
+    """The part of a `RecordStore` that `CachedStore` reads: futures by key."""
 
     def __init__(self, read: ReadExpert, num_experts: int):
         self._read, self._num_experts = read, num_experts
@@ -212,10 +213,10 @@ class OpenFile:
 
 @dataclasses.dataclass(frozen=True)
 class FileArray:
-    """An array in a file, of which slices of the first dimension are read.
+    """An array in a file; slices along its first dimension are read.
 
     Attributes:
-        offset: of its first byte.
+        offset: byte offset of its first element in the file.
     """
 
     file: OpenFile
@@ -242,7 +243,7 @@ class FileArray:
 
 
 def expert_of_snapshot(folder: pathlib.Path, config: ModelConfig) -> ReadExpert:
-    """What reads experts of the records of a checkpoint, each compared with its checksum.
+    """Returns the reader of a checkpoint's experts; each record is compared with its checksum.
 
     Raises:
         ValueError: the records are of another model; a record that is read is damaged, or of

@@ -33,16 +33,16 @@ from switchx.models.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class RingTraffic:
-    """What the ring has done so far, in all calls together.
+    """Counts of what the ring has done so far, in all calls together.
 
     Attributes:
-        slots: K, of each stack.
-        device_bytes: of resident layers and two slots.
-        host_bytes: of the layers that stream.
-        expert_bytes: of all experts.
-        calls: of programs.
-        moved_bytes: to the device.
-        advice: what would be better with so many slots; empty where nothing would.
+        slots: K, the number of slots of each stack.
+        device_bytes: bytes of the resident layers and of two slots.
+        host_bytes: bytes of the layers that stream.
+        expert_bytes: bytes of all experts.
+        calls: number of calls of programs.
+        moved_bytes: bytes copied to the device.
+        advice: text of what would be better with so many slots; empty where nothing would.
     """
 
     slots: int
@@ -87,7 +87,7 @@ class RingExperts:
         self.params, layers = without_bank(self.config, params)
         self.bank = Bank.of(self.config, layers, slots)
         self._slots, self._num_calls, self._moved = slots, 0, 0
-        # By the Switch layers of a call and their rows.
+        # Number of calls, by the call's Switch layers and their rows.
         self._calls: collections.Counter[tuple[tuple[int, int], ...]] = collections.Counter()
 
     @property
@@ -109,7 +109,7 @@ class RingExperts:
         return kinds_of_call(self.config, hardware, self._calls, size, "ring")
 
     def run(self, program, *settings, shape: tuple = (), options=(), state=None, **arrays):
-        """What a jitted program returns; see `ChosenExperts.run`."""
+        """Runs a jitted program and returns its results; see `ChosenExperts.run`."""
         arrays = arrays if state is None else arrays | {"state": without_aliases(state)}
         ring = ring_program(self.config, self.bank, program, settings, arrays, shape, options)
         self._num_calls += 1
@@ -139,7 +139,7 @@ def check_ring(config: ModelConfig, slots: int) -> None:
 
 
 def ring_advice(config: ModelConfig, slots: int) -> str:
-    """What is better than a ring of so many slots; empty where nothing is."""
+    """Advice on what is better than a ring of so many slots; empty where nothing is."""
     most = max(config.num_sparse_layers_of(stack) for stack in ("encoder", "decoder"))
     if slots < most:
         return ""

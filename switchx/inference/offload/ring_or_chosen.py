@@ -34,7 +34,7 @@ from switchx.storage.cache import Place
 
 @dataclasses.dataclass(frozen=True)
 class BothTraffic:
-    """What calls of both kinds have done so far."""
+    """Counts of what calls of both kinds have done so far."""
 
     ring: RingTraffic
     chosen: ExpertTraffic
@@ -72,20 +72,22 @@ class BankExperts:
 
 
 class RingOrChosen:
-    """A model whose experts are in host memory, and for each call the way they come.
+    """A model whose experts are in host memory; each call streams layers or moves chosen
+    experts.
 
-    Layers that are resident in the ring have no slots of chosen experts: all is there.
+    Layers that are resident in the ring have no slots of chosen experts: all of their experts
+    are on the device.
 
     Attributes:
         config, params: see `RingExperts`.
-        ring, chosen: of the same parameters and the same bank.
+        ring, chosen: the two ways, over the same parameters and the same bank.
     """
 
     def __init__(self, ring: RingExperts, asked: ExpertSlots, hardware: Hardware):
         """Adds slots to a ring.
 
         Raises:
-            ValueError: see `ChosenExperts`; the hardware's spec says nothing of its host.
+            ValueError: see `ChosenExperts`; or the hardware's spec does not describe its host.
         """
         self.config, self.params = ring.config, ring.params
         self.ring = ring
@@ -112,7 +114,7 @@ class RingOrChosen:
         return sorted(kinds, key=lambda kind: -kind.streaming.num_tokens)
 
     def run(self, program, *settings, shape: tuple = (), options=(), **arrays):
-        """What a jitted program returns; see `ChosenExperts.run`."""
+        """Runs a jitted program and returns its results; see `ChosenExperts.run`."""
         rows = rows_of(program, settings, kind_of(arrays))
         experts = self.ring if self._is_streamed(rows) else self.chosen
         return experts.run(program, *settings, shape=shape, options=options, **arrays)

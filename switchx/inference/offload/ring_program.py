@@ -33,9 +33,9 @@ class Stored:
     """One parameter of layers of experts, in the form of `run_exported.host_form`.
 
     Attributes:
-        array: `[N, E, ...]`, N and E as far as they are not indexed.
-        shape: of an expert's parameter.
-        dtype: of it.
+        array: `[N, E, ...]`, without the dimensions N and E that are already indexed.
+        shape: shape of one expert's parameter.
+        dtype: dtype of the parameter.
     """
 
     array: jax.Array
@@ -58,9 +58,10 @@ class Bank:
     """The experts of all Switch layers.
 
     Attributes:
-        resident: by number of the layer; on the device.
-        streamed: of the others, in host memory; `Stored` arrays `[N, E, ...]`.
-        numbers: of the layers in `streamed`.
+        resident: the experts on the device, by the number of their layer.
+        streamed: the experts of the other layers, in host memory: `Stored` arrays
+            `[N, E, ...]`.
+        numbers: numbers of the layers in `streamed`.
     """
 
     resident: Mapping[int, Weights]
@@ -111,12 +112,12 @@ class Bank:
 
     @property
     def layer_bytes(self) -> int:
-        """Of a layer's experts."""
+        """Bytes of a layer's experts."""
         return self.host_bytes // len(self.numbers)
 
     @property
     def expert_bytes(self) -> int:
-        """Of one expert, as it is moved."""
+        """Bytes of one expert, as it is copied."""
         return self.layer_bytes // jax.tree.leaves(self.streamed)[0].shape[1]
 
     @property
@@ -125,7 +126,7 @@ class Bank:
 
     @property
     def device_bytes(self) -> int:
-        """Of the resident layers and of two slots."""
+        """Bytes of the resident layers and of two slots."""
         return (len(self.resident) + 2) * self.layer_bytes
 
     def fetch(self, number: int, after) -> Weights:
@@ -178,10 +179,10 @@ def _zero_of(array):
 
 
 def run_with_ring(config: ModelConfig, cut: CutProgram, bank: Bank, leaves: Sequence):
-    """What a program returns; to be traced.
+    """Runs a program's parts and the experts between them, and returns its results; is traced.
 
     Args:
-        leaves: of the program's arguments.
+        leaves: the leaves of the program's arguments.
     """
     order = [number for number, _ in cut.rows if number in bank.numbers]
     slots = {number: bank.fetch(number, None) for number in order[:2]}
@@ -206,10 +207,10 @@ class RingProgram:
     """A compiled program for arguments of some shapes.
 
     Attributes:
-        run: (donated leaves, other leaves, bank) -> its results.
-        is_donated: of each leaf.
+        run: `(donated leaves, other leaves, bank)` -> the program's results.
+        is_donated: for each leaf, whether it is donated.
         rows: see `CutProgram`.
-        copied_bytes: that a run puts on the device.
+        copied_bytes: bytes that a run copies to the device.
     """
 
     run: Callable
@@ -218,10 +219,10 @@ class RingProgram:
     copied_bytes: int
 
     def __call__(self, leaves: Sequence, bank: Bank):
-        """What the program returns.
+        """Runs the program and returns its results.
 
         Args:
-            leaves: of its arguments.
+            leaves: the leaves of the program's arguments.
         """
         return self.run(*_donated_and_kept(leaves, self.is_donated), bank)
 

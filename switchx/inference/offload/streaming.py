@@ -27,17 +27,17 @@ from switchx.models.flops import experts_per_token
 
 @dataclasses.dataclass(frozen=True)
 class Streaming:
-    """What the formula says of one call: a prompt, or a decode step.
+    """What the formula predicts for one call: a prompt's, or a decode step.
 
     Attributes:
         stack: `encoder` or `decoder`.
-        num_tokens: of the call, all rows together.
-        tokens_per_expert: on average.
-        least_tokens: an expert needs so many that its copy hides.
-        compute_s: of all layers of the stack, and in a decoder of the logits.
-        ring_bytes, chosen_bytes: moved in all its Switch layers, streamed whole or those
-            that are chosen and in no slot.
-        link_bytes_per_s: B.
+        num_tokens: tokens of the call, all rows together.
+        tokens_per_expert: mean number of tokens of an expert.
+        least_tokens: tokens that an expert needs for its copy to be hidden by computation.
+        compute_s: seconds of computation of all layers of the stack, and of a decoder's logits.
+        ring_bytes, chosen_bytes: bytes that are copied for all of the stack's Switch layers,
+            when whole layers stream, and when the chosen experts that are in no slot are moved.
+        link_bytes_per_s: B, the bandwidth from host to device.
     """
 
     stack: Literal["encoder", "decoder"]
@@ -79,9 +79,9 @@ class CallKind:
     """Calls of one kind that were run.
 
     Attributes:
-        count: of calls.
-        ran: whether they streamed whole layers (`ring`) or moved chosen experts.
-        streaming: what the formula says of each.
+        count: number of calls.
+        ran: whether the calls streamed whole layers (`ring`) or moved chosen experts.
+        streaming: what the formula predicts for each call.
     """
 
     count: int
@@ -104,9 +104,9 @@ def streaming(
     """Evaluates the formula for one call on one device.
 
     Args:
-        num_tokens: that the stack reads in the call: all tokens of a batch's prompts, or one
-            of each row in a decode step.
-        expert_bytes: of one expert as it is moved, scales of quantized ones included.
+        num_tokens: tokens that the stack reads in the call: all tokens of a batch's prompts, or
+            one for each row in a decode step.
+        expert_bytes: bytes of one expert as it is copied, scales of quantized ones included.
         hits: share of the chosen experts that are in slots already.
 
     Raises:

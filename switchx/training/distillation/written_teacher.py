@@ -76,9 +76,13 @@ def write_logits(
         return jax.lax.top_k(teacher.logits(batch)[..., :V].astype(jnp.float32), top)
 
     loader = TrainLoader(
-        job.source, job.batches, seed=job.seed, data_dir=job.data_dir, shard=program.shard,
+        job.source,
+        job.batches,
+        seed=job.seed,
+        data_dir=job.data_dir,
+        shard=program.shard,
         prefetch=job.prefetch,
-    )  # fmt: skip
+    )
     own = program.shard.rows(job.batch_size)
     is_first, num_bytes = jax.process_index() == 0, 0
     with folder_of_all(folder) as partial, program.scope():
