@@ -100,8 +100,8 @@ def check_fused(
     """Refuses what cannot be computed so, before anything is.
 
     Args:
-        rows: of a microbatch, over all devices.
-        lengths: tokens of a row, of each stack.
+        rows: rows of a microbatch, over all devices.
+        lengths: tokens of a row in each stack.
 
     Raises:
         ValueError: says why, and the ways out.

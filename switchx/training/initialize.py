@@ -108,9 +108,9 @@ class Source:
     """The checkpoint that a new run starts from; all that is wrong with it is said at once.
 
     Attributes:
-        step: of the checkpoint.
-        assignment: of the new run's parameters.
-        notes: what a person should be told.
+        step: the checkpoint's step.
+        assignment: the source of each of the new run's parameters.
+        notes: sentences for the user.
     """
 
     def __init__(self, job: TrainingJob, program: TrainingProgram):

@@ -46,8 +46,8 @@ class InitConfig:
     """What a new run takes of the run `TrainingJob.init_from` (`training/initialize.py`).
 
     Attributes:
-        step: of the checkpoint; None is the newest complete one, "best" that with the best
-            score.
+        step: the checkpoint's step; None is the newest complete one, "best" the one with the
+            best score.
         rules: pairs of a regular expression and a replacement, as T5X's `assignment_map`: the
             first that matches a parameter's whole path says from which path of the source it
             is taken; None draws it afresh.
@@ -86,7 +86,7 @@ class TrainingJob:
         packed: several examples a row.
         train_steps: step at which training ends.
         batch_size: rows of the global batch, over all processes.
-        seed: of parameters, dropout, jitter and the order of the data.
+        seed: seed of the parameters, of dropout and jitter, and of the order of the data.
         log_every, eval_every, checkpoint_every: steps between lines of the metrics,
             evaluations and checkpoints.
         eval_batches: batches an evaluation reads of each task; None reads the whole split.
@@ -95,7 +95,7 @@ class TrainingJob:
         max_skipped_in_a_row: non-finite steps in a row after which training stops.
         init_from: run folder whose parameters training starts from (fine-tuning); read at
             step 0 alone.
-        init: which of its checkpoints, and what of it.
+        init: which checkpoint of `init_from` is read, and which parts of it.
         pipeline: in what order the microbatches of `step` go through the stages, where the
             mesh has an axis `pipe`.
         data_dir: where corpora are; None takes SWITCHX_DATA_DIR, without it the cache.
@@ -209,7 +209,7 @@ class TrainingJob:
         """Checks that experts can be where `storage` has them, as the planner says.
 
         Args:
-            sizes: of the mesh's axes.
+            sizes: sizes of the mesh's axes, by name.
 
         Raises:
             ValueError: they cannot; says why, and the way out.
@@ -221,7 +221,8 @@ class TrainingJob:
         """Why experts cannot be in a tier, with the way out; or None.
 
         Args:
-            sizes: of the mesh's axes; without any, what no mesh mends.
+            sizes: sizes of the mesh's axes, by name; an empty mapping gives the reasons that
+                hold on every mesh.
         """
         if tier == "device":
             return None

@@ -26,11 +26,11 @@ from switchx.training.microbatches import into_microbatches, sparse_stacks
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    """Weights of everything that is added to the cross-entropy.
+    """Weights of the terms that are added to the cross-entropy.
 
     Attributes:
         balance_weight: alpha of the balance loss (Fedus et al. 2021, eq. 4: 1e-2).
-        router_z_weight: of the router z-loss (Zoph et al. 2022: 1e-3; Switch has none).
+        router_z_weight: weight of the router z-loss (Zoph et al. 2022: 1e-3; Switch has none).
         layer_reduction: auxiliary losses are averaged over the sparse layers (t5x) or
             summed (Mesh-TensorFlow, so the paper's runs). They differ by the number of
             sparse layers, so the choice has no default that is right for both.
@@ -56,13 +56,14 @@ class TokenSums:
     """Sums over real target tokens; divide by `tokens` for means.
 
     Attributes:
-        loss: cross-entropy with label smoothing and z-loss, in nats; of a student mixed with
+        loss: cross-entropy with label smoothing and z-loss, in nats; for a student, mixed with
             the soft loss (`distillation.py`).
-        nll: negative log-likelihood, in nats, without either.
-        correct: tokens whose most probable prediction is the target; of equally probable ones
-            the first id is predicted, as by `argmax`.
+        nll: negative log-likelihood in nats, without label smoothing and z-loss.
+        correct: tokens whose most probable prediction is the target; among equally probable
+            tokens the first id is predicted, as by `argmax`.
         tokens: real target tokens (the sum of the loss weights).
-        soft_loss: of a student, how far it is from its teacher, in nats; otherwise None.
+        soft_loss: a student's soft loss, `T^2 KL(teacher || student)`, in nats; None without a
+            teacher.
     """
 
     loss: jax.Array
@@ -265,7 +266,8 @@ def loss_terms(
     Args:
         sums: None for a part without target tokens.
         stats: `[N, ...]` of all Switch layers, or of some layers of one stack; None for none.
-        stack: whose layers the statistics are of; None where they are of the whole model.
+        stack: the stack whose layers the statistics are of; None where they are of the whole
+            model.
     """
     value = jnp.zeros((), jnp.float32)
     if sums is not None:
@@ -306,7 +308,7 @@ def batch_loss(
     (`into_microbatches`).
 
     Args:
-        denominators: of the whole batch.
+        denominators: denominators of the whole batch.
 
     Returns:
         The loss and (token sums, routing statistics).

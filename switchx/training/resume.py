@@ -42,7 +42,7 @@ def require_vocabulary_of(run: RunFolder, job: TrainingJob, name: str) -> None:
     """Checks that a model in a run folder reads the token ids of a job.
 
     Args:
-        name: of the setting that gave the folder, for messages.
+        name: name of the setting that gave the folder, for messages.
 
     Raises:
         ValueError: it is no run folder, or it has another vocabulary.

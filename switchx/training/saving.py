@@ -46,7 +46,7 @@ class Saving:
         """Opens the folder of local copies, if there are to be any.
 
         Args:
-            note: tells a person.
+            note: called with sentences for a person.
             is_new: the run has no checkpoint. Copies of an attempt before, which may have had
                 another configuration, are then forgotten.
 

@@ -121,8 +121,8 @@ class FirstParams(Protocol):
     """Parameters of another model that a new run starts from.
 
     Attributes:
-        notes: what a person should be told, once `state` was called.
-        listing: JSON of what came from where, for the run folder.
+        notes: sentences for the user, complete once `state` was called.
+        listing: JSON of the source of each parameter, for the run folder.
     """
 
     notes: tuple[str, ...]
@@ -133,13 +133,13 @@ class FirstParams(Protocol):
 
 
 def first_params(job: TrainingJob, program: TrainingProgram) -> FirstParams | None:
-    """Those of the run `init_from`, or drawn ones with the teacher's among them; or None.
+    """Parameters of the run `init_from`, or drawn ones with the teacher's among them; or None.
 
     Args:
-        program: of `program_of`.
+        program: the job's program, as `program_of` returns it.
 
     Raises:
-        ValueError: they are not there, of another vocabulary, or do not fit.
+        ValueError: the parameters are not there, are of another vocabulary, or do not fit.
     """
     if job.distillation is not None and job.distillation.starts_from_teacher:
         return _TeachersParams(program)
@@ -244,8 +244,8 @@ def params_of_job(
 
     Args:
         model_dir: run folder that has them; None takes those that training begins with.
-        step: of a checkpoint in it; None is the newest complete one.
-        mesh: of the devices that they are split over; None is the default device.
+        step: the step of a checkpoint in it; None is the newest complete one.
+        mesh: the mesh over which the parameters are split; None is the default device.
 
     Returns:
         The job, with the vocabulary of the folder; the parameters, their step, and a

@@ -31,12 +31,14 @@ COUNTS = ("examples", "examples_left_out", "outputs_unfinished", NOTES)
 
 @dataclasses.dataclass(frozen=True)
 class TextEvaluation:
-    """What the model writes at each evaluation, to the inputs of the tasks that have metrics.
+    """How evaluations generate texts for the inputs of the tasks that have metrics.
 
     Attributes:
-        max_examples: the first ones of each task's split; None is all of them.
-        batch_size: most inputs at once.
-        beam_size, max_new_tokens: as in `switchx eval`; texts are searched for, not sampled.
+        max_examples: number of examples of each task's split that are answered, the first ones;
+            None is all of them.
+        batch_size: largest number of inputs in a batch.
+        beam_size, max_new_tokens: beams and longest output, as in `switchx eval`; texts are
+            decoded greedily or by beam search, not sampled.
         time_share: most seconds of generation for a second of training since the evaluation
             before. Where that is too little for all examples, only the first ones are answered,
             two batches of each task at least (one before the first step); None answers all.
@@ -63,14 +65,14 @@ class TextEvaluation:
 
 @dataclasses.dataclass(frozen=True)
 class TaskTexts:
-    """What a model wrote to the first examples of a task.
+    """The texts that a model generated for the first examples of a task.
 
     Attributes:
-        metrics: of these examples, by name; None where one could not be computed.
-        inputs, targets, predictions: texts, one for each.
+        metrics: metrics of these examples, by name; None where one could not be computed.
+        inputs, targets, predictions: texts, one for each example.
         num_left_out: examples that were not answered.
         num_unfinished: texts that did not end within `max_new_tokens`.
-        notes: why a metric has no number, by its name.
+        notes: the reason why a metric has no number, by the metric's name.
     """
 
     metrics: dict[str, float | None]
@@ -141,7 +143,7 @@ class TextLog:
         """Metrics and `COUNTS` of each task; samples go to `predictions/` and TensorBoard.
 
         Args:
-            train_seconds: of this process' training until now, evaluations apart.
+            train_seconds: seconds that this process has trained until now, without evaluations.
         """
         share, seconds = self._spec.time_share, train_seconds - self._seconds_before
         self._seconds_before = train_seconds

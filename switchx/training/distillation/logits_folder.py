@@ -72,7 +72,8 @@ class LogitsWriter:
         """Writes nothing yet.
 
         Args:
-            rows: of the global batch, ascending; none where others write all of this process'.
+            rows: numbers of the rows of the global batch that this process writes, ascending;
+                empty where other processes write all of its rows.
         """
         self._folder, self._rows, self._part = folder, list(rows), jax.process_index()
         self._digests = []
@@ -98,10 +99,10 @@ class LogitsWriter:
 
 
 class LogitsReader:
-    """Finds the tokens and logits of rows of batches again.
+    """Reads the teacher's tokens and logits for the rows of batches.
 
     Attributes:
-        about: what the manifest says.
+        about: the content of the folder's manifest.
     """
 
     def __init__(self, folder: pathlib.Path):

@@ -35,9 +35,10 @@ class DeviceBanks:
 
     Attributes:
         is_own_E: experts that this process stores.
-        is_saved_E: those of them that it is the first process to store: all processes together
-            have each expert once.
-        sharding: of arrays `[E, ...]` or `[X, ...]` that are split by parts and whole besides.
+        is_saved_E: experts that this process stores and no process before it does: over all
+            processes, each expert once.
+        sharding: sharding of arrays `[E, ...]` or `[X, ...]`: their first dimension is split by
+            parts, the others are whole.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class DeviceBanks:
         """Compiles nothing yet.
 
         Args:
-            params: of one layer's experts or of several, `[E, ...]` by path.
+            params: shapes `[E, ...]` by path of the expert parameters of one or several layers.
 
         Raises:
             ValueError: the mesh does not divide the experts, or their matrices.

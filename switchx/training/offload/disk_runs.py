@@ -70,9 +70,11 @@ class Measured(NamedTuple):
     """What a run adds to a step.
 
     Attributes:
-        stats: of its Switch layers `[J, ...]`, summed over microbatches; None without any.
-        value, sums: its part of the loss, and of the token sums.
-        squares: sum of the squares of its experts' gradients, in an order that shapes give.
+        stats: statistics of its Switch layers, `[J, ...]`, summed over microbatches; None
+            without Switch layers.
+        value, sums: its part of the loss, and its part of the token sums.
+        squares: sum of the squares of its experts' gradients, added in an order that only
+            shapes decide.
     """
 
     stats: RoutingStats | None
@@ -248,10 +250,11 @@ class RunPrograms:
         """The gradient of the input, the sums with this run's gradients, and the bank's.
 
         Args:
-            dense: see `forward`; of the run before is returned last.
+            dense: as in `forward`; the dense parameters of the run before are returned last.
             d_message: gradient of the output.
-            d_blocks: of the whole stack; this run's part is written.
-            d_shared: sum over runs; this run's is added.
+            d_blocks: gradients of the whole stack's blocks; this run's part of them is written.
+            d_shared: gradients of the shared parameters, summed over runs; this run's are
+                added.
         """
         ahead = self._neighbour(kind, -1)
         ahead = ahead and gathered_run(blocks, *ahead(blocks, place))

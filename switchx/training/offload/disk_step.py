@@ -59,8 +59,9 @@ class LayeredGradients:
     """Gradients and evaluation of a model whose experts are not all on the devices.
 
     Attributes:
-        runs: of the model, first to last.
-        token_sums: of the decoder's last activations of an evaluation, see `RunPrograms`.
+        runs: the model's runs of blocks, first to last.
+        token_sums: function that returns the token sums of an evaluation from the decoder's
+            last activations (`RunPrograms.token_sums`).
     """
 
     def __init__(

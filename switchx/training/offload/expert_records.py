@@ -49,9 +49,9 @@ class ExpertRecords:
     """The experts of a job, as `layered_step.ExpertBanks`, and as what a checkpoint stores.
 
     Attributes:
-        layout: of the records of all processes.
-        banks: the way to the devices and back, and which experts this process stores.
-        updates: that the optimizer has made so far.
+        layout: layout of the records of all processes.
+        banks: transfers to the devices and back, and which experts this process stores.
+        updates: number of updates that the optimizer has made so far.
     """
 
     def __init__(self, job: TrainingJob, mesh: Mesh):
@@ -194,8 +194,8 @@ class ExpertRecords:
         """Stores experts of a training state.
 
         Args:
-            leaves: of the state, by the names of records' arrays, `[N, E, ...]`.
-            updates: that the optimizer has made.
+            leaves: arrays `[N, E, ...]` of the state, by the names of the records' arrays.
+            updates: number of updates that the optimizer has made.
         """
         whole = {name: np.asarray(leaf) for name, leaf in leaves.items()}
 
@@ -316,7 +316,7 @@ class ExpertRecords:
         """Updates the experts that have a gradient, in the order of layers.
 
         Args:
-            gradient_scale: what raw gradients are multiplied by.
+            gradient_scale: factor of the raw gradients.
         """
         for n in sorted(self._gradients):
             experts, rows = self._gradients.pop(n)  # to be freed

@@ -44,7 +44,7 @@ class HostProgram(TrainingProgram):
     """The programs of a job with `storage.experts="host"`.
 
     Attributes:
-        notes: what a user should know once a run.
+        notes: sentences for the user, shown once a run.
     """
 
     def __init__(self, job: TrainingJob, devices=None):

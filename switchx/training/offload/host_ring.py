@@ -57,17 +57,17 @@ def ring_scan(
     As `jax.lax.scan`, which it equals to the last bit of rounding, but for what is in memory.
 
     Args:
-        run: must not close over what is differentiated.
-        x: of floating types.
+        run: the function; it must not close over arrays that are differentiated.
+        x: the loop's carry, arrays of floating types.
         blocks: parameters `[N, ...]`, of floating types, some of them `HostStack`s; `run` gets
             arrays of one layer.
-        others: what is not differentiated, `[N, ...]`: keys.
-        inputs: what all layers read; its floating leaves are differentiated.
-        order_N: numbers of the layers, of `layer_numbers`.
+        others: arrays `[N, ...]` that are not differentiated: keys.
+        inputs: arrays that all layers read; the floating ones are differentiated.
+        order_N: numbers of the layers, as `layer_numbers` returns them.
         slots: layers on the device at once, 2 to N.
 
     Returns:
-        x, and all y stacked by the number of their layer.
+        The last x, and all y stacked by the number of their layer.
     """
     ring, arrays = _Ring.of(run, blocks, inputs, len(order_N), slots)
     return _scan(ring, x, *arrays, others, _fetched(order_N, slots))

@@ -64,7 +64,7 @@ def with_totals(params, gradients):
     """The parameters, whose gradients in host memory are added to these of other microbatches.
 
     Args:
-        gradients: of the same structure.
+        gradients: gradients of the other microbatches, of the same structure as `params`.
     """
 
     def attach(leaf, gradient):

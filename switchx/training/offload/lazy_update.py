@@ -112,7 +112,7 @@ class LazyUpdate:
         Args:
             gradient: raw, `[1, ...]` by path of the parameter; None if the last one was missed
                 too.
-            gradient_scale: what it is multiplied by.
+            gradient_scale: factor of the gradient.
         """
         if gradient is None:
             own = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), form.params)

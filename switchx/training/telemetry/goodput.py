@@ -97,9 +97,9 @@ class Goodput:
         """Reads what was counted before; nothing is added before `begin`.
 
         Args:
-            path: of `goodput.json`.
-            compiled: entered by the caller.
-            started_s: when the work of this process began, by `clock`.
+            path: the path of `goodput.json`.
+            compiled: the compile time of this process, entered by the caller.
+            started_s: time at which the work of this process began, by `clock`.
         """
         self._path, self._compiled, self._clock = path, compiled, clock
         self._is_writer = jax.process_index() == 0

@@ -28,7 +28,7 @@ class WeightsAndBiases:
     """A run of Weights & Biases, which a resumed run goes on with.
 
     Attributes:
-        project, entity, name: as `wandb.init` takes them; None are its defaults.
+        project, entity, name: arguments of `wandb.init`; None takes its defaults.
         mode: "offline" writes into the run folder, to be sent by `wandb sync`.
     """
 
@@ -114,7 +114,7 @@ def opened_writers(
     """A function `(kind, step, metrics)` that hands flat numbers to all writers.
 
     Args:
-        config: of the job, flat.
+        config: the job's settings, flat: value by dotted name.
     """
     with contextlib.ExitStack() as stack:
         writes: list[Write] = []

@@ -164,7 +164,7 @@ class SkippedBatches:
         """Writes one into the folder; returns a sentence for the log.
 
         Args:
-            metrics: of the step, on the host.
+            metrics: the step's metrics, on the host.
         """
         identity = {
             "step": step,
