@@ -62,13 +62,13 @@ def attend(
     """softmax(q k^T + biases) v, the softmax in float32.
 
     Args:
-        bias_HLM: added to the scores of every row of the batch.
-        row_bias_BHLM: added to the scores, each row's own.
-        mask_BLM: true where a query may look at a key; L or M may be 1 where all are alike. A
-            query that may look at nothing (padding) gets an average that no loss and no other
-            token reads.
-        key: of the dropout of attention weights, whose mask all queries share, as in T5X;
-            None for none.
+        bias_HLM: bias that is added to the scores of every row of the batch.
+        row_bias_BHLM: bias that is added to the scores, one for each row.
+        mask_BLM: true where a query may attend to a key; L or M may be 1 where all are alike. A
+            query without any key (padding) gets an average that no loss and no other token
+            reads.
+        key: random key of the dropout of attention weights, whose mask all queries share, as in
+            T5X; None for no dropout.
 
     Returns:
         `out_BHLK` in the queries' dtype.
@@ -172,14 +172,15 @@ class AttentionOutput(nnx.Module):
     """The second half of an attention: queries read the memory, the heads go back to D.
 
     Attributes:
-        score_scale: of the queries, where the model scales them.
+        score_scale: factor of the queries where `ModelConfig.scale_attention` is set.
     """
 
     def __init__(self, config, *, num_correlations: int, key):
         """Draws the weights.
 
         Args:
-            num_correlations: that are added up in a score, each of unit variance.
+            num_correlations: number of correlations of unit variance that are added up in a
+                score.
         """
         self.config = config
         self.score_scale = (num_correlations * config.d_head) ** -0.5
@@ -192,8 +193,8 @@ class AttentionOutput(nnx.Module):
         """Output `[B, L, D]` of queries that read the memory.
 
         Args:
-            by: `einsum` (`attend`) or `cudnn`.
-            key: of dropout; None for none.
+            by: implementation, `einsum` (`attend`) or `cudnn`.
+            key: random key of dropout; None for no dropout.
             biases: `bias_HLM`, `row_bias_BHLM` and `mask_BLM` of `attend`.
         """
         if self.config.scale_attention:

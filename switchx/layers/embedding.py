@@ -89,7 +89,7 @@ def take_rows(table_VD, ids_BL, dims: str = "VD"):
     device sees more of them than those of its part of the table.
 
     Args:
-        dims: of the table.
+        dims: dimension letters of the table.
     """
     if num_devices() == 1:
         return jnp.take(table_VD, ids_BL, axis=0)

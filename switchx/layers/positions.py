@@ -147,8 +147,8 @@ class UntiedPositions(nnx.Module):
         """What positions add to the scores: `bias_BHLM`, float32.
 
         Args:
-            position_BL, position_BM: of queries and keys, each below the longer of L and M.
-                Padding may have any.
+            position_BL, position_BM: positions of queries and keys, each below the longer of L
+                and M. Padding may have any position.
         """
         num_positions = max(position_BL.shape[1], position_BM.shape[1])
         query_LHK, key_MHK = self.projected(num_positions)

@@ -87,20 +87,22 @@ class ModelConfig:
         switch: the Switch layers, or None for a dense model.
         norm_epsilon: added to the variance in norms.
         max_length: rows of the position table, where there is one: `learned` and TUPE's.
-        relative_buckets, relative_max_distance: T5's shared relative position buckets.
-        relative_bias_per_layer: every block has a relative bias of its own (UMT5), and none is
-            shared by the stack.
-        separate_embeddings: the encoder has an embedding table of its own.
-        tie_embeddings: logits from the embedding table, the decoder's where there are two.
-        scale_tied_logits: divide tied logits by sqrt(D), as T5 does.
+        relative_buckets, relative_max_distance: number of T5's relative position buckets, and
+            the distance from which all share the last one.
+        relative_bias_per_layer: whether every block has a relative bias of its own (UMT5), and
+            the stack shares none.
+        separate_embeddings: whether the encoder has an embedding table of its own.
+        tie_embeddings: whether logits are computed with the embedding table, the decoder's
+            where there are two.
+        scale_tied_logits: whether tied logits are divided by sqrt(D), as T5 does.
         init_scale: variance scale of every matrix's initializer (the paper's 0.1,
             section 2.4, Table 3).
-        dropout_rate: on embeddings, attention weights and each sub-layer's output.
-        training_attention: by `einsum`, or by `cudnn`, flash attention on NVIDIA GPUs, in
-            training steps alone (docs/compiled.md).
-        scan_layers: one `lax.scan` over repeated blocks, parameters stacked over N;
-            otherwise the blocks are unrolled.
-        remat: what the backward pass computes again: `none`, `minimal` (all but matmul
+        dropout_rate: dropout rate of embeddings, attention weights and each sub-layer's output.
+        training_attention: implementation of attention in training steps alone: `einsum`, or
+            `cudnn`, flash attention on NVIDIA GPUs (docs/compiled.md).
+        scan_layers: whether one `lax.scan` runs over the repeated blocks, with parameters
+            stacked over N; otherwise the blocks are unrolled.
+        remat: activations that the backward pass recomputes: `none`, `minimal` (all but matmul
             results) or `full` (all of a block).
     """
 

@@ -52,12 +52,12 @@ class SequenceFlops:
     Attributes:
         attention: query, key, value and output matrices, cross-attention's all four at
             decoder tokens (Kaplan counts every weight of a stack at each of its tokens).
-        scores: query times key, 2 H K a pair, and TUPE's of positions once a stack; masked
-            and causal pairs count as others do.
+        scores: products of queries and keys, 2 H K a pair, and once a stack those of TUPE's
+            positions; masked and causal pairs count as others do.
         dense_ffn: the FFNs of the dense blocks, and shared experts.
-        experts: those that a token meets, nothing dropped, no slot empty.
-        logits: the whole vocabulary at every decoder token.
-        router: apart, in no total of the paper's.
+        experts: experts that a token meets, without dropped tokens and empty slots.
+        logits: products with the whole vocabulary at every decoder token.
+        router: the router's product, which no total of the paper includes.
         expert_slots: the experts on all their slots, full or empty (`slots_per_token`).
         weighted_values: attention weights times values, which Kaplan leaves out.
         cross_memory: keys and values of cross-attention run over the encoder's tokens; this

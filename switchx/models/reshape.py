@@ -102,9 +102,9 @@ def drop_experts(
     Where two are used alike, the first stays. The router's softmax is over those that stay.
 
     Args:
-        samples: of all Switch layers, in the order of `config.sparse_layer_names`.
+        samples: measurements of all Switch layers, in the order of `config.sparse_layer_names`.
 
-    Returns:
+    The configuration with unrolled layers, and the parameters.
         config, layers unrolled, and params.
 
     Raises:
@@ -217,7 +217,7 @@ def cluster_experts(y_ERD, num_clusters: int) -> list[list[int]]:
     their norms; clusters are joined by the average distance of their members.
 
     Args:
-        y_ERD: what each expert computes of the same rows.
+        y_ERD: output of each expert for the same rows.
     """
     E = len(y_ERD)
     flat = np.asarray(y_ERD, np.float64).reshape(E, -1)

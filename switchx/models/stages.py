@@ -142,7 +142,7 @@ def init_run_experts(config: ModelConfig, run: Run, place, key) -> dict[str, jax
 
     Args:
         place: the run's number in its stack, which may be traced.
-        key: of the whole model.
+        key: random key of the whole model's parameters.
     """
     names = stack_names(config)
     # The keys of Transformer (the embedding's is the first) and of Stack.
@@ -173,8 +173,8 @@ class Chunk:
         """The message for the next chunk, and the routing statistics of this one's layers.
 
         Args:
-            batch: the op's microbatch.
-            key: of the whole model for this microbatch.
+            batch: microbatch of the op.
+            key: random key of the whole model for this microbatch; None without dropout.
         """
         model = self._model(blocks, shared)
         stack = getattr(model, self.stack)

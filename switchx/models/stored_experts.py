@@ -23,8 +23,8 @@ def storage_refusal(
     """Why experts cannot be in a tier, with the way out; or None.
 
     Args:
-        sizes: of the mesh's axes.
-        bucket_bytes: of the `StepConfig`.
+        sizes: sizes of the mesh's axes, by name.
+        bucket_bytes: `StepConfig.bucket_bytes`.
     """
     if tier == "device":
         return None

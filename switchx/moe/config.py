@@ -68,8 +68,8 @@ class RouterConfig:
             (Roller et al. 2021, arXiv:2106.04426); no router, every gate is 1. `task`: as
             `top_k`, but out of the experts of the row's task (SE-MoE, Shen et al. 2022,
             arXiv:2205.10034, section 4.1): they are divided evenly among `num_tasks`.
-        num_tasks: of kind `task`: tasks that the experts are divided among, in the order of
-            the mixture, whose `rows` say which row is of which.
+        num_tasks: number of tasks that the experts are divided among with kind `task`, in the
+            order of the mixture, whose `rows` say which row belongs to which task.
         num_selected: k, how many experts a token chooses.
         gate: `softmax`, the probability of each chosen expert under all experts (Switch);
             `normalized`, divided by the sum over the chosen ones (GShard).
@@ -85,21 +85,21 @@ class RouterConfig:
             (No-Token-Left-Behind, Switch, appendix B); `dropless` gives every expert as many
             slots as the group has tokens; `identity` adds the layer's input times the gate,
             as transformers did up to 4.51.
-        max_rounds: of `reroute`: experts that a token tries, the first one included.
-        balance_counts: of `reroute`: choices that the balance loss counts: each token's
+        max_rounds: number of experts that a token tries with `reroute`, the first one included.
+        balance_counts: choices that the balance loss counts with `reroute`: each token's
             `first_choice`, as without rerouting, or `all_rounds`, each token's `max_rounds`
             best experts (Mesh-TensorFlow).
-        balance_scope: tokens that the balance loss compares: those of each `group`, then
-            averaged, or of the whole `batch` together.
-        bias_update_rate: how far the bias that is added to the probabilities for choosing,
-            not for gating, moves after every step towards an even load (Wang et al. 2024,
-            arXiv:2408.15664: 0.001). None has no bias.
+        balance_scope: tokens that the balance loss compares: the tokens of each `group`,
+            averaged over groups, or of the whole `batch` together.
+        bias_update_rate: step by which, after every training step, the bias that balances the
+            load moves (Wang et al. 2024, arXiv:2408.15664: 0.001). The bias is added to the
+            probabilities for choosing experts, not for gating. None has no bias.
         padding: `ignored`: neither routed nor counted. `counted`: routed and counted as
             tokens are, for parity with Hugging Face's and flaxformer's Switch models.
         has_logit_bias: a learned bias is added to the router's logits.
-        counts_merged: an expert e counts as the m_e that were merged into it
-            (`models/reshape.py`): its probability is `exp(z_e) / sum_j m_j exp(z_j)`, that of
-            one of them. log m is a parameter.
+        counts_merged: whether an expert e counts as the m_e experts that were merged into it
+            (`models/reshape.py`): its probability is `exp(z_e) / sum_j m_j exp(z_j)`, the
+            probability of one of them. log m is a parameter.
     """
 
     kind: Literal["top_k", "expert_choice", "hash", "task"] = "top_k"
@@ -205,7 +205,7 @@ class SwitchConfig:
     Attributes:
         num_experts: E, in every sparse block.
         every: the last block of each run of `every` blocks is sparse; 1 makes all sparse.
-        stacks: whose blocks: `all`, or those of the `encoder` alone.
+        stacks: stacks that have sparse blocks: `all`, or the `encoder` alone.
         encoder_layers, decoder_layers: numbers of the sparse blocks, from 0, ascending, where
             they are others than `every` and `stacks` say (Hugging Face's 1, 5, 9 of 12); both
             or neither.

@@ -97,7 +97,7 @@ def overflows(plan: RoutingPlan, num_parts: int, buffer_factor: float | None):
     Nothing is lost where it has: that device computes the layer again with room for all.
 
     Args:
-        plan: of the groups that one such set of devices shares.
+        plan: plan of the groups that one set of `num_parts` devices shares.
     """
     room = buffered_choices(plan.expert_GTS.size, num_parts, buffer_factor)
     size = plan.num_experts // num_parts

@@ -98,7 +98,8 @@ class Experts(nnx.Module):
         """The expert bank.
 
         Args:
-            key: of the dropout inside of the experts (section 2.4); None for none.
+            key: random key of the dropout inside the experts (section 2.4); None for no
+                dropout.
         """
         values = [
             getattr(self, name).get_value() if hasattr(self, name) else None for name in WEIGHTS
@@ -126,7 +127,7 @@ class ExpertFFN:
             `SeparateMatrices`.
         b_in_EF, b_out_ED: biases, or None.
         key: for dropout; None where nothing is random.
-        activation, dropout_rate: of the hidden layer.
+        activation, dropout_rate: activation and dropout rate of the hidden layer.
     """
 
     w_in_EDF: Weight

@@ -85,12 +85,13 @@ def make_plan(
     Args:
         router: a `RouterConfig`.
         prob_GTE: softmax of the logits; gates and balance loss get their gradient from it.
-        is_token_GT: false for what is neither routed nor counted.
-        bias_E: added to the probabilities for choosing, not for gating
+        is_token_GT: false for tokens that are neither routed nor counted.
+        bias_E: bias added to the probabilities for choosing experts, not for gating
             (arXiv:2408.15664, eq. 3).
-        assign: places choices in queues; `assign_slots`, or its like for groups that devices
-            share.
-        key: of `exploration="sample"`; None (evaluation) takes the most probable experts.
+        assign: function that places choices in the experts' queues: `assign_slots`, or its
+            equivalent for groups that several devices share.
+        key: random key of `exploration="sample"`; None (evaluation) takes the most probable
+            experts.
     """
     if router.kind == "expert_choice":
         return route_by_experts(prob_GTE, is_token_GT, capacity)

@@ -125,11 +125,11 @@ def run_shared(
     shared: MeshAxes,
     exchange_parts: int = 1,
 ):
-    """One device's tokens, of one group, through experts that may be anywhere.
+    """Runs one device's tokens, which are of one group, through experts on any device.
 
     Args:
-        shared: the last of the experts' axes; see `Placement.shared_by`.
-        exchange_parts: of the slots that travel between groups.
+        shared: the last axes of the experts' axes; see `Placement.shared_by`.
+        exchange_parts: number of parts in which the slots are sent between groups.
     """
     S = plan.expert_GTS.shape[-1]
     between = tuple(axis for axis in placement.experts if axis not in shared)

@@ -39,15 +39,15 @@ class RoutingStats:
 
     Attributes:
         tokens: real tokens routed.
-        groups: routing groups that have any; 1 where the whole batch is one.
+        groups: routing groups that have a real token; 1 where the whole batch is one group.
         balance: sum over groups of `E sum_e f_e P_e`, with its gradient.
         router_z: sum over tokens of logsumexp(logits)^2, with its gradient.
         load_E: tokens that asked for each expert, before capacity.
         dropped: choices that got no slot.
         entropy: sum over tokens of the router's entropy, in nats.
-        gate: sum over tokens of the largest of their gates.
-        choices: of every token, one item a stack (the encoder's first). A program that does
-            not return them does not compute them either; see `summed`.
+        gate: sum over tokens of the largest gate of each token.
+        choices: the choices of every token, one item for each stack (the encoder's first). A
+            program that does not return them does not compute them either; see `summed`.
     """
 
     tokens: jax.Array
@@ -100,8 +100,8 @@ def measure_routing(
     """The statistics of one layer, in float32.
 
     Args:
-        balance_scope: of the balance loss, `group` or `batch`.
-        num_tasks: that the experts are divided among.
+        balance_scope: tokens that the balance loss compares, `group` or `batch`.
+        num_tasks: number of tasks that the experts are divided among.
     """
     logits_GTE, prob_GTE = logits_GTE.astype(jnp.float32), prob_GTE.astype(jnp.float32)
     token_GT = is_token_GT.astype(jnp.float32)

@@ -27,11 +27,11 @@ class Slice:
     """The place of one device's slice of one array.
 
     Attributes:
-        name: of the array.
-        shape: of the slice.
+        name: name of the array.
+        shape: shape of the slice.
         axis: dimension along which devices have different slices.
-        dtype: of the array, and of its bucket.
-        bucket, offset: which bucket, and its first element there.
+        dtype: dtype of the array and of its bucket.
+        bucket, offset: number of the bucket, and index of the slice's first element in it.
     """
 
     name: str

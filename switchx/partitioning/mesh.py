@@ -173,7 +173,7 @@ def arranged(devices: Sequence, sizes: Mapping[str, int]) -> np.ndarray:
     Args:
         devices: as many as the mesh has; those of equal machines keep their order, and so do
             TPUs where those of a slice do not fill a box.
-        sizes: of the axes, outermost first; `node` directly before those of `WITHIN`.
+        sizes: sizes of the axes, outermost first; `node` directly before the axes of `WITHIN`.
 
     Raises:
         ValueError: `node` does not divide the machines, or the axes after it do not fit one.
@@ -292,10 +292,10 @@ class CompilerOptions:
     `DECODING_OPTIONS` where a model is used.
 
     Attributes:
-        gpu, tpu, cpu: of the platform. Truth values are `True` and `False`; an empty value is
-            an empty list, as of `xla_gpu_enable_command_buffer=`.
-        not_on: `(device_kind, xla_name)`: that compilers of a kind of chip refuse, as
-            `("TPU v5 lite", "xla_tpu_enable_async_all_to_all")`.
+        gpu, tpu, cpu: options for the platform of that name. Truth values are `True` and
+            `False`; an empty value is an empty list, as of `xla_gpu_enable_command_buffer=`.
+        not_on: pairs `(device_kind, xla_name)` of options that the compiler for a kind of chip
+            refuses, such as `("TPU v5 lite", "xla_tpu_enable_async_all_to_all")`.
     """
 
     gpu: tuple[str, ...] = ()
@@ -331,9 +331,9 @@ class CompilerOptions:
         """What `jax.jit(compiler_options=...)` takes on a platform; nothing on others.
 
         Args:
-            device_kind: as `jax.Device.device_kind` names it.
+            device_kind: kind of chip, as in `jax.Device.device_kind`.
             gathers_weights: whether devices keep slices of weights (`fsdp`).
-            defaults: by platform, what holds where weights are not gathered.
+            defaults: options by platform that hold where weights are not gathered.
         """
         platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
         options = {"gpu": self.gpu, "tpu": self.tpu, "cpu": self.cpu}.get(platform, ())

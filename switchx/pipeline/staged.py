@@ -80,7 +80,7 @@ def run_pipeline(
         blocks: parameters of each lane, stacked over N in their first dimension, which is
             split over `pipe`.
         shared: parameters that every stage has a copy of.
-        inputs: what else the lanes read, whole in every stage.
+        inputs: other arrays that the lanes read, whole in every stage.
         replicas: axes of `replicas.py`; gradients are summed over them after the last tick, to
             slices where an optimizer has these (`optimizer_slices.py`).
         input_specs: how the inputs are split over `replicas`.

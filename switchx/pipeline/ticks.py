@@ -27,14 +27,14 @@ class Op(NamedTuple):
     """One stage's part of a tick in one lane and direction.
 
     Attributes:
-        microbatch, place: its number, and that of its chunk in the stack, in the order of the
-            blocks. Any valid numbers where `is_active` is false.
+        microbatch, place: number of the microbatch, and number of the chunk in its stack, in
+            the order of the blocks. Both are any valid numbers where `is_active` is false.
         chunk, slot: the number of the stage's own chunk, and the slot that keeps its input.
         is_active, any_active: whether this stage has an op, and whether any stage has one.
         is_first, is_last: whether it is the stack's first chunk, or its last.
         any_first, any_last: whether that holds on any stage, the same on all: what only end
             stages compute is skipped where this is false, and not used where theirs is.
-        last_microbatch: that of the stage with the last chunk, the same on all.
+        last_microbatch: microbatch of the stage with the last chunk, the same on all stages.
     """
 
     microbatch: jax.Array
@@ -156,7 +156,7 @@ def run_if(name: str, condition, function, otherwise, *args):
     `otherwise` is passed in and not made in a branch: XLA has to split both results alike.
 
     Args:
-        name: what the condition asks, one of the names above.
+        name: name of what the condition asks, one of the names above.
     """
     with jax.named_scope(name):
         return jax.lax.cond(
