@@ -58,20 +58,21 @@ class Model:
     """A trained model.
 
     Attributes:
-        config: what it is.
+        config: configuration of the model.
         params: its parameters, a nested dictionary of arrays named by their dimensions;
             experts of a quantized model are `pallas_kernels.QTensor`s.
-        vocabulary: what its token ids mean; None of a model from elsewhere that came without.
-        step: training step of the checkpoint it was read from.
-        text_format: how texts become its inputs: what its training did to them.
-        fingerprint: hex; another one for other parameters, of another configuration or
-            another vocabulary.
-        devices: where the parameters are.
-        experts: of a model that was loaded with `expert_slots`, what moves its experts to
-            the device when they are chosen; `experts.traffic` says what it did. Experts in
-            `params` are NumPy arrays then, or with `host_bytes` shape structs.
-        decoding: fields of `DecodingConfig` that generating has where a call does not say
-            otherwise, as the model's folder had them where it was converted from.
+        vocabulary: vocabulary of its token ids; None for a converted model that came without
+            one.
+        step: training step of the checkpoint that it was read from.
+        text_format: the format of its inputs: how training made them from texts.
+        fingerprint: hexadecimal digest; it differs for other parameters, another configuration
+            or another vocabulary.
+        devices: mesh on which the parameters are.
+        experts: owner of the experts of a model that was loaded with `expert_slots`, which
+            moves them to the device when they are chosen; `experts.traffic` counts the moves.
+            Experts in `params` are NumPy arrays then, or with `host_bytes` shape structs.
+        decoding: defaults of fields of `DecodingConfig` for generation, from the folder that
+            the model was converted from.
     """
 
     config: ModelConfig
@@ -105,8 +106,9 @@ class Model:
                 the `operative_config.gin` of a run folder.
             model_dir: run folder. The gin files' model may have another capacity, precision
                 or dispatcher than the one that was trained there, and no other shape.
-            step: of its checkpoint; None is the newest complete one, "best" the best validated.
-            mesh: as in `load`; the gin files' mesh is that of training.
+            step: step of its checkpoint; None is the newest complete one, "best" the best
+                validated.
+            mesh: mesh as in `load`; the gin files' mesh is for training.
 
         Raises:
             ConfigurationError: the gin files describe no job (a `ValueError`).
@@ -316,14 +318,16 @@ def load(
     """The model in a run folder, or the one that `switchx quantize` wrote.
 
     Args:
-        step: of a run's checkpoint; None is the newest complete one, "best" the best validated.
-        mesh: parameters and whatever is computed are split over the devices there are, as
-            in training; None is the default device.
-        expert_slots: experts of each Switch layer that are on the device at once, those that
-            were chosen last; all are in host memory, and what is computed stays the same.
-            None has all on the device. `ExpertSlots` has more options (`host_bytes`: of files).
-        task: where experts are divided among tasks, the one whose experts are loaded.
-        compiler: XLA's options of the model's programs.
+        step: step of a run's checkpoint; None is the newest complete one, "best" the best
+            validated.
+        mesh: mesh over whose devices parameters and computations are split, as in training;
+            None is the default device.
+        expert_slots: number of experts of each Switch layer that are on the device at once, the
+            ones that were chosen last; all are in host memory, and results stay the same. None
+            has all on the device. `ExpertSlots` has more options (`host_bytes`: experts in
+            files).
+        task: task whose experts are loaded, where experts are divided among tasks.
+        compiler: XLA options of the model's programs.
 
     Raises:
         ValueError: the folder is neither, has no complete checkpoint, or its parameters are

@@ -33,10 +33,10 @@ class ServerError(Exception):
     """The server refused a request, or could not answer it.
 
     Attributes:
-        status: of HTTP.
-        message: the server's: expected, got, and the way out.
-        field: of the request that is wrong, or None.
-        retry_after_s: when the server says to try again, or None.
+        status: HTTP status.
+        message: message of the server: expected, got, and the way out.
+        field: field of the request that is wrong, or None.
+        retry_after_s: seconds after which the server says to try again, or None.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class Client:
         """A client without connections; use it as an asynchronous context, or `close` it.
 
         Args:
-            url: of the server, such as `http://127.0.0.1:8000`.
-            token: that the server asks for.
-            deadline_s: of a call, the waits between attempts included, where it has no other.
-            max_connections: at a time; more calls wait.
-            options: of `httpx2.AsyncClient`, such as `verify` or `proxy`.
+            url: URL of the server, such as `http://127.0.0.1:8000`.
+            token: token that the server requires.
+            deadline_s: default deadline of a call in seconds, with the waits between attempts.
+            max_connections: largest number of connections at a time; more calls wait.
+            options: options of `httpx2.AsyncClient`, such as `verify` or `proxy`.
         """
         if not deadline_s > 0:
             raise ValueError(f"deadline_s={deadline_s}; use more than 0")
@@ -146,8 +146,8 @@ class Client:
 
         Args:
             inputs: a text, or a list of texts or of lists of token ids.
-            deadline_s: of this call.
-            settings: as `max_new_tokens=16, beam_size=4`.
+            deadline_s: deadline of this call in seconds; None is the client's.
+            settings: fields of the request, such as `max_new_tokens=16, beam_size=4`.
 
         Raises:
             ServerError: the server refused it; the message says why.

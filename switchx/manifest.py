@@ -49,13 +49,13 @@ def write_manifest(
     In a store (object_store.py) all files are `known` or `left_out`.
 
     Args:
-        name: of the manifest.
-        content: JSON; `files` and the manifest's own checksum are added.
-        left_out: names directly in the folder that are changed later, and not read.
-        known: size and checksum of files that are on the disk already, and not read.
+        name: name of the manifest.
+        content: JSON object; `files` and the manifest's own checksum are added.
+        left_out: names directly in the folder that are changed later; they are not read.
+        known: size and checksum of files that are on the disk already; they are not read.
 
     Returns:
-        What the manifest holds, without its own checksum.
+        The content of the manifest, without its own checksum.
     """
     files = {
         name: known.get(name) or [num_bytes, _of_file(folder / name, checksum, True)]
@@ -100,9 +100,9 @@ def damages(folder: Folder, files: dict[str, list], checksum: Checksum | None) -
     """All that is wrong with the files of a folder, a clause each.
 
     Args:
-        files: of the manifest.
-        checksum: None compares names and sizes alone, and reads no file. Neither is a file
-            read that has None for its checksum.
+        files: files of the manifest, by name.
+        checksum: kind of the checksums; None compares names and sizes alone, and reads no file.
+            A file whose checksum is None is not read either.
     """
     try:
         there = files_in(folder)

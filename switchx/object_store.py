@@ -47,7 +47,7 @@ def as_folder(path: str | os.PathLike, name: str = "path") -> Folder:
     """An absolute path, or one in a store.
 
     Args:
-        name: of the setting that gave it, for messages.
+        name: name of the setting that gave it, for messages.
 
     Raises:
         ValueError: the store is none that is known, or its package is not installed.

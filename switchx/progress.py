@@ -59,7 +59,7 @@ class Reporter(abc.ABC):
         """Shows nothing before it is entered.
 
         Args:
-            unit: of the work, for the bar.
+            unit: unit of the work, for the bar.
         """
         self._unit = unit
         self._clock = clock
@@ -164,8 +164,8 @@ class TerminalReporter(Reporter):
         """Shows nothing before it is entered.
 
         Args:
-            console: None is standard error.
-            unit: of the work, for the bar.
+            console: console to print on; None is standard error.
+            unit: unit of the work, for the bar.
         """
         super().__init__(clock, unit)
         self.console = console or Console(stderr=True, highlight=False)

@@ -33,14 +33,16 @@ def matrix_flops(
     most expensive one counts.
 
     Args:
-        hlo: of `compiled.as_text()`.
-        trips: of loops that end when the data says so; of nested ones, of the innermost
-            altogether, as loops over experts and over each one's rows run once a row.
+        hlo: HLO text of the program, as `compiled.as_text()`.
+        trips: trips of a loop whose end depends on the data. For nested ones it is the total
+            trips of the innermost loop, as loops over experts and over each expert's rows run
+            once a row.
         shares: see `Program.sum_of_run`.
-        kernel_share: of the rows that kernels count, those that the data lets them multiply.
+        kernel_share: share of the rows counted by kernels that the data lets them multiply.
 
     Raises:
-        ValueError: there is such a loop with a product in it, and `trips` is None.
+        ValueError: there is a loop whose end depends on the data with a product in it, and
+            `trips` is None.
     """
 
     def own(each: Instruction) -> Counter | None:

@@ -198,12 +198,14 @@ class Program:
         A loop's body counts by its trips, and of the branches of a conditional the largest.
 
         Args:
-            own: what an instruction counts; None where the computations that it runs do.
-            size: what branches are compared by.
+            own: function that returns what an instruction counts; None for an instruction that
+                counts what the computations that it runs do.
+            size: function of a count by which branches are compared.
             shares: share of the times that a `conditional` is reached in which its largest
                 branch runs, by the scope of names (`jax.named_scope`) that it stands in. A
                 pipeline's ticks read from a table what they do (`ticks.branch_shares`).
-            of_data_loop: what a loop counts that ends when the data says so, of one turn.
+            of_data_loop: function that returns the count of a loop whose end depends on the
+                data, from the count of one trip.
 
         Raises:
             ValueError: there is such a loop that counts something, and no `of_data_loop`.

@@ -30,11 +30,11 @@ class HostCopy:
 
     Attributes:
         kind: `dynamic-slice` to the device, `dynamic-update-slice` to the host, or `copy`.
-        num_bytes: that it copies.
-        count: how often a step executes it.
-        bytes_meanwhile: operands and results of what is computed between its start and its
-            end.
-        is_of_layer: whether it is where layers are computed, beside matrix products; the
+        num_bytes: bytes that it copies.
+        count: number of times that a step executes it.
+        bytes_meanwhile: bytes of operands and results of what is computed between its start and
+            its end.
+        is_of_layer: whether it is in a loop that computes layers, with matrix products; the
             optimizer's loops have none.
     """
 

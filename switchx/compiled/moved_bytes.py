@@ -52,7 +52,7 @@ ONLINE_SOFTMAX = "online-softmax"
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Of a chip: what its matrix units and its memory do in a second, and its cycles."""
+    """Rates of a chip: its matrix units, its memory and its cycles, in a second."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -61,17 +61,19 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """Of one run of a program.
+    """The kernels of one run of a program, and the bytes that they move.
 
     Attributes:
-        kernels: launches of XLA's kernels, copies among them, and of Pallas'.
-        pallas_kernels: those of Pallas alone.
-        num_bytes: between memory and all of them.
-        pallas_bytes: between memory and Pallas' kernels.
-        pallas_flops: 2 m n k of the tiles that those multiply; of what is counted.
-        compiler_s: seconds of XLA's kernels that the compiler gave cycles of.
-        other_s: of all other kernels, by a roofline.
-        roofline_s: of all kernels, by a roofline; no seconds where no rates were given.
+        kernels: number of launches of XLA's kernels, copies included, and of Pallas kernels.
+        pallas_kernels: number of launches of Pallas kernels alone.
+        num_bytes: bytes between memory and all kernels.
+        pallas_bytes: bytes between memory and the Pallas kernels.
+        pallas_flops: 2 m n k of the tiles that the Pallas kernels multiply, for those that
+            count them.
+        compiler_s: seconds of the XLA kernels for which the compiler gives cycles.
+        other_s: seconds of all other kernels, by a roofline.
+        roofline_s: seconds of all kernels, by a roofline; 0 where no rates were given, as the
+            two above.
     """
 
     kernels: int = 0
@@ -99,10 +101,10 @@ def moved_bytes(
     Of a conditional's branches the one that moves the most counts.
 
     Args:
-        hlo: of `compiled.as_text()`.
-        launches: recorded while it was traced.
+        hlo: HLO text of the program, as `compiled.as_text()`.
+        launches: launches of Pallas kernels, recorded while the program was traced.
         group_sizes: rows of each expert, for which Pallas' kernels are counted.
-        rates: of the chip, for seconds.
+        rates: rates of the chip, for seconds; None computes none.
 
     Raises:
         ValueError: a loop has no known trip count, or a Pallas kernel was not recorded.

@@ -38,8 +38,9 @@ class EvaluationExamples:
     Attributes:
         inputs: texts, without the objective's prefix.
         targets: texts, `Reference`s where the corpus knows more than a target.
-        tokens: of the inputs, as the objective makes them; a list of arrays [L].
-        num_cut: inputs that were cut to a row of training, as the task says (`truncate`).
+        tokens: token ids of the inputs, as the objective makes them; a list of arrays [L].
+        num_cut: number of inputs that were cut to the length of a training row, which the task
+            allows (`truncate`).
     """
 
     task: Task
@@ -151,7 +152,7 @@ def evaluation_examples(
     """The first examples of a split, or all, as training would read them.
 
     Args:
-        features: of training, which say how long an input may be that is cut.
+        features: features of training, which give the longest input; longer ones are cut.
 
     Raises:
         ValueError: the task has no texts for targets, or there is no such split or it is

@@ -170,11 +170,11 @@ class TrainLoader:
         }
 
     def restore(self, state: dict) -> None:
-        """Goes on where a state was taken: the next batch is the one that came next.
+        """Continues where a state was taken: the next batch is the one that followed it then.
 
         Args:
-            state: of this shard, or `merge_states` of those of all shards. Neither the
-                number of shards nor prefetching need be what they were.
+            state: state of this shard, or `merge_states` of the states of all shards. The
+                number of shards and prefetching may differ from what they were.
 
         Raises:
             ValueError: it was taken from another source, batch config, seed or version,
@@ -285,8 +285,8 @@ def evaluation_batches(
     through all rows and lays out its own: all see equally many batches.
 
     Args:
-        num_batches: stop after so many; None reads the whole split.
-        task_id: the task's number in a mixture with `rows`, for the batches to say.
+        num_batches: largest number of batches; None reads the whole split.
+        task_id: number of the task in a mixture with `rows`, which the batches then contain.
 
     Raises:
         ValueError: as `TrainLoader`, or no example of the split fits the features.

@@ -53,14 +53,15 @@ def cursor_dtype(num_tasks: int) -> np.dtype:
 
 @dataclasses.dataclass(frozen=True)
 class StreamPlan:
-    """What the streams of all rows have in common.
+    """The settings that the streams of all rows have in common.
 
     Attributes:
-        probabilities: of each task.
+        probabilities: probability of each task.
         num_rows: B, rows of the global batch.
-        is_finite: evaluation: the records once and in order, one lane, in a single row.
-        rows_of_tasks: how many rows each task has, one task after the other; None where all
-            rows draw from all tasks.
+        is_finite: whether the stream ends, for evaluation: it has the records once and in
+            order, in one lane and a single row.
+        rows_of_tasks: number of rows of each task, one task's rows after the other's; None
+            where all rows draw from all tasks.
     """
 
     tasks: tuple[OpenTask, ...]

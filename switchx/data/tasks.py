@@ -23,18 +23,19 @@ _SENTINEL = re.compile(r"<extra_id_(\d+)>")
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What there is to learn from one corpus.
+    """The learning task of one corpus.
 
     Attributes:
-        name: stands in metrics and in the loader's state.
-        too_long: what becomes of an example of a `RecordObjective` that no row holds:
-            `drop` and `truncate` are counted (`TrainLoader.counts`), `error` stops. (T5X
-            truncates and does not say so.) Text is cut into chunks that fit.
-        train_split, evaluation_split: what is trained and evaluated on: the corpus' names,
+        name: name of the task in metrics and in the loader's state.
+        too_long: treatment of an example of a `RecordObjective` that no row holds: `drop` and
+            `truncate` are counted (`TrainLoader.counts`), `error` stops. (T5X truncates and
+            does not say so.) Text is cut into chunks that fit.
+        train_split, evaluation_split: splits for training and evaluation: the corpus' names,
             slices of them or several, such as `train[:90%]` (`corpora/splits.py`).
-        metrics: of the texts that a model writes to the inputs, against the targets.
-        cache_tokens: tokens are made once and kept on disk (`token_cache.py`), for corpora
-            whose tokenization is slow; the same examples either way.
+        metrics: metrics of the texts that a model generates for the inputs, against the
+            targets.
+        cache_tokens: whether tokens are made once and kept on disk (`token_cache.py`), for
+            corpora whose tokenization is slow; the examples are the same either way.
     """
 
     name: str
@@ -70,8 +71,8 @@ class OpenTask:
     """A task with one split of its corpus at hand.
 
     Attributes:
-        chunk_length: tokens of raw text an example is made of; None for a `RecordObjective`.
-        tokens: of each record.
+        chunk_length: number of tokens of raw text in an example; None for a `RecordObjective`.
+        tokens: token ids of each record.
     """
 
     task: Task

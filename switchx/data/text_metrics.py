@@ -55,10 +55,10 @@ class MetricResult:
     """One number about many texts.
 
     Attributes:
-        score: None where it could not be computed.
+        score: the number; None where it could not be computed.
         signature: library, its version and its settings.
-        interval: of 95% by bootstrap, where it was asked for and the library has it.
-        note: why there is no score.
+        interval: 95% interval by bootstrap, where it was asked for and the library has it.
+        note: the reason why there is no score.
     """
 
     name: str
@@ -171,10 +171,11 @@ class Rouge:
     several answers the best counts, for each type (SciTLDR's way).
 
     Attributes:
-        types: of rouge-score; those of T5 by default.
-        use_stemmer: compare the stems of English words.
-        tokenize: `rouge` is rouge-score's and T5's, the runs of a to z and 0 to 9 alone; those
-            of sacreBLEU (`Bleu`) are for other scripts, of texts in lower case.
+        types: types of rouge-score; T5's by default.
+        use_stemmer: whether the stems of English words are compared.
+        tokenize: tokenizer. `rouge` is rouge-score's and T5's, the runs of a to z and 0 to 9
+            alone; the others are sacreBLEU's (`Bleu`), for other scripts, on texts in lower
+            case.
     """
 
     types: tuple[str, ...] = ("rouge1", "rouge2", "rougeLsum")

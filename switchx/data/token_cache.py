@@ -99,13 +99,13 @@ class KeptTokens:
 
 
 def open_tokens(tokenizer: Tokenizer, data_dir: str | None) -> KeptTokens:
-    """Tokens on disk of all records, made first where they are not yet.
+    """Opens the tokens of all records on disk, and makes them first where they are missing.
 
     Args:
-        data_dir: as `Corpus.open` takes it; one that can be written.
+        data_dir: writable data folder, as `Corpus.open` takes it.
 
     Raises:
-        ValueError: no room, or files that were damaged since.
+        ValueError: there is no room on the disk, or files are damaged.
     """
     records, objective = tokenizer.records, tokenizer.objective
     description = {

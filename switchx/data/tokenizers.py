@@ -41,11 +41,11 @@ _NUMBER = re.compile(r"[0-9]{1,10}")
 
 
 class Piece(NamedTuple):
-    """What one token id stands for.
+    """The text, byte or control code of one token id.
 
     Attributes:
-        text: as it stands in a text, spaces as spaces; a name for what is no text.
-        kind: `text`, `byte` (part of a character) or `control` (all that is no text).
+        text: the text, with spaces as spaces; a name for a byte or a control code.
+        kind: `text`, `byte` (part of a character) or `control` (not text).
     """
 
     text: str
@@ -124,12 +124,12 @@ class SentencePieceVocabulary(Vocabulary):
 
     Attributes:
         path: the `.model` file.
-        num_sentinels: of them.
-        pad_to_multiple_of: rounds `size` up by unused ids; T5's released checkpoints have
-            32,128 rows, 32,100 rounded up to a multiple of 128.
-        added_tokens: what a model from elsewhere has beside its pieces. Sentinels, where they
-            are not as T5's, are among them.
-        special_ids: of padding, end and unknown in the file; here they are 0, 1 and 2
+        num_sentinels: number of sentinels.
+        pad_to_multiple_of: number to whose next multiple unused ids fill `size` up; T5's
+            released checkpoints have 32,128 rows, 32,100 rounded up to a multiple of 128.
+        added_tokens: tokens that a converted model has beside its pieces. Sentinels are among
+            them where they are not T5's.
+        special_ids: ids of padding, end and unknown in the file; here they are 0, 1 and 2
             (special_ids.py).
     """
 
@@ -372,7 +372,8 @@ class TokenIdVocabulary(Vocabulary):
     """Ids 0 to `size` - 1, each written as its number in the files of the model.
 
     Attributes:
-        special_ids: of padding, end and unknown there; here they are 0, 1 and 2.
+        special_ids: ids of padding, end and unknown in the model's files; here they are 0, 1
+            and 2.
     """
 
     num_sentinels: ClassVar[int] = 0

@@ -97,13 +97,14 @@ class CorpusVocabulary(LateVocabulary):
     determines it.
 
     Attributes:
-        corpus: what to train on, or several, such as one for each pair of languages.
+        corpus: corpus to train on, or several, such as one for each pair of languages.
         size: rows of the embedding, sentinels included; a multiple of 128 suits accelerators.
-        num_sentinels: of them.
-        sample_characters: trained on, up to twice as many, drawn evenly from the split.
-        data_dir: of the corpora and of the vocabulary, as `Corpus.open` takes it.
-        rates: of several corpora, such as one for each language, in their order, or of their
-            numbers of examples; None draws from all as if they were one.
+        num_sentinels: number of sentinels among these rows.
+        sample_characters: characters to train on: this number up to twice as many, drawn evenly
+            from the split.
+        data_dir: folder of the corpora and of the vocabulary, as `Corpus.open` takes it.
+        rates: rates of several corpora, such as one for each language, in their order, or
+            proportional to their numbers of examples; None draws from all as if they were one.
     """
 
     corpus: Corpus | tuple[Corpus, ...]
@@ -167,7 +168,7 @@ class SavedVocabulary(LateVocabulary):
     """The vocabulary in a run folder, such as that of the run that fine-tuning starts from.
 
     Attributes:
-        directory: of a run, a quantized model or a conversion.
+        directory: folder of a run, a quantized model or a converted model.
     """
 
     directory: str

@@ -104,7 +104,8 @@ def _bind_model(model: ModelConfig, source: str, *, is_whole: bool) -> None:
     """Binds the fields of a model.
 
     Args:
-        is_whole: those that decide what parameters mean are bound, whatever gin files say.
+        is_whole: whether the fields that decide what parameters mean are bound whatever gin
+            files say.
     """
     bound, lines, replaced = _bound(), [], []
     for cls, field, value, text, may_differ in _fields(model):

@@ -79,7 +79,7 @@ class _Objects:
     """The dataclasses of a job, each once, and the names that a gin file has for them.
 
     Attributes:
-        instances: of each class, fields and what gin reads for their values.
+        instances: instances of each class: by field, the text that gin reads for its value.
     """
 
     def __init__(self):
@@ -142,7 +142,7 @@ def without_scopes(text: str) -> str:
     file. A parameter with different values in several scopes keeps its scopes.
 
     Args:
-        text: of `gin.operative_config_str()`; comments are left out.
+        text: text that `gin.operative_config_str()` returned; comments are left out.
     """
     statements = [s for s in re.split(r"\n(?=\S)", text) if s and not s.startswith("#")]
     values: dict[str, dict[str, None]] = {}
@@ -217,8 +217,8 @@ def mesh_gin(plan, why: str, command: str) -> str:
 
     Args:
         plan: a `planner.search.Plan`.
-        why: the planner's explanation, for the file's head.
-        command: that made the plan, for the file's head.
+        why: explanation of the planner, for the file's head.
+        command: command that made the plan, for the file's head.
     """
     from switchx.moe.config import DISPATCHERS
     from switchx.partitioning.mesh import AXES

@@ -102,7 +102,7 @@ def measured_imbalance(load_NE, num_replicas: int = 0) -> Callable[[int], float]
     """The load of the busiest device over the mean load, averaged over layers.
 
     Args:
-        load_NE: of each layer's experts, as a run measured it.
+        load_NE: load of each layer's experts, as a run measured it.
     """
     load_NE = np.asarray(load_NE, np.float64)
 

@@ -24,7 +24,7 @@ class Generation:
             it refuses one (`tests/training/test_aot.py` asks it). For a GPU this is an
             assumption: 8% of its memory are left to CUDA and NCCL. The planner's spec files say
             the same.
-        source: document or program that the sizes are from.
+        source: publication that gives the sizes.
     """
 
     platform: Literal["tpu", "cuda"]

@@ -36,17 +36,18 @@ ACTIVATION_RESIDUALS = {
 
 @dataclasses.dataclass(frozen=True)
 class MemoryUse:
-    """Bytes on one device, of the fullest stage.
+    """Bytes on one device of the stage that needs the most.
 
     Attributes:
-        gradients: twice the parameters' bytes where microbatches are added up.
-        activations: kept from forward to backward, of all microbatches in flight.
-        working: the block that is computed, with its Switch layer's buffers.
-        logits: those of the tokens that the loss takes at a time, and their gradient.
-        gathered: whole parameters, where devices keep slices, and what is gathered of them.
-        slots: experts that are elsewhere (storage_tiers.py), while they are here.
-        teacher: of a teacher beside the model: its parameters, its logits, and what a block
-            of its forward pass takes beyond `working`.
+        gradients: bytes of gradients, twice the parameters' where microbatches are accumulated.
+        activations: activations kept from forward to backward, of all microbatches in flight.
+        working: buffers of the block that is being computed, with its Switch layer's.
+        logits: logits of the tokens that the loss reads at a time, and their gradient.
+        gathered: parameters gathered whole where devices keep slices, and copies of the slices
+            in the products' dtype.
+        slots: experts from other tiers (storage_tiers.py) while they are on the device.
+        teacher: a teacher's parameters and logits, and what a block of its forward pass needs
+            beyond `working`.
     """
 
     params: float
@@ -110,11 +111,11 @@ def memory_use(workload: Workload, layout: Layout) -> MemoryUse:
 
 
 def _teacher(workload: Workload, layout: Layout, working: float) -> float:
-    """Bytes of what reads a microbatch beside the model; 0 where nothing does.
+    """Bytes of a teacher that reads a microbatch beside the model; 0 without one.
 
     Args:
-        working: of the model's blocks, which are computed at another time than the teacher's:
-            of these only what is larger counts.
+        working: bytes that the model's blocks work in. They are computed at another time than
+            the teacher's, so only what the teacher's blocks need beyond them counts.
     """
     if (teacher := workload.taught_by) is None:
         return 0.0

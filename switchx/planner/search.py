@@ -54,9 +54,10 @@ class Search:
     """The layouts that were considered.
 
     Attributes:
-        plans: those that run and fit, fastest first.
-        refused: the number of those that do not, by reason.
-        smallest: the plan of the least device memory among those that do not fit, or None.
+        plans: plans of the layouts that run and fit, fastest first.
+        refused: number of the other layouts, by reason.
+        smallest: the plan with the least device memory among the plans that do not fit, or
+            None.
     """
 
     plans: tuple[Plan, ...]

@@ -63,7 +63,7 @@ class Split:
     Attributes:
         layout: axes `data`, `expert` and `model`.
         weights, cache, working: bytes; `working` is the largest buffers of reading a prompt.
-        step_s: of a step of decoding; 0 where the hardware is not known.
+        step_s: seconds of a decode step; 0 where the hardware is not known.
     """
 
     layout: Layout
@@ -94,8 +94,8 @@ class Ring:
     Attributes:
         slots: K, layers of each stack whose experts are on the device at once.
         weights, cache, working: bytes on the device; `weights` has two slots in it.
-        streamed: how many layers stream, of each stack.
-        layer_bytes: of the experts of each.
+        streamed: number of layers of each stack that stream.
+        layer_bytes: bytes of the experts of one layer.
     """
 
     slots: int
@@ -120,7 +120,7 @@ def weights_of(params, bits: int | None = None) -> tuple[StateArray, ...]:
 
     Args:
         params: arrays or shape structs.
-        bits: of a weight of the experts' matrices, each with a float32 scale for every
+        bits: bits of a weight in the experts' matrices, each with a float32 scale for every
             output; None leaves them as they are.
     """
     found = []
@@ -159,8 +159,8 @@ def choose_split(
     """The best split whose parts fit.
 
     Args:
-        memory_bytes: of a device; None is no limit.
-        sizes: of the axes of the one split that is wanted; None is any.
+        memory_bytes: bytes of memory of a device; None is no limit.
+        sizes: sizes of the axes that the split must have; None allows any.
 
     Raises:
         ValueError: no split divides model and batch, or none fits; says how much is needed,

@@ -42,13 +42,14 @@ class StepTime:
     """Predicted seconds of one step.
 
     Attributes:
-        compute_s: matrix products, recomputed ones among them.
-        collectives_s: collectives by part (`StepCollective.part`).
-        between_s: those of all collectives that leave a node.
-        update_s: reading and writing parameters and the optimizer's state.
-        bubble_s: the time in which a stage waits.
-        bubble: its share of the pipelined time.
-        storage_s: what experts in storage add: copies that do not hide (storage_tiers.py).
+        compute_s: seconds of matrix products, recomputed ones included.
+        collectives_s: seconds of collectives, by part (`StepCollective.part`).
+        between_s: seconds of the collectives that leave a node.
+        update_s: seconds of reading and writing parameters and optimizer state.
+        bubble_s: seconds that a stage waits.
+        bubble: share of `bubble_s` in the pipelined time.
+        storage_s: seconds that experts in storage add: copies that are not hidden
+            (storage_tiers.py).
     """
 
     compute_s: float
@@ -84,7 +85,7 @@ def step_time(
     """Predicts the seconds of one step.
 
     Args:
-        collectives: those of another system; None takes `step_collectives`.
+        collectives: collectives of another system; None takes `step_collectives`.
 
     Raises:
         ValueError: the layout does not divide a parameter, or a formula is missing.
@@ -194,8 +195,9 @@ def collective_seconds(
     """Seconds of one collective over `axes`.
 
     Args:
-        kind: as HLO names it.
-        num_bytes: on one device, where the array is whole (`PlannedCollective.num_bytes`).
+        kind: kind of the collective, as HLO names it.
+        num_bytes: bytes on one device, where the array is whole
+            (`PlannedCollective.num_bytes`).
 
     Raises:
         ValueError: the kind is not one of the planner's.

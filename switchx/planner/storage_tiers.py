@@ -71,13 +71,14 @@ class StorageUse:
     """Experts in storage, in one step; bytes are those of one device's experts.
 
     Attributes:
-        bytes: of parameters, gradients and optimizer state of experts, and of the device's
-            slots, by tier.
+        bytes: bytes of the experts' parameters, gradients and optimizer state and of the
+            device's slots, by tier.
         touched: share of the experts that a step uses.
-        to_device, from_device: over the link, a step.
-        disk_read, disk_written: a step.
-        layers_s: copies of forward and backward, which run beside products.
-        update_s: the update's copies; of `disk`, the update itself, on the host.
+        to_device, from_device: bytes over the link in a step.
+        disk_read, disk_written: bytes in a step.
+        layers_s: seconds of the copies of forward and backward pass, which run beside products.
+        update_s: seconds of the update's copies; with `disk`, of the update itself, on the
+            host.
     """
 
     tier: Tier

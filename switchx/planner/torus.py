@@ -22,9 +22,9 @@ class Line:
     """Devices of a group along one side of a slice.
 
     Attributes:
-        length: devices.
-        links: of each that the group sends through, in both directions together: 2 of a ring,
-            1 of a line, over the number of groups that share them.
+        length: number of devices.
+        links: links of each device that the group sends through, in both directions together: 2
+            in a ring, 1 in a line, divided by the number of groups that share them.
     """
 
     length: int

@@ -76,11 +76,11 @@ class CorpusSource:
 
     Attributes:
         name: corpus and split, for messages.
-        fingerprint: hex, of the examples' content.
+        fingerprint: hexadecimal digest of the examples' content.
         fields: keys of an example: `text`, or `inputs` and `targets`, or a user's own.
-        records: examples with texts (or their UTF-8 bytes) as values, among others those of
-            `fields`.
-        accounts: of the files that they were read of; several, of a sum of splits.
+        records: examples, dictionaries with texts (or their UTF-8 bytes) for `fields` and
+            possibly for other keys.
+        accounts: accounts of the files that they were read from; several for a sum of splits.
     """
 
     name: str

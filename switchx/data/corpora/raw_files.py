@@ -30,14 +30,14 @@ _CELL = re.compile(r'"(?:[^"]++|"")*+"|[^",\n]*+')
 
 @dataclasses.dataclass(frozen=True)
 class RawFile:
-    """How a file is to be read.
+    """The format of a file.
 
     Attributes:
-        name: below the folder, its suffixes in any case; it may be packed there.
-        has_header: of a table.
+        name: path below the folder, its suffixes in any case; the file may be compressed there.
+        has_header: whether a table has a header.
         rows_in: key of a JSON file's object under which its list of rows is.
-        skips_short_rows: of a table, those with fewer cells than its header are left out, as
-            TFDS does with the few broken ones of GLUE, and counted.
+        skips_short_rows: whether rows of a table with fewer cells than its header are left out
+            and counted, as TFDS does with the few broken ones of GLUE.
     """
 
     name: str

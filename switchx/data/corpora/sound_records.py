@@ -17,11 +17,11 @@ class SoundRecords:
     """Random access to the records of a split; can be pickled for Grain's workers.
 
     Attributes:
-        name: what the records are of, for messages.
-        records: of a library, over all files.
+        name: name of the corpus, for messages.
+        records: records over all files, a sequence of a library.
         files: paths in the order of their records.
-        lengths: records in each.
-        way_out: what to do where one is damaged, to end a sentence.
+        lengths: number of records in each file.
+        way_out: the end of a message about a damaged file: what to do.
     """
 
     name: str

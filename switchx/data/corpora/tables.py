@@ -57,7 +57,7 @@ def read_table(
 
 
 def columns_of(path: Folder) -> tuple[list[str], dict[str, tuple[str, ...]]]:
-    """Names of a table's columns, and of the classes of those that `datasets` knows as such.
+    """Names of a table's columns, and of the classes of those that `datasets` knows as classes.
 
     Raises:
         ValueError: as `read_table`.

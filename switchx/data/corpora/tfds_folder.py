@@ -158,7 +158,8 @@ def find_folder(name: str, data_dir: str | None) -> TfdsFolder:
     """The data set `glue/cola`, or the version `glue/cola:2.0.0`; by default the newest.
 
     Args:
-        data_dir: as `Corpus.open` takes it, or an address that TFDS can read (`gs://...`).
+        data_dir: data folder as `Corpus.open` takes it, or an address that TFDS can read
+            (`gs://...`).
 
     Raises:
         ValueError: it is not prepared below any of the folders, or not in this version.

@@ -52,9 +52,9 @@ class TfRecordFiles:
     the file is first read from, eight bytes a record. Can be pickled for Grain's workers.
 
     Attributes:
-        paths: of the files, not packed by gzip.
-        lengths: records in each.
-        data_dir: as `Corpus.open` takes it.
+        paths: paths of the files, which are not compressed.
+        lengths: number of records in each file.
+        data_dir: data folder, as `Corpus.open` takes it.
     """
 
     paths: tuple[str, ...]

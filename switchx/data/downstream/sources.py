@@ -36,9 +36,9 @@ class SplitRows:
     """Rows of one split.
 
     Attributes:
-        read: gives them, in their order, and counts them.
-        key: all that determines them and is quickly known.
-        account: of their files.
+        read: function that returns the rows in their order, and counts them.
+        key: values that determine the rows and are quickly known.
+        account: account of the rows' files.
     """
 
     read: Callable[[Counter], Iterable[Row]]
@@ -51,9 +51,10 @@ class Rows:
     """Rows of all splits of a source.
 
     Attributes:
-        splits: those that are there.
-        place: where they are, for messages.
-        class_names: of fields that TFDS, or `datasets`, knows as classes.
+        splits: the splits that the source has, by name.
+        place: path or name of the source, for messages.
+        class_names: names of the classes, by field, of fields that TFDS or `datasets` knows as
+            classes.
     """
 
     splits: dict[str, SplitRows]
@@ -91,10 +92,11 @@ def rows_of_files(name: str, files: Files, path: str, manual_dir: Path, split: s
     """Rows of a data set's own files, in a folder or further below.
 
     Args:
-        files: of each split, alternatives; the first of them that is whole is taken.
-        path: of the files in what the data set's authors publish, such as `glue/CoLA`: they
-            are looked for in `manual_dir`, `manual_dir/CoLA` and `manual_dir/glue/CoLA`.
-        split: that has to be there.
+        files: alternative files of each split; the first alternative that is complete is read.
+        path: path of the files in the authors' publication of the data set, such as
+            `glue/CoLA`: they are looked for in `manual_dir`, `manual_dir/CoLA` and
+            `manual_dir/glue/CoLA`.
+        split: the split that must be there.
 
     Raises:
         ValueError: no file of any split.
@@ -190,9 +192,10 @@ def open_rows(
     """Examples of one split, written first where they are not yet.
 
     Args:
-        name: of the corpus, a Python identifier.
-        examples: of a row and its number.
-        key: all that determines the examples of a row, besides `name` and `TEXT_VERSION`.
+        name: name of the corpus, a Python identifier.
+        examples: function of a row's number and the row that returns its examples.
+        key: further values that determine the examples of a row, beside `name` and
+            `TEXT_VERSION`.
 
     Raises:
         ValueError: no such split, a row of which no example can be made, or no example.

@@ -59,9 +59,9 @@ def choice(name: str, fields: Sequence[str], classes: Sequence[str]) -> TextFunc
     """`qqp question1: ... question2: ...`, and the name of the class (T5's `glue`).
 
     Args:
-        name: the benchmark's, at the head of the inputs.
-        fields: of a row, in the order in which they are written.
-        classes: names, by number.
+        name: name of the benchmark, at the head of the inputs.
+        fields: fields of a row, in the order in which they are written.
+        classes: names of the classes, by number.
     """
 
     def examples(row: Row) -> Iterator[TextExample]:
@@ -153,7 +153,7 @@ def closed_book(
     """`nq question: ...`: a question without a text that has the answer.
 
     Args:
-        answers: of a row, the target and all that are right.
+        answers: function of a row that returns the target and all right answers.
     """
 
     def examples(row: Row) -> Iterator[TextExample]:
