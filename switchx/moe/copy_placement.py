@@ -99,7 +99,10 @@ def imbalance(load_NP) -> np.ndarray:
 
 
 def measured_imbalance(load_NE, num_replicas: int = 0) -> Callable[[int], float]:
-    """The load of the busiest device over the mean load, averaged over layers.
+    """The load of the busiest device over the mean load, by the number of devices.
+
+    It is averaged over layers. The experts are on the devices in order; with replicas, in the
+    slots that `place_copies` gives them.
 
     Args:
         load_NE: load of each layer's experts, as a run measured it.
