@@ -216,7 +216,7 @@ class Client:
                 await asyncio.sleep(FIRST_WAIT_S)
 
     def _deadline(self, deadline_s: float | None) -> float:
-        """Of the event loop's clock."""
+        """The deadline of a call, by the event loop's clock."""
         own_s = self._deadline_s if deadline_s is None else deadline_s
         return asyncio.get_running_loop().time() + own_s
 

@@ -132,7 +132,7 @@ def damages(folder: Folder, files: dict[str, list], checksum: Checksum | None) -
 
 
 def num_bytes(folder: Folder) -> int:
-    """Of all files in a folder."""
+    """The bytes of all files in a folder."""
     return sum(files_in(folder).values())
 
 
@@ -181,7 +181,7 @@ def new_folder(folder: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 
 def checksum_of(content: dict[str, Any], checksum: Checksum) -> int | str:
-    """Of a manifest without its own checksum."""
+    """The checksum of a manifest's content without its own checksum."""
     text = json.dumps(content, sort_keys=True).encode()
     return zlib.crc32(text) if checksum == "crc32" else hashlib.sha256(text).hexdigest()
 
@@ -208,7 +208,7 @@ def flush(path: Folder) -> int:
 
 
 def _of_file(path: Folder, checksum: Checksum, flush: bool = False) -> int | str:
-    """Of a file's bytes; with `flush`, they are on the disk then."""
+    """The checksum of a file; with `flush`, the file is flushed to the disk before."""
     with path.open("rb") as file:
         if flush:
             os.fsync(file.fileno())

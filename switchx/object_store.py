@@ -177,7 +177,7 @@ def _store_of(folder: Folder) -> tuple[Any, str]:
 
 
 def free_bytes(folder: Folder) -> float:
-    """Of the disk; a store has no end."""
+    """The free bytes of the folder's disk; infinite in a store."""
     return float("inf") if is_address(folder) else shutil.disk_usage(folder).free
 
 
@@ -278,7 +278,7 @@ class Mirror:
 
 @functools.cache
 def mirror(address: str) -> Mirror:
-    """That of a folder in a store, one in a process."""
+    """The mirror of a folder in a store; there is one in a process."""
     return Mirror(address)
 
 

@@ -141,9 +141,9 @@ class Reporter(abc.ABC):
         """Draws the bar: `total`, `completed`, `description`, `status`, `time_left`."""
 
     def _time_left(self, step: int) -> str:
-        """From the steps after the first one of this process, which compiles.
+        """The time left, from the steps after this process' first one, which compiles.
 
-        Evaluations and checkpoints count, as they will come again.
+        The time includes evaluations and checkpoints at the rate that they had so far.
         """
         first_step, first_s = self._first
         if step == first_step:
@@ -269,7 +269,7 @@ class NotebookReporter(Reporter):
 
 
 class SilentReporter:
-    """Of all processes but the first: a training loop's reporter that shows warnings alone."""
+    """A training loop's reporter that shows warnings alone, for all processes but the first."""
 
     def __init__(self, index: int):
         self._index = index

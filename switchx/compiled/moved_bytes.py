@@ -223,7 +223,7 @@ def _read(each: Instruction) -> list[Array]:
 
 
 def _written_by_fusion(called: Computation, results: Sequence[Array], size_of) -> int:
-    """Of each result what the fusion writes: a part where it updates an array in place."""
+    """The bytes that a fusion writes: for an array that it updates in place, only the part."""
     root = called.root
     if root.opcode == "fusion":
         return _written_by_fusion(root.called[0], results, size_of)
@@ -252,7 +252,7 @@ def _parameter(called: Computation, number: int) -> Instruction:
 
 
 def _read_by_fusion(called: Computation, fusion: Instruction, size_of) -> int:
-    """Of each operand what the fusion takes: all of it, unless it only takes parts."""
+    """The bytes that a fusion reads: for an operand that it takes parts of, only the parts."""
     total = 0
     for operand in dict.fromkeys(fusion.operands):
         if operand.arrays:
@@ -292,7 +292,8 @@ def _is_unread(start: Instruction) -> bool:
 
 
 def _copied_bytes(start: Instruction) -> int:
-    """Of an asynchronous copy (destination, source, ...) or slice (source, part, ...)."""
+    """The bytes of an asynchronous copy (destination, source, ...) or slice (source, part,
+    ...)."""
     if start.opcode == "slice-start":
         whole, part, *_ = start.arrays
         return _in_memory(part) + min(_in_memory(whole), part.num_bytes)

@@ -72,7 +72,7 @@ class Memory:
 
     @property
     def excess(self) -> int:
-        """By how much it does not fit; 0 if it does."""
+        """The bytes that are missing; 0 if the step fits."""
         return max(0, self.needed - self.limit)
 
 
@@ -215,8 +215,7 @@ def compile_step(
 
 
 def expert_bytes(program: TrainingProgram) -> int:
-    """Of one device's part of the experts' parameters, their gradients and what the optimizer
-    keeps for them."""
+    """Bytes of one device's part of the experts' parameters, gradients and optimizer state."""
     rules, mesh = program.job.mesh.rules, program.mesh
     total = 0
     for array in state_arrays(program.job):
@@ -261,7 +260,7 @@ def slots_per_token(program: TrainingProgram) -> float | None:
 
 
 def bytes_on_one_device(arrays) -> int:
-    """Of shape structs with shardings, in its own memory; devices have equal parts."""
+    """Bytes of shape structs with shardings in the memory of one device; parts are equal."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(arrays)

@@ -119,7 +119,7 @@ class EvaluationExamples:
         return [target.choices for target in self.targets]
 
     def choice_tokens(self) -> list[tuple[int, np.ndarray]]:
-        """For each choice of each example, one after another: the example and the tokens."""
+        """The example's number and the tokens of each choice, one example after another."""
         objective, vocabulary = self.task.objective, self.task.vocabulary
         return [
             (number, objective.example({"inputs": "", "targets": text}, vocabulary).targets)

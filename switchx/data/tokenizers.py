@@ -230,7 +230,8 @@ class SentencePieceVocabulary(Vocabulary):
 
     @functools.cached_property
     def _cut(self):
-        """As the tokenizers library: tokens of normalized text in what others leave."""
+        """The function that cuts a text at added tokens, in the tokenizers library's order:
+        first the unnormalized ones, then, in the rest, those of normalized text."""
         cut = cutter([token for token in self.added_tokens if not token.normalized])
         later = [token for token in self.added_tokens if token.normalized]
         if not later:
@@ -350,7 +351,7 @@ class ByteVocabulary(Vocabulary):
         return _byte_piece(byte[0]) if len(byte) == 1 else Piece(byte.decode(), "control")
 
     def decode(self, ids: Iterable[int]) -> str:
-        """As the base says; bytes that are not UTF-8 give U+FFFD."""
+        """The text of these ids; bytes that are not UTF-8 give U+FFFD."""
         return b"".join(map(self._bytes_of, ids)).decode(errors="replace")
 
     def fingerprint(self) -> str:

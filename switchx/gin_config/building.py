@@ -78,7 +78,7 @@ def job_from_gin(
 def parse_job(
     files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str] = ()
 ) -> TrainingJob:
-    """The same, and gin keeps what it parsed: `operative_config` writes it down."""
+    """The job, as from `job_from_gin`; gin keeps what it parsed, for `operative_config`."""
     parse_files(files, bindings, search_paths)
     job = build("JOB", TrainingJob)
     require_effect("JOB", bindings)

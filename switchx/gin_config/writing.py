@@ -112,7 +112,7 @@ class _Objects:
         return f"@{self._bound(value.__module__)}.{value.__qualname__}"
 
     def name(self, cls: type, number: int) -> str:
-        """Of a class' instances, all but the first have a scope of their own."""
+        """The name of an instance in a gin file; all but the first of a class have a scope."""
         scope = f"{cls.__name__.lower()}_{number + 1}/" if number else ""
         return f"{scope}{self._bound(cls.__module__)}.{cls.__name__}"
 
@@ -257,7 +257,7 @@ def mesh_gin(plan, why: str, command: str) -> str:
 
 
 def _literal(value) -> str:
-    """As the configs have it: double quotes, a table of rules with one a line."""
+    """A value as in the configs: with double quotes, and a table of rules with one a line."""
     if isinstance(value, tuple) and value and isinstance(value[0], tuple):
         return "\n".join(["(", *(f"    {_literal(rule)}," for rule in value), ")"])
     return repr(value).replace("'", '"')

@@ -37,7 +37,7 @@ class KeysValues:
         return cls(jnp.zeros((B, H, K, M), dtype), jnp.zeros(shape_BHMK, dtype))
 
     def written(self, place, new: "KeysValues") -> "KeysValues":
-        """The same with new entries from `place` on."""
+        """The keys and values with new ones written from `place` on."""
         put = jax.lax.dynamic_update_slice_in_dim
         return KeysValues(
             put(self.key_BHKM, new.key_BHKM, place, axis=3),
@@ -45,7 +45,7 @@ class KeysValues:
         )
 
     def first(self, places: int) -> "KeysValues":
-        """Those of so many places."""
+        """The keys and values of the first `places` places."""
         return KeysValues(self.key_BHKM[..., :places], self.value_BHMK[:, :, :places])
 
 

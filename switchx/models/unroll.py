@@ -10,7 +10,7 @@ from switchx.models.config import ModelConfig
 
 
 def unrolled(config: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
-    """The same model with `scan_layers=False`; as it is, where it is unrolled already.
+    """The model with `scan_layers=False`; unchanged where it is unrolled already.
 
     Layer r * period + i of a stack is the r-th slice of the scanned run's `layer_i`.
     """

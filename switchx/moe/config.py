@@ -355,7 +355,7 @@ class SwitchConfig:
         )
 
     def with_dispatcher(self, name: str) -> "SwitchConfig":
-        """The same layers by another dispatcher; in parts only where it exchanges slots."""
+        """The layers with another dispatcher; in parts only where it exchanges slots."""
         parts = self.exchange_parts if DISPATCHERS[name].exchanges_slots else 1
         return dataclasses.replace(self, dispatcher=name, exchange_parts=parts)
 

@@ -67,10 +67,10 @@ def sliced_dispatch(
 
 
 def gathered_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
-    """As `sliced`, for experts on devices that have different tokens: these are gathered.
+    """Runs `sliced` for experts on devices that have different tokens, which are all-gathered.
 
-    An all-gather and a reduce-scatter of P times a device's tokens; the experts compute what
-    is routed to them and no empty slot.
+    It communicates by an all-gather and a reduce-scatter of P times a device's tokens; the
+    experts compute the rows that are routed to them and no empty slot.
     """
     return run_on_devices(_gathered, x_GTD, plan, experts)
 

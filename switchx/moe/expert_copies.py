@@ -87,7 +87,7 @@ def local_slots(expert_of_slot_R) -> Dispatcher:
 
 
 def plan_over_slots(plan: RoutingPlan, expert_of_slot_R) -> RoutingPlan:
-    """The same choices, gates and drops, with slots in the place of experts."""
+    """The plan with slots in the place of experts; choices, gates and drops stay the same."""
     E, R = plan.num_experts, len(expert_of_slot_R)
     replicas_E = jnp.sum(expert_of_slot_R[:, None] == jnp.arange(E)[None], axis=0)
     first_E = jnp.cumsum(replicas_E) - replicas_E

@@ -62,7 +62,7 @@ class RoutingStats:
 
     @property
     def summed(self) -> "RoutingStats":
-        """The same without `choices`: what may be added up over batches."""
+        """The statistics without `choices`, which may be added up over batches."""
         return dataclasses.replace(self, choices=())
 
     @property

@@ -16,9 +16,10 @@ def global_norm(gradients) -> jax.Array:
 
 
 def sliced_global_norm(gradients) -> jax.Array:
-    """The same of gradients that devices have slices of, in one all-reduce.
+    """The global norm of gradients that devices have slices of, by one all-reduce.
 
-    In the scope of a mesh. Left to the compiler, it is one all-reduce a parameter.
+    It must be called in the scope of a mesh. The compiler alone would make one all-reduce for
+    each parameter.
     """
     mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
     axes = rules.axes("D", mesh, table="params")

@@ -259,7 +259,7 @@ _join.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _spread(axes: MeshAxes, arrays):
-    """The same arrays, typed as varying along `axes`."""
+    """The arrays, typed as varying along `axes`."""
     return {name: _vary(array, axes) for name, array in arrays.items()}
 
 

@@ -33,7 +33,7 @@ def use_mesh(mesh: Mesh | AbstractMesh, rules: Rules):
 
 @contextlib.contextmanager
 def use_rules(rules: Rules):
-    """The same mesh by other rules, inside of the block."""
+    """Uses other rules for the mesh inside of the block."""
     with _rules(rules):
         yield
 

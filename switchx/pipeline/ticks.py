@@ -169,9 +169,9 @@ def run_if(name: str, condition, function, otherwise, *args):
 
 
 def branch_shares(schedule: Schedule) -> dict[str, Fraction]:
-    """Of the times a conditional of a gradients' tick is reached, those in which it has an op.
+    """The share of the executions of a tick's conditional in which it has an op, by its name.
 
-    They are what a compiled program does not say, as it reads them from tables.
+    A compiled program does not tell these shares, since it reads them from tables.
     """
     active_TS = np.any(schedule.forward.is_active_TPS, axis=1)
     num_active = int(np.sum(active_TS[:, 0]))  # of each lane, and backward as many

@@ -202,7 +202,7 @@ class Layout:
         return dataclasses.replace(rules, optimizer_slices=OPTIMIZER_SLICES)
 
     def of_teacher(self, teacher: Workload) -> "Layout":
-        """The same mesh and rules, as a teacher runs there: its Switch layers by `gather`."""
+        """The layout of a teacher on the same mesh: its Switch layers run by `gather`."""
         if teacher.model.switch is None or DISPATCHERS[self.dispatcher or "gather"].is_sliced:
             return self
         return dataclasses.replace(self, dispatcher="gather")

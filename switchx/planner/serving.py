@@ -83,7 +83,7 @@ class Split:
 
     @property
     def name(self) -> str:
-        """As `--mesh` takes it: `expert=4,model=2`."""
+        """The split's axes as `--mesh` takes them: `expert=4,model=2`."""
         return ",".join(f"{axis}={size}" for axis, size in self.sizes.items()) or "data=1"
 
 
@@ -328,7 +328,7 @@ def _cache_bytes(served: ServedModel, layout: Layout) -> float:
 
 
 def _working_bytes(served: ServedModel, layout: Layout) -> float:
-    """Of one block while it reads the prompts, and the logits."""
+    """The bytes of one block's activations while it reads the prompts, and of the logits."""
     config, rows = served.config, _rows(served, layout)
     M, heads = served.input_length, config.num_heads // layout.model
     d_ff = config.d_ff if config.switch is None else config.switch.d_ff or config.d_ff
@@ -342,7 +342,7 @@ def _working_bytes(served: ServedModel, layout: Layout) -> float:
 
 
 def _collectives_s(served: ServedModel, layout: Layout, hardware: Hardware) -> float:
-    """Of a step: an all-reduce a sublayer over `model`, two all-to-alls a Switch layer."""
+    """Seconds of a step: all-reduces in sublayers, all-to-alls in Switch layers."""
     config, network = served.config, hardware.inside
     sublayers = config.num_decoder_layers * (3 if config.is_encoder_decoder else 2)
     count = 0

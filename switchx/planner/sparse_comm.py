@@ -122,7 +122,7 @@ def sparse_layer_collectives(
 def gather_forward_collectives(
     layer: SparseLayer, mesh, rules: Rules
 ) -> list[PlannedCollective]:
-    """Those of a forward pass by `gather`, as the compiler makes them of its shardings.
+    """Collectives of a forward pass by `gather`, as the compiler makes them of its shardings.
 
     Slots go to the devices of their experts and back. Where F is split their outputs are
     summed. Of groups that do not divide over the devices each device has the outputs of its

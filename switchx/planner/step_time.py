@@ -266,7 +266,7 @@ class _Inside:
 
     @property
     def latency_s(self) -> float:
-        """Of a device's messages to all others; on a torus, of the way around."""
+        """The latency of a device's messages to all others; on a torus, of all hops around."""
         hops = sum(line.length - 1 for line in self.lines) if self.lines else self.devices - 1
         return hops * self.network.latency_s
 

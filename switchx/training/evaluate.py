@@ -48,7 +48,7 @@ class StackSample:
     gate_NBLS: Any
 
     def first(self, rows: int) -> "StackSample":
-        """The same of the first rows alone."""
+        """The sample of the first rows alone."""
         return StackSample(
             self.token_BL[:rows],
             self.is_token_BL[:rows],

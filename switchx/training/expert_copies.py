@@ -67,7 +67,7 @@ class CopiesProgram(TrainingProgram):
 
     @property
     def abstract_beside(self) -> tuple:
-        """Its shape."""
+        """Shape structs of `beside`."""
         return jax.tree.map(
             lambda table: jax.ShapeDtypeStruct(table.shape, table.dtype), self.slot_tables
         )

@@ -173,7 +173,7 @@ class Source:
         require_same_leaves(expected, got, f"the optimizer of checkpoint {self._path}")
 
     def _statistic_source(self, name: str) -> str | None:
-        """Where an array of the optimizer comes from: from where its parameter does."""
+        """The source of an optimizer's array, by the source of its parameter."""
         parts = name.split("/")
         for i in range(len(parts)):
             for j in range(len(parts), i, -1):
@@ -250,7 +250,7 @@ class Source:
         return {name: leaves[name] for name in wanted}
 
     def _read_all(self, wanted: dict[str, tuple[str, Any]]) -> dict[str, jax.Array]:
-        """The same where layers are cut or stacked: these are read whole."""
+        """The same arrays as `_read`, read whole, where layers are unstacked or stacked."""
         rules, mesh = self._job.mesh.rules, self._program.mesh
         targets = {
             name: jax.ShapeDtypeStruct(

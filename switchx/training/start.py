@@ -68,7 +68,7 @@ def program_of(job: TrainingJob, run: RunFolder, devices) -> TrainingProgram:
 def _student_program(
     job: TrainingJob, run: RunFolder, devices
 ) -> DistilledProgram | WrittenTeacherProgram:
-    """With the teacher that the run goes on with, whatever its folder has saved since."""
+    """The student's program, with the teacher of the run's checkpoints if there are any."""
     before = _teacher_of(run) if checkpoint_paths(run.checkpoints) else None
     if before is None:
         return student_program(job, devices)
@@ -255,7 +255,7 @@ def params_of_job(
         ValueError: the folder, the step or the source does not fit the job; a step without a
             folder; the parameters would be a teacher's.
     """
-    # What is only of training is left out: it may not fit these devices.
+    # Settings of training alone get their defaults: they may not fit these devices.
     alone = {"step": StepConfig(), "pipeline": ScheduleSpec(), "storage": StorageSpec()}
     init = dataclasses.replace(job.init, optimizer=False)
     used = dataclasses.replace(job, mesh=mesh or MeshSpec(), init=init, **alone)

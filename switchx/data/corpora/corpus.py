@@ -44,7 +44,7 @@ class Account:
         files: Mapping[Folder, int],
         left_out: Mapping[str, Sequence[str]] | None = None,
     ) -> Self:
-        """Of files and their bytes, before anything of them is read."""
+        """The account of files by their sizes in bytes, before any of them is read."""
         suffixes = Counter("".join(name_of(file.name)[1:]) or "no suffix" for file in files)
         named = {
             reason: (len(names), sorted(names)[:_MOST_NAMES])

@@ -50,7 +50,7 @@ class RawFile:
         return named(folder, self.name)
 
     def rows(self, path: Path, tally: Counter) -> Iterator[Row]:
-        """Those of the file that was found; see `read_rows`."""
+        """The rows of the file that was found; see `read_rows`."""
         return read_rows(path, self, tally)
 
     def state(self, path: Path) -> tuple:

@@ -32,7 +32,7 @@ class SoundRecords:
 
     @classmethod
     def of_split(cls, name: str, records, builder, split: str, way_out: str) -> "SoundRecords":
-        """Of a split of a TFDS builder."""
+        """The records of a split of a TFDS builder."""
         info = builder.info.splits[split]
         files = tuple(map(os.fspath, info.filepaths))
         return cls(name, records, files, tuple(info.shard_lengths), way_out)

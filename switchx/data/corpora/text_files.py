@@ -149,7 +149,7 @@ class Texts:
 
     @classmethod
     def of(cls, files: list[Folder], columns: Sequence[str] | None = None) -> Self:
-        """Of records under `columns`; None is as the first record says.
+        """The texts in these files, under `columns` or under the first record's keys.
 
         Raises:
             ValueError: there is no record, or the first has neither form.

@@ -175,7 +175,7 @@ def _file_rows(files: list[tuple[Path, RawFile]], left_out) -> SplitRows:
 
 
 def counted(rows: Iterable[Row], tally: Counter) -> Iterator[Row]:
-    """The same, and counts them as `rows`."""
+    """Yields the rows, and counts them as `rows`."""
     for row in rows:
         tally["rows"] += 1
         yield row

@@ -181,7 +181,7 @@ class LogitsReader:
 
 
 def row_digests(batch: Batch) -> np.ndarray:
-    """Of what is in each row of a batch, uint64 [B]."""
+    """Digests of the content of each row of a batch, uint64 [B]."""
     names = sorted(batch)
 
     def digest(row: int) -> int:

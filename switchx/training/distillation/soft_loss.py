@@ -102,7 +102,7 @@ class WrittenTeacher:
     settings: Distillation
 
     def soft_loss(self, logits_BLV, batch: dict):
-        """As of a teacher whose other tokens have no probability."""
+        """The soft loss of a teacher whose other tokens have no probability."""
         T, token_BLK = self.settings.temperature, batch["teacher_token_ids"]
         log_p_BLK = jax.nn.log_softmax(batch["teacher_logits"] / T)
         log_q_BLV = jax.nn.log_softmax(logits_BLV.astype(jnp.float32) / T)

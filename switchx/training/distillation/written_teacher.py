@@ -179,7 +179,7 @@ class WrittenTeacherProgram(CopiesProgram):
         return self._jitted(train, evaluate, *self._table_shardings)
 
     def place_for_training(self, batch: Batch) -> dict:
-        """With the teacher's tokens and logits.
+        """Places a training batch with the teacher's tokens and logits.
 
         Raises:
             ValueError: the teacher has not read this batch, or its file is damaged.
@@ -189,7 +189,7 @@ class WrittenTeacherProgram(CopiesProgram):
         return self.place(batch | added)
 
     def abstract_batch(self, batch: dict) -> dict:
-        """With those of the teacher's tokens and logits."""
+        """Shape structs of a batch with the teacher's tokens and logits."""
         shape = (*batch["decoder_target_tokens"].shape, self._about["top"])
         struct = functools.partial(jax.ShapeDtypeStruct, shape, sharding=self.batch_sharding)
         added = {"teacher_token_ids": jnp.int32, "teacher_logits": jnp.float32}

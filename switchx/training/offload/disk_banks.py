@@ -153,7 +153,7 @@ class DeviceBanks:
         return np.array_equal(expert_X, np.arange(self._E))
 
     def _places(self, expert_X: np.ndarray) -> jax.Array:
-        """Of each row, its place in the bank of its part; that of padding is none."""
+        """The place of each row in the bank of its part; padding has none."""
         size = self._E // self._P
         place_X = np.where(expert_X == PADDING, size, expert_X % size).astype(np.int32)
         return jax.make_array_from_callback(place_X.shape, self.sharding, place_X.__getitem__)

@@ -107,7 +107,7 @@ class RunPrograms:
         self._loss, self._num_microbatches = loss, num_microbatches
 
     def token_sums(self, dense: dict, x_BLD, batch: dict, loss: LossConfig) -> TokenSums:
-        """Of the decoder's last activations of an evaluation."""
+        """Token sums from the decoder's last activations in an evaluation."""
         _, shared = split_blocks(self._config, dense)
         embedding = Chunk(self._config, "decoder", 1, is_training=False).embedding(shared)
         targets_BL, weights_BL = batch["decoder_target_tokens"], batch["decoder_loss_weights"]

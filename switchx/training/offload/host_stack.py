@@ -51,7 +51,7 @@ def is_host_stack(leaf) -> bool:
 
 
 def host_stacks(tree) -> list[HostStack]:
-    """Those among the leaves of a tree, or of a module."""
+    """The `HostStack`s among the leaves of a tree, or of a module."""
     return [
         leaf for leaf in jax.tree.leaves(tree, is_leaf=is_host_stack) if is_host_stack(leaf)
     ]

@@ -153,7 +153,7 @@ class Goodput:
             self.goes_on_with(before)
 
     def waited_for_data(self, seconds: float) -> None:
-        """Of the seconds of steps, so many were without a step, as no batch was there."""
+        """Counts seconds of steps as seconds of data: no step ran, as there was no batch."""
         self.seconds["step"] -= seconds
         self.seconds["data"] += seconds
 
@@ -267,15 +267,15 @@ class StepTimes:
         self._ended_s = end
 
     def metrics(self) -> dict[str, float | int]:
-        """Of the steps since the last call, over all processes, which call it together.
+        """Metrics of the steps since the last call, over all processes, which call it together.
 
-        Waits for those that run.
+        It waits for the steps that run.
 
         Returns:
-            `median_s`, of the median process; `max_s`, the longest step, and `max_process`,
-            whose it was; `slow_steps`, those longer than `SLOW` times the median of the last
-            `LAST_STEPS`, of the process that has most; `late_s`, most seconds in which the
-            devices of a process waited for their host, `late_process`, whose, and
+            `median_s`, of the median process; `max_s`, the longest step, and `max_process`, its
+            process; `slow_steps`, the number of steps longer than `SLOW` times the median of
+            the last `LAST_STEPS`, in the process that has most; `late_s`, most seconds in which
+            the devices of a process waited for their host, `late_process`, that process, and
             `late_median_s`, of the median process. Nothing where every step compiled.
         """
         while self._running:
