@@ -182,21 +182,23 @@ class Model:
         with_scores: bool = False,
         **decoding,
     ) -> list:
-        """What the model writes to each input, in their order.
+        """Generates an output for each input, in their order.
 
-        Texts become what training made of them: eos ends an encoder's input where the tasks
-        of training ended it so, and `<extra_id_0>` is sentinel 0 where they had sentinels. A
-        prefix such as `translate English to German: ` stands in the text. Token ids are read
-        as they are, trailing padding apart; a decoder-only model reads the start token first.
+        Texts become token ids as in training: eos ends an encoder's input where the tasks of
+        training ended it so, and `<extra_id_0>` is sentinel 0 where they had sentinels. A
+        prefix such as `translate English to German: ` is part of the text. Token ids are read
+        as they are, without trailing padding; a decoder-only model reads the start token first.
 
         Args:
             inputs: texts, or lists (or rows of an array) of token ids.
-            max_length: most tokens of an output, the end included: `max_new_tokens`.
-            batch_size: most inputs at once; they are batched by length.
-            dropless: no token is dropped, and an output depends on its input alone. With
-                False experts have the capacity of evaluation, and where one is full, an
+            max_length: largest number of tokens of an output, the end included:
+                `max_new_tokens`.
+            batch_size: largest number of inputs at once; they are batched by length.
+            dropless: whether no token is dropped, so that an output depends on its input alone.
+                With False experts have the capacity of evaluation, and where one is full, an
                 output depends on the inputs that it is batched with.
-            with_scores: give `Generated`s instead of texts or lists of token ids.
+            with_scores: whether `Generated`s are returned instead of texts or lists of token
+                ids.
             decoding: fields of `DecodingConfig`, such as `beam_size=4`; by default the model's
                 own (`decoding`), and else greedy. An input has a list of outputs where
                 `num_return_sequences` is above 1.
@@ -251,7 +253,7 @@ class Model:
             return [score for _, score in sorted(scorer(list(zip(read, wanted, strict=True))))]
 
     def decoding_config(self, **asked) -> DecodingConfig:
-        """How texts are generated: what is asked for, and else the model's defaults.
+        """The configuration of decoding: the settings asked for, and else the model's defaults.
 
         Raises:
             FieldError: settings are out of their bounds, or contradict each other.
@@ -284,11 +286,11 @@ class Model:
             save_vocabulary(self.vocabulary, folder)
 
     def prompts(self, inputs: Texts) -> list[list[int]]:
-        """What a generator reads of texts or lists of token ids; raises as `generate` does."""
+        """Token ids that a generator reads for each input; raises as `generate` does."""
         return [self.prompt(tokens) for tokens in self._read(inputs, "inputs")[0]]
 
     def prompt(self, tokens: list[int]) -> list[int]:
-        """What a generator reads of an input: without an encoder, after the start token."""
+        """Token ids that a generator reads for an input, in a decoder after the start token."""
         return tokens if self.config.is_encoder_decoder else [PAD_ID, *tokens]
 
     def _config(self, dropless: bool) -> ModelConfig:

@@ -61,7 +61,7 @@ def dims_of(name: str, ndim: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class MatrixDims:
-    """How a parameter reads as a batch of matrices; counts of dimensions, in order."""
+    """A parameter's dimensions as a batch of matrices: their counts, in order."""
 
     num_batch: int
     num_rows: int

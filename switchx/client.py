@@ -53,12 +53,12 @@ class ServerError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class NewTokens:
-    """What is new in the answer to an input.
+    """The new tokens in the answer to an input.
 
     Attributes:
-        input: its place in the request.
-        text: None of a model without a vocabulary.
-        sample: which of an input's samples it is, from 0 on.
+        input: index of the input in the request.
+        text: text of the tokens; None from a model without a vocabulary.
+        sample: index of the sample among the input's samples, from 0 on.
     """
 
     input: int
@@ -279,7 +279,7 @@ def _answer(number: int, sample: int, values: dict[str, Any]) -> Answer:
 
 
 def _found(name: str, values: dict[str, Any]) -> Sequence[NewTokens | Answer]:
-    """What an event of a stream says of an input; nothing where it has another name."""
+    """Tokens or an answer from an event of a stream; nothing from events of other names."""
     if name not in ("tokens", "answer"):
         return ()
     number, sample = values.pop("input"), values.pop("sample", 0)
@@ -291,7 +291,7 @@ def _found(name: str, values: dict[str, Any]) -> Sequence[NewTokens | Answer]:
 
 
 def _error(status: int, content: bytes, headers=None) -> ServerError:
-    """What a response that is no answer says; a proxy's need not be JSON."""
+    """The error in a response that is no answer; a proxy's response need not be JSON."""
     after_s = _seconds((headers or {}).get("retry-after"))
     try:
         said = json.loads(content)["error"]

@@ -315,7 +315,7 @@ def _only_task(job: TrainingJob, wanted: dict[str, tuple]) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Texts:
-    """How tasks are answered and measured; fields are arguments of `evaluate`."""
+    """Settings of answering and measuring tasks; fields are arguments of `evaluate`."""
 
     decoding: dict[str, Any]
     batch_size: int

@@ -77,7 +77,7 @@ def write_manifest(
 
 
 def read_manifest(folder: Folder, name: str, checksum: Checksum) -> dict[str, Any]:
-    """What a manifest holds, its own checksum among it.
+    """The content of a manifest, its own checksum included.
 
     Raises:
         ValueError: it is missing or damaged; a clause that begins with "it".
@@ -137,7 +137,7 @@ def num_bytes(folder: Folder) -> int:
 
 
 def require_free(folder: str | os.PathLike) -> pathlib.Path:
-    """Where a folder is to be written: nothing, or an empty folder.
+    """The path of a folder to be written: it does not exist, or is empty.
 
     Raises:
         ValueError: something is there, or no folder can be made there.

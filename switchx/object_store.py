@@ -149,7 +149,7 @@ def files_in(folder: Folder) -> dict[str, int]:
 
 
 def state_of(file: Folder) -> tuple[Any, ...]:
-    """What is another when a file has changed; nothing of it is read."""
+    """Values that differ when a file has changed; the file is not read."""
     if is_address(file):
         store, path = _store_of(file)
         return (store.checksum(path),)  # of what the store says of it, its hash among that

@@ -56,9 +56,9 @@ def _without(entries: set[str]) -> Iterator[None]:
 
 
 def python_words() -> list[str]:
-    """How a Python is started that does not import from the working directory.
+    """The command that starts a Python which does not import from the working directory.
 
-    Unless that is the one which has this package.
+    It does import from it if the working directory is the one that has this package.
     """
     return [sys.executable, *([] if pathlib.Path.cwd() == _ROOT else ["-P"])]
 

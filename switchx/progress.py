@@ -30,10 +30,10 @@ SHOWN_LINES = 40
 
 
 def reporter_here(unit: str = "step"):
-    """What shows work to the caller of a Python function; a context manager.
+    """A reporter for the caller of a Python function; a context manager.
 
-    A display in a notebook, a bar and lines elsewhere, and of several processes but the first
-    (`jax.distributed`) what went wrong.
+    It is a display in a notebook, and a bar and lines elsewhere. In all processes but the first
+    (`jax.distributed`) it shows warnings alone.
     """
     import jax  # not for help
 

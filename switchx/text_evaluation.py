@@ -71,7 +71,7 @@ def metrics_of(
 
 @dataclasses.dataclass(frozen=True)
 class Questions:
-    """What a model is to answer.
+    """The examples that a model is to answer.
 
     Attributes:
         examples: examples of the corpus.
@@ -146,10 +146,10 @@ def require_readable(generator: Generator, questions: Questions) -> None:
 
 
 class JobTexts:
-    """What a job's model writes, with parameters as training has them on its mesh.
+    """The texts that a job's model generates, with the parameters on the mesh of training.
 
-    `training.text_evaluation.TextEvaluator` of `TrainingJob.text_evaluation`. Texts and metrics
-    are those of `switchx eval` on the same parameters: no token is dropped.
+    It is a `training.text_evaluation.TextEvaluator` for `TrainingJob.text_evaluation`. Texts
+    and metrics are those of `switchx eval` on the same parameters: no token is dropped.
     """
 
     def __init__(self, job: TrainingJob, mesh: jax.sharding.Mesh):

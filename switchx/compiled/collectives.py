@@ -175,7 +175,7 @@ def _collective(each: Instruction, num_devices: int) -> HloCollective | None:
 
 
 def _slices(computation: Computation):
-    """What a device keeps where a computation is a reduce-scatter; () in all others.
+    """The slices that a device keeps of a computation that is a reduce-scatter; else ().
 
     The TPU compiler writes one as a fusion of an all-reduce and of slices of its results.
     """

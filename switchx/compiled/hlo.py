@@ -117,7 +117,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """What it was traced from, with its scopes of names; "" where nothing is said."""
+        """The operation that it was traced from, with its name scopes; "" without one."""
         found = _OP_NAME.search(self.rest)
         return found[1] if found else ""
 
@@ -128,10 +128,11 @@ class Instruction:
 
     @property
     def trips(self) -> int | None:
-        """How often the body of a `while` runs; None where the data decides.
+        """The number of times that the body of a `while` runs; None where the data decides.
 
-        As the compiler says, or, as the TPU compiler does not, from a condition that compares
-        a constant with a counter, which `lax.scan` and `fori_loop` begin at 0.
+        The compiler writes the number. The TPU compiler does not: there it is read from a
+        condition that compares a constant with a counter, which `lax.scan` and `fori_loop`
+        begin at 0.
         """
         if trips := _TRIPS.search(self.rest):
             return int(trips[1])

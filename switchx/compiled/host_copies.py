@@ -78,7 +78,7 @@ def host_copies(hlo: str) -> list[HostCopy]:
 
 
 def _kind(start: Instruction) -> str:
-    """What is started: of a fusion, what its computation ends with.
+    """The opcode of the copy that is started; of a fusion, that of its computation's root.
 
     Raises:
         ValueError: it is no copy.
@@ -118,7 +118,7 @@ def noted_strides(hlo: str) -> list[int]:
 
 
 def _trips_of(program: Program) -> dict[Computation, int | None]:
-    """How often a step runs each computation; None where data decides."""
+    """The number of times that a step runs each computation; None where the data decides."""
     trips: dict[Computation, int | None] = {program.entry: 1}
     open_ = [program.entry]
     while open_:

@@ -133,10 +133,11 @@ def _anywhere(array: Array) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Kernels:
-    """What instructions move, each for itself.
+    """Counts the bytes that instructions move, each for itself.
 
     Attributes:
-        launches: recorded ones of Pallas, by dtypes and shapes of operands and results.
+        launches: recorded launches of Pallas kernels, by dtypes and shapes of operands and
+            results.
     """
 
     launches: dict[tuple, Launch]
@@ -144,7 +145,7 @@ class _Kernels:
     rates: Rates | None
 
     def moved(self, each: Instruction) -> Counter | None:
-        """Fields of `Moved`; None where the computations that it runs say it."""
+        """Fields of `Moved`; None for an instruction that counts what it runs."""
         if each.opcode in ("while", "conditional", "call"):
             return None
         target = each.attributes.get("custom_call_target", "").strip('"')

@@ -78,15 +78,15 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class HostMemory:
-    """What a step with experts in host memory takes of it, for one device.
+    """Host memory that a step with experts in it needs, for one device.
 
     Attributes:
-        formula: bytes of the experts' parameters, gradients and what the optimizer keeps.
-        without: memory of the device if they were all there.
-        needed: bytes that the compiled program takes; None where nothing could be compiled, as
-            are:
-        copies_overlapped: `host_copies.share_overlapped`.
-        strides: `host_copies.noted_strides`.
+        formula: bytes of the experts' parameters, gradients and optimizer state.
+        without: memory of the device if they were all on it.
+        needed: bytes that the compiled program takes. It and the two below are None where
+            nothing could be compiled.
+        copies_overlapped: result of `host_copies.share_overlapped`.
+        strides: result of `host_copies.noted_strides`.
     """
 
     formula: int
@@ -360,7 +360,7 @@ def _compile(
 
 
 def memory_of(facts, limit: int, platform: str) -> Memory:
-    """What a compiled program takes of one device.
+    """The memory of one device that a compiled program needs.
 
     Args:
         facts: `compiled.memory_analysis()`.

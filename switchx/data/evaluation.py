@@ -61,12 +61,12 @@ class EvaluationExamples:
         metrics: Sequence[TextMetric] | None = None,
         num_bootstrap: int = 0,
     ) -> list[MetricResult]:
-        """What metrics say of a text for each example, in their order.
+        """The results of metrics on one text for each example, in the examples' order.
 
         A metric that cannot be computed has no score, and a note that says why.
 
         Args:
-            metrics: None takes the task's own.
+            metrics: metrics to compute; None takes the task's own.
 
         Raises:
             ValueError: other numbers of predictions than of examples.

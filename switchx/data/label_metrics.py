@@ -147,7 +147,7 @@ def class_ids(texts: Sequence[str], classes: Sequence[str]) -> np.ndarray:
 
 
 def numbers(texts: Sequence[str]) -> list[float]:
-    """What texts are as finite numbers, -1 where they are none (`nan` and `inf` are none)."""
+    """The finite numbers that texts spell; -1 for other texts (`nan` and `inf` among them)."""
 
     def number(text: str) -> float:
         try:

@@ -30,11 +30,11 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class BatchConfig:
-    """What a batch is.
+    """The shape of a batch.
 
     Attributes:
         batch_size: rows of the global batch, over all processes.
-        packed: several examples a row; otherwise one.
+        packed: whether a row has several examples; otherwise it has one.
     """
 
     features: Features
@@ -86,11 +86,12 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Prefetch:
-    """How batches are made ahead of time; what is in them does not depend on it.
+    """Settings of batches that are made ahead of time; the batches do not depend on them.
 
     Attributes:
-        num_batches: batches kept ready by a thread; 0 makes each when it is asked for.
-        num_workers: processes among which the rows are divided; 0 for none. A program
+        num_batches: number of batches that a thread keeps ready; 0 makes each when it is
+            needed.
+        num_workers: number of processes among which the rows are divided; 0 for none. A program
             that uses them starts under `if __name__ == "__main__":`.
     """
 
@@ -161,7 +162,7 @@ class TrainLoader:
         return batch
 
     def state(self) -> dict:
-        """Where the next batch begins; plain numbers, lists and strings (JSON)."""
+        """The position of the next batch; plain numbers, lists and strings (JSON)."""
         return {
             "pipeline": self._description(),
             "step": self._step,

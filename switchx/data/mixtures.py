@@ -113,7 +113,7 @@ class Mixture:
         )
 
     def probabilities(self, sizes: Sequence[int]) -> np.ndarray:
-        """How likely the next example is of each task, in order; the sum is 1.
+        """The probability of each task for the next example, in order; the sum is 1.
 
         Args:
             sizes: records in each task's training split.

@@ -155,7 +155,7 @@ class PrefixLM(TextObjective):
     is_prefix_bidirectional: bool = _prefix_choice()
 
     def chunk_length(self, features: Features) -> int:
-        """What the longer side holds."""
+        """The length of the longer side of a row."""
         length = max(features.capacity)
         require(length >= 2, f"{features} holds no prefix with a continuation; use longer ones")
         return length
@@ -228,7 +228,7 @@ OBJECTIVES = {
 
 @dataclasses.dataclass(frozen=True)
 class SpanCounts:
-    """What corrupting a text of `raw_length` tokens gives, whatever the random draw."""
+    """The sizes after corrupting a text of `raw_length` tokens, for every random draw."""
 
     raw_length: int
     num_noise: int
@@ -236,7 +236,7 @@ class SpanCounts:
 
     @property
     def inputs_length(self) -> int:
-        """What is left of the text, a sentinel for each span, and EOS."""
+        """The length of the inputs: the tokens kept, a sentinel for each span, and EOS."""
         return self.raw_length - self.num_noise + self.num_spans + 1
 
     @property
@@ -246,7 +246,7 @@ class SpanCounts:
 
 
 def count_spans(raw_length: int, noise_density: float, mean_span_length: float) -> SpanCounts:
-    """How many tokens and spans are noise; there is at least one of each, and one not.
+    """The number of noise tokens and spans; at least one of each, and one token is kept.
 
     Raises:
         ValueError: fewer than 2 tokens, or more spans asked for than tokens are kept to

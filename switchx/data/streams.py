@@ -89,7 +89,7 @@ class StreamPlan:
         return 1 if self.is_finite else LANES
 
     def new_cursor(self) -> np.ndarray:
-        """Where every row starts; int64, one-dimensional."""
+        """The cursor at which every row starts; int64, one-dimensional."""
         return np.zeros(1, cursor_dtype(len(self.tasks))).view(np.int64)
 
     def generator(self, *position: int) -> np.random.Generator:
@@ -147,7 +147,7 @@ class Shuffled:
 
 
 def _permuted(index: int, size: int, seed: int) -> int:
-    """Where a permutation of [0, size) that `seed` names puts `index`."""
+    """The image of `index` under a permutation of [0, size) that `seed` names."""
     # Grain 0.2.18 takes a bit too few where the last index is a power of four (65,537 records):
     # it gives one index twice and never the last. There, indices one more are permuted, and the
     # one that is too large is followed along its cycle.
@@ -180,7 +180,7 @@ class RowStream:
 
     @property
     def cursor(self) -> np.ndarray:
-        """Where the next row begins: its window's start and its place in it."""
+        """The cursor of the next row: its window's start and its place in it."""
         cursor = self._start.copy()
         cursor[0] = self._emitted
         return cursor
@@ -231,7 +231,7 @@ class ExampleStream:
 
     @property
     def cursor(self) -> np.ndarray:
-        """Where the example that `take` gives begins."""
+        """The cursor of the example that `take` returns."""
         return (self._peeked_cursor if self._is_peeked else self._next_cursor).copy()
 
     def peek(self) -> Example | None:

@@ -82,7 +82,7 @@ class OpenTask:
 
     @property
     def description(self) -> dict[str, str]:
-        """What has to stay the same for a stream of examples to be the same."""
+        """The properties that must stay the same for the stream of examples to be the same."""
         return {
             "corpus": f"{self.records.name} {self.records.fingerprint}",
             "objective": repr(self.task.objective),
@@ -121,14 +121,14 @@ def open_task(task: Task, split: str, data_dir: str | None, features: Features) 
 
 @dataclasses.dataclass(frozen=True)
 class TextFormat:
-    """What the tasks of a model's training do to the texts that they read.
+    """The changes that the tasks of a model's training make to the texts that they read.
 
     Attributes:
-        inputs_end_with_eos: span corruption and inputs to targets end inputs so; a prefix
-            ends anywhere.
-        is_prompt_bidirectional: a decoder-only model's inputs see all inputs, where the
-            objective says so.
-        names_sentinels: `<extra_id_0>` in a text is sentinel 0, not its characters.
+        inputs_end_with_eos: whether inputs end with EOS, as in span corruption and inputs to
+            targets; a prefix ends anywhere.
+        is_prompt_bidirectional: whether a decoder-only model's inputs attend to all inputs,
+            where the objective says so.
+        names_sentinels: whether `<extra_id_0>` in a text is sentinel 0, not its characters.
     """
 
     inputs_end_with_eos: bool
@@ -156,7 +156,7 @@ class TextFormat:
         )
 
     def inputs(self, vocabulary: Vocabulary, text: str) -> list[int]:
-        """What an encoder reads, or what a decoder-only model goes on from."""
+        """Token ids that an encoder reads, or that a decoder-only model continues."""
         tokens = self._tokens(vocabulary, text)
         return tokens + [vocabulary.eos_id] if self.inputs_end_with_eos else tokens
 

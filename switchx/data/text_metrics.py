@@ -95,7 +95,7 @@ def results_or_notes(
 
 
 class TextMetric(Protocol):
-    """What a task is measured by: `names` are those of its results, in their order."""
+    """A metric of a task; `names` are the names of its results, in their order."""
 
     @property
     def names(self) -> tuple[str, ...]: ...
@@ -219,7 +219,7 @@ class Rouge:
         ]
 
     def _tokenizer(self):
-        """What rouge-score asks for the tokens of a text."""
+        """The tokenizer that rouge-score calls."""
         from rouge_score.tokenizers import DefaultTokenizer
 
         if self.tokenize == "rouge":

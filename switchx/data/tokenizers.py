@@ -93,7 +93,7 @@ class Vocabulary(abc.ABC):
         return self.size - 1 - index
 
     def piece(self, token_id: int) -> Piece:
-        """What a token id below `size` stands for."""
+        """The piece of a token id below `size`."""
         is_text = token_id not in (PAD_ID, EOS_ID)
         return Piece(self.decode([token_id]), "text") if is_text else _CONTROLS[token_id]
 

@@ -88,7 +88,7 @@ def bindings() -> Mapping[tuple[str, str], Mapping[str, Any]]:
 
 
 def macros() -> dict[str, Any]:
-    """What each macro is bound to, by name."""
+    """The value of each macro, by name."""
     return {
         scope: bound.get("value")
         for (scope, selector), bound in bindings().items()

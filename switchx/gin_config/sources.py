@@ -163,7 +163,7 @@ def _bind_rows(*, is_flag: bool) -> None:
 
 
 def _bound() -> dict[tuple[str, str], object]:
-    """What is bound, by class and field."""
+    """The bound values, by class and field."""
     return {
         (selector.rpartition(".")[2], name): value
         for (_, selector), values in gin_internals.bindings().items()

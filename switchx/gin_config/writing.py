@@ -87,7 +87,7 @@ class _Objects:
         self._modules: dict[str, str] = {}  # the name that it is bound to -> the module
 
     def add(self, value) -> str:
-        """What gin reads for a value; dataclasses in it are added."""
+        """The text that gin reads for a value; dataclasses in it are added."""
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = {
                 field.name: self.add(getattr(value, field.name))
@@ -173,7 +173,7 @@ def model_gin(model) -> str:
 
 
 def _module_of(description) -> str:
-    """Where a gin file finds its class: what describes our models is in one module."""
+    """The module in which a gin file finds the class; our models' classes are in one module."""
     module = type(description).__module__
     is_ours = module in ("switchx.models.config", "switchx.moe.config")
     return "switchx.models.config" if is_ours else module

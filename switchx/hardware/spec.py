@@ -306,7 +306,7 @@ def _built(kind: type, values: Mapping[str, Any], prefix: str, problems: list[st
 
 
 def _wrong(name: str, value, expected) -> str | None:
-    """What a field should have been, or None."""
+    """The expected kind of a field's value where the value is wrong, or None."""
     if expected is str:
         return None if isinstance(value, str) and value.strip() else "a text that is not empty"
     if expected is bool:

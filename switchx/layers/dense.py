@@ -92,7 +92,7 @@ def bernoulli(share: float):
 
 @functools.partial(cheap_again, static_argnums=2)
 def kept(x, is_kept, rate: float):
-    """What dropout keeps, scaled by 1/(1-rate), and zeros."""
+    """The kept elements, scaled by 1 / (1 - rate), and zeros for the dropped ones."""
     return jnp.where(is_kept, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros((), x.dtype))
 
 

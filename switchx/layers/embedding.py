@@ -71,7 +71,7 @@ class Embedding(nnx.Module):
         return project(*self.factors(x_BLD))
 
     def factors(self, x_BLD):
-        """What logits are the product of: x in their dtype and scaled, a weight, its dims."""
+        """The logits' factors: x, scaled, in their dtype; a weight; the weight's letters."""
         dtype = jnp.dtype(self.config.precision.logits)
         x_BLD = x_BLD.astype(dtype)
         if not self.config.tie_embeddings:

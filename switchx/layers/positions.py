@@ -144,7 +144,7 @@ class UntiedPositions(nnx.Module):
         return query_LHK * jnp.asarray((2 * self.config.d_head) ** -0.5, dtype), key_LHK
 
     def __call__(self, position_BL, position_BM):
-        """What positions add to the scores: `bias_BHLM`, float32.
+        """The bias of positions in the scores: `bias_BHLM`, float32.
 
         Args:
             position_BL, position_BM: positions of queries and keys, each below the longer of L

@@ -44,11 +44,11 @@ LEAST_TOKENS_OF_LOGITS = 512
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Where which dtype is used.
+    """The dtypes of a model's parts.
 
-    Selective precision (Fedus et al. 2021, arXiv:2101.03961, section 2.4): the router runs
-    in float32 whatever the layers around it use, and nothing of it leaves the device in
-    float32 except the gates.
+    Selective precision (Fedus et al. 2021, arXiv:2101.03961, section 2.4): the router computes
+    in float32 whatever dtype the layers around it use, and only its gates leave the device in
+    float32.
     """
 
     params: Literal[DTYPES] = "float32"

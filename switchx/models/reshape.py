@@ -40,7 +40,7 @@ Layer = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class LayerSample:
-    """What a Switch layer reads on a sample of texts.
+    """The inputs and the load of a Switch layer on a sample of texts.
 
     Attributes:
         load_E: tokens that chose each expert.
@@ -198,7 +198,7 @@ def to_dense(
 
 
 def _mean_gate(config: ModelConfig, layer: Layer, x_RD) -> float:
-    """What the gates of a token sum up to, the mean over the sample."""
+    """The sum of a token's gates, averaged over the sample."""
     router = config.switch.router
     if router.gate == "normalized":
         return 1.0

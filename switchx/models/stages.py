@@ -208,7 +208,7 @@ class Chunk:
         return constrain_named(message | {"x_BLD": x_BLD}), stats
 
     def embedding(self, shared):
-        """What makes logits of the decoder's last message."""
+        """The embedding, which makes logits of the decoder's last message."""
         return self._model({}, shared).embedding
 
     def _model(self, blocks, shared):

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 
 
 def drops_of_dropless(switch) -> tuple[str, ...]:
-    """What to say where the dispatcher `dropless` is set and full experts still drop tokens.
+    """Notes where the dispatcher is `dropless` and full experts still drop tokens; else ().
 
     The dispatcher says how slots are computed, the router whether a token may have none.
 
     Args:
-        switch: a `SwitchConfig`, or None of a dense model.
+        switch: a `SwitchConfig`; None in a dense model.
     """
     if switch is None or switch.dispatcher != "dropless":
         return ()

@@ -20,14 +20,14 @@ from switchx.fields import (
 
 
 class DispatcherTraits(NamedTuple):
-    """What is to be known of a dispatcher beside its function.
+    """Properties of a dispatcher beside its function.
 
     Attributes:
-        has_equal_blocks: in training, every expert gets a block of as many rows.
-        is_automatic: the compiler decides what is sent between devices.
-        is_sliced: experts are split over devices that have the same tokens.
-        shares_groups: devices may share a routing group.
-        exchanges_slots: slots travel to the experts' devices and back.
+        has_equal_blocks: whether every expert gets a block of as many rows in training.
+        is_automatic: whether the compiler decides what is sent between devices.
+        is_sliced: whether experts are split over devices that have the same tokens.
+        shares_groups: whether devices may share a routing group.
+        exchanges_slots: whether slots travel to the experts' devices and back.
     """
 
     has_equal_blocks: bool

@@ -22,7 +22,7 @@ from switchx.moe.router import sampling_scores
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RoutingPlan:
-    """What a router decided, in the one form that every dispatcher reads.
+    """The decisions of a router, in the one form that every dispatcher reads.
 
     Attributes:
         expert_GTS: int32 chosen experts; `num_experts` where nothing is routed (padding).
@@ -30,8 +30,8 @@ class RoutingPlan:
         slot_GTS: int32 place in the expert's queue; a place of `capacity` or more is dropped.
         count_GE: int32 tokens that asked for each expert, before capacity.
         num_experts, capacity: E and C.
-        balance_GE: int32 choices that the balance loss counts, where they are others than
-            those of `count_GE`; None where they are the same.
+        balance_GE: int32 choices that the balance loss counts, where they differ from
+            `count_GE`; None where they are the same.
     """
 
     expert_GTS: jax.Array
@@ -159,7 +159,7 @@ def chosen_gates(prob_GTE, expert_GTS, convention: str = "softmax"):
 
 
 def count_choices(expert_GTS, num_experts: int):
-    """How many choices name each expert, int32 `[G, E]`."""
+    """The number of choices of each expert, int32 `[G, E]`."""
     return jnp.sum(jax.nn.one_hot(expert_GTS, num_experts, dtype=jnp.int32), axis=(1, 2))
 
 

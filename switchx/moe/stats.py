@@ -21,7 +21,7 @@ from switchx.moe.plan import RoutingPlan
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """Where a Switch layer sends every token; `[N, ...]` when stacked over layers.
+    """The choices of a Switch layer for every token; `[N, ...]` when stacked over layers.
 
     Attributes:
         expert_BLS: chosen experts; the number of experts where nothing is chosen.

@@ -212,7 +212,7 @@ class Adafactor:
         return jnp.expand_dims(scale, factoring.within) * y, {name_v: v}
 
     def _clipping(self, mean_squares):
-        """What an update with these mean squares is divided by."""
+        """The divisor of an update with these mean squares."""
         if self.clipping_threshold is None:
             return 1.0
         return jnp.maximum(1.0, jnp.sqrt(mean_squares) / self.clipping_threshold)

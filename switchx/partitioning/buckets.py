@@ -145,13 +145,13 @@ def require_bucket_bytes(bucket_bytes: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Slicing:
-    """How parameters are sliced, and how much of them a collective moves.
+    """The slicing of parameters, and the size of the buckets that a collective moves.
 
     Attributes:
-        rules: which dimensions are split.
+        rules: rules of the dimensions that are split.
         axes: mesh axes whose devices have different slices.
         replicas: axes whose devices have the same slices and other tokens.
-        sizes: devices along each axis of the mesh.
+        sizes: number of devices along each axis of the mesh.
         bucket_bytes: most bytes of a bucket once it is gathered.
     """
 

@@ -141,7 +141,7 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
 
 
 def device_kind_of(mesh: Mesh | AbstractMesh) -> str:
-    """What JAX calls the devices, or the one that an abstract mesh describes."""
+    """JAX's name of the kind of devices, or of the one that an abstract mesh describes."""
     if isinstance(mesh, Mesh):
         return mesh.devices.flat[0].device_kind
     return mesh.abstract_device.device_kind
@@ -328,7 +328,7 @@ class CompilerOptions:
     def of(
         self, platform: str, device_kind="", *, gathers_weights=False, defaults=DEFAULT_OPTIONS
     ) -> dict[str, str]:
-        """What `jax.jit(compiler_options=...)` takes on a platform; nothing on others.
+        """The options for `jax.jit(compiler_options=...)` on a platform; none on unknown ones.
 
         Args:
             device_kind: kind of chip, as in `jax.Device.device_kind`.
@@ -344,5 +344,5 @@ class CompilerOptions:
         return {name: value for name, value in found.items() if name not in refused}
 
     def for_decoding(self, platform: str, device_kind: str = "") -> dict[str, str]:
-        """What `of` gives programs that decode or score."""
+        """The options of `of` for programs that decode or score."""
         return self.of(platform, device_kind, defaults=DECODING_OPTIONS)

@@ -68,7 +68,7 @@ def optimizer_slices(rules: Rules, mesh, params) -> dict[str, OptimizerSlice | N
 
 
 def whole_notes(rules: Rules, mesh, params) -> tuple[str, ...]:
-    """What a user should be told of parameters that divide nowhere; () where all are cut."""
+    """Notes about parameters that no axis divides; () where all are sliced."""
     axes, leaves = rules.slice_axes(mesh), tree.named_leaves(params)
     slices = optimizer_slices(rules, mesh, params)
     sizes = {name: math.prod(leaves[name].shape) for name, own in slices.items() if own is None}

@@ -133,7 +133,7 @@ def look_up(
 
 @dataclasses.dataclass(frozen=True)
 class _Exchange:
-    """What of an exchange is known when it is traced: `sizes` are those of `buffer_rows`."""
+    """The settings of an exchange that are known at tracing; `sizes` are from `buffer_rows`."""
 
     owners: RowOwners
     axes: MeshAxes

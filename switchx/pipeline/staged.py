@@ -126,7 +126,7 @@ def run_pipeline(
 
 
 class _Carry(NamedTuple):
-    """What goes from tick to tick; all but the last two are tuples with an entry a lane.
+    """The state from tick to tick; all but the last two are tuples with an item for each lane.
 
     `activations` and `gradients` have just arrived from the neighbouring stages.
     """

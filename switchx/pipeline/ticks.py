@@ -55,11 +55,11 @@ _OF_ALL = ("any_active", "any_first", "any_last", "last_microbatch")
 
 
 class Objective(NamedTuple):
-    """What a chunk makes of a microbatch.
+    """The results of a chunk for a microbatch.
 
     Attributes:
         message: the input of the next chunk.
-        value: the chunk's own term of what is differentiated.
+        value: the chunk's own term of the objective that is differentiated.
         measured: sums over microbatches, for each chunk apart.
         total: sums over microbatches and chunks.
     """
@@ -72,19 +72,19 @@ class Objective(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Lane:
-    """How a chunk of a stack's blocks computes.
+    """The functions that compute a chunk of a stack's blocks.
 
     Both functions take (blocks, shared, inputs, message, op). The very first chunk has no
     message: where `op.is_first`, the first lane must not read it.
 
     Attributes:
-        forward: computes the message for the next chunk.
-        objective: computes the same and the rest of an `Objective`.
+        forward: function that returns the message for the next chunk.
+        objective: function that returns the message and the rest of an `Objective`.
         message: shapes of one microbatch's message; names end in dimensions.
-        head: what all stages make together of the last chunk's message, each of a part of its
-            `x_BLD` along L: (shared, x_BLD, inputs, op, first) -> (its term of what is
-            differentiated, its `Objective.total`), of `op.last_microbatch` and the part that
-            begins at `first`. Parts beyond the end are zeros. None: the lane has none.
+        head: function that all stages compute of the last chunk's message, each of a part of
+            its `x_BLD` along L: (shared, x_BLD, inputs, op, first) -> (its term of the
+            objective, its `Objective.total`), for `op.last_microbatch` and the part that begins
+            at `first`. Parts beyond the end are zeros. None where the lane has none.
     """
 
     forward: Callable[..., Any]
@@ -95,11 +95,11 @@ class Lane:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What a stage knows of its schedule; in its methods the axis `pipe` is manual.
+    """A stage's part of a schedule; in its methods the axis `pipe` is manual.
 
     Attributes:
-        link: makes the first message of a lane of the last one of the lane before; linear.
-            None where there is one lane.
+        link: linear function from the last message of one lane to the first message of the
+            next. None where there is one lane.
     """
 
     schedule: Schedule

@@ -102,8 +102,8 @@ class Workload:
     has_whole_logits: bool = False
 
     def uneven(self, layout: "Layout") -> float:
-        """What the busiest device's experts compute over the mean, where blocks are as large as
-        what is sent; 1 where all experts have blocks of as many rows."""
+        """The work of the busiest device's experts over the mean, where blocks are as large as
+        the rows that are sent; 1 where all experts have blocks of as many rows."""
         if layout.dispatcher is None or layout.has_equal_blocks:
             return 1.0
         return self.imbalance(layout.parts_of("E", "expert_params"))
@@ -209,7 +209,7 @@ class Layout:
 
     @property
     def rounds(self) -> float:
-        """How often a device runs its layers in a step, with a microbatch or without one."""
+        """The number of times that a device runs its layers in a step, bubbles included."""
         M, chunks = self.num_microbatches, self.schedule.num_chunks
         is_in_ticks = self.pipe > 1 and self.is_ours
         return M + (self.pipe - 1) / chunks if is_in_ticks else M

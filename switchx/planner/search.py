@@ -144,7 +144,7 @@ def does_not_fit(plan: Plan, hardware: Hardware) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Shortage:
-    """What of a host is too small for the experts of its `sharing` devices, in bytes."""
+    """A host's memory or disk too small for experts of its `sharing` devices, in bytes."""
 
     reason: str
     sharing: int

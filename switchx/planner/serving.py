@@ -258,7 +258,7 @@ def _near(served: ServedModel, devices: int) -> str:
 
 
 def _divided(served: ServedModel) -> str:
-    """What a mesh has to divide, in words."""
+    """The numbers that a mesh has to divide, in words."""
     config, switch = served.config, served.config.switch
     text = f"{served.batch_size} rows, {config.num_heads} heads, F={config.d_ff}"
     return text if switch is None else f"{text} and {switch.num_experts} experts"

@@ -126,7 +126,7 @@ def sparse_layer(workload: Workload, layout: Layout, stack: str) -> SparseLayer:
 
 
 def _passes(layout: Layout, layers: float) -> float:
-    """How often something of each of the layers happens on one device in a step."""
+    """The number of passes through all of these layers on one device in a step."""
     return layers * layout.rounds / layout.pipe
 
 

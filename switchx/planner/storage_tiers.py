@@ -41,12 +41,12 @@ SWEEPS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """Where a step to be planned has its experts.
+    """The storage tier of the experts in a step to be planned.
 
     Attributes:
         tier, slots, host_bytes: `experts`, `slots` and `host_bytes` of a `StorageSpec`.
-        touched: the share of the experts that a step uses; None is what uniform choices are
-            expected to use.
+        touched: share of the experts that a step uses; None is the expected share of uniform
+            choices.
         checkpoint_every: steps between checkpoints, for which changed records are written.
     """
 
@@ -135,7 +135,7 @@ def paper_bytes_of(workload: Workload, layout: Layout, storage: Storage) -> Tier
 def storage_use(
     workload: Workload, layout: Layout, storage: Storage, hardware: Hardware
 ) -> StorageUse:
-    """What experts in storage take and move on one device.
+    """The memory and the transfers of experts in storage, on one device.
 
     Raises:
         ValueError: see `storage_refusal`; the hardware has no such tier, or `host_bytes` holds

@@ -71,7 +71,7 @@ def lines_of(axes: tuple[str, ...], layout: Layout, sides: tuple[int, ...], wrap
 
 @functools.cache
 def _parts(shape: tuple[tuple[str, int], ...], sides: tuple[int, ...]) -> dict[str, list[int]]:
-    """How many devices of each side every axis has along it."""
+    """The number of devices along each side of the slice, for every axis."""
     left, parts = list(sides), {}
     for axis, size in reversed(shape):
         parts[axis] = [1] * len(sides)

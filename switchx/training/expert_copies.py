@@ -187,7 +187,7 @@ def task_tables(
 
 
 def task_notes(job: TrainingJob, mesh) -> tuple[str, ...]:
-    """What a user should be told of tasks whose tokens travel to their experts."""
+    """Notes for the user about tasks whose tokens travel to their experts."""
     if not (is_by_task(job.model) and Placement.on(mesh, job.mesh.rules).experts):
         return ()
     dispatcher = job.model.switch.dispatcher

@@ -39,11 +39,11 @@ from switchx.tree import Tree, named_leaves, nested
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """Where each parameter of a new run comes from.
+    """The source of each parameter of a new run.
 
     Attributes:
-        sources: path in the source by path of the new run's parameter; None is drawn.
-        dropped: paths of the source that nothing takes.
+        sources: path in the source, by path of the new run's parameter; None for drawn ones.
+        dropped: paths of the source that no parameter takes.
     """
 
     sources: dict[str, str | None]

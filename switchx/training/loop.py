@@ -68,7 +68,7 @@ class TrainingStopped(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a call of `train` ended.
+    """The result of a call of `train`.
 
     Attributes:
         step: the last step taken, saved in a checkpoint.

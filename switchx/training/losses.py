@@ -208,14 +208,14 @@ def _added(sums: TokenSums) -> TokenSums:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossDenominators:
-    """What the sums of the loss are divided by: counts of the whole batch.
+    """The divisors of the loss' sums: counts over the whole batch.
 
-    They depend on padding and on how the batch is grouped alone, so they are known before any
+    They depend only on padding and on the routing groups, so they are known before any
     microbatch is run, and the terms of microbatches, stages and devices add up to the loss.
 
     Attributes:
         target_tokens: the sum of the loss weights.
-        tokens, groups: real tokens and routing groups that have any, by stack.
+        tokens, groups: number of real tokens, and of routing groups that have any, by stack.
     """
 
     target_tokens: jax.Array

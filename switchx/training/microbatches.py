@@ -113,7 +113,7 @@ def from_microbatches(x, rows: int):
 
 
 def rows_kept_together(model: ModelConfig, batch: dict, num_microbatches: int) -> int:
-    """How many neighbouring rows of a batch are in one microbatch."""
+    """The number of neighbouring rows of a batch that stay in one microbatch."""
     if model.switch is None:
         return 1
     names = [f"{stack}_segment_ids" for stack in sparse_stacks(model)]

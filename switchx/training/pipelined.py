@@ -69,9 +69,9 @@ def pipelined_gradients(
     key,
     loss_scale=1.0,
 ):
-    """What `training.step.gradients` returns, by `schedule`.
+    """The results of `training.step.gradients`, computed by `schedule`.
 
-    To be called in the scope of a mesh whose axis `pipe` has the schedule's stages.
+    It must be called in the scope of a mesh whose axis `pipe` has the schedule's stages.
     """
     M = schedule.num_microbatches
     keys = key[None] if M == 1 else jax.random.split(key, M)

@@ -82,7 +82,7 @@ def _schedule(job: TrainingJob, mesh) -> Schedule:
 
 
 def pipelined_eval_step(config: ModelConfig, schedule: Schedule, params, batch: dict):
-    """What `evaluate.eval_step` returns, by the forward ops of `schedule`.
+    """The results of `evaluate.eval_step`, computed by the forward ops of `schedule`.
 
     Routing groups are those of the whole batch where `into_microbatches` keeps these.
     """

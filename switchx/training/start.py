@@ -93,7 +93,7 @@ def _student_program(
 
 
 def _teacher_of(run: RunFolder) -> dict[str, Any] | None:
-    """What `first_state` wrote of the teacher; None in a run of before it did.
+    """The record of the teacher that `first_state` wrote; None in older runs, which have none.
 
     Raises:
         ValueError: it cannot be read.
@@ -196,7 +196,7 @@ def corpora_record(job: TrainingJob, run: RunFolder, note: Callable) -> dict[Pat
 
 
 def evaluator_of(job: TrainingJob, mesh: jax.sharding.Mesh, make) -> TextEvaluator | None:
-    """What `make` makes to generate the texts of the job's evaluations; None without them.
+    """The generator of texts for the job's evaluations, from `make`; None without them.
 
     Raises:
         ValueError: the job has some, and `make` is None.

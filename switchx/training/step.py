@@ -46,7 +46,7 @@ LOSS_SCALE_PATIENCE = 2000
 
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
-    """How a batch becomes an update.
+    """The settings of a training step.
 
     Attributes:
         num_microbatches: parts the batch is split into; gradients are summed over them.

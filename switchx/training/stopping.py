@@ -33,7 +33,7 @@ class StopRequest(threading.Event):
 
     @property
     def seconds(self) -> float | None:
-        """How long ago it was set; None where it was not."""
+        """Seconds since it was set; None where it was not."""
         return None if self._since is None else time.monotonic() - self._since
 
 

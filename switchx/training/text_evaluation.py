@@ -39,10 +39,12 @@ class TextEvaluation:
         batch_size: largest number of inputs in a batch.
         beam_size, max_new_tokens: beams and longest output, as in `switchx eval`; texts are
             decoded greedily or by beam search, not sampled.
-        time_share: most seconds of generation for a second of training since the evaluation
-            before. Where that is too little for all examples, only the first ones are answered,
-            two batches of each task at least (one before the first step); None answers all.
-        num_samples: texts of each task that are kept, in `predictions/` and TensorBoard.
+        time_share: largest number of seconds of generation for a second of training since the
+            evaluation before. Where that is too little for all examples, only the first ones
+            are answered, two batches of each task at least (one before the first step); None
+            answers all.
+        num_samples: number of texts of each task that are kept, in `predictions/` and
+            TensorBoard.
     """
 
     max_examples: int | None = None
@@ -88,10 +90,11 @@ class TextEvaluator(Protocol):
     """Generates texts with parameters as training has them; all processes call it together."""
 
     def __call__(self, params: dict, goes_on: Callable[[], bool]) -> dict[str, TaskTexts]:
-        """What is written, by task.
+        """The generated texts, by task.
 
         Args:
-            goes_on: is asked after a batch of each task whether there is time for another one.
+            goes_on: function that is called after a batch of each task and returns whether
+                there is time for another one.
         """
 
 

@@ -17,15 +17,15 @@ _MOST_NAMES = 20
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """What of the files of a corpus was read, and what was left out.
+    """Counts of a corpus' files that were read and that were left out.
 
     Attributes:
-        corpus: its name.
-        files: numbers of those that were read, by suffix.
-        num_bytes: theirs, as they lie there.
-        left_out: reason -> how many files, folders and links, and the names of the first.
-        rows: lines of text, or rows of tables, that were read; None where it was not counted.
-        rows_left_out: reason -> how many gave no document.
+        corpus: name of the corpus.
+        files: numbers of files that were read, by suffix.
+        num_bytes: bytes of these files on the disk.
+        left_out: by reason, the number of files, folders and links, and the names of the first.
+        rows: number of lines of text or rows of tables that were read; None if not counted.
+        rows_left_out: by reason, the number of rows that gave no document.
         documents: numbers of examples, by split.
     """
 
@@ -114,7 +114,7 @@ class CorpusSource:
 
 
 class Corpus(Protocol):
-    """What a task reads from."""
+    """The examples that a task reads."""
 
     @property
     def name(self) -> str: ...

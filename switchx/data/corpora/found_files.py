@@ -20,12 +20,12 @@ AGAIN = "read already"
 
 @dataclasses.dataclass
 class FoundFiles:
-    """What is in some folders.
+    """The files in some folders.
 
     Attributes:
-        files: their bytes, by path; sorted within each folder that was named.
-        left_out: reason -> names of files, folders and links.
-        seen: real paths of what was read or gone through: nothing is read twice, by links or
+        files: bytes of each file, by path; sorted within each folder that was named.
+        left_out: by reason, names of files, folders and links.
+        seen: real paths that were read or searched, so that nothing is read twice by links or
             because it is named twice.
     """
 

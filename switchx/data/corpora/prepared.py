@@ -146,7 +146,7 @@ def _damaged(recipe: Recipe, error: Exception, way_out: str) -> ValueError:
 
 @contextlib.contextmanager
 def _reading(recipe: Recipe) -> Iterator[None]:
-    """What fails in it is a matter of what is read, not of where it is written."""
+    """Turns errors in the context into errors of what is read, not of where it is written."""
     try:
         yield
     except (OSError, RuntimeError) as error:

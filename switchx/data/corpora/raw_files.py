@@ -54,7 +54,7 @@ class RawFile:
         return read_rows(path, self, tally)
 
     def state(self, path: Path) -> tuple:
-        """What changes with the rows and is quickly known."""
+        """Values that change with the rows and are quickly known."""
         return str(path.resolve()), *state_of(path)
 
 
@@ -188,7 +188,7 @@ def _csv_records(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _fault_of_quotes(record: str) -> tuple[int, str] | None:
-    """Where a record's quotes are wrong, and how; None where they are right."""
+    """The position and the kind of a wrong quote in a record; None where all are right."""
     at = 0
     while at < len(record):
         end = _CELL.match(record, at).end()

@@ -52,7 +52,7 @@ class TfdsFolder:
         return fingerprint_of("tfds", info.full_name, info.splits[split].shard_lengths)
 
     def account(self, corpus: str, *splits: str) -> Account:
-        """What the description says of some splits, the number of examples among it."""
+        """The account of some splits by TFDS' description, with their numbers of examples."""
         infos = {split: self.builder.info.splits[split] for split in splits}
         return Account(
             corpus,

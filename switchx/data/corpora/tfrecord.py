@@ -101,7 +101,7 @@ class TfRecordFiles:
 
 
 def record_offsets(path: str, data_dir: str | None) -> np.ndarray:
-    """Where each record of a plain file begins, int64, from the index or by going through it.
+    """The offset of each record in a plain file, int64, from the index or by reading the file.
 
     Raises:
         ValueError: the checksum of a length is another, or the file ends inside of a record.

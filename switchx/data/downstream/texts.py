@@ -29,12 +29,13 @@ _HIGHLIGHT_AFTER_END = re.compile(r"(\.|\?|\!|\"|\')\n@highlight\n")
 
 @dataclasses.dataclass(frozen=True)
 class TextExample:
-    """What a model reads and writes, and what metrics need besides.
+    """The inputs and targets of an example, and the further fields that metrics read.
 
     Attributes:
-        example_id: the data set's own name of the example.
-        answers: all that are right, where there are several; `targets` is the first.
-        group: examples of a group are measured together (MultiRC) or once (ReCoRD).
+        example_id: name of the example in the data set.
+        answers: all right answers, where there are several; `targets` is the first.
+        group: name of a group of examples that are measured together (MultiRC) or once
+            (ReCoRD).
         label: number of the class; None where targets are no class.
         choices: texts among which `label` is the right one, to be ranked by score.
     """

@@ -55,7 +55,7 @@ Bank = dict[str, jax.Array]
 
 
 class Kind(NamedTuple):
-    """What the program of a run depends on."""
+    """The properties of a run that its compiled program depends on."""
 
     stack: str
     is_first: bool
@@ -67,7 +67,7 @@ class Kind(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a run adds to a step.
+    """The terms that a run adds to a step.
 
     Attributes:
         stats: statistics of its Switch layers, `[J, ...]`, summed over microbatches; None
@@ -114,12 +114,12 @@ class RunPrograms:
         return cross_entropy_of(embedding, x_BLD, targets_BL, weights_BL, loss)
 
     def begin(self, blocks, batch, key):
-        """What all runs read, the input of the first one, which it does not read, and the
-        dense parameters of that run, gathered (`gathered_run`).
+        """The inputs of all runs, the message before the first run, which it does not read, and
+        the gathered dense parameters of that run (`gathered_run`).
 
         Args:
             blocks: dense parameters of each stack's blocks, by the stack's name, as in all of
-                these.
+                these methods.
         """
         M = self._num_microbatches
         rows = into_microbatches(self._config, batch, M)
@@ -131,7 +131,7 @@ class RunPrograms:
         return inputs, self._first_message(rows), self._first_dense(blocks)
 
     def begin_eval(self, blocks, batch):
-        """What `begin` gives, where nothing is random and there is one microbatch."""
+        """The results of `begin`, where nothing is random and there is one microbatch."""
         rows = jax.tree.map(lambda x: x[:, None], batch)
         return (
             {"rows": rows, "keys": None},
@@ -205,10 +205,10 @@ class RunPrograms:
         return message, whole(jnp.any(used_MJE, axis=0)), stats, ahead
 
     def _neighbour(self, kind: Kind, way: int):
-        """Where the run after (`way` 1) or before (-1) is; None where there is none.
+        """The place of the run after (`way` 1) or before (-1); None where there is none.
 
         Returns:
-            A function from blocks and the run's place to the stack and the place.
+            A function of blocks and the run's place that returns the stack and the place.
         """
         names, stack = stack_names(self._config), kind.stack
         if not (kind.is_last if way == 1 else kind.is_first):

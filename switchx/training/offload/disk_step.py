@@ -36,17 +36,17 @@ from switchx.training.offload.disk_runs import Bank, Kind, RunPrograms
 
 
 class ExpertBanks(Protocol):
-    """Where the experts of a run come from, and where their gradients go.
+    """The source of a run's experts, and the receiver of their gradients.
 
-    A bank has the parameters of all experts of a run's Switch layers by path, `[E, ...]`, zeros
-    for those that are not used. `used_JE` says who is.
+    A bank has the parameters of all experts of a run's Switch layers by path, `[E, ...]`, with
+    zeros for experts that are not used. `used_JE` is true for those that are.
     """
 
     def expected(self, run: Run) -> np.ndarray:
         """`used_JE` of a run before its routers have chosen."""
 
     def prefetch(self, run: Run, sweep: int, used_JE: np.ndarray) -> None:
-        """Begins to read what `fetch` will be asked for; returns before it is there."""
+        """Begins to read the experts that `fetch` will return, and does not wait for them."""
 
     def fetch(self, run: Run, sweep: int, used_JE: np.ndarray) -> Bank:
         """The bank, on the device."""

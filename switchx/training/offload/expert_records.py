@@ -118,7 +118,7 @@ class ExpertRecords:
 
     @property
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """What the experts are in a state that has them, `[N, E, ...]` by name, on the host."""
+        """Shape structs of the experts in a state on the host, `[N, E, ...]` by name."""
         on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         repeats = collections.Counter(n for form in self._forms.values() for n in form.types)
         return {
@@ -333,7 +333,7 @@ class ExpertRecords:
         self._counts["updates"] += 1
 
     def metrics(self) -> dict[str, float]:
-        """What has happened since this was called last.
+        """The counts since the last call.
 
         `touched_share` is the share of this process' experts that an update uses, the paper's
         alpha.

@@ -75,7 +75,7 @@ def ring_scan(
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """What is static of a scan: how the arguments of `run` are put together."""
+    """The static part of a scan: how the arguments of `run` are put together."""
 
     run: Callable
     of_blocks: Any

@@ -135,7 +135,7 @@ class Goodput:
         return self._compiled.seconds
 
     def goes_on_with(self, cause: Cause) -> None:
-        """What this process does from now on."""
+        """Counts the time until now for the cause before, and from now on for `cause`."""
         now, compiled = self._clock(), self._compiled.seconds
         compiled_s = compiled - self._compiled_before
         self.seconds["compile"] += compiled_s
@@ -144,7 +144,7 @@ class Goodput:
 
     @contextlib.contextmanager
     def during(self, cause: Cause) -> Iterator[None]:
-        """What happens within is of another cause than before and after."""
+        """Counts the time within the context for `cause`, and after it for the cause before."""
         before = self._cause
         self.goes_on_with(cause)
         try:
@@ -187,7 +187,7 @@ class Goodput:
 
 
 def _read(path: pathlib.Path) -> dict[str, Any] | None:
-    """What earlier processes counted; None if there was none."""
+    """The counts of earlier processes; None without any."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

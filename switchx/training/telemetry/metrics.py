@@ -144,7 +144,7 @@ def _lines_until(path: pathlib.Path, last_step: int) -> Iterator[bytes]:
 
 
 def last_metrics(path: pathlib.Path, last_step: int, every: int) -> dict[str, Any] | None:
-    """What a log has of the last multiple of `every` up to `last_step`; None for nothing."""
+    """The metrics logged at the last multiple of `every` up to `last_step`, or None."""
     lines = map(json.loads, _lines_until(path, last_step) if path.exists() else ())
     return next((line for line in [*lines][::-1] if line["step"] % every == 0), None)
 
