@@ -59,8 +59,8 @@ class Model:
 
     Attributes:
         config: configuration of the model.
-        params: its parameters, a nested dictionary of arrays named by their dimensions;
-            experts of a quantized model are `pallas_kernels.QTensor`s.
+        params: parameters, a nested dictionary of arrays named by their dimensions; experts of
+            a quantized model are `pallas_kernels.QTensor`s.
         vocabulary: vocabulary of its token ids; None for a converted model that came without
             one.
         step: training step of the checkpoint that it was read from.

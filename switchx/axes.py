@@ -42,8 +42,8 @@ def dims_of(name: str, ndim: int) -> str:
 
     Args:
         name: the last part of the parameter's path.
-        ndim: how many dimensions the array has; one more than the suffix has letters
-            when layers are stacked. A scalar (an optimizer's count) has no suffix.
+        ndim: number of the array's dimensions; one more than the suffix has letters when layers
+            are stacked. A scalar (an optimizer's count) has no suffix.
 
     Raises:
         ValueError: the suffix has unknown letters or their number does not fit `ndim`.

@@ -72,13 +72,13 @@ class Answer:
     """The answer to an input, or one of several.
 
     Attributes:
-        input: its place in the request.
-        text: None of a model without a vocabulary.
+        input: index of the input in the request.
+        text: text of the tokens; None from a model without a vocabulary.
         score: log-probability over length ** length_penalty, the end included.
-        is_finished: it came to an end; otherwise it was cut off.
-        more: whatever else the server says of it, by its names.
-        sample: with `num_return_sequences` above 1 which of the input's answers it is, from 0
-            on; of a search and of `best_of` the first one is the best.
+        is_finished: whether the output came to an end; otherwise it was cut off.
+        more: further fields that the server sends, by name.
+        sample: index of the answer among the input's, from 0 on, with `num_return_sequences`
+            above 1; of a search and of `best_of` the first one is the best.
     """
 
     input: int

@@ -113,7 +113,7 @@ class FieldError(ValueError):
     """A field of a configuration cannot have its value.
 
     Attributes:
-        field: its name.
+        field: name of the field.
     """
 
     def __init__(self, config, field: str, way_out: str):
@@ -129,7 +129,7 @@ class Option:
     Attributes:
         type: type of its values: with `choices`, the type of the first one; for a list, the
             type of its items.
-        choices: all values of a `Literal`, otherwise None.
+        choices: values of a `Literal`; None for other types.
         help: help text of one line.
         least, most: bounds of its numbers, both included; None is no bound.
         is_list: whether its values are tuples of any length.

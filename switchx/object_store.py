@@ -185,7 +185,7 @@ class Mirror:
     """The small files of a folder in a store, on this machine: read and written here, then put.
 
     Attributes:
-        folder: with a copy of them, of this process alone, deleted when it ends.
+        folder: folder with a copy of the files, of this process alone, deleted when it ends.
     """
 
     # Large, and read where they are; or of this machine alone.

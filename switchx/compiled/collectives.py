@@ -46,12 +46,12 @@ class HloCollective:
     """One collective instruction.
 
     Attributes:
-        kind: its name in HLO, one of `KINDS`.
+        kind: name of the collective in HLO, one of `KINDS`.
         arrays: (dtype, shape) of each result; several where XLA combined them.
         groups: device numbers of each group; of a permute, source and target.
-        num_bytes: all arrays on one device where they are whole: the result of an
-            all-gather, the operand of a reduce-scatter and of an asynchronous ragged
-            all-to-all (which the TPU compiler pads), either of the others.
+        num_bytes: bytes of all arrays on one device where they are whole: of the result of an
+            all-gather, of the operand of a reduce-scatter and of an asynchronous ragged
+            all-to-all (which the TPU compiler pads), of either in the others.
     """
 
     kind: str

@@ -45,8 +45,8 @@ class Array:
     """An array that an instruction returns.
 
     Attributes:
-        dtype: its name in HLO, such as `bf16`, `pred` or `f8e4m3fn`.
-        shape: its sizes; () of a scalar and of a token.
+        dtype: name of the dtype in HLO, such as `bf16`, `pred` or `f8e4m3fn`.
+        shape: sizes of the dimensions; () of a scalar and of a token.
         layout: the order of its dimensions, its tiles and its memory space: `S(1)` is a TPU's
             vector memory, `S(5)` the host's.
     """
@@ -152,7 +152,7 @@ class Computation:
     In a scheduled program, as all compiled ones are, it is the order in which they run.
 
     Attributes:
-        computations: all of the program's, by name.
+        computations: all computations of the program, by name.
     """
 
     name: str
@@ -174,8 +174,8 @@ class Program:
 
     Attributes:
         num_devices: the number of devices that run it.
-        computations: all of them by name, in the order of the text.
-        entry: the one that a run begins with.
+        computations: all computations by name, in the order of the text.
+        entry: computation that a run begins with.
     """
 
     num_devices: int

@@ -24,7 +24,7 @@ class Example(NamedTuple):
     """Token ids of one example; `inputs` is empty for a causal language model.
 
     Attributes:
-        is_prefix_bidirectional: in a decoder-only row, its inputs see all of its inputs.
+        is_prefix_bidirectional: whether the inputs attend to all inputs in a decoder-only row.
     """
 
     inputs: np.ndarray

@@ -47,12 +47,12 @@ class BatchConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Which rows of each global batch a process reads: some of `count` equal parts.
+    """The rows of each global batch that a process reads: some of `count` equal parts.
 
     Processes that hold the same rows (model parallelism across hosts) read the same parts.
 
     Attributes:
-        parts: their indices, ascending.
+        parts: indices of the parts, ascending.
         count: parts of a batch.
     """
 
@@ -110,7 +110,7 @@ class TrainLoader:
 
     Args:
         source: a task, or a mixture of several; their training splits are read.
-        data_dir: where prepared corpora are; see `Corpus.open`.
+        data_dir: folder of prepared corpora; see `Corpus.open`.
 
     Raises:
         ValueError: the batch size does not divide by the shards, a seed below 0, or a task

@@ -37,9 +37,10 @@ class Objective(abc.ABC):
     Attributes:
         reads: keys of the records that it needs.
         ends_inputs_with_eos: whether its inputs end in EOS.
-        has_sentinels: its inputs hold sentinels, as those of span corruption.
-        is_prefix_bidirectional: in a decoder-only model, inputs see all inputs (prefix LM);
-            otherwise each token sees those before it alone. An encoder sees all in any case.
+        has_sentinels: whether its inputs hold sentinels, as in span corruption.
+        is_prefix_bidirectional: whether in a decoder-only model inputs attend to all inputs
+            (prefix LM); otherwise each token attends to those before it alone. An encoder's
+            inputs attend to all in any case.
     """
 
     reads: ClassVar[tuple[str, ...]]
@@ -201,9 +202,9 @@ class InputsToTargets(RecordObjective):
     Attributes:
         prefix: text put before all inputs, such as `translate English to German: `, by
             which one model tells the tasks of a mixture apart.
-        is_prefix_bidirectional: in a decoder-only model, inputs see all inputs, as in the
-            prefix LM of Raffel et al. (section 3.2.1) and in all runs from before there was
-            a choice. False suits a model that was pretrained causally; T5X's decoder-only
+        is_prefix_bidirectional: whether in a decoder-only model inputs attend to all inputs, as
+            in the prefix LM of Raffel et al. (section 3.2.1) and in all runs from before there
+            was a choice. False suits a model that was pretrained causally; T5X's decoder-only
             model is causal unless `inputs_bidirectional_attention` is set.
     """
 

@@ -109,7 +109,7 @@ class StreamPlan:
         """Examples dropped and truncated before the cursors, together: `task/dropped`, ...
 
         Args:
-            cursors: one in the last dimension; any before it.
+            cursors: cursors, one in the last dimension; any dimensions before it.
         """
         tasks = cursors.view(cursor_dtype(len(self.tasks)))["tasks"]
         return {
@@ -125,7 +125,7 @@ class Shuffled:
     `[i]` is known without what stands before it.
 
     Args:
-        seed: at least 0, as many integers as wanted.
+        seed: integers of at least 0, any number of them.
     """
 
     def __init__(self, records: Sequence[Any], seed: Sequence[int]):
@@ -165,7 +165,7 @@ class RowStream:
     """The rows that one row of the batch is filled with: lists of packed examples.
 
     Args:
-        cursor: where to go on; `StreamPlan.new_cursor()` at first.
+        cursor: position of the first record; `StreamPlan.new_cursor()` at first.
     """
 
     def __init__(self, plan: StreamPlan, row: int, is_packed: bool, cursor: np.ndarray):

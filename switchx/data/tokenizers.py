@@ -62,7 +62,7 @@ class Vocabulary(abc.ABC):
 
     Attributes:
         size: rows that an embedding needs: one more than the largest id, padding included.
-        num_sentinels: how many sentinels there are.
+        num_sentinels: number of sentinels.
     """
 
     pad_id: ClassVar[int] = PAD_ID

@@ -76,7 +76,7 @@ def dropout(x, rate: float, *, key: jax.Array | None, shared_dims: tuple[int, ..
     Args:
         x: rows of a batch, or its routing groups; a row's mask depends on its place in the
             batch (`partitioning/replicas.py`).
-        key: None leaves x as it is (evaluation).
+        key: random key; None leaves x as it is (evaluation).
         shared_dims: dimensions along which one mask is shared; T5 shares it over length.
     """
     if key is None or rate == 0.0:

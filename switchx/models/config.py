@@ -85,7 +85,7 @@ class ModelConfig:
         d_model, d_ff, num_heads, d_head: D, F, H and K.
         num_encoder_layers: 0 in a decoder-only model.
         switch: the Switch layers, or None for a dense model.
-        norm_epsilon: added to the variance in norms.
+        norm_epsilon: epsilon that is added to the variance in norms.
         max_length: rows of the position table, where there is one: `learned` and TUPE's.
         relative_buckets, relative_max_distance: number of T5's relative position buckets, and
             the distance from which all share the last one.

@@ -20,7 +20,7 @@ class ParameterCount:
         positions: the learned position table; of every stack the relative bias, and TUPE's
             table and projections.
         logits: the untied logits' matrix.
-        attention: self- and cross-attention; of Switch attention the output matrix.
+        attention: matrices of self- and cross-attention; of Switch attention the output matrix.
         dense_ffn: the FFNs of dense blocks, and shared experts.
         experts: all experts of all Switch layers.
         router: weights and balancing biases.
@@ -133,8 +133,8 @@ def flops_per_sequence(
     Biases, norms, softmax, activations, dropout, gathers and losses are not counted.
 
     Args:
-        encoder_length, decoder_length: in tokens; `encoder_length` is 0 in a decoder-only
-            model. The papers' figures are at 512 and 114.
+        encoder_length, decoder_length: lengths in tokens; `encoder_length` is 0 in a
+            decoder-only model. The papers' figures are at 512 and 114.
 
     Raises:
         ValueError: `encoder_length` does not fit the architecture.

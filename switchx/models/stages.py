@@ -96,8 +96,8 @@ class Run:
 
     Attributes:
         stack: `encoder` or `decoder`.
-        place: its number in the stack.
-        is_first, is_last: in its stack.
+        place: number of the run in the stack.
+        is_first, is_last: whether it is the first or the last run of its stack.
         layers: numbers of its Switch layers, in the order of `sparse_layer_names`.
         names: paths of the parameters of the experts of each of these; they are the same in
             all runs of a stack, whose parameters are stacked over N.

@@ -32,7 +32,7 @@ def scanned_blocks(tree: dict, period: int, stack=np.stack) -> dict:
 
     Args:
         period: blocks of the run that is scanned, `ModelConfig.period`.
-        stack: what makes one array of several; `jnp.stack` for arrays of JAX.
+        stack: function that makes one array of several; `jnp.stack` for arrays of JAX.
 
     Raises:
         ValueError: the period does not divide the layers of a stack, or layers that would be

@@ -126,7 +126,7 @@ class ExpertFFN:
         w_in_EDF, w_gate_EDF, w_out_EFD: arrays, or, where nothing is trained, `QTensor`s or
             `SeparateMatrices`.
         b_in_EF, b_out_ED: biases, or None.
-        key: for dropout; None where nothing is random.
+        key: random key of dropout; None where nothing is random.
         activation, dropout_rate: activation and dropout rate of the hidden layer.
     """
 

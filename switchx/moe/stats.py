@@ -25,7 +25,7 @@ class Choices:
 
     Attributes:
         expert_BLS: chosen experts; the number of experts where nothing is chosen.
-        gate_BLS: their weights.
+        gate_BLS: weights of the choices.
     """
 
     expert_BLS: jax.Array

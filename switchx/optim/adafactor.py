@@ -96,7 +96,7 @@ class Adafactor:
             that each step takes away, whatever the learning rate; None for none.
         min_dim_size_to_factor: matrices with a side below this keep every second moment.
             T5X exempts stacked and expert parameters from it; here stacking changes nothing.
-        epsilon1: added to squared gradients.
+        epsilon1: epsilon that is added to squared gradients.
         epsilon2: the smallest parameter scale.
     """
 

@@ -37,9 +37,9 @@ class Rules:
             router `DE` has experts in it and belongs to none).
         may_stay_whole: letters of parameters that are replicated where the axes do not divide
             them; a vocabulary's size is given by its tokenizer. Other letters raise an error.
-        vocab_room: where V of parameters is split over axes of the batch
-            (`layers/embedding.py`), the size of the buffers of the exchange, in even shares of
-            tokens that are all different. A buffer too small for a text costs time, never rows.
+        vocab_room: size of the buffers of the exchange, where V of parameters is split over
+            axes of the batch (`layers/embedding.py`), in even shares of tokens that are all
+            different. A buffer too small for a text costs time, never rows.
         optimizer_slices: axes of the batch along which the optimizer state is sliced, beside
             the parameter's own axes; parameters are whole there (ZeRO-1,
             `optimizer_slices.py`).

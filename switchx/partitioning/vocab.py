@@ -118,8 +118,8 @@ def look_up(
         id_T: ids from 0 to V - 1; one outside gives a row of NaN, as `jnp.take` does.
         axes: devices of the exchange.
         factor: see `buffer_rows`.
-        everywhere: all axes whose devices have different tokens, `axes` among them: they have
-            to agree on the buffer.
+        everywhere: all axes whose devices have different tokens, `axes` included: their devices
+            have to agree on the buffer.
     """
     is_id_T = (id_T >= 0) & (id_T < owners.num_rows)
     id_T = jnp.where(is_id_T, id_T, 0)

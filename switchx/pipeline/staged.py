@@ -83,7 +83,7 @@ def run_pipeline(
         inputs: other arrays that the lanes read, whole in every stage.
         replicas: axes of `replicas.py`; gradients are summed over them after the last tick, to
             slices where an optimizer has these (`optimizer_slices.py`).
-        input_specs: how the inputs are split over `replicas`.
+        input_specs: specs of the inputs over `replicas`.
 
     Raises:
         ValueError: the mesh has other stages than the schedule.

@@ -41,7 +41,7 @@ class StateArray:
     Attributes:
         name: name such as `decoder/blocks/1/ffn/w_in_EDF`; a statistic has its parameter's
             name.
-        dims: its dimension letters; `""` where it is whole on every device.
+        dims: dimension letters of the array; `""` where it is whole on every device.
         itemsize: bytes of an element; half of one of int4.
         param: dimension letters and shape of the parameter that a statistic with letters
             belongs to; None otherwise.

@@ -79,7 +79,7 @@ def search(
     so many bytes travel either way.
 
     Args:
-        storage: where the experts are.
+        storage: storage of the experts.
     """
     plans, refused, smallest = [], collections.Counter(), None
     for layout in layouts(workload, hardware, devices, refused):

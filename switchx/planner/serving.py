@@ -37,8 +37,8 @@ class ServedModel:
     """A model in use, and the batches that it is used with.
 
     Attributes:
-        weights: its parameters; see `weights_of`.
-        batch_size: B, texts at once.
+        weights: parameters of the model; see `weights_of`.
+        batch_size: B, the number of texts at once.
         input_length: M, most tokens of an input.
         max_new_tokens: most tokens of an output.
         num_beams: L.

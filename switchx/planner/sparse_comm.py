@@ -27,7 +27,7 @@ class SparseLayer:
     Attributes:
         num_groups, tokens_per_group, num_choices, capacity: G, T, S and C.
         num_experts, d_model, d_ff: E, D and F.
-        is_gated, has_bias: which weights an expert has.
+        is_gated, has_bias: whether an expert has gate weights, and biases.
         activation_bytes, param_bytes: bytes of one element of the activations and parameters.
         num_slots: R of a bank that is gathered from the experts (`moe/expert_copies.py`); None
             where experts stay where they are.

@@ -252,7 +252,7 @@ class _Inside:
     """The devices of a group that one node has, behind a switch or on a torus.
 
     Attributes:
-        lines: on a torus, what they lie along; () behind a switch.
+        lines: lines that they lie along on a torus; () behind a switch.
     """
 
     network: Network

@@ -166,8 +166,8 @@ def task_tables(
     rows and with experts in storage: there the configured dispatcher runs.
 
     Args:
-        job: with a router by task; its own mesh and microbatches do not count.
-        mesh: or anything with a `shape` like one's.
+        job: job with a router by task; its own mesh and microbatches do not count.
+        mesh: a mesh, or any object with a `shape` like a mesh's.
     """
     place = Placement.on(mesh, rules)
     is_whole = num_microbatches == 1 and job.step.bucket_bytes is None

@@ -264,7 +264,7 @@ def loss_terms(
     balance loss and router z-loss, averaged or summed over the Switch layers.
 
     Args:
-        sums: None for a part without target tokens.
+        sums: token sums; None for a part without target tokens.
         stats: `[N, ...]` of all Switch layers, or of some layers of one stack; None for none.
         stack: the stack whose layers the statistics are of; None where they are of the whole
             model.

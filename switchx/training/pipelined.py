@@ -156,7 +156,7 @@ def sums_of_part(
     """Sums over the target tokens of a part along L of the decoder's last message.
 
     Args:
-        first: where it begins.
+        first: index along L at which the part begins.
     """
     batch, _ = microbatch_of(inputs, op._replace(microbatch=op.last_microbatch))
 

@@ -123,8 +123,8 @@ class Corpus(Protocol):
         """Examples of `split`, prepared first where they are not yet.
 
         Args:
-            data_dir: where data is looked for and prepared; None takes the environment
-                variable SWITCHX_DATA_DIR, without it the cache.
+            data_dir: folder in which data is looked for and prepared; None takes the
+                environment variable SWITCHX_DATA_DIR, without it the cache.
 
         Raises:
             ValueError: no such split, or data that is missing, unreadable or empty.

@@ -32,7 +32,7 @@ class TfdsFolder:
 
     Attributes:
         builder: TFDS' reader of its description.
-        data_dir: where indexes are kept, as `Corpus.open` takes it; local.
+        data_dir: local folder in which indexes are kept, as `Corpus.open` takes it.
     """
 
     builder: Any

@@ -39,7 +39,7 @@ class Downstream:
     """A data set of the table.
 
     Attributes:
-        dataset: its name there.
+        dataset: name of the data set in the table.
         manual_dir: folder of its files, or one above it; None reads it from TFDS' folder.
     """
 

@@ -121,8 +121,8 @@ class LogitsReader:
         """`token_BLK` and `logit_BLK` of some rows of a batch.
 
         Args:
-            batch: these rows alone.
-            rows: their numbers in the global batch, ascending.
+            batch: the rows' part of the batch.
+            rows: numbers of the rows in the global batch, ascending.
 
         Raises:
             ValueError: the teacher has not read these rows together, or a file is damaged.

@@ -44,9 +44,9 @@ class DistilledProgram(CopiesProgram):
     """The programs of a job with a `distillation`.
 
     Attributes:
-        teacher: configuration of the teacher as it is evaluated here: by `gather`, which every
-            mesh can, without replicas.
-        teacher_folder, teacher_step: its run and checkpoint.
+        teacher: configuration of the teacher as it is evaluated here: with dispatcher `gather`,
+            which runs on every mesh, and without replicas.
+        teacher_folder, teacher_step: run folder and checkpoint of the teacher.
     """
 
     def __init__(self, job: TrainingJob, devices=None):

@@ -103,8 +103,8 @@ class DeviceBanks:
         """The bank with these rows, zeros for all other experts.
 
         Args:
-            rows: `[X, ...]` by path; those of other processes' experts are not read. The
-                memory must not change: on a CPU a device's array may be this one.
+            rows: parameters `[X, ...]` by path; rows of other processes' experts are not read.
+                The memory must not change: on a CPU a device's array may be this one.
         """
         placed = {
             name: jax.make_array_from_callback(
@@ -131,7 +131,7 @@ class DeviceBanks:
         whole array.
 
         Args:
-            rows: their numbers, ascending.
+            rows: numbers of the rows, ascending.
         """
         size = len(array) // self._P
         shards = {

@@ -135,7 +135,7 @@ class ExpertRecords:
         """Opens the store, without records.
 
         Args:
-            default: its folder, where the job names none.
+            default: folder of the store where the job names none.
 
         Raises:
             ValueError: another run has it open, or the folder is no store.
@@ -151,7 +151,7 @@ class ExpertRecords:
         """Waits for reads and writes, and lets another run open the store.
 
         Args:
-            trace_file: for the requests, those of process 0.
+            trace_file: file for the trace of process 0's requests.
         """
         self._store.close()
         if jax.process_index() == 0 and (trace := self._trace.trace()) is not None:

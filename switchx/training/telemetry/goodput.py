@@ -79,10 +79,10 @@ class Goodput:
     """Seconds by cause, of this process and those before it in the same run folder.
 
     Attributes:
-        seconds: by cause. `start`: until the first step of a run. `restart`: the same of a
-            process that resumes, and steps that were lost with an earlier one. `data`: the
-            devices had no step, as the host had no batch. `compile`: wherever it happens.
-            `step`: everything else between the first step and the last.
+        seconds: seconds by cause. `start`: until the first step of a run. `restart`: until the
+            first step of a process that resumes, and steps that were lost with an earlier
+            process. `data`: the devices had no step, as the host had no batch. `compile`:
+            wherever it happens. `step`: everything else between the first step and the last.
         restarts: processes that resumed.
         lost_steps: steps that were taken again, as they were after the last checkpoint.
     """
