@@ -79,9 +79,9 @@ def train(
 ) -> loop.Outcome:
     """Trains a job in a run folder, from where its last complete checkpoint left off.
 
-    As `switchx train` does: the folder gets checkpoints, metrics.jsonl, TensorBoard events, the
-    configuration as a gin file and the commit. Called again with the same job it goes on, to
-    the bit; `dataclasses.replace(job, train_steps=...)` trains longer.
+    It does what `switchx train` does: the folder gets checkpoints, metrics.jsonl, TensorBoard
+    events, the configuration as a gin file and the commit. A second call with the same job
+    continues to the same bits; `dataclasses.replace(job, train_steps=...)` trains longer.
 
     Args:
         job: job that `switchx.job_from_gin` returned, or built from its dataclasses. A class or

@@ -80,7 +80,7 @@ def read_manifest(folder: Folder, name: str, checksum: Checksum) -> dict[str, An
     """The content of a manifest, its own checksum included.
 
     Raises:
-        ValueError: it is missing or damaged; a clause that begins with "it".
+        ValueError: the manifest is missing or damaged; the message is a clause with "it".
     """
     try:
         content = read_json_object(folder / name)

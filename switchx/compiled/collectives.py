@@ -76,7 +76,7 @@ def executed_collectives(
 ) -> Counter[HloCollective]:
     """Counts how often one run of the program executes each of its collectives.
 
-    Of a conditional's branches the one that moves the most bytes counts.
+    In a conditional, the branch that moves the most bytes counts.
 
     Args:
         shares: see `Program.sum_of_run`.

@@ -78,7 +78,7 @@ def require_mesh_fits(mesh: MeshSpec, topology: Topology) -> None:
     """Checks that a mesh uses all of a slice's devices, before anything is compiled.
 
     Raises:
-        ValueError: it does not; the message names slices and meshes that go together.
+        ValueError: the mesh does not; the message names slices and meshes that go together.
     """
     there = topology.num_devices
     needed = mesh.num_devices(there)

@@ -28,9 +28,9 @@ def matrix_flops(
 ) -> int:
     """Adds up 2 m n k of every matrix product that a run of the program executes.
 
-    TPUs have convolutions where there were products; these count what they multiply, without
-    padding and dilation. A TPU's kernels count as they say. Of a conditional's branches the
-    most expensive one counts.
+    The TPU compiler turns products into convolutions; these count what they multiply, without
+    padding and dilation. A TPU's kernels count the FLOPs that they declare. In a conditional,
+    the most expensive branch counts.
 
     Args:
         hlo: HLO text of the program, as `compiled.as_text()`.

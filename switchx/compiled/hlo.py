@@ -269,7 +269,7 @@ def parse(text: str) -> Program:
     """Reads the HLO text of one compiled program.
 
     Raises:
-        ValueError: it is no HLO text, or two programs' texts.
+        ValueError: the text is no HLO, or is of two programs.
     """
     sizes = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
     computations, entry, current = {}, None, None

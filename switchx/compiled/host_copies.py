@@ -81,7 +81,7 @@ def _kind(start: Instruction) -> str:
     """The opcode of the copy that is started; of a fusion, that of its computation's root.
 
     Raises:
-        ValueError: it is no copy.
+        ValueError: the instruction is no copy.
     """
     kind = start.opcode.removesuffix("-start")
     if kind == "fusion":

@@ -96,9 +96,9 @@ def moved_bytes(
     group_sizes: Sequence[int] = (),
     rates: Rates | None = None,
 ) -> Moved:
-    """Adds up what one run of the program launches and moves.
+    """Adds up the launches of one run of the program and the bytes that they move.
 
-    Of a conditional's branches the one that moves the most counts.
+    In a conditional, the branch that moves the most bytes counts.
 
     Args:
         hlo: HLO text of the program, as `compiled.as_text()`.

@@ -230,9 +230,9 @@ def expert_bytes(program: TrainingProgram) -> int:
 def slots_per_token(program: TrainingProgram) -> float | None:
     """Expert slots that a forward pass in training computes, over the tokens it routes.
 
-    Of one microbatch, whose tokens are grouped apart. Layers of the encoder and of the
-    decoder weigh by their tokens. Where rows are not in equal blocks it is the experts that a
-    token meets; None in a dense model.
+    They are counted for one microbatch, whose tokens are grouped apart. Layers of the encoder
+    and of the decoder are weighted by their tokens. Where rows are not in equal blocks it is
+    the number of experts that a token meets; None in a dense model.
 
     Raises:
         RuntimeError: rows are in equal blocks, but no product of theirs is found.

@@ -64,7 +64,7 @@ def added_token(fields: dict[str, Any], where: str) -> AddedToken:
     """The token that a JSON object describes.
 
     Raises:
-        ValueError: it has no id and text, a flag that is none, or anything else.
+        ValueError: the object has no id or text, a flag that is no boolean, or other fields.
     """
     kinds = {field.name: field.type for field in dataclasses.fields(AddedToken)}
     is_right = (

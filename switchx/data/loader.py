@@ -178,7 +178,7 @@ class TrainLoader:
                 number of shards and prefetching may differ from what they were.
 
         Raises:
-            ValueError: it was taken from another source, batch config, seed or version,
+            ValueError: the state is from another source, batch config, seed or version,
                 or does not hold this shard's rows.
         """
         _require_same(state["pipeline"], self._description())
@@ -245,7 +245,7 @@ def merge_states(states: Sequence[dict]) -> dict:
     """One loader state that holds all rows, from those of all shards, in any order.
 
     Raises:
-        ValueError: they are of several steps or pipelines, or disagree about a row.
+        ValueError: the states are of several steps or pipelines, or disagree about a row.
     """
     merged, held = states[0], {}
     for state in states:

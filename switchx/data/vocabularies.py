@@ -70,7 +70,7 @@ class LateVocabulary(Vocabulary):
         """The vocabulary itself.
 
         Raises:
-            ValueError: it cannot be made or read.
+            ValueError: the vocabulary cannot be made or read.
         """
 
     def encode(self, text: str) -> list[int]:
@@ -93,8 +93,8 @@ class LateVocabulary(Vocabulary):
 class CorpusVocabulary(LateVocabulary):
     """A SentencePieceVocabulary of training splits; the same wherever it is trained.
 
-    Kept in `vocabularies` below the data folder, under a name that changes with whatever
-    determines it.
+    It is stored in `vocabularies` below the data folder, under a name that changes with
+    everything that determines it.
 
     Attributes:
         corpus: corpus to train on, or several, such as one for each pair of languages.

@@ -251,7 +251,7 @@ def read_spec(path: pathlib.Path) -> Hardware:
     """Reads and checks a spec file; `specs/` has examples.
 
     Raises:
-        ValueError: it is no TOML, or fields are missing, unknown, or out of range.
+        ValueError: the file is no TOML, or fields are missing, unknown, or out of range.
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -126,10 +126,10 @@ def attend_by_cudnn(
 ):
     """`attend` by cuDNN's flash attention, which keeps no scores for its backward pass.
 
-    A path of one platform, not measured yet: the default is `attend` (docs/compiled.md).
+    It is a path of one platform, not measured yet; the default is `attend` (docs/compiled.md).
 
     Raises:
-        ValueError: it cannot run here, or not on these arrays.
+        ValueError: cuDNN's attention cannot run here, or not on these arrays.
     """
     (_, L, _, _), M = query_BLHK.shape, memory.key_BHKM.shape[3]
     _require_cudnn(query_BLHK.dtype, L, M)

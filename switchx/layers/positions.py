@@ -66,8 +66,8 @@ def relative_buckets(
 class RelativeBias(nnx.Module):
     """One bias a bucket and head, shared by the layers of a stack, or one of each layer.
 
-    Of each layer (`relative_bias_per_layer`) the parameter is `[N, U, H]`, and the heads of the
-    result are those of all layers, one layer after the other.
+    With one of each layer (`relative_bias_per_layer`) the parameter is `[N, U, H]`, and the
+    result has the heads of all layers, one layer after the other.
     """
 
     def __init__(self, config, *, num_layers: int, is_bidirectional: bool, key):

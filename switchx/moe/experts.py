@@ -46,9 +46,10 @@ absent_rows_p.def_abstract_eval(lambda x_RD, count_E, *, layer: x_RD)
 class AbsentExperts:
     """The experts of a layer that runs elsewhere, a bank without weights.
 
-    Of a model's parameters it is the layer's `w_in_EDF`, and the only one of its experts. A
-    program with it is not compiled as it is: `cut_program.py` ends one part of it
-    where the rows of the layer are known, and begins the next with what their experts gave.
+    Among a model's parameters it takes the place of the layer's `w_in_EDF`, and the layer has
+    no other expert parameters. A program with it is not compiled as it is: `cut_program.py`
+    cuts it where the rows of the layer are known; the next part begins with the experts'
+    outputs.
 
     Attributes:
         layer: number of the Switch layer in its model.
@@ -68,7 +69,7 @@ class AbsentExperts:
 class ReplicatedWeight:
     """A layer's `w_in_EDF` and, beside it, which expert is in which slot (`replicas.py`).
 
-    Of a model's parameters it stands in the place of the weight, as `training/step.py` puts it.
+    Among a model's parameters it takes the place of the weight.
 
     Attributes:
         expert_of_slot_R: int32; R slots.

@@ -160,8 +160,9 @@ def batch_parts(mesh, rules: Rules) -> int:
 def arranged(devices: Sequence, sizes: Mapping[str, int]) -> np.ndarray:
     """Orders the devices as the array of a mesh: inner axes in a machine, `node` along a rail.
 
-    Of TPUs a machine is a slice, whose chips are wired as a torus: axes follow its sides, and
-    slices are along the outermost axes, or along `node`. The rest is of other machines.
+    With TPUs a machine is a slice, whose chips are wired as a torus: axes follow its sides, and
+    slices are along the outermost axes, or along `node`. The next paragraph is about other
+    machines.
 
     In clusters whose machines have one network card a GPU, the cards of equal local rank are
     connected by one switch, a rail. The outer part of a hierarchical all-to-all exchanges
@@ -171,8 +172,8 @@ def arranged(devices: Sequence, sizes: Mapping[str, int]) -> np.ndarray:
     goes to the axes before it. Without `node` the mesh takes machine after machine.
 
     Args:
-        devices: as many as the mesh has; those of equal machines keep their order, and so do
-            TPUs where those of a slice do not fill a box.
+        devices: devices, as many as the mesh has. Devices of equal machines keep their order,
+            and so do TPUs where those of a slice do not fill a box.
         sizes: sizes of the axes, outermost first; `node` directly before the axes of `WITHIN`.
 
     Raises:

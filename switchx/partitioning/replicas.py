@@ -52,9 +52,9 @@ def run_on_replicas(function: Callable, axes: MeshAxes, rows, others):
     Where an optimizer has slices along `axes`, `function` returns a pair whose first part are
     gradients by their parameters' names: these are reduce-scattered to the slices.
 
-    To be differentiated inside and not from outside: with gradients among what `function`
-    returns, they cross `axes` once. Nothing that is differentiated may be summed over `axes`
-    inside, since its gradient would be summed once more.
+    Differentiate inside of `function`, not from outside: gradients that `function` returns
+    cross `axes` once. Inside, nothing that is differentiated may be summed over `axes`, since
+    its gradient would be summed once more.
 
     Args:
         axes: mesh axes that `replica_axes` returns; with () the function runs as it is.

@@ -88,7 +88,7 @@ class ScheduleSpec:
             repeats: runs of `period` blocks in the stack; no chunk has a part of one.
 
         Raises:
-            ValueError: they cannot.
+            ValueError: the blocks do not divide.
         """
         chunks = num_stages * self.num_chunks
         if repeats % chunks:
@@ -158,7 +158,7 @@ class Schedule:
         """Checks that a mesh has as many stages.
 
         Raises:
-            ValueError: it has others.
+            ValueError: the mesh has another number of stages.
         """
         planned = self.num_stages
         require(

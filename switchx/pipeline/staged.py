@@ -72,11 +72,11 @@ def run_pipeline(
 ) -> PipelineResult:
     """Computes gradients of `scale` times the sum of all chunks' values over all microbatches.
 
-    To be called in the scope of a mesh with an axis `pipe` of `schedule.num_stages`.
+    It must be called in the scope of a mesh with an axis `pipe` of `schedule.num_stages`.
 
     Args:
-        link: makes the first message of a lane of the last one of the lane before; linear.
-            None where there is one lane.
+        link: linear function from the last message of one lane to the first message of the
+            next. None where there is one lane.
         blocks: parameters of each lane, stacked over N in their first dimension, which is
             split over `pipe`.
         shared: parameters that every stage has a copy of.

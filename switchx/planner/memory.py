@@ -141,7 +141,8 @@ def in_flight(layout: Layout, num_stacks: int = 1) -> tuple[int, ...]:
 def state_bytes(workload: Workload, layout: Layout, kind: str) -> float:
     """Bytes of the parameters (`params`) or of the optimizer's state on one device.
 
-    Of a pipeline, on the first stage: its share of the blocks, and all that is in no block.
+    In a pipeline they are the bytes on the first stage: its share of the blocks, and all arrays
+    that are in no block.
     """
     arrays = (array for array in workload.state if array.kind == kind)
     return sum(_local_bytes(array, layout) for array in arrays)

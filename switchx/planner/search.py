@@ -74,9 +74,9 @@ def search(
 ) -> Search:
     """Predicts every layout over `devices` and ranks those that fit by time.
 
-    Of several numbers of microbatches a layout has the fastest that fits. What the optimizer
-    keeps is whole in every replica where that fits, and in slices where it does not (ZeRO-1):
-    so many bytes travel either way.
+    A layout takes the number of microbatches that is the fastest among those that fit. The
+    optimizer state is whole in every replica where that fits, and in slices where it does not
+    (ZeRO-1): equally many bytes travel either way.
 
     Args:
         storage: storage of the experts.

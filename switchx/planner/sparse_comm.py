@@ -125,8 +125,8 @@ def gather_forward_collectives(
     """Collectives of a forward pass by `gather`, as the compiler makes them of its shardings.
 
     Slots go to the devices of their experts and back. Where F is split their outputs are
-    summed. Of groups that do not divide over the devices each device has the outputs of its
-    experts' slots alone, and these tokens are summed.
+    summed. Where groups do not divide over the devices, each device has the outputs of its
+    experts' slots alone, and tokens are summed over the devices.
     """
     place, tokens = Placement.on(mesh, rules), layer.num_groups * layer.tokens_per_group
     slots, found = _slot_bytes(layer, place), []

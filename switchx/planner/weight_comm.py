@@ -142,8 +142,8 @@ def gradient_sums(
 def into_slices(found: list, workload: Workload, layout: Layout) -> list:
     """A step's collectives with gradients scattered to slices, and new parameters gathered.
 
-    Scattered once a step; where routing groups are on several replicas, in every microbatch, as
-    the compiler has it.
+    Gradients are scattered once a step; where routing groups are on several replicas, in every
+    microbatch, as the compiler does it.
 
     Args:
         found: collectives that `step_comm.step_collectives` returned, which name what they sum.

@@ -83,10 +83,10 @@ class CopiesProgram(TrainingProgram):
             self.slot_tables = self._tables(load_NE)
 
     def _initial_tables(self) -> tuple[np.ndarray, ...]:
-        """Copies as of an even load, or the experts of each device's tasks.
+        """Copies for an even load, or the experts of each device's tasks.
 
         Raises:
-            ValueError: they do not go with the mesh or the step.
+            ValueError: the copies do not suit the mesh or the step.
         """
         job, switch = self.job, self.job.model.switch
         if is_by_task(job.model):

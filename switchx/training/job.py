@@ -206,13 +206,13 @@ class TrainingJob:
         return with_multipliers(built, self.step.rate_multipliers)
 
     def require_storage(self, sizes: Mapping[str, int]) -> None:
-        """Checks that experts can be where `storage` has them, as the planner says.
+        """Checks that experts can be stored as `storage` says, by the planner's rules.
 
         Args:
             sizes: sizes of the mesh's axes, by name.
 
         Raises:
-            ValueError: they cannot; says why, and the way out.
+            ValueError: the experts cannot be there; the message says why, and the way out.
         """
         reason = self.storage_refusal(self.storage.experts, sizes)
         require(reason is None, reason)
@@ -285,7 +285,7 @@ class TrainingJob:
         """Checks that the model has an embedding for every token id.
 
         Raises:
-            ValueError: it has too few rows.
+            ValueError: the embedding has too few rows.
         """
         if self.vocabulary.size > self.model.vocab_size:
             raise ValueError(
@@ -319,7 +319,7 @@ class TrainingJob:
         """Checks that evaluations have the metric of the best checkpoint.
 
         Raises:
-            ValueError: they have not; names those that they have.
+            ValueError: evaluations have no such metric; the message names their metrics.
         """
         best, known = self.retention.best_metric, self.evaluated_metrics
         way_out = (

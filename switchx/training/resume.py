@@ -45,7 +45,7 @@ def require_vocabulary_of(run: RunFolder, job: TrainingJob, name: str) -> None:
         name: name of the setting that gave the folder, for messages.
 
     Raises:
-        ValueError: it is no run folder, or it has another vocabulary.
+        ValueError: `run` is no run folder, or has another vocabulary.
     """
     require(
         run.config.is_file(),

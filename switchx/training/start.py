@@ -96,7 +96,7 @@ def _teacher_of(run: RunFolder) -> dict[str, Any] | None:
     """The record of the teacher that `first_state` wrote; None in older runs, which have none.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the record cannot be read.
     """
     if not run.taught_by.exists():
         logger.warning(

@@ -97,7 +97,8 @@ class CorpusSource:
 
         Raises:
             IndexError: `index` is not in [0, len).
-            ValueError: it cannot be read, or is not UTF-8; names file, record and way out.
+            ValueError: the record cannot be read, or is not UTF-8; the message names the file,
+                the record and the way out.
         """
         if not 0 <= index < len(self.records):
             raise IndexError(f"{self.name} has {len(self.records)} examples; index={index}")

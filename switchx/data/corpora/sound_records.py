@@ -45,7 +45,7 @@ class SoundRecords:
 
         Raises:
             IndexError: `index` is not in [0, len).
-            ValueError: it cannot be read; names file, record and the way out.
+            ValueError: the record cannot be read; the message names file, record and way out.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"{self.name} has {len(self)} records; index={index}")

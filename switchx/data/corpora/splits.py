@@ -73,7 +73,7 @@ def parse_split(split: str) -> tuple[SplitPart, ...]:
     """The parts of `train[:90%]+validation`.
 
     Raises:
-        ValueError: it is not of this form.
+        ValueError: the text is not of this form.
     """
     parts = []
     for text in split.split("+"):

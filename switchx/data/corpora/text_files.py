@@ -93,7 +93,7 @@ class TextFiles:
 def find_texts(path: str | Sequence[str], columns: Sequence[str] | None = None) -> FoundFiles:
     """Text files that `path` names, in folders all, sorted; and what is left out.
 
-    Of a data set that `datasets` saved these are the files that its `state.json` lists.
+    For a data set that `datasets` saved they are the files that its `state.json` lists.
 
     Raises:
         ValueError: a path that does not exist, or holds no text; two files of one name that

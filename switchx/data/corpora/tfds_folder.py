@@ -162,7 +162,8 @@ def find_folder(name: str, data_dir: str | None) -> TfdsFolder:
             (`gs://...`).
 
     Raises:
-        ValueError: it is not prepared below any of the folders, or not in this version.
+        ValueError: the data set is not prepared below any of the folders, or not in this
+            version.
     """
     path, _, version = name.partition(":")
     is_local = locations.local_or_none(data_dir) == data_dir

@@ -66,7 +66,7 @@ def rows_of_tfds(name: str, data_dir: str | None) -> Rows:
     """Rows of a prepared data set such as `glue/cola`.
 
     Raises:
-        ValueError: it is not there (`find_folder`).
+        ValueError: the data set is not there (`find_folder`).
     """
     folder = find_folder(name, data_dir)
     names = {

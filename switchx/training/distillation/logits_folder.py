@@ -109,7 +109,7 @@ class LogitsReader:
         """Reads the manifest; the digests when they are needed first.
 
         Raises:
-            ValueError: it is missing or damaged.
+            ValueError: the folder is missing or damaged.
         """
         self._folder, self._parts = folder, None
         try:

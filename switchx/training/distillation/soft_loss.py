@@ -173,8 +173,8 @@ def check_teacher(student: ModelConfig, teacher: ModelConfig, where: str) -> Non
         where: the teacher's folder, for messages.
 
     Raises:
-        ValueError: they read other inputs, the student has token ids that the teacher does not
-            have, or the teacher needs to know a row's task.
+        ValueError: the models read different inputs, the student has token ids that the teacher
+            does not have, or the teacher needs to know a row's task.
     """
     require(
         student.architecture == teacher.architecture,

@@ -45,7 +45,7 @@ class WeightsAndBiases:
         """The package, imported here alone.
 
         Raises:
-            ValueError: it is not installed.
+            ValueError: the package is not installed.
         """
         try:
             return importlib.import_module("wandb")
@@ -84,7 +84,7 @@ def checked_writers(writers: Sequence[Writer]) -> tuple[Writer, ...]:
     """The writers as a job keeps them.
 
     Raises:
-        ValueError: one is neither callable nor a description that is known.
+        ValueError: a writer is neither callable nor a known description.
     """
     plain = tuple(map(without_gin, writers))
     for writer in plain:
@@ -100,7 +100,7 @@ def require_writers(writers: Sequence[Writer]) -> None:
     """Checks what is known before a run begins: that packages can be imported.
 
     Raises:
-        ValueError: one cannot.
+        ValueError: a package cannot be imported.
     """
     for writer in writers:
         if isinstance(writer, WeightsAndBiases) and jax.process_index() == 0:

@@ -39,7 +39,7 @@ class ProfiledSteps:
         """Checks that the run has these steps.
 
         Raises:
-            ValueError: it ends before.
+            ValueError: the run ends before.
         """
         require(
             self.end <= train_steps,
