@@ -84,12 +84,13 @@ def _prepare(scheme: str, name: str) -> None:
 
 @functools.cache
 def _teach_orbax_s3() -> None:
-    """Orbax then gives TensorStore the driver of S3 for `s3://`.
+    """Makes Orbax give TensorStore the driver of S3 for `s3://`.
 
-    Of addresses it knows `gs://`. What it makes of one is the same for S3 but for the driver.
+    Orbax knows the addresses `gs://`. Its specification of one is the same for S3, but for the
+    driver.
 
     Raises:
-        ValueError: this version of Orbax makes it elsewhere.
+        ValueError: this version of Orbax makes the specification elsewhere.
     """
     import orbax.checkpoint
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Live progress: on a terminal a bar and lines, in a notebook one display, elsewhere lines.
 
-Every reporter shows log records too while it is entered. Those of switchx are shown from INFO
-on: what takes time says that it begins. Those of libraries from WARNING on, Python's warnings
-(`logging.captureWarnings`) among them.
+Every reporter shows log records too while it is entered. Records of switchx are shown from INFO
+on: slow operations log that they begin. Records of libraries are shown from WARNING on, and
+Python's warnings (`logging.captureWarnings`) with them.
 """
 
 import abc

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one reader of HLO text: computations of a compiled program and their instructions.
 
-The syntax is XLA's (`compiled.as_text()`), of its CPU, GPU and TPU compilers. What is counted
-in a program is a sum over its instructions, those in loops by their trips
+The syntax is XLA's (`compiled.as_text()`), of its CPU, GPU and TPU compilers. Every count of a
+program is a sum over its instructions, where those in loops count by their trips
 (`Program.sum_of_run`): collectives (`collectives.py`), FLOPs (`flops.py`), bytes that kernels
 move (`moved_bytes.py`). Copies that make it slow are in `host_copies.py`.
 """

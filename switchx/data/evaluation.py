@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is asked for evaluation, and what its answers are worth.
+"""The examples that a model answers in evaluation, and the metrics of its answers.
 
 A task and a split give `EvaluationExamples`: texts and tokens of the inputs as training reads
 them, targets with all that metrics need, and `metrics(predictions)`. Who generates the

@@ -266,7 +266,7 @@ def _warn_of_empty_references(tokenizer, name: str, targets: Sequence[str]) -> N
 class Squad:
     """Exact match and token F1 of answers, each the best over the right answers.
 
-    As T5's `squad` and `trivia_qa` metrics (`qa_utils`).
+    They are T5's `squad` and `trivia_qa` metrics (`qa_utils`).
 
     Attributes:
         normalization: `squad`, as SQuAD's own script: lower case, without punctuation,

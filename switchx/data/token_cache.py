@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens of a corpus' records, made when they are asked for, or kept on disk.
 
-What is kept lies in `tokens/<corpus>_<key>/` of the data folder: all ids in one file, where
-each sequence ends in another, and a description. The key is of everything that determines the
+Kept tokens are in `tokens/<corpus>_<key>/` of the data folder: all ids in one file, the ends of
+the sequences in another, and a description. The key is of everything that determines the
 ids: the records' content, the vocabulary, the objective and `VERSION`. Another text, vocabulary
 or prefix is made anew under another key, never mixed with what was there. The folder is written
 under another name and renamed when it is whole: a process that is killed leaves nothing that is

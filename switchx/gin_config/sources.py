@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job takes of the run INIT_FROM and of VOCABULARY_FILE: before its flags are read.
+"""Settings that a job takes from the run INIT_FROM and VOCABULARY_FILE, before its flags.
 
 The model of a run folder is bound after the gin files and before the flags. Fields that decide
 what parameters mean are the folder's, those that an evaluation may change are so where no gin

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device, its host and the networks around it can do: spec files.
+"""Spec files: rates and sizes of a device, its host and the networks around it.
 
 One efficiency a resource. The files in `specs/` name the source of every number and are
 written before anything is compared with a measurement; nothing here is fitted. A device is what

@@ -93,8 +93,8 @@ def softmax_in(dtype, scores_BHLM):
     """softmax over the last dimension in the scores' dtype, rounded to `dtype` at its end.
 
     Its backward pass reads the rounded weights, which the product with the values keeps too, so
-    that none of the size of the scores are kept in float32. Of w, as rounded, the gradient is
-    w (dw - sum(w dw)) in the scores' dtype.
+    that no array of the scores' size is kept in float32. The gradient of the scores is
+    w (dw - sum(w dw)) in their dtype, with w as rounded.
     """
     return jax.nn.softmax(scores_BHLM, axis=-1).astype(dtype)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What dense layers are made of: initial weights, dropout, norms, and the feed-forward network.
+"""Parts of dense layers: initial weights, dropout, norms, and the feed-forward network.
 
 Weights: Fedus et al. 2021 (arXiv:2101.03961), section 2.4: a truncated normal of standard
 deviation sqrt(scale / fan_in), where a scale of 0.1 instead of T5's 1.0 keeps sparse models

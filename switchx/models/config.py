@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is: frozen, validated descriptions with every derived size as a property."""
+"""Frozen, validated configurations of models, with every derived size as a property."""
 
 import dataclasses
 import math

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model costs: its parameters and its FLOPs, counted from the description alone.
+"""Parameters and FLOPs of a model, counted from its configuration alone.
 
 FLOPs by Kaplan et al. 2020 (arXiv:2001.08361), section 2.1, as Fedus et al. 2021
 (arXiv:2101.03961), Table 9, counts them. No array is made.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model with fewer experts: the most used ones, or groups of like experts merged into one.
 
-Or with none: of each Switch layer one FFN, the most used expert or the mean of all.
+Or a model without experts: each Switch layer becomes one FFN, its most used expert or the mean
+of all.
 
 Dropping keeps the experts that most tokens chose. Merging follows Chen et al. 2024 (HC-SMoE,
 arXiv:2410.08589): experts are clustered by what they compute on a sample, average linkage; and
@@ -12,7 +13,8 @@ experts as the second step of deployment.
 A merged expert stands for several. Its logit is fitted to the largest of theirs, which decides
 whether a token chooses one of them and how it is weighted. In the softmax it counts as many
 times as `sum_e exp(z_e)` is larger than that (`RouterConfig.counts_merged`), so that the
-probabilities of the other experts stay. Of experts that are equal, routers too, both are exact.
+probabilities of the other experts stay. Where experts and their routers are equal, both are
+exact.
 Dims: E experts, D model, F ffn, R rows of the sample, C members of a cluster; X any of R and D
 """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the experts of a model can be in host memory or on a disk.
 
-What else a job must not have there: `training/offload/exclusions.py`.
+The other settings that a job must not have there are in `training/offload/exclusions.py`.
 """
 
 from collections.abc import Mapping

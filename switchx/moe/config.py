@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a router and a Switch layer are: frozen descriptions, refused where they cannot be.
+"""Frozen configurations of routers and Switch layers, refused where they contradict.
 
 Fedus et al. 2021 (arXiv:2101.03961); the papers of single choices stand beside them.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which experts are on which devices: replicas by load, or those of a device's tasks.
+"""Placement of experts on devices: replicas by load, or the experts of a device's tasks.
 
 Replicas are chosen and placed greedily, by the load of each expert.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which dispatcher runs a layer: the one table, the one choice, the refusals.
+"""The dispatchers: their table, the choice of the one that runs a layer, the refusals.
 
 Dims: G groups, T tokens of a group, S choices of a token
 """

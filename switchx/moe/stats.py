@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Switch layer measures about its routing, its auxiliary losses among it: sums alone.
+"""Routing statistics of a Switch layer, its auxiliary losses included: sums alone.
 
 Sums over tokens or groups add up over microbatches, stages, devices and batches, so a mean is
 the quotient of two of them and does not depend on how a batch was split. `RoutingStats` holds

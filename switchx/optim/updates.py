@@ -55,9 +55,9 @@ def _squared_norm(gradient):
 def apply_updates(params, updates):
     """`params + updates`, each in its parameter's dtype.
 
-    As `optax.apply_updates`. The sum is rounded to the nearest value: below float32, an update
-    less than half the distance to a parameter's neighbour (2^-9 of a bfloat16 parameter) is
-    lost, so keep parameters that are trained in float32.
+    It does what `optax.apply_updates` does. The sum is rounded to the nearest value: below
+    float32, an update less than half the distance to a parameter's neighbour (2^-9 of a
+    bfloat16 parameter) is lost, so keep parameters that are trained in float32.
 
     To leave parameters and state as they were when a gradient is not finite, put the whole
     update under `jax.lax.cond`: it works in place. `jnp.where` afterwards makes XLA copy

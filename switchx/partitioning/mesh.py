@@ -248,9 +248,9 @@ def _on_torus(slices: list[list], sizes: Mapping[str, int], nodes: int = 1) -> n
 def machine_of(device) -> int:
     """The number of the machine that a device communicates from.
 
-    Of GPUs the slice, which XLA makes of the machine (or of the NVLink domain) however many
-    processes share it; of TPUs the slice, within which all chips are wired to their
-    neighbours; of CPUs the process.
+    With GPUs it is the slice, which XLA makes of the machine (or of the NVLink domain) however
+    many processes share it; with TPUs the slice, within which all chips are wired to their
+    neighbours; with CPUs the process.
     """
     if device.platform == "cpu":
         return device.process_index

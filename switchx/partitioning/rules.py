@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which mesh axis each dimension letter is split over: one table for the whole project.
+"""The mesh axes that each dimension letter is split over: one table for the whole project.
 
 Fedus et al. 2021 (Switch Transformers, arXiv:2101.03961), section 5, for the default; Chen
 et al. 2023 (Pipeline MoE, arXiv:2304.11414), section 3.3, for its alternative. The letters are

@@ -117,7 +117,7 @@ class Topology:
     def _nearest(self) -> list["Topology"]:
         """The slice with the nearest sides, or those with the next fewer and more chips.
 
-        Of flat slices, which are few, the nearest in chips.
+        Among flat slices, which are few, they are the nearest in the number of chips.
         """
         wanted, there = math.prod(self.shape), _slices(self.kind)
         if self.generation.axes != len(self.shape):

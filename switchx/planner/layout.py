@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the planner plans: a training step, and how it is spread over devices.
+"""The planner's input: a training step, and a layout of it over devices.
 
 A `Workload` is a job's step as shapes and bytes (`training/program.py` makes it), a `Layout` a
 mesh with its dispatcher and microbatches.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a model that writes texts is split over devices: bytes on each, and the time of a step.
+"""Splits of a model for generation over devices: bytes on each, and seconds of a decode step.
 
 Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 3.1, step 4. A step of decoding reads the
 weights and the cache once, so its time is their bytes on a device over the memory's bandwidth

@@ -15,9 +15,9 @@ Copies of the forward and backward pass run beside its products, those of the up
     step = max(products + collectives, layers' copies) + max(update, its copies)
 
 where a sweep's copies are its bytes over the bandwidth, on each way by itself; with a disk also
-those within the host's memory, which all of a host's processors make. Of a cache of c
-records, where a step touches t, c / t are taken to hit, which a policy that knows the order of
-the sweeps nearly reaches (docs/storage.md).
+the copies within the host's memory, which all of a host's processors make. With a cache of c
+records and a step that touches t, the hit rate is taken to be c / t, which a policy that knows
+the order of the sweeps nearly reaches (docs/storage.md).
 Symbols: D dense and S sparse parameters, L Switch layers, N devices, a touched share (the
 paper's alpha)
 """

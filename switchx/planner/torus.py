@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the axes of a mesh lie along the sides of a TPU slice, and the links that gives them.
+"""The axes of a mesh along the sides of a TPU slice, and the links that they get there.
 
 A slice of a torus is a box of devices. A side is a ring where it is long enough for its ends to
 be joined, else a line. An axis takes whole sides where its size is their product, as many as it

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to change where no layout of a step runs or fits.
+"""Changes to propose where no layout of a step runs or fits.
 
 Devices, rows, routing groups, remat, or where the experts are: a change is named only where
 the planner finds a plan with it or, of the nearest numbers of devices and rows, a layout that

@@ -179,7 +179,7 @@ def into_slices(found: list, workload: Workload, layout: Layout) -> list:
 
 
 def _slice_of(each, shapes: dict, layout: Layout) -> OptimizerSlice | None:
-    """The slices of the parameter whose gradient is summed; None of all else."""
+    """The slices of the parameter whose gradient is summed; None for other collectives."""
     name = each.what.removeprefix(GRADIENT)
     is_sum = (each.kind, each.part) == ("all-reduce", "weights")
     if not is_sum or name == each.what or name not in shapes:

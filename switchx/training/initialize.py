@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a new run takes from an earlier one: its parameters by rules, its optimizer if asked.
+"""Parameters of a new run from an earlier one, by rules, and the optimizer state if asked.
 
 The rules are those of T5X's `assignment_map` (Roberts et al. 2022, arXiv:2203.17189): ordered
 pairs of a regular expression, which has to match a parameter's whole path, and a replacement,

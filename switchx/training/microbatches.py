@@ -125,8 +125,8 @@ def rows_kept_together(model: ModelConfig, batch: dict, num_microbatches: int) -
 def own_rows_axes(rows: dict, *models: ModelConfig) -> MeshAxes:
     """The axes of the mesh in use whose devices run a microbatch's rows by themselves.
 
-    Those of replicas, where each has whole routing groups; () where some group's tokens are
-    on several replicas, and without a mesh.
+    They are the axes of replicas, where each replica has whole routing groups; () where some
+    group's tokens are on several replicas, and without a mesh.
 
     Args:
         rows: the batch, as `into_microbatches` returns it.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradients of a training step whose blocks are split over the stages of a pipeline.
 
-Chen et al. 2023 (Pipeline MoE, arXiv:2304.11414), section 3.3. The same loss, the same
-microbatches and the same keys as in `training/step.py`, so the same gradients.
+Chen et al. 2023 (Pipeline MoE, arXiv:2304.11414), section 3.3. The loss, the microbatches
+and the keys are the same as in `training/step.py`, and so are the gradients.
 
 Dims: B batch, L length, D model, V vocabulary
 """

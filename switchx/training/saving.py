@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a run saves its state, where, and what a signal leaves time for.
+"""Saving of a run's state: when, where, and how much of it after a signal.
 
 A run resumes from what is newest: a copy on the machines' disks (checkpoint/local_copies.py)
 or a checkpoint of its folder. A machine that is taken back gets SIGTERM and is killed after a

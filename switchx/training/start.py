@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run starts: which program trains it, and which parameters it begins with."""
+"""The start of a run: the program that trains it, and the parameters that it begins with."""
 
 import dataclasses
 import hashlib

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a task reads from: a corpus, and the examples of one of its splits."""
+"""A corpus, and the examples of one of its splits, which a task reads."""
 
 import dataclasses
 import hashlib

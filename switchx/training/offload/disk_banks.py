@@ -9,8 +9,8 @@ and gradients are gathered before they leave the devices. So where an axis that 
 the experts (`data`, `fsdp`, `model`) crosses processes, each of these has its own copy of an
 expert; their gradients are equal, to the bit, and so are the copies.
 
-What is moved are rows, of experts that a step uses: T of each part, as many as the part with
-the most of them has, made up to a power of two or to all, so that few programs are compiled.
+Rows of experts that a step uses are moved: T of each part, as many as the part with the most of
+them has, rounded up to a power of two or to all, so that few programs are compiled.
 Which experts are used is known to all processes, so all of them run the same programs.
 
 Dims: D model, F ffn, E experts, P parts of them, T rows of a part, X = P T rows of all parts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is computed of one run of blocks: forward, and backward from the kept input.
+"""The computations of one run of blocks: forward, and backward from the kept input.
 
 SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.2. Pure functions of the dense
 parameters, a bank of the run's experts, and all microbatches of a batch; `layered_step.py`

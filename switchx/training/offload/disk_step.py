@@ -6,11 +6,11 @@ on the device. The loss, the microbatches and the keys are those of `training/st
 chunks and their objective those of a pipeline (`stack_lane`), so the gradients are the same.
 
 Forward goes run by run, all microbatches of a run together, and keeps the runs' inputs, as
-remat `full` does. The experts of a run are fetched before its router has chosen: those that
-were chosen lately, with zeros in the place of all others. What the router chose is looked at
-one run late, while the next one computes. Where an expert was absent, it is fetched and the run
-and what followed are computed again: a wrong guess costs time and changes no number. Backward
-computes each run again from its input, with just the experts that forward used.
+remat `full` does. The experts of a run are fetched before its router has chosen: the experts
+that were chosen lately, with zeros in the place of all others. The router's choices are read
+one run late, while the next run computes. Where an expert was absent, it is fetched, and this
+run and the later ones are computed again: a wrong guess costs time and changes no number.
+Backward computes each run again from its input, with just the experts that forward used.
 
 Dims: B batch, L length, D model, M microbatches (in `message_shapes`: memory), J Switch layers
 of a run, E experts, S choices of a token, X choices of all tokens

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What excludes experts in host memory or on a disk: one table for plan, compile and train.
+"""Settings that exclude experts in host memory or on a disk: one table for all commands.
 
-What depends on the model and the mesh alone is the planner's (`planner/storage_tiers.py`).
+Reasons that depend on the model and the mesh alone are in `planner/storage_tiers.py`.
 """
 
 import dataclasses

@@ -3,9 +3,9 @@
 
 SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.2, Figure 3: experts that will be used
 come from the disk into a cache in host memory, and from there to the device. A record changes
-by its own update alone, so a step that is not taken leaves every record as it was. What is
-behind (lazy_update.py) is brought up to date where it is fetched, and is stored so before an
-evaluation and a checkpoint, whose records are then all of one update.
+by its own update alone, so a step that is not taken leaves every record as it was. A record
+that misses updates (lazy_update.py) gets them where it is fetched, and is stored with them
+before an evaluation and a checkpoint, whose records are then all of one update.
 
 Where several processes train, each has the records of its own devices' experts
 (layered_banks.py), and a store, cache and prefetch of its own. Which experts a step used, and

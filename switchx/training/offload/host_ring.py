@@ -164,7 +164,7 @@ def _scan_forward(ring: _Ring, x, stacks, resident, floats, fixed, others, numbe
 
 
 def _scan_backward(ring: _Ring, kept, gradients):
-    """The gradients of all arguments; None of those that are not differentiated."""
+    """The gradients of all arguments; None for arguments that are not differentiated."""
     x_N, held, stacks, resident, floats, fixed, others, number_X = kept
     d_x, d_y_N = gradients
     is_float = tuple(leaf.dtype != jax.dtypes.float0 for leaf in jax.tree.leaves(d_y_N))

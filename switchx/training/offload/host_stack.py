@@ -2,8 +2,8 @@
 """Parameters of stacked layers in host memory, and their slices on the device.
 
 A `HostStack` stands in the place of a parameter's array, in a tree or in a module, and tells
-the scan over layers (`host_ring.py`) to take its slices from where it is. What type an array
-has says where it is: `jax.typeof(array).memory_space`. On CPU a program has these types too,
+the scan over layers (`host_ring.py`) to take its slices from where it is. The type of an array
+has its memory space: `jax.typeof(array).memory_space`. On CPU a program has these types too,
 and one memory. Dims: N layers
 """
 

@@ -95,7 +95,7 @@ def split_state(optimizer, state: TrainState) -> SlicedState:
 
 
 def join_state(state: TrainState, parts: SlicedState) -> TrainState:
-    """The whole, of the structure of `state`. What the optimizer counts is the dense part's."""
+    """The whole state, with the structure of `state` and the dense part's optimizer counts."""
     params, opt_state = {}, {}
     for one in (*parts.experts.values(), (parts.dense.params, parts.dense.opt_state)):
         params |= tree.named_leaves(one[0])

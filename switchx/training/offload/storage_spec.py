@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run's experts are: on the devices, in host memory, or on a disk.
+"""The storage of a run's experts: the devices, host memory, or a disk.
 
 SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where metrics go beside the run folder: Weights & Biases, or a function of a user's own.
+"""Writers of metrics beside the run folder: Weights & Biases, or a user's own function.
 
 `TrainingJob.metric_writers` lists them: functions `(step, metrics) -> None` that a module
 defines, and `WeightsAndBiases`. They get what TensorBoard gets, numbers by flat names, with
