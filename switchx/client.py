@@ -23,9 +23,9 @@ from typing import Any
 import httpx2
 
 Inputs = str | Sequence[str] | Sequence[Sequence[int]]
-# What a server says where it cannot answer now, and may later.
+# HTTP status of a server that cannot answer now, and may later.
 BUSY = (429, 503)
-# Between attempts where the server does not say how long: doubled, up to the most.
+# Waits between attempts where the server gives none: doubled, up to the largest.
 FIRST_WAIT_S, MOST_WAIT_S = 0.25, 8.0
 
 

@@ -25,7 +25,7 @@ WARN_AFTER_S = 10.0  # of waiting for process 0
 GRACE_S = 2.0  # process 0 stays for so long, for the others to read why it ends
 FOREVER_MS = 30 * 24 * 3600 * 1000
 MAX_NAMED = 8  # of what differs
-# Of XLA's errors, those that the loss of another process may have caused.
+# Status of XLA's errors that the loss of another process may have caused.
 _CAUSED = re.compile(r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED):")
 
 

@@ -276,7 +276,7 @@ def _likelihood(folder: RunFolder, job: TrainingJob, step: int, reporter) -> dic
         return loop.evaluate_job(job, program, params)
 
 
-# What the model writes.
+# Texts that the model generates.
 
 
 def _with_split(source: Task | Mixture, split: str | None) -> Task | Mixture:

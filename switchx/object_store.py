@@ -293,7 +293,7 @@ def small_files(path: str | os.PathLike) -> pathlib.Path:
     return mirror(str(folder)).folder if is_address(folder) else folder
 
 
-# Of lists and objects in each other. json's own limit depends on how deep its caller stands.
+# Limits of nesting and size. json's own limit of nesting depends on its caller's stack.
 MAX_JSON_DEPTH, MAX_JSON_BYTES = 64, 1 << 28
 
 

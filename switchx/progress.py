@@ -24,7 +24,7 @@ from rich.table import Column
 
 ONE_LINE = Column(no_wrap=True)
 NOTE_EVERY_S = 10
-# Of a notebook's display: seconds between updates of the bar, and most lines below it.
+# A notebook's display: seconds between updates of the bar, and most lines below it.
 REDRAW_EVERY_S = 0.25
 SHOWN_LINES = 40
 
@@ -189,7 +189,7 @@ class TerminalReporter(Reporter):
         return self
 
     def __exit__(self, *exception) -> None:
-        # What remains on the terminal: the bar as it stood, or nothing if nothing was trained.
+        # The terminal keeps the bar as it stood, or nothing if nothing was trained.
         self._progress.update(self._task, time_left="", visible=self._first is not None)
         super().__exit__(*exception)
 

@@ -27,7 +27,7 @@ KINDS = (
     "collective-broadcast",
 )
 _IOTA = re.compile(r"\[(?P<groups>[\d,]+)\]<=\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?")
-# Of a mesh's devices: their numbers, or those of a transposed array.
+# Numbers of a mesh's devices, or those of a transposed array.
 _TRANSPOSED = re.compile(r"\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?")
 _MESH = re.compile(
     r"mesh\[(?P<sizes>[^\]]*)\](?:\((?P<devices>[^ {]*)\))? ?\{(?P<axes>[^}]*)\}"

@@ -14,7 +14,7 @@ import numpy as np
 
 from switchx.compiled.hlo import NO_SHARES, Instruction, parse
 
-# What a TPU's kernel says of itself (`pl.CostEstimate`).
+# The FLOPs that a TPU kernel declares (`pl.CostEstimate`).
 _KERNEL = re.compile(r'"tpu_custom_call".*"cost_estimate":\{"flops":"(\d+)"')
 _WINDOW = (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
 
@@ -76,7 +76,7 @@ def _convolution_flops(each: Instruction) -> int:
     flops = 2 * output[output_labels.index("b")] * output[output_labels.index("f")]
     flops *= right[right_labels.index("i")]
     for axis in range(len(left) - 2):
-        # Of a padding the part before.
+        # Only the padding before is read.
         stride, padding, left_dilation, right_dilation = (
             int(window[name].split("x")[axis].partition("_")[0]) if name in window else default
             for name, default in _WINDOW

@@ -27,7 +27,7 @@ _CALLED = re.compile(
     r"(?:calls|to_apply|body|(?:branch|called)_computations|(?:true|false)_computation)="
     r"\{?(%?[\w.-]+(?:, ?%[\w.-]+)*)"
 )
-# Of an attribute's value: a text in quotes, or what opens, closes or ends it.
+# A token of an attribute's value: a text in quotes, or a bracket or comma.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')

@@ -16,7 +16,7 @@ from switchx.compiled.hlo import Computation, Instruction, Program, parse, withi
 
 _HOST = "S(5)"
 _COPIES = ("dynamic-slice", "dynamic-update-slice", "copy")
-# What takes no time of the cores.
+# Instructions that take no time of the cores.
 _NO_WORK = re.compile(
     r"(?:.*-(?:start|done|update)|copy|bitcast|tuple|get-tuple-element|parameter|constant|"
     r"after-all|opt-barrier)$"

@@ -22,7 +22,7 @@ from switchx.data.streams import RowStream, StreamPlan
 from switchx.data.tasks import Task, open_task
 from switchx.fields import require, require_at_least
 
-# Of what the cursors in a state mean; another number whenever streams read otherwise.
+# Version of the cursors in a state; raise it whenever streams read differently.
 STATE_VERSION = 1
 
 _log = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ _MOST_SKIPPED = 100_000
 # look for an index below n for 65536 / n rounds.
 _FEW = 65_536
 
-# What the random generators are for; a part of their seed.
+# Purposes of the random generators; a part of their seed.
 DRAW, START, SHUFFLE = range(3)
 
 

@@ -31,7 +31,7 @@ from switchx.data.objectives import Objective, RecordObjective
 from switchx.data.tokenizers import Vocabulary
 from switchx.fields import describe
 
-# Of what is kept; another number whenever it is made or laid out otherwise.
+# Version of kept tokens; raise it whenever they are made or laid out differently.
 VERSION = 1
 _IDS, _ENDS, _DESCRIPTION = "ids.int32", "ends.npy", "description.json"
 

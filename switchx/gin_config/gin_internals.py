@@ -17,7 +17,7 @@ import gin
 from gin.selector_map import SelectorMap
 
 _MACRO = "gin.macro"
-# What `restored` restores.
+# Tables that `restored` restores.
 _TABLES = {
     "_CONFIG": dict,
     "_SINGLETONS": dict,

@@ -15,7 +15,7 @@ from typing import Any
 
 SPECS = pathlib.Path(__file__).parent / "specs"
 # `h200x8x16`: 16 nodes of 8 devices.
-# As JAX names the devices of the specs; a dash and the model's form may follow.
+# JAX's names of the specs' devices; a dash and the model's form may follow.
 _KINDS = {
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",

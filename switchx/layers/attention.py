@@ -83,7 +83,7 @@ def attend(
     if mask_BLM is not None:
         scores_BHLM = jnp.where(mask_BLM[:, None], scores_BHLM, MASKED)
     weights_BHLM = softmax_in(query_BLHK.dtype, scores_BHLM)
-    # Of a mask that all queries share, (w mask) v = w (mask v), and v is the smaller one.
+    # All queries share the mask, so (w mask) v = w (mask v), and v is the smaller array.
     value_BHMK = dropout(memory.value_BHMK, dropout_rate, key=key, shared_dims=(3,))
     return jnp.einsum("BHLM,BHMK->BHLK", weights_BHLM, value_BHMK)
 

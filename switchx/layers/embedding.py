@@ -97,7 +97,7 @@ def take_rows(table_VD, ids_BL, dims: str = "VD"):
     is_exchanged = bool(rows) and set(rows) <= set(batch)
     is_undivided = not is_exchanged and set(rows) & set(_axes("B", "activations"))
     if is_undivided or not set(columns) <= set(batch):
-        # Of a batch that does not divide: left to the compiler.
+        # The batch does not divide: the compiler splits the lookup.
         return jnp.take(table_VD, ids_BL, axis=0)
 
     def local(table_VD, ids_BL):

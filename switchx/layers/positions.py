@@ -97,7 +97,7 @@ class RelativeBias(nnx.Module):
         return jnp.einsum("LMU,UH->HLM", is_bucket_LMU, bias_UH)
 
 
-# Of fairseq, whose positions begin behind the id of padding, which is 1.
+# As in fairseq, whose positions begin after the id of padding, which is 1.
 _FIRST_SINUSOID = 2
 
 
@@ -126,7 +126,7 @@ class UntiedPositions(nnx.Module):
         self.config = config
         keys = jax.random.split(key, 3)
         D, H, K = config.d_model, config.num_heads, config.d_head
-        # Of unit variance, as normed words are; the authors put a LayerNorm behind the table.
+        # Unit variance, as normed words have; the authors put a LayerNorm after the table.
         table_LD = jax.random.normal(keys[0], (config.max_length, D), config.precision.params)
         self.positions_LD = nnx.Param(table_LD)
         self.w_query_DHK = weight(config, keys[1], (D, H, K), fan_in=D)

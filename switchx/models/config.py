@@ -22,7 +22,7 @@ from switchx.moe.config import RouterConfig, SwitchConfig
 
 __all__ = ["ModelConfig", "Precision", "RouterConfig", "SwitchConfig"]
 
-# What a file from elsewhere may not exceed: the largest model there is has 30 blocks of 2048
+# Limits for files from elsewhere: the largest model there is has 30 blocks of 2048
 # experts. Nothing is built, nor counted through, before.
 _SIZES = (
     "vocab_size",

@@ -25,7 +25,7 @@ from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig, requi
 from switchx.models.params import init_params
 from switchx.models.unroll import unrolled
 
-# Of the routers that are drawn.
+# Seed of the routers that are drawn.
 SEED = 0
 
 

@@ -179,7 +179,7 @@ def reroute(ranked_GTS, num_experts: int, capacity: int):
         first_GT,
         # `capacity` is no slot; a token that takes part in nothing keeps it.
         jnp.full_like(first_GT, capacity),
-        # Of the choices' own making, so that inside shard_map it varies as they do.
+        # Computed from the choices, so that inside of shard_map it varies as they do.
         jnp.zeros_like(first_GT, shape=(first_GT.shape[0], num_experts)) + 0 * first_GT[:, :1],
     )
     (expert_GT, slot_GT, _), _ = jax.lax.scan(round_of, start, jnp.moveaxis(ranked_GTS, -1, 0))

@@ -19,7 +19,7 @@ from switchx.partitioning.mesh import platform_of
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import Rules
 
-# Those that `moe.config.DISPATCHERS` names.
+# Functions of the dispatchers that `moe.config.DISPATCHERS` names.
 FUNCTIONS = {
     "gather": gather_dispatch,
     "einsum": einsum_dispatch,

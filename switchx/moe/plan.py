@@ -120,7 +120,7 @@ def make_plan(
         expert_GTS=expert_GTS,
         gate_GTS=chosen_gates(prob_GTE, expert_GTS, router.gate),
         slot_GTS=slot_GTS,
-        # What was asked for first: rerouted tokens are not what an expert attracts.
+        # First choices alone: rerouted tokens are no demand for an expert.
         count_GE=count_choices(asked_GTS[..., :1] if is_rerouted else asked_GTS, E),
         num_experts=E,
         capacity=capacity,

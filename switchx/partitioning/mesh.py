@@ -23,7 +23,7 @@ from switchx.partitioning.rules import TABLES, MeshAxes, Rules
 AXES = ("pipe", "data", "fsdp", "node", "expert", "model")
 # The axis of stages.
 PIPE = "pipe"
-# What a hierarchical all-to-all keeps within a machine.
+# Axes along which a hierarchical all-to-all stays within a machine.
 WITHIN = ("expert", "model")
 # The host's memory, as JAX names its kind.
 HOST = "pinned_host"
@@ -274,11 +274,12 @@ def _machines(devices: Sequence) -> list[list]:
 _OPTION = re.compile(r"xla_\w+=\S*")
 
 
-# Of programs that gather no weights. With it a loop over blocks reads a copy of all their
-# weights in the products' dtype: half of the parameters' bytes more, from the forward pass to
-# the end of the backward pass. Where weights are gathered it halves what travels.
+# Options of programs that gather no weights. With bfloat16 propagation a loop over blocks reads
+# a copy of all their weights in the products' dtype: half of the parameters' bytes more, from
+# the forward pass to the end of the backward pass. Where weights are gathered it halves the
+# bytes that are sent.
 DEFAULT_OPTIONS = {"tpu": {"xla_jf_bf16_propagation": "False"}}
-# Of programs that decode or score. None has been measured to be better on a device.
+# Options of programs that decode or score. None has been measured to be better on a device.
 DECODING_OPTIONS: dict[str, dict[str, str]] = {}
 
 

@@ -21,7 +21,7 @@ from switchx import tree
 from switchx.partitioning.constrain import constrain_params, current_rules, num_devices
 from switchx.partitioning.rules import MeshAxes, Rules, param_dims, param_spec, param_table
 
-# Of a TPU's vectors.
+# Lanes of a TPU's vectors.
 LANES = 128
 
 

@@ -184,8 +184,8 @@ SLICED_RULES = Rules(
         ("D", ("fsdp",)),
     )
 )
-# Of configs/meshes/pod.gin: experts on all devices with different tokens but replicas, and what
-# is no expert's in slices over those of them that `expert` does not name.
+# Rules of configs/meshes/pod.gin: experts on all devices with different tokens but replicas,
+# and all other parameters in slices over those of their axes that `expert` does not name.
 SPREAD_RULES = Rules(
     params=(
         ("N", ("pipe",)),

@@ -19,7 +19,7 @@ from switchx.partitioning.mesh import PIPE
 from switchx.pipeline.chunks import chunk_of, move_chunks
 from switchx.pipeline.schedule import Ops, Schedule
 
-# What a conditional of a tick asks, as a scope of names: programs are counted by them.
+# Conditions of a tick, as name scopes: `compiled` counts conditionals by them.
 IF_ACTIVE, IF_FIRST, IF_LAST = "if_any_active", "if_any_first", "if_any_last"
 
 

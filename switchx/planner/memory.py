@@ -24,7 +24,7 @@ from switchx.planner.step_comm import (
 LOGIT_BYTES = 4
 # Arrays of V that are alive at once: logits of the tokens taken at a time, and their gradient.
 LOGIT_COPIES = 2
-# Of a teacher: its logits, its probabilities, and the student's at their temperature.
+# A teacher's logits, its probabilities, and the student's at their temperature.
 TEACHER_LOGIT_COPIES = 3
 # Arrays `[tokens, F]` that the derivative of an activation function keeps beside the values
 # before and after it: counted in programs compiled without remat. Relu has a mask.
@@ -189,13 +189,13 @@ def _block(workload: Workload, layout: Layout, stack: str, remat: str) -> float:
     per_token = _attention(workload, layout, workload.length(stack), remat)
     if stack == "decoder" and model.is_encoder_decoder:
         per_token += _attention(workload, layout, workload.encoder_length, remat)
-    # Of a dense FFN: residual, norm, hidden values.
+    # A dense FFN keeps residual, norm and hidden values.
     hidden = (2 if model.is_gated else 1) + (1 if remat == "none" else 0)
     whole = 2 * model.d_model if remat == "none" else model.d_model
     per_token += (1 - sparse) * (whole + hidden * model.d_ff / layout.parts_of("F"))
     elements = tokens * per_token
     if sparse:
-        # Of a Switch layer: slots' inputs, hidden values and outputs; probabilities.
+        # A Switch layer keeps its slots' inputs, hidden values and outputs, and probabilities.
         per_row = 2 * model.d_model + hidden * _expert_d_ff(workload, layout)
         probabilities = tokens * model.switch.num_experts * 4 / width
         slots = _slot_rows(workload, layout, stack)

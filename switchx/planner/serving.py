@@ -25,7 +25,7 @@ from switchx.partitioning.mesh import AXES
 from switchx.planner.layout import Layout, StateArray, local_shape
 
 MOST_DEVICES = 2**12
-# What a model in use is split over.
+# Axes that a model in use is split over.
 SERVING_AXES = ("data", "expert", "model")
 _EXPERTS = "/experts/w_"
 _SCALE_BYTES = 4
@@ -227,7 +227,7 @@ def _ring(served: ServedModel, slots: int) -> Ring:
     layer = experts / len(config.sparse_layer_names)
     streams = streamed_layers(config, slots)
     stacks = [config.sparse_layer_names[number].split()[0] for number in streams]
-    # Of 8 and 4 bits a slot has words, and the matrices that are made of them.
+    # With 8 and 4 bits a slot has packed words, and the matrices that are made of them.
     is_packed = any("/scales" in array.name for array in served.weights)
     on_device = whole.weights - (len(streams) - (4 if is_packed else 2)) * layer
     return Ring(

@@ -168,7 +168,7 @@ def _flops(workload: Workload, layout: Layout, passes: int, passes_of_logits: in
     model = workload.model
     flops = flops_per_sequence(model, workload.encoder_length, workload.decoder_length)
     rows = workload.batch_size
-    # Of slots both full and empty ones.
+    # Full slots and empty ones are computed alike.
     blocks = flops.attention + flops.scores + flops.weighted_values + flops.cross_memory
     blocks += flops.dense_ffn
     if layout.has_equal_blocks:
@@ -287,5 +287,5 @@ def _inside(axes: tuple[str, ...], layout: Layout, hardware: Hardware) -> _Insid
         return _Inside(network, devices, ())
     sides = slice_sides(min(layout.size, most), network.torus_dims)
     lines = tuple(lines_of(axes, layout, sides, network.wraps_at))
-    # What does not divide over the sides of the slice is taken for one line.
+    # Devices that do not divide over the sides of the slice are taken for one line.
     return _Inside(network, devices, lines or (Line(devices, 1),))

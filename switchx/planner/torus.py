@@ -60,7 +60,7 @@ def lines_of(axes: tuple[str, ...], layout: Layout, sides: tuple[int, ...], wrap
         length = math.prod(parts[axis][side] for axis in axes)
         if length == 1:
             continue
-        # Of the axes that have a part of this side, those inside of the group's outermost one.
+        # The axes that have a part of this side, from the group's outermost one inwards.
         order = [axis for axis in layout.shape if parts[axis][side] > 1]
         inner = order[order.index(next(axis for axis in order if axis in axes)) :]
         stride = math.prod(parts[axis][side] for axis in inner if axis not in axes)

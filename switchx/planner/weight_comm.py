@@ -19,7 +19,7 @@ from switchx.planner.layout import Layout, Workload, local_shape, own_rows_axes
 GRADIENT = "gradient of "
 TOKEN_TABLE, LOGITS_MATRIX = "embedding/embedding_VD", "embedding/w_logits_DV"
 FLOAT32_BYTES = 4
-# Of a compiler that sends what programs name, where they name it.
+# The target of a compiler that sends arrays as the program is written.
 AS_WRITTEN = Compute(math.inf, 1.0, "no device")
 
 
@@ -97,7 +97,7 @@ def weight_collectives(
                 of_array("reduce-scatter", gradient, gathered, whole * narrower, uses),
             ]
         replicas = tuple(axis for axis in batch if axis not in split)
-        # Of the token table's gradient, the lookups', and that of tied logits.
+        # Terms of the token table's gradient: one for each lookup, and one for tied logits.
         is_table = array.name == TOKEN_TABLE
         terms = len(workload.stacks) + model.tie_embeddings if is_table else 1
         if is_table and layout.pipe > 1 and layout.is_ours:

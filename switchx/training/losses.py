@@ -116,7 +116,7 @@ def cross_entropy(
             smoothing / (V - 1)
         )
         loss_BL = loss_BL + smoothing * (other_nll_BL - nll_BL) - entropy
-    # Of equal logits the first is predicted, as by `argmax`: none before the target is one.
+    # The first of equal logits is predicted, as by `argmax`: none before the target is equal.
     is_best_before_BLV = (token_BLV < targets_BL[..., None] - first) & (shifted_BLV >= 0)
     num_before_BL = sum_over_v(is_best_before_BLV.astype(jnp.float32))
     is_correct_BL = ((target_BL >= 0) & (num_before_BL == 0)).astype(jnp.float32)
@@ -168,7 +168,7 @@ def _sums_and_gradients(config, axes, dims: str, x_PTD, weight, targets_PT, weig
     """The sums, and the gradients of `loss`, in float32 at least."""
     dtype = jnp.promote_types(weight.dtype, jnp.float32)
     product = functools.partial(jnp.einsum, preferred_element_type=dtype)
-    # What would be too small for float16 before a loss scale multiplies it stays in float32.
+    # Values too small for float16 before the loss scale multiplies them stay in float32.
     operand = dtype if weight.dtype == jnp.float16 else weight.dtype
 
     def of_part(d_weight, part):

@@ -24,7 +24,7 @@ from switchx.fields import json_text, require, require_at_least
 from switchx.files import write_atomically
 from switchx.training.telemetry.metrics import MetricsLog, cut_files_after
 
-# Of an evaluation of one task, what is no metric.
+# Fields of a task's evaluation that are no metrics.
 NOTES = "notes"
 COUNTS = ("examples", "examples_left_out", "outputs_unfinished", NOTES)
 

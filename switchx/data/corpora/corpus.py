@@ -11,7 +11,7 @@ from switchx.data.corpora.packed_files import name_of
 from switchx.data.corpora.sound_records import SoundRecords
 from switchx.object_store import Folder
 
-# Of files that are left out for one reason; all are counted.
+# Names kept of files that are left out for one reason; all are counted.
 _MOST_NAMES = 20
 
 

@@ -23,7 +23,7 @@ from switchx.object_store import Folder, read_json_object
 KINDS = (".parquet", ".arrow")
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _FILE_MARK = b"ARROW1"
-# Of damaged files: a length may ask for any amount of memory, a name may be no text.
+# Errors of damaged files: a length may ask for any amount of memory, a name may be no text.
 _FAULTS = (MemoryError, OverflowError, UnicodeDecodeError)
 _PARQUET_FRAME = 12  # its mark at both ends, and the length of its description
 _STATE, _SPLITS = "state.json", "dataset_dict.json"

@@ -21,7 +21,7 @@ from switchx.data.corpora.raw_files import json_lines
 from switchx.fields import at_resume, require, require_at_least
 from switchx.object_store import Folder, as_folder, state_of
 
-# What a record may hold; further keys and columns are left aside.
+# Fields of a record; further keys and columns are ignored.
 _FIELDS = (("text",), ("inputs", "targets"))
 _MACROS = "TextFiles.columns, in gin files TEXT_COLUMN, or INPUTS_COLUMN and TARGETS_COLUMN"
 _READ = f".txt, .jsonl, .json.gz (or {', '.join(PACKINGS[1:])}), {', '.join(tables.KINDS)}"

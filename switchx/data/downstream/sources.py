@@ -23,10 +23,10 @@ from switchx.data.data_dir import local_or_none
 from switchx.data.downstream.texts import TextExample
 from switchx.fields import require
 
-# Of the text functions; another number whenever one of them writes otherwise.
+# Version of the text functions; raise it whenever one of them writes other texts.
 TEXT_VERSION = 1
 FIELDS = ("inputs", "targets", "facts")
-# Of alternatives, the files that follow one another.
+# By split: alternatives, each of files that follow one another.
 Files = Mapping[str, tuple[tuple[RawFile, ...], ...]]
 ExampleFunction = Callable[[int, Row], Iterator[TextExample]]
 
@@ -112,7 +112,7 @@ def rows_of_files(name: str, files: Files, path: str, manual_dir: Path, split: s
         f"{name}: none of {names} (or these packed, as .gz) is in "
         f"{', '.join(map(str, folders))}; set MANUAL_DIR to the folder that has them",
     )
-    # That of the split, or the first with any: the message about the split says which it has.
+    # The folder with the split, or the first with any: the message names the splits it has.
     splits = next((each for each in found if split in each), next(filter(None, found)))
     return _rows_of(splits, str(manual_dir))
 

@@ -56,7 +56,7 @@ class DeviceBanks:
         Raises:
             ValueError: the mesh does not divide the experts, or their matrices.
         """
-        # The same of banks and of rows, whose number P divides.
+        # Shardings of banks and of rows alike: P divides the number of either.
         self._shardings = {
             name: param_sharding(rules, mesh, name, leaf) for name, leaf in params.items()
         }

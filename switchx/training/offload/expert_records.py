@@ -98,7 +98,7 @@ class ExpertRecords:
         self._steps = 0
         self._last_step_NE = np.zeros(self.layout.num_keys, np.int64)
         self._requested: set[tuple[Run, int]] = set()
-        # Of each layer: its experts with a gradient, and the gradients.
+        # By layer: its experts with a gradient, and the gradients.
         self._gradients: dict[int, tuple[np.ndarray, dict[str, np.ndarray]]] = {}
         self._counts: collections.Counter[str] = collections.Counter()
 
@@ -287,7 +287,7 @@ class ExpertRecords:
             own = self.banks.own_rows(expert_X)
             keys = n * self._E + expert_X[own]
             if any(key not in self._cached for key in keys.tolist()):
-                # What was read ahead of other layers has taken its place in the meantime.
+                # Records of other layers, read ahead, have taken their place in the meantime.
                 self._request(keys, sweep, n)
             # New memory, never written again: on a CPU the device's array may be this one.
             make = np.empty if len(own) == len(expert_X) else np.zeros

@@ -227,7 +227,7 @@ class StepTimes:
 
     def _wait(self) -> None:
         while (result := self._results.get()) is not None:
-            # What a step raises, the loop raises when it reads the same array.
+            # An error of the step is raised by the loop, when it reads the same array.
             with contextlib.suppress(Exception):
                 jax.block_until_ready(result)
             self._ends.put(self._clock())

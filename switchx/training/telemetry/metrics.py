@@ -28,7 +28,7 @@ from switchx.training.step import StepMetrics
 logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
 
 
-# Of `token_metrics`, what is no count.
+# The metrics of `token_metrics` that are no counts.
 TOKEN_METRICS = ("neg_log_perplexity", "cross_entropy", "accuracy")
 
 
