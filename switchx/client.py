@@ -204,7 +204,7 @@ class Client:
         """Returns when the server takes requests.
 
         Raises:
-            TimeoutError: it did not before the deadline.
+            TimeoutError: the server took no requests before the deadline.
         """
         async with _until(self._deadline(deadline_s)):
             while True:

@@ -316,7 +316,7 @@ def is_lfs_pointer(file: Folder) -> bool:
     """Whether a file is the text that a clone without Git LFS has in its place.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with file.open("rb") as opened:
         return opened.read(len(_LFS_POINTER)) == _LFS_POINTER
@@ -332,9 +332,9 @@ def read_json_object(file: Folder, most_bytes: int = MAX_JSON_BYTES) -> dict[str
     """The JSON object in a file, which may come from anybody.
 
     Raises:
-        ValueError: it is too large, nested too deeply, no UTF-8, no JSON or no object; the
-            message is a clause.
-        OSError: it cannot be read.
+        ValueError: the file is too large, nested too deeply, no UTF-8, no JSON or no object;
+            the message is a clause.
+        OSError: the file cannot be read.
     """
     with file.open("rb") as opened:
         data = opened.read(most_bytes + 1)

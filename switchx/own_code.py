@@ -39,7 +39,7 @@ def import_for_folder(module: str) -> types.ModuleType:
     """The module that a file of a model's folder names.
 
     Raises:
-        ImportError: it is not installed, nor imported already, nor trusted.
+        ImportError: the module is not installed, nor imported already, nor trusted.
     """
     with _without(_for_gin_files):
         return importlib.import_module(module)

@@ -123,10 +123,10 @@ class CorpusVocabulary(LateVocabulary):
 
     @functools.cached_property
     def resolved(self) -> SentencePieceVocabulary:
-        """The trained vocabulary; seconds at first.
+        """The trained vocabulary; training it takes seconds at the first use.
 
         Raises:
-            ValueError: what opening the corpus raises; a size that does not fit its text.
+            ValueError: a corpus cannot be opened, or the size does not fit its text.
         """
         corpora = self.corpus if isinstance(self.corpus, tuple | list) else (self.corpus,)
         sources = [corpus.open("train", self.data_dir) for corpus in corpora]

@@ -61,8 +61,8 @@ def job_from_gin(
         gin_search_paths: further folders to look for gin files in.
 
     Raises:
-        ConfigurationError: they describe none; the message (a `ValueError`'s) says what to
-            change, and names bindings as a command line has them.
+        ConfigurationError: the files describe no job; the message (a `ValueError`'s) says what
+            to change, and names bindings as a command line has them.
     """
     files = [gin_files] if isinstance(gin_files, str | os.PathLike) else list(gin_files)
     for name, texts in (("gin_bindings", gin_bindings), ("gin_search_paths", gin_search_paths)):

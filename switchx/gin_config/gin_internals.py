@@ -36,7 +36,7 @@ def require_names() -> None:
     """Checks that gin has each of `NAMES` with the type that it has there.
 
     Raises:
-        ImportError: it has not; says the version, the names and the way out.
+        ImportError: gin lacks some; the message says the version, the names and the way out.
     """
     found = {name: getattr(gin.config, name, None) for name in NAMES}
     wrong = [

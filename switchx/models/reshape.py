@@ -146,7 +146,7 @@ def dense_config(config: ModelConfig) -> ModelConfig:
     """The configuration of a sparse model without experts, layers unrolled.
 
     Raises:
-        ValueError: its Switch layers have something that a dense FFN has not.
+        ValueError: the Switch layers have something that a dense FFN does not have.
     """
     check_num_experts(config, config.switch.num_experts)
     switch = config.switch

@@ -65,8 +65,9 @@ def rows_of_groups(switch, batch: int, lengths: Iterable[int], parts: int) -> in
         parts: microbatches of the batch.
 
     Returns:
-        None where a part has other groups than the whole batch, whose capacity and balance loss
-        then are other ones too: a group is no number of whole rows, or does not fit a part.
+        The number of rows; None where a part has other groups than the whole batch, and so
+        another capacity and balance loss: a group is no number of whole rows, or does not fit
+        a part.
     """
     rows = 1
     for L in lengths:

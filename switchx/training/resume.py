@@ -124,10 +124,11 @@ def check_same_model(run: RunFolder, job: TrainingJob) -> TrainingJob:
 def with_vocabulary_of(run: RunFolder, job: TrainingJob) -> TrainingJob:
     """The job with the vocabulary in a run folder in the place of its tasks' own.
 
-    What a task names (a file, the folder that fine-tuning started from) may be gone since.
+    The vocabulary that a task names (a file, the folder that fine-tuning started from) may have
+    been deleted since.
 
     Raises:
-        ValueError: what a task names can be read and is another vocabulary.
+        ValueError: the vocabulary that a task names can be read and is another one.
     """
     there, mixture = load_vocabulary(run.root), as_mixture(job.source)
     evaluated = mixture.evaluation or ()

@@ -137,10 +137,10 @@ class Saving:
         return None if since is None or grace is None else grace - since
 
     def wait(self) -> None:
-        """Returns when what was begun is on the disk.
+        """Returns when all saves that were begun are on the disk.
 
         Raises:
-            SaveError: it could not be written.
+            SaveError: a checkpoint could not be written.
         """
         if self._copies is not None:
             self._copies.wait()

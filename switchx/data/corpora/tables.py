@@ -35,12 +35,12 @@ def read_table(
     """Rows of a table as Python's values by column, each with its place.
 
     Args:
-        tally: counts them, as `rows`.
-        columns: to read; None is all.
+        tally: counter of the rows, as `rows`.
+        columns: columns to read; None is all.
 
     Raises:
-        ValueError: it cannot be read, is damaged, has two columns of one name, or has none of
-            one of `columns`.
+        ValueError: the table cannot be read, is damaged, has two columns of one name, or has
+            none of one of `columns`.
     """
     with _opened(path, columns) as (schema, batches):
         number = itertools.count(1)

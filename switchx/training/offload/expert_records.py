@@ -243,7 +243,7 @@ class ExpertRecords:
         """Takes the records of `save` in place of those that are here.
 
         Raises:
-            RecordError: they are not whole, or another model's or optimizer's.
+            RecordError: the records are not whole, or another model's or optimizer's.
         """
         self._store.restore(*parts_of(folder))
         self._forget(self._store.read(int(self._own_E[0])).result().updates)

@@ -227,7 +227,7 @@ def require_sound_ring(device) -> None:
     """Checks on a tiny stack that programs of a device read host memory in the right order.
 
     Raises:
-        RuntimeError: they do not; the gradients of a ring are not those of a scan.
+        RuntimeError: the order is wrong; the gradients of a ring are not those of a scan.
     """
     mesh = jax.sharding.Mesh([device], ("x",))
     kinds = {memory.kind for memory in device.addressable_memories()}
