@@ -58,20 +58,21 @@ class Model:
     """A trained model.
 
     Attributes:
-        config: what it is.
-        params: its parameters, a nested dictionary of arrays named by their dimensions;
-            experts of a quantized model are `pallas_kernels.QTensor`s.
-        vocabulary: what its token ids mean; None of a model from elsewhere that came without.
-        step: training step of the checkpoint it was read from.
-        text_format: how texts become its inputs: what its training did to them.
-        fingerprint: hex; another one for other parameters, of another configuration or
-            another vocabulary.
-        devices: where the parameters are.
-        experts: of a model that was loaded with `expert_slots`, what moves its experts to
-            the device when they are chosen; `experts.traffic` says what it did. Experts in
-            `params` are NumPy arrays then, or with `host_bytes` shape structs.
-        decoding: fields of `DecodingConfig` that generating has where a call does not say
-            otherwise, as the model's folder had them where it was converted from.
+        config: configuration of the model.
+        params: parameters, a nested dictionary of arrays named by their dimensions; experts of
+            a quantized model are `pallas_kernels.QTensor`s.
+        vocabulary: vocabulary of its token ids; None for a converted model that came without
+            one.
+        step: training step of the checkpoint that it was read from.
+        text_format: the format of its inputs: how training made them from texts.
+        fingerprint: hexadecimal digest; it differs for other parameters, another configuration
+            or another vocabulary.
+        devices: mesh on which the parameters are.
+        experts: owner of the experts of a model that was loaded with `expert_slots`, which
+            moves them to the device when they are chosen; `experts.traffic` counts the moves.
+            Experts in `params` are NumPy arrays then, or with `host_bytes` shape structs.
+        decoding: defaults of fields of `DecodingConfig` for generation, from the folder that
+            the model was converted from.
     """
 
     config: ModelConfig
@@ -105,8 +106,9 @@ class Model:
                 the `operative_config.gin` of a run folder.
             model_dir: run folder. The gin files' model may have another capacity, precision
                 or dispatcher than the one that was trained there, and no other shape.
-            step: of its checkpoint; None is the newest complete one, "best" the best validated.
-            mesh: as in `load`; the gin files' mesh is that of training.
+            step: step of its checkpoint; None is the newest complete one, "best" the best
+                validated.
+            mesh: mesh as in `load`; the gin files' mesh is for training.
 
         Raises:
             ConfigurationError: the gin files describe no job (a `ValueError`).
@@ -180,21 +182,23 @@ class Model:
         with_scores: bool = False,
         **decoding,
     ) -> list:
-        """What the model writes to each input, in their order.
+        """Generates an output for each input, in their order.
 
-        Texts become what training made of them: eos ends an encoder's input where the tasks
-        of training ended it so, and `<extra_id_0>` is sentinel 0 where they had sentinels. A
-        prefix such as `translate English to German: ` stands in the text. Token ids are read
-        as they are, trailing padding apart; a decoder-only model reads the start token first.
+        Texts become token ids as in training: eos ends an encoder's input where the tasks of
+        training ended it so, and `<extra_id_0>` is sentinel 0 where they had sentinels. A
+        prefix such as `translate English to German: ` is part of the text. Token ids are read
+        as they are, without trailing padding; a decoder-only model reads the start token first.
 
         Args:
             inputs: texts, or lists (or rows of an array) of token ids.
-            max_length: most tokens of an output, the end included: `max_new_tokens`.
-            batch_size: most inputs at once; they are batched by length.
-            dropless: no token is dropped, and an output depends on its input alone. With
-                False experts have the capacity of evaluation, and where one is full, an
+            max_length: largest number of tokens of an output, the end included:
+                `max_new_tokens`.
+            batch_size: largest number of inputs at once; they are batched by length.
+            dropless: whether no token is dropped, so that an output depends on its input alone.
+                With False experts have the capacity of evaluation, and where one is full, an
                 output depends on the inputs that it is batched with.
-            with_scores: give `Generated`s instead of texts or lists of token ids.
+            with_scores: whether `Generated`s are returned instead of texts or lists of token
+                ids.
             decoding: fields of `DecodingConfig`, such as `beam_size=4`; by default the model's
                 own (`decoding`), and else greedy. An input has a list of outputs where
                 `num_return_sequences` is above 1.
@@ -249,7 +253,7 @@ class Model:
             return [score for _, score in sorted(scorer(list(zip(read, wanted, strict=True))))]
 
     def decoding_config(self, **asked) -> DecodingConfig:
-        """How texts are generated: what is asked for, and else the model's defaults.
+        """The configuration of decoding: the settings asked for, and else the model's defaults.
 
         Raises:
             FieldError: settings are out of their bounds, or contradict each other.
@@ -282,11 +286,11 @@ class Model:
             save_vocabulary(self.vocabulary, folder)
 
     def prompts(self, inputs: Texts) -> list[list[int]]:
-        """What a generator reads of texts or lists of token ids; raises as `generate` does."""
+        """Token ids that a generator reads for each input; raises as `generate` does."""
         return [self.prompt(tokens) for tokens in self._read(inputs, "inputs")[0]]
 
     def prompt(self, tokens: list[int]) -> list[int]:
-        """What a generator reads of an input: without an encoder, after the start token."""
+        """Token ids that a generator reads for an input, in a decoder after the start token."""
         return tokens if self.config.is_encoder_decoder else [PAD_ID, *tokens]
 
     def _config(self, dropless: bool) -> ModelConfig:
@@ -316,14 +320,16 @@ def load(
     """The model in a run folder, or the one that `switchx quantize` wrote.
 
     Args:
-        step: of a run's checkpoint; None is the newest complete one, "best" the best validated.
-        mesh: parameters and whatever is computed are split over the devices there are, as
-            in training; None is the default device.
-        expert_slots: experts of each Switch layer that are on the device at once, those that
-            were chosen last; all are in host memory, and what is computed stays the same.
-            None has all on the device. `ExpertSlots` has more options (`host_bytes`: of files).
-        task: where experts are divided among tasks, the one whose experts are loaded.
-        compiler: XLA's options of the model's programs.
+        step: step of a run's checkpoint; None is the newest complete one, "best" the best
+            validated.
+        mesh: mesh over whose devices parameters and computations are split, as in training;
+            None is the default device.
+        expert_slots: number of experts of each Switch layer that are on the device at once, the
+            ones that were chosen last; all are in host memory, and results stay the same. None
+            has all on the device. `ExpertSlots` has more options (`host_bytes`: experts in
+            files).
+        task: task whose experts are loaded, where experts are divided among tasks.
+        compiler: XLA options of the model's programs.
 
     Raises:
         ValueError: the folder is neither, has no complete checkpoint, or its parameters are

@@ -42,8 +42,8 @@ def dims_of(name: str, ndim: int) -> str:
 
     Args:
         name: the last part of the parameter's path.
-        ndim: how many dimensions the array has; one more than the suffix has letters
-            when layers are stacked. A scalar (an optimizer's count) has no suffix.
+        ndim: number of the array's dimensions; one more than the suffix has letters when layers
+            are stacked. A scalar (an optimizer's count) has no suffix.
 
     Raises:
         ValueError: the suffix has unknown letters or their number does not fit `ndim`.
@@ -61,7 +61,7 @@ def dims_of(name: str, ndim: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class MatrixDims:
-    """How a parameter reads as a batch of matrices; counts of dimensions, in order."""
+    """A parameter's dimensions as a batch of matrices: their counts, in order."""
 
     num_batch: int
     num_rows: int

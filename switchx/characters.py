@@ -12,7 +12,7 @@ class CharacterError(ValueError):
     JSON and Python can spell it.
 
     Attributes:
-        field: that has the text.
+        field: field that has the text.
     """
 
     def __init__(self, field: str, found: re.Match):

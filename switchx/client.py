@@ -23,9 +23,9 @@ from typing import Any
 import httpx2
 
 Inputs = str | Sequence[str] | Sequence[Sequence[int]]
-# What a server says where it cannot answer now, and may later.
+# HTTP status of a server that cannot answer now, and may later.
 BUSY = (429, 503)
-# Between attempts where the server does not say how long: doubled, up to the most.
+# Waits between attempts where the server gives none: doubled, up to the largest.
 FIRST_WAIT_S, MOST_WAIT_S = 0.25, 8.0
 
 
@@ -33,10 +33,10 @@ class ServerError(Exception):
     """The server refused a request, or could not answer it.
 
     Attributes:
-        status: of HTTP.
-        message: the server's: expected, got, and the way out.
-        field: of the request that is wrong, or None.
-        retry_after_s: when the server says to try again, or None.
+        status: HTTP status.
+        message: message of the server: expected, got, and the way out.
+        field: field of the request that is wrong, or None.
+        retry_after_s: seconds after which the server says to try again, or None.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class ServerError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class NewTokens:
-    """What is new in the answer to an input.
+    """The new tokens in the answer to an input.
 
     Attributes:
-        input: its place in the request.
-        text: None of a model without a vocabulary.
-        sample: which of an input's samples it is, from 0 on.
+        input: index of the input in the request.
+        text: text of the tokens; None from a model without a vocabulary.
+        sample: index of the sample among the input's samples, from 0 on.
     """
 
     input: int
@@ -72,13 +72,13 @@ class Answer:
     """The answer to an input, or one of several.
 
     Attributes:
-        input: its place in the request.
-        text: None of a model without a vocabulary.
+        input: index of the input in the request.
+        text: text of the tokens; None from a model without a vocabulary.
         score: log-probability over length ** length_penalty, the end included.
-        is_finished: it came to an end; otherwise it was cut off.
-        more: whatever else the server says of it, by its names.
-        sample: with `num_return_sequences` above 1 which of the input's answers it is, from 0
-            on; of a search and of `best_of` the first one is the best.
+        is_finished: whether the output came to an end; otherwise it was cut off.
+        more: further fields that the server sends, by name.
+        sample: index of the answer among the input's, from 0 on, with `num_return_sequences`
+            above 1; of a search and of `best_of` the first one is the best.
     """
 
     input: int
@@ -110,11 +110,11 @@ class Client:
         """A client without connections; use it as an asynchronous context, or `close` it.
 
         Args:
-            url: of the server, such as `http://127.0.0.1:8000`.
-            token: that the server asks for.
-            deadline_s: of a call, the waits between attempts included, where it has no other.
-            max_connections: at a time; more calls wait.
-            options: of `httpx2.AsyncClient`, such as `verify` or `proxy`.
+            url: URL of the server, such as `http://127.0.0.1:8000`.
+            token: token that the server requires.
+            deadline_s: default deadline of a call in seconds, with the waits between attempts.
+            max_connections: largest number of connections at a time; more calls wait.
+            options: options of `httpx2.AsyncClient`, such as `verify` or `proxy`.
         """
         if not deadline_s > 0:
             raise ValueError(f"deadline_s={deadline_s}; use more than 0")
@@ -146,8 +146,8 @@ class Client:
 
         Args:
             inputs: a text, or a list of texts or of lists of token ids.
-            deadline_s: of this call.
-            settings: as `max_new_tokens=16, beam_size=4`.
+            deadline_s: deadline of this call in seconds; None is the client's.
+            settings: fields of the request, such as `max_new_tokens=16, beam_size=4`.
 
         Raises:
             ServerError: the server refused it; the message says why.
@@ -204,7 +204,7 @@ class Client:
         """Returns when the server takes requests.
 
         Raises:
-            TimeoutError: it did not before the deadline.
+            TimeoutError: the server took no requests before the deadline.
         """
         async with _until(self._deadline(deadline_s)):
             while True:
@@ -216,7 +216,7 @@ class Client:
                 await asyncio.sleep(FIRST_WAIT_S)
 
     def _deadline(self, deadline_s: float | None) -> float:
-        """Of the event loop's clock."""
+        """The deadline of a call, by the event loop's clock."""
         own_s = self._deadline_s if deadline_s is None else deadline_s
         return asyncio.get_running_loop().time() + own_s
 
@@ -279,7 +279,7 @@ def _answer(number: int, sample: int, values: dict[str, Any]) -> Answer:
 
 
 def _found(name: str, values: dict[str, Any]) -> Sequence[NewTokens | Answer]:
-    """What an event of a stream says of an input; nothing where it has another name."""
+    """Tokens or an answer from an event of a stream; nothing from events of other names."""
     if name not in ("tokens", "answer"):
         return ()
     number, sample = values.pop("input"), values.pop("sample", 0)
@@ -291,7 +291,7 @@ def _found(name: str, values: dict[str, Any]) -> Sequence[NewTokens | Answer]:
 
 
 def _error(status: int, content: bytes, headers=None) -> ServerError:
-    """What a response that is no answer says; a proxy's need not be JSON."""
+    """The error in a response that is no answer; a proxy's response need not be JSON."""
     after_s = _seconds((headers or {}).get("retry-after"))
     try:
         said = json.loads(content)["error"]

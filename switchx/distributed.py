@@ -25,7 +25,7 @@ WARN_AFTER_S = 10.0  # of waiting for process 0
 GRACE_S = 2.0  # process 0 stays for so long, for the others to read why it ends
 FOREVER_MS = 30 * 24 * 3600 * 1000
 MAX_NAMED = 8  # of what differs
-# Of XLA's errors, those that the loss of another process may have caused.
+# Status of XLA's errors that the loss of another process may have caused.
 _CAUSED = re.compile(r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED):")
 
 
@@ -36,11 +36,11 @@ def connect(
 
     Args:
         coordinator: `HOST:PORT` at which JAX listens in process 0.
-        count, index: processes, and the number of this one, from 0.
-        statement: what has to be equal everywhere, by name; or `{FAILURE: why}` of a process
-            that cannot take part.
-        start_s: how long the last process may take to come.
-        silence_s: how long one may give no sign, until it is taken for lost.
+        count, index: number of processes, and the index of this one, from 0.
+        statement: values that must be equal in all processes, by name; or `{FAILURE: why}` in a
+            process that cannot take part.
+        start_s: seconds within which the last process must connect.
+        silence_s: seconds without a heartbeat after which a process is lost.
 
     Raises:
         ValueError: process 0 cannot listen; or processes differ, with names and in what.

@@ -113,7 +113,7 @@ class FieldError(ValueError):
     """A field of a configuration cannot have its value.
 
     Attributes:
-        field: its name.
+        field: name of the field.
     """
 
     def __init__(self, config, field: str, way_out: str):
@@ -127,12 +127,12 @@ class Option:
     """A field that users set: a flag of a command line, or a field of a request.
 
     Attributes:
-        type: of its values; where `choices` are listed, that of the first; of a list, that of
-            its items.
-        choices: all values of a `Literal`, otherwise None.
-        help: one line.
+        type: type of its values: with `choices`, the type of the first one; for a list, the
+            type of its items.
+        choices: values of a `Literal`; None for other types.
+        help: help text of one line.
         least, most: bounds of its numbers, both included; None is no bound.
-        is_list: its values are tuples of any length.
+        is_list: whether its values are tuples of any length.
     """
 
     name: str
@@ -359,10 +359,10 @@ def differences(
     A field that the saved description does not have yet had its default there.
 
     Args:
-        saved: what `describe` gave, read from JSON.
+        saved: description that `describe` returned, read from JSON.
         current: a configuration, or a value in it.
-        on: fields that may change on this occasion are left out.
-        name: dotted, of the value.
+        on: occasion; fields that may change on it are left out.
+        name: dotted name of the value.
     """
     if dataclasses.is_dataclass(current) and isinstance(saved, dict):
         yield from _differences_of_fields(saved, current, on, name)

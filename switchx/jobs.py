@@ -79,22 +79,23 @@ def train(
 ) -> loop.Outcome:
     """Trains a job in a run folder, from where its last complete checkpoint left off.
 
-    As `switchx train` does: the folder gets checkpoints, metrics.jsonl, TensorBoard events, the
-    configuration as a gin file and the commit. Called again with the same job it goes on, to
-    the bit; `dataclasses.replace(job, train_steps=...)` trains longer.
+    It does what `switchx train` does: the folder gets checkpoints, metrics.jsonl, TensorBoard
+    events, the configuration as a gin file and the commit. A second call with the same job
+    continues to the same bits; `dataclasses.replace(job, train_steps=...)` trains longer.
 
     Args:
-        job: of `switchx.job_from_gin`, or built from its dataclasses. A class or a function of
-            your own that it names has to be in a module, not in a notebook's cell.
+        job: job that `switchx.job_from_gin` returned, or built from its dataclasses. A class or
+            a function of your own that it names has to be in a module, not in a notebook's
+            cell.
         model_dir: run folder: made if it is not there, resumed if it is.
         configuration: gin text that builds the job; None writes one of the job's fields.
-        devices: of the mesh; None is all there are.
-        reporter: shows progress, a `switchx.training.loop.Reporter`; None is what suits the
-            place: one display in a notebook, else lines on standard error, and a bar where
-            that is a terminal.
+        devices: devices of the mesh; None is all devices.
+        reporter: object that shows progress, a `switchx.training.loop.Reporter`; None is one
+            that suits the place: a display in a notebook, else lines on standard error, and a
+            bar where that is a terminal.
         profile: (start, end): a `jax.profiler` trace of the steps after step `start` until
             `end` is written into the run folder.
-        started_s: when work began, by `time.perf_counter`, for goodput; None is now.
+        started_s: time at which work began, by `time.perf_counter`, for goodput; None is now.
 
     Returns:
         The last step, and the metrics of the last logged one.
@@ -157,20 +158,22 @@ def evaluate(
 
     Args:
         model_dir: run folder, or what `switchx quantize` wrote; nothing is written there.
-        job: None is the run's own. Its data, batch, capacity and mesh may be others than in
-            training, what the parameters mean may not. A quantized model needs one.
-        step: of the checkpoint; None is the newest complete one, "best" the best validated.
-        metrics: names, some of `switchx.data.text_metrics.METRICS`, instead of the tasks' own;
-            an empty list generates nothing.
-        tasks: names of those of a mixture to answer; None is all with metrics.
-        split: of the corpora; None is the tasks'.
-        max_examples: to answer of each task; None is all.
-        batch_size: most inputs at once in generation.
-        rank_choices: also scores the choices of each example and measures the likeliest.
+        job: the job whose data, batch, capacity and mesh are used; None is the run's own. They
+            may differ from training, what the parameters mean may not. A quantized model needs
+            a job.
+        step: step of the checkpoint; None is the newest complete one, "best" the best
+            validated.
+        metrics: names of metrics of `switchx.data.text_metrics.METRICS`, instead of the tasks'
+            own; an empty list generates nothing.
+        tasks: names of tasks of a mixture to answer; None is all with metrics.
+        split: split of the corpora; None is the tasks'.
+        max_examples: largest number of examples of each task to answer; None is all.
+        batch_size: largest number of inputs at once in generation.
+        rank_choices: whether the choices of each example are scored and the likeliest measured.
         bootstrap: samples for intervals of 95% of BLEU and chrF; 0 has none.
-        predictions: file to write, JSON lines of task, inputs, target, prediction; of tasks
-            without metrics too, where they are named or no task has any.
-        reporter: as in `train`.
+        predictions: file to write, JSON lines of task, inputs, target and prediction; it has
+            tasks without metrics too, where they are named or no task has any.
+        reporter: reporter, as in `train`.
         beam_size, max_new_tokens, length_penalty: fields of `DecodingConfig`.
 
     Returns:
@@ -273,7 +276,7 @@ def _likelihood(folder: RunFolder, job: TrainingJob, step: int, reporter) -> dic
         return loop.evaluate_job(job, program, params)
 
 
-# What the model writes.
+# Texts that the model generates.
 
 
 def _with_split(source: Task | Mixture, split: str | None) -> Task | Mixture:
@@ -312,7 +315,7 @@ def _only_task(job: TrainingJob, wanted: dict[str, tuple]) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Texts:
-    """How tasks are answered and measured; fields are arguments of `evaluate`."""
+    """Settings of answering and measuring tasks; fields are arguments of `evaluate`."""
 
     decoding: dict[str, Any]
     batch_size: int

@@ -49,13 +49,13 @@ def write_manifest(
     In a store (object_store.py) all files are `known` or `left_out`.
 
     Args:
-        name: of the manifest.
-        content: JSON; `files` and the manifest's own checksum are added.
-        left_out: names directly in the folder that are changed later, and not read.
-        known: size and checksum of files that are on the disk already, and not read.
+        name: name of the manifest.
+        content: JSON object; `files` and the manifest's own checksum are added.
+        left_out: names directly in the folder that are changed later; they are not read.
+        known: size and checksum of files that are on the disk already; they are not read.
 
     Returns:
-        What the manifest holds, without its own checksum.
+        The content of the manifest, without its own checksum.
     """
     files = {
         name: known.get(name) or [num_bytes, _of_file(folder / name, checksum, True)]
@@ -77,10 +77,10 @@ def write_manifest(
 
 
 def read_manifest(folder: Folder, name: str, checksum: Checksum) -> dict[str, Any]:
-    """What a manifest holds, its own checksum among it.
+    """The content of a manifest, its own checksum included.
 
     Raises:
-        ValueError: it is missing or damaged; a clause that begins with "it".
+        ValueError: the manifest is missing or damaged; the message is a clause with "it".
     """
     try:
         content = read_json_object(folder / name)
@@ -100,9 +100,9 @@ def damages(folder: Folder, files: dict[str, list], checksum: Checksum | None) -
     """All that is wrong with the files of a folder, a clause each.
 
     Args:
-        files: of the manifest.
-        checksum: None compares names and sizes alone, and reads no file. Neither is a file
-            read that has None for its checksum.
+        files: files of the manifest, by name.
+        checksum: kind of the checksums; None compares names and sizes alone, and reads no file.
+            A file whose checksum is None is not read either.
     """
     try:
         there = files_in(folder)
@@ -132,12 +132,12 @@ def damages(folder: Folder, files: dict[str, list], checksum: Checksum | None) -
 
 
 def num_bytes(folder: Folder) -> int:
-    """Of all files in a folder."""
+    """The bytes of all files in a folder."""
     return sum(files_in(folder).values())
 
 
 def require_free(folder: str | os.PathLike) -> pathlib.Path:
-    """Where a folder is to be written: nothing, or an empty folder.
+    """The path of a folder to be written: it does not exist, or is empty.
 
     Raises:
         ValueError: something is there, or no folder can be made there.
@@ -181,7 +181,7 @@ def new_folder(folder: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 
 def checksum_of(content: dict[str, Any], checksum: Checksum) -> int | str:
-    """Of a manifest without its own checksum."""
+    """The checksum of a manifest's content without its own checksum."""
     text = json.dumps(content, sort_keys=True).encode()
     return zlib.crc32(text) if checksum == "crc32" else hashlib.sha256(text).hexdigest()
 
@@ -208,7 +208,7 @@ def flush(path: Folder) -> int:
 
 
 def _of_file(path: Folder, checksum: Checksum, flush: bool = False) -> int | str:
-    """Of a file's bytes; with `flush`, they are on the disk then."""
+    """The checksum of a file; with `flush`, the file is flushed to the disk before."""
     with path.open("rb") as file:
         if flush:
             os.fsync(file.fileno())

@@ -16,7 +16,7 @@ import numpy as np
 from switchx.fields import require
 from switchx.object_store import IS_LFS_POINTER, is_lfs_pointer
 
-# That a file may unpack to, where it is not as large itself: far above any sample or trace.
+# Bytes that a smaller file may unpack to: far above any sample or trace.
 MOST_BYTES = 1 << 30
 
 # Name -> kind of its numbers (`np.integer`, `np.floating`, `np.str_`) and number of dimensions.

@@ -47,7 +47,7 @@ def as_folder(path: str | os.PathLike, name: str = "path") -> Folder:
     """An absolute path, or one in a store.
 
     Args:
-        name: of the setting that gave it, for messages.
+        name: name of the setting that gave it, for messages.
 
     Raises:
         ValueError: the store is none that is known, or its package is not installed.
@@ -84,12 +84,13 @@ def _prepare(scheme: str, name: str) -> None:
 
 @functools.cache
 def _teach_orbax_s3() -> None:
-    """Orbax then gives TensorStore the driver of S3 for `s3://`.
+    """Makes Orbax give TensorStore the driver of S3 for `s3://`.
 
-    Of addresses it knows `gs://`. What it makes of one is the same for S3 but for the driver.
+    Orbax knows the addresses `gs://`. Its specification of one is the same for S3, but for the
+    driver.
 
     Raises:
-        ValueError: this version of Orbax makes it elsewhere.
+        ValueError: this version of Orbax makes the specification elsewhere.
     """
     import orbax.checkpoint
 
@@ -149,7 +150,7 @@ def files_in(folder: Folder) -> dict[str, int]:
 
 
 def state_of(file: Folder) -> tuple[Any, ...]:
-    """What is another when a file has changed; nothing of it is read."""
+    """Values that differ when a file has changed; the file is not read."""
     if is_address(file):
         store, path = _store_of(file)
         return (store.checksum(path),)  # of what the store says of it, its hash among that
@@ -177,7 +178,7 @@ def _store_of(folder: Folder) -> tuple[Any, str]:
 
 
 def free_bytes(folder: Folder) -> float:
-    """Of the disk; a store has no end."""
+    """The free bytes of the folder's disk; infinite in a store."""
     return float("inf") if is_address(folder) else shutil.disk_usage(folder).free
 
 
@@ -185,7 +186,7 @@ class Mirror:
     """The small files of a folder in a store, on this machine: read and written here, then put.
 
     Attributes:
-        folder: with a copy of them, of this process alone, deleted when it ends.
+        folder: folder with a copy of the files, of this process alone, deleted when it ends.
     """
 
     # Large, and read where they are; or of this machine alone.
@@ -278,7 +279,7 @@ class Mirror:
 
 @functools.cache
 def mirror(address: str) -> Mirror:
-    """That of a folder in a store, one in a process."""
+    """The mirror of a folder in a store; there is one in a process."""
     return Mirror(address)
 
 
@@ -292,7 +293,7 @@ def small_files(path: str | os.PathLike) -> pathlib.Path:
     return mirror(str(folder)).folder if is_address(folder) else folder
 
 
-# Of lists and objects in each other. json's own limit depends on how deep its caller stands.
+# Limits of nesting and size. json's own limit of nesting depends on its caller's stack.
 MAX_JSON_DEPTH, MAX_JSON_BYTES = 64, 1 << 28
 
 
@@ -315,7 +316,7 @@ def is_lfs_pointer(file: Folder) -> bool:
     """Whether a file is the text that a clone without Git LFS has in its place.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with file.open("rb") as opened:
         return opened.read(len(_LFS_POINTER)) == _LFS_POINTER
@@ -331,9 +332,9 @@ def read_json_object(file: Folder, most_bytes: int = MAX_JSON_BYTES) -> dict[str
     """The JSON object in a file, which may come from anybody.
 
     Raises:
-        ValueError: it is too large, nested too deeply, no UTF-8, no JSON or no object; the
-            message is a clause.
-        OSError: it cannot be read.
+        ValueError: the file is too large, nested too deeply, no UTF-8, no JSON or no object;
+            the message is a clause.
+        OSError: the file cannot be read.
     """
     with file.open("rb") as opened:
         data = opened.read(most_bytes + 1)

@@ -39,7 +39,7 @@ def import_for_folder(module: str) -> types.ModuleType:
     """The module that a file of a model's folder names.
 
     Raises:
-        ImportError: it is not installed, nor imported already, nor trusted.
+        ImportError: the module is not installed, nor imported already, nor trusted.
     """
     with _without(_for_gin_files):
         return importlib.import_module(module)
@@ -56,9 +56,9 @@ def _without(entries: set[str]) -> Iterator[None]:
 
 
 def python_words() -> list[str]:
-    """How a Python is started that does not import from the working directory.
+    """The command that starts a Python which does not import from the working directory.
 
-    Unless that is the one which has this package.
+    It does import from it if the working directory is the one that has this package.
     """
     return [sys.executable, *([] if pathlib.Path.cwd() == _ROOT else ["-P"])]
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Live progress: on a terminal a bar and lines, in a notebook one display, elsewhere lines.
 
-Every reporter shows log records too while it is entered. Those of switchx are shown from INFO
-on: what takes time says that it begins. Those of libraries from WARNING on, Python's warnings
-(`logging.captureWarnings`) among them.
+Every reporter shows log records too while it is entered. Records of switchx are shown from INFO
+on: slow operations log that they begin. Records of libraries are shown from WARNING on, and
+Python's warnings (`logging.captureWarnings`) with them.
 """
 
 import abc
@@ -24,16 +24,16 @@ from rich.table import Column
 
 ONE_LINE = Column(no_wrap=True)
 NOTE_EVERY_S = 10
-# Of a notebook's display: seconds between updates of the bar, and most lines below it.
+# A notebook's display: seconds between updates of the bar, and most lines below it.
 REDRAW_EVERY_S = 0.25
 SHOWN_LINES = 40
 
 
 def reporter_here(unit: str = "step"):
-    """What shows work to the caller of a Python function; a context manager.
+    """A reporter for the caller of a Python function; a context manager.
 
-    A display in a notebook, a bar and lines elsewhere, and of several processes but the first
-    (`jax.distributed`) what went wrong.
+    It is a display in a notebook, and a bar and lines elsewhere. In all processes but the first
+    (`jax.distributed`) it shows warnings alone.
     """
     import jax  # not for help
 
@@ -59,7 +59,7 @@ class Reporter(abc.ABC):
         """Shows nothing before it is entered.
 
         Args:
-            unit: of the work, for the bar.
+            unit: unit of the work, for the bar.
         """
         self._unit = unit
         self._clock = clock
@@ -141,9 +141,9 @@ class Reporter(abc.ABC):
         """Draws the bar: `total`, `completed`, `description`, `status`, `time_left`."""
 
     def _time_left(self, step: int) -> str:
-        """From the steps after the first one of this process, which compiles.
+        """The time left, from the steps after this process' first one, which compiles.
 
-        Evaluations and checkpoints count, as they will come again.
+        The time includes evaluations and checkpoints at the rate that they had so far.
         """
         first_step, first_s = self._first
         if step == first_step:
@@ -164,8 +164,8 @@ class TerminalReporter(Reporter):
         """Shows nothing before it is entered.
 
         Args:
-            console: None is standard error.
-            unit: of the work, for the bar.
+            console: console to print on; None is standard error.
+            unit: unit of the work, for the bar.
         """
         super().__init__(clock, unit)
         self.console = console or Console(stderr=True, highlight=False)
@@ -189,7 +189,7 @@ class TerminalReporter(Reporter):
         return self
 
     def __exit__(self, *exception) -> None:
-        # What remains on the terminal: the bar as it stood, or nothing if nothing was trained.
+        # The terminal keeps the bar as it stood, or nothing if nothing was trained.
         self._progress.update(self._task, time_left="", visible=self._first is not None)
         super().__exit__(*exception)
 
@@ -269,7 +269,7 @@ class NotebookReporter(Reporter):
 
 
 class SilentReporter:
-    """Of all processes but the first: a training loop's reporter that shows warnings alone."""
+    """A training loop's reporter that shows warnings alone, for all processes but the first."""
 
     def __init__(self, index: int):
         self._index = index

@@ -35,10 +35,10 @@ def metrics_of(
     """Metrics of each task that is to be answered.
 
     Args:
-        names: of metrics; None is the tasks' own.
+        names: names of metrics; None is the tasks' own.
         chosen: names of tasks; None is all that have metrics.
-        has_file: answers are wanted of tasks without metrics, too, where they are chosen or no
-            task has any.
+        has_file: whether answers are written to a file: then tasks without metrics are answered
+            too, where they are chosen or no task has any.
 
     Raises:
         ValueError: a metric is not there; metrics are named, and no task has texts for
@@ -71,10 +71,10 @@ def metrics_of(
 
 @dataclasses.dataclass(frozen=True)
 class Questions:
-    """What a model is to answer.
+    """The examples that a model is to answer.
 
     Attributes:
-        examples: of the corpus.
+        examples: examples of the corpus.
         prompts: token ids that a generator reads.
     """
 
@@ -91,7 +91,7 @@ class Answers:
     """Texts that a model wrote.
 
     Attributes:
-        num_unfinished: those that did not end within `max_new_tokens`.
+        num_unfinished: number of texts that did not end within `max_new_tokens`.
     """
 
     texts: list[str]
@@ -146,10 +146,10 @@ def require_readable(generator: Generator, questions: Questions) -> None:
 
 
 class JobTexts:
-    """What a job's model writes, with parameters as training has them on its mesh.
+    """The texts that a job's model generates, with the parameters on the mesh of training.
 
-    `training.text_evaluation.TextEvaluator` of `TrainingJob.text_evaluation`. Texts and metrics
-    are those of `switchx eval` on the same parameters: no token is dropped.
+    It is a `training.text_evaluation.TextEvaluator` for `TrainingJob.text_evaluation`. Texts
+    and metrics are those of `switchx eval` on the same parameters: no token is dropped.
     """
 
     def __init__(self, job: TrainingJob, mesh: jax.sharding.Mesh):

@@ -27,7 +27,7 @@ KINDS = (
     "collective-broadcast",
 )
 _IOTA = re.compile(r"\[(?P<groups>[\d,]+)\]<=\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?")
-# Of a mesh's devices: their numbers, or those of a transposed array.
+# Numbers of a mesh's devices, or those of a transposed array.
 _TRANSPOSED = re.compile(r"\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?")
 _MESH = re.compile(
     r"mesh\[(?P<sizes>[^\]]*)\](?:\((?P<devices>[^ {]*)\))? ?\{(?P<axes>[^}]*)\}"
@@ -46,12 +46,12 @@ class HloCollective:
     """One collective instruction.
 
     Attributes:
-        kind: its name in HLO, one of `KINDS`.
+        kind: name of the collective in HLO, one of `KINDS`.
         arrays: (dtype, shape) of each result; several where XLA combined them.
         groups: device numbers of each group; of a permute, source and target.
-        num_bytes: all arrays on one device where they are whole: the result of an
-            all-gather, the operand of a reduce-scatter and of an asynchronous ragged
-            all-to-all (which the TPU compiler pads), either of the others.
+        num_bytes: bytes of all arrays on one device where they are whole: of the result of an
+            all-gather, of the operand of a reduce-scatter and of an asynchronous ragged
+            all-to-all (which the TPU compiler pads), of either in the others.
     """
 
     kind: str
@@ -76,7 +76,7 @@ def executed_collectives(
 ) -> Counter[HloCollective]:
     """Counts how often one run of the program executes each of its collectives.
 
-    Of a conditional's branches the one that moves the most bytes counts.
+    In a conditional, the branch that moves the most bytes counts.
 
     Args:
         shares: see `Program.sum_of_run`.
@@ -175,7 +175,7 @@ def _collective(each: Instruction, num_devices: int) -> HloCollective | None:
 
 
 def _slices(computation: Computation):
-    """What a device keeps where a computation is a reduce-scatter; () in all others.
+    """The slices that a device keeps of a computation that is a reduce-scatter; else ().
 
     The TPU compiler writes one as a fusion of an all-reduce and of slices of its results.
     """

@@ -30,11 +30,11 @@ def has_compiler() -> bool:
 def run_with_compiler(
     arguments: Sequence[str], topology: Topology, *, module: str = "switchx", **options
 ):
-    """`python -m switchx ...` in a process that can compile for the slice.
+    """Runs `python -m switchx ...` in a process that can compile for the slice.
 
     Args:
-        module: that is run.
-        options: of `subprocess.run`.
+        module: the module that is run.
+        options: options of `subprocess.run`.
 
     Raises:
         FileNotFoundError: no compiler is installed; the message says how to get it.
@@ -78,7 +78,7 @@ def require_mesh_fits(mesh: MeshSpec, topology: Topology) -> None:
     """Checks that a mesh uses all of a slice's devices, before anything is compiled.
 
     Raises:
-        ValueError: it does not; the message names slices and meshes that go together.
+        ValueError: the mesh does not; the message names slices and meshes that go together.
     """
     there = topology.num_devices
     needed = mesh.num_devices(there)

@@ -28,10 +28,10 @@ class ElasticJob:
     """A job, and the devices for it.
 
     Attributes:
-        job: with the plan's mesh, dispatcher and microbatches.
-        devices: those of its mesh, as many of each process.
+        job: the job with the plan's mesh, dispatcher and microbatches.
+        devices: devices of its mesh, equally many of each process.
         num_idle: devices that no mesh could use.
-        plan: the planner's.
+        plan: plan of the planner.
     """
 
     job: TrainingJob
@@ -49,8 +49,8 @@ def job_for_devices(
     of the meshes on which a device has the experts of its own rows' tasks, if there is one.
 
     Args:
-        hardware: what the devices are.
-        devices: that are there; None is all of all processes.
+        hardware: hardware spec of the devices.
+        devices: devices to choose from; None is all devices of all processes.
 
     Raises:
         ValueError: the job has what is not planned here (buckets) or what no mesh mends

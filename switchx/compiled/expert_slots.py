@@ -20,10 +20,10 @@ def executed_slots(jaxpr, config: ModelConfig) -> float:
     own rows, or its part of F.
 
     Args:
-        jaxpr: of `forward` (`jax.jit(...).trace(...).jaxpr`).
+        jaxpr: jaxpr of a forward pass (`jax.jit(...).trace(...).jaxpr`).
 
     Returns:
-        0 where rows are not in equal blocks: there, none is empty.
+        The number of rows; 0 where rows are not in equal blocks: there, no slot is empty.
     """
     d_ff = config.switch.d_ff or config.d_ff
     inputs = 2 if config.is_gated else 1

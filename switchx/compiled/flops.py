@@ -14,7 +14,7 @@ import numpy as np
 
 from switchx.compiled.hlo import NO_SHARES, Instruction, parse
 
-# What a TPU's kernel says of itself (`pl.CostEstimate`).
+# The FLOPs that a TPU kernel declares (`pl.CostEstimate`).
 _KERNEL = re.compile(r'"tpu_custom_call".*"cost_estimate":\{"flops":"(\d+)"')
 _WINDOW = (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
 
@@ -28,19 +28,21 @@ def matrix_flops(
 ) -> int:
     """Adds up 2 m n k of every matrix product that a run of the program executes.
 
-    TPUs have convolutions where there were products; these count what they multiply, without
-    padding and dilation. A TPU's kernels count as they say. Of a conditional's branches the
-    most expensive one counts.
+    The TPU compiler turns products into convolutions; these count what they multiply, without
+    padding and dilation. A TPU's kernels count the FLOPs that they declare. In a conditional,
+    the most expensive branch counts.
 
     Args:
-        hlo: of `compiled.as_text()`.
-        trips: of loops that end when the data says so; of nested ones, of the innermost
-            altogether, as loops over experts and over each one's rows run once a row.
+        hlo: HLO text of the program, as `compiled.as_text()`.
+        trips: trips of a loop whose end depends on the data. For nested ones it is the total
+            trips of the innermost loop, as loops over experts and over each expert's rows run
+            once a row.
         shares: see `Program.sum_of_run`.
-        kernel_share: of the rows that kernels count, those that the data lets them multiply.
+        kernel_share: share of the rows counted by kernels that the data lets them multiply.
 
     Raises:
-        ValueError: there is such a loop with a product in it, and `trips` is None.
+        ValueError: there is a loop whose end depends on the data with a product in it, and
+            `trips` is None.
     """
 
     def own(each: Instruction) -> Counter | None:
@@ -74,7 +76,7 @@ def _convolution_flops(each: Instruction) -> int:
     flops = 2 * output[output_labels.index("b")] * output[output_labels.index("f")]
     flops *= right[right_labels.index("i")]
     for axis in range(len(left) - 2):
-        # Of a padding the part before.
+        # Only the padding before is read.
         stride, padding, left_dilation, right_dilation = (
             int(window[name].split("x")[axis].partition("_")[0]) if name in window else default
             for name, default in _WINDOW

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one reader of HLO text: computations of a compiled program and their instructions.
 
-The syntax is XLA's (`compiled.as_text()`), of its CPU, GPU and TPU compilers. What is counted
-in a program is a sum over its instructions, those in loops by their trips
+The syntax is XLA's (`compiled.as_text()`), of its CPU, GPU and TPU compilers. Every count of a
+program is a sum over its instructions, where those in loops count by their trips
 (`Program.sum_of_run`): collectives (`collectives.py`), FLOPs (`flops.py`), bytes that kernels
 move (`moved_bytes.py`). Copies that make it slow are in `host_copies.py`.
 """
@@ -27,7 +27,7 @@ _CALLED = re.compile(
     r"(?:calls|to_apply|body|(?:branch|called)_computations|(?:true|false)_computation)="
     r"\{?(%?[\w.-]+(?:, ?%[\w.-]+)*)"
 )
-# Of an attribute's value: a text in quotes, or what opens, closes or ends it.
+# A token of an attribute's value: a text in quotes, or a bracket or comma.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -45,8 +45,8 @@ class Array:
     """An array that an instruction returns.
 
     Attributes:
-        dtype: its name in HLO, such as `bf16`, `pred` or `f8e4m3fn`.
-        shape: its sizes; () of a scalar and of a token.
+        dtype: name of the dtype in HLO, such as `bf16`, `pred` or `f8e4m3fn`.
+        shape: sizes of the dimensions; () of a scalar and of a token.
         layout: the order of its dimensions, its tiles and its memory space: `S(1)` is a TPU's
             vector memory, `S(5)` the host's.
     """
@@ -117,7 +117,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """What it was traced from, with its scopes of names; "" where nothing is said."""
+        """The operation that it was traced from, with its name scopes; "" without one."""
         found = _OP_NAME.search(self.rest)
         return found[1] if found else ""
 
@@ -128,10 +128,11 @@ class Instruction:
 
     @property
     def trips(self) -> int | None:
-        """How often the body of a `while` runs; None where the data decides.
+        """The number of times that the body of a `while` runs; None where the data decides.
 
-        As the compiler says, or, as the TPU compiler does not, from a condition that compares
-        a constant with a counter, which `lax.scan` and `fori_loop` begin at 0.
+        The compiler writes the number. The TPU compiler does not: there it is read from a
+        condition that compares a constant with a counter, which `lax.scan` and `fori_loop`
+        begin at 0.
         """
         if trips := _TRIPS.search(self.rest):
             return int(trips[1])
@@ -151,7 +152,7 @@ class Computation:
     In a scheduled program, as all compiled ones are, it is the order in which they run.
 
     Attributes:
-        computations: all of the program's, by name.
+        computations: all computations of the program, by name.
     """
 
     name: str
@@ -173,8 +174,8 @@ class Program:
 
     Attributes:
         num_devices: the number of devices that run it.
-        computations: all of them by name, in the order of the text.
-        entry: the one that a run begins with.
+        computations: all computations by name, in the order of the text.
+        entry: computation that a run begins with.
     """
 
     num_devices: int
@@ -198,12 +199,14 @@ class Program:
         A loop's body counts by its trips, and of the branches of a conditional the largest.
 
         Args:
-            own: what an instruction counts; None where the computations that it runs do.
-            size: what branches are compared by.
+            own: function that returns what an instruction counts; None for an instruction that
+                counts what the computations that it runs do.
+            size: function of a count by which branches are compared.
             shares: share of the times that a `conditional` is reached in which its largest
                 branch runs, by the scope of names (`jax.named_scope`) that it stands in. A
                 pipeline's ticks read from a table what they do (`ticks.branch_shares`).
-            of_data_loop: what a loop counts that ends when the data says so, of one turn.
+            of_data_loop: function that returns the count of a loop whose end depends on the
+                data, from the count of one trip.
 
         Raises:
             ValueError: there is such a loop that counts something, and no `of_data_loop`.
@@ -266,7 +269,7 @@ def parse(text: str) -> Program:
     """Reads the HLO text of one compiled program.
 
     Raises:
-        ValueError: it is no HLO text, or two programs' texts.
+        ValueError: the text is no HLO, or is of two programs.
     """
     sizes = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
     computations, entry, current = {}, None, None

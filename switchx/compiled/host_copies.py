@@ -16,7 +16,7 @@ from switchx.compiled.hlo import Computation, Instruction, Program, parse, withi
 
 _HOST = "S(5)"
 _COPIES = ("dynamic-slice", "dynamic-update-slice", "copy")
-# What takes no time of the cores.
+# Instructions that take no time of the cores.
 _NO_WORK = re.compile(
     r"(?:.*-(?:start|done|update)|copy|bitcast|tuple|get-tuple-element|parameter|constant|"
     r"after-all|opt-barrier)$"
@@ -30,11 +30,11 @@ class HostCopy:
 
     Attributes:
         kind: `dynamic-slice` to the device, `dynamic-update-slice` to the host, or `copy`.
-        num_bytes: that it copies.
-        count: how often a step executes it.
-        bytes_meanwhile: operands and results of what is computed between its start and its
-            end.
-        is_of_layer: whether it is where layers are computed, beside matrix products; the
+        num_bytes: bytes that it copies.
+        count: number of times that a step executes it.
+        bytes_meanwhile: bytes of operands and results of what is computed between its start and
+            its end.
+        is_of_layer: whether it is in a loop that computes layers, with matrix products; the
             optimizer's loops have none.
     """
 
@@ -78,10 +78,10 @@ def host_copies(hlo: str) -> list[HostCopy]:
 
 
 def _kind(start: Instruction) -> str:
-    """What is started: of a fusion, what its computation ends with.
+    """The opcode of the copy that is started; of a fusion, that of its computation's root.
 
     Raises:
-        ValueError: it is no copy.
+        ValueError: the instruction is no copy.
     """
     kind = start.opcode.removesuffix("-start")
     if kind == "fusion":
@@ -118,7 +118,7 @@ def noted_strides(hlo: str) -> list[int]:
 
 
 def _trips_of(program: Program) -> dict[Computation, int | None]:
-    """How often a step runs each computation; None where data decides."""
+    """The number of times that a step runs each computation; None where the data decides."""
     trips: dict[Computation, int | None] = {program.entry: 1}
     open_ = [program.entry]
     while open_:

@@ -59,7 +59,7 @@ ONLINE_SOFTMAX = "online-softmax"
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Of a chip: what its matrix units and its memory do in a second, and its cycles."""
+    """Rates of a chip: its matrix units, its memory and its cycles, in a second."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -68,17 +68,19 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """Of one run of a program.
+    """The kernels of one run of a program, and the bytes that they move.
 
     Attributes:
-        kernels: launches of XLA's kernels, copies among them, and of Pallas'.
-        pallas_kernels: those of Pallas alone.
-        num_bytes: between memory and all of them.
-        pallas_bytes: between memory and Pallas' kernels.
-        pallas_flops: 2 m n k of the tiles that those multiply; of what is counted.
-        compiler_s: seconds of XLA's kernels that the compiler gave cycles of.
-        other_s: of all other kernels, by a roofline.
-        roofline_s: of all kernels, by a roofline; no seconds where no rates were given.
+        kernels: number of launches of XLA's kernels, copies included, and of Pallas kernels.
+        pallas_kernels: number of launches of Pallas kernels alone.
+        num_bytes: bytes between memory and all kernels.
+        pallas_bytes: bytes between memory and the Pallas kernels.
+        pallas_flops: 2 m n k of the tiles that the Pallas kernels multiply, for those that
+            count them.
+        compiler_s: seconds of the XLA kernels for which the compiler gives cycles.
+        other_s: seconds of all other kernels, by a roofline.
+        roofline_s: seconds of all kernels, by a roofline; 0 where no rates were given, as the
+            two above.
     """
 
     kernels: int = 0
@@ -101,15 +103,15 @@ def moved_bytes(
     group_sizes: Sequence[int] = (),
     rates: Rates | None = None,
 ) -> Moved:
-    """Adds up what one run of the program launches and moves.
+    """Adds up the launches of one run of the program and the bytes that they move.
 
-    Of a conditional's branches the one that moves the most counts.
+    In a conditional, the branch that moves the most bytes counts.
 
     Args:
-        hlo: of `compiled.as_text()`.
-        launches: recorded while it was traced.
+        hlo: HLO text of the program, as `compiled.as_text()`.
+        launches: launches of Pallas kernels, recorded while the program was traced.
         group_sizes: rows of each expert, for which Pallas' kernels are counted.
-        rates: of the chip, for seconds.
+        rates: rates of the chip, for seconds; None computes none.
 
     Raises:
         ValueError: a loop has no known trip count, or a Pallas kernel was not recorded.
@@ -138,10 +140,11 @@ def _anywhere(array: Array) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Kernels:
-    """What instructions move, each for itself.
+    """Counts the bytes that instructions move, each for itself.
 
     Attributes:
-        launches: recorded ones of Pallas, by dtypes and shapes of operands and results.
+        launches: recorded launches of Pallas kernels, by dtypes and shapes of operands and
+            results.
     """
 
     launches: dict[tuple, Launch]
@@ -149,7 +152,7 @@ class _Kernels:
     rates: Rates | None
 
     def moved(self, each: Instruction) -> Counter | None:
-        """Fields of `Moved`; None where the computations that it runs say it."""
+        """Fields of `Moved`; None for an instruction that counts what it runs."""
         if each.opcode in ("while", "conditional", "call"):
             return None
         target = each.attributes.get("custom_call_target", "").strip('"')
@@ -233,7 +236,7 @@ def _read(each: Instruction) -> list[Array]:
 
 
 def _written_by_fusion(called: Computation, results: Sequence[Array], size_of) -> int:
-    """Of each result what the fusion writes: a part where it updates an array in place."""
+    """The bytes that a fusion writes: for an array that it updates in place, only the part."""
     root = called.root
     if root.opcode == "fusion":
         return _written_by_fusion(root.called[0], results, size_of)
@@ -262,7 +265,7 @@ def _parameter(called: Computation, number: int) -> Instruction:
 
 
 def _read_by_fusion(called: Computation, fusion: Instruction, size_of) -> int:
-    """Of each operand what the fusion takes: all of it, unless it only takes parts."""
+    """The bytes that a fusion reads: for an operand that it takes parts of, only the parts."""
     total = 0
     for operand in dict.fromkeys(fusion.operands):
         if operand.arrays:
@@ -302,7 +305,8 @@ def _is_unread(start: Instruction) -> bool:
 
 
 def _copied_bytes(start: Instruction) -> int:
-    """Of an asynchronous copy (destination, source, ...) or slice (source, part, ...)."""
+    """The bytes of an asynchronous copy (destination, source, ...) or slice (source, part,
+    ...)."""
     if start.opcode == "slice-start":
         whole, part, *_ = start.arrays
         return _in_memory(part) + min(_in_memory(whole), part.num_bytes)

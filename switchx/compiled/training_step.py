@@ -54,10 +54,11 @@ class Memory:
     """Bytes of one device.
 
     Attributes:
-        arguments: parameters, optimizer state and batch; a teacher's parameters.
-        temporaries: everything between, at its highest, and the program.
-        needed: all together; results lie where the arguments did.
-        limit: what a program may use.
+        arguments: bytes of parameters, optimizer state and batch, and of a teacher's
+            parameters.
+        temporaries: peak bytes of all intermediate arrays, and of the program.
+        needed: all bytes together; results overwrite the arguments.
+        limit: bytes that a program may use.
     """
 
     arguments: int
@@ -71,21 +72,21 @@ class Memory:
 
     @property
     def excess(self) -> int:
-        """By how much it does not fit; 0 if it does."""
+        """The bytes that are missing; 0 if the step fits."""
         return max(0, self.needed - self.limit)
 
 
 @dataclasses.dataclass(frozen=True)
 class HostMemory:
-    """What a step with experts in host memory takes of it, for one device.
+    """Host memory that a step with experts in it needs, for one device.
 
     Attributes:
-        formula: bytes of the experts' parameters, gradients and what the optimizer keeps.
-        without: memory of the device if they were all there.
-        needed: bytes that the compiled program takes; None where nothing could be compiled, as
-            are:
-        copies_overlapped: `host_copies.share_overlapped`.
-        strides: `host_copies.noted_strides`.
+        formula: bytes of the experts' parameters, gradients and optimizer state.
+        without: memory of the device if they were all on it.
+        needed: bytes that the compiled program takes. It and the two below are None where
+            nothing could be compiled.
+        copies_overlapped: result of `host_copies.share_overlapped`.
+        strides: result of `host_copies.noted_strides`.
     """
 
     formula: int
@@ -100,18 +101,20 @@ class CompiledStep:
     """A training step for a mesh of devices.
 
     Attributes:
-        devices: that the program runs on.
-        parameters: elements that its arguments have of them.
-        tokens_per_batch: of the encoder, as T5 counts a batch; of a decoder-only model's rows.
-        target_tokens_per_batch: of the decoder beside them; 0 in a decoder-only model.
+        devices: number of devices that the program runs on.
+        parameters: number of parameters among the program's arguments.
+        tokens_per_batch: tokens of the encoder in a batch, as T5 counts them; in a decoder-only
+            model, tokens of its rows.
+        target_tokens_per_batch: tokens of the decoder of an encoder-decoder model; 0 in a
+            decoder-only model.
         slots_per_token: expert slots computed over tokens routed; None in a dense model.
-        flops: of the matrix products on one device, what remat computes again included; None
-            where nothing could be compiled, as are:
-        collectives: kind -> (how often a step executes it, bytes on one device).
-        seconds: that compiling took.
-        host: where experts are in host memory, what they take of it.
-        teacher_parameters: elements of a teacher beside the student.
-        overlapped_exchanges: all-to-alls that experts compute beside.
+        flops: FLOPs of the matrix products on one device, with remat's recomputation. They and
+            `collectives` are None where nothing could be compiled.
+        collectives: by kind, how often a step executes it, and its bytes on one device.
+        seconds: seconds that compiling took.
+        host: host memory that experts take there; None where they are not in host memory.
+        teacher_parameters: number of parameters of a teacher beside the student.
+        overlapped_exchanges: number of all-to-alls that run beside the experts' products.
         others: memory of the run's other programs, `evaluation` and `initialization`, with what
             stays on the device beside them; empty where they were not compiled.
     """
@@ -152,10 +155,11 @@ def compile_step(
     """Compiles a job's step ahead of time, for the devices of a target topology.
 
     Args:
-        devices: as `jax.experimental.topologies` describes them.
-        hbm_bytes: that a program may use on one, unless the compiler says another number.
-        with_others: compile evaluation and initialization too, of a job without a teacher
-            whose experts are on the devices.
+        devices: devices as `jax.experimental.topologies` describes them.
+        hbm_bytes: bytes that a program may use on one device, unless the compiler says another
+            number.
+        with_others: whether evaluation and initialization are compiled too, for a job without a
+            teacher whose experts are on the devices.
 
     Raises:
         ValueError: the job does not suit its mesh, or the mesh not the devices; its experts
@@ -211,8 +215,7 @@ def compile_step(
 
 
 def expert_bytes(program: TrainingProgram) -> int:
-    """Of one device's part of the experts' parameters, their gradients and what the optimizer
-    keeps for them."""
+    """Bytes of one device's part of the experts' parameters, gradients and optimizer state."""
     rules, mesh = program.job.mesh.rules, program.mesh
     total = 0
     for array in state_arrays(program.job):
@@ -227,9 +230,9 @@ def expert_bytes(program: TrainingProgram) -> int:
 def slots_per_token(program: TrainingProgram) -> float | None:
     """Expert slots that a forward pass in training computes, over the tokens it routes.
 
-    Of one microbatch, whose tokens are grouped apart. Layers of the encoder and of the
-    decoder weigh by their tokens. Where rows are not in equal blocks it is the experts that a
-    token meets; None in a dense model.
+    They are counted for one microbatch, whose tokens are grouped apart. Layers of the encoder
+    and of the decoder are weighted by their tokens. Where rows are not in equal blocks it is
+    the number of experts that a token meets; None in a dense model.
 
     Raises:
         RuntimeError: rows are in equal blocks, but no product of theirs is found.
@@ -257,7 +260,7 @@ def slots_per_token(program: TrainingProgram) -> float | None:
 
 
 def bytes_on_one_device(arrays) -> int:
-    """Of shape structs with shardings, in its own memory; devices have equal parts."""
+    """Bytes of shape structs with shardings in the memory of one device; parts are equal."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(arrays)
@@ -323,8 +326,9 @@ def _compile(
     host memory; or the memory that a refusal says.
 
     Args:
-        memory: that its arguments take.
-        devices: GPUs, of a program of an abstract mesh; None compiles for the program's.
+        memory: memory of the program's arguments.
+        devices: GPUs that a program of an abstract mesh is compiled for; None compiles for the
+            program's devices.
     """
     platform = platform_of(program.mesh)
     platforms = ("cuda" if platform == "gpu" else platform,)
@@ -356,7 +360,7 @@ def _compile(
 
 
 def memory_of(facts, limit: int, platform: str) -> Memory:
-    """What a compiled program takes of one device.
+    """The memory of one device that a compiled program needs.
 
     Args:
         facts: `compiled.memory_analysis()`.

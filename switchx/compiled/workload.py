@@ -33,7 +33,7 @@ from switchx.training.step import init_state
 
 
 def workload_of(job: TrainingJob) -> Workload:
-    """What one step of `job` has to do, its mesh and dispatcher apart.
+    """The workload of one step of `job`, apart from its mesh and dispatcher.
 
     Raises:
         ValueError: the model or its teacher is not of our blocks, or there is no such teacher.
@@ -76,7 +76,7 @@ def planned_flops(job: TrainingJob, num_devices: int) -> float:
 
 
 def planned_storage(job: TrainingJob) -> Storage:
-    """Where the experts of a job are, as the planner plans it."""
+    """The storage of a job's experts, as the planner reads it."""
     spec = job.storage
     every = job.checkpoint_every
     return Storage(spec.experts, spec.slots, spec.host_bytes, checkpoint_every=every)

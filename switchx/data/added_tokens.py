@@ -18,10 +18,10 @@ class AddedToken:
     Names and meanings are those of the tokenizers library.
 
     Attributes:
-        lstrip, rstrip: white space before, or behind, belongs to it.
-        single_word: its text is none beside a letter, a digit or an underscore.
-        normalized: its text is looked for in normalized text.
-        special: transformers leaves it out of decoded text where it is asked to.
+        lstrip, rstrip: whether white space before, or behind, belongs to the token.
+        single_word: whether the text is no token beside a letter, a digit or an underscore.
+        normalized: whether the text is looked for in normalized text.
+        special: whether transformers leaves the token out of decoded text when asked to.
     """
 
     id: int
@@ -64,7 +64,7 @@ def added_token(fields: dict[str, Any], where: str) -> AddedToken:
     """The token that a JSON object describes.
 
     Raises:
-        ValueError: it has no id and text, a flag that is none, or anything else.
+        ValueError: the object has no id or text, a flag that is no boolean, or other fields.
     """
     kinds = {field.name: field.type for field in dataclasses.fields(AddedToken)}
     is_right = (

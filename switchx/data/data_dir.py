@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where data lies: the folder the user names, `SWITCHX_DATA_DIR`, the cache, in this order."""
+"""The data folder: the one the user names, `SWITCHX_DATA_DIR`, the cache, in this order."""
 
 import os
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is asked for evaluation, and what its answers are worth.
+"""The examples that a model answers in evaluation, and the metrics of its answers.
 
 A task and a split give `EvaluationExamples`: texts and tokens of the inputs as training reads
 them, targets with all that metrics need, and `metrics(predictions)`. Who generates the
@@ -38,8 +38,9 @@ class EvaluationExamples:
     Attributes:
         inputs: texts, without the objective's prefix.
         targets: texts, `Reference`s where the corpus knows more than a target.
-        tokens: of the inputs, as the objective makes them; a list of arrays [L].
-        num_cut: inputs that were cut to a row of training, as the task says (`truncate`).
+        tokens: token ids of the inputs, as the objective makes them; a list of arrays [L].
+        num_cut: number of inputs that were cut to the length of a training row, which the task
+            allows (`truncate`).
     """
 
     task: Task
@@ -60,12 +61,12 @@ class EvaluationExamples:
         metrics: Sequence[TextMetric] | None = None,
         num_bootstrap: int = 0,
     ) -> list[MetricResult]:
-        """What metrics say of a text for each example, in their order.
+        """The results of metrics on one text for each example, in the examples' order.
 
         A metric that cannot be computed has no score, and a note that says why.
 
         Args:
-            metrics: None takes the task's own.
+            metrics: metrics to compute; None takes the task's own.
 
         Raises:
             ValueError: other numbers of predictions than of examples.
@@ -118,7 +119,7 @@ class EvaluationExamples:
         return [target.choices for target in self.targets]
 
     def choice_tokens(self) -> list[tuple[int, np.ndarray]]:
-        """For each choice of each example, one after another: the example and the tokens."""
+        """The example's number and the tokens of each choice, one example after another."""
         objective, vocabulary = self.task.objective, self.task.vocabulary
         return [
             (number, objective.example({"inputs": "", "targets": text}, vocabulary).targets)
@@ -151,7 +152,7 @@ def evaluation_examples(
     """The first examples of a split, or all, as training would read them.
 
     Args:
-        features: of training, which say how long an input may be that is cut.
+        features: features of training, which give the longest input; longer ones are cut.
 
     Raises:
         ValueError: the task has no texts for targets, or there is no such split or it is

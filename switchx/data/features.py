@@ -24,7 +24,7 @@ class Example(NamedTuple):
     """Token ids of one example; `inputs` is empty for a causal language model.
 
     Attributes:
-        is_prefix_bidirectional: in a decoder-only row, its inputs see all of its inputs.
+        is_prefix_bidirectional: whether the inputs attend to all inputs in a decoder-only row.
     """
 
     inputs: np.ndarray
@@ -47,7 +47,7 @@ class EncoderDecoderFeatures:
 
     @property
     def capacity(self) -> tuple[int, ...]:
-        """What a row holds, in the units of `size`; an example must fit on both sides."""
+        """The size of a row, in the units of `size`; an example must fit on both sides."""
         return (self.inputs_length, self.targets_length)
 
     def size(self, example: Example) -> tuple[int, ...]:
@@ -90,7 +90,7 @@ class DecoderOnlyFeatures:
 
     @property
     def capacity(self) -> tuple[int, ...]:
-        """What a row holds, in the units of `size`."""
+        """The size of a row, in the units of `size`."""
         return (self.length,)
 
     def size(self, example: Example) -> tuple[int, ...]:

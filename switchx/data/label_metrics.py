@@ -147,7 +147,7 @@ def class_ids(texts: Sequence[str], classes: Sequence[str]) -> np.ndarray:
 
 
 def numbers(texts: Sequence[str]) -> list[float]:
-    """What texts are as finite numbers, -1 where they are none (`nan` and `inf` are none)."""
+    """The finite numbers that texts spell; -1 for other texts (`nan` and `inf` among them)."""
 
     def number(text: str) -> float:
         try:
@@ -177,9 +177,9 @@ def rank_results(
     """Metrics of choosing the text with the highest score (T5's `rank_classification`).
 
     Args:
-        scores: of each example's choices, as log-likelihoods; the first of equals is chosen.
-        is_right: of the same choices. Choosing any that is right counts.
-        weights: of the examples; None is 1 for each.
+        scores: log-likelihoods of each example's choices; the first of equal ones is chosen.
+        is_right: whether each of the same choices is right. Any right choice counts.
+        weights: weights of the examples; None is 1 for each.
 
     Returns:
         `accuracy`. Where all examples have equally many choices and one is right: with two

@@ -66,7 +66,7 @@ def language_files(
     """A user's own text by language: `de.txt`, `de.txt.gz`, `de.parquet`, ..., or folder `de`.
 
     Args:
-        columns: as `TextFiles.columns`.
+        columns: columns, as in `TextFiles.columns`.
 
     Raises:
         ValueError: no languages, or one that has no such file, or several.
@@ -103,7 +103,7 @@ def text_languages(
     """A user's own text in several languages, tasks `text_de`, ...
 
     Args:
-        columns: as `TextFiles.columns`.
+        columns: columns, as in `TextFiles.columns`.
 
     Raises:
         ValueError: as `language_files`.

@@ -22,7 +22,7 @@ from switchx.data.streams import RowStream, StreamPlan
 from switchx.data.tasks import Task, open_task
 from switchx.fields import require, require_at_least
 
-# Of what the cursors in a state mean; another number whenever streams read otherwise.
+# Version of the cursors in a state; raise it whenever streams read differently.
 STATE_VERSION = 1
 
 _log = logging.getLogger(__name__)
@@ -30,11 +30,11 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class BatchConfig:
-    """What a batch is.
+    """The shape of a batch.
 
     Attributes:
         batch_size: rows of the global batch, over all processes.
-        packed: several examples a row; otherwise one.
+        packed: whether a row has several examples; otherwise it has one.
     """
 
     features: Features
@@ -47,12 +47,12 @@ class BatchConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Which rows of each global batch a process reads: some of `count` equal parts.
+    """The rows of each global batch that a process reads: some of `count` equal parts.
 
     Processes that hold the same rows (model parallelism across hosts) read the same parts.
 
     Attributes:
-        parts: their indices, ascending.
+        parts: indices of the parts, ascending.
         count: parts of a batch.
     """
 
@@ -86,11 +86,12 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Prefetch:
-    """How batches are made ahead of time; what is in them does not depend on it.
+    """Settings of batches that are made ahead of time; the batches do not depend on them.
 
     Attributes:
-        num_batches: batches kept ready by a thread; 0 makes each when it is asked for.
-        num_workers: processes among which the rows are divided; 0 for none. A program
+        num_batches: number of batches that a thread keeps ready; 0 makes each when it is
+            needed.
+        num_workers: number of processes among which the rows are divided; 0 for none. A program
             that uses them starts under `if __name__ == "__main__":`.
     """
 
@@ -109,7 +110,7 @@ class TrainLoader:
 
     Args:
         source: a task, or a mixture of several; their training splits are read.
-        data_dir: where prepared corpora are; see `Corpus.open`.
+        data_dir: folder of prepared corpora; see `Corpus.open`.
 
     Raises:
         ValueError: the batch size does not divide by the shards, a seed below 0, or a task
@@ -161,7 +162,7 @@ class TrainLoader:
         return batch
 
     def state(self) -> dict:
-        """Where the next batch begins; plain numbers, lists and strings (JSON)."""
+        """The position of the next batch; plain numbers, lists and strings (JSON)."""
         return {
             "pipeline": self._description(),
             "step": self._step,
@@ -170,14 +171,14 @@ class TrainLoader:
         }
 
     def restore(self, state: dict) -> None:
-        """Goes on where a state was taken: the next batch is the one that came next.
+        """Continues where a state was taken: the next batch is the one that followed it then.
 
         Args:
-            state: of this shard, or `merge_states` of those of all shards. Neither the
-                number of shards nor prefetching need be what they were.
+            state: state of this shard, or `merge_states` of the states of all shards. The
+                number of shards and prefetching may differ from what they were.
 
         Raises:
-            ValueError: it was taken from another source, batch config, seed or version,
+            ValueError: the state is from another source, batch config, seed or version,
                 or does not hold this shard's rows.
         """
         _require_same(state["pipeline"], self._description())
@@ -244,7 +245,7 @@ def merge_states(states: Sequence[dict]) -> dict:
     """One loader state that holds all rows, from those of all shards, in any order.
 
     Raises:
-        ValueError: they are of several steps or pipelines, or disagree about a row.
+        ValueError: the states are of several steps or pipelines, or disagree about a row.
     """
     merged, held = states[0], {}
     for state in states:
@@ -285,8 +286,8 @@ def evaluation_batches(
     through all rows and lays out its own: all see equally many batches.
 
     Args:
-        num_batches: stop after so many; None reads the whole split.
-        task_id: the task's number in a mixture with `rows`, for the batches to say.
+        num_batches: largest number of batches; None reads the whole split.
+        task_id: number of the task in a mixture with `rows`, which the batches then contain.
 
     Raises:
         ValueError: as `TrainLoader`, or no example of the split fits the features.

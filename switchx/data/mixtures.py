@@ -47,16 +47,16 @@ class ProportionalRates:
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """Tasks and the rates they are drawn at.
+    """Tasks, and the rates at which examples of them are drawn.
 
     Attributes:
-        tasks: of one vocabulary, under different names.
-        rates: one fixed weight a task, or `ProportionalRates` of the number of records in
-            each task's training split.
-        rows: rows of every batch that each task has, in the order of the tasks, instead of
-            rates; batches then say which task a row is of. None draws every example by the
+        tasks: tasks with one vocabulary and different names.
+        rates: one fixed weight for each task, or `ProportionalRates` of the number of records
+            in each task's training split.
+        rows: number of rows of each task in every batch, in the order of the tasks, instead of
+            rates; batches then have the task of each row. None draws every example by the
             rates, whatever its row.
-        evaluation: tasks that are evaluated, none of which need be learnt; None is `tasks`.
+        evaluation: tasks that are evaluated; they need not be among `tasks`. None is `tasks`.
     """
 
     tasks: tuple[Task, ...]
@@ -113,7 +113,7 @@ class Mixture:
         )
 
     def probabilities(self, sizes: Sequence[int]) -> np.ndarray:
-        """How likely the next example is of each task, in order; the sum is 1.
+        """The probability of each task for the next example, in order; the sum is 1.
 
         Args:
             sizes: records in each task's training split.
@@ -144,7 +144,7 @@ def splits_read(source: Task | Mixture) -> list[tuple[Task, str]]:
 
 
 def accounts_of(source: Task | Mixture, data_dir: str | None) -> list[Account]:
-    """What of the files of all corpora is read, each corpus once.
+    """The parts of the corpora's files that are read, each corpus once.
 
     Raises:
         ValueError: as `Corpus.open`.

@@ -37,9 +37,10 @@ class Objective(abc.ABC):
     Attributes:
         reads: keys of the records that it needs.
         ends_inputs_with_eos: whether its inputs end in EOS.
-        has_sentinels: its inputs hold sentinels, as those of span corruption.
-        is_prefix_bidirectional: in a decoder-only model, inputs see all inputs (prefix LM);
-            otherwise each token sees those before it alone. An encoder sees all in any case.
+        has_sentinels: whether its inputs hold sentinels, as in span corruption.
+        is_prefix_bidirectional: whether in a decoder-only model inputs attend to all inputs
+            (prefix LM); otherwise each token attends to those before it alone. An encoder's
+            inputs attend to all in any case.
     """
 
     reads: ClassVar[tuple[str, ...]]
@@ -155,7 +156,7 @@ class PrefixLM(TextObjective):
     is_prefix_bidirectional: bool = _prefix_choice()
 
     def chunk_length(self, features: Features) -> int:
-        """What the longer side holds."""
+        """The length of the longer side of a row."""
         length = max(features.capacity)
         require(length >= 2, f"{features} holds no prefix with a continuation; use longer ones")
         return length
@@ -201,9 +202,9 @@ class InputsToTargets(RecordObjective):
     Attributes:
         prefix: text put before all inputs, such as `translate English to German: `, by
             which one model tells the tasks of a mixture apart.
-        is_prefix_bidirectional: in a decoder-only model, inputs see all inputs, as in the
-            prefix LM of Raffel et al. (section 3.2.1) and in all runs from before there was
-            a choice. False suits a model that was pretrained causally; T5X's decoder-only
+        is_prefix_bidirectional: whether in a decoder-only model inputs attend to all inputs, as
+            in the prefix LM of Raffel et al. (section 3.2.1) and in all runs from before there
+            was a choice. False suits a model that was pretrained causally; T5X's decoder-only
             model is causal unless `inputs_bidirectional_attention` is set.
     """
 
@@ -228,7 +229,7 @@ OBJECTIVES = {
 
 @dataclasses.dataclass(frozen=True)
 class SpanCounts:
-    """What corrupting a text of `raw_length` tokens gives, whatever the random draw."""
+    """The sizes after corrupting a text of `raw_length` tokens, for every random draw."""
 
     raw_length: int
     num_noise: int
@@ -236,7 +237,7 @@ class SpanCounts:
 
     @property
     def inputs_length(self) -> int:
-        """What is left of the text, a sentinel for each span, and EOS."""
+        """The length of the inputs: the tokens kept, a sentinel for each span, and EOS."""
         return self.raw_length - self.num_noise + self.num_spans + 1
 
     @property
@@ -246,7 +247,7 @@ class SpanCounts:
 
 
 def count_spans(raw_length: int, noise_density: float, mean_span_length: float) -> SpanCounts:
-    """How many tokens and spans are noise; there is at least one of each, and one not.
+    """The number of noise tokens and spans; at least one of each, and one token is kept.
 
     Raises:
         ValueError: fewer than 2 tokens, or more spans asked for than tokens are kept to

@@ -17,10 +17,10 @@ PAD_ID, EOS_ID, UNK_ID = OURS = 0, 1, 2
 
 
 def their_ids(special_ids: Sequence[int]) -> dict[int, int]:
-    """Their ids of those of ours that may be others, given theirs of padding, end, unknown.
+    """A model's ids by our ids where they may differ, given its ids of padding, end, unknown.
 
-    A permutation: what leaves a place gets one that becomes free, in order. An unknown that is
-    padding or the end has no place of its own.
+    The mapping is a permutation: tokens whose ids are taken get the ids that become free, in
+    order. An unknown token that is padding or the end has no id of its own.
     """
     theirs: dict[int, int] = {}
     for our, their in enumerate(special_ids):
@@ -32,11 +32,11 @@ def their_ids(special_ids: Sequence[int]) -> dict[int, int]:
 
 
 def in_our_order(value, axis: int, special_ids: Sequence[int], start: int | None = None):
-    """An array whose axis V is of their ids, with its entries by ours.
+    """An array whose axis V follows a model's ids, with its entries in the order of our ids.
 
     Args:
-        start: their token that a decoder's input begins with, whose entry 0 gets; None where
-            0 is their padding.
+        start: the model's id that a decoder's input begins with, whose entry our id 0 gets;
+            None where our id 0 gets the entry of the model's padding.
     """
     order_V = _order_V(value.shape[axis], special_ids)
     if start is not None:

@@ -33,7 +33,7 @@ _MOST_SKIPPED = 100_000
 # look for an index below n for 65536 / n rounds.
 _FEW = 65_536
 
-# What the random generators are for; a part of their seed.
+# Purposes of the random generators; a part of their seed.
 DRAW, START, SHUFFLE = range(3)
 
 
@@ -53,14 +53,15 @@ def cursor_dtype(num_tasks: int) -> np.dtype:
 
 @dataclasses.dataclass(frozen=True)
 class StreamPlan:
-    """What the streams of all rows have in common.
+    """The settings that the streams of all rows have in common.
 
     Attributes:
-        probabilities: of each task.
+        probabilities: probability of each task.
         num_rows: B, rows of the global batch.
-        is_finite: evaluation: the records once and in order, one lane, in a single row.
-        rows_of_tasks: how many rows each task has, one task after the other; None where all
-            rows draw from all tasks.
+        is_finite: whether the stream ends, for evaluation: it has the records once and in
+            order, in one lane and a single row.
+        rows_of_tasks: number of rows of each task, one task's rows after the other's; None
+            where all rows draw from all tasks.
     """
 
     tasks: tuple[OpenTask, ...]
@@ -88,7 +89,7 @@ class StreamPlan:
         return 1 if self.is_finite else LANES
 
     def new_cursor(self) -> np.ndarray:
-        """Where every row starts; int64, one-dimensional."""
+        """The cursor at which every row starts; int64, one-dimensional."""
         return np.zeros(1, cursor_dtype(len(self.tasks))).view(np.int64)
 
     def generator(self, *position: int) -> np.random.Generator:
@@ -108,7 +109,7 @@ class StreamPlan:
         """Examples dropped and truncated before the cursors, together: `task/dropped`, ...
 
         Args:
-            cursors: one in the last dimension; any before it.
+            cursors: cursors, one in the last dimension; any dimensions before it.
         """
         tasks = cursors.view(cursor_dtype(len(self.tasks)))["tasks"]
         return {
@@ -124,7 +125,7 @@ class Shuffled:
     `[i]` is known without what stands before it.
 
     Args:
-        seed: at least 0, as many integers as wanted.
+        seed: integers of at least 0, any number of them.
     """
 
     def __init__(self, records: Sequence[Any], seed: Sequence[int]):
@@ -146,7 +147,7 @@ class Shuffled:
 
 
 def _permuted(index: int, size: int, seed: int) -> int:
-    """Where a permutation of [0, size) that `seed` names puts `index`."""
+    """The image of `index` under a permutation of [0, size) that `seed` names."""
     # Grain 0.2.18 takes a bit too few where the last index is a power of four (65,537 records):
     # it gives one index twice and never the last. There, indices one more are permuted, and the
     # one that is too large is followed along its cycle.
@@ -164,7 +165,7 @@ class RowStream:
     """The rows that one row of the batch is filled with: lists of packed examples.
 
     Args:
-        cursor: where to go on; `StreamPlan.new_cursor()` at first.
+        cursor: position of the first record; `StreamPlan.new_cursor()` at first.
     """
 
     def __init__(self, plan: StreamPlan, row: int, is_packed: bool, cursor: np.ndarray):
@@ -179,7 +180,7 @@ class RowStream:
 
     @property
     def cursor(self) -> np.ndarray:
-        """Where the next row begins: its window's start and its place in it."""
+        """The cursor of the next row: its window's start and its place in it."""
         cursor = self._start.copy()
         cursor[0] = self._emitted
         return cursor
@@ -230,7 +231,7 @@ class ExampleStream:
 
     @property
     def cursor(self) -> np.ndarray:
-        """Where the example that `take` gives begins."""
+        """The cursor of the example that `take` returns."""
         return (self._peeked_cursor if self._is_peeked else self._next_cursor).copy()
 
     def peek(self) -> Example | None:

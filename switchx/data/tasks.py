@@ -23,18 +23,19 @@ _SENTINEL = re.compile(r"<extra_id_(\d+)>")
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What there is to learn from one corpus.
+    """The learning task of one corpus.
 
     Attributes:
-        name: stands in metrics and in the loader's state.
-        too_long: what becomes of an example of a `RecordObjective` that no row holds:
-            `drop` and `truncate` are counted (`TrainLoader.counts`), `error` stops. (T5X
-            truncates and does not say so.) Text is cut into chunks that fit.
-        train_split, evaluation_split: what is trained and evaluated on: the corpus' names,
+        name: name of the task in metrics and in the loader's state.
+        too_long: treatment of an example of a `RecordObjective` that no row holds: `drop` and
+            `truncate` are counted (`TrainLoader.counts`), `error` stops. (T5X truncates and
+            does not say so.) Text is cut into chunks that fit.
+        train_split, evaluation_split: splits for training and evaluation: the corpus' names,
             slices of them or several, such as `train[:90%]` (`corpora/splits.py`).
-        metrics: of the texts that a model writes to the inputs, against the targets.
-        cache_tokens: tokens are made once and kept on disk (`token_cache.py`), for corpora
-            whose tokenization is slow; the same examples either way.
+        metrics: metrics of the texts that a model generates for the inputs, against the
+            targets.
+        cache_tokens: whether tokens are made once and kept on disk (`token_cache.py`), for
+            corpora whose tokenization is slow; the examples are the same either way.
     """
 
     name: str
@@ -70,8 +71,8 @@ class OpenTask:
     """A task with one split of its corpus at hand.
 
     Attributes:
-        chunk_length: tokens of raw text an example is made of; None for a `RecordObjective`.
-        tokens: of each record.
+        chunk_length: number of tokens of raw text in an example; None for a `RecordObjective`.
+        tokens: token ids of each record.
     """
 
     task: Task
@@ -81,7 +82,7 @@ class OpenTask:
 
     @property
     def description(self) -> dict[str, str]:
-        """What has to stay the same for a stream of examples to be the same."""
+        """The properties that must stay the same for the stream of examples to be the same."""
         return {
             "corpus": f"{self.records.name} {self.records.fingerprint}",
             "objective": repr(self.task.objective),
@@ -120,14 +121,14 @@ def open_task(task: Task, split: str, data_dir: str | None, features: Features) 
 
 @dataclasses.dataclass(frozen=True)
 class TextFormat:
-    """What the tasks of a model's training do to the texts that they read.
+    """The changes that the tasks of a model's training make to the texts that they read.
 
     Attributes:
-        inputs_end_with_eos: span corruption and inputs to targets end inputs so; a prefix
-            ends anywhere.
-        is_prompt_bidirectional: a decoder-only model's inputs see all inputs, where the
-            objective says so.
-        names_sentinels: `<extra_id_0>` in a text is sentinel 0, not its characters.
+        inputs_end_with_eos: whether inputs end with EOS, as in span corruption and inputs to
+            targets; a prefix ends anywhere.
+        is_prompt_bidirectional: whether a decoder-only model's inputs attend to all inputs,
+            where the objective says so.
+        names_sentinels: whether `<extra_id_0>` in a text is sentinel 0, not its characters.
     """
 
     inputs_end_with_eos: bool
@@ -155,7 +156,7 @@ class TextFormat:
         )
 
     def inputs(self, vocabulary: Vocabulary, text: str) -> list[int]:
-        """What an encoder reads, or what a decoder-only model goes on from."""
+        """Token ids that an encoder reads, or that a decoder-only model continues."""
         tokens = self._tokens(vocabulary, text)
         return tokens + [vocabulary.eos_id] if self.inputs_end_with_eos else tokens
 

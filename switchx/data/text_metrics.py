@@ -55,10 +55,10 @@ class MetricResult:
     """One number about many texts.
 
     Attributes:
-        score: None where it could not be computed.
+        score: the number; None where it could not be computed.
         signature: library, its version and its settings.
-        interval: of 95% by bootstrap, where it was asked for and the library has it.
-        note: why there is no score.
+        interval: 95% interval by bootstrap, where it was asked for and the library has it.
+        note: the reason why there is no score.
     """
 
     name: str
@@ -95,7 +95,7 @@ def results_or_notes(
 
 
 class TextMetric(Protocol):
-    """What a task is measured by: `names` are those of its results, in their order."""
+    """A metric of a task; `names` are the names of its results, in their order."""
 
     @property
     def names(self) -> tuple[str, ...]: ...
@@ -171,10 +171,11 @@ class Rouge:
     several answers the best counts, for each type (SciTLDR's way).
 
     Attributes:
-        types: of rouge-score; those of T5 by default.
-        use_stemmer: compare the stems of English words.
-        tokenize: `rouge` is rouge-score's and T5's, the runs of a to z and 0 to 9 alone; those
-            of sacreBLEU (`Bleu`) are for other scripts, of texts in lower case.
+        types: types of rouge-score; T5's by default.
+        use_stemmer: whether the stems of English words are compared.
+        tokenize: tokenizer. `rouge` is rouge-score's and T5's, the runs of a to z and 0 to 9
+            alone; the others are sacreBLEU's (`Bleu`), for other scripts, on texts in lower
+            case.
     """
 
     types: tuple[str, ...] = ("rouge1", "rouge2", "rougeLsum")
@@ -218,7 +219,7 @@ class Rouge:
         ]
 
     def _tokenizer(self):
-        """What rouge-score asks for the tokens of a text."""
+        """The tokenizer that rouge-score calls."""
         from rouge_score.tokenizers import DefaultTokenizer
 
         if self.tokenize == "rouge":
@@ -268,7 +269,7 @@ def _warn_of_empty_references(tokenizer, name: str, targets: Sequence[str]) -> N
 class Squad:
     """Exact match and token F1 of answers, each the best over the right answers.
 
-    As T5's `squad` and `trivia_qa` metrics (`qa_utils`).
+    They are T5's `squad` and `trivia_qa` metrics (`qa_utils`).
 
     Attributes:
         normalization: `squad`, as SQuAD's own script: lower case, without punctuation,

@@ -33,7 +33,7 @@ from switchx.data.objectives import Objective, RecordObjective
 from switchx.data.tokenizers import Vocabulary
 from switchx.fields import describe, require
 
-# Of what is kept; another number whenever it is made or laid out otherwise.
+# Version of kept tokens; raise it whenever they are made or laid out differently.
 VERSION = 2
 _IDS, _ENDS, _DESCRIPTION = "ids.int32", "ends.npy", "description.json"
 _CHECKSUMS, _WAY_OUT = "crc32.npy", "remove the folder, and they are made anew"
@@ -116,13 +116,13 @@ class KeptTokens:
 
 
 def open_tokens(tokenizer: Tokenizer, data_dir: str | None) -> KeptTokens:
-    """Tokens on disk of all records, made first where they are not yet.
+    """Opens the tokens of all records on disk, and makes them first where they are missing.
 
     Args:
-        data_dir: as `Corpus.open` takes it; one that can be written.
+        data_dir: writable data folder, as `Corpus.open` takes it.
 
     Raises:
-        ValueError: no room, or files that were damaged since.
+        ValueError: there is no room on the disk, or files are damaged.
     """
     records, objective = tokenizer.records, tokenizer.objective
     description = {

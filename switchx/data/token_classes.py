@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kind of piece each id of a vocabulary stands for: the start of a word, digits, ...
+"""The kind of piece of each id of a vocabulary: the start of a word, digits, ...
 
 Dims: V ids of a vocabulary
 """

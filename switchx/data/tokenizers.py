@@ -41,11 +41,11 @@ _NUMBER = re.compile(r"[0-9]{1,10}")
 
 
 class Piece(NamedTuple):
-    """What one token id stands for.
+    """The text, byte or control code of one token id.
 
     Attributes:
-        text: as it stands in a text, spaces as spaces; a name for what is no text.
-        kind: `text`, `byte` (part of a character) or `control` (all that is no text).
+        text: the text, with spaces as spaces; a name for a byte or a control code.
+        kind: `text`, `byte` (part of a character) or `control` (not text).
     """
 
     text: str
@@ -62,7 +62,7 @@ class Vocabulary(abc.ABC):
 
     Attributes:
         size: rows that an embedding needs: one more than the largest id, padding included.
-        num_sentinels: how many sentinels there are.
+        num_sentinels: number of sentinels.
     """
 
     pad_id: ClassVar[int] = PAD_ID
@@ -93,7 +93,7 @@ class Vocabulary(abc.ABC):
         return self.size - 1 - index
 
     def piece(self, token_id: int) -> Piece:
-        """What a token id below `size` stands for."""
+        """The piece of a token id below `size`."""
         is_text = token_id not in (PAD_ID, EOS_ID)
         return Piece(self.decode([token_id]), "text") if is_text else _CONTROLS[token_id]
 
@@ -124,12 +124,12 @@ class SentencePieceVocabulary(Vocabulary):
 
     Attributes:
         path: the `.model` file.
-        num_sentinels: of them.
-        pad_to_multiple_of: rounds `size` up by unused ids; T5's released checkpoints have
-            32,128 rows, 32,100 rounded up to a multiple of 128.
-        added_tokens: what a model from elsewhere has beside its pieces. Sentinels, where they
-            are not as T5's, are among them.
-        special_ids: of padding, end and unknown in the file; here they are 0, 1 and 2
+        num_sentinels: number of sentinels.
+        pad_to_multiple_of: number to whose next multiple unused ids fill `size` up; T5's
+            released checkpoints have 32,128 rows, 32,100 rounded up to a multiple of 128.
+        added_tokens: tokens that a converted model has beside its pieces. Sentinels are among
+            them where they are not T5's.
+        special_ids: ids of padding, end and unknown in the file; here they are 0, 1 and 2
             (special_ids.py).
     """
 
@@ -230,7 +230,8 @@ class SentencePieceVocabulary(Vocabulary):
 
     @functools.cached_property
     def _cut(self):
-        """As the tokenizers library: tokens of normalized text in what others leave."""
+        """The function that cuts a text at added tokens, in the tokenizers library's order:
+        first the unnormalized ones, then, in the rest, those of normalized text."""
         cut = cutter([token for token in self.added_tokens if not token.normalized])
         later = [token for token in self.added_tokens if token.normalized]
         if not later:
@@ -350,7 +351,7 @@ class ByteVocabulary(Vocabulary):
         return _byte_piece(byte[0]) if len(byte) == 1 else Piece(byte.decode(), "control")
 
     def decode(self, ids: Iterable[int]) -> str:
-        """As the base says; bytes that are not UTF-8 give U+FFFD."""
+        """The text of these ids; bytes that are not UTF-8 give U+FFFD."""
         return b"".join(map(self._bytes_of, ids)).decode(errors="replace")
 
     def fingerprint(self) -> str:
@@ -372,7 +373,8 @@ class TokenIdVocabulary(Vocabulary):
     """Ids 0 to `size` - 1, each written as its number in the files of the model.
 
     Attributes:
-        special_ids: of padding, end and unknown there; here they are 0, 1 and 2.
+        special_ids: ids of padding, end and unknown in the model's files; here they are 0, 1
+            and 2.
     """
 
     num_sentinels: ClassVar[int] = 0

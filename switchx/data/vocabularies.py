@@ -70,7 +70,7 @@ class LateVocabulary(Vocabulary):
         """The vocabulary itself.
 
         Raises:
-            ValueError: it cannot be made or read.
+            ValueError: the vocabulary cannot be made or read.
         """
 
     def encode(self, text: str) -> list[int]:
@@ -93,17 +93,18 @@ class LateVocabulary(Vocabulary):
 class CorpusVocabulary(LateVocabulary):
     """A SentencePieceVocabulary of training splits; the same wherever it is trained.
 
-    Kept in `vocabularies` below the data folder, under a name that changes with whatever
-    determines it.
+    It is stored in `vocabularies` below the data folder, under a name that changes with
+    everything that determines it.
 
     Attributes:
-        corpus: what to train on, or several, such as one for each pair of languages.
+        corpus: corpus to train on, or several, such as one for each pair of languages.
         size: rows of the embedding, sentinels included; a multiple of 128 suits accelerators.
-        num_sentinels: of them.
-        sample_characters: trained on, up to twice as many, drawn evenly from the split.
-        data_dir: of the corpora and of the vocabulary, as `Corpus.open` takes it.
-        rates: of several corpora, such as one for each language, in their order, or of their
-            numbers of examples; None draws from all as if they were one.
+        num_sentinels: number of sentinels among these rows.
+        sample_characters: characters to train on: this number up to twice as many, drawn evenly
+            from the split.
+        data_dir: folder of the corpora and of the vocabulary, as `Corpus.open` takes it.
+        rates: rates of several corpora, such as one for each language, in their order, or
+            proportional to their numbers of examples; None draws from all as if they were one.
     """
 
     corpus: Corpus | tuple[Corpus, ...]
@@ -122,10 +123,10 @@ class CorpusVocabulary(LateVocabulary):
 
     @functools.cached_property
     def resolved(self) -> SentencePieceVocabulary:
-        """The trained vocabulary; seconds at first.
+        """The trained vocabulary; training it takes seconds at the first use.
 
         Raises:
-            ValueError: what opening the corpus raises; a size that does not fit its text.
+            ValueError: a corpus cannot be opened, or the size does not fit its text.
         """
         corpora = self.corpus if isinstance(self.corpus, tuple | list) else (self.corpus,)
         sources = [corpus.open("train", self.data_dir) for corpus in corpora]
@@ -167,7 +168,7 @@ class SavedVocabulary(LateVocabulary):
     """The vocabulary in a run folder, such as that of the run that fine-tuning starts from.
 
     Attributes:
-        directory: of a run, a quantized model or a conversion.
+        directory: folder of a run, a quantized model or a converted model.
     """
 
     directory: str

@@ -68,12 +68,14 @@ def train_sentencepiece(
     Args:
         inputs: files and folders as the corpus TextFiles takes them; with `rates` one item,
             or list of items, for each language.
-        size: pieces of the model, T5's 32,000 say.
-        output_dir: made when it is not there.
-        sample_characters: trained on, up to twice as many, drawn evenly from all inputs.
-        rates: of the languages, in their order, or of their sizes in characters; then no more
-            than `sample_characters` are drawn. None draws from all as if they were one.
-        columns: as `TextFiles.columns`.
+        size: number of the model's pieces, such as T5's 32,000.
+        output_dir: folder for the files, created if it does not exist.
+        sample_characters: characters to train on: this number up to twice as many, drawn evenly
+            from all inputs.
+        rates: rates of the languages, in their order, or proportional to their sizes in
+            characters; then no more than `sample_characters` are drawn. None draws from all as
+            if they were one.
+        columns: columns, as in `TextFiles.columns`.
 
     Raises:
         ValueError: inputs that are missing, unreadable or empty, a size that does not fit
@@ -176,13 +178,13 @@ def sample_at_rates(
     num_characters: int,
     sizes: Sequence[int] | None = None,
 ) -> list[str]:
-    """Texts of several languages, of each its share of the characters.
+    """Texts of several languages, with each language's share of the characters.
 
     A language that has less than its share gives all that it has, once.
 
     Args:
-        readers: give the texts of each language, whenever they are called.
-        sizes: of the languages, that proportional rates are of; None counts characters.
+        readers: functions that return the texts of each language, whenever they are called.
+        sizes: sizes of the languages, for proportional rates; None counts characters.
 
     Raises:
         ValueError: other numbers of rates than of languages, or a language without text.

@@ -61,8 +61,8 @@ def job_from_gin(
         gin_search_paths: further folders to look for gin files in.
 
     Raises:
-        ConfigurationError: they describe none; the message (a `ValueError`'s) says what to
-            change, and names bindings as a command line has them.
+        ConfigurationError: the files describe no job; the message (a `ValueError`'s) says what
+            to change, and names bindings as a command line has them.
     """
     files = [gin_files] if isinstance(gin_files, str | os.PathLike) else list(gin_files)
     for name, texts in (("gin_bindings", gin_bindings), ("gin_search_paths", gin_search_paths)):
@@ -78,7 +78,7 @@ def job_from_gin(
 def parse_job(
     files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str] = ()
 ) -> TrainingJob:
-    """The same, and gin keeps what it parsed: `operative_config` writes it down."""
+    """The job, as from `job_from_gin`; gin keeps what it parsed, for `operative_config`."""
     parse_files(files, bindings, search_paths)
     job = build("JOB", TrainingJob)
     require_effect("JOB", bindings)

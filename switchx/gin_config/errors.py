@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What gin says of a configuration, as one sentence for the person who wrote it."""
+"""Gin's errors about a configuration, as one sentence for the person who wrote it."""
 
 import inspect
 import os

@@ -92,7 +92,7 @@ def config_roots(search_paths: Iterable[str] = ()) -> list[pathlib.Path]:
 
 
 def missing_file(name: str, roots: Sequence[pathlib.Path]) -> str:
-    """What to say of a gin file that is in none of `roots`: which one may be meant."""
+    """The message about a gin file that is in none of `roots`: which one may be meant."""
     hint = close_file(name, roots)
     if "," in name:
         hint = "repeat --gin_file for each file"

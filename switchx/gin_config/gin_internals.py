@@ -17,7 +17,7 @@ import gin
 from gin.selector_map import SelectorMap
 
 _MACRO = "gin.macro"
-# What `restored` restores.
+# Tables that `restored` restores.
 _TABLES = {
     "_CONFIG": dict,
     "_SINGLETONS": dict,
@@ -36,7 +36,7 @@ def require_names() -> None:
     """Checks that gin has each of `NAMES` with the type that it has there.
 
     Raises:
-        ImportError: it has not; says the version, the names and the way out.
+        ImportError: gin lacks some; the message says the version, the names and the way out.
     """
     found = {name: getattr(gin.config, name, None) for name in NAMES}
     wrong = [
@@ -88,7 +88,7 @@ def bindings() -> Mapping[tuple[str, str], Mapping[str, Any]]:
 
 
 def macros() -> dict[str, Any]:
-    """What each macro is bound to, by name."""
+    """The value of each macro, by name."""
     return {
         scope: bound.get("value")
         for (scope, selector), bound in bindings().items()

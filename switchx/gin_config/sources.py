@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job takes of the run INIT_FROM and of VOCABULARY_FILE: before its flags are read.
+"""Settings that a job takes from the run INIT_FROM and VOCABULARY_FILE, before its flags.
 
 The model of a run folder is bound after the gin files and before the flags. Fields that decide
 what parameters mean are the folder's, those that an evaluation may change are so where no gin
@@ -104,7 +104,8 @@ def _bind_model(model: ModelConfig, source: str, *, is_whole: bool) -> None:
     """Binds the fields of a model.
 
     Args:
-        is_whole: those that decide what parameters mean are bound, whatever gin files say.
+        is_whole: whether the fields that decide what parameters mean are bound whatever gin
+            files say.
     """
     bound, lines, replaced = _bound(), [], []
     for cls, field, value, text, may_differ in _fields(model):
@@ -162,7 +163,7 @@ def _bind_rows(*, is_flag: bool) -> None:
 
 
 def _bound() -> dict[tuple[str, str], object]:
-    """What is bound, by class and field."""
+    """The bound values, by class and field."""
     return {
         (selector.rpartition(".")[2], name): value
         for (_, selector), values in gin_internals.bindings().items()

@@ -79,7 +79,7 @@ class _Objects:
     """The dataclasses of a job, each once, and the names that a gin file has for them.
 
     Attributes:
-        instances: of each class, fields and what gin reads for their values.
+        instances: instances of each class: by field, the text that gin reads for its value.
     """
 
     def __init__(self):
@@ -87,7 +87,7 @@ class _Objects:
         self._modules: dict[str, str] = {}  # the name that it is bound to -> the module
 
     def add(self, value) -> str:
-        """What gin reads for a value; dataclasses in it are added."""
+        """The text that gin reads for a value; dataclasses in it are added."""
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = {
                 field.name: self.add(getattr(value, field.name))
@@ -112,7 +112,7 @@ class _Objects:
         return f"@{self._bound(value.__module__)}.{value.__qualname__}"
 
     def name(self, cls: type, number: int) -> str:
-        """Of a class' instances, all but the first have a scope of their own."""
+        """The name of an instance in a gin file; all but the first of a class have a scope."""
         scope = f"{cls.__name__.lower()}_{number + 1}/" if number else ""
         return f"{scope}{self._bound(cls.__module__)}.{cls.__name__}"
 
@@ -142,7 +142,7 @@ def without_scopes(text: str) -> str:
     file. A parameter with different values in several scopes keeps its scopes.
 
     Args:
-        text: of `gin.operative_config_str()`; comments are left out.
+        text: text that `gin.operative_config_str()` returned; comments are left out.
     """
     statements = [s for s in re.split(r"\n(?=\S)", text) if s and not s.startswith("#")]
     values: dict[str, dict[str, None]] = {}
@@ -173,7 +173,7 @@ def model_gin(model) -> str:
 
 
 def _module_of(description) -> str:
-    """Where a gin file finds its class: what describes our models is in one module."""
+    """The module in which a gin file finds the class; our models' classes are in one module."""
     module = type(description).__module__
     is_ours = module in ("switchx.models.config", "switchx.moe.config")
     return "switchx.models.config" if is_ours else module
@@ -217,8 +217,8 @@ def mesh_gin(plan, why: str, command: str) -> str:
 
     Args:
         plan: a `planner.search.Plan`.
-        why: the planner's explanation, for the file's head.
-        command: that made the plan, for the file's head.
+        why: explanation of the planner, for the file's head.
+        command: command that made the plan, for the file's head.
     """
     from switchx.moe.config import DISPATCHERS
     from switchx.partitioning.mesh import AXES
@@ -257,7 +257,7 @@ def mesh_gin(plan, why: str, command: str) -> str:
 
 
 def _literal(value) -> str:
-    """As the configs have it: double quotes, a table of rules with one a line."""
+    """A value as in the configs: with double quotes, and a table of rules with one a line."""
     if isinstance(value, tuple) and value and isinstance(value[0], tuple):
         return "\n".join(["(", *(f"    {_literal(rule)}," for rule in value), ")"])
     return repr(value).replace("'", '"')

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What accelerators, their memories, links, hosts and disks can do, read from spec files."""
+"""Rates and sizes of accelerators, memories, links, hosts and disks, from spec files."""

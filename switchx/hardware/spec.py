@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device, its host and the networks around it can do: spec files.
+"""Spec files: rates and sizes of a device, its host and the networks around it.
 
 One efficiency a resource. The files in `specs/` name the source of every number and are
 written before anything is compared with a measurement; nothing here is fitted. A device is what
@@ -15,7 +15,7 @@ from typing import Any
 
 SPECS = pathlib.Path(__file__).parent / "specs"
 # `h200x8x16`: 16 nodes of 8 devices.
-# As JAX names the devices of the specs; a dash and the model's form may follow.
+# JAX's names of the specs' devices; a dash and the model's form may follow.
 _KINDS = {
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",
@@ -39,12 +39,12 @@ class Compute:
     """Matrix products.
 
     Attributes:
-        peak_flops_per_s: of the dtype that models multiply in, by the vendor.
-        efficiency: of the peak that a whole step's products reach, communication apart.
-        operand_bytes: the most of an element that is gathered or exchanged for products alone:
+        peak_flops_per_s: peak FLOP/s in the dtype that models multiply in, by the vendor.
+        efficiency: share of the peak that a whole step's products reach, without communication.
+        operand_bytes: most bytes of an element that is gathered or exchanged only for products:
             where matrix units read bfloat16, the TPU compiler rounds before it sends.
-        sums_after_loops: its compiler moves sums of gradients behind a loop over microbatches,
-            where blocks are not in a loop of their own.
+        sums_after_loops: whether the compiler moves sums of gradients behind a loop over
+            microbatches, where blocks are not in a loop of their own.
     """
 
     peak_flops_per_s: float
@@ -63,10 +63,10 @@ class Memory:
     """A device's memory.
 
     Attributes:
-        num_bytes: on the device.
-        usable: part of them that a program can have.
-        bytes_per_s: by the vendor.
-        efficiency: of `bytes_per_s` that element-wise work reaches.
+        num_bytes: bytes of memory on the device.
+        usable: share of them that a program can use.
+        bytes_per_s: bandwidth of the memory, by the vendor.
+        efficiency: share of `bytes_per_s` that element-wise work reaches.
     """
 
     num_bytes: float
@@ -89,13 +89,13 @@ class Host:
     """The memory of a host beside its devices, and the link between it and each of them.
 
     Attributes:
-        num_bytes: of one host.
-        usable: part of them that a run can have.
-        devices: of one host.
-        bytes_per_s: between the memory and one device, in one direction, by the vendor; where
-            devices share a port, one device's share.
-        memory_bytes_per_s: that the host's processors read and write it with.
-        efficiency: of both that large copies and element-wise work reach.
+        num_bytes: bytes of memory in one host.
+        usable: share of them that a run can use.
+        devices: number of devices of one host.
+        bytes_per_s: bandwidth between the memory and one device, in one direction, by the
+            vendor; where devices share a port, one device's share.
+        memory_bytes_per_s: bandwidth at which the host's processors read and write the memory.
+        efficiency: share of both bandwidths that large copies and element-wise work reach.
     """
 
     num_bytes: float
@@ -116,12 +116,12 @@ class Disk:
     """The disks of a host, as one.
 
     Attributes:
-        num_bytes: of one host.
-        usable: part of them that a run can have.
-        read_bytes_per_s, write_bytes_per_s: by the vendor.
-        efficiency: of both that files of some MiB reach.
-        day_written_bytes: that the vendor's warranty allows a day (its endurance); 0 where
-            there is no such limit.
+        num_bytes: bytes on the disks of one host.
+        usable: share of them that a run can use.
+        read_bytes_per_s, write_bytes_per_s: bandwidths of reading and writing, by the vendor.
+        efficiency: share of both bandwidths that files of some MiB reach.
+        day_written_bytes: bytes that the vendor's warranty allows to write in a day
+            (endurance); 0 without such a limit.
     """
 
     num_bytes: float
@@ -138,12 +138,12 @@ class Network:
     """Links between devices.
 
     Attributes:
-        bytes_per_s: of one device in one direction: all of its links behind a switch, or one
-            link of a torus. Where devices share a port, one device's share.
-        efficiency: of `bytes_per_s` that large messages reach.
-        latency_s: of one message.
-        torus_dims: dimensions of a torus; 0 where a switch joins all devices.
-        wraps_at: a dimension is a ring where its size is a multiple of this, else a line.
+        bytes_per_s: bandwidth of one device in one direction: all of its links behind a switch,
+            or one link of a torus. Where devices share a port, one device's share.
+        efficiency: share of `bytes_per_s` that large messages reach.
+        latency_s: latency of one message.
+        torus_dims: dimensions of a torus; 0 where a switch connects all devices.
+        wraps_at: divisor of the sizes of the dimensions that are rings; others are lines.
     """
 
     bytes_per_s: float
@@ -163,10 +163,11 @@ class Hardware:
     """A cluster: devices in nodes, a fast network inside of each, a slower one between.
 
     Attributes:
-        description: what one device is.
-        devices_per_node: that `inside` joins; of a TPU, a pod.
-        max_devices: there are no more; None where there is no limit.
-        host, disk: None where the file says nothing of them; experts cannot be planned there.
+        description: description of one device.
+        devices_per_node: number of devices that `inside` connects; of a TPU, those of a pod.
+        max_devices: largest number of devices; None where there is no limit.
+        host, disk: memory and disks of a host; None where the file does not describe them, and
+            experts cannot be planned there.
     """
 
     name: str
@@ -250,7 +251,7 @@ def read_spec(path: pathlib.Path) -> Hardware:
     """Reads and checks a spec file; `specs/` has examples.
 
     Raises:
-        ValueError: it is no TOML, or fields are missing, unknown, or out of range.
+        ValueError: the file is no TOML, or fields are missing, unknown, or out of range.
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -305,7 +306,7 @@ def _built(kind: type, values: Mapping[str, Any], prefix: str, problems: list[st
 
 
 def _wrong(name: str, value, expected) -> str | None:
-    """What a field should have been, or None."""
+    """The expected kind of a field's value where the value is wrong, or None."""
     if expected is str:
         return None if isinstance(value, str) and value.strip() else "a text that is not empty"
     if expected is bool:

@@ -37,7 +37,7 @@ class KeysValues:
         return cls(jnp.zeros((B, H, K, M), dtype), jnp.zeros(shape_BHMK, dtype))
 
     def written(self, place, new: "KeysValues") -> "KeysValues":
-        """The same with new entries from `place` on."""
+        """The keys and values with new ones written from `place` on."""
         put = jax.lax.dynamic_update_slice_in_dim
         return KeysValues(
             put(self.key_BHKM, new.key_BHKM, place, axis=3),
@@ -45,7 +45,7 @@ class KeysValues:
         )
 
     def first(self, places: int) -> "KeysValues":
-        """Those of so many places."""
+        """The keys and values of the first `places` places."""
         return KeysValues(self.key_BHKM[..., :places], self.value_BHMK[:, :, :places])
 
 
@@ -62,13 +62,13 @@ def attend(
     """softmax(q k^T + biases) v, the softmax in float32.
 
     Args:
-        bias_HLM: added to the scores of every row of the batch.
-        row_bias_BHLM: added to the scores, each row's own.
-        mask_BLM: true where a query may look at a key; L or M may be 1 where all are alike. A
-            query that may look at nothing (padding) gets an average that no loss and no other
-            token reads.
-        key: of the dropout of attention weights, whose mask all queries share, as in T5X;
-            None for none.
+        bias_HLM: bias that is added to the scores of every row of the batch.
+        row_bias_BHLM: bias that is added to the scores, one for each row.
+        mask_BLM: true where a query may attend to a key; L or M may be 1 where all are alike. A
+            query without any key (padding) gets an average that no loss and no other token
+            reads.
+        key: random key of the dropout of attention weights, whose mask all queries share, as in
+            T5X; None for no dropout.
 
     Returns:
         `out_BHLK` in the queries' dtype.
@@ -83,7 +83,7 @@ def attend(
     if mask_BLM is not None:
         scores_BHLM = jnp.where(mask_BLM[:, None], scores_BHLM, MASKED)
     weights_BHLM = softmax_in(query_BLHK.dtype, scores_BHLM)
-    # Of a mask that all queries share, (w mask) v = w (mask v), and v is the smaller one.
+    # All queries share the mask, so (w mask) v = w (mask v), and v is the smaller array.
     value_BHMK = dropout(memory.value_BHMK, dropout_rate, key=key, shared_dims=(3,))
     return jnp.einsum("BHLM,BHMK->BHLK", weights_BHLM, value_BHMK)
 
@@ -93,8 +93,8 @@ def softmax_in(dtype, scores_BHLM):
     """softmax over the last dimension in the scores' dtype, rounded to `dtype` at its end.
 
     Its backward pass reads the rounded weights, which the product with the values keeps too, so
-    that none of the size of the scores are kept in float32. Of w, as rounded, the gradient is
-    w (dw - sum(w dw)) in the scores' dtype.
+    that no array of the scores' size is kept in float32. The gradient of the scores is
+    w (dw - sum(w dw)) in their dtype, with w as rounded.
     """
     return jax.nn.softmax(scores_BHLM, axis=-1).astype(dtype)
 
@@ -126,10 +126,10 @@ def attend_by_cudnn(
 ):
     """`attend` by cuDNN's flash attention, which keeps no scores for its backward pass.
 
-    A path of one platform, not measured yet: the default is `attend` (docs/compiled.md).
+    It is a path of one platform, not measured yet; the default is `attend` (docs/compiled.md).
 
     Raises:
-        ValueError: it cannot run here, or not on these arrays.
+        ValueError: cuDNN's attention cannot run here, or not on these arrays.
     """
     (_, L, _, _), M = query_BLHK.shape, memory.key_BHKM.shape[3]
     _require_cudnn(query_BLHK.dtype, L, M)
@@ -172,14 +172,15 @@ class AttentionOutput(nnx.Module):
     """The second half of an attention: queries read the memory, the heads go back to D.
 
     Attributes:
-        score_scale: of the queries, where the model scales them.
+        score_scale: factor of the queries where `ModelConfig.scale_attention` is set.
     """
 
     def __init__(self, config, *, num_correlations: int, key):
         """Draws the weights.
 
         Args:
-            num_correlations: that are added up in a score, each of unit variance.
+            num_correlations: number of correlations of unit variance that are added up in a
+                score.
         """
         self.config = config
         self.score_scale = (num_correlations * config.d_head) ** -0.5
@@ -192,8 +193,8 @@ class AttentionOutput(nnx.Module):
         """Output `[B, L, D]` of queries that read the memory.
 
         Args:
-            by: `einsum` (`attend`) or `cudnn`.
-            key: of dropout; None for none.
+            by: implementation, `einsum` (`attend`) or `cudnn`.
+            key: random key of dropout; None for no dropout.
             biases: `bias_HLM`, `row_bias_BHLM` and `mask_BLM` of `attend`.
         """
         if self.config.scale_attention:

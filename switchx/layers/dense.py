@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What dense layers are made of: initial weights, dropout, norms, and the feed-forward network.
+"""Parts of dense layers: initial weights, dropout, norms, and the feed-forward network.
 
 Weights: Fedus et al. 2021 (arXiv:2101.03961), section 2.4: a truncated normal of standard
 deviation sqrt(scale / fan_in), where a scale of 0.1 instead of T5's 1.0 keeps sparse models
@@ -76,7 +76,7 @@ def dropout(x, rate: float, *, key: jax.Array | None, shared_dims: tuple[int, ..
     Args:
         x: rows of a batch, or its routing groups; a row's mask depends on its place in the
             batch (`partitioning/replicas.py`).
-        key: None leaves x as it is (evaluation).
+        key: random key; None leaves x as it is (evaluation).
         shared_dims: dimensions along which one mask is shared; T5 shares it over length.
     """
     if key is None or rate == 0.0:
@@ -92,7 +92,7 @@ def bernoulli(share: float):
 
 @functools.partial(cheap_again, static_argnums=2)
 def kept(x, is_kept, rate: float):
-    """What dropout keeps, scaled by 1/(1-rate), and zeros."""
+    """The kept elements, scaled by 1 / (1 - rate), and zeros for the dropped ones."""
     return jnp.where(is_kept, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros((), x.dtype))
 
 

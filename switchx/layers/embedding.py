@@ -3,8 +3,8 @@
 
 Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.3: with `("V", ("data",))` in
 `Rules.params`, or V over other axes that split the batch too, the rows of the token table and
-of the logits' matrix are on devices that have different tokens. Of a batch that these axes do
-not divide the compiler splits the lookup.
+of the logits' matrix are on devices that have different tokens. Where these axes do not divide
+the batch, the compiler splits the lookup.
 
 Dims: B batch, L length, T tokens, D model, V vocabulary, R rows of the table on
 a device
@@ -71,7 +71,7 @@ class Embedding(nnx.Module):
         return project(*self.factors(x_BLD))
 
     def factors(self, x_BLD):
-        """What logits are the product of: x in their dtype and scaled, a weight, its dims."""
+        """The logits' factors: x, scaled, in their dtype; a weight; the weight's letters."""
         dtype = jnp.dtype(self.config.precision.logits)
         x_BLD = x_BLD.astype(dtype)
         if not self.config.tie_embeddings:
@@ -89,7 +89,7 @@ def take_rows(table_VD, ids_BL, dims: str = "VD"):
     device sees more of them than those of its part of the table.
 
     Args:
-        dims: of the table.
+        dims: dimension letters of the table.
     """
     if num_devices() == 1:
         return jnp.take(table_VD, ids_BL, axis=0)
@@ -97,7 +97,7 @@ def take_rows(table_VD, ids_BL, dims: str = "VD"):
     is_exchanged = bool(rows) and set(rows) <= set(batch)
     is_undivided = not is_exchanged and set(rows) & set(_axes("B", "activations"))
     if is_undivided or not set(columns) <= set(batch):
-        # Of a batch that does not divide: left to the compiler.
+        # The batch does not divide: the compiler splits the lookup.
         return jnp.take(table_VD, ids_BL, axis=0)
 
     def local(table_VD, ids_BL):
@@ -181,10 +181,10 @@ def summed_over_tokens(compute, x_BLD, weight, dims: str, *of_tokens):
 
 
 def _on_own_tokens(compute, x_BLD, weight, dims: str, *of_tokens, out_specs):
-    """`compute` inside of a `shard_map`: by each device, of its own tokens.
+    """`compute` inside of a `shard_map`: each device computes it for its own tokens.
 
-    Of the weight, what devices with other tokens have is gathered, and its gradient
-    reduce-scattered: the bytes that an all-reduce of a replicated weight's gradient sends.
+    Slices of the weight on devices with other tokens are all-gathered, and its gradient is
+    reduce-scattered: as many bytes as an all-reduce of a replicated weight's gradient sends.
     """
     batch, split = _batch_axes(x_BLD.shape[0]), _split_axes(weight, dims)
 

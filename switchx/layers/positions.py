@@ -66,8 +66,8 @@ def relative_buckets(
 class RelativeBias(nnx.Module):
     """One bias a bucket and head, shared by the layers of a stack, or one of each layer.
 
-    Of each layer (`relative_bias_per_layer`) the parameter is `[N, U, H]`, and the heads of the
-    result are those of all layers, one layer after the other.
+    With one of each layer (`relative_bias_per_layer`) the parameter is `[N, U, H]`, and the
+    result has the heads of all layers, one layer after the other.
     """
 
     def __init__(self, config, *, num_layers: int, is_bidirectional: bool, key):
@@ -97,7 +97,7 @@ class RelativeBias(nnx.Module):
         return jnp.einsum("LMU,UH->HLM", is_bucket_LMU, bias_UH)
 
 
-# Of fairseq, whose positions begin behind the id of padding, which is 1.
+# As in fairseq, whose positions begin after the id of padding, which is 1.
 _FIRST_SINUSOID = 2
 
 
@@ -126,7 +126,7 @@ class UntiedPositions(nnx.Module):
         self.config = config
         keys = jax.random.split(key, 3)
         D, H, K = config.d_model, config.num_heads, config.d_head
-        # Of unit variance, as normed words are; the authors put a LayerNorm behind the table.
+        # Unit variance, as normed words have; the authors put a LayerNorm after the table.
         table_LD = jax.random.normal(keys[0], (config.max_length, D), config.precision.params)
         self.positions_LD = nnx.Param(table_LD)
         self.w_query_DHK = weight(config, keys[1], (D, H, K), fan_in=D)
@@ -144,11 +144,11 @@ class UntiedPositions(nnx.Module):
         return query_LHK * jnp.asarray((2 * self.config.d_head) ** -0.5, dtype), key_LHK
 
     def __call__(self, position_BL, position_BM):
-        """What positions add to the scores: `bias_BHLM`, float32.
+        """The bias of positions in the scores: `bias_BHLM`, float32.
 
         Args:
-            position_BL, position_BM: of queries and keys, each below the longer of L and M.
-                Padding may have any.
+            position_BL, position_BM: positions of queries and keys, each below the longer of L
+                and M. Padding may have any position.
         """
         num_positions = max(position_BL.shape[1], position_BM.shape[1])
         query_LHK, key_MHK = self.projected(num_positions)

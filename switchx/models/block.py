@@ -22,20 +22,20 @@ from switchx.partitioning.constrain import constrain_named
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockInputs:
-    """What every block of a stack reads beside its input.
+    """The inputs of every block of a stack beside the activations.
 
     Attributes:
-        is_token_BL: false for padding, and for whatever no expert is to see.
-        mask_BLM: which positions a position may look at, in self-attention; with a cache, of
-            its first M places.
+        is_token_BL: false for padding and for all tokens that no expert should see.
+        mask_BLM: true where a position may attend to another, in self-attention; with a cache,
+            M counts the cache's first M places.
         bias_HLM: the stack's relative position bias, or None.
-        memory_BMD, memory_mask_BLM: the encoder's output and which of it a position may
-            look at; None in a stack without cross-attention.
+        memory_BMD, memory_mask_BLM: the encoder's output, and true where a position may attend
+            to it; None in a stack without cross-attention.
         token_BL: ids of the tokens, for routers that hash them.
         task_B: task of each row, for routers by task; None where rows have none.
-        row_bias_BHLM: what positions add to the scores of self-attention, each row's own, or
+        row_bias_BHLM: bias of positions in the scores of self-attention, one for each row, or
             None.
-        place: with a cache, where in it these L tokens go.
+        place: index in the cache of the first of these L tokens; None without a cache.
     """
 
     is_token_BL: jax.Array
@@ -52,11 +52,11 @@ class BlockInputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockCache:
-    """What a block keeps between the steps of decoding; `[N, ...]` in a scanned stack.
+    """Keys and values that a block keeps between decode steps; `[N, ...]` in a scanned stack.
 
     Attributes:
         past: keys and values of self-attention, written from the first place on.
-        memory: those of cross-attention, complete; None without an encoder.
+        memory: keys and values of cross-attention, complete; None without an encoder.
     """
 
     past: KeysValues

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is: frozen, validated descriptions with every derived size as a property."""
+"""Frozen, validated configurations of models, with every derived size as a property."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ from switchx.moe.config import RouterConfig, SwitchConfig
 
 __all__ = ["ModelConfig", "Precision", "RouterConfig", "SwitchConfig"]
 
-# What a file from elsewhere may not exceed: the largest model there is has 30 blocks of 2048
+# Limits for files from elsewhere: the largest model there is has 30 blocks of 2048
 # experts. Nothing is built, nor counted through, before.
 _SIZES = (
     "vocab_size",
@@ -44,11 +44,11 @@ LEAST_TOKENS_OF_LOGITS = 512
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Where which dtype is used.
+    """The dtypes of a model's parts.
 
-    Selective precision (Fedus et al. 2021, arXiv:2101.03961, section 2.4): the router runs
-    in float32 whatever the layers around it use, and nothing of it leaves the device in
-    float32 except the gates.
+    Selective precision (Fedus et al. 2021, arXiv:2101.03961, section 2.4): the router computes
+    in float32 whatever dtype the layers around it use, and only its gates leave the device in
+    float32.
     """
 
     params: Literal[DTYPES] = "float32"
@@ -85,22 +85,24 @@ class ModelConfig:
         d_model, d_ff, num_heads, d_head: D, F, H and K.
         num_encoder_layers: 0 in a decoder-only model.
         switch: the Switch layers, or None for a dense model.
-        norm_epsilon: added to the variance in norms.
+        norm_epsilon: epsilon that is added to the variance in norms.
         max_length: rows of the position table, where there is one: `learned` and TUPE's.
-        relative_buckets, relative_max_distance: T5's shared relative position buckets.
-        relative_bias_per_layer: every block has a relative bias of its own (UMT5), and none is
-            shared by the stack.
-        separate_embeddings: the encoder has an embedding table of its own.
-        tie_embeddings: logits from the embedding table, the decoder's where there are two.
-        scale_tied_logits: divide tied logits by sqrt(D), as T5 does.
+        relative_buckets, relative_max_distance: number of T5's relative position buckets, and
+            the distance from which all share the last one.
+        relative_bias_per_layer: whether every block has a relative bias of its own (UMT5), and
+            the stack shares none.
+        separate_embeddings: whether the encoder has an embedding table of its own.
+        tie_embeddings: whether logits are computed with the embedding table, the decoder's
+            where there are two.
+        scale_tied_logits: whether tied logits are divided by sqrt(D), as T5 does.
         init_scale: variance scale of every matrix's initializer (the paper's 0.1,
             section 2.4, Table 3).
-        dropout_rate: on embeddings, attention weights and each sub-layer's output.
-        training_attention: by `einsum`, or by `cudnn`, flash attention on NVIDIA GPUs, in
-            training steps alone (docs/compiled.md).
-        scan_layers: one `lax.scan` over repeated blocks, parameters stacked over N;
-            otherwise the blocks are unrolled.
-        remat: what the backward pass computes again: `none`, `minimal` (all but matmul
+        dropout_rate: dropout rate of embeddings, attention weights and each sub-layer's output.
+        training_attention: implementation of attention in training steps alone: `einsum`, or
+            `cudnn`, flash attention on NVIDIA GPUs (docs/compiled.md).
+        scan_layers: whether one `lax.scan` runs over the repeated blocks, with parameters
+            stacked over N; otherwise the blocks are unrolled.
+        remat: activations that the backward pass recomputes: `none`, `minimal` (all but matmul
             results) or `full` (all of a block).
     """
 

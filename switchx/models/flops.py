@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model costs: its parameters and its FLOPs, counted from the description alone.
+"""Parameters and FLOPs of a model, counted from its configuration alone.
 
 FLOPs by Kaplan et al. 2020 (arXiv:2001.08361), section 2.1, as Fedus et al. 2021
 (arXiv:2101.03961), Table 9, counts them. No array is made.
@@ -20,7 +20,7 @@ class ParameterCount:
         positions: the learned position table; of every stack the relative bias, and TUPE's
             table and projections.
         logits: the untied logits' matrix.
-        attention: self- and cross-attention; of Switch attention the output matrix.
+        attention: matrices of self- and cross-attention; of Switch attention the output matrix.
         dense_ffn: the FFNs of dense blocks, and shared experts.
         experts: all experts of all Switch layers.
         router: weights and balancing biases.
@@ -52,12 +52,12 @@ class SequenceFlops:
     Attributes:
         attention: query, key, value and output matrices, cross-attention's all four at
             decoder tokens (Kaplan counts every weight of a stack at each of its tokens).
-        scores: query times key, 2 H K a pair, and TUPE's of positions once a stack; masked
-            and causal pairs count as others do.
+        scores: products of queries and keys, 2 H K a pair, and once a stack those of TUPE's
+            positions; masked and causal pairs count as others do.
         dense_ffn: the FFNs of the dense blocks, and shared experts.
-        experts: those that a token meets, nothing dropped, no slot empty.
-        logits: the whole vocabulary at every decoder token.
-        router: apart, in no total of the paper's.
+        experts: experts that a token meets, without dropped tokens and empty slots.
+        logits: products with the whole vocabulary at every decoder token.
+        router: the router's product, which no total of the paper includes.
         expert_slots: the experts on all their slots, full or empty (`slots_per_token`).
         weighted_values: attention weights times values, which Kaplan leaves out.
         cross_memory: keys and values of cross-attention run over the encoder's tokens; this
@@ -133,8 +133,8 @@ def flops_per_sequence(
     Biases, norms, softmax, activations, dropout, gathers and losses are not counted.
 
     Args:
-        encoder_length, decoder_length: in tokens; `encoder_length` is 0 in a decoder-only
-            model. The papers' figures are at 512 and 114.
+        encoder_length, decoder_length: lengths in tokens; `encoder_length` is 0 in a
+            decoder-only model. The papers' figures are at 512 and 114.
 
     Raises:
         ValueError: `encoder_length` does not fit the architecture.

@@ -27,9 +27,9 @@ class LayerLoop:
     """The two functions by which a stack runs its layers.
 
     Attributes:
-        remat: from the stack's parameters and the configured `ModelConfig.remat` to the one
-            that its blocks have.
-        scan: called as `scan_layers`.
+        remat: function of the stack's parameters and the configured `ModelConfig.remat` that
+            returns the remat of its blocks.
+        scan: function with the arguments of `scan_layers`.
     """
 
     remat: Callable = lambda blocks, configured: configured

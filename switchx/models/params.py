@@ -74,16 +74,16 @@ def forward(config: ModelConfig, params: dict, batch: dict, *, is_training: bool
 
 
 def of_task(config: ModelConfig, params: dict, source: dict, task: str):
-    """The model that a row of one task meets: its experts, and their columns of the routers.
+    """The model for the rows of one task: its experts, and their columns of the routers.
 
     Args:
-        config: with a router by task (`moe/router.task_logits`).
-        params: arrays.
-        source: of the model's training, as `config.json` describes it.
-        task: its name there.
+        config: configuration with a router by task (`moe/router.task_logits`).
+        params: the parameters, arrays.
+        source: description of the model's training, as in `config.json`.
+        task: name of the task in `source`.
 
     Returns:
-        A configuration, parameters, and what `source` says of the task.
+        The configuration, the parameters, and the description of the task in `source`.
 
     Raises:
         ValueError: the experts are not divided among tasks, or there is no such task.

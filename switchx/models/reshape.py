@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model with fewer experts: the most used ones, or groups of like experts merged into one.
 
-Or with none: of each Switch layer one FFN, the most used expert or the mean of all.
+Or a model without experts: each Switch layer becomes one FFN, its most used expert or the mean
+of all.
 
 Dropping keeps the experts that most tokens chose. Merging follows Chen et al. 2024 (HC-SMoE,
 arXiv:2410.08589): experts are clustered by what they compute on a sample, average linkage; and
@@ -12,7 +13,8 @@ experts as the second step of deployment.
 A merged expert stands for several. Its logit is fitted to the largest of theirs, which decides
 whether a token chooses one of them and how it is weighted. In the softmax it counts as many
 times as `sum_e exp(z_e)` is larger than that (`RouterConfig.counts_merged`), so that the
-probabilities of the other experts stay. Of experts that are equal, routers too, both are exact.
+probabilities of the other experts stay. Where experts and their routers are equal, both are
+exact.
 Dims: E experts, D model, F ffn, R rows of the sample, C members of a cluster; X any of R and D
 """
 
@@ -40,7 +42,7 @@ Layer = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class LayerSample:
-    """What a Switch layer reads on a sample of texts.
+    """The inputs and the load of a Switch layer on a sample of texts.
 
     Attributes:
         load_E: tokens that chose each expert.
@@ -102,9 +104,9 @@ def drop_experts(
     Where two are used alike, the first stays. The router's softmax is over those that stay.
 
     Args:
-        samples: of all Switch layers, in the order of `config.sparse_layer_names`.
+        samples: measurements of all Switch layers, in the order of `config.sparse_layer_names`.
 
-    Returns:
+    The configuration with unrolled layers, and the parameters.
         config, layers unrolled, and params.
 
     Raises:
@@ -144,7 +146,7 @@ def dense_config(config: ModelConfig) -> ModelConfig:
     """The configuration of a sparse model without experts, layers unrolled.
 
     Raises:
-        ValueError: its Switch layers have something that a dense FFN has not.
+        ValueError: the Switch layers have something that a dense FFN does not have.
     """
     check_num_experts(config, config.switch.num_experts)
     switch = config.switch
@@ -200,7 +202,7 @@ def to_dense(
 
 
 def _mean_gate(config: ModelConfig, layer: Layer, x_RD) -> float:
-    """What the gates of a token sum up to, the mean over the sample."""
+    """The sum of a token's gates, averaged over the sample."""
     router = config.switch.router
     if router.gate == "normalized":
         return 1.0
@@ -219,7 +221,7 @@ def cluster_experts(y_ERD, num_clusters: int) -> list[list[int]]:
     their norms; clusters are joined by the average distance of their members.
 
     Args:
-        y_ERD: what each expert computes of the same rows.
+        y_ERD: output of each expert for the same rows.
     """
     E = len(y_ERD)
     flat = np.asarray(y_ERD, np.float64).reshape(E, -1)

@@ -3,9 +3,9 @@
 
 A stack is `repeats` times a run of `period` different blocks. Unrolled, the run is the
 whole stack; scanned, it is the shortest run of dense and sparse blocks that repeats, with
-the parameters stacked over N. Every layer has a key of its own, by its number in the stack, for
-its parameters and for its dropout: both are the same, scanned or not. A cache is a tuple of
-`BlockCache`s, an item a block of the run, stacked as the parameters are.
+the parameters stacked over N. Each layer has a random key of its own, by its number in the
+stack, for its parameters and for its dropout, so both are equal whether scanned or not. A cache
+is a tuple with one `BlockCache` for each block of the run, stacked as the parameters are.
 Dims: B batch, L length, M memory, D model, H heads, N repeats of the run, P blocks of the run
 """
 
@@ -56,19 +56,20 @@ class BlockRun(nnx.Module):
         is_in_loop: bool = False,
         key_P=None,
     ):
-        """Output, the sparse blocks' statistics stacked over them (None if none is), cache.
+        """The output, the sparse blocks' stacked statistics (None without any), and the cache.
 
         Args:
-            is_in_loop: of several runs. Its passes are loops of their own, so that the backward
-                pass needs no barrier against what the forward pass computed; one would copy
-                each block's parameters.
+            is_in_loop: whether this run is one of several in a loop. Forward and backward pass
+                are then separate loops, so remat needs no optimization barrier that keeps XLA
+                from reusing forward results; a barrier would copy each block's parameters.
         """
 
         # A scan without remat would keep what was gathered for each of its blocks.
         is_gathered = remat != "none" or not self.is_scanned
 
         def run_block(block, x_BLD, inputs, cache, key):
-            block = whole(block)  # in here, to be freed after use and gathered again
+            # Gathered inside remat: freed after use and gathered again in the backward pass.
+            block = whole(block)
             if is_gathered:
                 block = gathered_where_used(block)
             x_BLD = constrain(x_BLD, "BLD")
@@ -94,13 +95,13 @@ class BlockRun(nnx.Module):
         return x_BLD, stats, None if cache is None else tuple(caches)
 
     def _inputs_of_blocks(self, inputs: BlockInputs) -> list[BlockInputs]:
-        """What each block reads: where biases are the layers' own, its heads of them."""
+        """The inputs of each block; where each layer has its own biases, its heads of them."""
         if not self.has_own_biases:
             return [inputs] * self.length
         biases = rows = [None] * self.length
         if inputs.bias_HLM is not None:
             biases = jnp.split(inputs.bias_HLM, self.length)
-        if inputs.row_bias_BHLM is not None:  # in decoding, of a prompt's places, or of all
+        if inputs.row_bias_BHLM is not None:  # in decoding: for a prompt's positions, or all
             rows = jnp.split(inputs.row_bias_BHLM, self.length, axis=1)
         return [
             dataclasses.replace(inputs, bias_HLM=bias_HLM, row_bias_BHLM=row_bias_BHLM)
@@ -109,14 +110,14 @@ class BlockRun(nnx.Module):
 
 
 def layer_keys(config, stack: str, key) -> jax.Array:
-    """The keys `[N, P]` of a stack's layers: that of layer n * P + p is in place n, p."""
+    """The random keys `[N, P]` of a stack's layers; `[n, p]` is the key of layer n * P + p."""
     num_layers = getattr(config, f"num_{stack}_layers")
     period = config.period if config.scan_layers else num_layers
     return jax.random.split(key, num_layers).reshape(-1, period)
 
 
 class Stack(nnx.Module):
-    """An encoder or a decoder: its biases of positions, its blocks, its final norm."""
+    """An encoder or a decoder: its position biases, its blocks and its final norm."""
 
     def __init__(self, config, stack: Literal["encoder", "decoder"], *, key):
         self.config, self.name = config, stack
@@ -146,7 +147,7 @@ class Stack(nnx.Module):
     def position_bias(self, num_queries: int, num_keys: int, *, first_query: int = 0):
         """The stack's relative `bias_HLM`, or None where it has none.
 
-        With a bias of each layer its heads are those of all layers (`RelativeBias`).
+        Where each layer has its own bias, H counts the heads of all layers (`RelativeBias`).
         """
         if not self.config.has_relative_bias:
             return None
@@ -159,7 +160,7 @@ class Stack(nnx.Module):
         return self.untied_positions(position_BL, position_BM)
 
     def inputs(self, token_BL, segment_BL, position_BL, mask_BLM, **others) -> BlockInputs:
-        """What every block reads of whole texts, with what `others` names beside them."""
+        """The blocks' inputs for whole sequences; `others` are further fields of them."""
         length = token_BL.shape[1]
         return BlockInputs(
             is_token_BL=segment_BL > 0,
@@ -177,12 +178,12 @@ class Stack(nnx.Module):
         return self.leave(x_BLD, key=key), stats
 
     def extend(self, x_BLD, inputs: BlockInputs, cache):
-        """The normed output of L more tokens, and the cache with them; nothing is trained."""
+        """The normed output of L more tokens and the cache with them, in evaluation mode."""
         x_BLD, _, cache = self.run(x_BLD, inputs, cache, is_training=False)
         return self.leave(x_BLD), cache
 
     def new_cache(self, batch: int, places: int, memory_BMD=None) -> tuple[BlockCache, ...]:
-        """An empty cache of `places` places, with the keys and values of the memory."""
+        """A cache for `places` tokens, empty except for the memory's keys and values."""
 
         def make(run):
             return tuple(block.new_cache(batch, places, memory_BMD) for block in run.blocks)
@@ -191,7 +192,7 @@ class Stack(nnx.Module):
         return constrain_named(make(self.blocks))
 
     def enter(self, x_BLD, *, key=None):
-        """What the first block reads, from the embedded tokens."""
+        """The first block's input, from the embedded tokens."""
         key_in, _, _ = split_key(key, 3)
         return dropout(x_BLD, self.config.dropout_rate, key=key_in, shared_dims=(1,))
 
@@ -205,13 +206,14 @@ class Stack(nnx.Module):
         key=None,
         first_run=0,
     ):
-        """The blocks that this stack holds: their output, routing statistics and cache.
+        """Runs the blocks of this stack: their output, routing statistics and cache.
 
         Args:
-            cache: of `new_cache`, or None where whole texts are read.
-            key: of the whole stack, as in all of these.
-            first_run: a stage of a pipeline holds some runs of a scanned stack; the number of
-                the first of them, which may be traced.
+            cache: the cache that `new_cache` or an earlier call returned; None for whole
+                sequences.
+            key: random key of the whole stack, as in `enter` and `leave`.
+            first_run: number of the first run that is held here, which may be traced; above 0
+                in a pipeline stage, which holds some runs of a scanned stack.
         """
         _, key_blocks, _ = split_key(key, 3)
         loop = layer_loop()
@@ -246,7 +248,7 @@ class Stack(nnx.Module):
         return x_BLD, stats, cache
 
     def leave(self, x_BLD, *, key=None):
-        """The stack's output, from that of the last block."""
+        """The stack's output, from the last block's output."""
         _, _, key_out = split_key(key, 3)
         rate = self.config.dropout_rate
         return dropout(self.norm(x_BLD), rate, key=key_out, shared_dims=(1,))

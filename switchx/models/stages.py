@@ -96,8 +96,8 @@ class Run:
 
     Attributes:
         stack: `encoder` or `decoder`.
-        place: its number in the stack.
-        is_first, is_last: in its stack.
+        place: number of the run in the stack.
+        is_first, is_last: whether it is the first or the last run of its stack.
         layers: numbers of its Switch layers, in the order of `sparse_layer_names`.
         names: paths of the parameters of the experts of each of these; they are the same in
             all runs of a stack, whose parameters are stacked over N.
@@ -142,7 +142,7 @@ def init_run_experts(config: ModelConfig, run: Run, place, key) -> dict[str, jax
 
     Args:
         place: the run's number in its stack, which may be traced.
-        key: of the whole model.
+        key: random key of the whole model's parameters.
     """
     names = stack_names(config)
     # The keys of Transformer (the embedding's is the first) and of Stack.
@@ -173,8 +173,8 @@ class Chunk:
         """The message for the next chunk, and the routing statistics of this one's layers.
 
         Args:
-            batch: the op's microbatch.
-            key: of the whole model for this microbatch.
+            batch: microbatch of the op.
+            key: random key of the whole model for this microbatch; None without dropout.
         """
         model = self._model(blocks, shared)
         stack = getattr(model, self.stack)
@@ -208,7 +208,7 @@ class Chunk:
         return constrain_named(message | {"x_BLD": x_BLD}), stats
 
     def embedding(self, shared):
-        """What makes logits of the decoder's last message."""
+        """The embedding, which makes logits of the decoder's last message."""
         return self._model({}, shared).embedding
 
     def _model(self, blocks, shared):

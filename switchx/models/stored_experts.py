@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the experts of a model can be in host memory or on a disk.
 
-What else a job must not have there: `training/offload/exclusions.py`.
+The other settings that a job must not have there are in `training/offload/exclusions.py`.
 """
 
 from collections.abc import Mapping
@@ -27,8 +27,8 @@ def storage_refusal(
     """Why experts cannot be in a tier, with the way out; or None.
 
     Args:
-        sizes: of the mesh's axes.
-        bucket_bytes: of the `StepConfig`.
+        sizes: sizes of the mesh's axes, by name.
+        bucket_bytes: `StepConfig.bucket_bytes`.
     """
     if tier == "device":
         return None

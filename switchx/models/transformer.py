@@ -33,8 +33,7 @@ class Transformer(nnx.Module):
         return self.embedding.logits(y_BLD), stats
 
     def activations(self, batch: dict, *, is_training: bool, key=None):
-        """What logits are made of, `[B, L, D]`, and statistics of all Switch layers, the
-        encoder's first.
+        """The logits' inputs, `[B, L, D]`, and the statistics of Switch layers, encoder first.
 
         Args:
             batch: T5X's feature names, as `data/features.py` makes them; where a decoder-only
@@ -66,12 +65,12 @@ class Transformer(nnx.Module):
         return self.encoder(x_BLD, inputs, is_training=is_training, key=key)
 
     def encoder_inputs(self, tokens_BL, segment_BL, position_BL, task_B=None) -> BlockInputs:
-        """What every encoder block reads."""
+        """The inputs of every encoder block."""
         mask_BLM = segment_mask(segment_BL, segment_BL)
         return self.encoder.inputs(tokens_BL, segment_BL, position_BL, mask_BLM, task_B=task_B)
 
     def decoder_inputs(self, batch: dict, memory_BMD=None) -> BlockInputs:
-        """What every decoder block reads."""
+        """The inputs of every decoder block."""
         segment_BL, prefix_mask_BL, memory_mask_BLM = batch["decoder_segment_ids"], None, None
         if self.has_encoder:
             memory_mask_BLM = segment_mask(segment_BL, batch["encoder_segment_ids"])

@@ -10,7 +10,7 @@ from switchx.models.config import ModelConfig
 
 
 def unrolled(config: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
-    """The same model with `scan_layers=False`; as it is, where it is unrolled already.
+    """The model with `scan_layers=False`; unchanged where it is unrolled already.
 
     Layer r * period + i of a stack is the r-th slice of the scanned run's `layer_i`.
     """
@@ -32,7 +32,7 @@ def scanned_blocks(tree: dict, period: int, stack=np.stack) -> dict:
 
     Args:
         period: blocks of the run that is scanned, `ModelConfig.period`.
-        stack: what makes one array of several; `jnp.stack` for arrays of JAX.
+        stack: function that makes one array of several; `jnp.stack` for arrays of JAX.
 
     Raises:
         ValueError: the period does not divide the layers of a stack, or layers that would be

@@ -25,7 +25,7 @@ from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig, requi
 from switchx.models.params import init_params
 from switchx.models.unroll import unrolled
 
-# Of the routers that are drawn.
+# Seed of the routers that are drawn.
 SEED = 0
 
 
@@ -62,7 +62,7 @@ def upcycle(sparse: ModelConfig, config: ModelConfig, params: dict) -> dict:
     """The parameters of `sparse`, experts copied from a dense model, routers drawn.
 
     Args:
-        sparse: of `upcycled_config`.
+        sparse: configuration that `upcycled_config` returned.
         config, params: the dense model.
     """
     leaves = tree.named_leaves(unrolled(config, params)[1])

@@ -56,7 +56,7 @@ class ProjectionExperts(nnx.Module):
         """Queries and shared keys and values of every row, `[E, R, 2 H K]`.
 
         Args:
-            key: of the dropout inside of FFN experts.
+            key: random key of the dropout inside FFN experts.
         """
         keys = split_key(key, 2)
         parts = [

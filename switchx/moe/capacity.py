@@ -15,12 +15,12 @@ import jax.numpy as jnp
 
 
 def drops_of_dropless(switch) -> tuple[str, ...]:
-    """What to say where the dispatcher `dropless` is set and full experts still drop tokens.
+    """Notes where the dispatcher is `dropless` and full experts still drop tokens; else ().
 
     The dispatcher says how slots are computed, the router whether a token may have none.
 
     Args:
-        switch: a `SwitchConfig`, or None of a dense model.
+        switch: a `SwitchConfig`; None in a dense model.
     """
     if switch is None or switch.dispatcher != "dropless":
         return ()
@@ -65,8 +65,9 @@ def rows_of_groups(switch, batch: int, lengths: Iterable[int], parts: int) -> in
         parts: microbatches of the batch.
 
     Returns:
-        None where a part has other groups than the whole batch, whose capacity and balance loss
-        then are other ones too: a group is no number of whole rows, or does not fit a part.
+        The number of rows; None where a part has other groups than the whole batch, and so
+        another capacity and balance loss: a group is no number of whole rows, or does not fit
+        a part.
     """
     rows = 1
     for L in lengths:
@@ -179,7 +180,7 @@ def reroute(ranked_GTS, num_experts: int, capacity: int):
         first_GT,
         # `capacity` is no slot; a token that takes part in nothing keeps it.
         jnp.full_like(first_GT, capacity),
-        # Of the choices' own making, so that inside shard_map it varies as they do.
+        # Computed from the choices, so that inside of shard_map it varies as they do.
         jnp.zeros_like(first_GT, shape=(first_GT.shape[0], num_experts)) + 0 * first_GT[:, :1],
     )
     (expert_GT, slot_GT, _), _ = jax.lax.scan(round_of, start, jnp.moveaxis(ranked_GTS, -1, 0))

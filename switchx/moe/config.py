@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a router and a Switch layer are: frozen descriptions, refused where they cannot be.
+"""Frozen configurations of routers and Switch layers, refused where they contradict.
 
 Fedus et al. 2021 (arXiv:2101.03961); the papers of single choices stand beside them.
 """
@@ -20,14 +20,14 @@ from switchx.fields import (
 
 
 class DispatcherTraits(NamedTuple):
-    """What is to be known of a dispatcher beside its function.
+    """Properties of a dispatcher beside its function.
 
     Attributes:
-        has_equal_blocks: in training, every expert gets a block of as many rows.
-        is_automatic: the compiler decides what is sent between devices.
-        is_sliced: experts are split over devices that have the same tokens.
-        shares_groups: devices may share a routing group.
-        exchanges_slots: slots travel to the experts' devices and back.
+        has_equal_blocks: whether every expert gets a block of as many rows in training.
+        is_automatic: whether the compiler decides what is sent between devices.
+        is_sliced: whether experts are split over devices that have the same tokens.
+        shares_groups: whether devices may share a routing group.
+        exchanges_slots: whether slots travel to the experts' devices and back.
     """
 
     has_equal_blocks: bool
@@ -61,45 +61,45 @@ class RouterConfig:
     """Which experts a token goes to, in which order, and what happens where one is full.
 
     Attributes:
-        kind: who chooses. `top_k`: each token its most probable experts (Fedus et al. 2021,
-            arXiv:2101.03961; k = 2: Lepikhin et al. 2020, arXiv:2006.16668).
+        kind: the side that chooses. `top_k`: each token its most probable experts (Fedus et al.
+            2021, arXiv:2101.03961; k = 2: Lepikhin et al. 2020, arXiv:2006.16668).
             `expert_choice`: each expert its most probable tokens (Zhou et al. 2022,
-            arXiv:2202.09368), in encoders only. `hash`: a fixed hash of the token's id
-            (Roller et al. 2021, arXiv:2106.04426); no router, every gate is 1. `task`: as
-            `top_k`, but out of the experts of the row's task (SE-MoE, Shen et al. 2022,
-            arXiv:2205.10034, section 4.1): they are divided evenly among `num_tasks`.
-        num_tasks: of kind `task`: tasks that the experts are divided among, in the order of
-            the mixture, whose `rows` say which row is of which.
-        num_selected: k, how many experts a token chooses.
+            arXiv:2202.09368), in encoders only. `hash`: a fixed hash of the token's id (Roller
+            et al. 2021, arXiv:2106.04426); no router, every gate is 1. `task`: as `top_k`, but
+            out of the experts of the row's task (SE-MoE, Shen et al. 2022, arXiv:2205.10034,
+            section 4.1): they are divided evenly among `num_tasks`.
+        num_tasks: number of tasks that the experts are divided among with kind `task`, in the
+            order of the mixture, whose `rows` say which row belongs to which task.
+        num_selected: k, the number of experts that a token chooses.
         gate: `softmax`, the probability of each chosen expert under all experts (Switch);
             `normalized`, divided by the sum over the chosen ones (GShard).
-        priority: whose choice gets a slot first: by `position` in the group, or by `gate`,
+        priority: order in which choices get slots: by `position` in the group, or by `gate`,
             the surest token first (batch-prioritized routing, Riquelme et al. 2021,
             arXiv:2106.05974). First choices come before second ones either way.
-        exploration: in training (Switch, appendix C): `none`; `jitter` multiplies the
-            router's inputs by U[1-jitter, 1+jitter]; `sample` draws experts from the
-            softmax with `temperature`; `dropout` drops `input_dropout_rate` of the
-            router's inputs.
-        overflow: where an expert is full. `drop` leaves the token to the residual
-            connection; `reroute` sends it to its next expert that has a slot
+        exploration: noise in training (Switch, appendix C): `none`; `jitter` multiplies the
+            router's inputs by U[1-jitter, 1+jitter]; `sample` draws experts from the softmax
+            with `temperature`; `dropout` drops `input_dropout_rate` of the router's inputs.
+        overflow: treatment of a token whose expert is full. `drop` leaves the token to the
+            residual connection; `reroute` sends it to its next expert that has a slot
             (No-Token-Left-Behind, Switch, appendix B); `dropless` gives every expert as many
-            slots as the group has tokens; `identity` adds the layer's input times the gate,
-            as transformers did up to 4.51.
-        max_rounds: of `reroute`: experts that a token tries, the first one included.
-        balance_counts: of `reroute`: choices that the balance loss counts: each token's
+            slots as the group has tokens; `identity` adds the layer's input times the gate, as
+            transformers did up to 4.51.
+        max_rounds: number of experts that a token tries with `reroute`, the first one included.
+        balance_counts: choices that the balance loss counts with `reroute`: each token's
             `first_choice`, as without rerouting, or `all_rounds`, each token's `max_rounds`
             best experts (Mesh-TensorFlow).
-        balance_scope: tokens that the balance loss compares: those of each `group`, then
-            averaged, or of the whole `batch` together.
-        bias_update_rate: how far the bias that is added to the probabilities for choosing,
-            not for gating, moves after every step towards an even load (Wang et al. 2024,
-            arXiv:2408.15664: 0.001). None has no bias.
-        padding: `ignored`: neither routed nor counted. `counted`: routed and counted as
-            tokens are, for parity with Hugging Face's and flaxformer's Switch models.
-        has_logit_bias: a learned bias is added to the router's logits.
-        counts_merged: an expert e counts as the m_e that were merged into it
-            (`models/reshape.py`): its probability is `exp(z_e) / sum_j m_j exp(z_j)`, that of
-            one of them. log m is a parameter.
+        balance_scope: tokens that the balance loss compares: the tokens of each `group`,
+            averaged over groups, or of the whole `batch` together.
+        bias_update_rate: step by which, after every training step, the bias that balances the
+            load moves (Wang et al. 2024, arXiv:2408.15664: 0.001). The bias is added to the
+            probabilities for choosing experts, not for gating. None has no bias.
+        padding: treatment of padding. `ignored`: neither routed nor counted. `counted`: routed
+            and counted as tokens are, for parity with Hugging Face's and flaxformer's Switch
+            models.
+        has_logit_bias: whether a learned bias is added to the router's logits.
+        counts_merged: whether an expert e counts as the m_e experts that were merged into it
+            (`models/reshape.py`): its probability is `exp(z_e) / sum_j m_j exp(z_j)`, the
+            probability of one of them. log m is a parameter.
     """
 
     kind: Literal["top_k", "expert_choice", "hash", "task"] = "top_k"
@@ -204,12 +204,13 @@ class SwitchConfig:
 
     Attributes:
         num_experts: E, in every sparse block.
-        every: the last block of each run of `every` blocks is sparse; 1 makes all sparse.
-        stacks: whose blocks: `all`, or those of the `encoder` alone.
+        every: period of sparse blocks: the last block of each run of `every` blocks is sparse;
+            1 makes all sparse.
+        stacks: stacks that have sparse blocks: `all`, or the `encoder` alone.
         encoder_layers, decoder_layers: numbers of the sparse blocks, from 0, ascending, where
             they are others than `every` and `stacks` say (Hugging Face's 1, 5, 9 of 12); both
             or neither.
-        sublayers: what is sparse in a sparse block: its `ffn`, its self-`attention` (Switch,
+        sublayers: sparse sublayers of a sparse block: its `ffn`, its self-`attention` (Switch,
             appendix A) or `both`.
         attention_experts: experts of a Switch attention are `linear` maps, or each an `ffn`.
         capacity_factor: slots of an expert over its even share of tokens, in training
@@ -228,13 +229,13 @@ class SwitchConfig:
             arXiv:2401.06066); None has none.
         expert_dropout_rate: dropout inside the experts (section 2.4, Table 4); None takes
             the model's `dropout_rate`.
-        expert_bias: biases in the experts.
-        dispatcher: how tokens reach their experts, the same numbers from each: `gather` (the
-            default), `einsum` (one-hot, the readable oracle), or another of `DISPATCHERS`;
-            docs/dispatchers.md says which is for what.
-        buffer_factor: in the sliced dispatchers, tokens that a device keeps room for over
-            its even share; a device with more of them computes the layer again with room
-            for all. None always has room for all.
+        expert_bias: whether the experts have biases.
+        dispatcher: the way in which tokens reach their experts, with the same numbers from
+            each: `gather` (the default), `einsum` (one-hot, the readable oracle), or another of
+            `DISPATCHERS`; docs/dispatchers.md says which one suits what.
+        buffer_factor: buffer of the sliced dispatchers: tokens that a device has room for, over
+            its even share; a device with more of them computes the layer again with room for
+            all. None always has room for all.
         exchange_parts: parts of the slots that `all_to_all` and `hierarchical` send apart, so
             that one part travels while another is in the experts; with dropout in the
             experts each part has masks of its own. 1 sends all at once.
@@ -244,7 +245,7 @@ class SwitchConfig:
             experts. Where nothing is trained there are none.
         router_init_scale: variance scale of the router; the paper scales it by 0.1 as all
             else, flaxformer took normal(0.02) and published checkpoints that way.
-        router: which experts a token goes to, and what happens where one is full.
+        router: choice of the experts of a token, and treatment of a full expert.
     """
 
     num_experts: int
@@ -355,7 +356,7 @@ class SwitchConfig:
         )
 
     def with_dispatcher(self, name: str) -> "SwitchConfig":
-        """The same layers by another dispatcher; in parts only where it exchanges slots."""
+        """The layers with another dispatcher; in parts only where it exchanges slots."""
         parts = self.exchange_parts if DISPATCHERS[name].exchanges_slots else 1
         return dataclasses.replace(self, dispatcher=name, exchange_parts=parts)
 

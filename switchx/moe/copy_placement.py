@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which experts are on which devices: replicas by load, or those of a device's tasks.
+"""Placement of experts on devices: replicas by load, or the experts of a device's tasks.
 
 Replicas are chosen and placed greedily, by the load of each expert.
 
@@ -43,13 +43,13 @@ def place_copies(load_NE, num_replicas: int, num_devices: int = 1) -> np.ndarray
 
 
 def tasks_of_parts(rows: Sequence[int], num_parts: int) -> list[range]:
-    """The tasks whose rows each part of a batch has, the parts being equal.
+    """The tasks of the rows in each part of a batch that is divided into equal parts.
 
     Rows are in the order of their tasks, so an even division gives a heavy task several parts
     and joins light ones: no part has more rows than another (SE-MoE, section 4.1, Figure 6).
 
     Args:
-        rows: of each task.
+        rows: number of rows of each task.
     """
     begins = np.cumsum([0, *rows])
     size = begins[-1] // num_parts
@@ -64,9 +64,10 @@ def place_tasks(
     """The expert in each slot, int32 `[R]`, by the tasks of each device's rows.
 
     Args:
-        rows: of each task; the experts are divided evenly among the tasks.
-        num_parts: of the batch.
-        num_devices: P that the experts are split over; part i is on device i modulo P.
+        rows: number of rows of each task; the experts are divided evenly among the tasks.
+        num_parts: number of parts of the batch.
+        num_devices: P, the number of devices that the experts are split over; part i is on
+            device i modulo P.
     """
     own = num_experts // len(rows)
     tasks = tasks_of_parts(rows, num_parts)
@@ -98,12 +99,13 @@ def imbalance(load_NP) -> np.ndarray:
 
 
 def measured_imbalance(load_NE, num_replicas: int = 0) -> Callable[[int], float]:
-    """How much the busiest device has over the mean, by the devices that share the experts.
+    """The load of the busiest device over the mean load, by the number of devices.
 
-    The mean over layers. Experts are on devices in order; with replicas as they are placed.
+    It is averaged over layers. The experts are on the devices in order; with replicas, in the
+    slots that `place_copies` gives them.
 
     Args:
-        load_NE: of each layer's experts, as a run measured it.
+        load_NE: load of each layer's experts, as a run measured it.
     """
     load_NE = np.asarray(load_NE, np.float64)
 

@@ -144,7 +144,7 @@ def gated_sum(y_GQD, token_GQ, place_GTS, gate_GTS=None):
         y_GQD: rows in Q places.
         token_GQ: the token of each place; T where there is none.
         place_GTS: the place of each choice, past the end for none; at most one choice a place.
-        gate_GTS: None where the rows have been multiplied by them.
+        gate_GTS: weights of the choices; None where the rows have been multiplied by them.
     """
     T, S = place_GTS.shape[1:]
     if S > MOST_GATHERED:
@@ -192,7 +192,7 @@ def gather_rows(x_GRD, index_GQ, inverse_GRS):
 
     Args:
         x_GRD: rows.
-        index_GQ: which row goes to each of Q places.
+        index_GQ: number of the row for each of Q places.
         inverse_GRS: the places each row goes to (past the end for none); must be the
             inverse of `index_GQ`. The gradient of row r is the sum of those of its places.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which dispatcher runs a layer: the one table, the one choice, the refusals.
+"""The dispatchers: their table, the choice of the one that runs a layer, the refusals.
 
 Dims: G groups, T tokens of a group, S choices of a token
 """
@@ -19,7 +19,7 @@ from switchx.partitioning.mesh import platform_of
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import Rules
 
-# Those that `moe.config.DISPATCHERS` names.
+# Functions of the dispatchers that `moe.config.DISPATCHERS` names.
 FUNCTIONS = {
     "gather": gather_dispatch,
     "einsum": einsum_dispatch,

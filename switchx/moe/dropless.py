@@ -67,10 +67,10 @@ def sliced_dispatch(
 
 
 def gathered_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
-    """As `sliced`, for experts on devices that have different tokens: these are gathered.
+    """Runs `sliced` for experts on devices that have different tokens, which are all-gathered.
 
-    An all-gather and a reduce-scatter of P times a device's tokens; the experts compute what
-    is routed to them and no empty slot.
+    It communicates by an all-gather and a reduce-scatter of P times a device's tokens; the
+    experts compute the rows that are routed to them and no empty slot.
     """
     return run_on_devices(_gathered, x_GTD, plan, experts)
 
@@ -97,7 +97,7 @@ def overflows(plan: RoutingPlan, num_parts: int, buffer_factor: float | None):
     Nothing is lost where it has: that device computes the layer again with room for all.
 
     Args:
-        plan: of the groups that one such set of devices shares.
+        plan: plan of the groups that one set of `num_parts` devices shares.
     """
     room = buffered_choices(plan.expert_GTS.size, num_parts, buffer_factor)
     size = plan.num_experts // num_parts

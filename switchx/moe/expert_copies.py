@@ -87,7 +87,7 @@ def local_slots(expert_of_slot_R) -> Dispatcher:
 
 
 def plan_over_slots(plan: RoutingPlan, expert_of_slot_R) -> RoutingPlan:
-    """The same choices, gates and drops, with slots in the place of experts."""
+    """The plan with slots in the place of experts; choices, gates and drops stay the same."""
     E, R = plan.num_experts, len(expert_of_slot_R)
     replicas_E = jnp.sum(expert_of_slot_R[:, None] == jnp.arange(E)[None], axis=0)
     first_E = jnp.cumsum(replicas_E) - replicas_E
@@ -164,7 +164,7 @@ def _to_slots(w_EX, expert_of_slot_R, axes):
     expert_R = jnp.where(is_sent_R, expert_of_slot_R[slot_R] - here * E, E)
     w_RX = w_EX.reshape(E, -1).at[expert_R].get(mode="fill", fill_value=0)
     w_RX = ragged_all_to_all(w_RX, sizes_PP, axes, slots)
-    # What comes is sorted by source; the slots are not.
+    # The rows that arrive are sorted by source; the slots are not.
     own_R = jax.lax.dynamic_slice_in_dim(vary(source_R, axes), here * slots, slots)
     place_R = stable_argsort(stable_argsort(own_R))
     return w_RX[place_R].reshape(slots, *w_EX.shape[1:])

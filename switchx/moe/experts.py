@@ -46,9 +46,10 @@ absent_rows_p.def_abstract_eval(lambda x_RD, count_E, *, layer: x_RD)
 class AbsentExperts:
     """The experts of a layer that runs elsewhere, a bank without weights.
 
-    Of a model's parameters it is the layer's `w_in_EDF`, and the only one of its experts. A
-    program with it is not compiled as it is: `cut_program.py` ends one part of it
-    where the rows of the layer are known, and begins the next with what their experts gave.
+    Among a model's parameters it takes the place of the layer's `w_in_EDF`, and the layer has
+    no other expert parameters. A program with it is not compiled as it is: `cut_program.py`
+    cuts it where the rows of the layer are known; the next part begins with the experts'
+    outputs.
 
     Attributes:
         layer: number of the Switch layer in its model.
@@ -68,7 +69,7 @@ class AbsentExperts:
 class ReplicatedWeight:
     """A layer's `w_in_EDF` and, beside it, which expert is in which slot (`replicas.py`).
 
-    Of a model's parameters it stands in the place of the weight, as `training/step.py` puts it.
+    Among a model's parameters it takes the place of the weight.
 
     Attributes:
         expert_of_slot_R: int32; R slots.
@@ -98,7 +99,8 @@ class Experts(nnx.Module):
         """The expert bank.
 
         Args:
-            key: of the dropout inside of the experts (section 2.4); None for none.
+            key: random key of the dropout inside the experts (section 2.4); None for no
+                dropout.
         """
         values = [
             getattr(self, name).get_value() if hasattr(self, name) else None for name in WEIGHTS
@@ -125,8 +127,8 @@ class ExpertFFN:
         w_in_EDF, w_gate_EDF, w_out_EFD: arrays, or, where nothing is trained, `QTensor`s or
             `SeparateMatrices`.
         b_in_EF, b_out_ED: biases, or None.
-        key: for dropout; None where nothing is random.
-        activation, dropout_rate: of the hidden layer.
+        key: random key of dropout; None where nothing is random.
+        activation, dropout_rate: activation and dropout rate of the hidden layer.
     """
 
     w_in_EDF: Weight

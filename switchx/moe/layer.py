@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Switch layer: router, dispatcher and experts in place of a dense FFN.
 
-Fedus et al. 2021 (arXiv:2101.03961), section 2, Figure 2. `RoutedLayer` has the router, and the
-way from tokens to a plan; Switch attention is another of its subclasses.
+Fedus et al. 2021 (arXiv:2101.03961), section 2, Figure 2. `RoutedLayer` has the router and
+makes the routing plan; Switch attention is another of its subclasses.
 Dims: B batch, L length, D model, G groups, T tokens of a group, E experts,
 S choices of a token
 """
@@ -29,12 +29,13 @@ from switchx.moe.stats import Choices, RoutingStats, measure_routing
 
 @dataclasses.dataclass(frozen=True)
 class RoutedTokens:
-    """Tokens in their groups, and what the router made of them.
+    """Tokens in their groups, with the router's output and plan.
 
     Attributes:
         x_GTD: the layer's input.
-        is_token_GT: what was routed.
-        logits_GTE, prob_GTE: of the router, in its precision.
+        is_token_GT: true for the tokens that are routed.
+        logits_GTE, prob_GTE: the router's logits and probabilities, in `Precision.router`.
+        plan: expert, gate and slot of each choice.
     """
 
     x_GTD: jax.Array
@@ -45,12 +46,11 @@ class RoutedTokens:
 
 
 class RoutedLayer(nnx.Module):
-    """The router of a Switch layer; what the experts do is in the classes below it.
+    """The router of a Switch layer; its subclasses have the experts.
 
-    Parameters: `w_router_DE`, unless a hash routes; `b_router_E` where its logits have a bias;
-    `router_log_count_E` where experts are
-    merged ones; `router_bias_E` in float32 where the load is balanced by it. No gradient
-    reaches that one: `training/step.py` moves it.
+    Parameters: `w_router_DE`, unless a hash routes; `b_router_E` where the logits have a bias;
+    `router_log_count_E` where experts were merged; `router_bias_E` in float32 where a bias
+    balances the load. `router_bias_E` gets no gradient; `training/step.py` updates it.
     """
 
     def __init__(self, config, *, key):
@@ -68,13 +68,13 @@ class RoutedLayer(nnx.Module):
             self.router_bias_E = nnx.Param(jnp.zeros((E,), jnp.float32))
 
     def route(self, x_BLD, is_token_BL, token_BL, task_B=None, *, is_training: bool, key=None):
-        """Groups the tokens and plans where they go.
+        """Groups the tokens and assigns them to slots of experts.
 
         Args:
             is_token_BL: false for padding.
-            token_BL: ids of the tokens; only a hash reads them, others take None.
+            token_BL: ids of the tokens; only a hash router reads them, others take None.
             task_B: task of each row; only a router by task reads it.
-            key: of exploration, which is for training alone.
+            key: random key of exploration, used in training alone.
         """
         switch, router = self.config.switch, self.config.switch.router
         B, L = is_token_BL.shape
@@ -121,7 +121,7 @@ class RoutedLayer(nnx.Module):
         return RoutedTokens(x_GTD, is_token_GT, logits_GTE, prob_GTE, plan)
 
     def measure(self, routed: RoutedTokens, batch: int, length: int) -> RoutingStats:
-        """Statistics and choices of `batch` rows of `length` tokens."""
+        """The routing statistics, with the choices as `[batch, length, S]`."""
         stats = measure_routing(
             routed.logits_GTE,
             routed.prob_GTE,
@@ -140,8 +140,8 @@ class RoutedLayer(nnx.Module):
 class SwitchFFN(RoutedLayer):
     """A sparse FFN: `y_BLD, stats = switch_ffn(x_BLD, is_token_BL, is_training=...)`.
 
-    With `shared_d_ff` a dense FFN of that size is added for every token, dropped ones among
-    them, ungated.
+    With `shared_d_ff` the output of a dense FFN of that size is added for every token, dropped
+    tokens included, without a gate.
     """
 
     def __init__(self, config, *, key):
@@ -155,11 +155,11 @@ class SwitchFFN(RoutedLayer):
     def __call__(
         self, x_BLD, is_token_BL, token_BL=None, task_B=None, *, is_training: bool, key=None
     ):
-        """Output and routing statistics.
+        """The layer's output and routing statistics.
 
         Args:
             is_token_BL: false for padding.
-            token_BL: ids of the tokens, for a router that hashes them.
+            token_BL: ids of the tokens, for a hash router.
             task_B: task of each row, for a router by task.
         """
         switch = self.config.switch

@@ -22,7 +22,7 @@ from switchx.moe.router import sampling_scores
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RoutingPlan:
-    """What a router decided, in the one form that every dispatcher reads.
+    """The decisions of a router, in the one form that every dispatcher reads.
 
     Attributes:
         expert_GTS: int32 chosen experts; `num_experts` where nothing is routed (padding).
@@ -30,8 +30,8 @@ class RoutingPlan:
         slot_GTS: int32 place in the expert's queue; a place of `capacity` or more is dropped.
         count_GE: int32 tokens that asked for each expert, before capacity.
         num_experts, capacity: E and C.
-        balance_GE: int32 choices that the balance loss counts, where they are others than
-            those of `count_GE`; None where they are the same.
+        balance_GE: int32 choices that the balance loss counts, where they differ from
+            `count_GE`; None where they are the same.
     """
 
     expert_GTS: jax.Array
@@ -85,12 +85,13 @@ def make_plan(
     Args:
         router: a `RouterConfig`.
         prob_GTE: softmax of the logits; gates and balance loss get their gradient from it.
-        is_token_GT: false for what is neither routed nor counted.
-        bias_E: added to the probabilities for choosing, not for gating
+        is_token_GT: false for tokens that are neither routed nor counted.
+        bias_E: bias added to the probabilities for choosing experts, not for gating
             (arXiv:2408.15664, eq. 3).
-        assign: places choices in queues; `assign_slots`, or its like for groups that devices
-            share.
-        key: of `exploration="sample"`; None (evaluation) takes the most probable experts.
+        assign: function that places choices in the experts' queues: `assign_slots`, or its
+            equivalent for groups that several devices share.
+        key: random key of `exploration="sample"`; None (evaluation) takes the most probable
+            experts.
     """
     if router.kind == "expert_choice":
         return route_by_experts(prob_GTE, is_token_GT, capacity)
@@ -119,7 +120,7 @@ def make_plan(
         expert_GTS=expert_GTS,
         gate_GTS=chosen_gates(prob_GTE, expert_GTS, router.gate),
         slot_GTS=slot_GTS,
-        # What was asked for first: rerouted tokens are not what an expert attracts.
+        # First choices alone: rerouted tokens are no demand for an expert.
         count_GE=count_choices(asked_GTS[..., :1] if is_rerouted else asked_GTS, E),
         num_experts=E,
         capacity=capacity,
@@ -158,7 +159,7 @@ def chosen_gates(prob_GTE, expert_GTS, convention: str = "softmax"):
 
 
 def count_choices(expert_GTS, num_experts: int):
-    """How many choices name each expert, int32 `[G, E]`."""
+    """The number of choices of each expert, int32 `[G, E]`."""
     return jnp.sum(jax.nn.one_hot(expert_GTS, num_experts, dtype=jnp.int32), axis=(1, 2))
 
 

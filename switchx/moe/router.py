@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router: logits in float32, the noise of exploration, and a hash instead of both.
+"""The router: logits in float32, exploration noise, and hash routing, which has neither.
 
 Fedus et al. 2021 (arXiv:2101.03961), section 2.1 eq. 1, section 2.4 (float32), appendix C
 (exploration: argmax, sampling from the softmax, input dropout, input jitter, which the paper
@@ -17,9 +17,10 @@ from switchx.partitioning.replicas import random_rows
 
 
 def router_logits(x_GTD, w_router_DE, *, dtype="float32"):
-    """The router's logits `[G, T, E]`, eq. 1, computed in `dtype` whatever the activations are.
+    """The router's logits `[G, T, E]` (eq. 1), computed in `dtype` whatever the inputs' dtype.
 
-    With the highest precision: accelerators otherwise multiply float32 as bfloat16 or TF32.
+    The product has the highest precision: by default accelerators multiply float32 as bfloat16
+    or TF32.
     """
     x_GTD, w_router_DE = x_GTD.astype(dtype), w_router_DE.astype(dtype)
     return jnp.einsum("GTD,DE->GTE", x_GTD, w_router_DE, precision=jax.lax.Precision.HIGHEST)
@@ -28,7 +29,7 @@ def router_logits(x_GTD, w_router_DE, *, dtype="float32"):
 def explored_inputs(router, x_GTD, *, key: jax.Array | None):
     """The router's inputs with the noise that a `RouterConfig` asks for.
 
-    Local to the router: the experts never see it. A key of None (evaluation) adds none.
+    Only the router sees the noise, the experts do not. A key of None (evaluation) adds none.
     """
     if router.exploration == "jitter" and key is not None and router.jitter:
         low, high = 1.0 - router.jitter, 1.0 + router.jitter
@@ -42,23 +43,23 @@ def explored_inputs(router, x_GTD, *, key: jax.Array | None):
 def sampling_scores(logits_GTE, temperature: float, *, key: jax.Array):
     """Scores whose largest are a sample from softmax(logits / temperature).
 
-    Logits plus Gumbel noise: the largest is one draw, the k largest are k draws without
-    replacement (Kool et al. 2019, arXiv:1903.06059).
+    They are the logits plus Gumbel noise: the largest is one draw, the k largest are k draws
+    without replacement (Kool et al. 2019, arXiv:1903.06059).
     """
     draw = functools.partial(jax.random.gumbel, dtype=logits_GTE.dtype)
     noise_GTE = random_rows(draw, key, logits_GTE.shape)
     return logits_GTE / temperature + noise_GTE
 
 
-# Logit of all experts but the token's own: its probability is 1, and 0 elsewhere, exactly.
+# Logit of the experts that a token may not have: their probability is exactly 0.
 NEVER = -1e9
 
 
 def hash_expert(token, num_experts: int):
-    """int32 expert of each token id: a 32-bit mixture of its bits, modulo `num_experts`.
+    """The int32 expert of each token id: a 32-bit hash of the id, modulo `num_experts`.
 
-    The mixture is the finalizer of MurmurHash3 (Appleby, public domain), under which
-    neighbouring ids, which vocabularies sort by frequency, are spread.
+    The hash is the finalizer of MurmurHash3 (Appleby, public domain). It spreads neighbouring
+    ids over the experts; vocabularies sort ids by frequency.
     """
     bits = token.astype(jnp.uint32)
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
@@ -68,7 +69,7 @@ def hash_expert(token, num_experts: int):
 
 
 def task_logits(logits_GTE, task_GT, num_tasks: int):
-    """The logits of the experts of each token's task; `NEVER` elsewhere, without a gradient.
+    """The logits, with `NEVER` for the experts of other tasks, where the gradient is 0.
 
     Task t has experts `t E / num_tasks` to `(t + 1) E / num_tasks - 1`.
     """
@@ -79,9 +80,9 @@ def task_logits(logits_GTE, task_GT, num_tasks: int):
 
 
 def hash_logits(token_GT, num_experts: int):
-    """Logits `[G, T, E]` that are certain of each token's expert: 0 there, `NEVER` elsewhere.
+    """Logits `[G, T, E]` of hash routing: 0 for each token's expert, `NEVER` for all others.
 
-    So a hash is routed, counted and measured as any router is: gate 1, entropy 0, z-loss 0.
+    With them a hash is routed and measured as any router is: gate 1, entropy 0, z-loss 0.
     """
     expert_GT = hash_expert(token_GT, num_experts)
     is_expert_GTE = jax.nn.one_hot(expert_GT, num_experts, dtype=jnp.bool_)

@@ -124,7 +124,7 @@ def run_exchanged(
 
 
 def token_spec(batch: MeshAxes, shared: MeshAxes) -> PartitionSpec:
-    """How `[G, T, ...]` lies where devices along `shared` have parts of one group each."""
+    """The spec of `[G, T, ...]` where devices along `shared` have parts of one group each."""
     whole = tuple(axis for axis in batch if axis not in shared)
     return PartitionSpec(whole or None, shared) if shared else PartitionSpec(batch)
 

@@ -49,13 +49,13 @@ def constrain_groups(x_GT, dims: str, shared: MeshAxes):
 
 
 def assign_shared_slots(expert_GTS, num_experts: int, shared: MeshAxes):
-    """What `assign_slots` gives, by each device for its own tokens.
+    """The slots that `assign_slots` gives, computed by each device for its own tokens.
 
-    A queue is that of the whole group: one all-gather of P S E numbers says how many choices of
-    each device name each expert, and a device counts on from those before it.
+    A queue is of the whole group: one all-gather of P S E numbers gives each device's choices
+    of each expert, and a device continues the count of the devices before it.
 
     Args:
-        expert_GTS: one group to each set of devices along `shared`.
+        expert_GTS: chosen experts, one group for each set of devices along `shared`.
     """
     if not shared:
         return assign_slots(expert_GTS, num_experts)
@@ -125,11 +125,11 @@ def run_shared(
     shared: MeshAxes,
     exchange_parts: int = 1,
 ):
-    """One device's tokens, of one group, through experts that may be anywhere.
+    """Runs one device's tokens, which are of one group, through experts on any device.
 
     Args:
-        shared: the last of the experts' axes; see `Placement.shared_by`.
-        exchange_parts: of the slots that travel between groups.
+        shared: the last axes of the experts' axes; see `Placement.shared_by`.
+        exchange_parts: number of parts in which the slots are sent between groups.
     """
     S = plan.expert_GTS.shape[-1]
     between = tuple(axis for axis in placement.experts if axis not in shared)

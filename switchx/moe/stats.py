@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Switch layer measures about its routing, its auxiliary losses among it: sums alone.
+"""Routing statistics of a Switch layer, its auxiliary losses included: sums alone.
 
 Sums over tokens or groups add up over microbatches, stages, devices and batches, so a mean is
 the quotient of two of them and does not depend on how a batch was split. `RoutingStats` holds
@@ -21,11 +21,11 @@ from switchx.moe.plan import RoutingPlan
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """Where a Switch layer sends every token; `[N, ...]` when stacked over layers.
+    """The choices of a Switch layer for every token; `[N, ...]` when stacked over layers.
 
     Attributes:
         expert_BLS: chosen experts; the number of experts where nothing is chosen.
-        gate_BLS: their weights.
+        gate_BLS: weights of the choices.
     """
 
     expert_BLS: jax.Array
@@ -39,15 +39,15 @@ class RoutingStats:
 
     Attributes:
         tokens: real tokens routed.
-        groups: routing groups that have any; 1 where the whole batch is one.
+        groups: routing groups that have a real token; 1 where the whole batch is one group.
         balance: sum over groups of `E sum_e f_e P_e`, with its gradient.
         router_z: sum over tokens of logsumexp(logits)^2, with its gradient.
         load_E: tokens that asked for each expert, before capacity.
         dropped: choices that got no slot.
         entropy: sum over tokens of the router's entropy, in nats.
-        gate: sum over tokens of the largest of their gates.
-        choices: of every token, one item a stack (the encoder's first). A program that does
-            not return them does not compute them either; see `summed`.
+        gate: sum over tokens of the largest gate of each token.
+        choices: the choices of every token, one item for each stack (the encoder's first). A
+            program that does not return them does not compute them either; see `summed`.
     """
 
     tokens: jax.Array
@@ -62,7 +62,7 @@ class RoutingStats:
 
     @property
     def summed(self) -> "RoutingStats":
-        """The same without `choices`: what may be added up over batches."""
+        """The statistics without `choices`, which may be added up over batches."""
         return dataclasses.replace(self, choices=())
 
     @property
@@ -100,8 +100,8 @@ def measure_routing(
     """The statistics of one layer, in float32.
 
     Args:
-        balance_scope: of the balance loss, `group` or `batch`.
-        num_tasks: that the experts are divided among.
+        balance_scope: tokens that the balance loss compares, `group` or `batch`.
+        num_tasks: number of tasks that the experts are divided among.
     """
     logits_GTE, prob_GTE = logits_GTE.astype(jnp.float32), prob_GTE.astype(jnp.float32)
     token_GT = is_token_GT.astype(jnp.float32)

@@ -96,7 +96,7 @@ class Adafactor:
             that each step takes away, whatever the learning rate; None for none.
         min_dim_size_to_factor: matrices with a side below this keep every second moment.
             T5X exempts stacked and expert parameters from it; here stacking changes nothing.
-        epsilon1: added to squared gradients.
+        epsilon1: epsilon that is added to squared gradients.
         epsilon2: the smallest parameter scale.
     """
 
@@ -212,7 +212,7 @@ class Adafactor:
         return jnp.expand_dims(scale, factoring.within) * y, {name_v: v}
 
     def _clipping(self, mean_squares):
-        """What an update with these mean squares is divided by."""
+        """The divisor of an update with these mean squares."""
         if self.clipping_threshold is None:
             return 1.0
         return jnp.maximum(1.0, jnp.sqrt(mean_squares) / self.clipping_threshold)

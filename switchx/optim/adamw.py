@@ -20,9 +20,9 @@ class AdamW:
 
     Attributes:
         beta1, beta2: decay of the first and second moment.
-        epsilon: added to the root of the second moment.
-        weight_decay: times the learning rate, the part of every decayed parameter
-            (`is_decayed`: layers' matrices) that each step takes away.
+        epsilon: epsilon that is added to the root of the second moment.
+        weight_decay: decay rate: times the learning rate, it is the part of every decayed
+            parameter (`is_decayed`: layers' matrices) that each step takes away.
     """
 
     beta1: float = 0.9

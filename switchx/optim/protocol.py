@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What optimizers have in common: how they are built and applied, what decays, clipping."""
+"""The common part of optimizers: how they are built and applied, what decays, clipping."""
 
 import dataclasses
 import inspect
@@ -32,10 +32,10 @@ class Optax:
     are whole on every device (`has_letters`).
 
     Attributes:
-        make: a function that a module defines, `optax.lion`; it takes `learning_rate`, here
-            the schedule, and `arguments`.
-        arguments: what it is called with beside the schedule; nothing else is, bindings of
-            the function itself in a gin file neither.
+        make: optimizer's function in a module, such as `optax.lion`; it is called with
+            `learning_rate`, here the schedule, and `arguments`.
+        arguments: arguments of `make` beside the schedule. `make` gets no others: bindings of
+            the function itself in a gin file have no effect.
     """
 
     make: Callable[..., optax.GradientTransformation]
@@ -96,12 +96,12 @@ def _float32(values):
 def has_letters(name: str, shape, param_shapes: dict[str, tuple[int, ...]]) -> bool:
     """Whether the name of an array of an optimizer's state ends in its dimension letters.
 
-    Our own optimizers name statistics so: `.../w_in_EDF/v_row_ED`. Those of Optax keep what
-    they keep of a parameter below its path: of its shape (moments) it has its letters, of
-    another shape it has none.
+    Our own optimizers name statistics so: `.../w_in_EDF/v_row_ED`. Those of Optax keep their
+    statistics of a parameter below its path: a statistic of the parameter's shape (a moment)
+    has the parameter's letters, one of another shape has none.
 
     Args:
-        param_shapes: by the parameters' paths.
+        param_shapes: shapes of the parameters by path.
     """
     parts = name.split("/")
     paths = ("/".join(parts[i:]) for i in range(len(parts)))

@@ -25,7 +25,7 @@ def require_schedule(schedule) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """The same rate at every step; T5 fine-tunes with 1e-3."""
+    """A constant learning rate; T5 fine-tunes with 1e-3."""
 
     value: float
 

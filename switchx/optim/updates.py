@@ -16,9 +16,10 @@ def global_norm(gradients) -> jax.Array:
 
 
 def sliced_global_norm(gradients) -> jax.Array:
-    """The same of gradients that devices have slices of, in one all-reduce.
+    """The global norm of gradients that devices have slices of, by one all-reduce.
 
-    In the scope of a mesh. Left to the compiler, it is one all-reduce a parameter.
+    It must be called in the scope of a mesh. The compiler alone would make one all-reduce for
+    each parameter.
     """
     mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
     axes = rules.axes("D", mesh, table="params")
@@ -54,9 +55,9 @@ def _squared_norm(gradient):
 def apply_updates(params, updates):
     """`params + updates`, each in its parameter's dtype.
 
-    As `optax.apply_updates`. The sum is rounded to the nearest value: below float32, an update
-    less than half the distance to a parameter's neighbour (2^-9 of a bfloat16 parameter) is
-    lost, so keep parameters that are trained in float32.
+    It does what `optax.apply_updates` does. The sum is rounded to the nearest value: below
+    float32, an update less than half the distance to a parameter's neighbour (2^-9 of a
+    bfloat16 parameter) is lost, so keep parameters that are trained in float32.
 
     To leave parameters and state as they were when a gradient is not finite, put the whole
     update under `jax.lax.cond`: it works in place. `jnp.where` afterwards makes XLA copy

@@ -27,11 +27,11 @@ class Slice:
     """The place of one device's slice of one array.
 
     Attributes:
-        name: of the array.
-        shape: of the slice.
+        name: name of the array.
+        shape: shape of the slice.
         axis: dimension along which devices have different slices.
-        dtype: of the array, and of its bucket.
-        bucket, offset: which bucket, and its first element there.
+        dtype: dtype of the array and of its bucket.
+        bucket, offset: number of the bucket, and index of the slice's first element in it.
     """
 
     name: str
@@ -145,13 +145,13 @@ def require_bucket_bytes(bucket_bytes: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Slicing:
-    """How parameters are sliced, and how much of them a collective moves.
+    """The slicing of parameters, and the size of the buckets that a collective moves.
 
     Attributes:
-        rules: which dimensions are split.
+        rules: rules of the dimensions that are split.
         axes: mesh axes whose devices have different slices.
         replicas: axes whose devices have the same slices and other tokens.
-        sizes: devices along each axis of the mesh.
+        sizes: number of devices along each axis of the mesh.
         bucket_bytes: most bytes of a bucket once it is gathered.
     """
 
@@ -259,7 +259,7 @@ _join.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _spread(axes: MeshAxes, arrays):
-    """The same arrays, typed as varying along `axes`."""
+    """The arrays, typed as varying along `axes`."""
     return {name: _vary(array, axes) for name, array in arrays.items()}
 
 

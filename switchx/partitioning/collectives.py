@@ -87,7 +87,7 @@ def _ragged_forward(x_RD, sizes_PP, axes, rows):
 
 def _ragged_backward(axes, rows, residuals, dy_RD):
     sizes_PP, x_RD = residuals
-    # What was sent comes back: sources and destinations change places.
+    # The rows are sent back: sources and destinations are exchanged.
     dx_RD = ragged_all_to_all(dy_RD, sizes_PP.T, axes, x_RD.shape[0])
     return dx_RD, np.zeros(sizes_PP.shape, jax.dtypes.float0)
 

@@ -33,7 +33,7 @@ def use_mesh(mesh: Mesh | AbstractMesh, rules: Rules):
 
 @contextlib.contextmanager
 def use_rules(rules: Rules):
-    """The same mesh by other rules, inside of the block."""
+    """Uses other rules for the mesh inside of the block."""
     with _rules(rules):
         yield
 
@@ -96,9 +96,10 @@ def constrain_params(params):
 def gathered_where_used(params):
     """The parameters of one block, or one of another kind, with all of D on each device.
 
-    Said at the place of use: where `fsdp` stands between axes of other kinds, the compiler
-    gathers twice, and permutes slices. Backward, a device gets the gradients of its slices.
-    Those of experts stay as they are: a dispatcher gathers them (`moe/sharded_dispatch.py`).
+    The constraint is set where the parameters are used: where `fsdp` stands between axes of
+    other kinds, the compiler would gather twice, and permute slices. In the backward pass a
+    device gets the gradients of its slices. Parameters of experts stay as they are: a
+    dispatcher gathers them (`moe/sharded_dispatch.py`).
 
     Args:
         params: a tree or a module, whose names end in their dimensions.

@@ -23,7 +23,7 @@ from switchx.partitioning.rules import TABLES, MeshAxes, Rules
 AXES = ("pipe", "data", "fsdp", "node", "expert", "model")
 # The axis of stages.
 PIPE = "pipe"
-# What a hierarchical all-to-all keeps within a machine.
+# Axes along which a hierarchical all-to-all stays within a machine.
 WITHIN = ("expert", "model")
 # The host's memory, as JAX names its kind.
 HOST = "pinned_host"
@@ -141,7 +141,7 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
 
 
 def device_kind_of(mesh: Mesh | AbstractMesh) -> str:
-    """What JAX calls the devices, or the one that an abstract mesh describes."""
+    """JAX's name of the kind of devices, or of the one that an abstract mesh describes."""
     if isinstance(mesh, Mesh):
         return mesh.devices.flat[0].device_kind
     return mesh.abstract_device.device_kind
@@ -160,8 +160,9 @@ def batch_parts(mesh, rules: Rules) -> int:
 def arranged(devices: Sequence, sizes: Mapping[str, int]) -> np.ndarray:
     """Orders the devices as the array of a mesh: inner axes in a machine, `node` along a rail.
 
-    Of TPUs a machine is a slice, whose chips are wired as a torus: axes follow its sides, and
-    slices are along the outermost axes, or along `node`. The rest is of other machines.
+    With TPUs a machine is a slice, whose chips are wired as a torus: axes follow its sides, and
+    slices are along the outermost axes, or along `node`. The next paragraph is about other
+    machines.
 
     In clusters whose machines have one network card a GPU, the cards of equal local rank are
     connected by one switch, a rail. The outer part of a hierarchical all-to-all exchanges
@@ -171,9 +172,9 @@ def arranged(devices: Sequence, sizes: Mapping[str, int]) -> np.ndarray:
     goes to the axes before it. Without `node` the mesh takes machine after machine.
 
     Args:
-        devices: as many as the mesh has; those of equal machines keep their order, and so do
-            TPUs where those of a slice do not fill a box.
-        sizes: of the axes, outermost first; `node` directly before those of `WITHIN`.
+        devices: devices, as many as the mesh has. Devices of equal machines keep their order,
+            and so do TPUs where those of a slice do not fill a box.
+        sizes: sizes of the axes, outermost first; `node` directly before the axes of `WITHIN`.
 
     Raises:
         ValueError: `node` does not divide the machines, or the axes after it do not fit one.
@@ -247,9 +248,9 @@ def _on_torus(slices: list[list], sizes: Mapping[str, int], nodes: int = 1) -> n
 def machine_of(device) -> int:
     """The number of the machine that a device communicates from.
 
-    Of GPUs the slice, which XLA makes of the machine (or of the NVLink domain) however many
-    processes share it; of TPUs the slice, within which all chips are wired to their
-    neighbours; of CPUs the process.
+    With GPUs it is the slice, which XLA makes of the machine (or of the NVLink domain) however
+    many processes share it; with TPUs the slice, within which all chips are wired to their
+    neighbours; with CPUs the process.
     """
     if device.platform == "cpu":
         return device.process_index
@@ -273,11 +274,12 @@ def _machines(devices: Sequence) -> list[list]:
 _OPTION = re.compile(r"xla_\w+=\S*")
 
 
-# Of programs that gather no weights. With it a loop over blocks reads a copy of all their
-# weights in the products' dtype: half of the parameters' bytes more, from the forward pass to
-# the end of the backward pass. Where weights are gathered it halves what travels.
+# Options of programs that gather no weights. With bfloat16 propagation a loop over blocks reads
+# a copy of all their weights in the products' dtype: half of the parameters' bytes more, from
+# the forward pass to the end of the backward pass. Where weights are gathered it halves the
+# bytes that are sent.
 DEFAULT_OPTIONS = {"tpu": {"xla_jf_bf16_propagation": "False"}}
-# Of programs that decode or score. None has been measured to be better on a device.
+# Options of programs that decode or score. None has been measured to be better on a device.
 DECODING_OPTIONS: dict[str, dict[str, str]] = {}
 
 
@@ -292,10 +294,10 @@ class CompilerOptions:
     `DECODING_OPTIONS` where a model is used.
 
     Attributes:
-        gpu, tpu, cpu: of the platform. Truth values are `True` and `False`; an empty value is
-            an empty list, as of `xla_gpu_enable_command_buffer=`.
-        not_on: `(device_kind, xla_name)`: that compilers of a kind of chip refuse, as
-            `("TPU v5 lite", "xla_tpu_enable_async_all_to_all")`.
+        gpu, tpu, cpu: options for the platform of that name. Truth values are `True` and
+            `False`; an empty value is an empty list, as of `xla_gpu_enable_command_buffer=`.
+        not_on: pairs `(device_kind, xla_name)` of options that the compiler for a kind of chip
+            refuses, such as `("TPU v5 lite", "xla_tpu_enable_async_all_to_all")`.
     """
 
     gpu: tuple[str, ...] = ()
@@ -328,12 +330,12 @@ class CompilerOptions:
     def of(
         self, platform: str, device_kind="", *, gathers_weights=False, defaults=DEFAULT_OPTIONS
     ) -> dict[str, str]:
-        """What `jax.jit(compiler_options=...)` takes on a platform; nothing on others.
+        """The options for `jax.jit(compiler_options=...)` on a platform; none on unknown ones.
 
         Args:
-            device_kind: as `jax.Device.device_kind` names it.
+            device_kind: kind of chip, as in `jax.Device.device_kind`.
             gathers_weights: whether devices keep slices of weights (`fsdp`).
-            defaults: by platform, what holds where weights are not gathered.
+            defaults: options by platform that hold where weights are not gathered.
         """
         platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
         options = {"gpu": self.gpu, "tpu": self.tpu, "cpu": self.cpu}.get(platform, ())
@@ -344,5 +346,5 @@ class CompilerOptions:
         return {name: value for name, value in found.items() if name not in refused}
 
     def for_decoding(self, platform: str, device_kind: str = "") -> dict[str, str]:
-        """What `of` gives programs that decode or score."""
+        """The options of `of` for programs that decode or score."""
         return self.of(platform, device_kind, defaults=DECODING_OPTIONS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an optimizer keeps, in slices over replicas; parameters are whole (ZeRO-1).
+"""Optimizer state in slices over replicas; parameters are whole (ZeRO-1).
 
 Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054), section 5.1. `Rules.optimizer_slices` names
 the axes. Gradients are reduce-scattered to the slices, each device computes the update of its
@@ -21,7 +21,7 @@ from switchx import tree
 from switchx.partitioning.constrain import constrain_params, current_rules, num_devices
 from switchx.partitioning.rules import MeshAxes, Rules, param_dims, param_spec, param_table
 
-# Of a TPU's vectors.
+# Lanes of a TPU's vectors.
 LANES = 128
 
 
@@ -68,7 +68,7 @@ def optimizer_slices(rules: Rules, mesh, params) -> dict[str, OptimizerSlice | N
 
 
 def whole_notes(rules: Rules, mesh, params) -> tuple[str, ...]:
-    """What a user should be told of parameters that divide nowhere; () where all are cut."""
+    """Notes about parameters that no axis divides; () where all are sliced."""
     axes, leaves = rules.slice_axes(mesh), tree.named_leaves(params)
     slices = optimizer_slices(rules, mesh, params)
     sizes = {name: math.prod(leaves[name].shape) for name, own in slices.items() if own is None}
@@ -175,9 +175,9 @@ def scattered_sums(stacked, axes: MeshAxes):
 def _scattered(gradient, place: int, axes: MeshAxes):
     """The device's slice, along dimension `place`, of the sum of gradients along `axes`.
 
-    As rows of `LANES`, those of each device behind one another: the TPU compiler makes an
-    all-reduce and a slice of a reduce-scatter along the last dimension, beside one of size 1
-    and, where arrays are large, along any but the first.
+    It is computed on rows of `LANES`, the rows of each device behind one another: the TPU
+    compiler turns a reduce-scatter into an all-reduce and a slice along the last dimension,
+    beside one of size 1 and, where arrays are large, along any dimension but the first.
     """
     shape, parts = gradient.shape, jax.lax.axis_size(axes)
     before, one = math.prod(shape[:place]), math.prod(shape[place:]) // parts

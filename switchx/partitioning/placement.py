@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a sparse layer's tokens and experts are on a mesh, as its rules say.
+"""The placement of a sparse layer's tokens and experts on a mesh, by its rules.
 
 Fedus et al. 2021 (arXiv:2101.03961), section 5; Chen et al. 2023 (Pipeline MoE,
 arXiv:2304.11414), section 3.3. Dims: G groups of tokens, E experts, F feed-forward, D model

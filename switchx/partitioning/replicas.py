@@ -52,14 +52,14 @@ def run_on_replicas(function: Callable, axes: MeshAxes, rows, others):
     Where an optimizer has slices along `axes`, `function` returns a pair whose first part are
     gradients by their parameters' names: these are reduce-scattered to the slices.
 
-    To be differentiated inside and not from outside: with gradients among what `function`
-    returns, they cross `axes` once. Nothing that is differentiated may be summed over `axes`
-    inside, since its gradient would be summed once more.
+    Differentiate inside of `function`, not from outside: gradients that `function` returns
+    cross `axes` once. Inside, nothing that is differentiated may be summed over `axes`, since
+    its gradient would be summed once more.
 
     Args:
-        axes: of `replica_axes`; () runs the function as it is.
+        axes: mesh axes that `replica_axes` returns; with () the function runs as it is.
         rows: arrays `[B, ...]`.
-        others: arrays that all replicas have.
+        others: arrays that all replicas hold.
     """
     if not axes:
         return function(rows, others)
@@ -98,9 +98,9 @@ def random_rows(draw: Callable, key, shape):
     A row's numbers depend on its place in the batch alone, and on no mesh.
 
     Args:
-        draw: as `jax.random.uniform`.
-        key: of all rows.
-        shape: of this replica's array `[B, ...]`.
+        draw: function with the arguments of `jax.random.uniform`.
+        key: random key of all rows.
+        shape: shape of this replica's array, `[B, ...]`.
     """
     number_B = replica_number() * shape[0] + jnp.arange(shape[0])
     key_B = jax.vmap(functools.partial(jax.random.fold_in, key))(number_B)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which mesh axis each dimension letter is split over: one table for the whole project.
+"""The mesh axes that each dimension letter is split over: one table for the whole project.
 
 Fedus et al. 2021 (Switch Transformers, arXiv:2101.03961), section 5, for the default; Chen
 et al. 2023 (Pipeline MoE, arXiv:2304.11414), section 3.3, for its alternative. The letters are
@@ -32,16 +32,16 @@ class Rules:
 
     Attributes:
         activations: arrays of tokens.
-        params: parameters, and what an optimizer keeps for them, except:
-        expert_params: those that each expert has its own of (E before another letter;
-            the router `DE` has experts in it and belongs to none).
-        may_stay_whole: letters of parameters that are whole where they do not divide; a
-            vocabulary's size is given by its tokenizer. Others are refused.
-        vocab_room: where V of parameters is split over axes of the batch
-            (`layers/embedding.py`), the size of the buffers of the exchange, in even shares of
-            tokens that are all different. A buffer too small for a text costs time, never rows.
-        optimizer_slices: axes of the batch along which what an optimizer keeps is sliced,
-            beside the parameter's own axes; parameters are whole there (ZeRO-1,
+        params: parameters and their optimizer state, except those of `expert_params`.
+        expert_params: parameters that each expert has its own of (E before another letter; the
+            router `DE` has experts in it and belongs to none).
+        may_stay_whole: letters of parameters that are replicated where the axes do not divide
+            them; a vocabulary's size is given by its tokenizer. Other letters raise an error.
+        vocab_room: size of the buffers of the exchange, where V of parameters is split over
+            axes of the batch (`layers/embedding.py`), in even shares of tokens that are all
+            different. A buffer too small for a text costs time, never rows.
+        optimizer_slices: axes of the batch along which the optimizer state is sliced, beside
+            the parameter's own axes; parameters are whole there (ZeRO-1,
             `optimizer_slices.py`).
     """
 
@@ -184,8 +184,8 @@ SLICED_RULES = Rules(
         ("D", ("fsdp",)),
     )
 )
-# Of configs/meshes/pod.gin: experts on all devices with different tokens but replicas, and what
-# is no expert's in slices over those of them that `expert` does not name.
+# Rules of configs/meshes/pod.gin: experts on all devices with different tokens but replicas,
+# and all other parameters in slices over those of their axes that `expert` does not name.
 SPREAD_RULES = Rules(
     params=(
         ("N", ("pipe",)),

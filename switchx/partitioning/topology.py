@@ -12,18 +12,19 @@ GIB = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What slices of one kind of chip look like.
+    """The shapes of slices of one kind of chip.
 
     Attributes:
-        platform: as JAX names it.
-        axes: sides of a slice.
-        devices_per_chip: the two cores of a tpu7x are devices of their own. Those of a v4 are
-            one device, "megacore", as on the machines that there are.
-        most_chips: of the largest slice that is one network.
-        hbm_bytes: that a program may use of a device's memory, as the compiler says when it
-            refuses one (`tests/training/test_aot.py` asks it). Of a GPU, an assumption: 8% of
-            its memory are left to CUDA and NCCL. The planner's spec files say the same.
-        source: where the sizes are from.
+        platform: platform, as JAX names it.
+        axes: number of sides of a slice.
+        devices_per_chip: JAX devices of a chip: 2 of a tpu7x, one for each core. Both cores of
+            a v4 are one device, "megacore", as on the machines that there are.
+        most_chips: chips of the largest slice that is one network.
+        hbm_bytes: bytes of a device's memory that a program may use, as the compiler says when
+            it refuses one (`tests/training/test_aot.py` asks it). For a GPU this is an
+            assumption: 8% of its memory are left to CUDA and NCCL. The planner's spec files say
+            the same.
+        source: publication that gives the sizes.
     """
 
     platform: Literal["tpu", "cuda"]
@@ -116,7 +117,7 @@ class Topology:
     def _nearest(self) -> list["Topology"]:
         """The slice with the nearest sides, or those with the next fewer and more chips.
 
-        Of flat slices, which are few, the nearest in chips.
+        Among flat slices, which are few, they are the nearest in the number of chips.
         """
         wanted, there = math.prod(self.shape), _slices(self.kind)
         if self.generation.axes != len(self.shape):

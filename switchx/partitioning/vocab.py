@@ -118,8 +118,8 @@ def look_up(
         id_T: ids from 0 to V - 1; one outside gives a row of NaN, as `jnp.take` does.
         axes: devices of the exchange.
         factor: see `buffer_rows`.
-        everywhere: all axes whose devices have different tokens, `axes` among them: they have
-            to agree on the buffer.
+        everywhere: all axes whose devices have different tokens, `axes` included: their devices
+            have to agree on the buffer.
     """
     is_id_T = (id_T >= 0) & (id_T < owners.num_rows)
     id_T = jnp.where(is_id_T, id_T, 0)
@@ -133,7 +133,7 @@ def look_up(
 
 @dataclasses.dataclass(frozen=True)
 class _Exchange:
-    """What of an exchange is known when it is traced: `sizes` are those of `buffer_rows`."""
+    """The settings of an exchange that are known at tracing; `sizes` are from `buffer_rows`."""
 
     owners: RowOwners
     axes: MeshAxes

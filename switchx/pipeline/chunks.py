@@ -61,7 +61,8 @@ def moved_share(num_stages: int, num_chunks: int) -> float:
 def move_chunks(x, num_stages: int, num_chunks: int, axis: str, *, is_back: bool = False):
     """Moves chunks `[v, ...]` from the order of the blocks to their stages, or back.
 
-    To be called inside of a `shard_map` over `axis`. It is one `ppermute` a chunk of a stage.
+    It must be called inside of a `shard_map` over `axis`. It runs one `ppermute` for each chunk
+    of a stage.
     """
     if num_chunks == 1:
         return x

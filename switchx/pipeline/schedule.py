@@ -33,10 +33,10 @@ class ScheduleSpec:
     """Which schedule a pipelined step follows.
 
     Attributes:
-        kind: `gpipe` keeps the inputs of all microbatches; `1f1b` those of at most 2 P - 3 of
-            them (4 P - 3 of an encoder, 2 P - 1 of its decoder); `interleaved` gives each
-            stage several chunks of blocks, for a smaller bubble and more messages.
-        num_chunks: of a stage, of each stack; 1 but for `interleaved`.
+        kind: `gpipe` keeps the inputs of all microbatches; `1f1b` keeps the inputs of at most 2
+            P - 3 of them (4 P - 3 in an encoder, 2 P - 1 in its decoder); `interleaved` gives
+            each stage several chunks of blocks, for a smaller bubble and more messages.
+        num_chunks: chunks of each stack in a stage; 1 except with `interleaved`.
     """
 
     kind: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
@@ -88,7 +88,7 @@ class ScheduleSpec:
             repeats: runs of `period` blocks in the stack; no chunk has a part of one.
 
         Raises:
-            ValueError: they cannot.
+            ValueError: the blocks do not divide.
         """
         chunks = num_stages * self.num_chunks
         if repeats % chunks:
@@ -112,9 +112,9 @@ class Ops:
     """The ops of one direction, by tick, stage and lane; `NONE` where there is none.
 
     Attributes:
-        microbatch_TPS, chunk_TPS: what the op works on.
-        slot_TPS: where the op's input is kept; `NONE` at the first chunk of the first
-            stack, which reads tokens.
+        microbatch_TPS, chunk_TPS: microbatch and chunk of the op.
+        slot_TPS: slot that keeps the op's input; `NONE` at the first chunk of the first stack,
+            which reads tokens.
     """
 
     microbatch_TPS: np.ndarray
@@ -128,14 +128,14 @@ class Ops:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """A table; `tests/partitioning/test_schedule.py` runs tables as the stages would.
+    """The schedule's table; `tests/partitioning/test_schedule.py` runs it as the stages would.
 
     A stage sends at the end of a tick, and its neighbour uses it in the next tick: activations
     in a forward op, which keeps them in its slot until the microbatch has gone backward,
     gradients in a backward op. In a tick forward ops run before backward ones.
 
     Attributes:
-        num_slots: of each lane, the most inputs that any stage keeps at once.
+        num_slots: slots of each lane: the most inputs that any stage keeps at once.
     """
 
     spec: ScheduleSpec
@@ -158,7 +158,7 @@ class Schedule:
         """Checks that a mesh has as many stages.
 
         Raises:
-            ValueError: it has others.
+            ValueError: the mesh has another number of stages.
         """
         planned = self.num_stages
         require(

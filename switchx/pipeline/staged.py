@@ -72,18 +72,18 @@ def run_pipeline(
 ) -> PipelineResult:
     """Computes gradients of `scale` times the sum of all chunks' values over all microbatches.
 
-    To be called in the scope of a mesh with an axis `pipe` of `schedule.num_stages`.
+    It must be called in the scope of a mesh with an axis `pipe` of `schedule.num_stages`.
 
     Args:
-        link: makes the first message of a lane of the last one of the lane before; linear.
-            None where there is one lane.
+        link: linear function from the last message of one lane to the first message of the
+            next. None where there is one lane.
         blocks: parameters of each lane, stacked over N in their first dimension, which is
             split over `pipe`.
         shared: parameters that every stage has a copy of.
-        inputs: what else the lanes read, whole in every stage.
+        inputs: other arrays that the lanes read, whole in every stage.
         replicas: axes of `replicas.py`; gradients are summed over them after the last tick, to
             slices where an optimizer has these (`optimizer_slices.py`).
-        input_specs: how the inputs are split over `replicas`.
+        input_specs: specs of the inputs over `replicas`.
 
     Raises:
         ValueError: the mesh has other stages than the schedule.
@@ -126,7 +126,7 @@ def run_pipeline(
 
 
 class _Carry(NamedTuple):
-    """What goes from tick to tick; all but the last two are tuples with an entry a lane.
+    """The state from tick to tick; all but the last two are tuples with an item for each lane.
 
     `activations` and `gradients` have just arrived from the neighbouring stages.
     """

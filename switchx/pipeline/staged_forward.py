@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the forward ops of a pipeline schedule, and returns sums: what evaluation does.
+"""Runs the forward ops of a pipeline schedule, and returns sums, for evaluation.
 
 As in `pipeline.py` all stages run one program, `pipe` alone is manual, and a tick skips what no
 stage has in it. Nothing is kept from tick to tick but the messages to the next stages, and a

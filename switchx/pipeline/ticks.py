@@ -19,7 +19,7 @@ from switchx.partitioning.mesh import PIPE
 from switchx.pipeline.chunks import chunk_of, move_chunks
 from switchx.pipeline.schedule import Ops, Schedule
 
-# What a conditional of a tick asks, as a scope of names: programs are counted by them.
+# Conditions of a tick, as name scopes: `compiled` counts conditionals by them.
 IF_ACTIVE, IF_FIRST, IF_LAST = "if_any_active", "if_any_first", "if_any_last"
 
 
@@ -27,14 +27,14 @@ class Op(NamedTuple):
     """One stage's part of a tick in one lane and direction.
 
     Attributes:
-        microbatch, place: its number, and that of its chunk in the stack, in the order of the
-            blocks. Any valid numbers where `is_active` is false.
+        microbatch, place: number of the microbatch, and number of the chunk in its stack, in
+            the order of the blocks. Both are any valid numbers where `is_active` is false.
         chunk, slot: the number of the stage's own chunk, and the slot that keeps its input.
         is_active, any_active: whether this stage has an op, and whether any stage has one.
         is_first, is_last: whether it is the stack's first chunk, or its last.
         any_first, any_last: whether that holds on any stage, the same on all: what only end
             stages compute is skipped where this is false, and not used where theirs is.
-        last_microbatch: that of the stage with the last chunk, the same on all.
+        last_microbatch: microbatch of the stage with the last chunk, the same on all stages.
     """
 
     microbatch: jax.Array
@@ -55,11 +55,11 @@ _OF_ALL = ("any_active", "any_first", "any_last", "last_microbatch")
 
 
 class Objective(NamedTuple):
-    """What a chunk makes of a microbatch.
+    """The results of a chunk for a microbatch.
 
     Attributes:
         message: the input of the next chunk.
-        value: the chunk's own term of what is differentiated.
+        value: the chunk's own term of the objective that is differentiated.
         measured: sums over microbatches, for each chunk apart.
         total: sums over microbatches and chunks.
     """
@@ -72,19 +72,19 @@ class Objective(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Lane:
-    """How a chunk of a stack's blocks computes.
+    """The functions that compute a chunk of a stack's blocks.
 
     Both functions take (blocks, shared, inputs, message, op). The very first chunk has no
     message: where `op.is_first`, the first lane must not read it.
 
     Attributes:
-        forward: computes the message for the next chunk.
-        objective: computes the same and the rest of an `Objective`.
+        forward: function that returns the message for the next chunk.
+        objective: function that returns the message and the rest of an `Objective`.
         message: shapes of one microbatch's message; names end in dimensions.
-        head: what all stages make together of the last chunk's message, each of a part of its
-            `x_BLD` along L: (shared, x_BLD, inputs, op, first) -> (its term of what is
-            differentiated, its `Objective.total`), of `op.last_microbatch` and the part that
-            begins at `first`. Parts beyond the end are zeros. None: the lane has none.
+        head: function that all stages compute of the last chunk's message, each of a part of
+            its `x_BLD` along L: (shared, x_BLD, inputs, op, first) -> (its term of the
+            objective, its `Objective.total`), for `op.last_microbatch` and the part that begins
+            at `first`. Parts beyond the end are zeros. None where the lane has none.
     """
 
     forward: Callable[..., Any]
@@ -95,11 +95,11 @@ class Lane:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What a stage knows of its schedule; in its methods the axis `pipe` is manual.
+    """A stage's part of a schedule; in its methods the axis `pipe` is manual.
 
     Attributes:
-        link: makes the first message of a lane of the last one of the lane before; linear.
-            None where there is one lane.
+        link: linear function from the last message of one lane to the first message of the
+            next. None where there is one lane.
     """
 
     schedule: Schedule
@@ -156,7 +156,7 @@ def run_if(name: str, condition, function, otherwise, *args):
     `otherwise` is passed in and not made in a branch: XLA has to split both results alike.
 
     Args:
-        name: what the condition asks, one of the names above.
+        name: name of what the condition asks, one of the names above.
     """
     with jax.named_scope(name):
         return jax.lax.cond(
@@ -169,9 +169,9 @@ def run_if(name: str, condition, function, otherwise, *args):
 
 
 def branch_shares(schedule: Schedule) -> dict[str, Fraction]:
-    """Of the times a conditional of a gradients' tick is reached, those in which it has an op.
+    """The share of the executions of a tick's conditional in which it has an op, by its name.
 
-    They are what a compiled program does not say, as it reads them from tables.
+    A compiled program does not tell these shares, since it reads them from tables.
     """
     active_TS = np.any(schedule.forward.is_active_TPS, axis=1)
     num_active = int(np.sum(active_TS[:, 0]))  # of each lane, and backward as many

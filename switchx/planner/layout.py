@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the planner plans: a training step, and how it is spread over devices.
+"""The planner's input: a training step, and a layout of it over devices.
 
 A `Workload` is a job's step as shapes and bytes (`training/program.py` makes it), a `Layout` a
 mesh with its dispatcher and microbatches.
@@ -39,10 +39,12 @@ class StateArray:
     """One array of the training state.
 
     Attributes:
-        name: as `decoder/blocks/1/ffn/w_in_EDF`; of a statistic, that of its parameter.
-        dims: its dimension letters; `""` where it is whole on every device.
+        name: name such as `decoder/blocks/1/ffn/w_in_EDF`; a statistic has its parameter's
+            name.
+        dims: dimension letters of the array; `""` where it is whole on every device.
         itemsize: bytes of an element; half of one of int4.
-        param: of a statistic with letters, those of its parameter and their sizes.
+        param: dimension letters and shape of the parameter that a statistic with letters
+            belongs to; None otherwise.
     """
 
     name: str
@@ -71,17 +73,20 @@ class Workload:
         encoder_length, decoder_length: tokens of a row; `encoder_length` is 0 in a
             decoder-only model.
         batch_size: rows of the global batch.
-        state: parameters and what the optimizer keeps.
-        routing: (rows, length) -> (G, T, C) of a Switch layer in training.
-        refusal: (layout, G, T) -> why the layout's dispatcher cannot run there, or None.
-        task_slots: layout -> slots of all devices for the experts of their rows' tasks; None
-            where tokens travel, or the experts are not divided among tasks.
-        teacher: what reads the same rows beside the model, in a forward pass alone: its
-            parameters, no optimizer, the capacity of evaluation; None where there is none.
-        imbalance: devices that the experts are split over -> the largest load of one over the
-            mean; of loads that were measured, or 1 (`moe/copy_placement.measured_imbalance`).
-        has_whole_logits: the loss reads those of all tokens at once, as a student's does, and
-            not of a part at a time (`ModelConfig.num_logit_parts`).
+        state: parameters and optimizer state.
+        routing: function `(rows, length)` that returns (G, T, C) of a Switch layer in training.
+        refusal: function `(layout, G, T)` that returns why the layout's dispatcher cannot run
+            there, or None.
+        task_slots: function of a layout that returns the slots of all devices for the experts
+            of their rows' tasks; None where tokens travel, or experts are not divided among
+            tasks.
+        teacher: workload of a teacher that reads the same rows in a forward pass alone: its
+            parameters, no optimizer, the capacity of evaluation; None without a teacher.
+        imbalance: function of the number of devices that the experts are split over; it returns
+            the largest load of a device over the mean, from measured loads
+            (`moe/copy_placement.measured_imbalance`), or 1.
+        has_whole_logits: whether the loss reads the logits of all tokens at once, as a
+            student's does, and not of a part at a time (`ModelConfig.num_logit_parts`).
     """
 
     model: ModelConfig
@@ -97,8 +102,8 @@ class Workload:
     has_whole_logits: bool = False
 
     def uneven(self, layout: "Layout") -> float:
-        """What the busiest device's experts compute over the mean, where blocks are as large as
-        what is sent; 1 where all experts have blocks of as many rows."""
+        """The work of the busiest device's experts over the mean, where blocks are as large as
+        the rows that are sent; 1 where all experts have blocks of as many rows."""
         if layout.dispatcher is None or layout.has_equal_blocks:
             return 1.0
         return self.imbalance(layout.parts_of("E", "expert_params"))
@@ -141,18 +146,19 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh, and what runs on it.
+    """A mesh, and the options of the step that runs on it.
 
     Attributes:
-        dispatcher: of Switch layers; None for a dense model.
+        dispatcher: dispatcher of the Switch layers; None for a dense model.
         num_microbatches: parts a batch is split into, one after the other.
-        is_spread: experts are split over `fsdp`, too (`SPREAD_RULES`).
-        has_optimizer_slices: what the optimizer keeps is sliced over `data` (ZeRO-1).
-        schedule: of the stages.
-        is_ours: steps run as ours do: all stages in every tick, with or without an op of
-            their own, and once more before they go backward (`pipeline/staged.py`);
-            remat without the products that XLA sees no use of. False: another system's, whose
-            stages wait and keep what they need, and whose remat runs all of a layer again.
+        is_spread: whether experts are split over `fsdp`, too (`SPREAD_RULES`).
+        has_optimizer_slices: whether the optimizer state is sliced over `data` (ZeRO-1).
+        schedule: schedule of the pipeline's stages.
+        is_ours: whether steps run as switchx runs them: all stages compute in every tick, with
+            or without an op of their own, and compute once more before they go backward
+            (`pipeline/staged.py`); remat leaves out the products that XLA sees no use of. False
+            is another system, whose stages wait and keep what they need, and whose remat runs
+            all of a layer again.
     """
 
     pipe: int = 1
@@ -196,14 +202,14 @@ class Layout:
         return dataclasses.replace(rules, optimizer_slices=OPTIMIZER_SLICES)
 
     def of_teacher(self, teacher: Workload) -> "Layout":
-        """The same mesh and rules, as a teacher runs there: its Switch layers by `gather`."""
+        """The layout of a teacher on the same mesh: its Switch layers run by `gather`."""
         if teacher.model.switch is None or DISPATCHERS[self.dispatcher or "gather"].is_sliced:
             return self
         return dataclasses.replace(self, dispatcher="gather")
 
     @property
     def rounds(self) -> float:
-        """How often a device runs its layers in a step, with a microbatch or without one."""
+        """The number of times that a device runs its layers in a step, bubbles included."""
         M, chunks = self.num_microbatches, self.schedule.num_chunks
         is_in_ticks = self.pipe > 1 and self.is_ours
         return M + (self.pipe - 1) / chunks if is_in_ticks else M

@@ -24,7 +24,7 @@ from switchx.planner.step_comm import (
 LOGIT_BYTES = 4
 # Arrays of V that are alive at once: logits of the tokens taken at a time, and their gradient.
 LOGIT_COPIES = 2
-# Of a teacher: its logits, its probabilities, and the student's at their temperature.
+# A teacher's logits, its probabilities, and the student's at their temperature.
 TEACHER_LOGIT_COPIES = 3
 # Arrays `[tokens, F]` that the derivative of an activation function keeps beside the values
 # before and after it: counted in programs compiled without remat. Relu has a mask.
@@ -36,17 +36,18 @@ ACTIVATION_RESIDUALS = {
 
 @dataclasses.dataclass(frozen=True)
 class MemoryUse:
-    """Bytes on one device, of the fullest stage.
+    """Bytes on one device of the stage that needs the most.
 
     Attributes:
-        gradients: twice the parameters' bytes where microbatches are added up.
-        activations: kept from forward to backward, of all microbatches in flight.
-        working: the block that is computed, with its Switch layer's buffers.
-        logits: those of the tokens that the loss takes at a time, and their gradient.
-        gathered: whole parameters, where devices keep slices, and what is gathered of them.
-        slots: experts that are elsewhere (storage_tiers.py), while they are here.
-        teacher: of a teacher beside the model: its parameters, its logits, and what a block
-            of its forward pass takes beyond `working`.
+        gradients: bytes of gradients, twice the parameters' where microbatches are accumulated.
+        activations: activations kept from forward to backward, of all microbatches in flight.
+        working: buffers of the block that is being computed, with its Switch layer's.
+        logits: logits of the tokens that the loss reads at a time, and their gradient.
+        gathered: parameters gathered whole where devices keep slices, and copies of the slices
+            in the products' dtype.
+        slots: experts from other tiers (storage_tiers.py) while they are on the device.
+        teacher: a teacher's parameters and logits, and what a block of its forward pass needs
+            beyond `working`.
     """
 
     params: float
@@ -110,11 +111,11 @@ def memory_use(workload: Workload, layout: Layout) -> MemoryUse:
 
 
 def _teacher(workload: Workload, layout: Layout, working: float) -> float:
-    """Bytes of what reads a microbatch beside the model; 0 where nothing does.
+    """Bytes of a teacher that reads a microbatch beside the model; 0 without one.
 
     Args:
-        working: of the model's blocks, which are computed at another time than the teacher's:
-            of these only what is larger counts.
+        working: bytes that the model's blocks work in. They are computed at another time than
+            the teacher's, so only what the teacher's blocks need beyond them counts.
     """
     if (teacher := workload.taught_by) is None:
         return 0.0
@@ -140,7 +141,8 @@ def in_flight(layout: Layout, num_stacks: int = 1) -> tuple[int, ...]:
 def state_bytes(workload: Workload, layout: Layout, kind: str) -> float:
     """Bytes of the parameters (`params`) or of the optimizer's state on one device.
 
-    Of a pipeline, on the first stage: its share of the blocks, and all that is in no block.
+    In a pipeline they are the bytes on the first stage: its share of the blocks, and all arrays
+    that are in no block.
     """
     arrays = (array for array in workload.state if array.kind == kind)
     return sum(_local_bytes(array, layout) for array in arrays)
@@ -187,13 +189,13 @@ def _block(workload: Workload, layout: Layout, stack: str, remat: str) -> float:
     per_token = _attention(workload, layout, workload.length(stack), remat)
     if stack == "decoder" and model.is_encoder_decoder:
         per_token += _attention(workload, layout, workload.encoder_length, remat)
-    # Of a dense FFN: residual, norm, hidden values.
+    # A dense FFN keeps residual, norm and hidden values.
     hidden = (2 if model.is_gated else 1) + (1 if remat == "none" else 0)
     whole = 2 * model.d_model if remat == "none" else model.d_model
     per_token += (1 - sparse) * (whole + hidden * model.d_ff / layout.parts_of("F"))
     elements = tokens * per_token
     if sparse:
-        # Of a Switch layer: slots' inputs, hidden values and outputs; probabilities.
+        # A Switch layer keeps its slots' inputs, hidden values and outputs, and probabilities.
         per_row = 2 * model.d_model + hidden * _expert_d_ff(workload, layout)
         probabilities = tokens * model.switch.num_experts * 4 / width
         slots = _slot_rows(workload, layout, stack)

@@ -51,9 +51,10 @@ class Search:
     """The layouts that were considered.
 
     Attributes:
-        plans: those that run and fit, fastest first.
-        refused: the number of those that do not, by reason.
-        smallest: the plan of the least device memory among those that do not fit, or None.
+        plans: plans of the layouts that run and fit, fastest first.
+        refused: number of the other layouts, by reason.
+        smallest: the plan with the least device memory among the plans that do not fit, or
+            None.
     """
 
     plans: tuple[Plan, ...]
@@ -70,12 +71,12 @@ def search(
 ) -> Search:
     """Predicts every layout over `devices` and ranks those that fit by time.
 
-    Of several numbers of microbatches a layout has the fastest that fits. What the optimizer
-    keeps is whole in every replica where that fits, and in slices where it does not (ZeRO-1):
-    so many bytes travel either way.
+    A layout takes the number of microbatches that is the fastest among those that fit. The
+    optimizer state is whole in every replica where that fits, and in slices where it does not
+    (ZeRO-1): equally many bytes travel either way.
 
     Args:
-        storage: where the experts are.
+        storage: storage of the experts.
     """
     plans, refused, smallest = [], collections.Counter(), None
     for layout in layouts(workload, hardware, devices, refused):
@@ -140,7 +141,7 @@ def does_not_fit(plan: Plan, hardware: Hardware) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Shortage:
-    """What of a host is too small for the experts of its `sharing` devices, in bytes."""
+    """A host's memory or disk too small for experts of its `sharing` devices, in bytes."""
 
     reason: str
     sharing: int

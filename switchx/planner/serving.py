@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a model that writes texts is split over devices: bytes on each, and the time of a step.
+"""Splits of a model for generation over devices: bytes on each, and seconds of a decode step.
 
 Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 3.1, step 4. A step of decoding reads the
 weights and the cache once, so its time is their bytes on a device over the memory's bandwidth
@@ -25,7 +25,7 @@ from switchx.partitioning.mesh import AXES
 from switchx.planner.layout import Layout, StateArray, local_shape
 
 MOST_DEVICES = 2**12
-# What a model in use is split over.
+# Axes that a model in use is split over.
 SERVING_AXES = ("data", "expert", "model")
 _EXPERTS = "/experts/w_"
 _SCALE_BYTES = 4
@@ -37,8 +37,8 @@ class ServedModel:
     """A model in use, and the batches that it is used with.
 
     Attributes:
-        weights: its parameters; see `weights_of`.
-        batch_size: B, texts at once.
+        weights: parameters of the model; see `weights_of`.
+        batch_size: B, the number of texts at once.
         input_length: M, most tokens of an input.
         max_new_tokens: most tokens of an output.
         num_beams: L.
@@ -63,7 +63,7 @@ class Split:
     Attributes:
         layout: axes `data`, `expert` and `model`.
         weights, cache, working: bytes; `working` is the largest buffers of reading a prompt.
-        step_s: of a step of decoding; 0 where the hardware is not known.
+        step_s: seconds of a decode step; 0 where the hardware is not known.
     """
 
     layout: Layout
@@ -83,7 +83,7 @@ class Split:
 
     @property
     def name(self) -> str:
-        """As `--mesh` takes it: `expert=4,model=2`."""
+        """The split's axes as `--mesh` takes them: `expert=4,model=2`."""
         return ",".join(f"{axis}={size}" for axis, size in self.sizes.items()) or "data=1"
 
 
@@ -94,8 +94,8 @@ class Ring:
     Attributes:
         slots: K, layers of each stack whose experts are on the device at once.
         weights, cache, working: bytes on the device; `weights` has two slots in it.
-        streamed: how many layers stream, of each stack.
-        layer_bytes: of the experts of each.
+        streamed: number of layers of each stack that stream.
+        layer_bytes: bytes of the experts of one layer.
     """
 
     slots: int
@@ -120,7 +120,7 @@ def weights_of(params, bits: int | None = None) -> tuple[StateArray, ...]:
 
     Args:
         params: arrays or shape structs.
-        bits: of a weight of the experts' matrices, each with a float32 scale for every
+        bits: bits of a weight in the experts' matrices, each with a float32 scale for every
             output; None leaves them as they are.
     """
     found = []
@@ -159,8 +159,8 @@ def choose_split(
     """The best split whose parts fit.
 
     Args:
-        memory_bytes: of a device; None is no limit.
-        sizes: of the axes of the one split that is wanted; None is any.
+        memory_bytes: bytes of memory of a device; None is no limit.
+        sizes: sizes of the axes that the split must have; None allows any.
 
     Raises:
         ValueError: no split divides model and batch, or none fits; says how much is needed,
@@ -227,7 +227,7 @@ def _ring(served: ServedModel, slots: int) -> Ring:
     layer = experts / len(config.sparse_layer_names)
     streams = streamed_layers(config, slots)
     stacks = [config.sparse_layer_names[number].split()[0] for number in streams]
-    # Of 8 and 4 bits a slot has words, and the matrices that are made of them.
+    # With 8 and 4 bits a slot has packed words, and the matrices that are made of them.
     is_packed = any("/scales" in array.name for array in served.weights)
     on_device = whole.weights - (len(streams) - (4 if is_packed else 2)) * layer
     return Ring(
@@ -258,7 +258,7 @@ def _near(served: ServedModel, devices: int) -> str:
 
 
 def _divided(served: ServedModel) -> str:
-    """What a mesh has to divide, in words."""
+    """The numbers that a mesh has to divide, in words."""
     config, switch = served.config, served.config.switch
     text = f"{served.batch_size} rows, {config.num_heads} heads, F={config.d_ff}"
     return text if switch is None else f"{text} and {switch.num_experts} experts"
@@ -328,7 +328,7 @@ def _cache_bytes(served: ServedModel, layout: Layout) -> float:
 
 
 def _working_bytes(served: ServedModel, layout: Layout) -> float:
-    """Of one block while it reads the prompts, and the logits."""
+    """The bytes of one block's activations while it reads the prompts, and of the logits."""
     config, rows = served.config, _rows(served, layout)
     M, heads = served.input_length, config.num_heads // layout.model
     d_ff = config.d_ff if config.switch is None else config.switch.d_ff or config.d_ff
@@ -342,7 +342,7 @@ def _working_bytes(served: ServedModel, layout: Layout) -> float:
 
 
 def _collectives_s(served: ServedModel, layout: Layout, hardware: Hardware) -> float:
-    """Of a step: an all-reduce a sublayer over `model`, two all-to-alls a Switch layer."""
+    """Seconds of a step: all-reduces in sublayers, all-to-alls in Switch layers."""
     config, network = served.config, hardware.inside
     sublayers = config.num_decoder_layers * (3 if config.is_encoder_decoder else 2)
     count = 0

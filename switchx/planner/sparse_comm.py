@@ -22,16 +22,17 @@ GATE_BYTES = COUNT_BYTES = 4
 
 @dataclasses.dataclass(frozen=True)
 class SparseLayer:
-    """What of a sparse layer decides its communication; counts are of the global batch.
+    """The properties of a sparse layer that decide its communication, for the global batch.
 
     Attributes:
         num_groups, tokens_per_group, num_choices, capacity: G, T, S and C.
         num_experts, d_model, d_ff: E, D and F.
-        is_gated, has_bias: which weights an expert has.
-        activation_bytes, param_bytes: of one element.
+        is_gated, has_bias: whether an expert has gate weights, and biases.
+        activation_bytes, param_bytes: bytes of one element of the activations and parameters.
         num_slots: R of a bank that is gathered from the experts (`moe/expert_copies.py`); None
             where experts stay where they are.
-        is_local: a device has the experts of its tokens among its slots: no token travels.
+        is_local: whether a device has the experts of its tokens among its slots, so that no
+            token travels.
     """
 
     num_groups: int
@@ -70,13 +71,14 @@ class PlannedCollective:
     """One collective of one sparse layer.
 
     Attributes:
-        kind: as HLO names it.
-        what: what it moves, for people.
+        kind: kind of the collective, as HLO names it.
+        what: description of the array, for the user.
         phase: the pass; gradients of weights are part of the backward pass.
         axes: the mesh axes that it goes over.
-        num_bytes: on one device, where the array is whole (`HloCollective.num_bytes`); of a
-            ragged all-to-all its operand, of which only the rows with tokens travel.
-        is_operand: nothing but experts' products reads what it moves.
+        num_bytes: bytes on one device, where the array is whole (`HloCollective.num_bytes`);
+            for a ragged all-to-all, bytes of its operand, of which only the rows with tokens
+            travel.
+        is_operand: whether only the experts' products read the result.
     """
 
     kind: str
@@ -120,11 +122,11 @@ def sparse_layer_collectives(
 def gather_forward_collectives(
     layer: SparseLayer, mesh, rules: Rules
 ) -> list[PlannedCollective]:
-    """Those of a forward pass by `gather`, as the compiler makes them of its shardings.
+    """Collectives of a forward pass by `gather`, as the compiler makes them of its shardings.
 
     Slots go to the devices of their experts and back. Where F is split their outputs are
-    summed. Of groups that do not divide over the devices each device has the outputs of its
-    experts' slots alone, and these tokens are summed.
+    summed. Where groups do not divide over the devices, each device has the outputs of its
+    experts' slots alone, and tokens are summed over the devices.
     """
     place, tokens = Placement.on(mesh, rules), layer.num_groups * layer.tokens_per_group
     slots, found = _slot_bytes(layer, place), []

@@ -74,10 +74,10 @@ def step_collectives(
 def forward_collectives(
     workload: Workload, layout: Layout, compute: Compute = AS_WRITTEN
 ) -> list[StepCollective]:
-    """Those of a teacher's forward pass, whose Switch layers run by `gather`.
+    """Collectives of a teacher's forward pass, whose Switch layers run by `gather`.
 
     Args:
-        compute: the target's.
+        compute: compute rates of the target device.
 
     Raises:
         ValueError: the layout does not divide a parameter, or a formula is missing.
@@ -126,7 +126,7 @@ def sparse_layer(workload: Workload, layout: Layout, stack: str) -> SparseLayer:
 
 
 def _passes(layout: Layout, layers: float) -> float:
-    """How often something of each of the layers happens on one device in a step."""
+    """The number of passes through all of these layers on one device in a step."""
     return layers * layout.rounds / layout.pipe
 
 
@@ -191,7 +191,7 @@ def _dense_ffn(workload: Workload, layout: Layout, stack: str) -> list[StepColle
 def _sparse(
     workload: Workload, layout: Layout, stack: str, compute: Compute
 ) -> list[StepCollective]:
-    """Those of `sparse_comm`; what remat computes again it communicates again."""
+    """Collectives of the Switch layers (`sparse_comm`), remat's recomputation included."""
     model = workload.model
     layers = model.num_sparse_layers_of(stack)
     if not layers:

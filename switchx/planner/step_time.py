@@ -42,13 +42,14 @@ class StepTime:
     """Predicted seconds of one step.
 
     Attributes:
-        compute_s: matrix products, recomputed ones among them.
-        collectives_s: collectives by part (`StepCollective.part`).
-        between_s: those of all collectives that leave a node.
-        update_s: reading and writing parameters and the optimizer's state.
-        bubble_s: the time in which a stage waits.
-        bubble: its share of the pipelined time.
-        storage_s: what experts in storage add: copies that do not hide (storage_tiers.py).
+        compute_s: seconds of matrix products, recomputed ones included.
+        collectives_s: seconds of collectives, by part (`StepCollective.part`).
+        between_s: seconds of the collectives that leave a node.
+        update_s: seconds of reading and writing parameters and optimizer state.
+        bubble_s: seconds that a stage waits.
+        bubble: share of `bubble_s` in the pipelined time.
+        storage_s: seconds that experts in storage add: copies that are not hidden
+            (storage_tiers.py).
     """
 
     compute_s: float
@@ -84,7 +85,7 @@ def step_time(
     """Predicts the seconds of one step.
 
     Args:
-        collectives: those of another system; None takes `step_collectives`.
+        collectives: collectives of another system; None takes `step_collectives`.
 
     Raises:
         ValueError: the layout does not divide a parameter, or a formula is missing.
@@ -167,7 +168,7 @@ def _flops(workload: Workload, layout: Layout, passes: int, passes_of_logits: in
     model = workload.model
     flops = flops_per_sequence(model, workload.encoder_length, workload.decoder_length)
     rows = workload.batch_size
-    # Of slots both full and empty ones.
+    # Full slots and empty ones are computed alike.
     blocks = flops.attention + flops.scores + flops.weighted_values + flops.cross_memory
     blocks += flops.dense_ffn
     if layout.has_equal_blocks:
@@ -194,8 +195,9 @@ def collective_seconds(
     """Seconds of one collective over `axes`.
 
     Args:
-        kind: as HLO names it.
-        num_bytes: on one device, where the array is whole (`PlannedCollective.num_bytes`).
+        kind: kind of the collective, as HLO names it.
+        num_bytes: bytes on one device, where the array is whole
+            (`PlannedCollective.num_bytes`).
 
     Raises:
         ValueError: the kind is not one of the planner's.
@@ -250,7 +252,7 @@ class _Inside:
     """The devices of a group that one node has, behind a switch or on a torus.
 
     Attributes:
-        lines: on a torus, what they lie along; () behind a switch.
+        lines: lines that they lie along on a torus; () behind a switch.
     """
 
     network: Network
@@ -264,7 +266,7 @@ class _Inside:
 
     @property
     def latency_s(self) -> float:
-        """Of a device's messages to all others; on a torus, of the way around."""
+        """The latency of a device's messages to all others; on a torus, of all hops around."""
         hops = sum(line.length - 1 for line in self.lines) if self.lines else self.devices - 1
         return hops * self.network.latency_s
 
@@ -285,5 +287,5 @@ def _inside(axes: tuple[str, ...], layout: Layout, hardware: Hardware) -> _Insid
         return _Inside(network, devices, ())
     sides = slice_sides(min(layout.size, most), network.torus_dims)
     lines = tuple(lines_of(axes, layout, sides, network.wraps_at))
-    # What does not divide over the sides of the slice is taken for one line.
+    # Devices that do not divide over the sides of the slice are taken for one line.
     return _Inside(network, devices, lines or (Line(devices, 1),))

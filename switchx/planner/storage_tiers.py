@@ -15,9 +15,9 @@ Copies of the forward and backward pass run beside its products, those of the up
     step = max(products + collectives, layers' copies) + max(update, its copies)
 
 where a sweep's copies are its bytes over the bandwidth, on each way by itself; with a disk also
-those within the host's memory, which all of a host's processors make. Of a cache of c
-records, where a step touches t, c / t are taken to hit, which a policy that knows the order of
-the sweeps nearly reaches (docs/storage.md).
+the copies within the host's memory, which all of a host's processors make. With a cache of c
+records and a step that touches t, the hit rate is taken to be c / t, which a policy that knows
+the order of the sweeps nearly reaches (docs/storage.md).
 Symbols: D dense and S sparse parameters, L Switch layers, N devices, a touched share (the
 paper's alpha)
 """
@@ -41,12 +41,12 @@ SWEEPS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """Where a step to be planned has its experts.
+    """The storage tier of the experts in a step to be planned.
 
     Attributes:
         tier, slots, host_bytes: `experts`, `slots` and `host_bytes` of a `StorageSpec`.
-        touched: the share of the experts that a step uses; None is what uniform choices are
-            expected to use.
+        touched: share of the experts that a step uses; None is the expected share of uniform
+            choices.
         checkpoint_every: steps between checkpoints, for which changed records are written.
     """
 
@@ -71,13 +71,14 @@ class StorageUse:
     """Experts in storage, in one step; bytes are those of one device's experts.
 
     Attributes:
-        bytes: of parameters, gradients and optimizer state of experts, and of the device's
-            slots, by tier.
+        bytes: bytes of the experts' parameters, gradients and optimizer state and of the
+            device's slots, by tier.
         touched: share of the experts that a step uses.
-        to_device, from_device: over the link, a step.
-        disk_read, disk_written: a step.
-        layers_s: copies of forward and backward, which run beside products.
-        update_s: the update's copies; of `disk`, the update itself, on the host.
+        to_device, from_device: bytes over the link in a step.
+        disk_read, disk_written: bytes in a step.
+        layers_s: seconds of the copies of forward and backward pass, which run beside products.
+        update_s: seconds of the update's copies; with `disk`, of the update itself, on the
+            host.
     """
 
     tier: Tier
@@ -134,7 +135,7 @@ def paper_bytes_of(workload: Workload, layout: Layout, storage: Storage) -> Tier
 def storage_use(
     workload: Workload, layout: Layout, storage: Storage, hardware: Hardware
 ) -> StorageUse:
-    """What experts in storage take and move on one device.
+    """The memory and the transfers of experts in storage, on one device.
 
     Raises:
         ValueError: see `storage_refusal`; the hardware has no such tier, or `host_bytes` holds

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the axes of a mesh lie along the sides of a TPU slice, and the links that gives them.
+"""The axes of a mesh along the sides of a TPU slice, and the links that they get there.
 
 A slice of a torus is a box of devices. A side is a ring where it is long enough for its ends to
 be joined, else a line. An axis takes whole sides where its size is their product, as many as it
@@ -22,9 +22,9 @@ class Line:
     """Devices of a group along one side of a slice.
 
     Attributes:
-        length: devices.
-        links: of each that the group sends through, in both directions together: 2 of a ring,
-            1 of a line, over the number of groups that share them.
+        length: number of devices.
+        links: links of each device that the group sends through, in both directions together: 2
+            in a ring, 1 in a line, divided by the number of groups that share them.
     """
 
     length: int
@@ -60,7 +60,7 @@ def lines_of(axes: tuple[str, ...], layout: Layout, sides: tuple[int, ...], wrap
         length = math.prod(parts[axis][side] for axis in axes)
         if length == 1:
             continue
-        # Of the axes that have a part of this side, those inside of the group's outermost one.
+        # The axes that have a part of this side, from the group's outermost one inwards.
         order = [axis for axis in layout.shape if parts[axis][side] > 1]
         inner = order[order.index(next(axis for axis in order if axis in axes)) :]
         stride = math.prod(parts[axis][side] for axis in inner if axis not in axes)
@@ -71,7 +71,7 @@ def lines_of(axes: tuple[str, ...], layout: Layout, sides: tuple[int, ...], wrap
 
 @functools.cache
 def _parts(shape: tuple[tuple[str, int], ...], sides: tuple[int, ...]) -> dict[str, list[int]]:
-    """How many devices of each side every axis has along it."""
+    """The number of devices along each side of the slice, for every axis."""
     left, parts = list(sides), {}
     for axis, size in reversed(shape):
         parts[axis] = [1] * len(sides)

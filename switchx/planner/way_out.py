@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to change where no layout of a step runs or fits.
+"""Changes to propose where no layout of a step runs or fits.
 
 Devices, rows, routing groups, remat, or where the experts are: a change is named only where
 the planner finds a plan with it or, of the nearest numbers of devices and rows, a layout that
@@ -35,7 +35,7 @@ def no_plan_message(
     storage: Storage = ON_DEVICE,
     others: dict[str, Workload] | None = None,
 ) -> str:
-    """What is in the way of a search without plans, and what was found to work instead.
+    """The reason why a search found no plan, and changes that were found to work.
 
     Args:
         others: the workload with a change of its job, by the words that say which.
@@ -115,7 +115,7 @@ def _ways_to_run(
 
 
 def _error(workload: Workload, hardware: Hardware, devices: int, storage: Storage) -> str:
-    """What a layout is refused for, with the way out that its message has."""
+    """The reason why a layout is refused, with the way out that its message has."""
     for layout in layouts(workload, hardware, devices, collections.Counter()):
         if refusal_of(workload, layout, hardware) is None:
             try:

@@ -19,7 +19,7 @@ from switchx.planner.layout import Layout, Workload, local_shape, own_rows_axes
 GRADIENT = "gradient of "
 TOKEN_TABLE, LOGITS_MATRIX = "embedding/embedding_VD", "embedding/w_logits_DV"
 FLOAT32_BYTES = 4
-# Of a compiler that sends what programs name, where they name it.
+# The target of a compiler that sends arrays as the program is written.
 AS_WRITTEN = Compute(math.inf, 1.0, "no device")
 
 
@@ -28,18 +28,19 @@ class StepCollective:
     """Equal collectives of one step.
 
     Attributes:
-        kind: as HLO names it.
-        what: what they move, for people.
-        axes: mesh axes that they go over.
-        num_bytes: of one, on one device, where the array is whole.
-        count: in one step, on one device of an average stage.
+        kind: kind of the collective, as HLO names it.
+        what: description of the arrays, for the user.
+        axes: mesh axes of the collective.
+        num_bytes: bytes of one collective on one device, where the array is whole.
+        count: number of them in one step, on one device of an average stage.
         part: `layers`, `exchange` (of tokens and experts), `weights` (gathered ones and
             gradients), `embedding` or `pipeline`.
         terms: terms of one sum that CPU reduces one by one; elsewhere XLA adds them first.
-        by_compiler: XLA makes it of a sharding; on CPU it has no reduce-scatter.
-        forward: of `count`, those of a forward pass, without what remat runs again.
-        narrower: of a parameter's bytes, those of its gradient, where they are summed in the
-            dtype of products.
+        by_compiler: whether XLA inserts it because of a sharding; on CPU it has no
+            reduce-scatter.
+        forward: how many of `count` are in the forward pass, without remat's recomputation.
+        narrower: bytes of the gradient over bytes of the parameter, below 1 where gradients are
+            summed in the dtype of products.
     """
 
     kind: str
@@ -96,7 +97,7 @@ def weight_collectives(
                 of_array("reduce-scatter", gradient, gathered, whole * narrower, uses),
             ]
         replicas = tuple(axis for axis in batch if axis not in split)
-        # Of the token table's gradient, the lookups', and that of tied logits.
+        # Terms of the token table's gradient: one for each lookup, and one for tied logits.
         is_table = array.name == TOKEN_TABLE
         terms = len(workload.stacks) + model.tie_embeddings if is_table else 1
         if is_table and layout.pipe > 1 and layout.is_ours:
@@ -123,14 +124,16 @@ def gradient_sums(
     stages: MeshAxes = (),
     narrower: float = 1,
 ) -> list[StepCollective]:
-    """Sums of gradients of a parameter: in every round, over replicas once for all of them.
+    """All-reduces of a parameter's gradients: some in every round, those over replicas once.
 
     Args:
-        own: of `own_rows_axes`.
-        once: how many such parameters a device has.
-        rounds: how often they are used in a step.
-        stages: the axis of stages that all have it.
-        narrower: of a round's sum; that of all rounds is in the parameter's dtype.
+        own: mesh axes that `own_rows_axes` returns; over them, gradients are summed once a
+            step.
+        once: number of such parameters on a device.
+        rounds: number of times that they are used in a step.
+        stages: axis of the stages that all have the parameter.
+        narrower: bytes of a gradient over bytes of the parameter, in the sum of a round; the
+            sum over `own` is in the parameter's dtype.
     """
     own, rest = (
         tuple(axis for axis in axes if (axis in own) is here) for here in (True, False)
@@ -152,11 +155,11 @@ def gradient_sums(
 def into_slices(found: list, workload: Workload, layout: Layout) -> list:
     """A step's collectives with gradients scattered to slices, and new parameters gathered.
 
-    Scattered once a step; where routing groups are on several replicas, in every microbatch, as
-    the compiler has it.
+    Gradients are scattered once a step; where routing groups are on several replicas, in every
+    microbatch, as the compiler does it.
 
     Args:
-        found: of `step_comm.step_collectives`, which name what they sum.
+        found: collectives that `step_comm.step_collectives` returned, which name what they sum.
     """
     if not layout.has_optimizer_slices:
         return found
@@ -189,7 +192,7 @@ def into_slices(found: list, workload: Workload, layout: Layout) -> list:
 
 
 def _slice_of(each, shapes: dict, layout: Layout) -> OptimizerSlice | None:
-    """The slices of the parameter whose gradient is summed; None of all else."""
+    """The slices of the parameter whose gradient is summed; None for other collectives."""
     name = each.what.removeprefix(GRADIENT)
     is_sum = (each.kind, each.part) == ("all-reduce", "weights")
     if not is_sum or name == each.what or name not in shapes:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled programs are kept in a folder: JAX's persistent compilation cache, on by default.
 
-What is set by JAX's own variables and options stands; this only gives the cache a folder where
+Settings by JAX's own variables and options stay; this only gives the cache a folder where
 none is set. JAX finds a program again by its text, the options, the versions of JAX and XLA,
 and the devices. Machines whose home is shared may have other CPUs, and a program with
 instructions that a CPU lacks ends the process: each kind of CPU has a folder of its own.

@@ -48,7 +48,7 @@ class StackSample:
     gate_NBLS: Any
 
     def first(self, rows: int) -> "StackSample":
-        """The same of the first rows alone."""
+        """The sample of the first rows alone."""
         return StackSample(
             self.token_BL[:rows],
             self.is_token_BL[:rows],
@@ -76,7 +76,7 @@ def sample_routing(
 
 
 def sampled_rows(config: ModelConfig, batch: dict) -> int:
-    """How many of a batch's first rows `sample_routing` keeps, at most."""
+    """The largest number of a batch's first rows that `sample_routing` keeps."""
     places = sum(batch[f"{stack}_input_tokens"].shape[1] for stack in sparse_stacks(config))
     return max(1, SAMPLE_TOKENS // places)
 
@@ -91,7 +91,7 @@ def eval_step(
 
 
 def sampled(config: ModelConfig, sums: TokenSums, stats: RoutingStats | None, batch: dict):
-    """What `eval_step` returns, of token sums and routing, at least of the first rows."""
+    """The result of `eval_step`: token sums, routing statistics, routing of the first rows."""
     summed = None if stats is None else stats.summed
     return sums, summed, sample_routing(config, stats, batch)
 
@@ -121,7 +121,7 @@ class RoutingSample:
         self._left -= max(1, int(np.sum(tokens_B[: rows + 1])))
 
     def arrays(self, model: ModelConfig) -> dict[str, np.ndarray]:
-        """What the file holds of a model's sample, the step apart; empty for a dense one."""
+        """The file's arrays of a model's sample, without the step; empty for a dense one."""
         if not self._parts:
             return {}
         arrays = {"num_experts": np.int32(model.switch.num_experts)}

@@ -67,7 +67,7 @@ class CopiesProgram(TrainingProgram):
 
     @property
     def abstract_beside(self) -> tuple:
-        """Its shape."""
+        """Shape structs of `beside`."""
         return jax.tree.map(
             lambda table: jax.ShapeDtypeStruct(table.shape, table.dtype), self.slot_tables
         )
@@ -83,10 +83,10 @@ class CopiesProgram(TrainingProgram):
             self.slot_tables = self._tables(load_NE)
 
     def _initial_tables(self) -> tuple[np.ndarray, ...]:
-        """Copies as of an even load, or the experts of each device's tasks.
+        """Copies for an even load, or the experts of each device's tasks.
 
         Raises:
-            ValueError: they do not go with the mesh or the step.
+            ValueError: the copies do not suit the mesh or the step.
         """
         job, switch = self.job, self.job.model.switch
         if is_by_task(job.model):
@@ -166,8 +166,8 @@ def task_tables(
     rows and with experts in storage: there the configured dispatcher runs.
 
     Args:
-        job: with a router by task; its own mesh and microbatches do not count.
-        mesh: or anything with a `shape` like one's.
+        job: job with a router by task; its own mesh and microbatches do not count.
+        mesh: a mesh, or any object with a `shape` like a mesh's.
     """
     place = Placement.on(mesh, rules)
     is_whole = num_microbatches == 1 and job.step.bucket_bytes is None
@@ -187,7 +187,7 @@ def task_tables(
 
 
 def task_notes(job: TrainingJob, mesh) -> tuple[str, ...]:
-    """What a user should be told of tasks whose tokens travel to their experts."""
+    """Notes for the user about tasks whose tokens travel to their experts."""
     if not (is_by_task(job.model) and Placement.on(mesh, job.mesh.rules).experts):
         return ()
     dispatcher = job.model.switch.dispatcher

@@ -35,7 +35,7 @@ def fused_batch_loss(
 ):
     """`training.losses.batch_loss`, in the scope of a mesh that `check_fused` has passed.
 
-    The same value and the same raw gradients.
+    Its value and its raw gradients are the same.
     """
     mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
     slicing = Slicing.on(mesh, rules, bucket_bytes)
@@ -100,8 +100,8 @@ def check_fused(
     """Refuses what cannot be computed so, before anything is.
 
     Args:
-        rows: of a microbatch, over all devices.
-        lengths: tokens of a row, of each stack.
+        rows: rows of a microbatch, over all devices.
+        lengths: tokens of a row in each stack.
 
     Raises:
         ValueError: says why, and the ways out.

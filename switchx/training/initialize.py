@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a new run takes from an earlier one: its parameters by rules, its optimizer if asked.
+"""Parameters of a new run from an earlier one, by rules, and the optimizer state if asked.
 
 The rules are those of T5X's `assignment_map` (Roberts et al. 2022, arXiv:2203.17189): ordered
 pairs of a regular expression, which has to match a parameter's whole path, and a replacement,
@@ -39,11 +39,11 @@ from switchx.tree import Tree, named_leaves, nested
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """Where each parameter of a new run comes from.
+    """The source of each parameter of a new run.
 
     Attributes:
-        sources: path in the source by path of the new run's parameter; None is drawn.
-        dropped: paths of the source that nothing takes.
+        sources: path in the source, by path of the new run's parameter; None for drawn ones.
+        dropped: paths of the source that no parameter takes.
     """
 
     sources: dict[str, str | None]
@@ -108,9 +108,9 @@ class Source:
     """The checkpoint that a new run starts from; all that is wrong with it is said at once.
 
     Attributes:
-        step: of the checkpoint.
-        assignment: of the new run's parameters.
-        notes: what a person should be told.
+        step: the checkpoint's step.
+        assignment: the source of each of the new run's parameters.
+        notes: sentences for the user.
     """
 
     def __init__(self, job: TrainingJob, program: TrainingProgram):
@@ -173,7 +173,7 @@ class Source:
         require_same_leaves(expected, got, f"the optimizer of checkpoint {self._path}")
 
     def _statistic_source(self, name: str) -> str | None:
-        """Where an array of the optimizer comes from: from where its parameter does."""
+        """The source of an optimizer's array, by the source of its parameter."""
         parts = name.split("/")
         for i in range(len(parts)):
             for j in range(len(parts), i, -1):
@@ -250,7 +250,7 @@ class Source:
         return {name: leaves[name] for name in wanted}
 
     def _read_all(self, wanted: dict[str, tuple[str, Any]]) -> dict[str, jax.Array]:
-        """The same where layers are cut or stacked: these are read whole."""
+        """The same arrays as `_read`, read whole, where layers are unstacked or stacked."""
         rules, mesh = self._job.mesh.rules, self._program.mesh
         targets = {
             name: jax.ShapeDtypeStruct(

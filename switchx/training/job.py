@@ -43,18 +43,18 @@ from switchx.training.text_evaluation import TextEvaluation
 
 @dataclasses.dataclass(frozen=True)
 class InitConfig:
-    """What a new run takes of the run `TrainingJob.init_from` (`training/initialize.py`).
+    """The items that a new run takes from `TrainingJob.init_from` (`training/initialize.py`).
 
     Attributes:
-        step: of the checkpoint; None is the newest complete one, "best" that with the best
-            score.
+        step: the checkpoint's step; None is the newest complete one, "best" the one with the
+            best score.
         rules: pairs of a regular expression and a replacement, as T5X's `assignment_map`: the
             first that matches a parameter's whole path says from which path of the source it
             is taken; None draws it afresh.
         drop: regular expressions of paths of the source that may be left over; where a rule
             decides for a path, the source's parameter of that path may be.
-        optimizer: the optimizer's state is taken too, counts included, so that schedules go
-            on; otherwise it is fresh.
+        optimizer: whether the optimizer's state is taken too, counts included, so that
+            schedules go on; otherwise it is fresh.
     """
 
     step: int | Literal["best"] | None = None
@@ -76,34 +76,34 @@ class InitConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingJob:
-    """What to train, on what, how, and what to write down on the way.
+    """The model, data, optimizer and schedule of training, and what is written during it.
 
     Attributes:
         source: the task or the mixture of tasks to learn.
-        schedule: the learning rate by step.
+        schedule: learning rate by step.
         inputs_length, targets_length: tokens of a row, for the encoder and the decoder; a
             decoder-only model has rows of `inputs_length + targets_length`.
-        packed: several examples a row.
+        packed: whether a row has several examples.
         train_steps: step at which training ends.
         batch_size: rows of the global batch, over all processes.
-        seed: of parameters, dropout, jitter and the order of the data.
+        seed: seed of the parameters, of dropout and jitter, and of the order of the data.
         log_every, eval_every, checkpoint_every: steps between lines of the metrics,
             evaluations and checkpoints.
-        eval_batches: batches an evaluation reads of each task; None reads the whole split.
+        eval_batches: number of batches of each task in an evaluation; None is the whole split.
         eval_at_start: whether there is an evaluation before the first step.
-        retention: checkpoints that stay: the newest ones, and the best by validation.
+        retention: policy of keeping checkpoints: the newest ones, and the best by validation.
         max_skipped_in_a_row: non-finite steps in a row after which training stops.
         init_from: run folder whose parameters training starts from (fine-tuning); read at
             step 0 alone.
-        init: which of its checkpoints, and what of it.
-        pipeline: in what order the microbatches of `step` go through the stages, where the
-            mesh has an axis `pipe`.
-        data_dir: where corpora are; None takes SWITCHX_DATA_DIR, without it the cache.
-        compiler: XLA's options of the steps.
-        storage: where the experts are.
-        text_evaluation: how evaluations also generate texts, for the tasks' metrics; None
-            generates none.
-        metric_writers: what gets the metrics beside the run folder.
+        init: which checkpoint of `init_from` is read, and which parts of it.
+        pipeline: schedule of the microbatches of `step` through the stages, where the mesh has
+            an axis `pipe`.
+        data_dir: folder of the corpora; None takes SWITCHX_DATA_DIR, without it the cache.
+        compiler: XLA options of the steps.
+        storage: storage of the experts.
+        text_evaluation: settings of generating texts in evaluations, for the tasks' metrics;
+            None generates none.
+        metric_writers: writers of the metrics beside the run folder.
         distillation: the teacher that the model learns from beside the text; None has none.
     """
 
@@ -206,13 +206,13 @@ class TrainingJob:
         return with_multipliers(built, self.step.rate_multipliers)
 
     def require_storage(self, sizes: Mapping[str, int]) -> None:
-        """Checks that experts can be where `storage` has them, as the planner says.
+        """Checks that experts can be stored as `storage` says, by the planner's rules.
 
         Args:
-            sizes: of the mesh's axes.
+            sizes: sizes of the mesh's axes, by name.
 
         Raises:
-            ValueError: they cannot; says why, and the way out.
+            ValueError: the experts cannot be there; the message says why, and the way out.
         """
         reason = self.storage_refusal(self.storage.experts, sizes)
         require(reason is None, reason)
@@ -221,7 +221,8 @@ class TrainingJob:
         """Why experts cannot be in a tier, with the way out; or None.
 
         Args:
-            sizes: of the mesh's axes; without any, what no mesh mends.
+            sizes: sizes of the mesh's axes, by name; an empty mapping gives the reasons that
+                hold on every mesh.
         """
         if tier == "device":
             return None
@@ -284,7 +285,7 @@ class TrainingJob:
         """Checks that the model has an embedding for every token id.
 
         Raises:
-            ValueError: it has too few rows.
+            ValueError: the embedding has too few rows.
         """
         if self.vocabulary.size > self.model.vocab_size:
             raise ValueError(
@@ -295,7 +296,7 @@ class TrainingJob:
 
     @property
     def evaluated_metrics(self) -> tuple[str, ...]:
-        """What an evaluation measures, by the names that `Retention.best_metric` takes."""
+        """The metrics of an evaluation, by the names that `Retention.best_metric` takes."""
         of_tokens = (*TOKEN_METRICS, *(["dropped_fraction"] if self.sparse_lengths else []))
         tasks, is_asked = evaluated_tasks(self.source), self.text_evaluation is not None
         of_each = [f"tasks/{task.name}/{name}" for task in tasks for name in of_tokens]
@@ -318,7 +319,7 @@ class TrainingJob:
         """Checks that evaluations have the metric of the best checkpoint.
 
         Raises:
-            ValueError: they have not; names those that they have.
+            ValueError: evaluations have no such metric; the message names their metrics.
         """
         best, known = self.retention.best_metric, self.evaluated_metrics
         way_out = (

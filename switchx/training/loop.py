@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training loop, read from top to bottom: build, start or resume, step, report, save."""
+"""The training loop: build the program, start or resume, step, report, save."""
 
 import contextlib
 import dataclasses
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class Reporter(Protocol):
-    """Shows progress to a person; the loop does not care how."""
+    """The interface of an object that shows the progress of training to the user."""
 
     def begin(self, first_step: int, last_step: int) -> None: ...
     def stepped(self, step: int) -> None: ...
@@ -63,17 +63,17 @@ class Reporter(Protocol):
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot go on; the state is saved and the message says what to do."""
+    """Training cannot continue; the state is saved, and the message says what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a call of `train` ended.
+    """The result of a call of `train`.
 
     Attributes:
         step: the last step taken, saved in a checkpoint.
-        is_finished: false when a signal ended it early.
-        last_metrics: of the last logged step of this call; empty if it logged none.
+        is_finished: whether the job's last step was taken; false when a signal ended it early.
+        last_metrics: metrics of the last logged step of this call; empty if it logged none.
     """
 
     step: int
@@ -96,10 +96,12 @@ def train(
     Args:
         records: texts to keep in the run folder (the operative configuration, the commit),
             written once it is certain that the folder is this job's.
-        devices: of the mesh, some of each process; None is all there are.
-        text_evaluator: makes what generates the texts of `TrainingJob.text_evaluation`.
+        devices: devices of the mesh, some of each process; None is all devices.
+        text_evaluator: function of the job and the mesh that returns the generator of texts for
+            `TrainingJob.text_evaluation`.
         profile: steps to trace into the run folder.
-        started_s: when this process began to work, by `time.perf_counter`; None is now.
+        started_s: time at which this process began to work, by `time.perf_counter`; None is
+            now.
 
     Raises:
         ValueError: the job, its data or the run folder do not fit; nothing was changed.
@@ -115,7 +117,7 @@ def train(
         job.check_vocabulary()
     run.create()
     require_shared(run)
-    is_first = jax.process_index() == 0  # of several processes, one holds the folder
+    is_first = jax.process_index() == 0  # the only process that locks the folder
     with (
         run.locked() if is_first else contextlib.nullcontext(),
         stop_signals() as stop,
@@ -137,7 +139,7 @@ def train(
             loader = loader_of(job, program.shard)
             with contextlib.closing(saving), contextlib.closing(loader):
                 for task in evaluated_tasks(job.source):
-                    # Refuses now what is read much later.
+                    # Fails now if the evaluation data, read much later, cannot be read.
                     _evaluation_batches(job, task, program.shard)
                 if step is None:
                     state = first_state(job, program, first, run, reporter.note)
@@ -170,7 +172,7 @@ def train(
 
 @dataclasses.dataclass
 class _Loop:
-    """The steps of one call of `train`: what they use, and what they leave to the next.
+    """The steps of one call of `train`, and the state that they keep from step to step.
 
     Attributes:
         pending: the step that was started last, its batch and its metrics, not yet read.
@@ -277,7 +279,7 @@ class _Loop:
 
     @contextlib.contextmanager
     def _apart(self, cause: Cause) -> Iterator[None]:
-        """What happens within is of that cause, and not of the time of training."""
+        """Counts the time within the context under `cause`, and not as training."""
         self._account()  # the step still running belongs to training
         self.watch.stop()
         with self.goodput.during(cause):
@@ -286,7 +288,7 @@ class _Loop:
         self.step_times.goes_on()
 
     def _account(self) -> None:
-        """Takes in the metrics of the last step that was started; waits for it."""
+        """Waits for the last step that was started, and adds its metrics to the interval."""
         if self.pending is None:
             return
         (step, batch, metrics), self.pending = self.pending, None
@@ -334,7 +336,7 @@ class _Loop:
             metrics = evaluate_job(self.job, self.program, params, sample)
             if self.texts is not None:
                 metrics["texts"] = self.texts.evaluate(params, step, self.watch.read())
-            # At step 0, should a metric not give what it names.
+            # Fails at step 0 already if no metric has the name that `retention` selects by.
             self.job.retention.score(metrics)
             self.validation.write(step, metrics)
             self.write("validation", step, metrics)
@@ -347,7 +349,10 @@ class _Loop:
         return metrics
 
     def _balance(self, evaluation: dict[str, Any]) -> None:
-        """By the load of the tokens of all tasks; a resumed run reads the same numbers."""
+        """Passes the experts' load, summed over all tasks, to the program's `balance`.
+
+        A resumed run passes the same numbers: it reads them in the log of evaluations.
+        """
         per_task = evaluation.get("tasks", {"": evaluation}).values()
         loads = [each["routing"]["load"] for each in per_task if "routing" in each]
         if loads:
@@ -376,10 +381,10 @@ class _Loop:
 def evaluate_job(
     job: TrainingJob, program: TrainingProgram, params, sample: RoutingSample | None = None
 ) -> dict[str, Any]:
-    """Validation metrics: of all tasks together, and under `tasks` of each if several.
+    """Validation metrics of all tasks together, and of each under `tasks` if there are several.
 
     Args:
-        sample: takes in where tokens of each task were routed; None keeps nothing of it.
+        sample: collector of the routing of each task's tokens; None collects nothing.
     """
     tasks, per_task, total = evaluated_tasks(job.source), {}, None
     for task_id, task in enumerate(tasks):

@@ -26,11 +26,11 @@ from switchx.training.microbatches import into_microbatches, sparse_stacks
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    """Weights of everything that is added to the cross-entropy.
+    """Weights of the terms that are added to the cross-entropy.
 
     Attributes:
         balance_weight: alpha of the balance loss (Fedus et al. 2021, eq. 4: 1e-2).
-        router_z_weight: of the router z-loss (Zoph et al. 2022: 1e-3; Switch has none).
+        router_z_weight: weight of the router z-loss (Zoph et al. 2022: 1e-3; Switch has none).
         layer_reduction: auxiliary losses are averaged over the sparse layers (t5x) or
             summed (Mesh-TensorFlow, so the paper's runs). They differ by the number of
             sparse layers, so the choice has no default that is right for both.
@@ -56,13 +56,14 @@ class TokenSums:
     """Sums over real target tokens; divide by `tokens` for means.
 
     Attributes:
-        loss: cross-entropy with label smoothing and z-loss, in nats; of a student mixed with
+        loss: cross-entropy with label smoothing and z-loss, in nats; for a student, mixed with
             the soft loss (`distillation.py`).
-        nll: negative log-likelihood, in nats, without either.
-        correct: tokens whose most probable prediction is the target; of equally probable ones
-            the first id is predicted, as by `argmax`.
+        nll: negative log-likelihood in nats, without label smoothing and z-loss.
+        correct: tokens whose most probable prediction is the target; among equally probable
+            tokens the first id is predicted, as by `argmax`.
         tokens: real target tokens (the sum of the loss weights).
-        soft_loss: of a student, how far it is from its teacher, in nats; otherwise None.
+        soft_loss: a student's soft loss, `T^2 KL(teacher || student)`, in nats; None without a
+            teacher.
     """
 
     loss: jax.Array
@@ -115,7 +116,7 @@ def cross_entropy(
             smoothing / (V - 1)
         )
         loss_BL = loss_BL + smoothing * (other_nll_BL - nll_BL) - entropy
-    # Of equal logits the first is predicted, as by `argmax`: none before the target is one.
+    # The first of equal logits is predicted, as by `argmax`: none before the target is equal.
     is_best_before_BLV = (token_BLV < targets_BL[..., None] - first) & (shifted_BLV >= 0)
     num_before_BL = sum_over_v(is_best_before_BLV.astype(jnp.float32))
     is_correct_BL = ((target_BL >= 0) & (num_before_BL == 0)).astype(jnp.float32)
@@ -167,7 +168,7 @@ def _sums_and_gradients(config, axes, dims: str, x_PTD, weight, targets_PT, weig
     """The sums, and the gradients of `loss`, in float32 at least."""
     dtype = jnp.promote_types(weight.dtype, jnp.float32)
     product = functools.partial(jnp.einsum, preferred_element_type=dtype)
-    # What would be too small for float16 before a loss scale multiplies it stays in float32.
+    # Values too small for float16 before the loss scale multiplies them stay in float32.
     operand = dtype if weight.dtype == jnp.float16 else weight.dtype
 
     def of_part(d_weight, part):
@@ -207,14 +208,14 @@ def _added(sums: TokenSums) -> TokenSums:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossDenominators:
-    """What the sums of the loss are divided by: counts of the whole batch.
+    """The divisors of the loss' sums: counts over the whole batch.
 
-    They depend on padding and on how the batch is grouped alone, so they are known before any
+    They depend only on padding and on the routing groups, so they are known before any
     microbatch is run, and the terms of microbatches, stages and devices add up to the loss.
 
     Attributes:
         target_tokens: the sum of the loss weights.
-        tokens, groups: real tokens and routing groups that have any, by stack.
+        tokens, groups: number of real tokens, and of routing groups that have any, by stack.
     """
 
     target_tokens: jax.Array
@@ -263,9 +264,10 @@ def loss_terms(
     balance loss and router z-loss, averaged or summed over the Switch layers.
 
     Args:
-        sums: None for a part without target tokens.
+        sums: token sums; None for a part without target tokens.
         stats: `[N, ...]` of all Switch layers, or of some layers of one stack; None for none.
-        stack: whose layers the statistics are of; None where they are of the whole model.
+        stack: the stack whose layers the statistics are of; None where they are of the whole
+            model.
     """
     value = jnp.zeros((), jnp.float32)
     if sums is not None:
@@ -306,7 +308,7 @@ def batch_loss(
     (`into_microbatches`).
 
     Args:
-        denominators: of the whole batch.
+        denominators: denominators of the whole batch.
 
     Returns:
         The loss and (token sums, routing statistics).

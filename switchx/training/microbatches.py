@@ -52,11 +52,12 @@ def added_gradients(add: Callable, params, rows: dict, keys, zeros: Callable | N
     """Gradients and measurements, added up over the microbatches by a loop.
 
     Args:
-        add: `(total, params, microbatch, key)` to the total with this microbatch's gradients
-            in it, and what it measured.
-        rows: of `into_microbatches`.
-        keys: one of each microbatch.
-        zeros: the total of no microbatch, of `params`; None is zeros where the parameters are.
+        add: function `(total, params, microbatch, key)` that returns the total with this
+            microbatch's gradients added, and the microbatch's measurements.
+        rows: the batch, as `into_microbatches` returns it.
+        keys: one random key for each microbatch.
+        zeros: function of `params` that returns the total before the first microbatch; None is
+            zeros with the parameters' shardings.
     """
     batches = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), rows)
     first = jax.tree.map(lambda x: x[0], (batches, keys))
@@ -112,7 +113,7 @@ def from_microbatches(x, rows: int):
 
 
 def rows_kept_together(model: ModelConfig, batch: dict, num_microbatches: int) -> int:
-    """How many neighbouring rows of a batch are in one microbatch."""
+    """The number of neighbouring rows of a batch that stay in one microbatch."""
     if model.switch is None:
         return 1
     names = [f"{stack}_segment_ids" for stack in sparse_stacks(model)]
@@ -124,12 +125,12 @@ def rows_kept_together(model: ModelConfig, batch: dict, num_microbatches: int) -
 def own_rows_axes(rows: dict, *models: ModelConfig) -> MeshAxes:
     """The axes of the mesh in use whose devices run a microbatch's rows by themselves.
 
-    Those of replicas, where each has whole routing groups; () where some group's tokens are
-    on several replicas, and without a mesh.
+    They are the axes of replicas, where each replica has whole routing groups; () where some
+    group's tokens are on several replicas, and without a mesh.
 
     Args:
-        rows: of `into_microbatches`.
-        models: that read them.
+        rows: the batch, as `into_microbatches` returns it.
+        models: the models that read the rows.
     """
     mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
     axes = () if rules is None else replica_axes(mesh, rules)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradients of a training step whose blocks are split over the stages of a pipeline.
 
-Chen et al. 2023 (Pipeline MoE, arXiv:2304.11414), section 3.3. The same loss, the same
-microbatches and the same keys as in `training/step.py`, so the same gradients.
+Chen et al. 2023 (Pipeline MoE, arXiv:2304.11414), section 3.3. The loss, the microbatches
+and the keys are the same as in `training/step.py`, and so are the gradients.
 
 Dims: B batch, L length, D model, V vocabulary
 """
@@ -69,9 +69,9 @@ def pipelined_gradients(
     key,
     loss_scale=1.0,
 ):
-    """What `training.step.gradients` returns, by `schedule`.
+    """The results of `training.step.gradients`, computed by `schedule`.
 
-    To be called in the scope of a mesh whose axis `pipe` has the schedule's stages.
+    It must be called in the scope of a mesh whose axis `pipe` has the schedule's stages.
     """
     M = schedule.num_microbatches
     keys = key[None] if M == 1 else jax.random.split(key, M)
@@ -156,7 +156,7 @@ def sums_of_part(
     """Sums over the target tokens of a part along L of the decoder's last message.
 
     Args:
-        first: where it begins.
+        first: index along L at which the part begins.
     """
     batch, _ = microbatch_of(inputs, op._replace(microbatch=op.last_microbatch))
 

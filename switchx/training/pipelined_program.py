@@ -82,7 +82,7 @@ def _schedule(job: TrainingJob, mesh) -> Schedule:
 
 
 def pipelined_eval_step(config: ModelConfig, schedule: Schedule, params, batch: dict):
-    """What `evaluate.eval_step` returns, by the forward ops of `schedule`.
+    """The results of `evaluate.eval_step`, computed by the forward ops of `schedule`.
 
     Routing groups are those of the whole batch where `into_microbatches` keeps these.
     """
@@ -101,7 +101,7 @@ def pipelined_eval_step(config: ModelConfig, schedule: Schedule, params, batch: 
 
 
 def _with_rows(stats: RoutingStats | None, together: int) -> RoutingStats | None:
-    """With choices `[N, b M, ...]` in the order of the batch, in place of `[N, b, M, ...]`."""
+    """The statistics, with choices `[N, b, M, ...]` as `[N, b M, ...]` in the batch's order."""
     if stats is None:
         return None
     whole = jax.vmap(functools.partial(from_microbatches, rows=together))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job as programs: its steps jitted over its mesh, and where its arrays live.
+"""The programs of a job: its steps, jitted over its mesh, and the shardings of its arrays.
 
 `workload.py` describes the same step to the planner, by shapes alone.
 Dims: N sparse layers, E experts
@@ -39,16 +39,18 @@ from switchx.training.step import TrainState, init_state, train_step
 
 
 class TrainingProgram:
-    """A job's optimizer, its jitted train and eval steps, and the shardings around them.
+    """A job's optimizer, its jitted train and eval steps, and the shardings of their arguments.
 
     Special tiers are subclasses, which replace `_steps`; `programs.compiled_program` picks one.
 
     Attributes:
         abstract_state: the training state as shape structs with `shardings`, for a checkpoint
             to be read into.
-        experts: those that are not in the state but in storage; None, all are in the state.
-        teacher_parameters: of a model that is evaluated in the step, beside this one.
-        notes: what a user should be told once a run.
+        experts: the experts that are in storage and not in the state; None if all are in the
+            state.
+        teacher_parameters: number of parameters of a teacher that is evaluated in the step; 0
+            without one.
+        notes: sentences for the user, shown once a run.
     """
 
     experts: Experts | None = None
@@ -58,8 +60,8 @@ class TrainingProgram:
         """Traces nothing yet; see `train_step` and `eval_step`.
 
         Args:
-            devices: None is all there are; or an `AbstractMesh` of the job's axes, whose steps
-                can be traced and lowered alone.
+            devices: devices of the mesh, None for all; or an `AbstractMesh` with the job's
+                axes, whose steps can be traced and lowered but not run.
 
         Raises:
             ValueError: the mesh does not fit the devices, the batch or a parameter.
@@ -99,16 +101,18 @@ class TrainingProgram:
         self.train_step, self.eval_step = self._steps()
 
     def _steps(self):
-        """The steps of training and evaluation, jitted."""
+        """The jitted steps of training and of evaluation."""
         job = self.job
         train = functools.partial(train_step, job.model, job.loss, job.step, self.optimizer)
         return self._jitted(train, functools.partial(eval_step, job.model))
 
     def _jitted(self, train, evaluate, *beside):
-        """Steps (state, batch, *beside) -> (state, metrics), (params, batch) -> sums, jitted.
+        """Jits `train(state, batch, *beside)` and `evaluate(params, batch)`.
 
         Args:
-            beside: shardings of what a step takes after the batch.
+            train: function that returns the next state and the step's metrics.
+            evaluate: function that returns sums over the batch.
+            beside: shardings of the arguments that `train` takes after the batch.
         """
         whole = NamedSharding(self.mesh, PartitionSpec())
         jitted_train = jax.jit(
@@ -130,15 +134,16 @@ class TrainingProgram:
     def shard(self) -> Shard:
         """The parts of each batch that this process' devices hold, which it has to read.
 
-        They need not be neighbours (an axis over machines that is inside of `data`), nor
-        this process' alone (an axis over machines along which rows are whole).
+        The parts need not be adjacent (an axis over machines that is inside of `data`). Other
+        processes may hold the same parts (an axis over machines along which rows are
+        replicated).
         """
         parts = batch_parts(self.mesh, self.job.mesh.rules)
         held = self.batch_sharding.addressable_devices_indices_map((parts,)).values()
         return Shard(tuple(sorted({index[0].indices(parts)[0] for index in held})), parts)
 
     def scope(self):
-        """The context in which the steps are to be called: the mesh and its rules."""
+        """The context in which the steps must be called: it sets the mesh and its rules."""
         return use_mesh(self.mesh, self.job.mesh.rules)
 
     @property
@@ -165,14 +170,14 @@ class TrainingProgram:
         )
 
     def require_memory(self) -> None:
-        """Checks that the state alone fits: too large an allocation may hang, and not fail.
+        """Checks that the state fits into memory; too large an allocation may hang, not fail.
 
         Raises:
-            ValueError: it does not; says how much there is.
+            ValueError: the state does not fit; the message says how much memory there is.
         """
         device = self.mesh.local_devices[0]
         needed = self.state_bytes(is_on_host=False)
-        if device.platform == "cpu":  # whose simulated devices share the machine's memory
+        if device.platform == "cpu":  # its simulated devices share the machine's memory
             needed *= len(self.mesh.local_devices)
             limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         else:
@@ -194,7 +199,7 @@ class TrainingProgram:
 
     @property
     def beside(self) -> tuple:
-        """What `train_step` takes after the batch: nothing."""
+        """The arguments that `train_step` takes after the batch: none."""
         return ()
 
     @property
@@ -203,38 +208,40 @@ class TrainingProgram:
         return ()
 
     def balance(self, load_NE) -> None:
-        """Is told the load of the experts after an evaluation; nothing depends on it here.
+        """Called with the load of the experts after an evaluation; does nothing here.
 
         Args:
-            load_NE: tokens, or shares of them, that asked for each expert.
+            load_NE: number or share of the tokens that asked for each expert.
         """
 
     def trace_step(self, batch: dict) -> jax.stages.Traced:
-        """The step of training, traced: no array is there.
+        """Traces the training step, without allocating an array.
 
         Args:
-            batch: shape structs as `abstract_batch` gives them.
+            batch: shape structs, as `abstract_batch` returns them.
         """
         return self.train_step.trace(self.abstract_state, batch, *self.abstract_beside)
 
     def abstract_batch(self, batch: dict) -> dict:
-        """What `place_for_training` gives, of the shape structs of a batch."""
+        """The shape structs of a batch after `place_for_training`, from those before it."""
         return batch
 
     @property
     def abstract_params(self):
-        """All parameters as shape structs that say where to read those of another run."""
+        """Shape structs of all parameters, with the shardings to read another run's into."""
         return self.abstract_state.params
 
     def init_state(self, params=None) -> TrainState:
-        """A state at step 0, each device drawing its own part; or of given parameters.
+        """The state at step 0.
 
-        Given ones are donated, so that no device has them twice.
+        Args:
+            params: parameters to start from, which are donated so that no device holds them
+                twice; None lets each device draw its own part.
         """
         return self._jitted_init(params)
 
     def trace_init(self) -> jax.stages.Traced:
-        """`init_state()`, traced: no array is there."""
+        """Traces `init_state()`, without allocating an array."""
         return self._jitted_init.trace(None)
 
     @property
@@ -246,11 +253,11 @@ class TrainingProgram:
         return init_state(job.model, self.optimizer, job.seed, params, job.step.has_average)
 
     def _abstract_state(self) -> TrainState:
-        """Shape structs with shardings.
+        """Shape structs of the state, with shardings.
 
-        Parameters follow the rules by their names' dimension letters; so do the optimizer's
-        statistics whose names end in letters too, and these may be sliced further
-        (`Rules.optimizer_slices`). Everything else is whole everywhere.
+        Parameters are sharded by the rules for the dimension letters of their names. So are the
+        optimizer's statistics whose names end in letters; these may be sliced further
+        (`Rules.optimizer_slices`). All other arrays are replicated.
         """
         state, rules = jax.eval_shape(self._init), self.job.mesh.rules
         letters = state_letters(state)
@@ -278,7 +285,7 @@ class TrainingProgram:
         return {name: as_global(rows) for name, rows in batch.items()}
 
     def place_for_training(self, batch: Batch) -> dict:
-        """The same of a batch that is trained on."""
+        """Places a training batch as `place` does; subclasses add the teacher's logits."""
         return self.place(batch)
 
 

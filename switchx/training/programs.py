@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which program a job is trained by, where its step is one compiled program."""
+"""The choice of a job's program, where its step is one compiled program."""
 
 from switchx.training.expert_copies import CopiesProgram, has_copies, is_by_task, require_copies
 from switchx.training.job import TrainingJob

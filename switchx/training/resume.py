@@ -42,10 +42,10 @@ def require_vocabulary_of(run: RunFolder, job: TrainingJob, name: str) -> None:
     """Checks that a model in a run folder reads the token ids of a job.
 
     Args:
-        name: of the setting that gave the folder, for messages.
+        name: name of the setting that gave the folder, for messages.
 
     Raises:
-        ValueError: it is no run folder, or it has another vocabulary.
+        ValueError: `run` is no run folder, or has another vocabulary.
     """
     require(
         run.config.is_file(),
@@ -124,10 +124,11 @@ def check_same_model(run: RunFolder, job: TrainingJob) -> TrainingJob:
 def with_vocabulary_of(run: RunFolder, job: TrainingJob) -> TrainingJob:
     """The job with the vocabulary in a run folder in the place of its tasks' own.
 
-    What a task names (a file, the folder that fine-tuning started from) may be gone since.
+    The vocabulary that a task names (a file, the folder that fine-tuning started from) may have
+    been deleted since.
 
     Raises:
-        ValueError: what a task names can be read and is another vocabulary.
+        ValueError: the vocabulary that a task names can be read and is another one.
     """
     there, mixture = load_vocabulary(run.root), as_mixture(job.source)
     evaluated = mixture.evaluation or ()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a run saves its state, where, and what a signal leaves time for.
+"""Saving of a run's state: when, where, and how much of it after a signal.
 
 A run resumes from what is newest: a copy on the machines' disks (checkpoint/local_copies.py)
 or a checkpoint of its folder. A machine that is taken back gets SIGTERM and is killed after a
@@ -46,7 +46,7 @@ class Saving:
         """Opens the folder of local copies, if there are to be any.
 
         Args:
-            note: tells a person.
+            note: called with sentences for a person.
             is_new: the run has no checkpoint. Copies of an attempt before, which may have had
                 another configuration, are then forgotten.
 
@@ -137,10 +137,10 @@ class Saving:
         return None if since is None or grace is None else grace - since
 
     def wait(self) -> None:
-        """Returns when what was begun is on the disk.
+        """Returns when all saves that were begun are on the disk.
 
         Raises:
-            SaveError: it could not be written.
+            SaveError: a checkpoint could not be written.
         """
         if self._copies is not None:
             self._copies.wait()

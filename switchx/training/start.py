@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run starts: which program trains it, and which parameters it begins with."""
+"""The start of a run: the program that trains it, and the parameters that it begins with."""
 
 import dataclasses
 import hashlib
@@ -68,7 +68,7 @@ def program_of(job: TrainingJob, run: RunFolder, devices) -> TrainingProgram:
 def _student_program(
     job: TrainingJob, run: RunFolder, devices
 ) -> DistilledProgram | WrittenTeacherProgram:
-    """With the teacher that the run goes on with, whatever its folder has saved since."""
+    """The student's program, with the teacher of the run's checkpoints if there are any."""
     before = _teacher_of(run) if checkpoint_paths(run.checkpoints) else None
     if before is None:
         return student_program(job, devices)
@@ -93,10 +93,10 @@ def _student_program(
 
 
 def _teacher_of(run: RunFolder) -> dict[str, Any] | None:
-    """What `first_state` wrote of the teacher; None in a run of before it did.
+    """The record of the teacher that `first_state` wrote; None in older runs, which have none.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the record cannot be read.
     """
     if not run.taught_by.exists():
         logger.warning(
@@ -121,8 +121,8 @@ class FirstParams(Protocol):
     """Parameters of another model that a new run starts from.
 
     Attributes:
-        notes: what a person should be told, once `state` was called.
-        listing: JSON of what came from where, for the run folder.
+        notes: sentences for the user, complete once `state` was called.
+        listing: JSON of the source of each parameter, for the run folder.
     """
 
     notes: tuple[str, ...]
@@ -133,13 +133,13 @@ class FirstParams(Protocol):
 
 
 def first_params(job: TrainingJob, program: TrainingProgram) -> FirstParams | None:
-    """Those of the run `init_from`, or drawn ones with the teacher's among them; or None.
+    """Parameters of the run `init_from`, or drawn ones with the teacher's among them; or None.
 
     Args:
-        program: of `program_of`.
+        program: the job's program, as `program_of` returns it.
 
     Raises:
-        ValueError: they are not there, of another vocabulary, or do not fit.
+        ValueError: the parameters are not there, are of another vocabulary, or do not fit.
     """
     if job.distillation is not None and job.distillation.starts_from_teacher:
         return _TeachersParams(program)
@@ -196,7 +196,7 @@ def corpora_record(job: TrainingJob, run: RunFolder, note: Callable) -> dict[Pat
 
 
 def evaluator_of(job: TrainingJob, mesh: jax.sharding.Mesh, make) -> TextEvaluator | None:
-    """What `make` makes to generate the texts of the job's evaluations; None without them.
+    """The generator of texts for the job's evaluations, from `make`; None without them.
 
     Raises:
         ValueError: the job has some, and `make` is None.
@@ -244,8 +244,8 @@ def params_of_job(
 
     Args:
         model_dir: run folder that has them; None takes those that training begins with.
-        step: of a checkpoint in it; None is the newest complete one.
-        mesh: of the devices that they are split over; None is the default device.
+        step: the step of a checkpoint in it; None is the newest complete one.
+        mesh: the mesh over which the parameters are split; None is the default device.
 
     Returns:
         The job, with the vocabulary of the folder; the parameters, their step, and a
@@ -255,7 +255,7 @@ def params_of_job(
         ValueError: the folder, the step or the source does not fit the job; a step without a
             folder; the parameters would be a teacher's.
     """
-    # What is only of training is left out: it may not fit these devices.
+    # Settings of training alone get their defaults: they may not fit these devices.
     alone = {"step": StepConfig(), "pipeline": ScheduleSpec(), "storage": StorageSpec()}
     init = dataclasses.replace(job.init, optimizer=False)
     used = dataclasses.replace(job, mesh=mesh or MeshSpec(), init=init, **alone)

@@ -46,18 +46,18 @@ LOSS_SCALE_PATIENCE = 2000
 
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
-    """How a batch becomes an update.
+    """The settings of a training step.
 
     Attributes:
         num_microbatches: parts the batch is split into; gradients are summed over them.
         clip_norm: largest global gradient norm; larger gradients are scaled down to it.
-        bucket_bytes: gather parameters that are sliced over `fsdp` in buckets of at most so
-            many bytes, and scatter their gradients so (`training/fused_loss.py`); None
+        bucket_bytes: largest bucket, in bytes, in which parameters sliced over `fsdp` are
+            all-gathered and their gradients reduce-scattered (`training/fused_loss.py`); None
             leaves both to the compiler.
-        rate_multipliers: of learning rates by pattern of a parameter's path, 0 to freeze it
-            (`optim/multipliers.py`).
-        ema_decay: of the average of parameters over steps, which evaluations in training
-            take; None keeps none.
+        rate_multipliers: pairs of a pattern of parameters' paths and the factor of their
+            learning rate, 0 to freeze them (`optim/multipliers.py`).
+        ema_decay: decay of the exponential moving average of the parameters over steps, which
+            evaluations during training use; None keeps no average.
     """
 
     num_microbatches: int = at_resume(1)
@@ -89,20 +89,21 @@ class StepConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """One value of everything that training changes.
+    """The state that a training step takes and returns.
 
     Attributes:
-        step: steps taken, skipped ones among them.
+        step: steps taken, skipped ones included.
         params: nested dictionary of parameters.
         opt_state: the optimizer's state.
-        key_data: the run's random key; each step folds its number in.
-        skipped: steps left out so far for a non-finite loss or gradient.
-        skipped_in_a_row: those since the last good step; float16's do not count while a
-            smaller loss scale may mend them.
-        loss_scale: what the loss is multiplied by before the backward pass, so that
-            float16 gradients do not underflow; 1 in other dtypes.
+        key_data: data of the run's random key; each step folds its number into the key.
+        skipped: steps skipped so far because the loss or a gradient was not finite.
+        skipped_in_a_row: steps skipped since the last good step; with float16 a skipped step
+            counts only at loss scale 1, where a smaller scale cannot help.
+        loss_scale: factor of the loss before the backward pass, so that float16 gradients do
+            not underflow; 1 in other dtypes.
         good_steps: good steps since the loss scale last changed.
-        average: of the parameters over good steps, float32, with `StepConfig.ema_decay`.
+        average: exponential moving average of the parameters over good steps, float32; None
+            without `StepConfig.ema_decay`.
     """
 
     step: jax.Array
@@ -117,8 +118,7 @@ class TrainState:
 
     @property
     def evaluated_params(self):
-        """The average where there is one, in the parameters' dtypes and shardings; otherwise
-        these."""
+        """The average in the dtypes and shardings of `params`; `params` without an average."""
         if self.average is None:
             return self.params
 
@@ -134,7 +134,7 @@ class TrainState:
 
 
 def init_key(seed: int):
-    """The key that a run's parameters are drawn from."""
+    """The random key that a run's parameters are drawn from."""
     return jax.random.split(jax.random.key(seed))[0]
 
 
@@ -145,10 +145,11 @@ def init_state(
     params=None,
     has_average: bool = False,
 ) -> TrainState:
-    """A state at step 0; `params` of an earlier run, or drawn from `seed`.
+    """The state at step 0.
 
     Args:
-        has_average: the state has an average, which begins as the parameters.
+        params: parameters of an earlier run; None draws them from `seed`.
+        has_average: whether the state keeps an average, which begins as the parameters.
     """
     run_key = jax.random.split(jax.random.key(seed))[1]
     params = init_params(config, init_key(seed)) if params is None else params
@@ -171,7 +172,7 @@ def init_state(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepMetrics:
-    """What a step reports; `routing` is None for a dense model."""
+    """The measurements of one step; `routing` is None for a dense model."""
 
     sums: TokenSums
     loss: jax.Array
@@ -185,9 +186,10 @@ class Seam(NamedTuple):
     """The two functions of a step's gradients that a special tier replaces.
 
     Attributes:
-        loss_of: the loss of a microbatch and its terms, called as `losses.batch_loss`.
-        summed: sums gradients over the microbatches and over the replicas, called as
-            `microbatches.summed_gradients`.
+        loss_of: function that returns a microbatch's loss and its terms, with the signature of
+            `losses.batch_loss`.
+        summed: function that sums gradients over the microbatches and over the replicas, with
+            the signature of `microbatches.summed_gradients`.
     """
 
     loss_of: Callable = batch_loss
@@ -208,10 +210,10 @@ def gradients(
     """Raw gradients of `loss_scale` times the loss over the whole batch.
 
     Args:
-        seam: of a special tier; None is `seam_of(step)`.
+        seam: the two functions of a special tier; None is `seam_of(step)`.
 
     Returns:
-        gradients, the unscaled loss, token sums, routing statistics (None for a dense model).
+        Gradients, the unscaled loss, token sums, routing statistics (None for a dense model).
     """
     seam, M = seam or seam_of(step), step.num_microbatches
     denominators = loss_denominators(config, batch, M)
@@ -244,11 +246,11 @@ def train_step(
     *,
     compute: Callable | None = None,
 ) -> tuple[TrainState, StepMetrics]:
-    """The state after one batch, and what was measured on the way; see `take_step`.
+    """The state after one batch, and the step's metrics; see `take_step`.
 
     Args:
-        compute: `(params, batch, *, key, loss_scale)` to what `gradients` returns; None is
-            `gradients` of the three configurations.
+        compute: function `(params, batch, *, key, loss_scale)` that returns what `gradients`
+            returns; None is `gradients` with the three configurations.
     """
     is_half = config.precision.compute == "float16"
     compute = compute or functools.partial(gradients, config, loss, step)
@@ -276,19 +278,21 @@ def take_step(
     sums: TokenSums,
     stats: RoutingStats | None,
 ):
-    """The state after an update by raw gradients, or without one.
+    """The state after an update by raw gradients, and the step's metrics.
 
     A step whose loss or global gradient norm is not finite changes neither parameters nor
     optimizer state; it is counted in the state and flagged in the metrics.
 
     Args:
-        grads: of the parameters that are in the state.
-        raw_norm: of all gradients, those of experts in storage among them, those of frozen
-            parameters not.
-        value, sums, stats: of `gradients`.
+        grads: raw gradients of the parameters that are in the state.
+        raw_norm: norm of all raw gradients, including those of experts in storage and excluding
+            those of frozen parameters.
+        value, sums, stats: the loss, token sums and routing statistics that `gradients`
+            returns.
 
     Returns:
-        state, metrics, and what the raw gradients were multiplied by.
+        The next state, the metrics, and the float32 factor (unscaling times clipping) that the
+        raw gradients were multiplied by.
     """
     is_half = config.precision.compute == "float16"
     unscale = 1 / state.loss_scale if is_half else 1.0
@@ -313,7 +317,7 @@ def take_step(
     kept = state.params, state.opt_state, state.average
     params, opt_state, average = jax.lax.cond(is_finite, update, lambda *kept: kept, *kept)
     is_skipped = 1 - is_finite.astype(jnp.int32)
-    # An overflow that a smaller loss scale may mend is no sign that training has diverged.
+    # An overflow that a smaller loss scale may avoid is no sign that training has diverged.
     is_counted = is_skipped * (state.loss_scale <= 1) if is_half else is_skipped
     skipped_in_a_row = (state.skipped_in_a_row + is_counted) * is_skipped
     loss_scale, good_steps = (
@@ -335,7 +339,8 @@ def take_step(
 
 
 def _next_loss_scale(state: TrainState, is_finite):
-    """Halved after a non-finite step, doubled after LOSS_SCALE_PATIENCE good ones."""
+    """The loss scale, halved after a non-finite step and doubled after LOSS_SCALE_PATIENCE good
+    steps, and the number of good steps since it changed."""
     good_steps = jnp.where(is_finite, state.good_steps + 1, 0)
     is_patient = good_steps >= LOSS_SCALE_PATIENCE
     grown = jnp.where(is_patient, state.loss_scale * 2, state.loss_scale)

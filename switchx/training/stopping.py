@@ -33,7 +33,7 @@ class StopRequest(threading.Event):
 
     @property
     def seconds(self) -> float | None:
-        """How long ago it was set; None where it was not."""
+        """Seconds since it was set; None where it was not."""
         return None if self._since is None else time.monotonic() - self._since
 
 
@@ -75,8 +75,8 @@ class StopAgreement:
         """Asks nothing yet.
 
         Args:
-            stop: set when this process is asked to stop.
-            mesh: of the devices that vote, those of all processes.
+            stop: event that is set when this process is asked to stop.
+            mesh: mesh of all processes' devices, which vote.
         """
         self._stop = stop
         self._asked: jax.Array | None = None

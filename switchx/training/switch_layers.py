@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters are of which Switch layer, and balancing by a bias of the router.
+"""The Switch layer that each parameter belongs to, and balancing by a bias of the router.
 
 Dims: N Switch layers, E experts
 """

@@ -24,23 +24,27 @@ from switchx.fields import json_text, require, require_at_least
 from switchx.files import write_atomically
 from switchx.training.telemetry.metrics import MetricsLog, cut_files_after
 
-# Of an evaluation of one task, what is no metric.
+# Fields of a task's evaluation that are no metrics.
 NOTES = "notes"
 COUNTS = ("examples", "examples_left_out", "outputs_unfinished", NOTES)
 
 
 @dataclasses.dataclass(frozen=True)
 class TextEvaluation:
-    """What the model writes at each evaluation, to the inputs of the tasks that have metrics.
+    """How evaluations generate texts for the inputs of the tasks that have metrics.
 
     Attributes:
-        max_examples: the first ones of each task's split; None is all of them.
-        batch_size: most inputs at once.
-        beam_size, max_new_tokens: as in `switchx eval`; texts are searched for, not sampled.
-        time_share: most seconds of generation for a second of training since the evaluation
-            before. Where that is too little for all examples, only the first ones are answered,
-            two batches of each task at least (one before the first step); None answers all.
-        num_samples: texts of each task that are kept, in `predictions/` and TensorBoard.
+        max_examples: number of examples of each task's split that are answered, the first ones;
+            None is all of them.
+        batch_size: largest number of inputs in a batch.
+        beam_size, max_new_tokens: beams and longest output, as in `switchx eval`; texts are
+            decoded greedily or by beam search, not sampled.
+        time_share: largest number of seconds of generation for a second of training since the
+            evaluation before. Where that is too little for all examples, only the first ones
+            are answered, two batches of each task at least (one before the first step); None
+            answers all.
+        num_samples: number of texts of each task that are kept, in `predictions/` and
+            TensorBoard.
     """
 
     max_examples: int | None = None
@@ -63,14 +67,14 @@ class TextEvaluation:
 
 @dataclasses.dataclass(frozen=True)
 class TaskTexts:
-    """What a model wrote to the first examples of a task.
+    """The texts that a model generated for the first examples of a task.
 
     Attributes:
-        metrics: of these examples, by name; None where one could not be computed.
-        inputs, targets, predictions: texts, one for each.
+        metrics: metrics of these examples, by name; None where one could not be computed.
+        inputs, targets, predictions: texts, one for each example.
         num_left_out: examples that were not answered.
         num_unfinished: texts that did not end within `max_new_tokens`.
-        notes: why a metric has no number, by its name.
+        notes: the reason why a metric has no number, by the metric's name.
     """
 
     metrics: dict[str, float | None]
@@ -86,10 +90,11 @@ class TextEvaluator(Protocol):
     """Generates texts with parameters as training has them; all processes call it together."""
 
     def __call__(self, params: dict, goes_on: Callable[[], bool]) -> dict[str, TaskTexts]:
-        """What is written, by task.
+        """The generated texts, by task.
 
         Args:
-            goes_on: is asked after a batch of each task whether there is time for another one.
+            goes_on: function that is called after a batch of each task and returns whether
+                there is time for another one.
         """
 
 
@@ -141,7 +146,7 @@ class TextLog:
         """Metrics and `COUNTS` of each task; samples go to `predictions/` and TensorBoard.
 
         Args:
-            train_seconds: of this process' training until now, evaluations apart.
+            train_seconds: seconds that this process has trained until now, without evaluations.
         """
         share, seconds = self._spec.time_share, train_seconds - self._seconds_before
         self._seconds_before = train_seconds

@@ -25,9 +25,9 @@ class C4:
     JSON lines (allenai/c4) is read by TextFiles.
 
     Attributes:
-        variant: TFDS' config.
-        language: of the variant `multilingual`, such as `de`; makes its splits `de` and
-            `de-validation` this corpus' train and validation.
+        variant: config of TFDS.
+        language: language of the variant `multilingual`, such as `de`; this corpus' train and
+            validation are then its splits `de` and `de-validation`.
     """
 
     variant: Literal["en", "en.noclean", "realnewslike", "webtextlike", "multilingual"] = "en"
@@ -49,7 +49,7 @@ class C4:
         """Split `train` or `validation`; examples are `{"text": ...}`.
 
         Args:
-            data_dir: as elsewhere, or an address that TFDS can read (`gs://...`).
+            data_dir: data folder, or an address that TFDS can read (`gs://...`).
 
         Raises:
             ValueError: not prepared, in another format, damaged, or no such split.

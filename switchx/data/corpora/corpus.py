@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a task reads from: a corpus, and the examples of one of its splits."""
+"""A corpus, and the examples of one of its splits, which a task reads."""
 
 import dataclasses
 import hashlib
@@ -11,21 +11,21 @@ from switchx.data.corpora.packed_files import name_of
 from switchx.data.corpora.sound_records import SoundRecords
 from switchx.object_store import Folder
 
-# Of files that are left out for one reason; all are counted.
+# Names kept of files that are left out for one reason; all are counted.
 _MOST_NAMES = 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """What of the files of a corpus was read, and what was left out.
+    """Counts of a corpus' files that were read and that were left out.
 
     Attributes:
-        corpus: its name.
-        files: numbers of those that were read, by suffix.
-        num_bytes: theirs, as they lie there.
-        left_out: reason -> how many files, folders and links, and the names of the first.
-        rows: lines of text, or rows of tables, that were read; None where it was not counted.
-        rows_left_out: reason -> how many gave no document.
+        corpus: name of the corpus.
+        files: numbers of files that were read, by suffix.
+        num_bytes: bytes of these files on the disk.
+        left_out: by reason, the number of files, folders and links, and the names of the first.
+        rows: number of lines of text or rows of tables that were read; None if not counted.
+        rows_left_out: by reason, the number of rows that gave no document.
         documents: numbers of examples, by split.
     """
 
@@ -44,7 +44,7 @@ class Account:
         files: Mapping[Folder, int],
         left_out: Mapping[str, Sequence[str]] | None = None,
     ) -> Self:
-        """Of files and their bytes, before anything of them is read."""
+        """The account of files by their sizes in bytes, before any of them is read."""
         suffixes = Counter("".join(name_of(file.name)[1:]) or "no suffix" for file in files)
         named = {
             reason: (len(names), sorted(names)[:_MOST_NAMES])
@@ -76,11 +76,11 @@ class CorpusSource:
 
     Attributes:
         name: corpus and split, for messages.
-        fingerprint: hex, of the examples' content.
+        fingerprint: hexadecimal digest of the examples' content.
         fields: keys of an example: `text`, or `inputs` and `targets`, or a user's own.
-        records: examples with texts (or their UTF-8 bytes) as values, among others those of
-            `fields`.
-        accounts: of the files that they were read of; several, of a sum of splits.
+        records: examples, dictionaries with texts (or their UTF-8 bytes) for `fields` and
+            possibly for other keys.
+        accounts: accounts of the files that they were read from; several for a sum of splits.
     """
 
     name: str
@@ -97,7 +97,8 @@ class CorpusSource:
 
         Raises:
             IndexError: `index` is not in [0, len).
-            ValueError: it cannot be read, or is not UTF-8; names file, record and way out.
+            ValueError: the record cannot be read, or is not UTF-8; the message names the file,
+                the record and the way out.
         """
         if not 0 <= index < len(self.records):
             raise IndexError(f"{self.name} has {len(self.records)} examples; index={index}")
@@ -114,7 +115,7 @@ class CorpusSource:
 
 
 class Corpus(Protocol):
-    """What a task reads from."""
+    """The examples that a task reads."""
 
     @property
     def name(self) -> str: ...
@@ -123,8 +124,8 @@ class Corpus(Protocol):
         """Examples of `split`, prepared first where they are not yet.
 
         Args:
-            data_dir: where data is looked for and prepared; None takes the environment
-                variable SWITCHX_DATA_DIR, without it the cache.
+            data_dir: folder in which data is looked for and prepared; None takes the
+                environment variable SWITCHX_DATA_DIR, without it the cache.
 
         Raises:
             ValueError: no such split, or data that is missing, unreadable or empty.

@@ -20,12 +20,12 @@ AGAIN = "read already"
 
 @dataclasses.dataclass
 class FoundFiles:
-    """What is in some folders.
+    """The files in some folders.
 
     Attributes:
-        files: their bytes, by path; sorted within each folder that was named.
-        left_out: reason -> names of files, folders and links.
-        seen: real paths of what was read or gone through: nothing is read twice, by links or
+        files: bytes of each file, by path; sorted within each folder that was named.
+        left_out: by reason, names of files, folders and links.
+        seen: real paths that were read or searched, so that nothing is read twice by links or
             because it is named twice.
     """
 
@@ -43,7 +43,7 @@ class FoundFiles:
             ignored: names of files and folders that are of no interest, and not said.
 
         Raises:
-            ValueError: it is not there, or a folder in it cannot be read.
+            ValueError: the path does not exist, or a folder in it cannot be read.
         """
         root, before = as_folder(name), set(self.files)
         if not root.exists():
@@ -63,7 +63,7 @@ class FoundFiles:
         """Finds the files that are in a folder on this machine itself, and not below it.
 
         Raises:
-            ValueError: it cannot be read.
+            ValueError: the folder cannot be read.
         """
         for entry in _entries(folder):
             path = folder / entry.name

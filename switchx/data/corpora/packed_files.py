@@ -78,13 +78,13 @@ def named(folder: Path, name: str) -> Path | None:
 
 
 def only(paths: Sequence[Folder]) -> "Folder | None":
-    """The shortest named of files that hold one text, plain and packed; None of none.
+    """The file with the shortest name among plain and packed files of one text, or None.
 
     Taking both would give each document twice, and taking one of different texts the wrong
     one.
 
     Raises:
-        ValueError: their texts differ; names two of them.
+        ValueError: the texts differ; the message names two of the files.
     """
     first, *others = sorted(paths, key=lambda path: (len(path.name), path.name)) or [None]
     for other in others:

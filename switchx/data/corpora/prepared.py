@@ -34,18 +34,19 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How a corpus is prepared.
+    """The way in which a corpus is prepared.
 
     Attributes:
-        name: of the corpus, a Python identifier.
-        key: hex, of all that determines the examples and is quickly known: where a corpus
-            is large, names, sizes and times of its files.
+        name: name of the corpus, a Python identifier.
+        key: hexadecimal digest of all that determines the examples and is quickly known: for a
+            large corpus, names, sizes and times of its files.
         fields: keys of an example.
-        make_splits: called to prepare: split -> its examples.
-        account: of the files, None where there are none; what was read of them is added.
-        tally: counts `rows`, and by reason those that give no example, while the examples of
-            `make_splits` are read.
-        keeps_order: examples stay in their order; otherwise it is drawn once.
+        make_splits: function that prepares the corpus: it returns the examples of each split.
+        account: account of the files, None where there are none; what was read of them is
+            added.
+        tally: counter of `rows`, and, by reason, of the rows that give no example, while the
+            examples of `make_splits` are read.
+        keeps_order: whether examples stay in their order; otherwise they are shuffled once.
     """
 
     name: str
@@ -145,7 +146,7 @@ def _damaged(recipe: Recipe, error: Exception, way_out: str) -> ValueError:
 
 @contextlib.contextmanager
 def _reading(recipe: Recipe) -> Iterator[None]:
-    """What fails in it is a matter of what is read, not of where it is written."""
+    """Turns errors in the context into errors of what is read, not of where it is written."""
     try:
         yield
     except (OSError, RuntimeError) as error:

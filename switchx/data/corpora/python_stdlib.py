@@ -42,8 +42,8 @@ class PythonStdlib:
     What is left of a file is held out for validation or not as a whole, by its hash.
 
     Attributes:
-        validation_fraction: of the files.
-        max_characters: documents are cut at definitions, where they can be, to this length.
+        validation_fraction: fraction of the files.
+        max_characters: longest document; longer ones are cut, at definitions where possible.
     """
 
     name = "python_stdlib"

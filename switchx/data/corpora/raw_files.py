@@ -30,14 +30,14 @@ _CELL = re.compile(r'"(?:[^"]++|"")*+"|[^",\n]*+')
 
 @dataclasses.dataclass(frozen=True)
 class RawFile:
-    """How a file is to be read.
+    """The format of a file.
 
     Attributes:
-        name: below the folder, its suffixes in any case; it may be packed there.
-        has_header: of a table.
+        name: path below the folder, its suffixes in any case; the file may be compressed there.
+        has_header: whether a table has a header.
         rows_in: key of a JSON file's object under which its list of rows is.
-        skips_short_rows: of a table, those with fewer cells than its header are left out, as
-            TFDS does with the few broken ones of GLUE, and counted.
+        skips_short_rows: whether rows of a table with fewer cells than its header are left out
+            and counted, as TFDS does with the few broken ones of GLUE.
     """
 
     name: str
@@ -50,11 +50,11 @@ class RawFile:
         return named(folder, self.name)
 
     def rows(self, path: Path, tally: Counter) -> Iterator[Row]:
-        """Those of the file that was found; see `read_rows`."""
+        """The rows of the file that was found; see `read_rows`."""
         return read_rows(path, self, tally)
 
     def state(self, path: Path) -> tuple:
-        """What changes with the rows and is quickly known."""
+        """Values that change with the rows and are quickly known."""
         return str(path.resolve()), *state_of(path)
 
 
@@ -188,7 +188,7 @@ def _csv_records(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _fault_of_quotes(record: str) -> tuple[int, str] | None:
-    """Where a record's quotes are wrong, and how; None where they are right."""
+    """The position and the kind of a wrong quote in a record; None where all are right."""
     at = 0
     while at < len(record):
         end = _CELL.match(record, at).end()

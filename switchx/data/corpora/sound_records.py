@@ -17,11 +17,11 @@ class SoundRecords:
     """Random access to the records of a split; can be pickled for Grain's workers.
 
     Attributes:
-        name: what the records are of, for messages.
-        records: of a library, over all files.
+        name: name of the corpus, for messages.
+        records: records over all files, a sequence of a library.
         files: paths in the order of their records.
-        lengths: records in each.
-        way_out: what to do where one is damaged, to end a sentence.
+        lengths: number of records in each file.
+        way_out: the end of a message about a damaged file: what to do.
     """
 
     name: str
@@ -32,7 +32,7 @@ class SoundRecords:
 
     @classmethod
     def of_split(cls, name: str, records, builder, split: str, way_out: str) -> "SoundRecords":
-        """Of a split of a TFDS builder."""
+        """The records of a split of a TFDS builder."""
         info = builder.info.splits[split]
         files = tuple(map(os.fspath, info.filepaths))
         return cls(name, records, files, tuple(info.shard_lengths), way_out)
@@ -45,7 +45,7 @@ class SoundRecords:
 
         Raises:
             IndexError: `index` is not in [0, len).
-            ValueError: it cannot be read; names file, record and the way out.
+            ValueError: the record cannot be read; the message names file, record and way out.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"{self.name} has {len(self)} records; index={index}")

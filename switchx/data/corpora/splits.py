@@ -73,7 +73,7 @@ def parse_split(split: str) -> tuple[SplitPart, ...]:
     """The parts of `train[:90%]+validation`.
 
     Raises:
-        ValueError: it is not of this form.
+        ValueError: the text is not of this form.
     """
     parts = []
     for text in split.split("+"):
@@ -95,8 +95,8 @@ def open_split(corpus: Corpus, split: str, data_dir: str | None) -> CorpusSource
     """Examples of a split, of a slice of one, or of several one after another.
 
     Raises:
-        ValueError: what `Corpus.open` raises, a slice that cannot be read, that goes beyond
-            its split or holds nothing.
+        ValueError: errors of `Corpus.open`; a slice cannot be read, goes beyond its split or is
+            empty.
     """
     parts = parse_split(split)
     sources = [corpus.open(part.name, data_dir) for part in parts]

@@ -63,7 +63,7 @@ class StoryList(RawFile):
                 tally["stories without a text"] += 1
 
     def state(self, path: Path) -> tuple:
-        """That of the list and of the folders, which changes with the files in them."""
+        """The state of the list and of the folders, which changes with the files in them."""
         times = ((str(f.resolve()), f.stat().st_mtime_ns) for f in self._folders(path).values())
         return *super().state(path), *times
 

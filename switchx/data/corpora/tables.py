@@ -23,7 +23,7 @@ from switchx.object_store import Folder, read_json_object
 KINDS = (".parquet", ".arrow")
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _FILE_MARK = b"ARROW1"
-# Of damaged files: a length may ask for any amount of memory, a name may be no text.
+# Errors of damaged files: a length may ask for any amount of memory, a name may be no text.
 _FAULTS = (MemoryError, OverflowError, UnicodeDecodeError)
 _PARQUET_FRAME = 12  # its mark at both ends, and the length of its description
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
@@ -35,12 +35,12 @@ def read_table(
     """Rows of a table as Python's values by column, each with its place.
 
     Args:
-        tally: counts them, as `rows`.
-        columns: to read; None is all.
+        tally: counter of the rows, as `rows`.
+        columns: columns to read; None is all.
 
     Raises:
-        ValueError: it cannot be read, is damaged, has two columns of one name, or has none of
-            one of `columns`.
+        ValueError: the table cannot be read, is damaged, has two columns of one name, or has
+            none of one of `columns`.
     """
     with _opened(path, columns) as (schema, batches):
         number = itertools.count(1)
@@ -57,7 +57,7 @@ def read_table(
 
 
 def columns_of(path: Folder) -> tuple[list[str], dict[str, tuple[str, ...]]]:
-    """Names of a table's columns, and of the classes of those that `datasets` knows as such.
+    """Names of a table's columns, and of the classes of those that `datasets` knows as classes.
 
     Raises:
         ValueError: as `read_table`.

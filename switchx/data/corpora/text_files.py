@@ -21,7 +21,7 @@ from switchx.data.corpora.raw_files import json_lines
 from switchx.fields import at_resume, require, require_at_least
 from switchx.object_store import Folder, as_folder, state_of
 
-# What a record may hold; further keys and columns are left aside.
+# Fields of a record; further keys and columns are ignored.
 _FIELDS = (("text",), ("inputs", "targets"))
 _MACROS = "TextFiles.columns, in gin files TEXT_COLUMN, or INPUTS_COLUMN and TARGETS_COLUMN"
 _READ = f".txt, .jsonl, .json.gz (or {', '.join(PACKINGS[1:])}), {', '.join(tables.KINDS)}"
@@ -41,10 +41,10 @@ class TextFiles:
         path: file or folder, or several, on this machine or in a store (`s3://bucket/text`);
             folders are searched to the bottom (`found_files.py`). A run goes on where they
             were moved to: the documents' fingerprint decides.
-        validation_fraction: of the documents.
-        max_characters: of a document cut from a `.txt` file.
-        columns: keys or columns under which the text stands, or inputs and targets; None is
-            `text` or `inputs` and `targets`, whichever the first record has.
+        validation_fraction: fraction of the documents that is held out for validation.
+        max_characters: longest document cut from a `.txt` file, in characters.
+        columns: keys or columns of the text, or of inputs and targets; None is `text` or
+            `inputs` and `targets`, whichever the first record has.
     """
 
     name = "text_files"
@@ -93,7 +93,7 @@ class TextFiles:
 def find_texts(path: str | Sequence[str], columns: Sequence[str] | None = None) -> FoundFiles:
     """Text files that `path` names, in folders all, sorted; and what is left out.
 
-    Of a data set that `datasets` saved these are the files that its `state.json` lists.
+    For a data set that `datasets` saved they are the files that its `state.json` lists.
 
     Raises:
         ValueError: a path that does not exist, or holds no text; two files of one name that
@@ -136,11 +136,11 @@ def is_text_file(name: Name, columns: Sequence[str] | None = None) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Files of text, and what their records hold.
+    """Files of text, and the fields of their records.
 
     Attributes:
-        fields: of an example, `text`, or `inputs` and `targets`.
-        keys: under which a record has them.
+        fields: fields of an example, `text`, or `inputs` and `targets`.
+        keys: keys of a record for these fields.
     """
 
     files: list[Folder]
@@ -149,7 +149,7 @@ class Texts:
 
     @classmethod
     def of(cls, files: list[Folder], columns: Sequence[str] | None = None) -> Self:
-        """Of records under `columns`; None is as the first record says.
+        """The texts in these files, under `columns` or under the first record's keys.
 
         Raises:
             ValueError: there is no record, or the first has neither form.
@@ -267,8 +267,8 @@ def hold_out(
     held out, or the highest is not.
 
     Args:
-        read: gives all documents, each time it is called.
-        what: of the message, where the documents come from.
+        read: function that returns all documents, each time it is called.
+        what: where the documents come from, the subject of the message.
 
     Raises:
         ValueError: fewer than two distinct documents.

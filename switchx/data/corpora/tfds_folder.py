@@ -32,7 +32,7 @@ class TfdsFolder:
 
     Attributes:
         builder: TFDS' reader of its description.
-        data_dir: where indexes are kept, as `Corpus.open` takes it; local.
+        data_dir: local folder in which indexes are kept, as `Corpus.open` takes it.
     """
 
     builder: Any
@@ -52,7 +52,7 @@ class TfdsFolder:
         return fingerprint_of("tfds", info.full_name, info.splits[split].shard_lengths)
 
     def account(self, corpus: str, *splits: str) -> Account:
-        """What the description says of some splits, the number of examples among it."""
+        """The account of some splits by TFDS' description, with their numbers of examples."""
         infos = {split: self.builder.info.splits[split] for split in splits}
         return Account(
             corpus,
@@ -158,10 +158,12 @@ def find_folder(name: str, data_dir: str | None) -> TfdsFolder:
     """The data set `glue/cola`, or the version `glue/cola:2.0.0`; by default the newest.
 
     Args:
-        data_dir: as `Corpus.open` takes it, or an address that TFDS can read (`gs://...`).
+        data_dir: data folder as `Corpus.open` takes it, or an address that TFDS can read
+            (`gs://...`).
 
     Raises:
-        ValueError: it is not prepared below any of the folders, or not in this version.
+        ValueError: the data set is not prepared below any of the folders, or not in this
+            version.
     """
     path, _, version = name.partition(":")
     is_local = locations.local_or_none(data_dir) == data_dir

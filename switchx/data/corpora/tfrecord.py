@@ -52,9 +52,9 @@ class TfRecordFiles:
     the file is first read from, eight bytes a record. Can be pickled for Grain's workers.
 
     Attributes:
-        paths: of the files, not packed by gzip.
-        lengths: records in each.
-        data_dir: as `Corpus.open` takes it.
+        paths: paths of the files, which are not compressed.
+        lengths: number of records in each file.
+        data_dir: data folder, as `Corpus.open` takes it.
     """
 
     paths: tuple[str, ...]
@@ -101,7 +101,7 @@ class TfRecordFiles:
 
 
 def record_offsets(path: str, data_dir: str | None) -> np.ndarray:
-    """Where each record of a plain file begins, int64, from the index or by going through it.
+    """The offset of each record in a plain file, int64, from the index or by reading the file.
 
     Raises:
         ValueError: the checksum of a length is another, or the file ends inside of a record.

@@ -29,14 +29,15 @@ class Dataset:
     """One downstream data set.
 
     Attributes:
-        text: the examples of a row.
-        rows: brings rows of the files, and of TFDS, into one form.
-        tfds: its name there; None where TFDS has none.
-        folder: where its files are below `manual_dir`: in it, or in one of the last parts.
-        files: by split.
-        train_split, evaluation_split: as T5 has them; one that is evaluated alone is not
-            learnt.
-        is_ours: the text is not one that T5's authors published.
+        text: function of a row that returns its examples.
+        rows: function that brings rows of the files, and of TFDS, into one form.
+        tfds: name of the data set in TFDS; None where TFDS has none.
+        folder: path of its files below `manual_dir`: they are in it, or in one of its last
+            parts.
+        files: files by split.
+        train_split, evaluation_split: T5's splits; a data set without a `train_split` is only
+            evaluated.
+        is_ours: whether the text is our own, and not one that T5's authors published.
     """
 
     text: texts.TextFunction

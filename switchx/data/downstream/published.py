@@ -59,7 +59,7 @@ def first_of(row: Row, names: str) -> Any:
     """The value of the first of some names, separated by `|`, that a row has.
 
     Raises:
-        ValueError: it has none of them.
+        ValueError: the row has none of them.
     """
     for name in names.split("|"):
         if name in row:

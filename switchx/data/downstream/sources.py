@@ -23,10 +23,10 @@ from switchx.data.data_dir import local_or_none
 from switchx.data.downstream.texts import TextExample
 from switchx.fields import require
 
-# Of the text functions; another number whenever one of them writes otherwise.
+# Version of the text functions; raise it whenever one of them writes other texts.
 TEXT_VERSION = 1
 FIELDS = ("inputs", "targets", "facts")
-# Of alternatives, the files that follow one another.
+# By split: alternatives, each of files that follow one another.
 Files = Mapping[str, tuple[tuple[RawFile, ...], ...]]
 ExampleFunction = Callable[[int, Row], Iterator[TextExample]]
 
@@ -36,9 +36,9 @@ class SplitRows:
     """Rows of one split.
 
     Attributes:
-        read: gives them, in their order, and counts them.
-        key: all that determines them and is quickly known.
-        account: of their files.
+        read: function that returns the rows in their order, and counts them.
+        key: values that determine the rows and are quickly known.
+        account: account of the rows' files.
     """
 
     read: Callable[[Counter], Iterable[Row]]
@@ -51,9 +51,10 @@ class Rows:
     """Rows of all splits of a source.
 
     Attributes:
-        splits: those that are there.
-        place: where they are, for messages.
-        class_names: of fields that TFDS, or `datasets`, knows as classes.
+        splits: the splits that the source has, by name.
+        place: path or name of the source, for messages.
+        class_names: names of the classes, by field, of fields that TFDS or `datasets` knows as
+            classes.
     """
 
     splits: dict[str, SplitRows]
@@ -65,7 +66,7 @@ def rows_of_tfds(name: str, data_dir: str | None) -> Rows:
     """Rows of a prepared data set such as `glue/cola`.
 
     Raises:
-        ValueError: it is not there (`find_folder`).
+        ValueError: the data set is not there (`find_folder`).
     """
     folder = find_folder(name, data_dir)
     names = {
@@ -91,10 +92,11 @@ def rows_of_files(name: str, files: Files, path: str, manual_dir: Path, split: s
     """Rows of a data set's own files, in a folder or further below.
 
     Args:
-        files: of each split, alternatives; the first of them that is whole is taken.
-        path: of the files in what the data set's authors publish, such as `glue/CoLA`: they
-            are looked for in `manual_dir`, `manual_dir/CoLA` and `manual_dir/glue/CoLA`.
-        split: that has to be there.
+        files: alternative files of each split; the first alternative that is complete is read.
+        path: path of the files in the authors' publication of the data set, such as
+            `glue/CoLA`: they are looked for in `manual_dir`, `manual_dir/CoLA` and
+            `manual_dir/glue/CoLA`.
+        split: the split that must be there.
 
     Raises:
         ValueError: no file of any split.
@@ -110,7 +112,7 @@ def rows_of_files(name: str, files: Files, path: str, manual_dir: Path, split: s
         f"{name}: none of {names} (or these packed, as .gz) is in "
         f"{', '.join(map(str, folders))}; set MANUAL_DIR to the folder that has them",
     )
-    # That of the split, or the first with any: the message about the split says which it has.
+    # The folder with the split, or the first with any: the message names the splits it has.
     splits = next((each for each in found if split in each), next(filter(None, found)))
     return _rows_of(splits, str(manual_dir))
 
@@ -173,7 +175,7 @@ def _file_rows(files: list[tuple[Path, RawFile]], left_out) -> SplitRows:
 
 
 def counted(rows: Iterable[Row], tally: Counter) -> Iterator[Row]:
-    """The same, and counts them as `rows`."""
+    """Yields the rows, and counts them as `rows`."""
     for row in rows:
         tally["rows"] += 1
         yield row
@@ -190,9 +192,10 @@ def open_rows(
     """Examples of one split, written first where they are not yet.
 
     Args:
-        name: of the corpus, a Python identifier.
-        examples: of a row and its number.
-        key: all that determines the examples of a row, besides `name` and `TEXT_VERSION`.
+        name: name of the corpus, a Python identifier.
+        examples: function of a row's number and the row that returns its examples.
+        key: further values that determine the examples of a row, beside `name` and
+            `TEXT_VERSION`.
 
     Raises:
         ValueError: no such split, a row of which no example can be made, or no example.

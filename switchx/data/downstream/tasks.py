@@ -39,7 +39,7 @@ class Downstream:
     """A data set of the table.
 
     Attributes:
-        dataset: its name there.
+        dataset: name of the data set in the table.
         manual_dir: folder of its files, or one above it; None reads it from TFDS' folder.
     """
 
@@ -102,9 +102,9 @@ def task(
     """The task of a data set of the table, under its name, measured as T5 does.
 
     Args:
-        manual_dir: as `Downstream` has it.
-        train_split, evaluation_split: None takes those of the table.
-        objective, too_long, cache_tokens: as `Task` has them; T5 cuts.
+        manual_dir: folder of the files, as in `Downstream`.
+        train_split, evaluation_split: splits of the corpus; None takes those of the table.
+        objective, too_long, cache_tokens: fields of `Task`; T5 truncates.
 
     Raises:
         ValueError: no such data set.
@@ -136,10 +136,10 @@ def mixture(
     """Data sets of the table learnt together.
 
     Args:
-        evaluated: those that are evaluated; None is all that are learnt.
-        evaluation_splits: of each of `evaluated`, in their order; None takes those of the
-            table. One data set may stand there several times, with another split each.
-        manual_dir, objective, cache_tokens: as `task` has them.
+        evaluated: data sets that are evaluated; None is all that are learnt.
+        evaluation_splits: split of each of `evaluated`, in their order; None takes those of the
+            table. One data set may be listed several times, with another split each.
+        manual_dir, objective, cache_tokens: arguments as in `task`.
 
     Raises:
         ValueError: no such data set, or other numbers of splits than of tasks.

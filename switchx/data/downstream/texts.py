@@ -29,12 +29,13 @@ _HIGHLIGHT_AFTER_END = re.compile(r"(\.|\?|\!|\"|\')\n@highlight\n")
 
 @dataclasses.dataclass(frozen=True)
 class TextExample:
-    """What a model reads and writes, and what metrics need besides.
+    """The inputs and targets of an example, and the further fields that metrics read.
 
     Attributes:
-        example_id: the data set's own name of the example.
-        answers: all that are right, where there are several; `targets` is the first.
-        group: examples of a group are measured together (MultiRC) or once (ReCoRD).
+        example_id: name of the example in the data set.
+        answers: all right answers, where there are several; `targets` is the first.
+        group: name of a group of examples that are measured together (MultiRC) or once
+            (ReCoRD).
         label: number of the class; None where targets are no class.
         choices: texts among which `label` is the right one, to be ranked by score.
     """
@@ -59,9 +60,9 @@ def choice(name: str, fields: Sequence[str], classes: Sequence[str]) -> TextFunc
     """`qqp question1: ... question2: ...`, and the name of the class (T5's `glue`).
 
     Args:
-        name: the benchmark's, at the head of the inputs.
-        fields: of a row, in the order in which they are written.
-        classes: names, by number.
+        name: name of the benchmark, at the head of the inputs.
+        fields: fields of a row, in the order in which they are written.
+        classes: names of the classes, by number.
     """
 
     def examples(row: Row) -> Iterator[TextExample]:
@@ -153,7 +154,7 @@ def closed_book(
     """`nq question: ...`: a question without a text that has the answer.
 
     Args:
-        answers: of a row, the target and all that are right.
+        answers: function of a row that returns the target and all right answers.
     """
 
     def examples(row: Row) -> Iterator[TextExample]:

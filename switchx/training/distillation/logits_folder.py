@@ -72,7 +72,8 @@ class LogitsWriter:
         """Writes nothing yet.
 
         Args:
-            rows: of the global batch, ascending; none where others write all of this process'.
+            rows: numbers of the rows of the global batch that this process writes, ascending;
+                empty where other processes write all of its rows.
         """
         self._folder, self._rows, self._part = folder, list(rows), jax.process_index()
         self._digests = []
@@ -98,17 +99,17 @@ class LogitsWriter:
 
 
 class LogitsReader:
-    """Finds the tokens and logits of rows of batches again.
+    """Reads the teacher's tokens and logits for the rows of batches.
 
     Attributes:
-        about: what the manifest says.
+        about: the content of the folder's manifest.
     """
 
     def __init__(self, folder: pathlib.Path):
         """Reads the manifest; the digests when they are needed first.
 
         Raises:
-            ValueError: it is missing or damaged.
+            ValueError: the folder is missing or damaged.
         """
         self._folder, self._parts = folder, None
         try:
@@ -120,8 +121,8 @@ class LogitsReader:
         """`token_BLK` and `logit_BLK` of some rows of a batch.
 
         Args:
-            batch: these rows alone.
-            rows: their numbers in the global batch, ascending.
+            batch: the rows' part of the batch.
+            rows: numbers of the rows in the global batch, ascending.
 
         Raises:
             ValueError: the teacher has not read these rows together, or a file is damaged.
@@ -180,7 +181,7 @@ class LogitsReader:
 
 
 def row_digests(batch: Batch) -> np.ndarray:
-    """Of what is in each row of a batch, uint64 [B]."""
+    """Digests of the content of each row of a batch, uint64 [B]."""
     names = sorted(batch)
 
     def digest(row: int) -> int:

@@ -40,18 +40,19 @@ from switchx.training.step import Seam
 
 @dataclasses.dataclass(frozen=True)
 class Distillation:
-    """Whom a student learns from, and how much.
+    """The teacher that a student learns from, and the weight of its soft loss.
 
     Attributes:
         teacher: run folder of a trained or converted model, sparse or dense, or what
             `switchx teach` wrote of one.
-        step: of the teacher's checkpoint; None is the newest complete one when the run begins,
-            with which it then goes on.
-        soft_weight: of the teacher's probabilities; the text has the rest. Switch
-            Transformers, section 4.2: 0.25 for the teacher, 0.75 for the text.
-        temperature: divides the logits of both.
-        starts_from_teacher: the student begins with the teacher's weights of all layers
-            without experts (Table 6); what it has of its own is drawn.
+        step: the step of the teacher's checkpoint; None is the newest complete one when the run
+            begins, and the run keeps that one when it is resumed.
+        soft_weight: the weight of the teacher's probabilities in the loss; the text's weight
+            is `1 - soft_weight`. Switch Transformers, section 4.2: 0.25 for the teacher, 0.75
+            for the text.
+        temperature: the divisor of the logits of student and teacher.
+        starts_from_teacher: whether the student begins with the teacher's weights in all layers
+            without experts (Table 6); its other weights are drawn.
     """
 
     teacher: str | os.PathLike
@@ -74,9 +75,9 @@ class Teacher:
     """A teacher within a step: its parameters are arguments of the program.
 
     Attributes:
-        params: of the teacher; nothing is differentiated by them.
-        config: how it is evaluated.
-        settings: weight and temperature.
+        params: the teacher's parameters; nothing is differentiated with respect to them.
+        config: the teacher's model configuration.
+        settings: the job's `Distillation`: weight and temperature.
     """
 
     params: Any
@@ -101,7 +102,7 @@ class WrittenTeacher:
     settings: Distillation
 
     def soft_loss(self, logits_BLV, batch: dict):
-        """As of a teacher whose other tokens have no probability."""
+        """The soft loss of a teacher whose other tokens have no probability."""
         T, token_BLK = self.settings.temperature, batch["teacher_token_ids"]
         log_p_BLK = jax.nn.log_softmax(batch["teacher_logits"] / T)
         log_q_BLV = jax.nn.log_softmax(logits_BLV.astype(jnp.float32) / T)
@@ -172,8 +173,8 @@ def check_teacher(student: ModelConfig, teacher: ModelConfig, where: str) -> Non
         where: the teacher's folder, for messages.
 
     Raises:
-        ValueError: they read other inputs, the student has token ids that the teacher does not
-            have, or the teacher needs to know a row's task.
+        ValueError: the models read different inputs, the student has token ids that the teacher
+            does not have, or the teacher needs to know a row's task.
     """
     require(
         student.architecture == teacher.architecture,

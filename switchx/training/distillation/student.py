@@ -44,9 +44,9 @@ class DistilledProgram(CopiesProgram):
     """The programs of a job with a `distillation`.
 
     Attributes:
-        teacher: configuration of the teacher as it is evaluated here: by `gather`, which every
-            mesh can, without replicas.
-        teacher_folder, teacher_step: its run and checkpoint.
+        teacher: configuration of the teacher as it is evaluated here: with dispatcher `gather`,
+            which runs on every mesh, and without replicas.
+        teacher_folder, teacher_step: run folder and checkpoint of the teacher.
     """
 
     def __init__(self, job: TrainingJob, devices=None):
@@ -105,7 +105,7 @@ class DistilledProgram(CopiesProgram):
 
     @property
     def abstract_beside(self) -> tuple:
-        """The same; the teacher's checkpoint is not read."""
+        """Shape structs of `beside`; the teacher's checkpoint is not read."""
         return (self._abstract_teacher, *super().abstract_beside)
 
     def started_params(self) -> tuple[tree.Tree, list[str]]:
@@ -130,7 +130,7 @@ class DistilledProgram(CopiesProgram):
         return tree.num_elements(self._abstract_teacher)
 
     def state_bytes(self, *, is_on_host: bool) -> int:
-        """Of the state, and on the devices of the teacher beside it."""
+        """Bytes of the state on one device or on the host; on a device, with the teacher's."""
         own = super().state_bytes(is_on_host=is_on_host)
         if is_on_host:
             return own

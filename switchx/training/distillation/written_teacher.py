@@ -49,16 +49,16 @@ def write_logits(
 ) -> int:
     """Writes the teacher's logits of a job's batches, of steps 1 to `train_steps`.
 
-    Of several processes all call it, and each writes its rows.
+    All processes call it, and each writes its own rows.
 
     Args:
-        job: of the student, with a `distillation` from a run folder.
-        folder: to make; nothing may be there.
-        top: K, tokens kept of each place.
-        note: told what is done.
+        job: the student's job, with a `distillation` from a run folder.
+        folder: the folder to create; nothing may exist there.
+        top: K, the number of tokens kept at each position.
+        note: called with sentences about the progress, for a person.
 
     Returns:
-        Bytes of files; to the first process, which knows them.
+        Bytes of the files written, in the first process; other processes do not know it.
 
     Raises:
         ValueError: the teacher or the job do not fit (`DistilledProgram`), or K is above the
@@ -183,7 +183,7 @@ class WrittenTeacherProgram(CopiesProgram):
         return self._jitted(train, evaluate, *self._table_shardings)
 
     def place_for_training(self, batch: Batch) -> dict:
-        """With the teacher's tokens and logits.
+        """Places a training batch with the teacher's tokens and logits.
 
         Raises:
             ValueError: the teacher has not read this batch, or its file is damaged.
@@ -193,7 +193,7 @@ class WrittenTeacherProgram(CopiesProgram):
         return self.place(batch | added)
 
     def abstract_batch(self, batch: dict) -> dict:
-        """With those of the teacher's tokens and logits."""
+        """Shape structs of a batch with the teacher's tokens and logits."""
         shape = (*batch["decoder_target_tokens"].shape, self._about["top"])
         struct = functools.partial(jax.ShapeDtypeStruct, shape, sharding=self.batch_sharding)
         added = {"teacher_token_ids": jnp.int32, "teacher_logits": jnp.float32}

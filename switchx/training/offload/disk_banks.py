@@ -9,8 +9,8 @@ and gradients are gathered before they leave the devices. So where an axis that 
 the experts (`data`, `fsdp`, `model`) crosses processes, each of these has its own copy of an
 expert; their gradients are equal, to the bit, and so are the copies.
 
-What is moved are rows, of experts that a step uses: T of each part, as many as the part with
-the most of them has, made up to a power of two or to all, so that few programs are compiled.
+Rows of experts that a step uses are moved: T of each part, as many as the part with the most of
+them has, rounded up to a power of two or to all, so that few programs are compiled.
 Which experts are used is known to all processes, so all of them run the same programs.
 
 Dims: D model, F ffn, E experts, P parts of them, T rows of a part, X = P T rows of all parts
@@ -35,9 +35,10 @@ class DeviceBanks:
 
     Attributes:
         is_own_E: experts that this process stores.
-        is_saved_E: those of them that it is the first process to store: all processes together
-            have each expert once.
-        sharding: of arrays `[E, ...]` or `[X, ...]` that are split by parts and whole besides.
+        is_saved_E: experts that this process stores and no process before it does: over all
+            processes, each expert once.
+        sharding: sharding of arrays `[E, ...]` or `[X, ...]`: their first dimension is split by
+            parts, the others are whole.
     """
 
     def __init__(
@@ -50,12 +51,12 @@ class DeviceBanks:
         """Compiles nothing yet.
 
         Args:
-            params: of one layer's experts or of several, `[E, ...]` by path.
+            params: shapes `[E, ...]` by path of the expert parameters of one or several layers.
 
         Raises:
             ValueError: the mesh does not divide the experts, or their matrices.
         """
-        # The same of banks and of rows, whose number P divides.
+        # Shardings of banks and of rows alike: P divides the number of either.
         self._shardings = {
             name: param_sharding(rules, mesh, name, leaf) for name, leaf in params.items()
         }
@@ -102,8 +103,8 @@ class DeviceBanks:
         """The bank with these rows, zeros for all other experts.
 
         Args:
-            rows: `[X, ...]` by path; those of other processes' experts are not read. The
-                memory must not change: on a CPU a device's array may be this one.
+            rows: parameters `[X, ...]` by path; rows of other processes' experts are not read.
+                The memory must not change: on a CPU a device's array may be this one.
         """
         placed = {
             name: jax.make_array_from_callback(
@@ -130,7 +131,7 @@ class DeviceBanks:
         whole array.
 
         Args:
-            rows: their numbers, ascending.
+            rows: numbers of the rows, ascending.
         """
         size = len(array) // self._P
         shards = {
@@ -152,7 +153,7 @@ class DeviceBanks:
         return np.array_equal(expert_X, np.arange(self._E))
 
     def _places(self, expert_X: np.ndarray) -> jax.Array:
-        """Of each row, its place in the bank of its part; that of padding is none."""
+        """The place of each row in the bank of its part; padding has none."""
         size = self._E // self._P
         place_X = np.where(expert_X == PADDING, size, expert_X % size).astype(np.int32)
         return jax.make_array_from_callback(place_X.shape, self.sharding, place_X.__getitem__)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is computed of one run of blocks: forward, and backward from the kept input.
+"""The computations of one run of blocks: forward, and backward from the kept input.
 
 SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.2. Pure functions of the dense
 parameters, a bank of the run's experts, and all microbatches of a batch; `layered_step.py`
@@ -55,7 +55,7 @@ Bank = dict[str, jax.Array]
 
 
 class Kind(NamedTuple):
-    """What the program of a run depends on."""
+    """The properties of a run that its compiled program depends on."""
 
     stack: str
     is_first: bool
@@ -67,12 +67,14 @@ class Kind(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a run adds to a step.
+    """The terms that a run adds to a step.
 
     Attributes:
-        stats: of its Switch layers `[J, ...]`, summed over microbatches; None without any.
-        value, sums: its part of the loss, and of the token sums.
-        squares: sum of the squares of its experts' gradients, in an order that shapes give.
+        stats: statistics of its Switch layers, `[J, ...]`, summed over microbatches; None
+            without Switch layers.
+        value, sums: its part of the loss, and its part of the token sums.
+        squares: sum of the squares of its experts' gradients, added in an order that only
+            shapes decide.
     """
 
     stats: RoutingStats | None
@@ -105,19 +107,19 @@ class RunPrograms:
         self._loss, self._num_microbatches = loss, num_microbatches
 
     def token_sums(self, dense: dict, x_BLD, batch: dict, loss: LossConfig) -> TokenSums:
-        """Of the decoder's last activations of an evaluation."""
+        """Token sums from the decoder's last activations in an evaluation."""
         _, shared = split_blocks(self._config, dense)
         embedding = Chunk(self._config, "decoder", 1, is_training=False).embedding(shared)
         targets_BL, weights_BL = batch["decoder_target_tokens"], batch["decoder_loss_weights"]
         return cross_entropy_of(embedding, x_BLD, targets_BL, weights_BL, loss)
 
     def begin(self, blocks, batch, key):
-        """What all runs read, the input of the first one, which it does not read, and the
-        dense parameters of that run, gathered (`gathered_run`).
+        """The inputs of all runs, the message before the first run, which it does not read, and
+        the gathered dense parameters of that run (`gathered_run`).
 
         Args:
             blocks: dense parameters of each stack's blocks, by the stack's name, as in all of
-                these.
+                these methods.
         """
         M = self._num_microbatches
         rows = into_microbatches(self._config, batch, M)
@@ -129,7 +131,7 @@ class RunPrograms:
         return inputs, self._first_message(rows), self._first_dense(blocks)
 
     def begin_eval(self, blocks, batch):
-        """What `begin` gives, where nothing is random and there is one microbatch."""
+        """The results of `begin`, where nothing is random and there is one microbatch."""
         rows = jax.tree.map(lambda x: x[:, None], batch)
         return (
             {"rows": rows, "keys": None},
@@ -203,10 +205,10 @@ class RunPrograms:
         return message, whole(jnp.any(used_MJE, axis=0)), stats, ahead
 
     def _neighbour(self, kind: Kind, way: int):
-        """Where the run after (`way` 1) or before (-1) is; None where there is none.
+        """The place of the run after (`way` 1) or before (-1); None where there is none.
 
         Returns:
-            A function from blocks and the run's place to the stack and the place.
+            A function of blocks and the run's place that returns the stack and the place.
         """
         names, stack = stack_names(self._config), kind.stack
         if not (kind.is_last if way == 1 else kind.is_first):
@@ -248,10 +250,11 @@ class RunPrograms:
         """The gradient of the input, the sums with this run's gradients, and the bank's.
 
         Args:
-            dense: see `forward`; of the run before is returned last.
+            dense: as in `forward`; the dense parameters of the run before are returned last.
             d_message: gradient of the output.
-            d_blocks: of the whole stack; this run's part is written.
-            d_shared: sum over runs; this run's is added.
+            d_blocks: gradients of the whole stack's blocks; this run's part of them is written.
+            d_shared: gradients of the shared parameters, summed over runs; this run's are
+                added.
         """
         ahead = self._neighbour(kind, -1)
         ahead = ahead and gathered_run(blocks, *ahead(blocks, place))

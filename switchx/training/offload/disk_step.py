@@ -6,11 +6,11 @@ on the device. The loss, the microbatches and the keys are those of `training/st
 chunks and their objective those of a pipeline (`stack_lane`), so the gradients are the same.
 
 Forward goes run by run, all microbatches of a run together, and keeps the runs' inputs, as
-remat `full` does. The experts of a run are fetched before its router has chosen: those that
-were chosen lately, with zeros in the place of all others. What the router chose is looked at
-one run late, while the next one computes. Where an expert was absent, it is fetched and the run
-and what followed are computed again: a wrong guess costs time and changes no number. Backward
-computes each run again from its input, with just the experts that forward used.
+remat `full` does. The experts of a run are fetched before its router has chosen: the experts
+that were chosen lately, with zeros in the place of all others. The router's choices are read
+one run late, while the next run computes. Where an expert was absent, it is fetched, and this
+run and the later ones are computed again: a wrong guess costs time and changes no number.
+Backward computes each run again from its input, with just the experts that forward used.
 
 Dims: B batch, L length, D model, M microbatches (in `message_shapes`: memory), J Switch layers
 of a run, E experts, S choices of a token, X choices of all tokens
@@ -36,17 +36,17 @@ from switchx.training.offload.disk_runs import Bank, Kind, RunPrograms
 
 
 class ExpertBanks(Protocol):
-    """Where the experts of a run come from, and where their gradients go.
+    """The source of a run's experts, and the receiver of their gradients.
 
-    A bank has the parameters of all experts of a run's Switch layers by path, `[E, ...]`, zeros
-    for those that are not used. `used_JE` says who is.
+    A bank has the parameters of all experts of a run's Switch layers by path, `[E, ...]`, with
+    zeros for experts that are not used. `used_JE` is true for those that are.
     """
 
     def expected(self, run: Run) -> np.ndarray:
         """`used_JE` of a run before its routers have chosen."""
 
     def prefetch(self, run: Run, sweep: int, used_JE: np.ndarray) -> None:
-        """Begins to read what `fetch` will be asked for; returns before it is there."""
+        """Begins to read the experts that `fetch` will return, and does not wait for them."""
 
     def fetch(self, run: Run, sweep: int, used_JE: np.ndarray) -> Bank:
         """The bank, on the device."""
@@ -59,8 +59,9 @@ class LayeredGradients:
     """Gradients and evaluation of a model whose experts are not all on the devices.
 
     Attributes:
-        runs: of the model, first to last.
-        token_sums: of the decoder's last activations of an evaluation, see `RunPrograms`.
+        runs: the model's runs of blocks, first to last.
+        token_sums: function that returns the token sums of an evaluation from the decoder's
+            last activations (`RunPrograms.token_sums`).
     """
 
     def __init__(

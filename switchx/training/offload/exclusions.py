@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What excludes experts in host memory or on a disk: one table for plan, compile and train.
+"""Settings that exclude experts in host memory or on a disk: one table for all commands.
 
-What depends on the model and the mesh alone is the planner's (`planner/storage_tiers.py`).
+Reasons that depend on the model and the mesh alone are in `planner/storage_tiers.py`.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ class Exclusion(NamedTuple):
     """A setting that experts in storage exclude.
 
     Attributes:
-        name: of the setting, as `StepConfig.ema_decay`.
-        value: the setting of a job.
-        is_free: whether experts may be in storage beside that value.
-        reason: why they may not be otherwise.
-        way_out: what to do, beside experts='device'.
-        tiers: that are meant.
+        name: name of the setting, such as `StepConfig.ema_decay`.
+        value: function that returns the setting of a job.
+        is_free: function of the value: whether experts may be in storage with it.
+        reason: the reason why they may not otherwise.
+        way_out: the value to use instead; the other way out is experts='device'.
+        tiers: storage tiers that the exclusion is about.
     """
 
     name: str

@@ -3,9 +3,9 @@
 
 SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.2, Figure 3: experts that will be used
 come from the disk into a cache in host memory, and from there to the device. A record changes
-by its own update alone, so a step that is not taken leaves every record as it was. What is
-behind (lazy_update.py) is brought up to date where it is fetched, and is stored so before an
-evaluation and a checkpoint, whose records are then all of one update.
+by its own update alone, so a step that is not taken leaves every record as it was. A record
+that misses updates (lazy_update.py) gets them where it is fetched, and is stored with them
+before an evaluation and a checkpoint, whose records are then all of one update.
 
 Where several processes train, each has the records of its own devices' experts
 (layered_banks.py), and a store, cache and prefetch of its own. Which experts a step used, and
@@ -49,9 +49,9 @@ class ExpertRecords:
     """The experts of a job, as `layered_step.ExpertBanks`, and as what a checkpoint stores.
 
     Attributes:
-        layout: of the records of all processes.
-        banks: the way to the devices and back, and which experts this process stores.
-        updates: that the optimizer has made so far.
+        layout: layout of the records of all processes.
+        banks: transfers to the devices and back, and which experts this process stores.
+        updates: number of updates that the optimizer has made so far.
     """
 
     def __init__(self, job: TrainingJob, mesh: Mesh):
@@ -98,7 +98,7 @@ class ExpertRecords:
         self._steps = 0
         self._last_step_NE = np.zeros(self.layout.num_keys, np.int64)
         self._requested: set[tuple[Run, int]] = set()
-        # Of each layer: its experts with a gradient, and the gradients.
+        # By layer: its experts with a gradient, and the gradients.
         self._gradients: dict[int, tuple[np.ndarray, dict[str, np.ndarray]]] = {}
         self._counts: collections.Counter[str] = collections.Counter()
 
@@ -118,7 +118,7 @@ class ExpertRecords:
 
     @property
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """What the experts are in a state that has them, `[N, E, ...]` by name, on the host."""
+        """Shape structs of the experts in a state on the host, `[N, E, ...]` by name."""
         on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         repeats = collections.Counter(n for form in self._forms.values() for n in form.types)
         return {
@@ -135,7 +135,7 @@ class ExpertRecords:
         """Opens the store, without records.
 
         Args:
-            default: its folder, where the job names none.
+            default: folder of the store where the job names none.
 
         Raises:
             ValueError: another run has it open, or the folder is no store.
@@ -151,7 +151,7 @@ class ExpertRecords:
         """Waits for reads and writes, and lets another run open the store.
 
         Args:
-            trace_file: for the requests, those of process 0.
+            trace_file: file for the trace of process 0's requests.
         """
         self._store.close()
         if jax.process_index() == 0 and (trace := self._trace.trace()) is not None:
@@ -194,8 +194,8 @@ class ExpertRecords:
         """Stores experts of a training state.
 
         Args:
-            leaves: of the state, by the names of records' arrays, `[N, E, ...]`.
-            updates: that the optimizer has made.
+            leaves: arrays `[N, E, ...]` of the state, by the names of the records' arrays.
+            updates: number of updates that the optimizer has made.
         """
         whole = {name: np.asarray(leaf) for name, leaf in leaves.items()}
 
@@ -243,7 +243,7 @@ class ExpertRecords:
         """Takes the records of `save` in place of those that are here.
 
         Raises:
-            RecordError: they are not whole, or another model's or optimizer's.
+            RecordError: the records are not whole, or another model's or optimizer's.
         """
         self._store.restore(*parts_of(folder))
         self._forget(self._store.read(int(self._own_E[0])).result().updates)
@@ -287,7 +287,7 @@ class ExpertRecords:
             own = self.banks.own_rows(expert_X)
             keys = n * self._E + expert_X[own]
             if any(key not in self._cached for key in keys.tolist()):
-                # What was read ahead of other layers has taken its place in the meantime.
+                # Records of other layers, read ahead, have taken their place in the meantime.
                 self._request(keys, sweep, n)
             # New memory, never written again: on a CPU the device's array may be this one.
             make = np.empty if len(own) == len(expert_X) else np.zeros
@@ -316,7 +316,7 @@ class ExpertRecords:
         """Updates the experts that have a gradient, in the order of layers.
 
         Args:
-            gradient_scale: what raw gradients are multiplied by.
+            gradient_scale: factor of the raw gradients.
         """
         for n in sorted(self._gradients):
             experts, rows = self._gradients.pop(n)  # to be freed
@@ -333,7 +333,7 @@ class ExpertRecords:
         self._counts["updates"] += 1
 
     def metrics(self) -> dict[str, float]:
-        """What has happened since this was called last.
+        """The counts since the last call.
 
         `touched_share` is the share of this process' experts that an update uses, the paper's
         alpha.

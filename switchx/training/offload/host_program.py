@@ -44,7 +44,7 @@ class HostProgram(TrainingProgram):
     """The programs of a job with `storage.experts="host"`.
 
     Attributes:
-        notes: what a user should know once a run.
+        notes: sentences for the user, shown once a run.
     """
 
     def __init__(self, job: TrainingJob, devices=None):
@@ -72,7 +72,7 @@ class HostProgram(TrainingProgram):
         """Checks that devices and host hold the state, and of GPUs that rings are sound.
 
         Raises:
-            ValueError: it does not fit; says how much there is.
+            ValueError: the state does not fit; the message says how much memory there is.
             RuntimeError: this JAX computes wrong gradients (`require_sound_ring`).
         """
         super().require_memory()
@@ -171,7 +171,7 @@ def needs_sound_ring(device) -> bool:
 def require_host_memory(mesh) -> None:
     """Raises ValueError unless programs of a mesh's devices reach the host's memory.
 
-    Of an abstract mesh nothing is known, and all can be lowered.
+    Nothing is known of an abstract mesh: programs for it can be lowered, and none is refused.
     """
     if isinstance(mesh, AbstractMesh):
         return

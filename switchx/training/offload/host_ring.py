@@ -57,17 +57,17 @@ def ring_scan(
     As `jax.lax.scan`, which it equals to the last bit of rounding, but for what is in memory.
 
     Args:
-        run: must not close over what is differentiated.
-        x: of floating types.
+        run: the function; it must not close over arrays that are differentiated.
+        x: the loop's carry, arrays of floating types.
         blocks: parameters `[N, ...]`, of floating types, some of them `HostStack`s; `run` gets
             arrays of one layer.
-        others: what is not differentiated, `[N, ...]`: keys.
-        inputs: what all layers read; its floating leaves are differentiated.
-        order_N: numbers of the layers, of `layer_numbers`.
+        others: arrays `[N, ...]` that are not differentiated: keys.
+        inputs: arrays that all layers read; the floating ones are differentiated.
+        order_N: numbers of the layers, as `layer_numbers` returns them.
         slots: layers on the device at once, 2 to N.
 
     Returns:
-        x, and all y stacked by the number of their layer.
+        The last x, and all y stacked by the number of their layer.
     """
     ring, arrays = _Ring.of(run, blocks, inputs, len(order_N), slots)
     return _scan(ring, x, *arrays, others, _fetched(order_N, slots))
@@ -75,7 +75,7 @@ def ring_scan(
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """What is static of a scan: how the arguments of `run` are put together."""
+    """The static part of a scan: how the arguments of `run` are put together."""
 
     run: Callable
     of_blocks: Any
@@ -164,7 +164,7 @@ def _scan_forward(ring: _Ring, x, stacks, resident, floats, fixed, others, numbe
 
 
 def _scan_backward(ring: _Ring, kept, gradients):
-    """The gradients of all arguments; None of those that are not differentiated."""
+    """The gradients of all arguments; None for arguments that are not differentiated."""
     x_N, held, stacks, resident, floats, fixed, others, number_X = kept
     d_x, d_y_N = gradients
     is_float = tuple(leaf.dtype != jax.dtypes.float0 for leaf in jax.tree.leaves(d_y_N))
@@ -227,7 +227,7 @@ def require_sound_ring(device) -> None:
     """Checks on a tiny stack that programs of a device read host memory in the right order.
 
     Raises:
-        RuntimeError: they do not; the gradients of a ring are not those of a scan.
+        RuntimeError: the order is wrong; the gradients of a ring are not those of a scan.
     """
     mesh = jax.sharding.Mesh([device], ("x",))
     kinds = {memory.kind for memory in device.addressable_memories()}

@@ -2,8 +2,8 @@
 """Parameters of stacked layers in host memory, and their slices on the device.
 
 A `HostStack` stands in the place of a parameter's array, in a tree or in a module, and tells
-the scan over layers (`host_ring.py`) to take its slices from where it is. What type an array
-has says where it is: `jax.typeof(array).memory_space`. On CPU a program has these types too,
+the scan over layers (`host_ring.py`) to take its slices from where it is. The type of an array
+has its memory space: `jax.typeof(array).memory_space`. On CPU a program has these types too,
 and one memory. Dims: N layers
 """
 
@@ -51,7 +51,7 @@ def is_host_stack(leaf) -> bool:
 
 
 def host_stacks(tree) -> list[HostStack]:
-    """Those among the leaves of a tree, or of a module."""
+    """The `HostStack`s among the leaves of a tree, or of a module."""
     return [
         leaf for leaf in jax.tree.leaves(tree, is_leaf=is_host_stack) if is_host_stack(leaf)
     ]
@@ -64,7 +64,7 @@ def with_totals(params, gradients):
     """The parameters, whose gradients in host memory are added to these of other microbatches.
 
     Args:
-        gradients: of the same structure.
+        gradients: gradients of the other microbatches, of the same structure as `params`.
     """
 
     def attach(leaf, gradient):

@@ -95,7 +95,7 @@ def split_state(optimizer, state: TrainState) -> SlicedState:
 
 
 def join_state(state: TrainState, parts: SlicedState) -> TrainState:
-    """The whole, of the structure of `state`. What the optimizer counts is the dense part's."""
+    """The whole state, with the structure of `state` and the dense part's optimizer counts."""
     params, opt_state = {}, {}
     for one in (*parts.experts.values(), (parts.dense.params, parts.dense.opt_state)):
         params |= tree.named_leaves(one[0])
@@ -175,10 +175,11 @@ def sliced_update(optimizer, params, opt_state, grads, *, gradient_scale, is_fin
     """The parameters and the optimizer's state after one update, a layer at a time.
 
     Args:
-        params, opt_state, grads: of one stack of layers; arrays `[N, ...]`, in host memory or
-            not, and the optimizer's scalars, which are returned as they are.
-        gradient_scale: what the gradients are multiplied by.
-        is_finite: where false, everything stays as it is.
+        params, opt_state, grads: parameters, optimizer state and gradients of one stack of
+            layers, arrays `[N, ...]`, in host memory or not; the optimizer's scalars are
+            returned as they are.
+        gradient_scale: factor of the gradients.
+        is_finite: whether the step is good; where false, nothing changes.
     """
     leaves, structure = jax.tree.flatten((params, opt_state))
     is_array = [leaf.ndim > 0 for leaf in leaves]

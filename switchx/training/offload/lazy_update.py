@@ -36,7 +36,7 @@ class ExpertForm:
 
     The tree is a training state's `params` and `opt_state` of this expert alone. An array of
     the record has the name of the array of the whole state that it is a part of, without that
-    one's N and E. What the optimizer counts is not stored: it is the record's `updates`.
+    one's N and E. The optimizer's counts are not stored: they are the record's `updates`.
 
     Attributes:
         types: arrays of the record by name.
@@ -112,7 +112,7 @@ class LazyUpdate:
         Args:
             gradient: raw, `[1, ...]` by path of the parameter; None if the last one was missed
                 too.
-            gradient_scale: what it is multiplied by.
+            gradient_scale: factor of the gradient.
         """
         if gradient is None:
             own = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), form.params)

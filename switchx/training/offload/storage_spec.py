@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run's experts are: on the devices, in host memory, or on a disk.
+"""The storage of a run's experts: the devices, host memory, or a disk.
 
 SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.
 """
@@ -13,20 +13,21 @@ from switchx.storage import PolicyName
 
 @dataclasses.dataclass(frozen=True)
 class StorageSpec:
-    """Where experts and what their optimizer keeps are in training.
+    """Where experts and their optimizer state are stored in training.
 
     It changes no number beyond rounding, so all of it may change when a run is resumed.
 
     Attributes:
-        experts: `device`, with all else; `host`, in the host's memory, from where a program
-            copies those of a few runs of blocks to the device; or `disk`, a record an expert,
-            of which the host's memory caches some and the device has those of a few runs.
+        experts: `device`, with all other parameters; `host`, in the host's memory, from which a
+            program copies the experts of a few runs of blocks to the device; or `disk`, one
+            record for each expert, of which the host's memory caches some and the device holds
+            the experts of a few runs.
         slots: runs of blocks whose experts are on the device at once.
-        host_bytes: of `disk`: host memory for records; None is room for all of them.
-        path: of `disk`: a folder for the records, of this run alone, deleted when a run begins;
-            None is in the run folder. Checkpoints link to the records where they are on the
-            same file system, and copy them where not.
-        policy: which record makes room for another.
+        host_bytes: bytes of host memory for records, with `disk`; None is room for all of them.
+        path: folder for the records, with `disk`; it is of this run alone and deleted when a
+            run begins. None is a folder in the run folder. Checkpoints link to the records
+            where they are on the same file system, and copy them otherwise.
+        policy: replacement policy of the host's cache: which record makes room for another.
     """
 
     experts: Literal["device", "host", "disk"] = at_resume("device")

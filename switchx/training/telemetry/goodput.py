@@ -79,10 +79,10 @@ class Goodput:
     """Seconds by cause, of this process and those before it in the same run folder.
 
     Attributes:
-        seconds: by cause. `start`: until the first step of a run. `restart`: the same of a
-            process that resumes, and steps that were lost with an earlier one. `data`: the
-            devices had no step, as the host had no batch. `compile`: wherever it happens.
-            `step`: everything else between the first step and the last.
+        seconds: seconds by cause. `start`: until the first step of a run. `restart`: until the
+            first step of a process that resumes, and steps that were lost with an earlier
+            process. `data`: the devices had no step, as the host had no batch. `compile`:
+            wherever it happens. `step`: everything else between the first step and the last.
         restarts: processes that resumed.
         lost_steps: steps that were taken again, as they were after the last checkpoint.
     """
@@ -97,9 +97,9 @@ class Goodput:
         """Reads what was counted before; nothing is added before `begin`.
 
         Args:
-            path: of `goodput.json`.
-            compiled: entered by the caller.
-            started_s: when the work of this process began, by `clock`.
+            path: the path of `goodput.json`.
+            compiled: the compile time of this process, entered by the caller.
+            started_s: time at which the work of this process began, by `clock`.
         """
         self._path, self._compiled, self._clock = path, compiled, clock
         self._is_writer = jax.process_index() == 0
@@ -135,7 +135,7 @@ class Goodput:
         return self._compiled.seconds
 
     def goes_on_with(self, cause: Cause) -> None:
-        """What this process does from now on."""
+        """Counts the time until now for the cause before, and from now on for `cause`."""
         now, compiled = self._clock(), self._compiled.seconds
         compiled_s = compiled - self._compiled_before
         self.seconds["compile"] += compiled_s
@@ -144,7 +144,7 @@ class Goodput:
 
     @contextlib.contextmanager
     def during(self, cause: Cause) -> Iterator[None]:
-        """What happens within is of another cause than before and after."""
+        """Counts the time within the context for `cause`, and after it for the cause before."""
         before = self._cause
         self.goes_on_with(cause)
         try:
@@ -153,7 +153,7 @@ class Goodput:
             self.goes_on_with(before)
 
     def waited_for_data(self, seconds: float) -> None:
-        """Of the seconds of steps, so many were without a step, as no batch was there."""
+        """Counts seconds of steps as seconds of data: no step ran, as there was no batch."""
         self.seconds["step"] -= seconds
         self.seconds["data"] += seconds
 
@@ -187,7 +187,7 @@ class Goodput:
 
 
 def _read(path: pathlib.Path) -> dict[str, Any] | None:
-    """What earlier processes counted; None if there was none."""
+    """The counts of earlier processes; None without any."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -227,7 +227,7 @@ class StepTimes:
 
     def _wait(self) -> None:
         while (result := self._results.get()) is not None:
-            # What a step raises, the loop raises when it reads the same array.
+            # An error of the step is raised by the loop, when it reads the same array.
             with contextlib.suppress(Exception):
                 jax.block_until_ready(result)
             self._ends.put(self._clock())
@@ -267,15 +267,15 @@ class StepTimes:
         self._ended_s = end
 
     def metrics(self) -> dict[str, float | int]:
-        """Of the steps since the last call, over all processes, which call it together.
+        """Metrics of the steps since the last call, over all processes, which call it together.
 
-        Waits for those that run.
+        It waits for the steps that run.
 
         Returns:
-            `median_s`, of the median process; `max_s`, the longest step, and `max_process`,
-            whose it was; `slow_steps`, those longer than `SLOW` times the median of the last
-            `LAST_STEPS`, of the process that has most; `late_s`, most seconds in which the
-            devices of a process waited for their host, `late_process`, whose, and
+            `median_s`, of the median process; `max_s`, the longest step, and `max_process`, its
+            process; `slow_steps`, the number of steps longer than `SLOW` times the median of
+            the last `LAST_STEPS`, in the process that has most; `late_s`, most seconds in which
+            the devices of a process waited for their host, `late_process`, that process, and
             `late_median_s`, of the median process. Nothing where every step compiled.
         """
         while self._running:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where metrics go beside the run folder: Weights & Biases, or a function of a user's own.
+"""Writers of metrics beside the run folder: Weights & Biases, or a user's own function.
 
 `TrainingJob.metric_writers` lists them: functions `(step, metrics) -> None` that a module
 defines, and `WeightsAndBiases`. They get what TensorBoard gets, numbers by flat names, with
@@ -28,7 +28,7 @@ class WeightsAndBiases:
     """A run of Weights & Biases, which a resumed run goes on with.
 
     Attributes:
-        project, entity, name: as `wandb.init` takes them; None are its defaults.
+        project, entity, name: arguments of `wandb.init`; None takes its defaults.
         mode: "offline" writes into the run folder, to be sent by `wandb sync`.
     """
 
@@ -45,7 +45,7 @@ class WeightsAndBiases:
         """The package, imported here alone.
 
         Raises:
-            ValueError: it is not installed.
+            ValueError: the package is not installed.
         """
         try:
             return importlib.import_module("wandb")
@@ -84,7 +84,7 @@ def checked_writers(writers: Sequence[Writer]) -> tuple[Writer, ...]:
     """The writers as a job keeps them.
 
     Raises:
-        ValueError: one is neither callable nor a description that is known.
+        ValueError: a writer is neither callable nor a known description.
     """
     plain = tuple(map(without_gin, writers))
     for writer in plain:
@@ -100,7 +100,7 @@ def require_writers(writers: Sequence[Writer]) -> None:
     """Checks what is known before a run begins: that packages can be imported.
 
     Raises:
-        ValueError: one cannot.
+        ValueError: a package cannot be imported.
     """
     for writer in writers:
         if isinstance(writer, WeightsAndBiases) and jax.process_index() == 0:
@@ -114,7 +114,7 @@ def opened_writers(
     """A function `(kind, step, metrics)` that hands flat numbers to all writers.
 
     Args:
-        config: of the job, flat.
+        config: the job's settings, flat: value by dotted name.
     """
     with contextlib.ExitStack() as stack:
         writes: list[Write] = []

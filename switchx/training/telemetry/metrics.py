@@ -28,7 +28,7 @@ from switchx.training.step import StepMetrics
 logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
 
 
-# Of `token_metrics`, what is no count.
+# The metrics of `token_metrics` that are no counts.
 TOKEN_METRICS = ("neg_log_perplexity", "cross_entropy", "accuracy")
 
 
@@ -144,7 +144,7 @@ def _lines_until(path: pathlib.Path, last_step: int) -> Iterator[bytes]:
 
 
 def last_metrics(path: pathlib.Path, last_step: int, every: int) -> dict[str, Any] | None:
-    """What a log has of the last multiple of `every` up to `last_step`; None for nothing."""
+    """The metrics logged at the last multiple of `every` up to `last_step`, or None."""
     lines = map(json.loads, _lines_until(path, last_step) if path.exists() else ())
     return next((line for line in [*lines][::-1] if line["step"] % every == 0), None)
 
@@ -164,7 +164,7 @@ class SkippedBatches:
         """Writes one into the folder; returns a sentence for the log.
 
         Args:
-            metrics: of the step, on the host.
+            metrics: the step's metrics, on the host.
         """
         identity = {
             "step": step,

@@ -39,7 +39,7 @@ class ProfiledSteps:
         """Checks that the run has these steps.
 
         Raises:
-            ValueError: it ends before.
+            ValueError: the run ends before.
         """
         require(
             self.end <= train_steps,
@@ -52,7 +52,7 @@ class StepProfiler:
     """Traces the profiled steps, and marks every step.
 
     Attributes:
-        note: what a person should be told before the first step; None for nothing.
+        note: sentence for the user before the first step; None for nothing.
     """
 
     def __init__(self, steps: ProfiledSteps | None, step: int, folder: pathlib.Path):

@@ -43,7 +43,7 @@ class Interval:
         """Adds one step.
 
         Args:
-            metrics: on the host.
+            metrics: metrics of the step, on the host.
             input_tokens: real tokens the model read, encoder and decoder together.
             examples: packed examples in the batch.
         """

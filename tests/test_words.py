@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Descriptions in docstrings name the thing before what it is of."""
+
+import pathlib
+import re
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGES = ("switchx", "pallas_kernels")
+
+# Descriptions of attributes, arguments or results such as `seed: of the parameters`.
+HEADLESS = re.compile(r"^\s+[\w, ]+: of\b")
+# The number of them that are left. It may only fall.
+MOST = 213
+
+
+def headless_descriptions() -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if HEADLESS.match(line)
+    ]
+
+
+def test_no_more_descriptions_begin_with_of():
+    found = headless_descriptions()
+    assert len(found) <= MOST, (
+        f"{len(found)} descriptions begin with 'of', and at most {MOST} may; begin with a noun "
+        "in the new one of these:\n" + "\n".join(found)
+    )
+    assert len(found) >= MOST, f"now {len(found)}; lower MOST to it"
+
+
+def test_a_description_needs_a_noun():
+    assert HEADLESS.match("        params: of the teacher.")
+    assert HEADLESS.match("    value, sums: of `gradients`.")
+    assert not HEADLESS.match("        params: parameters of the teacher.")
+    assert not HEADLESS.match("        window: offset of the first record.")
