@@ -190,9 +190,15 @@ def test_sizes():
             f"{path}:{node.lineno} {node.name} has more than {MAX_FUNCTION_LINES} lines"
             for node in ast.walk(tree)
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            and node.end_lineno - node.lineno >= MAX_FUNCTION_LINES
+            and lines_of_code(node) > MAX_FUNCTION_LINES
         ]
     assert wrong == []
+
+
+def lines_of_code(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines without the docstring."""
+    docstring = ast.get_docstring(function, clean=False)
+    return function.end_lineno - function.lineno + 1 - len((docstring or "").splitlines())
 
 
 def test_headers():

@@ -53,8 +53,8 @@ class Family:
         """A model's ids of padding, end and unknown, and of what a decoder's input begins with.
 
         Args:
-            fields: of `config.json`, below those of `generation_config.json`.
-            unknown: of its tokenizer.
+            fields: values of `config.json`, under those of `generation_config.json`.
+            unknown: the tokenizer's id of unknown pieces.
 
         Raises:
             ValueError: one is no id, or padding is the end.

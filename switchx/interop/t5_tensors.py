@@ -45,8 +45,8 @@ def read_params(
     """The parameters, and the configuration as the tensors have it.
 
     Args:
-        fields: of config.json.
-        ids: of `Family.read_ids`.
+        fields: values of `config.json`.
+        ids: special ids, as `Family.read_ids` returns them.
 
     Raises:
         ValueError: tensors are missing, unexpected or of another shape, or tables differ.
@@ -111,7 +111,7 @@ def tensor_names(kin: T5Kin, config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """The name of each of our parameters -> theirs: one, or one an expert.
 
     Args:
-        config: of an unrolled encoder-decoder.
+        config: configuration of an unrolled encoder-decoder.
     """
     names = {"embedding/embedding_VD": (SHARED,)}
     if not config.tie_embeddings:

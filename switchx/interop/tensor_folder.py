@@ -350,7 +350,7 @@ def read_parameters(
     """Parameters by our ids, in the dtype of `config.precision.params`.
 
     Args:
-        names: of our parameters -> of their tensors.
+        names: our parameters' names -> their tensors' names.
         ids: their special ids, and the one whose row a decoder's input begins with.
         scratch: a folder for their files; None holds them in memory.
         factors: what parameters are multiplied by, by the last part of their names.
