@@ -71,6 +71,8 @@ def test_what_is_not_used_is_said_by_name_and_value():
     assert all(f"{name}={value!r}" in note for name, value in unused.items())
     assert "typical_p" not in note and "top_k" not in note
     assert "do_sample=True" in defaults(do_sample=True, num_beams=2)[1][0]
+    found, (note,) = defaults(forced_bos_token_id=MADLAD[0])
+    assert "forced_prefix" not in found and f"forced_bos_token_id={MADLAD[0]}" in note
 
 
 @pytest.mark.parametrize(
