@@ -53,7 +53,7 @@ def as_folder(path: str | os.PathLike, name: str = "path") -> Folder:
         ValueError: the store is none that is known, or its package is not installed.
     """
     if not is_address(path):
-        return pathlib.Path(path).expanduser().absolute()
+        return absolute(path)
     scheme, _, rest = str(path).partition("://")
     if scheme not in _STORES or not rest.strip("/"):
         raise ValueError(
@@ -64,6 +64,12 @@ def as_folder(path: str | os.PathLike, name: str = "path") -> Folder:
     from etils import epath
 
     return epath.Path(str(path).rstrip("/"))
+
+
+def absolute(path: str | os.PathLike) -> pathlib.Path:
+    """A path on this machine as TensorStore takes it, which refuses any with `..` in it."""
+    full = pathlib.Path(path).expanduser().absolute()
+    return full.resolve() if ".." in full.parts else full
 
 
 @functools.cache

@@ -20,7 +20,6 @@ import hashlib
 import logging
 import math
 import os
-import pathlib
 import secrets
 import shutil
 import time
@@ -42,6 +41,7 @@ from switchx.checkpoint.parts import bounds_of, crc32_of, gathered, require_of_a
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.files import write_atomically
 from switchx.manifest import damages, new_folder, read_manifest, write_manifest
+from switchx.object_store import absolute
 from switchx.tree import Tree, named_leaves
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class LocalCopies:
         where = str(run.where)
         name = f"{run.where.name}-{hashlib.sha256(where.encode()).hexdigest()[:12]}"
         process = data_file().removesuffix(".json")
-        self._folder = pathlib.Path(directory).expanduser().absolute() / name / process
+        self._folder = absolute(directory) / name / process
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_atomically(self._folder / "probe", b"written")

@@ -69,8 +69,13 @@ class MetricResult:
 
 
 def computed(result: MetricResult) -> MetricResult:
-    """The result, without a score and with a note where the score is no finite number."""
-    if result.score is None or math.isfinite(result.score):
+    """The result with Python's numbers; where the score is no finite one, without a score and
+    with a note."""
+    if result.score is None:
+        return result
+    interval = result.interval and tuple(map(float, result.interval))
+    result = dataclasses.replace(result, score=float(result.score), interval=interval)
+    if math.isfinite(result.score):
         return result
     note = result.note or f"the score is {result.score}, no finite number"
     return dataclasses.replace(result, score=None, interval=None, note=note)

@@ -36,6 +36,7 @@ from switchx.manifest import (
 )
 from switchx.models.config import ModelConfig, model_from_description
 from switchx.models.params import abstract_params
+from switchx.object_store import absolute
 from switchx.tree import map_named, named_leaves, path_name
 
 MANIFEST = "artifact.json"
@@ -139,7 +140,7 @@ def open_artifact(folder: str | os.PathLike) -> Artifact:
 
 
 def _read(folder: str | os.PathLike, load: Callable[[pathlib.Path], dict]) -> Artifact:
-    path = pathlib.Path(folder).expanduser().absolute()
+    path = absolute(folder)
     content = _read_manifest(path)
     if damage := next(damages(path, content["files"], "sha256"), None):
         raise ValueError(f"{path} is no whole artifact: {damage:.300}; {AGAIN}")

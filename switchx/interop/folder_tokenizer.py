@@ -218,8 +218,7 @@ def _beside(
             f"{where}: the added token {token.text!r} has the id {token.id}, of the piece "
             f"{piece.text!r}; give the SentencePiece model that belongs to these files",
         )
-        is_word = piece.kind == "text" or not token.special
-        if token.id > UNK_ID and is_word and not _SENTINEL.fullmatch(token.text):
+        if token.id > UNK_ID and not _SENTINEL.fullmatch(token.text):
             beside.append(token)
     return beside
 

@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from switchx.data.special_ids import their_ids
+from switchx.data.special_ids import EOS_ID, PAD_ID, their_ids
 from switchx.fields import require
 from switchx.interop.tensor_folder import read_json
 
@@ -55,7 +55,7 @@ def read_generation(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str
 
 
 def end_ids(values: Mapping[str, Any]) -> list:
-    """The ids that end a text, the first of which is `DecodingConfig.eos_id`."""
+    """The ids that end a text, one of which is `DecodingConfig.eos_id`."""
     said = values.get("eos_token_id")
     return list(said) if isinstance(said, list) else [] if said is None else [said]
 
@@ -86,9 +86,11 @@ def decoding_defaults(
     else:
         unused |= {n: value for n, value in sampling.items() if value != _SAMPLING[n]}
         unused |= {"do_sample": True} if values.get("do_sample") else {}
-    if "forced_bos_token_id" in values:
-        found["forced_prefix"] = [values["forced_bos_token_id"]]
-    if others := end_ids(values)[1:]:
+    if (forced := values.get("forced_bos_token_id")) == special_ids[PAD_ID]:
+        unused["forced_bos_token_id"] = forced  # what an output has of padding is not kept
+    elif forced is not None:
+        found["forced_prefix"] = [forced]
+    if others := [i for i in end_ids(values) if i != special_ids[EOS_ID]]:
         found["other_eos_ids"] = others
     ours = {their: our for our, their in their_ids(special_ids).items()}
     for name in ("forced_prefix", "other_eos_ids", "suppressed_ids"):

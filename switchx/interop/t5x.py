@@ -33,7 +33,7 @@ from flax import serialization
 from switchx.fields import require
 from switchx.interop.tensor_folder import in_dtype, letters_of, require_same_tensors, shape_of
 from switchx.models.config import ModelConfig, require_our_blocks
-from switchx.object_store import read_json_object, require_no_lfs_pointer
+from switchx.object_store import absolute, read_json_object, require_no_lfs_pointer
 from switchx.tree import nested
 
 INDEX = "checkpoint"
@@ -146,7 +146,7 @@ class T5XFolder:
             chunk = separator.join(map(str, indices))
             is_there = (folder / chunk).is_file()
             require(is_there, f"{folder} has no chunk {chunk}; fetch the folder again")
-        kvstore = {"driver": "file", "path": f"{folder.absolute()}/"}
+        kvstore = {"driver": "file", "path": f"{absolute(folder)}/"}
         try:
             store = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True).result()
             array = np.asarray(store.read().result())

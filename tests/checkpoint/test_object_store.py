@@ -323,3 +323,5 @@ def test_a_folder_is_no_address(tmp_path):
     assert object_store.kvstore(tmp_path) == {"driver": "file", "path": f"{tmp_path}/"}
     assert object_store.free_bytes(tmp_path) < float("inf")
     assert os.fspath(object_store.as_folder("~")) == os.path.expanduser("~")
+    # TensorStore refuses these dots, as of `--model_dir=../run`.
+    assert object_store.as_folder(f"{tmp_path}/a/../a") == tmp_path / "a"

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 
 from switchx.data.evaluation import evaluation_examples
@@ -77,6 +78,10 @@ def test_a_metric_that_cannot_be_computed_is_null_and_says_why(caplog):
     for score in (math.nan, math.inf):
         first, _ = found.results(["7", "7"], (Failing(score),))
         assert first.score is None and first.note == f"the score is {score}, no finite number"
+    # NumPy's numbers are written, too; what is no number is a note.
+    first, _ = found.results(["7", "7"], (Failing(np.float32(0.5)),))
+    assert json.loads(json_text(dataclasses.asdict(first)))["score"] == 0.5
+    assert "could not convert" in found.results(["7", "7"], (Failing("x"),))[0].note
     # As STS-B's, of one example and of a constant prediction.
     correlations = (Pearson(), Spearman())
     for count, predictions in ((1, ["7"]), (2, ["7", "7"])):

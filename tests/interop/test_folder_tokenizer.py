@@ -11,6 +11,7 @@ from switchx.data.tokenizers import SentencePieceVocabulary
 from switchx.data.vocabularies import load_vocabulary, save_vocabulary
 from switchx.data.vocabulary_training import train_sentencepiece
 from switchx.interop.folder_tokenizer import folder_vocabulary, write_tokenizer
+from switchx.interop.tokenizer_json import sentencepiece_model
 from tests.conftest import ROOT
 from tests.data.refusals import refused
 from tests.data.words import sentences
@@ -157,6 +158,20 @@ def test_the_ids_of_transformers_with_added_words(folder):
         got = vocabulary.encode(text)
         # The trained model has no space before a text, which theirs puts there.
         assert [i for i in got if i >= PIECES] == [i for i in want if i >= PIECES], text
+
+
+@pytest.mark.hf
+def test_special_tokens_of_a_tokenizer_json_alone(folder):
+    import transformers
+
+    tokenizer = transformers.T5Tokenizer.from_pretrained(folder, extra_ids=50)
+    tokenizer.add_tokens(["<sep>", "[NEW]"], special_tokens=True)
+    tokenizer.save_pretrained(folder / "theirs")
+    model = sentencepiece_model(folder / "theirs/tokenizer.json")
+    (folder / "theirs/spiece.model").write_bytes(model)
+    vocabulary = read(folder / "theirs")
+    for text in ("a <sep> b", "<sep>the gate[NEW]an<extra_id_3>"):
+        assert vocabulary.encode(text) == tokenizer(text, add_special_tokens=False).input_ids
 
 
 @pytest.mark.hf

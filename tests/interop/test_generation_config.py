@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """`generation_config.json`: the texts of transformers with the same file, and what is said."""
 
+import json
+
 import pytest
 
 import switchx
 from switchx.cli.main import main
+from switchx.data.special_ids import their_ids
 from switchx.fields import FieldError
 from switchx.inference.config import DecodingConfig, with_defaults
+from switchx.interop import huggingface
 from switchx.interop.generation_config import decoding_defaults, write_generation
 from tests.data.refusals import refused
+from tests.interop.folders import change_config, huggingface_folder
 from tests.interop.test_huggingface_parity import SIZES, build
 
 IDS = {"pad_token_id": 1, "eos_token_id": [2, 5], "decoder_start_token_id": 0}
@@ -46,6 +51,19 @@ def test_what_a_file_says_in_our_names_and_back():
     assert (again["do_sample"], again["top_k"]) == (True, 0)
 
 
+@pytest.mark.parametrize(("said", "end", "others"), [([9, 1], 1, [9]), ([9, 8], 9, [8])])
+def test_the_end_of_a_text_that_is_read_is_that_of_config_json(tmp_path, said, end, others):
+    """Any of several ends an output; the tokenizer puts one behind an input."""
+    folder, _ = huggingface_folder(tmp_path)
+    change_config(folder, eos_token_id=1)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": said}))
+    read = huggingface.read_checkpoint(folder)
+    assert read.special_ids[1] == end
+    ours = {their: our for our, their in their_ids(read.special_ids).items()}
+    assert read.decoding["other_eos_ids"] == [ours.get(i, i) for i in others]
+    assert any("config.json ends a text with 1" in note for note in read.notes) == (end != 1)
+
+
 def test_what_is_not_used_is_said_by_name_and_value():
     unused = {"bad_words_ids": [[3]], "temperature": 0.5, "forced_eos_token_id": 1}
     (note,) = defaults(**unused, typical_p=1.0, diversity_penalty=0.0, top_k=50)[1]
@@ -53,6 +71,8 @@ def test_what_is_not_used_is_said_by_name_and_value():
     assert all(f"{name}={value!r}" in note for name, value in unused.items())
     assert "typical_p" not in note and "top_k" not in note
     assert "do_sample=True" in defaults(do_sample=True, num_beams=2)[1][0]
+    found, (note,) = defaults(forced_bos_token_id=MADLAD[0])
+    assert "forced_prefix" not in found and f"forced_bos_token_id={MADLAD[0]}" in note
 
 
 @pytest.mark.parametrize(

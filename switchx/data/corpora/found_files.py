@@ -27,6 +27,7 @@ class FoundFiles:
         left_out: by reason, names of files, folders and links.
         seen: real paths that were read or searched, so that nothing is read twice by links or
             because it is named twice.
+        wants: whether files of a name are read. Of others, links by such a name still are.
     """
 
     files: dict[Folder, int] = dataclasses.field(default_factory=dict)
@@ -35,6 +36,7 @@ class FoundFiles:
     )
 
     seen: set[str] = dataclasses.field(default_factory=set)
+    wants: Callable[[Name], bool] = lambda name: True
 
     def add(self, name: str | Path, ignored: re.Pattern | None = None) -> list[Folder]:
         """Finds a file, or all in a folder, here or in a store; returns what is new.
@@ -80,7 +82,7 @@ class FoundFiles:
         del self.files[path]
         self.left_out[reason].append(path.name)
 
-    def keep(self, is_wanted: Callable[[Name], bool]) -> None:
+    def keep(self) -> None:
         """Leaves out files of other suffixes, and the second of one text in two packings.
 
         Raises:
@@ -89,12 +91,13 @@ class FoundFiles:
         by_name = collections.defaultdict(list)
         for path in list(self.files):
             name = name_of(path.name)
-            if is_wanted(name):
-                by_name[path.parent, name.stem, name.kind].append(path)
+            if self.wants(name):
+                kind = ".jsonl" if name.kind == ".json" else name.kind  # C4's names
+                by_name[path.parent, name.stem, kind].append(path)
             else:
                 self.leave_out(path, f"suffix {name.kind + name.packing or 'none'}")
         for paths in by_name.values():
-            if len({name_of(path.name).packing for path in paths}) > 1:
+            if len({name_of(path.name)[1:] for path in paths}) > 1:
                 kept = only(paths)
                 for other in paths:
                     if other != kept:
@@ -122,7 +125,8 @@ def _find_here(root: Path, found: FoundFiles, ignored: re.Pattern | None) -> Non
         real = os.path.realpath(folder)
         if real in seen or not folder.is_dir():
             if real not in seen and folder.is_file():
-                seen.add(real)
+                if found.wants(name_of(folder.name)):
+                    seen.add(real)
                 files[folder] = _size(folder)
                 continue
             name = str(folder.relative_to(root))
@@ -148,7 +152,8 @@ def _find_here(root: Path, found: FoundFiles, ignored: re.Pattern | None) -> Non
             elif of_file in seen:
                 found.left_out[AGAIN].append(str(path.relative_to(root)))
             else:
-                seen.add(of_file)
+                if found.wants(name_of(entry.name)):
+                    seen.add(of_file)
                 files[path] = entry.stat().st_size
     found.files |= {path: files[path] for path in sorted(files)}
 

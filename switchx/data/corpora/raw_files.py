@@ -232,6 +232,8 @@ def _parsed(text: str, place: str):
         raise ValueError(f"{place}: an object has the key {error} twice; rename one") from error
     except RecursionError as error:
         raise ValueError(f"{place}: nested too deeply; flatten it") from error
+    except ValueError as error:  # Python reads no integer of more than 4300 digits
+        raise ValueError(f"{place}: {error}; write the number as a text") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> Row:

@@ -48,7 +48,7 @@ def read_table(
             batch.validate(full=True)
             names = [name for name in schema.names if columns is None or name in columns]
             cells = [
-                [_plain(value, schema.field(name).type) for value in batch[name].to_pylist()]
+                [_plain(value, schema.field(name).type) for value in _values(batch[name])]
                 for name in names
             ]
             for values in zip(*cells, strict=True):
@@ -138,6 +138,11 @@ def _whole(stream, file: BinaryIO) -> Iterator[Any]:
     file.seek(max(end - len(_END_OF_STREAM), 0))
     if file.read() != _END_OF_STREAM:
         raise OSError(f"no stream ends at byte {end}: it was cut, or another one follows")
+
+
+def _values(column) -> list:
+    """Python's values; Arrow's own of nanoseconds, which Python has not."""
+    return list(column) if "[ns" in str(column.type) else column.to_pylist()
 
 
 def _plain(value: Any, kind: Any) -> Any:

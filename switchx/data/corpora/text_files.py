@@ -101,7 +101,7 @@ def find_texts(path: str | Sequence[str], columns: Sequence[str] | None = None) 
     """
     names = [path] if isinstance(path, (str, Path)) else path
     require(names, "no text files are named; expected files or folders of text")
-    found = FoundFiles()
+    found = FoundFiles(wants=lambda name: is_text_file(name, columns))
     for name in names:
         before = len(found.files), len(found.left_out[AGAIN])
         there = found.add(name)
@@ -110,7 +110,7 @@ def find_texts(path: str | Sequence[str], columns: Sequence[str] | None = None) 
             for file in [each for each in there if saved and each.parent == folder]:
                 if file.suffix.lower() == ".arrow" and file not in saved:
                     found.leave_out(file, "not listed in state.json")
-        found.keep(lambda name: is_text_file(name, columns))
+        found.keep()
         kinds = Counter("".join(name_of(file.name)[1:]) or "none" for file in there)
         require(
             not there or (len(found.files), len(found.left_out[AGAIN])) != before,

@@ -139,9 +139,9 @@ def rows_of_folder(folder: Path) -> Rows:
         first = next((path for path, _ in every), None)
         names = {} if first is None else tables.columns_of(first)[1]
         return dataclasses.replace(rows, class_names=names)
-    files, found = FoundFiles(), {}
+    files, found = FoundFiles(wants=has_rows), {}
     files.add_entries(folder)
-    files.keep(has_rows)
+    files.keep()
     for path in files.files:
         found.setdefault(name_of(path.name).stem, []).append((path, RawFile(path.name)))
     require(found, f"{folder} has no file that ends in {', '.join(KINDS)}; put some there")

@@ -44,6 +44,19 @@ def test_links_are_read_once_and_cycles_end(tmp_path, texts):
     assert found.left_out["link that leads to no file"] == [f"broken.txt -> {tmp_path}/nowhere"]
 
 
+def test_a_link_by_a_name_that_is_read_to_a_file_that_is_not(tmp_path, texts):
+    """As the cache of Hugging Face's hub has them: the file itself is named by its hash."""
+    (texts / "blobs").mkdir()
+    (texts / "blobs/0123").write_text("two\n")
+    (texts / "b.md").symlink_to(texts / "blobs/0123")
+    (texts / "b.txt").symlink_to(texts / "blobs/0123")
+    (texts / "c.txt").symlink_to(texts / "blobs/0123")
+    found = find_texts(str(texts))
+    assert names(found, texts) == ["a.txt", "b.txt"]
+    assert found.left_out["suffix none"] == ["0123"]
+    assert found.left_out["read already"] == [f"c.txt -> {texts}/blobs/0123"]
+
+
 def test_hidden_files_and_other_suffixes_are_said(tmp_path, texts):
     (texts / ".ipynb_checkpoints").mkdir()
     (texts / ".ipynb_checkpoints/a-checkpoint.txt").write_text("old\n")
@@ -83,6 +96,9 @@ def test_one_text_in_two_packings_is_read_once(texts):
     (texts / "x.jsonl.gz").write_bytes(gzip.compress(lines.encode() + b'{"text": "t4"}\n'))
     with refused("x.jsonl and x.jsonl.gz beside it hold different texts under one name"):
         find_texts(str(texts))
+    (texts / "x.jsonl").unlink()
+    (texts / "x.json.gz").write_bytes((texts / "x.jsonl.gz").read_bytes())  # C4's name of it
+    assert names(find_texts(str(texts)), texts) == ["a.txt", "x.json.gz"]
 
 
 def test_splits_of_a_folder_of_any_case(tmp_path):

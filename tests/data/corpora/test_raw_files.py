@@ -88,6 +88,7 @@ def test_short_rows_are_an_error_or_counted(tmp_path):
     ("name", "content", "said"),
     [
         ("t.jsonl", '{"a": 1}\n{"a"\n', "t.jsonl:2: not JSON"),
+        ("t.jsonl", f'{{"a": 1}}\n{{"a": {"1" * 5000}}}\n', "t.jsonl:2: Exceeds the limit"),
         ("t.jsonl", "[1]\n", "t.jsonl:1: expected an object a row, got list"),
         ("t.json", "{}", "t.json: expected a list of rows, got dict"),
         ("t.json", '{"rows": []}', "t.json: expected rows under 'data', got the keys rows"),

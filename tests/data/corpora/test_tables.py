@@ -91,6 +91,18 @@ def test_folders_of_datasets(tmp_path):
         corpus.open("train", data)
 
 
+def test_times_of_nanoseconds_beside_a_text(tmp_path):
+    """Python has none; a column that no template names is no reason to refuse its table."""
+    (tmp_path / "own").mkdir()
+    times = pyarrow.array([1, None], pyarrow.timestamp("ns"))
+    write(tmp_path / "own/train.parquet", pyarrow.table({"a": ["x", "y"], "time": times}))
+    data = str(tmp_path / "data")
+    source = Templates(str(tmp_path / "own"), "{a}", "b").open("train", data)
+    assert [source[n]["inputs"] for n in range(2)] == ["x", "y"]
+    with refused("the field 'time' is a TimestampScalar"):
+        Templates(str(tmp_path / "own"), "{time}", "b").open("train", data)
+
+
 def test_templates_of_parquet(tmp_path):
     (tmp_path / "own").mkdir()
     write(tmp_path / "own/train.parquet", pyarrow.table(COLUMNS))
