@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from switchx.data.added_tokens import AddedToken
-from switchx.data.special_ids import OURS, in_their_order, their_ids
-from switchx.data.special_ids import EOS_ID, OURS, in_our_order, in_their_order, their_ids
+from switchx.data.special_ids import EOS_ID, OURS, in_their_order, their_ids
 from switchx.fields import require, require_choice
 from switchx.interop.families import FAMILIES, family_of
 from switchx.interop.folder_tokenizer import (
@@ -121,44 +120,20 @@ def read_checkpoint(
     vocabulary = vocabulary and pathlib.Path(vocabulary)
     generation = read_generation(folder, values)
     of = values | {name: generation[name] for name in _IDS if name in generation}
-<<<<<<< HEAD
-    if ends := end_ids(of):
-        of["eos_token_id"] = ends[0]
+    if ends := end_ids(of):  # that of config.json comes after texts, if it is one of several
+        of["eos_token_id"] = next((i for i in end_ids(values) if i in ends), ends[0])
     unknown = vocabulary and unknown_id(vocabulary)
     special_ids, start = family.read_ids(Fields(of, str(folder)), unknown)
     said = family.read_config(fields, overflow=overflow)
     config = family.read_config(fields, tensors.shapes, overflow)
-=======
-    if ends := end_ids(of):  # that of config.json comes after texts, if it is one of several
-        of["eos_token_id"] = next((i for i in end_ids(values) if i in ends), ends[0])
-    ids = read_special_ids(of, str(folder), vocabulary and unknown_id(vocabulary))
-    if is_nllb:
-        config, params = nllb_moe.read(values, file, tensors, dtype, scratch, ids)
-        differences, is_of_bytes = (), False
-    else:
-        config, params, differences = _read(
-            values, file, tensors, dtype, scratch, ids, overflow
-        )
-        is_of_bytes = _is_of_bytes(folder)
-    where, own_ends = str(folder / GENERATION), end_ids(values)
-    decoding, unused = decoding_defaults(generation, ids[0], config.vocab_size, where)
-    if own_ends and ids[0][EOS_ID] not in own_ends:
-        said = f"config.json ends a text with {own_ends[0]}, which is not used"
-        unused.append(f"{where}: inputs and outputs end with {ids[0][EOS_ID]}; {said}")
-    notes = (*differences, *_unread(tensors), *unused)
-    return Checkpoint(config, params, vocabulary, is_of_bytes, notes, ids[0], decoding)
-
-
-def _read(values, file, tensors, dtype, scratch, ids, overflow) -> tuple:
-    """The configuration, the parameters, and how the tensors differ from config.json."""
-    config, family = read_config(values, str(file), overflow=overflow, tensors=tensors.shapes)
-    said, _ = read_config(values, str(file), overflow=overflow)
->>>>>>> main
     config = dataclasses.replace(config, precision=Precision(params=dtype))
     ids = special_ids, start
     params, config = family.read_params(fields, tensors, config, ids, scratch)
-    where = str(folder / GENERATION)
+    where, own_ends = str(folder / GENERATION), end_ids(values)
     decoding, unused = decoding_defaults(generation, special_ids, config.vocab_size, where)
+    if own_ends and special_ids[EOS_ID] not in own_ends:
+        ignored = f"config.json ends a text with {own_ends[0]}, which is not used"
+        unused.append(f"{where}: inputs and outputs end with {special_ids[EOS_ID]}; {ignored}")
     notes = (*_differences(said, config), *_unread(tensors), *unused)
     is_of_bytes = _is_of_bytes(folder)
     return Checkpoint(config, params, vocabulary, is_of_bytes, notes, special_ids, decoding)

@@ -76,7 +76,7 @@ def test_programs_that_are_cut_are_kept_with_the_others(monkeypatch):
     Steps have three parts, prompts two: what their last experts say is not read.
     """
     programs = Programs(most=3)
-    for user in ("cut_program", "running_batch"):
+    for user in ("offload.cut_program", "running_batch"):
         monkeypatch.setattr(f"switchx.inference.{user}.PROGRAMS", programs)
     config, experts = test_chosen_experts.with_slots("gpt", 4, 2)
     generator = test_chosen_experts.generator(config, experts, 1)

@@ -107,7 +107,9 @@ def test_sums_of_gradients_leave_those_that_have_the_others_in_them():
     np.testing.assert_array_equal(summed["host"].value, np.ones((3, 2)))
     np.testing.assert_array_equal(summed["own"], np.full(4, 2.0))
     assert [each.slots for each in host_stacks(params)] == [2]
-    assert with_totals(params, None) is params
+    with_total = with_totals(params, params)
+    np.testing.assert_array_equal(with_total["host"].total, np.ones((3, 2)))
+    assert add_gradients(params, with_total)["host"].total is None
 
 
 def forwards(order_N, slots):

@@ -417,7 +417,7 @@ def test_defaults_are_openais():
     assert read(temperature=0, top_p=0.5, top_k=3).settings.is_sampling is False
     assert read(beam_size=2).settings.beam_size == 2
     neutral = {name: values[0] for name, (values, _) in UNSUPPORTED.items() if values}
-    assert read(**neutral, user="me", stop=None, n=1).stops == []
+    assert list(read(**neutral, user="me", stop=None, n=1).stops) == []
     assert set(UNSUPPORTED) <= set(FIELDS)
 
 

@@ -20,6 +20,7 @@ from switchx.data.corpora.corpus import Account, CorpusSource, fingerprint_of, r
 from switchx.data.corpora.packed_files import PACKINGS, only, read_lines
 from switchx.data.corpora.prepared import Recipe, open_prepared
 from switchx.fields import at_resume, check_choices, require
+from switchx.files import write_atomically
 
 ADDRESS = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw/"
 LANGUAGES = ("cs", "de", "en", "fr")
@@ -123,7 +124,7 @@ class Multi30k:
             _log.info("downloading %s", url)
             try:
                 with urllib.request.urlopen(url, timeout=_DOWNLOAD_TIMEOUT_S) as response:
-                    locations.write_atomically(folder / name, response.read())
+                    write_atomically(folder / name, response.read())
             except (OSError, ValueError) as error:
                 raise ValueError(
                     f"{name} of Multi30K is in none of {looked_in} (or multi30k below them), "

@@ -20,6 +20,7 @@ from etils import epath
 
 from switchx.data import data_dir as locations
 from switchx.data.corpora.corpus import fingerprint_of
+from switchx.files import write_atomically
 
 _HEADER = struct.Struct("<QI")
 _FOOTER = struct.Struct("<I")
@@ -112,7 +113,7 @@ def record_offsets(path: str, data_dir: str | None) -> np.ndarray:
     if not index.exists():
         content = io.BytesIO()
         np.save(content, np.fromiter(_go_through(path, state.length), np.int64))
-        locations.write_atomically(index, content.getvalue())
+        write_atomically(index, content.getvalue())
     return np.load(index, mmap_mode="r")
 
 

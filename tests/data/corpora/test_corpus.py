@@ -13,6 +13,7 @@ import pytest
 from switchx.data import data_dir as locations
 from switchx.data.corpora.corpus import fingerprint_of
 from switchx.data.corpora.prepared import Recipe, open_prepared
+from switchx.files import write_atomically
 from tests.data.refusals import refused
 
 
@@ -78,14 +79,14 @@ def test_data_dir_that_is_no_folder(name, problem, monkeypatch):
 
 def test_atomic_write_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):
     file = tmp_path / "folder/file"
-    locations.write_atomically(file, b"old")
+    write_atomically(file, b"old")
 
     def fail(*paths):
         raise OSError("disk full")
 
     monkeypatch.setattr(locations.os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
-        locations.write_atomically(file, b"new")
+        write_atomically(file, b"new")
     assert file.read_bytes() == b"old"
     assert list(file.parent.iterdir()) == [file]
 
