@@ -11,19 +11,20 @@ import sys
 from tests.processes import ROOT
 
 BUDGETS = {
-    "switchx": 66_700,
-    "pallas_kernels": 9_300,
+    "switchx": 67_400,
+    "pallas_kernels": 9_700,
     "experiments": 6_400,
-    "tests": 71_300,
-    "tests/bench": 700,
+    "tests": 70_900,
+    "tests/bench": 500,
 }
 
 
 def python_lines(folder: str) -> int:
-    """Lines of the Python files below a folder that git tracks."""
+    """Lines of the Python files below a folder that git tracks, without those of fixtures."""
     command = ["git", "ls-files", "-z", "--", folder]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    paths = [ROOT / name for name in listed.stdout.split("\0") if name.endswith(".py")]
+    names = [name for name in listed.stdout.split("\0") if name.endswith(".py")]
+    paths = [ROOT / name for name in names if not name.startswith("tests/fixtures/")]
     return sum(len(path.read_text().splitlines()) for path in paths if path.exists())
 
 
