@@ -15,6 +15,7 @@ from switchx.training.offload.host_stack import (
     with_totals,
     zero_gradients,
 )
+from tests.partitioning.ring_orders import forwards
 
 D = 6
 
@@ -108,11 +109,6 @@ def test_sums_of_gradients_leave_those_that_have_the_others_in_them():
     np.testing.assert_array_equal(summed["own"], np.full(4, 2.0))
     assert [each.slots for each in host_stacks(params)] == [2]
     assert with_totals(params, None) is params
-
-
-def forwards(order_N, slots):
-    """The numbers of layers where backward begins with the first one."""
-    return jnp.concatenate([order_N, order_N, order_N[: slots - 1]])
 
 
 def test_a_wrong_order_of_the_backward_pass_is_caught(monkeypatch):

@@ -31,6 +31,7 @@ SWITCH = SwitchConfig(
     router=RouterConfig(jitter=0.0),
 )
 DENSE = ModelConfig("decoder_only", 384, 16, 24, 2, 8, 2, activation="relu")
+TINY = dataclasses.replace(DENSE, d_model=8, d_ff=8, num_heads=1, num_decoder_layers=1)
 SPARSE = dataclasses.replace(DENSE, switch=SWITCH)
 ENCODER_DECODER = dataclasses.replace(
     SPARSE, architecture="encoder_decoder", num_encoder_layers=2
@@ -95,3 +96,27 @@ def make_params(config: ModelConfig, seed: int = 0) -> dict:
         return jnp.asarray(values, leaf.dtype)
 
     return tree.map_named(draw, abstract_params(config))
+
+
+def tiny_job(**changes) -> TrainingJob:
+    return make_job(TINY, **changes)
+
+
+def stacked(config, layers=4, **switch):
+    """The configuration with scanned stacks of so many blocks, and dropout."""
+    if config.is_encoder_decoder:
+        config = dataclasses.replace(config, num_encoder_layers=layers)
+    return dataclasses.replace(
+        config,
+        num_decoder_layers=layers,
+        scan_layers=True,
+        dropout_rate=0.1,
+        switch=dataclasses.replace(config.switch, **switch),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnConfig(ModelConfig):
+    """A model configuration of a class of one's own."""
+
+    width: int = 3

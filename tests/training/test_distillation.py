@@ -48,8 +48,8 @@ from tests.training.jobs import (
     make_job,
     make_params,
 )
+from tests.training.reporters import Events
 from tests.training.saved_runs import save_run
-from tests.training.test_loop import Events
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 

@@ -35,7 +35,7 @@ from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig, gradients
 from tests.compilation import on_devices
 from tests.data.refusals import refused
-from tests.partitioning.test_host_ring import forwards
+from tests.partitioning.ring_orders import forwards
 from tests.training.jobs import (
     DENSE,
     ENCODER_DECODER,
@@ -44,9 +44,9 @@ from tests.training.jobs import (
     make_batch,
     make_job,
     make_params,
+    stacked,
 )
-from tests.training.test_layered_step import stacked
-from tests.training.test_loop import Events
+from tests.training.reporters import Events
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 

@@ -22,7 +22,7 @@ from switchx.training.programs import compiled_program
 from switchx.tree import named_leaves
 from tests.data.refusals import refused
 from tests.training.jobs import DENSE, SPARSE, make_job
-from tests.training.test_loop import Events
+from tests.training.reporters import Events
 
 pytestmark = pytest.mark.usefixtures("steps_traced_once")
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training with experts on a disk on meshes of devices, against the resident program."""
 
-import dataclasses
 import functools
 
 import jax
@@ -13,39 +12,23 @@ from switchx.checkpoint.run_folder import RunFolder
 from switchx.compiled.collectives import executed_collectives
 from switchx.compiled.hlo import parse
 from switchx.models.stages import split_blocks
-from switchx.optim.adamw import AdamW
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.training.offload.disk_program import LayeredProgram
 from switchx.training.offload.disk_runs import Kind
 from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.programs import compiled_program
-from switchx.training.step import StepConfig, gradients
+from switchx.training.step import gradients
 from tests.data.refusals import refused
-from tests.training.jobs import SPARSE, make_batch, make_job
-from tests.training.test_layered import saved_files
-from tests.training.test_layered_step import relative_error, stacked
-from tests.training.train_states import assert_same
+from tests.training.disk_jobs import saved_files
+from tests.training.disk_mesh_jobs import MODEL, ROWS, E, mesh_job
+from tests.training.jobs import make_batch
+from tests.training.train_states import assert_same, relative_error
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
-# Some of them have no token in a step. Those of a device have dropout of their own.
-E, ROWS = 16, 16
-MODEL = stacked(SPARSE, 2, every=1, num_experts=E, expert_dropout_rate=0.0)
 # Pipeline MoE's: experts are on devices that share their tokens.
 SLICED = Rules(expert_params=(("E", ("model",)), ("D", ("fsdp",))))
-
-
-def mesh_job(mesh: MeshSpec, storage=None, dispatcher="gather", **changes):
-    switch = dataclasses.replace(MODEL.switch, dispatcher=dispatcher)
-    fields = dict(
-        storage=storage or StorageSpec("disk"),
-        optimizer=AdamW(weight_decay=0.1, epsilon=1e-4),
-        mesh=mesh,
-        step=StepConfig(num_microbatches=2, clip_norm=0.5),
-        batch_size=ROWS,
-    )
-    return make_job(dataclasses.replace(MODEL, switch=switch), **fields | changes)
 
 
 def program_of(job, folder) -> LayeredProgram:

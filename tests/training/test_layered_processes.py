@@ -25,8 +25,8 @@ from switchx.training.loop import train
 from switchx.training.offload.storage_spec import StorageSpec
 from tests.compilation import on_devices
 from tests.processes import child_environment, free_port, run_together
-from tests.training.test_layered_mesh import MODEL, E, mesh_job
-from tests.training.test_loop import Events
+from tests.training.disk_mesh_jobs import MODEL, E, mesh_job
+from tests.training.reporters import Events
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs_compiled_once")]
 

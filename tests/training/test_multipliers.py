@@ -32,7 +32,7 @@ from switchx.training.step import StepConfig
 from switchx.tree import named_leaves
 from tests.data.refusals import refused
 from tests.training.jobs import DENSE, SPARSE, make_job
-from tests.training.test_loop import Events
+from tests.training.reporters import Events
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
