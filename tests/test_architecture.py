@@ -228,7 +228,7 @@ def test_nothing_is_unfinished_or_bound_to_a_machine():
 def test_no_test_module_is_imported_by_another():
     """What tests share is a fixture, or stands in a file that is no test."""
     paths = {
-        path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
         for path in ROOT.glob("tests/**/*.py")
     }
     wrong = []

@@ -32,8 +32,7 @@ from tests.checkpoint import stores
 from tests.checkpoint.two_processes import in_two
 from tests.data.refusals import refused
 from tests.processes import ROOT
-from tests.training.jobs import tiny_job
-from tests.training.reporters import Events
+from tests.training.jobs import Events, tiny_job
 from tests.training.train_states import assert_same, filled_state, shapes
 
 

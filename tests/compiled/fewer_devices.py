@@ -10,7 +10,7 @@ from switchx.checkpoint.run_folder import RunFolder
 from switchx.compiled.elastic import job_for_devices
 from switchx.hardware.spec import load_hardware
 from switchx.training.loop import train
-from tests.training.reporters import Events
+from tests.training.jobs import Events
 from tests.training.saved_runs import losses_of
 
 V5E = load_hardware("v5e")

@@ -16,8 +16,7 @@ from switchx.training.step import StepConfig
 from tests.compiled.fewer_devices import V5E, losses_on_fewer
 from tests.data.refusals import refused
 from tests.planner.workloads import small
-from tests.training.jobs import SPARSE, make_job, stacked
-from tests.training.reporters import Events
+from tests.training.jobs import SPARSE, Events, make_job, stacked
 from tests.training.saved_runs import losses_of
 
 pytestmark = pytest.mark.usefixtures("steps_traced_once")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job whose experts are on a disk, its program, and what it saves."""
+"""Jobs whose experts are on a disk, also with a mesh of devices; a program, what it saves."""
+
+import dataclasses
 
 import jax
 
@@ -21,6 +23,9 @@ OPTIMIZERS = {
     "adafactor": Adafactor(min_dim_size_to_factor=8, beta1=0.9, weight_decay_rate=0.01),
 }
 DISK = StorageSpec("disk")
+# Some of them have no token in a step. Those of a device have dropout of their own.
+MESH_E, MESH_ROWS = 16, 16
+MESH_MODEL = stacked(SPARSE, 2, every=1, num_experts=MESH_E, expert_dropout_rate=0.0)
 
 
 def disk_job(model=MODEL, storage=DISK, optimizer="adamw", **changes):
@@ -56,3 +61,15 @@ def saved_files(program, folder):
     keys = range(snapshot.layout.num_keys)
     assert {snapshot.read(key).updates for key in keys} == {program.experts.updates}
     return snapshot.files
+
+
+def mesh_job(mesh: MeshSpec, storage=None, dispatcher="gather", **changes):
+    switch = dataclasses.replace(MESH_MODEL.switch, dispatcher=dispatcher)
+    fields = dict(
+        storage=storage or StorageSpec("disk"),
+        optimizer=AdamW(weight_decay=0.1, epsilon=1e-4),
+        mesh=mesh,
+        step=StepConfig(num_microbatches=2, clip_norm=0.5),
+        batch_size=MESH_ROWS,
+    )
+    return make_job(dataclasses.replace(MESH_MODEL, switch=switch), **fields | changes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models, batches and jobs for the tests of training."""
+"""Small models, batches and jobs for the tests of training, and a reporter of what happens."""
 
 import dataclasses
 
@@ -111,7 +111,7 @@ def stacked(config, layers=4, **switch):
         num_decoder_layers=layers,
         scan_layers=True,
         dropout_rate=0.1,
-        switch=dataclasses.replace(config.switch, **switch),
+        switch=config.switch and dataclasses.replace(config.switch, **switch),
     )
 
 
@@ -120,3 +120,30 @@ class OwnConfig(ModelConfig):
     """A model configuration of a class of one's own."""
 
     width: int = 3
+
+
+class Events(list):
+    """A reporter that writes down what it is told; `at(step)` is called after each step."""
+
+    def __init__(self, at=lambda step: None):
+        self._at = at
+
+    def begin(self, first_step, last_step):
+        self.append(("begin", first_step, last_step))
+
+    def stepped(self, step):
+        self.append(("stepped", step))
+        self._at(step)
+
+    def logged(self, step, metrics):
+        self.append(("logged", step))
+
+    def evaluated(self, step, metrics):
+        self.append(("evaluated", step))
+
+    def note(self, text):
+        self.append(("note", text))
+
+    @property
+    def notes(self):
+        return [event[1] for event in self if event[0] == "note"]

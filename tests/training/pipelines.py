@@ -15,6 +15,7 @@ from switchx.partitioning.rules import param_shardings
 from switchx.pipeline.schedule import ScheduleSpec
 from switchx.training.pipelined import build_schedule, pipelined_gradients
 from switchx.training.step import StepConfig, gradients
+from tests.training import jobs
 from tests.training.jobs import LOSS, make_batch, make_params
 
 # The auxiliary losses weigh enough to be seen in a wrong gradient.
@@ -24,18 +25,11 @@ ROWS, MICROBATCHES = 16, 4
 
 def stacked(config, layers: int, *, dropout_rate=0.0, dispatcher=None):
     """The configuration with scanned stacks of so many blocks, every other one sparse."""
-    config = dataclasses.replace(
-        config, num_decoder_layers=layers, scan_layers=True, dropout_rate=dropout_rate
+    # Explicit dispatchers draw the masks inside of experts on every device.
+    switch = dict(dispatcher=dispatcher, expert_dropout_rate=0.0) if dispatcher else {}
+    return dataclasses.replace(
+        jobs.stacked(config, layers, **switch), dropout_rate=dropout_rate
     )
-    if config.is_encoder_decoder:
-        config = dataclasses.replace(config, num_encoder_layers=layers)
-    if dispatcher is not None:
-        # Explicit dispatchers draw the masks inside of experts on every device.
-        switch = dataclasses.replace(
-            config.switch, dispatcher=dispatcher, expert_dropout_rate=0.0
-        )
-        config = dataclasses.replace(config, switch=switch)
-    return config
 
 
 def unpipelined(config, num_microbatches=MICROBATCHES, batch=None):

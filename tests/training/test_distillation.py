@@ -44,11 +44,11 @@ from tests.training.jobs import (
     LOSS,
     SPARSE,
     SWITCH,
+    Events,
     make_batch,
     make_job,
     make_params,
 )
-from tests.training.reporters import Events
 from tests.training.saved_runs import save_run
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")

@@ -27,8 +27,7 @@ from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.start import program_of
 from switchx.training.step import StepConfig
 from tests.data.refusals import refused
-from tests.training.jobs import DENSE, SPARSE, make_job, make_params
-from tests.training.reporters import Events
+from tests.training.jobs import DENSE, SPARSE, Events, make_job, make_params
 from tests.training.saved_runs import save_run
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")

@@ -25,11 +25,11 @@ from tests.training.jobs import (
     ENCODER_DECODER,
     LOSS,
     SPARSE,
+    Events,
     make_batch,
     make_job,
     make_params,
 )
-from tests.training.reporters import Events
 from tests.training.saved_runs import losses_of
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")

@@ -41,12 +41,12 @@ from tests.training.jobs import (
     ENCODER_DECODER,
     LOSS,
     SPARSE,
+    Events,
     make_batch,
     make_job,
     make_params,
     stacked,
 )
-from tests.training.reporters import Events
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 

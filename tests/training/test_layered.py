@@ -32,8 +32,7 @@ from switchx.training.step import StepConfig
 from tests.compilation import on_devices
 from tests.data.refusals import refused
 from tests.training.disk_jobs import MODEL, E, disk_job, disk_program, saved_files, trained
-from tests.training.jobs import DENSE, SPARSE, make_batch, stacked
-from tests.training.reporters import Events
+from tests.training.jobs import DENSE, SPARSE, Events, make_batch, stacked
 from tests.training.train_states import assert_same, damage
 
 pytestmark = pytest.mark.usefixtures("steps_traced_once")

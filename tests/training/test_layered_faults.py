@@ -21,8 +21,7 @@ from switchx.training.offload.disk_program import LayeredProgram
 from switchx.training.offload.storage_spec import StorageSpec
 from tests.processes import ROOT, child_environment
 from tests.training.disk_jobs import MODEL, E, disk_job, disk_program, trained
-from tests.training.jobs import make_batch
-from tests.training.reporters import Events
+from tests.training.jobs import Events, make_batch
 
 pytestmark = pytest.mark.usefixtures("steps_traced_once")
 

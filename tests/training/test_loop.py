@@ -31,8 +31,7 @@ from switchx.training.program import TrainingProgram
 from switchx.training.programs import compiled_program
 from tests.data.fakes import text_corpus
 from tests.data.refusals import refused
-from tests.training.jobs import TASK, TINY, make_job, tiny_job
-from tests.training.reporters import Events
+from tests.training.jobs import TASK, TINY, Events, make_job, tiny_job
 from tests.training.saved_runs import saved_steps, steps_in
 from tests.training.train_states import assert_same
 

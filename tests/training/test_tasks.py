@@ -34,8 +34,7 @@ from switchx.training.step import Seam, StepConfig, gradients
 from tests.compiled.fewer_devices import V5E, losses_on_fewer
 from tests.data.fakes import text_corpus
 from tests.data.refusals import refused
-from tests.training.jobs import LENGTH, LOSS, SPARSE, make_batch, make_job, make_params
-from tests.training.reporters import Events
+from tests.training.jobs import LENGTH, LOSS, SPARSE, Events, make_batch, make_job, make_params
 from tests.training.saved_runs import losses_of
 
 TASKS = tuple(
