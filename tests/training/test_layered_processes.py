@@ -27,6 +27,7 @@ from tests.compilation import on_devices
 from tests.processes import child_environment, free_port, run_together
 from tests.training.disk_jobs import MESH_E, MESH_MODEL, mesh_job
 from tests.training.jobs import Events
+from tests.training.saved_runs import losses_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs_compiled_once")]
 
@@ -127,10 +128,6 @@ def assert_bits_equal(got: dict, want: dict) -> None:
         assert got[name].tobytes() == leaf.tobytes(), name
 
 
-def losses(run: RunFolder) -> list[float]:
-    return [json.loads(line)["loss"] for line in run.metrics.read_text().splitlines()]
-
-
 @pytest.mark.parametrize("name", MESHES)
 def test_two_processes_train_as_one_device_with_all_experts(name, run_two, tmp_path):
     statuses, printed = run_two(name, tmp_path, train_steps=4)
@@ -138,7 +135,7 @@ def test_two_processes_train_as_one_device_with_all_experts(name, run_two, tmp_p
     run, alone = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "alone")
     with on_devices(1):
         train(mesh_job(ONE_DEVICE, StorageSpec(), train_steps=4), alone, Events())
-    np.testing.assert_allclose(losses(run), losses(alone), rtol=1e-5)
+    np.testing.assert_allclose(losses_of(run), losses_of(alone), rtol=1e-5)
     assert_close(arrays(run, 4), arrays(alone, 4))
     assert checkpoint_faults(run, 4) == []
     # The store of process 1 is in that of process 0, as they share the folder.
