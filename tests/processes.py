@@ -89,3 +89,14 @@ def script_with_compiler(compiler, script: str, *arguments: str) -> subprocess.C
         env=os.environ | variables | {"XLA_FLAGS": ""},
         capture_output=True, text=True, check=True, cwd=ROOT,
     )  # fmt: skip
+
+
+def dry_run(*targets: str) -> subprocess.CompletedProcess:
+    """What make would run, free of the make that may have started the tests."""
+    return subprocess.run(
+        ["make", "--dry-run", *targets],
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+    )

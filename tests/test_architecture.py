@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout: which package imports which, no cycles, sizes, headers, paths.
+"""The layout: which module imports which, no cycles, sizes, headers, paths.
 
 `python -m tests.test_architecture` prints the picture for docs/architecture.md.
 """
@@ -119,7 +119,7 @@ MODULES = {
 }
 
 
-def imported_modules(tree: ast.Module) -> set[str]:
+def imported_modules(tree: ast.Module, modules=MODULES) -> set[str]:
     """Modules that a file imports anywhere in it; `from a import b` is a.b where a.b is one."""
     found = set()
     for node in ast.walk(tree):
@@ -128,7 +128,7 @@ def imported_modules(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"line {node.lineno} imports relatively"
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= (names & MODULES.keys()) or {node.module}
+            found |= (names & modules.keys()) or {node.module}
     return found
 
 
@@ -222,6 +222,27 @@ def test_nothing_is_unfinished_or_bound_to_a_machine():
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if UNFINISHED.search(line) or MACHINE_PATH.search(line)
     ]
+    assert wrong == []
+
+
+def test_no_test_module_is_imported_by_another():
+    """What tests share is a fixture, or stands in a file that is no test."""
+    paths = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in ROOT.glob("tests/**/*.py")
+    }
+    wrong = []
+    for module, path in paths.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        imported = imported_modules(tree, paths)
+        for node in ast.walk(tree):  # programs of child processes are strings
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                imported.update(re.findall(r"(?:from|import) (tests\.[\w.]+)", node.value))
+        wrong += [
+            f"{module} imports {other}; move what they share to a file that is no test"
+            for other in imported - {module}
+            if other.rpartition(".")[2].startswith("test_")
+        ]
     assert wrong == []
 
 

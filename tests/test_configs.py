@@ -2,18 +2,13 @@
 """Every gin file that ships parses and builds, and says what it is for."""
 
 import dataclasses
-import json
 import math
-import pathlib
 import re
 
 import jax
 import pytest
 
 from switchx.checkpoint.retention import Retention
-from switchx.data.tokenizers import ByteVocabulary
-from switchx.data.vocabularies import save_vocabulary
-from switchx.fields import describe
 from switchx.gin_config import building
 from switchx.gin_config.building import job_from_gin
 from switchx.gin_config.writing import job_gin
@@ -30,21 +25,9 @@ from switchx.training.job import TrainingJob
 from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.text_evaluation import TextEvaluation
 from switchx.tree import num_elements
-from tests.interop.folders import SWITCH
+from tests.gin_files import CONFIGS, RUNS, describe_run, names, required_macros
 
-CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 FOLDERS = ("models", "tasks", "meshes", "optimizers", "runs", "storage", "xla")
-# What every run includes, and is no run.
-NOT_RUNS = {"runs/defaults.gin"}
-
-
-def names(*folders: str) -> list[str]:
-    """`models/switch_tiny.gin`, ...: the files of some folders of configs/."""
-    paths = [path for folder in folders for path in CONFIGS.glob(f"{folder}/**/*.gin")]
-    return sorted(path.relative_to(CONFIGS).as_posix() for path in paths)
-
-
-RUNS = [name for name in names("runs") if name not in NOT_RUNS]
 
 
 @pytest.fixture(autouse=True)
@@ -52,14 +35,6 @@ def clean_gin():
     """Gin's configuration is global; no test leaves one behind."""
     yield
     building.gin.clear_config()
-
-
-def describe_run(folder: pathlib.Path) -> None:
-    """What a gin file reads of the run INIT_FROM: its model and its vocabulary."""
-    folder.mkdir(parents=True, exist_ok=True)
-    model = dataclasses.replace(SWITCH, vocab_size=384)
-    (folder / "config.json").write_text(json.dumps({"model": describe(model)}))
-    save_vocabulary(ByteVocabulary(), folder)
 
 
 @pytest.fixture
@@ -87,14 +62,6 @@ def build_job(tmp_path):
         return building.build("JOB", TrainingJob)
 
     return build
-
-
-def required_macros(name: str) -> set[str]:
-    """Macros that a file or one it includes sets to gin.REQUIRED."""
-    text = (CONFIGS / name.removeprefix("configs/")).read_text(encoding="utf-8")
-    found = set(re.findall(r"^(\w+) = %gin\.REQUIRED", text, re.MULTILINE))
-    included = re.findall(r'^include "(.+)"', text, re.MULTILINE)
-    return found.union(*map(required_macros, included))
 
 
 def header(name: str) -> str:

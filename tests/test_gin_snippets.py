@@ -8,8 +8,8 @@ import pytest
 
 from switchx.cli.main import _parser
 from switchx.gin_config import building, gin_internals
-from tests.cli.test_docs import parsers
-from tests.test_configs import describe_run
+from tests.commands import parsers
+from tests.gin_files import describe_run
 
 ROOT = pathlib.Path(__file__).parents[1]
 # What only gin writes: an import of gin's, an include, `module.Class.field =`, `MACRO =`.

@@ -9,32 +9,25 @@ them. By default variants of training are begun, up to what would be compiled; `
 
 import ast
 import configparser
-import os
 import re
 import shlex
 import shutil
-import subprocess
 
 import pytest
 
 from switchx.axes import DIMENSIONS
 from switchx.cli.main import main
 from switchx.training.program import TrainingProgram
+from tests.commands import commands, python_blocks
 from tests.compilation import GPT, T5, T5_OF_2, TINY_RUN, on_devices
 from tests.data.downstream.published_files import PUBLISHED
-from tests.processes import ROOT
+from tests.processes import ROOT, dry_run
 
 PAGES = {
     path: path.read_text(encoding="utf-8")
     for path in (ROOT / "README.md", ROOT / "docs/capabilities.md")
 }
 README = PAGES[ROOT / "README.md"]
-
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-INLINE = re.compile(r"`([^`\n]+)`")
-STARTS = re.compile(
-    r"^(?:[A-Z_]+=\S+ )*(?:switchx|python -m switchx|make|pip|pytest|python experiments)[ /]\S"
-)
 
 # Command -> what is added, so that it takes seconds. They run in this order in one folder, in
 # which `tiny_run` is what `make train` left: later ones read what earlier ones wrote.
@@ -194,28 +187,6 @@ TESTED_ELSEWHERE = {
 }
 
 
-def plain(line: str) -> str:
-    """A command line without its comment and with single spaces."""
-    return " ".join(shlex.split(line, comments=True)) if "#" in line else " ".join(line.split())
-
-
-def commands(*texts: str) -> list[str]:
-    """Every command of some pages, once, in order."""
-    text = "\n".join(texts)
-    found = []
-    for language, block in BLOCK.findall(text):
-        if language in ("bash", "console", "sh"):
-            lines = block.replace("\\\n", " ").splitlines()
-            found += [plain(line.removeprefix("$ ")) for line in lines]
-    spans = INLINE.findall(BLOCK.sub("", text))
-    found += [span for span in map(plain, spans) if STARTS.match(span)]
-    return [command for command in dict.fromkeys(found) if command]
-
-
-def python_blocks(text: str) -> list[str]:
-    return [block for language, block in BLOCK.findall(text) if language == "python"]
-
-
 ALL = commands(*PAGES.values())
 
 
@@ -227,17 +198,6 @@ def kind(command: str) -> str:
         return "elsewhere"
     program = command.split()[0]
     return program if program in ("make", "pip") else "unknown"
-
-
-def dry_run(*targets: str) -> subprocess.CompletedProcess:
-    # Not under the influence of the make that may have started the tests.
-    return subprocess.run(
-        ["make", "--dry-run", *targets],
-        cwd=ROOT,
-        env={"PATH": os.environ["PATH"]},
-        capture_output=True,
-        text=True,
-    )
 
 
 def switchx_of(command: str) -> tuple[dict[str, str], list[str]]:

@@ -4,7 +4,6 @@
 import logging
 import math
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -22,10 +21,11 @@ from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.tree import num_bytes
 from tests.data.refusals import refused
-from tests.training.train_states import assert_same, damage, filled_state, shapes
+from tests.processes import ROOT
+from tests.training.saved_runs import kept
+from tests.training.train_states import assert_same, big_state, damage, filled_state, shapes
 
 KEEP_ALL = Retention(keep_last=100, keep_best=0)
-REPOSITORY = pathlib.Path(__file__).parents[2]
 
 
 def save_all(folder, steps, retention=KEEP_ALL, metrics=None):
@@ -34,10 +34,6 @@ def save_all(folder, steps, retention=KEEP_ALL, metrics=None):
         for step in steps:
             scores = {"neg_log_perplexity": metrics[step]} if metrics else None
             checkpointer.save(step, filled_state(step), {"position": step}, scores)
-
-
-def kept(folder):
-    return sorted(int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdecimal())
 
 
 def reopened(folder, retention=KEEP_ALL):
@@ -355,7 +351,7 @@ def test_killed_at_any_moment_leaves_a_complete_checkpoint(tmp_path, caplog):
     newest = 0
     for delay_s in (0.0, 0.05):
         trainer = subprocess.Popen(
-            [*command, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+            [*command, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT
         )
         # It is about to save the third, so it has completed at least the first.
         assert [int(trainer.stdout.readline()) for _ in range(3)][0] == newest + 1
@@ -373,11 +369,6 @@ def test_killed_at_any_moment_leaves_a_complete_checkpoint(tmp_path, caplog):
     # Only saves that were cut short were set aside, never a deletion that was.
     reasons = [r.args[1] for r in caplog.records if r.name == "switchx.checkpoint.retention"]
     assert set(reasons) <= {"its save did not finish"}
-
-
-def big_state(megabytes):
-    values = np.random.default_rng(0).normal(size=(megabytes, 1 << 18)).astype(np.float32)
-    return {"params": {"w_DF": jnp.array(values)}, "step": jnp.asarray(megabytes)}
 
 
 @pytest.fixture
@@ -427,10 +418,11 @@ def test_disk_that_fills_while_saving(small_disk, monkeypatch, caplog):
 
 LIMITED = """
 import resource, sys
-from tests.checkpoint.test_checkpointer import KEEP_ALL, big_state
-from switchx.checkpoint.checkpointer import Checkpointer
+from switchx.checkpoint.checkpointer import Checkpointer, Retention
 from switchx.checkpoint.run_folder import RunFolder
-with Checkpointer(RunFolder(sys.argv[1]), KEEP_ALL) as checkpointer:
+from tests.training.train_states import big_state
+keep_all = Retention(keep_last=100, keep_best=0)
+with Checkpointer(RunFolder(sys.argv[1]), keep_all) as checkpointer:
     checkpointer.save(1, big_state(1))
     checkpointer.wait()
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
@@ -440,7 +432,7 @@ with Checkpointer(RunFolder(sys.argv[1]), KEEP_ALL) as checkpointer:
 
 def test_failing_write_ends_the_process_with_an_error_and_loses_nothing(tmp_path):
     command = [sys.executable, "-c", LIMITED, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 1
     last_line = done.stderr.strip().splitlines()[-1]
     assert "SaveError: checkpoint 2 could not be written to " in last_line

@@ -17,7 +17,7 @@ from switchx.checkpoint.run_folder import RunFolder
 from switchx.storage.record import ArrayType, Record, StoreError, StoreLayout
 from switchx.storage.store import RecordStore
 from switchx.tree import nested
-from tests.checkpoint.test_checkpointer import REPOSITORY
+from tests.processes import ROOT
 from tests.training.train_states import assert_same, filled_state, shapes
 
 NAME = "params/decoder/blocks/layer_1/ffn/experts/w_in_EDF"
@@ -76,7 +76,7 @@ def test_killed_at_any_moment_leaves_state_and_experts_of_one_step(tmp_path):
             [sys.executable, "-c", code, str(tmp_path)],
             stdout=subprocess.PIPE,
             text=True,
-            cwd=REPOSITORY,
+            cwd=ROOT,
         )
         # It is about to save the third, so it has completed at least the first.
         assert [int(trainer.stdout.readline()) for _ in range(3)][0] == newest + 1

@@ -29,10 +29,10 @@ from switchx.manifest import new_folder
 from switchx.object_store import files_in, mirror, remove
 from switchx.training.loop import train
 from tests.checkpoint import stores
-from tests.checkpoint.test_checkpointer import REPOSITORY
-from tests.checkpoint.test_processes import in_two
+from tests.checkpoint.two_processes import in_two
 from tests.data.refusals import refused
-from tests.training.test_loop import Events, tiny_job
+from tests.processes import ROOT
+from tests.training.jobs import Events, tiny_job
 from tests.training.train_states import assert_same, filled_state, shapes
 
 
@@ -213,7 +213,9 @@ def test_training_in_a_store_resumes_and_is_read_as_in_a_folder(run, tmp_path, c
 
 SAVING = """
 import sys
-from tests.checkpoint.test_object_store import RunFolder, Checkpointer, Retention, filled_state
+from switchx.checkpoint.checkpointer import Checkpointer, Retention
+from switchx.checkpoint.run_folder import RunFolder
+from tests.training.train_states import filled_state
 run = RunFolder(sys.argv[1]).create()
 with run.locked(), Checkpointer(run, Retention(keep_last=2, keep_best=0)) as checkpointer:
     for step in range(int(sys.argv[2]), 1000):
@@ -228,7 +230,7 @@ def test_killed_at_any_moment_leaves_a_complete_checkpoint(run):
     newest = 0
     for round_ in range(4):
         words = [sys.executable, "-c", SAVING, str(run.path), str(newest + 1)]
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, cwd=REPOSITORY, text=True)
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, cwd=ROOT, text=True)
         for _ in range(2 + round_):
             line = process.stdout.readline()
         process.kill()

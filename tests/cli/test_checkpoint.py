@@ -9,13 +9,10 @@ import pytest
 from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.main import main
-from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import abstract_params
 from switchx.tree import named_leaves, num_bytes, num_elements
-from tests.training.saved_runs import save_run
+from tests.training.saved_runs import MODEL, save_run
 from tests.training.train_states import damage
-
-MODEL = ModelConfig("encoder_decoder", 384, 8, 8, 1, 8, 2, 2, switch=SwitchConfig(2, every=1))
 
 
 @pytest.fixture

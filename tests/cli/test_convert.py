@@ -29,9 +29,9 @@ from tests.interop.folders import (
     assert_same_params,
     change_tensors,
     huggingface_folder,
+    tokenizer_json,
 )
 from tests.interop.t5x_files import by_layers, write_t5x
-from tests.interop.test_tokenizer_json import a_file
 from tests.processes import ROOT
 from tests.training.jobs import make_params
 
@@ -80,13 +80,13 @@ def test_from_huggingface_and_back(in_a_folder, capsys):
 
 def test_a_tokenizer_json_alone_becomes_the_vocabulary(in_a_folder, capsys):
     huggingface_folder(in_a_folder / "theirs", T5)
-    file = a_file(in_a_folder / "theirs/tokenizer.json")
+    file = tokenizer_json(in_a_folder / "theirs/tokenizer.json")
     assert convert("--from=huggingface", "theirs", "ours") == 0
     vocabulary = load_vocabulary("ours")
     assert isinstance(vocabulary, SentencePieceVocabulary)
     assert (vocabulary.size, vocabulary.encode("a aa")) == (T5.vocab_size, [3, 4, 3, 4, 4])
 
-    a_file(file, model={"type": "BPE"})
+    tokenizer_json(file, model={"type": "BPE"})
     error = error_of(capsys, "--from=huggingface", "theirs", "again").strip()
     assert "theirs/tokenizer.json: model.type='BPE'; expected 'Unigram'" in error
     assert not (in_a_folder / "again").exists()

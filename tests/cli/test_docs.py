@@ -11,10 +11,10 @@ from switchx.bench import storage
 from switchx.cli import train
 from switchx.cli.arguments import parse_job
 from switchx.cli.main import _parse, _parser, main
+from tests.commands import parsers
 from tests.compilation import T5, TINY_RUN
-from tests.processes import ROOT
-from tests.test_configs import describe_run
-from tests.test_readme import dry_run
+from tests.gin_files import describe_run
+from tests.processes import ROOT, dry_run
 
 PAGE = (ROOT / "docs/command_line.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -107,15 +107,6 @@ def test_all_commands_are_on_the_pages():
         for command in [f"switchx {name} {word}" for word in words] or [f"switchx {name} "]:
             assert command in table, command
     assert subcommands()["check"][-1] == "accelerator"
-
-
-def parsers(parser, name: str = "switchx"):
-    """Names and parsers of a command and all below it."""
-    yield name, parser
-    for action in parser._actions:
-        if isinstance(action.choices, dict):
-            for word, inner in action.choices.items():
-                yield from parsers(inner, f"{name} {word}")
 
 
 def test_commands_of_several_hosts_are_those_that_are_said():

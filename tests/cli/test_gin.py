@@ -14,10 +14,10 @@ from switchx.gin_config import building, files
 from switchx.gin_config.writing import model_gin, without_scopes
 from switchx.models.config import ModelConfig, Precision
 from switchx.training.job import TrainingJob
+from tests.gin_files import RUNS, describe_run, required_macros
 from tests.integration.runs import SMALL
 from tests.interop.folders import SWITCH, T5_1_1
 from tests.processes import ROOT
-from tests.test_configs import RUNS, describe_run, required_macros
 
 BASE = ("FILES=a.txt",)
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a job takes of INIT_FROM and of VOCABULARY_FILE, and what flags may say otherwise."""
 
-import dataclasses
 import json
 import pathlib
 
@@ -15,7 +14,8 @@ from switchx.gin_config import building
 from switchx.gin_config.building import ConfigurationError, job_from_gin
 from switchx.gin_config.writing import model_gin
 from switchx.models.config import ModelConfig
-from tests.test_configs import CONFIGS, names, required_macros
+from tests.gin_files import CONFIGS, names, required_macros
+from tests.training.jobs import OwnConfig
 
 TINY, FINETUNE = "runs/pretrain_tiny.gin", "runs/finetune.gin"
 SMALL = ("NUM_EXPERTS=4", "VOCAB_SIZE=500", "ModelConfig.d_model=64", "SwitchConfig.every=1",
@@ -148,11 +148,6 @@ def test_what_a_vocabulary_file_may_be(vocabulary, source):
 
 
 # model.gin.
-
-
-@dataclasses.dataclass(frozen=True)
-class OwnConfig(ModelConfig):
-    width: int = 3
 
 
 def test_the_model_of_a_class_of_ones_own_is_written(in_a_folder):

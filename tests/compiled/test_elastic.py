@@ -2,43 +2,26 @@
 """A job on the devices there are: fewer and fewer, the same losses."""
 
 import dataclasses
-import json
 
 import jax
 import pytest
 
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.compiled.elastic import job_for_devices
-from switchx.hardware.spec import hardware_of, load_hardware
+from switchx.hardware.spec import hardware_of
 from switchx.models.stored_experts import storage_refusal
 from switchx.training.loop import train
 from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.step import StepConfig
+from tests.compiled.fewer_devices import V5E, losses_on_fewer
 from tests.data.refusals import refused
-from tests.planner.test_search import small
-from tests.training.jobs import SPARSE, make_job
-from tests.training.test_layered_step import stacked
-from tests.training.test_loop import Events
+from tests.planner.workloads import small
+from tests.training.jobs import SPARSE, Events, make_job, stacked
+from tests.training.saved_runs import losses_of
 
 pytestmark = pytest.mark.usefixtures("steps_traced_once")
 
-V5E = load_hardware("v5e")
 JOB = make_job(SPARSE, batch_size=24, eval_every=4)
-
-
-def losses_of(run: RunFolder) -> list[float]:
-    return [json.loads(line)["loss"] for line in run.metrics.read_text().splitlines()]
-
-
-def losses_on_fewer(job, folder) -> None:
-    """Trains to step 2 on seven devices and on with two, to the losses of one."""
-    whole, elastic = RunFolder(folder / "whole"), RunFolder(folder / "elastic")
-    train(job, whole, Events(), devices=jax.devices()[:1])
-    for count, steps in ((7, 2), (2, 4)):
-        here = job_for_devices(job, V5E, jax.devices()[:count])
-        part = dataclasses.replace(here.job, train_steps=steps)
-        train(part, elastic, Events(), devices=here.devices)
-    assert losses_of(elastic) == pytest.approx(losses_of(whole), rel=1e-5)
 
 
 def test_lost_devices_change_no_loss(tmp_path):

@@ -2,6 +2,8 @@
 """A small model, its inputs and its exports, for what writes and what runs them."""
 
 import functools
+import hashlib
+import json
 
 import jax
 
@@ -44,3 +46,13 @@ def generated(model, **decoding) -> list[list[tuple[list[int], float]]]:
     config, params = model
     results = dict(Generator(for_decoding(config), params, settings, 4)(INPUTS))
     return [[(each.tokens, each.score) for each in results[i]] for i in range(len(INPUTS))]
+
+
+def rewrite(folder, change) -> None:
+    """The manifest, changed by one who knows its checksum."""
+    content = json.loads((folder / "export.json").read_text())
+    del content["sha256"]
+    change(content)
+    text = json.dumps(content, sort_keys=True)
+    content["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    (folder / "export.json").write_text(json.dumps(content))

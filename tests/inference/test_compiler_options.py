@@ -18,9 +18,8 @@ from switchx.inference.running_batch import are_compiled
 from switchx.inference.score import Scorer
 from switchx.partitioning.mesh import DECODING_OPTIONS, CompilerOptions
 from tests.inference import tiny
-from tests.inference.exports import INPUTS, trained
-from tests.inference.test_ring_decode import MODEL
-from tests.inference.test_run_exported import rewrite
+from tests.inference.exports import INPUTS, rewrite, trained
+from tests.inference.ring_models import MODEL
 from tests.processes import script_with_compiler
 from tests.training.jobs import ENCODER_DECODER
 from tests.training.saved_runs import save_run

@@ -27,15 +27,7 @@ from switchx.moe.experts import WEIGHTS
 from switchx.storage.record import Record, StoreLayout, types_of
 from switchx.storage.store import RecordStore
 from tests.data.refusals import refused
-from tests.inference.test_chosen_experts import (
-    MODELS,
-    E,
-    generator,
-    model,
-    resident,
-    texts,
-    written,
-)
+from tests.inference.slot_models import MODELS, E, generator, model, resident, texts, written
 
 SLOW = pytest.mark.slow
 DESCRIPTORS = pathlib.Path("/proc/self/fd")

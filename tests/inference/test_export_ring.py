@@ -21,8 +21,9 @@ from switchx.models.config import ModelConfig, Precision, SwitchConfig
 from switchx.models.params import init_params
 from switchx.partitioning.mesh import MeshSpec
 from tests.data.refusals import refused
-from tests.inference.test_ring_decode import INPUTS, MODEL, SLOW, E, L, T, model, resident
+from tests.inference.ring_models import INPUTS, MODEL, E, L, T, model, resident
 
+SLOW = pytest.mark.slow
 SHAPES = Shapes(batch_size=4, input_length=4)
 # Of sizes that kernels take.
 WIDE = ModelConfig(

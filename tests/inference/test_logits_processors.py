@@ -18,7 +18,7 @@ from switchx.inference.generate import Generator, text_of
 from switchx.inference.programs import COMPILATIONS
 from switchx.inference.rows import Rows, RowSettings
 from switchx.inference.running_batch import RunningBatch
-from tests.inference import test_beam_search, tiny
+from tests.inference import beam_oracle, tiny
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
@@ -112,18 +112,18 @@ def test_a_search_is_that_of_a_loop_over_lists(settings):
     plain = dataclasses.replace(
         config, no_repeat_ngram_size=0, repetition_penalty=1.0, forced_prefix=()
     )
-    log_prob_BTVV = np.stack([test_beam_search.tables(seed, 7) for seed in range(8)])
-    found, num_changed = test_beam_search.search(log_prob_BTVV, config), 0
+    log_prob_BTVV = np.stack([beam_oracle.tables(seed, 7) for seed in range(8)])
+    found, num_changed = beam_oracle.search(log_prob_BTVV, config), 0
     for log_prob_TVV, got in zip(log_prob_BTVV, found, strict=True):
 
         def processed(log_prob_V, tokens):
             return processed_by_loops(log_prob_V, [0, *tokens], len(tokens), config)
 
-        want = test_beam_search.search_by_lists(log_prob_TVV, config, processed)
+        want = beam_oracle.search_by_lists(log_prob_TVV, config, processed)
         assert [tokens for tokens, _ in got[: len(want)]] == [tokens for tokens, _ in want]
         scores = ([score for _, score in texts] for texts in (got[: len(want)], want))
         np.testing.assert_allclose(*scores, rtol=1e-5)
-        num_changed += want != test_beam_search.search_by_lists(log_prob_TVV, plain)
+        num_changed += want != beam_oracle.search_by_lists(log_prob_TVV, plain)
     assert num_changed >= 1
 
 

@@ -16,7 +16,7 @@ from switchx.inference.rows import Rows, RowSettings
 from switchx.inference.running_batch import are_compiled
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
-from tests.inference import test_chosen_experts, tiny
+from tests.inference import slot_models, tiny
 
 
 def scaled(factor, params):
@@ -78,9 +78,9 @@ def test_programs_that_are_cut_are_kept_with_the_others(monkeypatch):
     programs = Programs(most=3)
     for user in ("offload.cut_program", "running_batch"):
         monkeypatch.setattr(f"switchx.inference.{user}.PROGRAMS", programs)
-    config, experts = test_chosen_experts.with_slots("gpt", 4, 2)
-    generator = test_chosen_experts.generator(config, experts, 1)
-    said = test_chosen_experts.written(generator)
+    config, experts = slot_models.with_slots("gpt", 4, 2)
+    generator = slot_models.generator(config, experts, 1)
+    said = slot_models.written(generator)
     assert len(programs) == 2  # for prompts and for steps
     assert are_compiled(generator, 4, 4) and not are_compiled(generator, 4, 8)
     before = num_maps()
@@ -91,7 +91,7 @@ def test_programs_that_are_cut_are_kept_with_the_others(monkeypatch):
     assert len(programs) == 3 and not are_compiled(generator, 4, 4)
     assert before == 0 or num_maps() < before
     number = COMPILATIONS.number
-    assert test_chosen_experts.written(generator) == said
+    assert slot_models.written(generator) == said
     assert COMPILATIONS.number == number + 2 + 3
 
 

@@ -15,8 +15,9 @@ from switchx.inference.config import ExpertSlots
 from switchx.inference.offload.ring_decode import RingExperts
 from switchx.inference.offload.ring_or_chosen import RingOrChosen, outside_of_device
 from tests.data.refusals import refused
-from tests.inference.test_ring_decode import MODEL, SLOW, E, L, T, model, resident, written
+from tests.inference.ring_models import MODEL, E, L, T, model, resident, written
 
+SLOW = pytest.mark.slow
 H200 = load_hardware("h200")
 
 

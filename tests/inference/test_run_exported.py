@@ -31,6 +31,7 @@ from tests.inference.exports import (
     REBUILD,
     export,
     generated,
+    rewrite,
     trained,
 )
 from tests.processes import ROOT, xla_flags
@@ -82,16 +83,6 @@ def model(folder):
 def copy(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "copy")
     return tmp_path / "copy"
-
-
-def rewrite(folder, change) -> None:
-    """The manifest, changed by one who knows its checksum."""
-    content = json.loads((folder / "export.json").read_text())
-    del content["sha256"]
-    change(content)
-    text = json.dumps(content, sort_keys=True)
-    content["sha256"] = hashlib.sha256(text.encode()).hexdigest()
-    (folder / "export.json").write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ from switchx.interop import t5x
 from switchx.manifest import checksum_of
 from switchx.object_store import MAX_JSON_DEPTH
 from switchx.training.resume import write_run_config
-from tests.interop.t5x_files import by_layers, write_t5x
-from tests.interop.test_t5x import SWITCH
+from tests.interop.t5x_files import SWITCH, by_layers, write_t5x
 from tests.training.jobs import ENCODER_DECODER, make_job, make_params
 
 

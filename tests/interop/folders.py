@@ -92,3 +92,16 @@ def greedy_tokens(
     )
     state = run_until(checkpoint.config, program, checkpoint.params, state, 0, num_tokens)
     return np.asarray(state.hypotheses.token_BT)
+
+
+def tokenizer_json(path, **changes):
+    """A `tokenizer.json` with a few pieces."""
+    vocab = [["<pad>", 0.0], ["</s>", 0.0], ["<unk>", 0.0], ["▁", -2.0], ["a", -1.0]]
+    content = {
+        "model": {"type": "Unigram", "unk_id": 2, "vocab": vocab},
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "add_prefix_space": True},
+        "added_tokens": [],
+    } | changes
+    path.write_text(json.dumps(content))
+    return path

@@ -4,6 +4,7 @@
 The names are those of T5X's and flaxformer's trees, written out.
 """
 
+import dataclasses
 import gzip
 import itertools
 import json
@@ -13,8 +14,13 @@ import pathlib
 import numpy as np
 from flax import serialization
 
-from switchx.models.config import ModelConfig
+from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.tree import named_leaves
+from tests.interop.folders import T5
+
+SWITCH = dataclasses.replace(
+    T5, num_encoder_layers=4, num_decoder_layers=2, switch=SwitchConfig(3, every=2)
+)
 
 
 def by_layers(config: ModelConfig, params: dict, *, heads_apart: bool = False) -> dict:

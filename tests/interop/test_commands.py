@@ -16,9 +16,7 @@ from switchx.data.vocabularies import load_vocabulary
 from switchx.data.vocabulary_training import train_sentencepiece
 from switchx.interop.huggingface import read_checkpoint
 from tests.data.words import sentences
-from tests.interop.test_huggingface_parity import SIZES, build
-from tests.interop.test_nllb_moe import SIZES as NLLB
-from tests.interop.test_nllb_moe import build as build_nllb
+from tests.interop.transformers_models import NLLB_SIZES, SIZES, build, build_nllb
 
 ROWS = 512
 SPARSE = dict(
@@ -60,7 +58,7 @@ def run(*options) -> None:
 def their_model(name: str):
     family, changes = FAMILIES[name]
     if family is None:
-        return build_nllb(**NLLB | {"vocab_size": ROWS} | changes)
+        return build_nllb(**NLLB_SIZES | {"vocab_size": ROWS} | changes)
     sizes = SIZES | {"vocab_size": ROWS, "num_layers": 2, "num_decoder_layers": 2}
     return build(family, sizes | changes)
 

@@ -7,8 +7,8 @@ import pytest
 
 from switchx.interop import huggingface, t5x
 from tests.interop.folders import SWITCH, huggingface_folder
+from tests.interop.t5x_files import SWITCH as T5X_SWITCH
 from tests.interop.t5x_files import by_layers, write_t5x
-from tests.interop.test_t5x import SWITCH as T5X_SWITCH
 from tests.training.jobs import make_params
 
 

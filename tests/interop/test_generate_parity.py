@@ -19,7 +19,7 @@ from switchx.inference.generate import Generator, for_decoding
 from switchx.interop.huggingface import read_checkpoint
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
-from tests.interop.test_huggingface_parity import MODELS, SIZES, build
+from tests.interop.transformers_models import MODELS, SIZES, build
 
 pytestmark = [pytest.mark.hf, pytest.mark.slow]
 

@@ -14,7 +14,7 @@ from switchx.interop import huggingface
 from switchx.interop.generation_config import decoding_defaults, write_generation
 from tests.data.refusals import refused
 from tests.interop.folders import change_config, huggingface_folder
-from tests.interop.test_huggingface_parity import SIZES, build
+from tests.interop.transformers_models import SIZES, build
 
 IDS = {"pad_token_id": 1, "eos_token_id": [2, 5], "decoder_start_token_id": 0}
 MADLAD = (1, 2, 0)

@@ -17,49 +17,12 @@ from switchx.interop.tensor_folder import from_torch
 from switchx.models.params import forward
 from switchx.tree import named_leaves
 from tests.interop.folders import change_config, change_tensors, greedy_tokens
-from tests.torch_weights import randomize
+from tests.interop.transformers_models import MODELS, SIZES, as_trained, build, switch
 
 pytestmark = pytest.mark.hf
 
-SIZES = dict(
-    vocab_size=50,
-    d_model=24,
-    d_kv=8,
-    d_ff=40,
-    num_heads=3,
-    num_layers=4,
-    num_decoder_layers=4,
-    decoder_start_token_id=0,
-)
 # Rows of 24, 5 and 13 tokens, padded on the right: long enough to share relative buckets.
 LENGTHS, L, M = np.array([24, 5, 13]), 12, 24
-
-
-def switch(**changes):
-    sparse = dict(num_experts=4, num_sparse_encoder_layers=2, num_sparse_decoder_layers=2)
-    return "SwitchTransformers", SIZES | sparse | changes
-
-
-MODELS = {
-    "t5": ("T5", SIZES),
-    "t5_deep_encoder_silu": (
-        "T5",
-        SIZES | {"num_decoder_layers": 1, "feed_forward_proj": "gated-silu"},
-    ),
-    "t5_1_1": ("T5", SIZES | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
-    "mt5": ("MT5", SIZES),
-    "mt5_untied": ("MT5", SIZES | {"tie_word_embeddings": False}),
-    # Two slots: in rows of 24 tokens at least 16 are dropped in every encoder layer.
-    "switch_drops": switch(expert_capacity=2),
-    "switch_steps": switch(num_sparse_decoder_layers=1, expert_capacity=64),
-    "switch_all_sparse": switch(
-        num_sparse_encoder_layers=4, num_sparse_decoder_layers=0, expert_capacity=3
-    ),
-    "t5_gelu": ("T5", SIZES | {"feed_forward_proj": "gelu", "layer_norm_epsilon": 1e-3}),
-    "umt5": ("UMT5", SIZES | {"num_decoder_layers": 3}),
-    "switch_gelu": switch(dense_act_fn="gelu", router_bias=True, expert_capacity=5),
-    "switch_untied": switch(tie_word_embeddings=False, expert_capacity=5),
-}
 
 
 def drops() -> bool:
@@ -68,30 +31,6 @@ def drops() -> bool:
 
     major, minor = map(int, transformers.__version__.split(".")[:2])
     return not (major == 5 and minor < 19)
-
-
-def build(family: str, sizes: dict):
-    """A model of transformers, by the name of its family."""
-    import torch
-    import transformers
-
-    config = getattr(transformers, f"{family}Config")(**sizes)
-    model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
-    if family == "UMT5" or not sizes.get("tie_word_embeddings", True):
-        # transformers 5 ties what was not loaded; the released ones have a matrix of their own.
-        shape = model.lm_head.weight.shape
-        model.lm_head.weight = torch.nn.Parameter(torch.empty(shape))
-        for stack in (model.encoder, model.decoder):  # one table, as they all have
-            stack.embed_tokens = model.shared
-    return as_trained(randomize(model))
-
-
-def as_trained(model):
-    """transformers 5.0 to 5.23 divide UMT5's logits by sqrt(D) even where they have their own
-    matrix; 5.24 asks the second of these fields."""
-    if type(model).__name__.startswith("UMT5"):
-        model.config.tie_word_embeddings = model.config.scale_decoder_outputs = False
-    return model
 
 
 @functools.cache

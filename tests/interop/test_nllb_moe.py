@@ -23,24 +23,11 @@ from switchx.models.params import forward
 from switchx.tree import named_leaves
 from tests.data.refusals import refused
 from tests.interop.folders import change_config, change_tensors, greedy_tokens
+from tests.interop.transformers_models import NLLB_SIZES, build_nllb
 from tests.torch_weights import randomize
 
 pytestmark = pytest.mark.hf
 
-SIZES = dict(
-    vocab_size=50,
-    d_model=24,
-    encoder_ffn_dim=40,
-    decoder_ffn_dim=40,
-    encoder_attention_heads=3,
-    decoder_attention_heads=3,
-    encoder_layers=4,
-    decoder_layers=4,
-    encoder_sparse_step=2,
-    decoder_sparse_step=2,
-    num_experts=5,
-    moe_token_dropout=0.2,
-)
 LENGTHS, M, L = np.array([17, 5, 12]), 17, 9
 LANGUAGE, IDS = 40, (1, 2, 3)
 
@@ -63,30 +50,20 @@ def experts_of_the_router():
         yield
 
 
-def build(**changes):
-    import transformers
-
-    return randomize(
-        transformers.NllbMoeForConditionalGeneration(
-            transformers.NllbMoeConfig(**SIZES | changes)
-        )
-    )
-
-
 @functools.cache
 def texts():
     """Sources and targets in their ids: a decoder's input begins with the end, 2."""
     rng = np.random.default_rng(1)
     is_token_BM = np.arange(M)[None] < LENGTHS[:, None]
-    source_BM = np.where(is_token_BM, rng.integers(2, SIZES["vocab_size"], (3, M)), 1)
-    target_BL = rng.integers(2, SIZES["vocab_size"], (3, L))
+    source_BM = np.where(is_token_BM, rng.integers(2, NLLB_SIZES["vocab_size"], (3, M)), 1)
+    target_BL = rng.integers(2, NLLB_SIZES["vocab_size"], (3, L))
     target_BL[:, :2] = 2, LANGUAGE
     return source_BM, is_token_BM, target_BL
 
 
 def to_ours(id_X):
     """Our ids of theirs."""
-    ids_V = in_their_order(np.arange(SIZES["vocab_size"], dtype=np.int32), 0, IDS)
+    ids_V = in_their_order(np.arange(NLLB_SIZES["vocab_size"], dtype=np.int32), 0, IDS)
     return ids_V[id_X]
 
 
@@ -117,7 +94,7 @@ def their_logits(model):
 
 @pytest.mark.parametrize("changes", [{}, {"router_bias": True, "decoder_sparse_step": 0}])
 def test_the_same_logits(tmp_path, changes):
-    model = build(**changes)
+    model = build_nllb(**changes)
     model.save_pretrained(tmp_path)
     with experts_of_the_router():
         want_BLV = in_our_order(their_logits(model).detach().numpy(), 2, IDS)
@@ -133,7 +110,7 @@ def test_the_same_logits(tmp_path, changes):
 def test_greedy_translations(tmp_path, ends):
     import torch
 
-    model = build() if ends else randomize(build(), seed=1)
+    model = build_nllb() if ends else randomize(build_nllb(), seed=1)
     with torch.no_grad():
         for name, weight in [] if ends else model.named_parameters():
             # So that a text depends on its source, and does not end at once.
@@ -169,9 +146,9 @@ def test_the_same_gradients(tmp_path):
     """Of sum(logits * weights), for every parameter, read as a checkpoint of gradients is."""
     import torch
 
-    model = build(moe_token_dropout=0.0, scale_embedding=False, router_bias=True)
+    model = build_nllb(moe_token_dropout=0.0, scale_embedding=False, router_bias=True)
     model.save_pretrained(tmp_path)
-    weights_BLV = np.random.default_rng(2).normal(size=(3, L, SIZES["vocab_size"]))
+    weights_BLV = np.random.default_rng(2).normal(size=(3, L, NLLB_SIZES["vocab_size"]))
     with experts_of_the_router():
         torch.sum(
             their_logits(model) * torch.tensor(weights_BLV, dtype=torch.float32)
@@ -220,14 +197,14 @@ def test_the_same_gradients(tmp_path):
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path, changes, reason):
-    build().save_pretrained(tmp_path)
+    build_nllb().save_pretrained(tmp_path)
     change_config(tmp_path, **changes)
     with refused(f"{tmp_path / 'config.json'}: {reason}"):
         read_checkpoint(tmp_path)
 
 
 def test_tensors_that_are_others(tmp_path):
-    build().save_pretrained(tmp_path)
+    build_nllb().save_pretrained(tmp_path)
     name = "model.encoder.layers.1.ffn.experts.expert_0.fc1.weight"
     change_tensors(tmp_path, lambda tensors: tensors.pop(name))
     with pytest.raises(ValueError, match=f"{name}: expected shape .40, 24., got nothing"):

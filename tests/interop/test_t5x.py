@@ -13,7 +13,7 @@ from switchx.models.params import abstract_params
 from switchx.tree import named_leaves
 from tests.data.refusals import refused
 from tests.interop.folders import T5, T5_1_1, assert_same_params
-from tests.interop.t5x_files import by_layers, scanned, write_t5x
+from tests.interop.t5x_files import SWITCH, by_layers, scanned, write_t5x
 from tests.training.jobs import make_params
 
 BASE = ModelConfig(
@@ -84,9 +84,6 @@ def test_shapes_with_heads_joined_or_apart_and_blocks_stacked():
     assert their_shapes("a/w_query_DHK", BASE, 6) == [(768, 6, 768), (768, 6, 12, 64)]
 
 
-SWITCH = dataclasses.replace(
-    T5, num_encoder_layers=4, num_decoder_layers=2, switch=SwitchConfig(3, every=2)
-)
 XXL = dataclasses.replace(SWITCH, activation="geglu", tie_embeddings=False)
 
 

@@ -11,6 +11,7 @@ from switchx.data.tokenizers import SentencePieceVocabulary
 from switchx.interop.tokenizer_json import sentencepiece_model
 from tests.data.refusals import refused
 from tests.data.words import sentences
+from tests.interop.folders import tokenizer_json
 
 # Spaces, signs that are composed or taken apart, signs without a piece, sentinels and almost.
 BITS = [
@@ -90,19 +91,6 @@ def test_a_file_without_a_character_map_or_with_runs_made_one(trained, tmp_path)
                 assert vocabulary.encode(text) == want, repr(text)
 
 
-def a_file(path, **changes):
-    """A `tokenizer.json` with a few pieces."""
-    vocab = [["<pad>", 0.0], ["</s>", 0.0], ["<unk>", 0.0], ["▁", -2.0], ["a", -1.0]]
-    content = {
-        "model": {"type": "Unigram", "unk_id": 2, "vocab": vocab},
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "add_prefix_space": True},
-        "added_tokens": [],
-    } | changes
-    path.write_text(json.dumps(content))
-    return path
-
-
 def test_bytes_and_added_tokens(tmp_path):
     vocab = [["<pad>", 0.0], ["</s>", 0.0], ["<unk>", 0.0], ["▁a", -1.0]]
     vocab += [[f"<0x{byte:02X}>", -9.0] for byte in range(256)]
@@ -111,7 +99,7 @@ def test_bytes_and_added_tokens(tmp_path):
         {"id": 260, "content": "<extra_id_0>", "special": True},
         {"id": 261, "content": "<mask>", "special": True},
     ]
-    file = a_file(tmp_path / "tokenizer.json", model=model, added_tokens=added)
+    file = tokenizer_json(tmp_path / "tokenizer.json", model=model, added_tokens=added)
     vocabulary = ours(file, 1)
     assert vocabulary.sentinel_id(0) == 260
     first = [4 + byte for byte in "\u2581é".encode()]
@@ -150,7 +138,7 @@ def test_bytes_and_added_tokens(tmp_path):
     ],
 )  # fmt: skip
 def test_what_a_sentencepiece_model_cannot_do_is_refused(tmp_path, changes, reason):
-    file = a_file(tmp_path / "tokenizer.json", **changes)
+    file = tokenizer_json(tmp_path / "tokenizer.json", **changes)
     way_out = "give the SentencePiece model itself, --vocabulary=FILE, or none"
     with refused(f"{file}: {reason}; {way_out}"):
         sentencepiece_model(file)

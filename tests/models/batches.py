@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small fixed batches for model tests, packed and with padding."""
+"""Small fixed batches for model tests, packed and with padding, and a layer on one."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+from switchx.models.config import ModelConfig
+from switchx.models.params import bind
+from switchx.moe.layer import SwitchFFN
 
 
 def segments(rows):
@@ -45,3 +51,13 @@ def make_batch(vocab_size: int, *, is_encoder_decoder: bool, seed: int = 0) -> d
         "encoder_segment_ids": segment_BM,
         "encoder_positions": position_BM,
     }
+
+
+def layer_of(config: ModelConfig, params: dict):
+    """The last block's Switch layer as a function of its input."""
+    layer: SwitchFFN = (
+        bind(config, jax.tree.map(jnp.asarray, params)).decoder.blocks.blocks[-1].ffn
+    )
+    shape = (3, 5, config.d_model)
+    x_BLD = jnp.asarray(np.random.default_rng(7).normal(size=shape), jnp.float32)
+    return layer(x_BLD, jnp.ones((3, 5), bool), is_training=False)[0]

@@ -6,22 +6,21 @@ Dims: B batch, L length, D model, E experts, R rows
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from switchx import tree
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
-from switchx.models.params import abstract_params, bind
+from switchx.models.params import abstract_params
 from switchx.models.reshape import (
     LayerSample,
     cluster_experts,
     drop_experts,
     merge_experts,
 )
-from switchx.moe.layer import SwitchFFN
 from tests.data.refusals import refused
+from tests.models.batches import layer_of
 from tests.training.jobs import make_params
 
 E, D = 4, 8
@@ -35,15 +34,6 @@ def samples(config=CONFIG, rows: int = 40, load_E=(1, 5, 2, 3)) -> list[LayerSam
     rng = np.random.default_rng(1)
     x_RD = rng.normal(size=(rows, D)).astype(np.float32)
     return [LayerSample(np.array(load_E), x_RD) for _ in config.sparse_layer_names]
-
-
-def layer_of(config: ModelConfig, params: dict):
-    """The last block's Switch layer as a function of its input."""
-    layer: SwitchFFN = (
-        bind(config, jax.tree.map(jnp.asarray, params)).decoder.blocks.blocks[-1].ffn
-    )
-    x_BLD = jnp.asarray(np.random.default_rng(7).normal(size=(3, 5, D)), jnp.float32)
-    return layer(x_BLD, jnp.ones((3, 5), bool), is_training=False)[0]
 
 
 def with_twins(params: dict, config=CONFIG) -> dict:

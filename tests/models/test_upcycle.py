@@ -13,7 +13,7 @@ from switchx.models.params import abstract_params, forward
 from switchx.models.reshape import LayerSample, dense_config, to_dense
 from switchx.models.upcycle import upcycle, upcycled_config
 from tests.data.refusals import refused
-from tests.models.test_reshape import layer_of
+from tests.models.batches import layer_of
 from tests.training.jobs import ENCODER_DECODER, make_batch, make_params
 
 DENSE = dataclasses.replace(ENCODER_DECODER, switch=None, activation="geglu")

@@ -15,6 +15,7 @@ from switchx.training.offload.host_stack import (
     with_totals,
     zero_gradients,
 )
+from tests.partitioning.ring_orders import forwards
 
 D = 6
 
@@ -110,11 +111,6 @@ def test_sums_of_gradients_leave_those_that_have_the_others_in_them():
     with_total = with_totals(params, params)
     np.testing.assert_array_equal(with_total["host"].total, np.ones((3, 2)))
     assert add_gradients(params, with_total)["host"].total is None
-
-
-def forwards(order_N, slots):
-    """The numbers of layers where backward begins with the first one."""
-    return jnp.concatenate([order_N, order_N, order_N[: slots - 1]])
 
 
 def test_a_wrong_order_of_the_backward_pass_is_caught(monkeypatch):

@@ -23,14 +23,9 @@ from switchx.planner.search import (
     seconds,
 )
 from switchx.planner.way_out import smallest_that_fits, workable_devices
-from tests.planner.workloads import DENSE, SPARSE, SWITCH, make_workload
+from tests.planner.workloads import DENSE, SPARSE, SWITCH, make_workload, small
 
 V5E, H200 = load_hardware("v5e"), load_hardware("h200")
-
-
-def small(hardware, num_bytes: float):
-    memory = dataclasses.replace(hardware.memory, num_bytes=num_bytes, usable=1.0)
-    return dataclasses.replace(hardware, memory=memory)
 
 
 @functools.cache

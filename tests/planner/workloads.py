@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small training steps, and shipped models, for the planner's tests."""
+"""Small training steps, shipped models, and small memories, for the planner's tests."""
 
 import dataclasses
 import functools
@@ -35,3 +35,9 @@ def shipped_model(name: str, *bindings: str) -> ModelConfig:
         return gin.get_configurable("switchx.models.config.ModelConfig")()
     finally:
         gin.clear_config()
+
+
+def small(hardware, num_bytes: float):
+    """The hardware with devices of so many bytes, all of them usable."""
+    memory = dataclasses.replace(hardware.memory, num_bytes=num_bytes, usable=1.0)
+    return dataclasses.replace(hardware, memory=memory)

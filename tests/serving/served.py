@@ -183,3 +183,11 @@ def exchange(address, data: bytes, *, is_ended: bool = False, timeout_s: float =
 def status_and_json(received: bytes) -> tuple[int, dict]:
     head, _, body = received.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(body)
+
+
+def wait_until(condition, seconds=30) -> None:
+    """Returns when `condition()` holds; fails after so long."""
+    end_s = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)

@@ -27,7 +27,7 @@ from switchx.serving.app import make_app
 from switchx.serving.models import ModelFolder, Models, Reloader
 from switchx.serving.server import Server, open_socket
 from tests.serving import served
-from tests.serving.test_server import wait_until
+from tests.serving.served import wait_until
 from tests.training.jobs import TASK
 from tests.training.saved_runs import save_run
 

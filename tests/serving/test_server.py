@@ -11,7 +11,7 @@ from switchx.serving.app import is_loopback
 from switchx.serving.models import Models
 from switchx.serving.server import Server, open_socket
 from tests.serving import served
-from tests.serving.served import exchange, request_bytes, status_and_json
+from tests.serving.served import exchange, request_bytes, status_and_json, wait_until
 
 GOOD = request_bytes(b'{"inputs": "gate"}', "Connection: close")
 
@@ -127,13 +127,6 @@ def test_requests_in_a_row_are_answered_in_order(address):
     assert len(parts) == 3
     for part, text in zip(parts, texts, strict=True):
         assert served.is_said(status_and_json(b"HTTP/1.1 200" + part)[1]["results"][0], text)
-
-
-def wait_until(condition, seconds=30):
-    end_s = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
 
 
 def test_an_address_that_is_taken():

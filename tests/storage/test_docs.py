@@ -14,8 +14,8 @@ from switchx.gin_config import building
 from switchx.storage.simulation import POLICIES
 from switchx.storage.trace import trace_of_choices
 from switchx.training.offload.storage_spec import StorageSpec
+from tests.commands import commands, python_blocks
 from tests.processes import ROOT
-from tests.test_readme import commands, python_blocks
 
 PAGE = (ROOT / "docs/storage.md").read_text(encoding="utf-8")
 NAMES = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models, batches and jobs for the tests of training."""
+"""Small models, batches and jobs for the tests of training, and a reporter of what happens."""
 
 import dataclasses
 
@@ -31,6 +31,7 @@ SWITCH = SwitchConfig(
     router=RouterConfig(jitter=0.0),
 )
 DENSE = ModelConfig("decoder_only", 384, 16, 24, 2, 8, 2, activation="relu")
+TINY = dataclasses.replace(DENSE, d_model=8, d_ff=8, num_heads=1, num_decoder_layers=1)
 SPARSE = dataclasses.replace(DENSE, switch=SWITCH)
 ENCODER_DECODER = dataclasses.replace(
     SPARSE, architecture="encoder_decoder", num_encoder_layers=2
@@ -95,3 +96,54 @@ def make_params(config: ModelConfig, seed: int = 0) -> dict:
         return jnp.asarray(values, leaf.dtype)
 
     return tree.map_named(draw, abstract_params(config))
+
+
+def tiny_job(**changes) -> TrainingJob:
+    return make_job(TINY, **changes)
+
+
+def stacked(config, layers=4, **switch):
+    """The configuration with scanned stacks of so many blocks, and dropout."""
+    if config.is_encoder_decoder:
+        config = dataclasses.replace(config, num_encoder_layers=layers)
+    return dataclasses.replace(
+        config,
+        num_decoder_layers=layers,
+        scan_layers=True,
+        dropout_rate=0.1,
+        switch=config.switch and dataclasses.replace(config.switch, **switch),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnConfig(ModelConfig):
+    """A model configuration of a class of one's own."""
+
+    width: int = 3
+
+
+class Events(list):
+    """A reporter that writes down what it is told; `at(step)` is called after each step."""
+
+    def __init__(self, at=lambda step: None):
+        self._at = at
+
+    def begin(self, first_step, last_step):
+        self.append(("begin", first_step, last_step))
+
+    def stepped(self, step):
+        self.append(("stepped", step))
+        self._at(step)
+
+    def logged(self, step, metrics):
+        self.append(("logged", step))
+
+    def evaluated(self, step, metrics):
+        self.append(("evaluated", step))
+
+    def note(self, text):
+        self.append(("note", text))
+
+    @property
+    def notes(self):
+        return [event[1] for event in self if event[0] == "note"]

@@ -44,12 +44,12 @@ from tests.training.jobs import (
     LOSS,
     SPARSE,
     SWITCH,
+    Events,
     make_batch,
     make_job,
     make_params,
 )
 from tests.training.saved_runs import save_run
-from tests.training.test_loop import Events
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 

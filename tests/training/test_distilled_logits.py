@@ -27,9 +27,8 @@ from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.start import program_of
 from switchx.training.step import StepConfig
 from tests.data.refusals import refused
-from tests.training.jobs import DENSE, SPARSE, make_job, make_params
+from tests.training.jobs import DENSE, SPARSE, Events, make_job, make_params
 from tests.training.saved_runs import save_run
-from tests.training.test_loop import Events
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 

@@ -20,17 +20,17 @@ from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig, gradients, seam_of
 from switchx.training.switch_layers import layers_of
-from tests.compiled.test_elastic import losses_of
 from tests.data.refusals import refused
 from tests.training.jobs import (
     ENCODER_DECODER,
     LOSS,
     SPARSE,
+    Events,
     make_batch,
     make_job,
     make_params,
 )
-from tests.training.test_loop import Events
+from tests.training.saved_runs import losses_of
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 

@@ -35,18 +35,18 @@ from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig, gradients
 from tests.compilation import on_devices
 from tests.data.refusals import refused
-from tests.partitioning.test_host_ring import forwards
+from tests.partitioning.ring_orders import forwards
 from tests.training.jobs import (
     DENSE,
     ENCODER_DECODER,
     LOSS,
     SPARSE,
+    Events,
     make_batch,
     make_job,
     make_params,
+    stacked,
 )
-from tests.training.test_layered_step import stacked
-from tests.training.test_loop import Events
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 

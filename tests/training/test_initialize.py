@@ -21,8 +21,7 @@ from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.programs import compiled_program
 from switchx.tree import named_leaves
 from tests.data.refusals import refused
-from tests.training.jobs import DENSE, SPARSE, make_job
-from tests.training.test_loop import Events
+from tests.training.jobs import DENSE, SPARSE, Events, make_job
 
 pytestmark = pytest.mark.usefixtures("steps_traced_once")
 

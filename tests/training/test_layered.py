@@ -19,9 +19,6 @@ from switchx.checkpoint.run_folder import RunFolder
 from switchx.checkpoint.verify import checkpoint_faults
 from switchx.inference.config import ExpertSlots
 from switchx.models.params import abstract_params
-from switchx.optim.adafactor import Adafactor
-from switchx.optim.adamw import AdamW
-from switchx.partitioning.mesh import MeshSpec
 from switchx.storage.simulation import run_policy
 from switchx.storage.snapshot import Snapshot
 from switchx.storage.store import RecordStore
@@ -34,56 +31,11 @@ from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig
 from tests.compilation import on_devices
 from tests.data.refusals import refused
-from tests.training.jobs import DENSE, SPARSE, make_batch, make_job
-from tests.training.test_layered_step import stacked
-from tests.training.test_loop import Events
+from tests.training.disk_jobs import MODEL, E, disk_job, disk_program, saved_files, trained
+from tests.training.jobs import DENSE, SPARSE, Events, make_batch, stacked
 from tests.training.train_states import assert_same, damage
 
 pytestmark = pytest.mark.usefixtures("steps_traced_once")
-
-# So many experts that some have no token in a step.
-E = 24
-MODEL = stacked(SPARSE, 2, every=1, num_experts=E)
-OPTIMIZERS = {
-    "adamw": AdamW(weight_decay=0.1, epsilon=1e-4),
-    "adafactor": Adafactor(min_dim_size_to_factor=8, beta1=0.9, weight_decay_rate=0.01),
-}
-DISK = StorageSpec("disk")
-
-
-def disk_job(model=MODEL, storage=DISK, optimizer="adamw", **changes):
-    step = changes.pop("step", StepConfig(num_microbatches=2, clip_norm=0.5))
-    return make_job(
-        model,
-        storage=storage,
-        optimizer=OPTIMIZERS[optimizer],
-        mesh=MeshSpec(data=1),
-        step=step,
-        **changes,
-    )
-
-
-def disk_program(folder, **changes) -> LayeredProgram:
-    return LayeredProgram(disk_job(**changes), RunFolder(folder), jax.devices()[:1])
-
-
-def trained(program, steps: int = 5):
-    """The state after some steps, and their losses and norms."""
-    state, measured = program.init_state(), []
-    for step in range(steps):
-        batch = program.place(make_batch(MODEL, 8, seed=step))
-        state, metrics = program.train_step(state, batch)
-        measured.append((float(metrics.loss), float(metrics.grad_norm)))
-    return state, measured
-
-
-def saved_files(program, folder):
-    """Bytes and CRC-32 of each record, all of one update."""
-    program.experts.save(folder)
-    snapshot = Snapshot(folder)
-    keys = range(snapshot.layout.num_keys)
-    assert {snapshot.read(key).updates for key in keys} == {program.experts.updates}
-    return snapshot.files
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,8 @@ from switchx.training.loop import train
 from switchx.training.offload.disk_program import LayeredProgram
 from switchx.training.offload.storage_spec import StorageSpec
 from tests.processes import ROOT, child_environment
-from tests.training.jobs import make_batch
-from tests.training.test_layered import MODEL, E, disk_job, disk_program, trained
-from tests.training.test_loop import Events
+from tests.training.disk_jobs import MODEL, E, disk_job, disk_program, trained
+from tests.training.jobs import Events, make_batch
 
 pytestmark = pytest.mark.usefixtures("steps_traced_once")
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training with experts on a disk on meshes of devices, against the resident program."""
 
-import dataclasses
 import functools
 
 import jax
@@ -13,39 +12,22 @@ from switchx.checkpoint.run_folder import RunFolder
 from switchx.compiled.collectives import executed_collectives
 from switchx.compiled.hlo import parse
 from switchx.models.stages import split_blocks
-from switchx.optim.adamw import AdamW
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.training.offload.disk_program import LayeredProgram
 from switchx.training.offload.disk_runs import Kind
 from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.programs import compiled_program
-from switchx.training.step import StepConfig, gradients
+from switchx.training.step import gradients
 from tests.data.refusals import refused
-from tests.training.jobs import SPARSE, make_batch, make_job
-from tests.training.test_layered import saved_files
-from tests.training.test_layered_step import relative_error, stacked
-from tests.training.train_states import assert_same
+from tests.training.disk_jobs import MESH_E, MESH_MODEL, MESH_ROWS, mesh_job, saved_files
+from tests.training.jobs import make_batch
+from tests.training.train_states import assert_same, relative_error
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
-# Some of them have no token in a step. Those of a device have dropout of their own.
-E, ROWS = 16, 16
-MODEL = stacked(SPARSE, 2, every=1, num_experts=E, expert_dropout_rate=0.0)
 # Pipeline MoE's: experts are on devices that share their tokens.
 SLICED = Rules(expert_params=(("E", ("model",)), ("D", ("fsdp",))))
-
-
-def mesh_job(mesh: MeshSpec, storage=None, dispatcher="gather", **changes):
-    switch = dataclasses.replace(MODEL.switch, dispatcher=dispatcher)
-    fields = dict(
-        storage=storage or StorageSpec("disk"),
-        optimizer=AdamW(weight_decay=0.1, epsilon=1e-4),
-        mesh=mesh,
-        step=StepConfig(num_microbatches=2, clip_norm=0.5),
-        batch_size=ROWS,
-    )
-    return make_job(dataclasses.replace(MODEL, switch=switch), **fields | changes)
 
 
 def program_of(job, folder) -> LayeredProgram:
@@ -83,8 +65,8 @@ def resident_step():
     program = compiled_program(job, jax.devices()[:1])
     with program.scope():
         state = program.init_state()
-        compute = jax.jit(functools.partial(gradients, MODEL, job.loss, job.step))
-        grads = compute(state.params, make_batch(MODEL, ROWS), key=state.key)[0]
+        compute = jax.jit(functools.partial(gradients, MESH_MODEL, job.loss, job.step))
+        grads = compute(state.params, make_batch(MESH_MODEL, MESH_ROWS), key=state.key)[0]
     return jax.device_get((state.params, tree.named_leaves(grads)))
 
 
@@ -118,7 +100,7 @@ def test_raw_gradients_are_those_of_one_device_with_all_experts(name, tmp_path):
         banks = KeptGradients(program.experts, want)
         programs = Lowered(program._layered)
         program.experts.begin_sweeps(is_training=True)
-        batch = program.place(make_batch(MODEL, ROWS))
+        batch = program.place(make_batch(MESH_MODEL, MESH_ROWS))
         grads, _ = programs.layered.gradients(state.params, batch, banks, key=state.key)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, grads)
         for got, expected in zip(
@@ -160,7 +142,7 @@ class Lowered:
 
 def assert_dense_slices_are_gathered_a_run_ahead(hlo, dense):
     """SE-MoE's horizontal prefetch, in the compiled programs of two runs on an `fsdp` mesh."""
-    (blocks,), _ = split_blocks(MODEL, dense)
+    (blocks,), _ = split_blocks(MESH_MODEL, dense)
     shapes = sorted((1, *leaf.shape[1:]) for leaf in jax.tree.leaves(blocks))
 
     def gathered(*key):
@@ -205,7 +187,7 @@ def steps_of(program, number: int = 4):
     """State, losses and norms after steps of one batch each."""
     state, measured = program.init_state(), []
     for step in range(number):
-        batch = program.place(make_batch(MODEL, ROWS, seed=step))
+        batch = program.place(make_batch(MESH_MODEL, MESH_ROWS, seed=step))
         state, metrics = program.train_step(state, batch)
         measured.append((float(metrics.loss), float(metrics.grad_norm)))
     return state, measured
@@ -226,7 +208,7 @@ def test_steps_on_a_mesh(name, tmp_path):
         files = saved_files(program, tmp_path / "saved")
         dense = jax.device_get(state.params)
     np.testing.assert_allclose(measured, want, rtol=1e-5)
-    few = (E + 3) * program.experts.layout.record_bytes
+    few = (MESH_E + 3) * program.experts.layout.record_bytes
     storage = StorageSpec("disk", host_bytes=few, policy="lru")
     program = program_of(mesh_job(mesh, storage), tmp_path / "few")
     with program.scope():
@@ -234,7 +216,7 @@ def test_steps_on_a_mesh(name, tmp_path):
         assert 0 < program.experts.metrics()["hit_rate"] < 1
         assert again == measured and saved_files(program, tmp_path / "saved_too") == files
         assert_same(jax.device_get(state.params), dense)
-        batch = make_batch(MODEL, ROWS, seed=9)
+        batch = make_batch(MESH_MODEL, MESH_ROWS, seed=9)
         infinite = np.full_like(batch["decoder_loss_weights"], np.inf)
         state, metrics = program.train_step(
             state, program.place(batch | {"decoder_loss_weights": infinite})

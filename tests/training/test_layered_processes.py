@@ -25,8 +25,9 @@ from switchx.training.loop import train
 from switchx.training.offload.storage_spec import StorageSpec
 from tests.compilation import on_devices
 from tests.processes import child_environment, free_port, run_together
-from tests.training.test_layered_mesh import MODEL, E, mesh_job
-from tests.training.test_loop import Events
+from tests.training.disk_jobs import MESH_E, MESH_MODEL, mesh_job
+from tests.training.jobs import Events
+from tests.training.saved_runs import losses_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs_compiled_once")]
 
@@ -37,7 +38,7 @@ MESHES = {
 }
 ONE_DEVICE = MeshSpec(data=1)
 # Room for the experts of one layer that a process has: all that is changed is soon written.
-HOST_BYTES = E // 2 * 3 * 2 * 4 * MODEL.d_model * MODEL.d_ff
+HOST_BYTES = MESH_E // 2 * 3 * 2 * 4 * MESH_MODEL.d_model * MESH_MODEL.d_ff
 
 
 class Ending(Events):
@@ -81,7 +82,7 @@ def _fill_the_disk(full_at: str) -> None:
     def put(self, name, data):
         nonlocal number
         number += 1
-        if number > E + 4:  # after the first records
+        if number > MESH_E + 4:  # after the first records
             raise self._write_error(name, len(data), ValueError("os_error_code='28'"))
         whole(self, name, data)
 
@@ -127,10 +128,6 @@ def assert_bits_equal(got: dict, want: dict) -> None:
         assert got[name].tobytes() == leaf.tobytes(), name
 
 
-def losses(run: RunFolder) -> list[float]:
-    return [json.loads(line)["loss"] for line in run.metrics.read_text().splitlines()]
-
-
 @pytest.mark.parametrize("name", MESHES)
 def test_two_processes_train_as_one_device_with_all_experts(name, run_two, tmp_path):
     statuses, printed = run_two(name, tmp_path, train_steps=4)
@@ -138,7 +135,7 @@ def test_two_processes_train_as_one_device_with_all_experts(name, run_two, tmp_p
     run, alone = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "alone")
     with on_devices(1):
         train(mesh_job(ONE_DEVICE, StorageSpec(), train_steps=4), alone, Events())
-    np.testing.assert_allclose(losses(run), losses(alone), rtol=1e-5)
+    np.testing.assert_allclose(losses_of(run), losses_of(alone), rtol=1e-5)
     assert_close(arrays(run, 4), arrays(alone, 4))
     assert checkpoint_faults(run, 4) == []
     # The store of process 1 is in that of process 0, as they share the folder.
@@ -148,11 +145,11 @@ def test_two_processes_train_as_one_device_with_all_experts(name, run_two, tmp_p
     ]
     parts = parts_of(run.checkpoints / "4" / "experts")
     saved = [{each.relative_to(part) for each in part.glob("*/*")} for part in parts]
-    assert len(saved) == 2 and len(saved[0] | saved[1]) == 2 * E
+    assert len(saved) == 2 and len(saved[0] | saved[1]) == 2 * MESH_E
     if name == "expert":
         assert [set(each) for each in records] == saved and not saved[0] & saved[1]
     else:  # both have all, equal to the bit; the first saves them
-        assert len(records[0]) == 2 * E and not saved[1]
+        assert len(records[0]) == 2 * MESH_E and not saved[1]
         for path, file in records[0].items():
             assert file.read_bytes() == records[1][path].read_bytes(), path
 

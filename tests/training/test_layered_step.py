@@ -18,25 +18,13 @@ from switchx.training.losses import cross_entropy
 from switchx.training.offload.disk_runs import joined
 from switchx.training.offload.disk_step import LayeredGradients
 from switchx.training.step import StepConfig, gradients
-from tests.training.jobs import ENCODER_DECODER, LOSS, SPARSE, make_batch, make_params
+from tests.training.jobs import ENCODER_DECODER, LOSS, SPARSE, make_batch, make_params, stacked
+from tests.training.train_states import relative_error
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
 WEIGHTY = dataclasses.replace(LOSS, balance_weight=0.5, router_z_weight=0.1)
 ROWS = 8
-
-
-def stacked(config, layers=4, **switch):
-    """The configuration with scanned stacks of so many blocks, and dropout."""
-    if config.is_encoder_decoder:
-        config = dataclasses.replace(config, num_encoder_layers=layers)
-    return dataclasses.replace(
-        config,
-        num_decoder_layers=layers,
-        scan_layers=True,
-        dropout_rate=0.1,
-        switch=dataclasses.replace(config.switch, **switch),
-    )
 
 
 class Banks:
@@ -92,15 +80,6 @@ def layered(config, num_microbatches, guess="some", slots=2, filled_with=0.0):
     )
     grads = tree.nested(tree.named_leaves(grads) | banks.grads)
     return jax.device_get((grads, *joined(results))), banks
-
-
-def relative_error(got, want) -> float:
-    """Of the norm of all arrays together."""
-    squares = [
-        (np.sum(np.square(a - b, dtype=np.float64)), np.sum(np.square(b, dtype=np.float64)))
-        for a, b in zip(got, want, strict=True)
-    ]
-    return np.sqrt(np.divide(*np.sum(squares, axis=0)))
 
 
 def whole(config, num_microbatches):

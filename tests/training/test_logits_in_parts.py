@@ -25,7 +25,7 @@ from switchx.training.losses import (
 )
 from tests.layers.weights import with_params
 from tests.training.jobs import DENSE, make_batch, make_params
-from tests.training.test_pipelined import assert_equal, pipelined, stacked, unpipelined
+from tests.training.pipelines import assert_equal, pipelined, stacked, unpipelined
 
 B, L, V, D, PARTS = 16, 6, 48, 8, 3
 TIED = ModelConfig("decoder_only", V, D, 8, 2, 4, 1)

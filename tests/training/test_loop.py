@@ -31,51 +31,11 @@ from switchx.training.program import TrainingProgram
 from switchx.training.programs import compiled_program
 from tests.data.fakes import text_corpus
 from tests.data.refusals import refused
-from tests.training.jobs import DENSE, TASK, make_job
+from tests.training.jobs import TASK, TINY, Events, make_job, tiny_job
+from tests.training.saved_runs import saved_steps, steps_in
 from tests.training.train_states import assert_same
 
 pytestmark = pytest.mark.usefixtures("steps_traced_once")
-
-TINY = dataclasses.replace(DENSE, d_model=8, d_ff=8, num_heads=1, num_decoder_layers=1)
-
-
-class Events(list):
-    """A reporter that writes down what it is told; `at(step)` is called after each step."""
-
-    def __init__(self, at=lambda step: None):
-        self._at = at
-
-    def begin(self, first_step, last_step):
-        self.append(("begin", first_step, last_step))
-
-    def stepped(self, step):
-        self.append(("stepped", step))
-        self._at(step)
-
-    def logged(self, step, metrics):
-        self.append(("logged", step))
-
-    def evaluated(self, step, metrics):
-        self.append(("evaluated", step))
-
-    def note(self, text):
-        self.append(("note", text))
-
-    @property
-    def notes(self):
-        return [event[1] for event in self if event[0] == "note"]
-
-
-def tiny_job(**changes):
-    return make_job(TINY, **changes)
-
-
-def steps_in(path) -> list[int]:
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
-
-
-def saved_steps(run) -> set[int]:
-    return {int(path.name) for path in run.checkpoints.iterdir() if path.name.isdecimal()}
 
 
 @pytest.fixture(scope="module")

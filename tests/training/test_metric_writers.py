@@ -13,8 +13,7 @@ from switchx.training.loop import train
 from switchx.training.telemetry.metric_writers import WeightsAndBiases
 from switchx.training.telemetry.metrics import flat_scalars
 from tests.data.refusals import refused
-from tests.training.jobs import DENSE, make_job
-from tests.training.test_loop import Events, tiny_job
+from tests.training.jobs import DENSE, Events, make_job, tiny_job
 
 pytestmark = pytest.mark.usefixtures("steps_traced_once")
 

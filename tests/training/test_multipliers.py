@@ -31,8 +31,7 @@ from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig
 from switchx.tree import named_leaves
 from tests.data.refusals import refused
-from tests.training.jobs import DENSE, SPARSE, make_job
-from tests.training.test_loop import Events
+from tests.training.jobs import DENSE, SPARSE, Events, make_job
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 

@@ -10,7 +10,6 @@ import pytest
 
 from switchx import tree
 from switchx.compiled.flops import matrix_flops
-from switchx.optim.updates import global_norm
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules, param_shardings
@@ -18,74 +17,31 @@ from switchx.pipeline.schedule import ScheduleSpec
 from switchx.training.evaluate import eval_step
 from switchx.training.pipelined import build_schedule, pipelined_gradients
 from switchx.training.programs import compiled_program
-from switchx.training.step import StepConfig, gradients
+from switchx.training.step import StepConfig
 from tests.data.refusals import refused
 from tests.training.jobs import (
     DENSE,
     ENCODER_DECODER,
     LENGTH,
-    LOSS,
     SPARSE,
     make_batch,
     make_job,
     make_params,
     with_padded_rows,
 )
+from tests.training.pipelines import (
+    MICROBATCHES,
+    ROWS,
+    WEIGHTY,
+    assert_equal,
+    pipelined,
+    stacked,
+    unpipelined,
+)
 
 PIPELINE_MOE = Rules(
     expert_params=(("N", ("pipe",)), ("E", ("model",)), ("D", ("fsdp",))),
 )
-# The auxiliary losses weigh enough to be seen in a wrong gradient.
-WEIGHTY = dataclasses.replace(LOSS, balance_weight=0.5, router_z_weight=0.1)
-ROWS, MICROBATCHES = 16, 4
-
-
-def stacked(config, layers: int, *, dropout_rate=0.0, dispatcher=None):
-    """The configuration with scanned stacks of so many blocks, every other one sparse."""
-    config = dataclasses.replace(
-        config, num_decoder_layers=layers, scan_layers=True, dropout_rate=dropout_rate
-    )
-    if config.is_encoder_decoder:
-        config = dataclasses.replace(config, num_encoder_layers=layers)
-    if dispatcher is not None:
-        # Explicit dispatchers draw the masks inside of experts on every device.
-        switch = dataclasses.replace(
-            config.switch, dispatcher=dispatcher, expert_dropout_rate=0.0
-        )
-        config = dataclasses.replace(config, switch=switch)
-    return config
-
-
-def unpipelined(config, num_microbatches=MICROBATCHES, batch=None):
-    """Gradients, loss, token sums and statistics on one device."""
-    if config.switch is not None and not config.switch.has_attention:
-        switch = dataclasses.replace(config.switch, dispatcher="gather")
-        config = dataclasses.replace(config, switch=switch)
-    step = StepConfig(num_microbatches=num_microbatches)
-    compute = functools.partial(gradients, config, WEIGHTY, step)
-    batch = make_batch(config, ROWS) if batch is None else batch
-    return jax.device_get(jax.jit(compute)(make_params(config), batch, key=jax.random.key(1)))
-
-
-def pipelined(config, mesh: MeshSpec, spec=None, num_microbatches=MICROBATCHES, batch=None):
-    """The same by the stages of `mesh`."""
-    spec = ScheduleSpec() if spec is None else spec
-    schedule = build_schedule(config, spec, mesh.pipe, num_microbatches)
-    compute = functools.partial(pipelined_gradients, config, WEIGHTY, schedule)
-    built, params = mesh.build(), make_params(config)
-    with use_mesh(built, mesh.rules):
-        params = jax.device_put(params, param_shardings(mesh.rules, built, params))
-        batch = make_batch(config, ROWS) if batch is None else batch
-        return jax.device_get(jax.jit(compute)(params, batch, key=jax.random.key(1)))
-
-
-def assert_equal(got, want):
-    np.testing.assert_allclose(global_norm(got[0]), global_norm(want[0]), rtol=2e-5)
-    mine, right = tree.named_leaves(got), tree.named_leaves(want)
-    assert mine.keys() == right.keys()
-    for name, leaf in right.items():
-        atol = 2e-5 * max(float(np.max(np.abs(leaf))), 1e-6)
-        np.testing.assert_allclose(mine[name], leaf, rtol=0, atol=atol, err_msg=name)
 
 
 @pytest.mark.slow  # 30 s of compilation; that stacks are linked: tests/models/test_stages.py

@@ -14,8 +14,7 @@ from switchx.training.loop import Outcome, train
 from switchx.training.telemetry.profiling import ProfiledSteps, StepProfiler
 from tests.data.refusals import refused
 from tests.integration.runs import SMALL, numbers
-from tests.training.jobs import make_job
-from tests.training.test_loop import TINY, Events
+from tests.training.jobs import TINY, Events, make_job
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 

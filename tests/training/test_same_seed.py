@@ -13,7 +13,7 @@ from switchx.gin_config.building import job_from_gin
 from switchx.models.unroll import unrolled
 from switchx.storage.snapshot import Snapshot
 from switchx.training.start import program_of
-from tests.test_configs import names
+from tests.gin_files import names
 
 BRIEF = (
     "VOCAB_SIZE=512", "NUM_EXPERTS=8", "BATCH_SIZE=16", "ModelConfig.d_model=16",

@@ -15,8 +15,8 @@ from switchx.checkpoint.run_folder import RunFolder
 from switchx.training.loop import train
 from switchx.training.offload.storage_spec import StorageSpec
 from tests.data.refusals import refused
-from tests.training.jobs import SPARSE, make_job
-from tests.training.test_loop import Events, saved_steps, steps_in, tiny_job
+from tests.training.jobs import SPARSE, Events, make_job, tiny_job
+from tests.training.saved_runs import saved_steps, steps_in
 from tests.training.train_states import assert_same, damage
 
 pytestmark = pytest.mark.usefixtures("steps_traced_once")

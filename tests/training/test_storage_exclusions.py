@@ -27,8 +27,7 @@ from switchx.training.offload.host_program import HostProgram
 from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.step import StepConfig
 from switchx.training.text_evaluation import TextEvaluation
-from tests.cli.test_sources import OwnConfig
-from tests.training.jobs import SPARSE, make_job
+from tests.training.jobs import SPARSE, OwnConfig, make_job
 
 SCANNED = dataclasses.replace(SPARSE, scan_layers=True)
 

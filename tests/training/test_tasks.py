@@ -31,11 +31,11 @@ from switchx.training.expert_copies import task_tables, with_copies
 from switchx.training.loop import train
 from switchx.training.programs import compiled_program
 from switchx.training.step import Seam, StepConfig, gradients
-from tests.compiled.test_elastic import V5E, losses_of, losses_on_fewer
+from tests.compiled.fewer_devices import V5E, losses_on_fewer
 from tests.data.fakes import text_corpus
 from tests.data.refusals import refused
-from tests.training.jobs import LENGTH, LOSS, SPARSE, make_batch, make_job, make_params
-from tests.training.test_loop import Events
+from tests.training.jobs import LENGTH, LOSS, SPARSE, Events, make_batch, make_job, make_params
+from tests.training.saved_runs import losses_of
 
 TASKS = tuple(
     Task(name, text_corpus(*[letter * 160] * 4), ByteVocabulary(), CausalLM())

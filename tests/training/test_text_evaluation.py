@@ -18,7 +18,8 @@ from switchx.training.loop import train
 from switchx.training.text_evaluation import TaskTexts, TextEvaluation, TimeLimit, peaks
 from tests.data.fakes import pair_corpus
 from tests.data.refusals import refused
-from tests.training.test_loop import Events, saved_steps, tiny_job
+from tests.training.jobs import Events, tiny_job
+from tests.training.saved_runs import saved_steps
 
 pytestmark = pytest.mark.usefixtures("steps_traced_once")
 

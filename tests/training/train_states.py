@@ -30,6 +30,11 @@ def filled_state(step: int, optimizer=None, size: int = 16, dtype=jnp.float32) -
     return State(jnp.asarray(step, jnp.int32), params, opt_state, jax.random.key(step))
 
 
+def big_state(megabytes):
+    values = np.random.default_rng(0).normal(size=(megabytes, 1 << 18)).astype(np.float32)
+    return {"params": {"w_DF": jnp.array(values)}, "step": jnp.asarray(megabytes)}
+
+
 def shapes(state, sharding=None):
     """The state as ShapeDtypeStructs, all with one sharding."""
     return jax.tree.map(
@@ -55,3 +60,12 @@ def damage(path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 16
     path.write_bytes(data)
+
+
+def relative_error(got, want) -> float:
+    """Of the norm of all arrays together."""
+    squares = [
+        (np.sum(np.square(a - b, dtype=np.float64)), np.sum(np.square(b, dtype=np.float64)))
+        for a, b in zip(got, want, strict=True)
+    ]
+    return np.sqrt(np.divide(*np.sum(squares, axis=0)))
