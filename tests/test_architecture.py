@@ -119,7 +119,7 @@ MODULES = {
 }
 
 
-def imported_modules(tree: ast.Module) -> set[str]:
+def imported_modules(tree: ast.Module, modules=MODULES.keys()) -> set[str]:
     """Modules that a file imports anywhere in it; `from a import b` is a.b where a.b is one."""
     found = set()
     for node in ast.walk(tree):
@@ -128,7 +128,7 @@ def imported_modules(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"line {node.lineno} imports relatively"
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= (names & MODULES.keys()) or {node.module}
+            found |= (names & modules) or {node.module}
     return found
 
 
@@ -171,6 +171,19 @@ def test_no_cycles():
         {package: set(direct) - {ALL} for package, direct in ARROWS.items()}
     ).prepare()
     assert "inference" not in below("training") and "training" not in below("inference")
+
+
+def test_experiments_have_no_cycles():
+    paths = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in ROOT.glob("experiments/**/*.py")
+    }
+    assert {"experiments.study", "experiments.pretraining.run"} <= paths.keys()
+    graph = {
+        module: imported_modules(ast.parse(path.read_text()), paths.keys()) & paths.keys()
+        for module, path in paths.items()
+    }
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_modules_of_others_are_imported_in_their_places():

@@ -12,7 +12,8 @@ import functools
 import statistics
 from typing import Any
 
-from experiments.comparison import Comparison, Contender, Trained, judge_of, run_comparison
+from experiments.comparison import Trained, judge_of, run_comparison
+from experiments.contenders import Comparison, Contender
 from experiments.measured import word_of
 from experiments.pretrained import pretrained_curve
 from experiments.study import Study, main

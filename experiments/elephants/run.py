@@ -14,7 +14,8 @@ import sys
 
 from experiments.elephants.tables import change, shown, tables
 from experiments.measured import Interval
-from experiments.study import ROOT, Study, main
+from experiments.pages import ROOT
+from experiments.study import Study, main
 
 MODEL = "translation"
 # Of Table 3, each with one and two beams.

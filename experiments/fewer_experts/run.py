@@ -12,7 +12,8 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from experiments.comparison import Comparison, Contender, Trained, judge_of, run_comparison
+from experiments.comparison import Trained, judge_of, run_comparison
+from experiments.contenders import Comparison, Contender
 from experiments.measured import Cells
 from experiments.study import Study, main
 
