@@ -28,9 +28,9 @@ def _goes_on(way: str, is_distilled: bool) -> Contender:
         bindings.append("RouterConfig.counts_merged=True")
     if is_distilled:
         bindings += [
-            "DISTILLATION=@distillation.Distillation()",
-            f"distillation.Distillation.teacher='<pretrained {MODEL}>'",
-            "distillation.Distillation.starts_from_teacher=False",
+            "DISTILLATION=@Distillation()",
+            f"Distillation.teacher='<pretrained {MODEL}>'",
+            "Distillation.starts_from_teacher=False",
         ]
     return Contender(f"{way}, {'distilled' if is_distilled else 'trained'}", tuple(bindings))
 
