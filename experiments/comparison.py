@@ -20,8 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.contenders import Comparison
-from experiments.experiment import run_name
+from experiments.experiment import Comparison, run_name
 from experiments.measured import Cells, Interval, Ratio, paired
 from experiments.pages import ROOT
 from experiments.study import Study

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An experiment's folders, its data, which is checked, and the command that runs it."""
+"""What an experiment is asked for: its folders, its data, which is checked, and its models."""
 
 import dataclasses
 import json
@@ -11,6 +11,8 @@ from experiments.fingerprints import sha256
 from experiments.pages import ROOT
 
 HASHES = ROOT / "experiments/data.json"
+GIN_FILE = "configs/runs/pretrain_english.gin"
+ENGLISH = ("openstax/*.txt.gz", "movie_reviews/*.txt.gz")
 # Over the bindings of a quick run: two small steps, an evaluation before and one after them.
 QUICK = (
     "TRAIN_STEPS=2", "EVAL_EVERY=2", "LOG_EVERY=1", "CHECKPOINT_EVERY=2", "BATCH_SIZE=8",
@@ -130,14 +132,58 @@ class Experiment:
 
         def place(match: re.Match) -> str:
             kind, _, name = match[1].partition(" ")
-            if kind == "run":
-                return str(self.runs / name)
-            files = self.files(*name.split()) if name else None
-            return str(
-                self.data.absolute() if files is None else tuple(map(str, files.values()))
-            )
+            files = self.files(*name.split()) if kind == "data" and name else {}
+            folder = self.runs if kind == "run" else self.data.absolute()
+            return str(tuple(map(str, files.values())) if files else folder / name)
 
         return [re.sub(r"<((?:data|run)[^>]*)>", place, text) for text in texts]
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """A model, as gin bindings over the common run."""
+
+    name: str
+    bindings: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What is compared.
+
+    Attributes:
+        contenders: the first is the one that the others are compared with.
+        gin_files: what contenders have in common, the later one wins.
+        seeds: of initialization and order of the data; contenders of a seed share both.
+        times: whether steps are timed; a precision's time on a CPU says nothing of a TPU's.
+    """
+
+    contenders: tuple[Contender, ...]
+    steps: int = 300
+    seeds: tuple[int, ...] = (0, 1, 2)
+    bindings: tuple[str, ...] = ()
+    gin_files: tuple[str, ...] = (GIN_FILE,)
+    data: tuple[str, ...] = ENGLISH
+    times: bool = True
+
+    def quick(self) -> "Comparison":
+        """Two contenders, a seed; `QUICK` says how many steps."""
+        return dataclasses.replace(self, contenders=self.contenders[:2], seeds=self.seeds[:1])
+
+    def bindings_of(self, contender: Contender, seed: int) -> list[str]:
+        every = max(self.steps // 10, 1)
+        return [
+            f"TRAIN_STEPS={self.steps}",
+            f"EVAL_EVERY={every}",
+            f"LOG_EVERY={every}",
+            f"CHECKPOINT_EVERY={max(self.steps // 4, 1)}",
+            "checkpointer.Retention.keep_period=None",
+            "TrainingJob.eval_batches=10",
+            f"SEED={seed}",
+            f"FILES=<data {' '.join(self.data)}>",
+            *self.bindings,
+            *contender.bindings,
+        ]
 
 
 def get_data(folder: pathlib.Path) -> str:

@@ -1,19 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runs of experiments/pretraining that other experiments begin with, each checked."""
+"""The runs of experiments/pretraining, which other experiments begin with, each checked."""
 
 import dataclasses
 import json
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
-from experiments.experiment import HASHES, Experiment, run_name
+from experiments.experiment import HASHES, Comparison, Contender, Experiment, run_name
 from experiments.measured import Cells
 from experiments.pages import ROOT
-from experiments.pretraining.models import COMPARISON
 from switchx.checkpoint.run_folder import RunFolder, read_config
 from switchx.fields import differences
 from switchx.gin_config.building import job_from_gin
+
+COMPARISON = Comparison(
+    contenders=(
+        Contender("dense", ("ModelConfig.switch=None",)),
+        *(Contender(f"{n} experts", (f"NUM_EXPERTS={n}",)) for n in (32, 8, 64)),
+    ),
+    steps=1000,
+    seeds=(0,),
+    # Figure 13 fine-tunes what was kept on the way.
+    bindings=("checkpointer.Retention.keep_period=250", "TrainingJob.eval_batches=20"),
+)
 
 
 def pretrained(experiment: Experiment, contender: str) -> RunFolder:
@@ -22,11 +31,9 @@ def pretrained(experiment: Experiment, contender: str) -> RunFolder:
     Raises:
         ValueError: it is not there, or is of another configuration or other data.
     """
-    _found(experiment, contender)
-    runs = dataclasses.replace(experiment, name="pretraining").runs
-    run = RunFolder(runs / run_name(contender, seed=0))
+    run, bindings, _ = _found(experiment, contender)
     files = [ROOT / file for file in COMPARISON.gin_files]
-    job = job_from_gin(files, experiment.placed(_bindings(experiment, contender)))
+    job = job_from_gin(files, experiment.placed(bindings))
     # Gin files may have been edited since.
     _require_same(experiment, run.root, list(differences(read_config(run), job, "resume")))
     return run
@@ -34,31 +41,26 @@ def pretrained(experiment: Experiment, contender: str) -> RunFolder:
 
 def pretrained_curve(experiment: Experiment, contender: str) -> dict[int, float]:
     """Validation negative log perplexity by step of a run of experiments/pretraining."""
-    return {int(step): value for step, value in _found(experiment, contender)["curve"].items()}
+    curve = _found(experiment, contender)[2]["curve"]
+    return {int(step): value for step, value in curve.items()}
 
 
-def _found(experiment: Experiment, contender: str) -> dict[str, Any]:
-    """What `study.Study.train` found of the run."""
+def _found(experiment: Experiment, contender: str) -> tuple[RunFolder, list[str], dict]:
+    """The run, the bindings that it is asked for by, and what `study.Study.train` found."""
     runs = dataclasses.replace(experiment, name="pretraining").runs
-    name = run_name(contender, seed=0)
-    bindings = _bindings(experiment, contender)
+    run = RunFolder(runs / run_name(contender, seed=0))
+    (asked,) = (each for each in COMPARISON.contenders if each.name == contender)
+    bindings = [*COMPARISON.bindings_of(asked, seed=0), *experiment.quick_bindings]
     for line in Cells(runs / "cells.jsonl").lines:
-        if line["cell"].get("run") != name:
+        if line["cell"].get("run") != run.root.name:
             continue
-        differing = sorted({*bindings} ^ {*line["cell"]["bindings"]})
-        _require_same(experiment, runs / name, differing)
+        _require_same(experiment, run.root, sorted({*bindings} ^ {*line["cell"]["bindings"]}))
         _require_known_data(experiment, runs)
-        return line["value"]
+        return run, bindings, line["value"]
     raise ValueError(
-        f"{runs / name} is not there or not finished; it is made by "
+        f"{run.root} is not there or not finished; it is made by "
         f"{experiment.again('pretraining')}"
     )
-
-
-def _bindings(experiment: Experiment, contender: str) -> list[str]:
-    """Those that a run of experiments/pretraining is asked for by."""
-    (asked,) = (each for each in COMPARISON.contenders if each.name == contender)
-    return [*COMPARISON.bindings_of(asked, seed=0), *experiment.quick_bindings]
 
 
 def _require_same(experiment: Experiment, run: pathlib.Path, differing: Sequence[str]) -> None:

@@ -174,15 +174,12 @@ def test_no_cycles():
 
 
 def test_experiments_have_no_cycles():
-    paths = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+    trees = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text())
         for path in ROOT.glob("experiments/**/*.py")
     }
-    assert {"experiments.study", "experiments.pretraining.run"} <= paths.keys()
-    graph = {
-        module: imported_modules(ast.parse(path.read_text()), paths.keys()) & paths.keys()
-        for module, path in paths.items()
-    }
+    assert {"experiments.study", "experiments.pretraining.run"} <= trees.keys()
+    graph = {module: imported_modules(tree, trees.keys()) for module, tree in trees.items()}
     graphlib.TopologicalSorter(graph).prepare()
 
 

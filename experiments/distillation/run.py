@@ -13,7 +13,7 @@ import statistics
 from typing import Any
 
 from experiments.comparison import Trained, judge_of, run_comparison
-from experiments.contenders import Comparison, Contender
+from experiments.experiment import Comparison, Contender
 from experiments.measured import word_of
 from experiments.pretrained import pretrained_curve
 from experiments.study import Study, main

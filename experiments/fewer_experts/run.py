@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from experiments.comparison import Trained, judge_of, run_comparison
-from experiments.contenders import Comparison, Contender
+from experiments.experiment import Comparison, Contender
 from experiments.measured import Cells
 from experiments.study import Study, main
 

@@ -15,8 +15,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.contenders import ENGLISH
-from experiments.experiment import run_name
+from experiments.experiment import ENGLISH, run_name
 from experiments.measured import Cells, Interval, interval_of, paired
 from experiments.study import Study, main
 

@@ -10,7 +10,7 @@ import numpy as np
 import scipy.stats
 
 from experiments.comparison import Trained, judge_of, run_comparison
-from experiments.contenders import Comparison, Contender
+from experiments.experiment import Comparison, Contender
 from experiments.measured import Ratio
 from experiments.study import main
 

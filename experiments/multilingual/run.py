@@ -12,8 +12,7 @@ import statistics
 from typing import Any
 
 from experiments.comparison import first_step_at
-from experiments.contenders import Contender
-from experiments.experiment import run_name
+from experiments.experiment import Contender, run_name
 from experiments.measured import Cells, Ratio, interval_of, paired
 from experiments.study import Study, main
 

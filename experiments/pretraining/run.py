@@ -5,7 +5,7 @@ make experiments EXPERIMENT=pretraining DATA=FOLDER
 """
 
 from experiments.comparison import Trained, judge_of, run_comparison
-from experiments.pretraining.models import COMPARISON
+from experiments.pretrained import COMPARISON
 from experiments.study import main
 
 

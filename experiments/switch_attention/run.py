@@ -5,7 +5,7 @@ make experiments EXPERIMENT=switch_attention DATA=FOLDER
 """
 
 from experiments.comparison import Trained, judge_of, run_comparison
-from experiments.contenders import Comparison, Contender
+from experiments.experiment import Comparison, Contender
 from experiments.measured import word_of
 from experiments.study import main
 

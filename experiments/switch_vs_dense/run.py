@@ -7,7 +7,7 @@ make experiments EXPERIMENT=switch_vs_dense DATA=FOLDER
 import statistics
 
 from experiments.comparison import Trained, judge_of, run_comparison
-from experiments.contenders import Comparison, Contender
+from experiments.experiment import Comparison, Contender
 from experiments.measured import Interval, paired
 from experiments.study import main
 

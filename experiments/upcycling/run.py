@@ -10,7 +10,7 @@ of experiments/pretraining.
 import math
 
 from experiments.comparison import Trained, judge_of, run_comparison
-from experiments.contenders import GIN_FILE, Comparison, Contender
+from experiments.experiment import GIN_FILE, Comparison, Contender
 from experiments.study import Study, main
 
 EXPERTS = 8

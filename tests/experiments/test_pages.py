@@ -21,7 +21,7 @@ import scipy.stats
 
 from experiments import experiment, fingerprints, pages, pretrained, study
 from experiments.comparison import Trained, first_step_at
-from experiments.contenders import Comparison
+from experiments.experiment import Comparison
 from experiments.measured import Cells, Interval, Ratio, interval_of
 from experiments.pages import BEGIN, END, ROOT, page
 from experiments.study import Study
