@@ -4,7 +4,6 @@
 import dataclasses
 import json
 import pathlib
-from collections.abc import Sequence
 
 from experiments.experiment import HASHES, Comparison, Contender, Experiment, run_name
 from experiments.measured import Cells
@@ -63,7 +62,7 @@ def _found(experiment: Experiment, contender: str) -> tuple[RunFolder, list[str]
     )
 
 
-def _require_same(experiment: Experiment, run: pathlib.Path, differing: Sequence[str]) -> None:
+def _require_same(experiment: Experiment, run: pathlib.Path, differing: list[str]) -> None:
     """That nothing differs between a run of experiments/pretraining and what is asked for."""
     if differing:
         raise ValueError(

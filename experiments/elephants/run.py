@@ -14,8 +14,7 @@ import sys
 
 from experiments.elephants.tables import change, shown, tables
 from experiments.measured import Interval
-from experiments.pages import ROOT
-from experiments.study import Study, main
+from experiments.study import ROOT, Study, main
 
 MODEL = "translation"
 # Of Table 3, each with one and two beams.
