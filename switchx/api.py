@@ -47,7 +47,8 @@ from switchx.inference.texts import Texts, token_array, token_lists
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, of_task
 from switchx.models.stages import without_experts
-from switchx.partitioning.mesh import CompilerOptions, MeshSpec
+from switchx.partitioning.compiler_options import CompilerOptions
+from switchx.partitioning.mesh import MeshSpec
 from switchx.training.compilation_cache import compiled_programs_kept
 from switchx.training.start import params_of_job
 from switchx.tree import num_elements

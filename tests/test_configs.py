@@ -17,7 +17,8 @@ from switchx.inference.offload.expert_slots import slotted
 from switchx.models.config import ModelConfig, Precision
 from switchx.models.flops import count_parameters
 from switchx.models.params import abstract_params
-from switchx.partitioning.mesh import AXES, CompilerOptions, batch_parts
+from switchx.partitioning.compiler_options import CompilerOptions
+from switchx.partitioning.mesh import AXES, batch_parts
 from switchx.partitioning.rules import SPREAD_RULES, param_shardings
 from switchx.pipeline.schedule import ScheduleSpec
 from switchx.training.distillation.student import as_teacher

@@ -8,7 +8,8 @@ from switchx.checkpoint.run_folder import RunFolder
 from switchx.gin_config import building
 from switchx.moe.capacity import layer_groups
 from switchx.moe.dispatchers import refusal
-from switchx.partitioning.mesh import CompilerOptions, MeshSpec
+from switchx.partitioning.compiler_options import CompilerOptions
+from switchx.partitioning.mesh import MeshSpec
 from switchx.pipeline.schedule import ScheduleSpec
 from switchx.training.job import TrainingJob
 from switchx.training.programs import compiled_program

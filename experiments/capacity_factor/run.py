@@ -4,14 +4,8 @@
 make experiments EXPERIMENT=capacity_factor DATA=FOLDER
 """
 
-from experiments.comparison import (
-    Comparison,
-    Contender,
-    Trained,
-    first_step_at,
-    judge_of,
-    run_comparison,
-)
+from experiments.comparison import Trained, first_step_at, judge_of, run_comparison
+from experiments.experiment import Comparison, Contender
 from experiments.measured import Ratio, interval_of
 from experiments.study import main
 

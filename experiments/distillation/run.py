@@ -12,7 +12,8 @@ import functools
 import statistics
 from typing import Any
 
-from experiments.comparison import Comparison, Contender, Trained, judge_of, run_comparison
+from experiments.comparison import Trained, judge_of, run_comparison
+from experiments.experiment import Comparison, Contender
 from experiments.measured import word_of
 from experiments.pretrained import pretrained_curve
 from experiments.study import Study, main
@@ -21,18 +22,18 @@ from experiments.study import Study, main
 STEPS = 500
 TEACHER, SMALL_TEACHER = "32 experts", "8 experts"
 _DENSE = "ModelConfig.switch=None"
-STEP = f"distillation.Distillation.step={STEPS}"
+STEP = f"Distillation.step={STEPS}"
 
 
 def _mixed(name: str, teacher: str, is_initialized: bool) -> Contender:
     """A quarter of the loss is the teacher's probabilities, the rest the text."""
     bindings = (
         _DENSE,
-        "DISTILLATION=@distillation.Distillation()",
-        f"distillation.Distillation.teacher='<pretrained {teacher}>'",
+        "DISTILLATION=@Distillation()",
+        f"Distillation.teacher='<pretrained {teacher}>'",
         STEP,
-        "distillation.Distillation.soft_weight=0.25",
-        f"distillation.Distillation.starts_from_teacher={is_initialized}",
+        "Distillation.soft_weight=0.25",
+        f"Distillation.starts_from_teacher={is_initialized}",
     )
     return Contender(name, bindings)
 

@@ -12,7 +12,8 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from experiments.comparison import Comparison, Contender, Trained, judge_of, run_comparison
+from experiments.comparison import Trained, judge_of, run_comparison
+from experiments.experiment import Comparison, Contender
 from experiments.measured import Cells
 from experiments.study import Study, main
 
@@ -27,9 +28,9 @@ def _goes_on(way: str, is_distilled: bool) -> Contender:
         bindings.append("RouterConfig.counts_merged=True")
     if is_distilled:
         bindings += [
-            "DISTILLATION=@distillation.Distillation()",
-            f"distillation.Distillation.teacher='<pretrained {MODEL}>'",
-            "distillation.Distillation.starts_from_teacher=False",
+            "DISTILLATION=@Distillation()",
+            f"Distillation.teacher='<pretrained {MODEL}>'",
+            "Distillation.starts_from_teacher=False",
         ]
     return Contender(f"{way}, {'distilled' if is_distilled else 'trained'}", tuple(bindings))
 

@@ -15,9 +15,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.comparison import ENGLISH
+from experiments.experiment import ENGLISH, run_name
 from experiments.measured import Cells, Interval, interval_of, paired
-from experiments.study import Study, main, run_name
+from experiments.study import Study, main
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,8 @@ import math
 import numpy as np
 import scipy.stats
 
-from experiments.comparison import Comparison, Contender, Trained, judge_of, run_comparison
+from experiments.comparison import Trained, judge_of, run_comparison
+from experiments.experiment import Comparison, Contender
 from experiments.measured import Ratio
 from experiments.study import main
 

@@ -11,9 +11,10 @@ import dataclasses
 import statistics
 from typing import Any
 
-from experiments.comparison import Contender, first_step_at
+from experiments.comparison import first_step_at
+from experiments.experiment import Contender, run_name
 from experiments.measured import Cells, Ratio, interval_of, paired
-from experiments.study import Study, main, run_name
+from experiments.study import Study, main
 
 GIN_FILE = "configs/runs/pretrain_languages.gin"
 LANGUAGES = tuple("en uk es zh_cn ja pt_br ko fr zh_tw tr it ro pl id".split())

@@ -4,7 +4,8 @@
 make experiments EXPERIMENT=no_token_left_behind DATA=FOLDER
 """
 
-from experiments.comparison import Comparison, Contender, Trained, judge_of, run_comparison
+from experiments.comparison import Trained, judge_of, run_comparison
+from experiments.experiment import Comparison, Contender
 from experiments.measured import NOISE
 from experiments.study import main
 

@@ -4,27 +4,9 @@
 make experiments EXPERIMENT=pretraining DATA=FOLDER
 """
 
-from experiments.comparison import (
-    ENGLISH,
-    Comparison,
-    Contender,
-    Trained,
-    judge_of,
-    run_comparison,
-)
+from experiments.comparison import Trained, judge_of, run_comparison
+from experiments.pretrained import COMPARISON
 from experiments.study import main
-
-COMPARISON = Comparison(
-    contenders=(
-        Contender("dense", ("ModelConfig.switch=None",)),
-        *(Contender(f"{n} experts", (f"NUM_EXPERTS={n}",)) for n in (32, 8, 64)),
-    ),
-    steps=1000,
-    seeds=(0,),
-    # Figure 13 fine-tunes what was kept on the way.
-    bindings=("checkpointer.Retention.keep_period=250", "TrainingJob.eval_batches=20"),
-    data=ENGLISH,
-)
 
 
 def verdict(trained: Trained) -> dict:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import switchx
-from experiments.comparison import ENGLISH
+from experiments.experiment import ENGLISH
 from experiments.fine_tuning.run import CHOSEN, GLOSSARY, files_of, run_of, tuned
 from experiments.measured import NOISE, Cells, Interval, interval_of
 from experiments.study import Study, main

@@ -7,14 +7,8 @@ make experiments EXPERIMENT=routers DATA=FOLDER
 
 from typing import Any
 
-from experiments.comparison import (
-    Comparison,
-    Contender,
-    Trained,
-    run_comparison,
-    train_all,
-    trained_in,
-)
+from experiments.comparison import Trained, run_comparison, train_all, trained_in
+from experiments.experiment import Comparison, Contender
 from experiments.study import Study, main
 
 # Nothing but the bias balances.

@@ -11,7 +11,8 @@ import functools
 import json
 from typing import Any
 
-from experiments.comparison import Comparison, Contender, Trained, judge_of, run_comparison
+from experiments.comparison import Trained, judge_of, run_comparison
+from experiments.experiment import Comparison, Contender
 from experiments.measured import NOISE, Cells
 from experiments.study import Study, main
 from switchx.bench import compiled_step

@@ -4,7 +4,8 @@
 make experiments EXPERIMENT=switch_attention DATA=FOLDER
 """
 
-from experiments.comparison import Comparison, Contender, Trained, judge_of, run_comparison
+from experiments.comparison import Trained, judge_of, run_comparison
+from experiments.experiment import Comparison, Contender
 from experiments.measured import word_of
 from experiments.study import main
 

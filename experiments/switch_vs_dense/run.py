@@ -6,7 +6,8 @@ make experiments EXPERIMENT=switch_vs_dense DATA=FOLDER
 
 import statistics
 
-from experiments.comparison import Comparison, Contender, Trained, judge_of, run_comparison
+from experiments.comparison import Trained, judge_of, run_comparison
+from experiments.experiment import Comparison, Contender
 from experiments.measured import Interval, paired
 from experiments.study import main
 

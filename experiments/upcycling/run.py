@@ -9,14 +9,8 @@ of experiments/pretraining.
 
 import math
 
-from experiments.comparison import (
-    GIN_FILE,
-    Comparison,
-    Contender,
-    Trained,
-    judge_of,
-    run_comparison,
-)
+from experiments.comparison import Trained, judge_of, run_comparison
+from experiments.experiment import GIN_FILE, Comparison, Contender
 from experiments.study import Study, main
 
 EXPERTS = 8

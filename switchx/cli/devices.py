@@ -41,7 +41,7 @@ def add_xla(parser: shared.CommandParser) -> None:
 
 def compiler_options(arguments: argparse.Namespace):
     """The CompilerOptions of `--xla`, whatever the platform; raises ValueError as these do."""
-    from switchx.partitioning.mesh import CompilerOptions
+    from switchx.partitioning.compiler_options import CompilerOptions
 
     return CompilerOptions(*[tuple(arguments.xla)] * 3)
 

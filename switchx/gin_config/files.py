@@ -19,7 +19,6 @@ MOVED = {
     "switchx.data.translation_mixture": "switchx.data.mixtures",
     "switchx.models.router_config": "switchx.moe.config",
     "switchx.models.switch_config": "switchx.moe.config",
-    "switchx.partitioning.compiler_options": "switchx.partitioning.mesh",
     "switchx.partitioning.schedule": "switchx.pipeline.schedule",
     "switchx.storage.cache": "switchx.training.offload.storage_spec",
     "switchx.training.adafactor": "switchx.optim.adafactor",
@@ -27,6 +26,10 @@ MOVED = {
     "switchx.training.distillation": "switchx.training.distillation.soft_loss",
     "switchx.training.retention": "switchx.checkpoint.checkpointer",
     "switchx.training.schedules": "switchx.optim.schedules",
+}
+# Module -> its classes that have moved -> the modules that they are in now.
+MOVED_CLASSES = {
+    "switchx.partitioning.mesh": {"CompilerOptions": "switchx.partitioning.compiler_options"}
 }
 # Bindings of earlier versions: a value that has another name, parameters without successors,
 # which changed no mathematics.
@@ -134,9 +137,10 @@ def configuration_of(folder) -> str:
 
 
 def as_of_today(text: str) -> str:
-    """A gin file's text in the names of today; lines keep their numbers.
+    """A gin file's text in the names of today.
 
-    A module that moved is imported under the name that the rest of the file has for it.
+    A module that moved is imported under the name that the rest of the file has for it. Lines
+    keep their numbers, except where a class moved and no blank line follows the imports.
     """
 
     def moved(match: re.Match) -> str:
@@ -148,6 +152,16 @@ def as_of_today(text: str) -> str:
         return f"from {package} import {name}" + (f" as {bound}" if bound != name else "")
 
     text = _IMPORT.sub(moved, text)
+    for old in _IMPORT.finditer(text):
+        for cls, now in MOVED_CLASSES.get(f"{old[1]}.{old[2]}", {}).items():
+            package, _, name = now.rpartition(".")
+            used = rf"(?<![\w.]){old[3] or old[2]}\.{cls}\b"
+            text, num_uses = re.subn(used, f"{name}.{cls}", text)
+            # After the imports about the old one, in place of a blank line there.
+            imports = rf"^({re.escape(old[0])}\b.*\n(?:(?:from|import|#).*\n)*)\n?"
+            added = rf"\1from {package} import {name}\n"
+            if num_uses:
+                text = re.sub(imports, added, text, count=1, flags=re.MULTILINE)
     for pattern, replacement in _RENAMED:
         text = re.sub(pattern, replacement, text)
     for name in _GONE:

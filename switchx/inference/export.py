@@ -42,7 +42,8 @@ from switchx.inference.rows import Rows, RowSettings
 from switchx.manifest import give_mode_of_umask, new_folder, num_bytes, write_manifest
 from switchx.models.config import ModelConfig
 from switchx.models.unroll import unrolled
-from switchx.partitioning.mesh import CompilerOptions, MeshSpec, batch_parts
+from switchx.partitioning.compiler_options import CompilerOptions
+from switchx.partitioning.mesh import MeshSpec, batch_parts
 
 # JAX does not promise to run them in later versions: `run_exported` asks for this one.
 UNSTABLE_CALLS = ("ragged_all_to_all", "__gpu$xla.gpu.triton")

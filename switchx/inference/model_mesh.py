@@ -18,8 +18,9 @@ from jax.experimental import multihost_utils
 from switchx.inference.programs import PROGRAMS, Options
 from switchx.inference.quantize import is_quantized
 from switchx.models.config import ModelConfig
+from switchx.partitioning.compiler_options import CompilerOptions
 from switchx.partitioning.constrain import use_mesh
-from switchx.partitioning.mesh import CompilerOptions, MeshSpec, batch_parts
+from switchx.partitioning.mesh import MeshSpec, batch_parts
 from switchx.partitioning.rules import Rules, param_shardings
 
 

@@ -8,7 +8,6 @@ Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.2; `pipe` as in Chen et a
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -269,82 +268,3 @@ def _machines(devices: Sequence) -> list[list]:
         for machine in machines.values():
             machine.sort(key=lambda device: device.process_index)
     return [machines[number] for number in sorted(machines)]
-
-
-_OPTION = re.compile(r"xla_\w+=\S*")
-
-
-# Options of programs that gather no weights. With bfloat16 propagation a loop over blocks reads
-# a copy of all their weights in the products' dtype: half of the parameters' bytes more, from
-# the forward pass to the end of the backward pass. Where weights are gathered it halves the
-# bytes that are sent.
-DEFAULT_OPTIONS = {"tpu": {"xla_jf_bf16_propagation": "False"}}
-# Options of programs that decode or score. None has been measured to be better on a device.
-DECODING_OPTIONS: dict[str, dict[str, str]] = {}
-
-
-@dataclasses.dataclass(frozen=True)
-class CompilerOptions:
-    """XLA's options of a job's or a model's compiled programs, `xla_name=value`, by platform.
-
-    They travel with each program that is compiled, so that nothing in the environment has to be
-    set before JAX starts, and XLA refuses a name that it does not know. Options of other
-    platforms than the mesh's are not used. configs/xla/overlap.gin says what they do.
-    `DEFAULT_OPTIONS` hold where a job does not set them and no weights are gathered,
-    `DECODING_OPTIONS` where a model is used.
-
-    Attributes:
-        gpu, tpu, cpu: options for the platform of that name. Truth values are `True` and
-            `False`; an empty value is an empty list, as of `xla_gpu_enable_command_buffer=`.
-        not_on: pairs `(device_kind, xla_name)` of options that the compiler for a kind of chip
-            refuses, such as `("TPU v5 lite", "xla_tpu_enable_async_all_to_all")`.
-    """
-
-    gpu: tuple[str, ...] = ()
-    tpu: tuple[str, ...] = ()
-    cpu: tuple[str, ...] = ()
-    not_on: tuple[tuple[str, str], ...] = ()
-
-    def __post_init__(self):
-        for platform in ("gpu", "tpu", "cpu"):
-            options = getattr(self, platform)
-            for option in options:
-                require(
-                    _OPTION.fullmatch(option) is not None,
-                    f"CompilerOptions.{platform} has {option!r}; write xla_name=value, "
-                    "without dashes, as xla_gpu_enable_latency_hiding_scheduler=True",
-                )
-            names = [option.partition("=")[0] for option in options]
-            twice = sorted({name for name in names if names.count(name) > 1})
-            require(
-                not twice, f"CompilerOptions.{platform} sets {', '.join(twice)} twice; keep one"
-            )
-        known = {option.partition("=")[0] for option in (*self.gpu, *self.tpu, *self.cpu)}
-        known |= {name for options in DEFAULT_OPTIONS.values() for name in options}
-        unknown = [name for _, name in self.not_on if name not in known]
-        require(
-            not unknown,
-            f"CompilerOptions.not_on has {', '.join(unknown)}, which no platform sets",
-        )
-
-    def of(
-        self, platform: str, device_kind="", *, gathers_weights=False, defaults=DEFAULT_OPTIONS
-    ) -> dict[str, str]:
-        """The options for `jax.jit(compiler_options=...)` on a platform; none on unknown ones.
-
-        Args:
-            device_kind: kind of chip, as in `jax.Device.device_kind`.
-            gathers_weights: whether devices keep slices of weights (`fsdp`).
-            defaults: options by platform that hold where weights are not gathered.
-        """
-        platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
-        options = {"gpu": self.gpu, "tpu": self.tpu, "cpu": self.cpu}.get(platform, ())
-        found = dict(each.partition("=")[::2] for each in options)
-        if not gathers_weights:
-            found = defaults.get(platform, {}) | found
-        refused = [name for kind, name in self.not_on if kind == device_kind]
-        return {name: value for name, value in found.items() if name not in refused}
-
-    def for_decoding(self, platform: str, device_kind: str = "") -> dict[str, str]:
-        """The options of `of` for programs that decode or score."""
-        return self.of(platform, device_kind, defaults=DECODING_OPTIONS)

@@ -258,7 +258,7 @@ def _rounded(workload: Workload, layout: Layout) -> float:
     """Bytes of the copies in the products' dtype that a loop over blocks has of their slices.
 
     The compiler makes them of all blocks at once; that copies travel and not parameters is why
-    it may (`DEFAULT_OPTIONS` of partitioning/mesh.py).
+    it may (`DEFAULT_OPTIONS` of partitioning/compiler_options.py).
     """
     if not (workload.model.scan_layers and layout.rules.has_slices_of_weights(layout)):
         return 0.0

@@ -27,7 +27,8 @@ from switchx.checkpoint.run_folder import RunFolder
 from switchx.checkpoint.verify import checkpoint_faults
 from switchx.inference.artifact import is_artifact
 from switchx.inference.config import ExpertSlots
-from switchx.partitioning.mesh import CompilerOptions, MeshSpec
+from switchx.partitioning.compiler_options import CompilerOptions
+from switchx.partitioning.mesh import MeshSpec
 from switchx.serving.limits import Limits
 from switchx.serving.metrics import Metrics
 from switchx.serving.requests import Refusal, shown

@@ -29,7 +29,8 @@ from switchx.moe.capacity import rows_of_groups
 from switchx.optim.multipliers import with_multipliers
 from switchx.optim.protocol import Optimizer
 from switchx.optim.schedules import Schedule
-from switchx.partitioning.mesh import CompilerOptions, MeshSpec
+from switchx.partitioning.compiler_options import CompilerOptions
+from switchx.partitioning.mesh import MeshSpec
 from switchx.pipeline.schedule import ScheduleSpec
 from switchx.training.distillation.soft_loss import Distillation
 from switchx.training.losses import LossConfig

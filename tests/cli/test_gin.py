@@ -188,7 +188,7 @@ def test_operative_config_of_an_earlier_version_builds_its_job():
 
 
 def test_file_of_ones_own_may_name_modules_that_moved():
-    files = my_gin(
+    text = (
         "from __gin__ import dynamic_registration\n"
         "from switchx.training import adafactor  # now in optim\n"
         "from switchx.training import retention as kept\n"
@@ -200,8 +200,14 @@ def test_file_of_ones_own_may_name_modules_that_moved():
         "config.SwitchConfig.dispatcher = 'sort'\n"
         "from switchx.training import step\n"
         "step.StepConfig.factor_expert_gradients = None\n"
+        "from switchx.partitioning import mesh as places\n\n"
+        "places.MeshSpec.data = 1\n"
+        "places.CompilerOptions.gpu = ('xla_a=1',)\n"
     )
-    job = job_of(files=files)
+    assert files.as_of_today(text).count("\n") == text.count("\n")
+    job = job_of(files=my_gin(text))
+    assert (job.mesh.data, job.compiler.gpu) == (1, ("xla_a=1",))
+    assert job_of(files=my_gin(text.replace("\n\n", "\n"))) == job
     assert (job.optimizer.decay_rate, job.retention.keep_last) == (0.7, 2)
     assert job.model.switch.dispatcher == "gather"
     said = refusal(files=my_gin("import switchx.training.adafactor\n"))

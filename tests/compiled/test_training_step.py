@@ -341,7 +341,8 @@ IN_PARTS = """
 import sys
 from switchx.models.config import Precision
 from switchx.moe.experts import BLOCKS
-from switchx.partitioning.mesh import CompilerOptions, MeshSpec
+from switchx.partitioning.compiler_options import CompilerOptions
+from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import Topology
 from switchx.compiled.training_step import compile_step
 from switchx.compiled.devices import describe_devices
@@ -377,7 +378,8 @@ def test_experts_compute_while_another_part_travels():
 IN_A_LOOP = """
 import dataclasses
 from switchx.models.config import Precision
-from switchx.partitioning.mesh import DEFAULT_OPTIONS, CompilerOptions, MeshSpec
+from switchx.partitioning.compiler_options import DEFAULT_OPTIONS, CompilerOptions
+from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import Topology
 from switchx.compiled.training_step import batch_shapes
 from switchx.compiled.devices import describe_devices

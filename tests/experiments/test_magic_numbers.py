@@ -12,7 +12,7 @@ import pytest
 from experiments.magic_numbers import conversions, count
 from experiments.magic_numbers.conversions import COMPILER, IN_16_BITS, IN_32_BITS
 from experiments.magic_numbers.run import comparison, verdict
-from experiments.study import ROOT
+from experiments.pages import ROOT
 from pallas_kernels.aot.case import Case
 
 EVERY = np.arange(-128, 128, dtype=np.int8)

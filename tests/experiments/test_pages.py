@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from experiments import fingerprints, pages, pretrained, study
-from experiments.comparison import Comparison, Trained, first_step_at
+from experiments import experiment, fingerprints, pages, pretrained, study
+from experiments.comparison import Trained, first_step_at
+from experiments.experiment import Comparison
 from experiments.measured import Cells, Interval, Ratio, interval_of
-from experiments.pages import BEGIN, END, page
-from experiments.study import ROOT, Study
+from experiments.pages import BEGIN, END, ROOT, page
+from experiments.study import Study
 from pallas_kernels.aot import gpu_compiler
 from switchx import fields
 from switchx.gin_config.building import job_from_gin
@@ -61,7 +62,7 @@ def test_results_have_their_form(folder):
         assert isinstance(results[key], kind), key
     assert results["verdict"] in pages.VERDICTS and results["experiment"] == folder.name
     assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", results["environment"]["commit"])
-    known = json.loads(study.HASHES.read_text())
+    known = json.loads(experiment.HASHES.read_text())
     assert all(known[name] == of for name, of in results["data"].items())
     effect = results["effect"]
     assert effect["low"] <= effect["mean"] <= effect["high"]
@@ -566,7 +567,7 @@ def test_pretraining_of_another_configuration_is_named(tmp_path, monkeypatch):
     comparison = importlib.import_module("experiments.pretraining.run").COMPARISON
     of = comparison.bindings_of(comparison.contenders[1], seed=0)
     cells = Cells(tmp_path / "pretraining/cells.jsonl")
-    name = study.run_name("32 experts", seed=0)
+    name = experiment.run_name("32 experts", seed=0)
     short = [each.replace("TRAIN_STEPS=1000", "TRAIN_STEPS=7") for each in of]
     cells.get({"run": name, "bindings": short}, lambda: {"curve": {"1000": -4.0}})
     with pytest.raises(ValueError, match=r"another configuration \(.*TRAIN_STEPS=7\).*OTHER`"):
@@ -615,7 +616,7 @@ def test_all_contenders_are_jobs_of_their_own(name, comparison):
     """Their bindings are built, none is without effect, and no two are the same job."""
     jobs = []
     for each in comparison.contenders:
-        texts = placed_texts((*comparison.bindings_of(each, seed=0), *study.QUICK))
+        texts = placed_texts((*comparison.bindings_of(each, seed=0), *experiment.QUICK))
         jobs.append(job_from_gin([ROOT / file for file in comparison.gin_files], texts))
         assert jobs[-1] not in jobs[:-1], each.name
         assert jobs[-1].train_steps == 2

@@ -16,7 +16,7 @@ from switchx.inference.offload.ring_or_chosen import outside_of_device
 from switchx.inference.run_exported import ExportedModel
 from switchx.inference.running_batch import are_compiled
 from switchx.inference.score import Scorer
-from switchx.partitioning.mesh import DECODING_OPTIONS, CompilerOptions
+from switchx.partitioning.compiler_options import DECODING_OPTIONS, CompilerOptions
 from tests.inference import tiny
 from tests.inference.exports import INPUTS, rewrite, trained
 from tests.inference.ring_models import MODEL

@@ -13,10 +13,9 @@ from jax.sharding import AxisType
 
 from pallas_kernels.aot import tpu_compiler
 from switchx.gin_config import building
+from switchx.partitioning.compiler_options import DEFAULT_OPTIONS, CompilerOptions
 from switchx.partitioning.mesh import (
     AXES,
-    DEFAULT_OPTIONS,
-    CompilerOptions,
     MeshSpec,
     arranged,
     batch_axes,

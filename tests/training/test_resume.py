@@ -27,7 +27,8 @@ from switchx.models.config import (
 )
 from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant, WarmupCosine
-from switchx.partitioning.mesh import CompilerOptions, MeshSpec
+from switchx.partitioning.compiler_options import CompilerOptions
+from switchx.partitioning.mesh import MeshSpec
 from switchx.pipeline.schedule import ScheduleSpec
 from switchx.training.distillation.soft_loss import Distillation
 from switchx.training.job import InitConfig, TrainingJob
