@@ -119,11 +119,7 @@ MODULES = {
 }
 
 
-<<<<<<< HEAD
 def imported_modules(tree: ast.Module, modules=MODULES) -> set[str]:
-=======
-def imported_modules(tree: ast.Module, modules=MODULES.keys()) -> set[str]:
->>>>>>> s3-circle
     """Modules that a file imports anywhere in it; `from a import b` is a.b where a.b is one."""
     found = set()
     for node in ast.walk(tree):
@@ -132,11 +128,7 @@ def imported_modules(tree: ast.Module, modules=MODULES.keys()) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"line {node.lineno} imports relatively"
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-<<<<<<< HEAD
             found |= (names & modules.keys()) or {node.module}
-=======
-            found |= (names & modules) or {node.module}
->>>>>>> s3-circle
     return found
 
 
@@ -187,7 +179,7 @@ def test_experiments_have_no_cycles():
         for path in ROOT.glob("experiments/**/*.py")
     }
     assert {"experiments.study", "experiments.pretraining.run"} <= trees.keys()
-    graph = {module: imported_modules(tree, trees.keys()) for module, tree in trees.items()}
+    graph = {module: imported_modules(tree, trees) for module, tree in trees.items()}
     graphlib.TopologicalSorter(graph).prepare()
 
 
