@@ -164,6 +164,27 @@ def test_arrows():
     assert wrong == []
 
 
+# What a training step, a stack and a plain program know nothing of (docs/architecture.md).
+TIERS = re.compile(
+    r"offload|distillation|pipeline|expert_copies|copy_placement|programs\b|tasks"
+)
+
+
+def test_tiers_are_not_imported_where_their_seams_are():
+    for module in ("training.step", "models.stack", "training.program"):
+        assert list(filter(TIERS.search, IMPORTS[f"switchx.{module}"])) == [], module
+    assert TIERS.search("switchx.training.offload.host_step")
+
+
+def test_the_planner_is_a_leaf():
+    importers = {
+        package_of(module)
+        for module, imports in IMPORTS.items()
+        if any(each.startswith("switchx.planner") for each in imports)
+    }
+    assert importers - {"planner"} == {"cli", "deploy", "compiled"}
+
+
 def test_no_cycles():
     graph = {module: imports & MODULES.keys() - {module} for module, imports in IMPORTS.items()}
     graphlib.TopologicalSorter(graph).prepare()
