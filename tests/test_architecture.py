@@ -325,9 +325,15 @@ def test_questions_have_their_answers_where_the_page_says():
             assert (ROOT / file).exists(), file
             if file.endswith(".py"):
                 assert symbol in defined_in(ROOT / file), f"{symbol} in {file}"
-    for page in (PAGE, ROOT / "CONTRIBUTING.md"):
-        for link in re.findall(r"\]\((?!https:)([^)#]+)\)", page.read_text()):
+
+
+def test_links_of_pages_lead_to_the_files_that_they_name():
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")):
+        text = page.read_text()
+        for link in re.findall(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)", text):
             assert (page.parent / link).exists(), f"{link} in {page.name}"
+        for label, link in re.findall(r"\[`?([\w/]+\.py)`?\]\(([^)#]+\.py)\)", text):
+            assert link.endswith(label), f"[{label}]({link}) in {page.name}"
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ class Generation:
             a v4 are one device, "megacore", as on the machines that there are.
         most_chips: chips of the largest slice that is one network.
         hbm_bytes: bytes of a device's memory that a program may use, as the compiler says when
-            it refuses one (`tests/training/test_aot.py` asks it). For a GPU this is an
+            it refuses one (`test_training_step.py` asks it). For a GPU this is an
             assumption: 8% of its memory are left to CUDA and NCCL. The planner's spec files say
             the same.
         source: publication that gives the sizes.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the forward ops of a pipeline schedule, and returns sums, for evaluation.
 
-As in `pipeline.py` all stages run one program, `pipe` alone is manual, and a tick skips what no
+As in `staged.py` all stages run one program, `pipe` alone is manual, and a tick skips what no
 stage has in it. Nothing is kept from tick to tick but the messages to the next stages, and a
 stage has its own blocks alone. Microbatches take v M + P - 1 ticks.
 Dims: P stages, v chunks of a stage, M microbatches

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tick of a pipeline's schedule on one stage: its ops, what arrives and what is sent on.
 
-`pipeline.py` computes gradients by them and `forward_pipeline.py` sums of forward passes.
+`staged.py` computes gradients by them and `staged_forward.py` sums of forward passes.
 Dims: T ticks, P stages, S lanes, v chunks of a stage
 """
 

@@ -57,7 +57,7 @@ class TokenSums:
 
     Attributes:
         loss: cross-entropy with label smoothing and z-loss, in nats; for a student, mixed with
-            the soft loss (`distillation.py`).
+            the soft loss (`distillation/soft_loss.py`).
         nll: negative log-likelihood in nats, without label smoothing and z-loss.
         correct: tokens whose most probable prediction is the target; among equally probable
             tokens the first id is predicted, as by `argmax`.

@@ -3,7 +3,7 @@
 
 A group is the devices along one axis. Where it fills a box of chips, its exchange stays on the
 links between them; in a line with gaps it shares the links of others. Nothing is compiled, and
-chips are their coordinates, which `tests/training/test_aot.py` compares with the compiler's.
+chips are their coordinates, which `test_training_step.py` compares with the compiler's.
 """
 
 import dataclasses

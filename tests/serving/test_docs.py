@@ -73,7 +73,7 @@ def test_commands_run(serve, tmp_path):
     port = ""
     for command in COMMANDS:
         command = command.removeprefix(EIGHT_DEVICES)  # tests have them
-        # tests/bench/test_soak.py runs the other command.
+        # test_soak.py runs the other command.
         if command.startswith(("pip", "switchx bench soak")):
             continue
         if command.startswith("switchx"):

@@ -97,7 +97,7 @@ class Teacher:
 
 @dataclasses.dataclass(frozen=True)
 class WrittenTeacher:
-    """A teacher whose most probable tokens are a part of the batch (`distilled_logits.py`)."""
+    """A teacher whose most probable tokens are a part of the batch (`written_teacher.py`)."""
 
     settings: Distillation
 

@@ -2,7 +2,7 @@
 """A teacher's most probable tokens on a disk, in the place of the teacher.
 
 The loader is deterministic, so a student that is trained by the same task, seed and batches
-reads the batches that the teacher has read. `distilled_folder.py` has the files.
+reads the batches that the teacher has read. `logits_folder.py` has the files.
 
 The teacher's probabilities are those of its K tokens, divided by their sum.
 Dims: B batch, L length, V vocabulary of the student, K tokens kept

@@ -3,7 +3,7 @@
 
 SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2. The training state has all but the
 experts; these are records in a store (expert_records.py), of which a step has some in host
-memory and those of a few runs on the devices (layered_step.py). All else is split over the mesh
+memory and those of a few runs on the devices (disk_step.py). All else is split over the mesh
 as it is where experts are on the devices.
 """
 

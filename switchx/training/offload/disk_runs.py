@@ -2,7 +2,7 @@
 """The computations of one run of blocks: forward, and backward from the kept input.
 
 SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.2. Pure functions of the dense
-parameters, a bank of the run's experts, and all microbatches of a batch; `layered_step.py`
+parameters, a bank of the run's experts, and all microbatches of a batch; `disk_step.py`
 compiles them and calls them in order. The loss, the microbatches and the keys are those of
 `training/step.py`, the chunks and their objective those of a pipeline (`stack_lane`), so the
 gradients are the same, on any mesh without stages.

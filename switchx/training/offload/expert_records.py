@@ -8,7 +8,7 @@ that misses updates (lazy_update.py) gets them where it is fetched, and is store
 before an evaluation and a checkpoint, whose records are then all of one update.
 
 Where several processes train, each has the records of its own devices' experts
-(layered_banks.py), and a store, cache and prefetch of its own. Which experts a step used, and
+(disk_banks.py), and a store, cache and prefetch of its own. Which experts a step used, and
 how many updates each has had, is known to all of them.
 
 Dims: D model, F ffn, N Switch layers, E experts, J Switch layers of a run, X rows of experts

@@ -3,7 +3,7 @@
 
 SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2. Experts, and what the optimizer keeps
 for them, are arrays of the training state like all others, but of the host's memory. A step is
-one program, for any mesh without stages (sliced_update.py).
+one program, for any mesh without stages (host_step.py).
 """
 
 import functools

@@ -10,7 +10,7 @@ runs: so the compiler makes the same code of each, and late updates are those in
 bit. Do not take the loop away where one update is due, nor make a program of its own for a zero
 gradient: XLA fuses those in another way, and AdamW is off by an ulp.
 
-The optimizers of PER_EXPERT (storage_exclusions.py) compute nothing over several experts: AdamW
+The optimizers of PER_EXPERT (exclusions.py) compute nothing over several experts: AdamW
 is elementwise, Adafactor takes every mean, and with it update clipping and parameter scale,
 within one matrix of one expert. So an expert alone is updated as the same one in a stack.
 

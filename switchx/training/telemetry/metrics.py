@@ -37,7 +37,7 @@ def token_metrics(sums: TokenSums) -> dict[str, float]:
 
     Negative log perplexity is minus the mean negative log-likelihood in nats (Fedus et al.
     2021, section 2.3: natural logarithm; higher is better), without smoothing or z-loss.
-    `soft_loss` is there of a student in training (`distillation.py`).
+    `soft_loss` is there of a student in training (`distillation/soft_loss.py`).
     """
     tokens = max(float(sums.tokens), 1.0)
     soft = {} if sums.soft_loss is None else {"soft_loss": float(sums.soft_loss) / tokens}
