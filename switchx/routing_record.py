@@ -98,7 +98,8 @@ class RecordInfo:
         values["switch"] = from_description(SwitchConfig, values["switch"], "record.switch")
         for field in dataclasses.fields(cls):
             require(
-                fits(values[field.name], field.type), f"its {field.name} is of another type"
+                fits(values[field.name], field.type),
+                f"its {field.name} is {values[field.name]!r:.60}",
             )
         return cls(**values)
 
