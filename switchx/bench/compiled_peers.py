@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.launches import recorded_launches
 from switchx.bench import compiled_layer, compiled_step
 from switchx.bench.compiled_layer import (
+    compiled_for,
     described_chip,
     group_sizes,
     in_direction,
@@ -137,17 +137,11 @@ def compiled_row(
     topology: Topology, layer: str, shape: LayerShape, direction: str, device
 ) -> list[dict]:
     """A layer compiled once, counted for each routing."""
-    sharding = jax.sharding.SingleDeviceSharding(device)
     if layer in PEERS:
         function, arguments = peer_function(layer, shape, direction, device)
     else:
         function, arguments = layer_function(our_config(layer, shape), direction, BATCH, LENGTH)
-    arguments = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments
-    )
-    with recorded_launches() as launches:
-        traced = jax.jit(function).trace(*arguments)
-        compiled = traced.lower().compile()
+    traced, compiled, launches = compiled_for(device, function, arguments)
     hlo, memory = compiled.as_text(), compiled.memory_analysis()
     products = matrix_flops(hlo, kernel_share=Fraction(0))
     found = []

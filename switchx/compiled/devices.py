@@ -5,6 +5,7 @@ A JAX that finds an accelerator's plug-in takes the machine for one with acceler
 compilers are in folders of their own, on the path of a child process alone.
 """
 
+import json
 import os
 import pathlib
 import subprocess
@@ -47,6 +48,25 @@ def run_with_compiler(
     return subprocess.run(
         command, env=os.environ | variables | {CHILD_VARIABLE: "1"}, **options
     )
+
+
+def json_of_child(arguments: Sequence[str], topology: Topology, module: str = "switchx"):
+    """The JSON that such a process prints as its last line.
+
+    Raises:
+        FileNotFoundError: no compiler is installed; the message says how to get it.
+        RuntimeError: the process ended without; the message has the end of what it said.
+    """
+    child = run_with_compiler(
+        arguments, topology, module=module, capture_output=True, text=True
+    )
+    last = child.stdout.rstrip().rpartition("\n")[2]
+    if not last.startswith(("{", "[")):
+        raise RuntimeError(
+            f"{' '.join(arguments)}: the compiler for {topology} ended with status "
+            f"{child.returncode}: {child.stderr[-2000:]}"
+        )
+    return json.loads(last)
 
 
 def describe_devices(topology: Topology) -> list:

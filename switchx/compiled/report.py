@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from switchx.compiled.collectives import KINDS
-from switchx.compiled.devices import run_with_compiler
+from switchx.compiled.devices import json_of_child
 from switchx.compiled.training_step import CompiledStep, HostMemory
 from switchx.compiled.workload import layout_of, planned_storage, workload_of
 from switchx.hardware.spec import load_hardware
@@ -101,7 +101,7 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
             "needed_bytes_without_storage": step.host.without.needed,
         }
     if memory.excess:
-        row["way_out"] = way_out(step, topology)
+        row["way_out"] = way_out(step)
     counted = count_parameters(job.model).total
     encoder, decoder = job.sequence_lengths
     tokens = job.batch_size * (encoder or decoder)  # the latter of a decoder-only model
@@ -159,7 +159,7 @@ def _storage_checks(host: HostMemory | None) -> list[Check]:
     return checks
 
 
-def way_out(step: CompiledStep, topology: Topology) -> str:
+def way_out(step: CompiledStep) -> str:
     """Says where a step that does not fit could, by the size of its arguments."""
     total = step.memory.arguments * step.devices
     said = f"too large by {_gib(step.memory.excess)} GiB a device"
@@ -182,7 +182,7 @@ def way_out(step: CompiledStep, topology: Topology) -> str:
     return f"{said}, of arguments alone: split them over more devices ({', '.join(fitting)})"
 
 
-def compiled_reports(pods=PODS, note=print) -> list[dict]:
+def compiled_reports(pods=PODS) -> list[dict]:
     """The objects of `switchx compile --json` for runs on their slices, a process for each.
 
     Raises:
@@ -191,18 +191,9 @@ def compiled_reports(pods=PODS, note=print) -> list[dict]:
     """
     reports = []
     for run_file, slice_name in pods:
-        note(f"compiling {run_file} for {slice_name}")
+        print(f"compiling {run_file} for {slice_name}")
         words = ["compile", f"--gin_file={run_file}", f"--topology={slice_name}", "--json"]
-        child = run_with_compiler(
-            words, Topology.parse(slice_name), capture_output=True, text=True
-        )
-        lines = [line for line in child.stdout.splitlines() if line.startswith('{"command"')]
-        if not lines:
-            raise RuntimeError(
-                f"{run_file} for {slice_name}: status {child.returncode}: "
-                f"{child.stderr[-2000:]}"
-            )
-        reports.append(json.loads(lines[-1]))
+        reports.append(json_of_child(words, Topology.parse(slice_name)))
     return reports
 
 

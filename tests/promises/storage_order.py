@@ -25,7 +25,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from switchx.bench.storage import make_batch, opened, record_bytes
+from switchx.bench.storage import opened, record_bytes
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.models.config import RouterConfig
 from switchx.models.stages import Run
@@ -50,6 +50,7 @@ from tests.promises.storage import (
     LENGTH,
     MODEL,
     ROWS,
+    make_batch,
     make_job,
     trained,
 )
