@@ -122,12 +122,7 @@ class Peaks:
 
 
 def tuned(
-    study: Study,
-    cells: Cells,
-    model: str,
-    name_of_task: str,
-    seed: int,
-    *more: str,
+    study: Study, cells: Cells, model: str, name_of_task: str, seed: int, *more: str
 ) -> Peaks:
     """A model of experiments/pretraining, fine-tuned on a task.
 

@@ -43,10 +43,7 @@ LARGE = dict(layers=32, d_model=4096, heads=32, vocab_size=VOCABULARY)
 # GPT-3's rows of 2048 tokens: 0.5M and 2M tokens.
 SMALL_ROWS, LARGE_ROWS = 256, 1024
 HARDWARE = load_hardware("v100")
-LOGITS_OF_STAGES = (
-    "outputs to all stages, for their logits",
-    "gradients of the outputs",
-)
+LOGITS_OF_STAGES = ("outputs to all stages, for their logits", "gradients of the outputs")
 REMATERIALIZED = 4  # passes through the blocks
 
 

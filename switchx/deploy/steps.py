@@ -30,11 +30,7 @@ import jax.numpy as jnp
 
 from switchx import api, tree
 from switchx.api import Model
-from switchx.checkpoint.run_folder import (
-    RunFolder,
-    read_config,
-    write_converted,
-)
+from switchx.checkpoint.run_folder import RunFolder, read_config, write_converted
 from switchx.compiled.collectives import collectives_by_kind
 from switchx.data.tokenizers import TokenIdVocabulary
 from switchx.deploy.compiled import compile_programs, slice_for

@@ -15,11 +15,7 @@ import math
 
 from switchx.pipeline.schedule import ScheduleSpec
 from switchx.planner.layout import Layout, StateArray, Workload, local_shape
-from switchx.planner.step_comm import (
-    activation_bytes,
-    rows_on_device,
-    sparse_layer,
-)
+from switchx.planner.step_comm import activation_bytes, rows_on_device, sparse_layer
 
 LOGIT_BYTES = 4
 # Arrays of V that are alive at once: logits of the tokens taken at a time, and their gradient.

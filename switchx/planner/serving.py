@@ -184,10 +184,7 @@ def choose_split(
     if fitting:
         return fitting[0]
     least = min(found, key=lambda split: split.total)
-    more = next(
-        (n for n in _doubled(devices) if _fits(served, n, limit)),
-        None,
-    )
+    more = next((n for n in _doubled(devices) if _fits(served, n, limit)), None)
     way_out = f"use {more} devices, " if more else "use "
     raise ValueError(
         f"a device of {limit / 2**30:,.3g} GiB is too small: split over {devices} "
@@ -231,12 +228,7 @@ def _ring(served: ServedModel, slots: int) -> Ring:
     is_packed = any("/scales" in array.name for array in served.weights)
     on_device = whole.weights - (len(streams) - (4 if is_packed else 2)) * layer
     return Ring(
-        slots,
-        on_device,
-        whole.cache,
-        whole.working,
-        collections.Counter(stacks),
-        layer,
+        slots, on_device, whole.cache, whole.working, collections.Counter(stacks), layer
     )
 
 

@@ -4,11 +4,7 @@
 import pytest
 
 from pallas_kernels.aot import gpu_compiler
-from switchx.compiled.host_copies import (
-    host_copies,
-    noted_strides,
-    share_overlapped,
-)
+from switchx.compiled.host_copies import host_copies, noted_strides, share_overlapped
 from tests.processes import script_with_compiler
 
 # The TPU compiler's: a loop of 4 turns over layers, and the optimizer's loop.

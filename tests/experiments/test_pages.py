@@ -531,8 +531,7 @@ def test_data_that_is_not_there_or_not_the_same_is_named(tmp_path):
     with pytest.raises(ValueError, match="`make experiments EXPERIMENT=exploration DATA=FOLD"):
         Study("exploration", tmp_path, None).files("openstax/*.txt.gz")
     with pytest.raises(
-        ValueError,
-        match=r"has no openstax/anatomy.txt.gz, .*--commands \| sh &&",
+        ValueError, match=r"has no openstax/anatomy.txt.gz, .*--commands \| sh &&"
     ):
         Study("exploration", tmp_path, tmp_path).files("openstax/*.txt.gz")
     (tmp_path / "movie_reviews").mkdir()

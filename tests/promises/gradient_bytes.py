@@ -20,10 +20,7 @@ from itertools import combinations
 import jax
 import numpy as np
 
-from switchx.compiled.collectives import (
-    HloCollective,
-    executed_collectives,
-)
+from switchx.compiled.collectives import HloCollective, executed_collectives
 from switchx.compiled.hlo import array_bytes
 from switchx.compiled.training_step import bytes_on_one_device
 from switchx.gin_config.building import job_from_gin

@@ -29,13 +29,7 @@ from switchx.bench.storage import opened, record_bytes
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.models.config import RouterConfig
 from switchx.models.stages import Run
-from switchx.storage.cache import (
-    BACKWARD,
-    FORWARD,
-    UPDATE,
-    Cache,
-    make_policy,
-)
+from switchx.storage.cache import BACKWARD, FORWARD, UPDATE, Cache, make_policy
 from switchx.storage.simulation import POLICIES
 from switchx.storage.snapshot import Snapshot
 from switchx.storage.trace import Trace, read_trace
