@@ -184,7 +184,10 @@ def choose_split(
     if fitting:
         return fitting[0]
     least = min(found, key=lambda split: split.total)
-    more = next((n for n in _doubled(devices) if _fits(served, n, limit)), None)
+    doubled = (devices << n for n in range(1, (MOST_DEVICES // devices).bit_length()))
+    more = next(
+        (n for n in doubled if any(s.total <= limit for s in splits(served, n, None))), None
+    )
     way_out = f"use {more} devices, " if more else "use "
     raise ValueError(
         f"a device of {limit / 2**30:,.3g} GiB is too small: split over {devices} "
@@ -230,16 +233,6 @@ def _ring(served: ServedModel, slots: int) -> Ring:
     return Ring(
         slots, on_device, whole.cache, whole.working, collections.Counter(stacks), layer
     )
-
-
-def _doubled(devices: int):
-    while 2 * devices <= MOST_DEVICES:
-        devices *= 2
-        yield devices
-
-
-def _fits(served: ServedModel, devices: int, limit: float) -> bool:
-    return any(split.total <= limit for split in splits(served, devices, None))
 
 
 def _near(served: ServedModel, devices: int) -> str:
