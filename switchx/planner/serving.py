@@ -22,7 +22,7 @@ from switchx.hardware.spec import Hardware
 from switchx.inference.offload.streaming import most_slots, streamed_layers
 from switchx.models.config import ModelConfig
 from switchx.partitioning.mesh import AXES
-from switchx.planner.layout import Layout, StateArray, local_shape
+from switchx.planner.layout import Layout, StateArray, local_bytes
 
 MOST_DEVICES = 2**12
 # Axes that a model in use is split over.
@@ -220,9 +220,7 @@ def _ring(served: ServedModel, slots: int) -> Ring:
     (whole,) = splits(served, 1, None)
     config = served.config
     experts = sum(
-        math.prod(array.shape) * array.itemsize
-        for array in served.weights
-        if "/experts/" in array.name
+        local_bytes(array, Layout()) for array in served.weights if "/experts/" in array.name
     )
     layer = experts / len(config.sparse_layer_names)
     streams = streamed_layers(config, slots)
@@ -286,10 +284,7 @@ def _ffn_sizes(config: ModelConfig) -> list[int]:
 
 
 def _split(served: ServedModel, layout: Layout, hardware: Hardware | None) -> Split:
-    weights = 0.0
-    for array in served.weights:
-        shape, _ = local_shape(array, layout)
-        weights += math.prod(shape) * array.itemsize
+    weights = sum(local_bytes(array, layout) for array in served.weights)
     cache, working = _cache_bytes(served, layout), _working_bytes(served, layout)
     step_s = 0.0
     if hardware is not None:

@@ -11,7 +11,6 @@ N layers
 
 import dataclasses
 import functools
-import math
 
 from switchx.hardware.spec import Compute
 from switchx.moe.config import DISPATCHERS
@@ -21,7 +20,7 @@ from switchx.planner.layout import (
     StateArray,
     Workload,
     axes_of,
-    local_shape,
+    local_bytes,
     own_rows_axes,
 )
 from switchx.planner.sparse_comm import (
@@ -318,7 +317,7 @@ def _pipeline(workload: Workload, layout: Layout) -> list[StepCollective]:
             values += activation_bytes(workload, layout, "encoder")
     collective = functools.partial(StepCollective, part="pipeline", axes=("pipe",))
     blocks = sum(
-        math.prod(local_shape(array, layout)[0]) * array.itemsize / layout.pipe
+        local_bytes(array, layout) / layout.pipe
         for array in workload.state
         if array.kind == "params" and array.is_in_blocks
     )

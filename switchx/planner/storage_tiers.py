@@ -29,7 +29,7 @@ from switchx.hardware.spec import Hardware
 from switchx.inference.offload.streaming import touched_experts
 from switchx.models.config import ModelConfig
 from switchx.models.stored_experts import Tier, storage_refusal
-from switchx.planner.layout import Layout, StateArray, Workload, local_shape
+from switchx.planner.layout import Layout, StateArray, Workload, local_bytes, local_shape
 from switchx.planner.memory import MemoryUse
 from switchx.planner.step_time import StepTime
 
@@ -275,7 +275,7 @@ def expert_bytes(workload: Workload, layout: Layout, kind: str) -> float:
     """Bytes of the experts' parameters (`params`) or of the optimizer's state for them, on one
     device."""
     return sum(
-        math.prod(local_shape(array, layout)[0]) * array.itemsize
+        local_bytes(array, layout)
         for array in workload.state
         if array.kind == kind and _is_of_experts(array)
     )
@@ -293,8 +293,7 @@ def _run_bytes(workload: Workload, layout: Layout) -> tuple[float, float]:
         found = {"params": 0.0, "optimizer": 0.0}
         for array in workload.state:
             if _is_of_experts(array) and f"{stack}/" in array.name:
-                shape, _ = local_shape(array, layout)
-                found[array.kind] += math.prod(shape[1:]) * array.itemsize
+                found[array.kind] += local_bytes(array, layout) / array.shape[0]
         largest = max(largest, (found["params"], found["optimizer"]))
     return largest
 
