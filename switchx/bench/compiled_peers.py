@@ -128,16 +128,13 @@ def recorded_routing(arguments, shape: LayerShape, sizes_E: np.ndarray) -> list:
     expert_R = np.random.default_rng(0).permutation(np.repeat(np.arange(len(sizes_E)), sizes_E))
     x_RD = 8 * np.eye(shape.d_model, dtype=np.float32)[expert_R]
     values = [None] * len(arguments)
-    [first, *_] = (i for i, each in enumerate(arguments) if each.ndim == 3 and _is_input(each))
-    values[first] = jnp.array(x_RD.reshape(arguments[first].shape), arguments[first].dtype)
+    inputs = (shape.batch, shape.length, shape.d_model)
+    first = next(i for i, each in enumerate(arguments) if each.shape == inputs)
+    values[first] = jnp.array(x_RD.reshape(inputs), arguments[first].dtype)
     for i, each in enumerate(arguments):
         if each.shape == (shape.d_model, shape.num_experts):
             values[i] = jnp.eye(*each.shape, dtype=each.dtype)
     return values
-
-
-def _is_input(array) -> bool:
-    return array.shape[:2] == (BATCH, LENGTH)
 
 
 def compiled_row(

@@ -7,7 +7,6 @@ compilers are in folders of their own, on the path of a child process alone.
 
 import json
 import os
-import pathlib
 import subprocess
 from collections.abc import Sequence
 
@@ -82,14 +81,7 @@ def describe_devices(topology: Topology) -> list:
             return topologies.get_topology_desc(
                 platform="tpu", topology_name=str(topology), **options
             ).devices
-        target = gpu_compiler.TARGETS[topology.kind]
-        description = pathlib.Path(gpu_compiler.__file__).with_name(target)
-        return topologies.get_topology_desc(
-            topology.kind,
-            "cuda",
-            topology=f"1x1x{topology.num_devices}",
-            target_config=description.read_text(),
-        ).devices
+        return gpu_compiler.described_gpus(topology.kind, topology.num_devices)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"topology {topology}: the compiler says: {error}") from error
 

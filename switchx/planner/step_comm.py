@@ -322,21 +322,16 @@ def _pipeline(workload: Workload, layout: Layout) -> list[StepCollective]:
         if array.kind == "params" and array.is_in_blocks
     )
     moved = blocks * moved_share(layout.pipe, layout.schedule.num_chunks)
-    outputs = activation_bytes(workload, layout, "decoder")
-    once = (
-        ("collective-permute", "chunks of blocks to their stages", moved),
-        ("collective-permute", "gradients of chunks back", moved),
-    )
-    ticks = (
-        ("collective-permute", "activations to the next stage", values),
-        ("collective-permute", "gradients to the last stage", values),
-    )
-    logits = (
-        ("reduce-scatter", "outputs to all stages, for their logits", outputs),
-        ("all-gather", "gradients of the outputs", outputs),
+    outputs, rounds = activation_bytes(workload, layout, "decoder"), layout.num_microbatches
+    found = (
+        ("collective-permute", "chunks of blocks to their stages", moved, 1),
+        ("collective-permute", "gradients of chunks back", moved, 1),
+        ("collective-permute", "activations to the next stage", values, sends),
+        ("collective-permute", "gradients to the last stage", values, sends),
+        ("reduce-scatter", "outputs to all stages, for their logits", outputs, rounds),
+        ("all-gather", "gradients of the outputs", outputs, rounds),
     )
     return [
         collective(kind, what, num_bytes=num_bytes, count=count)
-        for these, count in ((once, 1), (ticks, sends), (logits, layout.num_microbatches))
-        for kind, what, num_bytes in these
+        for kind, what, num_bytes, count in found
     ]
