@@ -48,18 +48,10 @@ class Mix:
     checks: dict[str, tuple[str, str]]
 
 
-def _log_uniform(rng: np.random.Generator, number: int) -> np.ndarray:
-    return np.exp(rng.uniform(np.log(8), np.log(256), number))
-
-
-def _captions(rng: np.random.Generator, number: int) -> np.ndarray:
-    return rng.lognormal(np.log(12), 0.4, number)
-
-
 MIXES = (
     Mix(
         "answers of 8 to 256 tokens",
-        _log_uniform,
+        lambda rng, n: np.exp(rng.uniform(np.log(8), np.log(256), n)),
         256,
         {
             "tokens_per_s": ("inflight_throughput", ">=1.25"),
@@ -68,7 +60,7 @@ MIXES = (
     ),
     Mix(
         "answers of 13 tokens",
-        _captions,
+        lambda rng, n: rng.lognormal(np.log(12), 0.4, n),  # as those of captions
         32,
         {"tokens_per_s": ("inflight_short_throughput", ">=1.0")},
     ),

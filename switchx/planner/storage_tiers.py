@@ -83,13 +83,13 @@ class StorageUse:
 
     tier: Tier
     bytes: TierBytes
-    touched: float
-    to_device: float
-    from_device: float
-    disk_read: float
-    disk_written: float
-    layers_s: float
-    update_s: float
+    touched: float = 1.0
+    to_device: float = 0.0
+    from_device: float = 0.0
+    disk_read: float = 0.0
+    disk_written: float = 0.0
+    layers_s: float = 0.0
+    update_s: float = 0.0
 
     def hides(self, time: StepTime) -> bool:
         """Whether the copies of forward and backward take no longer than what they hide by."""
@@ -147,7 +147,7 @@ def storage_use(
     params, optimizer = (expert_bytes(workload, layout, k) for k in ("params", "optimizer"))
     if tier == "device":
         held = TierBytes(2 * params + optimizer, 0, 0)
-        return StorageUse(tier, held, 1.0, 0, 0, 0, 0, 0, 0)
+        return StorageUse(tier, held)
     if hardware.host is None or (tier == "disk" and hardware.disk is None):
         table = "host" if hardware.host is None else tier
         raise ValueError(
@@ -225,11 +225,8 @@ def _in_host_memory(
             host=2 * params + optimizer,
             disk=0,
         ),
-        touched=1.0,
         to_device=layers_in + update_in,
         from_device=layers_out + update_out,
-        disk_read=0,
-        disk_written=0,
         layers_s=max(layers_in, layers_out) / link,
         update_s=max(update_in, update_out) / link,
     )
