@@ -93,9 +93,7 @@ def validation_loss(model: Model, text: ValidationText) -> float:
     return evaluate(step, model.params, text.batches)["cross_entropy"]
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _eval_step(config: ModelConfig, params, batch):
-    return eval_step(config, params, batch)
+_eval_step = jax.jit(eval_step, static_argnames="config")
 
 
 def written_by(model: Model, text: ValidationText, decoding: DecodingConfig) -> Written:
@@ -104,8 +102,8 @@ def written_by(model: Model, text: ValidationText, decoding: DecodingConfig) -> 
     generator = Generator(config, model.params, decoding, size)
 
     def write() -> list[tuple[list[int], bool]]:
-        found = [(number, best) for number, (best, *_) in generator(text.prompts)]
-        return [(best.tokens, best.is_finished) for _, best in sorted(found, key=_number)]
+        best = {number: hypotheses[0] for number, hypotheses in generator(text.prompts)}
+        return [(best[n].tokens, best[n].is_finished) for n in sorted(best)]
 
     return _timed(write)
 
@@ -172,10 +170,6 @@ def _spread(x_RD: np.ndarray, rows: int) -> np.ndarray:
     if len(x_RD) <= rows:
         return x_RD
     return x_RD[np.linspace(0, len(x_RD) - 1, rows).astype(int)]
-
-
-def _number(numbered: tuple) -> int:
-    return numbered[0]
 
 
 def _timed(write: Callable[[], Sequence[tuple[list[int], bool]]]) -> Written:

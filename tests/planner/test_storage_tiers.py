@@ -265,8 +265,7 @@ def test_a_cache_below_one_layer_and_hardware_without_tiers():
     workload = workload_of(adamw())
     least = 3 * PARAMS // 2
     with pytest.raises(
-        ValueError,
-        match=f"host_bytes={least - 1:,}.*host_bytes={least} or more",
+        ValueError, match=f"host_bytes={least - 1:,}.*host_bytes={least} or more"
     ):
         storage_use(workload, ONE, Storage("disk", host_bytes=least - 1), H200)
     for tier, part in (("host", "host"), ("disk", "disk")):
