@@ -12,7 +12,7 @@ import optax
 
 from switchx.checkpoint.retention import Retention
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, Features
-from switchx.data.loader import BatchConfig, Prefetch
+from switchx.data.loader import BatchConfig, Prefetch, Shard, TrainLoader
 from switchx.data.mixtures import Mixture, as_mixture, evaluated_tasks
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import Vocabulary
@@ -261,6 +261,17 @@ class TrainingJob:
     @property
     def batches(self) -> BatchConfig:
         return BatchConfig(self.features, self.batch_size, self.packed)
+
+    def loader(self, shard: Shard) -> TrainLoader:
+        """A process' part of the batches, from the first on."""
+        return TrainLoader(
+            self.source,
+            self.batches,
+            seed=self.seed,
+            data_dir=self.data_dir,
+            shard=shard,
+            prefetch=self.prefetch,
+        )
 
     @property
     def sequence_lengths(self) -> tuple[int, int]:

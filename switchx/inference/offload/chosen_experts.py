@@ -105,7 +105,7 @@ class ExpertTraffic:
 class ChosenExperts:
     """A model whose experts are in host memory or files, and the programs that run it.
 
-        One thread alone may use it.
+    One thread alone may use it.
 
     Attributes:
         params: the model's parameters, with `AbsentExperts` in the place of experts.
