@@ -207,7 +207,7 @@ class TrainingJob:
         return with_multipliers(built, self.step.rate_multipliers)
 
     def require_storage(self, sizes: Mapping[str, int]) -> None:
-        """Checks that experts can be stored as `storage` says, by the planner's rules.
+        """Checks that experts can be stored as `storage` says.
 
         Args:
             sizes: sizes of the mesh's axes, by name.
@@ -275,7 +275,7 @@ class TrainingJob:
 
     @property
     def sequence_lengths(self) -> tuple[int, int]:
-        """Encoder and decoder tokens of a row, as `planner.model_cost` counts them."""
+        """Encoder and decoder tokens of a row, as `flops.train_flops` counts them."""
         if self.model.is_encoder_decoder:
             return self.inputs_length, self.targets_length
         return 0, self.inputs_length + self.targets_length

@@ -187,7 +187,7 @@ class ChosenExperts:
         this hardware; those with the most tokens first.
 
         Raises:
-            ValueError: see `planner.streaming.streaming`.
+            ValueError: see `streaming.streaming`.
         """
         traffic, size = self.traffic, self.source.expert_bytes
         hits = traffic.hits / traffic.requested if traffic.requested else 0.0
