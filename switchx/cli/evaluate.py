@@ -123,12 +123,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _evaluate(arguments: argparse.Namespace, reporter) -> tuple[Any, dict[str, Any]]:
     """The job, and what is measured of it (`switchx.evaluate`)."""
     from switchx.checkpoint.run_folder import RunFolder
+    from switchx.gin_config import building
     from switchx.inference.artifact import is_artifact
     from switchx.jobs import evaluate
 
     job = None
     if arguments.gin_file is not None or not is_artifact(arguments.model_dir):
-        job = shared.parse_job_of(arguments, RunFolder(arguments.model_dir))
+        folder = RunFolder(arguments.model_dir)
+        job = building.parse_job(*shared.gin_of(arguments, folder))
     names = ("step", "metrics", "split", "max_examples", "batch_size", "rank_choices")
     files = ("bootstrap", "predictions", "record", "record_places")
     given = {name: getattr(arguments, name) for name in (*names, *files)}

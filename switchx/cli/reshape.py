@@ -96,6 +96,7 @@ def _reshape(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, An
     from switchx import api
     from switchx.checkpoint.run_folder import RunFolder, read_model_config
     from switchx.deploy.measure import ValidationText, sample_layers, with_harm
+    from switchx.gin_config import building
     from switchx.inference.artifact import is_artifact
     from switchx.models.reshape import agreement, drop_experts, merge_experts, to_dense
     from switchx.models.upcycle import upcycle, upcycled_config
@@ -109,7 +110,7 @@ def _reshape(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, An
     folder, experts = RunFolder(arguments.model_dir), arguments.experts
     config, how = read_model_config(folder), arguments.reduce or "merge"
     _check(arguments, config)
-    job = check_same_model(folder, shared.parse_job_of(arguments, folder))
+    job = check_same_model(folder, building.parse_job(*shared.gin_of(arguments, folder)))
     reporter.note(f"reading {folder.root} and its validation text")
     model = api.load(folder.path, arguments.step)
     text = ValidationText.of(job, num_prompts=0, input_length=1)
