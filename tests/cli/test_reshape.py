@@ -113,11 +113,6 @@ def test_what_cannot_be_made_is_refused_in_a_line(runs, in_a_folder, capsys, kin
     assert list(in_a_folder.iterdir()) == []
 
 
-def test_links_of_the_page_lead_somewhere():
-    for link in re.findall(r"\]\((?!https:)(\S+?)\)", PAGE):
-        assert (ROOT / "docs" / link.partition("#")[0]).exists(), link
-
-
 def test_teaching_without_a_teacher_is_refused(in_a_folder, capsys):
     words = ["teach", "--gin_file=configs/runs/pretrain_tiny.gin", "--output=out"]
     assert main(words) == 2

@@ -29,6 +29,8 @@ from switchx.storage.store import RecordStore
 from tests.data.refusals import refused
 from tests.inference.slot_models import MODELS, E, generator, model, resident, texts, written
 
+pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+
 SLOW = pytest.mark.slow
 DESCRIPTORS = pathlib.Path("/proc/self/fd")
 

@@ -50,19 +50,13 @@ MESHES = {
     "data": MeshSpec(),
 }
 # Bits of the experts, beams, a mesh and positions.
-DEFAULT_CELLS = [
-    (4, 1, mesh, "relative") for mesh in ("expert x model x data", "fsdp x expert x model")
-]
+DEFAULT_CELL = (4, 1, "fsdp x expert x model", "relative")
 CELLS = [
-    *DEFAULT_CELLS,
-    *(
-        pytest.param(*cell, marks=pytest.mark.slow)
-        for cell in (
-            *((b, n, m, "relative") for b in (None, 8, 4) for n in (1, 3) for m in MESHES),
-            *((None, n, m, "tupe") for n in (1, 3) for m in MESHES),
-        )
-        if cell not in DEFAULT_CELLS
-    ),
+    pytest.param(*cell, marks=[pytest.mark.slow] * (cell != DEFAULT_CELL))
+    for cell in (
+        *((b, n, m, "relative") for b in (None, 8, 4) for n in (1, 3) for m in MESHES),
+        *((None, n, m, "tupe") for n in (1, 3) for m in MESHES),
+    )
 ]
 
 

@@ -20,6 +20,8 @@ from switchx.models.unroll import unrolled
 from tests.data.refusals import refused
 from tests.inference.ring_models import MODEL, L, generator, model, resident, written
 
+pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+
 SLOW = pytest.mark.slow
 BFLOAT16 = Precision(params="bfloat16", compute="bfloat16")
 

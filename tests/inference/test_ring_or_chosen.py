@@ -17,6 +17,8 @@ from switchx.inference.offload.ring_or_chosen import RingOrChosen, outside_of_de
 from tests.data.refusals import refused
 from tests.inference.ring_models import MODEL, E, L, T, model, resident, written
 
+pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+
 SLOW = pytest.mark.slow
 H200 = load_hardware("h200")
 

@@ -226,15 +226,6 @@ def test_n_best_of_a_search_and_of_samples(openai):
     assert got.usage.prompt_tokens == sum(map(len, served.model().prompts(["gate", "of"])))
 
 
-@pytest.mark.slow  # by default the worker's tests have them
-def test_processors_are_the_models_own(openai):
-    settings = {"repetition_penalty": 1.8, "no_repeat_ngram_size": 2, "forced_prefix": [80, 81]}
-    got = openai.completions.create(prompt="gate", extra_body=settings, **GREEDY)
-    (want,) = served.model().generate(["gate"], max_length=8, **settings)
-    assert got.choices[0].text == want != served.said()["gate"].output
-    assert want.startswith(served.model().vocabulary.decode([80, 81]))
-
-
 @pytest.mark.slow
 def test_echo_with_log_probabilities_scores_the_prompt():
     config = ModelConfig("decoder_only", 384, 8, 8, 1, 8, 1, init_scale=4.0)
