@@ -96,8 +96,8 @@ def test_a_model_knows_its_configuration_size_and_vocabulary(run):
 
 def test_a_folder_that_is_no_run(tmp_path):
     with refused(
-        f"{tmp_path / 'no'} is not a run folder, its config.json cannot be read ([Errno 2] No "
-        "such file or directory: <any>): nothing is there; give the model_dir of a run"
+        f"{tmp_path / 'no'} is not a run folder, its config.json cannot be read "
+        "([Errno 2] No such file or directory: <any>): nothing is there"
     ):
         switchx.load(tmp_path / "no")
 
@@ -105,15 +105,9 @@ def test_a_folder_that_is_no_run(tmp_path):
 def test_a_run_without_a_checkpoint_or_without_this_one(run, tmp_path):
     fresh = RunFolder(tmp_path / "fresh").create()
     write_run_config(fresh, make_job())
-    with refused(
-        f"no complete checkpoint in {fresh.root}: found config.json, vocabulary.json; make one "
-        f"with `switchx train --gin_file=... --model_dir={fresh.path}`, or give another folder"
-    ):
+    with refused(f"no complete checkpoint in {fresh.root}: found config.json, vocabulary.json"):
         switchx.load(fresh.path)
-    with refused(
-        f"no complete checkpoint of step 7 in {run.root}: found checkpoints 9, 5; make one "
-        f"with `switchx train --gin_file=... --model_dir={run.path}`, or give another folder"
-    ):
+    with refused(f"no complete checkpoint of step 7 in {run.root}: found checkpoints 9, 5"):
         switchx.load(run.path, step=7)
 
 
@@ -303,35 +297,35 @@ def test_a_model_from_elsewhere_may_have_no_vocabulary(run):
     (run.root / "vocabulary.json").unlink()
     model = switchx.load(run.path)
     assert model.vocabulary is None
-    with refused("this model came without a vocabulary, so it cannot read texts; give <any>"):
+    with refused("this model came without a vocabulary, so it cannot read texts"):
         model.generate(["a"])
 
 
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda t5: t5.generate("gate"), "inputs is one text, 'gate'; give a list, [text]"),
-        (lambda t5: t5.generate([[5], []]), "input 1 is empty; give at least one token"),
+        (lambda t5: t5.generate("gate"), "inputs is one text, 'gate'"),
+        (lambda t5: t5.generate([[5], []]), "input 1 is empty"),
         (lambda t5: t5.generate([[5, 0, 6]]), "inputs[0] has padding, id 0, before its end"),
-        (lambda t5: t5.generate(["a", [5]]), "inputs[0] is 'a'; expected a list<any>"),
-        (lambda t5: t5.generate([[0.5]]), "inputs[0] is [0.5]; expected a list<any>"),
-        (lambda t5: t5.generate([[384]]), "input 0 has token id 384, the vocabulary<any>"),
+        (lambda t5: t5.generate(["a", [5]]), "inputs[0] is 'a'"),
+        (lambda t5: t5.generate([[0.5]]), "inputs[0] is [0.5]"),
+        (lambda t5: t5.generate([[384]]), "input 0 has token id 384, the vocabulary"),
         (
             lambda t5: t5.generate([[5]], max_length=3, max_new_tokens=4),
-            "max_length and max_new_tokens are the same; give one",
+            "max_length and max_new_tokens are the same",
         ),
-        (lambda t5: t5.score(["a"], ["a", "b"]), "1 inputs for 2 targets; give a pair each"),
+        (lambda t5: t5.score(["a"], ["a", "b"]), "1 inputs for 2 targets"),
         (
             lambda t5: t5.logits(np.ones((1, 2), int)),
-            "architecture='encoder_decoder' reads encoder_tokens and decoder_tokens; give both",
+            "architecture='encoder_decoder' reads encoder_tokens and decoder_tokens",
         ),
         (
             lambda t5: t5.logits(np.ones((1, 2)), np.ones((1, 2), int)),
-            "encoder_tokens is float64[1, 2]; expected whole numbers [B, L]",
+            "encoder_tokens is float64[1, 2]",
         ),
         (
             lambda t5: t5.logits(np.ones((2, 2), int), np.ones((1, 2), int)),
-            "got encoder_tokens (2, 2), decoder_tokens (1, 2); expected equally many rows",
+            "got encoder_tokens (2, 2), decoder_tokens (1, 2)",
         ),
         (
             lambda t5: t5.logits(np.full((1, 2), 384), np.ones((1, 2), int)),
@@ -345,5 +339,5 @@ def test_bad_input_is_refused(t5, call, said):
 
 
 def test_bad_input_of_a_decoder_is_refused(decoder):
-    with refused("architecture='decoder_only' reads decoder_tokens alone; give one array"):
+    with refused("architecture='decoder_only' reads decoder_tokens alone"):
         decoder.logits(np.ones((1, 2), int), np.ones((1, 2), int))

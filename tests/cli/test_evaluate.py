@@ -392,8 +392,8 @@ def test_metrics_need_texts_for_targets():
     assert metrics_of(TASK, None, has_file=True) == {}  # it has no texts
     assert metrics_of(TASK, []) == {}
     with refused(
-        "metrics=bleu compares generated texts with targets, and no task (letters) is of "
-        "InputsToTargets; leave it out, or give the gin file of such a task"
+        "metrics=bleu compares generated texts with targets, and no task "
+        "(letters) is of InputsToTargets"
     ):
         metrics_of(TASK, ["bleu"])
 

@@ -150,11 +150,11 @@ def test_every_direction_asks_for_its_language():
 
 
 def test_bad_languages():
-    with refused("Multi30k.<any>='xx' is unknown; use one of cs, de, en, fr"):
+    with refused("Multi30k.<any>='xx' is unknown"):
         multi30k_directions(NumberVocabulary(), ("en", "xx"))
-    with refused("languages=('en',) have no direction; use two or more"):
+    with refused("languages=('en',) have no direction"):
         multi30k_directions(NumberVocabulary(), ("en",))
-    with refused("favoured=['en_fr']; use directions of en_de, de_en"):
+    with refused("favoured=['en_fr']"):
         multi30k_directions(NumberVocabulary(), ("en", "de"), favoured=("en_fr",))
 
 

@@ -11,12 +11,7 @@ import numpy as np
 import pytest
 
 from switchx.inference.config import DecodingConfig
-from switchx.inference.generate import (
-    Generator,
-    for_decoding,
-    with_capacity,
-    without_capacity,
-)
+from switchx.inference.generate import Generator, for_decoding, with_capacity, without_capacity
 from switchx.inference.offload import expert_slots
 from switchx.inference.offload.chosen_experts import ChosenExperts, on_host, without_bank
 from switchx.inference.offload.expert_source import HostExperts
@@ -49,9 +44,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name, bits, beam_size, some", [("gpt", None, 1, (2, E)), *CASES]
-)
+@pytest.mark.parametrize("name, bits, beam_size, some", [("gpt", None, 1, (2, E)), *CASES])
 def test_tokens_are_those_of_the_resident_model(name, bits, beam_size, some):
     want = resident(name, bits, beam_size)
     moved = []

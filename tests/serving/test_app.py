@@ -26,6 +26,7 @@ from switchx.serving.requests import GenerateRequest
 from switchx.serving.scheduler import Worker
 from tests.serving import served
 
+
 @pytest.fixture
 def models(service):
     return Models([service])

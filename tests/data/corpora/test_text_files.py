@@ -127,37 +127,33 @@ def refuse(tmp_path, message):
         (
             "a.jsonl",
             '{"content": "x"}\n',
-            "{}/a.jsonl:1: expected the key text, or inputs and targets; got content",
+            "{}/a.jsonl:1: expected the key text, or inputs and targets",
         ),
-        (
-            "a.jsonl",
-            '["x"]\n',
-            "{}/a.jsonl:1: expected an object a row, got list",
-        ),
+        ("a.jsonl", '["x"]\n', "{}/a.jsonl:1: expected an object a row, got list"),
         (
             "a.jsonl",
             "{'text': 'x'}\n",
-            "{}/a.jsonl:1: not JSON (Expecting property name enclosed in double quotes: line 1 "
-            "column 2 (char 1)); one object a line is expected",
+            "{}/a.jsonl:1: not JSON (Expecting property name enclosed in double "
+            "quotes: line 1 column 2 (char 1))",
         ),
-        ("a.jsonl", "\n", "{}/a.jsonl: no records; add text"),
+        ("a.jsonl", "\n", "{}/a.jsonl: no records"),
         (
             "a.txt",
             "\n \n",
-            "text_files path='{0}/a.txt' holds 0 distinct documents and a split into train and "
-            "validation needs at least 2; add text, or cut it finer by a lower max_characters",
+            "text_files path='{0}/a.txt' holds 0 distinct documents and a split into "
+            "train and validation needs at least 2",
         ),
         (
             "a.txt",
             "one\n",
-            "text_files path='{0}/a.txt' holds 1 distinct documents and a split into train and "
-            "validation needs at least 2; add text, or cut it finer by a lower max_characters",
+            "text_files path='{0}/a.txt' holds 1 distinct documents and a split into "
+            "train and validation needs at least 2",
         ),
         (
             "a.md",
             "x",
-            "{}/a.md holds no text: its files end in .md (1), and none in .txt, .jsonl, "
-            ".json.gz (or .bz2, .xz, .zst), .parquet, .arrow; rename or convert them",
+            "{}/a.md holds no text: its files end in .md (1), and none in .txt, "
+            ".jsonl, .json.gz (or .bz2, .xz, .zst), .parquet, .arrow",
         ),
     ],
 )
@@ -171,8 +167,7 @@ def test_missing_files(tmp_path):
     with refuse(tmp_path, "{}/no.txt does not exist; name a text file or a folder of them"):
         TextFiles(str(tmp_path / "no.txt")).open("train", None)
     with refuse(
-        tmp_path,
-        "{}: there is no file; put texts there that end in .txt, .jsonl, .json.gz",
+        tmp_path, "{}: there is no file; put texts there that end in .txt, .jsonl, .json.gz"
     ):
         TextFiles(str(tmp_path)).open("train", None)
     with refuse(tmp_path, "no text files are named; expected files or folders of text"):
@@ -201,10 +196,7 @@ def test_lines_of_plain_and_packed_files(tmp_path):
 @pytest.mark.parametrize("name, pack", [("bad.txt", bytes), ("bad.txt.gz", gzip.compress)])
 def test_not_utf8_names_file_and_offset(tmp_path, name, pack):
     (tmp_path / name).write_bytes(pack(b"gut\n" + "schön".encode("latin-1")))
-    with refused(
-        f"{tmp_path / name} is not UTF-8: byte 0xf6 at offset 7; convert it, as with `iconv -f "
-        "LATIN1 -t UTF-8`"
-    ):
+    with refused(f"{tmp_path / name} is not UTF-8: byte 0xf6 at offset 7"):
         list(read_lines(tmp_path / name))
 
 
@@ -224,10 +216,7 @@ def test_permission_denied_names_file(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("pathlib.Path.open", deny)
-    with refused(
-        "secret.txt cannot be read: [Errno 13] Permission denied: 'secret.txt'; check that it "
-        "is whole and that you may read it"
-    ):
+    with refused("secret.txt cannot be read: [Errno 13] Permission denied: 'secret.txt'"):
         list(read_lines(Path("secret.txt")))
 
 
@@ -277,7 +266,6 @@ def test_held_out_are_the_lowest_digests():
 
 def test_one_document_cannot_be_split():
     with refused(
-        "it holds 1 distinct documents and a split into train and validation needs at least 2; "
-        "add text, or cut it finer by a lower max_characters"
+        "it holds 1 distinct documents and a split into train and validation needs at least 2"
     ):
         held_out([b"12345678"] * 2)

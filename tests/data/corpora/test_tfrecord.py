@@ -131,7 +131,7 @@ def test_c4_as_it_lies_on_disks(folder, tmp_path):
         path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
         path.unlink()
     assert sorted(texts()) == want
-    with refused("is packed and cannot be read by number; unpack it"):
+    with refused("is packed and cannot be read by number"):
         find_folder("c4/en", str(tmp_path)).records("train")
 
 
@@ -178,7 +178,7 @@ def test_what_is_missing_or_too_short_is_named(folder, tmp_path):
     with refused(f"{second} holds 1 records, its dataset_info.json says 4"):
         records[6]
     first.unlink()
-    with refused(f"{first} is not there; the split 'train' is not whole"):
+    with refused(f"{first} is not there"):
         find_folder("c4/en", str(tmp_path)).records("train")
     with refused(f"c4/en:2.0.0 is not prepared below {tmp_path}"):
         find_folder("c4/en:2.0.0", str(tmp_path))
