@@ -73,7 +73,7 @@ def test_achieved_is_the_vendors_number_times_one_efficiency():
 def test_nodes_are_part_of_a_gpu_clusters_name():
     hardware = load_hardware("h200x4x16")
     assert (hardware.devices_per_node, hardware.max_devices) == (4, 64)
-    with refused("--hardware=v5px8x2: v5p has no nodes of 8 devices, a torus joins all of them"):  # fmt: skip
+    with refused("--hardware=v5px8x2: v5p has no nodes of 8 devices, a torus joins all"):
         load_hardware("v5px8x2")
     with refused("--hardware=h200x0x2: give at least 1 node of at least 1 device"):
         load_hardware("h200x0x2")

@@ -139,6 +139,5 @@ def test_bytes_and_added_tokens(tmp_path):
 )  # fmt: skip
 def test_what_a_sentencepiece_model_cannot_do_is_refused(tmp_path, changes, reason):
     file = tokenizer_json(tmp_path / "tokenizer.json", **changes)
-    way_out = "give the SentencePiece model itself, --vocabulary=FILE, or none"
     with refused(f"{file}: {reason}"):
         sentencepiece_model(file)

@@ -53,17 +53,6 @@ def test_answers_are_the_models_own(client):
     }
 
 
-def test_so_they_are_with_beams(client):
-    """Samples are in the worker's tests."""
-    texts, settings = served.TEXTS[:3], {"beam_size": 2, "length_penalty": 0.5}
-    body = client.post("/v1/generate", json={"inputs": texts} | settings).json()
-    alone = {"max_length": 8, "pruning": "none", "with_scores": True}
-    want = served.model().generate(texts, **alone, **settings)
-    for got, each in zip(body["results"], want, strict=True):
-        assert (got["text"], got["is_finished"]) == (each.output, each.is_finished)
-        assert got["score"] == pytest.approx(each.score, rel=1e-4)
-
-
 def test_the_n_best_of_a_search(client):
     texts, settings = served.TEXTS[:3], {"beam_size": 2, "num_return_sequences": 2}
     body = client.post("/v1/generate", json={"inputs": texts} | settings).json()
