@@ -331,7 +331,7 @@ class _Loop:
 
     def _evaluate(self, step: int, state: TrainState) -> dict[str, Any]:
         with self._apart("evaluation"):
-            sample = RoutingSample(len(evaluated_tasks(self.job.source)))
+            sample = RoutingSample(self.job.model, len(evaluated_tasks(self.job.source)))
             params = state.evaluated_params
             metrics = evaluate_job(self.job, self.program, params, sample)
             if self.texts is not None:
@@ -342,7 +342,7 @@ class _Loop:
             self.write("validation", step, metrics)
             if self.texts is not None:
                 self.texts.write_peaks()
-            self.routing.write(step, sample.arrays(self.job.model))
+            self.routing.write(step, sample)
             self.reporter.evaluated(step, metrics)
             if step % self.job.eval_every == 0:  # not where a run happens to end
                 self._balance(metrics)
