@@ -113,7 +113,7 @@ def test_samples_are_of_the_seed_and_n_of_them_differ(openai):
     assert one[0] != one[1] and texts() != texts()
     # They are those of /v1/generate with the same inputs in the same places.
     model = served.model()
-    generator = model.generator(max_new_tokens=8, temperature=1.0, seed=3)
+    generator = model.generator(max_new_tokens=8, temperature=1.0, seed=3, pruning="none")
     prompts = model.prompts(["gate", "gate", "of", "of"])
     want = {number: best.tokens for number, (best, *_) in generator(prompts)}
     assert one == [model.vocabulary.decode(want[number]) for number in range(4)]
@@ -219,9 +219,8 @@ def test_n_best_of_a_search_and_of_samples(openai):
     )
     assert [choice.text for choice in got.choices] == sum(want, [])
     got = openai.completions.create(model="tiny", best_of=3, seed=4, **settings)
-    want = served.model().generate(
-        ["gate", "of"], max_length=8, temperature=1.0, best_of=3, num_return_sequences=2, seed=4
-    )
+    sampling = {"temperature": 1.0, "best_of": 3, "num_return_sequences": 2, "seed": 4}
+    want = served.model().generate(["gate", "of"], max_length=8, pruning="none", **sampling)
     assert [choice.text for choice in got.choices] == sum(want, [])
     assert got.usage.prompt_tokens == sum(map(len, served.model().prompts(["gate", "of"])))
 
