@@ -106,17 +106,12 @@ def test_model_builds(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_run_builds(name, build_job):
-    job = build_job(name)
-    assert job.train_steps > 0
-    assert job.features
-    abstract_params(job.model)
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_a_runs_model_is_decoded_and_teaches(name, build_job):
+def test_a_runs_model_is_built_is_decoded_and_teaches(name, build_job):
     """By dispatchers that exchange no slots, whatever the run's own one does in parts."""
-    model = build_job(name).model
+    job = build_job(name)
+    assert job.train_steps > 0 and job.features
+    model = job.model
+    abstract_params(model)
     others = [for_decoding(model), for_decoding(model, is_dropless=False), as_teacher(model)]
     if model.switch is None:
         assert others == [model] * 3

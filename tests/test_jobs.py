@@ -120,16 +120,13 @@ def test_interrupted_and_resumed_it_is_the_run_of_the_command(
 
 
 def test_what_cannot_be_trained_or_evaluated(job, finished_run, tmp_path, nothing_is_left):
-    with refused(
-        "switchx.train takes a TrainingJob, and got 'configs/runs/pretrain_tiny.gin'; "
-        "switchx.job_from_gin<any>"
-    ):
+    with refused("switchx.train takes a TrainingJob, and got 'configs/runs/pretrain_tiny.gin'"):
         switchx.train("configs/runs/pretrain_tiny.gin", tmp_path / "no")
-    with refused("switchx.evaluate takes a TrainingJob, and got 3<any>"):
+    with refused("switchx.evaluate takes a TrainingJob, and got 3"):
         switchx.evaluate(finished_run.folder, 3)
-    with refused(f"{tmp_path / 'no'} is not a run folder<any>nothing is there<any>"):
+    with refused(f"{tmp_path / 'no'} is not a run folder<any>nothing is there"):
         switchx.evaluate(tmp_path / "no")
-    with refused("there is no metric ['blue']; use some of bleu, chrf<any>"):
+    with refused("there is no metric ['blue']"):
         switchx.evaluate(finished_run.folder, metrics=["bleu", "blue"])
     with refused("predictions=<any>cannot be written: it is a folder"):
         switchx.evaluate(finished_run.folder, predictions=tmp_path)
@@ -138,13 +135,9 @@ def test_what_cannot_be_trained_or_evaluated(job, finished_run, tmp_path, nothin
         pass
 
     own = dataclasses.replace(job, source=dataclasses.replace(job.source, corpus=Cell()))
-    with refused(
-        "job.source.corpus=<any>cannot be written into a run folder<any>a module<any>"
-    ):
+    with refused("job.source.corpus=<any>cannot be written into a run folder<any>a module"):
         switchx.train(own, tmp_path / "no")
-    with refused(
-        "model_dir=<any>belongs to another configuration (seed: 0 there, 1 here)<any>"
-    ):
+    with refused("model_dir=<any>belongs to another configuration (seed: 0 there, 1 here)"):
         switchx.train(dataclasses.replace(job, seed=1), finished_run.folder, reporter=Silent())
     assert not (tmp_path / "no").exists()
 
@@ -187,7 +180,7 @@ def test_a_job_of_gin_files_leaves_gin_as_it_was(tmp_path, monkeypatch):
     ):
         with refused(said):
             switchx.job_from_gin("own.gin", bindings)
-    with refused("gin_files is empty; <any>"):
+    with refused("gin_files is empty"):
         switchx.job_from_gin([])
     assert state() == before and mine() == 5
     gin.clear_config()
@@ -224,10 +217,10 @@ def test_a_model_of_gin_files_has_the_parameters_of(job, finished_run):
 
 def test_a_model_of_gin_files_is_refused(finished_run, tmp_path):
     files = SMALL, [f"FILES={finished_run.files}"]
-    with refused("step=8 without model_dir; of INIT_FROM, give INIT_STEP=8"):
+    with refused("step=8 without model_dir"):
         switchx.Model.from_gin(*files, step=8)
     wider = [*files[1], "ModelConfig.d_model=64"]
-    with refused("model_dir=<any>holds another model (model.d_model: 32 there, 64 here)<any>"):
+    with refused("model_dir=<any>holds another model (model.d_model: 32 there, 64 here)"):
         switchx.Model.from_gin(SMALL, wider, model_dir=finished_run.folder)
     with refused(f"init_from='{tmp_path}' has no config.json: it is no run folder"):
         switchx.Model.from_gin(SMALL, [*files[1], f"INIT_FROM={tmp_path}"])

@@ -51,16 +51,16 @@ def described(name: str) -> dict:
 
 
 def test_a_class_that_a_folder_names_needs_trust(trapped):
-    with refused("run/config.json names my_code.WindowConfig<any>--trust_code<any>"):
+    with refused("run/config.json names my_code.WindowConfig<any>--trust_code"):
         model_from_description(described("my_code"), "run/config.json")
     # A gin file that is named has the directory; what a folder names still has not.
     own_code.import_from_working_directory()
     assert sys.path[-1] == os.getcwd() and "" not in sys.path
-    with refused("run/config.json names my_code.WindowConfig<any>--trust_code<any>"):
+    with refused("run/config.json names my_code.WindowConfig<any>--trust_code"):
         model_from_description(described("my_code"), "run/config.json")
     assert not (trapped / "ran").exists()
     own_code.import_from_working_directory(folders_too=True)
-    with refused("run/config.json names my_code.WindowConfig<any>no attribute<any>"):
+    with refused("run/config.json names my_code.WindowConfig<any>no attribute"):
         model_from_description(described("my_code"), "run/config.json")
     assert (trapped / "ran").read_text() == "my_code"
     importlib.invalidate_caches()

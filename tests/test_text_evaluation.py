@@ -14,22 +14,11 @@ from switchx.data.features import EncoderDecoderFeatures
 from switchx.data.mixtures import Mixture
 from switchx.data.objectives import InputsToTargets
 from switchx.data.tasks import Task
-from switchx.data.text_metrics import (
-    Accuracy,
-    Bleu,
-    ChrF,
-    MetricResult,
-)
+from switchx.data.text_metrics import Accuracy, Bleu, ChrF, MetricResult
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.partitioning.mesh import MeshSpec
-from switchx.text_evaluation import (
-    JobTexts,
-    answer,
-    ask,
-    mean_results,
-    rank_choices,
-)
+from switchx.text_evaluation import JobTexts, answer, ask, mean_results, rank_choices
 from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.programs import compiled_program
 from switchx.training.text_evaluation import TextEvaluation
@@ -91,16 +80,15 @@ def test_only_a_task_that_says_so_cuts_inputs(model):
 def test_bad_input(model):
     of_letters = evaluation_examples(LETTERS, "test", FEATURES)
     other = dataclasses.replace(LETTERS, vocabulary=VOCABULARY)
-    with refused("task 'letters': CausalLM has no texts for targets; metrics of <any>"):
+    with refused("task 'letters': CausalLM has no texts for targets"):
         ask(model, evaluation_examples(TASK, "test", FEATURES))
     with refused(
-        "task 'letters' has a vocabulary of 1000 ids, the model has another one, of 384 ids; "
-        "use the one that the model was trained with, whose copy is in its folder"
+        "task 'letters' has a vocabulary of 1000 ids, the model has another one, of 384 ids"
     ):
         ask(model, dataclasses.replace(of_letters, task=other))
     asked = ask(model, of_letters)
     asked.prompts[1] = []
-    with refused("task 'letters': example 1 is empty; give at least one token"):
+    with refused("task 'letters': example 1 is empty"):
         answer(model, model.generator(max_new_tokens=4), asked)
 
 
@@ -154,11 +142,11 @@ def test_what_a_job_cannot_write_is_refused_before_it_trains():
         sizes = {"pipe": job.mesh.pipe}
         return JobTexts(job, types.SimpleNamespace(shape=sizes))
 
-    with refused("no task of letters has metrics; name some (Task.metrics)"):
+    with refused("no task of letters has metrics"):
         made(source=LETTERS)
     with refused("TrainingJob.text_evaluation with mesh axis 'pipe' of size 2: texts are"):
         made(mesh=MeshSpec(pipe=2))
-    with refused("<any>=@TextEvaluation() with StorageSpec.experts='disk': texts are<any>"):
+    with refused("=@TextEvaluation() with StorageSpec.experts='disk': texts are"):
         made(storage=StorageSpec("disk", path="experts"))
     switch = dataclasses.replace(MODEL.switch, sublayers="attention")
     with refused("SwitchConfig.sublayers='attention': experts in self-attention have no cache"):

@@ -62,25 +62,19 @@ def test_lines_of_skipped_steps_and_the_line_being_written_are_left_out(tmp_path
 def test_a_damaged_line_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1\n{"step": 2}\n')
-    with refused(f"{path}: line 1 is damaged (<any>); remove that line"):
+    with refused(f"{path}: line 1 is damaged (<any>)"):
         read_history(path)
 
 
 def test_logs_without_routing_say_what_to_do(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with refused(
-        f"{path} cannot be read (No such file or directory); give the model_dir of a run that "
-        "has logged a step"
-    ):
+    with refused(f"{path} cannot be read (No such file or directory)"):
         read_history(path)
     path.write_text("")
-    with refused(f"{path} has no line yet; train until a step is logged (LOG_EVERY)"):
+    with refused(f"{path} has no line yet"):
         read_history(path)
     write_lines(path, [{"step": 1, "loss": 2.0}])
-    with refused(
-        f"{path} has no routing, the model is dense or every step was skipped; give the folder "
-        "of a run with Switch layers"
-    ):
+    with refused(f"{path} has no routing, the model is dense or every step was skipped"):
         read_history(path)
 
 
@@ -140,19 +134,13 @@ def test_samples_of_other_tokens_cannot_be_compared(tmp_path):
 
 
 def test_no_sample_and_a_damaged_one_say_what_to_do(tmp_path):
-    with refused(
-        f"{tmp_path} holds no routing sample; each evaluation in training writes one, so train "
-        "a model with Switch layers until it is evaluated (EVAL_EVERY)"
-    ):
+    with refused(f"{tmp_path} holds no routing sample"):
         read_snapshots(tmp_path)
     write_snapshot(tmp_path, 0)
     path = tmp_path / "step_000000.npz"
     for content in (path.read_bytes()[:300], b"", b"text"):
         path.write_bytes(content)
-        with refused(
-            f"{path} is no routing sample that can be read (<any>); remove it, or restore it "
-            "from a copy"
-        ):
+        with refused(f"{path} is no routing sample that can be read (<any>)"):
             read_snapshots(tmp_path)
 
 
@@ -244,8 +232,7 @@ def test_saturation_by_step_of_the_recorded_run(tmp_path):
 
 def test_saturation_of_other_tokens_is_refused():
     with refused(
-        "routing of shape (3, 40, 2) cannot be compared with the final one of shape "
-        "(3, 39, 2); compare samples of the same tokens (`comparable`)"
+        "routing of shape (3, 40, 2) cannot be compared with the final one of shape (3, 39, 2)"
     ):
         saturation(choices(0), choices(0, tokens=39), E)
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx check accelerator`: each part at its smallest, budgets, what is kept, refusals."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -27,7 +28,7 @@ from switchx.bench.accelerator.parts import Part, Session
 from switchx.bench.peers import torch_peer
 from switchx.cli.main import main
 from switchx.inference.config import DecodingConfig
-from switchx.models.config import ModelConfig
+from switchx.models.config import ModelConfig, SwitchConfig
 from tests.absent_devices import compute_cudnn_by_xla
 
 SESSION = Session(is_rehearsal=True, output=pathlib.Path())
@@ -236,15 +237,14 @@ def test_tritons_kernels_are_tested_and_timed():
     assert all(0 < row["error"] < 5e-3 for row in times)
 
 
-TINY = ModelConfig("encoder_decoder", 64, 16, 32, 2, 8, 2, 2, activation="relu")
+TINY = ModelConfig("encoder_decoder", 64, 16, 32, 2, 8, 1, 1, activation="relu")
+SPARSE = dataclasses.replace(TINY, switch=SwitchConfig(2, every=1, dispatcher="dropless"))
 
 
 def test_a_training_step_is_timed(monkeypatch):
     monkeypatch.setattr(torch_peer, "is_available", lambda: False)
     shapes = training.Shapes(2, 8, 4)
-    step = training.compiled(
-        "2 experts", training.sparse(TINY, 2, "dropless"), shapes.batch(TINY)
-    )
+    step = training.compiled("2 experts", SPARSE, shapes.batch(SPARSE))
     [found] = training._against(SESSION, shapes, step, [step])
     assert found["measured"] > 0 and found["vs_dense"] > 0 and found["peak_gib"] > 0
     [row] = training.against_torch(SESSION, shapes, step)

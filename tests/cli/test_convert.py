@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
 
@@ -201,45 +200,7 @@ def test_a_model_with_a_bias_of_each_block_opens_in_every_command(in_a_folder, c
     assert got.read_bytes() == want.read_bytes()
 
 
-@pytest.mark.slow  # by default tests/interop/test_docs.py fine-tunes a converted model
-def test_fine_tuning_starts_from_a_converted_model(in_a_folder, one_device, capsys, spiece):
-    switch = dataclasses.replace(SWITCH.switch, encoder_layers=(1,), decoder_layers=(1,))
-    config = dataclasses.replace(
-        SWITCH, vocab_size=ROWS, num_encoder_layers=2, num_decoder_layers=2, switch=switch
-    )
-    folder, params = huggingface_folder(in_a_folder / "theirs", config)
-    shutil.copy(spiece, folder / "spiece.model")
-    assert convert("--from=huggingface", "theirs", "ours") == 0
-    vocabulary = switchx.load("ours").vocabulary
-    assert (vocabulary.size, vocabulary.num_sentinels) == (ROWS, 100)
-    pairs = [{"inputs": text, "targets": text} for text in sentences(20)]
-    (in_a_folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    options = [
-        "--gin_file=configs/runs/finetune.gin",
-        "--gin_file=configs/tasks/pairs.gin",
-        "--gin_file=ours/model.gin",
-        "--gin.FILES=pairs.jsonl",
-        "--gin.INIT_FROM=ours",
-    ]
-    brief = ["INPUTS_LENGTH=16", "TARGETS_LENGTH=16", "BATCH_SIZE=8", "EVAL_EVERY=1"]
-    brief += ["TrainingJob.eval_batches=1"]
-    options += [f"--gin.{each}" for each in brief]
-    assert main(["train", *options, "--gin.TRAIN_STEPS=1", "--model_dir=tuned"]) == 0
-    tuned = switchx.load("tuned")
-    assert (tuned.step, tuned.vocabulary.fingerprint()) == (1, vocabulary.fingerprint())
-    assert tuned.config.sparse_layer_names == ["encoder 1", "decoder 1"]
-    before = params["encoder"]["norm"]["scale_D"]
-    after = tuned.params["encoder"]["norm"]["scale_D"]
-    assert 0 < abs(after - before).max() < 0.1
-    assert main(["eval", *options, "--model_dir=ours", "--json"]) == 0
-
-    capsys.readouterr()
-    assert convert("--to=huggingface", "tuned", "back") == 0
-    assert "T5Tokenizer gives other ids for this vocabulary" in capsys.readouterr().err
-    assert (in_a_folder / "back/spiece.model").read_bytes() == spiece.read_bytes()
-
-
-def test_from_t5x(in_a_folder, spiece):
+def test_from_t5x_and_on_to_huggingface(in_a_folder, capsys, spiece):
     config = dataclasses.replace(T5, vocab_size=ROWS)
     params = make_params(config)
     write_t5x(in_a_folder / "checkpoint_7", by_layers(config, params))
@@ -256,6 +217,9 @@ def test_from_t5x(in_a_folder, spiece):
     assert model.config.d_model == 12 and not model.config.scan_layers
     assert model.vocabulary.size == ROWS
     assert_same_params(model.params, params)
+    assert convert("--to=huggingface", "ours", "back") == 0
+    assert "T5Tokenizer gives other ids for this vocabulary" in capsys.readouterr().err
+    assert (in_a_folder / "back/spiece.model").read_bytes() == spiece.read_bytes()
 
 
 def test_nothing_is_left_where_nothing_could_be_converted(in_a_folder, capsys, spiece):

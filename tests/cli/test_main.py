@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the command answers: help at once, exit statuses, errors as one paragraph."""
 
-import argparse
 import logging
 import os
 import resource
@@ -12,9 +11,7 @@ import warnings
 import pytest
 
 from switchx.cli import train
-from switchx.cli.arguments import explain
 from switchx.cli.main import _parser, main
-from switchx.partitioning.mesh import MeshSpec
 from switchx.progress import shown_by
 from tests.processes import ROOT
 
@@ -174,40 +171,6 @@ def test_logs_and_warnings_are_lines(run_of, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "switchx: preparing"
     assert lines[1].startswith("switchx: warning: ") and lines[1].endswith("careful")
-
-
-def arguments(traceback=False):
-    return argparse.Namespace(command="train", traceback=traceback)
-
-
-def ours() -> ValueError:
-    try:
-        MeshSpec(data=0)
-    except ValueError as error:
-        return error
-
-
-def test_wrong_input_is_2_and_what_the_system_refuses_1(capsys):
-    assert explain(ours(), arguments()) == 2
-    assert explain(OSError("disk full"), arguments()) == 1
-    assert explain(KeyboardInterrupt(), arguments()) == 130
-    assert capsys.readouterr().err.splitlines() == [
-        "switchx train: error: mesh axis 'data' has size 0; use at least 1",
-        "switchx train: error: disk full",
-        "switchx: interrupted",
-    ]
-
-
-def test_what_is_not_for_a_person_is_raised():
-    with pytest.raises(ValueError, match="invalid literal"):
-        try:
-            int("x")
-        except ValueError as error:
-            explain(error, arguments())
-    with pytest.raises(SystemExit):
-        explain(SystemExit(3), arguments())
-    with pytest.raises(ValueError, match="has size 0"):
-        explain(ours(), arguments(traceback=True))
 
 
 def test_ours_from_info_on_and_others_from_warning_on():

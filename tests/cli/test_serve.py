@@ -187,10 +187,10 @@ def test_tokens_come_from_a_file_or_the_environment(tmp_path, monkeypatch):
     file.write_text(f"{TOKEN}{TOKEN}\nmore\n")
     assert serve.read_token(str(file)) == TOKEN * 2
     file.write_text("short\n")
-    with refused(f"--token_file={file} holds a token of 5 characters; use at least 16<any>"):
+    with refused(f"--token_file={file} holds a token of 5 characters"):
         serve.read_token(str(file))
     monkeypatch.setenv(serve.TOKEN_VARIABLE, "")
-    with refused("SWITCHX_TOKEN holds a token of 0 characters<any>"):
+    with refused("SWITCHX_TOKEN holds a token of 0 characters"):
         serve.read_token(None)
 
 

@@ -34,7 +34,7 @@ def test_languages_of_mc4():
     assert rates[0] / rates[1] == pytest.approx(10**0.9)
     some = languages.mc4(VOCABULARY, ("en", "sw", "ru-Latn"), evaluated=("sw",))
     assert [task.name for task in evaluated_tasks(some)] == ["mc4_sw"]
-    with refused("mC4 has no language klingon; use some of af am ar"):
+    with refused("mC4 has no language klingon"):
         languages.mc4(VOCABULARY, ("en", "klingon"))
     with refused("mC4 has no language xx"):
         languages.mc4(VOCABULARY, ("en",), evaluated=("xx",))
@@ -80,7 +80,7 @@ def test_a_language_may_be_a_table_with_a_column_of_another_name(tmp_path):
     (corpus,) = languages.language_files(str(tmp_path), ("en",), ("body",))
     splits = [corpus.open(split, str(tmp_path)) for split in ("train", "validation")]
     assert sum(map(len, splits)) == 20
-    with refused("<any>en.parquet: expected the key text, <any>; got body<any>"):
+    with refused("en.parquet: expected the key text, "):
         languages.language_files(str(tmp_path), ("en",))[0].open("train", str(tmp_path))
 
 
@@ -90,5 +90,5 @@ def test_files_of_languages_are_named_if_they_are_not_there(folder):
     (folder / "de.jsonl").write_text("{}")
     with refused("language 'de': expected one of de/, <any>, got de, de.jsonl"):
         languages.text_languages(str(folder), ("de",), VOCABULARY)
-    with refused("no languages; name those whose files are in the folder"):
+    with refused("no languages"):
         languages.language_files(str(folder), ())

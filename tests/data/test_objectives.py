@@ -121,14 +121,6 @@ def test_lengths(inputs_length, noise_density, mean_span_length, expected):
     assert counts.inputs_length <= inputs_length
 
 
-def test_counts_of_the_paper():
-    # round(568 * 0.15) = round(85.2) = 85 tokens; round(85 / 3) = round(28.33) = 28 spans.
-    counts = count_spans(568, 0.15, 3.0)
-    assert counts == SpanCounts(raw_length=568, num_noise=85, num_spans=28)
-    assert counts.inputs_length == 568 - 85 + 28 + 1 == 512
-    assert counts.targets_length == 85 + 28 + 1 == 114
-
-
 def test_joint_length():
     # 13 tokens: 2 of noise in 1 span, 11 + 1 + 1 and 2 + 1 + 1 make 17. 14: also 2, 18.
     assert fit_joint_length(17, *NOISE).raw_length == 13

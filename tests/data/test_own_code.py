@@ -80,7 +80,7 @@ def test_the_page_runs_as_printed(in_a_folder, one_device, monkeypatch, capsys):
     (code,), names = PYTHON.findall(PAGE), {}
     exec(code, names)
     assert capsys.readouterr().out.startswith("[Score(log_likelihood=-")
-    with refused("WindowConfig builds a module of its own, and decoding knows the blocks<any>"):
+    with refused("WindowConfig builds a module of its own, and decoding knows the blocks"):
         names["model"].generate(["t-h-e"])
 
 
@@ -135,21 +135,19 @@ def test_a_vocabulary_of_ones_own_is_saved_and_read_again(tmp_path):
     assert loaded.fingerprint() == Digits(8, ("octal",)).fingerprint()
     assert len({each.fingerprint() for each in (loaded, Digits(8), Digits(9))}) == 3
     assert loaded.piece(4).text == "1" and loaded.piece(0).kind == "control"
-    with refused("sentinel 0 of 0; <any>"):
+    with refused("sentinel 0 of 0"):
         loaded.sentinel_id(0)
     file = tmp_path / "vocabulary.json"
     text = file.read_text()
     file.write_text(text.replace('"base": 8', '"base": 9'))
-    with refused(
-        f"the vocabulary in {tmp_path} has the fingerprint <any>, its description<any>"
-    ):
+    with refused(f"the vocabulary in {tmp_path} has the fingerprint <any>, its description"):
         load_vocabulary(tmp_path)
     for name, complaint in (
         ("tests.data.gone.Digits", "which cannot be imported"),
         ("tests.data.test_own_code.Copy", "which is no Vocabulary"),
     ):
         file.write_text(text.replace("tests.data.test_own_code.Digits", name))
-        with refused(f"{file} names {name}, {complaint}<any>"):
+        with refused(f"{file} names {name}, {complaint}"):
             load_vocabulary(tmp_path)
 
 
@@ -161,12 +159,10 @@ def test_a_prompt_follows_an_objective_of_ones_own():
     got = TextFormat.of_training(description, is_encoder_decoder=False)
     assert got == TextFormat(False, True, False)
     description["objective"]["type"] = "tests.data.gone.Copy"
-    with refused("config.json names tests.data.gone.Copy, which cannot be imported<any>"):
+    with refused("config.json names tests.data.gone.Copy, which cannot be imported"):
         TextFormat.of_training(description, is_encoder_decoder=False)
     description["objective"]["type"] = "Copies"
-    with refused(
-        "config.json names the objective 'Copies'; expected one of SpanCorruption<any>"
-    ):
+    with refused("config.json names the objective 'Copies'"):
         TextFormat.of_training(description, is_encoder_decoder=False)
 
 
@@ -184,7 +180,7 @@ def test_what_cannot_be_read_again_is_refused_by_name_before_anything_is_written
         (dataclasses.replace(TASK, corpus=object()), "job.source.corpus"),
         (dataclasses.replace(TASK, vocabulary=Plain()), "job.source.vocabulary"),
     ):
-        with refused(f"{name}=<any> cannot be written into a run folder and read again; <any>"):
+        with refused(f"{name}=<any> cannot be written into a run folder and read again"):
             write_run_config(RunFolder(tmp_path), make_job(source=source))
     job = make_job(source=dataclasses.replace(TASK, vocabulary=Drifting()))
     with refused(
@@ -213,5 +209,5 @@ def test_what_takes_a_model_apart_refuses_one_of_ones_own():
         lambda: build_schedule(own, job.pipeline, 2, 2),
         lambda: check_fused(own, None, None, bucket_bytes=1, rows=8, lengths=(8,)),
     ):
-        with refused("OwnModel builds a module of its own, and <any> knows the blocks<any>"):
+        with refused("OwnModel builds a module of its own, and <any> knows the blocks"):
             take_apart()

@@ -28,9 +28,10 @@ from tests.data.fakes import (
     take,
     text_corpus,
 )
+from tests.data.refusals import refused
 
 
-@pytest.mark.parametrize("num_records", [1, 7, 65_536])
+@pytest.mark.parametrize("num_records", [1, 7, 4096])
 def test_every_epoch_is_another_order_of_all(num_records):
     records = range(100, 100 + num_records)
     shuffled = Shuffled(records, (0, 1))
@@ -43,7 +44,8 @@ def test_every_epoch_is_another_order_of_all(num_records):
 
 
 # Powers of two and of 256 and their neighbours; Grain 0.2.18 loses the last of 4^k + 1.
-_SIZES = [65_535, 65_536, 65_537, 65_538, 65_793, 131_073, 2**18 + 1]
+_SIZES = [65_535, 65_536, 65_537, 65_538, 65_793]
+_SIZES += [pytest.param(size, marks=pytest.mark.slow) for size in (131_073, 2**18 + 1)]
 
 
 @pytest.mark.parametrize("num_records", _SIZES)
@@ -220,9 +222,7 @@ def test_too_long_pairs_are_counted():
 
 def test_nothing_to_read():
     task = make_task("t", pair_corpus((numbers(20, 9), "21")), InputsToTargets())
-    with pytest.raises(
-        ValueError, match=r"100 examples in a row are too long for a row of \(6, 6\)"
-    ):
+    with refused("100 examples in a row are too long for a row of (6, 6)"):
         stream_of(make_plan(task, features=PAIR_FEATURES)).take()
     task = make_task("t", text_corpus("", " "), CausalLM())
     with pytest.raises(ValueError, match="task 't': 201 documents in a row have no text"):

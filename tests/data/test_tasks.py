@@ -42,10 +42,9 @@ def test_objective_must_suit_the_corpus():
         r"of .* have \['inputs', 'targets'\]; use the objective InputsToTargets",
     ):
         open_task(make(PAIRS, SpanCorruption()), "train", None, FEATURES)
-    with pytest.raises(
-        ValueError,
-        match=r"InputsToTargets reads \['inputs', 'targets'\].*use the "
-        "objective SpanCorruption, PrefixLM or CausalLM",
+    with refused(
+        "InputsToTargets reads ['inputs', 'targets']<any>use the objective "
+        "SpanCorruption, PrefixLM or CausalLM"
     ):
         open_task(make(TEXT, InputsToTargets()), "train", None, FEATURES)
 
@@ -150,11 +149,11 @@ def test_every_direction_asks_for_its_language():
 
 
 def test_bad_languages():
-    with refused("Multi30k.<any>='xx' is unknown; use one of cs, de, en, fr"):
+    with refused("Multi30k.<any>='xx' is unknown"):
         multi30k_directions(NumberVocabulary(), ("en", "xx"))
-    with refused("languages=('en',) have no direction; use two or more"):
+    with refused("languages=('en',) have no direction"):
         multi30k_directions(NumberVocabulary(), ("en",))
-    with refused("favoured=['en_fr']; use directions of en_de, de_en"):
+    with refused("favoured=['en_fr']"):
         multi30k_directions(NumberVocabulary(), ("en", "de"), favoured=("en_fr",))
 
 

@@ -37,7 +37,7 @@ def test_bleu_and_chrf_are_those_of_sacrebleu():
     lower = sacrebleu.corpus_bleu(TEXTS, [TARGETS], lowercase=True, tokenize="intl").score
     assert lower != want["bleu"]
     assert scores(Bleu("intl", lowercase=True), TEXTS, TARGETS) == {"bleu": lower}
-    with refused("Bleu.tokenize='moses'; use one of 13a, intl, char, zh, none"):
+    with refused("Bleu.tokenize='moses'"):
         Bleu("moses")
 
 
@@ -67,7 +67,7 @@ def test_rouge_is_the_mean_of_rouge_score():
     (recall,) = Rouge(("rouge1",)).results(["a b c d"], ["a b"])
     assert round(recall.score, 6) == round(100 * 2 * 0.5 / 1.5, 6)
     assert metric.results(TEXTS, TARGETS)[0].signature.startswith("rouge-score|stemmer:yes|v:")
-    with refused("Rouge.types=('rougeX',); use some of rouge1 to rouge9, rougeL, rougeLsum"):
+    with refused("Rouge.types=('rougeX',)"):
         Rouge(("rougeX",))
 
 

@@ -128,39 +128,31 @@ def test_own_sentinels_are_kept(tmp_path):
     assert vocabulary.size == processor.get_piece_size()
     assert [vocabulary.sentinel_id(i) for i in range(10)] == list(range(3, 13))
     assert vocabulary.decode([4, *vocabulary.encode("dog")]) == "<extra_id_1> dog"
-    with refused(f"vocabulary {path} has 10 pieces <extra_id_*> and num_sentinels=100; use 10"):
+    with refused(f"vocabulary {path} has 10 pieces <extra_id_*> and num_sentinels=100"):
         SentencePieceVocabulary(str(path)).sentinel_id(0)
 
 
 def test_other_layout_is_refused(tmp_path):
     train(tmp_path / "llama.model")
     with refused(
-        f"vocabulary {tmp_path}/llama.model has pad, eos, unk at (-1, 2, 0), expected (0, 1, "
-        "2); train it with `switchx vocab`, or SentencePiece's --pad_id=0 --eos_id=1 "
-        "--unk_id=2"
+        f"vocabulary {tmp_path}/llama.model has pad, eos, unk at (-1, 2, 0), expected (0, 1, 2)"
     ):
         SentencePieceVocabulary(str(tmp_path / "llama.model")).encode("text")
 
 
 def test_missing_and_broken_models(tmp_path):
-    with refused(
-        "vocabulary no.model does not exist; train one with `switchx vocab --input=FILES "
-        "--size=8000 --output=DIR`, or name a SentencePiece .model file"
-    ):
+    with refused("vocabulary no.model does not exist"):
         SentencePieceVocabulary("no.model").encode("text")
     (tmp_path / "x.vocab").write_text("<pad>\t0\n")
-    with refused(
-        "<any>x.vocab is no SentencePiece model that can be read: <any>; name a .model file, "
-        "not the .vocab beside it"
-    ):
+    with refused("x.vocab is no SentencePiece model that can be read: "):
         SentencePieceVocabulary(str(tmp_path / "x.vocab")).encode("text")
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"num_sentinels": -1}, "num_sentinels=-1; use 0 or more, T5 has 100"),
-        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of=0; use 1 for none, or such as 128"),
+        ({"num_sentinels": -1}, "num_sentinels=-1"),
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of=0"),
     ],
 )
 def test_options_are_checked(options, message):
@@ -171,10 +163,7 @@ def test_options_are_checked(options, message):
 def test_too_many_sentinels(t5):
     for vocabulary in (SentencePieceVocabulary(t5[0]), ByteVocabulary()):
         for index in (-1, 100):
-            with refused(
-                f"sentinel {index} of 100; raise num_sentinels, or mask fewer spans: a lower "
-                "noise density, longer spans or a shorter input"
-            ):
+            with refused(f"sentinel {index} of 100"):
                 vocabulary.sentinel_id(index)
 
 
@@ -238,7 +227,7 @@ def test_byt5_layout():
     # The twelfth sentinel is the byte 0xF4, which UTF-8 uses.
     assert vocabulary.decode([vocabulary.sentinel_id(11)]) == "\ufffd"
     assert vocabulary.decode(vocabulary.encode("\U00100000")) == "\U00100000"
-    with refused("ByteVocabulary.num_sentinels=257; use 0 to 256, ByT5 has 100"):
+    with refused("ByteVocabulary.num_sentinels=257"):
         ByteVocabulary(257)
 
 
@@ -299,9 +288,8 @@ def test_there_and_back():
 @pytest.mark.parametrize("word", ["50", "word", "-1", "1.0", "9" * 50, "\u0663"])
 def test_what_is_no_id(word):
     with refused(
-        f"{word[:40]!r} is no token id: this model came without a vocabulary, and its texts "
-        "are ids from 0 to 49 such as '12 5 7'; convert it again with its SentencePiece model, "
-        "--vocabulary=FILE"
+        f"{word[:40]!r} is no token id: this model came without a vocabulary, and "
+        "its texts are ids from 0 to 49 such as '12 5 7'"
     ):
         VOCABULARY.encode(f"1 {word}")
 
@@ -314,9 +302,9 @@ def test_it_is_saved_and_loaded(tmp_path):
 
 
 def test_there_are_no_sentinels_and_no_empty_vocabulary():
-    with refused("sentinel 0 of 0; <any>"):
+    with refused("sentinel 0 of 0"):
         VOCABULARY.sentinel_id(0)
-    with refused("TokenIdVocabulary.size=0; use at least 1"):
+    with refused("TokenIdVocabulary.size=0"):
         TokenIdVocabulary(0)
 
 

@@ -55,9 +55,9 @@ def test_languages_are_sampled_at_their_rates(tmp_path):
     assert characters(ProportionalRates(), 400, sizes=(1, 3)) == (100, 300)
     # All that there is, once.
     assert characters((1.0, 3.0), 4000) == (1000, 500)
-    with refused("rates=(1.0,) for 2 languages; use a number above 0 for each"):
+    with refused("rates=(1.0,) for 2 languages"):
         characters((1.0,), 400)
-    with refused("languages of the sizes [8000, 0]; give each some text"):
+    with refused("languages of the sizes [8000, 0]"):
         sample_at_rates([lambda: large, lambda: []], ProportionalRates(), 400)
     half = "".join(TEXTS[:100])[:3000]
     for name, text in (("x", half), ("y", half[:200])):
@@ -130,11 +130,7 @@ def test_files(tmp_path):
             "a vocabulary of 5000 pieces cannot be trained on <any> characters: use at most "
             "<any> (sentinels come on top), or more text",
         ),
-        (
-            0,
-            "a vocabulary of 0 pieces cannot be trained on <any> characters: <any>; use some "
-            "thousands, and text to match",
-        ),
+        (0, "a vocabulary of 0 pieces cannot be trained on <any> characters: "),
         (
             100,
             "a vocabulary of 100 pieces cannot be trained on <any> characters: use more than "
@@ -148,7 +144,7 @@ def test_size_that_does_not_fit(size, message):
 
 
 def test_sample_of_nothing(tmp_path):
-    with refused("sample_characters=0; use at least 1, usually 1,500,000"):
+    with refused("sample_characters=0"):
         train_sentencepiece(str(tmp_path), 300, str(tmp_path / "out"), sample_characters=0)
     assert not (tmp_path / "out").exists()
 
@@ -163,15 +159,15 @@ def test_largest_size_named_is_possible():
 
 def test_no_text(tmp_path):
     (tmp_path / "a.txt").write_text("\n \n")
-    with refused("a vocabulary cannot be trained on no text; expected some, got none"):
+    with refused("a vocabulary cannot be trained on no text"):
         train_sentencepiece(str(tmp_path / "a.txt"), 400, str(tmp_path / "output"))
 
 
 def test_output_that_cannot_be_written(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     with refused(
-        f"the vocabulary cannot be written to {tmp_path}/a.txt/output: [Errno 20] Not a "
-        f"directory: '{tmp_path}/a.txt/output'; name a folder that can"
+        f"the vocabulary cannot be written to {tmp_path}/a.txt/output: [Errno 20] "
+        f"Not a directory: '{tmp_path}/a.txt/output'"
     ):
         train_sentencepiece(str(tmp_path / "a.txt"), 400, str(tmp_path / "a.txt/output"))
 
@@ -254,10 +250,7 @@ def test_pickled_before_and_after_use(corpus, tmp_path):
 
 
 def test_size_is_checked(corpus, tmp_path):
-    with refused(
-        "CorpusVocabulary.size=100 leaves no piece beside 100 sentinels; use some thousands, "
-        "such as 8192"
-    ):
+    with refused("CorpusVocabulary.size=100 leaves no piece beside 100 sentinels"):
         CorpusVocabulary(corpus, 100)
     with refused(
         "a vocabulary of 31900 pieces cannot be trained on <any> characters: use at most <any> "
@@ -336,8 +329,7 @@ def test_other_model_is_refused(run):
     (run / "vocabulary.model").write_bytes(train_model(SENTENCES, 301))
     said = json.loads((run / "vocabulary.json").read_text())["fingerprint"]
     with refused(
-        f"the vocabulary in {run} has the fingerprint <any>, its description says {said}; "
-        "restore vocabulary.model from where the run was trained"
+        f"the vocabulary in {run} has the fingerprint <any>, its description says {said}"
     ):
         load_vocabulary(run)
 
@@ -357,14 +349,14 @@ def test_hostile_descriptions(run, values):
     change(run, **values)
     with refused(
         f"{run}/vocabulary.json does not describe a vocabulary: expected the kind "
-        "sentencepiece, bytes, token_ids <any>, got {<any>}; restore the file"
+        "sentencepiece, bytes, token_ids <any>, got {<any>}"
     ):
         load_vocabulary(run)
 
 
 def test_numbers_out_of_range(run):
     change(run, num_sentinels=-1)
-    with refused("num_sentinels=-1; use 0 or more, T5 has 100"):
+    with refused("num_sentinels=-1"):
         load_vocabulary(run)
 
 
@@ -372,14 +364,14 @@ def test_model_outside_the_folder(run):
     model = run / "vocabulary.model"
     elsewhere = model.rename(run.parent / "elsewhere.model")
     model.symlink_to(elsewhere)
-    with refused(f"{model} leads out of the folder, to {elsewhere}; put the file itself there"):
+    with refused(f"{model} leads out of the folder, to {elsewhere}"):
         load_vocabulary(run)
 
 
 def test_the_vocabulary_of_another_run_is_read_when_it_is_needed(run, vocabulary):
     nowhere = SavedVocabulary("nowhere")
     assert nowhere == pickle.loads(pickle.dumps(nowhere))
-    with refused("no vocabulary can be read from nowhere<any>"):
+    with refused("no vocabulary can be read from nowhere"):
         nowhere.encode("text")
     saved = SavedVocabulary(str(run))
     assert (saved.size, saved.num_sentinels) == (vocabulary.size, vocabulary.num_sentinels)
@@ -394,16 +386,13 @@ def test_the_vocabulary_of_another_run_is_read_when_it_is_needed(run, vocabulary
 
 def test_nothing_to_load(tmp_path):
     with refused(
-        f"no vocabulary can be read from {tmp_path}: [Errno 2] No such file or directory: "
-        f"'{tmp_path}/vocabulary.json'; name a run folder, or save one there"
+        f"no vocabulary can be read from {tmp_path}: [Errno 2] No such file or "
+        f"directory: '{tmp_path}/vocabulary.json'"
     ):
         load_vocabulary(tmp_path)
     (tmp_path / "vocabulary.json").write_text("[1")
-    with refused(
-        f"no vocabulary can be read from {tmp_path}: <any>; name a run folder, or save one "
-        "there"
-    ):
+    with refused(f"no vocabulary can be read from {tmp_path}: "):
         load_vocabulary(tmp_path)
     (tmp_path / "vocabulary.json").write_text("[]")
-    with refused("<any>: expected an object, got a list; name a run folder<any>"):
+    with refused(": expected an object, got a list"):
         load_vocabulary(tmp_path)

@@ -123,7 +123,7 @@ def cut(path):
 def test_a_damaged_file_is_named(copy, name, damage):
     damage(copy / name)
     assert artifact.is_artifact(copy)
-    with refused(f"{copy} is no whole artifact: its file {name} <any>"):
+    with refused(f"{copy} is no whole artifact: its file {name} "):
         artifact.read_artifact(copy)
 
 
@@ -163,10 +163,10 @@ def test_weights_of_another_model_are_all_named(copy):
     model = json.loads((copy / artifact.MANIFEST).read_text())["model"]
     rewrite(copy, model=model | {"d_ff": 32, "tie_embeddings": False})
     with refused(
-        f"{copy / 'weights.safetensors'} does not hold the model that artifact.json describes: "
-        "<any>decoder/blocks/layer_0/ffn/w_in_DF is [16, 24], expected [16, 32]<any>"
-        "experts/w_out_EFD is [8, 24, 16], expected [8, 32, 16]<any>"
-        "embedding/w_logits_DV is missing<any>"
+        f"{copy / 'weights.safetensors'} does not hold the model that "
+        "artifact.json describes: <any>decoder/blocks/layer_0/ffn/w_in_DF is "
+        "[16, 24], expected [16, 32]<any>experts/w_out_EFD is [8, 24, 16], "
+        "expected [8, 32, 16]<any>embedding/w_logits_DV is missing"
     ):
         artifact.read_artifact(copy)
 

@@ -3,6 +3,7 @@
 
 import dataclasses
 import errno
+import itertools
 import re
 
 import jax
@@ -10,12 +11,7 @@ import numpy as np
 import pytest
 
 from switchx.inference.config import DecodingConfig
-from switchx.inference.generate import (
-    Generator,
-    for_decoding,
-    with_capacity,
-    without_capacity,
-)
+from switchx.inference.generate import Generator, for_decoding, with_capacity, without_capacity
 from switchx.inference.offload import expert_slots
 from switchx.inference.offload.chosen_experts import ChosenExperts, on_host, without_bank
 from switchx.inference.offload.expert_source import HostExperts
@@ -38,20 +34,17 @@ from tests.inference.slot_models import (
     written,
 )
 
+pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+
 SLOW = pytest.mark.slow
+# By default tokens of quantized experts are compared in test_expert_source.py.
 CASES = [
-    (name, bits, beam_size) for name in MODELS for bits in (None, 8, 4) for beam_size in (1, 2)
+    pytest.param(*case, (1, 3, E), marks=SLOW)
+    for case in itertools.product(MODELS, (None, 8, 4), (1, 2))
 ]
-DEFAULT = [("gpt", 4, 1)]
 
 
-@pytest.mark.parametrize(
-    "name, bits, beam_size, some",
-    [
-        *(pytest.param(*case, (1, E)) for case in DEFAULT),
-        *(pytest.param(*case, (1, 3, E), marks=SLOW) for case in CASES),
-    ],
-)
+@pytest.mark.parametrize("name, bits, beam_size, some", [("gpt", None, 1, (2, E)), *CASES])
 def test_tokens_are_those_of_the_resident_model(name, bits, beam_size, some):
     want = resident(name, bits, beam_size)
     moved = []
@@ -91,13 +84,13 @@ def test_so_they_are_with_processors_and_log_probabilities(beam_size):
 
 @pytest.mark.parametrize("policy", ["decayed_lfu", pytest.param("next_use", marks=SLOW)])
 def test_no_policy_changes_a_token(policy):
-    config, experts = with_slots("gpt", 4, 2, policy)
+    config, experts = with_slots("gpt", None, 2, policy)
     got = written(generator(config, experts, 1))
-    assert texts(got) == texts(resident("gpt", 4, 1))
+    assert texts(got) == texts(resident("gpt", None, 1))
 
 
 def test_a_second_call_finds_experts_in_their_slots():
-    config, experts = with_slots("gpt", 4, E)
+    config, experts = with_slots("gpt", None, E)
     run = generator(config, experts, 1)
     first = written(run)
     before = experts.traffic
@@ -121,8 +114,8 @@ class FailingOnce(HostExperts):
 
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_after_a_read_that_failed_answers_are_those_of_the_resident_model(prefetch):
-    slots, (config, params) = 2, on_host(*model("gpt", 4))
-    want, source = resident("gpt", 4, 1), FailingOnce(without_bank(config, params)[1])
+    slots, (config, params) = 2, on_host(*model("gpt", None))
+    want, source = resident("gpt", None, 1), FailingOnce(without_bank(config, params)[1])
     experts = ChosenExperts(config, params, slots, prefetch=prefetch, source=source)
     run = generator(config, experts, 1)
     for good in (0, 1, 3, 6):
@@ -201,11 +194,10 @@ def test_refusals(changes, slots, words):
 def test_predictions_change_no_token(name, beam_size):
     """GPT's two Switch layers are in one stack; the other model's are in two, and nothing
     is predicted there."""
-    bits = 4 if name == "gpt" else None
-    config, params = on_host(*model(name, bits))
+    config, params = on_host(*model(name, None))
     experts = ChosenExperts(config, params, 2, prefetch=True)
     got = written(generator(config, experts, beam_size))
-    assert texts(got) == texts(resident(name, bits, beam_size))
+    assert texts(got) == texts(resident(name, None, beam_size))
     traffic = experts.traffic
     has_next = name == "gpt"
     assert (traffic.predicted > 0) == has_next == ("predicted were chosen" in str(traffic))
@@ -233,7 +225,7 @@ def test_a_router_that_repeats_is_predicted():
     np.testing.assert_array_equal(found_E, want_E)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["encoder-decoder", pytest.param("gpt", marks=SLOW)])
 def test_a_scorer_says_which_experts_an_output_chose(name, monkeypatch):
     """Those that were asked for while it was decoded, step by step, one row at a time."""
     config, experts = with_slots(name, None, E)

@@ -16,38 +16,39 @@ from switchx.inference.offload.ring_or_chosen import outside_of_device
 from switchx.inference.run_exported import ExportedModel
 from switchx.inference.running_batch import are_compiled
 from switchx.inference.score import Scorer
+from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.partitioning.compiler_options import DECODING_OPTIONS, CompilerOptions
 from tests.inference import tiny
 from tests.inference.exports import INPUTS, rewrite, trained
-from tests.inference.ring_models import MODEL
 from tests.processes import script_with_compiler
-from tests.training.jobs import ENCODER_DECODER
 from tests.training.saved_runs import save_run
 
 KNOWN, UNKNOWN = "xla_cpu_enable_fast_min_max=True", "xla_cpu_enable_nothing=True"
 REFUSAL = "No such compile option: 'xla_cpu_enable_nothing'"
 OPTIONS = (tuple(KNOWN.split("=")),)
+TWO_LAYERS = ModelConfig(
+    "decoder_only", tiny.V, 16, 32, 2, 8, 2, switch=SwitchConfig(4, every=1)
+)
 
 
 @pytest.mark.parametrize(
-    "slots", [None, ExpertSlots(2), ExpertSlots(ring_slots=2)], ids=["whole", "slots", "ring"]
+    "slots", [ExpertSlots(2), ExpertSlots(ring_slots=2)], ids=["slots", "ring"]
 )
-def test_the_compiler_of_all_programs_is_given_them(slots):
-    config, params = trained(config=MODEL)
-    experts = None
-    if slots is not None:
-        config, params, experts = outside_of_device(config, params, slots, None)
+def test_the_compiler_of_programs_with_experts_elsewhere_is_given_them(slots):
+    """By default those of the whole model are compiled by the commands below."""
+    config, params, experts = outside_of_device(*trained(config=TWO_LAYERS), slots, None)
     decoding = DecodingConfig(4, pruning="none")
 
-    def using(*options):
+    def using(option):
         # Not of `ModelMesh.of`, which asks the compiler at once.
-        return {"devices": ModelMesh(compiler=CompilerOptions(cpu=options)), "experts": experts}
+        compiler = CompilerOptions(cpu=(option,))
+        return {"devices": ModelMesh(compiler=compiler), "experts": experts}
 
-    plain, changed, refusing = (
-        Generator(tiny.for_decoding(config), params, decoding, 4, **using(*options))
-        for options in ((), (KNOWN,), (UNKNOWN,))
+    changed, refusing = (
+        Generator(tiny.for_decoding(config), params, decoding, 4, **using(option))
+        for option in (KNOWN, UNKNOWN)
     )
-    assert list(plain(INPUTS[:1])) == list(changed(INPUTS[:1]))
+    assert list(changed(INPUTS[:1]))
     assert are_compiled(changed, 1, 6) and not are_compiled(refusing, 1, 6)
     for run in (
         lambda: list(refusing(INPUTS[:1])),
@@ -67,18 +68,15 @@ def test_what_decoding_has_by_itself(monkeypatch):
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
-    return save_run(tmp_path_factory.mktemp("options") / "run", ENCODER_DECODER)
+    return save_run(tmp_path_factory.mktemp("options") / "run", tiny.OF_BYTES)
 
 
 def test_commands_that_decode_take_them(run_folder, tmp_path, capsys):
     (tmp_path / "in.txt").write_text("a red house\ta house\n")
     words = [f"--model_dir={run_folder}", f"--input={tmp_path / 'in.txt'}"]
     for command in (["generate", "--max_new_tokens=2"], ["score"]):
-        said = []
-        for more in ([], [f"--xla={KNOWN}", "--xla=xla_gpu_enable_command_buffer="]):
-            assert main([*command, *words, *more]) == 0
-            said.append(capsys.readouterr().out)
-        assert said[0] == said[1]
+        known = [f"--xla={KNOWN}", "--xla=xla_gpu_enable_command_buffer="]
+        assert main([*command, *words, *known]) == 0, capsys.readouterr().err
         assert main([*command, *words, f"--xla={UNKNOWN}"]) == 2
         assert REFUSAL in capsys.readouterr().err
     arguments = _parser().parse_args(["serve", words[0], "--mesh=data=8", f"--xla={KNOWN}"])

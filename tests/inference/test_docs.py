@@ -49,8 +49,3 @@ def test_settings_of_decoding_are_named():
     ids = {"eos_id", "pad_id", "start_id", "is_prompt_bidirectional"}
     names = {field.name for field in dataclasses.fields(DecodingConfig)} - ids
     assert [name for name in names if f"`{name}`" not in PAGE] == []
-
-
-def test_links_lead_somewhere():
-    for link in re.findall(r"\]\((?!https:)(\S+?)\)", PAGE):
-        assert (ROOT / "docs" / link.partition("#")[0]).exists(), link

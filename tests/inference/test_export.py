@@ -161,20 +161,19 @@ def test_the_kind_of_a_device_decides_its_kernels():
     [
         (
             Shapes(3, 6), {}, MESH,
-            "batch_size=3 is not divisible by the 4 devices that the mesh splits rows over; "
-            "use a multiple of 4, or a smaller mesh",
+            "batch_size=3 is not divisible by the 4 devices that the mesh splits rows over",
         ),
         (
             Shapes(4, 6), {"positions": "learned", "max_length": 5}, None,
-            "input_length=6 and max_new_tokens=5 need 6 positions, the model has 5; use less",
+            "input_length=6 and max_new_tokens=5 need 6 positions, the model has 5",
         ),
         (
             Shapes(4, 3), {"positions": "tupe", "max_length": 5, "scale_attention": True}, None,
-            "input_length=3 and max_new_tokens=5 need 6 positions, the model has 5; use less",
+            "input_length=3 and max_new_tokens=5 need 6 positions, the model has 5",
         ),
         (
             Shapes(8, 6), {"d_ff": 33}, MESH,
-            "mlp dimension F=33 is not divisible by mesh axis 'model' of size 2; <any>",
+            "mlp dimension F=33 is not divisible by mesh axis 'model' of size 2",
         ),
     ],
 )  # fmt: skip
@@ -189,5 +188,5 @@ def test_what_does_not_fit_is_refused_and_nothing_written(
 
 
 def test_shapes_are_positive():
-    with refused("Shapes.input_length=0; use at least 1"):
+    with refused("Shapes.input_length=0"):
         Shapes(1, 0)

@@ -28,7 +28,7 @@ MODELS = {
     ),
     # Two blocks: in one, what a prompt's tokens see of each other changes no later token.
     "decoder-only": ModelConfig(
-        "decoder_only", V, 16, 32, 2, 8, 2, init_scale=4.0,
+        "decoder_only", V, 16, 32, 2, 8, 2, init_scale=4.0, scan_layers=True,
         switch=SwitchConfig(4, every=1, router=RouterConfig(num_selected=2)),
     ),
     "gpt": ModelConfig(
@@ -48,7 +48,7 @@ MODELS = {
     "dense": ModelConfig("encoder_decoder", V, 16, 32, 2, 8, 1, 1, init_scale=4.0),
 }  # fmt: skip
 # These decode by default in another test, or are the others without a part.
-SLOW = ("tupe decoder", "dense")
+SLOW = ("scanned", "tupe", "tupe decoder", "dense")
 # Five or six tokens, so that all lengths are rounded up to six.
 INPUTS = [
     [3, 4, 5, 8, 2], [6, 2, 7, 8, 9, 10], [5, 5, 2, 5, 5], [11, 4, 4, 3, 9, 2], [7, 3, 9, 2, 8],

@@ -50,19 +50,13 @@ MESHES = {
     "data": MeshSpec(),
 }
 # Bits of the experts, beams, a mesh and positions.
-DEFAULT_CELLS = [
-    (4, 1, mesh, "relative") for mesh in ("expert x model x data", "fsdp x expert x model")
-]
+DEFAULT_CELL = (4, 1, "fsdp x expert x model", "relative")
 CELLS = [
-    *DEFAULT_CELLS,
-    *(
-        pytest.param(*cell, marks=pytest.mark.slow)
-        for cell in (
-            *((b, n, m, "relative") for b in (None, 8, 4) for n in (1, 3) for m in MESHES),
-            *((None, n, m, "tupe") for n in (1, 3) for m in MESHES),
-        )
-        if cell not in DEFAULT_CELLS
-    ),
+    pytest.param(*cell, marks=[pytest.mark.slow] * (cell != DEFAULT_CELL))
+    for cell in (
+        *((b, n, m, "relative") for b in (None, 8, 4) for n in (1, 3) for m in MESHES),
+        *((None, n, m, "tupe") for n in (1, 3) for m in MESHES),
+    )
 ]
 
 
@@ -102,9 +96,7 @@ def test_tokens_are_those_of_one_device(bits, beam_size, mesh, positions):
     for number, hypotheses in want.items():
         assert [each.tokens for each in got[number]] == [each.tokens for each in hypotheses]
         np.testing.assert_allclose(
-            [each.score for each in got[number]],
-            [each.score for each in hypotheses],
-            rtol=2e-5,
+            [each.score for each in got[number]], [each.score for each in hypotheses], rtol=2e-5
         )
 
 
@@ -171,9 +163,7 @@ def test_batches_divide_over_the_devices_where_nothing_is_dropped():
 
 def test_quantized_experts_with_a_capacity_are_refused():
     config, params = trained(4)
-    with refused(
-        "quantized experts with a capacity do not run on a mesh: decode without <any>"
-    ):
+    with refused("quantized experts with a capacity do not run on a mesh: decode without "):
         ModelMesh.of(MESHES["model"]).check(config, params)
 
 
@@ -235,9 +225,7 @@ def test_an_artifact_is_loaded_onto_a_mesh(tmp_path):
 
 
 def test_meshes_that_do_not_fit_are_refused_before_anything_is_read(folder):
-    with refused("mesh data=1 x expert=3 needs 3 devices, but there are 8 (cpu); <any>"):
+    with refused("mesh data=1 x expert=3 needs 3 devices, but there are 8 (cpu)"):
         switchx.load("nowhere", mesh=MeshSpec(data=1, expert=3))
-    with refused(
-        "expert dimension E=4 is not divisible by mesh axis 'expert' of size 8; <any>"
-    ):
+    with refused("expert dimension E=4 is not divisible by mesh axis 'expert' of size 8"):
         switchx.load(folder, mesh=MeshSpec(expert=8))

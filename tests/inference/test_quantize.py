@@ -138,7 +138,7 @@ def test_four_bits_are_packed_on_cpu_and_in_files_and_native_elsewhere(key):
 
 
 def test_a_dense_model_is_refused(key):
-    with refused("<any>has no Switch FFN, and so no experts to quantize<any>"):
+    with refused("has no Switch FFN, and so no experts to quantize"):
         quantize_experts(dataclasses.replace(CONFIG, switch=None), {}, bits=8)
 
 

@@ -17,6 +17,8 @@ from switchx.inference.offload.ring_or_chosen import RingOrChosen, outside_of_de
 from tests.data.refusals import refused
 from tests.inference.ring_models import MODEL, E, L, T, model, resident, written
 
+pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+
 SLOW = pytest.mark.slow
 H200 = load_hardware("h200")
 
@@ -121,9 +123,9 @@ def test_a_row_of_the_stack_is_the_expert():
 def test_what_is_refused():
     no_host = dataclasses.replace(H200, host=None)
     asked = ExpertSlots(2, ring_slots=3)
-    with refused("the spec of h200 has no [host]: <any>"):
+    with refused("the spec of h200 has no [host]: "):
         RingOrChosen(RingExperts(*model(None), 3), asked, no_host)
-    with refused("nothing says what a device 'cpu' can do; give --hardware=NAME<any>"):
+    with refused("nothing says what a device 'cpu' can do"):
         outside_of_device(*model(None), asked, None)
     with refused(f"expert_slots={E + 1} of a model with {E} experts a layer"):
         outside_of_device(*model(None), ExpertSlots(E + 1, ring_slots=3), None)

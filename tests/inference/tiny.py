@@ -17,6 +17,10 @@ V = 12
 CONFIG = ModelConfig(
     "encoder_decoder", V, 16, 32, 4, 8, 1, 1, switch=SwitchConfig(4, every=1), init_scale=4.0
 )
+# For commands: its vocabulary has all bytes.
+OF_BYTES = ModelConfig(
+    "encoder_decoder", 384, 8, 8, 1, 8, 1, 1, switch=SwitchConfig(2, every=1)
+)
 # New tokens of each, so that they end at different steps.
 ROOMS = [6, 2, 4, 3]
 SOURCE_BM = jnp.array([[3, 4, 5, 8], [6, 2, 7, 0], [5, 5, 2, 0], [11, 4, 4, 3]])

@@ -109,12 +109,12 @@ def test_flags_of_the_other_files_are_read(folder):
             f"'<x>' has the id {ROWS}, the embedding {ROWS} rows",
         ),
         ({"added_tokens": {"<x>": 5}}, "the added token '<x>' has the id 5, of the piece"),
-        ({"added_tokens": {"<extra_id_1>": 400}}, "has the sentinels [1]; expected 0 and"),
-        ({"added_tokens": {"<x>": "400"}}, "is no added token; expected an id, a text"),
-        ({"added_tokens": {"": 400}}, "is no added token; expected an id, a text"),
+        ({"added_tokens": {"<extra_id_1>": 400}}, "has the sentinels [1]"),
+        ({"added_tokens": {"<x>": "400"}}, "is no added token"),
+        ({"added_tokens": {"": 400}}, "is no added token"),
         ({"tokenizer": {"added_tokens": [3]}}, "added_tokens is no list of ids and contents"),
         ({"tokenizer_config": {"added_tokens_decoder": {"x": {}}}}, "has no tokens by id"),
-        ({"tokenizer_config": {"extra_ids": -1}}, "extra_ids=-1; expected a number of"),
+        ({"tokenizer_config": {"extra_ids": -1}}, "extra_ids=-1"),
         ({"tokenizer_config": {"extra_ids": 400}}, "extra_ids=400 sentinels beside 400 pieces"),
         (
             {"special_tokens_map": {"eos_token": {"content": "<pad>"}}},
@@ -122,7 +122,7 @@ def test_flags_of_the_other_files_are_read(folder):
         ),
         (
             {"special_tokens_map": {"additional_special_tokens": ["<extra_id_0>", "<x>"]}},
-            "special_tokens_map.json: no file says which id '<x>' has; restore added",
+            "special_tokens_map.json: no file says which id '<x>' has",
         ),
         (
             {"tokenizer_config": {"extra_ids": 9}, "added_tokens": {"<x>": 401}},

@@ -80,7 +80,7 @@ def test_what_is_not_used_is_said_by_name_and_value():
     [
         ({"suppress_tokens": [24]}, "file: the tokens [24] are not all of 0 to 23"),
         ({"forced_bos_token_id": "x"}, "file: the tokens ['x'] are not all of 0 to 23"),
-        ({"num_beams": 0}, "DecodingConfig.beam_size=0; use at least 1"),
+        ({"num_beams": 0}, "DecodingConfig.beam_size=0"),
         ({"eos_token_id": [2, 5], "forced_bos_token_id": 5}, "id 5 ends an output"),
     ],
 )

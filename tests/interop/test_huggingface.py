@@ -123,7 +123,7 @@ def test_what_becomes_of_tokens_without_a_slot(tmp_path):
     for overflow in ("dropless", "identity"):
         config = read_checkpoint(folder, overflow=overflow).config
         assert config.switch.router.overflow == overflow
-    with refused("overflow='keep' is unknown; use one of drop, dropless, identity"):
+    with refused("overflow='keep' is unknown"):
         read_checkpoint(folder, overflow="keep")
 
 
@@ -172,19 +172,16 @@ def test_a_tensor_that_no_t5_reads_is_passed_over(tmp_path):
     assert_same_params(read_checkpoint(folder).params, params)
 
 
-def test_transformers_5_says_that_t5_1_1_is_tied(tmp_path):
-    folder, params = huggingface_folder(tmp_path, T5_1_1)
-    change_config(folder, tie_word_embeddings=True, scale_decoder_outputs=False)
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [(T5_1_1, {"scale_decoder_outputs": False}), (UMT5, {})],
+    ids=["t5", "umt5"],
+)
+def test_transformers_5_says_that_a_head_of_its_own_is_tied(tmp_path, config, said):
+    folder, params = huggingface_folder(tmp_path, config)
+    change_config(folder, tie_word_embeddings=True, **said)
     checkpoint = read_checkpoint(folder)
-    assert checkpoint.config == T5_1_1
-    assert_same_params(checkpoint.params, params)
-
-
-def test_transformers_5_says_that_umt5_is_tied(tmp_path):
-    folder, params = huggingface_folder(tmp_path, UMT5)
-    change_config(folder, tie_word_embeddings=True)
-    checkpoint = read_checkpoint(folder)
-    assert checkpoint.config == UMT5
+    assert checkpoint.config == config
     assert_same_params(checkpoint.params, params)
 
 
@@ -197,9 +194,8 @@ def test_a_head_of_its_own_that_is_said_to_be_tied(tmp_path, config, said):
     folder, _ = huggingface_folder(tmp_path, config)
     change_config(folder, tie_word_embeddings=True, **said)
     with refused(
-        f"{folder}: shared.weight is not equal to lm_head.weight, which config.json says it is "
-        "tied to; switchx has one embedding table for both stacks, and divides tied logits "
-        "alone: set tie_word_embeddings to false for an lm_head of its own"
+        f"{folder}: shared.weight is not equal to lm_head.weight, which "
+        "config.json says it is tied to"
     ):
         read_checkpoint(folder)
 
@@ -236,9 +232,7 @@ def test_two_tables(tmp_path):
         tensors["decoder.embed_tokens.weight"] = tensors["shared.weight"] + 1
 
     change_tensors(folder, change)
-    with pytest.raises(
-        ValueError, match="shared.weight is not equal to decoder.embed_tokens.w"
-    ):
+    with refused("shared.weight is not equal to decoder.embed_tokens.w"):
         read_checkpoint(folder)
 
 
@@ -256,12 +250,11 @@ def test_missing_unexpected_and_misshapen_tensors_are_all_named(tmp_path):
 
     change_tensors(folder, change)
     with refused(
-        f"{folder} does not hold the model that is described; 3 of <any> tensors differ:\n"
-        f"  {experts}_2.wi.weight: expected shape [20, 12], got nothing\n"
-        f"  {experts}_4.wi.weight: expected nothing, got shape [20, 12]\n"
-        "  shared.weight: expected shape [50, 12], got shape [49, 12]\n"
-        "use the config.json that belongs to these files, and all of the files; what other "
-        "classes of transformers add (classifiers, adapters) cannot be converted"
+        f"{folder} does not hold the model that is described<any> tensors "
+        f"differ:\n  {experts}_2.wi.weight: expected shape [20, 12], got "
+        f"nothing\n  {experts}_4.wi.weight: expected nothing, got shape [20, "
+        "12]\n  shared.weight: expected shape [50, 12], got shape [49, 12]\nuse "
+        "the config.json that belongs to these files, and all of the files"
     ):
         read_checkpoint(folder)
 
@@ -272,7 +265,7 @@ def test_missing_unexpected_and_misshapen_tensors_are_all_named(tmp_path):
         {"d_model": 2**31},
         {"d_ff": 2**30, "d_kv": 2**30},
         {"vocab_size": 2**31},
-        {"num_experts": 60000},
+        {"num_experts": 10_000},
         {"d_kv": 2**31},
     ],
 )
@@ -284,12 +277,9 @@ def test_sizes_that_the_tensors_have_not_allocate_nothing(tmp_path, changes):
 
 
 def test_a_folder_that_is_none_or_has_no_description(tmp_path):
-    with refused(
-        f"{tmp_path / 'no'} is no folder; download the checkpoint first, such as with `hf "
-        "download google/switch-base-8 --local-dir DIR`, and give that folder"
-    ):
+    with refused(f"{tmp_path / 'no'} is no folder"):
         read_checkpoint(tmp_path / "no")
-    with refused(f"{tmp_path / 'config.json'} cannot be read (<any>); restore the file"):
+    with refused(f"{tmp_path / 'config.json'} cannot be read (<any>)"):
         read_checkpoint(tmp_path)
 
 

@@ -7,12 +7,7 @@ import pytest
 
 from switchx.interop.families import family_of
 from switchx.interop.huggingface import describe
-from switchx.interop.huggingface_config import (
-    Fields,
-    num_sparse,
-    sparse_blocks,
-    switch_layers,
-)
+from switchx.interop.huggingface_config import Fields, num_sparse, sparse_blocks, switch_layers
 from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from tests.data.refusals import refused
 from tests.interop.folders import SWITCH, T5, T5_1_1
@@ -79,10 +74,7 @@ def test_t5():
 
 def test_switch_transformers():
     assert read(SPARSE).switch == SwitchConfig(
-        8,
-        every=2,
-        expert_capacity=64,
-        router=RouterConfig(jitter=0.02, padding="counted"),
+        8, every=2, expert_capacity=64, router=RouterConfig(jitter=0.02, padding="counted")
     )
     assert read(SPARSE, num_sparse_decoder_layers=1).switch.decoder_layers == (1,)
     assert read(SPARSE, num_sparse_encoder_layers=9, num_sparse_decoder_layers=9).switch is None
@@ -98,11 +90,7 @@ def test_switch_transformers():
         # What transformers 5 writes: DENSE always tied, the division apart from it.
         ({"tie_word_embeddings": True, "scale_decoder_outputs": False}, False),
         (
-            {
-                "model_type": "umt5",
-                "tie_word_embeddings": True,
-                "scale_decoder_outputs": False,
-            },
+            {"model_type": "umt5", "tie_word_embeddings": True, "scale_decoder_outputs": False},
             False,
         ),
         ({"model_type": "mt5", "tie_word_embeddings": True}, True),
@@ -122,12 +110,7 @@ def test_division_of_tied_logits(changes, is_scaled):
 
 @pytest.mark.parametrize(
     "name, activation",
-    [
-        ("relu", "relu"),
-        ("gelu_new", "gelu"),
-        ("gated-gelu", "geglu"),
-        ("gated-silu", "swiglu"),
-    ],
+    [("relu", "relu"), ("gelu_new", "gelu"), ("gated-gelu", "geglu"), ("gated-silu", "swiglu")],
 )
 def test_activations(name, activation):
     plain = "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")
@@ -139,45 +122,45 @@ def test_activations(name, activation):
 @pytest.mark.parametrize(
     "values, changes, message",
     [
-        (DENSE, {"model_type": "bert"}, "model_type='bert' cannot be converted; expected one"),
+        (DENSE, {"model_type": "bert"}, "model_type='bert' cannot be converted"),
         (DENSE, {"model_type": None}, "model_type='' cannot be converted"),
-        (DENSE, {"model_type": ["t5"]}, "model_type=['t5']; expected a text"),
+        (DENSE, {"model_type": ["t5"]}, "model_type=['t5']"),
         (DENSE, {"is_encoder_decoder": False}, "is_encoder_decoder=False cannot be converted"),
-        (DENSE, {"layer_norm_epsilon": "x"}, "layer_norm_epsilon='x'; expected a number"),
-        (DENSE, {"vocab_size": None}, "vocab_size=None; expected a whole number from 1 to"),
-        (DENSE, {"d_model": "16"}, "d_model='16'; expected a whole number"),
-        (DENSE, {"d_model": True}, "d_model=True; expected a whole number"),
-        (DENSE, {"d_model": 16.0}, "d_model=16.0; expected a whole number"),
-        (DENSE, {"d_model": 10**30}, f"d_model={10**30}; expected a whole number"),
-        (DENSE, {"d_ff": -1}, "d_ff=-1; expected a whole number"),
-        (DENSE, {"num_layers": 10**9}, "num_layers=1000000000; expected a whole number"),
-        (DENSE, {"dropout_rate": float("nan")}, "dropout_rate=nan; expected a number"),
-        (DENSE, {"dropout_rate": "x" * 200}, f"dropout_rate='{'x' * 79}...; expected a number"),
-        (DENSE, {"tie_word_embeddings": 1}, "tie_word_embeddings=1; expected true or false"),
+        (DENSE, {"layer_norm_epsilon": "x"}, "layer_norm_epsilon='x'"),
+        (DENSE, {"vocab_size": None}, "vocab_size=None"),
+        (DENSE, {"d_model": "16"}, "d_model='16'"),
+        (DENSE, {"d_model": True}, "d_model=True"),
+        (DENSE, {"d_model": 16.0}, "d_model=16.0"),
+        (DENSE, {"d_model": 10**30}, f"d_model={10**30}"),
+        (DENSE, {"d_ff": -1}, "d_ff=-1"),
+        (DENSE, {"num_layers": 10**9}, "num_layers=1000000000"),
+        (DENSE, {"dropout_rate": float("nan")}, "dropout_rate=nan"),
+        (DENSE, {"dropout_rate": "x" * 200}, f"dropout_rate='{'x' * 79}..."),
+        (DENSE, {"tie_word_embeddings": 1}, "tie_word_embeddings=1"),
         (DENSE, {"feed_forward_proj": "mish"}, "the activation 'mish' cannot be converted"),
         (DENSE, {"feed_forward_proj": "gated-relu"}, "the activation 'gated-relu' cannot be"),
         (DENSE, {"dense_act_fn": "relu"}, "dense_act_fn='relu' cannot be converted: feed_"),
         (SPARSE, {"dense_act_fn": "mish"}, "the activation 'mish' cannot be converted"),
         (SPARSE, {"is_gated_act": True}, "the activation 'gated-relu' cannot be converted"),
-        (SPARSE, {"router_bias": 1}, "router_bias=1; expected true or false"),
+        (SPARSE, {"router_bias": 1}, "router_bias=1"),
         (SPARSE, {"router_dtype": "bfloat16"}, "router_dtype='bfloat16' cannot be converted"),
-        (SPARSE, {"expert_capacity": 0}, "expert_capacity=0; expected a whole number"),
-        (SPARSE, {"num_experts": 10**6}, "num_experts=1000000; expected a whole number"),
+        (SPARSE, {"expert_capacity": 0}, "expert_capacity=0"),
+        (SPARSE, {"num_experts": 10**6}, "num_experts=1000000"),
         (
             SPARSE,
             {"num_layers": 1000, "num_sparse_encoder_layers": 1000, "num_experts": 60000},
-            "num_experts=60000 in each of 1002 blocks; expected 262144 in all at most",
+            "num_experts=60000 in each of 1002 blocks",
         ),
-        (SPARSE, {"num_sparse_encoder_layers": -1}, "num_sparse_encoder_layers=-1; expected"),
+        (SPARSE, {"num_sparse_encoder_layers": -1}, "num_sparse_encoder_layers=-1"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_converted_is_refused(values, changes, message):
-    with refused(f"config.json: <any>{message}<any>"):
+    with refused(f"config.json: <any>{message}"):
         read(values, **changes)
 
 
 def test_a_model_that_cannot_be_is_refused_by_the_model():
-    with refused("relative_buckets=2 with <any>"):
+    with refused("relative_buckets=2 with "):
         read(DENSE, relative_attention_num_buckets=2)
 
 
@@ -274,16 +257,13 @@ def test_a_model_that_transformers_has_not_with_all_reasons():
         positions="learned", max_length=9, use_bias=True, scale_attention=True,
     )  # fmt: skip
     with refused(
-        "this model cannot be written for transformers: architecture='decoder_only' (expected "
-        "'encoder_decoder'); norm='layer' (expected 'rms'); positions='learned' (expected "
-        "'relative'); use_bias=True (expected False); scale_attention=True (expected False); "
-        "there are T5, and Switch Transformers with top-1 routing, to write for"
+        "this model cannot be written for transformers: "
+        "architecture='decoder_only' (expected 'encoder_decoder')"
     ):
         describe(gpt)
     tupe = dataclasses.replace(SWITCH, positions="tupe", max_length=9, scale_attention=True)
     with refused(
-        "this model cannot be written for transformers: positions='tupe' (expected "
-        "'relative'); scale_attention=True (expected False); <any>"
+        "this model cannot be written for transformers: positions='tupe' (expected 'relative')"
     ):
         describe(tupe)
 
@@ -321,12 +301,10 @@ def test_a_model_that_transformers_has_not_with_all_reasons():
 )
 def test_experts_that_transformers_has_not(changes, reason):
     switch = dataclasses.replace(EVERY_SECOND.switch, **changes)
-    with refused(f"this model cannot be written for transformers: <any>{reason}<any>"):
+    with refused(f"this model cannot be written for transformers: <any>{reason}"):
         describe(dataclasses.replace(EVERY_SECOND, switch=switch))
 
 
 def test_gated_experts_are_refused():
-    with refused(
-        "<any>activation='geglu' with experts (its experts have one input matrix<any>"
-    ):
+    with refused("activation='geglu' with experts (its experts have one input matrix"):
         describe(dataclasses.replace(EVERY_SECOND, activation="geglu"))

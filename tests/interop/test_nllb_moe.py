@@ -176,24 +176,12 @@ def test_the_same_gradients(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"second_expert_policy": "random"}, "second_expert_policy='random' cannot be <any>"),
-        (
-            {"moe_eval_capacity_token_fraction": 0.5},
-            "moe_eval_capacity_token_fraction=0.5; expected 1.0, with which no token is <any>",
-        ),
-        (
-            {"encoder_ffn_dim": 20},
-            "encoder_ffn_dim=20 and decoder_ffn_dim=40; the stacks of switchx have one size",
-        ),
-        (
-            {"encoder_attention_heads": 5, "decoder_attention_heads": 5},
-            "d_model=24 does not <any>",
-        ),
-        ({"activation_function": "mish"}, "the activation 'mish' cannot be converted; <any>"),
-        (
-            {"num_experts": 1 << 20},
-            "num_experts=1048576; expected a whole number from 1 to <any>",
-        ),
+        ({"second_expert_policy": "random"}, "second_expert_policy='random' cannot be "),
+        ({"moe_eval_capacity_token_fraction": 0.5}, "moe_eval_capacity_token_fraction=0.5"),
+        ({"encoder_ffn_dim": 20}, "encoder_ffn_dim=20 and decoder_ffn_dim=40"),
+        ({"encoder_attention_heads": 5, "decoder_attention_heads": 5}, "d_model=24 does not "),
+        ({"activation_function": "mish"}, "the activation 'mish' cannot be converted"),
+        ({"num_experts": 1 << 20}, "num_experts=1048576"),
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path, changes, reason):

@@ -164,8 +164,7 @@ def test_blocks_with_relative_biases_of_their_own(tmp_path):
     tree["target/encoder/encoder/subblock_1/relpos_bias/rel_embedding"][0, 1, 0] += 1
     folder = write_t5x(tmp_path / "checkpoint_7", tree)
     with refused(
-        f"{folder}: the blocks of the encoder have relative biases of their own (<any>); "
-        "switchx has one a stack, as T5 has, so this model cannot be converted"
+        f"{folder}: the blocks of the encoder have relative biases of their own (<any>)"
     ):
         read_checkpoint(folder, SWITCH)
 
@@ -175,13 +174,13 @@ def test_models_that_t5x_has_not(tmp_path):
         T5, norm="layer", switch=SwitchConfig(3, every=2, shared_d_ff=4)
     )
     with refused(
-        "the gin file describes no model of T5X's: norm='layer' (expected 'rms')<any>"
-        "SwitchConfig.shared_d_ff=4 (expected None); <any>"
+        "the gin file describes no model of T5X's: norm='layer' (expected "
+        "'rms')<any>SwitchConfig.shared_d_ff=4 (expected None)"
     ):
         read_checkpoint(tmp_path, config)
     tupe = dataclasses.replace(T5, positions="tupe", max_length=9, scale_attention=True)
-    with refused("the gin file describes no model of T5X's: positions='tupe' <any>"):
+    with refused("the gin file describes no model of T5X's: positions='tupe' "):
         read_checkpoint(tmp_path, tupe)
     hashed = SwitchConfig(3, every=2, router=RouterConfig("hash", exploration="none"))
-    with refused("<any>T5X's: RouterConfig.kind='hash'; <any>"):
+    with refused("T5X's: RouterConfig.kind='hash'"):
         read_checkpoint(tmp_path, dataclasses.replace(T5, switch=hashed))

@@ -110,25 +110,25 @@ def test_bytes_and_added_tokens(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model": {"type": "BPE"}}, "model.type='BPE'; expected 'Unigram'<any>"),
-        ({"model": None}, "model.type=None; expected 'Unigram'<any>"),
+        ({"model": {"type": "BPE"}}, "model.type='BPE'"),
+        ({"model": None}, "model.type=None"),
         (
             {"model": {"type": "Unigram", "vocab": [["a", "b"]] * 9}},
             "model.vocab is no list of pieces and scores",
         ),
         (
             {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0]] * 9}},
-            "model.unk_id=0; expected 2",
+            "model.unk_id=0",
         ),
-        ({"normalizer": {"type": "Lowercase"}}, "the normalizer 'Lowercase' is <any>"),
+        ({"normalizer": {"type": "Lowercase"}}, "the normalizer 'Lowercase' is "),
         (
             {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "%"}},
             "precompiled_charsmap is no base64",
         ),
-        ({"pre_tokenizer": {"type": "ByteLevel"}}, "the pre_tokenizer ['ByteLevel'] <any>"),
+        ({"pre_tokenizer": {"type": "ByteLevel"}}, "the pre_tokenizer ['ByteLevel'] "),
         (
             {"pre_tokenizer": {"type": "Metaspace", "replacement": "_"}},
-            "the pre_tokenizer Metaspace has replacement='_' and prepend_scheme='always'<any>",
+            "the pre_tokenizer Metaspace has replacement='_' and prepend_scheme='always'",
         ),
         (
             {"added_tokens": [{"id": 9, "content": "<s>", "special": True}]},
@@ -139,6 +139,5 @@ def test_bytes_and_added_tokens(tmp_path):
 )  # fmt: skip
 def test_what_a_sentencepiece_model_cannot_do_is_refused(tmp_path, changes, reason):
     file = tokenizer_json(tmp_path / "tokenizer.json", **changes)
-    way_out = "give the SentencePiece model itself, --vocabulary=FILE, or none"
-    with refused(f"{file}: {reason}; {way_out}"):
+    with refused(f"{file}: {reason}"):
         sentencepiece_model(file)

@@ -101,7 +101,7 @@ def test_shards_and_their_index(tmp_path):
     assert folder.shapes.keys() == want.keys()
     np.testing.assert_array_equal(folder.read("turned"), want["turned"].numpy())
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
-    with refused(f"{index} names the file 'model.safetensors'; expected .bin files<any>"):
+    with refused(f"{index} names the file 'model.safetensors'"):
         TensorFolder(tmp_path)
 
 
@@ -178,16 +178,14 @@ def test_tensors_lie_in_their_storages(tmp_path, changes, reason):
 
 def test_quantized_tensors_are_refused(tmp_path):
     path = archive(tmp_path / FILE, described(kind="CharStorage"), SIX[:6])
-    with refused(
-        f"{path}: tensor w has the type int8; expected one of F64, F32, F16, BF16: <any>"
-    ):
+    with refused(f"{path}: tensor w has the type int8"):
         TensorFolder(tmp_path)
 
 
 def test_bombs(tmp_path):
     path = tmp_path / FILE
     archive(path, described(), SIX, compression=zipfile.ZIP_DEFLATED)
-    with refused(f"{path} has the record 'a/data<any>' compressed or encrypted, <any>"):
+    with refused(f"{path} has the record 'a/data<any>' compressed or encrypted, "):
         TorchFile(path)
     # Many tensors of one storage: one is }, its name, the tensor.
     one = described()[2:-2]
@@ -195,7 +193,7 @@ def test_bombs(tmp_path):
         one[1:].replace(b"\x01\x00\x00\x00w", b"\x01\x00\x00\x00" + bytes([97 + i])) + b"s"
         for i in range(5)
     )
-    with refused(f"{path} describes 120 bytes of tensors in 24 bytes of storages: <any>"):
+    with refused(f"{path} describes 120 bytes of tensors in 24 bytes of storages: "):
         TorchFile(archive(path, many + b".", SIX))
 
 
@@ -230,22 +228,22 @@ def test_records_that_overlap_or_leave_the_file(tmp_path):
     for change in (same_place, larger):
         path.write_bytes(content)
         with_directory(path, change)
-        with refused(f"{path} has the record 'a/data/<any>' twice, in another record or <any>"):
+        with refused(f"{path} has the record 'a/data/<any>' twice, in another record or "):
             TorchFile(path)
 
 
 def test_what_is_no_archive_of_tensors(tmp_path):
     path = tmp_path / FILE
     path.write_bytes(pickle.dumps({}))
-    with refused(f"{path} is no zip archive: PyTorch before 1.6 <any>"):
+    with refused(f"{path} is no zip archive: PyTorch before 1.6 "):
         TorchFile(path)
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("x", "")
-    with refused(f"{path} is a zip archive with 0 records NAME/data.pkl, expected one<any>"):
+    with refused(f"{path} is a zip archive with 0 records NAME/data.pkl, expected one"):
         TorchFile(path)
     with refused(f"{path} holds a int, expected tensors by name"):
         TorchFile(archive(path, b"\x80\x02K\x03."))
-    with refused(f"{path} has a int under the name 'a', expected tensors alone: <any>"):
+    with refused(f"{path} has a int under the name 'a', expected tensors alone: "):
         TorchFile(archive(path, pickle.dumps({"a": 3}, 2)))
 
 
@@ -256,7 +254,7 @@ def test_an_encrypted_record_is_refused(tmp_path):
         at = content.index(signature) + flags_at
         content = content[:at] + b"\x01" + content[at + 1 :]
     path.write_bytes(content)
-    with refused(f"{path} <any>"):
+    with refused(f"{path} "):
         TorchFile(path)
 
 

@@ -177,15 +177,6 @@ def test_good_clients_get_their_answers_beside_attackers(service, limited):
     assert sum(counts) >= 2 and service.num_open == 0
 
 
-def test_resets_leave_nothing(service, address):
-    for data in (b"", b"GET /", SLOW, UNREAD, request_bytes(b'{"inputs": "gate"}')):
-        client = connected(address, data)
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        client.close()
-    assert served.post(address, {"inputs": "gate"})[0] == 200
-    assert health(address) == 200
-
-
 CHUNKED = (
     b"POST /v1/generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     b"Transfer-Encoding: chunked\r\n\r\n12\r\n" + b'{"inputs": "gate"}' + b"\r\n"

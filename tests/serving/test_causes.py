@@ -47,7 +47,8 @@ def completed(service) -> str:
     client = TestClient(make_app(Models([service])), raise_server_exceptions=False)
     headers = {"x-request-id": "id-of-it"}
     response = client.post("/v1/generate", json={"inputs": "gate"}, headers=headers)
-    assert response.status_code == 500 and "memory" not in response.text
+    assert response.status_code == 500 and "log says how" in response.text
+    assert "memory" not in response.text and service.num_open == 0
     return headers["x-request-id"]
 
 

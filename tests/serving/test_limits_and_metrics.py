@@ -28,12 +28,12 @@ def test_sizes_of_compiled_programs():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_size": 0}, "Limits.batch_size=0; use 1 to 1024"),
-        ({"body_timeout_s": 0}, "body_timeout_s=0; use at least 0.01"),
-        ({"batch_wait_ms": -1}, "batch_wait_ms=-1; use at least 0"),
-        ({"batch_size": 2000}, "batch_size=2000; use 1 to 1024"),
-        ({"max_waiting": 3}, "max_inputs=64; use at most max_waiting=3"),
-        ({"max_new_tokens": 5000}, "max_new_tokens=5000; use 1 to 4096"),
+        ({"batch_size": 0}, "Limits.batch_size=0"),
+        ({"body_timeout_s": 0}, "body_timeout_s=0"),
+        ({"batch_wait_ms": -1}, "batch_wait_ms=-1"),
+        ({"batch_size": 2000}, "batch_size=2000"),
+        ({"max_waiting": 3}, "max_inputs=64"),
+        ({"max_new_tokens": 5000}, "max_new_tokens=5000"),
     ],
 )
 def test_what_cannot_be_is_refused(changes, message):
@@ -50,7 +50,7 @@ def test_ways_of_decoding_that_are_not_answered():
     field, message = limits.refusal(DecodingConfig(temperature=0.5))
     assert field == "temperature" and "sample" in message
     assert Limits().refusal(DecodingConfig(temperature=0.5)) is None
-    with refused("there is no 'beam5'; use of greedy, sample, beam2, beam3, beam4"):
+    with refused("there is no 'beam5'"):
         Limits(decodings="greedy,beam5")
 
 

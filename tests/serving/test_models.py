@@ -4,8 +4,6 @@
 import concurrent.futures
 import contextlib
 import dataclasses
-import http.client
-import json
 import logging
 import os
 import shutil
@@ -253,62 +251,6 @@ def test_every_answer_is_of_the_model_that_admitted_it(run):
     text = run.models.metrics.text().decode()
     assert 'switchx:num_requests_running{model_name="run"} 0.0' in text and 'step="9"' in text
     assert run.reload() == "unchanged" and run.step() == 9
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_so_it_is_over_many_changes(run):
-    """Of whole answers, streams and searches; checkpoint 9 comes and goes."""
-    is_over, num_changes = threading.Event(), 0
-    run.add()
-    settings = {"max_length": 8, "pruning": "none", "beam_size": 2}
-    beams = {
-        step: switchx.load(run.folder, step).generate(served.TEXTS, **settings)
-        for step in (5, 9)
-    }
-
-    def keep_asking(kind: int) -> int:
-        number = 0
-        while not is_over.is_set():
-            index, number, before = number % 8, number + 1, (run.step(), num_changes)
-            if kind == 0:
-                (text,) = run.ask(served.TEXTS[index])
-            elif kind == 1:
-                body = {"inputs": served.TEXTS[index], "beam_size": 2}
-                text = served.post(run.address, body)[1]["results"][0]["text"]
-            else:
-                text = streamed(run.address, served.TEXTS[index])
-            want = beams if kind == 1 else run.want
-            if before == (run.step(), num_changes):
-                assert text == want[before[0]][index]
-            else:
-                assert text in {each[index] for each in want.values()}
-        return number
-
-    with concurrent.futures.ThreadPoolExecutor(6) as pool, ending(is_over):
-        asking = [pool.submit(keep_asking, number % 3) for number in range(6)]
-        for number in range(8):
-            if number % 2:
-                shutil.rmtree(run.folder / "checkpoints/9")
-            elif number:
-                run.add()
-            num_changes += 1
-            assert run.reload() == "loaded" and run.step() == (5 if number % 2 else 9)
-            num_changes += 1
-            time.sleep(0.5)
-        is_over.set()
-        assert sum(each.result() for each in asking) > 100
-
-
-def streamed(address, text: str) -> str:
-    """An answer that came in pieces."""
-    connection = http.client.HTTPConnection(*address, timeout=60)
-    with contextlib.closing(connection):
-        body = json.dumps({"inputs": text, "stream": True})
-        connection.request("POST", "/v1/generate", body, {"Content-Type": "application/json"})
-        events = served.events(connection.getresponse().read().decode())
-    assert events[-1][0] == "done", events[-1]
-    return "".join(data["text"] for name, data in events if name == "tokens")
 
 
 def test_a_quantized_model_that_was_made_again(tmp_path):

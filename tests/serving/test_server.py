@@ -54,12 +54,6 @@ def test_a_second_head_on_a_connection_has_a_time_too(address):
     assert b"HTTP/1.1 408" in received and b"head did not arrive" in received
 
 
-def test_a_body_that_does_not_end_in_time(address):
-    data = request_bytes(b'{"inputs": ', length=40)
-    status, body = status_and_json(exchange(address, data))
-    assert status == 408 and "the body did not arrive within 1 s" in body["error"]["message"]
-
-
 def test_what_is_no_http(address):
     tls, long, nul = b"\x16\x03\x01\x02\n\r\n\r\n", b"a" * 70_000, b"\x00\r\n\r\n"
     for data in (tls, b"GET\r\n\r\n", long, GOOD[:40] + nul):

@@ -64,19 +64,12 @@ def test_languages_of_mc4(tmp_path):
     german = C4("multilingual", "de")
     assert texts(german, "train", tmp_path) == ["de 3.1.0 é 0", "de 3.1.0 é 1"]
     assert texts(german, "validation", tmp_path)[0] == "de-validation 3.1.0 é 0"
-    with refused(
-        "c4/multilingual/sw has no split 'sw'; use one of de, de-validation, fr, fr-validation"
-    ):
+    with refused("c4/multilingual/sw has no split 'sw'"):
         C4("multilingual", "sw").open("train", str(tmp_path))
 
 
 def test_not_prepared(tmp_path, own_cache):
-    with refused(
-        f"c4/en is not prepared below {tmp_path}, {own_cache}; set DATA_DIR to TFDS' data "
-        "folder, or prepare it where TensorFlow and Beam are installed: `tfds build c4/en "
-        "--file_format=array_record --data_dir=DIR`; the JSON lines of allenai/c4 are read by "
-        "the corpus TextFiles"
-    ):
+    with refused(f"c4/en is not prepared below {tmp_path}, {own_cache}"):
         C4().open("train", str(tmp_path))
 
 
@@ -89,16 +82,10 @@ def test_other_format(tmp_path):
 
 
 def test_options_are_checked(tmp_path):
-    with refused(
-        "C4.variant='english'; use one of en, en.noclean, realnewslike, webtextlike, "
-        "multilingual"
-    ):
+    with refused("C4.variant='english'"):
         C4("english")
     for options in (("en", "de"), ("multilingual", None)):
-        with refused(
-            f"C4.variant={options[0]!r} does not go with language={options[1]!r}; the variant "
-            "'multilingual' takes a language, such as 'de', the others none"
-        ):
+        with refused(f"C4.variant={options[0]!r} does not go with language={options[1]!r}"):
             C4(*options)
-    with refused("c4/en has no split 'test'; use one of train, validation"):
+    with refused("c4/en has no split 'test'"):
         C4().open("test", str(tmp_path))

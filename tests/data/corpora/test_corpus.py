@@ -53,7 +53,7 @@ def test_no_folder_to_write_to(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with refused(
         f"no folder for prepared data can be written: {tmp_path}/file/data, "
-        f"{tmp_path}/file/switchx; set DATA_DIR or SWITCHX_DATA_DIR to one that can"
+        f"{tmp_path}/file/switchx"
     ):
         locations.writable_dir(str(tmp_path / "file/data"))
 
@@ -168,7 +168,7 @@ def test_fingerprint_of_tells_parts_apart():
 
 
 def test_unknown_split_names_the_others(tmp_path):
-    with refused("words has no split 'test'; use one of train, dev"):
+    with refused("words has no split 'test'"):
         open_prepared(recipe(train=["one"], dev=["two"]), "test", str(tmp_path))
 
 
@@ -190,8 +190,7 @@ def test_full_disk(tmp_path):
 
     bad = Recipe("words", "key", ("text",), lambda: {"train": fail()})
     with refused(
-        f"words cannot be prepared in {tmp_path}/words/key/1.0.0: <any>No space left on "
-        "device<any>; make room there, or set DATA_DIR to another folder"
+        f"words cannot be prepared in {tmp_path}/words/key/1.0.0: <any>No space left on device"
     ):
         open_prepared(bad, "train", str(tmp_path))
     assert list(tmp_path.iterdir()) == []
@@ -203,10 +202,7 @@ def test_full_disk(tmp_path):
 def test_damaged_since(tmp_path, name):
     open_prepared(recipe(train=["one"]), "train", str(tmp_path))
     (tmp_path / "words/key/1.0.0" / name).unlink()
-    with refused(
-        f"the prepared data of words is damaged: <any>{name}<any>; remove "
-        f"{tmp_path}/words/key/1.0.0, and it is prepared anew"
-    ):
+    with refused(f"the prepared data of words is damaged: <any>{name}"):
         open_prepared(recipe(train=["one"]), "train", str(tmp_path))
 
 
@@ -215,7 +211,7 @@ def test_descriptions_damaged_since(tmp_path, name):
     open_prepared(recipe(train=["one"]), "train", str(tmp_path))
     folder = tmp_path / "words/key/1.0.0"
     (folder / name).write_text('{"cut')
-    with refused(f"the prepared data of words is damaged: <any>; remove {folder}, and"):
+    with refused("the prepared data of words is damaged: "):
         open_prepared(recipe(train=["one"]), "train", str(tmp_path))
 
 
@@ -259,8 +255,7 @@ def test_what_cannot_be_read_is_no_full_disk(tmp_path, error, said):
 
     bad = Recipe("words", "key", ("text",), lambda: {"train": examples()})
     with refused(
-        f"words cannot be prepared: {type(error).__name__} while its source is read: "
-        f"{error}; {said}"
+        f"words cannot be prepared: {type(error).__name__} while its source is read: {error}"
     ):
         open_prepared(bad, "train", str(tmp_path))
     assert list(tmp_path.iterdir()) == []

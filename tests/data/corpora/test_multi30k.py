@@ -54,10 +54,7 @@ def test_any_pair_and_the_parent_folder(shared_dir, own_cache, monkeypatch):
     monkeypatch.setenv("SWITCHX_DATA_DIR", str(shared_dir / "data"))
     corpus = Multi30k("cs", "fr", address=NOWHERE)
     assert len(corpus.open("test_2016_flickr", None)) == 1000
-    with refused(
-        "multi30k_cs_fr has no split 'test_2017_flickr'; use one of train, validation, "
-        "test_2016_flickr"
-    ):
+    with refused("multi30k_cs_fr has no split 'test_2017_flickr'"):
         corpus.open("test_2017_flickr", None)
 
 
@@ -72,12 +69,12 @@ def test_unpacked_files_and_missing_test_sets(tmp_path):
 def test_misaligned_files(tmp_path):
     write(tmp_path, "train", en=["1", "2", "3"], de=["1", "2"])
     with refused(
-        f"{tmp_path}/train.en has 3 lines and {tmp_path}/train.de has 2, expected equally many "
-        "and at least 1; get both anew from one place"
+        f"{tmp_path}/train.en has 3 lines and {tmp_path}/train.de has 2, expected "
+        "equally many and at least 1"
     ):
         Multi30k().open("train", str(tmp_path))
     write(tmp_path, "train", en=[], de=[])
-    with refused("<any>train.en has 0 lines and <any>train.de has 0, expected<any>"):
+    with refused("train.en has 0 lines and <any>train.de has 0, expected"):
         Multi30k().open("train", str(tmp_path))
 
 
@@ -97,16 +94,15 @@ def test_download(tmp_path, server):
 
 def test_no_network(tmp_path, own_cache):
     with refused(
-        f"train.en.gz of Multi30K is in none of {tmp_path}, {own_cache} (or multi30k below "
-        "them), and http://127.0.0.1:9/train.en.gz cannot be downloaded: <urlopen error "
-        "[Errno 111] Connection refused>; copy the files into one of these folders, or set "
-        "DATA_DIR or SWITCHX_DATA_DIR to the folder that has them"
+        f"train.en.gz of Multi30K is in none of {tmp_path}, {own_cache} (or "
+        "multi30k below them), and http://127.0.0.1:9/train.en.gz cannot be "
+        "downloaded: <urlopen error [Errno 111] Connection refused>"
     ):
         Multi30k(address=NOWHERE).open("train", str(tmp_path))
 
 
 def test_languages_are_checked():
-    with refused("Multi30k.target='es'; use one of cs, de, en, fr"):
+    with refused("Multi30k.target='es'"):
         Multi30k("en", "es")
-    with refused("Multi30k.source and target are both 'en'; use two"):
+    with refused("Multi30k.source and target are both 'en'"):
         Multi30k("en", "en")

@@ -99,8 +99,7 @@ def test_another_interpreter_is_another_corpus(tmp_path, monkeypatch):
 def test_interpreter_without_sources(tmp_path, monkeypatch):
     monkeypatch.setattr(python_stdlib.sysconfig, "get_path", lambda name: str(tmp_path))
     with refused(
-        f"no source files of the standard library in {tmp_path}: this interpreter comes "
-        "without; use a Python that has them, or the corpus TextFiles"
+        f"no source files of the standard library in {tmp_path}: this interpreter comes without"
     ):
         PythonStdlib().open("train", None)
 
@@ -108,11 +107,8 @@ def test_interpreter_without_sources(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (
-            {"validation_fraction": 0.0},
-            "validation_fraction=0.0; use a share between 0 and 1, as 0.05",
-        ),
-        ({"max_characters": 0}, "max_characters=0; use at least 1, usually thousands"),
+        ({"validation_fraction": 0.0}, "validation_fraction=0.0"),
+        ({"max_characters": 0}, "max_characters=0"),
     ],
 )
 def test_options_are_checked(options, message):

@@ -102,90 +102,47 @@ def test_several_paths(tmp_path):
     assert sorted(splits["train"] + splits["validation"]) == [("a",), ("b",)]
 
 
-def refuse(tmp_path, message):
-    return refused(message.format(tmp_path))
-
-
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        (
-            "a.jsonl",
-            '{"text": "x"}\n{"text": 3}\n',
-            "{}/a.jsonl:2: expected texts under text, got the keys text",
-        ),
+        ("a.jsonl", '{"text": "x"}\n{"text": 3}\n', ":2: expected texts under text, got the k"),
         (
             "a.jsonl",
             '{"inputs": "x", "targets": "y"}\n{"inputs": "x"}\n',
-            "{}/a.jsonl:2: expected texts under inputs and targets, got the keys inputs",
+            ":2: expected texts under inputs and targets, got the keys inputs",
         ),
         (
             "a.jsonl",
             '{"text": "half a pair: \\ud800"}\n',
-            "{}/a.jsonl:1: text has half a surrogate pair, U+D800, at character 13",
+            ":1: text has half a surrogate pair, U+D800, at character 13",
         ),
-        (
-            "a.jsonl",
-            '{"content": "x"}\n',
-            "{}/a.jsonl:1: expected the key text, or inputs and targets; got content",
-        ),
-        (
-            "a.jsonl",
-            '["x"]\n',
-            "{}/a.jsonl:1: expected an object a row, got list",
-        ),
-        (
-            "a.jsonl",
-            "{'text': 'x'}\n",
-            "{}/a.jsonl:1: not JSON (Expecting property name enclosed in double quotes: line 1 "
-            "column 2 (char 1)); one object a line is expected",
-        ),
-        ("a.jsonl", "\n", "{}/a.jsonl: no records; add text"),
-        (
-            "a.txt",
-            "\n \n",
-            "text_files path='{0}/a.txt' holds 0 distinct documents and a split into train and "
-            "validation needs at least 2; add text, or cut it finer by a lower max_characters",
-        ),
-        (
-            "a.txt",
-            "one\n",
-            "text_files path='{0}/a.txt' holds 1 distinct documents and a split into train and "
-            "validation needs at least 2; add text, or cut it finer by a lower max_characters",
-        ),
-        (
-            "a.md",
-            "x",
-            "{}/a.md holds no text: its files end in .md (1), and none in .txt, .jsonl, "
-            ".json.gz (or .bz2, .xz, .zst), .parquet, .arrow; rename or convert them",
-        ),
+        ("a.jsonl", '{"content": "x"}\n', ":1: expected the key text, or inputs and targets"),
+        ("a.jsonl", '["x"]\n', ":1: expected an object a row, got list"),
+        ("a.jsonl", "{'text': 'x'}\n", ":1: not JSON (Expecting property name enclosed in "),
+        ("a.jsonl", "\n", ": no records"),
+        ("a.txt", "\n \n", "' holds 0 distinct documents and a split into train and validat"),
+        ("a.txt", "one\n", "' holds 1 distinct documents and a split into train and validat"),
+        ("a.md", "x", " holds no text: its files end in .md (1), and none in .txt, .jsonl, "),
     ],
 )
 def test_bad_files(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
-    with refuse(tmp_path, message):
+    with refused(f"{tmp_path}/{name}{message}"):
         TextFiles(str(tmp_path / name)).open("train", str(tmp_path / "data"))
 
 
 def test_missing_files(tmp_path):
-    with refuse(tmp_path, "{}/no.txt does not exist; name a text file or a folder of them"):
+    with refused(f"{tmp_path}/no.txt does not exist"):
         TextFiles(str(tmp_path / "no.txt")).open("train", None)
-    with refuse(
-        tmp_path,
-        "{}: there is no file; put texts there that end in .txt, .jsonl, .json.gz",
-    ):
+    with refused(f"{tmp_path}: there is no file"):
         TextFiles(str(tmp_path)).open("train", None)
-    with refuse(tmp_path, "no text files are named; expected files or folders of text"):
+    with refused("no text files are named"):
         TextFiles([]).open("train", None)
 
 
 def test_not_utf8(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"good\n\xff\n")
-    with refuse(
-        tmp_path,
-        "{}/a.txt is not UTF-8: byte 0xff at offset 5; convert it, as with `iconv -f LATIN1 -t "
-        "UTF-8`",
-    ):
+    with refused(f"{tmp_path}/a.txt is not UTF-8: byte 0xff at offset 5"):
         TextFiles(str(tmp_path / "a.txt")).open("train", str(tmp_path / "data"))
     assert list((tmp_path / "data").iterdir()) == []
 
@@ -201,10 +158,7 @@ def test_lines_of_plain_and_packed_files(tmp_path):
 @pytest.mark.parametrize("name, pack", [("bad.txt", bytes), ("bad.txt.gz", gzip.compress)])
 def test_not_utf8_names_file_and_offset(tmp_path, name, pack):
     (tmp_path / name).write_bytes(pack(b"gut\n" + "schön".encode("latin-1")))
-    with refused(
-        f"{tmp_path / name} is not UTF-8: byte 0xf6 at offset 7; convert it, as with `iconv -f "
-        "LATIN1 -t UTF-8`"
-    ):
+    with refused(f"{tmp_path / name} is not UTF-8: byte 0xf6 at offset 7"):
         list(read_lines(tmp_path / name))
 
 
@@ -224,10 +178,7 @@ def test_permission_denied_names_file(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("pathlib.Path.open", deny)
-    with refused(
-        "secret.txt cannot be read: [Errno 13] Permission denied: 'secret.txt'; check that it "
-        "is whole and that you may read it"
-    ):
+    with refused("secret.txt cannot be read: [Errno 13] Permission denied: 'secret.txt'"):
         list(read_lines(Path("secret.txt")))
 
 
@@ -277,7 +228,6 @@ def test_held_out_are_the_lowest_digests():
 
 def test_one_document_cannot_be_split():
     with refused(
-        "it holds 1 distinct documents and a split into train and validation needs at least 2; "
-        "add text, or cut it finer by a lower max_characters"
+        "it holds 1 distinct documents and a split into train and validation needs at least 2"
     ):
         held_out([b"12345678"] * 2)

@@ -97,25 +97,6 @@ def test_a_text_that_is_not_utf8_is_named_with_its_record(tmp_path, form):
         source[1]
 
 
-def test_a_record_that_is_damaged_in_the_middle_is_named(tmp_path):
-    texts = ["".join(f"{number} {i} " for i in range(9000)) for number in range(40)]
-    rows = [{"text": text} for text in texts]
-    write(tmp_path, "c4/en", {"text": tfds.features.Text()}, train=rows)
-    (path,) = (tmp_path / "c4/en/1.0.0").glob("*array_record*")
-    content = bytearray(path.read_bytes())
-    middle = len(content) // 2
-    content[middle : middle + 64] = bytes(64)
-    path.write_bytes(content)
-    source, refusals = C4().open("train", str(tmp_path)), []
-    for index in range(len(source)):
-        try:
-            assert source[index] == rows[index]
-        except ValueError as error:
-            refusals.append(str(error))
-            assert f": record {index} of {path} cannot be read: " in str(error)
-    assert 0 < len(refusals) < len(rows)
-
-
 def test_c4_as_it_lies_on_disks(folder, tmp_path):
     """The same corpus from ArrayRecord, TFRecord, and TFRecord packed by gzip."""
 
@@ -131,7 +112,7 @@ def test_c4_as_it_lies_on_disks(folder, tmp_path):
         path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
         path.unlink()
     assert sorted(texts()) == want
-    with refused("is packed and cannot be read by number; unpack it"):
+    with refused("is packed and cannot be read by number"):
         find_folder("c4/en", str(tmp_path)).records("train")
 
 
@@ -178,7 +159,7 @@ def test_what_is_missing_or_too_short_is_named(folder, tmp_path):
     with refused(f"{second} holds 1 records, its dataset_info.json says 4"):
         records[6]
     first.unlink()
-    with refused(f"{first} is not there; the split 'train' is not whole"):
+    with refused(f"{first} is not there"):
         find_folder("c4/en", str(tmp_path)).records("train")
     with refused(f"c4/en:2.0.0 is not prepared below {tmp_path}"):
         find_folder("c4/en:2.0.0", str(tmp_path))

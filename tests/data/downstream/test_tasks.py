@@ -113,16 +113,16 @@ def test_a_split_without_an_example_is_named(tmp_path):
     folder = written(tmp_path, "super_glue_wsc_train") / "super_glue/WSC"
     lines = (folder / "train.jsonl").read_text().splitlines()
     (folder / "test.jsonl").write_text(lines[0] + "\n")
-    with refused("super_glue_wsc_train, test of <any> gives no example; use another split"):
+    with refused("super_glue_wsc_train, test of <any> gives no example"):
         Downstream("super_glue_wsc_train", str(tmp_path)).open("test", str(tmp_path))
 
 
 def test_bad_input_is_named(tmp_path):
-    with refused("there is no data set 'glue_colla'; use one of glue_cola, glue_sst2"):
+    with refused("there is no data set 'glue_colla'"):
         task("glue_colla", VOCABULARY)
     with refused("the split 'train[' cannot be read"):
         task("trec", VOCABULARY, train_split="train[")
-    with refused("scitldr is not in TFDS; set MANUAL_DIR"):
+    with refused("scitldr is not in TFDS"):
         Downstream("scitldr").open("train", str(tmp_path))
     with refused("dpr is read from TFDS' definite_pronoun_resolution alone"):
         Downstream("dpr", str(tmp_path)).open("train", str(tmp_path))
@@ -133,16 +133,16 @@ def test_bad_input_is_named(tmp_path):
     with refused(f"glue/cola is not prepared below {tmp_path}"):
         Downstream("glue_cola").open("train", str(tmp_path))
     made = built(tmp_path, "trec")
-    with refused(f"trec in {tmp_path} has no split 'validation'; use one of train, test"):
+    with refused(f"trec in {tmp_path} has no split 'validation'"):
         evaluation_examples(made, "validation", FEATURES, str(tmp_path))
     examples = evaluation_examples(made, "test", FEATURES, str(tmp_path))
-    with refused("task 'trec': 1 predictions for 2 examples of 'test'; give one for each"):
+    with refused("task 'trec': 1 predictions for 2 examples of 'test'"):
         examples.metrics(["number"])
 
 
 def test_sets_that_diagnose_are_evaluated_alone(tmp_path):
     made = task("glue_ax", VOCABULARY, str(written(tmp_path, "glue_ax")))
-    with refused("glue_ax is evaluated alone, on 'test'; learn another data set, and name"):
+    with refused("glue_ax is evaluated alone, on 'test'"):
         open_split(made.corpus, made.train_split, str(tmp_path))
     examples = evaluation_examples(made, made.evaluation_split, FEATURES, str(tmp_path))
     assert examples.targets == ["<unk>"] and examples.metrics(["neutral"]) == {}
@@ -201,7 +201,7 @@ def test_stories_that_are_not_there_are_named(tmp_path):
     folder, sha1 = with_stories(tmp_path, one=STORY), hashlib.sha1(b"http://one").hexdigest()
     corpus = Downstream("cnn_dailymail", str(tmp_path))
     (folder / f"cnn/stories/{sha1}.story").unlink()
-    with refused(f"{sha1}.story of 'http://one' is not in <any>; unpack all stories"):
+    with refused(f"{sha1}.story of 'http://one' is not in "):
         corpus.open("train", str(tmp_path))
     for publisher in ("cnn", "dailymail"):
         shutil.rmtree(folder / publisher)
@@ -229,9 +229,9 @@ def test_a_mixture_is_evaluated_on_other_tasks(tmp_path):
     ]
     assert targets == [["neutral", "contradiction"], ["contradiction"]]
     assert evaluated_tasks(mixture(("trec",), VOCABULARY))[0].name == "trec"
-    with refused("evaluation_splits=('a', 'b') for evaluated=('trec',); use one for each"):
+    with refused("evaluation_splits=('a', 'b') for evaluated=('trec',)"):
         mixture(("trec",), VOCABULARY, evaluated=("trec",), evaluation_splits=("a", "b"))
-    with refused("an evaluation of ['trec', 'trec']; use one task or more, each named once"):
+    with refused("an evaluation of ['trec', 'trec']"):
         made = mixture(("trec",), VOCABULARY)
         dataclasses.replace(made, evaluation=made.tasks * 2)
 
