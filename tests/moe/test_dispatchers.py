@@ -24,6 +24,7 @@ from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.planner.search import layouts
+from tests.cases import slow
 from tests.data.refusals import refused
 from tests.moe.sharded import (
     HOMES,
@@ -71,7 +72,7 @@ def test_four_tokens_of_decoding_cost_four_experts_not_all():
     np.testing.assert_allclose(few(x_BLD), slots(x_BLD), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("tokens", [pytest.param(9, marks=pytest.mark.slow), E])
+@pytest.mark.parametrize("tokens", [slow(9), E])
 def test_up_to_as_many_tokens_as_experts(tokens):
     (few, x_BLD), (slots, _) = decode(layer(), tokens), decode(layer("einsum"), tokens)
     np.testing.assert_allclose(few(x_BLD), slots(x_BLD), rtol=1e-4, atol=1e-5)
@@ -253,8 +254,8 @@ LOADS = {
     "spec",
     [
         MeshSpec(data=1, fsdp=2, expert=2, model=2),
-        pytest.param(MeshSpec(node=2, expert=2), marks=pytest.mark.slow),
-        pytest.param(MeshSpec(expert=8), marks=pytest.mark.slow),
+        slow(MeshSpec(node=2, expert=2)),
+        slow(MeshSpec(expert=8)),
     ],
     ids=name_of,
 )

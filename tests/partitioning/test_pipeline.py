@@ -21,6 +21,7 @@ from switchx.pipeline.chunks import (
 from switchx.pipeline.schedule import ScheduleSpec
 from switchx.pipeline.staged import run_pipeline
 from switchx.pipeline.ticks import IF_LAST, Lane, Objective, run_if
+from tests.cases import slow
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
@@ -109,10 +110,10 @@ def whole(stacks, shared, inputs):
 @pytest.mark.parametrize(
     ("kind", "chunks", "stages", "num_stacks"),
     [
-        pytest.param("gpipe", 1, 4, 1, marks=pytest.mark.slow),
+        slow("gpipe", 1, 4, 1),
         ("1f1b", 1, 4, 2),
         ("interleaved", 2, 4, 2),
-        pytest.param("interleaved", 4, 2, 1, marks=pytest.mark.slow),
+        slow("interleaved", 4, 2, 1),
     ],
 )
 def test_gradients_are_those_of_the_whole(kind, chunks, stages, num_stacks):

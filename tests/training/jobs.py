@@ -102,6 +102,11 @@ def tiny_job(**changes) -> TrainingJob:
     return make_job(TINY, **changes)
 
 
+def with_switch(config: ModelConfig, **changes) -> ModelConfig:
+    """The configuration with other settings of its Switch layers."""
+    return dataclasses.replace(config, switch=dataclasses.replace(config.switch, **changes))
+
+
 def stacked(config, layers=4, **switch):
     """The configuration with scanned stacks of so many blocks, and dropout."""
     if config.is_encoder_decoder:

@@ -21,6 +21,7 @@ from switchx.training.distillation.soft_loss import (
 )
 from switchx.training.distillation.student import DistilledProgram, as_teacher
 from switchx.training.step import StepConfig, gradients
+from tests.cases import slow
 from tests.training.jobs import (
     DENSE,
     LOSS,
@@ -49,9 +50,7 @@ MESHES = {
 OTHERS = [(name, parts) for name in MESHES for parts in (1, 2) if (name, parts) != ("all", 1)]
 
 
-@pytest.fixture(
-    scope="module", params=["sparse", pytest.param("dense", marks=pytest.mark.slow)]
-)
+@pytest.fixture(scope="module", params=["sparse", slow("dense")])
 def teacher(request, tmp_path_factory):
     """A teacher's run, and what a student learns of it on one device."""
     config = TEACHERS[request.param]
@@ -105,7 +104,7 @@ def raw_gradients(program: DistilledProgram) -> dict:
     ("mesh", "microbatches"),
     [
         ("all", 1),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS),
+        *(slow(*each) for each in OTHERS),
     ],
 )
 def test_raw_gradients_are_those_of_one_device(teacher, mesh, microbatches):

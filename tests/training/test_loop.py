@@ -29,9 +29,10 @@ from switchx.partitioning.mesh import MeshSpec
 from switchx.training.loop import Outcome, TrainingStopped, evaluate_job, train
 from switchx.training.program import TrainingProgram
 from switchx.training.programs import compiled_program
+from tests.cases import slow
 from tests.data.fakes import text_corpus
 from tests.data.refusals import refused
-from tests.training.jobs import TASK, TINY, Events, make_job, tiny_job
+from tests.training.jobs import TASK, TINY, Events, make_job, tiny_job, with_switch
 from tests.training.saved_runs import saved_steps, steps_in
 from tests.training.train_states import assert_same
 
@@ -175,7 +176,7 @@ def test_every_evaluation_leaves_a_sample_of_its_routing(sparse, finished):
     assert not finished[0].routing.exists()  # a dense model routes nothing
 
 
-@pytest.mark.parametrize("stop_at", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stop_at", [slow(1), 3])
 def test_a_resumed_run_has_the_samples_of_an_uninterrupted_one(stop_at, sparse, tmp_path):
     run = RunFolder(tmp_path)
 
@@ -307,7 +308,7 @@ def test_a_metric_that_does_not_exist_is_refused_before_anything_is_written(tmp_
     job = tiny_job(retention=Retention(best_metric="perplexity"))
     with refused(
         "Retention.best_metric='perplexity' is not among the metrics of this run's "
-        "evaluations: neg_log_perplexity, cross_entropy, accuracy; use one of them"
+        "evaluations: neg_log_perplexity, cross_entropy, accuracy"
     ):
         train(job, RunFolder(tmp_path / "run"), events)
     assert events == [] and not (tmp_path / "run").exists()
@@ -324,7 +325,7 @@ class OneSplit(type(TASK.corpus)):
 def test_a_validation_split_that_does_not_exist_is_refused_before_the_first_step(tmp_path):
     events = Events()
     source = dataclasses.replace(TASK, corpus=OneSplit(TASK.corpus.records))
-    with refused("list has no split 'validation'; use one of train"):
+    with refused("list has no split 'validation'"):
         train(tiny_job(source=source, eval_every=1000), RunFolder(tmp_path), events)
     assert events == [] and not (tmp_path / "config.json").exists()
 
@@ -343,10 +344,7 @@ def test_checkpoints_without_a_configuration_are_refused(tmp_path):
     run = RunFolder(tmp_path)
     (run.checkpoints / "2").mkdir(parents=True)
     (run.checkpoints / "2" / "file").write_text("of a user")
-    with refused(
-        f"model_dir={str(tmp_path)!r} has checkpoints but no config.json; restore it, or give "
-        "another model_dir"
-    ):
+    with refused(f"model_dir={str(tmp_path)!r} has checkpoints but no config.json"):
         train(tiny_job(), run, Events())
 
 
@@ -422,8 +420,7 @@ def test_a_vocabulary_that_the_model_does_not_hold_is_refused_before_the_folder_
 
 def test_an_evaluation_of_several_tasks_weighs_them_by_tokens():
     other = dataclasses.replace(TASK, name="digits", corpus=text_corpus("0123456789"))
-    switch = dataclasses.replace(SPARSE.switch, eval_capacity_factor=0.5)
-    model = dataclasses.replace(SPARSE, switch=switch)
+    model = with_switch(SPARSE, eval_capacity_factor=0.5)
     job = make_job(model, source=Mixture((TASK, other)), eval_batches=1)
     program = compiled_program(job)
     with program.scope():
@@ -449,9 +446,7 @@ def test_an_evaluation_of_several_tasks_weighs_them_by_tokens():
 
 def test_a_model_beyond_the_memory_is_refused_before_it_is_drawn(tmp_path):
     model = dataclasses.replace(TINY, d_ff=10**12)
-    with refused(
-        "parameters and optimizer need <any> GiB, and a cpu device has <any> GiB; use<any>"
-    ):
+    with refused("parameters and optimizer need <any> GiB, and a cpu device has <any> GiB"):
         train(make_job(model), RunFolder(tmp_path), Events())
 
 
@@ -459,5 +454,5 @@ def test_parameters_of_what_is_no_run_are_refused(tmp_path):
     (tmp_path / "quantized").mkdir()
     for name in ("quantized", "nowhere"):
         job = tiny_job(init_from=str(tmp_path / name))
-        with refused("<any>has no config.json: it is no run folder; give the model_dir<any>"):
+        with refused("has no config.json: it is no run folder"):
             train(job, RunFolder(tmp_path / "run"), Events())

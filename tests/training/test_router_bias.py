@@ -25,15 +25,22 @@ from switchx.training.switch_layers import (
     layers_of,
     with_balanced_biases,
 )
-from tests.training.jobs import ENCODER_DECODER, LOSS, SPARSE, make_batch, make_params
+from tests.cases import slow
+from tests.training.jobs import (
+    ENCODER_DECODER,
+    LOSS,
+    SPARSE,
+    make_batch,
+    make_params,
+    with_switch,
+)
 
 RATE = 0.25
 ROUTER = RouterConfig(jitter=0.0, bias_update_rate=RATE)
 
 
 def biased(config, **changes):
-    switch = dataclasses.replace(config.switch, router=ROUTER)
-    return dataclasses.replace(config, switch=switch, **changes)
+    return dataclasses.replace(with_switch(config, router=ROUTER), **changes)
 
 
 def test_the_rule_by_hand():
@@ -72,7 +79,7 @@ def stepped(config, batch, **changes):
     ("num_microbatches", "scan_layers"),
     [
         (4, True),
-        pytest.param(1, False, marks=pytest.mark.slow),
+        slow(1, False),
     ],
 )
 def test_a_step_moves_each_bias_by_its_layers_load_alone(num_microbatches, scan_layers):
@@ -97,8 +104,7 @@ def test_a_step_moves_each_bias_by_its_layers_load_alone(num_microbatches, scan_
 
 def test_a_rate_of_zero_keeps_the_bias():
     """What the optimizer would make of it is thrown away."""
-    switch = dataclasses.replace(SPARSE.switch, router=RouterConfig(bias_update_rate=0.0))
-    config = dataclasses.replace(SPARSE, switch=switch)
+    config = with_switch(SPARSE, router=RouterConfig(bias_update_rate=0.0))
     params = make_params(config)
     updated = jax.tree.map(lambda w: w + 1, params)
     load_NE = np.arange(8.0)[None]
