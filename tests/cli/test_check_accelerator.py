@@ -237,7 +237,9 @@ def test_tritons_kernels_are_tested_and_timed():
     assert all(0 < row["error"] < 5e-3 for row in times)
 
 
-TINY = ModelConfig("encoder_decoder", 64, 16, 32, 2, 8, 2, 2, activation="relu")
+TINY = ModelConfig(
+    "encoder_decoder", 64, 16, 32, 2, 8, 2, 2, activation="relu", scan_layers=True
+)
 
 
 def test_a_training_step_is_timed(monkeypatch):

@@ -195,7 +195,7 @@ def test_half_precision_is_rounded_once(dtype):
     ],
 )
 def test_kernels_convert_every_weight_exactly(implementation, dtype, bits):
-    """Rows of the unit matrix take the integers out: as the reference has them, to the bit."""
+    """Rows of the unit matrix take the integers out, to the bit."""
     D, F, most = 64, 64, 2 ** (bits - 1)
     values_EFD = (np.arange(F * D) % (2 * most) - most).astype(np.int8).reshape(1, F, D)
     q = QTensor(jnp.array(values_EFD if bits == 8 else pack_int4(values_EFD)),
@@ -205,8 +205,6 @@ def test_kernels_convert_every_weight_exactly(implementation, dtype, bits):
     got_RF = quantized_grouped_matmul(
         *operands, implementation=implementation, interpret=interpret
     )
-    want_RF = quantized_grouped_matmul(*operands, implementation="reference")
-    np.testing.assert_array_equal(np.asarray(got_RF), np.asarray(want_RF))
     np.testing.assert_array_equal(np.asarray(got_RF), values_EFD[0].T.astype(dtype))
 
 
@@ -343,7 +341,7 @@ def kernel_options(implementation, features) -> dict:
 
 @pytest.mark.parametrize(
     ("implementation", "kind", "group_size"),
-    [slow(*case) if i in (1, 3) else case for i, case in enumerate(FLOAT8_CASES)],
+    [slow_unless(i in (0, 2, 5), *case) for i, case in enumerate(FLOAT8_CASES)],
 )
 @pytest.mark.parametrize("rows", [None, "float8_e4m3fn"])
 def test_float8_weights_and_rows_against_float64(implementation, kind, group_size, rows):
@@ -385,8 +383,10 @@ def test_float8_weights_and_rows_against_float64(implementation, kind, group_siz
 @pytest.mark.parametrize(
     ("implementation", "dtype"),
     [
-        *itertools.product(["reference", "triton"], ["bfloat16", "float16", "float32"]),
-        *(("tpu", "bfloat16"), ("tpu", "float32"), ("gpu", "bfloat16"), ("gpu", "float16")),
+        *(("reference", "bfloat16"), ("tpu", "bfloat16"), ("gpu", "bfloat16")),
+        *(("triton", "bfloat16"), ("triton", "float16")),
+        *(slow("reference", dtype) for dtype in ("float16", "float32")),
+        *(slow("triton", "float32"), slow("tpu", "float32"), slow("gpu", "float16")),
     ],
 )
 def test_every_float8_value_is_read_exactly(implementation, dtype):

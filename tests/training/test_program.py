@@ -228,6 +228,11 @@ def test_the_state_keeps_its_shardings_and_the_old_one_is_donated(stepped):
     assert_placed(after, program.shardings)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
     assert int(after.step) == 1
+    # A checkpoint is read to where the state lives.
+    targets = program.abstract_state
+    for leaf, target in zip(jax.tree.leaves(after), jax.tree.leaves(targets), strict=True):
+        assert (leaf.shape, leaf.dtype) == (target.shape, target.dtype)
+    assert_placed(after, jax.tree.map(lambda target: target.sharding, targets))
 
 
 def test_the_sharded_step_communicates_and_one_device_does_not(stepped):
@@ -264,14 +269,6 @@ def test_drawn_parameters_do_not_depend_on_the_mesh():
     tiny = dataclasses.replace(SPARSE, d_model=8, d_ff=8, num_heads=1)
     sharded, alone = make_program(tiny).init_state(), one_device(tiny).init_state()
     assert_same(jax.device_get(sharded), jax.device_get(alone))
-
-
-def test_a_checkpoint_is_read_to_where_the_state_lives(stepped):
-    program, _, _, after, _ = stepped
-    targets = program.abstract_state
-    for leaf, target in zip(jax.tree.leaves(after), jax.tree.leaves(targets), strict=True):
-        assert (leaf.shape, leaf.dtype) == (target.shape, target.dtype)
-    assert_placed(after, jax.tree.map(lambda target: target.sharding, targets))
 
 
 @pytest.mark.parametrize(("num_microbatches", "multiple"), [(1, 8), (4, 32)])
