@@ -76,12 +76,7 @@ def said(capsys, *words: str) -> list[dict]:
 
 @pytest.mark.parametrize(
     "name, kind",
-    [
-        ("run", "texts"),
-        ("run", "scores"),
-        ("int4", "texts"),
-        slow("int4", "scores"),
-    ],
+    [("run", "texts"), ("run", "scores"), ("int4", "texts"), slow("int4", "scores")],
 )
 def test_checkpoint_and_artifact_say_what_they_said(written, capsys, name, kind):
     words = ["score", "--input=pairs.tsv"]

@@ -374,10 +374,7 @@ def check_quantized(
     assert_agrees(y_RF, want, dtype)
 
 
-@pytest.mark.parametrize(
-    ("bits", "groups_of_d"),
-    [(4, 2), *(slow(bits, 1) for bits in (8, 4))],
-)
+@pytest.mark.parametrize(("bits", "groups_of_d"), [(4, 2), *(slow(bits, 1) for bits in (8, 4))])
 def test_quantized_with_bias_relu_and_gate(bits, groups_of_d):
     check_quantized(
         interpreted, GROUPS["ragged"], bits, jnp.bfloat16, groups_of_d=groups_of_d,

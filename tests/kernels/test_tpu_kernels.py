@@ -305,8 +305,7 @@ def test_rows_meet_the_dequantized_matrix(bits, dtype, size, depth, has_epilogue
 
 
 @pytest.mark.parametrize(
-    ("bits", "block_D"),
-    [(8, 256), *(slow(4, block_D) for block_D in (512, 128))],
+    ("bits", "block_D"), [(8, 256), *(slow(4, block_D) for block_D in (512, 128))]
 )
 def test_groups_of_channels_have_scales_of_their_own(bits, block_D):
     D, F, G = 512, 190, 4

@@ -10,18 +10,8 @@ import pytest
 
 from switchx import tree
 from switchx.axes import dims_of
-from switchx.models.config import (
-    ModelConfig,
-    Precision,
-    RouterConfig,
-    SwitchConfig,
-)
-from switchx.models.params import (
-    abstract_params,
-    bind,
-    forward,
-    init_params,
-)
+from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
+from switchx.models.params import abstract_params, bind, forward, init_params
 from switchx.models.unroll import unrolled
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
@@ -52,8 +42,7 @@ GPT = dataclasses.replace(
 UNTIED = dataclasses.replace(T5, tie_embeddings=False, activation="geglu")
 CONFIGS = {"t5": T5, "t5_decoder": T5_DECODER, "gpt": GPT, "untied": UNTIED}
 ON_ALL = pytest.mark.parametrize(
-    "name",
-    ["t5", "gpt", *(slow(n) for n in ("t5_decoder", "untied"))],
+    "name", ["t5", "gpt", *(slow(n) for n in ("t5_decoder", "untied"))]
 )
 
 

@@ -13,12 +13,7 @@ import pytest
 from switchx import tree
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import abstract_params
-from switchx.models.reshape import (
-    LayerSample,
-    cluster_experts,
-    drop_experts,
-    merge_experts,
-)
+from switchx.models.reshape import LayerSample, cluster_experts, drop_experts, merge_experts
 from tests.cases import slow
 from tests.data.refusals import refused
 from tests.models.batches import layer_of

@@ -34,11 +34,7 @@ def op(place: int) -> Op:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "config",
-    [slow(DENSE), ENCODER_DECODER],
-    ids=["decoder", "both"],
-)
+@pytest.mark.parametrize("config", [slow(DENSE), ENCODER_DECODER], ids=["decoder", "both"])
 def test_chunks_are_the_model_with_dropout(config):
     config = dataclasses.replace(
         config, scan_layers=True, num_decoder_layers=4, dropout_rate=0.2

@@ -90,8 +90,7 @@ def loop(config, p, x_BLD, is_token_BL, mask_BLM, bias_HLM):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [slow_unless(name not in ("linear", "ffn"), name) for name in CASES],
+    "name", [slow_unless(name not in ("linear", "ffn"), name) for name in CASES]
 )
 def test_equals_a_loop_forward_and_by_finite_differences(name):
     config = CASES[name]

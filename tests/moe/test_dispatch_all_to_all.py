@@ -12,17 +12,7 @@ from switchx.moe.all_to_all import all_to_all_dispatch, run_slots
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from tests.cases import slow
-from tests.moe.sharded import (
-    C,
-    D,
-    E,
-    G,
-    S,
-    T,
-    answer_on,
-    compiled_hlo,
-    make_problem,
-)
+from tests.moe.sharded import C, D, E, G, S, T, answer_on, compiled_hlo, make_problem
 
 
 def test_experts_get_the_rows_of_each_source_together():
@@ -51,12 +41,7 @@ def test_there_is_one_all_to_all_there_and_one_back_and_nothing_else_forward():
 
 @pytest.mark.parametrize(
     ("data", "node", "expert", "model"),
-    [
-        (1, 2, 2, 2),
-        slow(1, 2, 4, 1),
-        slow(1, 4, 2, 1),
-        slow(2, 2, 2, 1),
-    ],
+    [(1, 2, 2, 2), slow(1, 2, 4, 1), slow(1, 4, 2, 1), slow(2, 2, 2, 1)],
 )
 def test_the_hierarchical_exchange_gives_the_flat_one_bit_for_bit(data, node, expert, model):
     spec = MeshSpec(data=data, node=node, expert=expert, model=model)

@@ -60,10 +60,7 @@ def test_gradients_equal_those_of_the_einsum_form(num_choices, tokens):
 
 @pytest.mark.parametrize(
     ("kind", "platform", "kernel"),
-    [
-        ("TPU v5 lite", "tpu", "tpu_custom_call"),
-        slow("NVIDIA H200", "cuda", "mosaic_gpu_v2"),
-    ],
+    [("TPU v5 lite", "tpu", "tpu_custom_call"), slow("NVIDIA H200", "cuda", "mosaic_gpu_v2")],
 )
 def test_on_accelerators_all_products_are_our_kernels(kind, platform, kernel):
     """Two forward; backward the hidden layer's gradient and those of both weights."""
@@ -93,10 +90,7 @@ def test_on_accelerators_all_products_are_our_kernels(kind, platform, kernel):
 
 @pytest.mark.parametrize(
     ("kind", "platform", "kernel"),
-    [
-        ("NVIDIA H200", "cuda", "mosaic_gpu_v2"),
-        slow("TPU v5 lite", "tpu", "tpu_custom_call"),
-    ],
+    [("NVIDIA H200", "cuda", "mosaic_gpu_v2"), slow("TPU v5 lite", "tpu", "tpu_custom_call")],
 )
 @pytest.mark.parametrize(
     ("dispatcher", "spec"),

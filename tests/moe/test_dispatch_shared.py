@@ -46,10 +46,7 @@ LAYOUTS = {
     "slices of D gathered": (MeshSpec(data=1, fsdp=2, node=2, expert=2), 12, 2),
     "whole groups": (MeshSpec(data=1, fsdp=2, expert=4, rules=SPREAD), 6, 1),
 }  # fmt: skip
-ROUTERS = {
-    "top-1": RouterConfig(),
-    "top-2": RouterConfig(num_selected=2, gate="normalized"),
-}
+ROUTERS = {"top-1": RouterConfig(), "top-2": RouterConfig(num_selected=2, gate="normalized")}
 
 
 def make_config(

@@ -191,10 +191,7 @@ def test_groups_and_tokens_that_do_not_divide_are_refused_with_the_ways_out():
 def test_a_layer_on_the_wrong_mesh_says_why():
     spec, plan = MeshSpec(), make_problem().plan
     switch = SwitchConfig(8, dispatcher="all_to_all")
-    with (
-        use_mesh(spec.build(), spec.rules),
-        refused(why_not("all_to_all", spec)),
-    ):
+    with use_mesh(spec.build(), spec.rules), refused(why_not("all_to_all", spec)):
         choose_dispatcher(switch, plan, is_training=True)
     chosen = choose_dispatcher(switch, plan, is_training=True)
     assert function_of(chosen) is FUNCTIONS["all_to_all"] and chosen.keywords == {

@@ -35,9 +35,7 @@ DEFAULT = [CELLS[0], *((name, MOST_AXES[name]) for name in ("all_to_all", "slice
 
 
 @pytest.mark.parametrize(
-    ("name", "spec"),
-    [slow_unless(cell in DEFAULT, *cell) for cell in CELLS],
-    ids=name_of,
+    ("name", "spec"), [slow_unless(cell in DEFAULT, *cell) for cell in CELLS], ids=name_of
 )
 def test_output_and_raw_gradients_are_those_without_replicas(name, spec):
     """On every mesh: a weight's gradient is the sum of those of its replicas, once."""

@@ -8,12 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.models.config import (
-    ModelConfig,
-    Precision,
-    RouterConfig,
-    SwitchConfig,
-)
+from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from switchx.moe.layer import SwitchFFN
 from tests.cases import slow, slow_unless
 from tests.layers.weights import numbers_for, with_params
@@ -31,17 +26,7 @@ def make(dispatcher="gather", group_size=1000, factor=1.0, **changes):
         dispatcher=dispatcher,
         **changes,
     )
-    config = ModelConfig(
-        "decoder_only",
-        8,
-        D,
-        F,
-        2,
-        6,
-        2,
-        activation="relu",
-        switch=switch,
-    )
+    config = ModelConfig("decoder_only", 8, D, F, 2, 6, 2, activation="relu", switch=switch)
     return SwitchFFN(config, key=jax.random.key(0))
 
 

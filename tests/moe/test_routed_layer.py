@@ -11,12 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from switchx.models.config import (
-    ModelConfig,
-    Precision,
-    RouterConfig,
-    SwitchConfig,
-)
+from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from switchx.moe.layer import SwitchFFN
 from switchx.moe.router import hash_expert
 from switchx.partitioning.constrain import use_mesh

@@ -12,12 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
-from switchx.pipeline.chunks import (
-    add_to_chunk,
-    chunk_moves,
-    chunk_of,
-    move_chunks,
-)
+from switchx.pipeline.chunks import add_to_chunk, chunk_moves, chunk_of, move_chunks
 from switchx.pipeline.schedule import ScheduleSpec
 from switchx.pipeline.staged import run_pipeline
 from switchx.pipeline.ticks import IF_LAST, Lane, Objective, run_if

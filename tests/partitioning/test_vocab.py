@@ -10,12 +10,7 @@ from jax.sharding import PartitionSpec
 
 from switchx.compiled.collectives import collectives
 from switchx.partitioning.mesh import MeshSpec
-from switchx.partitioning.vocab import (
-    RowOwners,
-    buffer_rows,
-    look_up,
-    requests,
-)
+from switchx.partitioning.vocab import RowOwners, buffer_rows, look_up, requests
 from tests.data.refusals import refused
 
 P, V, D, T = 8, 1024, 4, 64

@@ -270,9 +270,7 @@ def test_experts_over_eight_devices_as_on_one():
     assert shardings[1].statistics["w_in_EDF"]["v_row_ED"].spec == PartitionSpec("expert", None)
     with jax.set_mesh(mesh):
         sharded = jax.jit(
-            step,
-            in_shardings=(*shardings, shardings[0]),
-            out_shardings=tuple(shardings),
+            step, in_shardings=(*shardings, shardings[0]), out_shardings=tuple(shardings)
         )
         text = sharded.lower(params, state, gradient).compile().as_text()
         new = sharded(params, state, gradient)

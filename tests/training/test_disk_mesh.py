@@ -91,10 +91,7 @@ MESHES = {
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")  # given ones
-@pytest.mark.parametrize(
-    "name",
-    ["fsdp", *(slow(n) for n in MESHES if n != "fsdp")],
-)
+@pytest.mark.parametrize("name", ["fsdp", *(slow(n) for n in MESHES if n != "fsdp")])
 def test_raw_gradients_are_those_of_one_device_with_all_experts(name, tmp_path):
     mesh, dispatcher = MESHES[name]
     params, want = resident_step()

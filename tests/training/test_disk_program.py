@@ -88,10 +88,7 @@ def test_training_is_that_of_the_resident_program(name, on_disk):
             np.testing.assert_allclose(array, whole, rtol=1e-4, atol=2e-5, err_msg=label)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    ["next_use", *(slow(p) for p in ("lru", "decayed_lfu"))],
-)
+@pytest.mark.parametrize("policy", ["next_use", *(slow(p) for p in ("lru", "decayed_lfu"))])
 def test_cache_and_policy_change_no_bit_and_are_as_simulated(policy, on_disk, tmp_path):
     record_bytes = disk_program(tmp_path).experts.layout.record_bytes
     storage = StorageSpec("disk", host_bytes=(E + 5) * record_bytes, policy=policy)

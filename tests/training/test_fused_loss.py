@@ -128,8 +128,7 @@ def step_collectives(program) -> Counter:
 
 
 @pytest.mark.parametrize(
-    ("bucket_bytes", "buckets"),
-    [slow(ONE_BUCKET, (1, 2)), (8192, (2, 4))],
+    ("bucket_bytes", "buckets"), [slow(ONE_BUCKET, (1, 2)), (8192, (2, 4))]
 )
 def test_a_step_has_as_many_collectives_as_buckets(bucket_bytes, buckets):
     """Scattered once, gathered once; those of blocks again in the backward pass."""

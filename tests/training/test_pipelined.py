@@ -41,9 +41,7 @@ from tests.training.pipelines import (
     unpipelined,
 )
 
-PIPELINE_MOE = Rules(
-    expert_params=(("N", ("pipe",)), ("E", ("model",)), ("D", ("fsdp",))),
-)
+PIPELINE_MOE = Rules(expert_params=(("N", ("pipe",)), ("E", ("model",)), ("D", ("fsdp",))))
 
 
 @pytest.mark.slow  # 30 s of compilation; that stacks are linked: tests/models/test_stages.py

@@ -148,12 +148,7 @@ RANDOM = dataclasses.replace(
 
 
 @pytest.mark.parametrize(
-    "mesh",
-    [
-        MeshSpec(data=2, expert=2, model=2),
-        slow(MeshSpec(data=4, fsdp=2)),
-    ],
-    ids=str,
+    "mesh", [MeshSpec(data=2, expert=2, model=2), slow(MeshSpec(data=4, fsdp=2))], ids=str
 )
 def test_replicas_draw_and_balance_as_one_device_does(mesh):
     step = StepConfig(num_microbatches=2)

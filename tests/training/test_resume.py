@@ -19,12 +19,7 @@ from switchx.data.text_metrics import Accuracy
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.data.vocabularies import SavedVocabulary, save_vocabulary
 from switchx.fields import describe
-from switchx.models.config import (
-    ModelConfig,
-    Precision,
-    RouterConfig,
-    SwitchConfig,
-)
+from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant, WarmupCosine
 from switchx.partitioning.compiler_options import CompilerOptions

@@ -15,16 +15,8 @@ from switchx.models.params import abstract_params
 from switchx.moe.plan import make_plan
 from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant
-from switchx.training.step import (
-    StepConfig,
-    init_state,
-    train_step,
-)
-from switchx.training.switch_layers import (
-    balanced_bias,
-    layers_of,
-    with_balanced_biases,
-)
+from switchx.training.step import StepConfig, init_state, train_step
+from switchx.training.switch_layers import balanced_bias, layers_of, with_balanced_biases
 from tests.cases import slow
 from tests.training.jobs import (
     ENCODER_DECODER,
@@ -75,13 +67,7 @@ def stepped(config, batch, **changes):
     return *(tree.named_leaves(s.params) for s in (state, after)), metrics
 
 
-@pytest.mark.parametrize(
-    ("num_microbatches", "scan_layers"),
-    [
-        (4, True),
-        slow(1, False),
-    ],
-)
+@pytest.mark.parametrize(("num_microbatches", "scan_layers"), [(4, True), slow(1, False)])
 def test_a_step_moves_each_bias_by_its_layers_load_alone(num_microbatches, scan_layers):
     config = biased(SPARSE, num_decoder_layers=4, scan_layers=scan_layers)
     before, after, metrics = stepped(

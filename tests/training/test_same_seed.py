@@ -57,8 +57,7 @@ def on_one_device(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "file",
-    [name if name in QUICK else slow(name) for name in names("meshes", "storage")],
+    "file", [name if name in QUICK else slow(name) for name in names("meshes", "storage")]
 )
 def test_on_every_mesh_and_in_every_storage(file, on_one_device, tmp_path):
     found = first_params(tmp_path, file)

@@ -6,12 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.optim.schedules import (
-    Constant,
-    InverseSquareRoot,
-    LinearWarmup,
-    WarmupCosine,
-)
+from switchx.optim.schedules import Constant, InverseSquareRoot, LinearWarmup, WarmupCosine
 from tests.data.refusals import refused
 
 

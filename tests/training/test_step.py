@@ -19,12 +19,7 @@ from switchx.optim.adafactor import Adafactor
 from switchx.optim.schedules import Constant
 from switchx.training import step as training_step
 from switchx.training.microbatches import into_microbatches
-from switchx.training.step import (
-    StepConfig,
-    gradients,
-    init_state,
-    train_step,
-)
+from switchx.training.step import StepConfig, gradients, init_state, train_step
 from tests.cases import slow
 from tests.compare import assert_close_to_largest
 from tests.data.refusals import refused
@@ -110,9 +105,7 @@ def test_microbatches_are_every_nth_row_or_group(config, rows):
 
 
 @pytest.mark.parametrize(
-    "config",
-    [slow(DENSE), SPARSE, PAIRS],
-    ids=["dense", "switch", "groups_of_two_rows"],
+    "config", [slow(DENSE), SPARSE, PAIRS], ids=["dense", "switch", "groups_of_two_rows"]
 )
 def test_gradients_of_microbatches_add_up_to_those_of_the_batch(config):
     """With unequal real tokens in them, and routing groups that are all padding: means of

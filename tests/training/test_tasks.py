@@ -217,8 +217,7 @@ def test_no_token_travels():
         )
         with program.scope():
             traced = jax.jit(compute).trace(
-                program.abstract_state.params,
-                batch_shapes(program),
+                program.abstract_state.params, batch_shapes(program)
             )
             text = traced.lower(lowering_platforms=("tpu",)).as_text()
         sent[name] = {
