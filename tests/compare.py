@@ -26,3 +26,22 @@ def assert_close_to_largest(got, want, share: float, least: float = 0.0) -> None
         atol = share * max(float(np.max(np.abs(expected), initial=0)), least)
         name = jax.tree_util.keystr(path)
         np.testing.assert_allclose(array, expected, rtol=0, atol=atol, err_msg=name)
+
+
+def assert_slope(function, point, gradients, rtol: float, atol: float = 0.0) -> None:
+    """Gradients along a direction that is drawn are central differences of a function.
+
+    Args:
+        function: What `gradients` are of: of a tree like `point`, in float64, to a number.
+    """
+    rng = np.random.default_rng(3)
+    direction = jax.tree.map(lambda a: rng.normal(size=np.shape(a)), point)
+
+    def moved(step: float):
+        return function(
+            jax.tree.map(lambda a, d: np.asarray(a, np.float64) + step * d, point, direction)
+        )
+
+    slope = (moved(1e-6) - moved(-1e-6)) / 2e-6
+    dot = sum(map(np.vdot, jax.tree.leaves(gradients), jax.tree.leaves(direction)))
+    np.testing.assert_allclose(dot, slope, rtol=rtol, atol=atol)

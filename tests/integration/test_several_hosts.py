@@ -23,7 +23,7 @@ from switchx.cli.train import STOPPED_STATUS
 from tests.compilation import on_devices
 from tests.integration import recorded_reads
 from tests.integration.runs import arguments, lines, write_corpus
-from tests.processes import child_environment, free_port
+from tests.processes import child_environment, free_port, run_together
 
 BRIEF = ("TrainingJob.eval_batches=1",)
 NAMES = ("loss", "grad_norm", "neg_log_perplexity", "target_tokens", "dropped_fraction")
@@ -280,25 +280,14 @@ def test_another_number_of_processes_goes_on(cluster):
 
 @pytest.mark.slow
 def test_differing_commands_are_refused_by_name(cluster):
-    port, processes = free_port(), []
+    port, commands = free_port(), []
     for index in range(2):
         words = arguments(cluster.folder / "run", cluster.files, f"BATCH_SIZE={8 + 8 * index}")
-        words += [
-            f"--coordinator=localhost:{port}",
-            "--num_processes=2",
-            f"--process_id={index}",
-        ]
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "switchx", "train", *words],
-                env=child_environment(cluster.folder / "cache", 2),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+        words += [f"--coordinator=localhost:{port}", "--num_processes=2"]
+        commands.append(
+            [sys.executable, "-m", "switchx", "train", *words, f"--process_id={index}"]
         )
-    for process in processes:
-        _, error = process.communicate(timeout=200)
-        assert process.returncode == 2
-        assert "process 1 (" in error and "batch_size: 16, not 8" in error
+    outcomes = run_together(commands, child_environment(cluster.folder / "cache", 2))
+    for status, said in outcomes:
+        assert status == 2 and "process 1 (" in said and "batch_size: 16, not 8" in said
     assert not (cluster.folder / "run").exists()

@@ -13,7 +13,7 @@ from pallas_kernels import grouped_matmul
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.grouped_matmul.reference import Tiling
 from tests.cases import slow
-from tests.compare import assert_close
+from tests.compare import assert_close, assert_slope
 from tests.kernels import loops
 from tests.kernels.loops import GROUPS, E, R
 
@@ -275,11 +275,8 @@ def test_gradients_of_the_epilogue_against_finite_differences(name):
     parts = {key: np.nan_to_num(array) for key, array in parts_of(names, sizes_E).items()}
     dy_RF = np.nan_to_num(loops.operands(sizes_E, D, F)[2])
     _, gradients = pulled_back(activation)(parts, jnp.array(sizes_E), dy_RF)
-    rng = np.random.default_rng(7)
-    direction = {key: rng.normal(size=array.shape) for key, array in parts.items()}
 
-    def moved(step):
-        at = {key: np.float64(array) + step * direction[key] for key, array in parts.items()}
+    def by_loops(at):
         products = [
             loops.product(at["x_RD"], at[key], sizes_E)
             for key in ("w_EDF", "w_gate_EDF")
@@ -290,9 +287,7 @@ def test_gradients_of_the_epilogue_against_finite_differences(name):
         )
         return np.sum(y_RF * dy_RF)
 
-    slope = (moved(1e-6) - moved(-1e-6)) / 2e-6
-    dot = sum(np.vdot(gradients[key], direction[key]) for key in parts)
-    np.testing.assert_allclose(dot, slope, rtol=1e-4)
+    assert_slope(by_loops, parts, gradients, rtol=1e-4)
 
 
 def test_float32_parameters_have_gradients_that_were_never_rounded():

@@ -11,6 +11,7 @@ import pytest
 from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from switchx.moe.layer import SwitchFFN
 from tests.cases import slow, slow_unless
+from tests.compare import assert_slope
 from tests.layers.weights import numbers_for, with_params
 from tests.moe.oracle import softmax, switch_layer
 
@@ -119,16 +120,7 @@ def test_gradients_equal_finite_differences():
 
         point = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (weights(), x_BLD))
         _, grads = loss(point)
-        rng = np.random.default_rng(3)
-        direction = jax.tree.map(lambda a: rng.normal(size=a.shape), point)
-        step = 1e-6
-
-        def moved(sign):
-            return loss(jax.tree.map(lambda a, d: a + sign * step * d, point, direction))[0]
-
-        slope = (moved(1) - moved(-1)) / (2 * step)
-        dot = sum(map(np.vdot, jax.tree.leaves(grads), jax.tree.leaves(direction)))
-        np.testing.assert_allclose(dot, slope, rtol=1e-6)
+        assert_slope(lambda point: loss(point)[0], point, grads, rtol=1e-6)
 
 
 def test_jitter_reaches_the_router_in_training_only():
