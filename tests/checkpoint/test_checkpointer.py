@@ -20,6 +20,7 @@ from switchx.checkpoint.checkpointer import Checkpointer, Retention, SaveError
 from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.tree import num_bytes
+from tests.cases import slow
 from tests.data.refusals import refused
 from tests.processes import ROOT
 from tests.training.saved_runs import kept
@@ -146,7 +147,7 @@ def files_of(newest):
     return files
 
 
-@pytest.mark.parametrize("harm", [truncate, pytest.param(os.remove, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("harm", [truncate, slow(os.remove)])
 def test_a_file_cut_or_gone_is_skipped_by_name_and_never_deleted(tmp_path, caplog, harm):
     save_all(tmp_path, [10, 20])
     newest = tmp_path / "checkpoints" / "20"
@@ -321,10 +322,7 @@ def test_a_run_begins_again_after_unfinished_saves_alone(tmp_path):
     for _ in range(2):
         with (
             reopened(tmp_path) as checkpointer,
-            refused(
-                f"no checkpoint in {folder} is what was saved; all are kept as *.damaged-*. "
-                "Give another model_dir to begin again"
-            ),
+            refused(f"no checkpoint in {folder} is what was saved"),
         ):
             checkpointer.latest_complete_step()
     assert {path.name for path in folder.iterdir()} == {"10.unfinished-1", "10.damaged-1"}
@@ -497,7 +495,7 @@ def test_a_metric_of_a_task_is_named_with_its_task():
         assert Retention(best_metric=name).score(metrics) == score
     with refused(
         "Retention.best_metric='bleu' is not among the metrics accuracy, "
-        "tasks/cola/accuracy, cola/accuracy, cola/examples, stsb/pearson; use one of them"
+        "tasks/cola/accuracy, cola/accuracy, cola/examples, stsb/pearson"
     ):
         Retention(best_metric="bleu").score(metrics)
 

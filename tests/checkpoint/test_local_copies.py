@@ -25,10 +25,7 @@ def state_of(step: int, spec=None, dtype=jnp.float32) -> dict:
     split = jax.device_put(jnp.asarray(values, dtype), jax.NamedSharding(mesh, spec))
     whole = jax.NamedSharding(mesh, jax.P())
     bias = jax.device_put(jnp.asarray(values[0], jnp.bfloat16), whole)
-    return {
-        "params": {"w": split, "b": bias},
-        "step": jax.device_put(jnp.asarray(step), whole),
-    }
+    return {"params": {"w": split, "b": bias}, "step": jax.device_put(jnp.asarray(step), whole)}
 
 
 @pytest.fixture

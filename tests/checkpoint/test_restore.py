@@ -25,6 +25,7 @@ from switchx.training.program import TrainingProgram
 from switchx.training.programs import compiled_program
 from switchx.training.resume import write_run_config
 from switchx.training.step import StepConfig
+from tests.cases import slow
 from tests.training.jobs import SPARSE, SWITCH, make_job
 from tests.training.train_states import damage, filled_state, shapes
 
@@ -135,10 +136,10 @@ MESHES = {
 }
 # By default onto other meshes in another layout: `test_layouts_of_layers`.
 PAIRS = [
-    pytest.param("pipe", "all", marks=pytest.mark.slow),
-    pytest.param("data", "all", marks=pytest.mark.slow),
-    pytest.param("hierarchical", "pipe", marks=pytest.mark.slow),
-    pytest.param("all", "one", marks=pytest.mark.slow),
+    slow("pipe", "all"),
+    slow("data", "all"),
+    slow("hierarchical", "pipe"),
+    slow("all", "one"),
 ]
 
 
@@ -266,9 +267,9 @@ def in_the_other_layout(values, like):
     ("optimizer", "saved", "is_scanned", "restored"),
     [
         (None, "all", True, "model"),
-        pytest.param(AdamW(), "all", True, "data", marks=pytest.mark.slow),
-        pytest.param(None, "data", False, "pipe", marks=pytest.mark.slow),
-        pytest.param(AdamW(), "hierarchical", False, "pipe", marks=pytest.mark.slow),
+        slow(AdamW(), "all", True, "data"),
+        slow(None, "data", False, "pipe"),
+        slow(AdamW(), "hierarchical", False, "pipe"),
     ],
 )
 def test_layouts_of_layers(tmp_path, optimizer, saved, is_scanned, restored):

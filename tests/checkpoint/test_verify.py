@@ -21,6 +21,7 @@ from switchx.checkpoint.verify import checkpoint_faults
 from switchx.training.resume import write_run_config
 from switchx.training.step import init_state
 from switchx.tree import named_leaves
+from tests.cases import slow
 from tests.training.jobs import DENSE, make_job, make_params
 from tests.training.train_states import damage, filled_state, raw
 
@@ -203,8 +204,7 @@ AGES = ("now", "lists alone", "no lists")
 
 @pytest.mark.parametrize(
     ("age", "samples"),
-    [(age, 1) for age in AGES]
-    + [pytest.param(age, 16, marks=pytest.mark.slow) for age in AGES],  # a minute or two
+    [(age, 1) for age in AGES] + [slow(age, 16) for age in AGES],  # a minute or two
 )
 def test_no_flipped_byte_is_sound_for_verify_and_damaged_for_resume(
     age, samples, sound, tmp_path, monkeypatch

@@ -15,6 +15,7 @@ from switchx.cli.main import main
 from switchx.fields import describe
 from switchx.gin_config.building import job_from_gin
 from switchx.inference.run_exported import ExportedModel
+from tests.cases import slow
 from tests.compilation import on_devices
 from tests.integration.runs import lines
 from tests.processes import ROOT
@@ -75,12 +76,7 @@ def said(capsys, *words: str) -> list[dict]:
 
 @pytest.mark.parametrize(
     "name, kind",
-    [
-        ("run", "texts"),
-        ("run", "scores"),
-        ("int4", "texts"),
-        pytest.param("int4", "scores", marks=pytest.mark.slow),
-    ],
+    [("run", "texts"), ("run", "scores"), ("int4", "texts"), slow("int4", "scores")],
 )
 def test_checkpoint_and_artifact_say_what_they_said(written, capsys, name, kind):
     words = ["score", "--input=pairs.tsv"]

@@ -365,8 +365,7 @@ def times(monkeypatch, **seconds):
 
 
 @pytest.mark.parametrize(
-    ("time_s", "best"),
-    [(1.0, Tiling(3, 4)), (1.99, Tiling(3, 8)), (3.0, Tiling(3, 8))],
+    ("time_s", "best"), [(1.0, Tiling(3, 4)), (1.99, Tiling(3, 8)), (3.0, Tiling(3, 8))]
 )
 def test_the_quickest_wins_by_more_than_noise(candidates, monkeypatch, time_s, best):
     times(monkeypatch, **{"8": 2.0, "4": time_s})

@@ -19,6 +19,7 @@ from pallas_kernels.grouped_matmul import gpu, gpu_walk
 from pallas_kernels.grouped_matmul.tile_schedule import row_tiles
 from pallas_kernels.launches import recorded_launches
 from pallas_kernels.quantized_grouped_matmul import gpu as quantized
+from tests.cases import slow
 from tests.kernels import loops
 
 # Rows of 5 experts: empty ones first and in the middle, single rows, sizes of no tile.
@@ -119,7 +120,7 @@ def test_float32_results_are_sums_in_parts(D):
     check_forward(interpreted, GROUPS["ragged"], jnp.bfloat16, D=D, F=64, out_dtype=jnp.float32)
 
 
-@pytest.mark.parametrize("transpose_w", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("transpose_w", [slow(False), True])
 def test_ragged_groups_and_a_tail_of_nan(transpose_w):
     check_forward(interpreted, GROUPS["ragged"], jnp.bfloat16, transpose_w=transpose_w)
 
@@ -242,7 +243,7 @@ def check_gradient(make, sizes, dtype, out_dtype, tiling, D=192, F=128):
 GRADIENT = gpu.Tiling(tile_m=64, tile_n=64, tile_k=64, stages=2)
 
 
-@pytest.mark.parametrize("groups", ["ragged", pytest.param("too_many", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("groups", ["ragged", slow("too_many")])
 def test_weight_gradient_of_ragged_groups_and_a_tail_of_nan(groups):
     check_gradient(
         interpreted, GROUPS[groups], jnp.bfloat16, jnp.float32, GRADIENT, D=128, F=64
@@ -298,7 +299,7 @@ def check_epilogue(make, sizes, activation, *, is_gated_unit, tiling=SMALL, D=D,
     [
         ("gelu", True, SMALL, "ragged"),
         *(
-            pytest.param(*each, groups, marks=pytest.mark.slow)
+            slow(*each, groups)
             for each in (
                 ("silu", True, SMALL),
                 ("relu", False, PARTS),
@@ -373,10 +374,7 @@ def check_quantized(
     assert_agrees(y_RF, want, dtype)
 
 
-@pytest.mark.parametrize(
-    ("bits", "groups_of_d"),
-    [(4, 2), *(pytest.param(bits, 1, marks=pytest.mark.slow) for bits in (8, 4))],
-)
+@pytest.mark.parametrize(("bits", "groups_of_d"), [(4, 2), *(slow(bits, 1) for bits in (8, 4))])
 def test_quantized_with_bias_relu_and_gate(bits, groups_of_d):
     check_quantized(
         interpreted, GROUPS["ragged"], bits, jnp.bfloat16, groups_of_d=groups_of_d,

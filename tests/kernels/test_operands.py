@@ -62,15 +62,7 @@ def test_groups_that_are_not_there(sizes, offset, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"w": np.ones((2, 4, 3), np.float32)},
-            r"w is a ndarray; expected a QTensor: use quan",
-        ),
-        ({"activation": "tanh"}, "activation='tanh'; expected None, 'relu', .* or 'silu'"),
-        (
-            {"gate_R": jnp.ones(4)},
-            r"gate_R has shape \(4,\); expected \(5,\), one for each row",
-        ),
+        ({"w": np.ones((2, 4, 3), np.float32)}, "w is a ndarray; expected a QTensor: use quan"),
         ({"w_gate": np.ones((2, 4, 3))}, "w_gate is a ndarray; expected a QTensor"),
         (
             {"w_gate": quantize(np.ones((2, 4, 3), np.float32), 8)},
@@ -78,8 +70,6 @@ def test_groups_that_are_not_there(sizes, offset, message):
         ),
         ({"gate_R": jnp.ones((5, 1))}, "gate_R has shape"),
         ({"gate_R": jnp.ones(5, jnp.int32)}, "gate_R has dtype int32"),
-        ({"bias_EF": jnp.ones((2, 4))}, r"bias_EF has shape \(2, 4\); expected \(2, 3\)"),
-        ({"x_RD": jnp.ones((5, 3))}, "3 columns, and the weights are E=2, D=4, F=3"),
     ],
 )
 def test_quantized_operands_that_do_not_fit(changes, message):
@@ -99,22 +89,10 @@ BAD = [
     ({"x_RD": jnp.ones((5, 4), jnp.int32)}, "x_RD", "int32", "expected float32", "astype"),
     ({"x_RD": [[1.0]]}, "x_RD", "list", "expected an array", "jnp.asarray"),
     ({"group_sizes_E": np.ones(2)}, "group_sizes_E", "float64", "expected int32", "astype"),
-    (
-        {"group_sizes_E": np.array([1])},
-        "group_sizes_E",
-        "1 elements",
-        "expected 2",
-        "group_off",
-    ),
+    ({"group_sizes_E": np.array([1])}, "group_sizes_E", "1 elements", "expected 2", "group_of"),
     ({"group_sizes_E": np.array([4, 4])}, "group_sizes_E", "8", "expected at most 5", "pad"),
     ({"group_sizes_E": np.array([-1, 4])}, "group_sizes_E[0]", "-1", "expected sizes", "use 0"),
-    (
-        {"group_offset": 1},
-        "group_offset",
-        "1 ",
-        "expected an offset of 0 to 0",
-        "the sizes of all",
-    ),
+    ({"group_offset": 1}, "group_offset", "1 ", "expected an offset of 0 to 0", "sizes of all"),
     ({"bias_EF": jnp.ones((2, 4))}, "bias_EF", "(2, 4)", "expected (2, 3)", "reshape"),
     ({"gate_R": jnp.ones(4)}, "gate_R", "(4,)", "expected (5,)", "reshape"),
     ({"activation": "tanh"}, "activation", "tanh", "expected None", "use one"),

@@ -23,6 +23,7 @@ from pallas_kernels.quantization.quantize import (
     quantization_error,
     quantize,
 )
+from tests.cases import slow_unless
 
 
 def weights(E=2, D=24, F=5, seed=0) -> np.ndarray:
@@ -43,10 +44,7 @@ def quantized_channel(w_C, bits, method) -> np.ndarray:
 DEFAULT = [(4, "mse"), (8, "absmax"), (8, "ft")]
 each_rule = pytest.mark.parametrize(
     ("bits", "method"),
-    [
-        pytest.param(*rule, marks=() if rule in DEFAULT else pytest.mark.slow)
-        for rule in itertools.product((4, 8), METHODS)
-    ],
+    [slow_unless(rule in DEFAULT, *rule) for rule in itertools.product((4, 8), METHODS)],
 )
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from pallas_kernels import QTensor, grouped_matmul, quantized_grouped_matmul
 from pallas_kernels.tiling import gpu, tpu, triton
+from tests.cases import slow
 from tests.kernels import loops
 
 KERNELS = ("tpu", "gpu", "triton")
@@ -183,9 +184,7 @@ MANY = {
 
 
 # Hopper's kernels take the interpreter longest.
-by_kernel = pytest.mark.parametrize(
-    "kernel", ["tpu", "triton", pytest.param("gpu", marks=pytest.mark.slow)]
-)
+by_kernel = pytest.mark.parametrize("kernel", ["tpu", "triton", slow("gpu")])
 
 
 @by_kernel

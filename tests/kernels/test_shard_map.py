@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels import QTensor, grouped_matmul, quantized_grouped_matmul
 from tests.absent_devices import mesh_of
+from tests.cases import slow_unless
 from tests.kernels import loops
 
 P = PartitionSpec
@@ -77,9 +78,7 @@ def cells(*kinds):
     """Each kind in each place; slow but for the first place and the first kind."""
     first, *_ = PLACES
     return [
-        pytest.param(
-            place, *kind, marks=() if place == first or kind == kinds[0] else pytest.mark.slow
-        )
+        slow_unless(place == first or kind == kinds[0], place, *kind)
         for place in PLACES
         for kind in kinds
     ]

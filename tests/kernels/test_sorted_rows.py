@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels.sorted_rows import group_bounds, rows_of_groups, stable_argsort
+from tests.compare import assert_close
 from tests.kernels import loops
 from tests.processes import ROOT
 
@@ -59,7 +60,7 @@ def test_gradients_inside_shard_map_are_those_of_one_device():
 
     got = jax.jit(jax.value_and_grad(loss, (0, 1)))(x_TD, w_EDD)
     want = jax.jit(jax.value_and_grad(whole, (0, 1)))(x_TD, w_EDD)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+    assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_nothing_else_sorts():

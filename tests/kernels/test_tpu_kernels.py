@@ -20,6 +20,7 @@ from pallas_kernels.grouped_matmul import tpu
 from pallas_kernels.grouped_matmul.tpu_rows import multiply_rows
 from pallas_kernels.quantized_grouped_matmul import tpu as quantized
 from pallas_kernels.tiling.tpu import Tiling
+from tests.cases import slow, slow_unless
 from tests.kernels import loops
 
 ROWS = 40
@@ -45,11 +46,7 @@ def grid(default: list[tuple], keys):
     """Every key with every edge; slow but for the default keys, the first with more edges."""
     fast = {(default[0], edge) for edge in FIRST_EDGES}
     fast |= {(key, edge) for key in default for edge in DEFAULT_EDGES}
-    return [
-        pytest.param(*key, edge, marks=() if (key, edge) in fast else pytest.mark.slow)
-        for key in keys
-        for edge in EDGES
-    ]
+    return [slow_unless((key, edge) in fast, *key, edge) for key in keys for edge in EDGES]
 
 
 def racing_params(**options) -> pltpu.InterpretParams:
@@ -131,7 +128,7 @@ def test_rows_meet_the_matrix_of_their_expert(dtype, size, depth, is_output_majo
     assert not y_RF[sum(group_sizes) :].any()
 
 
-@pytest.mark.parametrize("R", [1, *(pytest.param(R, marks=pytest.mark.slow) for R in (7, 33))])
+@pytest.mark.parametrize("R", [1, *(slow(R) for R in (7, 33))])
 def test_rows_that_fill_no_block(R):
     group_sizes = (0, R - R // 3, 0, R // 3)
     x_RD = rows_of(0, R, 128, group_sizes, "float32")
@@ -150,7 +147,7 @@ PIECES = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "of 48" else name
+    "name", [slow(name) if name == "of 48" else name
              for name in PIECES],
 )  # fmt: skip
 def test_tiles_multiply_their_own_rows_in_pieces(name):
@@ -225,10 +222,7 @@ FAST_EPILOGUES = ("geglu in chunks", "relu, cut")
 @pytest.mark.parametrize(
     ("name", "edge"),
     [
-        pytest.param(
-            name, edge,
-            marks=() if name in FAST_EPILOGUES and edge == "pruned_tail" else pytest.mark.slow,
-        )
+        slow_unless(name in FAST_EPILOGUES and edge == "pruned_tail", name, edge)
         for name in EPILOGUES
         for edge in EDGES
     ],
@@ -311,8 +305,7 @@ def test_rows_meet_the_dequantized_matrix(bits, dtype, size, depth, has_epilogue
 
 
 @pytest.mark.parametrize(
-    ("bits", "block_D"),
-    [(8, 256), *(pytest.param(4, block_D, marks=pytest.mark.slow) for block_D in (512, 128))],
+    ("bits", "block_D"), [(8, 256), *(slow(4, block_D) for block_D in (512, 128))]
 )
 def test_groups_of_channels_have_scales_of_their_own(bits, block_D):
     D, F, G = 512, 190, 4

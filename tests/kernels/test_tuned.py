@@ -13,12 +13,7 @@ from pallas_kernels import grouped_matmul, quantize, quantized_grouped_matmul
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.grouped_matmul.reference import Tiling
 from pallas_kernels.tiling import tuned
-from pallas_kernels.tiling.tuned import (
-    Key,
-    lookup,
-    read,
-    write,
-)
+from pallas_kernels.tiling.tuned import Key, lookup, read, write
 
 R, D, F, E = 13, 8, 12, 2
 KEY = Key.of("grouped_matmul", "reference", jnp.float32, None, None, R, D, F, E)

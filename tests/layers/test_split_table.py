@@ -45,9 +45,7 @@ def on(spec: MeshSpec, function, named: dict):
     table = param_sharding(spec.rules, mesh, name, array)
     with use_mesh(mesh, spec.rules):
         jitted = jax.jit(
-            function,
-            in_shardings=(table, *[rows for _ in others]),
-            out_shardings=(rows, table),
+            function, in_shardings=(table, *[rows for _ in others]), out_shardings=(rows, table)
         )
         compiled = jitted.lower(*named.values()).compile()
         return compiled(*named.values()), compiled.as_text()

@@ -11,6 +11,7 @@ from flax import nnx
 
 from switchx.models.block import Block, BlockInputs
 from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
+from tests.compare import assert_slope
 from tests.layers.weights import numbers_for, with_params
 from tests.models import oracle
 
@@ -110,18 +111,13 @@ def test_equals_float64_forward_and_by_finite_differences(name):
     else:
         assert stats == [] and want_balance is None
 
-    rng = np.random.default_rng(3)
-    direction = jax.tree.map(lambda a: rng.normal(size=a.shape), point)
-
-    def moved(step):
-        params, x_BLD, traced = jax.tree.map(lambda a, d: a + step * d, point, direction)
+    def by_oracle(point):
+        params, x_BLD, traced = point
         changed = dataclasses.replace(reads, **traced)
         y_BLD, balance = expected(config, params, x_BLD, changed)
         return np.sum(y_BLD * target_BLD) + 3.0 * (balance or 0.0)
 
-    slope = (moved(1e-6) - moved(-1e-6)) / 2e-6
-    dot = sum(map(np.vdot, jax.tree.leaves(grads), jax.tree.leaves(direction)))
-    np.testing.assert_allclose(dot, slope, rtol=1e-3)
+    assert_slope(by_oracle, point, grads, rtol=1e-3)
 
 
 def test_a_scan_keeps_little_of_a_block_for_its_backward_pass(key):

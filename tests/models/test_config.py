@@ -14,7 +14,6 @@ from switchx.models.config import (
     SwitchConfig,
     model_from_description,
 )
-from switchx.moe.config import DISPATCHERS
 from tests.data.refusals import refused
 
 SWITCH = SwitchConfig(8)
@@ -79,22 +78,21 @@ EXPERT_CHOICE = RouterConfig(kind="expert_choice")
         (
             T5,
             SwitchConfig(8, router=EXPERT_CHOICE),
-            "RouterConfig.kind='expert_choice' in a causal decoder: whether an expert takes a "
-            "token would depend on the tokens after it, which are not known when text is "
-            "written; use SwitchConfig.stacks='encoder'",
+            "RouterConfig.kind='expert_choice' in a causal decoder: whether an expert "
+            "takes a token would depend on the tokens after it, which are not known "
+            "when text is written",
         ),
         (
             DECODER,
             SwitchConfig(8, router=EXPERT_CHOICE),
-            "RouterConfig.kind='expert_choice' in a causal decoder: whether an expert takes a "
-            "token would depend on the tokens after it, which are not known when text is "
-            "written; use kind='top_k'",
+            "RouterConfig.kind='expert_choice' in a causal decoder: whether an expert "
+            "takes a token would depend on the tokens after it, which are not known "
+            "when text is written",
         ),
         (
             DECODER,
             SwitchConfig(8, stacks="encoder"),
-            "SwitchConfig.stacks='encoder' in a decoder_only model, which has no encoder; use "
-            "stacks='all'",
+            "SwitchConfig.stacks='encoder' in a decoder_only model, which has no encoder",
         ),
     ],
 )
@@ -126,87 +124,57 @@ def test_descriptions_are_frozen_and_can_be_keys():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"architecture": "encoder"},
-            "architecture='encoder' is unknown; use one of encoder_decoder, decoder_only",
-        ),
-        (
-            {"activation": "tanh"},
-            "activation='tanh' is unknown; use one of relu, gelu, geglu, swiglu",
-        ),
-        ({"d_ff": 4 * 10**21}, "ModelConfig.d_ff=4000000000000000000000; use at least 1"),
-        ({"norm": "batch"}, "norm='batch' is unknown; use one of rms, layer"),
-        (
-            {"positions": "rotary"},
-            "positions='rotary' is unknown; use one of relative, learned, tupe, tupe_relative",
-        ),
-        ({"remat": "some"}, "remat='some' is unknown; use one of none, minimal, full"),
-        (
-            {"vocab_size": 0},
-            "ModelConfig.vocab_size=0; use a whole number of at least 1",
-        ),
-        ({"d_model": -1}, "ModelConfig.d_model=-1; use a whole number of at least 1"),
-        ({"d_ff": 0}, "ModelConfig.d_ff=0; use a whole number of at least 1"),
-        ({"num_heads": 0}, "ModelConfig.num_heads=0; use a whole number of at least 1"),
-        ({"d_head": 0}, "ModelConfig.d_head=0; use a whole number of at least 1"),
-        (
-            {"num_decoder_layers": 0},
-            "ModelConfig.num_decoder_layers=0; use a whole number of at least 1",
-        ),
+        ({"architecture": "encoder"}, "architecture='encoder' is unknown"),
+        ({"activation": "tanh"}, "activation='tanh' is unknown"),
+        ({"d_ff": 4 * 10**21}, "ModelConfig.d_ff=4000000000000000000000"),
+        ({"norm": "batch"}, "norm='batch' is unknown"),
+        ({"positions": "rotary"}, "positions='rotary' is unknown"),
+        ({"remat": "some"}, "remat='some' is unknown"),
+        ({"vocab_size": 0}, "ModelConfig.vocab_size=0"),
+        ({"d_model": -1}, "ModelConfig.d_model=-1"),
+        ({"d_ff": 0}, "ModelConfig.d_ff=0"),
+        ({"num_heads": 0}, "ModelConfig.num_heads=0"),
+        ({"d_head": 0}, "ModelConfig.d_head=0"),
+        ({"num_decoder_layers": 0}, "ModelConfig.num_decoder_layers=0"),
         (
             {"num_encoder_layers": 0},
-            "num_encoder_layers=0 does not fit architecture='encoder_decoder'; use 0 for "
-            "decoder_only, at least 1 otherwise",
+            "num_encoder_layers=0 does not fit architecture='encoder_decoder'",
         ),
         (
             {"architecture": "decoder_only"},
-            "num_encoder_layers=6 does not fit architecture='decoder_only'; use 0 for "
-            "decoder_only, at least 1 otherwise",
+            "num_encoder_layers=6 does not fit architecture='decoder_only'",
         ),
         (
             {"architecture": "decoder_only", "num_encoder_layers": -2},
-            "num_encoder_layers=-2 does not fit architecture='decoder_only'; use 0 for "
-            "decoder_only, at least 1 otherwise",
+            "num_encoder_layers=-2 does not fit architecture='decoder_only'",
         ),
         (
             {"positions": "learned"},
             "positions='learned' needs max_length, the rows of the position table",
         ),
-        (
-            {"positions": "learned", "max_length": 0},
-            "max_length=0; use a whole number of at least 1",
-        ),
+        ({"positions": "learned", "max_length": 0}, "max_length=0"),
         (
             {"positions": "tupe", "scale_attention": True},
             "positions='tupe' needs max_length, the rows of the position table",
         ),
         (
             {"positions": "tupe_relative", "max_length": 9},
-            "positions='tupe_relative' with scale_attention=False: TUPE divides its scores by "
-            "sqrt(2 d_head); use scale_attention=True",
+            "positions='tupe_relative' with scale_attention=False: TUPE divides its "
+            "scores by sqrt(2 d_head)",
         ),
-        ({"dropout_rate": 1.0}, "dropout_rate=1.0; use 0 <= rate < 1"),
-        ({"dropout_rate": -0.1}, "dropout_rate=-0.1; use 0 <= rate < 1"),
-        ({"dropout_rate": float("nan")}, "dropout_rate=nan; use 0 <= rate < 1"),
-        ({"init_scale": 0.0}, "init_scale=0.0; use a scale above 0"),
-        (
-            {"relative_buckets": 2},
-            "relative_buckets=2 with relative_max_distance=128; use at least 4 buckets, and a "
-            "distance of more than half of them",
-        ),
-        (
-            {"relative_max_distance": 16},
-            "relative_buckets=32 with relative_max_distance=16; use at least 4 buckets, and a "
-            "distance of more than half of them",
-        ),
+        ({"dropout_rate": 1.0}, "dropout_rate=1.0"),
+        ({"dropout_rate": -0.1}, "dropout_rate=-0.1"),
+        ({"dropout_rate": float("nan")}, "dropout_rate=nan"),
+        ({"init_scale": 0.0}, "init_scale=0.0"),
+        ({"relative_buckets": 2}, "relative_buckets=2 with relative_max_distance=128"),
+        ({"relative_max_distance": 16}, "relative_buckets=32 with relative_max_distance=16"),
         (
             {"switch": SWITCH, "num_decoder_layers": 5},
-            "num_decoder_layers=5 is not divisible by switch.every=2; use 4 or 6 layers, or "
-            "every=1",
+            "num_decoder_layers=5 is not divisible by switch.every=2",
         ),
         (
             {"switch": SWITCH, "num_encoder_layers": 1},
-            "num_encoder_layers=1 is not divisible by switch.every=2; use 2 layers, or every=1",
+            "num_encoder_layers=1 is not divisible by switch.every=2",
         ),
     ],
 )
@@ -218,84 +186,43 @@ def test_a_model_that_cannot_be_is_refused(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"buffer_factor": 0.0},
-            "SwitchConfig.buffer_factor=0.0; use a factor above 0, usually 1.5 to 4, or None "
-            "for room for all",
-        ),
-        (
-            {"dispatcher": "magic"},
-            f"SwitchConfig.dispatcher='magic' is unknown; use one of {', '.join(DISPATCHERS)}",
-        ),
-        (
-            {"stacks": "decoder"},
-            "SwitchConfig.stacks='decoder' is unknown; use one of all, encoder",
-        ),
-        (
-            {"sublayers": "query"},
-            "SwitchConfig.sublayers='query' is unknown; use one of ffn, attention, both",
-        ),
-        (
-            {"attention_experts": "deep"},
-            "SwitchConfig.attention_experts='deep' is unknown; use one of linear, ffn",
-        ),
-        (
-            {"shared_d_ff": 0},
-            "SwitchConfig.shared_d_ff=0; use at least 1",
-        ),
+        ({"buffer_factor": 0.0}, "SwitchConfig.buffer_factor=0.0"),
+        ({"dispatcher": "magic"}, "SwitchConfig.dispatcher='magic' is unknown"),
+        ({"stacks": "decoder"}, "SwitchConfig.stacks='decoder' is unknown"),
+        ({"sublayers": "query"}, "SwitchConfig.sublayers='query' is unknown"),
+        ({"attention_experts": "deep"}, "SwitchConfig.attention_experts='deep' is unknown"),
+        ({"shared_d_ff": 0}, "SwitchConfig.shared_d_ff=0"),
         (
             {"shared_d_ff": 8, "sublayers": "attention"},
-            "SwitchConfig.shared_d_ff=8 with sublayers='attention'; use a whole number of at "
-            "least 1 where FFNs are sparse, or None",
+            "SwitchConfig.shared_d_ff=8 with sublayers='attention'",
         ),
         (
             {"dispatcher": "sliced", "sublayers": "attention"},
-            "SwitchConfig.dispatcher='sliced' with sublayers='attention': experts in attention "
-            "are dispatched by gather or einsum; use one of them, or sublayers='ffn'",
+            "SwitchConfig.dispatcher='sliced' with sublayers='attention': experts in "
+            "attention are dispatched by gather or einsum",
         ),
         (
             {"exchange_parts": 2},
-            "SwitchConfig.exchange_parts=2 with dispatcher='gather', which exchanges no slots; "
-            "use 1, or dispatcher='all_to_all' or 'hierarchical'",
+            "SwitchConfig.exchange_parts=2 with dispatcher='gather', which exchanges no slots",
         ),
-        ({"num_experts": 0}, "SwitchConfig.num_experts=0; use a whole number of at least 1"),
-        ({"every": 0}, "SwitchConfig.every=0; use a whole number of at least 1"),
-        ({"min_capacity": 0}, "SwitchConfig.min_capacity=0; use a whole number of at least 1"),
-        ({"group_size": 0}, "SwitchConfig.group_size=0; use a whole number of at least 1"),
-        (
-            {"capacity_factor": 0.0},
-            "SwitchConfig.capacity_factor=0.0; use a factor above 0, usually 1.0 to 2.0",
-        ),
-        (
-            {"eval_capacity_factor": -1.0},
-            "SwitchConfig.eval_capacity_factor=-1.0; use a factor above 0, usually 1.0 to 2.0",
-        ),
-        (
-            {"capacity_rounding": "even"},
-            "SwitchConfig.capacity_rounding='even' is unknown; use one of up, down, nearest",
-        ),
+        ({"num_experts": 0}, "SwitchConfig.num_experts=0"),
+        ({"every": 0}, "SwitchConfig.every=0"),
+        ({"min_capacity": 0}, "SwitchConfig.min_capacity=0"),
+        ({"group_size": 0}, "SwitchConfig.group_size=0"),
+        ({"capacity_factor": 0.0}, "SwitchConfig.capacity_factor=0.0"),
+        ({"eval_capacity_factor": -1.0}, "SwitchConfig.eval_capacity_factor=-1.0"),
+        ({"capacity_rounding": "even"}, "SwitchConfig.capacity_rounding='even' is unknown"),
         (
             {"router": RouterConfig(num_selected=9)},
-            "RouterConfig.num_selected=9 with num_experts=8: a token chooses an expert once; "
-            "use num_selected=8 at most",
+            "RouterConfig.num_selected=9 with num_experts=8: a token chooses an expert once",
         ),
         (
             {"router": RouterConfig(overflow="reroute", max_rounds=9)},
-            "RouterConfig.max_rounds=9 with num_experts=8: a token chooses an expert once; "
-            "use max_rounds=8 at most",
+            "RouterConfig.max_rounds=9 with num_experts=8: a token chooses an expert once",
         ),
-        (
-            {"d_ff": 0},
-            "SwitchConfig.d_ff=0; use a whole number of at least 1, or None for the model's",
-        ),
-        (
-            {"expert_dropout_rate": 1.5},
-            "SwitchConfig.expert_dropout_rate=1.5; use 0 <= rate < 1, or None for the model's",
-        ),
-        (
-            {"router_init_scale": -0.1},
-            "SwitchConfig.router_init_scale=-0.1; use a scale above 0",
-        ),
+        ({"d_ff": 0}, "SwitchConfig.d_ff=0"),
+        ({"expert_dropout_rate": 1.5}, "SwitchConfig.expert_dropout_rate=1.5"),
+        ({"router_init_scale": -0.1}, "SwitchConfig.router_init_scale=-0.1"),
     ],
 )
 def test_switch_layers_that_cannot_be_are_refused(changes, message):

@@ -10,6 +10,7 @@ import pytest
 
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import abstract_params, bind
+from tests.compare import assert_slope
 from tests.layers.weights import numbers_like
 from tests.models import oracle
 from tests.models.batches import make_batch
@@ -66,17 +67,11 @@ def test_logits_and_gradients_equal_float64(name):
     else:
         assert stats is None
 
-    rng = np.random.default_rng(2)
-    direction = jax.tree.map(lambda a: rng.normal(size=a.shape), params)
-
-    def moved(step):
-        changed = jax.tree.map(lambda a, d: a + step * d, params, direction)
+    def by_oracle(changed):
         logits_BLV, losses = oracle.model(config, changed, batch, is_training=True)
         return np.sum(logits_BLV * target_BLV) + 3.0 * sum(losses)
 
-    slope = (moved(1e-6) - moved(-1e-6)) / 2e-6
-    dot = sum(map(np.vdot, jax.tree.leaves(grads), jax.tree.leaves(direction)))
-    np.testing.assert_allclose(dot, slope, rtol=1e-3)
+    assert_slope(by_oracle, params, grads, rtol=1e-3)
 
 
 def test_only_a_gpt_has_learned_positions_and_only_t5_a_relative_bias():

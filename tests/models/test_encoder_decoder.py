@@ -12,6 +12,7 @@ from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import abstract_params, bind
 from switchx.models.unroll import unrolled
 from tests.absent_devices import compute_cudnn_by_xla
+from tests.compare import assert_slope
 from tests.layers.weights import numbers_like
 from tests.models import oracle
 from tests.models.batches import make_batch
@@ -65,17 +66,11 @@ def test_logits_and_gradients_equal_float64(name, monkeypatch):
     else:
         assert stats is None
 
-    rng = np.random.default_rng(2)
-    direction = jax.tree.map(lambda a: rng.normal(size=a.shape), params)
-
-    def moved(step):
-        changed = jax.tree.map(lambda a, d: a + step * d, params, direction)
+    def by_oracle(changed):
         logits_BLV, losses = oracle.model(config, changed, batch, is_training=True)
         return np.sum(logits_BLV * target_BLV) + np.dot(losses, [3.0, 5.0][: len(losses)])
 
-    slope = (moved(1e-6) - moved(-1e-6)) / 2e-6
-    dot = sum(map(np.vdot, jax.tree.leaves(grads), jax.tree.leaves(direction)))
-    np.testing.assert_allclose(dot, slope, rtol=1e-3)
+    assert_slope(by_oracle, params, grads, rtol=1e-3)
 
 
 def test_cudnn_is_asked_in_training_alone():

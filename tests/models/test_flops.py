@@ -21,6 +21,7 @@ from switchx.models.params import abstract_params, forward
 from switchx.tree import num_elements
 from tests.planner.workloads import shipped_model as load
 from tests.processes import ROOT
+from tests.training.jobs import with_switch
 
 MODELS = sorted(path.stem for path in (ROOT / "configs/models").glob("*.gin"))
 
@@ -242,8 +243,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_kind_of_switch_layer_is_counted_as_it_is_built(name):
-    switch = dataclasses.replace(BASE.switch, min_capacity=1, **VARIANTS[name])
-    config = dataclasses.replace(BASE, switch=switch)
+    config = with_switch(BASE, min_capacity=1, **VARIANTS[name])
     assert count_parameters(config).total == num_elements(abstract_params(config))
     # 512 and 256 tokens a group, where the capacity has no remainder.
     program = jax.make_jaxpr(

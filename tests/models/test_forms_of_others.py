@@ -92,22 +92,24 @@ def test_raw_gradients_on_a_mesh_are_those_of_one_device(name):
     [
         (
             {"relative_bias_per_layer": True, "scan_layers": True},
-            "relative_bias_per_layer=True with positions='relative' and scan_layers=True; use "
-            "positions='relative' and scan_layers=False",
+            "relative_bias_per_layer=True with positions='relative' and scan_layers=True",
         ),
         (
             {"relative_bias_per_layer": True, "positions": "sinusoidal"},
-            "relative_bias_per_layer=True with positions='sinusoidal' and <any>",
+            "relative_bias_per_layer=True with positions='sinusoidal' and ",
         ),
-        ({"positions": "sinusoidal", "d_model": 2}, "positions='sinusoidal' with <any>"),
+        ({"positions": "sinusoidal", "d_model": 2}, "positions='sinusoidal' with "),
         (
-            {"separate_embeddings": True, "architecture": "decoder_only",
-             "num_encoder_layers": 0},
-            "separate_embeddings=True in a decoder_only model, which has one stack; use False",
+            {
+                "separate_embeddings": True,
+                "architecture": "decoder_only",
+                "num_encoder_layers": 0,
+            },
+            "separate_embeddings=True in a decoder_only model, which has one stack",
         ),
-        ({"norm_epsilon": 0.0}, "<any>norm_epsilon=0.0<any>"),
+        ({"norm_epsilon": 0.0}, "norm_epsilon=0.0"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused(changes, message):
     with refused(message):
         ModelConfig(**dict(

@@ -10,22 +10,14 @@ import pytest
 
 from switchx import tree
 from switchx.axes import dims_of
-from switchx.models.config import (
-    ModelConfig,
-    Precision,
-    RouterConfig,
-    SwitchConfig,
-)
-from switchx.models.params import (
-    abstract_params,
-    bind,
-    forward,
-    init_params,
-)
+from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
+from switchx.models.params import abstract_params, bind, forward, init_params
 from switchx.models.unroll import unrolled
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
+from tests.cases import slow
+from tests.compare import assert_close
 from tests.layers.weights import numbers_like
 from tests.models.batches import make_batch
 
@@ -50,8 +42,7 @@ GPT = dataclasses.replace(
 UNTIED = dataclasses.replace(T5, tie_embeddings=False, activation="geglu")
 CONFIGS = {"t5": T5, "t5_decoder": T5_DECODER, "gpt": GPT, "untied": UNTIED}
 ON_ALL = pytest.mark.parametrize(
-    "name",
-    ["t5", "gpt", *(pytest.param(n, marks=pytest.mark.slow) for n in ("t5_decoder", "untied"))],
+    "name", ["t5", "gpt", *(slow(n) for n in ("t5_decoder", "untied"))]
 )
 
 
@@ -178,7 +169,7 @@ def test_scanned_equals_unrolled(name):
     np.testing.assert_array_equal(got_stats.load_E, want_stats.load_E)
 
 
-@pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scan_layers", [True, slow(False)])
 def test_remat_changes_no_gradient(scan_layers):
     # Two repeats of a sparse block where scanned, a dense and a sparse block unrolled.
     switch = dataclasses.replace(SWITCH, every=1 if scan_layers else 2)
@@ -193,12 +184,10 @@ def test_remat_changes_no_gradient(scan_layers):
     want = grad(params, config)
     for remat in ("minimal", "full"):
         got = grad(params, dataclasses.replace(config, remat=remat))
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want
-        )
+        assert_close(got, want, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float16")])
 def test_half_precision_is_near_float32(dtype):
     config = dataclasses.replace(T5, precision=Precision(compute=dtype))
     params, batch = numbers_for(T5), batch_for(T5)

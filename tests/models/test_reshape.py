@@ -21,6 +21,7 @@ from switchx.models.reshape import (
     gates_of_rows,
     merge_experts,
 )
+from tests.cases import slow
 from tests.data.refusals import refused
 from tests.models.batches import layer_of
 from tests.training.jobs import make_params
@@ -78,7 +79,7 @@ def test_experts_of_equal_use_stay_in_their_order():
     assert np.array_equal(tree.named_leaves(found)[f"{PATH}experts/w_in_EDF"], before[:3])
 
 
-@pytest.mark.parametrize("activation", ["relu", pytest.param("geglu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("activation", ["relu", slow("geglu")])
 def test_merging_equal_experts_keeps_the_function_of_the_layer(activation):
     config = dataclasses.replace(CONFIG, activation=activation)
     params = with_twins(make_params(config), config)
@@ -106,7 +107,7 @@ def test_merged_experts_are_means_weighted_by_use():
 def test_no_fewer_experts_than_a_token_chooses():
     router = dataclasses.replace(ROUTER, num_selected=2)
     switch = dataclasses.replace(SWITCH, router=router)
-    with refused("RouterConfig.num_selected=2 with num_experts=1: <any>"):
+    with refused("RouterConfig.num_selected=2 with num_experts=1: "):
         merge_experts(dataclasses.replace(CONFIG, switch=switch), {}, [], 1)
 
 
@@ -141,20 +142,20 @@ def test_clusters_are_of_like_experts_whatever_their_order():
     ("changes", "number", "said"),
     [
         ({}, 5, "experts=5 of a model with 4: experts are dropped or merged, not added"),
-        ({}, 0, "experts=0 of a model with 4: <any>"),
-        ({"switch": None}, 2, "experts=2 of a dense model, which has none; leave it out"),
+        ({}, 0, "experts=0 of a model with 4: "),
+        ({"switch": None}, 2, "experts=2 of a dense model, which has none"),
         (
             {"switch": SwitchConfig(4, router=RouterConfig("hash", exploration="none"))},
             2,
-            "experts=2 with RouterConfig.kind='hash': <any>",
+            "experts=2 with RouterConfig.kind='hash': ",
         ),
         (
             {"switch": SwitchConfig(4, every=1, sublayers="attention")},
             2,
-            "experts=2 with SwitchConfig.sublayers='attention': <any>",
+            "experts=2 with SwitchConfig.sublayers='attention': ",
         ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused(changes, number, said):
     config = dataclasses.replace(CONFIG, **changes)
     for reshape in (drop_experts, merge_experts):

@@ -26,56 +26,37 @@ def test_what_a_router_owns():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "top"}, "kind='top' is unknown; use one of top_k, expert_choice, hash"),
-        ({"gate": "sum"}, "gate='sum' is unknown; use one of softmax, normalized"),
-        ({"priority": "x"}, "priority='x' is unknown; use one of position, gate"),
-        (
-            {"exploration": "x"},
-            "exploration='x' is unknown; use one of none, jitter, sample, dropout",
-        ),
-        (
-            {"overflow": "x"},
-            "overflow='x' is unknown; use one of drop, reroute, dropless, identity",
-        ),
-        (
-            {"balance_counts": "x"},
-            "balance_counts='x' is unknown; use one of first_choice, all_rounds",
-        ),
-        ({"balance_scope": "x"}, "balance_scope='x' is unknown; use one of group, batch"),
-        ({"padding": "x"}, "padding='x' is unknown; use one of ignored, counted"),
-        ({"num_selected": 0}, "num_selected=0; use a whole number of at least 1"),
-        ({"max_rounds": 0}, "max_rounds=0; use a whole number of at least 1"),
-        ({"jitter": 1.0}, "jitter=1.0; use 0 <= jitter < 1"),
-        (
-            {"temperature": 0.0},
-            "temperature=0.0; use a temperature above 0, or exploration='none' for the most "
-            "probable expert",
-        ),
-        ({"input_dropout_rate": 1.0}, "input_dropout_rate=1.0; use 0 <= rate < 1"),
-        (
-            {"bias_update_rate": -0.1},
-            "bias_update_rate=-0.1; use 0 or more, or None for no bias",
-        ),
+        ({"kind": "top"}, "kind='top' is unknown"),
+        ({"gate": "sum"}, "gate='sum' is unknown"),
+        ({"priority": "x"}, "priority='x' is unknown"),
+        ({"exploration": "x"}, "exploration='x' is unknown"),
+        ({"overflow": "x"}, "overflow='x' is unknown"),
+        ({"balance_counts": "x"}, "balance_counts='x' is unknown"),
+        ({"balance_scope": "x"}, "balance_scope='x' is unknown"),
+        ({"padding": "x"}, "padding='x' is unknown"),
+        ({"num_selected": 0}, "num_selected=0"),
+        ({"max_rounds": 0}, "max_rounds=0"),
+        ({"jitter": 1.0}, "jitter=1.0"),
+        ({"temperature": 0.0}, "temperature=0.0"),
+        ({"input_dropout_rate": 1.0}, "input_dropout_rate=1.0"),
+        ({"bias_update_rate": -0.1}, "bias_update_rate=-0.1"),
         (
             {"gate": "normalized"},
-            "gate='normalized' with num_selected=1: the gate would be 1 whatever the router "
-            "says, and the router would get no gradient; use gate='softmax', or num_selected=2",
+            "gate='normalized' with num_selected=1: the gate would be 1 whatever the "
+            "router says, and the router would get no gradient",
         ),
         (
             {"overflow": "reroute", "num_selected": 2},
-            "overflow='reroute' with num_selected=2: a token is rerouted to one expert; use "
-            "num_selected=1, or overflow='drop'",
+            "overflow='reroute' with num_selected=2: a token is rerouted to one expert",
         ),
         (
             {"balance_counts": "all_rounds"},
-            "balance_counts='all_rounds' with overflow='drop': there are no rounds to count; "
-            "use balance_counts='first_choice', or overflow='reroute'",
+            "balance_counts='all_rounds' with overflow='drop': there are no rounds to count",
         ),
         (
             {"bias_update_rate": 0.001, "exploration": "sample"},
             "bias_update_rate=0.001 with exploration='sample': the bias is added to "
-            "probabilities that are compared, not drawn from; use bias_update_rate=None, or "
-            "exploration='jitter'",
+            "probabilities that are compared, not drawn from",
         ),
     ],
 )

@@ -19,7 +19,8 @@ from switchx.models.stages import (
     stack_names,
 )
 from switchx.pipeline.ticks import Op
-from tests.training.jobs import DENSE, ENCODER_DECODER, make_batch, make_params
+from tests.cases import slow
+from tests.training.jobs import DENSE, ENCODER_DECODER, make_batch, make_params, with_switch
 
 CHUNKS = 2
 
@@ -33,18 +34,13 @@ def op(place: int) -> Op:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "config",
-    [pytest.param(DENSE, marks=pytest.mark.slow), ENCODER_DECODER],
-    ids=["decoder", "both"],
-)
+@pytest.mark.parametrize("config", [slow(DENSE), ENCODER_DECODER], ids=["decoder", "both"])
 def test_chunks_are_the_model_with_dropout(config):
     config = dataclasses.replace(
         config, scan_layers=True, num_decoder_layers=4, dropout_rate=0.2
     )
     if config.is_encoder_decoder:
-        switch = dataclasses.replace(config.switch, every=1)
-        config = dataclasses.replace(config, num_encoder_layers=4, switch=switch)
+        config = dataclasses.replace(with_switch(config, every=1), num_encoder_layers=4)
     batch, params, key = make_batch(config, 2), make_params(config), jax.random.key(3)
     names = stack_names(config)
 

@@ -67,32 +67,16 @@ def test_a_stack_without_sparse_blocks():
     [
         (
             {"decoder_layers": None},
-            "SwitchConfig.encoder_layers=(1, 5) with decoder_layers=None; give both, () for a "
-            "stack without sparse blocks",
+            "SwitchConfig.encoder_layers=(1, 5) with decoder_layers=None",
         ),
-        (
-            {"encoder_layers": (5, 1)},
-            "SwitchConfig.encoder_layers=(5, 1); use numbers of blocks from 0, ascending",
-        ),
-        (
-            {"encoder_layers": (-1, 1)},
-            "SwitchConfig.encoder_layers=(-1, 1); use numbers of blocks from 0, ascending",
-        ),
+        ({"encoder_layers": (5, 1)}, "SwitchConfig.encoder_layers=(5, 1)"),
+        ({"encoder_layers": (-1, 1)}, "SwitchConfig.encoder_layers=(-1, 1)"),
         (
             {"encoder_layers": (), "decoder_layers": ()},
-            "SwitchConfig.encoder_layers=() with decoder_layers=(); use "
-            "ModelConfig.switch=None for a dense model",
+            "SwitchConfig.encoder_layers=() with decoder_layers=()",
         ),
-        (
-            {"stacks": "encoder"},
-            "SwitchConfig.stacks='encoder' with encoder_layers=(1, 5); use stacks='all', and "
-            "decoder_layers=() for none in the decoder",
-        ),
-        (
-            {"expert_capacity": 0},
-            "SwitchConfig.expert_capacity=0; use a whole number of at least 1, or None for "
-            "slots by capacity_factor",
-        ),
+        ({"stacks": "encoder"}, "SwitchConfig.stacks='encoder' with encoder_layers=(1, 5)"),
+        ({"expert_capacity": 0}, "SwitchConfig.expert_capacity=0"),
     ],
 )
 def test_layers_that_cannot_be_are_refused(changes, message):
@@ -102,20 +86,18 @@ def test_layers_that_cannot_be_are_refused(changes, message):
 
 def test_an_identity_is_for_experts_that_are_ffns():
     with refused(
-        "RouterConfig.overflow='identity' with sublayers='both': only a feed-forward expert "
-        "has an output like its input; use sublayers='ffn', or overflow='drop'"
+        "RouterConfig.overflow='identity' with sublayers='both': only a "
+        "feed-forward expert has an output like its input"
     ):
         SwitchConfig(2, sublayers="both", router=RouterConfig(overflow="identity"))
 
 
 def test_blocks_that_the_model_has_not():
-    with refused(
-        "SwitchConfig.encoder_layers=(1, 5) with num_encoder_layers=4; use numbers below 4"
-    ):
+    with refused("SwitchConfig.encoder_layers=(1, 5) with num_encoder_layers=4"):
         dataclasses.replace(MODEL, num_encoder_layers=4)
     with refused(
-        "scan_layers=True with SwitchConfig.encoder_layers=(1, 5): what is scanned repeats one "
-        "pattern; use scan_layers=False, or every"
+        "scan_layers=True with SwitchConfig.encoder_layers=(1, 5): what is scanned "
+        "repeats one pattern"
     ):
         dataclasses.replace(MODEL, scan_layers=True)
 

@@ -7,7 +7,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from switchx.moe.dispatchers import FUNCTIONS, refusal
@@ -48,11 +47,6 @@ MOST_AXES = {
     "sliced": MeshSpec(fsdp=2, model=2, rules=PIPELINE_MOE),
     "sliced_scatter": MeshSpec(fsdp=2, model=2, rules=PIPELINE_MOE),
 }
-
-
-def slow_unless(is_default: bool):
-    """Marks of a test's cell."""
-    return () if is_default else pytest.mark.slow
 
 
 def name_of(value) -> str:

@@ -14,9 +14,10 @@ from switchx.models.block import Block, BlockInputs
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import abstract_params, forward
 from switchx.moe.attention import SwitchAttention
+from tests.cases import slow, slow_unless
+from tests.compare import assert_slope
 from tests.layers.weights import numbers_for, with_params
 from tests.moe.oracle import softmax
-from tests.moe.sharded import slow_unless
 from tests.training.jobs import make_batch, make_params
 
 B, L, D, H, K, F, E = 2, 7, 6, 2, 5, 8, 3  # H * K is not D
@@ -90,8 +91,7 @@ def loop(config, p, x_BLD, is_token_BL, mask_BLM, bias_HLM):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=slow_unless(name not in ("linear", "ffn"))) for name in CASES],
+    "name", [slow_unless(name not in ("linear", "ffn"), name) for name in CASES]
 )
 def test_equals_a_loop_forward_and_by_finite_differences(name):
     config = CASES[name]
@@ -113,17 +113,12 @@ def test_equals_a_loop_forward_and_by_finite_differences(name):
     assert stats.dropped == dropped > 0 and stats.tokens == is_token_BL.sum()
     assert np.linalg.norm(grads[0]["w_router_DE"]) > 1e-3
 
-    rng = np.random.default_rng(3)
-    direction = jax.tree.map(lambda a: rng.normal(size=a.shape), point)
-
-    def moved(step):
-        params, x_BLD, bias_HLM = jax.tree.map(lambda a, d: a + step * d, point, direction)
+    def by_loop(point):
+        params, x_BLD, bias_HLM = point
         y_BLD, _ = loop(config, params, x_BLD, is_token_BL, mask_BLM, bias_HLM)
         return np.sum(y_BLD * target_BLD)
 
-    slope = (moved(1e-6) - moved(-1e-6)) / 2e-6
-    dot = sum(map(np.vdot, jax.tree.leaves(grads), jax.tree.leaves(direction)))
-    np.testing.assert_allclose(dot, slope, rtol=2e-3)
+    assert_slope(by_loop, point, grads, rtol=2e-3)
 
 
 def test_keys_and_values_are_one_and_queries_are_others():
@@ -160,7 +155,7 @@ def test_dropout_needs_a_key_and_reaches_weights_and_hidden_units(key):
     assert np.abs(run(params, key) - run(params, jax.random.key(1))).max() > 1e-3
 
 
-@pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scan_layers", [True, slow(False)])
 def test_statistics_of_a_block_with_both_come_in_the_order_of_its_layers(scan_layers):
     switch = dataclasses.replace(SWITCH, every=2, sublayers="both", num_experts=4)
     config = ModelConfig(

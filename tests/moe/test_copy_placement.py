@@ -99,10 +99,7 @@ def test_is_close_to_the_best_of_all_placements():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ([[1.0] * 12], 3, 8),
-            "15 slots do not divide over the 8 devices .* num_replicas=4",
-        ),
+        (([[1.0] * 12], 3, 8), "15 slots do not divide over the 8 devices .* num_replicas=4"),
         (([[1.0] * 12], 5, 8), "use num_replicas=4 or 12"),
         (([[1.0, -1.0]], 0, 1), "finite numbers of 0 or more"),
         (([[1.0, np.nan]], 0, 1), "finite numbers of 0 or more"),

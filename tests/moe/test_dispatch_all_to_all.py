@@ -11,27 +11,8 @@ from switchx.moe import all_to_all
 from switchx.moe.all_to_all import all_to_all_dispatch, run_slots
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
-from tests.moe.banks import dispatch_loop
-from tests.moe.sharded import (
-    MOST_AXES,
-    C,
-    D,
-    E,
-    G,
-    S,
-    T,
-    answer_on,
-    compiled_hlo,
-    make_problem,
-)
-
-
-@pytest.mark.parametrize("name", ["all_to_all", "ragged_all_to_all"])
-def test_equals_a_loop_over_tokens(name):
-    problem = make_problem()
-    y_GTD, _ = answer_on(MOST_AXES[name], name, problem)
-    want_GTD = dispatch_loop(problem.x_GTD, problem.plan, problem.numbers)
-    np.testing.assert_allclose(y_GTD, want_GTD, rtol=1e-5, atol=1e-5)
+from tests.cases import slow
+from tests.moe.sharded import C, D, E, G, S, T, answer_on, compiled_hlo, make_problem
 
 
 def test_experts_get_the_rows_of_each_source_together():
@@ -60,12 +41,7 @@ def test_there_is_one_all_to_all_there_and_one_back_and_nothing_else_forward():
 
 @pytest.mark.parametrize(
     ("data", "node", "expert", "model"),
-    [
-        (1, 2, 2, 2),
-        pytest.param(1, 2, 4, 1, marks=pytest.mark.slow),
-        pytest.param(1, 4, 2, 1, marks=pytest.mark.slow),
-        pytest.param(2, 2, 2, 1, marks=pytest.mark.slow),
-    ],
+    [(1, 2, 2, 2), slow(1, 2, 4, 1), slow(1, 4, 2, 1), slow(2, 2, 2, 1)],
 )
 def test_the_hierarchical_exchange_gives_the_flat_one_bit_for_bit(data, node, expert, model):
     spec = MeshSpec(data=data, node=node, expert=expert, model=model)

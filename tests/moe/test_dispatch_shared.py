@@ -18,7 +18,8 @@ from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import Rules
-from tests.moe.sharded import largest_error, make_problem, slow_unless
+from tests.cases import slow, slow_unless
+from tests.moe.sharded import largest_error, make_problem
 
 # Experts over all axes that split the batch.
 SPREAD = Rules(expert_params=(("E", ("fsdp", "node", "expert")), ("F", ("model",))))
@@ -45,10 +46,7 @@ LAYOUTS = {
     "slices of D gathered": (MeshSpec(data=1, fsdp=2, node=2, expert=2), 12, 2),
     "whole groups": (MeshSpec(data=1, fsdp=2, expert=4, rules=SPREAD), 6, 1),
 }  # fmt: skip
-ROUTERS = {
-    "top-1": RouterConfig(),
-    "top-2": RouterConfig(num_selected=2, gate="normalized"),
-}
+ROUTERS = {"top-1": RouterConfig(), "top-2": RouterConfig(num_selected=2, gate="normalized")}
 
 
 def make_config(
@@ -104,9 +102,9 @@ def run_layer(config, spec: MeshSpec | None):
 # A factor so that tokens are dropped, and in the order of the whole group.
 FACTOR = 1.0
 BY_DEFAULT = ("one group on all", "parts of experts")
-CASES = [
-    pytest.param(layout, "top-2", marks=slow_unless(layout in BY_DEFAULT)) for layout in LAYOUTS
-] + [pytest.param("four groups, two devices each", "top-1", marks=pytest.mark.slow)]
+CASES = [slow_unless(layout in BY_DEFAULT, layout, "top-2") for layout in LAYOUTS] + [
+    slow("four groups, two devices each", "top-1")
+]
 
 
 @functools.cache

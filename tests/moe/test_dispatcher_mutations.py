@@ -12,6 +12,7 @@ from switchx.moe.dispatch import einsum_dispatch
 from switchx.moe.dispatchers import FUNCTIONS
 from switchx.moe.dropless import sliced_dispatch
 from switchx.partitioning import collectives
+from tests.cases import slow
 from tests.moe.sharded import MOST_AXES, answer, answer_on, answerer, assert_same, make_problem
 
 PROBLEM = make_problem()
@@ -106,9 +107,7 @@ MORE_MUTANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "mutant", [*MUTANTS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_MUTANTS)]
-)
+@pytest.mark.parametrize("mutant", [*MUTANTS, *(slow(name) for name in MORE_MUTANTS)])
 def test_a_broken_dispatcher_is_caught(want, monkeypatch, mutant):
     name, module, function, break_it = (MUTANTS | MORE_MUTANTS)[mutant]
     assert_same(answer_on(MOST_AXES[name], name, PROBLEM), want)

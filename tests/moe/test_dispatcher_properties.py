@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from switchx.moe.dispatchers import FUNCTIONS
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
+from tests.cases import slow_unless
 from tests.moe.banks import NAMES
 from tests.moe.sharded import (
     MOST_AXES,
@@ -27,7 +28,6 @@ from tests.moe.sharded import (
     make_plan,
     make_problem,
     name_of,
-    slow_unless,
 )
 
 CELLS = [("gather", MeshSpec(data=2, expert=4)), *MOST_AXES.items()]
@@ -161,7 +161,7 @@ class PoisonedBank:
 @pytest.mark.parametrize(
     ("name", "spec"),
     [
-        pytest.param(*cell, marks=slow_unless(cell[0] in ("all_to_all", "dropless", "sliced")))
+        slow_unless(cell[0] in ("gather", "all_to_all", "dropless", "sliced"), *cell)
         for cell in CELLS
     ],
     ids=name_of,

@@ -24,6 +24,7 @@ from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.planner.search import layouts
+from tests.cases import slow
 from tests.data.refusals import refused
 from tests.moe.sharded import (
     HOMES,
@@ -71,7 +72,7 @@ def test_four_tokens_of_decoding_cost_four_experts_not_all():
     np.testing.assert_allclose(few(x_BLD), slots(x_BLD), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("tokens", [pytest.param(9, marks=pytest.mark.slow), E])
+@pytest.mark.parametrize("tokens", [slow(9), E])
 def test_up_to_as_many_tokens_as_experts(tokens):
     (few, x_BLD), (slots, _) = decode(layer(), tokens), decode(layer("einsum"), tokens)
     np.testing.assert_allclose(few(x_BLD), slots(x_BLD), rtol=1e-4, atol=1e-5)
@@ -190,10 +191,7 @@ def test_groups_and_tokens_that_do_not_divide_are_refused_with_the_ways_out():
 def test_a_layer_on_the_wrong_mesh_says_why():
     spec, plan = MeshSpec(), make_problem().plan
     switch = SwitchConfig(8, dispatcher="all_to_all")
-    with (
-        use_mesh(spec.build(), spec.rules),
-        refused(why_not("all_to_all", spec)),
-    ):
+    with use_mesh(spec.build(), spec.rules), refused(why_not("all_to_all", spec)):
         choose_dispatcher(switch, plan, is_training=True)
     chosen = choose_dispatcher(switch, plan, is_training=True)
     assert function_of(chosen) is FUNCTIONS["all_to_all"] and chosen.keywords == {
@@ -253,8 +251,8 @@ LOADS = {
     "spec",
     [
         MeshSpec(data=1, fsdp=2, expert=2, model=2),
-        pytest.param(MeshSpec(node=2, expert=2), marks=pytest.mark.slow),
-        pytest.param(MeshSpec(expert=8), marks=pytest.mark.slow),
+        slow(MeshSpec(node=2, expert=2)),
+        slow(MeshSpec(expert=8)),
     ],
     ids=name_of,
 )

@@ -11,6 +11,7 @@ from switchx.bench import equivalence
 from switchx.bench.equivalence import ROUTERS, all_cells, largest_errors, run_cell
 from switchx.models.config import RouterConfig
 from switchx.moe.config import DISPATCHERS
+from tests.moe.banks import gelu
 from tests.processes import ROOT
 
 
@@ -53,11 +54,6 @@ def test_the_oracle_is_a_loop(monkeypatch):
     got_BLD = equivalence.run_on_one_device("top 1")["forward"]
     np.testing.assert_allclose(got_BLD, want_BLD, rtol=1e-4, atol=1e-4)
     assert num_dropped > 5
-
-
-def gelu(x):
-    """The tanh form, as T5 has it."""
-    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
 def test_a_sample_of_cells_equals_one_device():

@@ -4,12 +4,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from switchx.moe.dispatch import einsum_dispatch, gather_dispatch
 from switchx.moe.plan import route_by_experts
 from tests.moe.oracle import softmax
-from tests.moe.plans import dispatch_loop, tanh_experts
 
 G, T, E, D = 2, 15, 4, 5
 
@@ -51,16 +48,6 @@ def test_every_expert_takes_its_best_tokens():
     np.testing.assert_array_equal(is_dropped_GTS.sum(-1), is_left_GT)
     for g, t, s in np.argwhere(is_dropped_GTS):
         assert s == np.argmax(prob_GTE[g, t])
-
-
-@pytest.mark.parametrize("dispatch", [gather_dispatch, einsum_dispatch])
-def test_dispatchers_read_the_plan(dispatch):
-    rng = np.random.default_rng(1)
-    plan = route(*inputs(), 4)
-    x_GTD = rng.normal(size=(G, T, D)).astype(np.float32)
-    w_EDD = rng.normal(size=(E, D, D)).astype(np.float32)
-    got = jax.jit(lambda x_GTD, plan: dispatch(x_GTD, plan, tanh_experts(w_EDD)))(x_GTD, plan)
-    np.testing.assert_allclose(got, dispatch_loop(x_GTD, plan, w_EDD), rtol=1e-5, atol=1e-6)
 
 
 def test_the_gradient_of_a_gate_is_that_of_its_probability():

@@ -11,7 +11,8 @@ from switchx.moe.dispatchers import FUNCTIONS
 from switchx.moe.expert_copies import gather_bank, plan_over_slots, replicated
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
-from tests.moe.banks import NAMES, dispatch_loop
+from tests.cases import slow, slow_unless
+from tests.moe.banks import NAMES
 from tests.moe.sharded import (
     HOMES,
     MOST_AXES,
@@ -24,7 +25,6 @@ from tests.moe.sharded import (
     largest_error,
     make_problem,
     name_of,
-    slow_unless,
 )
 
 # Two replicas of expert 2, three of expert 5, one of expert 0; nothing where it was.
@@ -35,23 +35,13 @@ DEFAULT = [CELLS[0], *((name, MOST_AXES[name]) for name in ("all_to_all", "slice
 
 
 @pytest.mark.parametrize(
-    ("name", "spec"),
-    [pytest.param(*cell, marks=slow_unless(cell in DEFAULT)) for cell in CELLS],
-    ids=name_of,
+    ("name", "spec"), [slow_unless(cell in DEFAULT, *cell) for cell in CELLS], ids=name_of
 )
 def test_output_and_raw_gradients_are_those_without_replicas(name, spec):
     """On every mesh: a weight's gradient is the sum of those of its replicas, once."""
     problem = make_problem()
     run = answerer(replicated(FUNCTIONS[name], TABLE))
     assert_same(answer_on(spec, name, problem, run), answer(FUNCTIONS["einsum"], problem))
-
-
-@pytest.mark.parametrize("name", ["einsum", "dropless"])
-def test_equals_a_loop_over_tokens(name):
-    problem = make_problem()
-    y_GTD, _ = answer(replicated(FUNCTIONS[name], TABLE), problem)
-    want_GTD = dispatch_loop(problem.x_GTD, problem.plan, problem.numbers)
-    np.testing.assert_allclose(y_GTD, want_GTD, rtol=1e-5, atol=1e-5)
 
 
 def test_a_plan_over_slots_keeps_drops_and_divides_each_queue_evenly():
@@ -116,7 +106,7 @@ def test_slots_that_do_not_divide_are_refused():
         gather_bank(problem.bank, jnp.asarray(TABLE[:10]), E)
 
 
-@pytest.mark.parametrize("platform", ["tpu", pytest.param("cuda", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("platform", ["tpu", slow("cuda")])
 def test_accelerators_send_rows_of_weights_and_their_gradients(platform):
     """Five arrays there and five gradients back; no device gathers all experts."""
     spec, problem = MeshSpec(expert=4), make_problem()

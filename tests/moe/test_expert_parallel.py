@@ -17,6 +17,7 @@ from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.placement import ONE_DEVICE
 from switchx.partitioning.rules import Rules
+from tests.cases import slow, slow_unless
 from tests.moe.banks import dispatch_loop
 from tests.moe.sharded import (
     HOMES,
@@ -34,7 +35,6 @@ from tests.moe.sharded import (
     make_problem,
     name_of,
     random_choices,
-    slow_unless,
 )
 
 ONES = np.ones((G, T, 1), int)
@@ -63,10 +63,7 @@ def want():
 
 @pytest.mark.parametrize(
     ("name", "spec"),
-    [
-        pytest.param(name, spec, marks=slow_unless(MOST_AXES[name] == spec))
-        for name, spec in HOMES
-    ],
+    [slow_unless(MOST_AXES[name] == spec, name, spec) for name, spec in HOMES],
     ids=name_of,
 )
 def test_whatever_the_load_numbers_are_those_of_one_device(want, name, spec):
@@ -79,8 +76,8 @@ def test_whatever_the_load_numbers_are_those_of_one_device(want, name, spec):
     ("name", "parts"),
     [
         ("all_to_all", 3),
-        pytest.param("all_to_all", 99, marks=pytest.mark.slow),  # a part for each slot
-        pytest.param("hierarchical", 2, marks=pytest.mark.slow),
+        slow("all_to_all", 99),  # a part for each slot
+        slow("hierarchical", 2),
     ],
 )
 def test_slots_that_travel_in_parts_give_the_same_numbers(want, name, parts):
@@ -97,9 +94,7 @@ ALIKE = (
 )  # on one device `all_to_all` and `dropless`
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=slow_unless(name not in ALIKE)) for name in FUNCTIONS]
-)
+@pytest.mark.parametrize("name", [slow_unless(name not in ALIKE, name) for name in FUNCTIONS])
 def test_on_one_device_all_are_the_same(want, name):
     problems, answers = want
     for load, problem in problems.items():
@@ -108,7 +103,7 @@ def test_on_one_device_all_are_the_same(want, name):
 
 # By default each extreme has one dispatcher that sends slots and one that sends rows.
 EXTREMES = [
-    pytest.param(name, *extreme, marks=slow_unless(i == j))
+    slow_unless(i == j, name, *extreme)
     for i, name in enumerate(["all_to_all", "ragged_all_to_all", "sliced", "dropless"])
     for j, extreme in enumerate([(1, 1), (E, 3), (E, T)])
 ]

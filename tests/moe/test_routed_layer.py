@@ -11,20 +11,16 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from switchx.models.config import (
-    ModelConfig,
-    Precision,
-    RouterConfig,
-    SwitchConfig,
-)
+from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from switchx.moe.layer import SwitchFFN
 from switchx.moe.router import hash_expert
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules, param_shardings
+from tests.cases import slow_unless
+from tests.compare import assert_close
 from tests.layers.weights import numbers_for, with_params
 from tests.moe.oracle import softmax
-from tests.moe.sharded import slow_unless
 
 B, L, D, F, E = 2, 10, 6, 8, 4
 
@@ -241,10 +237,7 @@ POLICIES = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=slow_unless(name in ("top2_batch_loss", "reroute", "biased")))
-        for name in POLICIES
-    ],
+    [slow_unless(name in ("top2_batch_loss", "reroute", "biased"), name) for name in POLICIES],
 )
 def test_raw_gradients_on_eight_devices_are_those_of_one(name):
     """Two groups over two data parts, four experts over four: groups follow the batch alone."""
@@ -268,4 +261,4 @@ def test_raw_gradients_on_eight_devices_are_those_of_one(name):
             in_shardings=(shardings, rows, rows, rows),
         )
         got = run(params, *inputs())
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+    assert_close(got, want, rtol=1e-4, atol=1e-5)

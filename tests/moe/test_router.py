@@ -41,30 +41,6 @@ def test_logits_are_float32_products_of_bfloat16_activations():
     np.testing.assert_allclose(logits_GTE, exact_GTE, rtol=1e-5, atol=1e-5)
 
 
-def test_top1_equals_a_loop():
-    x_GTD, w_router_DE, is_token_GT = inputs()
-    prob_GTE = softmax(x_GTD.astype(np.float64) @ w_router_DE).astype(np.float32)
-    plan = jax.device_get(top1_plan(prob_GTE, is_token_GT, 3))
-    assert (plan.num_experts, plan.capacity) == (E, 3)
-    assert plan.expert_GTS.shape == (G, T, 1)
-    for g in range(G):
-        queue = [0] * E
-        for t in range(T):
-            if not is_token_GT[g, t]:
-                assert plan.expert_GTS[g, t, 0] == E
-                assert not plan.is_routed_GTS[g, t, 0]
-                continue
-            e = max(range(E), key=lambda e, g=g, t=t: prob_GTE[g, t, e])
-            assert plan.expert_GTS[g, t, 0] == e
-            assert plan.gate_GTS[g, t, 0] == prob_GTE[g, t, e]
-            assert plan.slot_GTS[g, t, 0] == queue[e]
-            assert plan.is_kept_GTS[g, t, 0] == (queue[e] < 3)
-            queue[e] += 1
-        assert list(plan.count_GE[g]) == queue
-    # Both fates occur.
-    assert np.any(plan.is_kept_GTS) and np.any(plan.is_routed_GTS & ~plan.is_kept_GTS)
-
-
 def test_a_tie_goes_to_the_first_expert():
     prob_GTE = jnp.array([[[0.2, 0.4, 0.4], [1 / 3, 1 / 3, 1 / 3]]])
     plan = top1_plan(prob_GTE, jnp.ones((1, 2), bool), 2)
@@ -113,26 +89,6 @@ def test_the_balance_loss_has_no_product_that_an_accelerator_would_round():
 def test_the_routers_dtype_is_chosen(dtype):
     x_GTD, w_router_DE, _ = map(jnp.asarray, inputs())
     assert router_logits(x_GTD, w_router_DE, dtype=dtype).dtype == dtype
-
-
-@pytest.mark.parametrize("num_selected", [2, E])
-@pytest.mark.parametrize("convention", ["softmax", "normalized"])
-def test_top_k_and_both_conventions_of_the_gate_equal_a_loop(num_selected, convention):
-    x_GTD, w_router_DE, _ = inputs()
-    prob_GTE = softmax(x_GTD.astype(np.float64) @ w_router_DE).astype(np.float32)
-
-    @jax.jit
-    def run(prob_GTE):
-        expert_GTS = choose_experts(prob_GTE, num_selected)
-        return expert_GTS, chosen_gates(prob_GTE, expert_GTS, convention)
-
-    expert_GTS, gate_GTS = jax.device_get(run(prob_GTE))
-    for g, t in np.ndindex(G, T):
-        p_E = prob_GTE[g, t].astype(np.float64)
-        best = sorted(range(E), key=lambda e, p_E=p_E: -p_E[e])[:num_selected]
-        assert expert_GTS[g, t].tolist() == best
-        gates = p_E[best] / (p_E[best].sum() if convention == "normalized" else 1.0)
-        np.testing.assert_allclose(gate_GTS[g, t], gates, rtol=1e-6)
 
 
 def test_ties_of_top_k_go_to_the_first_experts():

@@ -8,12 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from switchx.compiled.collectives import collectives
-from switchx.partitioning.constrain import (
-    constrain,
-    constrain_named,
-    open_axes,
-    use_mesh,
-)
+from switchx.partitioning.constrain import constrain, constrain_named, open_axes, use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 

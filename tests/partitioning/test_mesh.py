@@ -84,27 +84,20 @@ def test_some_of_the_devices():
     ],
 )
 def test_a_mesh_uses_exactly_the_devices_there_are(spec, text, needed):
-    with refused(
-        f"mesh {text} needs {needed} devices, but there are 8 (cpu); change the mesh (of a "
-        "run, by --gin_file=configs/meshes/data.gin after its own files), or simulate "
-        f"devices on CPU with XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
-    ):
+    with refused(f"mesh {text} needs {needed} devices, but there are 8 (cpu)"):
         spec.build()
 
 
 @pytest.mark.parametrize("name", AXES)
 def test_an_axis_has_a_device(name):
-    with refused(f"mesh axis {name!r} has size 0; use at least 1"):
+    with refused(f"mesh axis {name!r} has size 0"):
         MeshSpec(**{name: 0})
 
 
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("axes", [("fspd",), "fsdp", ("fsdp", "experts")], ids=str)
 def test_rules_that_name_no_axis_of_a_mesh_are_refused(table, axes):
-    with refused(
-        f"Rules.{table} splits D over {axes!r}; use a tuple of mesh axes, out of pipe, data, "
-        "fsdp, node, expert, model"
-    ):
+    with refused(f"Rules.{table} splits D over {axes!r}"):
         MeshSpec(rules=dataclasses.replace(Rules(), **{table: (("D", axes),)}))
 
 
@@ -261,19 +254,14 @@ def test_processes_of_cpus_are_machines():
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        (
-            dict(node=3, data=4),
-            "mesh axis 'node' of size 3 does not divide the 4 machines; use node=2 or 4",
-        ),
+        (dict(node=3, data=4), "mesh axis 'node' of size 3 does not divide the 4 machines"),
         (
             dict(node=2, expert=6),
-            "with an axis 'node', expert=6 has to fit a machine's 4 devices; use a product of "
-            "1 or 2 or 4, and node for the machines",
+            "with an axis 'node', expert=6 has to fit a machine's 4 devices",
         ),
         (
             dict(node=2, expert=4, model=2),
-            "with an axis 'node', expert=4 x model=2 has to fit a machine's 4 devices; use a "
-            "product of 1 or 2 or 4, and node for the machines",
+            "with an axis 'node', expert=4 x model=2 has to fit a machine's 4 devices",
         ),
     ],
 )
@@ -285,8 +273,7 @@ def test_axes_that_do_not_fit_machines(axes, message):
 def test_unequal_machines_have_no_rails():
     devices = cluster(2, 4)[:6]
     with refused(
-        "mesh axis 'node' of size 2 needs machines with equally many devices; these have 4, 2; "
-        "use node=1, or equal machines"
+        "mesh axis 'node' of size 2 needs machines with equally many devices<any>4, 2"
     ):
         arranged(devices, axis_sizes(node=2, expert=3))
     assert arranged(devices, axis_sizes(data=6)).size == 6
@@ -382,12 +369,8 @@ def test_each_option_is_explained():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            ("--xla_a=1",),
-            "CompilerOptions.gpu has '--xla_a=1'; write xla_name=value, without dashes, as "
-            "xla_gpu_enable_latency_hiding_scheduler=True",
-        ),
-        (("xla_a=1", "xla_a=2"), "CompilerOptions.gpu sets xla_a twice; keep one"),
+        (("--xla_a=1",), "CompilerOptions.gpu has '--xla_a=1'"),
+        (("xla_a=1", "xla_a=2"), "CompilerOptions.gpu sets xla_a twice"),
     ],
 )
 def test_bad_options(options, message):

@@ -12,15 +12,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
-from switchx.pipeline.chunks import (
-    add_to_chunk,
-    chunk_moves,
-    chunk_of,
-    move_chunks,
-)
+from switchx.pipeline.chunks import add_to_chunk, chunk_moves, chunk_of, move_chunks
 from switchx.pipeline.schedule import ScheduleSpec
 from switchx.pipeline.staged import run_pipeline
 from switchx.pipeline.ticks import IF_LAST, Lane, Objective, run_if
+from tests.cases import slow
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
@@ -109,10 +105,10 @@ def whole(stacks, shared, inputs):
 @pytest.mark.parametrize(
     ("kind", "chunks", "stages", "num_stacks"),
     [
-        pytest.param("gpipe", 1, 4, 1, marks=pytest.mark.slow),
+        slow("gpipe", 1, 4, 1),
         ("1f1b", 1, 4, 2),
         ("interleaved", 2, 4, 2),
-        pytest.param("interleaved", 4, 2, 1, marks=pytest.mark.slow),
+        slow("interleaved", 4, 2, 1),
     ],
 )
 def test_gradients_are_those_of_the_whole(kind, chunks, stages, num_stacks):

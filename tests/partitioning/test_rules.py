@@ -7,7 +7,6 @@ import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from switchx import tree
-from switchx.axes import DIMENSIONS
 from switchx.partitioning.mesh import AXES, MeshSpec
 from switchx.partitioning.placement import ONE_DEVICE, Placement
 from switchx.partitioning.rules import (
@@ -99,10 +98,7 @@ def test_axes_of_size_one_or_absent_from_the_mesh_are_left_out():
 
 @pytest.mark.parametrize(("size", "choices"), [(6, "4 or 8"), (3, "4"), (13, "12 or 16")])
 def test_a_parameter_that_does_not_divide_is_refused_with_the_way_out(size, choices):
-    with refused(
-        f"expert dimension E={size} is not divisible by mesh axis 'expert' of size 4; use "
-        f"{choices}, or a mesh with an axis that divides {size}"
-    ):
+    with refused(f"expert dimension E={size} is not divisible by mesh axis 'expert' of size 4"):
         spec("EDF", size, 3, 5, table="expert_params")
 
 
@@ -111,33 +107,23 @@ def test_a_parameter_over_two_axes_is_refused_by_their_product():
     assert spec("VD", 16, 3, table="params", rules=rules) == PartitionSpec(
         ("data", "expert"), None
     )
-    with refused(
-        "vocab dimension V=12 is not divisible by mesh axis 'data*expert' of size 8; use 8 or "
-        "16, or a mesh with an axis that divides 12"
-    ):
+    with refused("vocab dimension V=12 is not divisible by mesh axis 'data*expert' of size 8"):
         spec("VD", 12, 3, table="params", rules=rules)
 
 
 def test_two_dimensions_cannot_share_a_mesh_axis():
-    with refused(
-        "dimensions G and E of GTE both claim mesh axis 'expert'; give them different axes in "
-        "Rules.activations"
-    ):
+    with refused("dimensions G and E of GTE both claim mesh axis 'expert'"):
         spec("GTE", 8, 5, 8)
     rules = Rules(expert_params=(("E", ("expert",)), ("F", ("expert",))))
-    with refused(
-        "dimensions E and F of EDF both claim mesh axis 'expert'; give them different axes in "
-        "Rules.expert_params"
-    ):
+    with refused("dimensions E and F of EDF both claim mesh axis 'expert'"):
         spec("EDF", 8, 3, 8, table="expert_params", rules=rules)
 
 
 @pytest.mark.parametrize("table", TABLES)
 def test_rules_name_known_letters_once(table):
-    letters = "".join(DIMENSIONS)
-    with refused(f"Rules.{table} names E, E; use each letter once, out of {letters}"):
+    with refused(f"Rules.{table} names E, E"):
         Rules(**{table: (("E", ("expert",)), ("E", ("data",)))})
-    with refused(f"Rules.{table} names Z; use each letter once, out of {letters}"):
+    with refused(f"Rules.{table} names Z"):
         Rules(**{table: (("Z", ("expert",)),)})
 
 
@@ -173,22 +159,20 @@ def test_a_vocabulary_on_devices_of_other_tokens_is_split_or_refused():
     rules = Rules(params=(("V", ("data",)),), may_stay_whole=())
     mesh = MeshSpec(data=8).build()
     assert param_spec(rules, mesh, "embedding_VD", (32, 4)) == PartitionSpec("data", None)
-    with refused(
-        "vocab dimension V=33 is not divisible by mesh axis 'data' of size 8; use 32 or 40, or "
-        "a mesh with an axis that divides 33"
-    ):
+    with refused("vocab dimension V=33 is not divisible by mesh axis 'data' of size 8"):
         param_spec(rules, mesh, "embedding_VD", (33, 4))
     with refused(
-        "Rules.params splits V over data to save memory, but V is in Rules.may_stay_whole: a "
-        "vocabulary that does not divide would be whole on every device; use may_stay_whole=()"
+        "Rules.params splits V over data to save memory, but V is in "
+        "Rules.may_stay_whole: a vocabulary that does not divide would be whole on "
+        "every device"
     ):
         Rules(params=(("V", ("data",)),))
     with refused(
-        "Rules.params splits V over data, model, of which model has the same tokens everywhere "
-        "and data has not; use axes of one kind"
+        "Rules.params splits V over data, model, of which model has the same "
+        "tokens everywhere and data has not"
     ):
         Rules(params=(("V", ("data", "model")),), may_stay_whole=())
-    with refused("Rules.vocab_room=0.0; use a factor above 0"):
+    with refused("Rules.vocab_room=0.0"):
         Rules(vocab_room=0.0)
 
 

@@ -212,15 +212,12 @@ def test_check_finds_what_never_runs():
     ],
 )
 def test_wrong_numbers_are_refused(make, words):
-    with refused(f"<any>{words}<any>"):
+    with refused(f"<any>{words}"):
         make()
 
 
 def test_blocks_that_do_not_divide_are_refused_with_what_does():
-    with refused(
-        "12 decoder blocks, 6 runs of 2, do not divide over 4 stages of 1 chunk(s); use 8 or "
-        "16 blocks, or 1 or 2 or 3 or 6 stages"
-    ):
+    with refused("12 decoder blocks, 6 runs of 2, do not divide over 4 stages of 1 chunk(s)"):
         ScheduleSpec().check_blocks(4, 6, 2, "decoder")
     ScheduleSpec("interleaved", 2).check_blocks(4, 16, 2, "decoder")
 

@@ -14,15 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from switchx.storage.cache import (
-    LRU,
-    Cache,
-    DecayedLFU,
-    NextUse,
-    Place,
-    belady,
-    make_policy,
-)
+from switchx.storage.cache import LRU, Cache, DecayedLFU, NextUse, Place, belady, make_policy
 from switchx.storage.cached_store import CachedStore
 from switchx.storage.record import Record
 from switchx.storage.simulation import decoding_trace

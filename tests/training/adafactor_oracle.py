@@ -1,7 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adafactor of one matrix or vector in float64 NumPy, from the paper's algorithms 4 to 6."""
+"""Adafactor of one matrix or vector in float64 NumPy, from the paper's algorithms 4 to 6.
 
+Also the step of an optimizer as the training step takes it.
+"""
+
+import jax
 import numpy as np
+
+from switchx.optim.updates import apply_updates
+
+
+def donating_step(transformation):
+    """The jitted `(params, state, gradient, is_finite) -> params, state`, in place."""
+
+    def step(params, state, gradient, is_finite):
+        def update(params, state):
+            updates, state = transformation.update(gradient, state, params)
+            return apply_updates(params, updates), state
+
+        return jax.lax.cond(is_finite, update, lambda *kept: kept, params, state)
+
+    return jax.jit(step, donate_argnums=(0, 1))
 
 
 class MatrixAdafactor:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs whose experts are on a disk, also with a mesh of devices; a program, what it saves."""
 
-import dataclasses
-
 import jax
 
 from switchx.checkpoint.run_folder import RunFolder
@@ -13,7 +11,7 @@ from switchx.storage.snapshot import Snapshot
 from switchx.training.offload.disk_program import LayeredProgram
 from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.step import StepConfig
-from tests.training.jobs import SPARSE, make_batch, make_job, stacked
+from tests.training.jobs import SPARSE, make_batch, make_job, stacked, with_switch
 
 # So many experts that some have no token in a step.
 E = 24
@@ -64,7 +62,6 @@ def saved_files(program, folder):
 
 
 def mesh_job(mesh: MeshSpec, storage=None, dispatcher="gather", **changes):
-    switch = dataclasses.replace(MESH_MODEL.switch, dispatcher=dispatcher)
     fields = dict(
         storage=storage or StorageSpec("disk"),
         optimizer=AdamW(weight_decay=0.1, epsilon=1e-4),
@@ -72,4 +69,4 @@ def mesh_job(mesh: MeshSpec, storage=None, dispatcher="gather", **changes):
         step=StepConfig(num_microbatches=2, clip_norm=0.5),
         batch_size=MESH_ROWS,
     )
-    return make_job(dataclasses.replace(MESH_MODEL, switch=switch), **fields | changes)
+    return make_job(with_switch(MESH_MODEL, dispatcher=dispatcher), **fields | changes)

@@ -2,6 +2,8 @@
 """Small models, batches and jobs for the tests of training, and a reporter of what happens."""
 
 import dataclasses
+import os
+import signal
 
 import jax.numpy as jnp
 import numpy as np
@@ -102,6 +104,11 @@ def tiny_job(**changes) -> TrainingJob:
     return make_job(TINY, **changes)
 
 
+def with_switch(config: ModelConfig, **changes) -> ModelConfig:
+    """The configuration with other settings of its Switch layers."""
+    return dataclasses.replace(config, switch=dataclasses.replace(config.switch, **changes))
+
+
 def stacked(config, layers=4, **switch):
     """The configuration with scanned stacks of so many blocks, and dropout."""
     if config.is_encoder_decoder:
@@ -113,6 +120,26 @@ def stacked(config, layers=4, **switch):
         dropout_rate=0.1,
         switch=config.switch and dataclasses.replace(config.switch, **switch),
     )
+
+
+def killed_after(last_step: int):
+    """What `Events` calls so that a run ends after a step, before its state is saved."""
+
+    def end(step):
+        if step == last_step:
+            raise MemoryError
+
+    return end
+
+
+def signalled_after(last_step: int):
+    """What `Events` calls so that this process gets a SIGTERM after a step."""
+
+    def stop(step):
+        if step == last_step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return stop
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,6 @@ import functools
 import jax
 import numpy as np
 
-from switchx import tree
 from switchx.optim.updates import global_norm
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
@@ -15,8 +14,9 @@ from switchx.partitioning.rules import param_shardings
 from switchx.pipeline.schedule import ScheduleSpec
 from switchx.training.pipelined import build_schedule, pipelined_gradients
 from switchx.training.step import StepConfig, gradients
+from tests.compare import assert_close_to_largest
 from tests.training import jobs
-from tests.training.jobs import LOSS, make_batch, make_params
+from tests.training.jobs import LOSS, make_batch, make_params, with_switch
 
 # The auxiliary losses weigh enough to be seen in a wrong gradient.
 WEIGHTY = dataclasses.replace(LOSS, balance_weight=0.5, router_z_weight=0.1)
@@ -35,8 +35,7 @@ def stacked(config, layers: int, *, dropout_rate=0.0, dispatcher=None):
 def unpipelined(config, num_microbatches=MICROBATCHES, batch=None):
     """Gradients, loss, token sums and statistics on one device."""
     if config.switch is not None and not config.switch.has_attention:
-        switch = dataclasses.replace(config.switch, dispatcher="gather")
-        config = dataclasses.replace(config, switch=switch)
+        config = with_switch(config, dispatcher="gather")
     step = StepConfig(num_microbatches=num_microbatches)
     compute = functools.partial(gradients, config, WEIGHTY, step)
     batch = make_batch(config, ROWS) if batch is None else batch
@@ -57,8 +56,4 @@ def pipelined(config, mesh: MeshSpec, spec=None, num_microbatches=MICROBATCHES, 
 
 def assert_equal(got, want):
     np.testing.assert_allclose(global_norm(got[0]), global_norm(want[0]), rtol=2e-5)
-    mine, right = tree.named_leaves(got), tree.named_leaves(want)
-    assert mine.keys() == right.keys()
-    for name, leaf in right.items():
-        atol = 2e-5 * max(float(np.max(np.abs(leaf))), 1e-6)
-        np.testing.assert_allclose(mine[name], leaf, rtol=0, atol=atol, err_msg=name)
+    assert_close_to_largest(got, want, 2e-5, least=1e-6)

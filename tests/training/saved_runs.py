@@ -6,8 +6,11 @@ import json
 import pathlib
 
 import jax.numpy as jnp
+import numpy as np
 
+from switchx import tree
 from switchx.checkpoint.checkpointer import Checkpointer, Retention
+from switchx.checkpoint.items import read_items
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.training.resume import write_run_config
@@ -35,9 +38,13 @@ def save_run(path, model: ModelConfig, **changes) -> pathlib.Path:
     return folder.root
 
 
+def lines(path) -> list[dict]:
+    """The lines of a log."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def steps_in(path) -> list[int]:
-    """Steps of the lines of a log."""
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    return [line["step"] for line in lines(path)]
 
 
 def saved_steps(run) -> set[int]:
@@ -50,4 +57,11 @@ def kept(folder) -> list[int]:
 
 
 def losses_of(run: RunFolder) -> list[float]:
-    return [json.loads(line)["loss"] for line in run.metrics.read_text().splitlines()]
+    return [line["loss"] for line in lines(run.metrics)]
+
+
+def arrays_of(run: RunFolder, step: int) -> dict[str, np.ndarray]:
+    """All arrays of a checkpoint by name, wherever the experts are."""
+    items = {"params": None, "train_state": None}
+    leaves = tree.named_leaves(read_items(run.checkpoints / str(step), items))
+    return {name: np.asarray(leaf) for name, leaf in leaves.items()}

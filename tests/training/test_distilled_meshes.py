@@ -14,22 +14,11 @@ import pytest
 from switchx import tree
 from switchx.optim.updates import global_norm
 from switchx.partitioning.mesh import MeshSpec
-from switchx.training.distillation.soft_loss import (
-    Distillation,
-    Teacher,
-    taught_by,
-)
+from switchx.training.distillation.soft_loss import Distillation, Teacher, taught_by
 from switchx.training.distillation.student import DistilledProgram, as_teacher
 from switchx.training.step import StepConfig, gradients
-from tests.training.jobs import (
-    DENSE,
-    LOSS,
-    SPARSE,
-    SWITCH,
-    make_batch,
-    make_job,
-    make_params,
-)
+from tests.cases import slow
+from tests.training.jobs import DENSE, LOSS, SPARSE, SWITCH, make_batch, make_job, make_params
 from tests.training.saved_runs import save_run
 
 ROWS = 16
@@ -49,9 +38,7 @@ MESHES = {
 OTHERS = [(name, parts) for name in MESHES for parts in (1, 2) if (name, parts) != ("all", 1)]
 
 
-@pytest.fixture(
-    scope="module", params=["sparse", pytest.param("dense", marks=pytest.mark.slow)]
-)
+@pytest.fixture(scope="module", params=["sparse", slow("dense")])
 def teacher(request, tmp_path_factory):
     """A teacher's run, and what a student learns of it on one device."""
     config = TEACHERS[request.param]
@@ -102,11 +89,7 @@ def raw_gradients(program: DistilledProgram) -> dict:
 
 # All axes at once by default, each alone in `make test-all`.
 @pytest.mark.parametrize(
-    ("mesh", "microbatches"),
-    [
-        ("all", 1),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS),
-    ],
+    ("mesh", "microbatches"), [("all", 1), *(slow(*each) for each in OTHERS)]
 )
 def test_raw_gradients_are_those_of_one_device(teacher, mesh, microbatches):
     run, want, settings = teacher

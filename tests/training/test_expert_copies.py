@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from switchx import tree
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.models.params import abstract_params
 from switchx.moe.copy_placement import place_copies
@@ -20,6 +19,8 @@ from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig, gradients, seam_of
 from switchx.training.switch_layers import layers_of
+from tests.cases import slow
+from tests.compare import assert_close_to_largest
 from tests.data.refusals import refused
 from tests.training.jobs import (
     ENCODER_DECODER,
@@ -29,6 +30,7 @@ from tests.training.jobs import (
     make_batch,
     make_job,
     make_params,
+    with_switch,
 )
 from tests.training.saved_runs import losses_of
 
@@ -43,8 +45,7 @@ DECODER = dataclasses.replace(SPARSE, num_decoder_layers=4, scan_layers=True, re
 
 
 def with_replicas(config, num_replicas: int, **changes):
-    switch = dataclasses.replace(config.switch, num_replicas=num_replicas, **changes)
-    return dataclasses.replace(config, switch=switch)
+    return with_switch(config, num_replicas=num_replicas, **changes)
 
 
 def gradients_on(spec: MeshSpec | None, config, table_NR=None, step=StepConfig()):
@@ -68,12 +69,10 @@ def gradients_on(spec: MeshSpec | None, config, table_NR=None, step=StepConfig()
     ("spec", "dispatcher", "model"),
     [
         (None, "gather", DECODER),
-        pytest.param(None, "gather", DEEP, marks=pytest.mark.slow),
-        pytest.param(
-            MeshSpec(data=2, expert=4), "ragged_all_to_all", DEEP, marks=pytest.mark.slow
-        ),
-        pytest.param(MeshSpec(data=2, expert=4), "gather", DEEP, marks=pytest.mark.slow),
-        pytest.param(MeshSpec(fsdp=2, expert=4), "all_to_all", DEEP, marks=pytest.mark.slow),
+        slow(None, "gather", DEEP),
+        slow(MeshSpec(data=2, expert=4), "ragged_all_to_all", DEEP),
+        slow(MeshSpec(data=2, expert=4), "gather", DEEP),
+        slow(MeshSpec(fsdp=2, expert=4), "all_to_all", DEEP),
     ],
 )
 def test_raw_gradients_of_a_model_are_those_without_replicas(spec, dispatcher, model):
@@ -85,9 +84,7 @@ def test_raw_gradients_of_a_model_are_those_without_replicas(spec, dispatcher, m
     want = gradients_on(None, model)
     config, step = with_replicas(model, 4, dispatcher=dispatcher), StepConfig(2)
     got = gradients_on(spec, config, table_NR, step if spec is None else StepConfig())
-    for name, leaf in tree.named_leaves(want).items():
-        error = np.abs(tree.named_leaves(got)[name] - leaf).max()
-        assert error <= 1e-5 * max(np.abs(leaf).max(), 1e-3), name
+    assert_close_to_largest(got, want, 1e-5, least=1e-3)
 
 
 def test_each_layer_has_its_own_row_of_the_table():
@@ -137,18 +134,14 @@ def test_tables_follow_the_load():
 @pytest.mark.parametrize(
     ("replicas", "changes", "message"),
     [
-        (
-            3,
-            dict(mesh=MeshSpec(expert=4)),
-            "<any>11 slots do not divide<any>",
-        ),
+        (3, dict(mesh=MeshSpec(expert=4)), "11 slots do not divide"),
         (
             4,
             dict(step=StepConfig(bucket_bytes=1024), mesh=MeshSpec(fsdp=2)),
-            "<any>with StepConfig.bucket_bytes<any>",
+            "with StepConfig.bucket_bytes",
         ),
-        (4, dict(storage=StorageSpec("disk")), "<any>with StorageSpec.experts='disk'<any>"),
-        (4, dict(storage=StorageSpec("host")), "<any>with StorageSpec.experts='host'<any>"),
+        (4, dict(storage=StorageSpec("disk")), "with StorageSpec.experts='disk'"),
+        (4, dict(storage=StorageSpec("host")), "with StorageSpec.experts='host'"),
     ],
 )
 def test_refusals(replicas, changes, message):
@@ -168,10 +161,10 @@ def test_a_pipeline_is_refused():
         pipeline=ScheduleSpec(),
         step=StepConfig(num_microbatches=2),
     )
-    with refused("SwitchConfig.num_replicas=4 with mesh axis 'pipe' of size 2<any>"):
+    with refused("SwitchConfig.num_replicas=4 with mesh axis 'pipe' of size 2"):
         compiled_program(job, jax.devices()[:2])
 
 
 def test_switch_attention_is_refused():
-    with refused("SwitchConfig.num_replicas=4 with sublayers='attention'<any>"):
+    with refused("SwitchConfig.num_replicas=4 with sublayers='attention'"):
         with_replicas(SPARSE, 4, sublayers="attention")

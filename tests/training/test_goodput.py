@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Goodput: every second has one cause, over killed processes too; slow steps and hosts."""
 
-import json
 import threading
 import types
 
@@ -205,11 +204,3 @@ def test_the_process_that_is_late_is_named():
     got = over_processes(rows_PS)
     assert (got["max_s"], got["max_process"], got["slow_steps"]) == (4.0, 2, 2)
     assert (got["late_s"], got["late_process"], got["late_median_s"]) == (8.0, 1, 0.25)
-
-
-def test_the_file_is_json_that_adds_up(tmp_path, clock):
-    goodput, _ = begun(tmp_path, clock)
-    clock.passes(1)
-    goodput.write(0)
-    written = json.loads((tmp_path / "goodput.json").read_text())
-    assert written["seconds"]["start"] == 1.0 and written["step"] == 0

@@ -11,7 +11,7 @@ from switchx.data.mixtures import Mixture
 from switchx.models.config import RouterConfig
 from switchx.training.step import StepConfig
 from tests.data.refusals import refused
-from tests.training.jobs import DENSE, ENCODER_DECODER, SPARSE, TASK, make_job
+from tests.training.jobs import DENSE, ENCODER_DECODER, SPARSE, TASK, make_job, with_switch
 
 
 def test_an_encoder_decoder_reads_inputs_and_targets_apart():
@@ -36,10 +36,7 @@ def test_the_vocabulary_is_that_of_the_tasks():
 def test_a_model_without_an_embedding_for_each_id_is_refused():
     make_job().check_vocabulary()
     job = make_job(dataclasses.replace(DENSE, vocab_size=383))
-    with refused(
-        "the vocabulary has 384 ids, but the model's vocab_size is 383; use a vocab_size of at "
-        "least 384 (VOCAB_SIZE in the shipped configurations)"
-    ):
+    with refused("the vocabulary has 384 ids, but the model's vocab_size is 383"):
         job.check_vocabulary()
 
 
@@ -49,34 +46,31 @@ def test_a_model_without_an_embedding_for_each_id_is_refused():
     "max_skipped_in_a_row".split(),
 )
 def test_counts_are_at_least_one(name):
-    with refused(f"{name}=0; use at least 1"):
+    with refused(f"{name}=0"):
         make_job(**{name: 0})
 
 
 @pytest.mark.parametrize("name", ["train_steps", "seed"])
 def test_steps_and_seeds_are_not_negative(name):
     make_job(**{name: 0})
-    with refused(f"{name}=-1; use 0 or more"):
+    with refused(f"{name}=-1"):
         make_job(**{name: -1})
 
 
 def test_seeds_fit_a_key():
     make_job(seed=2**32 - 1)
-    with refused(f"seed={2**32}; use one below 2**32"):
+    with refused(f"seed={2**32}"):
         make_job(seed=2**32)
 
 
 def test_an_evaluation_reads_something():
     make_job(eval_batches=None)
-    with refused("eval_batches=0; use at least 1, or None for the whole split"):
+    with refused("eval_batches=0"):
         make_job(eval_batches=0)
 
 
 def test_microbatches_divide_the_batch():
-    with refused(
-        "batch_size=8 is not divisible by num_microbatches=3; use a multiple of it, or a "
-        "number of microbatches that divides 8"
-    ):
+    with refused("batch_size=8 is not divisible by num_microbatches=3"):
         make_job(step=StepConfig(num_microbatches=3))
 
 
@@ -87,23 +81,17 @@ def test_microbatches_divide_the_batch():
 def test_rows_fit_the_learned_positions(model, lengths):
     model = dataclasses.replace(model, positions="learned", max_length=8)
     inputs_length, targets_length = lengths
-    with refused(
-        "rows of 9 tokens do not fit the model's max_length=8 learned positions; use shorter "
-        "rows or a larger max_length"
-    ):
+    with refused("rows of 9 tokens do not fit the model's max_length=8 learned positions"):
         make_job(model, inputs_length=inputs_length, targets_length=targets_length)
     make_job(model, inputs_length=4, targets_length=4)
 
 
 def test_a_balance_loss_over_the_batch_needs_the_whole_batch_at_once():
     router = RouterConfig(balance_scope="batch")
-    model = dataclasses.replace(
-        SPARSE, switch=dataclasses.replace(SPARSE.switch, router=router)
-    )
+    model = with_switch(SPARSE, router=router)
     make_job(model)
     with refused(
-        "RouterConfig.balance_scope='batch' with num_microbatches=2: the first microbatch's "
-        "gradient would need the load of all; use one microbatch, or balance_scope='group', "
-        "which is exact under any split"
+        "RouterConfig.balance_scope='batch' with num_microbatches=2: the first "
+        "microbatch's gradient would need the load of all"
     ):
         make_job(model, step=StepConfig(num_microbatches=2))

@@ -18,7 +18,7 @@ from switchx.training.losses import (
     loss_terms,
 )
 from tests.data.refusals import refused
-from tests.training.jobs import DENSE, SPARSE, make_batch, with_padded_rows
+from tests.training.jobs import DENSE, SPARSE, make_batch, with_padded_rows, with_switch
 
 B, L, V = 2, 5, 7
 PLAIN = LossConfig(layer_reduction="mean", z_loss=0.0)
@@ -99,28 +99,6 @@ def test_gradient_equals_finite_differences(name):
     np.testing.assert_array_equal(got_BLV[0, 3:], 0)  # no weight, no gradient
 
 
-def test_a_perfect_prediction_costs_nothing_even_with_smoothing():
-    smoothing = 0.1
-    targets_BL = jnp.asarray([[2, 0]])
-    is_target_BLV = np.eye(V)[np.asarray(targets_BL)]
-    prob_BLV = np.where(is_target_BLV, 1 - smoothing, smoothing / (V - 1))
-    config = dataclasses.replace(PLAIN, label_smoothing=smoothing)
-    weights_BL = jnp.ones((1, 2))
-    perfect = cross_entropy(jnp.log(jnp.asarray(prob_BLV)), targets_BL, weights_BL, config)
-    np.testing.assert_allclose(perfect.loss, 0, atol=1e-6)
-    surer = cross_entropy(100.0 * is_target_BLV, targets_BL, weights_BL, config)
-    assert float(surer.loss) > 1  # one that leaves nothing for the others
-    np.testing.assert_allclose(surer.nll, 0, atol=1e-6)
-
-
-def test_a_uniform_prediction_costs_log_v_nats_a_token():
-    sums = cross_entropy(
-        jnp.zeros((1, 3, V)), jnp.zeros((1, 3), jnp.int32), jnp.ones((1, 3)), PLAIN
-    )
-    np.testing.assert_allclose(sums.loss, 3 * np.log(7), rtol=1e-6)
-    np.testing.assert_allclose(sums.nll, 3 * np.log(7), rtol=1e-6)
-
-
 def test_of_equal_logits_the_first_is_predicted():
     """As by `numpy.argmax`, also among some of the tokens; a NaN predicts nothing right."""
     rng = np.random.default_rng(0)
@@ -145,9 +123,7 @@ def test_large_logits_stay_finite_and_sums_are_float32(dtype):
     assert float(sums.nll) == 0 and float(sums.correct) == 1
 
 
-MODEL = dataclasses.replace(
-    SPARSE, num_decoder_layers=4, switch=dataclasses.replace(SPARSE.switch, every=1)
-)
+MODEL = dataclasses.replace(with_switch(SPARSE, every=1), num_decoder_layers=4)
 
 
 def routing() -> tuple[RoutingStats, LossDenominators]:
@@ -192,8 +168,7 @@ def test_a_dense_model_has_no_auxiliary_loss():
 def test_denominators_count_groups_that_have_tokens_by_hand(num_microbatches, padding, groups):
     """Rows of 8 tokens in groups of 8; three of six rows are padding."""
     router = dataclasses.replace(SPARSE.switch.router, padding=padding)
-    switch = dataclasses.replace(SPARSE.switch, router=router)
-    config = dataclasses.replace(SPARSE, switch=switch)
+    config = with_switch(SPARSE, router=router)
     batch = with_padded_rows(make_batch(config, 6), 0, 1, 5)
     found = loss_denominators(config, batch, num_microbatches)
     assert found.groups == {"decoder": groups}
@@ -205,17 +180,11 @@ def test_denominators_count_groups_that_have_tokens_by_hand(num_microbatches, pa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"layer_reduction": "max"},
-            "LossConfig.layer_reduction='max' is unknown; use one of mean, sum",
-        ),
-        ({"balance_weight": -0.01}, "LossConfig.balance_weight=-0.01; use at least 0"),
-        ({"router_z_weight": -1}, "LossConfig.router_z_weight=-1; use at least 0"),
-        ({"z_loss": -1e-4}, "LossConfig.z_loss=-0.0001; use at least 0"),
-        (
-            {"label_smoothing": 1.0},
-            "LossConfig.label_smoothing=1.0; use 0 <= label_smoothing < 1",
-        ),
+        ({"layer_reduction": "max"}, "LossConfig.layer_reduction='max' is unknown"),
+        ({"balance_weight": -0.01}, "LossConfig.balance_weight=-0.01"),
+        ({"router_z_weight": -1}, "LossConfig.router_z_weight=-1"),
+        ({"z_loss": -1e-4}, "LossConfig.z_loss=-0.0001"),
+        ({"label_smoothing": 1.0}, "LossConfig.label_smoothing=1.0"),
     ],
 )
 def test_wrong_configurations_are_refused(changes, message):

@@ -72,14 +72,14 @@ def test_writers_get_what_the_run_folder_has(tmp_path, monkeypatch):
 def test_what_cannot_write_is_refused_before_the_folder_is_made(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     job = make_job(DENSE, metric_writers=(WeightsAndBiases("mine"),))
-    with refused("wandb cannot be imported <any>") as caught:
+    with refused("wandb cannot be imported ") as caught:
         train(job, RunFolder(tmp_path / "run"), Events())
     assert "pip install 'switchx[wandb]'" in str(caught.value)
     assert not (tmp_path / "run").exists()
-    with refused("TrainingJob.metric_writers: 'wandb' cannot be called; use functions"):
+    with refused("TrainingJob.metric_writers: 'wandb' cannot be called"):
         make_job(DENSE, metric_writers=("wandb",))
     with refused("WeightsAndBiases.mode='on' is unknown"):
         WeightsAndBiases("mine", mode="on")
     job = make_job(DENSE, metric_writers=(lambda step, metrics: None,))
-    with refused("job.metric_writers.0=<any> cannot be written into a run folder<any>"):
+    with refused("job.metric_writers.0=<any> cannot be written into a run folder"):
         train(job, RunFolder(tmp_path / "other"), Events())

@@ -154,13 +154,6 @@ def test_resuming_cuts_the_steps_that_are_taken_again(tmp_path):
     assert steps == [2, 4, 6, 8]
 
 
-@pytest.mark.parametrize("last_step", [-1, 2])
-def test_a_run_begun_anew_keeps_no_line_and_a_resumed_one_its_own(tmp_path, last_step):
-    write(tmp_path, -1, [0, 2])
-    lines = write(tmp_path, last_step, [])
-    assert [json.loads(line)["step"] for line in lines] == [0, 2][: last_step + 1]
-
-
 @pytest.mark.parametrize(
     "half",
     ['{"step": 4, "lo', '{"step"', "{", "\x00\x00\x00", '{"loss": 1.0}', "[3]"],
@@ -306,15 +299,6 @@ def test_a_batch_is_kept_with_its_identity(tmp_path):
     with np.load(tmp_path / "skipped" / "7.0.npz") as kept:
         assert set(kept) == set(batch)
         assert batch_digest(dict(kept)) == digest
-
-
-def test_the_last_ones_are_named_in_order(tmp_path):
-    skipped = SkippedBatches(tmp_path)
-    batches = {step: make_batch(DENSE, 2, seed=step) for step in (3, 5, 6)}
-    for step, batch in batches.items():
-        skipped.keep(step, batch, metrics(np.nan, np.nan))
-    five, six = batch_digest(batches[5]), batch_digest(batches[6])
-    assert skipped.last(2) == f"batches 5: {five}, 6: {six}, kept in {tmp_path}"
 
 
 def test_nothing_is_written_while_nothing_is_skipped(tmp_path):

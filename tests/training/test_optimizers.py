@@ -10,14 +10,16 @@ import pytest
 from switchx import tree
 from switchx.compiled.workload import state_arrays
 from switchx.fields import describe, differences
-from switchx.optim.adafactor import factoring_of, parameter_scale
+from switchx.optim.adafactor import Adafactor, factoring_of, parameter_scale
 from switchx.optim.adamw import AdamW
 from switchx.optim.protocol import Optax, decay_mask, is_decayed
 from switchx.optim.schedules import Constant, WarmupCosine
 from switchx.optim.updates import apply_updates, clip_scale, global_norm
 from switchx.partitioning.mesh import MeshSpec
 from switchx.training.programs import compiled_program
+from tests.compare import assert_close
 from tests.data.refusals import refused
+from tests.training.adafactor_oracle import donating_step
 from tests.training.jobs import make_job
 
 
@@ -44,11 +46,7 @@ def test_as_optax_with_a_mask():
         expected, their_state = theirs.update(gradient, their_state, their_params)
         params = apply_updates(params, updates)
         their_params = optax.apply_updates(their_params, expected)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
-            params,
-            their_params,
-        )
+        assert_close(params, their_params, rtol=1e-5, atol=1e-7)
 
 
 def test_first_step_by_hand():
@@ -81,22 +79,14 @@ def test_gradient_scale():
     state = transformation.init(params)
     ours = transformation.update({"w_in_EDF": gradient}, state, params, gradient_scale=0.25)
     expected = transformation.update({"w_in_EDF": gradient / 4}, state, params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), ours, expected)
+    assert_close(ours, expected, rtol=1e-5)
 
 
 def test_donated_update_is_in_place():
     params = {"w_in_EDF": jnp.ones((4, 128, 256))}
     transformation = AdamW().build(Constant(0.01))
-
-    def step(params, state, gradient, is_finite):
-        def update(params, state):
-            updates, state = transformation.update(gradient, state, params)
-            return apply_updates(params, updates), state
-
-        return jax.lax.cond(is_finite, update, lambda *kept: kept, params, state)
-
     state = transformation.init(params)
-    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params, True)
+    lowered = donating_step(transformation).lower(params, state, params, True)
     memory = lowered.compile().memory_analysis()
     assert memory.temp_size_in_bytes < params["w_in_EDF"].nbytes / 4
     assert memory.alias_size_in_bytes >= 3 * params["w_in_EDF"].nbytes
@@ -105,10 +95,10 @@ def test_donated_update_is_in_place():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"beta1": 1.0}, "AdamW.beta1=1.0; use 0 <= beta1 < 1"),
-        ({"beta2": -0.1}, "AdamW.beta2=-0.1; use 0 <= beta2 < 1"),
-        ({"epsilon": 0.0}, "AdamW.epsilon=0.0; use a number above 0"),
-        ({"weight_decay": -1.0}, "AdamW.weight_decay=-1.0; use 0 or more"),
+        ({"beta1": 1.0}, "AdamW.beta1=1.0"),
+        ({"beta2": -0.1}, "AdamW.beta2=-0.1"),
+        ({"epsilon": 0.0}, "AdamW.epsilon=0.0"),
+        ({"weight_decay": -1.0}, "AdamW.weight_decay=-1.0"),
     ],
 )
 def test_bad_setting(setting, message):
@@ -116,10 +106,11 @@ def test_bad_setting(setting, message):
         AdamW(**setting)
 
 
-def test_bad_call():
+@pytest.mark.parametrize("optimizer", [AdamW(), Adafactor()])
+def test_bad_call(optimizer):
     with pytest.raises(ValueError, match="schedule=0.1 is not a schedule"):
-        AdamW().build(0.1)
-    transformation = AdamW().build(Constant(0.1))
+        optimizer.build(0.1)
+    transformation = optimizer.build(Constant(0.1))
     params = {"scale_D": jnp.ones(3)}
     with pytest.raises(ValueError, match="params=None; pass the parameters"):
         transformation.update(params, transformation.init(params))
@@ -171,7 +162,7 @@ def test_an_optimizer_of_optax_is_described_by_name_or_refused():
             describe(make_job(optimizer=Optax(make)), "job")
     with refused("Optax.make=lion with learning_rate and the arguments ['beta']: <any>'beta'"):
         Optax(optax.lion, {"beta": 0.8})
-    with refused("Optax.make=no_optimizer gave a float; expected an optax.GradientTrans<any>"):
+    with refused("Optax.make=no_optimizer gave a float"):
         Optax(no_optimizer).build(Constant(0.1))
 
 

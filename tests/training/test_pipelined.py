@@ -18,6 +18,7 @@ from switchx.training.evaluate import eval_step
 from switchx.training.pipelined import build_schedule, pipelined_gradients
 from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig
+from tests.cases import slow
 from tests.data.refusals import refused
 from tests.training.jobs import (
     DENSE,
@@ -28,6 +29,7 @@ from tests.training.jobs import (
     make_job,
     make_params,
     with_padded_rows,
+    with_switch,
 )
 from tests.training.pipelines import (
     MICROBATCHES,
@@ -39,9 +41,7 @@ from tests.training.pipelines import (
     unpipelined,
 )
 
-PIPELINE_MOE = Rules(
-    expert_params=(("N", ("pipe",)), ("E", ("model",)), ("D", ("fsdp",))),
-)
+PIPELINE_MOE = Rules(expert_params=(("N", ("pipe",)), ("E", ("model",)), ("D", ("fsdp",))))
 
 
 @pytest.mark.slow  # 30 s of compilation; that stacks are linked: tests/models/test_stages.py
@@ -51,9 +51,7 @@ def test_encoder_decoder_with_dropout_equals_the_unpipelined_step():
     assert_equal(got, unpipelined(config))
 
 
-BOTH = dataclasses.replace(
-    SPARSE, switch=dataclasses.replace(SPARSE.switch, sublayers="both", dispatcher="einsum")
-)
+BOTH = with_switch(SPARSE, sublayers="both", dispatcher="einsum")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +62,7 @@ BOTH = dataclasses.replace(
             MeshSpec(pipe=2, data=2, model=2, rules=PIPELINE_MOE),
         ),
         # two Switch layers a sparse block
-        pytest.param(stacked(BOTH, 4), MeshSpec(pipe=2, data=4), marks=pytest.mark.slow),
+        slow(stacked(BOTH, 4), MeshSpec(pipe=2, data=4)),
     ],
     ids=["sliced", "both"],
 )
@@ -147,14 +145,11 @@ def evaluated(config, mesh: MeshSpec, spec=None):
         placed = jax.device_put(params, program.shardings.params)
         got = program.eval_step(placed, program.place(batch))
     if config.switch is not None:
-        switch = dataclasses.replace(config.switch, dispatcher="gather")
-        config = dataclasses.replace(config, switch=switch)
+        config = with_switch(config, dispatcher="gather")
     return got, jax.jit(functools.partial(eval_step, config))(params, batch)
 
 
-SEVERAL_ROWS = dataclasses.replace(
-    SPARSE, switch=dataclasses.replace(SPARSE.switch, group_size=2 * LENGTH)
-)
+SEVERAL_ROWS = with_switch(SPARSE, group_size=2 * LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -165,26 +160,21 @@ SEVERAL_ROWS = dataclasses.replace(
             MeshSpec(pipe=2, data=2, model=2, rules=PIPELINE_MOE),
             ScheduleSpec(),
         ),
-        pytest.param(
-            stacked(DENSE, 4), MeshSpec(pipe=4, data=2), ScheduleSpec("gpipe"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
+        slow(stacked(DENSE, 4), MeshSpec(pipe=4, data=2), ScheduleSpec("gpipe")),
+        slow(
             stacked(ENCODER_DECODER, 8, dropout_rate=0.1),
             MeshSpec(pipe=2, data=2, model=2),
             ScheduleSpec("interleaved", 2),
-            marks=pytest.mark.slow,
         ),
     ],
     ids=["groups_of_rows", "dense", "interleaved"],
-)  # fmt: skip
+)
 def test_staged_evaluation_is_that_of_one_device(config, mesh, spec):
     """The sample of choices too, in the batch's order."""
     got, want = jax.device_get(evaluated(config, mesh, spec))
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    for (path, mine), right in zip(
-        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
-    ):
+    leaves = jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want)
+    for (path, mine), right in zip(*leaves, strict=True):
         name = jax.tree_util.keystr(path)
         rtol = {"f": 1e-3 if right.dtype == np.float16 else 2e-5}.get(right.dtype.kind, 0)
         # A margin is a difference of two probabilities, with the rounding of these.
@@ -195,16 +185,14 @@ def test_staged_evaluation_is_that_of_one_device(config, mesh, spec):
 def test_jobs_that_do_not_divide_are_refused():
     mesh, step = MeshSpec(pipe=4, data=2), StepConfig(num_microbatches=4)
     job = functools.partial(make_job, mesh=mesh, step=step)
-    with refused(
-        "4 decoder blocks, 2 runs of 2, do not divide over 4 stages<any>use 8 blocks<any>"
-    ):
+    with refused("4 decoder blocks, 2 runs of 2, do not divide over 4 stages<any>use 8 blocks"):
         compiled_program(job(stacked(SPARSE, 4)))
-    with refused("mesh axis 'pipe' of size 4 with ModelConfig.scan_layers=False<any>"):
+    with refused("mesh axis 'pipe' of size 4 with ModelConfig.scan_layers=False"):
         compiled_program(job(SPARSE))
     rules = Rules(params=(("V", ("model",)),))
-    with refused("<any>Rules.params does not split<any>"):
+    with refused("Rules.params does not split"):
         compiled_program(job(stacked(SPARSE, 8), mesh=dataclasses.replace(mesh, rules=rules)))
-    with refused("num_microbatches=4 of an interleaved schedule<any>use 8 microbatches<any>"):
+    with refused("num_microbatches=4 of an interleaved schedule<any>use 8 microbatches"):
         compiled_program(
             make_job(
                 stacked(SPARSE, 32),

@@ -38,10 +38,7 @@ def test_the_steps_are_traced_and_nothing_else_changes(tmp_path):
 
 
 def test_a_range_past_the_end_is_refused_before_anything_is_made(tmp_path):
-    with refused(
-        "profile=2:5 is past the end of a run of 4 steps; use an END of at most 4, or more "
-        "TRAIN_STEPS"
-    ):
+    with refused("profile=2:5 is past the end of a run of 4 steps"):
         train(
             make_job(TINY), RunFolder(tmp_path / "run"), Events(), profile=ProfiledSteps(2, 5)
         )

@@ -19,12 +19,7 @@ from switchx.data.text_metrics import Accuracy
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.data.vocabularies import SavedVocabulary, save_vocabulary
 from switchx.fields import describe
-from switchx.models.config import (
-    ModelConfig,
-    Precision,
-    RouterConfig,
-    SwitchConfig,
-)
+from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant, WarmupCosine
 from switchx.partitioning.compiler_options import CompilerOptions
@@ -44,12 +39,11 @@ from switchx.training.telemetry.metric_writers import WeightsAndBiases
 from switchx.training.text_evaluation import TextEvaluation
 from tests.data.refusals import refused
 from tests.processes import ROOT
-from tests.training.jobs import LENGTH, LOSS, SPARSE, TASK, make_job
+from tests.training.jobs import LENGTH, LOSS, SPARSE, TASK, make_job, with_switch
 
 
 def sparse(switch=(), **changes) -> ModelConfig:
-    switch = dataclasses.replace(SPARSE.switch, **dict(switch))
-    return dataclasses.replace(SPARSE, switch=switch, **changes)
+    return dataclasses.replace(with_switch(SPARSE, **dict(switch)), **changes)
 
 
 # Of a job: what changes no mathematics.
@@ -132,7 +126,7 @@ def test_what_changes_a_step_may_not_change(run, name):
 
 
 def test_all_differences_are_listed(run):
-    with refused("<any>(batch_size: 8 there, 16 here; seed: 0 there, 1 here); <any>"):
+    with refused("(batch_size: 8 there, 16 here<any>seed: 0 there, 1 here)"):
         check_same_run(run, make_job(batch_size=16, seed=1, train_steps=9))
 
 
@@ -150,7 +144,7 @@ def test_a_longer_run_may_stretch_its_schedule(tmp_path):
     run = RunFolder(tmp_path)
     write_run_config(run, make_job(schedule=WarmupCosine(0.1, 2, 10)))
     check_same_run(run, make_job(schedule=WarmupCosine(0.1, 2, 20), train_steps=20))
-    with refused("<any>schedule.peak: 0.1 there, 0.2 here<any>"):
+    with refused("schedule.peak: 0.1 there, 0.2 here"):
         check_same_run(run, make_job(schedule=WarmupCosine(0.2, 2, 10)))
 
 
@@ -167,20 +161,20 @@ def test_older_runs_lack_fields_that_have_defaults_now(run):
     edited(run, older)
     check_same_run(run, make_job())
     assert read_model_config(run) == SPARSE
-    with refused("<any>(packed: True there, False here)<any>"):
+    with refused("(packed: True there, False here)"):
         check_same_run(run, make_job(packed=False))
 
 
 def test_a_field_that_is_known_no_more_is_named(run):
     edited(run, lambda config: config["loss"].update(flux=0.5))
-    with refused("<any>(loss.flux: 0.5 there, unknown here)<any>"):
+    with refused("(loss.flux: 0.5 there, unknown here)"):
         check_same_run(run, make_job())
 
 
 def test_another_vocabulary_is_refused(run):
     job = make_job(source=dataclasses.replace(TASK, vocabulary=ByteVocabulary(num_sentinels=7)))
     for check in (check_same_run, check_same_model):
-        with refused("<any>was trained with another vocabulary: 384 ids there, 384 here<any>"):
+        with refused("was trained with another vocabulary: 384 ids there, 384 here"):
             check(run, job)
 
 
@@ -190,9 +184,9 @@ def test_an_evaluation_may_change_whatever_the_parameters_do_not_depend_on(run):
     switch = {"eval_capacity_factor": 8.0, "dispatcher": "einsum", "router": router}
     precision = Precision(compute="bfloat16")
     check_same_model(run, make_job(sparse(switch, dropout_rate=0.5, precision=precision)))
-    with refused("<any>(model.switch.router.num_selected: 1 there, 2 here)<any>"):
+    with refused("(model.switch.router.num_selected: 1 there, 2 here)"):
         check_same_model(run, make_job(sparse({"router": RouterConfig(num_selected=2)})))
-    with refused("<any>(model.num_heads: 2 there, 4 here; model.switch.num_experts<any>"):
+    with refused("(model.num_heads: 2 there, 4 here<any>model.switch.num_experts: 8 there, 16"):
         check_same_model(run, make_job(sparse({"num_experts": 16}, num_heads=4)))
 
 
@@ -210,7 +204,7 @@ def test_a_description_is_json_and_says_types():
 
 @pytest.mark.parametrize("value", [lambda step: 0.1, object()])
 def test_what_cannot_be_read_again_is_refused_by_name(tmp_path, value):
-    with refused("job.schedule=<any> cannot be written into a run folder<any>"):
+    with refused("job.schedule=<any> cannot be written into a run folder"):
         write_run_config(RunFolder(tmp_path), make_job(schedule=value))
     assert not list(tmp_path.iterdir())
 
@@ -233,7 +227,7 @@ def test_a_run_goes_on_with_other_tasks_to_evaluate_that_have_its_vocabulary(tmp
     (tmp_path / "elsewhere").mkdir()
     save_vocabulary(ByteVocabulary(num_sentinels=3), tmp_path / "elsewhere")
     odd = dataclasses.replace(other, vocabulary=SavedVocabulary(str(tmp_path / "elsewhere")))
-    with refused("the tasks ['letters', 'other'] have different vocabularies; one model reads"):
+    with refused("the tasks ['letters', 'other'] have different vocabularies"):
         Mixture((TASK,), evaluation=(odd,))
     with refused("Mixture.rows gives experts to the tasks that are learnt"):
         Mixture((TASK,), rows=(1,), evaluation=(TASK,))
@@ -279,10 +273,7 @@ def test_the_model_configuration_comes_back_equal(tmp_path, name):
 )
 def test_a_field_that_is_unknown_or_missing_is_named(run, edit, complaint):
     edited(run, lambda config: edit(config["model"]))
-    with refused(
-        f"{run.config}: {complaint}; it was written by another version of switchx: read it "
-        "with that one, or correct the file"
-    ):
+    with refused(f"{run.config}: {complaint}"):
         read_model_config(run)
 
 

@@ -15,25 +15,24 @@ from switchx.models.params import abstract_params
 from switchx.moe.plan import make_plan
 from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant
-from switchx.training.step import (
-    StepConfig,
-    init_state,
-    train_step,
+from switchx.training.step import StepConfig, init_state, train_step
+from switchx.training.switch_layers import balanced_bias, layers_of, with_balanced_biases
+from tests.cases import slow
+from tests.training.jobs import (
+    ENCODER_DECODER,
+    LOSS,
+    SPARSE,
+    make_batch,
+    make_params,
+    with_switch,
 )
-from switchx.training.switch_layers import (
-    balanced_bias,
-    layers_of,
-    with_balanced_biases,
-)
-from tests.training.jobs import ENCODER_DECODER, LOSS, SPARSE, make_batch, make_params
 
 RATE = 0.25
 ROUTER = RouterConfig(jitter=0.0, bias_update_rate=RATE)
 
 
 def biased(config, **changes):
-    switch = dataclasses.replace(config.switch, router=ROUTER)
-    return dataclasses.replace(config, switch=switch, **changes)
+    return dataclasses.replace(with_switch(config, router=ROUTER), **changes)
 
 
 def test_the_rule_by_hand():
@@ -68,13 +67,7 @@ def stepped(config, batch, **changes):
     return *(tree.named_leaves(s.params) for s in (state, after)), metrics
 
 
-@pytest.mark.parametrize(
-    ("num_microbatches", "scan_layers"),
-    [
-        (4, True),
-        pytest.param(1, False, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("num_microbatches", "scan_layers"), [(4, True), slow(1, False)])
 def test_a_step_moves_each_bias_by_its_layers_load_alone(num_microbatches, scan_layers):
     config = biased(SPARSE, num_decoder_layers=4, scan_layers=scan_layers)
     before, after, metrics = stepped(
@@ -97,8 +90,7 @@ def test_a_step_moves_each_bias_by_its_layers_load_alone(num_microbatches, scan_
 
 def test_a_rate_of_zero_keeps_the_bias():
     """What the optimizer would make of it is thrown away."""
-    switch = dataclasses.replace(SPARSE.switch, router=RouterConfig(bias_update_rate=0.0))
-    config = dataclasses.replace(SPARSE, switch=switch)
+    config = with_switch(SPARSE, router=RouterConfig(bias_update_rate=0.0))
     params = make_params(config)
     updated = jax.tree.map(lambda w: w + 1, params)
     load_NE = np.arange(8.0)[None]

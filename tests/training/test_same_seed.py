@@ -13,6 +13,7 @@ from switchx.gin_config.building import job_from_gin
 from switchx.models.unroll import unrolled
 from switchx.storage.snapshot import Snapshot
 from switchx.training.programs import program_of
+from tests.cases import slow
 from tests.gin_files import names
 
 BRIEF = (
@@ -56,11 +57,7 @@ def on_one_device(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "file",
-    [
-        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
-        for name in names("meshes", "storage")
-    ],
+    "file", [name if name in QUICK else slow(name) for name in names("meshes", "storage")]
 )
 def test_on_every_mesh_and_in_every_storage(file, on_one_device, tmp_path):
     found = first_params(tmp_path, file)

@@ -4,8 +4,6 @@
 import dataclasses
 import json
 import logging
-import os
-import signal
 
 import pytest
 
@@ -15,7 +13,14 @@ from switchx.checkpoint.run_folder import RunFolder
 from switchx.training.loop import train
 from switchx.training.offload.storage_spec import StorageSpec
 from tests.data.refusals import refused
-from tests.training.jobs import SPARSE, Events, make_job, tiny_job
+from tests.training.jobs import (
+    SPARSE,
+    Events,
+    killed_after,
+    make_job,
+    signalled_after,
+    tiny_job,
+)
 from tests.training.saved_runs import saved_steps, steps_in
 from tests.training.train_states import assert_same, damage
 
@@ -36,12 +41,7 @@ def job_of(**retention):
 
 def stopped_after(step: int, run: RunFolder, job) -> Events:
     """What is reported of a run that gets SIGTERM after a step."""
-
-    def stop(now):
-        if now == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    events = Events(stop)
+    events = Events(signalled_after(step))
     outcome = train(job, run, events)
     assert (outcome.step, outcome.is_finished) == (step, False)
     return events
@@ -97,16 +97,8 @@ def test_the_copy_that_is_made_instead_is_gone_on_from(tmp_path, final):
 
 def killed_at(step: int, run: RunFolder, job) -> None:
     """Trains as if it were killed before the state of that step is saved."""
-
-    class Killed(Exception):
-        pass
-
-    def end(now):
-        if now == step:
-            raise Killed
-
-    with pytest.raises(Killed):
-        train(job, run, Events(end))
+    with pytest.raises(MemoryError):
+        train(job, run, Events(killed_after(step)))
 
 
 def copies_in(local) -> set[int]:

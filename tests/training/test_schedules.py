@@ -6,12 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.optim.schedules import (
-    Constant,
-    InverseSquareRoot,
-    LinearWarmup,
-    WarmupCosine,
-)
+from switchx.optim.schedules import Constant, InverseSquareRoot, LinearWarmup, WarmupCosine
 from tests.data.refusals import refused
 
 
@@ -52,26 +47,16 @@ def test_rates(schedule, rates):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Constant(0.0), "Constant.value=0.0; use a learning rate above 0"),
-        (lambda: Constant(math.nan), "Constant.value=nan; use a learning rate above 0"),
-        (
-            lambda: InverseSquareRoot(base=-1.0),
-            "InverseSquareRoot.base=-1.0; use a learning rate above 0",
-        ),
-        (
-            lambda: InverseSquareRoot(warmup_steps=0),
-            "InverseSquareRoot.warmup_steps=0; use at least 1",
-        ),
-        (lambda: LinearWarmup(1.0, 0), "LinearWarmup.warmup_steps=0; use at least 1"),
+        (lambda: Constant(0.0), "Constant.value=0.0"),
+        (lambda: Constant(math.nan), "Constant.value=nan"),
+        (lambda: InverseSquareRoot(base=-1.0), "InverseSquareRoot.base=-1.0"),
+        (lambda: InverseSquareRoot(warmup_steps=0), "InverseSquareRoot.warmup_steps=0"),
+        (lambda: LinearWarmup(1.0, 0), "LinearWarmup.warmup_steps=0"),
         (
             lambda: WarmupCosine(1.0, 10, 10),
-            "WarmupCosine.total_steps=10 leaves nothing after warmup_steps=10; use more steps "
-            "or a shorter warm-up",
+            "WarmupCosine.total_steps=10 leaves nothing after warmup_steps=10",
         ),
-        (
-            lambda: WarmupCosine(1.0, 10, 20, final=2.0),
-            "WarmupCosine.final=2.0; use a rate from 0 to peak=1.0",
-        ),
+        (lambda: WarmupCosine(1.0, 10, 20, final=2.0), "WarmupCosine.final=2.0"),
     ],
 )
 def test_bad_schedule(build, message):

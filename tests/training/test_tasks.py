@@ -3,7 +3,6 @@
 
 import dataclasses
 import functools
-import json
 import re
 import types
 
@@ -31,11 +30,22 @@ from switchx.training.expert_copies import task_tables, with_copies
 from switchx.training.loop import train
 from switchx.training.programs import compiled_program
 from switchx.training.step import Seam, StepConfig, gradients
+from tests.cases import slow
+from tests.compare import assert_close_to_largest
 from tests.compiled.fewer_devices import V5E, losses_on_fewer
 from tests.data.fakes import text_corpus
 from tests.data.refusals import refused
-from tests.training.jobs import LENGTH, LOSS, SPARSE, Events, make_batch, make_job, make_params
-from tests.training.saved_runs import losses_of
+from tests.training.jobs import (
+    LENGTH,
+    LOSS,
+    SPARSE,
+    Events,
+    make_batch,
+    make_job,
+    make_params,
+    with_switch,
+)
+from tests.training.saved_runs import lines, losses_of
 
 TASKS = tuple(
     Task(name, text_corpus(*[letter * 160] * 4), ByteVocabulary(), CausalLM())
@@ -44,7 +54,7 @@ TASKS = tuple(
 ROWS = (8, 4, 2, 2)
 # Two experts a task.
 ROUTER = RouterConfig("task", num_tasks=4, jitter=0.0)
-MODEL = dataclasses.replace(SPARSE, switch=dataclasses.replace(SPARSE.switch, router=ROUTER))
+MODEL = with_switch(SPARSE, router=ROUTER)
 
 
 def tasks_job(model=MODEL, **changes):
@@ -53,9 +63,13 @@ def tasks_job(model=MODEL, **changes):
     )
 
 
+def loader_of(**changes) -> TrainLoader:
+    job = dataclasses.replace(tasks_job(), **changes)
+    return TrainLoader(job.source, job.batches, seed=0)
+
+
 def test_rows_are_of_their_tasks_and_resume():
-    job = tasks_job()
-    loader = TrainLoader(job.source, job.batches, seed=0)
+    loader = loader_of()
     letters = [ord(letter) + 3 for letter in "abcd"]
     batches = [next(loader) for _ in range(3)]
     state = loader.state()
@@ -105,8 +119,7 @@ def test_a_row_chooses_experts_of_its_task_as_the_tasks_own_model_does():
 @pytest.mark.parametrize("rows_of_group", [2, 8])
 def test_the_balance_loss_is_that_of_the_tasks_own_models(rows_of_group):
     """In groups of one task their mean, and else that weighted by tokens; gradients too."""
-    switch = dataclasses.replace(MODEL.switch, group_size=rows_of_group * LENGTH)
-    model = dataclasses.replace(MODEL, switch=switch)
+    model = with_switch(MODEL, group_size=rows_of_group * LENGTH)
     batch, params = make_batch(model, 8), make_params(model)
     batch["task_ids"] = np.repeat(np.arange(4), 2).astype(np.int32)
     is_token_BL = batch["decoder_segment_ids"] > 0
@@ -170,9 +183,9 @@ def test_a_device_has_the_experts_of_its_tasks():
     "spec",
     [
         MeshSpec(data=1, expert=8),
-        pytest.param(MeshSpec(data=2, expert=4), marks=pytest.mark.slow),
-        pytest.param(MeshSpec(data=1, fsdp=2, expert=4), marks=pytest.mark.slow),
-        pytest.param(MeshSpec(data=2, expert=2, model=2), marks=pytest.mark.slow),
+        slow(MeshSpec(data=2, expert=4)),
+        slow(MeshSpec(data=1, fsdp=2, expert=4)),
+        slow(MeshSpec(data=2, expert=2, model=2)),
     ],
 )
 def test_raw_gradients_on_a_mesh_are_those_of_one_device(spec):
@@ -189,17 +202,14 @@ def test_raw_gradients_on_a_mesh_are_those_of_one_device(spec):
     assert len(program.slot_tables) == 1
     with program.scope():
         got = jax.jit(run)(params, program.place(batch), *program.beside)
-    for name, leaf in tree.named_leaves(want).items():
-        error = np.abs(tree.named_leaves(got)[name] - leaf).max()
-        assert error <= 5e-6 * max(np.abs(leaf).max(), 1e-3), name
+    assert_close_to_largest(got, want, 5e-6, least=1e-3)
 
 
 def test_no_token_travels():
     """An accelerator sends two arrays of weights there, and their gradients back."""
     sent = {}
     for name, dispatcher in (("all", "all_to_all"), ("own", "gather")):
-        switch = dataclasses.replace(MODEL.switch, dispatcher=dispatcher)
-        job = tasks_job(dataclasses.replace(MODEL, switch=switch), mesh=MeshSpec(1, expert=8))
+        job = tasks_job(with_switch(MODEL, dispatcher=dispatcher), mesh=MeshSpec(1, expert=8))
         program = compiled_program(job)
         seam = with_copies(Seam(), *program.beside) if name == "own" else None
         compute = functools.partial(
@@ -207,8 +217,7 @@ def test_no_token_travels():
         )
         with program.scope():
             traced = jax.jit(compute).trace(
-                program.abstract_state.params,
-                batch_shapes(program),
+                program.abstract_state.params, batch_shapes(program)
             )
             text = traced.lower(lowering_platforms=("tpu",)).as_text()
         sent[name] = {
@@ -219,13 +228,23 @@ def test_no_token_travels():
     assert sent["all"] == {"ragged_all_to_all": 0, "stablehlo.all_to_all": 4}
 
 
-def test_a_run_trains_evaluates_each_task_and_loads_one(tmp_path):
-    whole, meshed = RunFolder(tmp_path / "one"), RunFolder(tmp_path / "eight")
-    job = tasks_job()
-    train(job, whole, Events(), devices=jax.devices()[:1])
-    train(dataclasses.replace(job, mesh=MeshSpec(data=1, expert=8)), meshed, Events())
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run on one device."""
+    run = RunFolder(tmp_path_factory.mktemp("one"))
+    train(tasks_job(), run, Events(), devices=jax.devices()[:1])
+    return run
+
+
+@pytest.mark.slow  # raw gradients on meshes: above
+def test_a_run_on_a_mesh_has_the_losses_of_one_device(whole, tmp_path):
+    meshed = RunFolder(tmp_path)
+    train(tasks_job(mesh=MeshSpec(data=1, expert=8)), meshed, Events())
     assert losses_of(meshed) == pytest.approx(losses_of(whole), rel=1e-6)
-    last = json.loads(whole.validation.read_text().splitlines()[-1])
+
+
+def test_a_run_evaluates_each_task_and_loads_one(whole):
+    last = lines(whole.validation)[-1]
     assert sorted(last["tasks"]) == ["four", "one", "three", "two"]
     load_E = np.array(last["tasks"]["three"]["routing"]["load"][0])
     assert load_E[4:6].sum() == pytest.approx(1) and load_E.sum() == pytest.approx(1)
@@ -233,13 +252,11 @@ def test_a_run_trains_evaluates_each_task_and_loads_one(tmp_path):
     assert model.fingerprint != switchx.load(whole.path, task="two").fingerprint
     assert model.config.switch.num_experts == 2
     assert model.generate([[102]], max_new_tokens=2)[0]
-    with refused(
-        "task='five' of <any>divided among the tasks one, two, three, four; name<any>"
-    ):
+    with refused("task='five' of <any>divided among the tasks one, two, three, four"):
         switchx.load(whole.path, task="five")
-    with refused("the experts of <any>divided among 4 tasks<any>export --task=NAME<any>"):
+    with refused("the experts of <any>divided among 4 tasks<any>export --task=NAME"):
         DeployPlan(whole.path, None, DeploySettings("cpu"))
-    with refused("the experts of this model are divided among 4 tasks<any>task=NAME<any>"):
+    with refused("the experts of this model are divided among 4 tasks<any>task=NAME"):
         switchx.load(whole.path).generate([[102]], max_new_tokens=2)
 
 
@@ -250,8 +267,7 @@ def test_tasks_have_their_experts_beside_their_rows():
     program = compiled_program(here.job, here.devices)
     assert len(program.slot_tables) == 1 and program.notes == ()
     # One group of several devices' rows: tokens travel.
-    switch = dataclasses.replace(MODEL.switch, group_size=256)
-    wide = tasks_job(dataclasses.replace(MODEL, switch=switch))
+    wide = tasks_job(with_switch(MODEL, group_size=256))
     here = job_for_devices(wide, V5E, jax.devices()[:4])
     assert compiled_program(here.job, here.devices).slot_tables == ()
 
@@ -280,40 +296,29 @@ def test_lost_devices_change_no_loss(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(source=TASKS[0]), "<any>a source of 1 tasks with rows=None; use a Mixture<any>"),
-        (dict(batch_size=8), "Mixture.rows=(8, 4, 2, 2) are 16 rows, and batch_size=8<any>"),
-    ],
-)
-def test_refused_jobs(changes, message):
-    with refused(message):
-        job = dataclasses.replace(tasks_job(), **changes)
-        TrainLoader(job.source, job.batches, seed=0)
-
-
-@pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Mixture(TASKS, rows=(1, 2)), "Mixture.rows=(1, 2) for the tasks<any>"),
-        (lambda: Mixture(TASKS, rows=(1, 2, 3, 0)), "Mixture.rows=(1, 2, 3, 0) for<any>"),
+        (lambda: loader_of(source=TASKS[0]), "a source of 1 tasks with rows=None"),
         (
-            lambda: Mixture(TASKS, (1.0,) * 4, rows=ROWS),
-            "<any>rows fix how often a task is drawn<any>",
+            lambda: loader_of(batch_size=8),
+            "Mixture.rows=(8, 4, 2, 2) are 16 rows, and batch_size=8",
         ),
-        (lambda: RouterConfig("task"), "RouterConfig.num_tasks=1 with kind='task'<any>"),
-        (lambda: RouterConfig(num_tasks=2), "RouterConfig.num_tasks=2 with kind='top_k'<any>"),
+        (lambda: Mixture(TASKS, rows=(1, 2)), "Mixture.rows=(1, 2) for the tasks"),
+        (lambda: Mixture(TASKS, rows=(1, 2, 3, 0)), "Mixture.rows=(1, 2, 3, 0) for"),
+        (lambda: Mixture(TASKS, (1.0,) * 4, rows=ROWS), "rows fix how often a task is drawn"),
+        (lambda: RouterConfig("task"), "RouterConfig.num_tasks=1 with kind='task'"),
+        (lambda: RouterConfig(num_tasks=2), "RouterConfig.num_tasks=2 with kind='top_k'"),
         (
             lambda: dataclasses.replace(SPARSE.switch, num_experts=6, router=ROUTER),
-            "SwitchConfig.num_experts=6 does not divide among<any>",
+            "SwitchConfig.num_experts=6 does not divide among",
         ),
         (
             lambda: dataclasses.replace(SPARSE.switch, num_replicas=8, router=ROUTER),
-            "SwitchConfig.num_replicas=8 with RouterConfig.kind='task'<any>",
+            "SwitchConfig.num_replicas=8 with RouterConfig.kind='task'",
         ),
         (
             lambda: RouterConfig("task", num_tasks=2, bias_update_rate=0.1),
-            "RouterConfig.bias_update_rate=0.1 with kind='task'<any>",
+            "RouterConfig.bias_update_rate=0.1 with kind='task'",
         ),
     ],
 )

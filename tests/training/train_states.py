@@ -62,6 +62,20 @@ def damage(path) -> None:
     path.write_bytes(data)
 
 
+def assert_same_gradients(got: dict, want: dict) -> None:
+    """Distance over norm: 1e-6 of all arrays together, 3e-6 of each (other fusions).
+
+    What is all zero there, as the gradient of a bias that gets none, is so here.
+    """
+    assert got.keys() == want.keys()
+    for name, leaf in want.items():
+        if np.any(leaf):
+            assert relative_error([got[name]], [leaf]) <= 3e-6, name
+        else:
+            assert not np.any(got[name]), name
+    assert relative_error([got[name] for name in want], want.values()) <= 1e-6
+
+
 def relative_error(got, want) -> float:
     """Of the norm of all arrays together."""
     squares = [

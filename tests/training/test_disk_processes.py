@@ -12,8 +12,6 @@ import traceback
 import numpy as np
 import pytest
 
-from switchx import tree
-from switchx.checkpoint.items import read_items
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.checkpoint.verify import checkpoint_faults
 from switchx.cli.main import main as switchx_main
@@ -23,11 +21,13 @@ from switchx.storage.snapshot import parts_of
 from switchx.storage.store import RecordStore
 from switchx.training.loop import train
 from switchx.training.offload.storage_spec import StorageSpec
+from tests import compare
 from tests.compilation import on_devices
 from tests.processes import child_environment, free_port, run_together
 from tests.training.disk_jobs import MESH_E, MESH_MODEL, mesh_job
 from tests.training.jobs import Events
-from tests.training.saved_runs import losses_of
+from tests.training.saved_runs import arrays_of, losses_of
+from tests.training.train_states import assert_same
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs_compiled_once")]
 
@@ -109,23 +109,8 @@ def run_two(session_cache):
     return run
 
 
-def arrays(run: RunFolder, step: int) -> dict[str, np.ndarray]:
-    """All arrays of a checkpoint by name, wherever the experts are."""
-    items = {"params": None, "train_state": None}
-    leaves = tree.named_leaves(read_items(run.checkpoints / str(step), items))
-    return {name: np.asarray(leaf) for name, leaf in leaves.items()}
-
-
-def assert_close(got: dict, want: dict) -> None:
-    assert got.keys() == want.keys()
-    for name, leaf in want.items():
-        np.testing.assert_allclose(got[name], leaf, rtol=1e-4, atol=2e-5, err_msg=name)
-
-
-def assert_bits_equal(got: dict, want: dict) -> None:
-    assert got.keys() == want.keys()
-    for name, leaf in want.items():
-        assert got[name].tobytes() == leaf.tobytes(), name
+def assert_close(got: RunFolder, want: RunFolder, step: int) -> None:
+    compare.assert_close(arrays_of(got, step), arrays_of(want, step), rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", MESHES)
@@ -136,7 +121,7 @@ def test_two_processes_train_as_one_device_with_all_experts(name, run_two, tmp_p
     with on_devices(1):
         train(mesh_job(ONE_DEVICE, StorageSpec(), train_steps=4), alone, Events())
     np.testing.assert_allclose(losses_of(run), losses_of(alone), rtol=1e-5)
-    assert_close(arrays(run, 4), arrays(alone, 4))
+    assert_close(run, alone, 4)
     assert checkpoint_faults(run, 4) == []
     # The store of process 1 is in that of process 0, as they share the folder.
     records = [
@@ -161,8 +146,7 @@ def test_a_run_that_was_killed_goes_on_to_the_bit(run_two, tmp_path):
     assert statuses == [1, -signal.SIGKILL] and "process 1" in printed[0]
     statuses, printed = run_two("expert", cut, train_steps=4)
     assert statuses == [0, 0] and "resumed from step 2" in printed[0], printed
-    got, want = (arrays(RunFolder(folder / "run"), 4) for folder in (cut, whole))
-    assert_bits_equal(got, want)
+    assert_same(*(arrays_of(RunFolder(folder / "run"), 4) for folder in (cut, whole)))
     # One device goes on, with all experts resident; so do four devices of one process.
     resident, on_disk = RunFolder(tmp_path / "resident"), RunFolder(tmp_path / "on_disk")
     for run, number, mesh, storage in (
@@ -173,7 +157,7 @@ def test_a_run_that_was_killed_goes_on_to_the_bit(run_two, tmp_path):
         with on_devices(number):
             train(mesh_job(mesh, storage, train_steps=5), run, events := Events())
         assert any("resumed from step 4" in note for note in events.notes)
-    assert_close(arrays(on_disk, 5), arrays(resident, 5))
+    assert_close(on_disk, resident, 5)
     assert not (whole / "stores/process_1").exists()  # of a process that is no more
     assert switchx_main(["checkpoint", "inspect", str(whole / "run")]) == 0
 
@@ -186,12 +170,12 @@ def test_two_processes_go_on_from_a_resident_checkpoint(run_two, tmp_path):
         train(mesh_job(ONE_DEVICE, StorageSpec(), train_steps=4), alone, Events())
     statuses, printed = run_two("expert", tmp_path, train_steps=4)
     assert statuses == [0, 0] and "resumed from step 2" in printed[0], printed
-    assert_close(arrays(run, 4), arrays(alone, 4))
-    before = arrays(alone, 4)
+    assert_close(run, alone, 4)
+    before = arrays_of(alone, 4)
     fresh = tmp_path / "fresh"
     statuses, printed = run_two("fsdp", fresh, train_steps=1, init_from=str(alone.root))
     assert statuses == [0, 0] and "parameter arrays" in printed[0], printed
-    after = arrays(RunFolder(fresh / "run"), 1)
+    after = arrays_of(RunFolder(fresh / "run"), 1)
     for name in (name for name in after if name.startswith("params/")):  # after one update
         np.testing.assert_allclose(after[name], before[name], atol=0.05, err_msg=name)
 
