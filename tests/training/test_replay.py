@@ -200,7 +200,7 @@ def test_own_choices_on_a_mesh(name, num_microbatches):
 
 
 def test_a_batch_is_checked_before_a_step_reads_it():
-    """And a job that replays does not train on batches without choices."""
+    """A job that replays does not train on batches without choices; it evaluates on them."""
     config = with_router(SPARSE, dataclasses.replace(PAIRS, replay=True))
     trainer = TrainingProgram(make_job(config, batch_size=ROWS), jax.devices()[:1])
     batch = batch_of(config)
@@ -212,6 +212,10 @@ def test_a_batch_is_checked_before_a_step_reads_it():
     with pytest.raises(ValueError, match="replay=True and a training batch without"):
         train = functools.partial(forward, config, is_training=True)
         jax.eval_shape(train, abstract_params(config), batch)
+    trainer.place(batch)
+    jax.eval_shape(
+        functools.partial(forward, config, is_training=False), abstract_params(config), batch
+    )
 
 
 def decisions(jaxpr, is_backward=False) -> list[str]:
@@ -241,9 +245,11 @@ ROUTERS = {
 
 
 def backward_decisions(router: RouterConfig, remat: str) -> list[str]:
-    stacks = "encoder" if router.kind == "expert_choice" else "all"
-    switch = dataclasses.replace(ENCODER_DECODER.switch, router=router, stacks=stacks)
-    config = dataclasses.replace(ENCODER_DECODER, switch=switch, remat=remat)
+    config, stacks = SPARSE, "all"
+    if router.kind == "expert_choice":
+        config, stacks = ENCODER_DECODER, "encoder"
+    switch = dataclasses.replace(config.switch, router=router, stacks=stacks)
+    config = dataclasses.replace(config, switch=switch, remat=remat)
     batch = batch_of(config)
     if router.replay:
         batch = batch | unset_choices(config, batch)
@@ -257,9 +263,14 @@ def backward_decisions(router: RouterConfig, remat: str) -> list[str]:
     return decisions(jax.make_jaxpr(jax.grad(loss))(make_params(config)).jaxpr)
 
 
-@pytest.mark.parametrize("remat", ["minimal", "full"])
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "top 2")) for n in ROUTERS]
+    ("name", "remat"),
+    [
+        pytest.param(
+            name, remat, marks=[pytest.mark.slow] * ((name, remat) != ("top 2", "full"))
+        )
+        for name, remat in itertools.product(ROUTERS, ("minimal", "full"))
+    ],
 )
 def test_the_backward_pass_decides_nothing(name, remat, monkeypatch):
     assert backward_decisions(ROUTERS[name], remat) == []
