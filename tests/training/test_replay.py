@@ -25,6 +25,7 @@ from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import SLICED_RULES, param_shardings
 from switchx.pipeline.schedule import ScheduleSpec
 from switchx.training.distillation.soft_loss import Distillation, Teacher
+from switchx.training.evaluate import eval_step
 from switchx.training.microbatches import sparse_stacks
 from switchx.training.pipelined import build_schedule, pipelined_gradients
 from switchx.training.program import TrainingProgram
@@ -128,7 +129,8 @@ def permuted(given: dict) -> dict:
 
 def test_own_choices_are_the_same_step_and_others_are_not():
     """With scanned layers, remat, packed rows and microbatches."""
-    config = dataclasses.replace(DECODER, remat="full")
+    switch = dataclasses.replace(DECODER.switch, every=1)
+    config = dataclasses.replace(DECODER, num_decoder_layers=2, switch=switch, remat="full")
     replayed = functools.partial(step_of, replaying(config), num_microbatches=4)
     want, own = step_of(config, num_microbatches=4), own_choices(config)
     assert_bit_equal(replayed(own), want)
@@ -137,7 +139,8 @@ def test_own_choices_are_the_same_step_and_others_are_not():
     assert abs(loss - want[1]) > 1e-3
     np.testing.assert_array_equal(stats.load_E, want[3].load_E)  # the same experts, permuted
     routers = [leaf for name, leaf in tree.named_leaves(grads).items() if "w_router" in name]
-    assert len(routers) == 1 and np.all(np.max(np.abs(routers[0]), axis=(1, 2)) > 1e-4)
+    assert len(routers) == 1 and len(routers[0]) == 2
+    assert np.all(np.max(np.abs(routers[0]), axis=(1, 2)) > 1e-4)
 
 
 @pytest.mark.slow
@@ -162,6 +165,26 @@ def test_own_choices_with_drops(priority):
     want = step_of(config)
     assert np.min(want[3].dropped) > 0
     assert_bit_equal(step_of(replaying(config), own_choices(config)), want)
+
+
+@pytest.mark.slow
+def test_own_choices_in_evaluation():
+    """Of a model whose encoder alone has Switch layers."""
+    config = dataclasses.replace(
+        BOTH, switch=dataclasses.replace(BOTH.switch, stacks="encoder"), scan_layers=False
+    )
+    own, params = own_choices(config), make_params(config)
+    assert own.keys() == {"encoder_replay"}
+    want = jax.jit(functools.partial(eval_step, config))(params, batch_of(config))
+    replayed = jax.jit(functools.partial(eval_step, replaying(config)))
+    assert_bit_equal(replayed(params, batch_of(config) | own), want)
+    assert_bit_equal(replayed(params, batch_of(config)), want)
+    other, _, sample = replayed(params, batch_of(config) | permuted(own))
+    assert abs(other.loss - want[0].loss) > 1e-3
+    expert_NBLS = np.asarray(sample["encoder"].expert_NBLS)
+    given_NBLS = np.moveaxis(permuted(own)["encoder_replay"], 2, 0)
+    is_given = given_NBLS != UNSET
+    np.testing.assert_array_equal(expert_NBLS[is_given], given_NBLS[is_given])
 
 
 # Dispatcher, mesh, and bytes of a bucket.
