@@ -62,7 +62,7 @@ promises: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.promises $(ARGS)
 
 scale: $(VENV)/.installed $(VENV)/aot_tpu/.installed
-	SWITCHX_AOT_TPU=$(abspath $(VENV)/aot_tpu) $(BIN)/python -m switchx.compiled.report $(ARGS)
+	SWITCHX_AOT_TPU=$(abspath $(VENV)/aot_tpu) $(BIN)/python -m experiments.scale $(ARGS)
 
 # Without EXPERIMENT: the pages made anew of results.json.
 experiments: $(VENV)/.installed

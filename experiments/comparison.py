@@ -17,7 +17,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from experiments.experiment import Comparison, run_name
@@ -251,14 +250,12 @@ def _timed(name: str, job: TrainingJob) -> Timed:
     program = compiled_program(job)
     (task,) = as_mixture(job.source).tasks
     batch = program.place(next(evaluation_batches(task, job.batches, num_batches=1)))
-    held = [program.init_state()]
 
-    def step():
+    def step(state):
         with program.scope():
-            held[0], metrics = program.train_step(held[0], batch)
-        jax.block_until_ready((held[0], metrics))
+            return program.train_step(state, batch)
 
-    return Timed(name, step)
+    return Timed.stepping(name, step, program.init_state())
 
 
 def first_step_at(curve: dict[int, float], quality: float) -> float | None:

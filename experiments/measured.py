@@ -31,6 +31,9 @@ class Interval:
         """Whether the value lies outside of the interval: 0 is no effect, of a Ratio 1."""
         return self.low > value or self.high < value
 
+    def __str__(self) -> str:
+        return f"{self.mean:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
+
 
 @dataclasses.dataclass(frozen=True)
 class Ratio(Interval):
@@ -69,13 +72,19 @@ def mean_of_tasks(scores: dict[str, Sequence[float]]) -> list[float]:
     return [sum(of_seed) / len(of_seed) for of_seed in zip(*scores.values(), strict=True)]
 
 
+def verdict_of(is_reproduced: bool, is_refuted: bool) -> str:
+    """`reproduced`, else `not reproduced`, else `undecided`."""
+    if is_reproduced:
+        return "reproduced"
+    return "not reproduced" if is_refuted else "undecided"
+
+
 def word_of(gains: Iterable[Interval]) -> str:
     """`reproduced` where every interval is above 0, `not reproduced` where one is below it;
     otherwise `undecided`."""
     gains = list(gains)
-    if any(gain.high < 0 for gain in gains):
-        return "not reproduced"
-    return "reproduced" if all(gain.low > 0 for gain in gains) else "undecided"
+    is_behind = any(gain.high < 0 for gain in gains)
+    return verdict_of(all(gain.low > 0 for gain in gains), is_behind)
 
 
 class Cells:

@@ -128,7 +128,7 @@ def publish_page(folder: pathlib.Path) -> None:
     figure = figure_of(results)
     if figure is not None:
         write_svg(figure, folder / "figure.svg")
-    write_page(folder, page(results))
+    write_page(folder / "README.md", page(results))
     publish_overview()
 
 
@@ -137,7 +137,7 @@ def publish_overview() -> None:
     if found := experts():
         labels = "experts, equal FLOPs per token", "validation negative log perplexity"
         write_svg(sizes_figure(*found, *labels), HERE / PICTURE)
-    write_page(HERE, overview())
+    write_page(HERE / "README.md", overview())
 
 
 def figure_of(results: dict[str, Any]) -> Figure | None:
@@ -187,12 +187,11 @@ def seeds_of(results: dict[str, Any]) -> str:
     return f"{least} to {most} seeds. " if least < most else f"{most} seed{'s' * (most > 1)}. "
 
 
-def write_page(folder: pathlib.Path, page: str) -> None:
-    """Puts a page between the marks of the folder's README.md."""
-    readme = folder / "README.md"
-    before, rest = readme.read_text(encoding="utf-8").split(BEGIN)
+def write_page(file: pathlib.Path, page: str, begin: str = BEGIN) -> None:
+    """Puts a page between the marks of a file."""
+    before, rest = file.read_text(encoding="utf-8").split(begin)
     after = rest.split(END)[1]
-    readme.write_text(f"{before}{BEGIN}\n\n{page.strip()}\n\n{END}{after}", encoding="utf-8")
+    file.write_text(f"{before}{begin}\n\n{page.strip()}\n\n{END}{after}", encoding="utf-8")
 
 
 def table(rows: Iterable[dict[str, Any]]) -> str:
@@ -240,7 +239,7 @@ def main() -> None:
         if folder.name in NO_CLAIM:
             continue
         if read_results(folder) is None:
-            write_page(folder, NOT_RUN)
+            write_page(folder / "README.md", NOT_RUN)
         else:
             judge_anew(folder)
             publish_page(folder)

@@ -57,11 +57,7 @@ class Study(Experiment):
         return found
 
     def train(
-        self,
-        cells: Cells,
-        name: str,
-        gin_files: Sequence[str],
-        bindings: Sequence[str],
+        self, cells: Cells, name: str, gin_files: Sequence[str], bindings: Sequence[str]
     ) -> dict:
         """Trains a run to its end, by the command that a user would type.
 

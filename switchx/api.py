@@ -49,6 +49,7 @@ from switchx.models.params import abstract_params, of_task
 from switchx.models.stages import without_experts
 from switchx.partitioning.compiler_options import CompilerOptions
 from switchx.partitioning.mesh import MeshSpec
+from switchx.routing_record import RecordInfo
 from switchx.training.compilation_cache import compiled_programs_kept
 from switchx.training.start import params_of_job
 from switchx.tree import num_elements
@@ -293,6 +294,39 @@ class Model:
     def prompt(self, tokens: list[int]) -> list[int]:
         """Token ids that a generator reads for an input, in a decoder after the start token."""
         return tokens if self.config.is_encoder_decoder else [PAD_ID, *tokens]
+
+    def pair_read(self, prompt: list[int], tokens: list[int]) -> tuple[list[int], list[int]]:
+        """The pair whose scoring reads all that was read while a prompt was answered.
+
+        Args:
+            tokens: the answer; its last token is read too, and padding follows as its target.
+        """
+        inputs = prompt if self.config.is_encoder_decoder else prompt[1:]  # its start token
+        return inputs, [*tokens, PAD_ID]
+
+    def record_info(self, source: str, dropless: bool = True) -> RecordInfo:
+        """What a record of this model's routing says of it.
+
+        Args:
+            source: what records, as `RecordInfo` has it.
+            dropless: as in `generate`.
+
+        Raises:
+            ValueError: the model has no Switch layers.
+        """
+        require(
+            self.config.switch is not None,
+            "a record of a model without Switch layers: nothing is routed; record a sparse one",
+        )
+        config = self._config(dropless)
+        return RecordInfo(
+            config.switch,
+            config.sparse_layers_by_stack,
+            self.step,
+            source,
+            self.fingerprint,
+            self.vocabulary and self.vocabulary.fingerprint(),
+        )
 
     def _config(self, dropless: bool) -> ModelConfig:
         """The configuration that whole texts are read with."""

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jax
 
 from switchx import api
-from switchx.checkpoint.restore import choose_step, restore_params
+from switchx.checkpoint.restore import checkpoint_fingerprint, choose_step, restore_params
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.evaluation import evaluation_examples, prediction_rows
 from switchx.data.mixtures import Mixture, evaluated_tasks
@@ -32,6 +32,7 @@ from switchx.manifest import git_commit
 from switchx.models.params import abstract_params
 from switchx.partitioning.mesh import MeshSpec
 from switchx.progress import reporter_here
+from switchx.routing_record import RecordInfo, RecordWriter
 from switchx.text_evaluation import (
     Answers,
     JobTexts,
@@ -149,6 +150,8 @@ def evaluate(
     rank_choices: bool = False,
     bootstrap: int = 0,
     predictions: str | os.PathLike | None = None,
+    record: str | os.PathLike | None = None,
+    record_places: int = 1 << 22,
     reporter=None,
     beam_size: int = 1,
     max_new_tokens: int = 128,
@@ -173,6 +176,9 @@ def evaluate(
         bootstrap: samples for intervals of 95% of BLEU and chrF; 0 has none.
         predictions: file to write, JSON lines of task, inputs, target and prediction; it has
             tasks without metrics too, where they are named or no task has any.
+        record: file to write, where the tokens of the batches were routed
+            (`switchx/routing_record.py`).
+        record_places: places of the record after which batches are left out of it.
         reporter: reporter, as in `train`.
         beam_size, max_new_tokens, length_penalty: fields of `DecodingConfig`.
 
@@ -212,7 +218,8 @@ def evaluate(
             "rank_choices measures texts that a task's examples choose from, and no task has "
             "metrics of texts; give the gin file of one that does, or leave it out",
         )
-        return _evaluated(model_dir, job, step, wanted, texts, reporter)
+        recording = None if record is None else _Recording(record, record_places)
+        return _evaluated(model_dir, job, step, wanted, texts, reporter, recording)
 
 
 def _job_to_evaluate(model_dir, job: TrainingJob | None, split: str | None) -> TrainingJob:
@@ -229,14 +236,19 @@ def _job_to_evaluate(model_dir, job: TrainingJob | None, split: str | None) -> T
 
 
 def _evaluated(
-    model_dir, job: TrainingJob, step, wanted: dict[str, tuple], texts: "_Texts", reporter
+    model_dir, job: TrainingJob, step, wanted, texts: "_Texts", reporter, recording
 ) -> dict[str, Any]:
     folder, metrics = RunFolder(model_dir), {}
     if not is_artifact(model_dir):
         job = check_same_model(folder, job)
         step = choose_step(folder, step)
-        metrics = {"step": step} | _likelihood(folder, job, step, reporter)
+        metrics = {"step": step} | _likelihood(folder, job, step, reporter, recording)
     else:
+        require(
+            recording is None,
+            f"record with {folder.where}, which is quantized: it is evaluated by the texts "
+            "that it writes; use `switchx score --record`",
+        )
         require(
             bool(wanted),
             f"{folder.where} is quantized: it is evaluated by the texts that it writes; give "
@@ -267,13 +279,62 @@ def _require_writable(predictions, bootstrap: int) -> None:
     )
 
 
-def _likelihood(folder: RunFolder, job: TrainingJob, step: int, reporter) -> dict[str, Any]:
+def _likelihood(
+    folder: RunFolder, job: TrainingJob, step: int, reporter, recording: "_Recording | None"
+) -> dict[str, Any]:
+    if recording is not None:
+        job = recording.job(job)
     program = compiled_program(job)
     reporter.note(f"evaluating {folder.checkpoints / str(step)}")
     with program.scope():
         target = program.abstract_state.params
         params = restore_params(folder.path, step, target=target, model=job.model)
-        return loop.evaluate_job(job, program, params)
+        if recording is None:
+            return loop.evaluate_job(job, program, params)
+        fingerprint = checkpoint_fingerprint(folder, step, job.vocabulary)
+        with recording.writer(job, step, fingerprint) as writer:
+            metrics = loop.evaluate_job(job, program, params, recording)
+    reporter.note(writer.summary())
+    return metrics
+
+
+class _Recording:
+    """Writes the routing of whole batches, as `evaluated_sums` passes it."""
+
+    def __init__(self, path: str | os.PathLike, max_places: int):
+        self._path, self._most, self._number = path, max_places, 0
+
+    def job(self, job: TrainingJob) -> TrainingJob:
+        """The job whose evaluation returns the routing of whole batches."""
+        switch = job.model.switch
+        require(
+            switch is not None,
+            "record with a model without Switch layers: nothing is routed; record a sparse one",
+        )
+        places = job.batch_size * sum(job.sparse_lengths)
+        model = dataclasses.replace(
+            job.model, switch=dataclasses.replace(switch, recorded_places=places)
+        )
+        return dataclasses.replace(job, model=model)
+
+    def writer(self, job: TrainingJob, step: int, model: str) -> RecordWriter:
+        info = RecordInfo(
+            job.model.switch,
+            job.model.sparse_layers_by_stack,
+            step,
+            "eval",
+            model,
+            job.vocabulary.fingerprint(),
+        )
+        self._writer = RecordWriter(self._path, info, self._most)
+        return self._writer
+
+    def begin_task(self) -> None:
+        """Batches of all tasks follow each other."""
+
+    def add(self, batch_size: int, parts: dict) -> None:
+        self._writer.add(self._number, jax.device_get(parts), batch_size)
+        self._number += 1
 
 
 # Texts that the model generates.

@@ -70,11 +70,16 @@ class Report:
         head = {"command": self.command, "environment": environment()}
         return json_text(head | {"results": self.results, "checks": checks})
 
-    def print(self, as_json: bool) -> None:
-        """Prints a table for each first column, or the object as the last line."""
+    def print(self, as_json: bool) -> int:
+        """Prints a table for each first column, or the object as the last line.
+
+        Returns:
+            The command's exit status: 1 where a check does not hold.
+        """
+        status = int(any(check.holds is False for check in self.checks))
         if as_json:
             print(self.as_json())
-            return
+            return status
         console = Console(highlight=False)
         title = f"switchx {self.command}"
         for _, rows in itertools.groupby(self.results, key=lambda row: next(iter(row))):
@@ -89,6 +94,7 @@ class Report:
             title = None
         for check in self.checks:
             console.print(f"{check.name} {check.value:.3f} {check.bound}: {check.verdict}")
+        return status
 
 
 def environment() -> dict[str, Any]:

@@ -6,6 +6,7 @@ import dataclasses
 import fcntl
 import gc
 import importlib.util
+import json
 import os
 import pathlib
 import resource
@@ -32,6 +33,7 @@ from switchx.cli.main import main
 from switchx.gin_config import building
 from tests.compilation import T5, TINY_RUN, compiled_once, on_devices, traced_once
 from tests.integration.runs import arguments, write_corpus
+from tests.way import traced
 
 pytest_plugins = ("tests.compile_seconds",)
 
@@ -213,12 +215,13 @@ def one_device():
 
 @dataclasses.dataclass(frozen=True)
 class FinishedRun:
-    """A run folder, the corpus it read, and what the command printed."""
+    """A run folder, the corpus it read, what the command printed, and its way (`way.py`)."""
 
     folder: pathlib.Path
     files: pathlib.Path
     stdout: str
     stderr: str
+    way: dict[str, list[str]]
 
 
 @pytest.fixture(scope="session")
@@ -234,12 +237,16 @@ def finished_run(made_once, session_cache, small_stdlib) -> FinishedRun:
             (base / "stderr").open("w") as err,
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
+            traced() as files,
         ):
             assert main(["train", *words]) == 0
+        way = {moment: sorted(found) for moment, found in files.items()}
+        (base / "way.json").write_text(json.dumps(way))
 
     base = made_once("finished_run", train)
     texts = [(base / name).read_text() for name in ("stdout", "stderr")]
-    return FinishedRun(base / "run", base / "corpus.txt", *texts)
+    way = json.loads((base / "way.json").read_text())
+    return FinishedRun(base / "run", base / "corpus.txt", *texts, way)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from switchx.cli import hosts
-from switchx.cli.arguments import parse_job
+from switchx.cli.arguments import gin_of
 from switchx.cli.main import _parse, _parser
 from switchx.cli.train import STOPPED_STATUS
 from switchx.gin_config import building
@@ -28,7 +28,7 @@ def clean_gin():
 
 def job_of(options):
     """The job of some options of `switchx train`."""
-    return parse_job(_parse(_parser(), ["train", *options]))
+    return building.parse_job(*gin_of(_parse(_parser(), ["train", *options])))
 
 
 def stub(folder, name: str, body: str) -> None:

@@ -110,11 +110,6 @@ def _tests(rows: list[dict[str, Any]]) -> str:
     return f" Tests: {said}." if said else ""
 
 
-def publish() -> None:
-    """Makes the page anew."""
-    write_page(HERE, page())
-
-
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--keep", metavar="DIR", type=pathlib.Path)
@@ -122,7 +117,7 @@ def main(words: list[str] | None = None) -> int:
     try:
         if arguments.keep is not None:
             print(f"written to {keep(arguments.keep)}")
-        publish()
+        write_page(HERE / "README.md", page())
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

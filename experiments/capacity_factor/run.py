@@ -32,7 +32,7 @@ COMPARISON = Comparison(
         Contender("dense", ("ModelConfig.switch=None",)),
         *(_sparse("Switch", factor, 1) for factor in FACTORS),
         *(_sparse("MoE", factor, 2) for factor in FACTORS),
-    ),
+    )
 )
 
 

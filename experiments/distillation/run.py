@@ -79,8 +79,7 @@ def verdict(trained: Trained, teachers: dict[str, float]) -> dict:
         f"{both.mean:+.3f} with {TEACHER} as the teacher (itself {of_teachers[TEACHER]:+.3f}) "
         f"and {of_small.mean:+.3f} with {SMALL_TEACHER} ({of_teachers[SMALL_TEACHER]:+.3f}), "
         f"the mix alone {mix.mean:+.3f}, initialization alone {init.mean:+.3f}. Both together "
-        f"over initialization alone: {over_init.mean:+.3f} ({over_init.low:+.3f} to "
-        f"{over_init.high:+.3f}).",
+        f"over initialization alone: {over_init}.",
         "effect": over_init,
         "effect_of": "mix and initialization over initialization alone, nats per token",
     }

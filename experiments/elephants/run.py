@@ -13,7 +13,7 @@ import subprocess
 import sys
 
 from experiments.elephants.tables import change, shown, tables
-from experiments.measured import Interval
+from experiments.measured import Interval, verdict_of
 from experiments.study import ROOT, Study, main
 
 MODEL = "translation"
@@ -69,13 +69,10 @@ def verdict(quality: dict, throughput: dict) -> dict:
         if (batch, beams) not in measured
     ]
     changes = [(row[bits], -loss) for row in means for bits, loss in LOSSES.items()]
-    word = "undecided"
-    if any(each["high"] < least for each, least in changes):
-        word = "not reproduced"
-    elif not missing and all(
+    is_lost = any(each["high"] < least for each, least in changes)
+    is_kept = all(
         row["int8"]["high"] >= 0 and row["int4"]["low"] > -LOSSES["int4"] for row in means
-    ):
-        word = "reproduced"
+    )
     said = " and ".join(
         f"int8 changes BLEU by {row['int8']['change']:+.3f} and int4 by "
         f"{row['int4']['change']:+.3f} with {row['beams']} beam{'s' * (row['beams'] > 1)}"
@@ -83,7 +80,7 @@ def verdict(quality: dict, throughput: dict) -> dict:
     )
     (int4,) = (row["int4"] for row in means if row["beams"] == 2)
     return {
-        "verdict": word,
+        "verdict": verdict_of(is_kept and not (missing or is_lost), is_lost),
         "because": f"On average over the directions {said}; {len(missing)} of "
         f"{2 * len(BATCHES)} cells of Table 3 are missing.",
         "effect": Interval(int4["change"], int4["low"], int4["high"]),

@@ -17,12 +17,7 @@ MARGIN = 0.5
 SHORT = ("TRAIN_STEPS=100", "EVAL_EVERY=50", "CHECKPOINT_EVERY=100", "INPUTS_LENGTH=80")
 TASKS = ("glue_cola", "glue_sst2", "trec")
 PAIR = "0.1, experts 0.4"
-RATES = {
-    "0.1": (0.1, 0.1),
-    "0.2": (0.2, 0.2),
-    "0.3": (0.3, 0.3),
-    PAIR: (0.1, 0.4),
-}
+RATES = {"0.1": (0.1, 0.1), "0.2": (0.2, 0.2), "0.3": (0.3, 0.3), PAIR: (0.1, 0.4)}
 
 
 def gains_over(means: dict[str, dict[str, list[float]]]) -> dict[str, Interval]:

@@ -13,7 +13,7 @@ import math
 import statistics
 from typing import Any
 
-from experiments.measured import Ratio, interval_of
+from experiments.measured import Ratio, interval_of, verdict_of
 from experiments.study import Study, main
 from switchx.bench import offload
 
@@ -64,11 +64,8 @@ def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
     of_slots = [row for row in rows if row[COPIES] >= LEAST_COPIES]
     times = [row[TIME] for row in rows] + [row[ADDED] for row in of_slots]
     memory = max((row[MEMORY] for row in rows), key=lambda x: abs(math.log(x)))
-    word = "undecided"
-    if abs(memory - 1) > MEMORY_WITHIN or any(is_farther(each) for each in times):
-        word = "not reproduced"
-    elif of_slots and all(is_within(each) for each in times):
-        word = "reproduced"
+    is_off = abs(memory - 1) > MEMORY_WITHIN
+    is_reproduced = not is_off and bool(of_slots) and all(map(is_within, times))
     farthest = max((row[TIME]["mean"] for row in rows), key=lambda x: abs(math.log(x)))
     said = ", ".join(
         f"{row[ADDED]['mean']:.2f} ({row[ADDED]['low']:.2f} to {row[ADDED]['high']:.2f}) "
@@ -77,7 +74,7 @@ def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
     )
     most = max(of_slots or rows, key=lambda row: row[COPIES])
     return {
-        "verdict": word,
+        "verdict": verdict_of(is_reproduced, is_off or any(map(is_farther, times))),
         "because": f"Farthest from the formulas are {farthest:.2f} of the time and "
         f"{memory:.2f} of the memory. What slots add to computing, over the time of the copies "
         f"where these are {LEAST_COPIES:.0%} of the time or more: {said or 'nowhere'}.",

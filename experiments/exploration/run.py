@@ -6,7 +6,7 @@ make experiments EXPERIMENT=exploration DATA=FOLDER
 
 from experiments.comparison import Trained, judge_of, run_comparison
 from experiments.experiment import Comparison, Contender
-from experiments.measured import NOISE
+from experiments.measured import NOISE, verdict_of
 from experiments.study import main
 
 NAMES = {"argmax": "none", "sampling": "sample", "input dropout": "dropout", "jitter": "jitter"}
@@ -25,17 +25,12 @@ def verdict(trained: Trained) -> dict:
     Not reproduced: it is further below one of them, by a whole interval. Otherwise undecided.
     """
     gains = {name: trained.gain("jitter", name) for name in NAMES if name != "jitter"}
-    word = "undecided"
-    if all(gain.low > -NOISE for gain in gains.values()):
-        word = "reproduced"
-    elif any(gain.high < -NOISE for gain in gains.values()):
-        word = "not reproduced"
-    said = ", ".join(
-        f"{gain.mean:+.3f} ({gain.low:+.3f} to {gain.high:+.3f}) over {name}"
-        for name, gain in gains.items()
-    )
+    said = ", ".join(f"{gain} over {name}" for name, gain in gains.items())
     return {
-        "verdict": word,
+        "verdict": verdict_of(
+            all(gain.low > -NOISE for gain in gains.values()),
+            any(gain.high < -NOISE for gain in gains.values()),
+        ),
         "because": f"Jitter is {said}, nats per token.",
         "effect": gains["argmax"],
         "effect_of": "jitter over argmax, nats per token",

@@ -84,10 +84,7 @@ def verdict(trained: Trained, rows: list[dict[str, Any]]) -> dict[str, Any]:
         )
         for way in WAYS
     }
-    said = ", ".join(
-        f"{gain.mean:+.3f} ({gain.low:+.3f} to {gain.high:+.3f}) {way}"
-        for way, gain in gains.items()
-    )
+    said = ", ".join(f"{gain} {way}" for way, gain in gains.items())
     return {
         "verdict": "exploratory",
         "because": f"From {BEFORE} to {TRAINED} experts the loss rises by "

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.experiment import ENGLISH, run_name
-from experiments.measured import Cells, Interval, interval_of, paired
+from experiments.measured import Cells, Interval, interval_of, paired, verdict_of
 from experiments.study import Study, main
 
 
@@ -122,12 +122,7 @@ class Peaks:
 
 
 def tuned(
-    study: Study,
-    cells: Cells,
-    model: str,
-    name_of_task: str,
-    seed: int,
-    *more: str,
+    study: Study, cells: Cells, model: str, name_of_task: str, seed: int, *more: str
 ) -> Peaks:
     """A model of experiments/pretraining, fine-tuned on a task.
 
@@ -240,13 +235,8 @@ def verdict(gains: dict[str, Interval]) -> dict[str, Any]:
         for kind in (REASONING, KNOWLEDGE)
         if (of_kind := [task for task in gains if TASKS[task].kind == kind])
     )
-    word = "undecided"
-    if mean.low > 0 and len(better) > len(worse):
-        word = "reproduced"
-    elif mean.high < 0:
-        word = "not reproduced"
     return {
-        "verdict": word,
+        "verdict": verdict_of(mean.low > 0 and len(better) > len(worse), mean.high < 0),
         "because": f"Experts are ahead in {', '.join(better) or 'no task'} and behind in "
         f"{', '.join(worse) or 'none'}, by intervals that leave out 0; over all tasks "
         f"{mean.mean:+.1f} points, {by_kind}.",

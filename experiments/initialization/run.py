@@ -11,7 +11,7 @@ import scipy.stats
 
 from experiments.comparison import Trained, judge_of, run_comparison
 from experiments.experiment import Comparison, Contender
-from experiments.measured import Ratio
+from experiments.measured import Ratio, verdict_of
 from experiments.study import main
 
 
@@ -45,16 +45,12 @@ def verdict(trained: Trained) -> dict:
     reported."""
     final = [trained.final(f"scale {scale}") for scale in (0.1, 1.0)]
     effect = ratio_of_spreads(*final)
-    word = "undecided"
-    if effect.excludes(1):
-        word = "reproduced" if effect.high < 1 else "not reproduced"
     small, large = (np.std(values, ddof=1) for values in final)
     gain = trained.gain("scale 0.1", "scale 1.0")
     return {
-        "verdict": word,
+        "verdict": verdict_of(effect.high < 1, effect.low > 1),
         "because": f"The standard deviation over {len(final[0])} seeds is {small:.4f} at scale "
-        f"0.1 and {large:.4f} at 1.0; the mean is {gain.mean:+.3f} ({gain.low:+.3f} to "
-        f"{gain.high:+.3f}) nats over that at 1.0.",
+        f"0.1 and {large:.4f} at 1.0; the mean is {gain} nats over that at 1.0.",
         "effect": effect,
         "effect_of": "standard deviation over seeds at scale 0.1 over that at 1.0",
     }

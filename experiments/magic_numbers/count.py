@@ -107,7 +107,7 @@ def count(name: str, program: dict[str, Any], dump: pathlib.Path) -> dict[str, A
             sass = "\n".join(path.read_text() for path in dump.glob("grouped_*.sass*"))
             return per_channels(case, back_end, loop_of_mosaic(sass))
         function, specs = build(case, back_end)
-        sharding = jax.sharding.SingleDeviceSharding(gpu_compiler.described_gpu(target))
+        sharding = jax.sharding.SingleDeviceSharding(gpu_compiler.described_gpus(target)[0])
         specs = jax.tree.map(
             lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), specs
         )

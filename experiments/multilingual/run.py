@@ -13,7 +13,7 @@ from typing import Any
 
 from experiments.comparison import first_step_at
 from experiments.experiment import Contender, run_name
-from experiments.measured import Cells, Ratio, interval_of, paired
+from experiments.measured import Cells, Ratio, interval_of, paired, verdict_of
 from experiments.study import Study, main
 
 GIN_FILE = "configs/runs/pretrain_languages.gin"
@@ -107,14 +107,11 @@ def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
     means = {language: each["mean"] for language, each in speedups.items()}
     least, most = min(means, key=means.get), max(means, key=means.get)
     mean = interval_of(list(means.values()), kind=Ratio)
-    word = "undecided"
-    if 2 * faster > len(rows) and mean.low > 1:
-        word = "reproduced"
-    elif 2 * slower > len(rows) or mean.high < 1:
-        word = "not reproduced"
     few = [row[FEW_GAIN] for row in rows]
     return {
-        "verdict": word,
+        "verdict": verdict_of(
+            2 * faster > len(rows) and mean.low > 1, 2 * slower > len(rows) or mean.high < 1
+        ),
         "because": f"Experts have the dense model's final quality in fewer steps in {faster} "
         f"of {len(rows)} languages and in more in {slower}, by intervals that leave out 1; the "
         f"mean speed-up is {mean.mean:.2f}, from {means[least]:.2f} ({least}) to "

@@ -6,7 +6,7 @@ make experiments EXPERIMENT=no_token_left_behind DATA=FOLDER
 
 from experiments.comparison import Trained, judge_of, run_comparison
 from experiments.experiment import Comparison, Contender
-from experiments.measured import NOISE
+from experiments.measured import NOISE, verdict_of
 from experiments.study import main
 
 ROUNDS = (2, 4)
@@ -37,18 +37,13 @@ def verdict(trained: Trained) -> dict:
     Not reproduced: one gains more than that, by a whole interval. Otherwise undecided.
     """
     gains = {f"{n} rounds": trained.gain(f"{n} rounds", "drop") for n in ROUNDS}
-    word = "undecided"
-    if all(gain.high < NOISE for gain in gains.values()):
-        word = "reproduced"
-    elif any(gain.low > NOISE for gain in gains.values()):
-        word = "not reproduced"
-    said = ", ".join(
-        f"{name} {gain.mean:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
-        for name, gain in gains.items()
-    )
+    said = ", ".join(f"{name} {gain}" for name, gain in gains.items())
     most = trained.gain("dropless", "drop")
     return {
-        "verdict": word,
+        "verdict": verdict_of(
+            all(gain.high < NOISE for gain in gains.values()),
+            any(gain.low > NOISE for gain in gains.values()),
+        ),
         "because": f"Over dropping at capacity factor 1.0, nats per token: {said}; with slots "
         f"for all {most.mean:+.3f}.",
         "effect": gains["4 rounds"],

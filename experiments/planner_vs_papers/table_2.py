@@ -23,16 +23,15 @@ two rows are taken at equal batches. Block inputs are kept and the rest is compu
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterable
 
 from experiments.planner_vs_papers.papers import Interval, gpt, paper_workload, with_dispatcher
 from switchx.hardware.spec import load_hardware
 from switchx.models.flops import flops_per_sequence
 from switchx.partitioning.rules import Rules
-from switchx.planner.layout import Layout, Workload
+from switchx.planner.layout import Layout, Workload, local_bytes
 from switchx.planner.memory import memory_use, vocabulary_parts
-from switchx.planner.step_comm import StepCollective, local_shape, step_collectives
+from switchx.planner.step_comm import StepCollective, step_collectives
 from switchx.planner.step_time import step_time
 
 VOCABULARY = 51200  # the paper names none: GPT-2's, padded as Megatron-LM pads it
@@ -43,10 +42,7 @@ LARGE = dict(layers=32, d_model=4096, heads=32, vocab_size=VOCABULARY)
 # GPT-3's rows of 2048 tokens: 0.5M and 2M tokens.
 SMALL_ROWS, LARGE_ROWS = 256, 1024
 HARDWARE = load_hardware("v100")
-LOGITS_OF_STAGES = (
-    "outputs to all stages, for their logits",
-    "gradients of the outputs",
-)
+LOGITS_OF_STAGES = ("outputs to all stages, for their logits", "gradients of the outputs")
 REMATERIALIZED = 4  # passes through the blocks
 
 
@@ -154,10 +150,10 @@ def needed_bytes(row: Row, workload: Workload, layout: Layout) -> float:
     use = dataclasses.replace(use, logits=use.logits * layout.pipe)
     if not row.has_zero:
         return use.total
-    params = [each for each in workload.state if each.kind == "params"]
     sliced = sum(
-        math.prod(local_shape(each, layout)[0]) * each.itemsize / copies_of(each.table, layout)
-        for each in params
+        local_bytes(each, layout) / copies_of(each.table, layout)
+        for each in workload.state
+        if each.kind == "params"
     )
     return use.total - use.gradients + sliced * (2 if layout.num_microbatches > 1 else 1)
 

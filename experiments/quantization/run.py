@@ -17,7 +17,7 @@ import numpy as np
 import switchx
 from experiments.experiment import ENGLISH
 from experiments.fine_tuning.run import CHOSEN, GLOSSARY, files_of, run_of, tuned
-from experiments.measured import NOISE, Cells, Interval, interval_of
+from experiments.measured import NOISE, Cells, Interval, interval_of, verdict_of
 from experiments.study import Study, main
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.corpora.text_files import TextFiles
@@ -147,14 +147,11 @@ def verdict(changes: dict[str, Interval], of_tasks: dict[str, dict[str, Interval
               for name in ("int8", "int4")}  # fmt: skip
     moved = [name for name, each in judged.items() if each.excludes(0)]
     bounds = ((int8, EQUAL), (int4, NOISE))
-    word = "undecided"
-    if moved or any(each.high < -bound or each.low > bound for each, bound in bounds):
-        word = "not reproduced"
-    elif all(-bound < each.low and each.high < bound for each, bound in bounds):
-        word = "reproduced"
+    is_outside = any(each.high < -bound or each.low > bound for each, bound in bounds)
+    is_within = all(-bound < each.low and each.high < bound for each, bound in bounds)
     hurts = [name for name, each in changes.items() if each.high < -EQUAL]
     return {
-        "verdict": word,
+        "verdict": verdict_of(is_within and not moved, is_outside or bool(moved)),
         "because": f"int8 changes the log-likelihood by {int8.mean:+.4f} nats per token, "
         f"int4 by {int4.mean:+.4f} and by {grouped.mean:+.4f} with groups of 32; the first "
         f"loss of more than {EQUAL} is that of {hurts[0] if hurts else 'none'}. Right answers "

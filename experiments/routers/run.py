@@ -26,7 +26,7 @@ COMPARISON = Comparison(
             "dropless",
             ("RouterConfig.overflow='dropless'", "SwitchConfig.dispatcher='dropless'"),
         ),
-    ),
+    )
 )
 
 ENCODER = Comparison(

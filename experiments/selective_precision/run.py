@@ -13,7 +13,7 @@ from typing import Any
 
 from experiments.comparison import Trained, judge_of, run_comparison
 from experiments.experiment import Comparison, Contender
-from experiments.measured import NOISE, Cells
+from experiments.measured import NOISE, Cells, verdict_of
 from experiments.study import Study, main
 from switchx.bench import compiled_step
 from switchx.bench.compiled_layer import rows_of_child
@@ -57,18 +57,13 @@ def verdict(trained: Trained) -> dict:
     skipped = trained.skipped["bfloat16"]
     is_worse = skipped > 0 or low.high < 0
     is_equal = selective.low > -NOISE and selective.high < NOISE
-    word = "undecided"
-    if is_worse and is_equal:
-        word = "reproduced"
-    elif (not is_worse and low.low > -NOISE) or selective.high < -NOISE:
-        word = "not reproduced"
+    is_refuted = (not is_worse and low.low > -NOISE) or selective.high < -NOISE
     said = ", ".join(
-        f"{name} {gain.mean:+.3f} ({gain.low:+.3f} to {gain.high:+.3f}, "
-        f"{trained.skipped[name]} steps skipped)"
+        f"{name} {str(gain)[:-1]}, {trained.skipped[name]} steps skipped)"
         for name, gain in gains.items()
     )
     return {
-        "verdict": word,
+        "verdict": verdict_of(is_worse and is_equal, is_refuted),
         "because": f"Nats per token over float32: {said}.",
         "effect": low,
         "effect_of": "bfloat16 with a bfloat16 router over float32, nats per token",

@@ -41,10 +41,7 @@ def verdict(trained: Trained) -> dict:
     for where in _WHERE:
         name = f"{where} bfloat16"
         gain = trained.gain(name, f"{where} float32")
-        lower.append(
-            f"{where} {gain.mean:+.3f} ({gain.low:+.3f} to {gain.high:+.3f}, "
-            f"{trained.skipped[name]} steps skipped)"
-        )
+        lower.append(f"{where} {str(gain)[:-1]}, {trained.skipped[name]} steps skipped)")
     return {
         "verdict": word_of(gains.values()),
         "because": f"Nats per token, float32: {said}; bfloat16 over float32: "

@@ -153,12 +153,12 @@ def count_kernels(hlo: str) -> int:
 
 
 @functools.cache
-def described_gpu(target: str):
-    """The device that the compiler makes of a description."""
+def described_gpus(target: str, number: int = 1) -> list:
+    """The devices that the compiler makes of a description."""
     description = pathlib.Path(__file__).with_name(TARGETS[target]).read_text()
     return topologies.get_topology_desc(
-        target, "cuda", topology="1x1x1", target_config=description
-    ).devices[0]
+        target, "cuda", topology=f"1x1x{number}", target_config=description
+    ).devices
 
 
 def compile_lowered(lowered, devices, options: Mapping[str, str] | None = None):
@@ -195,7 +195,7 @@ def compile_here(target: str, case: Case, dump: pathlib.Path) -> dict[str, int]:
     Of an A100, whose kernels are Triton's, temporary bytes and kernels are all that is read.
     """
     function, specs = build(case, "gpu" if target == "h200" else "triton")
-    sharding = jax.sharding.SingleDeviceSharding(described_gpu(target))
+    sharding = jax.sharding.SingleDeviceSharding(described_gpus(target)[0])
     specs = jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), specs
     )

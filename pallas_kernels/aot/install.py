@@ -22,12 +22,7 @@ import subprocess
 import sys
 
 # Beside JAX's own plugin: the assembler, its libraries, and a disassembler to read SASS.
-CUDA_TOOLS = (
-    "nvidia-cuda-nvcc",
-    "nvidia-nvvm",
-    "nvidia-cuda-runtime",
-    "nvidia-cuda-nvdisasm",
-)
+CUDA_TOOLS = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-runtime", "nvidia-cuda-nvdisasm")
 ROOT = pathlib.Path(__file__).parents[2]
 STAMP = "installed.txt"
 # Beside a newer JAX: what `switchx check accelerator` and the kernels' tests need.

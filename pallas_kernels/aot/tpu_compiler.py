@@ -74,7 +74,7 @@ def child_variables(dump: str) -> dict[str, str]:
     # The last two stages of seventy: writing out all takes as long as compiling.
     return compiler_variables() | {
         "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true "
-        "--xla_jf_dump_llo_pass_label_regex=.*final_bundles.*|.*delay-converter.*",
+        "--xla_jf_dump_llo_pass_label_regex=.*final_bundles.*|.*delay-converter.*"
     }
 
 

@@ -15,17 +15,8 @@ import jax.numpy as jnp
 from pallas_kernels.aot.gpu_cost import COPY_BYTES_PER_S, predicted_s
 from pallas_kernels.bench.card import copy_bytes_per_s
 from pallas_kernels.bench.cells import Cell, all_cells, cells_of_a_cpu
-from pallas_kernels.bench.products import (
-    activation_dtype,
-    compiled_weight_bytes,
-    contenders,
-)
-from pallas_kernels.bench.timing import (
-    Contender,
-    geometric_mean,
-    speedup,
-    take_turns,
-)
+from pallas_kernels.bench.products import activation_dtype, compiled_weight_bytes, contenders
+from pallas_kernels.bench.timing import Contender, geometric_mean, speedup, take_turns
 from pallas_kernels.implementations import current_device, unable
 from pallas_kernels.tiling import tpu as tpu_tiling
 

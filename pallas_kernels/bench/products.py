@@ -119,10 +119,7 @@ def products(cell: Cell) -> list[Product]:
 
 def installed() -> list[Callable]:
     """Products of other libraries that can run here."""
-    wanted = {
-        "tpu": {MEGABLOX: megablox, "tokamax": tokamax},
-        "gpu": {"tokamax": tokamax},
-    }
+    wanted = {"tpu": {MEGABLOX: megablox, "tokamax": tokamax}, "gpu": {"tokamax": tokamax}}
     here = wanted.get(jax.default_backend(), {})
     return [run for name, run in here.items() if importlib.util.find_spec(name) is not None]
 

@@ -44,6 +44,21 @@ class Contender:
     of: str = "forward"
     times_s: list[float] = dataclasses.field(default_factory=list)
 
+    @classmethod
+    def stepping(cls, name: str, step: Callable, state, **fields) -> "Contender":
+        """A contender whose step begins with the state that the one before returned.
+
+        Args:
+            step: function that returns the next state and measurements, of a state.
+        """
+        held = [state]
+
+        def run():
+            held[0], measured = step(held[0])
+            return jax.block_until_ready((held[0], measured))[1]
+
+        return cls(name, run, **fields)
+
     def measure(self, num_steps: int) -> None:
         """Adds the mean time of a call in `num_steps` steps to the measured times."""
         start = time.perf_counter()

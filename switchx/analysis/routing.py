@@ -9,6 +9,7 @@ that of OLMoE (Muennighoff et al. 2024, arXiv:2409.02060, section 5.1).
 Dims: N Switch layers, T tokens of the sample, S experts selected by a token, E experts
 """
 
+import collections
 import dataclasses
 import json
 import math
@@ -19,6 +20,7 @@ import numpy as np
 
 from switchx.fields import require
 from switchx.npz import read_arrays
+from switchx.routing_record import open_record
 
 # An expert with less than this part of an even share is called dead.
 DEAD_FRACTION = 0.01
@@ -164,7 +166,8 @@ def read_snapshots(folder: pathlib.Path) -> list[Snapshot]:
     Raises:
         ValueError: there is none, or a file is damaged.
     """
-    snapshots = [_read(path) for path in sorted(folder.glob("step_*.npz"))]
+    snapshots = [_of_record(path) for path in folder.glob("step_*.parquet")]
+    snapshots += [_read(path) for path in folder.glob("step_*.npz")]
     if not snapshots:
         raise ValueError(
             f"{folder} holds no routing sample; each evaluation in training writes one, so "
@@ -185,8 +188,24 @@ def comparable(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
     return [each for each in snapshots if tokens(each) == tokens(snapshots[-1])]
 
 
+def _of_record(path: pathlib.Path) -> Snapshot:
+    """The tokens of a record, without padding."""
+    record = open_record(path)
+    parts = collections.defaultdict(list)
+    for batch in record.batches():
+        where = batch.is_token_BL
+        arrays = batch.token_BL[where], batch.expert_NBLS[:, where], batch.gate_NBLS[:, where]
+        parts[batch.stack].append(arrays)
+    stacks = []
+    for stack, layers in record.info.layers.items():
+        token, expert, gate = zip(*parts[stack], strict=True)
+        joined = np.concatenate(expert, axis=1), np.concatenate(gate, axis=1)
+        stacks.append(StackRouting(tuple(layers), np.concatenate(token), *joined))
+    return Snapshot(record.info.step, record.info.switch.num_experts, tuple(stacks))
+
+
 def _read(path: pathlib.Path) -> Snapshot:
-    """Reads a snapshot that `training/evaluate.py` wrote."""
+    """Reads a snapshot in the form of before 2026-11-27 (`.npz`)."""
     try:
         arrays = read_arrays(path, _NUMBERS, _STACKS)
         stacks = tuple(

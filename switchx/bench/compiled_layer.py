@@ -19,7 +19,7 @@ import numpy as np
 
 from pallas_kernels.launches import recorded_launches
 from pallas_kernels.tpu_chip import described_tpu
-from switchx.compiled.devices import describe_devices, run_with_compiler
+from switchx.compiled.devices import describe_devices, json_of_child
 from switchx.compiled.moved_bytes import Rates, moved_bytes
 from switchx.hardware.spec import load_hardware
 from switchx.models.config import ModelConfig, Precision, SwitchConfig
@@ -142,37 +142,37 @@ def described_chip(topology: Topology, device):
 
 def compiled_rows(topology: Topology) -> list[dict]:
     """A row for each activation, direction and split, in a process that has the compiler."""
-    device = describe_devices(topology)[0]
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    rows = []
+    device, rows = describe_devices(topology)[0], []
     with described_chip(topology, device):
         for activation in ACTIVATIONS:
             for direction in DIRECTIONS:
-                function, arguments = layer_function(layer_config(activation), direction)
-                arguments = jax.tree.map(
-                    lambda leaf: jax.ShapeDtypeStruct(
-                        leaf.shape, leaf.dtype, sharding=sharding
-                    ),
-                    arguments,
-                )
-                with recorded_launches() as launches:
-                    hlo = jax.jit(function).lower(*arguments).compile().as_text()
-                cell = str(topology), activation, direction
-                rows += [_row(*cell, *each, hlo, launches) for each in group_sizes().items()]
+                layer = layer_function(layer_config(activation), direction)
+                _, compiled, launches = compiled_for(device, *layer)
+                ideal, hlo = ideal_bytes(activation, direction), compiled.as_text()
+                for split, sizes_E in group_sizes().items():
+                    moved = moved_bytes(hlo, launches, sizes_E)
+                    row = {
+                        "target": str(topology),
+                        "activation": activation,
+                        "pass": direction,
+                        "rows_by_expert": split,
+                        **{name: getattr(moved, name) for name in COUNTED},
+                        "ideal_bytes": ideal,
+                        "bytes_vs_ideal": moved.num_bytes / ideal,
+                    }
+                    rows.append(row)
     return rows
 
 
-def _row(target, activation, direction, split, sizes_E, hlo, launches) -> dict:
-    moved, ideal = moved_bytes(hlo, launches, sizes_E), ideal_bytes(activation, direction)
-    return {
-        "target": target,
-        "activation": activation,
-        "pass": direction,
-        "rows_by_expert": split,
-        **{name: getattr(moved, name) for name in COUNTED},
-        "ideal_bytes": ideal,
-        "bytes_vs_ideal": moved.num_bytes / ideal,
-    }
+def compiled_for(device, function: Callable, arguments: tuple) -> tuple:
+    """A function traced and compiled for a device, and the Pallas kernels that it launches."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    arguments = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments
+    )
+    with recorded_launches() as launches:
+        traced = jax.jit(function).trace(*arguments)
+        return traced, traced.lower().compile(), launches
 
 
 def run(note=print) -> Report:
@@ -187,22 +187,9 @@ def run(note=print) -> Report:
 def rows_of_child(module: str, target: str, *words: str) -> list[dict]:
     """The rows that a module prints with the target's compiler; or a row that says why not."""
     try:
-        child = run_with_compiler(
-            [target, *words],
-            Topology.parse(target),
-            module=module,
-            capture_output=True,
-            text=True,
-        )
+        return json_of_child([target, *words], Topology.parse(target), module)
     except FileNotFoundError as error:
         return [{"target": target, "not_run": str(error)}]
-    lines = [line for line in child.stdout.splitlines() if line.startswith("[{")]
-    if not lines:
-        raise RuntimeError(
-            f"the compiler for {target} ended with status {child.returncode}: "
-            f"{child.stderr[-2000:]}"
-        )
-    return json.loads(lines[-1])
 
 
 def checks(rows: list[dict]) -> list[Check]:

@@ -16,6 +16,7 @@ from switchx.bench.compiled_layer import rates_of
 from switchx.bench.small_job import small_job
 from switchx.compiled.devices import describe_devices
 from switchx.compiled.flops import matrix_flops
+from switchx.compiled.jaxprs import sum_of_trace
 from switchx.compiled.moved_bytes import moved_bytes
 from switchx.compiled.training_step import batch_shapes, bytes_on_one_device
 from switchx.compiled.workload import planned_flops
@@ -27,18 +28,11 @@ from switchx.training.program import TrainingProgram
 
 # By chip: 16 rows take 27.6 GiB of temporaries, and a v5e has 15.75.
 ROWS = {"v5e": 4, "v5p": 16}
-LENGTH, NUM_EXPERTS = 512, 8
+LENGTH, NUM_EXPERTS, LAYERS = 512, 8, 12  # layers of each stack
 
 
-BFLOAT16 = Precision(compute="bfloat16")
-
-
-def step_row(topology: Topology, num_layers: int = 12, precision: Precision = BFLOAT16) -> dict:
-    """The row of the compiled and counted step; needs a process that has the compiler.
-
-    Args:
-        num_layers: number of layers of each stack; 12 in Switch-Base.
-    """
+def step_row(topology: Topology, precision: Precision) -> dict:
+    """The row of the compiled and counted step; needs a process that has the compiler."""
     switch = SwitchConfig(NUM_EXPERTS, every=2, capacity_factor=1.25, group_size=8192)
     model = ModelConfig(
         "encoder_decoder",
@@ -47,8 +41,8 @@ def step_row(topology: Topology, num_layers: int = 12, precision: Precision = BF
         d_ff=2048,
         num_heads=12,
         d_head=64,
-        num_encoder_layers=num_layers,
-        num_decoder_layers=num_layers,
+        num_encoder_layers=LAYERS,
+        num_decoder_layers=LAYERS,
         activation="geglu",
         tie_embeddings=True,
         scan_layers=True,
@@ -65,9 +59,9 @@ def step_row(topology: Topology, num_layers: int = 12, precision: Precision = BF
     moved = moved_bytes(hlo, rates=rates_of(topology.kind))
     flops, state = matrix_flops(hlo), bytes_on_one_device(program.abstract_state)
     ideal_flops = planned_flops(job, 1)
-    ideal_bytes = product_bytes(traced.jaxpr.jaxpr) + 2 * state
+    ideal_bytes = sum_of_trace(traced.jaxpr, product_bytes) + 2 * state
     return {
-        "step": f"switch_base, {num_layers}+{num_layers} blocks",
+        "step": f"switch_base, {LAYERS}+{LAYERS} blocks",
         "target": str(topology),
         "rows": ROWS[topology.kind],
         "experts": NUM_EXPERTS,
@@ -85,28 +79,12 @@ def step_row(topology: Topology, num_layers: int = 12, precision: Precision = BF
     }
 
 
-def product_bytes(jaxpr) -> int:
-    """Bytes of the operands and the result of each product that a traced program runs.
-
-    In a conditional the branch with the most bytes counts.
-    """
-    total = 0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            arrays = [each.aval for each in (*equation.invars, *equation.outvars)]
-            total += sum(math.prod(each.shape) * each.dtype.itemsize for each in arrays)
-            continue
-        inside = [
-            product_bytes(getattr(one, "jaxpr", one))
-            for value in equation.params.values()
-            for one in (value if isinstance(value, tuple | list) else [value])
-            if hasattr(getattr(one, "jaxpr", one), "eqns")
-        ]
-        if inside:
-            is_choice = equation.primitive.name == "cond"
-            times = equation.params["length"] if equation.primitive.name == "scan" else 1
-            total += times * (max(inside) if is_choice else sum(inside))
-    return total
+def product_bytes(equation) -> int | None:
+    """Bytes of the operands and the result of a product; None for another equation."""
+    if equation.primitive.name != "dot_general":
+        return None
+    arrays = [each.aval for each in (*equation.invars, *equation.outvars)]
+    return sum(math.prod(each.shape) * each.dtype.itemsize for each in arrays)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ It also measures what pruning of finished sentences gains, what int4 experts sav
 that samples costs, what drafted tokens gain, what experts in slots take, a dense T5 against
 CTranslate2 where that is installed, and where the extra `serve` is a server's requests a second
 and what it gains by inputs that join a running batch.
-Dims: B rows of a batch, M tokens of a source, P tokens of a prompt
+Dims: B rows of a batch, M tokens of a source
 """
 
 import dataclasses
@@ -19,20 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
-from switchx.bench import (
-    decode_programs,
-    inflight,
-    offload,
-    serving,
-    speculation,
-)
+from switchx.bench import decode_programs, inflight, offload, serving, speculation
 from switchx.bench.peers import ctranslate2_peer, torch_peer
 from switchx.bench.train import DENSE, MEBIBYTE, in_ms, switch_model
 from switchx.inference.config import DecodingConfig
-from switchx.inference.decode import prefill, run_until
+from switchx.inference.decode import run_until
 from switchx.inference.generate import Generator, Hypothesis, for_decoding
 from switchx.inference.quantize import quantize_experts
-from switchx.inference.rows import Rows, RowSettings
 from switchx.interop import huggingface
 from switchx.models.params import init_params
 from switchx.results import Check, Report
@@ -222,22 +215,10 @@ def quantized_bytes() -> tuple[list[dict[str, Any]], list[Check]]:
 def loop_bytes(config, params) -> int:
     """Bytes of the arguments and temporaries of a loop that decodes one sentence."""
     decoding = DecodingConfig(NEW_TOKENS, eos_id=NO_END)
-    source_BM = jnp.array(inputs(1))
-    state = jax.eval_shape(
-        functools.partial(prefill, config, decoding.program),
-        params,
-        prompt_BP=jnp.zeros((1, 1), jnp.int32),
-        is_prompt_BP=jnp.ones((1, 1), bool),
-        rows=Rows(
-            jnp.zeros(1, jnp.int32),
-            jnp.ones(1, bool),
-            jnp.full(1, NEW_TOKENS),
-            RowSettings.of([decoding]),
-        ),
-        source_BM=source_BM,
-        is_source_BM=source_BM > 0,
-    )
-    loop = run_until.lower(config, decoding.program, params, state, 0, NEW_TOKENS)
+    begin = functools.partial(decode_programs.begun, config, decoding=decoding)
+    state = jax.eval_shape(begin, params, source_BM=jnp.array(inputs(1)))
+    program = decoding.program_of(NEW_TOKENS)
+    loop = run_until.lower(config, program, params, state, 0, NEW_TOKENS)
     memory = loop.compile().memory_analysis()
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes
 

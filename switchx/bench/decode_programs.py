@@ -46,24 +46,28 @@ def sampling(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
     return rows, [Check("sampling_vs_greedy_step", speedup(greedy, others[0]), "<=1.3")]
 
 
+def begun(config: ModelConfig, params: dict, decoding: DecodingConfig, source_BM):
+    """The state of a batch before its first step: sources without padding, no prompts."""
+    B, program = len(source_BM), decoding.program_of(decoding.max_new_tokens)
+    settings = RowSettings.of([decoding] * B).fitted(program)
+    limit_B = np.full(B, decoding.max_new_tokens, np.int32)
+    return prefill(
+        config,
+        program,
+        params,
+        prompt_BP=np.zeros((B, 1), np.int32),
+        is_prompt_BP=np.ones((B, 1), bool),
+        rows=Rows(np.arange(B, dtype=np.int32), np.ones(B, bool), limit_B, settings),
+        source_BM=source_BM,
+        is_source_BM=np.ones(source_BM.shape, bool),
+    )
+
+
 def _step(name: str, config: ModelConfig, params: dict) -> Contender:
     decoding = DecodingConfig(NEW_TOKENS, eos_id=-1, pruning="none", **WAYS[name])
     source_BM = np.random.default_rng(0).integers(3, config.vocab_size, (BATCH, 32))
-    state = prefill(
-        config,
-        decoding.program,
-        params,
-        prompt_BP=jnp.zeros((BATCH, 1), jnp.int32),
-        is_prompt_BP=jnp.ones((BATCH, 1), bool),
-        rows=Rows(
-            jnp.arange(BATCH),
-            jnp.ones(BATCH, bool),
-            jnp.full(BATCH, NEW_TOKENS),
-            jax.tree.map(jnp.array, RowSettings.of([decoding] * BATCH)),
-        ),
-        source_BM=jnp.array(source_BM),
-        is_source_BM=jnp.ones(source_BM.shape, bool),
-    )
-    step = functools.partial(run_step, config, decoding.program, params, state)
+    state = begun(config, params, decoding, jnp.array(source_BM))
+    program = decoding.program_of(NEW_TOKENS)
+    step = functools.partial(run_step, config, program, params, state)
     name = f"{name}, batch {BATCH}, vocabulary of {VOCABULARY:,}"
     return Contender(name, lambda: jax.block_until_ready(step()))

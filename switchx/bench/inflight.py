@@ -39,48 +39,37 @@ class Mix:
         name: name of the mix, in its rows.
         lengths: draws the lengths of so many answers, in tokens.
         longest: largest of these lengths.
-        checks: name and bound of the ratio of tokens a second, and of the median time to
-            the first token.
+        checks: name and bound of the ratios to the baseline, by what is measured.
     """
 
     name: str
     lengths: Callable[[np.random.Generator, int], np.ndarray]
     longest: int
-    checks: tuple[tuple[str, str] | None, tuple[str, str] | None]
-
-
-def _log_uniform(rng: np.random.Generator, number: int) -> np.ndarray:
-    return np.exp(rng.uniform(np.log(8), np.log(256), number))
-
-
-def _captions(rng: np.random.Generator, number: int) -> np.ndarray:
-    return rng.lognormal(np.log(12), 0.4, number)
+    checks: dict[str, tuple[str, str]]
 
 
 MIXES = (
     Mix(
         "answers of 8 to 256 tokens",
-        _log_uniform,
+        lambda rng, n: np.exp(rng.uniform(np.log(8), np.log(256), n)),
         256,
-        (("inflight_throughput", ">=1.25"), ("inflight_first_token", "<=0.2")),
+        {
+            "tokens_per_s": ("inflight_throughput", ">=1.25"),
+            "first_token_s": ("inflight_first_token", "<=0.2"),
+        },
     ),
-    Mix("answers of 13 tokens", _captions, 32, (("inflight_short_throughput", ">=1.0"), None)),
+    Mix(
+        "answers of 13 tokens",
+        lambda rng, n: rng.lognormal(np.log(12), 0.4, n),  # as those of captions
+        32,
+        {"tokens_per_s": ("inflight_short_throughput", ">=1.0")},
+    ),
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Round:
-    """A worker's measurements with all inputs of a mix.
-
-    Attributes:
-        first_token_s, answer_s: medians, from an input's arrival on.
-        answers: token lists, in the order of the inputs.
-    """
-
-    tokens_per_s: float
-    first_token_s: float
-    answer_s: float
-    answers: list[list[int]]
+# Measurements of a worker with all inputs of a mix: tokens a second, medians from an input's
+# arrival on, and the token lists, in the order of the inputs.
+Round = dict[str, Any]
 
 
 def inflight(config, params, rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
@@ -123,7 +112,7 @@ def _compare(model, mix: Mix, rounds: int):
     workers = _workers(model, limits)
     try:
         crowd = _warm_round(workers["in flight"], limits, prompts, sizes, 0 * arrivals)
-        per_s = LOAD * REQUESTS * crowd.tokens_per_s / sum(map(len, crowd.answers))
+        per_s = LOAD * REQUESTS * crowd["tokens_per_s"] / sum(map(len, crowd["answers"]))
         for worker in workers.values():
             _warm_round(worker, limits, prompts, sizes, arrivals / per_s)
         done, compiled = {name: [] for name in workers}, COMPILATIONS.number
@@ -208,12 +197,12 @@ def _round(worker, limits, prompts, sizes, arrivals_s) -> Round:
         waited = [moments_s[i] - start_s - at_s for i, at_s in enumerate(arrivals_s)]
         return float(np.median(waited))
 
-    return Round(
-        num_tokens / (last_s - start_s),
-        median_s(first_s),
-        median_s(answered_s),
-        [answers[number] for number in range(len(prompts))],
-    )
+    return {
+        "tokens_per_s": num_tokens / (last_s - start_s),
+        "first_token_s": median_s(first_s),
+        "answer_s": median_s(answered_s),
+        "answers": [answers[number] for number in range(len(prompts))],
+    }
 
 
 def _found(mix: Mix, done: dict[str, list[Round]], per_s: float, compiled: int):
@@ -222,21 +211,16 @@ def _found(mix: Mix, done: dict[str, list[Round]], per_s: float, compiled: int):
 
     def ratio(name: str) -> float:
         pairs = zip(ours, baseline, strict=True)
-        return statistics.median(getattr(a, name) / getattr(b, name) for a, b in pairs)
+        return statistics.median(a[name] / b[name] for a, b in pairs)
 
     rows = []
     for policy, rounds in done.items():
         row = {"scheduling": f"{mix.name}, {policy}", "arrivals_per_s": per_s}
         for name in names:
-            row[name] = statistics.median(getattr(each, name) for each in rounds)
+            row[name] = statistics.median(each[name] for each in rounds)
             row[f"{name}_vs_baseline"] = ratio(name) if rounds is ours else 1.0
         rows.append(row)
     rows[0]["compilations"] = compiled
-    values = ratio("tokens_per_s"), ratio("first_token_s")
-    checks = [
-        Check(check[0], value, check[1])
-        for check, value in zip(mix.checks, values, strict=True)
-        if check
-    ]
+    checks = [Check(name, ratio(of), bound) for of, (name, bound) in mix.checks.items()]
     first, *others = ours + baseline
-    return rows, checks, all(each.answers == first.answers for each in others)
+    return rows, checks, all(each["answers"] == first["answers"] for each in others)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
+from switchx.bench.compiled_layer import in_direction
 from switchx.bench.peers.layers import (
     LayerShape,
     flaxformer_forward,
@@ -101,12 +102,8 @@ def backward_contender(name: str, forward, params) -> Contender:
     Args:
         forward: `forward(params, x_BLD)` -> outputs, balance loss.
     """
-
-    def loss(params, x_BLD, dy_BLD):
-        y_BLD, balance_loss = forward(params, x_BLD)
-        return jnp.sum(y_BLD * dy_BLD) + balance_loss
-
-    return compiled_contender(name, jax.grad(loss, argnums=(0, 1)), params, *batch())
+    backward, _ = in_direction(forward, params, None, "backward")
+    return compiled_contender(name, backward, params, *batch())
 
 
 def batch():

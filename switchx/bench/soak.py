@@ -10,12 +10,13 @@ after its first fifth, in which programs are compiled.
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
+import math
 import multiprocessing
 import os
 import pathlib
 import re
 import signal
-import statistics
 import subprocess
 import tempfile
 import time
@@ -31,7 +32,6 @@ from switchx.bench.soak_clients import (
     MOST_NEW_TOKENS,
     Tally,
     bad_client,
-    expect_in,
     good_client,
 )
 from switchx.bench.train import MEBIBYTE
@@ -45,6 +45,7 @@ SAMPLES, ROWS = 120, 10
 # Of the server that is started: one bucket of lengths, so that all of its programs are kept at
 # a time and what grows is not they; deadlines that are often met.
 OPTIONS = (
+    "--port=0",
     "--batch_size=4",
     f"--max_input_tokens={MOST_INPUT_TOKENS + 1}",
     f"--max_new_tokens={MOST_NEW_TOKENS}",
@@ -104,16 +105,9 @@ def _write_model(folder: pathlib.Path) -> None:
 @contextlib.contextmanager
 def _server(model_dir: str, log: pathlib.Path, note) -> Iterator[tuple]:
     """The process of a server, and its host and port; on leaving, it has ended."""
-    command = [
-        *python_words(),
-        "-m",
-        "switchx",
-        "serve",
-        f"--model_dir={model_dir}",
-        "--port=0",
-    ]
+    command = [*python_words(), "-m", "switchx", "serve", f"--model_dir={model_dir}", *OPTIONS]
     with open(log, "wb") as file:
-        process = subprocess.Popen([*command, *OPTIONS], stdout=file, stderr=file)
+        process = subprocess.Popen(command, stdout=file, stderr=file)
     try:
         end_s = time.monotonic() + START_S
         pattern = r"listening on http://([\d.]+):(\d+)"
@@ -139,22 +133,20 @@ async def _soak(seconds: float, model_dir: str, process, address, note):
         1, multiprocessing.get_context("spawn"), _load, (model_dir,)
     )
     with pool:
-        expect = expect_in(pool, _generate)
         loop = asyncio.get_running_loop()
+        expect = functools.partial(loop.run_in_executor, pool, _generate)
         vocab_size = await loop.run_in_executor(pool, _vocab_size)
         async with Client("http://{}:{}".format(*address)) as client:
             await client.wait_until_ready(deadline_s=START_S)
             samples = [held_by(process.pid) | {"second": 0.0, "answers": 0}]
             note("the server is ready; the clients begin")
             good = [
-                good_client(
-                    client, np.random.default_rng(number), vocab_size, expect, tally, is_over
-                )
-                for number in range(GOOD_CLIENTS)
+                good_client(client, rng, vocab_size, expect, tally, is_over)
+                for rng in map(np.random.default_rng, range(GOOD_CLIENTS))
             ]
             bad = [
-                bad_client(address, np.random.default_rng(1000 + number), vocab_size, tally)
-                for number in range(BAD_CLIENTS)
+                bad_client(address, rng, vocab_size, tally)
+                for rng in map(np.random.default_rng, range(1000, 1000 + BAD_CLIENTS))
             ]
             good, bad = (list(map(asyncio.create_task, each)) for each in (good, bad))
             start_s = time.monotonic()
@@ -224,25 +216,25 @@ def _report(samples: list[dict[str, Any]], tally: Tally, exit_status: int | None
     settled, final = during[2 * tenth : 3 * tenth], during[-tenth:]
     names = ("memory_mib", "memory_maps", "open_files")
     rows = []
+
+    def median(part: list[dict[str, Any]], name: str) -> float:
+        values = np.concatenate([np.ravel(each[name]) for each in part])
+        return float(np.median(values)) if values.size else math.nan
+
+    def growth(name: str) -> float:
+        return median(final, name) / median(settled, name)
+
     for place in range(0, len(during), tenth):
         part = during[place : place + tenth]
         row = {"until_s": part[-1]["second"], "answers": part[-1]["answers"]}
-        row |= {name: statistics.median(each[name] for each in part) for name in names}
-        latencies_s = sum((each["latencies_s"] for each in part), [])
-        if latencies_s:
+        row |= {name: median(part, name) for name in names}
+        if latencies_s := sum((each["latencies_s"] for each in part), []):
             p50_s, p99_s = np.percentile(latencies_s, (50, 99))
             row |= {"p50_ms": 1e3 * float(p50_s), "p99_ms": 1e3 * float(p99_s)}
         rows.append(row)
     rows.append({"clients": "before them", **{name: first[name] for name in names}})
     rows.append({"clients": "after them", **{name: last[name] for name in names}})
     rows += [{"bad client": name, "times": number} for name, number in tally.bad.items()]
-
-    def growth(name: str) -> float:
-        then, now = (statistics.median(e[name] for e in part) for part in (settled, final))
-        return now / then
-
-    def median_latency_s(part) -> float:
-        return statistics.median(sum((each["latencies_s"] for each in part), []) or [np.nan])
 
     checks = [
         Check("soak_wrong_answers", float(tally.wrong), "==0"),
@@ -251,11 +243,10 @@ def _report(samples: list[dict[str, Any]], tally: Tally, exit_status: int | None
         Check("soak_exit_status", float(-1 if exit_status is None else exit_status), "==0"),
     ]
     if settled:
-        latency = median_latency_s(final) / median_latency_s(settled)
         checks += [
             Check("soak_memory_growth", growth("memory_mib"), "<=1.05"),
             Check("soak_maps_growth", growth("memory_maps"), "<=1.05"),
             Check("soak_open_files_left", last["open_files"] - first["open_files"], "<=0"),
-            Check("soak_latency_growth", latency, "<=1.5"),
+            Check("soak_latency_growth", growth("latencies_s"), "<=1.5"),
         ]
     return Report("bench soak", rows, checks)

@@ -9,7 +9,6 @@ again: each is a way of clients that a server has to outlive.
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import json
 import socket
 import struct
@@ -265,13 +264,3 @@ BAD = {
         _wrong_field,
     )
 }
-
-
-def expect_in(pool, generate: Callable[[dict], list]) -> Callable:
-    """`await expect(request)`: the model's own answers, by another process."""
-
-    async def expect(request: dict) -> list:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(pool, functools.partial(generate, request))
-
-    return expect

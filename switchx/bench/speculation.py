@@ -9,6 +9,7 @@ Dims: D model, V vocabulary
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from pallas_kernels.bench.timing import Contender, speedup, take_turns
 from switchx.bench.train import in_ms, switch_model
 from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import for_decoding
-from switchx.inference.running_batch import Hypothesis, RunningBatch
+from switchx.inference.running_batch import RunningBatch
 from switchx.models.config import ModelConfig
 from switchx.models.params import init_params
 from switchx.results import Check
@@ -70,30 +71,17 @@ def inputs(batch: int, vocab_size: int, *, is_copied: bool) -> list[list[int]]:
     return [list(range(first, first + PERIOD)) for first in firsts]
 
 
-@dataclasses.dataclass
-class Decoder:
-    """Decodes the same inputs at each call.
+def decoder(config: ModelConfig, params: dict, decoding: DecodingConfig, sentences) -> Callable:
+    """A function that decodes the sentences; it returns their tokens and the decode steps."""
+    size = len(sentences)
 
-    Attributes:
-        said, num_steps: the last call's hypotheses and its number of decode steps.
-    """
+    def decode() -> tuple[list[list[int]], int]:
+        batch = RunningBatch(config, params, decoding)
+        batch.admit(sentences, numbers=range(size), token_limits=[NEW_TOKENS] * size)
+        said = batch.advance()
+        return [said[number][0].tokens for number in sorted(said)], batch.num_steps
 
-    config: ModelConfig
-    params: dict
-    decoding: DecodingConfig
-    sentences: list[list[int]]
-    said: dict[int, list[Hypothesis]] = dataclasses.field(default_factory=dict)
-    num_steps: int = 0
-
-    def __call__(self) -> None:
-        batch, size = RunningBatch(self.config, self.params, self.decoding), len(self.sentences)
-        batch.admit(self.sentences, numbers=range(size), token_limits=[NEW_TOKENS] * size)
-        self.said = batch.advance()
-        self.num_steps = batch.num_steps
-
-    @property
-    def tokens(self) -> list[list[int]]:
-        return [self.said[number][0].tokens for number in sorted(self.said)]
+    return decode
 
 
 def speculation(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
@@ -105,19 +93,20 @@ def speculation(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
         for text, is_copied in (("copied", True), ("without repetition", False)):
             sentences = inputs(batch, config.vocab_size, is_copied=is_copied)
             greedy, drafted = (
-                Contender(name, Decoder(config, params, decoding, sentences))
+                Contender(name, decoder(config, params, decoding, sentences))
                 for name, decoding in (("greedy", plain), (f"{DRAFTS} drafts", drafting))
             )
             take_turns([greedy, drafted], rounds)
-            are_same.append(greedy.step.tokens == drafted.step.tokens)
+            found = [each.step() for each in (greedy, drafted)]
+            are_same.append(found[0][0] == found[1][0])
             rows += [
                 {
                     "drafts": f"{each.name}, {text}, batch {batch}",
                     **in_ms(each),
                     "ms_per_token": 1e3 * each.median_s / NEW_TOKENS,
-                    "tokens_per_step": NEW_TOKENS / each.step.num_steps,
+                    "tokens_per_step": NEW_TOKENS / num_steps,
                     "vs_greedy": speedup(each, greedy),
                 }
-                for each in (greedy, drafted)
+                for each, (_, num_steps) in zip((greedy, drafted), found, strict=True)
             ]
     return rows, [Check("speculation_tokens_identical", float(all(are_same)), "==1")]

@@ -29,7 +29,7 @@ import numpy as np
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
 from switchx.bench.small_job import small_job
 from switchx.checkpoint.run_folder import RunFolder
-from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, Example
+from switchx.data.features import Example
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.own_code import python_words
 from switchx.partitioning.mesh import MeshSpec
@@ -121,14 +121,12 @@ def run(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
 
 def contender(name: str, program) -> Contender:
     """Training steps of a program that is within its scope."""
-    held = [program.init_state()]
-    batch = program.place(make_batch(program.job.model, 0, program.job.batch_size, LENGTH))
-
-    def step() -> None:
-        held[0], metrics = program.train_step(held[0], batch)
-        jax.block_until_ready((held[0], metrics))
-
-    return Contender(name, step)
+    token_BL = np.random.default_rng(0).integers(3, MODEL.vocab_size, (ROWS, LENGTH))
+    rows = [[Example(token_L[:0], token_L)] for token_L in token_BL]
+    batch = program.place(program.job.features.batch(rows))
+    return Contender.stepping(
+        name, lambda state: program.train_step(state, batch), program.init_state()
+    )
 
 
 def bandwidths(folder: pathlib.Path) -> dict[str, float]:
@@ -160,26 +158,6 @@ def _row(each: Contender, resident: Contender, job: TrainingJob) -> dict[str, An
 
 
 # Programs with and without a disk, and processes of their own, as promises have them, too.
-
-
-def make_batch(model: ModelConfig, seed: int, rows: int, length: int):
-    """Rows without padding whose tokens follow a rule, one in eight at random.
-
-    Each token is 5 times the one before it plus 1, modulo 31. The model learns this rule, and
-    the loss falls to that of the random tokens.
-    """
-    rng, nothing = np.random.default_rng(seed), np.zeros(0, np.int32)
-    token_BL = np.empty((rows, length), np.int32)
-    token_BL[:, 0] = rng.integers(31, size=rows)
-    for at in range(1, length):
-        follows = (5 * token_BL[:, at - 1] + 1) % 31
-        is_random = rng.random(rows) < 1 / 8
-        token_BL[:, at] = np.where(is_random, rng.integers(31, size=rows), follows)
-    token_BL += 3  # past the vocabulary's special ones
-    if model.is_encoder_decoder:
-        features = EncoderDecoderFeatures(length, length)
-        return features.batch([[Example(token_L, token_L)] for token_L in token_BL])
-    return DecoderOnlyFeatures(length).batch([[Example(nothing, t_L)] for t_L in token_BL])
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ on a disk takes turns with its resident program, in a process of its own (storag
 
 import dataclasses
 import functools
+import time
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from switchx.interop.huggingface import describe
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
+from switchx.optim.protocol import Optimizer
 from switchx.optim.schedules import Constant
 from switchx.results import Check, Report
 from switchx.training.losses import LossConfig
@@ -71,30 +73,57 @@ def make_batch(
     return batch | {"decoder_loss_weights": np.ones((rows, targets), np.float32)}
 
 
-def contender(name: str, config: ModelConfig, optimizer=Adafactor()) -> Contender:
-    """Compiles a model's training step, and takes two steps."""
+@dataclasses.dataclass
+class CompiledStep:
+    """A compiled training step; `contender` makes its state.
+
+    Attributes:
+        bytes: bytes of arguments and temporaries.
+    """
+
+    name: str
+    config: ModelConfig
+    bytes: int
+    compile_s: float
+    init: Any
+    step: Any
+    batch: dict
+
+    def contender(self) -> Contender:
+        """Takes two steps."""
+        batch = jax.device_put(self.batch)
+        found = Contender.stepping(
+            self.name, lambda state: self.step(state, batch), self.init(), peak_bytes=self.bytes
+        )
+        for _ in range(2):
+            if found.step().is_skipped:
+                raise RuntimeError(f"{self.name}: the step is not finite; nothing to measure")
+        return found
+
+
+def compiled(
+    name: str, config: ModelConfig, batch: dict, optimizer: Optimizer = Adafactor()
+) -> CompiledStep:
+    """The step of a model, lowered and compiled without its state."""
+    start = time.perf_counter()
     transformation = optimizer.build(Constant(1e-3))
-    state = init_state(config, transformation, seed=0)
-    batch = jax.device_put(make_batch())
     loss = LossConfig(layer_reduction="mean")
+    init = functools.partial(init_state, config, transformation, seed=0)
 
     def one_step(state, batch):
         return train_step(config, loss, StepConfig(), transformation, state, batch)
 
-    compiled = jax.jit(one_step, donate_argnums=0).lower(state, batch).compile()
-    memory = compiled.memory_analysis()
-    held = [state]
+    state = jax.eval_shape(init)
+    step = jax.jit(one_step, donate_argnums=0).lower(state, batch).compile()
+    made = jax.jit(init).lower().compile()
+    memory = step.memory_analysis()
+    num_bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    return CompiledStep(name, config, num_bytes, time.perf_counter() - start, made, step, batch)
 
-    def step():
-        held[0], metrics = compiled(held[0], batch)
-        jax.block_until_ready((held[0], metrics))
-        return metrics
 
-    for _ in range(2):
-        if step().is_skipped:
-            raise RuntimeError(f"{name}: the step is not finite; nothing to measure")
-    peak_bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    return Contender(name, step, peak_bytes=peak_bytes)
+def contender(name: str, config: ModelConfig, optimizer: Optimizer = Adafactor()) -> Contender:
+    """A model's training step on `make_batch`."""
+    return compiled(name, config, make_batch(), optimizer).contender()
 
 
 def in_ms(each: Contender) -> dict[str, float]:

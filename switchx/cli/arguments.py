@@ -174,7 +174,7 @@ def add_options(
 
 def _add_list(parser: CommandParser, option: Option) -> None:
     """Numbers with commas, or texts, each after the flag."""
-    how = {"type": _numbers, "metavar": "N,N", "help": option.help}
+    how = {"type": numbers, "metavar": "N,N", "help": option.help}
     if option.type is str:
         more = f"{option.help}; may be given several times"
         how = {"action": "append", "metavar": "TEXT", "help": more}
@@ -218,7 +218,7 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def _numbers(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
@@ -244,7 +244,7 @@ def _step(text: str) -> int | str:
     return int(text)
 
 
-# Gin's arguments, and what they describe.
+# Gin's arguments.
 
 
 def accept_gin_bindings(arguments: argparse.Namespace, rest: list[str]) -> None:
@@ -265,54 +265,24 @@ def accept_gin_bindings(arguments: argparse.Namespace, rest: list[str]) -> None:
     arguments.gin_bindings = [argument.removeprefix(GIN_PREFIX) for argument in rest]
 
 
-def parse_gin(arguments: argparse.Namespace, files: list[str] | None = None) -> None:
-    """Parses the gin files of the command line, or `files`, and its bindings."""
-    from switchx.gin_config import building
+def gin_of(arguments: argparse.Namespace, folder=None) -> tuple[list[str], ...]:
+    """Gin files, bindings and search paths of a command, as `building.parse_job` takes them.
 
-    _import_own_code(arguments)
-    files = files or arguments.gin_file
-    building.parse_files(files, arguments.gin_bindings, _search_paths(arguments))
-
-
-def _import_own_code(arguments: argparse.Namespace) -> None:
-    """A gin file that is named on the command line may import from the working directory."""
-    if arguments.gin_file:
-        import_from_working_directory()
-
-
-def _search_paths(arguments: argparse.Namespace) -> list[str]:
-    return [path for path in arguments.gin_search_paths.split(",") if path]
-
-
-def parse_job(arguments: argparse.Namespace, default_file: str | None = None):
-    """The TrainingJob that the command line describes.
+    A gin file that is named on the command line may import from the working directory.
 
     Args:
-        default_file: read where the command line names no gin file.
+        folder: a `RunFolder`, whose configuration is read where the command line names none.
 
     Raises:
-        ConfigurationError: the command line describes no job; the message says what to change.
-    """
-    from switchx.gin_config import building
-
-    _import_own_code(arguments)
-    files = arguments.gin_file or [default_file]
-    return building.parse_job(files, arguments.gin_bindings, _search_paths(arguments))
-
-
-def parse_job_of(arguments: argparse.Namespace, folder):
-    """Parses the job of a run folder: its training's job, where no gin file is given.
-
-    Args:
-        folder: a `RunFolder`.
-
-    Raises:
-        ConfigurationError: see `parse_job`.
         ValueError: the folder is none of a run; says what is there.
     """
-    if arguments.gin_file is not None:
-        return parse_job(arguments)
-    return parse_job(arguments, default_file=configuration_of(folder))
+    files = arguments.gin_file
+    if files:
+        import_from_working_directory()
+    elif folder is not None:
+        files = [configuration_of(folder)]
+    paths = [path for path in arguments.gin_search_paths.split(",") if path]
+    return files, arguments.gin_bindings, paths
 
 
 def simulate_devices(number: int) -> None:

@@ -83,7 +83,7 @@ def _add_average(action) -> None:
     which = action.add_mutually_exclusive_group(required=True)
     which.add_argument(
         "--steps",
-        type=_steps,
+        type=shared.numbers,
         metavar="N,N,..",
         help="the mean of the checkpoints after so many steps each",
     )
@@ -93,13 +93,6 @@ def _add_average(action) -> None:
         help="the moving average that training kept (StepConfig.ema_decay)",
     )
     shared.add_step(action, "with --moving, as of the checkpoint")
-
-
-def _steps(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of steps; write 900,1000")
-    return [int(part) for part in parts]
 
 
 def inspect(arguments: argparse.Namespace) -> int:
@@ -193,11 +186,11 @@ def verify(arguments: argparse.Namespace) -> int:
     from switchx.checkpoint.verify import checkpoint_faults
 
     run = RunFolder(arguments.dir)
+    processes = hosts.processes_of(arguments)
 
     def work(steps: list[int]) -> dict[int, list[str]]:
         return {step: checkpoint_faults(run, step) for step in steps}
 
-    processes = hosts.processes_of(arguments)
     if processes is None:
         faults = work(_steps_to_verify(run, arguments.step))
     else:
@@ -207,7 +200,6 @@ def verify(arguments: argparse.Namespace) -> int:
             prepare=lambda: _steps_to_verify(run, arguments.step),
             state=lambda steps: {"DIR": str(run.where), "steps": steps},
             work=work,
-            explain=lambda error: shared.explain(error, arguments),
         )
     if processes is not None and not processes.is_first:
         pass  # the first says what all have found

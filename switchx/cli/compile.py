@@ -44,9 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     topology = Topology.parse(arguments.topology)
     from switchx.compiled import devices, training_step
+    from switchx.gin_config import building
     from switchx.progress import TerminalReporter
 
-    job = shared.parse_job(arguments)
+    job = building.parse_job(*shared.gin_of(arguments))
     devices.require_mesh_fits(job.mesh, topology)
     if not devices.has_compiler():
         sys.stdout.flush()

@@ -155,15 +155,16 @@ def _from_t5x(arguments: argparse.Namespace, reporter) -> None:
     from switchx.interop.t5x import read_checkpoint
     from switchx.models.config import ModelConfig
 
-    shared.parse_gin(arguments)
+    gin_files, bindings, paths = shared.gin_of(arguments)
+    building.parse_files(gin_files, bindings, paths)
     if "MODEL" not in building.macro_names():  # a file of configs/models has parts alone
         with tempfile.TemporaryDirectory() as folder:
             file = pathlib.Path(folder, "model.gin")
-            includes = "".join(f"include {str(each)!r}\n" for each in arguments.gin_file)
+            includes = "".join(f"include {str(each)!r}\n" for each in gin_files)
             file.write_text(f"{_IMPORTS}{includes}MODEL = @config.ModelConfig()\n")
-            shared.parse_gin(arguments, [str(file)])
+            building.parse_files([str(file)], bindings, paths)
     config = building.build("MODEL", ModelConfig)
-    building.require_effect("MODEL", arguments.gin_bindings)
+    building.require_effect("MODEL", bindings)
     config = _in_dtype(config, arguments.dtype)
     reporter.note(f"reading {arguments.src}")
     config, params = read_checkpoint(arguments.src, config)

@@ -31,6 +31,19 @@ begins with the first step that they concern. After each step bytes, validation 
 second and, from the third on, the tokens that differ from those of the same weights in this
 process are printed. The exit status is 1 where a check does not hold.
 """
+# Options that are settings of the deployment by the same names.
+SETTINGS = (
+    "experts",
+    "reduce",
+    "dtype",
+    "devices",
+    "bits",
+    "device_kind",
+    "batch_size",
+    "input_length",
+    "teacher",
+    "distill_steps",
+)
 
 
 def add_command(commands) -> None:
@@ -112,8 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
     with TerminalReporter() as reporter:
         reporter.note("loading JAX and the data libraries")
         rows, checks = _deploy(arguments, reporter)
-    Report("deploy", rows, checks).print(arguments.json)
-    return 0 if all(check.holds for check in checks) else 1
+    return Report("deploy", rows, checks).print(arguments.json)
 
 
 def _deploy(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, Any]], list]:
@@ -123,6 +135,7 @@ def _deploy(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, Any
     from switchx.deploy.plan import DeployPlan
     from switchx.deploy.steps import Deployment
     from switchx.fields import describe
+    from switchx.gin_config import building
     from switchx.results import Check
     from switchx.training.resume import check_same_model
 
@@ -130,7 +143,7 @@ def _deploy(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, Any
     require_deployment(arguments.output)
     plan = DeployPlan(arguments.model_dir, arguments.step, settings)
     folder = RunFolder(arguments.model_dir)
-    job = check_same_model(folder, shared.parse_job_of(arguments, folder))
+    job = check_same_model(folder, building.parse_job(*shared.gin_of(arguments, folder)))
     split = plan.split
     if settings.devices > 1 or settings.memory_gib is not None:
         reporter.note(
@@ -218,42 +231,13 @@ def _settings(arguments: argparse.Namespace):
     from switchx.deploy.plan import DeploySettings
 
     decoding = DecodingConfig(**shared.options_of(arguments, DecodingConfig))
-    names = (
-        "platform",
-        "experts",
-        "reduce",
-        "dtype",
-        "devices",
-        "bits",
-        "device_kind",
-        "batch_size",
-        "input_length",
-        "teacher",
-        "distill_steps",
-    )
-    given = {name: getattr(arguments, name) for name in names}
-    given["mesh"] = arguments.mesh
+    given = {name: getattr(arguments, name) for name in ("platform", "mesh", *SETTINGS)}
     return DeploySettings(memory_gib=arguments.memory, decoding=decoding, **given)
 
 
 def _command(arguments: argparse.Namespace) -> str:
     """The command that makes this again, for messages of what is deployed."""
-    names = (
-        "model_dir",
-        "output",
-        "step",
-        "experts",
-        "reduce",
-        "dtype",
-        "devices",
-        "memory",
-        "bits",
-        "device_kind",
-        "batch_size",
-        "input_length",
-        "teacher",
-        "distill_steps",
-    )
+    names = ("model_dir", "output", "step", "memory", *SETTINGS)
     given = {name: getattr(arguments, name) for name in names}
     given |= shared.options_of(arguments, DecodingConfig)
     words = shared.option_words(given)

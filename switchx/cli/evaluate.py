@@ -92,6 +92,18 @@ def add_command(commands) -> None:
         help="file to write: JSON lines of task, inputs, target, prediction, of tasks without "
         "metrics too",
     )
+    parser.add_argument(
+        "--record",
+        metavar="FILE",
+        help="also write where every token was routed, a Parquet file (docs/records.md)",
+    )
+    parser.add_argument(
+        "--record_places",
+        type=shared.positive,
+        default=1 << 22,
+        metavar="N",
+        help="batches beyond so many places are left out of it (default: %(default)s)",
+    )
     shared.add_json(parser, "print one JSON object, with the routing of each layer")
 
 
@@ -111,14 +123,17 @@ def run(arguments: argparse.Namespace) -> int:
 def _evaluate(arguments: argparse.Namespace, reporter) -> tuple[Any, dict[str, Any]]:
     """The job, and what is measured of it (`switchx.evaluate`)."""
     from switchx.checkpoint.run_folder import RunFolder
+    from switchx.gin_config import building
     from switchx.inference.artifact import is_artifact
     from switchx.jobs import evaluate
 
     job = None
     if arguments.gin_file is not None or not is_artifact(arguments.model_dir):
-        job = shared.parse_job_of(arguments, RunFolder(arguments.model_dir))
+        folder = RunFolder(arguments.model_dir)
+        job = building.parse_job(*shared.gin_of(arguments, folder))
     names = ("step", "metrics", "split", "max_examples", "batch_size", "rank_choices")
-    given = {name: getattr(arguments, name) for name in (*names, "bootstrap", "predictions")}
+    files = ("bootstrap", "predictions", "record", "record_places")
+    given = {name: getattr(arguments, name) for name in (*names, *files)}
     metrics = evaluate(
         arguments.model_dir,
         job,

@@ -6,6 +6,7 @@ Both read and check all lines before they compute anything (`text/lines.py`).
 """
 
 import argparse
+import collections
 import dataclasses
 import functools
 import json
@@ -114,22 +115,41 @@ def _generate(arguments: argparse.Namespace, lines: list[str], model, reporter) 
         return json_text(values, ensure_ascii=False)
 
     def compute(shard, first):
-        for number, hypotheses in generator(list(map(prompt, shard)), first_number=first):
+        prompts, texts = list(map(prompt, shard)), []
+        for number, hypotheses in generator(prompts, first_number=first):
+            texts.append((number, hypotheses[0].tokens))
             yield number, written(hypotheses[:num_outputs])
+        if recorder is not None:
+            pairs = [
+                model.pair_read(prompts[number - first], tokens)
+                for number, tokens in sorted(texts)
+            ]
+            collections.deque(recorder(pairs, first), maxlen=0)
 
     text.check(arguments.input, lines, prompt)
     settings = dataclasses.asdict(generator.decoding)
     if arguments.capacity == "dropless":
         del settings["pruning"]  # the same outputs with it and without
-    text.write(arguments, model, lines, settings, compute, reporter)
+    with text.recording(arguments, model, reporter) as record:
+        # What was written is read once more, in whole texts: decoding has no groups to record.
+        recorder = record and _scorer(arguments, model, record=record)
+        text.write(arguments, model, lines, settings, compute, reporter)
 
 
 def _score(arguments: argparse.Namespace, lines: list[str], model, reporter) -> None:
     asked = shared.options_of(arguments, DecodingConfig)
     _require_json(arguments)
-    scorer = model.scorer(
-        batch_size=arguments.batch_size, dropless=arguments.capacity == "dropless", **asked
-    )
+    with text.recording(arguments, model, reporter) as record:
+        scorer = _scorer(arguments, model, record=record, **asked)
+        _score_lines(arguments, lines, model, reporter, scorer, asked)
+
+
+def _scorer(arguments: argparse.Namespace, model, **asked):
+    dropless = arguments.capacity == "dropless"
+    return model.scorer(batch_size=arguments.batch_size, dropless=dropless, **asked)
+
+
+def _score_lines(arguments, lines: list[str], model, reporter, scorer, asked) -> None:
     read_input, read_target = (
         functools.partial(encode, model.vocabulary)
         for encode in (model.text_format.inputs, model.text_format.targets)

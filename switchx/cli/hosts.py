@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from switchx.cli.arguments import positive
+from switchx.cli.arguments import explain, positive
 from switchx.fields import require
 
 FLAGS = ("coordinator", "num_processes", "process_id")
@@ -171,12 +171,11 @@ def statement(
 
 
 def run_together(
-    processes,
+    processes: Processes,
     arguments: argparse.Namespace,
     prepare: Callable[[], Any],
     state: Callable[[Any], dict[str, Any]],
     work: Callable[[Any], Any],
-    explain: Callable[[BaseException], int],
 ) -> tuple[Any, Any]:
     """Prepares, meets the other processes at the rendezvous, and works with them.
 
@@ -187,7 +186,6 @@ def run_together(
         prepare, state: `state` takes what `prepare` returns. They must not use a device: JAX
             starts only after them. Where they fail, all processes are told the reason.
         work: takes what `prepare` returned; `jax.devices()` has the devices of all processes.
-        explain: shows an error to a person; returns the exit status, or raises.
     """
     from switchx.distributed import FAILURE, connect, distributed
 
@@ -206,7 +204,7 @@ def run_together(
             outcome = work(prepared)
     except BaseException as error:
         try:
-            status = explain(error)
+            status = explain(error, arguments)
         except BaseException:
             status = 1
             sys.excepthook(*sys.exc_info())

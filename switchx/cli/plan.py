@@ -87,6 +87,7 @@ def add_command(commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from switchx.compiled.workload import fitting_group_size, workload_of
     from switchx.files import write_atomically
+    from switchx.gin_config import building
     from switchx.gin_config.writing import mesh_gin
     from switchx.hardware.spec import load_hardware
     from switchx.planner.search import GROUPS_DO_NOT_DIVIDE, explain
@@ -95,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     hardware = load_hardware(arguments.hardware)
     devices = _devices(hardware, arguments.devices)
-    job = shared.parse_job(arguments)
+    job = building.parse_job(*shared.gin_of(arguments))
     workload = _with_load(workload_of(job), arguments.load_of)
     storage, found = _search(arguments, job, workload, hardware, devices)
     others = {}

@@ -13,16 +13,20 @@ Writes a model with another number of experts, as a folder to load, train on and
   switchx reshape --model_dir=runs/tiny --output=dense --experts=0      one FFN a layer
   switchx reshape --model_dir=runs/dense --output=sparse --experts=8    copies of its FFNs
 
-With fewer experts, like ones are merged (--reduce=merge) or the least used ones dropped
-(--reduce=drop), by what the layers read of the run's validation text. With none, each Switch
-layer becomes the mean of its experts (merge) or the most used one (drop). A dense model gets
-experts in the last of every --every blocks, all equal to its FFN, and a new router.
+With fewer experts, like ones are merged (--reduce=merge) or those of the lowest --score are
+dropped (--reduce=drop), by what the layers read of the run's validation text. With none, each
+Switch layer becomes the mean of its experts (merge) or the most used one (drop). A dense model
+gets experts in the last of every --every blocks, all equal to its FFN, and a new router.
 
 It prints parameters, bytes and validation loss (nats per token, nothing dropped) before and
 after. To train on:
 
   switchx train --gin_file=configs/runs/finetune.gin --gin.INIT_FROM=fewer --model_dir=DIR
 """
+
+
+# Names of `models/reshape.SCORES`: help does not wait for it.
+SCORES = ("frequency", "ean", "reap", "mean_norm", "aimer", "brute_force")
 
 
 def add_command(commands) -> None:
@@ -46,6 +50,14 @@ def add_command(commands) -> None:
         choices=("merge", "drop"),
         help="of a sparse model: merge experts that compute alike, or drop the least used ones "
         "(default: merge)",
+    )
+    parser.add_argument(
+        "--score",
+        choices=SCORES,
+        help="experts of high scores stay: frequency, tokens that chose one; ean, sum of its "
+        "outputs' norms; mean_norm, their mean; reap, mean of gate times norm "
+        "(arXiv:2510.13999); aimer, of weights alone (arXiv:2603.18492); brute_force, the loss "
+        "without it, measured for each (default: frequency)",
     )
     parser.add_argument(
         "--num_selected",
@@ -83,9 +95,10 @@ def _reshape(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, An
 
     from switchx import api
     from switchx.checkpoint.run_folder import RunFolder, read_model_config
-    from switchx.deploy.measure import ValidationText, sample_layers
+    from switchx.deploy.measure import ValidationText, sample_layers, with_harm
+    from switchx.gin_config import building
     from switchx.inference.artifact import is_artifact
-    from switchx.models.reshape import drop_experts, merge_experts, to_dense
+    from switchx.models.reshape import agreement, drop_experts, merge_experts, to_dense
     from switchx.models.upcycle import upcycle, upcycled_config
     from switchx.training.resume import check_same_model
 
@@ -97,7 +110,7 @@ def _reshape(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, An
     folder, experts = RunFolder(arguments.model_dir), arguments.experts
     config, how = read_model_config(folder), arguments.reduce or "merge"
     _check(arguments, config)
-    job = check_same_model(folder, shared.parse_job_of(arguments, folder))
+    job = check_same_model(folder, building.parse_job(*shared.gin_of(arguments, folder)))
     reporter.note(f"reading {folder.root} and its validation text")
     model = api.load(folder.path, arguments.step)
     text = ValidationText.of(job, num_prompts=0, input_length=1)
@@ -115,11 +128,18 @@ def _reshape(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, An
         said = f"each Switch layer is {said}"
     else:
         samples = sample_layers(model, text)
-        reduce = merge_experts if how == "merge" else drop_experts
-        config, params = reduce(config, model.params, samples, experts)
-        said = f"{experts} experts a Switch layer, the others " + (
-            "merged into them" if how == "merge" else "dropped"
-        )
+        if how == "merge":
+            config, params = merge_experts(config, model.params, samples, experts)
+            said = f"{experts} experts a Switch layer, the others merged into them"
+        else:
+            score = arguments.score or "frequency"
+            if score == "brute_force":
+                reporter.note("measuring the loss without each expert")
+                samples = with_harm(model, text, samples, rows[0]["loss_nats"])
+                for line in agreement(model.config, model.params, samples):
+                    reporter.note(line)
+            config, params = drop_experts(config, model.params, samples, experts, score)
+            said = f"{experts} experts a Switch layer, the others dropped by {score}"
     reshaped = dataclasses.replace(model, config=config, params=params)
     rows.append(_row("after", reshaped, text))
     _write(arguments, model, config, params)
@@ -146,6 +166,11 @@ def _check(arguments: argparse.Namespace, config) -> None:
             f"--reduce={arguments.reduce} of a dense model, which has no experts to reduce; "
             "leave it out, and its FFNs are copied",
         )
+        require(
+            arguments.score is None,
+            f"--score={arguments.score} of a dense model, which has no experts to drop; leave "
+            "it out",
+        )
         k, every = arguments.num_selected or 2, arguments.every or 2
         upcycled_config(config, experts, num_selected=k, every=every)
         return
@@ -155,6 +180,11 @@ def _check(arguments: argparse.Namespace, config) -> None:
             value is None,
             f"--{name}={value} of a sparse model, which keeps its own; leave it out",
         )
+    require(
+        arguments.score is None or (arguments.reduce == "drop" and experts > 0),
+        f"--score={arguments.score} says which experts are dropped; give --reduce=drop and at "
+        "least one expert with it",
+    )
     E = config.switch.num_experts
     fewer = [str(n) for n in range(1, E) if E % n == 0]
     require(

@@ -50,7 +50,7 @@ def add_command(commands) -> None:
     )
     parser.add_argument(
         "--min_hits",
-        type=_share,
+        type=shared.share,
         default=0.9,
         metavar="X",
         help="hit rate to reach in the first half (default: 0.9)",
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output:
         text = _cache_gin(arguments, trace, chosen)
         write_atomically(pathlib.Path(arguments.output).expanduser(), text.encode())
-    Report("simulate cache", rows, checks).print(arguments.json)
+    status = Report("simulate cache", rows, checks).print(arguments.json)
     if not arguments.json:
         print(
             f"{chosen.chosen}, {chosen.capacity} of {trace.num_keys} experts "
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         if arguments.output:
             print(arguments.output)
-    return 0 if all(check.holds for check in checks) else 1
+    return status
 
 
 def _trace(arguments: argparse.Namespace):
@@ -227,15 +227,3 @@ storage_spec.StorageSpec.host_bytes = {chosen.capacity * trace.record_bytes}
 storage_spec.StorageSpec.policy = "{chosen.chosen}"
 STORAGE = @storage_spec.StorageSpec()
 """
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no hit rate; give more than 0, at most 1"
-        )
-    return value

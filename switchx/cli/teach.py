@@ -53,15 +53,13 @@ def run(arguments: argparse.Namespace) -> int:
             job = prepare()
             num_bytes = work(job)
         else:
+            options = "output", "top"
             job, num_bytes = hosts.run_together(
                 processes,
                 arguments,
                 prepare=prepare,
-                state=lambda job: hosts.statement(
-                    job, arguments, git_commit(), "output", "top"
-                ),
+                state=lambda job: hosts.statement(job, arguments, git_commit(), *options),
                 work=work,
-                explain=lambda error: shared.explain(error, arguments),
             )
     if processes is not None and not processes.is_first:
         return 0
@@ -75,10 +73,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _job_of(arguments: argparse.Namespace):
     """The student's job, whose teacher is a run folder."""
-    job = shared.parse_job(arguments)
     from switchx.fields import require
+    from switchx.gin_config import building
     from switchx.training.distillation.written_teacher import has_logits
 
+    job = building.parse_job(*shared.gin_of(arguments))
     require(
         job.distillation is not None,
         "there is no teacher: use --gin_file=configs/runs/distill.gin, or "

@@ -100,21 +100,23 @@ def run(arguments: argparse.Namespace) -> int:
     is_first = processes is None or processes.is_first
     with hosts.reporter_of(processes) as reporter:
         reporter.note("loading JAX and the data libraries")
-        prepare = functools.partial(shared.parse_job, arguments)
+        from switchx.gin_config import building
+
+        def prepare():
+            return building.parse_job(*shared.gin_of(arguments))
+
         work = functools.partial(_train, arguments, reporter, started_s)
         if processes is None:
             job = prepare()
             outcome = work(job)
         else:
+            options = "model_dir", "mesh", "hardware"
             job, outcome = hosts.run_together(
                 processes,
                 arguments,
                 prepare=prepare,
-                state=lambda job: hosts.statement(
-                    job, arguments, git_commit(), "model_dir", "mesh", "hardware"
-                ),
+                state=lambda job: hosts.statement(job, arguments, git_commit(), *options),
                 work=work,
-                explain=lambda error: shared.explain(error, arguments),
             )
     if is_first:
         from switchx.checkpoint.run_folder import RunFolder

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from switchx.compiled.hlo import NO_SHARES, Computation, Instruction, parse
+from switchx.compiled.hlo import NO_SHARES, Instruction, parse
 
 KINDS = (
     "all-reduce",
@@ -169,17 +169,10 @@ def _collective(each: Instruction, num_devices: int) -> HloCollective | None:
         return None
     scale = len(groups[0]) if kind == "reduce-scatter" else 1
     num_bytes = scale * sum(array.num_bytes for array in arrays)
-    if kind == "all-reduce" and (slices := _slices(each.computation)):
-        kind, arrays = "reduce-scatter", slices
+    # The TPU compiler writes one as a fusion of an all-reduce and of slices of its results.
+    if kind == "all-reduce" and each.computation.name.startswith(_REDUCE_SCATTER):
+        kind, arrays = "reduce-scatter", each.computation.root.arrays
     return HloCollective(kind, tuple((x.dtype, x.shape) for x in arrays), groups, num_bytes)
-
-
-def _slices(computation: Computation):
-    """The slices that a device keeps of a computation that is a reduce-scatter; else ().
-
-    The TPU compiler writes one as a fusion of an all-reduce and of slices of its results.
-    """
-    return computation.root.arrays if computation.name.startswith(_REDUCE_SCATTER) else ()
 
 
 def _groups(each: Instruction) -> tuple[tuple[int, ...], ...]:

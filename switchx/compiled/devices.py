@@ -5,8 +5,8 @@ A JAX that finds an accelerator's plug-in takes the machine for one with acceler
 compilers are in folders of their own, on the path of a child process alone.
 """
 
+import json
 import os
-import pathlib
 import subprocess
 from collections.abc import Sequence
 
@@ -49,6 +49,25 @@ def run_with_compiler(
     )
 
 
+def json_of_child(arguments: Sequence[str], topology: Topology, module: str = "switchx"):
+    """The JSON that such a process prints as its last line.
+
+    Raises:
+        FileNotFoundError: no compiler is installed; the message says how to get it.
+        RuntimeError: the process ended without; the message has the end of what it said.
+    """
+    child = run_with_compiler(
+        arguments, topology, module=module, capture_output=True, text=True
+    )
+    last = child.stdout.rstrip().rpartition("\n")[2]
+    if not last.startswith(("{", "[")):
+        raise RuntimeError(
+            f"{' '.join(arguments)}: the compiler for {topology} ended with status "
+            f"{child.returncode}: {child.stderr[-2000:]}"
+        )
+    return json.loads(last)
+
+
 def describe_devices(topology: Topology) -> list:
     """The slice's devices, as the compiler describes them.
 
@@ -62,14 +81,7 @@ def describe_devices(topology: Topology) -> list:
             return topologies.get_topology_desc(
                 platform="tpu", topology_name=str(topology), **options
             ).devices
-        target = gpu_compiler.TARGETS[topology.kind]
-        description = pathlib.Path(gpu_compiler.__file__).with_name(target)
-        return topologies.get_topology_desc(
-            topology.kind,
-            "cuda",
-            topology=f"1x1x{topology.num_devices}",
-            target_config=description.read_text(),
-        ).devices
+        return gpu_compiler.described_gpus(topology.kind, topology.num_devices)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"topology {topology}: the compiler says: {error}") from error
 

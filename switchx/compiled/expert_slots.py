@@ -8,6 +8,7 @@ Dims: E expert, R rows of an expert's block, D model, F feed-forward
 
 import math
 
+from switchx.compiled.jaxprs import sum_of_trace
 from switchx.models.config import ModelConfig
 from switchx.partitioning.mesh import PIPE
 
@@ -27,28 +28,14 @@ def executed_slots(jaxpr, config: ModelConfig) -> float:
     """
     d_ff = config.switch.d_ff or config.d_ff
     inputs = 2 if config.is_gated else 1
-    return _rows(jaxpr.jaxpr, config.d_model, d_ff, inputs)
 
+    def own(equation) -> float | None:
+        if equation.primitive.name != "dot_general":
+            return None
+        return _expert_rows(equation, config.d_model, d_ff, inputs)
 
-def _rows(jaxpr, d_model: int, d_ff: int, inputs: int) -> float:
-    rows = 0.0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            rows += _expert_rows(equation, d_model, d_ff, inputs)
-            continue
-        inside = [_rows(one, d_model, d_ff, inputs) for one in _called(equation)]
-        if not inside:
-            continue
-        times = 1
-        if equation.primitive.name == "scan":
-            times = equation.params["length"]
-        elif equation.primitive.name == "shard_map":
-            mesh = equation.params["mesh"]
-            # Stages have layers of their own, not tokens.
-            times = mesh.size // mesh.shape.get(PIPE, 1)
-        is_choice = equation.primitive.name == "cond"
-        rows += times * (max(inside) if is_choice else sum(inside))
-    return rows
+    # Stages have layers of their own, not tokens.
+    return sum_of_trace(jaxpr, own, lambda mesh: mesh.size // mesh.shape.get(PIPE, 1))
 
 
 def _expert_rows(equation, d_model: int, d_ff: int, inputs: int) -> float:
@@ -68,14 +55,3 @@ def _expert_rows(equation, d_model: int, d_ff: int, inputs: int) -> float:
         return 0.0
     alike = inputs + 1 if features == inner else inputs
     return experts * rows * features / d_ff / alike
-
-
-def _called(equation) -> list:
-    """The programs that an equation runs."""
-    found = []
-    for value in equation.params.values():
-        for one in value if isinstance(value, tuple | list) else [value]:
-            one = getattr(one, "jaxpr", one)
-            if hasattr(one, "eqns"):
-                found.append(one)
-    return found

@@ -33,13 +33,6 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
-def array_bytes(array: tuple[str, tuple[int, ...]]) -> int:
-    """The bytes of an array of a dtype, as HLO names it, and a shape; 0 of a token."""
-    dtype, shape = array
-    bits = 8 if dtype == "pred" else int((re.findall(r"\d+", dtype) or [0])[0])
-    return math.prod(shape) * bits // 8
-
-
 @dataclasses.dataclass(frozen=True)
 class Array:
     """An array that an instruction returns.
@@ -53,11 +46,13 @@ class Array:
 
     dtype: str
     shape: tuple[int, ...]
-    layout: str
+    layout: str = ""
 
     @property
     def num_bytes(self) -> int:
-        return array_bytes((self.dtype, self.shape))
+        """The bytes of its elements; 0 of a token."""
+        bits = 8 if self.dtype == "pred" else int((re.findall(r"\d+", self.dtype) or [0])[0])
+        return math.prod(self.shape) * bits // 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

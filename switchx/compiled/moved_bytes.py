@@ -134,10 +134,6 @@ def _in_memory(array: Array) -> int:
     return 0 if "S(1)" in array.layout else array.num_bytes
 
 
-def _anywhere(array: Array) -> int:
-    return array.num_bytes
-
-
 @dataclasses.dataclass(frozen=True)
 class _Kernels:
     """Counts the bytes that instructions move, each for itself.
@@ -184,7 +180,8 @@ class _Kernels:
             found["compiler_s"] = int(cycles[1]) / self.rates.cycles_per_s
         else:
             # Vector memory is quicker than HBM, but not free: what stays there counts here.
-            found["other_s"] = self._roofline(_kernel_bytes(each, _anywhere), flops)
+            size = _kernel_bytes(each, lambda array: array.num_bytes)
+            found["other_s"] = self._roofline(size, flops)
         return found
 
     def _roofline(self, num_bytes: int, flops: int = 0) -> float:

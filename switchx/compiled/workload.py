@@ -11,7 +11,6 @@ from collections.abc import Mapping
 import jax
 
 from switchx import tree
-from switchx.axes import dims_of
 from switchx.models.config import require_our_blocks
 from switchx.models.params import abstract_params
 from switchx.moe.capacity import layer_groups, layer_shape
@@ -22,6 +21,7 @@ from switchx.partitioning.mesh import PIPE
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import OPTIMIZER_SLICES
 from switchx.planner.layout import Layout, StateArray, Workload
+from switchx.planner.serving import weights_of
 from switchx.planner.step_time import executed_flops
 from switchx.planner.storage_tiers import Storage
 from switchx.training.distillation.student import teacher_config
@@ -117,16 +117,7 @@ def _teacher_of(job: TrainingJob) -> Workload | None:
         encoder_length=encoder_length,
         decoder_length=decoder_length,
         batch_size=job.batch_size,
-        state=tuple(
-            StateArray(
-                name,
-                dims_of(name.rpartition("/")[2], len(leaf.shape)),
-                leaf.shape,
-                leaf.dtype.itemsize,
-                "params",
-            )
-            for name, leaf in tree.named_leaves(abstract_params(model)).items()
-        ),
+        state=weights_of(abstract_params(model)),
         routing=functools.partial(layer_shape, model.switch),
         refusal=lambda *_: None,
     )

@@ -32,10 +32,7 @@ class MatthewsCorrelation:
     names = ("matthews_corrcoef",)
 
     def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
-        guess_N, right_N = (
-            class_ids(predictions, self.classes),
-            class_ids(targets, self.classes),
-        )
+        guess_N, right_N = (class_ids(each, self.classes) for each in (predictions, targets))
         kinds = np.union1d(guess_N, right_N)
         guesses, rights = ((each[:, None] == kinds).sum(0) for each in (guess_N, right_N))
         count, correct = len(right_N), int((guess_N == right_N).sum())
@@ -56,10 +53,7 @@ class BinaryF1:
         require(len(self.classes) == 2, f"BinaryF1.classes={self.classes}; use two, or MacroF1")
 
     def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
-        guess_N, right_N = (
-            class_ids(predictions, self.classes),
-            class_ids(targets, self.classes),
-        )
+        guess_N, right_N = (class_ids(each, self.classes) for each in (predictions, targets))
         guess_N = np.where(guess_N < 0, 1 - right_N, guess_N)
         return [_result(*self.names, _f1(guess_N, right_N, 1), self.classes)]
 
@@ -75,10 +69,7 @@ class MacroF1:
         return (f"mean_{len(self.classes)}class_f1",)
 
     def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
-        guess_N, right_N = (
-            class_ids(predictions, self.classes),
-            class_ids(targets, self.classes),
-        )
+        guess_N, right_N = (class_ids(each, self.classes) for each in (predictions, targets))
         f1 = [_f1(guess_N, right_N, number) for number in range(len(self.classes))]
         return [_result(*self.names, statistics.fmean(f1), self.classes)]
 

@@ -17,18 +17,20 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
+from switchx import tree
 from switchx.api import Model
 from switchx.data.features import Batch
 from switchx.data.loader import evaluation_batches
 from switchx.data.mixtures import evaluated_tasks
 from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import Generator, for_decoding, without_capacity
-from switchx.inference.offload.chosen_experts import ChosenExperts, on_host
+from switchx.inference.offload.chosen_experts import ChosenExperts, layer_path, on_host
 from switchx.inference.offload.expert_slots import slotted
 from switchx.inference.run_exported import ExportedModel
 from switchx.models.config import ModelConfig
+from switchx.models.knock_out import with_logit_biases, without_expert
 from switchx.models.params import forward
-from switchx.models.reshape import LayerSample
+from switchx.models.reshape import LayerSample, gates_of_rows
 from switchx.training.evaluate import eval_step, evaluate
 from switchx.training.job import TrainingJob
 
@@ -93,9 +95,7 @@ def validation_loss(model: Model, text: ValidationText) -> float:
     return evaluate(step, model.params, text.batches)["cross_entropy"]
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _eval_step(config: ModelConfig, params, batch):
-    return eval_step(config, params, batch)
+_eval_step = jax.jit(eval_step, static_argnames="config")
 
 
 def written_by(model: Model, text: ValidationText, decoding: DecodingConfig) -> Written:
@@ -104,8 +104,8 @@ def written_by(model: Model, text: ValidationText, decoding: DecodingConfig) -> 
     generator = Generator(config, model.params, decoding, size)
 
     def write() -> list[tuple[list[int], bool]]:
-        found = [(number, best) for number, (best, *_) in generator(text.prompts)]
-        return [(best.tokens, best.is_finished) for _, best in sorted(found, key=_number)]
+        best = {number: hypotheses[0] for number, hypotheses in generator(text.prompts)}
+        return [(best[n].tokens, best[n].is_finished) for n in sorted(best)]
 
     return _timed(write)
 
@@ -139,8 +139,44 @@ def sample_layers(model: Model, text: ValidationText) -> list[LayerSample]:
     for batch in text.batches:
         listener.run(_logits, config, params=listener.params, batch=batch)
     return [
-        LayerSample(load_E, _spread(np.concatenate(parts), SAMPLE_ROWS))
-        for load_E, parts in zip(listener.load_NE, listener.rows_N, strict=True)
+        LayerSample(load_E, _spread(np.concatenate(parts), SAMPLE_ROWS), *norms_E)
+        for load_E, parts, *norms_E in zip(
+            listener.load_NE,
+            listener.rows_N,
+            listener.norm_NE,
+            listener.gated_norm_NE,
+            strict=True,
+        )
+    ]
+
+
+def with_harm(
+    model: Model, text: ValidationText, samples: Sequence[LayerSample], loss: float
+) -> list[LayerSample]:
+    """The samples with the rise of the validation loss where each expert alone is removed.
+
+    Args:
+        loss: the loss with all experts, nats a token.
+    """
+    config, params = with_logit_biases(model.config, model.params)
+    masked = dataclasses.replace(model, config=config)
+    return [
+        dataclasses.replace(
+            sample,
+            harm_E=np.array(
+                [
+                    validation_loss(
+                        dataclasses.replace(
+                            masked, params=without_expert(config, params, layer, expert)
+                        ),
+                        text,
+                    )
+                    - loss
+                    for expert in range(config.switch.num_experts)
+                ]
+            ),
+        )
+        for layer, sample in zip(config.sparse_layer_names, samples, strict=True)
     ]
 
 
@@ -152,14 +188,32 @@ class _Listener(ChosenExperts):
         layers = len(config.sparse_layer_names)
         self.load_NE = np.zeros((layers, slots), np.int64)
         self.rows_N: list[list[np.ndarray]] = [[] for _ in range(layers)]
+        self.norm_NE, self.gated_norm_NE = np.zeros((2, layers, slots))
+        leaves = tree.named_leaves(params)
+        self._gated_by = [
+            {
+                leaf.removeprefix(f"{layer_path(name)}/"): np.asarray(array)
+                for leaf, array in leaves.items()
+                if leaf.startswith(f"{layer_path(name)}/") and "router" in leaf
+            }
+            for name in config.sparse_layer_names
+        ]
 
     def run_rows(self, layer: int, x_RD, count_E):
+        y_RD = super().run_rows(layer, x_RD, count_E)
         count_E = np.asarray(count_E)
         self.load_NE[layer] += count_E
-        used_RD = np.asarray(x_RD, np.float32)[: count_E.sum()]
+        used_RD, out_RD = (
+            np.asarray(rows, np.float32)[: count_E.sum()] for rows in (x_RD, y_RD)
+        )
         # Every batch gives as many rows; the rows of a batch are sorted by expert.
         self.rows_N[layer].append(_spread(used_RD, SAMPLE_ROWS))
-        return super().run_rows(layer, x_RD, count_E)
+        expert_R = np.repeat(np.arange(len(count_E)), count_E)
+        norm_R = np.linalg.norm(out_RD, axis=1)
+        gate_R = gates_of_rows(self._config, self._gated_by[layer], used_RD, expert_R)
+        self.norm_NE[layer] += np.bincount(expert_R, norm_R, len(count_E))
+        self.gated_norm_NE[layer] += np.bincount(expert_R, gate_R * norm_R, len(count_E))
+        return y_RD
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -172,10 +226,6 @@ def _spread(x_RD: np.ndarray, rows: int) -> np.ndarray:
     if len(x_RD) <= rows:
         return x_RD
     return x_RD[np.linspace(0, len(x_RD) - 1, rows).astype(int)]
-
-
-def _number(numbered: tuple) -> int:
-    return numbered[0]
 
 
 def _timed(write: Callable[[], Sequence[tuple[list[int], bool]]]) -> Written:

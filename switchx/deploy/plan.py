@@ -86,10 +86,7 @@ class DeploySettings:
             ("dtype", self.dtype, (None, "bfloat16", "float32")),
             ("bits", self.bits, (None, 4, 8)),
         ):
-            require(
-                value in choices,
-                f"{name}={value!r}; use {', '.join(map(str, choices))}",
-            )
+            require(value in choices, f"{name}={value!r}; use {', '.join(map(str, choices))}")
         require(
             (self.teacher is None) == (self.distill_steps is None),
             f"--teacher={self.teacher} with --distill_steps={self.distill_steps}; give both, "
@@ -118,10 +115,7 @@ class DeployPlan:
     """
 
     def __init__(
-        self,
-        model_dir: str | os.PathLike,
-        step: int | str | None,
-        settings: DeploySettings,
+        self, model_dir: str | os.PathLike, step: int | str | None, settings: DeploySettings
     ):
         """Reads the configuration and the checkpoint's bytes; writes nothing.
 

@@ -30,11 +30,7 @@ import jax.numpy as jnp
 
 from switchx import api, tree
 from switchx.api import Model
-from switchx.checkpoint.run_folder import (
-    RunFolder,
-    read_config,
-    write_converted,
-)
+from switchx.checkpoint.run_folder import RunFolder, read_config, write_converted
 from switchx.compiled.collectives import collectives_by_kind
 from switchx.data.tokenizers import TokenIdVocabulary
 from switchx.deploy.compiled import compile_programs, slice_for
@@ -61,7 +57,6 @@ from switchx.models.reshape import drop_experts, merge_experts
 from switchx.models.unroll import unrolled
 from switchx.training.job import TrainingJob
 
-GIB = 2**30
 REDUCTIONS = {"merge": merge_experts, "drop": drop_experts}
 
 
@@ -308,30 +303,25 @@ class Deployment:
     def _measured(self, folder: pathlib.Path, model: Model, expected=None) -> dict[str, Any]:
         """Measures a model that was read back, on one device."""
         written = written_by(model, self._text(), self.plan.decoding)
-        differing = None if expected is None else tokens_differing(written.tokens, expected)
-        switch = model.config.switch
-        return {
-            "experts": None if switch is None else switch.num_experts,
-            "bytes_of_files": num_bytes(folder),
-            "bytes_of_weights": model_bytes(model.params),
-            "validation_loss": validation_loss(model, self._text()),
-            "tokens_per_s": written.tokens_per_s,
-            "tokens_differing": differing,
-            "expected": expected,
-        }
+        loss = validation_loss(model, self._text())
+        measured = {"bytes_of_weights": model_bytes(model.params), "validation_loss": loss}
+        return self._compared(folder, model.config, written, expected) | measured
 
     def _measured_export(self, folder: pathlib.Path, expected) -> dict[str, Any]:
         """Measures exported programs, on the devices that they are for."""
         written = written_by_export(ExportedModel(folder), self._text())
-        weights = folder / "weights.safetensors"
-        switch = self.plan.reduced.switch
+        size = (folder / "weights.safetensors").stat().st_size
+        measured = {"bytes_of_weights": size, "mesh": self.plan.split.name}
+        return self._compared(folder, self.plan.reduced, written, expected) | measured
+
+    def _compared(self, folder, config: ModelConfig, written, expected) -> dict[str, Any]:
+        switch = config.switch
+        differing = None if expected is None else tokens_differing(written.tokens, expected)
         return {
             "experts": None if switch is None else switch.num_experts,
             "bytes_of_files": num_bytes(folder),
-            "bytes_of_weights": weights.stat().st_size,
-            "mesh": self.plan.split.name,
             "tokens_per_s": written.tokens_per_s,
-            "tokens_differing": tokens_differing(written.tokens, expected),
+            "tokens_differing": differing,
             "expected": expected,
         }
 

@@ -10,6 +10,7 @@ import dataclasses
 import pathlib
 import re
 import tomllib
+import typing
 from collections.abc import Mapping
 from typing import Any
 
@@ -269,14 +270,6 @@ def read_spec(path: pathlib.Path) -> Hardware:
     return hardware
 
 
-_PARTS = {
-    "compute": Compute,
-    "memory": Memory,
-    "inside": Network,
-    "between": Network,
-    "host": Host,
-    "disk": Disk,
-}
 _MAY_BE_ZERO = ("latency_s", "torus_dims", "wraps_at", "day_written_bytes")
 _SHARES = ("efficiency", "usable")
 
@@ -293,7 +286,9 @@ def _built(kind: type, values: Mapping[str, Any], prefix: str, problems: list[st
                 problems.append(f"{prefix}{name} is missing")
             continue
         value = values[name]
-        if part := _PARTS.get(name):
+        # `Disk` of `Disk`, and of `Disk | None`.
+        types = typing.get_args(field.type) or (field.type,)
+        if part := next(filter(dataclasses.is_dataclass, types), None):
             if not isinstance(value, Mapping):
                 problems.append(f"{prefix}{name}={value!r}; expected a table [{name}]")
             else:

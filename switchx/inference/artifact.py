@@ -10,7 +10,6 @@ renamed, so an artifact is there whole or not at all. The format holds nothing t
 """
 
 import dataclasses
-import functools
 import json
 import os
 import pathlib
@@ -124,7 +123,7 @@ def read_artifact(folder: str | os.PathLike) -> Artifact:
         ValueError: a file is missing, cut short or changed, or the artifact is of another
             version; names the file.
     """
-    return _read(folder, functools.partial(_arrays, are_experts_read=True))
+    return _read(folder, are_experts_read=True)
 
 
 def open_artifact(folder: str | os.PathLike) -> Artifact:
@@ -136,10 +135,10 @@ def open_artifact(folder: str | os.PathLike) -> Artifact:
     Raises:
         ValueError: as `read_artifact`.
     """
-    return _read(folder, functools.partial(_arrays, are_experts_read=False))
+    return _read(folder, are_experts_read=False)
 
 
-def _read(folder: str | os.PathLike, load: Callable[[pathlib.Path], dict]) -> Artifact:
+def _read(folder: str | os.PathLike, *, are_experts_read: bool) -> Artifact:
     path = absolute(folder)
     content = _read_manifest(path)
     if damage := next(damages(path, content["files"], "sha256"), None):
@@ -147,7 +146,7 @@ def _read(folder: str | os.PathLike, load: Callable[[pathlib.Path], dict]) -> Ar
     where = str(path / MANIFEST)
     try:
         config = model_from_description(content["model"], where)
-        arrays = load(path / WEIGHTS)
+        arrays = _arrays(path / WEIGHTS, are_experts_read)
     except TypeError as error:
         raise ValueError(f"{where} describes no model ({error}); write it again") from error
     except SafetensorError as error:

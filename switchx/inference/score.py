@@ -25,6 +25,7 @@ from switchx.inference.running_batch import padded
 from switchx.inference.sampling import likeliest_tokens
 from switchx.models.config import ModelConfig
 from switchx.models.params import forward
+from switchx.routing_record import RecordWriter, recorded
 
 Pair = tuple[Sequence[int], Sequence[int]]
 START_ID = PAD_ID = 0
@@ -62,6 +63,7 @@ class Scorer:
         forced_prefix: tokens in front of each target, as in generation; they are not scored.
         devices: the devices of `params`.
         experts: see `Generator`.
+        record: writer that gets the routing of each batch; rows have their pairs' numbers.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class Scorer:
         forced_prefix: Sequence[int] = (),
         devices: ModelMesh = ONE_DEVICE,
         experts: ChosenExperts | None = None,
+        record: RecordWriter | None = None,
     ):
         """Raises ValueError: a setting is out of its bounds."""
+        self.record, self._num_recorded = record, 0
         # The settings of generation have the same bounds.
         most = len(forced_prefix) or 1
         asked = DecodingConfig(most, logprobs=logprobs, forced_prefix=forced_prefix, eos_id=-1)
@@ -110,13 +114,23 @@ class Scorer:
         for first in range(0, len(order), self.batch_size):
             indices = order[first : first + self.batch_size]
             batch = self._batch([pairs[index] for index in indices])
-            log_likelihood_B, *kept = self.devices.fetch(self._log_likelihoods(batch))
+            results, routing = self.devices.fetch(self._log_likelihoods(batch))
+            if self.record is not None:
+                self._write_record(routing, [first_number + index for index in indices], batch)
+            log_likelihood_B, *kept = results
             for row, index in enumerate(indices):
                 inputs, targets = pairs[index]
                 score = Score(float(log_likelihood_B[row]), len(targets))
                 first_place = self._num_before(inputs)
                 places = slice(first_place, first_place + len(targets))
                 yield first_number + index, self._with_logprobs(score, kept, (row, places))
+
+    def _write_record(self, routing: dict, numbers: list[int], batch: dict) -> None:
+        B = len(batch["decoder_segment_ids"])
+        # Rows that fill up the batch have no text; their groups are recorded with the others.
+        rows = numbers + [-1] * (B - len(numbers))
+        self.record.add(self._num_recorded, routing, B, rows)
+        self._num_recorded += 1
 
     def _with_logprobs(self, score: Score, kept: list, where: tuple) -> Score:
         if self.logprobs is None:
@@ -169,7 +183,7 @@ class Scorer:
         return [each for each in self.config.sparse_layer_names if each.startswith("decoder ")]
 
     def _log_likelihoods(self, batch: dict) -> tuple:
-        settings = self.config, self._num_kept
+        settings = self.config, self._num_kept, self.record is not None
         if self.experts is not None:
             arrays = {"params": self.params, "batch": batch}
             options = self.devices.options
@@ -225,18 +239,23 @@ class Scorer:
         return {name: jnp.array(value, jnp.int32) for name, value in batch.items()}
 
 
-@functools.partial(jax.jit, static_argnames=("config", "num_kept"))
-def _log_likelihoods(config: ModelConfig, num_kept: int | None, params, batch) -> tuple:
-    """The log-likelihood of each row; where `num_kept` is not None, also `LogProbs`."""
-    logits_BLV, _ = forward(config, params, batch, is_training=False)
+@functools.partial(jax.jit, static_argnames=("config", "num_kept", "is_recorded"))
+def _log_likelihoods(
+    config: ModelConfig, num_kept: int | None, is_recorded: bool, params, batch
+) -> tuple:
+    """The log-likelihood of each row, where `num_kept` is not None also `LogProbs`; and the
+    routing by stack where it `is_recorded`."""
+    logits_BLV, stats = forward(config, params, batch, is_training=False)
+    routing = recorded(config, stats, batch) if is_recorded else {}
     log_prob_BLV = jax.nn.log_softmax(logits_BLV.astype(jnp.float32), axis=-1)
     target_BL1 = batch["decoder_target_tokens"][..., None]
     log_prob_BL = jnp.take_along_axis(log_prob_BLV, target_BL1, axis=-1)[..., 0]
     is_scored_BL = batch["decoder_loss_weights"] > 0
     log_likelihood_B = jnp.sum(jnp.where(is_scored_BL, log_prob_BL, 0), axis=1)
     if num_kept is None:
-        return (log_likelihood_B,)
-    return log_likelihood_B, log_prob_BL, *likeliest_tokens(log_prob_BLV, num_kept)
+        return (log_likelihood_B,), routing
+    likeliest = likeliest_tokens(log_prob_BLV, num_kept)
+    return (log_likelihood_B, log_prob_BL, *likeliest), routing
 
 
 def _decoder_choices(config: ModelConfig, params, batch):

@@ -291,6 +291,15 @@ class ModelConfig:
         return sum(self.num_sparse_layers_of(stack) for stack in ("encoder", "decoder"))
 
     @property
+    def sparse_layers_by_stack(self) -> dict[str, list[str]]:
+        """Names of the Switch layers of each stack that has some."""
+        names = {
+            stack: [name for name in self.sparse_layer_names if name.startswith(stack)]
+            for stack in ("encoder", "decoder")
+        }
+        return {stack: layers for stack, layers in names.items() if layers}
+
+    @property
     def sparse_layer_names(self) -> list[str]:
         """`encoder 1`, ...: Switch layers by stack and block, from 0, in the order of metrics.
 

@@ -27,9 +27,10 @@ import scipy.cluster.hierarchy
 import scipy.optimize
 import scipy.spatial.distance
 import scipy.special
+import scipy.stats
 
 from switchx import tree
-from switchx.fields import require
+from switchx.fields import require, require_choice
 from switchx.layers.dense import activate
 from switchx.models.config import ModelConfig, require_our_blocks
 from switchx.models.unroll import unrolled
@@ -48,10 +49,17 @@ class LayerSample:
         load_E: tokens that chose each expert.
         x_RD: some of the layer's inputs, float32, once for each choice of a token; experts
             have shares of the rows like those of the load.
+        norm_E: sum of the norms ||y|| of each expert's outputs, over the tokens that chose it.
+        gated_norm_E: the same sum of g ||y||, g the gate that the layer applied.
+        harm_E: rise of the loss where each expert alone is removed, nats a token; None where
+            it was not measured.
     """
 
     load_E: np.ndarray
     x_RD: np.ndarray
+    norm_E: np.ndarray | None = None
+    gated_norm_E: np.ndarray | None = None
+    harm_E: np.ndarray | None = None
 
 
 def check_num_experts(config: ModelConfig, num_experts: int) -> None:
@@ -96,29 +104,104 @@ def reduced_config(config: ModelConfig, num_experts: int, *, is_merged: bool) ->
     return dataclasses.replace(config, switch=switch, scan_layers=False)
 
 
-def drop_experts(
-    config: ModelConfig, params: dict, samples: Sequence[LayerSample], num_experts: int
-) -> tuple[ModelConfig, dict]:
-    """The model with the `num_experts` most used experts of each Switch layer, in their order.
+def _per_token(sum_E, sample: LayerSample) -> np.ndarray:
+    """The mean over the tokens that chose each expert; 0 of one that none chose."""
+    return np.asarray(sum_E) / np.maximum(np.asarray(sample.load_E), 1)
 
-    Where two are used alike, the first stays. The router's softmax is over those that stay.
+
+def _mean_over_rms(layer: Layer, sample: LayerSample) -> np.ndarray:
+    """Mean of an expert's absolute weights over their root mean square."""
+    weights = [x for name, x in layer.items() if name.startswith("experts/w_")]
+    flat_EX = np.concatenate([x.reshape(len(x), -1) for x in weights], 1).astype(np.float64)
+    rms_E = np.sqrt(np.mean(flat_EX**2, axis=1))
+    return np.mean(np.abs(flat_EX), axis=1) / np.maximum(rms_E, 1e-30)
+
+
+# What says which experts stay, the highest first:
+#   frequency    tokens that chose the expert
+#   ean          sum of ||y|| over these tokens (expert activation norm)
+#   reap         mean of g ||y|| over these (Lasby et al. 2025, arXiv:2510.13999, eq. 9)
+#   mean_norm    mean of ||y|| over these
+#   aimer        mean |w| over the root mean square of w, without data (arXiv:2603.18492)
+#   brute_force  rise of the loss where the expert alone is removed
+SCORES: dict[str, Callable[[Layer, LayerSample], np.ndarray]] = {
+    "frequency": lambda layer, sample: np.asarray(sample.load_E),
+    "ean": lambda layer, sample: np.asarray(sample.norm_E),
+    "reap": lambda layer, sample: _per_token(sample.gated_norm_E, sample),
+    "mean_norm": lambda layer, sample: _per_token(sample.norm_E, sample),
+    "aimer": _mean_over_rms,
+    "brute_force": lambda layer, sample: np.asarray(sample.harm_E),
+}
+
+
+def drop_experts(
+    config: ModelConfig,
+    params: dict,
+    samples: Sequence[LayerSample],
+    num_experts: int,
+    score: str = "frequency",
+) -> tuple[ModelConfig, dict]:
+    """The model with the `num_experts` experts of the highest scores in each Switch layer.
+
+    They keep their order. Where two have equal scores, the first stays. The router's softmax is
+    over those that stay, so all gates rise.
 
     Args:
         samples: measurements of all Switch layers, in the order of `config.sparse_layer_names`.
+        score: a name of `SCORES`.
 
-    The configuration with unrolled layers, and the parameters.
-        config, layers unrolled, and params.
+    Returns:
+        The configuration with unrolled layers, and the parameters.
 
     Raises:
-        ValueError: see `check_num_experts`.
+        ValueError: see `check_num_experts`; there is no such score.
     """
+    require_choice("score", score, SCORES)
 
     def drop(layer: Layer, sample: LayerSample) -> Layer:
-        by_use = np.argsort(-np.asarray(sample.load_E), kind="stable")
-        return _taken(layer, np.sort(by_use[:num_experts]))
+        by_score = np.argsort(-SCORES[score](layer, sample), kind="stable")
+        return _taken(layer, np.sort(by_score[:num_experts]))
 
     reduced = reduced_config(config, num_experts, is_merged=False)
     return reduced, _reshaped(config, params, samples, drop)
+
+
+def agreement(config: ModelConfig, params: dict, samples: Sequence[LayerSample]) -> list[str]:
+    """How well each score orders a layer's experts as brute force does, the best first.
+
+    Spearman's rank correlation with `harm_E`, the mean over layers, and its interval of 95% by
+    a bootstrap over layers and experts.
+    """
+    scores: dict[str, list[np.ndarray]] = {name: [] for name in SCORES}
+
+    def keep(layer: Layer, sample: LayerSample) -> Layer:
+        for name, score in SCORES.items():
+            scores[name].append(np.asarray(score(layer, sample), np.float64))
+        return layer
+
+    _reshaped(config, params, samples, keep)
+    harm_NE = np.stack(scores.pop("brute_force"))
+    N, E = harm_NE.shape
+    rng = np.random.default_rng(0)
+    drawn = [(rng.integers(N, size=N), rng.integers(E, size=(N, E))) for _ in range(1000)]
+
+    def correlation(score_NE, layer_N, expert_NE) -> float:
+        pairs = [
+            scipy.stats.spearmanr(score_NE[n, e], harm_NE[n, e]).statistic
+            for n, e in zip(layer_N, expert_NE, strict=True)
+            if np.ptp(score_NE[n, e]) and np.ptp(harm_NE[n, e])
+        ]
+        return float(np.mean(pairs)) if pairs else np.nan
+
+    found = []
+    for name, score in scores.items():
+        score_NE = np.stack(score)
+        mean = correlation(score_NE, np.arange(N), np.tile(np.arange(E), (N, 1)))
+        bootstrapped = [correlation(score_NE, *each) for each in drawn]
+        low, high = np.nanquantile(bootstrapped, (0.025, 0.975))
+        said = f"rank correlation with brute force {mean:.2f} ({low:.2f} to {high:.2f})"
+        found.append((mean, f"{name}: {said}"))
+    return [line for _, line in sorted(found, reverse=True)]
 
 
 def merge_experts(
@@ -203,15 +286,32 @@ def to_dense(
 
 def _mean_gate(config: ModelConfig, layer: Layer, x_RD) -> float:
     """The sum of a token's gates, averaged over the sample."""
-    router = config.switch.router
-    if router.gate == "normalized":
+    if config.switch.router.gate == "normalized":
         return 1.0
-    logits_RE = x_RD.astype(np.float64) @ layer["w_router_DE"].astype(np.float64)
+    prob_RE, order_RS = _probabilities(config, layer, x_RD)
+    return float(np.take_along_axis(prob_RE, order_RS, axis=-1).sum(axis=-1).mean())
+
+
+def gates_of_rows(config: ModelConfig, layer: Layer, x_RD, expert_R) -> np.ndarray:
+    """The gate with which each row's expert is weighted, `[R]`.
+
+    Args:
+        layer: arrays of the router, without the layer's path.
+    """
+    prob_RE, order_RS = _probabilities(config, layer, x_RD)
+    gate_R = np.take_along_axis(prob_RE, expert_R[:, None], axis=-1)[:, 0]
+    if config.switch.router.gate == "normalized":
+        gate_R = gate_R / np.take_along_axis(prob_RE, order_RS, axis=-1).sum(axis=-1)
+    return gate_R
+
+
+def _probabilities(config: ModelConfig, layer: Layer, x_RD) -> tuple[np.ndarray, np.ndarray]:
+    """The router's probabilities `[R, E]`, and the experts that rows choose, `[R, S]`."""
+    logits_RE = np.asarray(x_RD, np.float64) @ layer["w_router_DE"].astype(np.float64)
     log_count_E = np.asarray(layer.get("router_log_count_E", 0.0), np.float64)
     prob_RE = scipy.special.softmax(logits_RE + log_count_E, axis=-1) * np.exp(-log_count_E)
     order_RE = np.argsort(-(prob_RE + layer.get("router_bias_E", 0.0)), axis=-1)
-    chosen_RS = np.take_along_axis(prob_RE, order_RE[:, : router.num_selected], axis=-1)
-    return float(chosen_RS.sum(axis=-1).mean())
+    return prob_RE, order_RE[:, : config.switch.router.num_selected]
 
 
 def cluster_experts(y_ERD, num_clusters: int) -> list[list[int]]:

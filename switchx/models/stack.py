@@ -10,6 +10,7 @@ Dims: B batch, L length, M memory, D model, H heads, N repeats of the run, P blo
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -122,6 +123,15 @@ def layer_keys(config, stack: str, key) -> jax.Array:
     num_layers = getattr(config, f"num_{stack}_layers")
     period = config.period if config.scan_layers else num_layers
     return jax.random.split(key, num_layers).reshape(-1, period)
+
+
+def scan_layers(run: Callable, x_BLD, blocks, others, inputs):
+    """`x, y_n = run(x, blocks[n], others[n], inputs)` for all n: x, and all y stacked."""
+
+    def body(x_BLD, layer):
+        return run(x_BLD, *layer, inputs)
+
+    return jax.lax.scan(body, x_BLD, (blocks, others))
 
 
 class Stack(nnx.Module):
@@ -257,7 +267,8 @@ class Stack(nnx.Module):
             replay = jax.lax.dynamic_slice_in_dim(replay, first_run, num_runs)
             inputs = dataclasses.replace(inputs, replay_BLNS=None)
         others = cache, key_NP, replay
-        x_BLD, (stats, cache) = loop.scan(run_blocks, x_BLD, self.blocks, others, inputs)
+        scan = loop.scan or scan_layers
+        x_BLD, (stats, cache) = scan(run_blocks, x_BLD, self.blocks, others, inputs)
         stats = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stats)
         return x_BLD, stats, cache
 

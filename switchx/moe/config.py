@@ -280,6 +280,8 @@ class SwitchConfig:
             experts. Where nothing is trained there are none.
         router_init_scale: variance scale of the router; the paper scales it by 0.1 as all
             else, flaxformer took normal(0.02) and published checkpoints that way.
+        recorded_places: places of each evaluation's batches whose routing training keeps for
+            `routing/` (one batch's whole groups at least); see `switchx/routing_record.py`.
         router: choice of the experts of a token, and treatment of a full expert.
     """
 
@@ -305,12 +307,21 @@ class SwitchConfig:
     exchange_parts: int = at_resume(1)
     num_replicas: int = at_resume(0)
     router_init_scale: float = at_evaluation(0.1)
+    recorded_places: int = at_evaluation(8192)
     router: RouterConfig = RouterConfig()
+
+    @property
+    def num_ranks(self) -> int:
+        """R, the ranks of experts that routing is recorded with: all that a token may try."""
+        router = self.router
+        tried = router.max_rounds if router.overflow == "reroute" else router.num_selected
+        return min(tried, self.num_experts)
 
     def __post_init__(self):
         check_choices(self)
         require_at_least(self, 1, "num_experts", "every", "min_capacity", "group_size")
         require_at_least(self, 1, "expert_capacity", "d_ff", "shared_d_ff", "exchange_parts")
+        require_at_least(self, 1, "recorded_places")
         require_at_least(self, 0, "num_replicas")
         require_above_zero(self, "capacity_factor", "eval_capacity_factor")
         require_above_zero(self, "buffer_factor", "router_init_scale")

@@ -160,6 +160,31 @@ def choose_experts(score_GTE, num_selected: int):
     return jax.lax.top_k(score_GTE, num_selected)[1].astype(jnp.int32)
 
 
+def rank_experts(prob_GTE, bias_E, switch):
+    """The order in which tokens would choose experts, without noise.
+
+    Args:
+        bias_E: bias added to the probabilities for choosing; None without one.
+        switch: a `SwitchConfig`.
+
+    Returns:
+        rank_GTR: int32 experts, the best first, as many as `num_ranks` says.
+        prob_GTR: their probabilities.
+        margin_GT: score of the last choice over that of the next expert; 0 without a next one.
+    """
+    score_GTE = prob_GTE if bias_E is None else prob_GTE + along_last(bias_E, prob_GTE)
+    R, S, E = switch.num_ranks, switch.router.num_selected, prob_GTE.shape[-1]
+    rank_GTR = choose_experts(score_GTE, max(R, min(S + 1, E)))
+    margin_GT = jnp.zeros(prob_GTE.shape[:2], prob_GTE.dtype)
+    if S < E:
+        last_GT, next_GT = (
+            chosen_gates(score_GTE, rank_GTR[..., s : s + 1])[..., 0] for s in (S - 1, S)
+        )
+        margin_GT = last_GT - next_GT
+    rank_GTR = rank_GTR[..., :R]
+    return rank_GTR, chosen_gates(prob_GTE, rank_GTR), margin_GT
+
+
 def chosen_gates(prob_GTE, expert_GTS, convention: str = "softmax"):
     """Weight of each chosen expert's output, with the router's gradient.
 

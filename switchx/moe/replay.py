@@ -8,7 +8,7 @@ choices are features of a batch, `encoder_replay` and `decoder_replay`, int16 or
 the rows of the batch as its tokens do, with padding and packed examples, so they are cut and
 sharded as these are. A value is the number of an expert, before it has copies, or `UNSET`.
 Dims: B batch, L length, N Switch layers of a stack, S choices of a token, E experts, R rows of
-a record, K ranks that it has
+a record, K choices that it has
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,30 +75,31 @@ def choices_of_rows(
     num_experts: int,
     num_selected: int,
 ) -> np.ndarray:
-    """The choices `[B, L, N, S]` of a batch's rows, out of a stack's record.
+    """The choices `[B, L, N, S]` of a batch's rows, out of those recorded in a stack.
 
     Args:
-        expert_NRLK: ranked experts, the first choice first; `num_experts` or `UNSET` where
-            nothing was chosen, as in padding.
-        row_R: ids of the record's rows.
+        expert_NRLK: experts that tokens went to, the first choice first; `num_experts` or
+            `UNSET` for none, as in padding (`RecordedBatch.expert_NBLS`).
+        row_R: ids of the rows recorded; `UNSET` for any that are all padding.
         row_B: ids of the batch's rows; `UNSET` for a row that is all padding.
         num_selected: S, the number of ranks that are taken.
 
     Raises:
-        ValueError: a row is not in the record or is there twice, or the record has fewer ranks.
+        ValueError: a row was not recorded, or twice, or with fewer choices.
     """
     expert_NRLK, rows = np.asarray(expert_NRLK), [int(row) for row in row_B]
-    place = {int(row): r for r, row in enumerate(row_R)}
     N, R, L, K = expert_NRLK.shape
+    place = {int(row): r for r, row in enumerate(row_R) if row != UNSET}
+    num_ids = sum(int(row) != UNSET for row in row_R)
     require(
-        len(place) == len(row_R) == R,
-        f"a record of {R} rows with {len(row_R)} ids, {len(place)} of them different; expected "
-        "an id for each row: record again",
+        len(row_R) == R and len(place) == num_ids,
+        f"{R} rows were recorded with {len(row_R)} ids, {num_ids - len(place)} of them there "
+        "before; expected another for each: record again",
     )
     require(
         num_selected <= K,
-        f"a record of {K} ranks, and RouterConfig.num_selected={num_selected}: the last "
-        f"choices are not known; use num_selected={K}, or record more ranks",
+        f"{K} choices of a token were recorded, and RouterConfig.num_selected={num_selected}; "
+        f"use num_selected={K}, or record more",
     )
     missing = [row for row in rows if row != UNSET and row not in place]
     require(
@@ -109,7 +110,7 @@ def choices_of_rows(
     expert_NRLK = np.where(expert_NRLK == num_experts, UNSET, expert_NRLK)[..., :num_selected]
     nothing = np.full((N, 1, L, num_selected), UNSET)  # the row after the last one
     expert_NRLK = np.concatenate([expert_NRLK, nothing], axis=1)
-    found = expert_NRLK[:, [place.get(row, R) for row in rows]]
+    found = expert_NRLK[:, [R if row == UNSET else place[row] for row in rows]]
     return np.moveaxis(found, 0, 2).astype(_dtype(num_experts))
 
 

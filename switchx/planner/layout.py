@@ -293,6 +293,15 @@ def local_shape(array: StateArray, layout: Layout) -> tuple[tuple[int, ...], Mes
     return shape, tuple(axis for axes in split for axis in axes)
 
 
+def local_bytes(array: StateArray, layout: Layout) -> float:
+    """A state array's bytes on one device, with all of its stage's layers.
+
+    Raises:
+        ValueError: the layout does not divide it.
+    """
+    return math.prod(local_shape(array, layout)[0]) * array.itemsize
+
+
 def axes_of(entry) -> MeshAxes:
     """The axes of one entry of a `PartitionSpec`."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())

@@ -14,12 +14,8 @@ import functools
 import math
 
 from switchx.pipeline.schedule import ScheduleSpec
-from switchx.planner.layout import Layout, StateArray, Workload, local_shape
-from switchx.planner.step_comm import (
-    activation_bytes,
-    rows_on_device,
-    sparse_layer,
-)
+from switchx.planner.layout import Layout, StateArray, Workload, local_bytes
+from switchx.planner.step_comm import activation_bytes, rows_on_device, sparse_layer
 
 LOGIT_BYTES = 4
 # Arrays of V that are alive at once: logits of the tokens taken at a time, and their gradient.
@@ -145,22 +141,20 @@ def state_bytes(workload: Workload, layout: Layout, kind: str) -> float:
     that are in no block.
     """
     arrays = (array for array in workload.state if array.kind == kind)
-    return sum(_local_bytes(array, layout) for array in arrays)
+    return sum(_stage_bytes(array, layout) for array in arrays)
 
 
 def updated_bytes(workload: Workload, layout: Layout) -> float:
     """Bytes of the parameters that one device updates: its slices, where there are any."""
     arrays = (array for array in workload.state if array.kind == "params")
     return sum(
-        _local_bytes(dataclasses.replace(array, param=(array.dims, array.shape)), layout)
+        _stage_bytes(dataclasses.replace(array, param=(array.dims, array.shape)), layout)
         for array in arrays
     )
 
 
-def _local_bytes(array: StateArray, layout: Layout) -> float:
-    shape, _ = local_shape(array, layout)
-    num_bytes = math.prod(shape) * array.itemsize
-    return num_bytes / (layout.pipe if array.is_in_blocks else 1)
+def _stage_bytes(array: StateArray, layout: Layout) -> float:
+    return local_bytes(array, layout) / (layout.pipe if array.is_in_blocks else 1)
 
 
 def _kept(workload: Workload, layout: Layout, stack: str) -> float:
@@ -242,9 +236,8 @@ def _gathered(workload: Workload, layout: Layout) -> float:
     for array in workload.state:
         axes = layout.rules.axes("D", layout, table=array.table)
         if array.kind == "params" and "D" in array.dims and axes:
-            shape, _ = local_shape(array, layout)
             stacked = array.shape[0] if array.dims.startswith("N") else 1
-            whole = math.prod(shape) * array.itemsize * layout.parts(axes)
+            whole = local_bytes(array, layout) * layout.parts(axes)
             total += whole / (layout.pipe if array.is_in_blocks else 1)
             largest = max(largest, whole / stacked)
     model = workload.model
@@ -263,7 +256,7 @@ def _rounded(workload: Workload, layout: Layout) -> float:
     if not (workload.model.scan_layers and layout.rules.has_slices_of_weights(layout)):
         return 0.0
     return sum(
-        _local_bytes(array, layout) * workload.activation_bytes / array.itemsize
+        _stage_bytes(array, layout) * workload.activation_bytes / array.itemsize
         for array in workload.state
         if array.kind == "params"
         and array.is_in_blocks

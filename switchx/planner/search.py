@@ -20,12 +20,7 @@ from switchx.partitioning.rules import BATCH
 from switchx.planner.layout import Layout, Workload
 from switchx.planner.memory import MemoryUse, memory_use
 from switchx.planner.step_time import StepTime, step_time
-from switchx.planner.storage_tiers import (
-    Storage,
-    StorageUse,
-    storage_use,
-    with_storage,
-)
+from switchx.planner.storage_tiers import Storage, StorageUse, storage_use, with_storage
 from switchx.planner.torus import factorizations
 
 MOST_DEVICES = 2**17

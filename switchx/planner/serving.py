@@ -22,7 +22,7 @@ from switchx.hardware.spec import Hardware
 from switchx.inference.offload.streaming import most_slots, streamed_layers
 from switchx.models.config import ModelConfig
 from switchx.partitioning.mesh import AXES
-from switchx.planner.layout import Layout, StateArray, local_shape
+from switchx.planner.layout import Layout, StateArray, local_bytes
 
 MOST_DEVICES = 2**12
 # Axes that a model in use is split over.
@@ -184,9 +184,9 @@ def choose_split(
     if fitting:
         return fitting[0]
     least = min(found, key=lambda split: split.total)
+    doubled = (devices << n for n in range(1, (MOST_DEVICES // devices).bit_length()))
     more = next(
-        (n for n in _doubled(devices) if _fits(served, n, limit)),
-        None,
+        (n for n in doubled if any(s.total <= limit for s in splits(served, n, None))), None
     )
     way_out = f"use {more} devices, " if more else "use "
     raise ValueError(
@@ -220,9 +220,7 @@ def _ring(served: ServedModel, slots: int) -> Ring:
     (whole,) = splits(served, 1, None)
     config = served.config
     experts = sum(
-        math.prod(array.shape) * array.itemsize
-        for array in served.weights
-        if "/experts/" in array.name
+        local_bytes(array, Layout()) for array in served.weights if "/experts/" in array.name
     )
     layer = experts / len(config.sparse_layer_names)
     streams = streamed_layers(config, slots)
@@ -231,23 +229,8 @@ def _ring(served: ServedModel, slots: int) -> Ring:
     is_packed = any("/scales" in array.name for array in served.weights)
     on_device = whole.weights - (len(streams) - (4 if is_packed else 2)) * layer
     return Ring(
-        slots,
-        on_device,
-        whole.cache,
-        whole.working,
-        collections.Counter(stacks),
-        layer,
+        slots, on_device, whole.cache, whole.working, collections.Counter(stacks), layer
     )
-
-
-def _doubled(devices: int):
-    while 2 * devices <= MOST_DEVICES:
-        devices *= 2
-        yield devices
-
-
-def _fits(served: ServedModel, devices: int, limit: float) -> bool:
-    return any(split.total <= limit for split in splits(served, devices, None))
 
 
 def _near(served: ServedModel, devices: int) -> str:
@@ -301,10 +284,7 @@ def _ffn_sizes(config: ModelConfig) -> list[int]:
 
 
 def _split(served: ServedModel, layout: Layout, hardware: Hardware | None) -> Split:
-    weights = 0.0
-    for array in served.weights:
-        shape, _ = local_shape(array, layout)
-        weights += math.prod(shape) * array.itemsize
+    weights = sum(local_bytes(array, layout) for array in served.weights)
     cache, working = _cache_bytes(served, layout), _working_bytes(served, layout)
     step_s = 0.0
     if hardware is not None:

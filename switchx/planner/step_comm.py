@@ -11,7 +11,6 @@ N layers
 
 import dataclasses
 import functools
-import math
 
 from switchx.hardware.spec import Compute
 from switchx.moe.config import DISPATCHERS
@@ -21,7 +20,7 @@ from switchx.planner.layout import (
     StateArray,
     Workload,
     axes_of,
-    local_shape,
+    local_bytes,
     own_rows_axes,
 )
 from switchx.planner.sparse_comm import (
@@ -318,26 +317,21 @@ def _pipeline(workload: Workload, layout: Layout) -> list[StepCollective]:
             values += activation_bytes(workload, layout, "encoder")
     collective = functools.partial(StepCollective, part="pipeline", axes=("pipe",))
     blocks = sum(
-        math.prod(local_shape(array, layout)[0]) * array.itemsize / layout.pipe
+        local_bytes(array, layout) / layout.pipe
         for array in workload.state
         if array.kind == "params" and array.is_in_blocks
     )
     moved = blocks * moved_share(layout.pipe, layout.schedule.num_chunks)
-    outputs = activation_bytes(workload, layout, "decoder")
-    once = (
-        ("collective-permute", "chunks of blocks to their stages", moved),
-        ("collective-permute", "gradients of chunks back", moved),
-    )
-    ticks = (
-        ("collective-permute", "activations to the next stage", values),
-        ("collective-permute", "gradients to the last stage", values),
-    )
-    logits = (
-        ("reduce-scatter", "outputs to all stages, for their logits", outputs),
-        ("all-gather", "gradients of the outputs", outputs),
+    outputs, rounds = activation_bytes(workload, layout, "decoder"), layout.num_microbatches
+    found = (
+        ("collective-permute", "chunks of blocks to their stages", moved, 1),
+        ("collective-permute", "gradients of chunks back", moved, 1),
+        ("collective-permute", "activations to the next stage", values, sends),
+        ("collective-permute", "gradients to the last stage", values, sends),
+        ("reduce-scatter", "outputs to all stages, for their logits", outputs, rounds),
+        ("all-gather", "gradients of the outputs", outputs, rounds),
     )
     return [
         collective(kind, what, num_bytes=num_bytes, count=count)
-        for these, count in ((once, 1), (ticks, sends), (logits, layout.num_microbatches))
-        for kind, what, num_bytes in these
+        for kind, what, num_bytes, count in found
     ]

@@ -29,7 +29,7 @@ from switchx.hardware.spec import Hardware
 from switchx.inference.offload.streaming import touched_experts
 from switchx.models.config import ModelConfig
 from switchx.models.stored_experts import Tier, storage_refusal
-from switchx.planner.layout import Layout, StateArray, Workload, local_shape
+from switchx.planner.layout import Layout, StateArray, Workload, local_bytes, local_shape
 from switchx.planner.memory import MemoryUse
 from switchx.planner.step_time import StepTime
 
@@ -83,13 +83,13 @@ class StorageUse:
 
     tier: Tier
     bytes: TierBytes
-    touched: float
-    to_device: float
-    from_device: float
-    disk_read: float
-    disk_written: float
-    layers_s: float
-    update_s: float
+    touched: float = 1.0
+    to_device: float = 0.0
+    from_device: float = 0.0
+    disk_read: float = 0.0
+    disk_written: float = 0.0
+    layers_s: float = 0.0
+    update_s: float = 0.0
 
     def hides(self, time: StepTime) -> bool:
         """Whether the copies of forward and backward take no longer than what they hide by."""
@@ -147,7 +147,7 @@ def storage_use(
     params, optimizer = (expert_bytes(workload, layout, k) for k in ("params", "optimizer"))
     if tier == "device":
         held = TierBytes(2 * params + optimizer, 0, 0)
-        return StorageUse(tier, held, 1.0, 0, 0, 0, 0, 0, 0)
+        return StorageUse(tier, held)
     if hardware.host is None or (tier == "disk" and hardware.disk is None):
         table = "host" if hardware.host is None else tier
         raise ValueError(
@@ -225,11 +225,8 @@ def _in_host_memory(
             host=2 * params + optimizer,
             disk=0,
         ),
-        touched=1.0,
         to_device=layers_in + update_in,
         from_device=layers_out + update_out,
-        disk_read=0,
-        disk_written=0,
         layers_s=max(layers_in, layers_out) / link,
         update_s=max(update_in, update_out) / link,
     )
@@ -275,7 +272,7 @@ def expert_bytes(workload: Workload, layout: Layout, kind: str) -> float:
     """Bytes of the experts' parameters (`params`) or of the optimizer's state for them, on one
     device."""
     return sum(
-        math.prod(local_shape(array, layout)[0]) * array.itemsize
+        local_bytes(array, layout)
         for array in workload.state
         if array.kind == kind and _is_of_experts(array)
     )
@@ -293,8 +290,7 @@ def _run_bytes(workload: Workload, layout: Layout) -> tuple[float, float]:
         found = {"params": 0.0, "optimizer": 0.0}
         for array in workload.state:
             if _is_of_experts(array) and f"{stack}/" in array.name:
-                shape, _ = local_shape(array, layout)
-                found[array.kind] += math.prod(shape[1:]) * array.itemsize
+                found[array.kind] += local_bytes(array, layout) / array.shape[0]
         largest = max(largest, (found["params"], found["optimizer"]))
     return largest
 

@@ -9,6 +9,7 @@ runs.
 import collections
 import dataclasses
 import math
+from collections.abc import Iterator
 
 from switchx.hardware.spec import Hardware
 from switchx.planner.layout import Workload
@@ -85,16 +86,20 @@ def workable_devices(
 
 def _runs(workload: Workload, hardware: Hardware, devices: int, storage: Storage) -> bool:
     """Whether some layout of the devices runs, be it too large for them."""
-    if not hardware.is_whole(devices):
-        return False
+    found = _outcomes(workload, hardware, devices, storage)
+    return hardware.is_whole(devices) and any(isinstance(each, Plan) for each in found)
+
+
+def _outcomes(
+    workload: Workload, hardware: Hardware, devices: int, storage: Storage
+) -> Iterator[Plan | ValueError]:
+    """The plan of each layout that a dispatcher can run on, or why there is none."""
     for layout in layouts(workload, hardware, devices, collections.Counter()):
         if refusal_of(workload, layout, hardware) is None:
             try:
-                predict(workload, layout, hardware, storage)
-            except ValueError:
-                continue
-            return True
-    return False
+                yield predict(workload, layout, hardware, storage)
+            except ValueError as error:
+                yield error
 
 
 def _ways_to_run(
@@ -116,12 +121,9 @@ def _ways_to_run(
 
 def _error(workload: Workload, hardware: Hardware, devices: int, storage: Storage) -> str:
     """The reason why a layout is refused, with the way out that its message has."""
-    for layout in layouts(workload, hardware, devices, collections.Counter()):
-        if refusal_of(workload, layout, hardware) is None:
-            try:
-                predict(workload, layout, hardware, storage)
-            except ValueError as error:
-                return str(error).partition("; use ")[2] or str(error).rpartition("; ")[2]
+    for each in _outcomes(workload, hardware, devices, storage):
+        if isinstance(each, ValueError):
+            return str(each).partition("; use ")[2] or str(each).rpartition("; ")[2]
     return "a model or a batch with more factors"
 
 

@@ -139,17 +139,15 @@ def gradient_sums(
         tuple(axis for axis in axes if (axis in own) is here) for here in (True, False)
     )
     summed = functools.partial(StepCollective, "all-reduce", what, num_bytes=num_bytes)
-    found = [
-        summed(
-            axes=rest,
-            num_bytes=num_bytes * narrower,
-            count=once * rounds,
-            part="weights",
-            terms=terms,
-            narrower=narrower,
-        )
-    ]
-    return found + [summed(axes=stages + own, count=once, part="weights")]
+    of_round = summed(
+        axes=rest,
+        num_bytes=num_bytes * narrower,
+        count=once * rounds,
+        part="weights",
+        terms=terms,
+        narrower=narrower,
+    )
+    return [of_round, summed(axes=stages + own, count=once, part="weights")]
 
 
 def into_slices(found: list, workload: Workload, layout: Layout) -> list:

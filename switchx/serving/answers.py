@@ -197,7 +197,7 @@ class GenerateForm:
 def experts_json(model: Model, prompt: list[int], tokens: list[int]) -> dict[str, Any]:
     """The experts that each token of an answer chose, layer by layer."""
     scorer = model.scorer(batch_size=1)
-    inputs = prompt if model.config.is_encoder_decoder else prompt[1:]  # its start token
+    inputs, _ = model.pair_read(prompt, tokens)
     expert_NTS = scorer.chosen_experts((inputs, tokens))
     num_experts = model.config.switch.num_experts
     layers = {

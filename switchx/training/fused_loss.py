@@ -19,7 +19,7 @@ from switchx.moe.capacity import layer_groups
 from switchx.partitioning.buckets import Slicing, sliced, whole
 from switchx.partitioning.constrain import current_rules, open_axes
 from switchx.partitioning.replicas import on_own_rows, own_key
-from switchx.partitioning.rules import Rules, param_dims, param_spec
+from switchx.partitioning.rules import Rules, param_spec
 from switchx.training.losses import LossConfig, LossDenominators, batch_loss
 
 
@@ -63,29 +63,6 @@ def _whole_outside_blocks(params):
     leaves = tree.named_leaves(params)
     outside = whole({name: leaf for name, leaf in leaves.items() if "/blocks/" not in name})
     return tree.map_named(lambda name, leaf: outside.get(name, leaf), params)
-
-
-def count_buckets(params, slicing: Slicing) -> tuple[int, int]:
-    """Buckets of all that is outside of blocks, and of the blocks of all scanned runs.
-
-    A step gathers the former once and the latter twice, and scatters each once.
-
-    Args:
-        params: the whole parameters, or their shapes.
-    """
-    groups: dict[str, dict] = {}
-    for name, leaf in tree.named_leaves(params).items():
-        stack, _, inner = name.partition("/blocks/")
-        block = f"{stack}/{inner.split('/')[0]}" if inner else ""
-        shape = list(leaf.shape)
-        if (axis := slicing.sliced_axis(name, shape)) is not None:
-            shape[axis] //= slicing.num_parts
-        if param_dims(name, shape).startswith("N"):
-            shape = shape[1:]  # a loop gathers one repetition at a time
-        slices = groups.setdefault(block, {})
-        slices[name] = jax.ShapeDtypeStruct(shape, leaf.dtype)
-    counts = {block: slicing.index(slices).num_buckets for block, slices in groups.items()}
-    return counts.pop(""), sum(counts.values())
 
 
 def check_fused(

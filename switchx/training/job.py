@@ -12,7 +12,7 @@ import optax
 
 from switchx.checkpoint.retention import Retention
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, Features
-from switchx.data.loader import BatchConfig, Prefetch
+from switchx.data.loader import BatchConfig, Prefetch, Shard, TrainLoader
 from switchx.data.mixtures import Mixture, as_mixture, evaluated_tasks
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import Vocabulary
@@ -207,7 +207,7 @@ class TrainingJob:
         return with_multipliers(built, self.step.rate_multipliers)
 
     def require_storage(self, sizes: Mapping[str, int]) -> None:
-        """Checks that experts can be stored as `storage` says, by the planner's rules.
+        """Checks that experts can be stored as `storage` says.
 
         Args:
             sizes: sizes of the mesh's axes, by name.
@@ -262,9 +262,20 @@ class TrainingJob:
     def batches(self) -> BatchConfig:
         return BatchConfig(self.features, self.batch_size, self.packed)
 
+    def loader(self, shard: Shard) -> TrainLoader:
+        """A process' part of the batches, from the first on."""
+        return TrainLoader(
+            self.source,
+            self.batches,
+            seed=self.seed,
+            data_dir=self.data_dir,
+            shard=shard,
+            prefetch=self.prefetch,
+        )
+
     @property
     def sequence_lengths(self) -> tuple[int, int]:
-        """Encoder and decoder tokens of a row, as `planner.model_cost` counts them."""
+        """Encoder and decoder tokens of a row, as `flops.train_flops` counts them."""
         if self.model.is_encoder_decoder:
             return self.inputs_length, self.targets_length
         return 0, self.inputs_length + self.targets_length

@@ -24,6 +24,7 @@ from switchx.models.flops import train_flops
 from switchx.training.evaluate import RoutingLog, RoutingSample, evaluated_sums
 from switchx.training.job import TrainingJob
 from switchx.training.program import TrainingProgram
+from switchx.training.programs import program_of
 from switchx.training.resume import check_same_run, flat_description
 from switchx.training.saving import Saving
 from switchx.training.start import (
@@ -31,8 +32,6 @@ from switchx.training.start import (
     evaluator_of,
     first_params,
     first_state,
-    loader_of,
-    program_of,
 )
 from switchx.training.step import TrainState
 from switchx.training.stopping import StopAgreement, stop_signals
@@ -136,7 +135,8 @@ def train(
             saving = Saving(
                 run, job.retention, checkpointer, stop, reporter.note, is_new=step is None
             )
-            loader = loader_of(job, program.shard)
+            logger.info("opening the data")
+            loader = job.loader(program.shard)
             with contextlib.closing(saving), contextlib.closing(loader):
                 for task in evaluated_tasks(job.source):
                     # Fails now if the evaluation data, read much later, cannot be read.
@@ -331,7 +331,7 @@ class _Loop:
 
     def _evaluate(self, step: int, state: TrainState) -> dict[str, Any]:
         with self._apart("evaluation"):
-            sample = RoutingSample(len(evaluated_tasks(self.job.source)))
+            sample = RoutingSample(self.job.model, len(evaluated_tasks(self.job.source)))
             params = state.evaluated_params
             metrics = evaluate_job(self.job, self.program, params, sample)
             if self.texts is not None:
@@ -342,7 +342,7 @@ class _Loop:
             self.write("validation", step, metrics)
             if self.texts is not None:
                 self.texts.write_peaks()
-            self.routing.write(step, sample.arrays(self.job.model))
+            self.routing.write(step, sample)
             self.reporter.evaluated(step, metrics)
             if step % self.job.eval_every == 0:  # not where a run happens to end
                 self._balance(metrics)

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from switchx.models.config import ModelConfig
 from switchx.moe.capacity import rows_of_groups
 from switchx.partitioning.constrain import current_rules
-from switchx.partitioning.optimizer_slices import has_slices
 from switchx.partitioning.replicas import replica_axes, run_on_replicas
 from switchx.partitioning.rules import MeshAxes
 
@@ -35,8 +34,6 @@ def summed_gradients(
         gradient_of: `(params, microbatch, key)` to its gradients and what it measured.
         readers: other models that read the batch; their routing groups stay whole too.
     """
-    if num_microbatches == 1 and not has_slices():
-        return gradient_of(params, batch, key)
     rows = into_microbatches(config, batch, num_microbatches)
     keys = jax.random.split(key, num_microbatches)
 

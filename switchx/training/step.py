@@ -34,7 +34,7 @@ from switchx.optim.updates import (
     sliced_global_norm,
 )
 from switchx.partitioning.buckets import require_bucket_bytes
-from switchx.partitioning.optimizer_slices import into_slices, out_of_slices
+from switchx.partitioning.optimizer_slices import has_slices, into_slices, out_of_slices
 from switchx.training.fused_loss import fused_batch_loss
 from switchx.training.losses import LossConfig, TokenSums, batch_loss, loss_denominators
 from switchx.training.microbatches import summed_gradients
@@ -189,7 +189,8 @@ class Seam(NamedTuple):
         loss_of: function that returns a microbatch's loss and its terms, with the signature of
             `losses.batch_loss`.
         summed: function that sums gradients over the microbatches and over the replicas, with
-            the signature of `microbatches.summed_gradients`.
+            the signature of `microbatches.summed_gradients`; not called for one microbatch
+            whose gradients are whole on every device.
     """
 
     loss_of: Callable = batch_loss
@@ -225,7 +226,10 @@ def gradients(
         return value * loss_scale, (value, *aux)
 
     gradient_of = jax.grad(scaled_loss, has_aux=True)
-    grads, (value, sums, stats) = seam.summed(gradient_of, config, params, batch, key, M)
+    if M == 1 and not has_slices():  # one microbatch, and the compiler sums over replicas
+        grads, (value, sums, stats) = gradient_of(params, batch, key)
+    else:
+        grads, (value, sums, stats) = seam.summed(gradient_of, config, params, batch, key, M)
     return grads, value, sums, stats
 
 

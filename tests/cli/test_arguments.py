@@ -20,12 +20,13 @@ from switchx.cli.arguments import (
     add_options,
     command_line,
     configuration_words,
+    gin_of,
     options_of,
-    parse_job,
     simulate_devices,
 )
 from switchx.cli.devices import MESH_AXES, add_mesh, mesh_spec
 from switchx.fields import FieldError, check_choices, check_options, option
+from switchx.gin_config import building
 from switchx.gin_config.files import close_match, did_you_mean
 from switchx.partitioning.mesh import AXES, MeshSpec
 from switchx.training.job import TrainingJob
@@ -121,9 +122,11 @@ def test_help_shows_the_text_as_it_is_written(parse, capsys):
 
 def test_job_is_that_of_the_files_and_bindings(tmp_path):
     arguments = argparse.Namespace(
-        gin_file=None, gin_bindings=[f"FILES={tmp_path}", "TRAIN_STEPS=7"], gin_search_paths=""
+        gin_file=[str(SMALL)],
+        gin_bindings=[f"FILES={tmp_path}", "TRAIN_STEPS=7"],
+        gin_search_paths="",
     )
-    job = parse_job(arguments, default_file=str(SMALL))
+    job = building.parse_job(*gin_of(arguments))
     assert isinstance(job, TrainingJob)
     assert (job.train_steps, job.source.corpus.path) == (7, str(tmp_path))
 
@@ -135,7 +138,7 @@ def test_job_has_no_binding_in_vain(tmp_path):
         gin_search_paths="",
     )
     with pytest.raises(ValueError, match="--gin.Adafactor.decay_rate has no effect"):
-        parse_job(arguments)
+        building.parse_job(*gin_of(arguments))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,6 @@ from switchx.bench.accelerator import (
     kernel_tests,
     kernels,
     parts,
-    predictions,
     profile,
     records,
     training,
@@ -243,13 +242,16 @@ TINY = ModelConfig("encoder_decoder", 64, 16, 32, 2, 8, 2, 2, activation="relu")
 def test_a_training_step_is_timed(monkeypatch):
     monkeypatch.setattr(torch_peer, "is_available", lambda: False)
     shapes = training.Shapes(2, 8, 4)
-    step = training.compiled(shapes, "2 experts", training.sparse(TINY, 2, "dropless"))
+    step = training.compiled(
+        "2 experts", training.sparse(TINY, 2, "dropless"), shapes.batch(TINY)
+    )
     [found] = training._against(SESSION, shapes, step, [step])
     assert found["measured"] > 0 and found["vs_dense"] > 0 and found["peak_gib"] > 0
     [row] = training.against_torch(SESSION, shapes, step)
     assert row["measured"] is None and row["why"] == "no torch and transformers here"
     compute_cudnn_by_xla(monkeypatch)
-    dense, on_card = training.compiled(shapes, "dense", TINY), Session(False, pathlib.Path())
+    dense = training.compiled("dense", TINY, shapes.batch(TINY))
+    on_card = Session(False, pathlib.Path())
     timed, losses = training.by_cudnn(on_card, shapes, dense)
     assert timed["vs_dense"] > 0 and losses["measured"] < 1e-4
 
@@ -335,9 +337,9 @@ def test_checks_are_of_the_cards_own_rates():
 def test_predictions_are_of_cases_that_a_card_measures():
     on_card = Session(is_rehearsal=False, output=pathlib.Path())
     cases = {each.case for each in kernels.table(on_card)}
-    for by_part in predictions.PREDICTIONS.values():
+    for by_part in command.PREDICTIONS.values():
         assert by_part.keys() <= {part.name for part in parts.PARTS}
-        assert by_part["variants"].keys() <= cases
+        assert by_part.get("variants", {}).keys() <= cases
     case = "int8, 1024x4096, rows 4"
-    assert predictions.predicted("NVIDIA H200", "variants", case) == 47.1
-    assert predictions.predicted("NVIDIA A100", "variants", case) is None
+    assert command.predicted("NVIDIA H200", "variants", case) == 47.1
+    assert command.predicted("NVIDIA A100", "variants", case) is None

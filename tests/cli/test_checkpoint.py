@@ -93,7 +93,7 @@ def test_average_writes_the_mean_as_a_run_that_loads(folder, tmp_path, capsys):
     for words, said in (
         (["--steps=5,6"], "no complete checkpoint of step 6 in"),
         (["--steps=5"], "steps 5; use two or more"),
-        (["--steps=5,a"], "'5,a' is no list of steps"),
+        (["--steps=5,a"], "'5,a' are no whole numbers"),
         (["--steps=5,9", "--step=5"], "--step is for --moving"),
         (["--moving"], "9 has no average of parameters; train with StepConfig.ema_decay"),
     ):

@@ -9,8 +9,9 @@ import pytest
 
 from switchx.bench import storage
 from switchx.cli import train
-from switchx.cli.arguments import parse_job
+from switchx.cli.arguments import gin_of
 from switchx.cli.main import _parse, _parser, main
+from switchx.gin_config import building
 from tests.commands import parsers
 from tests.compilation import T5, TINY_RUN
 from tests.gin_files import describe_run
@@ -38,12 +39,16 @@ def my_text(in_a_folder):
     (in_a_folder / "pairs.tsv").write_text("import <extra_id_0>\t<extra_id_0> jax\n")
 
 
+def job_of(words):
+    return building.parse_job(*gin_of(_parse(_parser(), words)))
+
+
 def test_training_commands_are_understood(my_text, in_a_folder):
     describe_run(in_a_folder / "runs/tiny")
     training = [words for words in map(words_of, COMMANDS) if words[0] == "train"]
     assert training
     for words in training:
-        parse_job(_parse(_parser(), words))
+        job_of(words)
 
 
 @pytest.mark.slow
@@ -120,10 +125,10 @@ def test_names_for_users_of_t5x_are_there(in_a_folder):
     describe_run(in_a_folder / "x")
     rows = PAGE.partition("| T5X | here |")[2].partition("\n\n")[0].splitlines()[2:]
     assert 0 < len(rows) <= 10
-    job = parse_job(_parse(_parser(), ["train", *TINY_RUN[1:], "--model_dir=x"]))
+    job = job_of(["train", *TINY_RUN[1:], "--model_dir=x"])
     words = "train --gin_file=runs/finetune_task.gin --gin.INIT_FROM=x --gin.CACHE_TOKENS=True"
     words += " --gin.INPUTS_LENGTH=9 --gin.INIT_RULES=() --model_dir=x"
-    assert parse_job(_parse(_parser(), words.split())).source.cache_tokens
+    assert job_of(words.split()).source.cache_tokens
     parts = {"Task": job.source, "ModelConfig": job.model, "SwitchConfig": job.model.switch}
     here = " ".join(row.split("|")[2] for row in rows)
     for name, field in re.findall(r"`(\w+)\.([a-z_]+)`", here):
@@ -147,7 +152,7 @@ def test_macros_are_those_of_the_runs(in_a_folder):
     values["TEXT_EVALUATION"] = "@text_evaluation.TextEvaluation()"
     named = sorted(macros | {"TEXT_EVALUATION"})
     words += [f"--gin.{macro}={values.get(macro, 7)}" for macro in named]
-    job = parse_job(_parse(_parser(), words))
+    job = job_of(words)
     assert len(macros) == 19
     listed = re.findall(r"^  ([A-Z_]+)  ", train.DESCRIPTION, re.MULTILINE)
     assert macros <= {*listed}

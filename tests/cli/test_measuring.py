@@ -9,6 +9,7 @@ import subprocess
 import jax
 import pytest
 
+from experiments import scale
 from pallas_kernels.aot import tpu_compiler
 from pallas_kernels.bench import kernels, products, tune
 from pallas_kernels.bench.cells import Cell
@@ -17,7 +18,6 @@ from switchx.bench import equivalence, moe, storage, train
 from switchx.bench.peers import torch_peer
 from switchx.cli.main import main
 from switchx.compiled import devices
-from switchx.compiled import report as compiled
 from switchx.partitioning.mesh import MeshSpec
 from switchx.results import Check, Report
 
@@ -275,13 +275,13 @@ def test_model_that_fits_elsewhere(simulated, in_a_folder, capsys):
 
 @pytest.mark.aot
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("run_file", "topology"), compiled.PODS)
+@pytest.mark.parametrize(("run_file", "topology"), scale.PODS)
 def test_the_four_switch_models(run_file, topology):
     """Minutes each; each in a process of its own."""
     try:
         tpu_compiler.compiler_folder()
     except FileNotFoundError as error:
         pytest.skip(str(error))
-    [report] = compiled.compiled_reports([(run_file, topology)])
+    report = scale.compiled_report(run_file, topology)
     failed = [check for check in report["checks"] if not check["holds"]]
     assert not failed

@@ -8,8 +8,9 @@ import shlex
 
 import pytest
 
-from switchx.cli.arguments import parse_job
+from switchx.cli.arguments import gin_of
 from switchx.cli.main import _parse, _parser, main
+from switchx.gin_config import building
 from tests.analysis.recorded import write_dense_run, write_run
 from tests.processes import ROOT
 
@@ -145,7 +146,7 @@ def test_commands_of_the_page_run(capsys, in_a_folder):
             assert main(words) == 0, command
             drawn += 1
         else:
-            job = parse_job(_parse(_parser(), words))
+            job = building.parse_job(*gin_of(_parse(_parser(), words)))
             assert job.mesh.pipe > 1 or "data_expert" in command
             trained += 1
     assert capsys.readouterr().out and (in_a_folder / "1f1b.png").is_file()

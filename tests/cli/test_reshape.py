@@ -101,6 +101,9 @@ def runs(tmp_path_factory):
         ("dense", "--experts=4 --every=3", "num_decoder_layers=2 is not divisible"),
         ("dense", "--experts=2 --num_selected=3", "num_selected=3 with num_experts=2"),
         ("sparse", "--experts=2", "it has no operative_config.gin<any>or --gin_file"),
+        ("sparse", "--experts=2 --score=reap", "--score=reap says which experts are dropped"),
+        ("dense", "--experts=2 --score=reap", "--score=reap of a dense model"),
+        ("sparse", "--experts=2 --reduce=drop --score=best", "invalid choice: 'best'"),
         ("sparse", "--experts=two", "invalid int value: 'two'"),
     ],
 )
@@ -111,6 +114,20 @@ def test_what_cannot_be_made_is_refused_in_a_line(runs, in_a_folder, capsys, kin
     with refused(said):
         raise ValueError(error)
     assert list(in_a_folder.iterdir()) == []
+
+
+@pytest.mark.slow  # a model with experts removed one by one
+def test_experts_are_scored_and_the_scores_compared(tiny_run, tmp_path, one_device, capsys):
+    words = [f"--model_dir={tiny_run}", "--experts=4", "--reduce=drop"]
+    output = f"--output={tmp_path / 'forced'}"
+    assert main(["reshape", *words, output, "--score=brute_force"]) == 0
+    said = capsys.readouterr().err
+    found = re.findall(r"(\w+): rank correlation with brute force (-?[\d.]+) \(", said)
+    assert {name for name, _ in found} == {"frequency", "ean", "reap", "mean_norm", "aimer"}
+    values = [float(value) for _, value in found]
+    assert values == sorted(values, reverse=True)
+    assert main(["reshape", *words, f"--output={tmp_path / 'reap'}", "--score=reap"]) == 0
+    assert switchx.load(tmp_path / "reap").config.switch.num_experts == 4
 
 
 def test_links_of_the_page_lead_somewhere():

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli import summary
-from switchx.cli.arguments import parse_job
+from switchx.cli.arguments import gin_of
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.data.vocabularies import save_vocabulary
 from switchx.fields import describe
@@ -59,8 +59,12 @@ def given(*files: str, bindings=(), search_paths="", mesh=None) -> argparse.Name
     )
 
 
+def job_of(arguments):
+    return building.parse_job(*gin_of(arguments))
+
+
 def printed(capsys, folder, arguments, outcome=FINISHED) -> list[str]:
-    summary.print_summary(parse_job(arguments), folder, outcome, arguments)
+    summary.print_summary(job_of(arguments), folder, outcome, arguments)
     return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
 
 
@@ -125,7 +129,7 @@ def test_commands_repeat_what_was_given_quoted(capsys, folder, tmp_path):
     arguments = given(
         str(SMALL), "meshes/data.gin", bindings=bindings, search_paths="/,.", mesh="auto"
     )
-    job = parse_job(arguments)
+    job = job_of(arguments)
     eval_, train, finetune, report = summary.next_commands(job, folder, FINISHED, arguments)
     words = shlex.split(eval_)
     assert words[words.index("eval") :] == ["eval", f"--model_dir={folder.path}"]
@@ -153,8 +157,8 @@ def test_commands_repeat_what_was_given_quoted(capsys, folder, tmp_path):
 @pytest.mark.parametrize("bindings", [[], ["NUM_EXPERTS=16"]])
 def test_model_of_any_size_goes_on_to_the_shipped_fine_tuning(folder, bindings):
     arguments = given(TINY, bindings=bindings)
-    folder.config.write_text(json.dumps({"model": describe(parse_job(arguments).model)}))
-    command = summary.next_commands(parse_job(arguments), folder, FINISHED, arguments)[2]
+    folder.config.write_text(json.dumps({"model": describe(job_of(arguments).model)}))
+    command = summary.next_commands(job_of(arguments), folder, FINISHED, arguments)[2]
     words = shlex.split(command)
     assert words[words.index("train") + 1] == "--gin_file=configs/runs/finetune.gin"
 

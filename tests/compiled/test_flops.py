@@ -142,12 +142,7 @@ def test_rounding_up_to_one_slot_is_seen():
 
 
 @pytest.mark.parametrize(
-    "spec",
-    [
-        MeshSpec(expert=4),
-        MeshSpec(data=2, expert=2, model=2),
-    ],
-    ids=str,
+    "spec", [MeshSpec(expert=4), MeshSpec(data=2, expert=2, model=2)], ids=str
 )
 def test_on_a_mesh_all_devices_together(spec):
     assert count(with_switch(dispatcher="all_to_all"), spec) == 2 * ROWS * 8 * 2

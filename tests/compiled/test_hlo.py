@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from switchx.compiled.hlo import Array, array_bytes, parse, within
+from switchx.compiled.hlo import Array, parse, within
 
 # With a table of places in files before the computations, and comments in tuples.
 HLO = """\
@@ -91,7 +91,7 @@ def test_a_sum_of_one_for_each_tuple_counts_turns_and_the_larger_branch():
     [("pred", 6), ("s4", 3), ("f8e4m3fn", 6), ("bf16", 12), ("f64", 48), ("token", 0)],
 )
 def test_bytes_of_an_array(dtype, num_bytes):
-    assert array_bytes((dtype, (2, 3))) == num_bytes
+    assert Array(dtype, (2, 3)).num_bytes == num_bytes
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,7 @@
 import pytest
 
 from pallas_kernels.aot import gpu_compiler
-from switchx.compiled.host_copies import (
-    host_copies,
-    noted_strides,
-    share_overlapped,
-)
+from switchx.compiled.host_copies import host_copies, noted_strides, share_overlapped
 from tests.processes import script_with_compiler
 
 # The TPU compiler's: a loop of 4 turns over layers, and the optimizer's loop.
@@ -117,7 +113,7 @@ def test_strides_that_a_compiler_notes_are_of_host_memory():
 ON_H200 = """
 import jax, jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from pallas_kernels.aot.gpu_compiler import compile_lowered, described_gpu
+from pallas_kernels.aot.gpu_compiler import compile_lowered, described_gpus
 from switchx.training.offload.host_ring import layer_numbers, ring_scan
 from switchx.training.offload.host_stack import HostStack
 from switchx.partitioning.mesh import HOST
@@ -141,7 +137,7 @@ x_RD = jax.ShapeDtypeStruct((256, 512), jnp.float32, sharding=whole)
 lowered = jax.jit(gradient, out_shardings=host).trace(w_NDD, x_RD).lower(
     lowering_platforms=("cuda",)
 )
-program = compile_lowered(lowered, [described_gpu("h200")])
+program = compile_lowered(lowered, described_gpus("h200"))
 print(program.hlo_modules()[0].to_string())
 """
 

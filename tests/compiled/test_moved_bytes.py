@@ -19,6 +19,7 @@ from pallas_kernels.launches import Cache, recorded_launches
 from pallas_kernels.tiling.tpu import Tiling
 from switchx.bench.compiled_step import product_bytes
 from switchx.bench.peers.pallas_grids import pallas_launches
+from switchx.compiled.jaxprs import sum_of_trace
 from switchx.compiled.moved_bytes import Moved, Rates, moved_bytes
 
 # As the TPU compiler writes it: a gather of 8 of 64 rows, a copy into vector memory (S(1)), a
@@ -262,5 +263,5 @@ def test_bytes_of_products_count_a_loop_by_its_length():
         return jax.lax.scan(lambda x, w: (x @ w, None), x_RD, w_NDD)[0]
 
     shapes = (jax.ShapeDtypeStruct(each, jnp.bfloat16) for each in ((8, 64), (3, 64, 64)))
-    jaxpr = jax.jit(repeated).trace(*shapes).jaxpr.jaxpr
-    assert product_bytes(jaxpr) == 3 * 2 * (2 * 8 * 64 + 64 * 64)
+    jaxpr = jax.jit(repeated).trace(*shapes).jaxpr
+    assert sum_of_trace(jaxpr, product_bytes) == 3 * 2 * (2 * 8 * 64 + 64 * 64)

@@ -110,7 +110,7 @@ DECODED = """
 import dataclasses, json, os, pathlib, sys
 os.environ["XLA_FLAGS"] = f"--xla_dump_to={sys.argv[1]} --xla_dump_hlo_as_text"
 import jax
-from pallas_kernels.aot.gpu_compiler import compile_lowered, described_gpu
+from pallas_kernels.aot.gpu_compiler import compile_lowered, described_gpus
 from switchx.bench.accelerator.decoding import OPTIONS
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import run_until
@@ -131,7 +131,7 @@ for way in json.loads(sys.argv[2]):
         traced = run_until.trace(config, decoding.program, params, state, 0, 16)
         lowered = traced.lower(lowering_platforms=("cuda",))
     for option in ("default", "loops in command buffers"):
-        program = compile_lowered(lowered, [described_gpu("h200")], OPTIONS[option])
+        program = compile_lowered(lowered, described_gpus("h200"), OPTIONS[option])
         texts = pathlib.Path(sys.argv[1]).glob("*.thunk_sequence*")
         thunks = max(texts, key=lambda file: file.stat().st_mtime_ns).read_text()
         hlo = program.hlo_modules()[0].to_string()

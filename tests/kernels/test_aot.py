@@ -349,12 +349,12 @@ def test_a_rehearsal_in_an_environment_as_cards_have_it(tmp_path):
 # With one set of sizes and of weights: nothing but the result before tells two calls apart.
 COUNTED = """
 import jax, jax.numpy as jnp
-from pallas_kernels.aot.gpu_compiler import described_gpu
+from pallas_kernels.aot.gpu_compiler import described_gpus
 from pallas_kernels.bench.timing import UNROLLED, repeated
 from pallas_kernels.grouped_matmul import gpu
 from pallas_kernels.grouped_matmul.gpu_schedule import schedule
 from pallas_kernels.mosaic_gpu import Mosaic
-sharding = jax.sharding.SingleDeviceSharding(described_gpu("h200"))
+sharding = jax.sharding.SingleDeviceSharding(described_gpus("h200")[0])
 bfloat16 = [((64, 128), jnp.bfloat16), ((4, 128, 256), jnp.bfloat16)]
 x_RD, w_EDF, table_JE = (
     jax.ShapeDtypeStruct(*each, sharding=sharding) for each in [*bfloat16, ((1, 4), jnp.int32)]

@@ -192,7 +192,7 @@ WITH_CUDNN = """
 import json
 import jax, jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
-from pallas_kernels.aot.gpu_compiler import described_gpu
+from pallas_kernels.aot.gpu_compiler import described_gpus
 from switchx.bench.compiled_layer import described_chip
 from switchx.compiled.moved_bytes import moved_bytes
 from switchx.layers import attention
@@ -200,7 +200,7 @@ from switchx.partitioning.topology import Topology
 
 cudnn.check_cudnn_version = lambda: 91200
 attention._require_cudnn = lambda *arguments: None
-device = described_gpu("h200")
+device = described_gpus("h200")[0]
 on = jax.sharding.SingleDeviceSharding(device)
 B, H, K = 16, 12, 64
 

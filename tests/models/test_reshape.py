@@ -14,9 +14,11 @@ from switchx import tree
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import abstract_params
 from switchx.models.reshape import (
+    SCORES,
     LayerSample,
     cluster_experts,
     drop_experts,
+    gates_of_rows,
     merge_experts,
 )
 from tests.data.refusals import refused
@@ -158,3 +160,64 @@ def test_what_cannot_be_is_refused(changes, number, said):
     for reshape in (drop_experts, merge_experts):
         with refused(said):
             reshape(config, {}, [], number)
+
+
+TOP_2 = dataclasses.replace(ROUTER, num_selected=2, gate="normalized")
+
+
+def arrays_of(params: dict) -> dict[str, np.ndarray]:
+    """The arrays of the last block's Switch layer, without its path."""
+    leaves = tree.named_leaves(params).items()
+    return {n.removeprefix(PATH): np.asarray(x) for n, x in leaves if n.startswith(PATH)}
+
+
+def mean_over_rms(layer, e: int) -> float:
+    w = np.concatenate([x[e].ravel() for name, x in layer.items() if "/w_" in name])
+    w = w.astype(np.float64)
+    return np.abs(w).sum() / np.sqrt(len(w) * (w**2).sum())
+
+
+def test_scores_are_those_of_a_loop_over_tokens():
+    """EAN, mean norm and REAP by their formulas, token by token, with gates of the layer."""
+    config = dataclasses.replace(CONFIG, switch=dataclasses.replace(SWITCH, router=TOP_2))
+    layer = arrays_of(make_params(config))
+    x_RD = np.random.default_rng(3).normal(size=(30, D))
+    counted = np.zeros((3, E))
+    for x_D in x_RD:
+        logits_E = x_D @ layer["w_router_DE"]
+        prob_E = np.exp(logits_E) / np.exp(logits_E).sum()
+        chosen = np.argsort(-prob_E)[:2]
+        for e in chosen:
+            h_F = np.maximum(
+                x_D @ layer["experts/w_in_EDF"][e] + layer["experts/b_in_EF"][e], 0
+            )
+            y_D = h_F @ layer["experts/w_out_EFD"][e] + layer["experts/b_out_ED"][e]
+            norm = np.sqrt((y_D**2).sum())
+            counted[:, e] += 1, norm, norm * prob_E[e] / prob_E[chosen].sum()
+            (gate,) = gates_of_rows(config, layer, x_D[None], np.array([e]))
+            np.testing.assert_allclose(gate, prob_E[e] / prob_E[chosen].sum(), rtol=1e-9)
+    sample = LayerSample(counted[0], x_RD, counted[1], counted[2])
+    want = {
+        "frequency": counted[0],
+        "ean": counted[1],
+        "mean_norm": counted[1] / counted[0],
+        "reap": counted[2] / counted[0],
+        "aimer": [mean_over_rms(layer, e) for e in range(E)],
+    }
+    for name, score_E in want.items():
+        np.testing.assert_allclose(SCORES[name](layer, sample), score_E, rtol=1e-5)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_dropping_keeps_the_highest_scores(score):
+    rng = np.random.default_rng(4)
+    measured = [
+        dataclasses.replace(each, norm_E=a, gated_norm_E=b, harm_E=c)
+        for each, a, b, c in zip(samples(), *rng.random((3, 2, E)), strict=True)
+    ]
+    params = make_params(CONFIG)
+    _, found = drop_experts(CONFIG, params, measured, 2, score)
+    whole = arrays_of(params)
+    kept = np.sort(np.argsort(-SCORES[score](whole, measured[1]), kind="stable")[:2])
+    want = whole["experts/w_in_EDF"][kept]
+    np.testing.assert_array_equal(arrays_of(found)["experts/w_in_EDF"], want)

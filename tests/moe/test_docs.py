@@ -9,7 +9,7 @@ import shlex
 import jax
 import pytest
 
-from switchx.cli.arguments import parse_job
+from switchx.cli.arguments import gin_of
 from switchx.cli.main import _parse, _parser, main
 from switchx.gin_config import building
 from switchx.models.params import abstract_params
@@ -59,7 +59,7 @@ def clean_gin():
 
 @pytest.mark.parametrize("command", COMMANDS, ids=name_of)
 def test_command_builds_a_job_whose_gradient_can_be_traced(command):
-    job = parse_job(_parse(_parser(), options_of(command)))
+    job = building.parse_job(*gin_of(_parse(_parser(), options_of(command))))
     assert job.model.switch.router != RouterConfig() or job.model.switch.has_attention
     features = "input_tokens target_tokens loss_weights segment_ids positions prefix_mask"
     batch = {

@@ -3,7 +3,6 @@
 
 import dataclasses
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,6 @@ from switchx.moe.replay import UNSET
 from tests.data.refusals import refused
 from tests.layers.weights import numbers_for, with_params
 from tests.moe.oracle import softmax
-from tests.processes import ROOT
 
 B, L, D, F, E, S = 2, 10, 6, 8, 4, 2
 # Five slots of each expert for ten tokens: some choices are dropped.
@@ -216,27 +214,14 @@ def test_rows_of_a_record_by_id():
             want_LS = np.where(expert_NRLK[n, r] == E, UNSET, expert_NRLK[n, r])[:, :S]
             np.testing.assert_array_equal(found_BLNS[b, :, n], want_LS)
     assert np.all(found_BLNS[1] == UNSET) and np.all(found_BLNS[2, 6:] == UNSET)
+    expert_NRLK[:, 1] = E  # a row that filled up a batch
+    filled = functools.partial(replay.choices_of_rows, num_experts=E, num_selected=S)
+    found_BLNS = filled(expert_NRLK, [7, UNSET, UNSET], [7, UNSET])
+    np.testing.assert_array_equal(found_BLNS[0, :, 1], expert_NRLK[1, 0, :, :S])
+    assert np.all(found_BLNS[1] == UNSET)
     with refused("1 of 2 rows are not in the record, the first with id [4]"):
         find([4, 3])
-    with refused("a record of 3 ranks, and RouterConfig.num_selected=4"):
+    with refused("3 choices of a token were recorded, and RouterConfig.num_selected=4"):
         find([3], num_selected=4)
-    with refused("a record of 3 rows with 3 ids, 2 of them different"):
+    with refused("3 rows were recorded with 3 ids, 1 of them there before"):
         replay.choices_of_rows(expert_NRLK, [7, 3, 7], [3], num_experts=E, num_selected=S)
-
-
-def test_the_snippet_of_the_page_makes_a_sound_batch():
-    page = (ROOT / "docs/routing.md").read_text(encoding="utf-8")
-    (snippet,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    switch = dataclasses.replace(SPARSE.switch, num_experts=8)
-    expert_NRLK = np.argsort(np.random.default_rng(4).random((2, 3, L, 8)))
-    expert_NRLK[:, :, 7:] = 8
-    names = dict(
-        config=dataclasses.replace(SPARSE, switch=switch),
-        batch={"decoder_segment_ids": (np.arange(L) < 7).astype(np.int32)[None]},
-        expert_NRLK=expert_NRLK,
-        record_rows=[0, 1, 2],
-        batch_rows=[1],
-    )
-    exec(snippet, names)
-    want_LNS = np.moveaxis(expert_NRLK[:, 1, :7, :2], 0, 1)
-    np.testing.assert_array_equal(names["batch"]["decoder_replay"][0, :7], want_LNS)

@@ -135,7 +135,9 @@ def test_choices_are_joined_by_stack_and_not_summed():
     logits_GTE, is_token_GT = inputs()
     layer = jax.tree.map(lambda leaf: leaf[None], measure(logits_GTE, is_token_GT))
     encoder, decoder = (
-        dataclasses.replace(layer, choices=(Choices(jnp.full((1, 2, length, 1), e), None),))
+        dataclasses.replace(
+            layer, choices=(Choices(jnp.full((1, 2, length, 1), e), *[None] * 5),)
+        )
         for e, length in ((0, 5), (1, 3))
     )
     joined = join_stacks(encoder, decoder)

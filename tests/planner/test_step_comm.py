@@ -10,10 +10,7 @@ from switchx.hardware.spec import load_hardware
 from switchx.models.config import Precision
 from switchx.pipeline.schedule import ScheduleSpec
 from switchx.planner.layout import Layout, StateArray, local_shape
-from switchx.planner.step_comm import (
-    rows_on_device,
-    step_collectives,
-)
+from switchx.planner.step_comm import rows_on_device, step_collectives
 from tests.data.refusals import refused
 from tests.planner.workloads import DENSE, SPARSE, SWITCH, make_workload
 from tests.promises.planned_bytes import compiled_on_cpu

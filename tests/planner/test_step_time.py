@@ -5,13 +5,7 @@ import dataclasses
 
 import pytest
 
-from switchx.hardware.spec import (
-    Compute,
-    Hardware,
-    Memory,
-    Network,
-    load_hardware,
-)
+from switchx.hardware.spec import Compute, Hardware, Memory, Network, load_hardware
 from switchx.models.flops import flops_per_sequence
 from switchx.pipeline.schedule import ScheduleSpec
 from switchx.planner.layout import Layout

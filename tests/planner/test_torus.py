@@ -60,9 +60,7 @@ def test_axes_take_the_sides_that_jax_gives_them(sides):
         shape = dict(zip(("data", "expert", "model"), sizes, strict=True))
         layout = Layout(**shape)
         _, assigned = mesh_utils._create_device_mesh_for_nd_torus(
-            devices,
-            [layout.shape[axis] for axis in AXES],
-            allow_split_physical_axes=True,
+            devices, [layout.shape[axis] for axis in AXES], allow_split_physical_axes=True
         )
         if np.any(np.sum(assigned > 1, axis=1) > 1):  # a side is split among axes
             continue

@@ -38,8 +38,7 @@ def main(words: list[str]) -> int:
                 print(f"measuring {promise.name}", file=sys.stderr, flush=True)
                 found, more = judged(promise.measure(), promise.bounds)
                 rows, checks = rows + found, checks + more
-    Report("promises", rows, checks).print(arguments.json)
-    return 0 if all(check.holds for check in checks) else 1
+    return Report("promises", rows, checks).print(arguments.json)
 
 
 if __name__ == "__main__":

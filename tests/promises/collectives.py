@@ -22,8 +22,8 @@ from switchx.partitioning.buckets import Slicing
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec, batch_axes
 from switchx.partitioning.rules import SLICED_RULES, param_shardings
-from switchx.training.fused_loss import count_buckets
 from switchx.training.step import StepConfig
+from tests.bucket_counts import count_buckets
 from tests.promises.compiled_steps import NUM_DEVICES, compile_step
 from tests.promises.loss_parity import VOCABULARY_ROWS
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 
 from pallas_kernels.aot import tpu_compiler
-from switchx.compiled.devices import describe_devices, run_with_compiler
+from switchx.compiled.devices import describe_devices, json_of_child
 from switchx.compiled.training_step import batch_shapes
 from switchx.partitioning.topology import Topology
 from switchx.training.job import TrainingJob
@@ -44,10 +44,7 @@ def on_tpu(module: str, *words: str) -> Iterator[tuple[str, str, float]]:
     except FileNotFoundError as error:
         print(f"{module} on {TOPOLOGY} left out: {error}", file=sys.stderr)
         return
-    child = run_with_compiler(words, TOPOLOGY, module=module, capture_output=True, text=True)
-    if child.returncode:
-        raise RuntimeError(f"{module} on {TOPOLOGY}: {child.stderr[-2000:]}")
-    yield from map(tuple, json.loads(child.stdout.splitlines()[-1]))
+    yield from map(tuple, json_of_child(words, TOPOLOGY, module))
 
 
 def print_rows(rows: Callable[[Sequence], Iterator[tuple[str, str, float]]]) -> None:

@@ -20,11 +20,8 @@ from itertools import combinations
 import jax
 import numpy as np
 
-from switchx.compiled.collectives import (
-    HloCollective,
-    executed_collectives,
-)
-from switchx.compiled.hlo import array_bytes
+from switchx.compiled.collectives import HloCollective, executed_collectives
+from switchx.compiled.hlo import Array
 from switchx.compiled.training_step import bytes_on_one_device
 from switchx.gin_config.building import job_from_gin
 from switchx.partitioning.replicas import replica_axes
@@ -121,7 +118,7 @@ def bytes_across_experts(
             scale = len(one.groups[0]) if one.kind == "reduce-scatter" else 1
             for array in one.arrays:
                 if found & set(array[1]):
-                    total += scale * array_bytes(array) * count
+                    total += scale * Array(*array).num_bytes * count
     return total
 
 

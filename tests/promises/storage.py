@@ -16,7 +16,8 @@ import numpy as np
 
 from switchx import tree
 from switchx.bench.small_job import small_job
-from switchx.bench.storage import make_batch, opened, opened_resident, record_bytes
+from switchx.bench.storage import opened, opened_resident, record_bytes
+from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, Example
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
@@ -246,3 +247,23 @@ def losses(num_steps: int = LOSS_STEPS) -> Iterator[tuple]:
         _, without_remat = trained(program, num_steps)
     for name, found in (("loss_vs_resident", on_disk), ("control_vs_resident", without_remat)):
         yield name, f"{num_steps} steps", np.max(np.abs(found / expected - 1))
+
+
+def make_batch(model: ModelConfig, seed: int, rows: int, length: int):
+    """Rows without padding whose tokens follow a rule, one in eight at random.
+
+    Each token is 5 times the one before it plus 1, modulo 31. The model learns this rule, and
+    the loss falls to that of the random tokens.
+    """
+    rng, nothing = np.random.default_rng(seed), np.zeros(0, np.int32)
+    token_BL = np.empty((rows, length), np.int32)
+    token_BL[:, 0] = rng.integers(31, size=rows)
+    for at in range(1, length):
+        follows = (5 * token_BL[:, at - 1] + 1) % 31
+        is_random = rng.random(rows) < 1 / 8
+        token_BL[:, at] = np.where(is_random, rng.integers(31, size=rows), follows)
+    token_BL += 3  # past the vocabulary's special ones
+    if model.is_encoder_decoder:
+        features = EncoderDecoderFeatures(length, length)
+        return features.batch([[Example(token_L, token_L)] for token_L in token_BL])
+    return DecoderOnlyFeatures(length).batch([[Example(nothing, t_L)] for t_L in token_BL])

@@ -20,11 +20,11 @@ import re
 import sys
 from collections.abc import Iterator
 
-from switchx.bench.storage import make_batch, of_child, opened
+from switchx.bench.storage import of_child, opened
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.training.job import TrainingJob
 from switchx.training.offload.storage_spec import StorageSpec
-from tests.promises.storage import make_job
+from tests.promises.storage import make_batch, make_job
 
 LAYERS, EXPERTS, D, ROWS, LENGTH = 8, 16, 128, 4, 8
 STATES_OVER_HOST_BYTES = 4

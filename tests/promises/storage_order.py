@@ -25,17 +25,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from switchx.bench.storage import make_batch, opened, record_bytes
+from switchx.bench.storage import opened, record_bytes
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.models.config import RouterConfig
 from switchx.models.stages import Run
-from switchx.storage.cache import (
-    BACKWARD,
-    FORWARD,
-    UPDATE,
-    Cache,
-    make_policy,
-)
+from switchx.storage.cache import BACKWARD, FORWARD, UPDATE, Cache, make_policy
 from switchx.storage.simulation import POLICIES
 from switchx.storage.snapshot import Snapshot
 from switchx.storage.trace import Trace, read_trace
@@ -50,6 +44,7 @@ from tests.promises.storage import (
     LENGTH,
     MODEL,
     ROWS,
+    make_batch,
     make_job,
     trained,
 )

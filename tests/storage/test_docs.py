@@ -96,7 +96,7 @@ def test_checks_hold_and_the_table_is_theirs(run, capsys):
 @pytest.mark.parametrize("rate", ["0", "1.1", "x"])
 def test_hit_rates_are_shares(rate, capsys):
     assert main(["simulate", "cache", "--model_dir=x", f"--min_hits={rate}"]) == 2
-    assert f"{rate!r} is no hit rate" in capsys.readouterr().err
+    assert f"{rate!r} is no share" in capsys.readouterr().err
 
 
 def test_snippets_run(capsys):

@@ -24,7 +24,7 @@ from switchx.training.distillation.written_teacher import (
 )
 from switchx.training.loop import train
 from switchx.training.offload.storage_spec import StorageSpec
-from switchx.training.start import program_of
+from switchx.training.programs import program_of
 from switchx.training.step import StepConfig
 from tests.data.refusals import refused
 from tests.training.jobs import DENSE, SPARSE, Events, make_job, make_params

@@ -15,6 +15,7 @@ from switchx.data.features import Example
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.moe import layer
 from switchx.partitioning.mesh import MeshSpec
+from switchx.routing_record import StackRecord
 from switchx.training import evaluate as evaluation
 from switchx.training.evaluate import RoutingLog, RoutingSample, eval_step, evaluate
 from switchx.training.losses import TokenSums
@@ -136,6 +137,7 @@ def test_sample_has_the_tokens_and_the_loads_of_the_batch(model, scan_layers):
     model = dataclasses.replace(model, scan_layers=scan_layers)
     batch = make_batch(model, 8)
     stats, parts = sampled(model, batch)
+    parts = jax.device_get(parts)
     stacks = ("encoder", "decoder") if model.is_encoder_decoder else ("decoder",)
     assert parts.keys() == set(stacks) and stats.choices == ()
     num_experts, loads = model.switch.num_experts, []
@@ -146,8 +148,11 @@ def test_sample_has_the_tokens_and_the_loads_of_the_batch(model, scan_layers):
         for expert_BLS in np.asarray(part.expert_NBLS):
             np.testing.assert_array_equal(expert_BLS[..., 0] < num_experts, is_token_BL)
             loads.append(np.bincount(expert_BLS[is_token_BL].ravel(), minlength=num_experts))
-        gates = np.asarray(part.gate_NBLS, np.float64)[:, is_token_BL]
-        assert 1 / num_experts < gates.min() and gates.max() < 1
+        np.testing.assert_array_equal(
+            part.rank_NBLR[:, is_token_BL], part.expert_NBLS[:, is_token_BL]
+        )
+        probabilities = part.prob_NBLR[:, is_token_BL]
+        assert 1 / num_experts < probabilities.min() and probabilities.max() < 1
     # Layer by layer: the statistics count the same choices in another way.
     np.testing.assert_array_equal(loads, stats.load_E)
     assert len(loads) == model.num_sparse_layers
@@ -164,15 +169,14 @@ def test_a_mesh_gives_the_same_sample_to_everyone(model):
     for leaf in jax.tree.leaves(got):
         assert leaf.sharding.is_fully_replicated and len(leaf.devices()) == 8
     for stack, part in want.items():
-        for name in ("token_BL", "is_token_BL", "expert_NBLS"):
+        for name in ("token_BL", "segment_BL", "rank_NBLR", "expert_NBLS", "is_dropped_NBLS"):
             np.testing.assert_array_equal(getattr(got[stack], name), getattr(part, name))
-        np.testing.assert_allclose(got[stack].gate_NBLS, part.gate_NBLS, rtol=2e-3)
-    sample = RoutingSample()
+        np.testing.assert_allclose(got[stack].prob_NBLR, part.prob_NBLR, rtol=1e-5)
+    sample = RoutingSample(model)
     sample.begin_task()
-    sample.add(got)
-    is_token_BL = batch["decoder_segment_ids"] > 0
-    tokens = batch["decoder_input_tokens"][is_token_BL]
-    np.testing.assert_array_equal(sample.arrays(model)["decoder_token_T"], tokens)
+    sample.add(len(batch["decoder_segment_ids"]), got)
+    ((_, kept),) = sample.batches
+    np.testing.assert_array_equal(kept["decoder"].token_BL, batch["decoder_input_tokens"])
 
 
 def test_a_sample_of_a_sparse_decoder_has_its_tokens():
@@ -187,86 +191,93 @@ def test_a_sample_of_a_sparse_decoder_has_its_tokens():
 
 def test_a_dense_model_has_no_sample(tmp_path):
     parts = evaluation.sample_routing(DENSE, None, make_batch(DENSE, 8))
-    sample = RoutingSample()
+    sample = RoutingSample(DENSE)
     sample.begin_task()
-    sample.add(parts)
-    assert parts == {} and sample.arrays(DENSE) == {}
-    RoutingLog(tmp_path / "routing", -1).write(5, {})
+    sample.add(8, parts)
+    assert parts == {} and sample.batches == []
+    RoutingLog(tmp_path / "routing", -1).write(5, sample)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_rows_of_a_batch_are_cut_to_the_size_of_a_sample(monkeypatch):
-    monkeypatch.setattr(evaluation, "SAMPLE_TOKENS", 3 * LENGTH + 1)
-    batch = make_batch(SPARSE, 8)
-    (part,) = sampled(SPARSE, batch)[1].values()
-    assert part.expert_NBLS.shape == (1, 3, LENGTH, 1)
-    np.testing.assert_array_equal(part.token_BL, batch["decoder_input_tokens"][:3])
-    monkeypatch.setattr(evaluation, "SAMPLE_TOKENS", 2)
-    step = functools.partial(evaluation.eval_step, SPARSE)
-    (part,) = jax.eval_shape(step, make_params(SPARSE), batch)[2].values()
-    assert part.token_BL.shape == (1, LENGTH)  # one row at least
+@pytest.mark.parametrize(
+    ("places", "group_size", "rows"),
+    [
+        (3 * LENGTH + 1, 4, 3),
+        (2, 4, 1),  # one row at least
+        (3 * LENGTH, 2 * LENGTH, 2),  # a group is two rows
+        (LENGTH, 8 * LENGTH, 8),
+        (LENGTH, 3 * LENGTH, 8),  # groups end within rows: the whole batch
+    ],
+)
+def test_rows_of_a_batch_are_cut_to_whole_groups(places, group_size, rows):
+    changed = dataclasses.replace(SPARSE.switch, recorded_places=places, group_size=group_size)
+    model = dataclasses.replace(SPARSE, switch=changed)
+    batch = make_batch(model, 8)
+    step = functools.partial(evaluation.eval_step, model)
+    (part,) = jax.eval_shape(step, make_params(model), batch)[2].values()
+    assert part.token_BL.shape == (rows, LENGTH)
+    assert part.rank_NBLR.shape == part.expert_NBLS.shape == (1, rows, LENGTH, 1)
 
 
-def part_of(lengths, start=10):
-    """A sample of rows of these lengths, token ids counting up, each routed to id % 8."""
+def part_of(model, lengths, start=10):
+    """Rows of these lengths in each stack, ids counting up, each routed to id % 8."""
     is_token_BL = np.arange(4)[None] < np.array(lengths)[:, None]
     token_BL = np.zeros(is_token_BL.shape, np.int32)
     token_BL[is_token_BL] = start + np.arange(sum(lengths))
-    expert_NBLS = np.where(is_token_BL, token_BL % 8, 8).astype(np.int16)[None, ..., None]
-    gate_NBLS = np.full(expert_NBLS.shape, 0.5, np.float16)
-    return {"decoder": evaluation.StackSample(token_BL, is_token_BL, expert_NBLS, gate_NBLS)}
+    rank_NBLR = (token_BL % 8).astype(np.int16)[None, ..., None]
+    part = StackRecord(
+        token_BL=token_BL,
+        segment_BL=is_token_BL.astype(np.int32),
+        rank_NBLR=rank_NBLR,
+        prob_NBLR=np.full(rank_NBLR.shape, 0.5, np.float32),
+        margin_NBL=np.full(rank_NBLR.shape[:-1], 0.25, np.float32),
+        is_dropped_NBLS=np.zeros(rank_NBLR.shape, bool),
+        expert_NBLS=np.where(is_token_BL[None, ..., None], rank_NBLR, np.int16(8)),
+    )
+    return dict.fromkeys(model.sparse_layers_by_stack, part)
 
 
-def test_sample_is_whole_rows_of_the_first_batches(monkeypatch):
-    monkeypatch.setattr(evaluation, "SAMPLE_TOKENS", 9)
-    sample = RoutingSample()
-    sample.begin_task()
-    for lengths, start in (([2, 4], 10), ([1, 4], 20), ([1], 30)):
-        sample.add(part_of(lengths, start))
-    arrays = sample.arrays(SPARSE)
-    # 6 of the first batch, 1 of the second; with the next row it would be 11.
-    want = [10, 11, 12, 13, 14, 15, 20]
-    assert arrays["decoder_token_T"].tolist() == want
-    assert arrays["decoder_expert_NTS"].tolist() == [[[token % 8] for token in want]]
-    assert arrays["decoder_gate_NTS"].shape == (1, 7, 1)
-    assert arrays["decoder_layers_N"].tolist() == ["decoder 1"] and arrays["num_experts"] == 8
-
-
-def test_every_task_has_its_part_of_a_sample(monkeypatch):
-    monkeypatch.setattr(evaluation, "SAMPLE_TOKENS", 8)
-    sample = RoutingSample(num_tasks=2)
+def test_every_task_has_its_part_of_a_sample(tmp_path):
+    changed = dataclasses.replace(SPARSE.switch, recorded_places=16)
+    model = dataclasses.replace(SPARSE, switch=changed)
+    sample = RoutingSample(model, num_tasks=2)
     for start in (10, 20):
         sample.begin_task()
         for _ in range(3):
-            sample.add(part_of([2, 2, 2], start))
-    assert sample.arrays(SPARSE)["decoder_token_T"].tolist() == [10, 11, 12, 13, 20, 21, 22, 23]
+            sample.add(2, part_of(model, [2, 2], start))
+    RoutingLog(tmp_path, -1).write(7, sample)
+    (snapshot,) = read_snapshots(tmp_path)
+    assert snapshot.stacks[0].token_T.tolist() == [10, 11, 12, 13, 20, 21, 22, 23]
 
 
 def test_what_is_written_is_what_the_analysis_reads(tmp_path):
-    (part,) = part_of([3, 1, 4]).values()
-    sample = RoutingSample()
+    sample = RoutingSample(ENCODER_DECODER)
     sample.begin_task()
-    sample.add({"encoder": part, "decoder": part})
+    sample.add(3, part_of(ENCODER_DECODER, [3, 1, 4]))
     folder = tmp_path / "routing"
-    RoutingLog(folder, -1).write(400, sample.arrays(ENCODER_DECODER))
-    assert [path.name for path in folder.iterdir()] == ["step_000400.npz"]
+    RoutingLog(folder, -1).write(400, sample)
+    assert [path.name for path in folder.iterdir()] == ["step_000400.parquet"]
     (snapshot,) = read_snapshots(folder)
     assert (snapshot.step, snapshot.num_experts) == (400, 8)
     assert snapshot.layers == ENCODER_DECODER.sparse_layer_names
     for stack in snapshot.stacks:
         np.testing.assert_array_equal(stack.token_T, np.arange(10, 18))
         np.testing.assert_array_equal(stack.expert_NTS, np.arange(10, 18)[None, :, None] % 8)
+        np.testing.assert_array_equal(stack.gate_NTS, 0.5)
 
 
 def test_log_goes_on_after_the_step_that_is_resumed(tmp_path):
-    arrays = {"num_experts": np.int32(8)}
+    sample = RoutingSample(SPARSE)
+    sample.begin_task()
+    sample.add(1, part_of(SPARSE, [3]))
     log = RoutingLog(tmp_path, -1)
     for step in (0, 5, 999_999, 1_000_000):
-        log.write(step, arrays)
+        log.write(step, sample)
+    (tmp_path / "step_000006.npz").write_bytes(b"of an earlier version")
     (tmp_path / "step_mine.npz").write_bytes(b"of a user")
     names = {path.name for path in tmp_path.iterdir()}
     RoutingLog(tmp_path, 999_999)
-    assert names - {path.name for path in tmp_path.iterdir()} == {"step_1000000.npz"}
+    assert names - {path.name for path in tmp_path.iterdir()} == {"step_1000000.parquet"}
     RoutingLog(tmp_path, -1)
     assert [path.name for path in tmp_path.iterdir()] == ["step_mine.npz"]
 

@@ -16,9 +16,9 @@ from switchx.optim.updates import global_norm, sliced_global_norm
 from switchx.partitioning.buckets import Slicing
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
-from switchx.training.fused_loss import count_buckets
 from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig, gradients
+from tests.bucket_counts import count_buckets
 from tests.data.refusals import refused
 from tests.training.jobs import (
     DENSE,

@@ -12,7 +12,7 @@ from switchx.checkpoint.run_folder import RunFolder
 from switchx.gin_config.building import job_from_gin
 from switchx.models.unroll import unrolled
 from switchx.storage.snapshot import Snapshot
-from switchx.training.start import program_of
+from switchx.training.programs import program_of
 from tests.gin_files import names
 
 BRIEF = (

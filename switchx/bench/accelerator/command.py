@@ -15,15 +15,16 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from switchx.bench.accelerator.cards import REHEARSAL, Card, find_card
 from switchx.bench.accelerator.parts import PARTS, REST, ROOT, ROW, Part
-from switchx.bench.accelerator.predictions import predicted
 from switchx.bench.accelerator.records import RESULTS, Records, Row, of_part, read_results
 
 SECONDS = 540
+PREDICTIONS = tomllib.loads(pathlib.Path(__file__).with_name("predictions.toml").read_text())
 # What is left for the last rows and the report.
 RESERVE_S = 5
 HELP = {
@@ -203,6 +204,14 @@ def measure(
     took = {"seconds": round(time.time() - start_s, 1), "status": why or "done"}
     records.write(labels | took)
     return why
+
+
+def predicted(card: str, part: str, case: str) -> float | None:
+    """The predicted value, in the unit of the row; None where there is none."""
+    if card not in PREDICTIONS:
+        return None
+    tables = (PREDICTIONS[each].get(part, {}) for each in (card, "Hopper"))
+    return next((table[case] for table in tables if case in table), None)
 
 
 def done_before(part: Part, before: list[Row], records: Records) -> list[str]:

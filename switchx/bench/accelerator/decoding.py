@@ -24,17 +24,16 @@ import numpy as np
 
 from pallas_kernels import implementations
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
-from switchx.bench import offload
+from switchx.bench import decode_programs, offload
 from switchx.bench.accelerator.kernels import COMPILING
 from switchx.bench.accelerator.parts import Session, row
 from switchx.bench.accelerator.training import DENSE, TINY, sparse
 from switchx.bench.peers import torch_peer
 from switchx.inference.config import DecodingConfig
-from switchx.inference.decode import prefill, run_until
+from switchx.inference.decode import run_until
 from switchx.inference.export import Shapes, Target, export_model
 from switchx.inference.generate import Generator, for_decoding
 from switchx.inference.quantize import quantize_experts
-from switchx.inference.rows import Rows, RowSettings
 from switchx.interop.huggingface import describe
 from switchx.models.config import ModelConfig, Precision
 from switchx.models.params import init_params
@@ -94,20 +93,7 @@ class Decoded:
 
     def begun(self):
         """The state before the first step."""
-        B = len(self.source_BM)
-        settings = RowSettings.of([self.decoding] * B).fitted(self._program)
-        limit_B = np.full(B, self.decoding.max_new_tokens, np.int32)
-        rows = Rows(np.arange(B, dtype=np.int32), np.ones(B, bool), limit_B, settings)
-        return prefill(
-            self.config,
-            self._program,
-            self.params,
-            prompt_BP=np.zeros((B, 1), np.int32),
-            is_prompt_BP=np.ones((B, 1), bool),
-            rows=rows,
-            source_BM=self.source_BM,
-            is_source_BM=np.ones(self.source_BM.shape, bool),
-        )
+        return decode_programs.begun(self.config, self.params, self.decoding, self.source_BM)
 
     def compiled(self, state) -> float:
         """Compiles the loop for a state; the seconds that it took."""

@@ -113,8 +113,7 @@ def read_lines(folder: str | pathlib.Path, flag: str) -> tuple[Row, list[Row]]:
     """
     file = pathlib.Path(folder).expanduser() / RESULTS
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-        whole = lines if _is_json(lines[-1]) else lines[:-1]
+        *whole, _ = file.read_text(encoding="utf-8").split("\n")
         head, *rows = map(json.loads, whole)
         for row in rows:
             needed = {"part", "code"} | ({"measured", "unit"} if "case" in row else set())
@@ -128,11 +127,3 @@ def read_lines(folder: str | pathlib.Path, flag: str) -> tuple[Row, list[Row]]:
             f"{flag}={folder}: {file} cannot be read ({error}); give the output folder of an "
             f"earlier call, or leave {flag} out"
         ) from None
-
-
-def _is_json(line: str) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True

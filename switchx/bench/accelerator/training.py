@@ -8,7 +8,6 @@ those of the machine's CPU, and cuDNN's attention.
 import concurrent.futures
 import dataclasses
 import functools
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,16 +16,12 @@ import jax
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
 from switchx.bench.accelerator.parts import Session, row
 from switchx.bench.peers import torch_peer
-from switchx.bench.train import make_batch
+from switchx.bench.train import CompiledStep, compiled, make_batch
 from switchx.interop.huggingface import describe
 from switchx.models.config import ModelConfig, Precision, SwitchConfig
 from switchx.models.flops import train_flops
-from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
 from switchx.optim.protocol import Optimizer
-from switchx.optim.schedules import Constant
-from switchx.training.losses import LossConfig
-from switchx.training.step import StepConfig, init_state, train_step
 
 # Switch-Base as released (configs/models/switch_base_released.gin), dense, remat as its runs.
 DENSE = ModelConfig(
@@ -57,7 +52,6 @@ TINY = dataclasses.replace(
 CAPACITY_FACTOR = 1.25
 EXPERTS, DISPATCHERS = (8, 64), ("gather", "dropless")
 STEPS_OF_LOSSES, ROUNDS, STEPS = 20, 5, 2
-LEARNING_RATE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +88,10 @@ def training(session: Session) -> Iterator[dict[str, Any]]:
     shapes = session.sized(Shapes(16, 512, 128), Shapes(2, 32, 8))
     few, *many = session.sized(EXPERTS, (2,))
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        begin = functools.partial(pool.submit, compiled, shapes)
+
+        def begin(name: str, config: ModelConfig, *optimizer: Optimizer):
+            return pool.submit(compiled, name, config, shapes.batch(config), *optimizer)
+
         dense = begin("dense", model)
         # In two batches: what compiles beside a measurement slows it down.
         first = [begin(f"{few} experts, {way}", sparse(model, few, way)) for way in DISPATCHERS]
@@ -111,57 +108,6 @@ def training(session: Session) -> Iterator[dict[str, Any]]:
     yield from against_torch(session, shapes, adamw.result())
     yield from losses(session)
     yield from by_cudnn(session, shapes, dense)
-
-
-@dataclasses.dataclass
-class CompiledStep:
-    """A compiled training step; `contender` makes its state.
-
-    Attributes:
-        bytes: bytes of arguments and temporaries.
-    """
-
-    name: str
-    config: ModelConfig
-    bytes: int
-    compile_s: float
-    init: Any
-    step: Any
-    batch: dict
-
-    def contender(self) -> Contender:
-        held, batch = [self.init()], jax.device_put(self.batch)
-
-        def step():
-            held[0], metrics = self.step(held[0], batch)
-            jax.block_until_ready((held[0], metrics))
-            return metrics
-
-        for _ in range(2):
-            if step().is_skipped:
-                raise RuntimeError(f"{self.name}: the step is not finite; nothing to measure")
-        return Contender(self.name, step, peak_bytes=self.bytes)
-
-
-def compiled(
-    shapes: Shapes, name: str, config: ModelConfig, optimizer: Optimizer | None = None
-) -> CompiledStep:
-    """The step of a model, lowered and compiled without its state."""
-    start = time.perf_counter()
-    transformation = (optimizer or Adafactor()).build(Constant(LEARNING_RATE))
-    loss = LossConfig(layer_reduction="mean")
-    init = functools.partial(init_state, config, transformation, seed=0)
-    batch = shapes.batch(config)
-
-    def one_step(state, batch):
-        return train_step(config, loss, StepConfig(), transformation, state, batch)
-
-    state = jax.eval_shape(init)
-    step = jax.jit(one_step, donate_argnums=0).lower(state, batch).compile()
-    made = jax.jit(init).lower().compile()
-    memory = step.memory_analysis()
-    num_bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    return CompiledStep(name, config, num_bytes, time.perf_counter() - start, made, step, batch)
 
 
 def _against(session, shapes, dense: CompiledStep, others) -> Iterator[dict[str, Any]]:
@@ -236,7 +182,8 @@ def losses(session: Session) -> Iterator[dict[str, Any]]:
         for device in (jax.devices()[0], jax.devices("cpu")[0]):
             # Kernels are chosen by it while the step is traced.
             with jax.default_device(device):
-                found[device.platform] = _losses(session, compiled(shapes, way, config))
+                step = compiled(way, config, shapes.batch(config))
+                found[device.platform] = _losses(session, step)
         on_card, on_cpu = list(found.values())[0], list(found.values())[-1]
         largest = max(abs(a - b) for a, b in zip(on_card, on_cpu, strict=True))
         yield row(f"losses, {way}", largest, "nats", on_card=on_card, on_cpu=on_cpu)
@@ -258,7 +205,7 @@ def by_cudnn(session: Session, shapes: Shapes, dense: CompiledStep) -> Iterator[
         return
     config = dataclasses.replace(dense.config, training_attention="cudnn")
     try:
-        step = compiled(shapes, f"dense, {name}", config)
+        step = compiled(f"dense, {name}", config, shapes.batch(config))
     except (ValueError, RuntimeError) as error:  # cuDNN's own refusal, or XLA's
         yield row(f"dense, {name}", None, "tokens/s", why=f"refused: {str(error)[:500]}")
         return

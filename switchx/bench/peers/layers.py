@@ -8,6 +8,7 @@ Dims: B rows of a batch, L tokens of a row, D model, F feed-forward, E experts
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import pathlib
 import sys
@@ -118,7 +119,8 @@ def flaxformer_layer(shape: LayerShape, group_size: int):
 def flaxformer_forward(layer, x_BLD) -> tuple[Callable, Any]:
     """(forward, params) of a layer; shapes of both where `x_BLD` is a shape."""
     keys = dict(zip(("params", "dropout"), jax.random.split(jax.random.key(0)), strict=True))
-    make = layer.init if isinstance(x_BLD, jax.Array) else _shapes_of(layer.init)
+    is_known = isinstance(x_BLD, jax.Array)
+    make = layer.init if is_known else functools.partial(jax.eval_shape, layer.init)
     params = make(keys, x_BLD)["params"]
 
     def forward(params, x_BLD):
@@ -132,10 +134,6 @@ def flaxformer_forward(layer, x_BLD) -> tuple[Callable, Any]:
         return y_BLD, loss_11[0, 0]
 
     return forward, params
-
-
-def _shapes_of(function):
-    return lambda *arguments: jax.eval_shape(function, *arguments)
 
 
 def maxtext_forward(shape: LayerShape, device) -> tuple[Callable, Any]:

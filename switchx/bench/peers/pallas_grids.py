@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.launches import Launch, num_bytes
+from switchx.compiled.jaxprs import programs_of, sum_of_trace
 
 # Equations that run another program on their operands.
 _CALLS = {
@@ -87,12 +88,12 @@ def _results(equation, operands, found: list[Launch]) -> list[Callable]:
         return [_unknown] * len(equation.outvars)
     if name in _SAME_VALUES:
         return operands
-    inside = [one for value in equation.params.values() for one in _programs(value)]
+    inside = programs_of(equation)
     if name in _CALLS:
         called = inside[0]  # of a custom derivative, what it is the derivative of
         program, consts = getattr(called, "jaxpr", called), getattr(called, "consts", ())
         return _walk(program, consts, operands, found)
-    if any(_has_kernel(getattr(one, "jaxpr", one)) for one in inside):
+    if any(sum_of_trace(one, _kernel) for one in inside):
         raise ValueError(f"a Pallas kernel stands in {name}; only straight code is counted")
 
     @functools.cache
@@ -103,21 +104,8 @@ def _results(equation, operands, found: list[Launch]) -> list[Callable]:
     return [lambda i=i: computed()[i] for i in range(len(equation.outvars))]
 
 
-def _programs(value) -> list:
-    values = value if isinstance(value, tuple | list) else [value]
-    return [one for one in values if hasattr(getattr(one, "jaxpr", one), "eqns")]
-
-
-def _has_kernel(jaxpr) -> bool:
-    return any(
-        equation.primitive.name == "pallas_call"
-        or any(
-            _has_kernel(getattr(one, "jaxpr", one))
-            for value in equation.params.values()
-            for one in _programs(value)
-        )
-        for equation in jaxpr.eqns
-    )
+def _kernel(equation) -> int | None:
+    return 1 if equation.primitive.name == "pallas_call" else None
 
 
 def _launch(equation, operands) -> Launch:
@@ -139,7 +127,7 @@ def _launch(equation, operands) -> Launch:
     read = [num_bytes(each.shape, each.dtype) for each in arrays[:num_scalars]]
     read += moved[: len(arrays) - num_scalars]
     written = moved[len(arrays) - num_scalars :]
-    flops = math.prod(grid) * _products(equation.params["jaxpr"])
+    flops = math.prod(grid) * sum_of_trace(equation.params["jaxpr"], _product)
     specs = (
         tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in group)
         for group in (arrays, results)
@@ -161,21 +149,10 @@ def _copied(grid: Sequence[int], block, scalars, array) -> int:
     return int(np.sum(np.prod(shapes, axis=1, dtype=np.int64))) * array.dtype.itemsize
 
 
-def _products(jaxpr) -> int:
-    """2 m n k of what a step of the grid multiplies; of a conditional, its largest branch."""
-    flops = 0
-    for equation in jaxpr.eqns:
-        inside = [
-            _products(getattr(one, "jaxpr", one))
-            for value in equation.params.values()
-            for one in _programs(value)
-        ]
-        if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            left = equation.invars[0].aval.shape
-            terms = math.prod(left[axis] for axis in contracted)
-            flops += 2 * math.prod(equation.outvars[0].aval.shape) * terms
-        elif inside:
-            is_choice = equation.primitive.name == "cond"
-            flops += max(inside) if is_choice else sum(inside)
-    return flops
+def _product(equation) -> int | None:
+    """2 m n k of a product; None for another equation."""
+    if equation.primitive.name != "dot_general":
+        return None
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    terms = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
+    return 2 * math.prod(equation.outvars[0].aval.shape) * terms

@@ -51,6 +51,11 @@ def add_arguments(parser: shared.CommandParser, input_help: str) -> None:
         "(default: %(default)s)",
     )
     parser.add_argument(
+        "--record",
+        metavar="FILE",
+        help="also write where every token was routed, a Parquet file (docs/records.md)",
+    )
+    parser.add_argument(
         "--capacity",
         choices=("dropless", "trained"),
         default="dropless",
@@ -111,6 +116,25 @@ def load_model(arguments: argparse.Namespace, reporter):
     ):
         reporter.note("experts have a capacity: a result depends on the lines of its batch")
     return model
+
+
+@contextlib.contextmanager
+def recording(arguments: argparse.Namespace, model, reporter):
+    """The writer of `--record`, or None; at its end the file is there, and its size is said.
+
+    Raises:
+        ValueError: the model has no Switch layers, or the file cannot be written.
+    """
+    if not arguments.record:
+        yield None
+        return
+    from switchx.routing_record import RecordWriter
+
+    with RecordWriter(
+        arguments.record, model.record_info(arguments.command, arguments.capacity == "dropless")
+    ) as writer:
+        yield writer
+    reporter.note(writer.summary())
 
 
 def read_lines(name: str) -> list[str]:
@@ -222,6 +246,12 @@ def write(
     if arguments.output:
         output = ResumableOutput(arguments.output, lines, settings)
     with output:
+        if arguments.record and output.num_lines:
+            raise ValueError(
+                f"--record={arguments.record}, and {output.num_lines:,} lines of "
+                f"{arguments.output} are there already, whose routing is not known; give "
+                "another --output, or leave --record out"
+            )
         run_in_shards(lines, output, compute, reporter, batch_size=arguments.batch_size)
     return output.lines()
 

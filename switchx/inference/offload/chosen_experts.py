@@ -105,7 +105,7 @@ class ExpertTraffic:
 class ChosenExperts:
     """A model whose experts are in host memory or files, and the programs that run it.
 
-        One thread alone may use it.
+    One thread alone may use it.
 
     Attributes:
         params: the model's parameters, with `AbsentExperts` in the place of experts.
@@ -187,7 +187,7 @@ class ChosenExperts:
         this hardware; those with the most tokens first.
 
         Raises:
-            ValueError: see `planner.streaming.streaming`.
+            ValueError: see `streaming.streaming`.
         """
         traffic, size = self.traffic, self.source.expert_bytes
         hits = traffic.hits / traffic.requested if traffic.requested else 0.0

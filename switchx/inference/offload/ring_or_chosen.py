@@ -13,7 +13,6 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 
 from switchx.hardware.spec import Hardware, hardware_of, load_hardware
 from switchx.inference.config import ExpertSlots
@@ -24,12 +23,11 @@ from switchx.inference.offload.chosen_experts import (
     with_slots,
 )
 from switchx.inference.offload.cut_program import kind_of, rows_of
-from switchx.inference.offload.expert_source import ReadExpert, Weights
+from switchx.inference.offload.expert_source import HostExperts, ReadExpert, Weights
 from switchx.inference.offload.ring_decode import RingExperts, RingTraffic
 from switchx.inference.offload.ring_program import Bank
 from switchx.inference.offload.streaming import CallKind, streaming
 from switchx.models.config import ModelConfig
-from switchx.storage.cache import Place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,24 +46,16 @@ class BothTraffic:
         )
 
 
-class BankExperts:
+class BankExperts(HostExperts):
     """The experts that a ring streams, one by one; see `ExpertSource`.
 
     They are parts of the ring's own stack: host memory has no second copy.
     """
 
-    stored = None
-
     def __init__(self, bank: Bank):
         self._bank = bank
         self.like = jax.eval_shape(lambda: bank.expert(bank.numbers[0], 0))
         self.expert_bytes = bank.expert_bytes
-
-    def request(self, layer: int, experts: np.ndarray, place: Place) -> None:
-        pass
-
-    def is_here(self, layer: int, expert: int) -> bool:
-        return True
 
     def expert(self, layer: int, expert: int) -> Weights:
         return self._bank.expert(layer, expert)

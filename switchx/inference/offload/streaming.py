@@ -60,10 +60,6 @@ class Streaming:
         moved = self.ring_bytes if self.mode == "ring" else self.chosen_bytes
         return moved / self.link_bytes_per_s
 
-    @property
-    def call_s(self) -> float:
-        return max(self.compute_s, self.moved_s)
-
     def __str__(self) -> str:
         has = "reach" if self.mode == "ring" else "are below"
         return (

@@ -20,7 +20,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from switchx.data.features import Batch
-from switchx.data.loader import TrainLoader
 from switchx.data.vocabularies import load_vocabulary, save_vocabulary
 from switchx.fields import require
 from switchx.manifest import write_manifest
@@ -75,14 +74,7 @@ def write_logits(
         teacher = Teacher(params, program.teacher, job.distillation)
         return jax.lax.top_k(teacher.logits(batch)[..., :V].astype(jnp.float32), top)
 
-    loader = TrainLoader(
-        job.source,
-        job.batches,
-        seed=job.seed,
-        data_dir=job.data_dir,
-        shard=program.shard,
-        prefetch=job.prefetch,
-    )
+    loader = job.loader(program.shard)
     own = program.shard.rows(job.batch_size)
     is_first, num_bytes = jax.process_index() == 0, 0
     with folder_of_all(folder) as partial, program.scope():

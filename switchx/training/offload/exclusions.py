@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings that exclude experts in host memory or on a disk: one table for all commands.
 
-Reasons that depend on the model and the mesh alone are in `planner/storage_tiers.py`.
+Reasons that depend on the model and the mesh alone are in `models/stored_experts.py`.
 """
 
 import dataclasses

@@ -46,7 +46,7 @@ LATELY = 8
 
 
 class ExpertRecords:
-    """The experts of a job, as `layered_step.ExpertBanks`, and as what a checkpoint stores.
+    """The experts of a job, as `disk_step.ExpertBanks`, and as what a checkpoint stores.
 
     Attributes:
         layout: layout of the records of all processes.

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 
 from switchx import tree
 from switchx.axes import dims_of
-from switchx.models.layer_loop import LayerLoop, scan_layers, use_layer_loop
+from switchx.models.layer_loop import LayerLoop, use_layer_loop
+from switchx.models.stack import scan_layers
 from switchx.models.stages import is_of_experts
 from switchx.optim.updates import apply_updates, global_norm
 from switchx.training.microbatches import added_gradients, into_microbatches
@@ -42,7 +43,7 @@ def _remat(blocks, configured: str) -> str:
 
 
 def _scan(run, x_BLD, blocks, others, inputs):
-    """See `layer_loop.scan_layers`; a stack without experts is scanned as ever."""
+    """See `stack.scan_layers`; a stack without experts is scanned as ever."""
     stacks = host_stacks(blocks)
     if not stacks:
         return scan_layers(run, x_BLD, blocks, others, inputs)
@@ -116,8 +117,6 @@ def host_gradients(config, loss, step, params, batch: dict, **arguments):
 
 def _summed_in_place(gradient_of, config, params, batch, key, num_microbatches):
     """See `microbatches.summed_gradients`: each microbatch's are added where the sum is."""
-    if num_microbatches == 1:
-        return gradient_of(params, batch, key)
     rows = into_microbatches(config, batch, num_microbatches)
     keys = jax.random.split(key, num_microbatches)
 

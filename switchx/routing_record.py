@@ -1,0 +1,545 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of a model's routing: what each token of whole groups asked for and got.
+
+A record is one Parquet file, written batch by batch and readable by any Parquet reader. A row
+is a place of a batch in one stack, padding included, in the order in which the layer cuts
+places into groups. A row group is one batch in one stack. Columns:
+
+    stack, batch, batch_size, row     encoder or decoder; number of the batch, and its rows B;
+                                      the row's id: its text's number where texts were given
+    place, token, segment             position in the row, id read, segment (0 is padding)
+    LAYER/rank r                      int16 expert of the r-th highest score, from 0
+    LAYER/probability r               float32 router probability of that expert
+    LAYER/margin                      float32 score of the last choice over the next one's
+    LAYER/dropped s                   whether choice s asked for a slot and got none
+    LAYER/expert s                    int16 expert reached, where it may be another than rank s
+
+The file's metadata (`RecordInfo`, JSON under the key `switchx`) has the rest: groups, capacity
+and gates follow from it.
+Dims: B batch, L length, N Switch layers, T places of a batch, R ranks, S choices of a token
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from switchx.fields import describe, fits, from_description, require
+from switchx.moe.capacity import layer_capacity, layer_groups
+from switchx.moe.config import SwitchConfig
+
+VERSION = 1
+KEY = b"switchx"
+STACKS = ("encoder", "decoder")
+_PLACES = ("batch", "batch_size", "row", "place", "token", "segment")
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordInfo:
+    """What all places of a record have in common.
+
+    Attributes:
+        switch: the Switch layers as they ran: experts, groups, capacity, router, padding rule.
+        layers: names of the recorded Switch layers, by stack.
+        step: training step of the parameters.
+        source: what recorded: `training`, `eval`, `score` or `generate`.
+        model: fingerprint of the model; "" where a run recorded itself.
+        vocabulary: fingerprint of the vocabulary; None without one.
+        is_whole: whether no batch was left out because the record was full.
+        version: version of the format.
+    """
+
+    switch: SwitchConfig
+    layers: dict[str, list[str]]
+    step: int
+    source: str
+    model: str = ""
+    vocabulary: str | None = None
+    is_whole: bool = True
+    version: int = VERSION
+
+    @property
+    def num_ranks(self) -> int:
+        """R, the experts recorded of each token."""
+        return self.switch.num_ranks
+
+    @property
+    def num_choices(self) -> int:
+        """S, the choices of a token in the plan."""
+        return num_choices(self.switch)
+
+    @property
+    def all_layers(self) -> list[str]:
+        """Names of all layers, the encoder's first."""
+        return [layer for stack in STACKS for layer in self.layers.get(stack, ())]
+
+    def as_json(self) -> str:
+        values = dataclasses.asdict(dataclasses.replace(self, switch=None))
+        return json.dumps(values | {"switch": describe(self.switch, "record.switch")})
+
+    @classmethod
+    def from_json(cls, text: str) -> "RecordInfo":
+        """Raises ValueError: the text is no description of a record of this version."""
+        values = json.loads(text)
+        require(isinstance(values, dict), "its description is no object")
+        require(
+            values.get("version") == VERSION,
+            f"it is of version {values.get('version')} of the format, not {VERSION}",
+        )
+        names = {field.name for field in dataclasses.fields(cls)}
+        require(values.keys() == names, f"its description has {sorted(values)}")
+        values["switch"] = from_description(SwitchConfig, values["switch"], "record.switch")
+        for field in dataclasses.fields(cls):
+            require(
+                fits(values[field.name], field.type),
+                f"its {field.name} is {values[field.name]!r:.60}",
+            )
+        return cls(**values)
+
+
+def num_choices(switch: SwitchConfig) -> int:
+    """S, the choices of a token in a `RoutingPlan`."""
+    is_choice_of_experts = switch.router.kind == "expert_choice"
+    return switch.num_experts if is_choice_of_experts else switch.router.num_selected
+
+
+def reaches_others(switch: SwitchConfig) -> bool:
+    """Whether a choice may be another expert than the rank of its number."""
+    router = switch.router
+    return router.overflow == "reroute" or router.kind == "expert_choice" or router.replay
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StackRecord:
+    """Rows of one batch in one stack, whole routing groups of it.
+
+    Attributes:
+        token_BL, segment_BL: what the stack reads; segment 0 is padding.
+        rank_NBLR: int16 experts, those of the highest scores first.
+        prob_NBLR: float32 router probabilities of these.
+        margin_NBL: float32 score of the last choice over that of the next expert.
+        is_dropped_NBLS: whether a choice asked for a slot and got none.
+        expert_NBLS: int16 experts that choices asked for; `num_experts` for none.
+    """
+
+    token_BL: Any
+    segment_BL: Any
+    rank_NBLR: Any
+    prob_NBLR: Any
+    margin_NBL: Any
+    is_dropped_NBLS: Any
+    expert_NBLS: Any
+
+    @property
+    def is_token_BL(self):
+        return self.segment_BL > 0
+
+    def first(self, rows: int) -> "StackRecord":
+        """The record of the first rows alone."""
+        return dataclasses.replace(
+            self,
+            **{
+                field.name: getattr(self, field.name)[
+                    (slice(None), slice(rows)) if "_N" in field.name else slice(rows)
+                ]
+                for field in dataclasses.fields(self)
+                if field.name.endswith(("BL", "BLR", "BLS"))
+            },
+        )
+
+
+def recorded(config, stats, batch: dict) -> dict[str, StackRecord]:
+    """The routing of a batch by stack, from the statistics of its forward pass.
+
+    Args:
+        config: a `ModelConfig` with Switch layers.
+        stats: the `RoutingStats` of all layers, with `choices`.
+        batch: T5X's feature names.
+    """
+    stacks = [stack for stack in STACKS if config.num_sparse_layers_of(stack)]
+    return {
+        stack: StackRecord(
+            token_BL=batch[f"{stack}_input_tokens"],
+            segment_BL=batch[f"{stack}_segment_ids"],
+            rank_NBLR=choices.rank_BLR.astype(np.int16),
+            prob_NBLR=choices.prob_BLR.astype(np.float32),
+            margin_NBL=choices.margin_BL.astype(np.float32),
+            is_dropped_NBLS=choices.dropped_BLS > 0,
+            expert_NBLS=choices.expert_BLS.astype(np.int16),
+        )
+        for stack, choices in zip(stacks, stats.choices, strict=True)
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedBatch(StackRecord):
+    """A `StackRecord` as it was read, with its place in the record.
+
+    Attributes:
+        info: what the record's batches have in common.
+        stack: `encoder` or `decoder`.
+        number: number of the batch.
+        batch_size: rows of the whole batch, of which the recorded ones are the first.
+        row_B: ids of the rows.
+        layers: names of the layers that were read, N of them.
+    """
+
+    info: RecordInfo = None
+    stack: str = ""
+    number: int = 0
+    batch_size: int = 0
+    row_B: Any = None
+    layers: tuple[str, ...] = ()
+
+    @property
+    def group_shape(self) -> tuple[int, int]:
+        """(G, T) of the whole batch: groups, and places of each."""
+        return layer_groups(self.info.switch, self.batch_size, self.token_BL.shape[1])
+
+    @property
+    def capacity(self) -> int:
+        """C, the slots of an expert in each group, as the batch was routed."""
+        return layer_capacity(self.info.switch, self.group_shape[1], is_training=False)
+
+    @property
+    def gate_NBLS(self) -> np.ndarray:
+        """float32 weights of the choices, as the layer applied them before drops."""
+        return gates(self.info.switch, self.rank_NBLR, self.prob_NBLR, self.expert_NBLS)
+
+
+def gates(switch: SwitchConfig, rank_R, prob_R, expert_S) -> np.ndarray:
+    """Weights of experts from the probabilities of ranks; see `moe.plan.chosen_gates`.
+
+    A choice of none, and of an expert beyond the ranks (with `reroute`, and where choices are
+    replayed), has a gate of 0.
+    """
+    is_rank_SR = expert_S[..., :, None] == rank_R[..., None, :]
+    gate_S = np.sum(np.where(is_rank_SR, prob_R[..., None, :], 0), axis=-1, dtype=np.float32)
+    if switch.router.gate == "softmax":
+        return gate_S
+    return gate_S / np.maximum(gate_S.sum(axis=-1, keepdims=True), 1e-9)
+
+
+class RecordWriter:
+    """Writes a record batch by batch; the file is there when all of it is.
+
+        with RecordWriter(path, info) as writer:
+            writer.add(number, parts, batch_size)
+
+    Attributes:
+        places: places written so far, in all stacks.
+        is_full: whether a batch was left out because of `max_places`.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike, info: RecordInfo, max_places: int | None = None
+    ):
+        """Writes nothing yet.
+
+        Args:
+            max_places: most places in the record; batches that come when it has so many are
+                left out, and `RecordInfo.is_whole` says so. None has no bound.
+
+        Raises:
+            ValueError: the file's folder is not there, or more experts than int16 counts.
+        """
+        self._path = pathlib.Path(path).expanduser().absolute()
+        self._partial = self._path.with_name(f".{self._path.name}.{os.getpid()}.partial")
+        self._info, self._most, self._writer = info, max_places, None
+        self.places, self.is_full = 0, False
+        require(
+            not self._path.is_dir() and self._path.parent.is_dir(),
+            f"record={str(self._path)!r} cannot be written: its folder is not there, or it is "
+            "a folder; give a file in a folder that exists",
+        )
+        require(
+            info.switch.num_experts < np.iinfo(np.int16).max,
+            f"{info.switch.num_experts} experts; a record counts them in 16 bits",
+        )
+
+    def __enter__(self) -> "RecordWriter":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+    def add(
+        self,
+        number: int,
+        parts: dict[str, StackRecord],
+        batch_size: int,
+        rows: Sequence[int] | None = None,
+    ) -> None:
+        """Writes the first rows of a batch, arrays of NumPy.
+
+        Args:
+            number: number of the batch.
+            parts: what is recorded in each stack; groups are whole.
+            batch_size: rows of the whole batch.
+            rows: ids of the recorded rows; None counts the rows of all batches.
+        """
+        if self.is_full or not parts:
+            return
+        if self._most is not None and self.places >= self._most:
+            self.is_full = True
+            return
+        for stack in filter(parts.__contains__, STACKS):
+            part = parts[stack]
+            B = len(part.token_BL)
+            row_B = number * batch_size + np.arange(B) if rows is None else np.asarray(rows)
+            self._write(stack, part, number, batch_size, row_B)
+            self.places += part.token_BL.size
+
+    def _write(self, stack, part, number, batch_size, row_B) -> None:
+        import pyarrow
+
+        B, L = part.token_BL.shape
+        columns = {
+            "stack": pyarrow.DictionaryArray.from_arrays(
+                np.full(B * L, STACKS.index(stack), np.int8), list(STACKS)
+            ),
+            "batch": np.full(B * L, number, np.int32),
+            "batch_size": np.full(B * L, batch_size, np.int32),
+            "row": np.repeat(row_B.astype(np.int64), L),
+            "place": np.tile(np.arange(L, dtype=np.int32), B),
+            "token": part.token_BL.reshape(-1).astype(np.int32),
+            "segment": part.segment_BL.reshape(-1).astype(np.int32),
+        }
+        for layer in self._info.all_layers:
+            names = _columns(self._info, layer)
+            if layer not in self._info.layers[stack]:
+                columns |= {name: pyarrow.nulls(B * L, kind) for name, kind in names.items()}
+                continue
+            n = self._info.layers[stack].index(layer)
+            values = [*np.moveaxis(part.rank_NBLR[n], -1, 0)]
+            values += [*np.moveaxis(part.prob_NBLR[n], -1, 0), part.margin_NBL[n]]
+            values += [*np.moveaxis(part.is_dropped_NBLS[n], -1, 0)]
+            if reaches_others(self._info.switch):
+                values += [*np.moveaxis(part.expert_NBLS[n], -1, 0)]
+            for (name, kind), value in zip(names.items(), values, strict=True):
+                columns[name] = pyarrow.array(np.ascontiguousarray(value).reshape(-1), kind)
+        table = pyarrow.table(columns)
+        if self._writer is None:
+            self._open(table.schema)
+        self._writer.write_table(table, row_group_size=B * L)
+
+    def _open(self, schema) -> None:
+        import pyarrow.parquet
+
+        floats = [field.name for field in schema if str(field.type) == "float"]
+        self._writer = pyarrow.parquet.ParquetWriter(
+            self._partial,
+            schema,
+            compression="zstd",
+            use_dictionary=[name for name in schema.names if name not in floats],
+            column_encoding=dict.fromkeys(floats, "BYTE_STREAM_SPLIT"),
+            write_page_checksum=True,
+        )
+
+    def close(self) -> None:
+        """Writes the file's end.
+
+        Raises:
+            ValueError: nothing was added; there is no file then.
+        """
+        require(
+            self._writer is not None,
+            f"{self._path}: nothing was recorded; record a model with Switch layers",
+        )
+        info = dataclasses.replace(self._info, is_whole=not self.is_full)
+        self._writer.add_key_value_metadata({KEY: info.as_json()})
+        self._writer.close()
+        self._writer = None
+        self._partial.replace(self._path)
+
+    def summary(self) -> str:
+        """What was written, in words."""
+        size = self._path.stat().st_size
+        cut = f"; more were left out: {self._most:,} are the most" if self.is_full else ""
+        return (
+            f"{self._path}: {self.places:,} places of {len(self._info.all_layers)} Switch "
+            f"layers, {size / max(self.places, 1):.1f} bytes each{cut}"
+        )
+
+    def discard(self) -> None:
+        """Leaves no file behind."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        self._partial.unlink(missing_ok=True)
+
+
+def _columns(info: RecordInfo, layer: str) -> dict[str, Any]:
+    """Names and types of a layer's columns, in their order."""
+    import pyarrow
+
+    R, S = info.num_ranks, info.num_choices
+    names = {f"{layer}/rank {r}": pyarrow.int16() for r in range(R)}
+    names |= {f"{layer}/probability {r}": pyarrow.float32() for r in range(R)}
+    names |= {f"{layer}/margin": pyarrow.float32()}
+    names |= {f"{layer}/dropped {s}": pyarrow.bool_() for s in range(S)}
+    if reaches_others(info.switch):
+        names |= {f"{layer}/expert {s}": pyarrow.int16() for s in range(S)}
+    return names
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutingRecord:
+    """A record's file; `batches` reads it.
+
+    Attributes:
+        path: the file.
+        info: what all its places have in common.
+        num_places: places in all stacks.
+    """
+
+    path: pathlib.Path
+    info: RecordInfo
+    num_places: int
+
+    @functools.cached_property
+    def num_bytes(self) -> int:
+        return self.path.stat().st_size
+
+    def batches(
+        self, stacks: Iterable[str] | None = None, layers: Iterable[str] | None = None
+    ) -> Iterator[RecordedBatch]:
+        """Reads one batch of one stack at a time, in the order of recording.
+
+        Args:
+            stacks: stacks that are read; None is all.
+            layers: names of the layers that are read; None is all.
+
+        Raises:
+            ValueError: the file is damaged, or a batch is not of whole rows and groups.
+        """
+        with _faults_named(self.path), _opened(self.path) as file:
+            for group in range(file.num_row_groups):
+                batch = self._batch(file, group, stacks, layers)
+                if batch is not None:
+                    yield batch
+
+    def _batch(self, file, group, stacks, layers) -> RecordedBatch | None:
+        head = file.read_row_group(group, columns=["stack", *_PLACES])
+        stack = head["stack"][0].as_py()
+        if stacks is not None and stack not in stacks:
+            return None
+        place = {name: head[name].to_numpy() for name in _PLACES}
+        names = [
+            name for name in self.info.layers[stack] if layers is None or name in set(layers)
+        ]
+        L = int(place["place"].max()) + 1
+        B = len(place["place"]) // L
+        numbers, sizes = np.unique(place["batch"]), np.unique(place["batch_size"])
+        require(
+            len(place["place"]) == B * L
+            and (place["place"].reshape(B, L) == np.arange(L)).all()
+            and len(numbers) == len(sizes) == 1,
+            f"row group {group} is not of whole rows of one batch",
+        )
+        G, T = layer_groups(self.info.switch, int(sizes[0]), L)
+        require(
+            sizes[0] == B or B * L % T == 0,
+            f"row group {group} has {B} rows of {L} places of a batch of {sizes[0]}, and "
+            f"groups of {T} places that these do not fill",
+        )
+        wanted = [list(_columns(self.info, name)) for name in names]
+        table = file.read_row_group(group, columns=[each for some in wanted for each in some])
+        R, S, E = self.info.num_ranks, self.info.num_choices, self.info.switch.num_experts
+
+        def stacked(first: int, size: int, dtype) -> np.ndarray:
+            array = np.empty((len(names), B, L, size), dtype)
+            for n, columns in enumerate(wanted):
+                for s, name in enumerate(columns[first : first + size]):
+                    array[n, ..., s] = table[name].to_numpy().reshape(B, L)
+            return array
+
+        rank_NBLR = stacked(0, R, np.int16)
+        if reaches_others(self.info.switch):
+            expert_NBLS = stacked(2 * R + 1 + S, S, np.int16)
+        else:
+            is_routed_BL1 = _is_routed(self.info.switch, place["segment"]).reshape(B, L, 1)
+            expert_NBLS = np.where(is_routed_BL1, rank_NBLR[..., :S], np.int16(E))
+        ids = np.concatenate([rank_NBLR.reshape(-1), expert_NBLS.reshape(-1)])
+        require(
+            not ids.size or (ids.min() >= 0 and ids.max() <= E),
+            f"row group {group} has experts from {ids.min(initial=0)} to {ids.max(initial=0)}, "
+            f"and the model {E}",
+        )
+        return RecordedBatch(
+            token_BL=place["token"].reshape(B, L),
+            segment_BL=place["segment"].reshape(B, L),
+            rank_NBLR=rank_NBLR,
+            prob_NBLR=stacked(R, R, np.float32),
+            margin_NBL=stacked(2 * R, 1, np.float32)[..., 0],
+            is_dropped_NBLS=stacked(2 * R + 1, S, np.bool_),
+            expert_NBLS=expert_NBLS,
+            info=self.info,
+            stack=stack,
+            number=int(numbers[0]),
+            batch_size=int(sizes[0]),
+            row_B=place["row"].reshape(B, L)[:, 0],
+            layers=tuple(names),
+        )
+
+
+def _is_routed(switch: SwitchConfig, segment: np.ndarray) -> np.ndarray:
+    return np.full(segment.shape, True) if switch.router.padding == "counted" else segment > 0
+
+
+def open_record(path: str | os.PathLike) -> RoutingRecord:
+    """Opens a record; places are read by `RoutingRecord.batches`.
+
+    Raises:
+        ValueError: there is no such file, it is cut short or damaged, no record, of another
+            version, or its columns are not those that it describes.
+    """
+    path = pathlib.Path(path).expanduser()
+    with _faults_named(path), _opened(path) as file:
+        about = (file.schema_arrow.metadata or {}).get(KEY)
+        about = (file.metadata.metadata or {}).get(KEY, about)
+        require(about is not None, "it is a Parquet file of something else")
+        info = RecordInfo.from_json(about.decode())
+        wanted = {"stack": None} | dict.fromkeys(_PLACES)
+        for layer in info.all_layers:
+            wanted |= _columns(info, layer)
+        found = {field.name: field.type for field in file.schema_arrow}
+        missing = [
+            name
+            for name, kind in wanted.items()
+            if name not in found or kind not in (None, found[name])
+        ]
+        require(not missing, f"it lacks {', '.join(missing[:3])}, which it describes")
+        return RoutingRecord(path, info, file.metadata.num_rows)
+
+
+def _opened(path: pathlib.Path):
+    import pyarrow.parquet
+
+    return pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
+
+
+@contextlib.contextmanager
+def _faults_named(path: pathlib.Path):
+    """Turns faults of a file into one line with its name."""
+    import pyarrow
+
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, OSError, pyarrow.ArrowException) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"{path} is no routing record that can be read ({reason}); give a whole file of "
+            "`--record`, or record again"
+        ) from error
