@@ -112,7 +112,8 @@ def num_choices(switch: SwitchConfig) -> int:
 
 def reaches_others(switch: SwitchConfig) -> bool:
     """Whether a choice may be another expert than the rank of its number."""
-    return switch.router.overflow == "reroute" or switch.router.kind == "expert_choice"
+    router = switch.router
+    return router.overflow == "reroute" or router.kind == "expert_choice" or router.replay
 
 
 @jax.tree_util.register_dataclass
@@ -217,7 +218,8 @@ class RecordedBatch(StackRecord):
 def gates(switch: SwitchConfig, rank_R, prob_R, expert_S) -> np.ndarray:
     """Weights of experts from the probabilities of ranks; see `moe.plan.chosen_gates`.
 
-    A choice of none, and of an expert beyond the ranks, has a gate of 0.
+    A choice of none, and of an expert beyond the ranks (with `reroute`, and where choices are
+    replayed), has a gate of 0.
     """
     is_rank_SR = expert_S[..., :, None] == rank_R[..., None, :]
     gate_S = np.sum(np.where(is_rank_SR, prob_R[..., None, :], 0), axis=-1, dtype=np.float32)

@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import json
+import re
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from switchx.models.config import RouterConfig, SwitchConfig
 from switchx.models.params import forward
 from switchx.routing_record import KEY, RecordInfo, RecordWriter, open_record, recorded
 from tests.data.refusals import refused
+from tests.processes import ROOT
 from tests.training.jobs import ENCODER_DECODER, make_batch, make_params
 
 ROUTERS = {
@@ -234,3 +236,35 @@ def test_other_files_are_refused(plain):
     ):
         with refused(said):
             RecordInfo.from_json(json.dumps(about | change))
+
+
+@pytest.mark.slow
+def test_choices_of_a_record_are_replayed_and_recorded_again(tmp_path):
+    """By the snippet of docs/routing.md; other choices are used, and recorded, too."""
+    page = (ROOT / "docs/routing.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    router = RouterConfig(num_selected=2, overflow="dropless")
+    plain, replaying = (
+        model_of(each) for each in (router, dataclasses.replace(router, replay=True))
+    )
+    params, batch, rows = make_params(plain), make_batch(plain, 8), np.arange(8)
+
+    def record(model, batch, name):
+        info = RecordInfo(model.switch, model.sparse_layers_by_stack, 7, "eval")
+        stats = statistics(model, params, batch)
+        with RecordWriter(tmp_path / name, info) as writer:
+            writer.add(0, jax.device_get(recorded(model, stats, batch)), 8)
+        (found,) = open_record(tmp_path / name).batches(["decoder"])
+        return found.expert_NBLS, stats
+
+    first_NBLS, stats = record(plain, batch, "first")
+    names = dict(path=tmp_path / "first", config=replaying, batch=dict(batch), rows=rows)
+    exec(snippet, names)
+    again_NBLS, same = record(replaying, names["batch"], "again")
+    np.testing.assert_array_equal(again_NBLS, first_NBLS)
+    jax.tree.map(np.testing.assert_array_equal, same.summed, stats.summed)
+    shape_BL = batch["decoder_segment_ids"].shape
+    names["batch"]["decoder_replay"] = np.tile(np.int16([6, 5]), (*shape_BL, 1, 1))
+    other_NBLS, _ = record(replaying, names["batch"], "other")
+    is_token_BL = batch["decoder_segment_ids"] > 0
+    assert np.all(other_NBLS[:, is_token_BL] == [6, 5])

@@ -26,6 +26,7 @@ from switchx.moe.config import DISPATCHERS
 from switchx.moe.dispatchers import refusal
 from switchx.moe.experts import ReplicatedWeight
 from switchx.moe.layer import SwitchFFN
+from switchx.moe.replay import UNSET
 from switchx.optim.updates import global_norm
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import AXES, MeshSpec, named_axes
@@ -46,11 +47,14 @@ ROUTERS = {
     "top 2": RouterConfig(num_selected=2),
     "top 2, normalized": RouterConfig(num_selected=2, gate="normalized"),
     "top 8": RouterConfig(num_selected=EXPERTS),
+    "top 2, replayed": RouterConfig(
+        num_selected=2, bias_update_rate=0.001, replay=True, replay_drops=True
+    ),
     "expert choice": RouterConfig(kind="expert_choice", exploration="none"),
     "hash": RouterConfig(kind="hash", exploration="none"),
 }
 # The number of cells: a combination that is newly refused fails its check.
-ALL_CELLS = 1980
+ALL_CELLS = 2145
 SAMPLE_CELLS = len(ROUTERS) * len(DISPATCHERS)
 
 # Largest error over the largest number of the array, in float32: tens of roundings.
@@ -126,13 +130,17 @@ def layer_of(router: str, dispatcher: str) -> SwitchFFN:
 
 
 def make_inputs() -> dict[str, jax.Array]:
-    """Fixed numbers; the last tokens of every other row are padding."""
+    """Fixed numbers; the last tokens of every other row are padding, and every fourth token has
+    no choices to replay."""
     rng = np.random.default_rng(0)
     x_BLD, dy_BLD = rng.normal(size=(2, ROWS, LENGTH, D_MODEL)).astype(np.float32)
     is_token_BL = np.ones((ROWS, LENGTH), bool)
     is_token_BL[::2, -3:] = False
     token_BL = rng.integers(0, 1000, (ROWS, LENGTH)).astype(np.int32)
+    replay_BLS = np.argsort(rng.random((ROWS, LENGTH, EXPERTS)))[..., :2].astype(np.int16)
+    replay_BLS[:, ::4] = UNSET
     inputs = dict(x_BLD=x_BLD, dy_BLD=dy_BLD, is_token_BL=is_token_BL, token_BL=token_BL)
+    inputs |= dict(replay_BLS=replay_BLS)
     return {name: jnp.array(value) for name, value in inputs.items()}
 
 
@@ -162,6 +170,7 @@ def evaluate(layer: SwitchFFN, params, inputs, expert_of_slot_R=None) -> dict[st
             x_BLD,
             inputs["is_token_BL"],
             inputs["token_BL"],
+            replay_BLS=inputs["replay_BLS"] if layer.config.switch.router.replay else None,
             is_training=True,
             key=jax.random.key(2),
         )

@@ -32,6 +32,7 @@ from switchx.models.flops import experts_per_token
 from switchx.models.params import abstract_params, forward
 from switchx.moe.config import DISPATCHERS
 from switchx.moe.experts import BLOCKS
+from switchx.moe.replay import unset_choices
 from switchx.partitioning.mesh import HOST, platform_of
 from switchx.pipeline.ticks import branch_shares
 from switchx.training.distillation.written_teacher import student_program
@@ -139,6 +140,8 @@ def batch_shapes(program: TrainingProgram, num_rows: int | None = None) -> dict:
     one_row = with_task_ids(
         program.job.features.batch([[]]), [0] if as_mixture(program.job.source).rows else None
     )
+    if (switch := program.job.model.switch) is not None and switch.router.replay:
+        one_row |= unset_choices(program.job.model, one_row)
     return {
         name: jax.ShapeDtypeStruct(
             (num_rows or program.job.batch_size, *rows.shape[1:]),

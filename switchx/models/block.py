@@ -35,6 +35,8 @@ class BlockInputs:
         task_B: task of each row, for routers by task; None where rows have none.
         row_bias_BHLM: bias of positions in the scores of self-attention, one for each row, or
             None.
+        replay_BLNS: experts given for the Switch layers among the blocks, in their order, in
+            place of the routers' choices; None gives none.
         place: index in the cache of the first of these L tokens; None without a cache.
     """
 
@@ -46,6 +48,7 @@ class BlockInputs:
     token_BL: jax.Array | None = None
     task_B: jax.Array | None = None
     row_bias_BHLM: jax.Array | None = None
+    replay_BLNS: jax.Array | None = None
     place: jax.Array | None = None
 
 
@@ -144,11 +147,13 @@ class Block(nnx.Module):
             x_BLD = residual(x_BLD, y_BLD, keys[3])
         normed_BLD = self.ffn_norm(x_BLD)
         if self.is_ffn_sparse:
+            replay_BLNS = inputs.replay_BLNS
             y_BLD, stats = self.ffn(
                 normed_BLD,
                 inputs.is_token_BL,
                 inputs.token_BL,
                 inputs.task_B,
+                None if replay_BLNS is None else replay_BLNS[:, :, 0],
                 is_training=is_training,
                 key=keys[4],
             )

@@ -103,7 +103,7 @@ class ModelConfig:
         scan_layers: whether one `lax.scan` runs over the repeated blocks, with parameters
             stacked over N; otherwise the blocks are unrolled.
         remat: activations that the backward pass recomputes: `none`, `minimal` (all but matmul
-            results) or `full` (all of a block).
+            results) or `full` (all of a block). Choices of experts are kept under each of them.
     """
 
     architecture: Literal["encoder_decoder", "decoder_only"]

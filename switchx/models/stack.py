@@ -21,12 +21,16 @@ from switchx.layers.dense import Norm, dropout, split_key
 from switchx.layers.positions import RelativeBias, UntiedPositions
 from switchx.models.block import Block, BlockCache, BlockInputs
 from switchx.models.layer_loop import layer_loop
+from switchx.moe.plan import DECISION
 from switchx.partitioning.buckets import whole
 from switchx.partitioning.constrain import constrain, constrain_named, gathered_where_used
 
+_DECISIONS = jax.checkpoint_policies.save_only_these_names(DECISION)
 REMAT_POLICIES = {
-    "minimal": jax.checkpoint_policies.dots_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
+    "minimal": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_saveable, _DECISIONS
+    ),
+    "full": _DECISIONS,
 }
 
 
@@ -96,17 +100,21 @@ class BlockRun(nnx.Module):
         return x_BLD, stats, None if cache is None else tuple(caches)
 
     def _inputs_of_blocks(self, inputs: BlockInputs) -> list[BlockInputs]:
-        """The inputs of each block; where each layer has its own biases, its heads of them."""
-        if not self.has_own_biases:
-            return [inputs] * self.length
-        biases = rows = [None] * self.length
-        if inputs.bias_HLM is not None:
+        """The inputs of each block, with its part of what layers have of their own: heads of
+        the biases, given choices."""
+        biases, rows = [inputs.bias_HLM] * self.length, [inputs.row_bias_BHLM] * self.length
+        replays = [None] * self.length
+        if self.has_own_biases and inputs.bias_HLM is not None:
             biases = jnp.split(inputs.bias_HLM, self.length)
-        if inputs.row_bias_BHLM is not None:  # in decoding: for a prompt's positions, or all
+        # In decoding: for a prompt's positions, or all.
+        if self.has_own_biases and inputs.row_bias_BHLM is not None:
             rows = jnp.split(inputs.row_bias_BHLM, self.length, axis=1)
+        if inputs.replay_BLNS is not None:
+            layers = iter(jnp.split(inputs.replay_BLNS, inputs.replay_BLNS.shape[2], axis=2))
+            replays = [next(layers) if block.is_ffn_sparse else None for block in self.blocks]
         return [
-            dataclasses.replace(inputs, bias_HLM=bias_HLM, row_bias_BHLM=row_bias_BHLM)
-            for bias_HLM, row_bias_BHLM in zip(biases, rows, strict=True)
+            dataclasses.replace(inputs, bias_HLM=bias, row_bias_BHLM=row, replay_BLNS=replay)
+            for bias, row, replay in zip(biases, rows, replays, strict=True)
         ]
 
 
@@ -238,7 +246,8 @@ class Stack(nnx.Module):
         num_runs = jax.tree.leaves(nnx.state(self.blocks))[0].shape[0]
 
         def run_blocks(x_BLD, blocks, others, inputs):
-            cache, key_P = others
+            cache, key_P, replay_BLNS = others
+            inputs = dataclasses.replace(inputs, replay_BLNS=replay_BLNS)
             x_BLD, *others = blocks(
                 x_BLD,
                 inputs,
@@ -252,7 +261,12 @@ class Stack(nnx.Module):
 
         if key is not None:
             key_NP = jax.lax.dynamic_slice_in_dim(key_NP, first_run, num_runs)
-        others = cache, key_NP
+        if (replay := inputs.replay_BLNS) is not None:  # [B, L, runs, N of a run, S]
+            replay = replay.reshape(*replay.shape[:2], self.repeats, -1, replay.shape[3])
+            replay = jnp.moveaxis(replay, 2, 0)
+            replay = jax.lax.dynamic_slice_in_dim(replay, first_run, num_runs)
+            inputs = dataclasses.replace(inputs, replay_BLNS=None)
+        others = cache, key_NP, replay
         scan = loop.scan or scan_layers
         x_BLD, (stats, cache) = scan(run_blocks, x_BLD, self.blocks, others, inputs)
         stats = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stats)

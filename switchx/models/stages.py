@@ -23,6 +23,7 @@ from switchx.layers.dense import split_key
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, bind, params_of
 from switchx.models.stack import BlockRun, layer_keys
+from switchx.moe.replay import given_choices
 from switchx.partitioning.constrain import constrain_named
 from switchx.partitioning.rules import param_table
 from switchx.pipeline.ticks import IF_FIRST, Op
@@ -183,7 +184,9 @@ class Chunk:
         else:
             names = ("input_tokens", "segment_ids", "positions")
             inputs = model.encoder_inputs(
-                *(batch[f"encoder_{name}"] for name in names), batch.get("task_ids")
+                *(batch[f"encoder_{name}"] for name in names),
+                batch.get("task_ids"),
+                given_choices(self.config, batch, "encoder"),
             )
         key = self._key(key)
 

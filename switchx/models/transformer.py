@@ -13,6 +13,7 @@ from switchx.layers.dense import split_key
 from switchx.layers.embedding import Embedding
 from switchx.models.block import BlockInputs, causal_mask, segment_mask
 from switchx.models.stack import Stack
+from switchx.moe.replay import given_choices
 from switchx.moe.stats import join_stacks
 
 
@@ -38,7 +39,8 @@ class Transformer(nnx.Module):
         Args:
             batch: T5X's feature names, as `data/features.py` makes them; where a decoder-only
                 model's `decoder_prefix_mask` is 1, attention is bidirectional; `task_ids` `[B]`
-                where experts are those of tasks.
+                where experts are those of tasks; `encoder_replay`, `decoder_replay`
+                `[B, L, N, S]` where choices are replayed (`moe/replay.py`).
         """
         memory_BMD, encoder_stats = None, None
         if self.has_encoder:
@@ -48,6 +50,7 @@ class Transformer(nnx.Module):
                 batch["encoder_segment_ids"],
                 batch["encoder_positions"],
                 batch.get("task_ids"),
+                given_choices(self.encoder.config, batch, "encoder"),
                 is_training=is_training,
                 key=key_encoder,
             )
@@ -57,17 +60,28 @@ class Transformer(nnx.Module):
         return y_BLD, join_stacks(encoder_stats, stats)
 
     def encode(
-        self, tokens_BL, segment_BL, position_BL, task_B=None, *, is_training=False, key=None
+        self,
+        tokens_BL,
+        segment_BL,
+        position_BL,
+        task_B=None,
+        replay_BLNS=None,
+        *,
+        is_training=False,
+        key=None,
     ):
         """The encoder's output `[B, L, D]` and its routing statistics."""
-        inputs = self.encoder_inputs(tokens_BL, segment_BL, position_BL, task_B)
+        inputs = self.encoder_inputs(tokens_BL, segment_BL, position_BL, task_B, replay_BLNS)
         x_BLD = self.embedding.embed(tokens_BL, position_BL, "encoder")
         return self.encoder(x_BLD, inputs, is_training=is_training, key=key)
 
-    def encoder_inputs(self, tokens_BL, segment_BL, position_BL, task_B=None) -> BlockInputs:
+    def encoder_inputs(
+        self, tokens_BL, segment_BL, position_BL, task_B=None, replay_BLNS=None
+    ) -> BlockInputs:
         """The inputs of every encoder block."""
         mask_BLM = segment_mask(segment_BL, segment_BL)
-        return self.encoder.inputs(tokens_BL, segment_BL, position_BL, mask_BLM, task_B=task_B)
+        others = dict(task_B=task_B, replay_BLNS=replay_BLNS)
+        return self.encoder.inputs(tokens_BL, segment_BL, position_BL, mask_BLM, **others)
 
     def decoder_inputs(self, batch: dict, memory_BMD=None) -> BlockInputs:
         """The inputs of every decoder block."""
@@ -84,4 +98,5 @@ class Transformer(nnx.Module):
             memory_BMD=memory_BMD,
             memory_mask_BLM=memory_mask_BLM,
             task_B=batch.get("task_ids"),
+            replay_BLNS=given_choices(self.decoder.config, batch, "decoder"),
         )

@@ -100,6 +100,12 @@ class RouterConfig:
         counts_merged: whether an expert e counts as the m_e experts that were merged into it
             (`models/reshape.py`): its probability is `exp(z_e) / sum_j m_j exp(z_j)`, the
             probability of one of them. log m is a parameter.
+        replay: whether a batch may say which experts its tokens go to, by its features
+            `encoder_replay` and `decoder_replay` (`moe/replay.py`; Ma et al. 2025,
+            arXiv:2510.11370). Training needs these; elsewhere, the routers choose for a batch
+            without them.
+        replay_drops: whether such a choice may find its expert full; without it replay needs
+            `overflow="dropless"`, since what writes text drops none.
     """
 
     kind: Literal["top_k", "expert_choice", "hash", "task"] = "top_k"
@@ -119,6 +125,8 @@ class RouterConfig:
     padding: Literal["ignored", "counted"] = at_evaluation("ignored")
     has_logit_bias: bool = False
     counts_merged: bool = False
+    replay: bool = at_evaluation(False)
+    replay_drops: bool = at_evaluation(False)
 
     def __post_init__(self):
         check_choices(self)
@@ -135,6 +143,32 @@ class RouterConfig:
             self._check_top_k()
         else:
             self._check_other_kinds()
+        self._check_replay()
+
+    def _check_replay(self) -> None:
+        require(
+            self.replay or not self.replay_drops,
+            "RouterConfig.replay_drops=True with replay=False: nothing is replayed; use "
+            "replay=True, or replay_drops=False",
+        )
+        if not self.replay:
+            return
+        require(
+            self.kind != "task",
+            "RouterConfig.replay=True with kind='task': a row's task says which experts it "
+            "has; use replay=False, or kind='top_k'",
+        )
+        require(
+            self.overflow != "reroute",
+            "RouterConfig.replay=True with overflow='reroute': a token would leave the expert "
+            "that is given for it; use overflow='dropless'",
+        )
+        require(
+            self.overflow == "dropless" or self.replay_drops,
+            f"RouterConfig.replay=True with overflow={self.overflow!r}: full experts would "
+            "drop tokens that may have kept theirs in the record; use overflow='dropless', or "
+            "replay_drops=True, as for a record with this capacity",
+        )
 
     def _check_top_k(self) -> None:
         require(
@@ -178,6 +212,7 @@ class RouterConfig:
             "exploration": ("none",) if is_hash else ("none", "jitter", "dropout"),
             "has_logit_bias": (False,) if is_hash else (False, True),
             "counts_merged": (False,) if is_hash else (False, True),
+            "replay": (False,),
         }
         for name, allowed in only.items():
             value = getattr(self, name)
@@ -319,6 +354,11 @@ class SwitchConfig:
             f"RouterConfig.overflow='identity' with sublayers={self.sublayers!r}: only a "
             "feed-forward expert has an output like its input; use sublayers='ffn', or "
             "overflow='drop'",
+        )
+        require(
+            not (self.router.replay and self.has_attention),
+            f"RouterConfig.replay=True with sublayers={self.sublayers!r}: choices are given "
+            "for feed-forward layers alone; use replay=False, or sublayers='ffn'",
         )
         require(
             not (self.num_replicas and self.router.kind == "task"),

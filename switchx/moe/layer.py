@@ -69,13 +69,24 @@ class RoutedLayer(nnx.Module):
         if config.switch.router.has_bias:
             self.router_bias_E = nnx.Param(jnp.zeros((E,), jnp.float32))
 
-    def route(self, x_BLD, is_token_BL, token_BL, task_B=None, *, is_training: bool, key=None):
+    def route(
+        self,
+        x_BLD,
+        is_token_BL,
+        token_BL,
+        task_B=None,
+        replay_BLS=None,
+        *,
+        is_training: bool,
+        key=None,
+    ):
         """Groups the tokens and assigns them to slots of experts.
 
         Args:
             is_token_BL: false for padding.
             token_BL: ids of the tokens; only a hash router reads them, others take None.
             task_B: task of each row; only a router by task reads it.
+            replay_BLS: experts given in place of the router's choices; None gives none.
             key: random key of exploration, used in training alone.
         """
         switch, router = self.config.switch, self.config.switch.router
@@ -111,6 +122,15 @@ class RoutedLayer(nnx.Module):
             count_GTE = along_last(self.router_log_count_E[...], logits_GTE)
             prob_GTE = jax.nn.softmax(logits_GTE + count_GTE, axis=-1) * jnp.exp(-count_GTE)
         bias_E = self.router_bias_E[...] if router.has_bias else None
+        require(
+            replay_BLS is not None or not (router.replay and is_training),
+            "RouterConfig.replay=True and a training batch without encoder_replay or "
+            "decoder_replay: the choices to replay are not known; add them to the batch "
+            "(moe/replay.py; -1 leaves a choice to the router), or use replay=False",
+        )
+        given_GTS = None
+        if replay_BLS is not None:
+            given_GTS = constrain_groups(into_groups(replay_BLS, G, T), "GTS", shared)
         plan = make_plan(
             router,
             logits_GTE,
@@ -118,6 +138,7 @@ class RoutedLayer(nnx.Module):
             is_token_GT,
             layer_capacity(switch, T, is_training=is_training),
             bias_E=bias_E,
+            given_GTS=given_GTS,
             key=key,
             assign=functools.partial(assign_shared_slots, shared=shared),
         )
@@ -158,7 +179,15 @@ class SwitchFFN(RoutedLayer):
             self.shared_expert = DenseFFN(shared, key=jax.random.fold_in(key, 2))
 
     def __call__(
-        self, x_BLD, is_token_BL, token_BL=None, task_B=None, *, is_training: bool, key=None
+        self,
+        x_BLD,
+        is_token_BL,
+        token_BL=None,
+        task_B=None,
+        replay_BLS=None,
+        *,
+        is_training: bool,
+        key=None,
     ):
         """The layer's output and routing statistics.
 
@@ -166,13 +195,20 @@ class SwitchFFN(RoutedLayer):
             is_token_BL: false for padding.
             token_BL: ids of the tokens, for a hash router.
             task_B: task of each row, for a router by task.
+            replay_BLS: experts given in place of the router's choices (`moe/replay.py`).
         """
         switch = self.config.switch
         B, L, _ = x_BLD.shape
         key_router, key_dropout = split_key(key, 2)
         key_shared = None if key is None else jax.random.fold_in(key, 2)
         routed = self.route(
-            x_BLD, is_token_BL, token_BL, task_B, is_training=is_training, key=key_router
+            x_BLD,
+            is_token_BL,
+            token_BL,
+            task_B,
+            replay_BLS,
+            is_training=is_training,
+            key=key_router,
         )
 
         dispatch = choose_dispatcher(switch, routed.plan, is_training=is_training)

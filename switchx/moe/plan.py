@@ -12,11 +12,16 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.sorted_rows import stable_argsort
 from switchx.layers.dense import along_last
 from switchx.moe.capacity import assign_slots, reroute
 from switchx.moe.router import sampling_scores
+
+# The name of arrays that every remat policy keeps (`models/stack.py`): were they computed again
+# in the backward pass, a near tie might be decided in another way there.
+DECISION = "routing_decision"
 
 
 @jax.tree_util.register_dataclass
@@ -77,6 +82,7 @@ def make_plan(
     capacity: int,
     *,
     bias_E=None,
+    given_GTS=None,
     key=None,
     assign=assign_slots,
 ) -> RoutingPlan:
@@ -88,6 +94,9 @@ def make_plan(
         is_token_GT: false for tokens that are neither routed nor counted.
         bias_E: bias added to the probabilities for choosing experts, not for gating
             (arXiv:2408.15664, eq. 3).
+        given_GTS: experts to go to, in place of the chosen ones; -1 leaves the choice to the
+            router (`moe/replay.py`). Gates are the probabilities of the experts given. The
+            balance loss counts what the router chooses.
         assign: function that places choices in the experts' queues: `assign_slots`, or its
             equivalent for groups that several devices share.
         key: random key of `exploration="sample"`; None (evaluation) takes the most probable
@@ -101,9 +110,16 @@ def make_plan(
     if bias_E is not None:
         score_GTE = score_GTE + along_last(bias_E, score_GTE)
     rounds = router.max_rounds if router.overflow == "reroute" else router.num_selected
-    chosen_GTS = choose_experts(score_GTE, rounds)  # the best first
     E = prob_GTE.shape[-1]
-    asked_GTS = jnp.where(is_token_GT[..., None], chosen_GTS, E)
+
+    def of_tokens(expert_GTS):
+        return jnp.where(is_token_GT[..., None], expert_GTS, E)
+
+    chosen_GTS, balance_GE = choose_experts(score_GTE, rounds), None  # the best first
+    if given_GTS is not None:
+        balance_GE = count_choices(decided(of_tokens(chosen_GTS)), E)
+        chosen_GTS = jnp.where(given_GTS >= 0, given_GTS.astype(jnp.int32), chosen_GTS)
+    asked_GTS = decided(of_tokens(chosen_GTS))
     is_rerouted = router.overflow == "reroute"
 
     def place(asked_GTS):
@@ -115,17 +131,25 @@ def make_plan(
     if router.priority == "gate":
         place = by_gate(chosen_gates(prob_GTE, chosen_GTS[..., :1])[..., 0], place)
     expert_GTS, slot_GTS = place(asked_GTS)
-    counts_rounds = is_rerouted and router.balance_counts == "all_rounds"
+    if expert_GTS is not asked_GTS:  # in the order of gates, or rerouted
+        expert_GTS = decided(expert_GTS)
+    if is_rerouted and router.balance_counts == "all_rounds":
+        balance_GE = count_choices(asked_GTS, E)
     return RoutingPlan(
         expert_GTS=expert_GTS,
         gate_GTS=chosen_gates(prob_GTE, expert_GTS, router.gate),
-        slot_GTS=slot_GTS,
+        slot_GTS=decided(slot_GTS),
         # First choices alone: rerouted tokens are no demand for an expert.
         count_GE=count_choices(asked_GTS[..., :1] if is_rerouted else asked_GTS, E),
         num_experts=E,
         capacity=capacity,
-        balance_GE=count_choices(asked_GTS, E) if counts_rounds else None,
+        balance_GE=balance_GE,
     )
+
+
+def decided(index):
+    """The array, which the backward pass does not compute again."""
+    return checkpoint_name(index, DECISION)
 
 
 def choose_experts(score_GTE, num_selected: int):
@@ -237,14 +261,14 @@ def route_by_experts(prob_GTE, is_token_GT, capacity: int) -> RoutingPlan:
     slot_GET = jax.vmap(
         jax.vmap(lambda token_C: nowhere_T.at[token_C].set(slots_C, mode="drop"))
     )(token_GEC)
-    slot_GTE = jnp.swapaxes(slot_GET, 1, 2)
+    slot_GTE = decided(jnp.swapaxes(slot_GET, 1, 2))
     is_taken_GTE = slot_GTE < capacity
 
     is_best_GTE = jax.nn.one_hot(jnp.argmax(score_GTE, axis=-1), E, dtype=jnp.bool_)
     is_left_GT = is_token_GT & ~jnp.any(is_taken_GTE, axis=-1)
     is_refused_GTE = is_left_GT[..., None] & is_best_GTE
     index_GTE = jax.lax.broadcasted_iota(jnp.int32, (G, T, E), 2)
-    expert_GTE = jnp.where(is_taken_GTE | is_refused_GTE, index_GTE, E)
+    expert_GTE = decided(jnp.where(is_taken_GTE | is_refused_GTE, index_GTE, E))
     return RoutingPlan(
         expert_GTS=expert_GTE,
         gate_GTS=jnp.where(is_taken_GTE, prob_GTE, 0.0),

@@ -19,6 +19,7 @@ from switchx.data.features import Batch
 from switchx.data.loader import Shard
 from switchx.fields import require
 from switchx.moe.capacity import drops_of_dropless
+from switchx.moe.replay import check_replay
 from switchx.optim.protocol import has_letters, param_of
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import (
@@ -276,7 +277,12 @@ class TrainingProgram:
         return tree.map_named(with_sharding, state)
 
     def place(self, batch: Batch) -> dict:
-        """The rows of this process' `shard` as part of the global batch on the devices."""
+        """The rows of this process' `shard` as part of the global batch on the devices.
+
+        Raises:
+            ValueError: the batch has choices to replay that no model has (`moe/replay.py`).
+        """
+        check_replay(self.job.model, batch)
 
         def as_global(rows):
             shape = (self.job.batch_size, *rows.shape[1:])

@@ -58,6 +58,16 @@ def test_what_a_router_owns():
             "bias_update_rate=0.001 with exploration='sample': the bias is added to "
             "probabilities that are compared, not drawn from",
         ),
+        ({"replay_drops": True}, "replay_drops=True with replay=False: nothing is replayed"),
+        ({"replay": True}, "replay=True with overflow='drop': full experts would drop tokens"),
+        (
+            {"replay": True, "overflow": "reroute", "replay_drops": True},
+            "replay=True with overflow='reroute': a token would leave the expert that is given",
+        ),
+        (
+            {"replay": True, "overflow": "dropless", "kind": "task", "num_tasks": 2},
+            "replay=True with kind='task': a row's task says which experts it has",
+        ),
     ],
 )
 def test_a_router_that_cannot_be_is_refused(changes, message):
@@ -92,6 +102,12 @@ HASH = "a token's id alone decides, and there is no router"
             "expert_choice",
             {"bias_update_rate": 0.1},
             f"bias_update_rate=0.1 {CHOOSE} bias_update_rate=None",
+        ),
+        ("expert_choice", {"replay": True}, f"replay=True {CHOOSE} replay=False"),
+        (
+            "hash",
+            {"replay": True, "exploration": "none"},
+            f"replay=True {HASH} replay=False",
         ),
         ("hash", {}, f"exploration='jitter' {HASH} exploration='none'"),
         ("hash", {"gate": "normalized"}, f"gate='normalized' {HASH} gate='softmax'"),

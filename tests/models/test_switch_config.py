@@ -92,6 +92,13 @@ def test_an_identity_is_for_experts_that_are_ffns():
         SwitchConfig(2, sublayers="both", router=RouterConfig(overflow="identity"))
 
 
+def test_choices_are_given_to_ffns_alone():
+    router = RouterConfig(overflow="dropless", replay=True)
+    assert SwitchConfig(2, router=router).router.replay
+    with refused("RouterConfig.replay=True with sublayers='attention'"):
+        SwitchConfig(2, sublayers="attention", router=router)
+
+
 def test_blocks_that_the_model_has_not():
     with refused("SwitchConfig.encoder_layers=(1, 5) with num_encoder_layers=4"):
         dataclasses.replace(MODEL, num_encoder_layers=4)

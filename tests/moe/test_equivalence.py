@@ -11,6 +11,7 @@ from switchx.bench import equivalence
 from switchx.bench.equivalence import ROUTERS, all_cells, largest_errors, run_cell
 from switchx.models.config import RouterConfig
 from switchx.moe.config import DISPATCHERS
+from switchx.moe.copy_placement import place_copies
 from tests.moe.banks import gelu
 from tests.processes import ROOT
 
@@ -64,6 +65,23 @@ def test_a_sample_of_cells_equals_one_device():
     for cell in cells[1::3]:
         errors = largest_errors(run_cell(cell), want)
         assert max(errors.values()) < equivalence.TOLERANCE, (cell, errors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "ragged_all_to_all", "sliced"])
+def test_given_experts_are_numbers_before_replicas(dispatcher):
+    router, load_E = "top 2, replayed", 1 / np.arange(1, equivalence.EXPERTS + 1)
+    cell = max(
+        (
+            each
+            for each in all_cells()[0]
+            if (each.router, each.dispatcher) == (router, dispatcher)
+        ),
+        key=lambda cell: (cell.mesh.expert, cell.mesh.model, cell.mesh_name),
+    )
+    table_R = place_copies([load_E], 8, 8)[0]
+    errors = largest_errors(run_cell(cell, table_R), equivalence.run_on_one_device(router))
+    assert max(errors.values()) < equivalence.TOLERANCE, (cell, errors)
 
 
 def test_a_wrong_number_of_any_kind_is_seen():

@@ -37,11 +37,11 @@ class Built(OwnConfig):
         raise AssertionError("nothing is built")
 
 
-def with_replicas(number: int):
-    switch = dataclasses.replace(SPARSE.switch, num_replicas=number)
-    return dataclasses.replace(SCANNED, switch=switch)
+def with_switch(**changes):
+    return dataclasses.replace(SCANNED, switch=dataclasses.replace(SPARSE.switch, **changes))
 
 
+REPLAY = RouterConfig(overflow="dropless", replay=True)
 SLICED = MeshSpec(rules=dataclasses.replace(MeshSpec().rules, optimizer_slices=("data",)))
 # What each row of the table is about, and what the refusal begins with.
 CASES = {
@@ -53,7 +53,8 @@ CASES = {
     "StepConfig.ema_decay": ({"step": StepConfig(ema_decay=0.9)}, "0.9"),
     "Rules.optimizer_slices": ({"mesh": SLICED}, "('data',)"),
     "TrainingJob.optimizer": ({"optimizer": Optax(optax.sgd)}, "@Optax()"),
-    "SwitchConfig.num_replicas": ({"model": with_replicas(2)}, "2"),
+    "SwitchConfig.num_replicas": ({"model": with_switch(num_replicas=2)}, "2"),
+    "RouterConfig.replay": ({"model": with_switch(router=REPLAY)}, "True"),
     "TrainingJob.distillation": ({"distillation": Distillation("runs/a")}, "@Distillation()"),
     "TrainingJob.text_evaluation": ({"text_evaluation": TextEvaluation()}, "@TextEvaluation()"),
     "Retention.local_dir": ({"retention": Retention(local_dir="a")}, "'a'"),

@@ -27,6 +27,7 @@ from switchx.fields import require, require_above_zero
 from switchx.models.config import ModelConfig, require_one_task
 from switchx.models.params import forward
 from switchx.models.unroll import scanned_blocks, unrolled
+from switchx.moe.replay import without_choices
 from switchx.training.losses import (
     LossConfig,
     LossDenominators,
@@ -86,7 +87,8 @@ class Teacher:
 
     def logits(self, batch: dict):
         """`[B, L, W]` of a batch: no dropout, no jitter, the capacity of evaluation."""
-        logits_BLW, _ = forward(self.config, self.params, batch, is_training=False)
+        own = without_choices(batch)  # those given are of the student's experts
+        logits_BLW, _ = forward(self.config, self.params, own, is_training=False)
         return jax.lax.stop_gradient(logits_BLW)
 
     def soft_loss(self, logits_BLV, batch: dict):

@@ -80,6 +80,13 @@ EXCLUSIONS = (
         "0",
     ),
     Exclusion(
+        "RouterConfig.replay",
+        lambda job: job.model.switch is not None and job.model.switch.router.replay,
+        lambda replay: not replay,
+        "choices are given to layers that run in one program on the devices",
+        "False",
+    ),
+    Exclusion(
         "TrainingJob.distillation",
         lambda job: job.distillation,
         _is_none,
