@@ -8,17 +8,20 @@ round. Progress is a display in a notebook, elsewhere what the commands show
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from switchx import api
 from switchx.checkpoint.restore import checkpoint_fingerprint, choose_step, restore_params
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.evaluation import evaluation_examples, prediction_rows
+from switchx.data.features import Batch
 from switchx.data.mixtures import Mixture, evaluated_tasks
 from switchx.data.tasks import Task
 from switchx.fields import json_text, require
@@ -30,9 +33,10 @@ from switchx.inference.artifact import is_artifact
 from switchx.inference.generate import Generator
 from switchx.manifest import git_commit
 from switchx.models.params import abstract_params
+from switchx.moe.replay import choices_of_rows
 from switchx.partitioning.mesh import MeshSpec
 from switchx.progress import reporter_here
-from switchx.routing_record import RecordInfo, RecordWriter
+from switchx.routing_record import RecordInfo, RecordWriter, open_record
 from switchx.text_evaluation import (
     Answers,
     JobTexts,
@@ -152,6 +156,7 @@ def evaluate(
     predictions: str | os.PathLike | None = None,
     record: str | os.PathLike | None = None,
     record_places: int = 1 << 22,
+    replay: str | os.PathLike | None = None,
     reporter=None,
     beam_size: int = 1,
     max_new_tokens: int = 128,
@@ -179,6 +184,8 @@ def evaluate(
         record: file to write, where the tokens of the batches were routed
             (`switchx/routing_record.py`).
         record_places: places of the record after which batches are left out of it.
+        replay: record of these batches, of this model or another one, whose choices are taken
+            in place of the routers' (`moe/replay.py`).
         reporter: reporter, as in `train`.
         beam_size, max_new_tokens, length_penalty: fields of `DecodingConfig`.
 
@@ -219,7 +226,8 @@ def evaluate(
             "metrics of texts; give the gin file of one that does, or leave it out",
         )
         recording = None if record is None else _Recording(record, record_places)
-        return _evaluated(model_dir, job, step, wanted, texts, reporter, recording)
+        replayed = None if replay is None else _Replayed(replay)
+        return _evaluated(model_dir, job, step, wanted, texts, reporter, recording, replayed)
 
 
 def _job_to_evaluate(model_dir, job: TrainingJob | None, split: str | None) -> TrainingJob:
@@ -236,18 +244,18 @@ def _job_to_evaluate(model_dir, job: TrainingJob | None, split: str | None) -> T
 
 
 def _evaluated(
-    model_dir, job: TrainingJob, step, wanted, texts: "_Texts", reporter, recording
+    model_dir, job: TrainingJob, step, wanted, texts: "_Texts", reporter, recording, replayed
 ) -> dict[str, Any]:
     folder, metrics = RunFolder(model_dir), {}
     if not is_artifact(model_dir):
         job = check_same_model(folder, job)
         step = choose_step(folder, step)
-        metrics = {"step": step} | _likelihood(folder, job, step, reporter, recording)
+        metrics = {"step": step} | _likelihood(folder, job, step, reporter, recording, replayed)
     else:
         require(
-            recording is None,
-            f"record with {folder.where}, which is quantized: it is evaluated by the texts "
-            "that it writes; use `switchx score --record`",
+            recording is None and replayed is None,
+            f"record or replay with {folder.where}, which is quantized: it is evaluated by the "
+            "texts that it writes; use `switchx score --record`",
         )
         require(
             bool(wanted),
@@ -280,22 +288,85 @@ def _require_writable(predictions, bootstrap: int) -> None:
 
 
 def _likelihood(
-    folder: RunFolder, job: TrainingJob, step: int, reporter, recording: "_Recording | None"
+    folder: RunFolder,
+    job: TrainingJob,
+    step: int,
+    reporter,
+    recording: "_Recording | None",
+    replayed: "_Replayed | None",
 ) -> dict[str, Any]:
+    if replayed is not None:
+        job = replayed.job(job)
     if recording is not None:
         job = recording.job(job)
     program = compiled_program(job)
     reporter.note(f"evaluating {folder.checkpoints / str(step)}")
+    change = {} if replayed is None else {"change": replayed.given}
     with program.scope():
         target = program.abstract_state.params
         params = restore_params(folder.path, step, target=target, model=job.model)
         if recording is None:
-            return loop.evaluate_job(job, program, params)
+            return loop.evaluate_job(job, program, params, **change)
         fingerprint = checkpoint_fingerprint(folder, step, job.vocabulary)
         with recording.writer(job, step, fingerprint) as writer:
-            metrics = loop.evaluate_job(job, program, params, recording)
+            metrics = loop.evaluate_job(job, program, params, recording, **change)
     reporter.note(writer.summary())
     return metrics
+
+
+class _Replayed:
+    """Gives batches the choices of a record of `switchx eval --record`, one after the other."""
+
+    def __init__(self, path: str | os.PathLike):
+        self._record, self._number = open_record(path), 0
+        self._batches = itertools.groupby(self._record.batches(), lambda batch: batch.number)
+
+    def job(self, job: TrainingJob) -> TrainingJob:
+        """The job whose routers take given choices; those find full experts as they did."""
+        info, model, path = self._record.info, job.model, self._record.path
+        require(
+            model.switch is not None
+            and info.layers == model.sparse_layers_by_stack
+            and info.switch.num_experts == model.switch.num_experts,
+            f"{path} is of {info.switch.num_experts} experts in {', '.join(info.all_layers)}; "
+            "the model has others: replay a record of a model of the same form",
+        )
+        require(
+            jax.process_count() == 1,
+            "replay with several processes, which read parts of each batch; use one process",
+        )
+        router = dataclasses.replace(
+            model.switch.router,
+            replay=True,
+            replay_drops=model.switch.router.overflow != "dropless",
+        )
+        switch = dataclasses.replace(model.switch, router=router)
+        return dataclasses.replace(job, model=dataclasses.replace(model, switch=switch))
+
+    def given(self, batch: Batch) -> Batch:
+        """The next batch, with the choices of the record."""
+        _, parts = next(self._batches, (None, ()))
+        info, changed = self._record.info, dict(batch)
+        parts = {part.stack: part for part in parts}
+        is_same = parts.keys() == info.layers.keys() and all(
+            np.array_equal(part.token_BL, batch[f"{stack}_input_tokens"])
+            for stack, part in parts.items()
+        )
+        require(
+            is_same,
+            f"{self._record.path} has other tokens in batch {self._number} of the evaluation, "
+            "or none: record all of these batches, with the same data and BATCH_SIZE",
+        )
+        self._number += 1
+        for stack, part in parts.items():
+            changed[f"{stack}_replay"] = choices_of_rows(
+                part.expert_NBLS,
+                part.row_B,
+                part.row_B,
+                num_experts=info.switch.num_experts,
+                num_selected=info.num_choices,
+            )
+        return changed
 
 
 class _Recording:

@@ -98,6 +98,11 @@ def add_command(commands) -> None:
         help="also write where every token was routed, a Parquet file (docs/records.md)",
     )
     parser.add_argument(
+        "--replay",
+        metavar="FILE",
+        help="take the choices of this record of the same batches, in place of the routers'",
+    )
+    parser.add_argument(
         "--record_places",
         type=shared.positive,
         default=1 << 22,
@@ -132,7 +137,7 @@ def _evaluate(arguments: argparse.Namespace, reporter) -> tuple[Any, dict[str, A
         folder = RunFolder(arguments.model_dir)
         job = building.parse_job(*shared.gin_of(arguments, folder))
     names = ("step", "metrics", "split", "max_examples", "batch_size", "rank_choices")
-    files = ("bootstrap", "predictions", "record", "record_places")
+    files = ("bootstrap", "predictions", "record", "record_places", "replay")
     given = {name: getattr(arguments, name) for name in (*names, *files)}
     metrics = evaluate(
         arguments.model_dir,

@@ -379,17 +379,22 @@ class _Loop:
 
 
 def evaluate_job(
-    job: TrainingJob, program: TrainingProgram, params, sample: RoutingSample | None = None
+    job: TrainingJob,
+    program: TrainingProgram,
+    params,
+    sample: RoutingSample | None = None,
+    change: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> dict[str, Any]:
     """Validation metrics of all tasks together, and of each under `tasks` if there are several.
 
     Args:
         sample: collector of the routing of each task's tokens; None collects nothing.
+        change: returns a batch of this process as it is evaluated; it gets them in their order.
     """
     tasks, per_task, total = evaluated_tasks(job.source), {}, None
     for task_id, task in enumerate(tasks):
         batches = _evaluation_batches(job, task, program.shard, task_id)
-        batches = map(program.place, batches)
+        batches = map(program.place, map(change, batches))
         sums = evaluated_sums(program.eval_step, params, batches, sample)
         per_task[task.name] = token_metrics(sums[0]) | routing_metrics(sums[1])
         total = sums if total is None else jax.tree.map(np.add, total, sums)

@@ -78,6 +78,24 @@ def test_a_record_drops_what_evaluation_drops(finished_run, capsys, tmp_path):
     assert not open_record(path).info.is_whole
 
 
+def test_a_record_is_replayed(finished_run, capsys, tmp_path):
+    """Its own record changes nothing; another checkpoint's choices do."""
+    path, folder = tmp_path / "record.parquet", f"--model_dir={finished_run.folder}"
+    plain = evaluated(capsys, folder, f"--record={path}")
+    again = evaluated(capsys, folder, f"--replay={path}", f"--record={tmp_path / 'again'}")
+    assert again == plain
+    before, after = (list(open_record(p).batches()) for p in (path, tmp_path / "again"))
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(one.expert_NBLS, other.expert_NBLS)
+        np.testing.assert_array_equal(one.is_dropped_NBLS, other.is_dropped_NBLS)
+    earlier = evaluated(capsys, folder, f"--replay={path}", "--step=4")
+    own = evaluated(capsys, folder, "--step=4")
+    assert earlier["routing"]["load"] == plain["routing"]["load"] != own["routing"]["load"]
+    assert earlier["cross_entropy"] != own["cross_entropy"]
+    assert main(["eval", folder, f"--replay={path}", "--gin.BATCH_SIZE=4"]) == 2
+    assert "has other tokens in batch 0" in capsys.readouterr().err
+
+
 @pytest.fixture
 def cola(tiny_run, in_a_folder, capsys):
     """A run that was fine-tuned on CoLA, and what its training printed."""
