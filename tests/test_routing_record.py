@@ -2,6 +2,7 @@
 """Records of routing against loops over tokens; bad files are named."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -29,13 +30,17 @@ def model_of(router: RouterConfig):
     return dataclasses.replace(ENCODER_DECODER, switch=switch)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def statistics(model, params, batch):
+    return forward(model, params, batch, is_training=False)[1]
+
+
 @pytest.fixture(scope="module", params=ROUTERS)
 def written(request, tmp_path_factory):
     """A model, its batch, the statistics of the forward pass, and the record of two batches."""
     model = model_of(ROUTERS[request.param])
     batch, params = make_batch(model, 8), make_params(model)
-    run = jax.jit(lambda params, batch: forward(model, params, batch, is_training=False)[1])
-    stats = run(params, batch)
+    stats = statistics(model, params, batch)
     path = tmp_path_factory.mktemp("record") / "record.parquet"
     info = RecordInfo(model.switch, model.sparse_layers_by_stack, 7, "eval", "model", "words")
     with RecordWriter(path, info) as writer:
@@ -111,7 +116,7 @@ def drop_by_loop(router, order, rank_TR, capacity, want) -> None:
 def test_margins_are_the_room_of_the_last_choice():
     model = model_of(ROUTERS["top 2"])
     params, batch = make_params(model), make_batch(model, 8)
-    stats = forward(model, params, batch, is_training=False)[1]
+    stats = statistics(model, params, batch)
     whole = dataclasses.replace(
         model.switch.router, num_selected=8, gate="softmax", overflow="dropless"
     )
@@ -119,7 +124,7 @@ def test_margins_are_the_room_of_the_last_choice():
         model, switch=dataclasses.replace(model.switch, router=whole)
     )
     # The first layer reads the same, whatever follows: its eight probabilities, in order.
-    ranked = forward(all_ranks, params, batch, is_training=False)[1].choices[0].prob_BLR[0]
+    ranked = statistics(all_ranks, params, batch).choices[0].prob_BLR[0]
     margin = stats.choices[0].margin_BL[0]
     np.testing.assert_allclose(margin, ranked[..., 1] - ranked[..., 2], atol=1e-7)
 
@@ -136,7 +141,7 @@ def test_layers_and_stacks_are_read_apart(written):
 def plain(tmp_path):
     """A small record of one stack, its parts, and how to write it."""
     model = model_of(ROUTERS["top 1"])
-    stats = forward(model, make_params(model), make_batch(model, 8), is_training=False)[1]
+    stats = statistics(model, make_params(model), make_batch(model, 8))
     parts = jax.device_get(recorded(model, stats, make_batch(model, 8)))
     info = RecordInfo(model.switch, model.sparse_layers_by_stack, 7, "eval")
     return tmp_path / "record.parquet", info, parts

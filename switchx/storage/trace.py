@@ -2,8 +2,8 @@
 """Which experts were requested, in which order: what a cache is simulated on.
 
 A trace is an `.npz` file. Runs with experts in storage write `storage/trace.npz`; of other runs
-it is made of the choices of tokens that evaluations record (`routing/step_*.npz`), as decoding
-or training would request the experts. Its arrays:
+it is made of the choices of tokens that evaluations record (`routing/step_*.parquet`), as
+decoding or training would request the experts. Its arrays:
 
     key_T                  layer * num_experts + expert
     step_T, sweep_T        of the run; sweeps are forward 0, backward 1, update 2

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx eval`: by the folder alone, with other settings, and by what the model writes."""
 
+import collections
 import json
 import re
 import shlex
 import shutil
 
+import numpy as np
 import pytest
 import sacrebleu
 
@@ -18,6 +20,7 @@ from switchx.data.text_metrics import METRICS
 from switchx.gin_config import building
 from switchx.jobs import _mesh_of_texts
 from switchx.partitioning.mesh import MeshSpec
+from switchx.routing_record import open_record
 from switchx.text_evaluation import metrics_of
 from switchx.training.job import TrainingJob
 from switchx.training.programs import compiled_program
@@ -51,6 +54,28 @@ def test_a_checkpoint_is_chosen_and_nothing_is_written(
     assert earlier["neg_log_perplexity"] < newest["neg_log_perplexity"]
     assert sorted(path for path in folder.rglob("*")) == before
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_drops_what_evaluation_drops(finished_run, capsys, tmp_path):
+    folder = f"--model_dir={finished_run.folder}"
+    path, factor = tmp_path / "record.parquet", "--gin.SwitchConfig.eval_capacity_factor=0.5"
+    found = evaluated(capsys, folder, f"--record={path}", factor)
+    record = open_record(path)
+    assert record.info.source == "eval" and record.info.switch.eval_capacity_factor == 0.5
+    load, dropped = collections.Counter(), collections.Counter()
+    for batch in record.batches():
+        for layer, expert_BLS, is_dropped_BLS in zip(
+            batch.layers, batch.expert_NBLS, batch.is_dropped_NBLS, strict=True
+        ):
+            load[layer] += int((expert_BLS < record.info.switch.num_experts).sum())
+            dropped[layer] += int(is_dropped_BLS.sum())
+    shares = [dropped[layer] / load[layer] for layer in record.info.all_layers]
+    np.testing.assert_allclose(shares, found["routing"]["dropped"], rtol=1e-6)
+    assert sum(dropped.values()) / sum(load.values()) == pytest.approx(
+        found["dropped_fraction"]
+    )
+    evaluated(capsys, folder, f"--record={path}", "--record_places=1")
+    assert not open_record(path).info.is_whole
 
 
 @pytest.fixture

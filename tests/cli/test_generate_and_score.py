@@ -19,6 +19,7 @@ from switchx.cli.text import lines as text
 from switchx.data.objectives import SpanCorruption
 from switchx.inference.score import Score, Scorer
 from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.routing_record import open_record
 from tests.training.jobs import TASK
 from tests.training.saved_runs import save_run
 
@@ -393,3 +394,46 @@ def test_wrong_pairs_are_all_named(folder, pairs, capsys):
     ):
         assert fault in said
     assert not re.search("line [145] ", said)  # an empty text is its end alone
+
+
+def test_a_record_has_what_was_read(folder, model, lines, pairs, capsys, tmp_path):
+    path = tmp_path / "record.parquet"
+    file = pairs(*map("\t".join, PAIRS))
+    options = [f"--model_dir={folder}", f"--input={file}", f"--record={path}"]
+    assert main(["score", *options]) == 0
+    assert "bytes each" in capsys.readouterr().err
+    record = open_record(path)
+    assert (record.info.source, record.info.model) == ("score", model.fingerprint)
+    read = {
+        int(row): tokens[tokens > 0].tolist()
+        for batch in record.batches(stacks=["encoder"])
+        for row, tokens in zip(batch.row_B, batch.token_BL, strict=True)
+        if row >= 0
+    }
+    assert read == dict(enumerate(model.prompts([inputs for inputs, _ in PAIRS])))
+
+    assert main(words(folder, f"--input={lines}", f"--record={path}")) == 0
+    capsys.readouterr()
+    answers = model.generate(model.prompts(LINES), max_length=3)
+    scorer = model.scorer(batch_size=1)
+    for batch in open_record(path).batches(stacks=["decoder"]):
+        for row, tokens, expert_NLS in zip(
+            batch.row_B, batch.token_BL, np.moveaxis(batch.expert_NBLS, 1, 0), strict=True
+        ):
+            if row < 0:
+                continue
+            tokens_read = answers[row]
+            assert tokens[1 : 1 + len(tokens_read)].tolist() == tokens_read
+            want = scorer.chosen_experts((model.prompts(LINES)[row], tokens_read))
+            np.testing.assert_array_equal(expert_NLS[:, 1 : 1 + len(tokens_read)], want)
+
+
+def test_a_record_of_a_part_or_of_nothing_is_refused(folder, lines, capsys, tmp_path):
+    output, record = tmp_path / "out.txt", tmp_path / "record.parquet"
+    assert main(words(folder, f"--input={lines}", f"--output={output}")) == 0
+    again = [f"--input={lines}", f"--output={output}", f"--record={record}"]
+    assert main(words(folder, *again)) == 2
+    assert "4 lines of" in capsys.readouterr().err and not record.exists()
+    dense = save_run(tmp_path / "dense", DECODER)
+    assert main(words(dense, f"--input={lines}", f"--record={record}")) == 2
+    assert "a record of a model without Switch layers" in capsys.readouterr().err

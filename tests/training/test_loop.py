@@ -26,6 +26,7 @@ from switchx.data.vocabularies import save_vocabulary
 from switchx.models.config import SwitchConfig
 from switchx.optim.schedules import InverseSquareRoot
 from switchx.partitioning.mesh import MeshSpec
+from switchx.routing_record import open_record
 from switchx.training.loop import Outcome, TrainingStopped, evaluate_job, train
 from switchx.training.program import TrainingProgram
 from switchx.training.programs import compiled_program
@@ -144,11 +145,12 @@ def test_a_signal_saves_the_step_that_was_running(finished, tmp_path):
 SPARSE = dataclasses.replace(TINY, switch=SwitchConfig(2, every=1))
 
 
-def samples_in(run) -> dict[str, dict[str, np.ndarray]]:
+def samples_in(run: RunFolder) -> dict[str, tuple]:
+    """The step of each record of a run's routing, and its batches."""
     found = {}
     for path in sorted(run.routing.iterdir()):
-        with np.load(path) as arrays:
-            found[path.name] = dict(arrays)
+        record = open_record(path)
+        found[path.name] = record.info.step, list(record.batches())
     return found
 
 
@@ -162,16 +164,14 @@ def sparse(tmp_path_factory):
 
 def test_every_evaluation_leaves_a_sample_of_its_routing(sparse, finished):
     samples = samples_in(sparse)
-    assert list(samples) == [f"step_{step:06d}.npz" for step in (0, 2, 4)]
-    for step, arrays in zip((0, 2, 4), samples.values(), strict=True):
-        assert arrays["step"] == step and arrays["num_experts"] == 2
-        assert arrays["decoder_layers_N"].tolist() == ["decoder 0"]
-        # Two batches of 8 rows of 8 tokens.
-        assert arrays["decoder_token_T"].shape == (128,)
-        assert arrays["decoder_expert_NTS"].shape == (1, 128, 1)
-        np.testing.assert_array_equal(
-            arrays["decoder_token_T"], samples["step_000000.npz"]["decoder_token_T"]
-        )
+    assert list(samples) == [f"step_{step:06d}.parquet" for step in (0, 2, 4)]
+    (_, first), *_ = samples.values()
+    for step, (found, batches) in zip((0, 2, 4), samples.values(), strict=True):
+        assert found == step and len(batches) == 2
+        for batch, before in zip(batches, first, strict=True):
+            assert batch.layers == ("decoder 0",) and batch.info.switch.num_experts == 2
+            assert batch.rank_NBLR.shape == (1, 8, 8, 1)
+            np.testing.assert_array_equal(batch.token_BL, before.token_BL)
     assert not finished[0].routing.exists()  # a dense model routes nothing
 
 
@@ -186,18 +186,19 @@ def test_a_resumed_run_has_the_samples_of_an_uninterrupted_one(stop_at, sparse, 
     with pytest.raises(MemoryError):
         train(make_job(SPARSE), run, Events(kill))
     # As if it had come further, and been killed while it wrote.
-    ahead = run.routing / "step_000003.npz"
+    ahead = run.routing / "step_000003.parquet"
     ahead.write_bytes(b"of an attempt that is taken back")
-    (run.routing / ".step_000004.npz.0a1b.partial").write_bytes(b"half")
+    (run.routing / ".step_000004.parquet.0a1b.partial").write_bytes(b"half")
     train(make_job(SPARSE), run, Events())
     assert not ahead.exists()
-    (run.routing / ".step_000004.npz.0a1b.partial").unlink()
+    (run.routing / ".step_000004.parquet.0a1b.partial").unlink()
     got, want = samples_in(run), samples_in(sparse)
     assert got.keys() == want.keys()
-    for name in want:
-        assert got[name].keys() == want[name].keys()
-        for array in want[name]:
-            np.testing.assert_array_equal(got[name][array], want[name][array])
+    for name, (step, batches) in want.items():
+        assert got[name][0] == step
+        for mine, theirs in zip(got[name][1], batches, strict=True):
+            for array in ("token_BL", "rank_NBLR", "prob_NBLR", "margin_NBL", "expert_NBLS"):
+                np.testing.assert_array_equal(getattr(mine, array), getattr(theirs, array))
 
 
 def test_goodput_counts_steps_that_are_taken_again(tmp_path):
