@@ -458,14 +458,11 @@ class Drops:
 
         It is the shortest decimal of these slots. With one slot less more would be dropped.
         """
-        factors = np.unique(
-            np.concatenate(
-                [
-                    self.setting.factor(T, np.arange(self.setting.capacity(T, 1e-9), T + 1))
-                    for T in self._groups
-                ]
-            )
-        )
+        whole = [
+            self.setting.factor(T, np.arange(self.setting.capacity(T, 1e-9), T + 1))
+            for T in self._groups
+        ]
+        factors = np.unique(np.concatenate([[1.0], *whole]))
         number = bisect.bisect_left(factors, True, key=lambda each: self.share(each) <= most)
         exact = float(factors[number])
         wanted = self.capacities(exact)

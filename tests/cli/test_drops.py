@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx drops`: predictions against evaluations at that capacity, and bad input."""
+
+import json
+
+import numpy as np
+import pytest
+
+from switchx.analysis.drops import dropped, setting_of
+from switchx.cli.main import main
+from switchx.routing_record import open_record
+from tests.analysis.recorded import write_run
+
+pytestmark = pytest.mark.usefixtures("programs_compiled_once", "one_device")
+
+CAPACITIES = {
+    "dropless": "RouterConfig.overflow=dropless",
+    "half": "SwitchConfig.eval_capacity_factor=0.5",
+}
+
+
+@pytest.fixture(scope="module")
+def records(finished_run, tmp_path_factory):
+    """One model's records of the same batches, by capacity."""
+    folder, paths = tmp_path_factory.mktemp("records"), {}
+    for name, setting in CAPACITIES.items():
+        paths[name] = folder / f"{name}.parquet"
+        words = [f"--model_dir={finished_run.folder}", f"--gin.{setting}"]
+        assert main(["eval", *words, f"--record={paths[name]}"]) == 0
+    return paths
+
+
+def predicted(capsys, *options) -> list[dict]:
+    assert main(["drops", "--json", *map(str, options)]) == 0, capsys.readouterr().err
+    found = json.loads(capsys.readouterr().out)
+    assert [check["name"] for check in found["checks"]] == ["choices_unlike_recorded"]
+    return found["results"]
+
+
+def test_the_first_layers_drops_are_those_of_an_evaluation_at_that_capacity(records, capsys):
+    """Both ways, token by token."""
+    first = open_record(records["half"]).info.all_layers[0]
+    for name, other, factor in (("dropless", "half", 0.5), ("half", "dropless", 8.0)):
+        there, measured = open_record(records[name]), open_record(records[other])
+        setting = setting_of(there.info, group_size=measured.info.switch.group_size)
+        counts = np.zeros(2, int)
+        for batch, want in zip(
+            there.batches(layers=[first], stacks=["encoder"]),
+            measured.batches(layers=[first], stacks=["encoder"]),
+            strict=True,
+        ):
+            found_NPS = dropped(batch, setting, factor)
+            np.testing.assert_array_equal(
+                found_NPS.reshape(-1), want.is_dropped_NBLS.reshape(-1)
+            )
+            counts += want.is_dropped_NBLS.sum(), want.is_token_BL.sum()
+        (row,) = (
+            row
+            for row in predicted(capsys, records[name], f"--factors={factor}", "--target=1")
+            if row["layer"] == first and row["factor"] == factor
+        )
+        assert row["dropped_share"] == counts[0] / counts[1]
+        assert (counts[0] > 0) == (other == "half")
+
+
+def test_what_is_printed_is_what_is_asked(records, finished_run, capsys):
+    words = [str(records["half"]), f"--model_dir={finished_run.folder}"]
+    assert main(["drops", *words, "--factors=0.5,1", "--group_sizes=16,32"]) == 0
+    said = capsys.readouterr().out
+    assert "groups of 16" in said and "groups of 32 would drop" in said
+    assert "slot bytes a token" in said and "1.00% takes factor" in said
+    rows = predicted(
+        capsys, *words, "--factors=1", "--rule=megatron", "--ranks=2", "--microbatches=2"
+    )
+    assert {row["rule"] for row in rows} == {"megatron"}
+    assert {row["priority"] for row in rows} == {"gate"}
+
+
+def test_bad_input_is_named(records, capsys, tmp_path):
+    def refused(*words) -> str:
+        assert main(["drops", *map(str, words)]) == 2
+        return capsys.readouterr().err
+
+    whole = records["half"].read_bytes()
+    cut = tmp_path / "cut.parquet"
+    cut.write_bytes(whole[: len(whole) // 2])
+    assert "give a whole file of `--record`" in refused(cut)
+    half = records["half"]
+    assert "4 experts a token (num_selected=1, rounds=4)" in refused(half, "--rounds=4")
+    assert "2 experts a token" in refused(half, "--num_selected=2")
+    assert "'0,1' are no numbers above 0" in refused(half, "--factors=0,1")
+    assert "do not divide into 3 parts" in refused(half, "--microbatches=3")
+    other = write_run(tmp_path / "other")
+    assert f"--model_dir={other} has 2 experts in" in refused(half, f"--model_dir={other}")
