@@ -25,6 +25,7 @@ from typing import Literal
 
 import numpy as np
 
+from switchx.analysis.drift import paired_batches
 from switchx.fields import check_choices, require, require_at_least
 from switchx.moe.balance import expected_drops
 from switchx.moe.capacity import layer_capacity, layer_groups
@@ -165,18 +166,6 @@ def setting_of(
         overflow, tried = ("reroute" if rounds > 1 else "drop"), rounds
     elif overflow == "dropless" or S > 1 or rule != "switchx":
         overflow = "drop"
-    needed = tried if overflow == "reroute" else S
-    require(
-        needed <= info.num_ranks,
-        f"{needed} experts a token (num_selected={S}, rounds={rounds}) with a record of "
-        f"{info.num_ranks} ranks; use at most {info.num_ranks}"
-        + (
-            ", or record with --gin.RouterConfig.overflow=reroute "
-            f"--gin.RouterConfig.max_rounds={needed}"
-            if router.kind == "top_k" and router.num_selected == 1
-            else ""
-        ),
-    )
     router = dataclasses.replace(
         router,
         num_selected=S,
@@ -191,7 +180,25 @@ def setting_of(
     switch = dataclasses.replace(
         switch, router=router, group_size=group_size or switch.group_size
     )
-    return Setting(switch, rule, ranks, microbatches)
+    setting = Setting(switch, rule, ranks, microbatches)
+    _require_ranks(info, setting)
+    return setting
+
+
+def _require_ranks(info: RecordInfo, setting: Setting) -> None:
+    own, asked = info.switch.router, setting.switch.router
+    rounds = asked.max_rounds if setting.is_rerouting else 1
+    needed = max(rounds, asked.num_selected)
+    more = (
+        ", or record with --gin.RouterConfig.overflow=reroute "
+        f"--gin.RouterConfig.max_rounds={needed}"
+    )
+    require(
+        needed <= info.num_ranks,
+        f"{needed} experts a token (num_selected={asked.num_selected}, rounds={rounds}) with a "
+        f"record of {info.num_ranks} ranks; use at most {info.num_ranks}"
+        + (more if own.kind == "top_k" and own.num_selected == 1 else ""),
+    )
 
 
 # Slots of a batch.
@@ -226,6 +233,7 @@ class _Groups:
 
 
 def _cut(batch: RecordedBatch, setting: Setting) -> _Groups:
+    _require_ranks(batch.info, setting)
     N, B, L, _ = batch.rank_NBLR.shape
     parts, G, T = setting.groups(batch.batch_size, L)
     is_whole = batch.batch_size == B
@@ -487,6 +495,63 @@ def differing_choices(record: RoutingRecord) -> tuple[int, int]:
         different += int((found_NPS != there_NPS[:, : found_NPS.shape[1]]).sum())
         total += found_NPS.size
     return different, total
+
+
+@dataclasses.dataclass
+class PredictionError:
+    """Predicted and measured drops of a Switch layer.
+
+    Attributes:
+        choices: choices of the layer.
+        predicted, measured: drops among these, from a record at another capacity, and recorded
+            at this one.
+        both: choices that are dropped in both.
+    """
+
+    choices: int = 0
+    predicted: int = 0
+    measured: int = 0
+    both: int = 0
+
+    @property
+    def differing(self) -> int:
+        """Choices that are dropped in one of the two."""
+        return self.predicted + self.measured - 2 * self.both
+
+    @property
+    def jaccard(self) -> float:
+        """Choices dropped in both over those dropped in one; 1 where none is."""
+        either = self.predicted + self.measured - self.both
+        return self.both / either if either else 1.0
+
+
+def prediction_errors(
+    record: RoutingRecord, measured: RoutingRecord
+) -> dict[str, PredictionError]:
+    """What a record predicts of the capacity of another one, against that one, by layer.
+
+    Args:
+        measured: record of the same model and rows, at another capacity, groups or order.
+
+    Raises:
+        ValueError: the records are of other rows or layers, or lack ranks.
+    """
+    found = {layer: PredictionError() for layer in record.info.all_layers}
+    setting_of(measured.info)  # refuses routers that cannot be replayed
+    setting = Setting(measured.info.switch)
+    for batch, there in paired_batches(record, measured):
+        predicted_NPS = dropped(batch, setting)
+        P, S = predicted_NPS.shape[1:]
+        measured_NPS = there.is_dropped_NBLS.reshape(len(there.layers), -1, S)[:, :P]
+        choices = P * S if setting.switch.router.padding == "counted" else 0
+        choices = choices or int(there.is_token_BL.reshape(-1)[:P].sum()) * S
+        for layer, p_PS, m_PS in zip(batch.layers, predicted_NPS, measured_NPS, strict=True):
+            error = found[layer]
+            error.choices += choices
+            error.predicted += int(p_PS.sum())
+            error.measured += int(m_PS.sum())
+            error.both += int((p_PS & m_PS).sum())
+    return found
 
 
 def sentence(current: Drops, factor: float, others: Sequence[Drops], most: float) -> str:

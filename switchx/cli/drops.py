@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx drops` and `switchx drift`: what a record of routing says of other settings, and
-where two records differ."""
+"""`switchx drops`: what a record of routing says of other capacities, groups and orders."""
 
 import argparse
 import dataclasses
@@ -18,10 +17,12 @@ Nothing is computed with the model.
   switchx drops eval.parquet --factors=1,1.25,2 --group_sizes=256,1024,4096 --target=0.01
   switchx drops eval.parquet --num_selected=1 --rounds=1,4 --priority=gate
   switchx drops eval.parquet --rule=megatron --ranks=8 --microbatches=2 --json
+  switchx drops eval.parquet --measured=eval_at_factor_2.parquet
 
 Exact for the first Switch layer of an encoder or of a decoder alone; of later layers a
 first-order estimate, since tokens that are dropped change what these read (docs/drops.md). The
-exit status is 1 where the record's own drops do not follow from it.
+exit status is 1 where the record's own drops do not follow from it, or where the first
+layer's are not those of --measured.
 """
 FACTORS = [1.0, 1.25, 1.5, 2.0]
 
@@ -89,6 +90,12 @@ def add_command(commands) -> None:
         help="share of drops that the smallest capacity is computed for (default: 0.01)",
     )
     parser.add_argument(
+        "--measured",
+        metavar="FILE",
+        help="a record of the same model and data at another capacity: what RECORD predicts of "
+        "it is compared with it, by layer, and nothing else is computed",
+    )
+    parser.add_argument(
         "--model_dir",
         metavar="DIR",
         help="run folder of the model, for FLOPs and bytes; default: the one that has RECORD",
@@ -102,6 +109,8 @@ def run_drops(arguments: argparse.Namespace) -> int:
     from switchx.routing_record import open_record
 
     record = open_record(arguments.record)
+    if arguments.measured is not None:
+        return _compare(arguments, record, open_record(arguments.measured))
     model = _model(arguments, record)
     factors = arguments.factors or _own_factors(record.info.switch)
     found = _computed(arguments, record)
@@ -122,6 +131,29 @@ def run_drops(arguments: argparse.Namespace) -> int:
                 f"{different:,} recorded drops do not follow from the record: it was changed, "
                 "or another version wrote it; record again"
             )
+    return 0 if check.holds else 1
+
+
+def _compare(arguments: argparse.Namespace, record, measured) -> int:
+    """Predictions of RECORD against what `--measured` has; returns the exit status."""
+    from switchx.analysis.drops import prediction_errors
+    from switchx.results import Check, Report
+
+    found = prediction_errors(record, measured)
+    rows = [
+        {
+            "layer": name,
+            "choices": error.choices,
+            "predicted_share": error.predicted / max(error.choices, 1),
+            "measured_share": error.measured / max(error.choices, 1),
+            "differing": error.differing,
+            "jaccard": error.jaccard,
+        }
+        for name, error in found.items()
+    ]
+    # A decoder that reads an encoder with Switch layers is no exact one.
+    check = Check("first_layer_differing_choices", rows[0]["differing"], "==0")
+    Report("drops", rows, [check]).print(arguments.json)
     return 0 if check.holds else 1
 
 

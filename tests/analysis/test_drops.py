@@ -308,7 +308,7 @@ def test_what_a_record_cannot_say_is_refused_by_name(tmp_path):
     ):
         setting_of(cut.info, rounds=3)
     two = RecordInfo(switch_of(12, num_selected=2), LAYERS, 0, "eval")
-    with refused("3 experts a token (num_selected=3, rounds=None) with a record of 2 ranks"):
+    with refused("3 experts a token (num_selected=3, rounds=1) with a record of 2 ranks"):
         setting_of(two, num_selected=3)
     choice = RouterConfig(kind="expert_choice")
     info = RecordInfo(SwitchConfig(E, stacks="encoder", router=choice), LAYERS, 0, "eval")

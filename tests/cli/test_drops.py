@@ -63,6 +63,20 @@ def test_the_first_layers_drops_are_those_of_an_evaluation_at_that_capacity(reco
         assert (counts[0] > 0) == (other == "half")
 
 
+def test_a_prediction_is_compared_with_a_measurement(records, capsys):
+    rows = {}
+    for name, other in (("dropless", "half"), ("half", "dropless"), ("half", "half")):
+        words = [str(records[name]), f"--measured={records[other]}", "--json"]
+        assert main(["drops", *words]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert [check["value"] for check in found["checks"]] == [0]
+        rows[name, other] = found["results"]
+    first, second = rows["dropless", "half"]
+    assert first["jaccard"] == 1 and first["predicted_share"] == first["measured_share"] > 0
+    assert second["differing"] < 0.05 * second["choices"]
+    assert {row["differing"] for row in rows["half", "half"]} == {0}
+
+
 def test_what_is_printed_is_what_is_asked(records, finished_run, capsys):
     words = [str(records["half"]), f"--model_dir={finished_run.folder}"]
     assert main(["drops", *words, "--factors=0.5,1", "--group_sizes=16,32"]) == 0
