@@ -16,10 +16,12 @@ R ranks, Q choices in the order of a group's queue, E experts, C slots of an exp
 """
 
 import bisect
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
+import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -30,7 +32,7 @@ from switchx.fields import check_choices, require, require_at_least
 from switchx.moe.balance import expected_drops
 from switchx.moe.capacity import layer_capacity, layer_groups
 from switchx.moe.config import SwitchConfig
-from switchx.routing_record import RecordedBatch, RecordInfo, RoutingRecord, gates
+from switchx.routing_record import RecordedBatch, RecordInfo, RoutingRecord, gates, open_record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -554,7 +556,7 @@ def prediction_errors(
     return found
 
 
-def sentence(current: Drops, factor: float, others: Sequence[Drops], most: float) -> str:
+def sentence(current: Drops, factor: float, others: Sequence[Drops], most: float = 0.01) -> str:
     """What a model drops, and what other groups and capacities would change, in words.
 
     Args:
@@ -576,3 +578,67 @@ def sentence(current: Drops, factor: float, others: Sequence[Drops], most: float
     enough = current.smallest_factor(most)
     slots = " and ".join(str(C) for C in current.capacities(enough).values())
     return f"{said}. {most:.2%} takes factor {enough:g}, {slots} slots of an expert and group."
+
+
+def newest_record(folder: pathlib.Path) -> pathlib.Path | None:
+    """The record of the last evaluation in a run folder's `routing/`; None without one."""
+    return max(folder.glob("step_*.parquet"), default=None)
+
+
+def of_switch(
+    record: RoutingRecord, layers: Sequence[str], switch: SwitchConfig, group_size: int
+) -> Drops:
+    """The drops of a record under the settings that Switch layers have in training.
+
+    Args:
+        layers, switch: the Switch layers.
+        group_size: places of a group, as the batches are that are planned.
+
+    Raises:
+        ValueError: the record is of other Switch layers or has no such groups.
+    """
+    there = record.info.switch.num_experts, record.info.all_layers
+    require(
+        there == (switch.num_experts, list(layers)),
+        f"{record.path} is of {there[0]} experts in {', '.join(there[1])}, and the model has "
+        f"{switch.num_experts} in {', '.join(layers)}; give a record of this model",
+    )
+    router, is_rerouting = switch.router, switch.router.overflow == "reroute"
+    setting = setting_of(
+        record.info,
+        group_size=group_size,
+        num_selected=router.num_selected,
+        priority=router.priority,
+        rounds=router.max_rounds if is_rerouting else 1,
+    )
+    names = ("min_capacity", "capacity_rounding")
+    own = {name: getattr(switch, name) for name in names}
+    switch = dataclasses.replace(setting.switch, **own)
+    return Drops(record, dataclasses.replace(setting, switch=switch))
+
+
+def training_note(
+    folder: pathlib.Path, layers: Sequence[str], switch: SwitchConfig, group_size: int
+) -> str | None:
+    """What the newest record in a `routing/` says of training's capacity, in words.
+
+    None where there is no record, or the layers drop nothing or have no capacity factor.
+
+    Args:
+        folder: `routing/` of the run that goes on, or that parameters are taken from.
+        group_size: places of the largest groups that training has.
+    """
+    path = newest_record(folder)
+    if path is None or switch.router.overflow == "dropless" or switch.expert_capacity:
+        return None
+    where = f"{path.name} of {folder.parent}"
+    try:
+        record = open_record(path)
+        drops = of_switch(record, layers, switch, group_size)
+    except ValueError as error:
+        return f"{where} says nothing of drops: {error}"
+    others = []
+    with contextlib.suppress(ValueError):  # it may have no such groups
+        larger = of_switch(record, layers, switch, 4 * group_size)
+        others = [larger] if larger.capacities(None) != drops.capacities(None) else []
+    return f"{where}: {sentence(drops, switch.capacity_factor, others)}"

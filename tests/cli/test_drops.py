@@ -2,14 +2,17 @@
 """`switchx drops`: predictions against evaluations at that capacity, and bad input."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 
 from switchx.analysis.drops import dropped, setting_of
 from switchx.cli.main import main
-from switchx.routing_record import open_record
+from switchx.moe.config import SwitchConfig
+from switchx.routing_record import RecordInfo, RecordWriter, StackRecord, open_record
 from tests.analysis.recorded import write_run
+from tests.integration.runs import arguments
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once", "one_device")
 
@@ -88,6 +91,40 @@ def test_what_is_printed_is_what_is_asked(records, finished_run, capsys):
     )
     assert {row["rule"] for row in rows} == {"megatron"}
     assert {row["priority"] for row in rows} == {"gate"}
+
+
+def test_training_says_at_its_start_what_the_run_before_dropped(finished_run, capsys, tmp_path):
+    folder = shutil.copytree(finished_run.folder, tmp_path / "run")
+    words = arguments(folder, finished_run.files)
+    assert main(["train", *words]) == 0
+    said = capsys.readouterr().err
+    assert f"step_000012.parquet of {folder}: At factor 1.25 and groups of " in said
+    (there,) = folder.glob("routing/step_000012.parquet")
+    there.write_bytes(b"PAR1")
+    assert main(["train", *words]) == 0
+    assert "says nothing of drops: " in capsys.readouterr().err
+
+
+def test_a_plan_has_the_drops_of_its_groups(in_a_folder, capsys, tmp_path):
+    """Those of a record of another batch, at the group size of the plan."""
+    tokens, record = np.ones((64, 128), np.int32), tmp_path / "record.parquet"
+    random, experts = np.random.default_rng(0), 8
+    info = RecordInfo(SwitchConfig(experts), {"encoder": ["encoder 1", "encoder 3"]}, 0, "eval")
+    rank = random.integers(0, experts, (2, 64, 128, 1)).astype(np.int16)
+    prob, nothing = np.ones_like(rank, np.float32), np.zeros_like(rank, bool)
+    with RecordWriter(record, info) as writer:
+        part = StackRecord(tokens, tokens, rank, prob, prob[..., 0], nothing, rank)
+        writer.add(0, {"encoder": part}, 64)
+    words = ["plan", "--gin_file=runs/pretrain_tiny.gin", "--hardware=v5e", "--devices=1"]
+    words += ["--gin.SwitchConfig.group_size=64", "--gin.SwitchConfig.capacity_factor=1.0"]
+    words += [f"--record={record}", "--gin.VOCAB_SIZE=500", "--json"]
+    assert main(words) == 2
+    assert "is of 8 experts in encoder 1, encoder 3, and the model" in capsys.readouterr().err
+    assert main([*words, "--gin.SwitchConfig.stacks=encoder"]) == 0
+    first, *_ = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    load = [np.bincount(x, minlength=experts) for x in rank.reshape(-1, 64)]
+    want = np.maximum(np.array(load) - 8, 0).sum() / rank.size
+    assert first["dropped_share"] == pytest.approx(want) and want > 0.1
 
 
 def test_bad_input_is_named(records, capsys, tmp_path):
