@@ -413,6 +413,23 @@ class Drops:
         count = np.bincount(place_KTS[is_choice_KTS], minlength=N * T)
         slots_NT += count.reshape(N, T)
 
+    @property
+    def name(self) -> str:
+        """The setting in words, as far as it is no usual one."""
+        setting, router = self.setting, self.setting.switch.router
+        parts = [f"groups of {' and '.join(f'{T:,}' for T in self.capacities(None))}"]
+        if setting.rule != "switchx":
+            parts.append(f"{setting.rule} on {setting.ranks} ranks")
+        if setting.microbatches > 1:
+            parts.append(f"{setting.microbatches} microbatches")
+        if router.num_selected > 1:
+            parts.append(f"{router.num_selected} choices")
+        if router.priority == "gate":
+            parts.append("by gate")
+        if setting.is_rerouting:
+            parts.append(f"{router.max_rounds} rounds")
+        return ", ".join(parts)
+
     def capacities(self, factor: float | None) -> dict[int, int]:
         """C by the places of a group T, of the sizes of groups that there are."""
         return {T: self.setting.capacity(T, factor) for T in sorted(self._groups)}
@@ -557,24 +574,20 @@ def prediction_errors(
 
 
 def sentence(current: Drops, factor: float, others: Sequence[Drops], most: float = 0.01) -> str:
-    """What a model drops, and what other groups and capacities would change, in words.
+    """What a model drops, and what other settings and capacities would change, in words.
 
     Args:
         factor: the factor that is compared at.
-        others: drops with other groups.
+        others: drops under other settings.
         most: share of drops that a larger capacity is named for.
     """
-
-    def groups(drops: Drops) -> str:
-        return " and ".join(f"{T:,}" for T in drops.capacities(None))
-
     said = (
-        f"At factor {factor:g} and groups of {groups(current)} this model drops "
+        f"At factor {factor:g} and {current.name} this model drops "
         f"{current.share(factor):.2%} of its choices"
     )
     if (least := current.balanced_share(factor)) is not None:
         said += f" (a balanced random router {least:.2%})"
-    said += "".join(f"; groups of {groups(x)} would drop {x.share(factor):.2%}" for x in others)
+    said += "".join(f"; {x.name} would drop {x.share(factor):.2%}" for x in others)
     enough = current.smallest_factor(most)
     slots = " and ".join(str(C) for C in current.capacities(enough).values())
     return f"{said}. {most:.2%} takes factor {enough:g}, {slots} slots of an expert and group."

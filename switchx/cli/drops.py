@@ -325,7 +325,7 @@ def _recorded(record) -> tuple[int, int]:
 
 
 def _by_layer(drops, factors, model):
-    table = _table(f"Dropped choices by capacity factor, {_name(drops)}", "layer", factors)
+    table = _table(f"Dropped choices by capacity factor, {drops.name}", "layer", factors)
     shares = [drops.share_N(factor) for factor in factors]
     for n, layer in enumerate(drops.layers):
         table.add_row(layer, *(f"{share_N[n]:.2%}" for share_N in shares))
@@ -351,7 +351,7 @@ def _by_setting(found, factors, target: float):
     table.add_column(f"factor for {target:g}", justify="right", no_wrap=True)
     for drops in found:
         shares = [f"{drops.share(factor):.2%}" for factor in factors]
-        table.add_row(_name(drops), *shares, f"{drops.smallest_factor(target):g}")
+        table.add_row(drops.name, *shares, f"{drops.smallest_factor(target):g}")
     return table
 
 
@@ -363,21 +363,3 @@ def _table(title: str, first: str, factors):
     for factor in factors:
         table.add_column(f"{factor:g}", justify="right", no_wrap=True)
     return table
-
-
-def _name(drops) -> str:
-    """The setting in words."""
-    setting, router = drops.setting, drops.setting.switch.router
-    sizes = " and ".join(f"{T:,}" for T in drops.capacities(None))
-    parts = [f"groups of {sizes}"]
-    if setting.rule != "switchx":
-        parts.append(f"{setting.rule} on {setting.ranks} ranks")
-    if setting.microbatches > 1:
-        parts.append(f"{setting.microbatches} microbatches")
-    if router.num_selected > 1:
-        parts.append(f"{router.num_selected} choices")
-    if router.priority == "gate":
-        parts.append("by gate")
-    if setting.is_rerouting:
-        parts.append(f"{router.max_rounds} rounds")
-    return ", ".join(parts)

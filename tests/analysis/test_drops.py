@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from switchx.analysis.drops import Drops, Setting, differing_choices, dropped, setting_of
-from switchx.moe.capacity import group_shape, into_groups
+from switchx.moe.capacity import into_groups, layer_groups
 from switchx.moe.config import RouterConfig, SwitchConfig
 from switchx.moe.plan import make_plan
 from switchx.routing_record import (
@@ -66,6 +66,7 @@ ROUTERS = {
     "reroute": (5, 0.5, {"overflow": "reroute", "max_rounds": 3}),
     "reroute by gate": (8, 0.75, {"overflow": "reroute", "max_rounds": 3, "priority": "gate"}),
     "counted": (5, 1.0, {"padding": "counted"}),
+    "slots of a row": (8, 1.0, {"num_selected": 2}),
     "dropless": (8, 1.0, {"overflow": "dropless"}),
 }
 
@@ -74,8 +75,10 @@ ROUTERS = {
 def test_they_are_those_of_the_layers_own_plan(name):
     size, factor, router = ROUTERS[name]
     switch = switch_of(size, factor, **router)
+    if name == "slots of a row":
+        switch = dataclasses.replace(switch, expert_capacity=1)
     batch = batch_of(switch, 0, B=64, L=6)
-    setting, (G, T) = Setting(switch), group_shape(384, size)
+    setting, (G, T) = Setting(switch), layer_groups(switch, 64, 6)
     found_NPS = dropped(batch, setting)
     make = jax.jit(make_plan, static_argnums=(0, 4))
     for n in range(2):
@@ -89,6 +92,22 @@ def test_they_are_those_of_the_layers_own_plan(name):
         want_PS = np.asarray(plan.is_dropped_GTS).reshape(G * T, -1)[:384]
         np.testing.assert_array_equal(found_NPS[n], want_PS)
         assert want_PS.any() == (name != "dropless")
+
+
+def test_a_record_of_scoring_has_its_rows_as_groups_and_any_factor():
+    """Where nothing was dropped, `overflow` and `expert_capacity` say nothing of capacity."""
+    switch = dataclasses.replace(switch_of(8, overflow="dropless"), expert_capacity=1)
+    batch = batch_of(switch, 0, B=8, L=6)
+    setting = setting_of(batch.info)
+    want = by_loop(
+        batch,
+        [range(first, first + 6) for first in range(0, 48, 6)],
+        lambda n, places: [(place, 0) for place in places],
+        lambda T: math.ceil(T / E * 0.5),
+    )
+    np.testing.assert_array_equal(dropped(batch, setting, 0.5), want)
+    larger = setting_of(batch.info, group_size=24)
+    assert larger.groups(8, 6) == (1, 2, 24) and larger.capacity(24, 1.0) == 6
 
 
 def by_loop(batch, groups, order, capacity) -> np.ndarray:
