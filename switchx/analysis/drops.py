@@ -214,18 +214,17 @@ class _Groups:
         rank_KTR: experts by rank, `num_experts` for a place that takes part in nothing; K is
             all groups of all layers.
         prob_KTR: their probabilities.
-        num_layers, num_rows, length: N, B and L of the batch.
-        parts: parts that are cut apart, each with places of its own behind its last group.
-        places: places in whole groups, of B L.
+        num_layers: N of the batch.
+        parts: parts that are cut apart; the last group of each ends in padding.
+        places, left_out: places in whole groups, of B L, and the others.
     """
 
     rank_KTR: np.ndarray
     prob_KTR: np.ndarray
     num_layers: int
-    num_rows: int
-    length: int
     parts: int
     places: int
+    left_out: int
 
     def flat(self, array_KTS: np.ndarray) -> np.ndarray:
         """`[K, T, S]` -> `[N, places, S]`, in the batch's order."""
@@ -259,10 +258,9 @@ def _cut(batch: RecordedBatch, setting: Setting) -> _Groups:
         grouped(rank_NBLR, E),
         grouped(batch.prob_NBLR[..., :R], 0),
         num_layers=N,
-        num_rows=B,
-        length=L,
         parts=parts,
         places=places,
+        left_out=B * L - places,
     )
 
 
@@ -404,7 +402,7 @@ class Drops:
         S = self.setting.num_choices
         self.choices_N += S * np.bincount(n_K, is_routed_KT.sum(axis=1), N).astype(np.int64)
         self.places += groups.places
-        self.left_out += groups.num_rows * groups.length - groups.places
+        self.left_out += groups.left_out
         if self.setting.is_rerouting:
             return
         slots_NT = self._slots.setdefault(T, np.zeros((N, T), np.int64))
@@ -593,11 +591,6 @@ def sentence(current: Drops, factor: float, others: Sequence[Drops], most: float
     return f"{said}. {most:.2%} takes factor {enough:g}, {slots} slots of an expert and group."
 
 
-def newest_record(folder: pathlib.Path) -> pathlib.Path | None:
-    """The record of the last evaluation in a run folder's `routing/`; None without one."""
-    return max(folder.glob("step_*.parquet"), default=None)
-
-
 def of_switch(
     record: RoutingRecord, layers: Sequence[str], switch: SwitchConfig, group_size: int
 ) -> Drops:
@@ -635,14 +628,16 @@ def training_note(
 ) -> str | None:
     """What the newest record in a `routing/` says of training's capacity, in words.
 
-    None where there is no record, or the layers drop nothing or have no capacity factor.
+    None where there is no record, or the layers drop nothing, have no capacity factor, or have
+    experts that choose.
 
     Args:
         folder: `routing/` of the run that goes on, or that parameters are taken from.
         group_size: places of the largest groups that training has.
     """
-    path = newest_record(folder)
-    if path is None or switch.router.overflow == "dropless" or switch.expert_capacity:
+    router, path = switch.router, max(folder.glob("step_*.parquet"), default=None)
+    drops_none = router.overflow == "dropless" or router.kind == "expert_choice"
+    if path is None or drops_none or switch.expert_capacity is not None:
         return None
     where = f"{path.name} of {folder.parent}"
     try:

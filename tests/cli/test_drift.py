@@ -61,6 +61,24 @@ def test_a_model_does_not_drift_from_itself(folder, pairs, capsys):
     assert "0.000% of" in said and "Loss a token: " in said
 
 
+@pytest.mark.slow
+def test_an_artifact_is_compared_with_its_run_and_asked_for_its_drops(
+    folder, pairs, capsys, tmp_path
+):
+    artifact, record = str(tmp_path / "int8"), str(tmp_path / "record.parquet")
+    assert main(["quantize", f"--model_dir={folder}", f"--output={artifact}", "--bits=8"]) == 0
+    capsys.readouterr()
+    *rows, losses = compared(capsys, folder, artifact, f"--input={pairs}")
+    # The first layer reads the same; its router is no expert and is not quantized.
+    assert rows[0]["differing_share"] == 0 and 0 < losses["mean_change"] < 0.1
+    words = [f"--model_dir={artifact}", f"--input={pairs}", f"--record={record}"]
+    assert main(["score", *words]) == 0
+    capsys.readouterr()
+    assert main(["drops", record, "--json", "--factors=1", "--group_sizes=8"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert {row["layer"] for row in rows} == {"all", "encoder 0", "decoder 0"}
+
+
 def test_bad_input_is_named(folder, pairs, capsys):
     assert main(["drift", folder, folder]) == 2
     assert "is no routing record that can be read" in capsys.readouterr().err
