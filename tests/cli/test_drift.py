@@ -37,9 +37,10 @@ def compared(capsys, *words) -> list[dict]:
 
 
 def score(capsys, folder, pairs, step) -> float:
-    assert main(["score", f"--model_dir={folder}", f"--input={pairs}", f"--step={step}"]) == 0
-    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
-    return -sum(float(x) for x, _ in lines) / sum(int(n) for _, n in lines)
+    words = [f"--model_dir={folder}", f"--input={pairs}", f"--step={step}", "--json"]
+    assert main(["score", *words, "--logprobs=1"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return -sum(x["log_likelihood"] for x in lines) / sum(x["num_tokens"] for x in lines)
 
 
 def test_checkpoints_are_compared_by_their_routing_and_loss(folder, pairs, capsys):
