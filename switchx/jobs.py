@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from switchx import api
+from switchx.analysis.drops import training_note
 from switchx.checkpoint.restore import checkpoint_fingerprint, choose_step, restore_params
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.evaluation import evaluation_examples, prediction_rows
@@ -33,6 +34,7 @@ from switchx.inference.artifact import is_artifact
 from switchx.inference.generate import Generator
 from switchx.manifest import git_commit
 from switchx.models.params import abstract_params
+from switchx.moe.capacity import layer_groups
 from switchx.moe.replay import choices_of_rows
 from switchx.partitioning.mesh import MeshSpec
 from switchx.progress import reporter_here
@@ -125,12 +127,26 @@ def train(
         if (num_processes := jax.process_count()) > 1:
             reporter.note(f"{num_processes} processes, {jax.device_count()} devices")
         stack.enter_context(compiled_programs_kept(folder.compiled, reporter.note))
+        if note := _drops_of(job, folder):
+            reporter.note(note)
         outcome = loop.train(
             job, folder, reporter, records, devices, JobTexts, profiled, started_s
         )
     if not outcome.is_finished:
         raise TrainingInterrupted(outcome, job, folder)
     return outcome
+
+
+def _drops_of(job: TrainingJob, folder: RunFolder) -> str | None:
+    """What is known of dropped choices at a job's capacity, from the run before; or None."""
+    switch, before = job.model.switch, folder if folder.is_begun else None
+    if before is None and job.init_from is not None:
+        before = RunFolder(job.init_from)
+    if switch is None or before is None or jax.process_index():
+        return None
+    rows = job.batch_size // job.step.num_microbatches
+    sizes = [layer_groups(switch, rows, length)[1] for length in job.sparse_lengths]
+    return training_note(before.routing, job.model.sparse_layer_names, switch, max(sizes))
 
 
 def _require_job(job, name: str) -> None:

@@ -49,7 +49,7 @@ ARROWS = {
         *("pipeline", "partitioning"),
     ),
     "interop": ("models", "tree", "manifest", "data"),
-    "analysis": ("moe.stats", "pipeline.schedule", "npz", "routing_record"),
+    "analysis": ("routing_record", "moe", "pipeline.schedule", "npz"),
     "checkpoint": ("partitioning", "tree", "manifest", "storage", "models", "data"),
     "training": ("models", "moe", "data", "optim", "checkpoint", "tree", "routing_record"),
     "inference": (

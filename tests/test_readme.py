@@ -167,6 +167,12 @@ TESTED_ELSEWHERE = {
     "switchx eval --model_dir=runs/translation --split=test_2016_flickr --max_examples=100": (
         "tests/cli/test_evaluate.py::test_commands_of_the_page_run"
     ),
+    "switchx drops eval.parquet --group_sizes=256,1024": (
+        "tests/cli/test_drops.py::test_what_is_printed_is_what_is_asked"
+    ),
+    "switchx drift runs/pretrain_tiny runs/tiny_int4 --input=pairs.tsv": (
+        "tests/cli/test_drift.py::test_checkpoints_are_compared_by_their_routing_and_loss"
+    ),
     "switchx serve --model_dir=runs/pretrain_tiny": (
         "tests/cli/test_serve.py::test_a_process_serves_drains_and_ends_well"
     ),

@@ -2,6 +2,7 @@
 """Arguments that several commands share, spelt as T5X spells them."""
 
 import argparse
+import math
 import os
 import pathlib
 import re
@@ -224,6 +225,23 @@ def numbers(text: str) -> list[int]:
     except ValueError:
         what = f"{text!r} are no whole numbers; write them with commas, as 256042,17"
         raise argparse.ArgumentTypeError(what) from None
+
+
+def factors(text: str) -> list[float]:
+    """Numbers above 0, with commas."""
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = [0.0]
+    if not all(0 < value < math.inf for value in values):
+        what = f"{text!r} are no numbers above 0; write them with commas, as 1,1.25"
+        raise argparse.ArgumentTypeError(what)
+    return values
+
+
+def counts(text: str) -> list[int]:
+    """Whole numbers of at least 1, with commas."""
+    return [positive(part) for part in text.split(",")]
 
 
 def share(text: str) -> float:

@@ -3,6 +3,7 @@
 
 import argparse
 import dataclasses
+import functools
 import pathlib
 from typing import Any
 
@@ -80,6 +81,12 @@ def add_command(commands) -> None:
         help="run folder whose last logged routing says how uneven experts' loads are; "
         "default: taken to be even",
     )
+    parser.add_argument(
+        "--record",
+        metavar="FILE",
+        help="record of the model's routing (docs/records.md): also predict the choices that "
+        "each plan's groups drop",
+    )
     shared.add_output(parser, "write the first plan's mesh as a gin file")
     shared.add_json(parser)
 
@@ -98,6 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
     devices = _devices(hardware, arguments.devices)
     job = building.parse_job(*shared.gin_of(arguments))
     workload = _with_load(workload_of(job), arguments.load_of)
+    drops_of = _drops_of(arguments.record, workload)
     storage, found = _search(arguments, job, workload, hardware, devices)
     others = {}
     if GROUPS_DO_NOT_DIVIDE in found.refused:
@@ -122,7 +130,9 @@ def run(arguments: argparse.Namespace) -> int:
         write_atomically(pathlib.Path(arguments.output).expanduser(), text.encode())
     if arguments.json:
         plans = enumerate(found.plans[: arguments.top], 1)
-        rows = [row(i, plan, workload, hardware) for i, plan in plans]
+        rows = [
+            row(i, plan, workload, hardware) | drops_of(plan.layout)[0] for i, plan in plans
+        ]
         if arguments.storage:
             rows += tier_rows(job, found.plans[0].layout, workload, hardware, storage)
         Report("plan", rows, [fits]).print(as_json=True)
@@ -130,6 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_search(found, hardware, devices, arguments.top)
         if workload.model.switch is not None:
             print(f"\nLoad of the experts: {arguments.load_of or 'even'}")
+        print(*drops_of(found.plans[0].layout)[1:], sep="\n", end="")
         if workload.teacher is not None:
             _print_teacher(workload.teacher, found.plans[0])
         if arguments.storage:
@@ -160,6 +171,37 @@ def _with_load(workload, folder: str | None):
         )
     imbalance = measured_imbalance(history.load[-1], switch.num_replicas)
     return dataclasses.replace(workload, imbalance=imbalance)
+
+
+def _drops_of(record: str | None, workload):
+    """A function of a layout that returns its drops by a record: of JSON, and in words.
+
+    Raises:
+        ValueError: the record is of other Switch layers, or cannot be read.
+    """
+    from switchx.analysis.drops import of_switch, sentence
+    from switchx.routing_record import open_record
+
+    if record is None:
+        return lambda layout: ({},)
+    opened, model = open_record(record), workload.model
+    if model.switch is None:
+        raise ValueError(
+            f"--record={record} with a dense model, which drops nothing; leave it out"
+        )
+
+    @functools.cache
+    def of_size(group_size: int):
+        return of_switch(opened, model.sparse_layer_names, model.switch, group_size)
+
+    def of_layout(layout):
+        rows = workload.batch_size // layout.num_microbatches
+        stacks = [each for each in workload.stacks if model.num_sparse_layers_of(each)]
+        sizes = [workload.routing(rows, workload.length(stack))[1] for stack in stacks]
+        drops, factor = of_size(max(sizes)), model.switch.capacity_factor
+        return {"dropped_share": drops.share(factor)}, sentence(drops, factor, ()), ""
+
+    return of_layout
 
 
 def _search(arguments, job, workload, hardware, devices: int):

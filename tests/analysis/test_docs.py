@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks of docs/routing_statistics.md run, in their order, in one folder."""
+"""The blocks of docs/routing_statistics.md and docs/drops.md run, in order, in one folder."""
 
 import re
 import shlex
+import subprocess
 
 import jax
 import pytest
@@ -39,6 +40,28 @@ def test_blocks_run(in_a_folder, capsys, monkeypatch):
     assert capsys.readouterr().out.endswith("runs/routed/report.html\n")
     exec(blocks[1][1], {})
     assert capsys.readouterr().out.count("[") == 1 + 3  # a row an evaluation
+
+
+@pytest.mark.slow
+def test_blocks_of_drops_and_drift_run(in_a_folder, capsys, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda *_, first=jax.devices()[:1]: first)
+    brief = {"train": [*BRIEF, "--gin.CHECKPOINT_EVERY=2"], "plan": BRIEF}
+    blocks = BLOCK.findall((ROOT / "docs/drops.md").read_text(encoding="utf-8"))
+    assert [language for language, _ in blocks].count("python") == 1
+    for language, block in blocks:
+        if language == "python":
+            exec(block, {})
+            assert "{'encoder 0': np.float64(" in capsys.readouterr().out
+            continue
+        for command in block.splitlines():
+            if command.startswith("printf"):
+                subprocess.run(command, shell=True, check=True)
+                continue
+            _, name, *options = shlex.split(command.replace("=200,400", "=2,4"))
+            assert main([name, *options, *brief.get(name, [])]) == 0, command
+            said = capsys.readouterr()
+            assert name != "drops" or "choices" in said.out
+            assert name != "drift" or "choose other experts" in said.out
 
 
 def test_numbers_of_the_page_are_those_of_the_code():

@@ -148,6 +148,11 @@ def test_from_transformers_through_all_commands_and_back(in_a_folder, one_device
         run("quantize", "--model_dir=ours", "--output=int8", "--bits=8")
         run("generate", "--model_dir=int8", *asked[1:], "--output=out8.txt")
         assert len((in_a_folder / "out8.txt").read_text().splitlines()) == 3
+        words = "--model_dir=ours", "--input=pairs.tsv", "--capacity=trained"
+        run("score", *words, "--output=again.txt", "--record=record.parquet")
+        run("drops", "record.parquet")  # its own drops follow from it, or the status is 1
+        run("drops", "record.parquet", "--group_sizes=16", "--priority=gate")
+        run("drift", "ours", "int8", "--input=pairs.tsv")
 
     finetune = "finetune_switch_base" if name == "switch" else "finetune"
     files = [f"runs/{finetune}.gin", "tasks/pairs.gin"]

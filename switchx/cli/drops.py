@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx drops`: what a record of routing says of other capacities, groups and orders."""
+
+import argparse
+import dataclasses
+from typing import Any
+
+from switchx.cli import arguments as shared
+
+DROPS = """\
+Computes which choices a recorded model drops at other capacity factors, group sizes, numbers
+of choices, orders and rounds of rerouting, and the smallest capacity for a wanted share.
+Nothing is computed with the model.
+
+  switchx eval --model_dir=DIR --record=eval.parquet
+  switchx drops eval.parquet
+  switchx drops eval.parquet --factors=1,1.25,2 --group_sizes=256,1024,4096 --target=0.01
+  switchx drops eval.parquet --num_selected=1 --rounds=1,4 --priority=gate
+  switchx drops eval.parquet --rule=megatron --ranks=8 --microbatches=2 --json
+  switchx drops eval.parquet --measured=eval_at_factor_2.parquet
+
+Exact for the first Switch layer of an encoder or of a decoder alone; of later layers a
+first-order estimate, since tokens that are dropped change what these read (docs/drops.md). The
+exit status is 1 where the record's own drops do not follow from it, or where the first
+layer's are not those of --measured.
+"""
+FACTORS = [1.0, 1.25, 1.5, 2.0]
+
+
+def add_command(commands) -> None:
+    parser = shared.add_command(
+        commands, "drops", run_drops, "predict drops at other capacities and groups", DROPS
+    )
+    parser.add_argument("record", metavar="RECORD", help="a Parquet file of --record")
+    parser.add_argument(
+        "--factors",
+        type=shared.factors,
+        metavar="X,X",
+        help="capacity factors; default: 1, 1.25, 1.5, 2 and the model's own",
+    )
+    parser.add_argument(
+        "--group_sizes",
+        type=shared.counts,
+        metavar="N,N",
+        help="places routed together; default: the recorded, 4 and 16 times as many",
+    )
+    parser.add_argument(
+        "--num_selected",
+        type=shared.counts,
+        metavar="N,N",
+        help="experts that a token chooses; default: as recorded",
+    )
+    parser.add_argument(
+        "--priority",
+        choices=["position", "gate"],
+        help="order in which choices get slots; default: as recorded, gate for megatron",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=shared.counts,
+        metavar="N,N",
+        help="experts that a token without a slot tries; 1 does not reroute; default: as "
+        "recorded",
+    )
+    parser.add_argument(
+        "--rule",
+        choices=["switchx", "flaxformer", "megatron"],
+        default="switchx",
+        help="whose rule cuts batches into groups (default: switchx)",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=shared.positive,
+        default=1,
+        metavar="N",
+        help="devices that a batch's rows are split over, by the rules of others (default: 1)",
+    )
+    parser.add_argument(
+        "--microbatches",
+        type=shared.positive,
+        default=1,
+        metavar="N",
+        help="parts of a batch that are routed one after another (default: 1)",
+    )
+    parser.add_argument(
+        "--target",
+        type=shared.share,
+        default=0.01,
+        metavar="X",
+        help="share of drops that the smallest capacity is computed for (default: 0.01)",
+    )
+    parser.add_argument(
+        "--measured",
+        metavar="FILE",
+        help="a record of the same model and data at another capacity: what RECORD predicts of "
+        "it is compared with it, by layer, and nothing else is computed",
+    )
+    parser.add_argument(
+        "--model_dir",
+        metavar="DIR",
+        help="run folder of the model, for FLOPs and bytes; default: the one that has RECORD",
+    )
+    shared.add_json(parser)
+
+
+def run_drops(arguments: argparse.Namespace) -> int:
+    from switchx.analysis.drops import differing_choices
+    from switchx.results import Check, Report
+    from switchx.routing_record import open_record
+
+    record = open_record(arguments.record)
+    if arguments.measured is not None:
+        return _compare(arguments, record, open_record(arguments.measured))
+    model = _model(arguments, record)
+    factors = arguments.factors or _own_factors(record.info.switch)
+    found = _computed(arguments, record)
+    different, _ = differing_choices(record)
+    check = Check("choices_unlike_recorded", different, "==0")
+    rows = [
+        row
+        for drops in found
+        for factor in (*factors, drops.smallest_factor(arguments.target))
+        for row in _rows(drops, factor, model)
+    ]
+    if arguments.json:
+        Report("drops", rows, [check]).print(as_json=True)
+    else:
+        _print(arguments, record, found, factors, model)
+        if not check.holds:
+            print(
+                f"{different:,} recorded drops do not follow from the record: it was changed, "
+                "or another version wrote it; record again"
+            )
+    return 0 if check.holds else 1
+
+
+def _compare(arguments: argparse.Namespace, record, measured) -> int:
+    """Predictions of RECORD against what `--measured` has; returns the exit status."""
+    from switchx.analysis.drops import prediction_errors
+    from switchx.results import Check, Report
+
+    found = prediction_errors(record, measured)
+    rows = [
+        {
+            "layer": name,
+            "choices": error.choices,
+            "predicted_share": error.predicted / max(error.choices, 1),
+            "measured_share": error.measured / max(error.choices, 1),
+            "differing": error.differing,
+            "jaccard": error.jaccard,
+        }
+        for name, error in found.items()
+    ]
+    # A decoder that reads an encoder with Switch layers is no exact one.
+    check = Check("first_layer_differing_choices", rows[0]["differing"], "==0")
+    Report("drops", rows, [check]).print(arguments.json)
+    return 0 if check.holds else 1
+
+
+def _own_factors(switch) -> list[float]:
+    own = () if switch.router.overflow == "dropless" else (switch.eval_capacity_factor,)
+    return sorted({*FACTORS, switch.capacity_factor, *own})
+
+
+def _computed(arguments: argparse.Namespace, record) -> list:
+    """`Drops` of all settings asked for; the first one has the recorded groups or the first."""
+    from switchx.analysis.drops import Drops, setting_of
+
+    sizes = arguments.group_sizes or _group_sizes(record, arguments)
+    common = {name: getattr(arguments, name) for name in ("rule", "ranks", "microbatches")}
+    return [
+        Drops(
+            record,
+            setting_of(
+                record.info,
+                group_size=size,
+                num_selected=num_selected,
+                rounds=rounds,
+                priority=arguments.priority,
+                **common,
+            ),
+        )
+        for num_selected in arguments.num_selected or [None]
+        for rounds in arguments.rounds or [None]
+        for size in sizes
+    ]
+
+
+def _group_sizes(record, arguments: argparse.Namespace) -> list[int | None]:
+    """The recorded size, 4 and 16 times as many as far as recorded batches have such groups."""
+    if arguments.rule == "megatron":
+        return [None]
+    batch = next(record.batches())
+    _, T = batch.group_shape
+    sizes = [size for size in (4 * T, 16 * T) if size <= batch.token_BL.size]
+    whole = batch.token_BL.size
+    if not sizes and whole > T:
+        sizes = [whole]
+    return [None, *sizes]
+
+
+def _model(arguments: argparse.Namespace, record):
+    """The `ModelConfig` of the run that the record is of; None where no folder says.
+
+    Raises:
+        ValueError: `--model_dir` has other Switch layers.
+    """
+    from switchx.checkpoint.run_folder import RunFolder, read_sparse_model_config
+    from switchx.fields import require
+
+    if arguments.model_dir is None:
+        folders = list(record.path.absolute().parents)[:2]
+        folder = next((each for each in folders if (each / "config.json").is_file()), None)
+        if folder is None:
+            return None
+    else:
+        folder = arguments.model_dir
+    model, info = read_sparse_model_config(RunFolder(folder)), record.info
+    there = model.sparse_layer_names, model.switch.num_experts
+    is_same = there == (info.all_layers, info.switch.num_experts)
+    require(
+        is_same or arguments.model_dir is None,
+        f"--model_dir={folder} has {there[1]} experts in {', '.join(there[0])}, and "
+        f"{record.path} {info.switch.num_experts} in {', '.join(info.all_layers)}; give the "
+        "folder of the recorded model, or leave it out",
+    )
+    return model if is_same else None
+
+
+def _rows(drops, factor: float, model) -> list[dict[str, Any]]:
+    """JSON rows of all layers together and of each; shares are of choices."""
+    switch = drops.setting.switch
+    about = {
+        "rule": drops.setting.rule,
+        "group_sizes": list(drops.capacities(factor)),
+        "num_selected": switch.router.num_selected,
+        "priority": switch.router.priority,
+        "rounds": switch.router.max_rounds if drops.setting.is_rerouting else 1,
+        "factor": factor,
+        "capacities": list(drops.capacities(factor).values()),
+        "slots_per_token": drops.slots_per_token(factor),
+        **(_cost(model, drops.slots_per_token(factor)) if model else {}),
+    }
+    shares = dict(zip(drops.layers, drops.share_N(factor).tolist(), strict=True))
+    whole = {"dropped_share": drops.share(factor)}
+    whole["balanced_random_share"] = drops.balanced_share(factor)
+    return [{"layer": "all"} | about | whole] + [
+        {"layer": name} | about | {"dropped_share": share} for name, share in shares.items()
+    ]
+
+
+def _cost(model, slots_per_token: float) -> dict[str, float]:
+    """The cost of one Switch layer's slots for each token, by the planner's formulas.
+
+    FLOPs of the experts' products, forward (`models/flops.py`), and bytes of the slots' inputs,
+    which an exchange between devices sends there, and as many back (`planner/sparse_comm.py`).
+    """
+    import jax.numpy as jnp
+
+    from switchx.models.flops import flops_per_sequence
+
+    switch = model.switch
+    # A factor that is all slots, whatever the model's own bounds are.
+    router = dataclasses.replace(switch.router, overflow="drop", balance_counts="first_choice")
+    factor = slots_per_token / (router.num_selected * router.num_tasks)
+    bare = dataclasses.replace(
+        switch,
+        router=router,
+        capacity_factor=factor,
+        expert_capacity=None,
+        min_capacity=1,
+        group_size=1 << 62,
+    )
+    length = 1 if model.is_encoder_decoder else 0
+    flops = flops_per_sequence(dataclasses.replace(model, switch=bare), length, 1)
+    row_bytes = model.d_model * jnp.dtype(model.precision.compute).itemsize
+    return {
+        "expert_flops_per_token": flops.expert_slots / model.num_sparse_layers,
+        "slot_bytes_per_token": slots_per_token * row_bytes,
+    }
+
+
+def _print(arguments: argparse.Namespace, record, found, factors, model) -> None:
+    """The recorded groups by layer and factor, all settings by factor, and a sentence."""
+    from rich.console import Console
+
+    from switchx.analysis.drops import sentence
+
+    console, first, target = (
+        Console(highlight=False, soft_wrap=True),
+        found[0],
+        arguments.target,
+    )
+    info = record.info
+    recorded, total = _recorded(record)
+    console.print(
+        f"{record.path}: {record.num_places:,} places, {len(first.layers)} Switch layers of "
+        f"{info.switch.num_experts} experts, recorded by {info.source} at step {info.step}; "
+        f"{recorded / total:.2%} of {total:,} choices were dropped then"
+    )
+    if not info.is_whole:
+        console.print("The record was full: later batches were left out of it")
+    if left_out := max(drops.left_out for drops in found):
+        console.print(
+            f"{left_out:,} of the places are in no whole group of the largest size and are "
+            "left out there: training records the first rows of batches; `switchx eval "
+            "--record` records whole ones"
+        )
+    enough = first.smallest_factor(target)
+    shown = sorted({*factors, enough})
+    console.print(_by_layer(first, shown, model))
+    if len(found) > 1:
+        console.print(_by_setting(found, shown, target))
+    compared = info.switch.capacity_factor
+    console.print(sentence(first, compared, found[1:], target))
+
+
+def _recorded(record) -> tuple[int, int]:
+    """The recorded drops, and all choices."""
+    dropped = total = 0
+    for batch in record.batches():
+        dropped += int(batch.is_dropped_NBLS.sum())
+        total += int((batch.expert_NBLS < batch.info.switch.num_experts).sum())
+    return dropped, total
+
+
+def _by_layer(drops, factors, model):
+    table = _table(f"Dropped choices by capacity factor, {drops.name}", "layer", factors)
+    shares = [drops.share_N(factor) for factor in factors]
+    for n, layer in enumerate(drops.layers):
+        table.add_row(layer, *(f"{share_N[n]:.2%}" for share_N in shares))
+    table.add_row("all", *(f"{drops.share(factor):.2%}" for factor in factors))
+    least = [drops.balanced_share(factor) for factor in factors]
+    if None not in least:
+        table.add_row("balanced random router", *(f"{share:.2%}" for share in least))
+    capacities = [drops.capacities(factor).values() for factor in factors]
+    table.add_row("slots of an expert", *(", ".join(map(str, each)) for each in capacities))
+    slots = [drops.slots_per_token(factor) for factor in factors]
+    table.add_row("slots a token", *(f"{each:.3g}" for each in slots))
+    if model is not None:
+        costs = [_cost(model, each) for each in slots]
+        flops = (f"{each['expert_flops_per_token'] / 1e6:.3g}" for each in costs)
+        table.add_row("expert MFLOPs a token", *flops)
+        sent = (f"{each['slot_bytes_per_token']:,.0f}" for each in costs)
+        table.add_row("slot bytes a token", *sent)
+    return table
+
+
+def _by_setting(found, factors, target: float):
+    table = _table("Dropped choices of all layers by setting", "setting", factors)
+    table.add_column(f"factor for {target:g}", justify="right", no_wrap=True)
+    for drops in found:
+        shares = [f"{drops.share(factor):.2%}" for factor in factors]
+        table.add_row(drops.name, *shares, f"{drops.smallest_factor(target):g}")
+    return table
+
+
+def _table(title: str, first: str, factors):
+    from rich.table import Table
+
+    table = Table(box=None, title=title, title_justify="left", pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for factor in factors:
+        table.add_column(f"{factor:g}", justify="right", no_wrap=True)
+    return table

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx drift`: two checkpoints, a model and itself, their losses, and what is refused."""
+
+import dataclasses
+import json
+
+import pytest
+
+from switchx.cli.main import main
+from switchx.data.objectives import SpanCorruption
+from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
+from tests.training.jobs import TASK
+from tests.training.saved_runs import save_run
+
+pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+
+SWITCH = SwitchConfig(4, every=1, router=RouterConfig(num_selected=2))
+MODEL = ModelConfig("encoder_decoder", 384, 8, 8, 1, 8, 1, 1, switch=SWITCH)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    task = dataclasses.replace(TASK, objective=SpanCorruption())
+    return str(save_run(tmp_path_factory.mktemp("run"), MODEL, source=task))
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    file = tmp_path_factory.mktemp("pairs") / "pairs.tsv"
+    file.write_text("a gate\tof\nan expert\tx\nslot\ty\n")
+    return str(file)
+
+
+def compared(capsys, *words) -> list[dict]:
+    assert main(["drift", "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+
+
+def score(capsys, folder, pairs, step) -> float:
+    words = [f"--model_dir={folder}", f"--input={pairs}", f"--step={step}", "--json"]
+    assert main(["score", *words, "--logprobs=1"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return -sum(x["log_likelihood"] for x in lines) / sum(x["num_tokens"] for x in lines)
+
+
+def test_checkpoints_are_compared_by_their_routing_and_loss(folder, pairs, capsys):
+    *rows, losses = compared(capsys, folder, folder, "--steps=5,9", f"--input={pairs}")
+    assert [row["layer"] for row in rows] == ["encoder 0", "decoder 0"]
+    assert all(row["differing_share"] > 0 and row["overlap"] < 1 for row in rows)
+    assert losses["loss_a"] == pytest.approx(score(capsys, folder, pairs, 5), rel=1e-5)
+    assert losses["loss_b"] == pytest.approx(score(capsys, folder, pairs, 9), rel=1e-5)
+    assert losses["k3"] > 0 and losses["mean_change"] > 0
+
+
+def test_a_model_does_not_drift_from_itself(folder, pairs, capsys):
+    *rows, losses = compared(capsys, folder, folder, f"--input={pairs}")
+    assert [row["differing_share"] for row in rows] == [0, 0]
+    assert [row["kl_at_least_nats"] for row in rows] == [0, 0]
+    assert losses["k3"] == losses["far_share"] == 0
+    assert main(["drift", folder, folder, f"--input={pairs}"]) == 0
+    said = capsys.readouterr().out
+    assert "0.000% of" in said and "Loss a token: " in said
+
+
+@pytest.mark.slow
+def test_an_artifact_is_compared_with_its_run_and_asked_for_its_drops(
+    folder, pairs, capsys, tmp_path
+):
+    artifact, record = str(tmp_path / "int8"), str(tmp_path / "record.parquet")
+    assert main(["quantize", f"--model_dir={folder}", f"--output={artifact}", "--bits=8"]) == 0
+    capsys.readouterr()
+    *rows, losses = compared(capsys, folder, artifact, f"--input={pairs}")
+    # The first layer reads the same; its router is no expert and is not quantized.
+    assert rows[0]["differing_share"] == 0 and 0 < losses["mean_change"] < 0.1
+    words = [f"--model_dir={artifact}", f"--input={pairs}", f"--record={record}"]
+    assert main(["score", *words]) == 0
+    capsys.readouterr()
+    assert main(["drops", record, "--json", "--factors=1", "--group_sizes=8"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert {row["layer"] for row in rows} == {"all", "encoder 0", "decoder 0"}
+
+
+def test_bad_input_is_named(folder, pairs, capsys):
+    assert main(["drift", folder, folder]) == 2
+    assert "is no routing record that can be read" in capsys.readouterr().err
+    assert main(["drift", folder, folder, "--steps=5", f"--input={pairs}"]) == 2
+    assert "--steps=[5]; give two, of A and of B, with --input" in capsys.readouterr().err
