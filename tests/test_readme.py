@@ -167,6 +167,9 @@ TESTED_ELSEWHERE = {
     "switchx eval --model_dir=runs/translation --split=test_2016_flickr --max_examples=100": (
         "tests/cli/test_evaluate.py::test_commands_of_the_page_run"
     ),
+    "switchx eval --model_dir=runs/pretrain_tiny --record=eval.parquet": (
+        "tests/cli/test_evaluate.py::test_a_record_drops_what_evaluation_drops"
+    ),
     "switchx drops eval.parquet --group_sizes=256,1024": (
         "tests/cli/test_drops.py::test_what_is_printed_is_what_is_asked"
     ),
