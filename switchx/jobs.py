@@ -76,6 +76,7 @@ def train(
     reporter=None,
     profile: tuple[int, int] | None = None,
     started_s: float | None = None,
+    stop_on_alarm: bool = False,
 ) -> loop.Outcome:
     """Trains a job in a run folder, from where its last complete checkpoint left off.
 
@@ -96,6 +97,7 @@ def train(
         profile: (start, end): a `jax.profiler` trace of the steps after step `start` until
             `end` is written into the run folder.
         started_s: time at which work began, by `time.perf_counter`, for goodput; None is now.
+        stop_on_alarm: whether the first alarm of the routing ends training, saved.
 
     Returns:
         The last step, and the metrics of the last logged one.
@@ -121,7 +123,15 @@ def train(
             reporter.note(f"{num_processes} processes, {jax.device_count()} devices")
         stack.enter_context(compiled_programs_kept(folder.compiled, reporter.note))
         outcome = loop.train(
-            job, folder, reporter, records, devices, JobTexts, profiled, started_s
+            job,
+            folder,
+            reporter,
+            records,
+            devices,
+            JobTexts,
+            profiled,
+            started_s,
+            stop_on_alarm,
         )
     if not outcome.is_finished:
         raise TrainingInterrupted(outcome, job, folder)

@@ -20,8 +20,6 @@ import numpy as np
 from switchx.fields import require
 from switchx.npz import read_arrays
 
-# An expert with less than this part of an even share is called dead.
-DEAD_FRACTION = 0.01
 _NUMBERS = {"step": (np.integer, 0), "num_experts": (np.integer, 0)}
 _STACKS = {
     f"{stack}_{name}": kind
@@ -45,6 +43,8 @@ class RoutingHistory:
         dropped: `[steps, N]`, choices without a slot, per token.
         entropy: `[steps, N]`, of the router, in nats; ln E where it knows nothing.
         gate: `[steps, N]`, weight of the first choice.
+        others: `[steps, N]` by name, all else that every line has of the layers
+            (`telemetry/metrics.routing_metrics`): `max_violation`, `information`, ...
     """
 
     steps: np.ndarray
@@ -52,6 +52,7 @@ class RoutingHistory:
     dropped: np.ndarray
     entropy: np.ndarray
     gate: np.ndarray
+    others: dict[str, np.ndarray]
 
     @property
     def num_experts(self) -> int:
@@ -78,6 +79,8 @@ def read_history(path: pathlib.Path) -> RoutingHistory:
         return np.array([line["routing"][name] for line in routed], np.float64)
 
     load = stacked("load")
+    mine = {field.name for field in dataclasses.fields(RoutingHistory)}
+    names = set.intersection(*({*line["routing"]} for line in routed)) - mine
     return RoutingHistory(
         steps=np.array([line["step"] for line in routed]),
         # With several choices a token the loads add up to their number.
@@ -85,17 +88,17 @@ def read_history(path: pathlib.Path) -> RoutingHistory:
         dropped=stacked("dropped"),
         entropy=stacked("entropy"),
         gate=stacked("gate"),
+        others={name: stacked(name) for name in sorted(names)},
     )
 
 
-def even_shares(load: np.ndarray) -> np.ndarray:
-    """Load `[..., E]` in units of an even share: 1 everywhere when balanced."""
-    return load / np.maximum(np.mean(load, axis=-1, keepdims=True), 1e-12)
+def read_alarms(path: pathlib.Path) -> list[dict]:
+    """The lines of a run's `alarms.jsonl`; none where no alarm was raised.
 
-
-def dead_experts(load: np.ndarray) -> np.ndarray:
-    """Which experts of `[..., E]` have less than `DEAD_FRACTION` of an even share."""
-    return even_shares(load) < DEAD_FRACTION
+    Raises:
+        ValueError: the file is damaged.
+    """
+    return _read_lines(path) if path.exists() else []
 
 
 def _read_lines(path: pathlib.Path) -> list[dict]:

@@ -79,6 +79,12 @@ def add_command(commands) -> None:
         help="write a jax.profiler trace of the steps after step START until END into the run "
         "folder, as 10:20 for ten steps",
     )
+    parser.add_argument(
+        "--stop_on_alarm",
+        action="store_true",
+        help="save and end, with status 1, at the first alarm of the routing "
+        "(docs/routing_statistics.md)",
+    )
     hosts.add_hosts(parser)
 
 
@@ -111,7 +117,13 @@ def run(arguments: argparse.Namespace) -> int:
                 arguments,
                 prepare=prepare,
                 state=lambda job: hosts.statement(
-                    job, arguments, git_commit(), "model_dir", "mesh", "hardware"
+                    job,
+                    arguments,
+                    git_commit(),
+                    "model_dir",
+                    "mesh",
+                    "hardware",
+                    "stop_on_alarm",
                 ),
                 work=work,
                 explain=lambda error: shared.explain(error, arguments),
@@ -150,6 +162,7 @@ def _train(arguments: argparse.Namespace, reporter, started_s: float, job):
             reporter=reporter,
             profile=arguments.profile,
             started_s=started_s,
+            stop_on_alarm=arguments.stop_on_alarm,
         )
     except TrainingInterrupted as interrupted:
         return interrupted.outcome
