@@ -25,8 +25,8 @@ from switchx.analysis.routing import (
     class_counts,
     comparable,
     layer_similarity,
-    read_alarms,
     read_history,
+    read_lines,
     read_snapshots,
     rows_to_shares,
     saturation_by_step,
@@ -81,6 +81,7 @@ class RoutingRun:
         snapshots: snapshots of the same tokens, by step; the last is the final one.
         num_others: number of snapshots of other tokens, which are left out.
         alarms: alarms that training raised, lines of `alarms.jsonl`.
+        evaluations: checkpoints that `switchx eval --step=all` evaluated, by step.
         classes: names of token classes; `class_V` has the class of every token id.
         text_of: returns the text of a token id.
     """
@@ -92,6 +93,7 @@ class RoutingRun:
     class_V: np.ndarray
     text_of: Callable[[int], str]
     alarms: Sequence[dict] = ()
+    evaluations: Sequence[dict] = ()
 
     @property
     def final(self) -> Snapshot:
@@ -124,14 +126,17 @@ def read_run(
             f"experts, routing/ has {len(kept[-1].layers)} of {kept[-1].num_experts}; they are "
             "of two runs: restore the one that does not belong there"
         )
-    alarms = read_alarms(folder / "alarms.jsonl")
+    alarms, evaluations = (
+        read_lines(path) if path.exists() else []
+        for path in (folder / "alarms.jsonl", folder / "evaluations.jsonl")
+    )
     num_others = len(snapshots) - len(kept)
-    return RoutingRun(history, kept, num_others, classes, class_V, text_of, alarms)
+    return RoutingRun(history, kept, num_others, classes, class_V, text_of, alarms, evaluations)
 
 
 def all_sections(run: RoutingRun) -> list[Section]:
     """Everything, in the order of the page."""
-    kinds = (overview, balance, alarms, load, course)
+    kinds = (overview, balance, alarms, checkpoints, load, course)
     of_tokens = (saturation, transition, classes, tokens, similarity)
     return [section(run) for section in (*kinds, *of_tokens)]
 
@@ -223,6 +228,30 @@ def alarms(run: RoutingRun) -> Section:
         "An alarm stands at the first step at which it held, and not again while it did.",
         tables=[Table(("step", "alarm", "what was seen"), rows)],
     )
+
+
+def checkpoints(run: RoutingRun) -> Section:
+    """The validation metrics of all checkpoints that were evaluated after training."""
+    title = "Checkpoints"
+    if not run.evaluations:
+        return Section(title, "None was evaluated: `switchx eval --step=all` does.")
+    names = ("neg_log_perplexity", "accuracy", "dropped_fraction")
+    rows = [
+        (line["step"], *(float(line[name]) for name in names), _largest_violation(line))
+        for line in run.evaluations
+    ]
+    columns = ("step", "neg. log perplexity", "accuracy", "dropped", "largest MaxVio")
+    return Section(
+        title,
+        "Of the validation set, evaluated after training. MaxVio is that of all its tokens "
+        "together, of a mixture those of each task, in the layer where it is largest.",
+        tables=[Table(columns, rows)],
+    )
+
+
+def _largest_violation(evaluation: dict) -> float:
+    tasks = evaluation.get("tasks", {"": evaluation}).values()
+    return float(max(max(task["routing"]["max_violation"]) for task in tasks))
 
 
 def load(run: RoutingRun) -> Section:

@@ -65,7 +65,7 @@ def read_history(path: pathlib.Path) -> RoutingHistory:
     Raises:
         ValueError: the file is missing or damaged, holds no line, or is of a dense model.
     """
-    lines = _read_lines(path)
+    lines = read_lines(path)
     routed = [line for line in lines if "routing" in line]
     if not lines:
         raise ValueError(f"{path} has no line yet; train until a step is logged (LOG_EVERY)")
@@ -92,16 +92,12 @@ def read_history(path: pathlib.Path) -> RoutingHistory:
     )
 
 
-def read_alarms(path: pathlib.Path) -> list[dict]:
-    """The lines of a run's `alarms.jsonl`; none where no alarm was raised.
+def read_lines(path: pathlib.Path) -> list[dict]:
+    """The lines of a log of JSON; a last one that is being written is left out.
 
     Raises:
-        ValueError: the file is damaged.
+        ValueError: the file is missing or damaged.
     """
-    return _read_lines(path) if path.exists() else []
-
-
-def _read_lines(path: pathlib.Path) -> list[dict]:
     try:
         texts = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:

@@ -79,6 +79,7 @@ class RunFolder:
     validation = _inside(
         "validation.jsonl"
     )  # one line an evaluation, metrics of texts among them
+    evaluations = _inside("evaluations.jsonl")  # of `switchx eval --step=all`, a line a step
     routing = _inside("routing")  # where an evaluation's tokens went, training/evaluate.py
     predictions = _inside("predictions")  # samples of what the model wrote, by evaluation
     peaks = _inside("peaks.json")  # the best of each task's metrics, and when

@@ -51,8 +51,11 @@ def line(load_E=EVEN, *, violation=None, dropped=0.0, floor=0.0, bias=0.0, prob_
 def watch(tmp_path):
     """`watch(lines, **fields)`: what each line raises, by kind and layer."""
 
-    def raised(lines, last_step=-1, **fields):
-        watch = AlarmWatch(RoutingAlarms(**fields), MODEL, RunFolder(tmp_path), last_step)
+    def raised(lines, last_step=-1, first_lines=1, **fields):
+        alarms, run = RoutingAlarms(first_lines=first_lines, **fields), RunFolder(tmp_path)
+        watch = AlarmWatch(alarms, MODEL, run, last_step)
+        if last_step < 0:
+            assert watch.raised_by(0, line()) == []
         steps = range(max(last_step, 0) + 1, max(last_step, 0) + 1 + len(lines))
         of_steps = [watch.raised_by(*each) for each in zip(steps, lines, strict=True)]
         return [[(alarm.kind, alarm.layer) for alarm in alarms] for alarms in of_steps]
@@ -63,8 +66,16 @@ def watch(tmp_path):
 def test_a_healthy_run_raises_none(watch):
     rng = np.random.default_rng(0)
     loads = rng.multinomial(TOKENS, rng.dirichlet(np.full(E, 20), size=200))
-    lines = [line(load, dropped=0.05, floor=0.02, bias=0.05) for load in loads]
-    assert watch(lines) == [[]] * 200
+    lines = [line(load, dropped=0.15, floor=0.02, bias=0.05) for load in loads]
+    assert watch(lines, first_lines=10) == [[]] * 200
+
+
+def test_the_first_lines_raise_nothing(watch):
+    """Routers start uneven: experts that are dead there count from the eleventh line on."""
+    dead = line(np.array([0, 2, 1, 1]) * TOKENS / 4, bias=1.0)
+    raised = watch([dead] * 14, first_lines=10)
+    assert raised[:9] == [[]] * 9 and raised[9] == [("bias", "decoder 0")]
+    assert raised[10:] == [[], [("dead_expert", "decoder 0")], [], []]
 
 
 def test_a_batch_less_even_than_three_times_the_median(watch):
@@ -72,7 +83,6 @@ def test_a_batch_less_even_than_three_times_the_median(watch):
     raised = [("max_violation", "decoder 0")]
     assert watch([*quiet, line(violation=1.51)])[-1] == raised
     assert watch([*quiet, line(violation=1.49)])[-1] == []
-    assert watch([*quiet[1:], line(violation=1.51)])[-1] == []  # too few lines for a median
     even = [line(violation=0.1)] * 10
     assert watch([*even, line(violation=0.99)])[-1] == []  # ten times, and still little
     assert watch([*even, line(violation=1.01)])[-1] == raised
@@ -84,9 +94,9 @@ def test_a_batch_less_even_than_three_times_the_median(watch):
 
 def test_drops_far_beyond_those_of_a_balanced_router_three_times(watch):
     raised = [("dropped", "decoder 0")]
-    assert watch([line(dropped=0.2, floor=0.05)] * 4) == [[], [], raised, []]
-    assert watch([line(dropped=0.14, floor=0.05)] * 4) == [[]] * 4  # 9 percent more
-    assert watch([line(dropped=0.39, floor=0.2)] * 4) == [[]] * 4  # less than twice
+    assert watch([line(dropped=0.31, floor=0.05)] * 4) == [[], [], raised, []]
+    assert watch([line(dropped=0.29, floor=0.05)] * 4) == [[]] * 4  # 24 percent more
+    assert watch([line(dropped=0.59, floor=0.3)] * 4) == [[]] * 4  # less than twice
     many, few = line(dropped=0.5), line()
     assert watch([many, many, few, many, many]) == [[]] * 5
     # Said again when it has ceased to be so.
@@ -94,9 +104,9 @@ def test_drops_far_beyond_those_of_a_balanced_router_three_times(watch):
 
 
 def test_drops_are_shares_of_choices(watch):
-    """Of two choices a token, 0.15 dropped a token are 7.5 percent."""
-    assert watch([line(2 * EVEN, dropped=0.15)] * 3) == [[]] * 3
-    assert watch([line(2 * EVEN, dropped=0.25)] * 3)[-1] == [("dropped", "decoder 0")]
+    """Of two choices a token, 0.4 dropped a token are 20 percent."""
+    assert watch([line(2 * EVEN, dropped=0.4)] * 3) == [[]] * 3
+    assert watch([line(2 * EVEN, dropped=0.6)] * 3)[-1] == [("dropped", "decoder 0")]
 
 
 def test_an_expert_that_is_dead_in_three_lines_running(watch):
@@ -122,7 +132,7 @@ def test_a_router_that_tells_nothing(watch):
         MODEL,
         switch=SwitchConfig(E, every=1, router=RouterConfig(kind="hash", exploration="none")),
     )
-    silent = AlarmWatch(RoutingAlarms(), hashed, RunFolder("nowhere"), -1)
+    silent = AlarmWatch(RoutingAlarms(first_lines=1), hashed, RunFolder("nowhere"), -1)
     assert [silent.raised_by(step, line(prob_E=one)) for step in range(4)] == [[]] * 4
 
 
@@ -130,7 +140,10 @@ def test_a_resumed_run_remembers_and_its_file_has_each_alarm_once(watch, tmp_pat
     run, dead = RunFolder(tmp_path), np.array([0, 2, 1, 1]) * TOKENS / 4
     lines = [line(dead)] * 5
     run.metrics.write_text(
-        "".join(json.dumps({"step": step} | each) + "\n" for step, each in enumerate(lines, 1))
+        "".join(
+            json.dumps({"step": step} | each) + "\n"
+            for step, each in enumerate([line(), *lines])
+        )
     )
     whole = watch(lines)
     assert whole[2] == [("dead_expert", "decoder 0")]
@@ -163,7 +176,7 @@ def test_lines_without_routing_or_of_earlier_versions_raise_nothing(watch):
 def test_what_cannot_be_is_refused():
     with refused("RoutingAlarms.hooks: 'page me' cannot be called; use functions of an Alarm"):
         make_job(DENSE, alarms=RoutingAlarms(hooks=("page me",)))
-    with refused("RoutingAlarms.least_lines=20 with median_lines=10: the median would never"):
-        RoutingAlarms(median_lines=10, least_lines=20)
+    with refused("RoutingAlarms.first_lines=0; use at least 1"):
+        RoutingAlarms(first_lines=0)
     with refused("RoutingAlarms.dropped_factor=0; use a number above 0"):
         RoutingAlarms(dropped_factor=0)

@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import math
+import time
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 
 from switchx.analysis.routing import read_snapshots
 from switchx.data.features import Example
+from switchx.gin_config.building import job_from_gin
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.moe import layer
 from switchx.partitioning.mesh import MeshSpec
@@ -19,6 +21,7 @@ from switchx.training import evaluate as evaluation
 from switchx.training.evaluate import RoutingLog, RoutingSample, eval_step, evaluate
 from switchx.training.losses import TokenSums
 from switchx.training.programs import compiled_program
+from switchx.training.start import loader_of
 from switchx.training.step import StepConfig
 from tests.data.refusals import refused
 from tests.training.jobs import (
@@ -273,6 +276,8 @@ def test_log_goes_on_after_the_step_that_is_resumed(tmp_path):
 
 # From here on: what it costs, in the compiled programs.
 
+STEPS_TIMED = 30
+
 MEASURED = ModelConfig(
     "encoder_decoder", 512, 64, 256, 4, 16, num_encoder_layers=2, num_decoder_layers=2,
     switch=SwitchConfig(8, every=2),
@@ -300,6 +305,15 @@ def costs(model, num_microbatches) -> dict[str, tuple[float, float]]:
     return {name: (cost["flops"], cost["bytes accessed"]) for name, cost in found.items()}
 
 
+NEWER = ("prob_E", "mass", "margin", "bias", "expected_dropped")
+
+
+def unmeasured(stats) -> dict:
+    """The statistics that only metrics read, as zeros, which XLA need not compute."""
+    fields = {name: getattr(stats, name) for name in NEWER}
+    return jax.tree.map(jnp.zeros_like, fields)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "num_microbatches"), [(MEASURED, 1), (SCANNED, 2)], ids=["unrolled", "scanned"]
@@ -315,8 +329,8 @@ def test_statistics_cost_less_than_a_fiftieth_of_a_step(model, num_microbatches,
         patch.setattr(evaluation, "sample_routing", lambda *_: {})
         without_choices = costs(model, num_microbatches)
 
-        def losses_alone(logits_GTE, prob_GTE, plan, is_token_GT, **options):
-            stats = measure(logits_GTE, prob_GTE, plan, is_token_GT, **options)
+        def losses_alone(logits_GTE, prob_GTE, plan, *others, **options):
+            stats = measure(logits_GTE, prob_GTE, plan, *others, **options)
             zero, zero_E = jnp.zeros(()), jnp.zeros(plan.num_experts)
             return dataclasses.replace(
                 stats,
@@ -326,6 +340,7 @@ def test_statistics_cost_less_than_a_fiftieth_of_a_step(model, num_microbatches,
                 dropped=zero,
                 entropy=zero,
                 gate=zero,
+                **unmeasured(stats),
             )
 
         patch.setattr(layer, "measure_routing", losses_alone)
@@ -338,3 +353,38 @@ def test_statistics_cost_less_than_a_fiftieth_of_a_step(model, num_microbatches,
             # Other fusions may even save a little where something is computed besides.
             assert 0.98 * least < counted < 1.02 * least, (step, counted / least)
         assert with_all[step] != without_all[step]
+
+
+@pytest.mark.slow
+def test_time_of_information_margin_and_expected_drops(in_a_folder, monkeypatch, capsys):
+    """Steps of the run of `make train` with these and without, one after the other."""
+    job = job_from_gin("configs/runs/pretrain_tiny.gin")
+    program = compiled_program(job, jax.devices()[:1])
+    batch, measure = next(iter(loader_of(job, program.shard))), layer.measure_routing
+
+    def without(*arguments, **options):
+        stats = measure(*arguments, **options)
+        return dataclasses.replace(stats, **unmeasured(stats))
+
+    steps, states = {}, {}
+    with program.scope():
+        placed = program.place_for_training(batch)
+        for name, function in (("with", measure), ("without", without)):
+            monkeypatch.setattr(layer, "measure_routing", function)
+            jax.clear_caches()
+            fresh = compiled_program(job, jax.devices()[:1])
+            steps[name], states[name] = fresh.train_step, fresh.init_state()
+
+        def seconds(name: str) -> float:
+            before = time.perf_counter()
+            states[name], metrics = steps[name](states[name], placed)
+            jax.block_until_ready(metrics)
+            return time.perf_counter() - before
+
+        _ = [seconds(name) for name in steps for _ in range(2)]
+        pairs = [(seconds("with"), seconds("without")) for _ in range(STEPS_TIMED)]
+    ratio = float(np.median([a / b for a, b in pairs]))
+    least = [min(each) for each in zip(*pairs, strict=True)]
+    with capsys.disabled():
+        print(f"median ratio {ratio:.4f}, of the shortest {least[0] / least[1]:.4f}")
+    assert min(ratio, least[0] / least[1]) <= 1.02

@@ -55,11 +55,12 @@ class RoutingAlarms:
     """The conditions of the alarms, looked at where a line of metrics is written.
 
     Attributes:
+        first_lines: lines at a run's beginning that raise nothing: routers start uneven.
         violation_factor: most MaxVio of a layer's batches, in medians of the lines before; None
             has no such alarm, as all others of these.
         least_violation: MaxVio that is never too much: 1 is a busiest expert with two even
             shares.
-        median_lines, least_lines: lines of the median, and the fewest that are enough for one.
+        median_lines: most lines of the median.
         dropped_factor: most drops, in drops that a balanced router expects (the floor).
         least_dropped: share of choices over the floor that is never too much.
         dead_lines: lines in a row in which the same expert is dead.
@@ -71,12 +72,12 @@ class RoutingAlarms:
             ends training.
     """
 
+    first_lines: int = 10
     violation_factor: float | None = 3.0
     least_violation: float = 1.0
     median_lines: int = 100
-    least_lines: int = 10
     dropped_factor: float | None = 2.0
-    least_dropped: float = 0.1
+    least_dropped: float = 0.25
     dead_lines: int | None = 3
     bias_updates: float | None = 100.0
     least_information: float | None = 0.002
@@ -87,12 +88,7 @@ class RoutingAlarms:
         require_above_zero(self, "violation_factor", "dropped_factor", "bias_updates")
         require_above_zero(self, "least_information")
         require_at_least(self, 0, "least_violation", "least_dropped")
-        require_at_least(self, 1, "median_lines", "least_lines", "dead_lines", "lines_in_a_row")
-        require(
-            self.least_lines <= self.median_lines,
-            f"RoutingAlarms.least_lines={self.least_lines} with median_lines="
-            f"{self.median_lines}: the median would never have enough; use fewer least_lines",
-        )
+        require_at_least(self, 1, "first_lines", "median_lines", "dead_lines", "lines_in_a_row")
         object.__setattr__(self, "hooks", tuple(map(without_gin, self.hooks)))
         for hook in self.hooks:
             require(
@@ -114,13 +110,13 @@ class AlarmWatch:
         """
         self._alarms, self._model, self._path = alarms, model, run.alarms
         self._is_first = jax.process_index() == 0
+        self._num_lines = 0
         self._violations = collections.deque(maxlen=alarms.median_lines)
         self._in_a_row: dict[str, np.ndarray] = {}
         self._raised: set[tuple[str, int]] = set()
         if self._is_first:
             cut_after(run.alarms, last_step)
-        most = alarms.median_lines + max(alarms.dead_lines or 0, alarms.lines_in_a_row)
-        for line in logged_lines(run.metrics, last_step)[-most:]:
+        for line in logged_lines(run.metrics, last_step):
             self._look(line["step"], line)
 
     def raised_by(self, step: int, metrics: dict[str, Any]) -> list[Alarm]:
@@ -140,14 +136,16 @@ class AlarmWatch:
         routing = {
             name: np.array(values, np.float64) for name, values in metrics["routing"].items()
         }
+        self._num_lines += 1
+        has_begun = self._num_lines > self._alarms.first_lines
         checks = (self._violation, self._dropped, self._dead, self._bias, self._information)
         found = {}
-        for kind, n, value, limit, said in itertools.chain(
-            *(check(routing) for check in checks)
-        ):
+        holding = (check(routing) for check in checks if has_begun)
+        for kind, n, value, limit, said in itertools.chain.from_iterable(holding):
             layer = self._layer(n)
             text = f"{layer}: {said}"
             found[kind, n] = Alarm(step, kind, layer, float(value), float(limit), text)
+        self._violations.append(routing["max_violation"])
         new, self._raised = found.keys() - self._raised, {*found}
         return [alarm for condition, alarm in found.items() if condition in new]
 
@@ -162,16 +160,14 @@ class AlarmWatch:
 
     def _violation(self, routing: dict[str, np.ndarray]) -> Iterator[tuple]:
         alarms, value_N = self._alarms, routing["max_violation"]
-        before = np.array(self._violations)
-        self._violations.append(value_N)
-        if alarms.violation_factor is None or len(before) < alarms.least_lines:
+        if alarms.violation_factor is None:
             return
-        median_N = np.median(before, axis=0)
+        median_N = np.median(self._violations, axis=0)
         limit_N = np.maximum(alarms.violation_factor * median_N, alarms.least_violation)
         for n in np.flatnonzero(value_N > limit_N):
             text = (
                 f"MaxVio is {value_N[n]:.2f}, more than {limit_N[n]:.2f}; its median of the "
-                f"{len(before)} lines before was {median_N[n]:.2f}"
+                f"{len(self._violations)} lines before was {median_N[n]:.2f}"
             )
             yield "max_violation", n, value_N[n], limit_N[n], text
 
