@@ -18,6 +18,7 @@ from switchx.training.telemetry.metrics import (
     MetricsLog,
     SkippedBatches,
     flat_scalars,
+    rms_metrics,
     routing_metrics,
     token_metrics,
 )
@@ -292,6 +293,22 @@ def test_routing_adds_up_over_steps_and_its_losses_are_averaged():
     assert metrics["routing"]["load"] == [[0.75, 0.25], [0.25, 0.75]]
     assert metrics["routing"]["balance_loss"] == [1.5, 1.25]
     assert metrics["routing"]["router_z_loss"] == [0.5, 0.25]
+
+
+def test_root_mean_squares_are_named_by_layer_and_expert():
+    bank, router = "decoder/layer_1/ffn/w_in_EDF", "decoder/blocks/layer_1/ffn/w_router_DE"
+    numbers = {bank: np.array([1.0, 2.0]), router: np.array([[3.0, 4.0]]), "scale_D": 5.0}
+    metrics = rms_metrics({"weight_rms": numbers})
+    assert metrics == {
+        "weight_rms": {bank: [1.0, 2.0], router: {"repeat_0": [3.0, 4.0]}, "scale_D": 5.0}
+    }
+    assert flat_scalars(metrics) == {
+        f"weight_rms/{bank}/expert_0": 1.0,
+        f"weight_rms/{bank}/expert_1": 2.0,
+        f"weight_rms/{router}/repeat_0/expert_0": 3.0,
+        f"weight_rms/{router}/repeat_0/expert_1": 4.0,
+        "weight_rms/scale_D": 5.0,
+    }
 
 
 def test_max_violation_is_that_of_single_batches():
