@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The blocks of docs/routing_statistics.md run, in their order, in one folder."""
 
+import dataclasses
 import re
 import shlex
 
@@ -9,6 +10,7 @@ import pytest
 
 from switchx.cli.main import main
 from switchx.training.evaluate import SAMPLE_TOKENS
+from switchx.training.telemetry.alarms import FEWEST_CHOICES, RoutingAlarms
 from tests.processes import ROOT
 
 PAGE = (ROOT / "docs/routing_statistics.md").read_text(encoding="utf-8")
@@ -32,17 +34,33 @@ BRIEF = [
 def test_blocks_run(in_a_folder, capsys, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *_, first=jax.devices()[:1]: first)
     blocks = BLOCK.findall(PAGE)
-    assert [language for language, _ in blocks] == ["bash", "python"]
-    for command in blocks[0][1].splitlines():
-        _, name, *options = shlex.split(command)
-        assert main([name, *options, *(BRIEF if name == "train" else [])]) == 0, command
+    assert [language for language, _ in blocks] == ["bash", "bash", "python"]
+    for block in (blocks[1][1], blocks[0][1]):
+        for command in block.splitlines():
+            _, name, *options = shlex.split(command)
+            assert main([name, *options, *(BRIEF if name == "train" else [])]) == 0, command
     assert capsys.readouterr().out.endswith("runs/routed/report.html\n")
-    exec(blocks[1][1], {})
+    exec(blocks[2][1], {})
     assert capsys.readouterr().out.count("[") == 1 + 3  # a row an evaluation
 
 
 def test_numbers_of_the_page_are_those_of_the_code():
     assert f"up to {SAMPLE_TOKENS} tokens" in PAGE
+    alarms = RoutingAlarms()
+    for said in (
+        f"above {alarms.violation_factor:g} times its median of the last {alarms.median_lines}",
+        f"in {alarms.lines_in_a_row} lines in a row, drops are above twice the floor and "
+        f"{alarms.least_dropped:.0%} of choices above it",
+        f"dead in {alarms.dead_lines} lines in a row, in which an even share is "
+        f"{FEWEST_CHOICES} choices",
+        f"beyond {alarms.bias_updates:g} updates",
+        f"less than {alarms.least_information:g} nats in {alarms.lines_in_a_row} lines",
+        f"first {alarms.first_lines} lines of a run",
+    ):
+        assert said in PAGE, said
+    assert alarms.dropped_factor == 2 and alarms.least_violation == 1
+    fields = {field.name for field in dataclasses.fields(alarms)}
+    assert all(f"`{name}`" in PAGE or name == "hooks" for name in fields)
     arrays = set(re.findall(r"`((?:en|de)coder_\w+)`", PAGE))
     assert arrays == {
         f"{stack}_{name}"

@@ -162,8 +162,11 @@ def test_sample_has_the_tokens_and_the_loads_of_the_batch(model, scan_layers):
 )
 def test_a_mesh_gives_the_same_sample_to_everyone(model):
     batch = make_batch(model, 8)
-    _, want = sampled(model, batch)
-    _, got = sampled(model, batch, MeshSpec(data=2, expert=4))
+    of_one, want = sampled(model, batch)
+    of_mesh, got = sampled(model, batch, MeshSpec(data=2, expert=4))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    jax.tree.map(close, of_mesh, of_one)
+    assert of_one.expected_dropped.shape == of_one.margin.shape == of_one.tokens.shape
     for leaf in jax.tree.leaves(got):
         assert leaf.sharding.is_fully_replicated and len(leaf.devices()) == 8
     for stack, part in want.items():
