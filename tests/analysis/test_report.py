@@ -100,6 +100,7 @@ def test_all_sections_are_shown(run):
         "At the end",
         "Balance and margin",
         "Alarms",
+        "Checkpoints",
         "Load per expert",
         "Drops, entropy, gate, dead experts",
         "Saturation",
