@@ -11,6 +11,7 @@ import pytest
 
 from switchx.cli.main import main
 from tests.compilation import on_devices
+from tests.integration import rates
 from tests.integration.runs import arguments, lines, write_corpus
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("steps_traced_once")]
@@ -23,7 +24,20 @@ SETTINGS = (
 FROZEN = "StepConfig.rate_multipliers=((r'.*/w_router_DE', 0.0),)"
 # What is made wrong, and the alarms that it has to raise.
 FAULTS = {
-    "balance weight 0": (("LossConfig.balance_weight=0.0",), {"dropped", "dead_expert"}),
+    "balance weight 0": (["LossConfig.balance_weight=0.0"], {"dropped", "dead_expert"}),
+    "router uniform and frozen": (
+        [FROZEN, "SwitchConfig.router_init_scale=0.000001"],
+        {"information"},
+    ),
+    "balance weight 0, and a bias that drifts": (
+        ["LossConfig.balance_weight=0.0", "RouterConfig.bias_update_rate=0.000000001"],
+        {"bias"},
+    ),
+    # Later some steps are not finite, and the command fails.
+    "learning rate times 10 from step 200 on": (
+        ["rates.Jump.step=200", "TRAIN_STEPS=240"],
+        {"max_violation"},
+    ),
 }
 # The loss shows a fault where it is this much over the healthy run's in three lines running.
 SEEN_NATS = 0.1
@@ -35,10 +49,15 @@ def trained(tmp_path_factory, session_cache):
     base = tmp_path_factory.mktemp("alarms")
     files = write_corpus(base)
 
+    (base / "jump.gin").write_text(rates.GIN)
+
     def train(name: str, *bindings: str):
         folder = base / name.replace(" ", "_")
+        words = arguments(folder, files, *SETTINGS, *bindings)
+        if any(each.startswith("rates.") for each in bindings):
+            words.insert(1, f"--gin_file={base / 'jump.gin'}")
         with on_devices(1):
-            assert main(["train", *arguments(folder, files, *SETTINGS, *bindings)]) == 0
+            assert main(["train", *words]) == 0
         return folder
 
     return train
@@ -52,9 +71,9 @@ def healthy(trained):
 def seen_in_loss(folder, healthy) -> float:
     """The step at which the loss shows the fault; infinity where it never does."""
     in_a_row = 0
-    pairs = zip(lines(folder / "metrics.jsonl"), lines(healthy / "metrics.jsonl"), strict=True)
-    for line, other in pairs:
-        in_a_row = in_a_row + 1 if line["loss"] > other["loss"] + SEEN_NATS else 0
+    others = {line["step"]: line["loss"] for line in lines(healthy / "metrics.jsonl")}
+    for line in lines(folder / "metrics.jsonl"):
+        in_a_row = in_a_row + 1 if line["loss"] > others[line["step"]] + SEEN_NATS else 0
         if in_a_row == 3:
             return line["step"]
     return math.inf

@@ -13,7 +13,6 @@ import pytest
 
 from switchx.analysis.routing import read_snapshots
 from switchx.data.features import Example
-from switchx.gin_config.building import job_from_gin
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.moe import layer
 from switchx.partitioning.mesh import MeshSpec
@@ -21,7 +20,6 @@ from switchx.training import evaluate as evaluation
 from switchx.training.evaluate import RoutingLog, RoutingSample, eval_step, evaluate
 from switchx.training.losses import TokenSums
 from switchx.training.programs import compiled_program
-from switchx.training.start import loader_of
 from switchx.training.step import StepConfig
 from tests.data.refusals import refused
 from tests.training.jobs import (
@@ -358,36 +356,40 @@ def test_statistics_cost_less_than_a_fiftieth_of_a_step(model, num_microbatches,
         assert with_all[step] != without_all[step]
 
 
+WIDE = ModelConfig(
+    "encoder_decoder", 512, 128, 512, 4, 32, num_encoder_layers=4, num_decoder_layers=4,
+    switch=SwitchConfig(8, every=2),
+)  # fmt: skip
+
+
 @pytest.mark.slow
-def test_time_of_information_margin_and_expected_drops(in_a_folder, monkeypatch, capsys):
-    """Steps of the run of `make train` with these and without, one after the other."""
-    job = job_from_gin("configs/runs/pretrain_tiny.gin")
-    program = compiled_program(job, jax.devices()[:1])
-    batch, measure = next(iter(loader_of(job, program.shard))), layer.measure_routing
+def test_time_of_information_margin_and_expected_drops(monkeypatch, capsys):
+    """Training steps with these and without, one after the other."""
+    job = make_job(WIDE, inputs_length=128, targets_length=32, batch_size=16)
+    batch = job.features.batch([[Example(np.ones(120, int), np.ones(30, int))]] * 16)
+    measure, steps, states = layer.measure_routing, {}, {}
 
     def without(*arguments, **options):
         stats = measure(*arguments, **options)
         return dataclasses.replace(stats, **unmeasured(stats))
 
-    steps, states = {}, {}
-    with program.scope():
-        placed = program.place_for_training(batch)
-        for name, function in (("with", measure), ("without", without)):
-            monkeypatch.setattr(layer, "measure_routing", function)
-            jax.clear_caches()
-            fresh = compiled_program(job, jax.devices()[:1])
-            steps[name], states[name] = fresh.train_step, fresh.init_state()
+    for name, function in (("with", measure), ("without", without)):
+        monkeypatch.setattr(layer, "measure_routing", function)
+        jax.clear_caches()
+        program = compiled_program(job, jax.devices()[:1])
+        with program.scope():
+            states[name] = program.init_state()
+            steps[name] = program.train_step.lower(states[name], batch).compile()
 
-        def seconds(name: str) -> float:
-            before = time.perf_counter()
-            states[name], metrics = steps[name](states[name], placed)
-            jax.block_until_ready(metrics)
-            return time.perf_counter() - before
+    def seconds(name: str) -> float:
+        before = time.process_time()
+        states[name], metrics = steps[name](states[name], batch)
+        jax.block_until_ready(metrics)
+        return time.process_time() - before
 
-        _ = [seconds(name) for name in steps for _ in range(2)]
-        pairs = [(seconds("with"), seconds("without")) for _ in range(STEPS_TIMED)]
+    _ = [seconds(name) for name in steps for _ in range(2)]
+    pairs = [(seconds("with"), seconds("without")) for _ in range(STEPS_TIMED)]
     ratio = float(np.median([a / b for a, b in pairs]))
-    least = [min(each) for each in zip(*pairs, strict=True)]
     with capsys.disabled():
-        print(f"median ratio {ratio:.4f}, of the shortest {least[0] / least[1]:.4f}")
-    assert min(ratio, least[0] / least[1]) <= 1.02
+        print(f"\nCPU time of a step with the statistics over one without: {ratio:.4f}")
+    assert ratio <= 1.02
