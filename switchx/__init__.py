@@ -10,6 +10,7 @@ _HOMES = {
     "job_from_gin": "switchx.gin_config.building",
     "train": "switchx.jobs",
     "evaluate": "switchx.jobs",
+    "evaluate_checkpoints": "switchx.jobs",
 }
 __all__ = [*_HOMES]
 

@@ -8,10 +8,12 @@ round. Progress is a display in a notebook, elsewhere what the commands show
 
 import contextlib
 import dataclasses
+import functools
+import hashlib
 import itertools
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -19,13 +21,19 @@ import numpy as np
 
 from switchx import api
 from switchx.analysis.drops import training_note
-from switchx.checkpoint.restore import checkpoint_fingerprint, choose_step, restore_params
+from switchx.analysis.routing import read_lines
+from switchx.checkpoint.restore import (
+    checkpoint_fingerprint,
+    choose_step,
+    complete_steps,
+    restore_params,
+)
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.evaluation import evaluation_examples, prediction_rows
 from switchx.data.features import Batch
 from switchx.data.mixtures import Mixture, evaluated_tasks
 from switchx.data.tasks import Task
-from switchx.fields import json_text, require
+from switchx.fields import describe, json_text, require
 from switchx.files import write_atomically
 from switchx.gin_config.building import job_from_gin
 from switchx.gin_config.files import configuration_of
@@ -52,6 +60,7 @@ from switchx.text_evaluation import (
 from switchx.training import loop
 from switchx.training.compilation_cache import compiled_programs_kept
 from switchx.training.job import TrainingJob
+from switchx.training.program import TrainingProgram
 from switchx.training.programs import compiled_program
 from switchx.training.resume import check_same_model, with_vocabulary_of
 from switchx.training.telemetry.profiling import ProfiledSteps
@@ -83,6 +92,7 @@ def train(
     reporter=None,
     profile: tuple[int, int] | None = None,
     started_s: float | None = None,
+    stop_on_alarm: bool = False,
 ) -> loop.Outcome:
     """Trains a job in a run folder, from where its last complete checkpoint left off.
 
@@ -103,6 +113,7 @@ def train(
         profile: (start, end): a `jax.profiler` trace of the steps after step `start` until
             `end` is written into the run folder.
         started_s: time at which work began, by `time.perf_counter`, for goodput; None is now.
+        stop_on_alarm: whether the first alarm of the routing ends training, saved.
 
     Returns:
         The last step, and the metrics of the last logged one.
@@ -130,7 +141,15 @@ def train(
         if note := _drops_of(job, folder):
             reporter.note(note)
         outcome = loop.train(
-            job, folder, reporter, records, devices, JobTexts, profiled, started_s
+            job,
+            folder,
+            reporter,
+            records,
+            devices,
+            JobTexts,
+            profiled,
+            started_s,
+            stop_on_alarm,
         )
     if not outcome.is_finished:
         raise TrainingInterrupted(outcome, job, folder)
@@ -214,18 +233,109 @@ def evaluate(
         ValueError: a folder, step, task, split or metric is not there, or does not fit; the
             message says what is.
     """
+    options = {
+        "metrics": metrics,
+        "tasks": tasks,
+        "split": split,
+        "max_examples": max_examples,
+        "batch_size": batch_size,
+        "rank_choices": rank_choices,
+        "bootstrap": bootstrap,
+        "predictions": predictions,
+        "beam_size": beam_size,
+        "max_new_tokens": max_new_tokens,
+        "length_penalty": length_penalty,
+        "recording": None if record is None else _Recording(record, record_places),
+        "replayed": None if replay is None else _Replayed(replay),
+    }
+    with _evaluation(model_dir, job, reporter, **options) as evaluation:
+        return evaluation.measure(step)
+
+
+def evaluate_checkpoints(
+    model_dir: str | os.PathLike,
+    job: TrainingJob | None = None,
+    *,
+    every: int = 1,
+    output: str | os.PathLike | None = None,
+    reporter=None,
+    **options,
+) -> list[dict[str, Any]]:
+    """What `evaluate` measures, of each checkpoint that a run has kept.
+
+    `switchx eval --step=all` calls it. Each is a line of a table of JSON lines, written when it
+    is measured. A second call reads these and goes on with those that are not in the table.
+
+    Args:
+        every: steps; checkpoints of multiples of it are evaluated.
+        output: table; None is `evaluations.jsonl` of the run folder, which `switchx report`
+            shows.
+        options: options of `evaluate` but `step`, `predictions`, `record` and `replay`.
+
+    Returns:
+        The lines of the table, by step.
+
+    Raises:
+        ValueError: there is no such checkpoint, the table is damaged or of other settings, or
+            what `evaluate` raises.
+    """
+    folder = RunFolder(model_dir)
+    require(
+        options.get("predictions") is None,
+        "predictions are a file of one checkpoint; evaluate one step, or leave them out",
+    )
+    with _evaluation(model_dir, job, reporter, **options) as evaluation:
+        steps = [step for step in complete_steps(folder) if step % every == 0]
+        require(
+            bool(steps),
+            f"no complete checkpoint of a multiple of {every} steps in {folder.where}; there "
+            f"are {', '.join(map(str, complete_steps(folder))) or 'none'}",
+        )
+        require(
+            output is not None or not folder.is_in_store,
+            f"{folder.where} is in an object store, whose files a trainer alone puts; give an "
+            "output on this machine",
+        )
+        path = pathlib.Path(output or folder.evaluations).expanduser().absolute()
+        settings = evaluation.fingerprint
+        found = read_lines(path) if path.exists() else []
+        require(
+            all(line.get("settings") == settings for line in found),
+            f"{path} has checkpoints that were evaluated with other settings; give another "
+            "output, or remove it",
+        )
+        table = {line["step"]: line for line in found}
+        for step in steps:
+            if step not in table:
+                table[step] = evaluation.measure(step) | {"settings": settings}
+                lines = [json_text(table[each]) + "\n" for each in sorted(table)]
+                write_atomically(path, "".join(lines).encode())
+    return [table[step] for step in sorted(table)]
+
+
+@contextlib.contextmanager
+def _evaluation(
+    model_dir,
+    job: TrainingJob | None,
+    reporter,
+    *,
+    metrics: Sequence[str] | None = None,
+    tasks: Sequence[str] | None = None,
+    split: str | None = None,
+    max_examples: int | None = None,
+    batch_size: int = 32,
+    rank_choices: bool = False,
+    bootstrap: int = 0,
+    predictions: str | os.PathLike | None = None,
+    recording: "_Recording | None" = None,
+    replayed: "_Replayed | None" = None,
+    **decoding,
+) -> Iterator["_Evaluation"]:
+    """What `evaluate` does for any step, its settings checked; arguments are those of it."""
     if job is not None:
         _require_job(job, "evaluate")
     _require_writable(predictions, bootstrap)
-    decoding = {"beam_size": beam_size, "max_new_tokens": max_new_tokens}
-    texts = _Texts(
-        decoding | {"length_penalty": length_penalty},
-        batch_size,
-        max_examples,
-        rank_choices,
-        bootstrap,
-        predictions,
-    )
+    texts = _Texts(decoding, batch_size, max_examples, rank_choices, bootstrap, predictions)
     with contextlib.ExitStack() as stack:
         reporter = reporter or stack.enter_context(reporter_here("example"))
         stack.enter_context(compiled_programs_kept(None, reporter.note))
@@ -241,9 +351,9 @@ def evaluate(
             "rank_choices measures texts that a task's examples choose from, and no task has "
             "metrics of texts; give the gin file of one that does, or leave it out",
         )
-        recording = None if record is None else _Recording(record, record_places)
-        replayed = None if replay is None else _Replayed(replay)
-        return _evaluated(model_dir, job, step, wanted, texts, reporter, recording, replayed)
+        yield _Evaluation(
+            RunFolder(model_dir), job, wanted, texts, reporter, recording, replayed
+        )
 
 
 def _job_to_evaluate(model_dir, job: TrainingJob | None, split: str | None) -> TrainingJob:
@@ -259,32 +369,77 @@ def _job_to_evaluate(model_dir, job: TrainingJob | None, split: str | None) -> T
     return dataclasses.replace(job, source=_with_split(job.source, split))
 
 
-def _evaluated(
-    model_dir, job: TrainingJob, step, wanted, texts: "_Texts", reporter, recording, replayed
-) -> dict[str, Any]:
-    folder, metrics = RunFolder(model_dir), {}
-    if not is_artifact(model_dir):
-        job = check_same_model(folder, job)
-        step = choose_step(folder, step)
-        metrics = {"step": step} | _likelihood(folder, job, step, reporter, recording, replayed)
-    else:
-        require(
-            recording is None and replayed is None,
-            f"record or replay with {folder.where}, which is quantized: it is evaluated by the "
-            "texts that it writes; use `switchx score --record`",
-        )
-        require(
-            bool(wanted),
-            f"{folder.where} is quantized: it is evaluated by the texts that it writes; give "
-            "metrics, or gin files of tasks that have metrics",
-        )
-        job = with_vocabulary_of(folder, job)
-    if wanted:
-        devices = _mesh_of_texts(job.mesh)
-        model = api.load(model_dir, step, mesh=devices, task=_only_task(job, wanted))
-        measured = texts.measure(job, wanted, model, reporter)
-        metrics = {"step": model.step} | metrics | {"texts": measured}
-    return metrics
+@dataclasses.dataclass(frozen=True)
+class _Evaluation:
+    """Measures checkpoints of one folder, by one program."""
+
+    folder: RunFolder
+    job: TrainingJob
+    wanted: dict[str, tuple]
+    texts: "_Texts"
+    reporter: Any
+    recording: "_Recording | None"
+    replayed: "_Replayed | None"
+
+    def measure(self, step: int | Literal["best"] | None) -> dict[str, Any]:
+        """What `evaluate` returns."""
+        folder, job, metrics = self.folder, self.job, {}
+        if not is_artifact(folder.path):
+            job = self._checked_job
+            step = choose_step(folder, step)
+            metrics = {"step": step} | self._likelihood(step)
+        else:
+            require(
+                self.recording is None and self.replayed is None,
+                f"record or replay with {folder.where}, which is quantized: it is evaluated by "
+                "the texts that it writes; use `switchx score --record`",
+            )
+            require(
+                bool(self.wanted),
+                f"{folder.where} is quantized: it is evaluated by the texts that it writes; "
+                "give metrics, or gin files of tasks that have metrics",
+            )
+            job = with_vocabulary_of(folder, job)
+        if self.wanted:
+            devices, task = _mesh_of_texts(job.mesh), _only_task(job, self.wanted)
+            model = api.load(folder.path, step, mesh=devices, task=task)
+            measured = self.texts.measure(job, self.wanted, model, self.reporter)
+            metrics = {"step": model.step} | metrics | {"texts": measured}
+        return metrics
+
+    @functools.cached_property
+    def _checked_job(self) -> TrainingJob:
+        job = check_same_model(self.folder, self.job)
+        for changed in filter(None, (self.replayed, self.recording)):
+            job = changed.job(job)
+        return job
+
+    @functools.cached_property
+    def _program(self) -> TrainingProgram:
+        return compiled_program(self._checked_job)
+
+    def _likelihood(self, step: int) -> dict[str, Any]:
+        job, program, folder = self._checked_job, self._program, self.folder
+        self.reporter.note(f"evaluating {folder.checkpoints / str(step)}")
+        change = {} if self.replayed is None else {"change": self.replayed.given}
+        with program.scope():
+            target = program.abstract_state.params
+            params = restore_params(folder.path, step, target=target, model=job.model)
+            if self.recording is None:
+                return loop.evaluate_job(job, program, params, **change)
+            fingerprint = checkpoint_fingerprint(folder, step, job.vocabulary)
+            with self.recording.writer(job, step, fingerprint) as writer:
+                metrics = loop.evaluate_job(job, program, params, self.recording, **change)
+        self.reporter.note(writer.summary())
+        return metrics
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of what the numbers depend on beside the checkpoint."""
+        job = self._checked_job
+        of_job = describe((job.model, job.source, job.batches, job.eval_batches))
+        of_texts = (sorted(self.wanted), describe(self.texts))
+        return hashlib.sha256(json_text((of_job, of_texts)).encode()).hexdigest()[:16]
 
 
 def _require_writable(predictions, bootstrap: int) -> None:
@@ -301,33 +456,6 @@ def _require_writable(predictions, bootstrap: int) -> None:
         f"predictions={str(path)!r} cannot be written: "
         f"{'it is a folder' if path.is_dir() else 'its folder is not there or is locked'}",
     )
-
-
-def _likelihood(
-    folder: RunFolder,
-    job: TrainingJob,
-    step: int,
-    reporter,
-    recording: "_Recording | None",
-    replayed: "_Replayed | None",
-) -> dict[str, Any]:
-    if replayed is not None:
-        job = replayed.job(job)
-    if recording is not None:
-        job = recording.job(job)
-    program = compiled_program(job)
-    reporter.note(f"evaluating {folder.checkpoints / str(step)}")
-    change = {} if replayed is None else {"change": replayed.given}
-    with program.scope():
-        target = program.abstract_state.params
-        params = restore_params(folder.path, step, target=target, model=job.model)
-        if recording is None:
-            return loop.evaluate_job(job, program, params, **change)
-        fingerprint = checkpoint_fingerprint(folder, step, job.vocabulary)
-        with recording.writer(job, step, fingerprint) as writer:
-            metrics = loop.evaluate_job(job, program, params, recording, **change)
-    reporter.note(writer.summary())
-    return metrics
 
 
 class _Replayed:

@@ -37,6 +37,7 @@ ARROWS = {
     "moe": ("layers", "partitioning", "pallas_kernels"),
     "moe.config": ("fields",),
     "moe.stats": ("axes", "tree"),
+    "moe.balance": (),
     "routing_record": ("moe", "fields"),
     "models": ("moe", "layers", "partitioning", "pipeline"),
     "models.config": ("moe.config", "fields"),

@@ -20,21 +20,20 @@ import numpy as np
 from switchx.analysis import plots
 from switchx.analysis.plots import Figure, write_svg
 from switchx.analysis.routing import (
-    DEAD_FRACTION,
     RoutingHistory,
     Snapshot,
     class_counts,
     comparable,
-    dead_experts,
-    even_shares,
     layer_similarity,
     read_history,
+    read_lines,
     read_snapshots,
     rows_to_shares,
     saturation_by_step,
     transitions,
     typical_tokens,
 )
+from switchx.moe.balance import DEAD_FRACTION, dead_experts, even_shares
 
 NUM_TYPICAL_TOKENS = 8
 _VISIBLE = str.maketrans({" ": "\u2423", "\n": "\u21b5", "\t": "\u21e5", "\r": "\u240d"})
@@ -81,6 +80,8 @@ class RoutingRun:
     Attributes:
         snapshots: snapshots of the same tokens, by step; the last is the final one.
         num_others: number of snapshots of other tokens, which are left out.
+        alarms: alarms that training raised, lines of `alarms.jsonl`.
+        evaluations: checkpoints that `switchx eval --step=all` evaluated, by step.
         classes: names of token classes; `class_V` has the class of every token id.
         text_of: returns the text of a token id.
     """
@@ -91,6 +92,8 @@ class RoutingRun:
     classes: Sequence[str]
     class_V: np.ndarray
     text_of: Callable[[int], str]
+    alarms: Sequence[dict] = ()
+    evaluations: Sequence[dict] = ()
 
     @property
     def final(self) -> Snapshot:
@@ -123,13 +126,19 @@ def read_run(
             f"experts, routing/ has {len(kept[-1].layers)} of {kept[-1].num_experts}; they are "
             "of two runs: restore the one that does not belong there"
         )
-    return RoutingRun(history, kept, len(snapshots) - len(kept), classes, class_V, text_of)
+    alarms, evaluations = (
+        read_lines(path) if path.exists() else []
+        for path in (folder / "alarms.jsonl", folder / "evaluations.jsonl")
+    )
+    num_others = len(snapshots) - len(kept)
+    return RoutingRun(history, kept, num_others, classes, class_V, text_of, alarms, evaluations)
 
 
 def all_sections(run: RoutingRun) -> list[Section]:
     """Everything, in the order of the page."""
-    kinds = (overview, load, course, saturation, transition, classes, tokens, similarity)
-    return [section(run) for section in kinds]
+    kinds = (overview, balance, alarms, checkpoints, load, course)
+    of_tokens = (saturation, transition, classes, tokens, similarity)
+    return [section(run) for section in (*kinds, *of_tokens)]
 
 
 def overview(run: RoutingRun) -> Section:
@@ -163,6 +172,86 @@ def overview(run: RoutingRun) -> Section:
         f"in even shares. A dead expert has less than {DEAD_FRACTION:.0%} of an even share.",
         tables=[Table(columns, rows)],
     )
+
+
+# Columns of the table of `balance`, by their names in `metrics.jsonl`.
+BALANCE = {
+    "max_violation": "MaxVio",
+    "effective_experts": "effective experts",
+    "load_entropy": "load entropy",
+    "expected_dropped": "drops of a balanced router",
+    "information": "information",
+    "gate_mass": "gate mass",
+    "margin": "margin",
+    "bias": "mean bias",
+}
+
+
+def balance(run: RoutingRun) -> Section:
+    """How even the load is, how sure the router, and what the least of drops would be."""
+    title, history = "Balance and margin", run.history
+    known = [name for name in BALANCE if name in history.others]
+    if not known:
+        return Section(title, "This run was trained before these were logged.")
+    rows = [
+        (layer, *(float(history.others[name][-1, n]) for name in known))
+        for n, layer in enumerate(run.layers)
+    ]
+    drawn = {
+        "max_violation": plots.Course("MaxVio", history.others["max_violation"]),
+        "effective_experts": plots.Course(
+            "effective experts", history.others["effective_experts"], history.num_experts
+        ),
+        "information": plots.Course("information (nats)", history.others["information"]),
+    }
+    return Section(
+        title,
+        "MaxVio is the load of the busiest expert in even shares, less 1, the mean of batches. "
+        "Effective experts are the exponential of the load's entropy; dotted: all experts. "
+        "Information is what a token tells about its expert, in nats: 0 for a router that is "
+        "uniform or the same for all. Gate mass is the probability of the chosen experts "
+        "together, margin the score of the last chosen one less the next. Drops are per token, "
+        "those of a router that is balanced and chooses for each token by itself.",
+        [plots.course_figure(history.steps, list(drawn.values()), run.layers)],
+        [Table(("layer", *(BALANCE[name] for name in known)), rows)],
+    )
+
+
+def alarms(run: RoutingRun) -> Section:
+    """The alarms that training raised."""
+    title = "Alarms"
+    if not run.alarms:
+        return Section(title, "None was raised.")
+    rows = [(each["step"], each["kind"], each["text"]) for each in run.alarms]
+    return Section(
+        title,
+        "An alarm stands at the first step at which it held, and not again while it did.",
+        tables=[Table(("step", "alarm", "what was seen"), rows)],
+    )
+
+
+def checkpoints(run: RoutingRun) -> Section:
+    """The validation metrics of all checkpoints that were evaluated after training."""
+    title = "Checkpoints"
+    if not run.evaluations:
+        return Section(title, "None was evaluated: `switchx eval --step=all` does.")
+    names = ("neg_log_perplexity", "accuracy", "dropped_fraction")
+    rows = [
+        (line["step"], *(float(line[name]) for name in names), _largest_violation(line))
+        for line in run.evaluations
+    ]
+    columns = ("step", "neg. log perplexity", "accuracy", "dropped", "largest MaxVio")
+    return Section(
+        title,
+        "Of the validation set, evaluated after training. MaxVio is that of all its tokens "
+        "together, of a mixture those of each task, in the layer where it is largest.",
+        tables=[Table(columns, rows)],
+    )
+
+
+def _largest_violation(evaluation: dict) -> float:
+    tasks = evaluation.get("tasks", {"": evaluation}).values()
+    return float(max(max(task["routing"]["max_violation"]) for task in tasks))
 
 
 def load(run: RoutingRun) -> Section:

@@ -22,8 +22,6 @@ from switchx.fields import require
 from switchx.npz import read_arrays
 from switchx.routing_record import open_record
 
-# An expert with less than this part of an even share is called dead.
-DEAD_FRACTION = 0.01
 _NUMBERS = {"step": (np.integer, 0), "num_experts": (np.integer, 0)}
 _STACKS = {
     f"{stack}_{name}": kind
@@ -47,6 +45,8 @@ class RoutingHistory:
         dropped: `[steps, N]`, choices without a slot, per token.
         entropy: `[steps, N]`, of the router, in nats; ln E where it knows nothing.
         gate: `[steps, N]`, weight of the first choice.
+        others: `[steps, N]` by name, all else that every line has of the layers
+            (`telemetry/metrics.routing_metrics`): `max_violation`, `information`, ...
     """
 
     steps: np.ndarray
@@ -54,6 +54,7 @@ class RoutingHistory:
     dropped: np.ndarray
     entropy: np.ndarray
     gate: np.ndarray
+    others: dict[str, np.ndarray]
 
     @property
     def num_experts(self) -> int:
@@ -66,7 +67,7 @@ def read_history(path: pathlib.Path) -> RoutingHistory:
     Raises:
         ValueError: the file is missing or damaged, holds no line, or is of a dense model.
     """
-    lines = _read_lines(path)
+    lines = read_lines(path)
     routed = [line for line in lines if "routing" in line]
     if not lines:
         raise ValueError(f"{path} has no line yet; train until a step is logged (LOG_EVERY)")
@@ -80,6 +81,8 @@ def read_history(path: pathlib.Path) -> RoutingHistory:
         return np.array([line["routing"][name] for line in routed], np.float64)
 
     load = stacked("load")
+    mine = {field.name for field in dataclasses.fields(RoutingHistory)}
+    names = set.intersection(*({*line["routing"]} for line in routed)) - mine
     return RoutingHistory(
         steps=np.array([line["step"] for line in routed]),
         # With several choices a token the loads add up to their number.
@@ -87,20 +90,16 @@ def read_history(path: pathlib.Path) -> RoutingHistory:
         dropped=stacked("dropped"),
         entropy=stacked("entropy"),
         gate=stacked("gate"),
+        others={name: stacked(name) for name in sorted(names)},
     )
 
 
-def even_shares(load: np.ndarray) -> np.ndarray:
-    """Load `[..., E]` in units of an even share: 1 everywhere when balanced."""
-    return load / np.maximum(np.mean(load, axis=-1, keepdims=True), 1e-12)
+def read_lines(path: pathlib.Path) -> list[dict]:
+    """The lines of a log of JSON; a last one that is being written is left out.
 
-
-def dead_experts(load: np.ndarray) -> np.ndarray:
-    """Which experts of `[..., E]` have less than `DEAD_FRACTION` of an even share."""
-    return even_shares(load) < DEAD_FRACTION
-
-
-def _read_lines(path: pathlib.Path) -> list[dict]:
+    Raises:
+        ValueError: the file is missing or damaged.
+    """
     try:
         texts = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:

@@ -63,6 +63,12 @@ def first_complete(
     return None if step < 0 else step
 
 
+def complete_steps(run: RunFolder) -> list[int]:
+    """The steps of all complete checkpoints, ascending."""
+    paths = checkpoint_paths(run.checkpoints)[::-1]
+    return [int(path.name) for path in paths if first_complete([path]) is not None]
+
+
 def choose_step(run: RunFolder, step: int | Literal["best"] | None = None) -> int:
     """The complete checkpoint meant by `step`: that one, the best, or the newest (None).
 

@@ -75,9 +75,11 @@ class RunFolder:
     corpora = _inside("corpora.json")  # what of the files of the data was read, and left out
     # The vocabulary's copy is in vocabulary.*, see data/vocabularies.py.
     metrics = _inside("metrics.jsonl")  # one line a logged step
+    alarms = _inside("alarms.jsonl")  # alarms of the routing, training/telemetry/alarms.py
     validation = _inside(
         "validation.jsonl"
     )  # one line an evaluation, metrics of texts among them
+    evaluations = _inside("evaluations.jsonl")  # of `switchx eval --step=all`, a line a step
     routing = _inside("routing")  # where an evaluation's tokens went, training/evaluate.py
     predictions = _inside("predictions")  # samples of what the model wrote, by evaluation
     peaks = _inside("peaks.json")  # the best of each task's metrics, and when

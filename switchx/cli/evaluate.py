@@ -2,7 +2,7 @@
 """`switchx eval`: the validation metrics of a trained model and of what it writes."""
 
 import argparse
-from typing import Any
+from typing import Any, NamedTuple
 
 from switchx.cli import arguments as shared
 from switchx.fields import json_text
@@ -22,6 +22,13 @@ parameters mean may not. For further gin files, name that one too:
   switchx eval --gin_file=DIR/operative_config.gin --gin_file=configs/meshes/one_device.gin \\
     --gin.TrainingJob.eval_batches=None --model_dir=DIR
 
+All checkpoints that were kept, or those of every N-th step, become a table of JSON lines, by
+default evaluations.jsonl of the run folder, which `switchx report` shows; the same command goes
+on where it was stopped:
+
+  switchx eval --model_dir=DIR --step=all
+  switchx eval --model_dir=DIR --step=every:1000 --output=FILE
+
 Where tasks of inputs and targets have metrics (Task.metrics), or --metrics names some, the
 model also writes to the split's inputs, without dropping tokens, and the metrics of what it
 wrote are printed with their libraries' signatures, by task and the mean of all:
@@ -35,13 +42,28 @@ A folder of `switchx quantize` is evaluated by its texts alone, on the tasks of 
 """
 
 
+class Every(NamedTuple):
+    """All checkpoints of multiples of some steps."""
+
+    steps: int
+
+
 def add_command(commands) -> None:
     parser = shared.add_command(commands, "eval", run, "evaluate a trained model", DESCRIPTION)
     shared.add_gin_arguments(parser, default="operative_config.gin of the run folder")
     shared.add_model_dir(
-        parser, "run folder of `switchx train` or `switchx quantize`; nothing is written there"
+        parser,
+        "run folder of `switchx train` or `switchx quantize`; nothing but the table of several "
+        "checkpoints is written there",
     )
-    shared.add_step(parser, "checkpoint to evaluate")
+    parser.add_argument(
+        "--step",
+        type=_steps,
+        metavar="N|best|all|every:N",
+        help="checkpoint to evaluate: after N steps, or the best of those that were evaluated "
+        "in training; all, or those of multiples of N steps; default: the newest",
+    )
+    shared.add_output(parser, "table of several checkpoints; default: in the run folder")
     parser.add_argument(
         "--metrics",
         type=_metric_names,
@@ -112,45 +134,80 @@ def add_command(commands) -> None:
     shared.add_json(parser, "print one JSON object, with the routing of each layer")
 
 
+def _steps(text: str) -> int | str | Every:
+    """A step, `best`, or which checkpoints."""
+    kind, _, number = text.partition(":")
+    if text == "all":
+        return Every(1)
+    if kind == "every" and number.isdecimal() and int(number):
+        return Every(int(number))
+    if text != "best" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no step; give its number, best, all, or every:N"
+        )
+    return text if text == "best" else int(text)
+
+
 def run(arguments: argparse.Namespace) -> int:
     from switchx.progress import TerminalReporter
 
+    is_table = isinstance(arguments.step, Every)
+    if arguments.output is not None and not is_table:
+        arguments.parser.error(
+            "--output is for --step=all or every:N; add that, or leave it out"
+        )
+    if arguments.predictions is not None and is_table:
+        arguments.parser.error("--predictions is for one checkpoint; give its --step")
     with TerminalReporter(unit="example") as reporter:
         reporter.note("loading JAX and the data libraries")
         job, metrics = _evaluate(arguments, reporter)
     if arguments.json:
         print(json_text(metrics))
+    elif is_table:
+        print_checkpoints(metrics)
     else:
         print_tables(job, metrics)
     return 0
 
 
-def _evaluate(arguments: argparse.Namespace, reporter) -> tuple[Any, dict[str, Any]]:
-    """The job, and what is measured of it (`switchx.evaluate`)."""
+def _evaluate(arguments: argparse.Namespace, reporter) -> tuple[Any, Any]:
+    """The job, and what is measured of it (`switchx.evaluate`, `evaluate_checkpoints`)."""
     from switchx.checkpoint.run_folder import RunFolder
     from switchx.gin_config import building
     from switchx.inference.artifact import is_artifact
-    from switchx.jobs import evaluate
+    from switchx.jobs import evaluate, evaluate_checkpoints
 
     job = None
     if arguments.gin_file is not None or not is_artifact(arguments.model_dir):
         folder = RunFolder(arguments.model_dir)
         job = building.parse_job(*shared.gin_of(arguments, folder))
-    names = ("step", "metrics", "split", "max_examples", "batch_size", "rank_choices")
-    files = ("bootstrap", "predictions", "record", "record_places", "replay")
-    given = {name: getattr(arguments, name) for name in (*names, *files)}
-    metrics = evaluate(
-        arguments.model_dir,
-        job,
-        tasks=None if arguments.tasks is None else arguments.tasks.split(","),
-        reporter=reporter,
-        **given,
+    names = ("metrics", "split", "max_examples", "batch_size", "rank_choices")
+    given = {name: getattr(arguments, name) for name in (*names, "bootstrap", "predictions")}
+    given |= {
+        "tasks": None if arguments.tasks is None else arguments.tasks.split(","),
+        "reporter": reporter,
         **shared.options_of(arguments, DecodingConfig),
-    )
-    return job, metrics
+    }
+    if isinstance(arguments.step, Every):
+        which = {"every": arguments.step.steps, "output": arguments.output}
+        return job, evaluate_checkpoints(arguments.model_dir, job, **which, **given)
+    files = {name: getattr(arguments, name) for name in ("record", "record_places", "replay")}
+    return job, evaluate(arguments.model_dir, job, step=arguments.step, **files, **given)
 
 
 # Tables for a person.
+
+
+def print_checkpoints(lines: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    names = ("neg_log_perplexity", "accuracy", "dropped_fraction")
+    table = Table("step", *names, box=None, pad_edge=False)
+    for line in lines:
+        numbers = (f"{line[name]:.4f}" if name in line else "" for name in names)
+        table.add_row(f"{line['step']}", *numbers)
+    Console(highlight=False, soft_wrap=True).print(table)
 
 
 def print_tables(job, metrics: dict[str, Any]) -> None:

@@ -18,8 +18,9 @@ and the operative configuration into the run folder.
 Started again with the same command, it resumes from the last complete checkpoint, to the
 bit; kill -9 does no harm. SIGTERM and Ctrl-C save before they leave, a second Ctrl-C does
 not wait; one of several processes then leaves with status 75, for a launcher to start them
-again. It ends with a summary on standard output, and says where compiled programs are kept
-(JAX_COMPILATION_CACHE_DIR; JAX_ENABLE_COMPILATION_CACHE=false keeps none).
+again. --stop_on_alarm saves and ends with status 1 at the first alarm of the routing; the same
+command goes on, past it. It ends with a summary on standard output, and says where compiled
+programs are kept (JAX_COMPILATION_CACHE_DIR; JAX_ENABLE_COMPILATION_CACHE=false keeps none).
 
 Macros that every file in configs/runs honours:
 
@@ -79,6 +80,12 @@ def add_command(commands) -> None:
         help="write a jax.profiler trace of the steps after step START until END into the run "
         "folder, as 10:20 for ten steps",
     )
+    parser.add_argument(
+        "--stop_on_alarm",
+        action="store_true",
+        help="save and end, with status 1, at the first alarm of the routing "
+        "(docs/routing_statistics.md)",
+    )
     hosts.add_hosts(parser)
 
 
@@ -110,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
             job = prepare()
             outcome = work(job)
         else:
-            options = "model_dir", "mesh", "hardware"
+            options = "model_dir", "mesh", "hardware", "stop_on_alarm"
             job, outcome = hosts.run_together(
                 processes,
                 arguments,
@@ -152,6 +159,7 @@ def _train(arguments: argparse.Namespace, reporter, started_s: float, job):
             reporter=reporter,
             profile=arguments.profile,
             started_s=started_s,
+            stop_on_alarm=arguments.stop_on_alarm,
         )
     except TrainingInterrupted as interrupted:
         return interrupted.outcome

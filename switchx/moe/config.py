@@ -232,6 +232,16 @@ class RouterConfig:
     def has_bias(self) -> bool:
         return self.bias_update_rate is not None
 
+    @property
+    def has_margin(self) -> bool:
+        """Whether tokens choose by scores that are learned."""
+        return self.kind in ("top_k", "task")
+
+    @property
+    def has_drop_floor(self) -> bool:
+        """Whether `balance.expected_drops` is the law of a balanced router's drops."""
+        return self.kind in ("top_k", "hash") and self.overflow != "reroute"
+
 
 @dataclasses.dataclass(frozen=True)
 class SwitchConfig:

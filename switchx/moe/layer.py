@@ -21,7 +21,7 @@ from switchx.moe.dispatch import gated
 from switchx.moe.dispatchers import choose_dispatcher
 from switchx.moe.expert_copies import local_slots, replicated
 from switchx.moe.experts import Experts
-from switchx.moe.plan import RoutingPlan, make_plan, rank_experts
+from switchx.moe.plan import RoutingPlan, choice_scores, make_plan, rank_experts
 from switchx.moe.router import explored_inputs, hash_logits, router_logits, task_logits
 from switchx.moe.shared_groups import assign_shared_slots, constrain_groups, shared_axes
 from switchx.moe.stats import Choices, RoutingStats, measure_routing
@@ -35,16 +35,16 @@ class RoutedTokens:
         x_GTD: the layer's input.
         is_token_GT: true for the tokens that are routed.
         logits_GTE, prob_GTE: the router's logits and probabilities, in `Precision.router`.
+        score_GTE: scores by which the tokens chose.
         plan: expert, gate and slot of each choice.
-        bias_E: bias added to the probabilities for choosing; None without one.
     """
 
     x_GTD: jax.Array
     is_token_GT: jax.Array
     logits_GTE: jax.Array
     prob_GTE: jax.Array
+    score_GTE: jax.Array
     plan: RoutingPlan
-    bias_E: jax.Array | None
 
 
 class RoutedLayer(nnx.Module):
@@ -121,7 +121,6 @@ class RoutedLayer(nnx.Module):
         if router.counts_merged:
             count_GTE = along_last(self.router_log_count_E[...], logits_GTE)
             prob_GTE = jax.nn.softmax(logits_GTE + count_GTE, axis=-1) * jnp.exp(-count_GTE)
-        bias_E = self.router_bias_E[...] if router.has_bias else None
         require(
             replay_BLS is not None or not (router.replay and is_training),
             "RouterConfig.replay=True and a training batch without encoder_replay or "
@@ -131,18 +130,24 @@ class RoutedLayer(nnx.Module):
         given_GTS = None
         if replay_BLS is not None:
             given_GTS = constrain_groups(into_groups(replay_BLS, G, T), "GTS", shared)
+        choice = {"bias_E": self.selection_bias_E, "key": key}
         plan = make_plan(
             router,
             logits_GTE,
             prob_GTE,
             is_token_GT,
             layer_capacity(switch, T, is_training=is_training),
-            bias_E=bias_E,
+            **choice,
             given_GTS=given_GTS,
-            key=key,
             assign=functools.partial(assign_shared_slots, shared=shared),
         )
-        return RoutedTokens(x_GTD, is_token_GT, logits_GTE, prob_GTE, plan, bias_E)
+        score_GTE = choice_scores(router, logits_GTE, prob_GTE, **choice)
+        return RoutedTokens(x_GTD, is_token_GT, logits_GTE, prob_GTE, score_GTE, plan)
+
+    @property
+    def selection_bias_E(self):
+        """The bias of the scores by which tokens choose; None without one."""
+        return self.router_bias_E[...] if self.config.switch.router.has_bias else None
 
     def measure(self, routed: RoutedTokens, batch: int, length: int) -> RoutingStats:
         """The routing statistics, with the choices as `[batch, length, S]`."""
@@ -151,10 +156,11 @@ class RoutedLayer(nnx.Module):
             routed.prob_GTE,
             routed.plan,
             routed.is_token_GT,
-            balance_scope=self.config.switch.router.balance_scope,
-            num_tasks=self.config.switch.router.num_tasks,
+            self.config.switch.router,
+            score_GTE=routed.score_GTE,
+            bias_E=self.selection_bias_E,
         )
-        ranked = rank_experts(routed.prob_GTE, routed.bias_E, self.config.switch)
+        ranked = rank_experts(routed.prob_GTE, self.selection_bias_E, self.config.switch)
         plan, dropped_GTS = routed.plan, routed.plan.is_dropped_GTS.astype(jnp.int8)
         of_groups = jax.lax.stop_gradient(
             (plan.expert_GTS, plan.gate_GTS, dropped_GTS, *ranked)

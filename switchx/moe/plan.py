@@ -104,11 +104,7 @@ def make_plan(
     """
     if router.kind == "expert_choice":
         return route_by_experts(prob_GTE, is_token_GT, capacity)
-    score_GTE = prob_GTE
-    if router.exploration == "sample" and key is not None:
-        score_GTE = sampling_scores(logits_GTE, router.temperature, key=key)
-    if bias_E is not None:
-        score_GTE = score_GTE + along_last(bias_E, score_GTE)
+    score_GTE = choice_scores(router, logits_GTE, prob_GTE, bias_E=bias_E, key=key)
     rounds = router.max_rounds if router.overflow == "reroute" else router.num_selected
     E = prob_GTE.shape[-1]
 
@@ -150,6 +146,14 @@ def make_plan(
 def decided(index):
     """The array, which the backward pass does not compute again."""
     return checkpoint_name(index, DECISION)
+
+
+def choice_scores(router, logits_GTE, prob_GTE, *, bias_E=None, key=None):
+    """The scores by which tokens choose experts; arguments are those of `make_plan`."""
+    score_GTE = prob_GTE
+    if router.exploration == "sample" and key is not None:
+        score_GTE = sampling_scores(logits_GTE, router.temperature, key=key)
+    return score_GTE if bias_E is None else score_GTE + along_last(bias_E, score_GTE)
 
 
 def choose_experts(score_GTE, num_selected: int):

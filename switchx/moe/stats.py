@@ -14,8 +14,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from switchx.moe.plan import RoutingPlan
+from switchx.moe.balance import expected_drops
+from switchx.moe.config import RouterConfig
+from switchx.moe.plan import RoutingPlan, choose_experts
 
 
 @jax.tree_util.register_dataclass
@@ -54,6 +57,14 @@ class RoutingStats:
         dropped: choices that got no slot.
         entropy: sum over tokens of the router's entropy, in nats.
         gate: sum over tokens of the largest gate of each token.
+        prob_E: sum over tokens of the router's probability of each expert.
+        mass: sum over tokens of the probabilities of their S best experts, before any
+            normalising; None where experts choose or a hash does, as `margin`.
+        margin: sum over tokens of the S-th best score less the next one, by the scores of the
+            choice (with bias and noise).
+        bias: tokens times the mean of the bias of the choice; None without one.
+        expected_dropped: choices that a balanced router would drop in these groups
+            (`balance.expected_drops`); None where that is not the law of its drops.
         choices: the choices of every token, one item for each stack (the encoder's first). A
             program that does not return them does not compute them either; see `summed`.
     """
@@ -66,6 +77,11 @@ class RoutingStats:
     dropped: jax.Array
     entropy: jax.Array
     gate: jax.Array
+    prob_E: jax.Array | None = None
+    mass: jax.Array | None = None
+    margin: jax.Array | None = None
+    bias: jax.Array | None = None
+    expected_dropped: jax.Array | None = None
     choices: tuple[Choices, ...] = ()
 
     @property
@@ -84,13 +100,27 @@ class RoutingStats:
         return self.router_z / jnp.maximum(self.tokens, 1)
 
     def means(self) -> dict[str, jax.Array]:
-        """Every sum over what it is a sum of, per layer; `load` is `[..., E]`."""
+        """Every sum over what it is a sum of, per layer; `load` is `[..., E]`.
+
+        `information` is that of a token about its expert, H(mean p) - mean H(p) in nats: 0 of a
+        router that is uniform, or certain and the same for all tokens.
+        """
         tokens = jnp.maximum(self.tokens, 1)
-        return {
+        per_token = {
+            "dropped": self.dropped,
+            "expected_dropped": self.expected_dropped,
+            "entropy": self.entropy,
+            "gate": self.gate,
+            "gate_mass": self.mass,
+            "margin": self.margin,
+            "bias": self.bias,
+        }
+        means = {name: sum / tokens for name, sum in per_token.items() if sum is not None}
+        if self.prob_E is not None:
+            mean_entropy = _entropy(self.prob_E / tokens[..., None])
+            means["information"] = jnp.maximum(mean_entropy - means["entropy"], 0.0)
+        return means | {
             "load": self.load_E / tokens[..., None],
-            "dropped": self.dropped / tokens,
-            "entropy": self.entropy / tokens,
-            "gate": self.gate / tokens,
             "balance_loss": self.balance_loss,
             "router_z_loss": self.router_z_loss,
         }
@@ -101,25 +131,37 @@ def measure_routing(
     prob_GTE,
     plan: RoutingPlan,
     is_token_GT,
+    router: RouterConfig = RouterConfig(),
     *,
-    balance_scope: str = "group",
-    num_tasks: int = 1,
+    score_GTE=None,
+    bias_E=None,
 ) -> RoutingStats:
     """The statistics of one layer, in float32.
 
     Args:
-        balance_scope: tokens that the balance loss compares, `group` or `batch`.
-        num_tasks: number of tasks that the experts are divided among.
+        score_GTE: scores by which the tokens chose (`choice_scores`); None is `prob_GTE`.
+        bias_E: the bias in them; None without one.
     """
     logits_GTE, prob_GTE = logits_GTE.astype(jnp.float32), prob_GTE.astype(jnp.float32)
     token_GT = is_token_GT.astype(jnp.float32)
-    frozen_GTE = jax.lax.stop_gradient(prob_GTE)
-    entropy_GT = -jnp.sum(frozen_GTE * jnp.log(jnp.maximum(frozen_GTE, 1e-30)), axis=-1)
+    tokens, frozen_GTE = jnp.sum(token_GT), jax.lax.stop_gradient(prob_GTE)
+    entropy_GT = _entropy(frozen_GTE)
     balance, groups = balance_sums(
-        prob_GTE, plan.counted_GE, is_token_GT, scope=balance_scope, num_tasks=num_tasks
+        prob_GTE,
+        plan.counted_GE,
+        is_token_GT,
+        scope=router.balance_scope,
+        num_tasks=router.num_tasks,
     )
+    mass = margin = None
+    if router.has_margin:
+        score_GTE = frozen_GTE if score_GTE is None else score_GTE.astype(jnp.float32)
+        mass_GT, margin_GT = mass_and_margin(frozen_GTE, score_GTE, router.num_selected)
+        mass, margin = jnp.sum(mass_GT * token_GT), jnp.sum(margin_GT * token_GT)
+    floor = _expected_dropped(plan, is_token_GT) if router.has_drop_floor else None
+    prob_GE = jnp.sum(jnp.where(is_token_GT[..., None], frozen_GTE, 0), axis=1)
     return RoutingStats(
-        tokens=jnp.sum(token_GT),
+        tokens=tokens,
         groups=groups,
         balance=balance,
         router_z=jnp.sum(jax.nn.logsumexp(logits_GTE, axis=-1) ** 2 * token_GT),
@@ -127,7 +169,43 @@ def measure_routing(
         dropped=jnp.sum(plan.is_dropped_GTS).astype(jnp.float32),
         entropy=jnp.sum(entropy_GT * token_GT),
         gate=jnp.sum(jax.lax.stop_gradient(jnp.max(plan.gate_GTS, axis=-1)) * token_GT),
+        prob_E=jnp.sum(prob_GE, axis=0),
+        mass=mass,
+        margin=margin,
+        bias=None if bias_E is None else tokens * jnp.mean(jax.lax.stop_gradient(bias_E)),
+        expected_dropped=floor,
     )
+
+
+def _entropy(prob_E):
+    return -jnp.sum(prob_E * jnp.log(jnp.maximum(prob_E, 1e-30)), axis=-1)
+
+
+def mass_and_margin(prob_GTE, score_GTE, num_selected: int):
+    """The probability of each token's S best experts together, and the margin of its choice.
+
+    The margin is the S-th best score less the next one; 0 where a token chooses all experts. A
+    change of the scores by less than half of it moves no choice.
+    """
+    score_GTE = jax.lax.stop_gradient(score_GTE)
+    chosen_GTS, E = choose_experts(score_GTE, num_selected), score_GTE.shape[-1]
+    is_chosen_GTE = jnp.any(jax.nn.one_hot(chosen_GTS, E, dtype=jnp.bool_), axis=-2)
+    mass_GT = jnp.sum(jnp.where(is_chosen_GTE, prob_GTE, 0.0), axis=-1)
+    if num_selected == E:
+        return mass_GT, jnp.zeros_like(mass_GT)
+    last_GT = jnp.min(jnp.where(is_chosen_GTE, score_GTE, jnp.inf), axis=-1)
+    next_GT = jnp.max(jnp.where(is_chosen_GTE, -jnp.inf, score_GTE), axis=-1)
+    return mass_GT, last_GT - next_GT
+
+
+def _expected_dropped(plan: RoutingPlan, is_token_GT):
+    """The sum over groups of `balance.expected_drops`, looked up by their numbers of tokens."""
+    T, S = plan.expert_GTS.shape[1:]
+    if plan.capacity >= T:
+        return jnp.zeros((), jnp.float32)
+    drops_T = expected_drops(np.arange(T + 1), S, plan.num_experts, plan.capacity)
+    tokens_G = jnp.sum(is_token_GT, axis=-1, dtype=jnp.int32)
+    return jnp.sum(jnp.asarray(drops_T, jnp.float32)[tokens_G])
 
 
 def balance_sums(prob_GTE, count_GE, is_token_GT, *, scope: str = "group", num_tasks: int = 1):

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Around an optimizer's update: the gradients' norm, clipping, the sum, the average."""
+"""Around an optimizer's update: norms, clipping, the sum, the average.
+
+Dims: N stacked layers, E experts
+"""
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from switchx import tree
+from switchx.axes import dims_of
 from switchx.partitioning.constrain import current_rules
 from switchx.partitioning.rules import param_spec
 
@@ -50,6 +54,23 @@ def clip_scale(norm, max_norm: float) -> jax.Array:
 
 def _squared_norm(gradient):
     return jnp.sum(jnp.square(gradient.astype(jnp.float32)))
+
+
+def rms_by_name(params) -> dict[str, jax.Array]:
+    """The root mean square of every parameter by its path, of every expert by itself, float32.
+
+    Of stacked layers `[N]`, of a bank of experts `[E]`, of both `[N, E]`, of others a scalar.
+
+    Args:
+        params: parameters, or gradients or updates of them, by the parameters' names.
+    """
+
+    def rms(name: str, leaf):
+        letters = dims_of(name.rpartition("/")[2], leaf.ndim)
+        axes = tuple(i for i, letter in enumerate(letters) if letter not in "NE")
+        return jnp.sqrt(jnp.mean(jnp.square(leaf.astype(jnp.float32)), axis=axes))
+
+    return {name: rms(name, leaf) for name, leaf in tree.named_leaves(params).items()}
 
 
 def apply_updates(params, updates):

@@ -37,6 +37,7 @@ from switchx.training.losses import LossConfig
 from switchx.training.offload.exclusions import exclusion_of
 from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.step import StepConfig
+from switchx.training.telemetry.alarms import RoutingAlarms
 from switchx.training.telemetry.metric_writers import Writer, checked_writers
 from switchx.training.telemetry.metrics import TOKEN_METRICS
 from switchx.training.text_evaluation import TextEvaluation
@@ -105,6 +106,7 @@ class TrainingJob:
         text_evaluation: settings of generating texts in evaluations, for the tasks' metrics;
             None generates none.
         metric_writers: writers of the metrics beside the run folder.
+        alarms: conditions of the routing that raise an alarm; None has no alarms.
         distillation: the teacher that the model learns from beside the text; None has none.
     """
 
@@ -137,6 +139,7 @@ class TrainingJob:
     storage: StorageSpec = at_resume(StorageSpec())
     text_evaluation: TextEvaluation | None = at_resume(None)
     metric_writers: tuple[Writer, ...] = at_resume(())
+    alarms: RoutingAlarms | None = at_resume(RoutingAlarms())
     distillation: Distillation | None = None
 
     def __post_init__(self):

@@ -35,6 +35,7 @@ from switchx.training.start import (
 )
 from switchx.training.step import TrainState
 from switchx.training.stopping import StopAgreement, stop_signals
+from switchx.training.telemetry.alarms import Alarm, AlarmWatch
 from switchx.training.telemetry.goodput import Cause, CompileTime, Goodput, StepTimes
 from switchx.training.telemetry.metric_writers import opened_writers, require_writers
 from switchx.training.telemetry.metrics import (
@@ -89,6 +90,7 @@ def train(
     text_evaluator: Callable[[TrainingJob, jax.sharding.Mesh], TextEvaluator] | None = None,
     profile: ProfiledSteps | None = None,
     started_s: float | None = None,
+    stop_on_alarm: bool = False,
 ) -> Outcome:
     """Trains `job` in a run folder, from where its last complete checkpoint left off.
 
@@ -101,11 +103,14 @@ def train(
         profile: steps to trace into the run folder.
         started_s: time at which this process began to work, by `time.perf_counter`; None is
             now.
+        stop_on_alarm: whether the first alarm of `TrainingJob.alarms` that is raised ends
+            training.
 
     Raises:
         ValueError: the job, its data or the run folder do not fit; nothing was changed.
         SaveError: a checkpoint could not be written; earlier ones are intact.
-        TrainingStopped: too many steps in a row were not finite; the state is saved.
+        TrainingStopped: too many steps in a row were not finite, or there was an alarm; the
+            state is saved.
     """
     started_s = time.perf_counter() if started_s is None else started_s
     require_writers(job.metric_writers)
@@ -166,6 +171,7 @@ def train(
                     evaluator,
                     goodput,
                     profiler,
+                    stop_on_alarm,
                 )
                 return loop.train(state)
 
@@ -176,6 +182,7 @@ class _Loop:
 
     Attributes:
         pending: the step that was started last, its batch and its metrics, not yet read.
+        stopped_by: the alarm that ends training.
     """
 
     job: TrainingJob
@@ -189,10 +196,12 @@ class _Loop:
     text_evaluator: TextEvaluator | None
     goodput: Goodput
     profiler: StepProfiler
+    stop_on_alarm: bool
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
     interval: Interval = dataclasses.field(default_factory=lambda: Interval(0.0))
     pending: tuple | None = None
     skipped_in_a_row: int = 0
+    stopped_by: Alarm | None = None
     last_metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def train(self, state: TrainState) -> Outcome:
@@ -203,6 +212,9 @@ class _Loop:
         self.log = MetricsLog(run.metrics, run.tensorboard, after)
         self.validation = MetricsLog(run.validation, run.tensorboard / "validation", after)
         self.routing = RoutingLog(run.routing, after)
+        self.alarms = None
+        if self.job.alarms is not None:
+            self.alarms = AlarmWatch(self.job.alarms, self.job.model, run, after)
         self.texts = None
         if self.text_evaluator is not None:
             spec, board = self.job.text_evaluation, self.validation
@@ -275,6 +287,12 @@ class _Loop:
                 self.goodput.saved(step, self.checkpointer.steps)
             self.saving.wait()
         self.goodput.write(step)
+        if self.stopped_by is not None:
+            raise TrainingStopped(
+                f"alarm at step {self.stopped_by.step}: {self.stopped_by.text}; the state is "
+                f"saved at step {step}, and the same command goes on from there, past this "
+                "alarm; docs/routing_statistics.md says what alarms mean"
+            )
         return Outcome(step, step >= job.train_steps, self.last_metrics)
 
     @contextlib.contextmanager
@@ -325,9 +343,19 @@ class _Loop:
         self.write("train", step, metrics)
         self.goodput.write(step)
         self.reporter.logged(step, metrics)
+        self._alarm(step, metrics)
         self.last_metrics = metrics
         self.interval = Interval(seconds)
         self.step_times.goes_on()
+
+    def _alarm(self, step: int, metrics: dict[str, Any]) -> None:
+        raised = [] if self.alarms is None else self.alarms.raised_by(step, metrics)
+        for alarm in raised:
+            self.reporter.note(f"step {step:>5}  alarm: {alarm.text}")
+            self.log.write_text(step, f"alarms/{alarm.kind}", alarm.text)
+        if raised and self.stop_on_alarm and step < self.job.train_steps:
+            self.stopped_by = raised[0]
+            self.is_stopping.request()
 
     def _evaluate(self, step: int, state: TrainState) -> dict[str, Any]:
         with self._apart("evaluation"):

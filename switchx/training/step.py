@@ -31,6 +31,7 @@ from switchx.optim.updates import (
     clip_scale,
     global_norm,
     moved_average,
+    rms_by_name,
     sliced_global_norm,
 )
 from switchx.partitioning.buckets import require_bucket_bytes
@@ -58,6 +59,9 @@ class StepConfig:
             learning rate, 0 to freeze them (`optim/multipliers.py`).
         ema_decay: decay of the exponential moving average of the parameters over steps, which
             evaluations during training use; None keeps no average.
+        log_rms: whether the root mean squares of each parameter, its gradient and its update
+            are logged, of each expert by itself (T5X's `weight_rms`); they are computed in
+            every step.
     """
 
     num_microbatches: int = at_resume(1)
@@ -65,6 +69,7 @@ class StepConfig:
     bucket_bytes: int | None = at_resume(None)
     rate_multipliers: tuple[tuple[str, float], ...] = ()
     ema_decay: float | None = None
+    log_rms: bool = at_resume(False)
 
     def __post_init__(self):
         require_pairs("StepConfig.rate_multipliers", self.rate_multipliers, (float, int))
@@ -172,7 +177,11 @@ def init_state(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepMetrics:
-    """The measurements of one step; `routing` is None for a dense model."""
+    """The measurements of one step; `routing` is None for a dense model.
+
+    Attributes:
+        rms: root mean squares by T5X's names and by parameter; empty where they are not logged.
+    """
 
     sums: TokenSums
     loss: jax.Array
@@ -180,6 +189,7 @@ class StepMetrics:
     grad_norm: jax.Array
     is_skipped: jax.Array
     skipped_in_a_row: jax.Array
+    rms: dict[str, dict[str, jax.Array]] = dataclasses.field(default_factory=dict)
 
 
 class Seam(NamedTuple):
@@ -315,11 +325,19 @@ def take_step(
         updated = keep_frozen(step.rate_multipliers, params, updated)
         if average is not None:
             average = moved_average(average, into_slices(updated), step.ema_decay)
-        return updated, opt_state, average
+        moved = jax.tree.map(jnp.subtract, updated, params) if step.log_rms else {}
+        return updated, opt_state, average, rms_by_name(moved)
 
     # A conditional keeps the update in place; `jnp.where` afterwards would copy everything.
     kept = state.params, state.opt_state, state.average
-    params, opt_state, average = jax.lax.cond(is_finite, update, lambda *kept: kept, *kept)
+    rms = rms_by_name(state.params if step.log_rms else {})
+    unmoved = jax.tree.map(jnp.zeros_like, rms)
+    params, opt_state, average, moved = jax.lax.cond(
+        is_finite, update, lambda *kept: (*kept, unmoved), *kept
+    )
+    if step.log_rms:
+        raw = rms_by_name(jax.tree.map(lambda gradient: gradient * unscale, grads))
+        rms = {"weight_rms": rms, "weight_gradient_rms": raw, "weight_update_rms": moved}
     is_skipped = 1 - is_finite.astype(jnp.int32)
     # An overflow that a smaller loss scale may avoid is no sign that training has diverged.
     is_counted = is_skipped * (state.loss_scale <= 1) if is_half else is_skipped
@@ -338,7 +356,7 @@ def take_step(
         loss_scale=loss_scale,
         good_steps=good_steps,
     )
-    metrics = StepMetrics(sums, value, stats, grad_norm, is_skipped, skipped_in_a_row)
+    metrics = StepMetrics(sums, value, stats, grad_norm, is_skipped, skipped_in_a_row, rms)
     return next_state, metrics, jnp.asarray(unscale * clip, jnp.float32)
 
 

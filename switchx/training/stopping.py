@@ -78,20 +78,28 @@ class StopAgreement:
             stop: event that is set when this process is asked to stop.
             mesh: mesh of all processes' devices, which vote.
         """
-        self._stop = stop
+        self._stop, self._is_requested = stop, False
         self._asked: jax.Array | None = None
         self._size = mesh.size
         self._one_each = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         everywhere = NamedSharding(mesh, PartitionSpec())
         self._is_any_set = jax.jit(jnp.any, out_shardings=everywhere)
 
+    def request(self) -> None:
+        """Ends training after this step, without a signal: nothing will kill this process."""
+        self._is_requested = True
+
+    @property
+    def _is_asked(self) -> bool:
+        return self._is_requested or self._stop.is_set()
+
     def __call__(self) -> bool:
         if jax.process_count() == 1:
-            return self._stop.is_set()
+            return self._is_asked
         before, self._asked = self._asked, self._ask()
         return before is not None and bool(before)
 
     def _ask(self) -> jax.Array:
-        vote = np.array([self._stop.is_set()])
+        vote = np.array([self._is_asked])
         votes = jax.make_array_from_callback((self._size,), self._one_each, lambda _: vote)
         return self._is_any_set(votes)

@@ -52,7 +52,8 @@ def write_snapshot(folder: pathlib.Path, step: int, /, **changes) -> None:
 def routing_line(step: int, load: list) -> dict:
     """A line of metrics.jsonl whose other numbers follow from the step."""
     by_layer = [step / 100] * len(load)
-    routing = {"load": load, "dropped": by_layer, "entropy": by_layer, "gate": by_layer}
+    names = "dropped entropy gate max_violation effective_experts information margin"
+    routing = {"load": load} | dict.fromkeys(names.split(), by_layer)
     return {"step": step, "loss": 1.0, "routing": routing}
 
 

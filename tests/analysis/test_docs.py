@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The blocks of docs/routing_statistics.md and docs/drops.md run, in order, in one folder."""
 
+import dataclasses
 import re
 import shlex
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 
 from switchx.cli.main import main
 from switchx.models.config import SwitchConfig
+from switchx.training.telemetry.alarms import FEWEST_CHOICES, RoutingAlarms
 from tests.processes import ROOT
 
 PAGE = (ROOT / "docs/routing_statistics.md").read_text(encoding="utf-8")
@@ -33,12 +35,13 @@ BRIEF = [
 def test_blocks_run(in_a_folder, capsys, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *_, first=jax.devices()[:1]: first)
     blocks = BLOCK.findall(PAGE)
-    assert [language for language, _ in blocks] == ["bash", "python"]
-    for command in blocks[0][1].splitlines():
-        _, name, *options = shlex.split(command)
-        assert main([name, *options, *(BRIEF if name == "train" else [])]) == 0, command
+    assert [language for language, _ in blocks] == ["bash", "bash", "python"]
+    for block in (blocks[1][1], blocks[0][1]):
+        for command in block.splitlines():
+            _, name, *options = shlex.split(command)
+            assert main([name, *options, *(BRIEF if name == "train" else [])]) == 0, command
     assert capsys.readouterr().out.endswith("runs/routed/report.html\n")
-    exec(blocks[1][1], {})
+    exec(blocks[2][1], {})
     assert capsys.readouterr().out.count("[") == 1 + 3  # a row an evaluation
 
 
@@ -66,3 +69,18 @@ def test_blocks_of_drops_and_drift_run(in_a_folder, capsys, monkeypatch):
 
 def test_numbers_of_the_page_are_those_of_the_code():
     assert f"{SwitchConfig(8).recorded_places} places" in PAGE
+    alarms = RoutingAlarms()
+    for said in (
+        f"above {alarms.violation_factor:g} times its median of the last {alarms.median_lines}",
+        f"in {alarms.lines_in_a_row} lines in a row, drops are above twice the floor and "
+        f"{alarms.least_dropped:.0%} of choices above it",
+        f"dead in {alarms.dead_lines} lines in a row, in which an even share is "
+        f"{FEWEST_CHOICES} choices",
+        f"beyond {alarms.bias_updates:g} updates",
+        f"less than {alarms.least_information:g} nats in {alarms.lines_in_a_row} lines",
+        f"first {alarms.first_lines} lines of a run",
+    ):
+        assert said in PAGE, said
+    assert alarms.dropped_factor == 2 and alarms.least_violation == 1
+    fields = {field.name for field in dataclasses.fields(alarms)}
+    assert all(f"`{name}`" in PAGE or name == "hooks" for name in fields)

@@ -98,6 +98,9 @@ def test_all_sections_are_shown(run):
     titles = [section.title for section in report.all_sections(run)]
     assert titles == [
         "At the end",
+        "Balance and margin",
+        "Alarms",
+        "Checkpoints",
         "Load per expert",
         "Drops, entropy, gate, dead experts",
         "Saturation",
@@ -116,6 +119,26 @@ def test_overview_names_the_dead(run):
         ("encoder 3", 2.0, 0.0, "1", "20.0%", 0.2, 0.2),
         ("decoder 1", 1.5, 0.5, "none", "20.0%", 0.2, 0.2),
     ]
+
+
+def test_balance_shows_what_every_line_has(run):
+    section = report.balance(run)
+    (table,), (figure,) = section.tables, section.figures
+    assert table.columns == ("layer", "MaxVio", "effective experts", "information", "margin")
+    assert table.rows[1] == ("encoder 3", 0.2, 0.2, 0.2, 0.2)
+    assert figure.axes[0].get_ylabel() == "MaxVio"
+    assert figure.axes[2].lines[-1].get_ydata() == [2, 2]  # all experts
+    before = dataclasses.replace(run, history=dataclasses.replace(run.history, others={}))
+    assert "before these were logged" in report.balance(before).text
+
+
+def test_alarms_are_listed_as_they_were_raised(run, tmp_path):
+    assert report.alarms(run).text == "None was raised."
+    folder = write_run(tmp_path / "run")
+    alarm = {"step": 20, "kind": "dead_expert", "layer": "encoder 3", "text": "encoder 3: dead"}
+    write_lines(folder / "alarms.jsonl", [alarm])
+    (table,) = report.alarms(read(folder)).tables
+    assert table.rows == [(20, "dead_expert", "encoder 3: dead")]
 
 
 def test_dead_experts_are_counted_by_step(run):

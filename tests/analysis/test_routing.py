@@ -10,8 +10,6 @@ from switchx.analysis.routing import (
     TypicalToken,
     class_counts,
     comparable,
-    dead_experts,
-    even_shares,
     information,
     layer_similarity,
     read_history,
@@ -76,23 +74,6 @@ def test_logs_without_routing_say_what_to_do(tmp_path):
     write_lines(path, [{"step": 1, "loss": 2.0}])
     with refused(f"{path} has no routing, the model is dense or every step was skipped"):
         read_history(path)
-
-
-def test_even_shares_by_hand():
-    got = even_shares(np.array([[0.25, 0.25, 0.25, 0.25], [0.5, 0.5, 0.0, 0.0]]))
-    np.testing.assert_allclose(got, [[1, 1, 1, 1], [2, 2, 0, 0]])
-
-
-@pytest.mark.parametrize(("share", "is_dead"), [(0.0, True), (0.0024, True), (0.0026, False)])
-def test_an_expert_is_dead_below_a_hundredth_of_its_even_share(share, is_dead):
-    rest = (1 - share) / 3
-    # An even share of four experts is 0.25, a hundredth of it 0.0025.
-    got = dead_experts(np.array([share, rest, rest, rest]))
-    assert got.tolist() == [is_dead, False, False, False]
-
-
-def test_experts_of_a_layer_without_tokens_are_all_dead():
-    assert dead_experts(np.zeros((1, 3))).all()
 
 
 E = 5

@@ -13,6 +13,7 @@ import sacrebleu
 
 import switchx
 from switchx.checkpoint.checkpointer import Checkpointer
+from switchx.checkpoint.restore import complete_steps
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli import evaluate
 from switchx.cli.main import main
@@ -94,6 +95,42 @@ def test_a_record_is_replayed(finished_run, capsys, tmp_path):
     assert earlier["cross_entropy"] != own["cross_entropy"]
     assert main(["eval", folder, f"--replay={path}", "--gin.BATCH_SIZE=4"]) == 2
     assert "has other tokens in batch 0" in capsys.readouterr().err
+
+
+def test_all_checkpoints_are_one_table_that_goes_on(finished_run, capsys, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished_run.folder, folder)
+    given = f"--model_dir={folder}"
+    steps = complete_steps(RunFolder(folder))
+    assert len(steps) > 1 and all(step % 4 == 0 for step in steps)
+    table = folder / "evaluations.jsonl"
+    some = evaluated(capsys, given, "--step=every:12")
+    assert [line["step"] for line in some] == [12] and lines(table) == some
+    one = evaluated(capsys, given, f"--step={steps[0]}")
+    kept = some[0] | {"accuracy": 0.125}  # what is there is not measured again
+    table.write_text(json.dumps(kept) + "\n")
+    found = evaluated(capsys, given, "--step=all")
+    assert [line["step"] for line in found] == steps and found[-1] == kept
+    assert {name: found[0][name] for name in one} == one and lines(table) == found
+    assert main(["report", given]) == 0
+    text = (folder / "report.html").read_text()
+    assert "largest MaxVio" in text and "0.125" in text
+    capsys.readouterr()
+    assert main(["eval", given, "--step=all"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].split() == ["step", "neg_log_perplexity", "accuracy", "dropped_fraction"]
+    assert [row.split()[0] for row in printed[1:]] == [str(step) for step in steps]
+
+
+def test_a_table_of_other_settings_is_not_gone_on_with(finished_run, capsys, tmp_path):
+    given, output = f"--model_dir={finished_run.folder}", f"--output={tmp_path / 'table'}"
+    other = "--gin.TrainingJob.eval_batches=1"
+    assert len(evaluated(capsys, given, output, "--step=every:12", other)) == 1
+    assert main(["eval", given, output, "--step=all"]) == 2
+    assert "evaluated with other settings; give another output" in capsys.readouterr().err
+    assert main(["eval", given, output, "--step=every:7"]) == 2
+    said = capsys.readouterr().err
+    assert "no complete checkpoint of a multiple of 7 steps" in said and "there are " in said
 
 
 @pytest.fixture
@@ -410,6 +447,8 @@ def test_names_of_metrics_are_all_of_them():
         ("--bootstrap=1", "bootstrap=1 is no sample to tell an interval by; use 1000"),
         ("--rank_choices", "example 0 of 'validation' has no choices of which one is known"),
         ("--predictions=", "--predictions: it is empty; is a shell variable not set?"),
+        ("--step=every:0", "'every:0' is no step; give its number, best, all, or every:N"),
+        ("--output=table", "--output is for --step=all or every:N; add that, or leave it out"),
         ("--predictions=no/such/file", "cannot be written: its folder is not there"),
     ],
 )

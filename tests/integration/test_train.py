@@ -226,6 +226,29 @@ def test_non_finite_steps_change_nothing_and_stop_after_n(finished_run, run, tmp
     assert all(np.all(np.isfinite(leaf)) for leaf in final_params(folder).values())
 
 
+def test_an_alarm_ends_training_and_the_same_command_goes_on(finished_run, run, tmp_path):
+    """The one fault is the threshold: more information than there can be."""
+    folder = tmp_path / "alarmed"
+    words = [
+        *arguments(folder, finished_run.files, "RoutingAlarms.least_information=9.0"),
+        *("--gin.RoutingAlarms.first_lines=1", "--gin.RoutingAlarms.lines_in_a_row=2"),
+        "--gin.RoutingAlarms.dropped_factor=None",
+        "--stop_on_alarm",
+    ]
+    said = run("train", *words, status=1).err
+    text = "encoder 0: a token tells "
+    assert f"step     6  alarm: {text}" in said  # lines 2 and 3, of steps 4 and 6
+    assert f"switchx train: error: alarm at step 6: {text}" in said
+    assert "the state is saved at step 6, and the same command goes on from there" in said
+    alarms = lines(folder / "alarms.jsonl")
+    assert [(alarm["step"], alarm["layer"]) for alarm in alarms] == [
+        (6, "encoder 0"), (6, "decoder 0")
+    ]  # fmt: skip
+    run("train", *words)  # it is still raised, and not raised again
+    require_bit_equal(folder, finished_run.folder)
+    assert lines(folder / "alarms.jsonl") == alarms
+
+
 @contextlib.contextmanager
 def small_disk(folder, mebibytes: int):
     folder.mkdir()

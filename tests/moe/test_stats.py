@@ -8,13 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 
+from switchx.models.config import RouterConfig
+from switchx.moe.balance import expected_drops
+from switchx.moe.plan import choice_scores, make_plan
 from switchx.moe.stats import Choices, join_stacks, measure_routing
 from tests.compare import assert_close
 from tests.moe.oracle import softmax
 from tests.moe.plans import top1_plan
 
 G, T, E, C = 2, 10, 4, 2
+CHOOSING = RouterConfig(kind="expert_choice", exploration="none")
 
 
 def inputs():
@@ -34,14 +39,17 @@ def measure(logits_GTE, is_token_GT):
 
 def test_against_a_loop():
     logits_GTE, is_token_GT = inputs()
-    entropy = gate = dropped = 0.0
-    load = np.zeros(E)
+    entropy = gate = dropped = margin = 0.0
+    load, prob = np.zeros(E), np.zeros(E)
     for g in range(G):
         queue = [0] * E
         for t in np.flatnonzero(is_token_GT[g]):
             p_E = softmax(logits_GTE[g, t].astype(np.float64))
             entropy -= sum(p * math.log(p) for p in p_E)
             gate += max(p_E)
+            prob += p_E
+            best, second = sorted(p_E)[:-3:-1]
+            margin += best - second
             e = int(np.argmax(p_E))
             dropped += queue[e] >= C
             queue[e] += 1
@@ -52,12 +60,19 @@ def test_against_a_loop():
     assert stats.dropped == dropped > 0
     np.testing.assert_allclose(stats.entropy, entropy, rtol=1e-5)
     np.testing.assert_allclose(stats.gate, gate, rtol=1e-5)
-    assert stats.groups == G
+    np.testing.assert_allclose(stats.mass, gate, rtol=1e-5)  # of one choice
+    np.testing.assert_allclose(stats.margin, margin, rtol=1e-5)
+    np.testing.assert_allclose(stats.prob_E, prob, rtol=1e-5)
+    want = expected_drops(np.array([10, 6]), 1, E, C).sum()
+    np.testing.assert_allclose(stats.expected_dropped, want, rtol=1e-6)
+    assert stats.bias is None and stats.groups == G
     means = stats.means()
     np.testing.assert_allclose(means["load"], load / 16, rtol=1e-6)
     np.testing.assert_allclose(means["dropped"], dropped / 16, rtol=1e-6)
     np.testing.assert_allclose(means["entropy"], entropy / 16, rtol=1e-5)
     np.testing.assert_allclose(means["gate"], gate / 16, rtol=1e-5)
+    told = scipy.stats.entropy(prob) - entropy / 16
+    np.testing.assert_allclose(means["information"], told, rtol=1e-4)
     assert means["balance_loss"] == stats.balance / G
     assert means["router_z_loss"] == stats.router_z / 16
 
@@ -66,16 +81,74 @@ def test_entropy_of_a_uniform_router_is_ln_e():
     stats = measure(np.zeros((1, T, E), np.float32), np.ones((1, T), bool))
     np.testing.assert_allclose(stats.means()["entropy"], math.log(E), rtol=1e-6)
     np.testing.assert_allclose(stats.means()["gate"], 1 / E, rtol=1e-6)
+    assert stats.margin == 0
+    np.testing.assert_allclose(stats.means()["information"], 0, atol=1e-6)
     # All tokens tie and go to expert 0, which has two slots.
     np.testing.assert_array_equal(stats.load_E, [T, 0, 0, 0])
     assert stats.dropped == T - C
+
+
+def test_two_choices_by_a_biased_score_against_a_loop():
+    """Mass is of probabilities before they are normalized, margin of the biased scores."""
+    logits_GTE, is_token_GT = inputs()
+    bias_E = np.array([0.4, 0.0, -0.3, 0.1], np.float32)
+    router = RouterConfig(
+        num_selected=2, gate="normalized", bias_update_rate=0.1, exploration="none"
+    )
+
+    @jax.jit
+    def measure(logits_GTE):
+        prob_GTE = jax.nn.softmax(logits_GTE, axis=-1)
+        arrays = logits_GTE, prob_GTE
+        plan = make_plan(router, *arrays, is_token_GT, C, bias_E=bias_E)
+        score_GTE = choice_scores(router, *arrays, bias_E=bias_E)
+        options = {"score_GTE": score_GTE, "bias_E": bias_E}
+        return measure_routing(*arrays, plan, is_token_GT, router, **options), plan
+
+    stats, plan = measure(logits_GTE)
+    mass = margin = 0.0
+    for g, t in zip(*np.nonzero(is_token_GT), strict=True):
+        p_E = softmax(logits_GTE[g, t].astype(np.float64))
+        order = np.argsort(-(p_E + bias_E))
+        assert set(order[:2]) == set(np.asarray(plan.expert_GTS[g, t]))
+        mass += p_E[order[:2]].sum()
+        margin += (p_E + bias_E)[order[1]] - (p_E + bias_E)[order[2]]
+    np.testing.assert_allclose(stats.mass, mass, rtol=1e-5)
+    np.testing.assert_allclose(stats.margin, margin, rtol=1e-5)
+    means = stats.means()
+    np.testing.assert_allclose(means["bias"], bias_E.mean(), rtol=1e-6)
+    np.testing.assert_allclose(means["gate_mass"], mass / 16, rtol=1e-5)
+
+
+def test_a_token_that_chooses_all_experts_has_no_margin():
+    logits_GTE, is_token_GT = inputs()
+    router = RouterConfig(num_selected=E, exploration="none")
+    prob_GTE = jax.nn.softmax(logits_GTE, axis=-1)
+    plan = make_plan(router, logits_GTE, prob_GTE, is_token_GT, T)
+    stats = measure_routing(logits_GTE, prob_GTE, plan, is_token_GT, router)
+    assert stats.margin == 0 and stats.expected_dropped == 0
+    np.testing.assert_allclose(stats.mass, 16, rtol=1e-6)
+
+
+@pytest.mark.parametrize("router", [RouterConfig(kind="hash", exploration="none"), CHOOSING])
+def test_what_a_router_does_not_have_is_left_out(router):
+    logits_GTE, is_token_GT = inputs()
+    prob_GTE = jax.nn.softmax(logits_GTE, axis=-1)
+    plan = make_plan(router, logits_GTE, prob_GTE, is_token_GT, C)
+    stats = measure_routing(logits_GTE, prob_GTE, plan, is_token_GT, router)
+    assert stats.mass is stats.margin is stats.bias is None
+    assert (stats.expected_dropped is None) == (router.kind == "expert_choice")
+    left_out = {"gate_mass", "margin", "bias"}
+    left_out |= {"expected_dropped"} if router.kind == "expert_choice" else set()
+    full = {"load", "dropped", "entropy", "gate", "information", "balance_loss"}
+    assert not left_out & stats.means().keys() and full <= stats.means().keys()
 
 
 def test_entropy_of_a_certain_router_is_zero():
     logits_GTE = np.zeros((1, T, E), np.float32)
     logits_GTE[..., 2] = 200.0  # the others' probabilities are 0 in float32
     stats = measure(logits_GTE, np.ones((1, T), bool))
-    assert stats.entropy == 0.0
+    assert stats.entropy == stats.means()["information"] == 0.0
     np.testing.assert_allclose(stats.means()["gate"], 1.0)
 
 
@@ -99,7 +172,8 @@ def test_sums_of_parts_are_the_sums_of_the_whole():
 
 def test_only_the_losses_carry_gradients():
     gradients = jax.jit(jax.jacrev(measure))(*inputs())
-    for name in ("entropy", "gate", "dropped", "tokens", "groups", "load_E"):
+    names = "entropy gate dropped tokens groups load_E prob_E mass margin expected_dropped"
+    for name in names.split():
         assert not np.any(getattr(gradients, name)), name
     for name in ("balance", "router_z"):
         assert np.abs(getattr(gradients, name)).max() > 1e-3, name

@@ -17,6 +17,10 @@ def two_layers() -> RoutingStats:
         dropped=[2, 1],
         entropy=[4, 1],
         gate=[6, 3],
+        prob_E=[[6, 2], [1, 3]],
+        mass=[6, 2],
+        margin=[2, 3],
+        expected_dropped=[1, 0.5],
     )
     return RoutingStats(
         **{name: np.array(value, np.float32) for name, value in numbers.items()}

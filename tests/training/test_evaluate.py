@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import math
+import time
 
 import jax
 import jax.numpy as jnp
@@ -161,8 +162,11 @@ def test_sample_has_the_tokens_and_the_loads_of_the_batch(model, scan_layers):
 @pytest.mark.parametrize("model", [slow(SPARSE), ENCODER_DECODER])
 def test_a_mesh_gives_the_same_sample_to_everyone(model):
     batch = make_batch(model, 8)
-    _, want = sampled(model, batch)
-    _, got = sampled(model, batch, MeshSpec(data=2, expert=4))
+    of_one, want = sampled(model, batch)
+    of_mesh, got = sampled(model, batch, MeshSpec(data=2, expert=4))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    jax.tree.map(close, of_mesh, of_one)
+    assert of_one.expected_dropped.shape == of_one.margin.shape == of_one.tokens.shape
     for leaf in jax.tree.leaves(got):
         assert leaf.sharding.is_fully_replicated and len(leaf.devices()) == 8
     for stack, part in want.items():
@@ -281,6 +285,8 @@ def test_log_goes_on_after_the_step_that_is_resumed(tmp_path):
 
 # From here on: what it costs, in the compiled programs.
 
+STEPS_TIMED = 30
+
 MEASURED = ModelConfig(
     "encoder_decoder", 512, 64, 256, 4, 16, num_encoder_layers=2, num_decoder_layers=2,
     switch=SwitchConfig(8, every=2),
@@ -308,6 +314,15 @@ def costs(model, num_microbatches) -> dict[str, tuple[float, float]]:
     return {name: (cost["flops"], cost["bytes accessed"]) for name, cost in found.items()}
 
 
+NEWER = ("prob_E", "mass", "margin", "bias", "expected_dropped")
+
+
+def unmeasured(stats) -> dict:
+    """The statistics that only metrics read, as zeros, which XLA need not compute."""
+    fields = {name: getattr(stats, name) for name in NEWER}
+    return jax.tree.map(jnp.zeros_like, fields)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "num_microbatches"), [(MEASURED, 1), (SCANNED, 2)], ids=["unrolled", "scanned"]
@@ -323,8 +338,8 @@ def test_statistics_cost_less_than_a_fiftieth_of_a_step(model, num_microbatches,
         patch.setattr(evaluation, "sample_routing", lambda *_: {})
         without_choices = costs(model, num_microbatches)
 
-        def losses_alone(logits_GTE, prob_GTE, plan, is_token_GT, **options):
-            stats = measure(logits_GTE, prob_GTE, plan, is_token_GT, **options)
+        def losses_alone(logits_GTE, prob_GTE, plan, *others, **options):
+            stats = measure(logits_GTE, prob_GTE, plan, *others, **options)
             zero, zero_E = jnp.zeros(()), jnp.zeros(plan.num_experts)
             return dataclasses.replace(
                 stats,
@@ -334,6 +349,7 @@ def test_statistics_cost_less_than_a_fiftieth_of_a_step(model, num_microbatches,
                 dropped=zero,
                 entropy=zero,
                 gate=zero,
+                **unmeasured(stats),
             )
 
         patch.setattr(layer, "measure_routing", losses_alone)
@@ -346,3 +362,42 @@ def test_statistics_cost_less_than_a_fiftieth_of_a_step(model, num_microbatches,
             # Other fusions may even save a little where something is computed besides.
             assert 0.98 * least < counted < 1.02 * least, (step, counted / least)
         assert with_all[step] != without_all[step]
+
+
+WIDE = ModelConfig(
+    "encoder_decoder", 512, 128, 512, 4, 32, num_encoder_layers=4, num_decoder_layers=4,
+    switch=SwitchConfig(8, every=2),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_time_of_information_margin_and_expected_drops(monkeypatch, capsys):
+    """Training steps with these and without, one after the other."""
+    job = make_job(WIDE, inputs_length=128, targets_length=32, batch_size=16)
+    batch = job.features.batch([[Example(np.ones(120, int), np.ones(30, int))]] * 16)
+    measure, steps, states = layer.measure_routing, {}, {}
+
+    def without(*arguments, **options):
+        stats = measure(*arguments, **options)
+        return dataclasses.replace(stats, **unmeasured(stats))
+
+    for name, function in (("with", measure), ("without", without)):
+        monkeypatch.setattr(layer, "measure_routing", function)
+        jax.clear_caches()
+        program = compiled_program(job, jax.devices()[:1])
+        with program.scope():
+            states[name] = program.init_state()
+            steps[name] = program.train_step.lower(states[name], batch).compile()
+
+    def seconds(name: str) -> float:
+        before = time.process_time()
+        states[name], metrics = steps[name](states[name], batch)
+        jax.block_until_ready(metrics)
+        return time.process_time() - before
+
+    _ = [seconds(name) for name in steps for _ in range(2)]
+    pairs = [(seconds("with"), seconds("without")) for _ in range(STEPS_TIMED)]
+    ratio = float(np.median([a / b for a, b in pairs]))
+    with capsys.disabled():
+        print(f"\nCPU time of a step with the statistics over one without: {ratio:.4f}")
+    assert ratio <= 1.02

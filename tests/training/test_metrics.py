@@ -18,6 +18,7 @@ from switchx.training.telemetry.metrics import (
     MetricsLog,
     SkippedBatches,
     flat_scalars,
+    rms_metrics,
     routing_metrics,
     token_metrics,
 )
@@ -61,7 +62,14 @@ def test_a_batch_of_padding_alone_divides_by_no_zero():
 
 
 def test_routing_is_reported_per_layer_in_shares_of_its_tokens():
-    assert routing_metrics(two_layers()) == {
+    got = routing_metrics(two_layers())
+    # The loads 3:1 of both: their entropy, and MaxVio of 0.75 against an even 0.5.
+    entropy = -0.75 * math.log(0.75) - 0.25 * math.log(0.25)
+    routing = got["routing"]
+    assert routing.pop("load_entropy") == pytest.approx([entropy / math.log(2)] * 2)
+    assert routing.pop("effective_experts") == pytest.approx([math.exp(entropy)] * 2)
+    assert routing.pop("information") == pytest.approx([entropy - 0.5, entropy - 0.25])
+    assert got == {
         "dropped_fraction": 3 / 12,
         "routing": {
             "load": [[0.75, 0.25], [0.25, 0.75]],
@@ -70,6 +78,12 @@ def test_routing_is_reported_per_layer_in_shares_of_its_tokens():
             "gate": [0.75, 0.75],
             "balance_loss": [1.5, 1.25],
             "router_z_loss": [0.5, 0.25],
+            "gate_mass": [0.75, 0.5],
+            "margin": [0.25, 0.75],
+            "expected_dropped": [0.125, 0.125],
+            "max_violation": [0.5, 0.5],
+            "dead_experts": [0, 0],
+            "choices": [8.0, 4.0],
         },
     }
     assert routing_metrics(None) == {}
@@ -82,8 +96,10 @@ def test_drops_are_a_share_of_choices_where_a_token_has_several():
 
 
 def test_nested_metrics_are_named_by_layer_and_expert():
+    routing = routing_metrics(two_layers())["routing"]
+    few = {name: routing[name] for name in ("load", "dropped", "max_violation")}
     assert flat_scalars(
-        routing_metrics(two_layers()) | {"loss": 2, "tasks": {"a": {"b": 0.5}}}
+        {"dropped_fraction": 0.25, "routing": few, "loss": 2, "tasks": {"a": {"b": 0.5}}}
     ) == {
         "dropped_fraction": 0.25,
         "routing/load/layer_0/expert_0": 0.75,
@@ -92,14 +108,8 @@ def test_nested_metrics_are_named_by_layer_and_expert():
         "routing/load/layer_1/expert_1": 0.75,
         "routing/dropped/layer_0": 0.25,
         "routing/dropped/layer_1": 0.25,
-        "routing/entropy/layer_0": 0.5,
-        "routing/entropy/layer_1": 0.25,
-        "routing/gate/layer_0": 0.75,
-        "routing/gate/layer_1": 0.75,
-        "routing/balance_loss/layer_0": 1.5,
-        "routing/balance_loss/layer_1": 1.25,
-        "routing/router_z_loss/layer_0": 0.5,
-        "routing/router_z_loss/layer_1": 0.25,
+        "routing/max_violation/layer_0": 0.5,
+        "routing/max_violation/layer_1": 0.5,
         "loss": 2.0,
         "tasks/a/b": 0.5,
     }
@@ -276,6 +286,34 @@ def test_routing_adds_up_over_steps_and_its_losses_are_averaged():
     assert metrics["routing"]["load"] == [[0.75, 0.25], [0.25, 0.75]]
     assert metrics["routing"]["balance_loss"] == [1.5, 1.25]
     assert metrics["routing"]["router_z_loss"] == [0.5, 0.25]
+
+
+def test_root_mean_squares_are_named_by_layer_and_expert():
+    bank, router = "decoder/layer_1/ffn/w_in_EDF", "decoder/blocks/layer_1/ffn/w_router_DE"
+    numbers = {bank: np.array([1.0, 2.0]), router: np.array([[3.0, 4.0]]), "scale_D": 5.0}
+    metrics = rms_metrics({"weight_rms": numbers})
+    assert metrics == {
+        "weight_rms": {bank: [1.0, 2.0], router: {"repeat_0": [3.0, 4.0]}, "scale_D": 5.0}
+    }
+    assert flat_scalars(metrics) == {
+        f"weight_rms/{bank}/expert_0": 1.0,
+        f"weight_rms/{bank}/expert_1": 2.0,
+        f"weight_rms/{router}/repeat_0/expert_0": 3.0,
+        f"weight_rms/{router}/repeat_0/expert_1": 4.0,
+        "weight_rms/scale_D": 5.0,
+    }
+
+
+def test_max_violation_is_that_of_single_batches():
+    """Two batches, each of whose tokens go to another expert, are not balanced together."""
+    interval = Interval(0.0)
+    for load_E in ([[8, 0], [3, 1]], [[0, 8], [1, 3]]):
+        stats = dataclasses.replace(two_layers(), load_E=np.array(load_E, np.float32))
+        interval.add(step(stats=stats), input_tokens=1, examples=1)
+    routing = interval.metrics(1.0, flops_per_step=1.0)["routing"]
+    assert routing["load"] == [[0.5, 0.5], [0.5, 0.5]]
+    assert routing["max_violation"] == [1.0, 0.5]
+    assert routing["effective_experts"] == pytest.approx([2, 2])
 
 
 def metrics(loss, grad_norm):

@@ -35,6 +35,7 @@ from switchx.training.resume import (
     write_run_config,
 )
 from switchx.training.step import StepConfig
+from switchx.training.telemetry.alarms import RoutingAlarms
 from switchx.training.telemetry.metric_writers import WeightsAndBiases
 from switchx.training.text_evaluation import TextEvaluation
 from tests.data.refusals import refused
@@ -59,6 +60,7 @@ FREE = {
     "data_dir": "elsewhere",
     "init_from": "moved",
     "metric_writers": (WeightsAndBiases("mine"),),
+    "alarms": RoutingAlarms(first_lines=20),
     "init": InitConfig(step="best"),
     "mesh": MeshSpec(data=2, expert=4),
     "pipeline": ScheduleSpec(kind="gpipe"),

@@ -59,10 +59,13 @@ def make_step(config, optimizer=ADAFACTOR, loss=LOSS, **changes):
 
 @pytest.fixture(scope="module")
 def noisy():
-    """The step of a sparse model with all noise and biases, its first state, and a batch."""
+    """The step of a sparse model with all noise and biases, its first state, and a batch.
+
+    It logs root mean squares.
+    """
     router = RouterConfig(jitter=0.1, bias_update_rate=0.001)
     config = dataclasses.replace(with_switch(SPARSE, router=router), dropout_rate=0.1)
-    return *make_step(config), make_batch(config, 8)
+    return *make_step(config, log_rms=True), make_batch(config, 8)
 
 
 def spoilt(batch) -> dict:
@@ -165,6 +168,38 @@ def test_twenty_steps_on_one_batch_learn_it(noisy):
         losses.append(float(metrics.loss))
     assert losses[-1] < 0.6 * losses[0]
     assert int(state.step) == 20 and int(state.skipped) == 0
+
+
+def test_root_mean_squares_are_those_of_numpy_expert_by_expert(noisy):
+    """Weights before the step, and what the step changed, the bias' own update included."""
+    step, state, batch = noisy
+    after, metrics = step(state, batch)
+    names = tree.named_leaves(state.params)
+    assert all(metrics.rms[kind].keys() == names.keys() for kind in metrics.rms)
+    assert metrics.rms.keys() == {"weight_rms", "weight_gradient_rms", "weight_update_rms"}
+    num_experts, banks = SPARSE.switch.num_experts, 0
+    for name, new in tree.named_leaves(after.params).items():
+        old, new = (np.asarray(each, np.float64) for each in (names[name], new))
+        letters = name.rpartition("_")[2]
+        axes = tuple(i for i, letter in enumerate(letters) if letter != "E")
+        for kind, array in (("weight_rms", old), ("weight_update_rms", new - old)):
+            got, want = metrics.rms[kind][name], np.sqrt(np.mean(array**2, axis=axes))
+            assert got.shape == ((num_experts,) if "E" in letters else ())
+            np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-7, err_msg=name)
+        banks += letters in ("EDF", "EFD")
+    assert banks >= 2
+    # The gradients' squares add up to the global norm.
+    sizes = {name: leaf.size for name, leaf in names.items()}
+    squares = {
+        name: float(np.mean(np.square(each))) * sizes[name]
+        for name, each in metrics.rms["weight_gradient_rms"].items()
+    }
+    np.testing.assert_allclose(sum(squares.values()) ** 0.5, metrics.grad_norm, rtol=1e-5)
+
+
+def test_nothing_is_returned_where_no_root_mean_squares_are_logged():
+    step, state = make_step(TINY)
+    assert jax.eval_shape(step, state, make_batch(TINY, 8))[1].rms == {}
 
 
 def moved(before, after) -> np.ndarray:

@@ -51,6 +51,7 @@ CASES = {
         "(('embedding/.*', 0.1),)",
     ),
     "StepConfig.ema_decay": ({"step": StepConfig(ema_decay=0.9)}, "0.9"),
+    "StepConfig.log_rms": ({"step": StepConfig(log_rms=True)}, "True"),
     "Rules.optimizer_slices": ({"mesh": SLICED}, "('data',)"),
     "TrainingJob.optimizer": ({"optimizer": Optax(optax.sgd)}, "@Optax()"),
     "SwitchConfig.num_replicas": ({"model": with_switch(num_replicas=2)}, "2"),

@@ -59,6 +59,13 @@ EXCLUSIONS = (
     ),
     Exclusion("StepConfig.ema_decay", lambda job: job.step.ema_decay, _is_none, _APART, "None"),
     Exclusion(
+        "StepConfig.log_rms",
+        lambda job: job.step.log_rms,
+        lambda is_logged: not is_logged,
+        _APART,
+        "False",
+    ),
+    Exclusion(
         "Rules.optimizer_slices",
         lambda job: job.mesh.rules.optimizer_slices,
         lambda axes: not axes,

@@ -20,6 +20,7 @@ from tensorboardX import SummaryWriter
 from switchx.data.features import Batch, batch_digest
 from switchx.fields import json_text
 from switchx.files import write_atomically
+from switchx.moe.balance import dead_experts, load_entropy, max_violation
 from switchx.moe.stats import RoutingStats
 from switchx.training.losses import TokenSums
 from switchx.training.step import StepMetrics
@@ -49,19 +50,50 @@ def token_metrics(sums: TokenSums) -> dict[str, float]:
     }
 
 
-def routing_metrics(stats: RoutingStats | None) -> dict[str, Any]:
+def routing_metrics(stats: RoutingStats | None, violation_N=None) -> dict[str, Any]:
     """Per Switch layer, the encoder's first: lists over layers; loads are shares of tokens.
 
-    `dropped_fraction` is of all choices, of which a token may have several.
+    `dropped_fraction` is of all choices, of which a token may have several. How evenly experts
+    are loaded is in the words of `moe/balance.py`; `load_entropy` is a share of ln E.
+
+    Args:
+        violation_N: mean MaxVio of the batches that were added up; None takes that of the sums.
     """
     if stats is None:
         return {}
     means = {name: np.asarray(mean, np.float64) for name, mean in stats.means().items()}
-    means["load"] = means["load"].round(6)
+    load = means["load"]
+    nats = load_entropy(load)
+    means |= {
+        "load": load.round(6),
+        "max_violation": max_violation(load) if violation_N is None else violation_N,
+        "load_entropy": nats / np.log(max(load.shape[-1], 2)),
+        "effective_experts": np.exp(nats),
+        "dead_experts": dead_experts(load).sum(axis=-1),
+        "choices": np.sum(stats.load_E, axis=-1),
+    }
     num_choices = max(float(np.sum(stats.load_E)), 1.0)
     return {
         "dropped_fraction": float(np.sum(stats.dropped)) / num_choices,
         "routing": {name: mean.tolist() for name, mean in means.items()},
+    }
+
+
+def rms_metrics(rms: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The root mean squares of one step by kind and parameter; a bank's are lists over experts.
+
+    Those of stacked layers are named by their place in the stack, `repeat_0`.
+    """
+
+    def named(name: str, value) -> Any:
+        is_bank = "E" in name.rpartition("_")[2]
+        if np.ndim(value) == is_bank:
+            return np.asarray(value, np.float64).tolist()
+        return {f"repeat_{n}": named(name, each) for n, each in enumerate(value)}
+
+    return {
+        kind: {name: named(name, value) for name, value in of_kind.items()}
+        for kind, of_kind in rms.items()
     }
 
 
@@ -77,7 +109,7 @@ class MetricsLog:
         self._is_writer = jax.process_index() == 0
         if not self._is_writer:
             return
-        _cut_after(path, last_step)
+        cut_after(path, last_step)
         self._file = path.open("a", encoding="utf-8")
         self._events = SummaryWriter(str(tensorboard), purge_step=last_step + 1)
 
@@ -120,7 +152,8 @@ def flat_scalars(metrics: dict[str, Any], prefix: str = "") -> dict[str, float]:
     return scalars
 
 
-def _cut_after(path: pathlib.Path, last_step: int) -> None:
+def cut_after(path: pathlib.Path, last_step: int) -> None:
+    """Takes the lines of later steps out of a log, if it is there."""
     if not path.exists():
         return
     kept = b"".join(line + b"\n" for line in _lines_until(path, last_step))
@@ -143,10 +176,15 @@ def _lines_until(path: pathlib.Path, last_step: int) -> Iterator[bytes]:
                 yield line
 
 
+def logged_lines(path: pathlib.Path, last_step: int) -> list[dict[str, Any]]:
+    """The lines of a log up to `last_step`; none where there is no log."""
+    return [*map(json.loads, _lines_until(path, last_step) if path.exists() else ())]
+
+
 def last_metrics(path: pathlib.Path, last_step: int, every: int) -> dict[str, Any] | None:
     """The metrics logged at the last multiple of `every` up to `last_step`, or None."""
-    lines = map(json.loads, _lines_until(path, last_step) if path.exists() else ())
-    return next((line for line in [*lines][::-1] if line["step"] % every == 0), None)
+    lines = logged_lines(path, last_step)[::-1]
+    return next((line for line in lines if line["step"] % every == 0), None)
 
 
 class SkippedBatches:

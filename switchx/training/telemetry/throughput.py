@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from switchx.moe.balance import max_violation
 from switchx.training.step import StepMetrics
-from switchx.training.telemetry.metrics import routing_metrics, token_metrics
+from switchx.training.telemetry.metrics import rms_metrics, routing_metrics, token_metrics
 
 
 class Stopwatch:
@@ -36,8 +37,9 @@ class Interval:
     def __init__(self, seconds: float):
         self._start_s = seconds
         self._steps = self._input_tokens = self._examples = self._skipped = 0
-        self._losses, self._grad_norms = [], []
+        self._losses, self._grad_norms, self._violations = [], [], []
         self._sums = self._routing = None
+        self._rms = {}
 
     def add(self, metrics: StepMetrics, input_tokens: int, examples: int) -> None:
         """Adds one step.
@@ -55,6 +57,9 @@ class Interval:
             return  # its sums are not finite
         self._losses.append(float(metrics.loss))
         self._grad_norms.append(float(metrics.grad_norm))
+        self._rms = metrics.rms
+        if metrics.routing is not None:
+            self._violations.append(max_violation(np.asarray(metrics.routing.load_E)))
         added = (metrics.sums, metrics.routing)
         if self._sums is not None:
             added = jax.tree.map(np.add, (self._sums, self._routing), added)
@@ -74,5 +79,7 @@ class Interval:
             "model_flops_per_s": flops_per_step * self._steps / elapsed_s,
         }
         if good_steps:
-            metrics |= token_metrics(self._sums) | routing_metrics(self._routing)
+            violation_N = np.mean(self._violations, axis=0) if self._violations else None
+            metrics |= token_metrics(self._sums)
+            metrics |= routing_metrics(self._routing, violation_N) | rms_metrics(self._rms)
         return metrics
