@@ -6,6 +6,7 @@ import sys
 
 # These are quick to import; each imports JAX and what else it needs when it is run.
 from switchx.cli import (
+    atlas,
     bench,
     checkpoint,
     compile,
@@ -49,6 +50,7 @@ COMMANDS = (
     tasks,
     checkpoint,
     show,
+    atlas,
     plan,
     simulate,
     compile,
