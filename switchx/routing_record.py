@@ -171,7 +171,7 @@ def recorded(config, stats, batch: dict) -> dict[str, StackRecord]:
             rank_NBLR=choices.rank_BLR.astype(np.int16),
             prob_NBLR=choices.prob_BLR.astype(np.float32),
             margin_NBL=choices.margin_BL.astype(np.float32),
-            is_dropped_NBLS=choices.is_dropped_BLS,
+            is_dropped_NBLS=choices.dropped_BLS > 0,
             expert_NBLS=choices.expert_BLS.astype(np.int16),
         )
         for stack, choices in zip(stacks, stats.choices, strict=True)

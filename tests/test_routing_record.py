@@ -65,7 +65,7 @@ def test_a_record_has_what_the_layers_did(written):
         np.testing.assert_array_equal(each.token_BL, batch[f"{each.stack}_input_tokens"])
         np.testing.assert_array_equal(each.segment_BL, batch[f"{each.stack}_segment_ids"])
         np.testing.assert_array_equal(each.expert_NBLS, choices.expert_BLS)
-        np.testing.assert_array_equal(each.is_dropped_NBLS, choices.is_dropped_BLS)
+        np.testing.assert_array_equal(each.is_dropped_NBLS, choices.dropped_BLS)
         routed = each.expert_NBLS < 8
         gate_NBLS = np.where(routed, choices.gate_BLS, 0)
         np.testing.assert_allclose(each.gate_NBLS, gate_NBLS, rtol=1e-6)

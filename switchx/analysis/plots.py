@@ -327,6 +327,9 @@ def name_ends(axis, ends, least_gap: float) -> None:
 def write_svg(figure: Figure, file) -> None:
     """Writes a figure as SVG, the same bytes for the same figure."""
     with matplotlib.rc_context(STYLE):
+        # The layout moves a little with every drawing; it is made once.
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
         figure.savefig(file, format="svg", dpi=150, metadata={"Date": None})
 
 

@@ -134,8 +134,9 @@ class RoutedLayer(nnx.Module):
             num_tasks=self.config.switch.router.num_tasks,
         )
         ranked = rank_experts(routed.prob_GTE, routed.bias_E, self.config.switch)
+        plan, dropped_GTS = routed.plan, routed.plan.is_dropped_GTS.astype(jnp.int8)
         of_groups = jax.lax.stop_gradient(
-            (routed.plan.expert_GTS, routed.plan.gate_GTS, routed.plan.is_dropped_GTS, *ranked)
+            (plan.expert_GTS, plan.gate_GTS, dropped_GTS, *ranked)
         )
         choices = Choices(*(out_of_groups(x, batch, length) for x in of_groups))
         return dataclasses.replace(stats, choices=(choices,))

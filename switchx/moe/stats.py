@@ -26,7 +26,7 @@ class Choices:
     Attributes:
         expert_BLS: chosen experts; the number of experts where nothing is chosen.
         gate_BLS: weights of the choices.
-        is_dropped_BLS: whether a choice asked for a slot and got none.
+        dropped_BLS: int8, 1 where a choice asked for a slot and got none: stages add it up.
         rank_BLR: experts of the highest scores, the highest first, R of `num_ranks`.
         prob_BLR: router probabilities of these.
         margin_BL: score of the last choice over the next expert's; 0 without a next one.
@@ -34,7 +34,7 @@ class Choices:
 
     expert_BLS: jax.Array
     gate_BLS: jax.Array
-    is_dropped_BLS: jax.Array
+    dropped_BLS: jax.Array
     rank_BLR: jax.Array
     prob_BLR: jax.Array
     margin_BL: jax.Array

@@ -187,7 +187,9 @@ def test_staged_evaluation_is_that_of_one_device(config, mesh, spec):
     ):
         name = jax.tree_util.keystr(path)
         rtol = {"f": 1e-3 if right.dtype == np.float16 else 2e-5}.get(right.dtype.kind, 0)
-        np.testing.assert_allclose(mine, right, rtol=rtol, atol=rtol * 1e-2, err_msg=name)
+        # A margin is a difference of two probabilities, with the rounding of these.
+        atol = 1e-6 if name.endswith("margin_NBL") else rtol * 1e-2
+        np.testing.assert_allclose(mine, right, rtol=rtol, atol=atol, err_msg=name)
 
 
 def test_jobs_that_do_not_divide_are_refused():
