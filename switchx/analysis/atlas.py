@@ -34,7 +34,7 @@ LEAST_TIMES = 10
 NUM_TYPICAL_TOKENS = 8
 NUM_EXAMPLES = 4
 # Tokens shown on either side of an example, and candidates among which examples are chosen.
-CONTEXT, NUM_CANDIDATES = 8, 64
+CONTEXT, NUM_CANDIDATES = 8, 4096
 PAD_ID = 0
 
 
@@ -359,29 +359,20 @@ def specialization(
 def examples(
     expert_TS: np.ndarray, gate_TS: np.ndarray, tokens: _Stack, num_experts: int
 ) -> list[list[Example]]:
-    """The tokens that each expert takes with the largest gates, of different texts and ids."""
+    """The tokens that each expert takes with its largest gates, one of each token id."""
     num_choices, found = expert_TS.shape[1], []
-    order = np.argsort(expert_TS, axis=None, kind="stable")
+    order = np.lexsort((-gate_TS.reshape(-1), expert_TS.reshape(-1)))
     bounds = np.searchsorted(expert_TS.reshape(-1)[order], np.arange(num_experts + 1))
     for first, end in zip(bounds, bounds[1:], strict=False):
-        own = order[first:end]
-        gate = gate_TS.reshape(-1)[own]
-        if len(own) > NUM_CANDIDATES:
-            largest = np.argpartition(-gate, NUM_CANDIDATES)[:NUM_CANDIDATES]
-            own, gate = own[largest], gate[largest]
-        chosen, texts, ids = [], set(), set()
-        for i in np.lexsort((own, -gate)):
-            place = int(own[i]) // num_choices
-            text, token = int(tokens.text_T[place]), int(tokens.token_T[place])
-            if len(chosen) < NUM_EXAMPLES and text not in texts and token not in ids:
-                chosen.append(_example(tokens, place, float(gate[i])))
-                texts.add(text)
-                ids.add(token)
-        found.append(chosen)
+        own = order[first:end][:NUM_CANDIDATES]
+        _, index = np.unique(tokens.token_T[own // num_choices], return_index=True)
+        best = own[np.sort(index)[:NUM_EXAMPLES]]
+        found.append([_example(tokens, i // num_choices, gate_TS.flat[i]) for i in best])
     return found
 
 
 def _example(tokens: _Stack, place: int, gate: float) -> Example:
+    place = int(place)
     window = slice(max(place - CONTEXT, 0), place + CONTEXT + 1)
     is_own = tokens.row_T[window] == tokens.row_T[place]
     here = place - window.start
@@ -392,7 +383,7 @@ def _example(tokens: _Stack, place: int, gate: float) -> Example:
         ids[is_own & is_before].tolist(),
         int(tokens.token_T[place]),
         ids[is_own & is_after].tolist(),
-        gate,
+        float(gate),
     )
 
 

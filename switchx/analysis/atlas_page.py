@@ -345,8 +345,8 @@ def examples(atlas: Atlas) -> Section:
         tables.append(Table(columns, rows, title=layer.layer, codes=("token",)))
     return Section(
         "Examples",
-        "The tokens that an expert took with its largest gates, of different texts and ids, "
-        f"with their neighbours{_cut(atlas)}.",
+        "The tokens that an expert took with its largest gates, one of each token id, with "
+        f"their neighbours{_cut(atlas)}.",
         tables=tables,
     )
 
