@@ -5,10 +5,8 @@ import collections
 import dataclasses
 import itertools
 import math
-import resource
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -391,7 +389,6 @@ def test_a_million_tokens_of_16_layers_of_64_experts(tmp_path):
     layers = {"decoder": [f"decoder {n}" for n in range(16)]}
     sizes = dict(rows=32, length=512, experts=64, choices=8, ids=32_000)
     write_record(tmp_path / "record.parquet", layers, 64, **sizes)
-    begin = time.perf_counter()
     ended = subprocess.run(
         [sys.executable, "-c", COST, str(tmp_path / "record.parquet"), "2048"],
         cwd=ROOT, capture_output=True, text=True, check=True,
@@ -401,4 +398,3 @@ def test_a_million_tokens_of_16_layers_of_64_experts(tmp_path):
     assert gib < 2.0, f"{gib:.2f} GiB"
     assert seconds < 600, f"{seconds:.0f} s"
     print(f"{tokens / 16:,.0f} tokens: {seconds:.0f} s, {gib:.2f} GiB")
-    assert time.perf_counter() - begin < 700 and resource.RUSAGE_CHILDREN

@@ -20,7 +20,7 @@ from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import SwitchConfig
 from switchx.routing_atlas import require_readable, text_rows
-from tests.analysis.test_report import Parser
+from tests.analysis.parsed_page import Parser
 from tests.data.refusals import refused
 from tests.processes import ROOT
 from tests.training.jobs import DENSE, ENCODER_DECODER
@@ -235,3 +235,36 @@ def code_prose_digits(folder: pathlib.Path) -> tuple[list[str], list[str]]:
             files.append(str(folder / kind / f"{label}.txt"))
             pathlib.Path(files[-1]).write_text(part)
     return train, test
+
+
+@pytest.mark.slow  # it trains for a minute
+def test_a_specialists_removal_hurts_its_own_label_most(in_a_folder, one_device, capsys):
+    """Three labels, p < 0.01 each, against labels permuted among texts that are not trained on."""
+    train, test = code_prose_digits(in_a_folder)
+    bindings = (
+        f"FILES={train}", "VOCAB_SIZE=1000", "NUM_EXPERTS=4", "SwitchConfig.every=1",
+        "ModelConfig.num_encoder_layers=1", "ModelConfig.num_decoder_layers=1",
+        "ModelConfig.d_model=64", "ModelConfig.d_ff=128", "ModelConfig.num_heads=4",
+        "ModelConfig.d_head=16", "ModelConfig.dropout_rate=0.0", "TRAIN_STEPS=1000",
+        "WARMUP_STEPS=200", "EVAL_EVERY=500", "LOG_EVERY=500", "CHECKPOINT_EVERY=1000",
+        "INPUTS_LENGTH=64", "TARGETS_LENGTH=24", "TrainingJob.eval_batches=2",
+        "text_files.TextFiles.max_characters=1000",
+    )  # fmt: skip
+    words = (
+        f"--gin_file=configs/{file}.gin"
+        for file in ("runs/pretrain_tiny", "tasks/text_span_corruption")
+    )
+    assert (
+        main(["train", *words, *(f"--gin.{each}" for each in bindings), "--model_dir=run"]) == 0
+    )
+    capsys.readouterr()
+    options = ("--output=out", "--max_tokens=64", "--knockout_texts=24", "--json")
+    assert main(["atlas", "run", "--input", *test, *options]) == 0
+    found = json.loads(capsys.readouterr().out)["models"][0]["labels"]
+    assert [each["label"] for each in found] == ["code", "prose", "digits"]
+    for each in found:
+        assert each["change"] > 0 and each["p"] < 0.01, each
+    assert len({(each["layer"], each["expert"]) for each in found}) == 3
+    informed = [each["label_p"] for each in table(in_a_folder / "out/tables/run", "layers")]
+    assert informed == [pytest.approx(1 / 1001)] * 2
+    assert len(table(in_a_folder / "out/tables/run", "saturation")) == 3 * 2
