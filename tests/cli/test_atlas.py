@@ -239,7 +239,7 @@ def code_prose_digits(folder: pathlib.Path) -> tuple[list[str], list[str]]:
 
 @pytest.mark.slow  # it trains for a minute
 def test_a_specialists_removal_hurts_its_own_label_most(in_a_folder, one_device, capsys):
-    """Three labels, p < 0.01 each, against labels permuted among texts that are not trained on."""
+    """Three labels, p < 0.01 each, on texts that it was not trained on."""
     train, test = code_prose_digits(in_a_folder)
     bindings = (
         f"FILES={train}", "VOCAB_SIZE=1000", "NUM_EXPERTS=4", "SwitchConfig.every=1",
