@@ -115,8 +115,7 @@ def make_atlas(
     with TableFolder(folder / "tables", name) as tables:
         for layer in statistics.read_layers(record, labels, seed):
             layer_tables(tables, layer, labels, piece)
-            # Its table is written: the counts of all ids would be the most of the memory.
-            layers.append(dataclasses.replace(layer, tokens=None))
+            layers.append(layer.without_tokens())
             note(f"{layer.layer}: counted")
         removed = None
         if knockouts != "none":

@@ -112,7 +112,7 @@ class LayerAtlas:
         together_EE: tokens that chose both experts; the diagonal has those that chose one.
         arrivals_EE: tokens from each expert of the previous layer; None in a first layer.
         specialization: the choices by label.
-        tokens: the choices by token id.
+        tokens: the choices by token id; None `without_tokens`.
         vocabulary: mean over tokens of max_e N(e, id) / N(id), of ids seen at least
             `LEAST_TIMES`; `vocabulary_by_chance` is the same of choices shuffled over tokens.
         typical: typical tokens of each expert.
@@ -130,7 +130,7 @@ class LayerAtlas:
     together_EE: np.ndarray
     arrivals_EE: np.ndarray | None
     specialization: Specialization
-    tokens: TokenCounts
+    tokens: TokenCounts | None
     vocabulary: float
     vocabulary_by_chance: float
     typical: list[list[TypicalToken]]
@@ -139,6 +139,10 @@ class LayerAtlas:
     @property
     def num_experts(self) -> int:
         return len(self.load_E)
+
+    def without_tokens(self) -> "LayerAtlas":
+        """The layer without the counts of all token ids, the most of what it holds."""
+        return dataclasses.replace(self, tokens=None)
 
     @property
     def even_share(self) -> float:

@@ -41,9 +41,9 @@ class TableFolder:
         lengths = [len(column) for column in columns.values() if not _is_single(column)]
         if not lengths or not lengths[0]:
             return
-        arrays = {"model": [self._model] * lengths[0]} | {
-            key: [column] * lengths[0] if _is_single(column) else column
-            for key, column in columns.items()
+        arrays = {
+            key: pyarrow.repeat(column, lengths[0]) if _is_single(column) else column
+            for key, column in ({"model": self._model} | dict(columns)).items()
         }
         table = pyarrow.table(arrays)
         if name not in self._writers:

@@ -180,7 +180,7 @@ def knock_out_figure(
         axis.axvline(len(labels) - 1.5, color="white", linewidth=5)
         axis.set_xticks(range(len(labels)), labels, rotation=35, ha="right")
         axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
-    _colour_bar(figure, image, axes, "change of loss, nats a token (numbers: 0.01 nats)")
+    _colour_bar(figure, image, axes, "change, nats (in cells 0.01)")
     return figure
 
 
@@ -236,7 +236,7 @@ def _map(axis, values: np.ndarray, limit: float, title: str | None, x, y):
                 axis.text(
                     column,
                     row,
-                    f"{100 * value:.0f}",
+                    f"{round(100 * value)}",
                     ha="center",
                     va="center",
                     fontsize=7.5,

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx atlas`: a page that opens offline, tables, clear words where there is nothing."""
 
+import dataclasses
 import json
 import pathlib
 import random
 import re
+import shutil
 import sysconfig
 
 import numpy as np
@@ -18,10 +20,13 @@ from switchx.cli.main import main
 from switchx.data.labelled_texts import LabelledTexts, read_labelled_texts
 from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import ByteVocabulary
+from switchx.data.vocabulary_training import train_sentencepiece
 from switchx.models.config import SwitchConfig
 from switchx.routing_atlas import require_readable, text_rows
 from tests.analysis.parsed_page import Parser
 from tests.data.refusals import refused
+from tests.data.words import sentences
+from tests.interop.folders import SWITCH, huggingface_folder
 from tests.processes import ROOT
 from tests.training.jobs import DENSE, ENCODER_DECODER
 
@@ -112,6 +117,26 @@ def test_a_run_beside_its_int4(in_a_folder, one_device, capsys):
     )
     for row in tokens.to_pylist():
         assert row["tokens_min"] == row["tokens_max"]
+
+
+@pytest.mark.slow
+def test_a_converted_switch_folder(in_a_folder, one_device, capsys):
+    inputs = write_texts(in_a_folder)
+    (in_a_folder / "text.txt").write_text("".join(sentences(400)))
+    train_sentencepiece(["text.txt"], 400, ".")
+    theirs, _ = huggingface_folder(
+        in_a_folder / "theirs", dataclasses.replace(SWITCH, vocab_size=512)
+    )
+    shutil.move("vocabulary.model", theirs / "spiece.model")
+    assert main(["convert", "--from=huggingface", str(theirs), "ours"]) == 0
+    assert main(["atlas", "ours", "--input", *inputs, "--output=out", *BRIEF]) == 0
+    layers = [each["layer"] for each in table(in_a_folder / "out/tables/ours", "layers")]
+    assert layers == ["encoder 1", "encoder 3", "decoder 1"]
+    moved = table(in_a_folder / "out/tables/ours", "transitions")
+    assert {(each["layer"], each["next_layer"]) for each in moved} == {
+        ("encoder 1", "encoder 3")
+    }
+    assert "with masked spans" in (in_a_folder / "out/atlas.html").read_text()
 
 
 def refusal(capsys, *words) -> str:
