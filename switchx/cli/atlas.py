@@ -110,7 +110,7 @@ def add_command(commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from switchx.progress import TerminalReporter
 
-    with TerminalReporter(unit="row") as reporter:
+    with TerminalReporter(unit="item") as reporter:
         reporter.note("loading JAX and the model")
         report = _write(arguments, reporter)
     if arguments.json:

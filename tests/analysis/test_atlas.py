@@ -386,7 +386,7 @@ with TableFolder(folder / "tables", "random") as tables:
         layers.append(layer.without_tokens())
     atlas = Atlas(
         "random", labels.names, np.full(4, rows // 4), layers, "", np.zeros(4), None, None,
-        lambda ids: " ".join(map(piece, ids)), piece, lambda text: labels.names[text % 4], folder,
+        lambda ids: " ".join(map(piece, ids)), piece, lambda text: "abcd"[text % 4], folder,
     )
     model_tables(tables, atlas)
 text = page("random", {}, sections([atlas]))
