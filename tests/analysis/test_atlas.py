@@ -399,6 +399,7 @@ print(tokens, seconds, time.process_time(), peak, len(text.encode()) / 2**20, ta
 
 
 @pytest.mark.slow  # minutes
+@pytest.mark.timeout(1800)
 def test_a_million_tokens_of_16_layers_of_64_experts(tmp_path):
     """At most 2 GiB and 10 minutes beyond the model's own passes; random choices, top-8."""
     layers, rng = {"decoder": [f"decoder {n}" for n in range(16)]}, np.random.default_rng(0)

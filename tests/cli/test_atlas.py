@@ -204,8 +204,8 @@ def test_rows_of_an_encoder_decoder():
     assert rows.text_B.tolist() == [0, 0, 0, 1] and rows.num_too_short == 0
     # Spans: the targets spell out what is masked, a text of one token has none.
     model = model_of(ENCODER_DECODER, names_sentinels=True)
-    texts = texts_of("abcdefghij" * 9, "x")
-    rows = text_rows(model, texts, 30)
+    texts = texts_of("abcdefghij" * 18, "x")
+    rows = text_rows(model, texts, 60)
     assert rows.how.startswith("the encoder reads the text with masked spans")
     assert rows.text_B.tolist() == [0, 0, 0] and rows.num_too_short == 1
     for inputs, targets in rows.pairs:
@@ -213,9 +213,9 @@ def test_rows_of_an_encoder_decoder():
         spans = re.findall(r"(<extra_id_\d+>)([^<]*)", vocabulary.decode(targets))
         for sentinel, span in spans:
             restored = restored.replace(sentinel, span)
-        assert restored == "abcdefghij" * 3 and len(spans) > 1
-    assert text_rows(model, texts, 30).pairs == rows.pairs
-    assert text_rows(model, texts, 30, seed=1).pairs != rows.pairs
+        assert restored == "abcdefghij" * 6 and len(spans) > 1
+    assert text_rows(model, texts, 60).pairs == rows.pairs
+    assert text_rows(model, texts, 60, seed=1).pairs != rows.pairs
     targets = texts_of("ab", targets=["cd"])
     rows = text_rows(model, targets, 10)
     assert rows.pairs == [([*vocabulary.encode("ab"), 1], [*vocabulary.encode("cd"), 1])]
