@@ -103,6 +103,7 @@ def make_atlas(
     rows = text_rows(model, texts, max_tokens, seed)
     labels = Labels(texts.labels, texts.label_R, rows.text_B)
     _require_tokens(rows, labels, min_tokens)
+    note(f"{len(rows.pairs):,} rows: {_how(rows)}")
     path = folder / f"record_{name}.parquet"
     with RecordWriter(path, model.record_info("score", dropless)) as writer:
         scorer = model.scorer(batch_size=batch_size, dropless=dropless, record=writer)

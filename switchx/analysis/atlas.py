@@ -146,8 +146,9 @@ class LayerAtlas:
 
     @property
     def even_share(self) -> float:
-        """S / E: the share of tokens that an expert has when all are alike."""
-        return self.num_choices / self.num_experts
+        """The share of tokens that an expert has when all are alike: S / E where each token
+        makes S choices."""
+        return float(self.load_E.mean()) / self.num_tokens
 
     @property
     def effective_experts(self) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from switchx.analysis.atlas import LEAST_TIMES, Labels, LayerAtlas
+from switchx.analysis.atlas_page import Atlas
 from switchx.analysis.routing import dead_experts, even_shares
 
 
@@ -131,8 +132,8 @@ def layer_tables(
     )
 
 
-def model_tables(tables: TableFolder, atlas) -> None:
-    """Adds what is of the whole model; `atlas` is an `Atlas`."""
+def model_tables(tables: TableFolder, atlas: Atlas) -> None:
+    """Adds what is of the whole model."""
     layers, K = atlas.layers, range(len(atlas.labels))
     tables.add(
         "layers",
