@@ -5,17 +5,23 @@ import collections
 import dataclasses
 import itertools
 import math
+import re
 import subprocess
 import sys
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import scipy.stats
 
 from switchx.analysis import atlas
 from switchx.analysis.atlas import Labels
+from switchx.analysis.atlas_page import Atlas, sections
+from switchx.analysis.atlas_tables import TableFolder, layer_tables, model_tables
+from switchx.analysis.report import page
 from switchx.models.config import RouterConfig, SwitchConfig
 from switchx.routing_record import RecordInfo, RecordWriter, StackRecord, open_record
+from tests.analysis.parsed_page import Parser
 from tests.data.refusals import refused
 from tests.processes import ROOT
 
@@ -241,7 +247,7 @@ def test_labels_that_mean_nothing_are_found_so():
         atlas.specialization(
             *labelled(0.0, np.random.default_rng(seed)), 4, seed=0, num_permutations=99
         )
-        for seed in range(60)
+        for seed in range(40)
     ]
     # p-values of a true null hypothesis are uniform.
     assert scipy.stats.kstest([each.p for each in found], "uniform").pvalue > 0.01
@@ -360,6 +366,79 @@ def test_records_that_cannot_be_compared_say_why(record, tmp_path):
     assert atlas.flips(record, more) == "the models have 6 and 7 experts"
     others = write_record(tmp_path / "c.parquet", LAYERS, 3, seed=1)
     assert atlas.flips(record, others) == "the models read other token ids of the texts"
+
+
+@pytest.fixture(scope="module")
+def mapped(record, labels, layers):
+    """An atlas of the record, of which two experts were removed by made-up losses."""
+    loss_R, tokens_R = np.ones(11), np.full(11, 5)
+    removed = [("encoder 1", 0), ("decoder 1", 3)]
+    return Atlas(
+        name="made up",
+        labels=labels.names,
+        texts_K=np.bincount(labels.label_R),
+        layers=layers,
+        how="as it was made",
+        loss_K=np.ones(3),
+        knock_outs=atlas.knock_outs(
+            removed, loss_R, loss_R + np.eye(2, 11), tokens_R, labels, 3 * E
+        ),
+        saturation=(np.array([0, 5]), np.ones((2, 3)), [each.layer for each in layers]),
+        text_of=lambda ids: "".join(f"<{each}>" for each in ids),
+        piece_of="<{}>".format,
+        label_of=lambda text: labels.names[labels.label_R[text]],
+        record=record.path,
+    )
+
+
+def test_page_shows_every_section_offline(record, mapped):
+    flips = atlas.flips(record, record)
+    one, two = sections([mapped]), sections([mapped, mapped], flips)
+    assert [each.title for each in one] == [
+        "Layers", "Labels", "Load", "Experts by label", "Without single experts",
+        "Chosen together", "From expert to expert", "Vocabulary", "Examples",
+        "Saturation over training",
+    ]  # fmt: skip
+    assert len(two) == 3 + 2 * 8 and two[2].title == "Choices that differ"
+    parsed = Parser(page("made <up>", {}, one))
+    assert len(parsed.references) == 5  # a picture each
+    assert all(each.startswith("data:image/svg+xml;base64,") for each in parsed.references)
+    assert not {"script", "link", "iframe"} & set(parsed.opened)
+    assert {"2 of 18 experts", "made <up>"} <= {
+        *re.findall(r"\d+ of \d+ experts", one[4].text), *parsed.texts
+    }  # fmt: skip
+    (specialists,) = one[4].tables
+    assert [row[0] for row in specialists.rows] == ["a", "b", "c"]
+
+
+def test_tables_have_all_that_was_counted(mapped, labels, tmp_path):
+    with TableFolder(tmp_path, "made up") as tables:
+        for layer in mapped.layers:
+            layer_tables(tables, layer, labels, mapped.piece_of)
+        model_tables(tables, mapped)
+    found = {
+        file.stem: pyarrow.parquet.read_table(file).to_pylist()
+        for file in (tmp_path / "made up").glob("*.parquet")
+    }
+    assert {row["model"] for rows in found.values() for row in rows} == {"made up"}
+    assert len(found["layers"]) == 3 and len(found["experts"]) == 3 * E
+    for layer in mapped.layers:
+        own = {name: [row for row in rows if row["layer"] == layer.layer]
+               for name, rows in found.items()}  # fmt: skip
+        assert [row["choices"] for row in own["experts"]] == layer.load_E.tolist()
+        assert sum(row["choices"] for row in own["labels"]) == layer.load_E.sum()
+        assert sum(row["tokens"] for row in own["coactivation"]) == layer.num_tokens * S * (
+            S - 1
+        )
+        times = {row["token"]: row["times"] for row in own["vocabulary"]}
+        chosen = sum(row["choices"] for row in own["vocabulary"])
+        assert chosen == S * sum(times.values())
+        assert len(own["examples"]) == sum(map(len, layer.examples))
+    (moved,) = {(row["layer"], row["next_layer"]) for row in found["transitions"]}
+    assert moved == ("encoder 1", "encoder 3")
+    total = sum(row["tokens"] for row in found["transitions"])
+    assert total == pytest.approx(mapped.layers[0].num_tokens)
+    assert len(found["knockouts"]) == 2 * 3 and len(found["saturation"]) == 2 * 3
 
 
 def test_labels_of_other_texts_are_refused(record):

@@ -50,7 +50,8 @@ def table(folder: pathlib.Path, name: str) -> list[dict]:
     return pyarrow.parquet.read_table(folder / f"{name}.parquet").to_pylist()
 
 
-@pytest.mark.parametrize("number", ["none", pytest.param("3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", ["none", "3"])
 def test_page_and_tables_of_a_run(number, in_a_folder, one_device, capsys):
     inputs = write_texts(in_a_folder)
     words = [str(FIXTURES / "run"), "--input", *inputs, "--output=out", *BRIEF, "--json"]

@@ -47,7 +47,14 @@ def choices(model, params, batch):
     return forward(model, params, batch, is_training=False)[1].choices
 
 
-@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("top 1", marks=pytest.mark.slow),
+        pytest.param("top 2", marks=pytest.mark.slow),
+        "bias",
+    ],
+)
 def test_it_is_the_model_without_the_expert(name):
     """One sparse layer, whose expert 2 is dropped by `drop_experts`."""
     switch = SwitchConfig(E, every=1, expert_capacity=1, router=ROUTERS[name])
@@ -59,11 +66,14 @@ def test_it_is_the_model_without_the_expert(name):
     removed = without_expert(biased, with_biases, "decoder 0", 2)
     sample = LayerSample(np.array([3, 3, 0, 3]), np.zeros((1, model.d_model), np.float32))
     dropped = drop_experts(model, params, [sample], E - 1)
+    num_programs = logits._cache_size()
     found = logits(biased, removed, batch)
+    assert logits._cache_size() == num_programs  # that of the model with all experts
     np.testing.assert_allclose(found, logits(*dropped, batch), atol=1e-5)
     assert np.abs(found - before).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_one_layer_changes_alone_and_one_program_runs_all():
     model = model_of(ROUTERS["top 2"])
     batch = make_batch(model, 4)
@@ -86,6 +96,7 @@ def test_one_layer_changes_alone_and_one_program_runs_all():
     assert choices._cache_size() == size
 
 
+@pytest.mark.slow
 def test_scanned_layers_are_masked_as_unrolled_ones():
     model = stacked(model_of(ROUTERS["bias"]))
     model, params = with_logit_biases(model, make_params(model))
