@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import sysconfig
+from pydoc_data.topics import topics
 
 import numpy as np
 import pyarrow.dataset
@@ -250,7 +251,7 @@ def code_prose_digits(folder: pathlib.Path) -> tuple[list[str], list[str]]:
     library = pathlib.Path(sysconfig.get_path("stdlib"))
     names = ("argparse", "calendar", "configparser", "ast", "shlex", "textwrap", "csv", "cmd")
     code = "\n\n".join((library / f"{name}.py").read_text() for name in names)
-    prose = "\n\n".join(path.read_text() for path in sorted(ROOT.glob("docs/*.md")))
+    prose = "\n\n".join(topics[name] for name in sorted(topics))  # of Python's help
     lines = [" ".join(str(rng.randint(0, 99999)) for _ in range(60)) for _ in range(700)]
     for label, text in (("code", code), ("prose", prose), ("digits", "\n\n".join(lines))):
         for kind, part, files in (
@@ -265,10 +266,14 @@ def code_prose_digits(folder: pathlib.Path) -> tuple[list[str], list[str]]:
 
 @pytest.mark.slow  # it trains for a minute
 def test_a_specialists_removal_hurts_its_own_label_most(in_a_folder, one_device, capsys):
-    """Three labels, p < 0.01 each, on texts that it was not trained on."""
+    """Three labels, p < 0.01 each, on texts that it was not trained on.
+
+    With 4 experts code and prose shared theirs in two of three trainings: p was below 0.01 for
+    two labels alone.
+    """
     train, test = code_prose_digits(in_a_folder)
     bindings = (
-        f"FILES={train}", "VOCAB_SIZE=1000", "NUM_EXPERTS=4", "SwitchConfig.every=1",
+        f"FILES={train}", "VOCAB_SIZE=1000", "NUM_EXPERTS=8", "SEED=1", "SwitchConfig.every=1",
         "ModelConfig.num_encoder_layers=1", "ModelConfig.num_decoder_layers=1",
         "ModelConfig.d_model=64", "ModelConfig.d_ff=128", "ModelConfig.num_heads=4",
         "ModelConfig.d_head=16", "ModelConfig.dropout_rate=0.0", "TRAIN_STEPS=1000",
