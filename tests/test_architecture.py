@@ -61,6 +61,7 @@ ARROWS = {
     "progress": ("training",),
     "api": ("gin_config", "training", "inference", "interop", "analysis"),
     "text_evaluation": ("api",),
+    "routing_atlas": ("api", "analysis"),
     "results": ("fields", "manifest"),
     "compiled": ("training", "planner", "results"),
     "deploy": ("api", "compiled"),

@@ -122,19 +122,24 @@ def course_figure(
     return figure
 
 
-def transition_figure(shares: Sequence[np.ndarray], pairs: Sequence[tuple[str, str]]) -> Figure:
+def transition_figure(
+    shares: Sequence[np.ndarray],
+    pairs: Sequence[tuple[str, str]],
+    label: str = "share of the row's tokens",
+) -> Figure:
     """Plots the next Switch layer's experts of an expert's tokens, one map for each layer pair.
 
     Args:
         shares: `[E, E]` each, rows adding up to 1, NaN for an expert without tokens.
-        pairs: names of the two layers.
+        pairs: names of the two layers; of co-activation twice the same one.
+        label: label of the colour bar.
     """
     figure, axes = _panels(len(shares), height=2.9, max_columns=3)
     limit = _limit(shares)
     for axis, share_EE, (here, there) in zip(axes, shares, pairs, strict=True):
         image = _map(axis, share_EE, limit, None, f"expert in {there}", f"expert in {here}")
         _integer_ticks(axis)
-    _colour_bar(figure, image, axes, "share of the row's tokens", format=PERCENT)
+    _colour_bar(figure, image, axes, label, format=PERCENT)
     return figure
 
 
@@ -156,6 +161,26 @@ def class_figure(
         axis.set_xticks(range(len(names)), names, rotation=35, ha="right")
         axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
     _colour_bar(figure, image, axes, "share of the class's tokens", format=PERCENT)
+    return figure
+
+
+def knock_out_figure(
+    changes: Sequence[np.ndarray], labels: Sequence[str], layers: Sequence[str]
+) -> Figure:
+    """Plots the change of loss of each label without each expert, one map for each layer.
+
+    Args:
+        changes: `[E, K]` each, in nats a token, NaN for an expert that was not removed; the
+            last column is of all labels.
+    """
+    figure, axes = _panels(len(changes), height=3.2, max_columns=2)
+    largest = max(float(np.max(each[np.isfinite(each)], initial=0)) for each in changes)
+    for axis, change, layer in zip(axes, changes, layers, strict=True):
+        image = _map(axis, change, largest or 1.0, layer, None, "removed expert")
+        axis.axvline(len(labels) - 1.5, color="white", linewidth=5)
+        axis.set_xticks(range(len(labels)), labels, rotation=35, ha="right")
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
+    _colour_bar(figure, image, axes, "change, nats (in cells 0.01)")
     return figure
 
 
@@ -211,7 +236,7 @@ def _map(axis, values: np.ndarray, limit: float, title: str | None, x, y):
                 axis.text(
                     column,
                     row,
-                    f"{100 * value:.0f}",
+                    f"{round(100 * value)}",
                     ha="center",
                     va="center",
                     fontsize=7.5,

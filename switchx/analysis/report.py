@@ -30,6 +30,7 @@ from switchx.analysis.routing import (
     read_snapshots,
     rows_to_shares,
     saturation_by_step,
+    token_counts,
     transitions,
     typical_tokens,
 )
@@ -348,10 +349,10 @@ def tokens(run: RoutingRun) -> Section:
     columns, E = ("expert", "tokens of the sample", "typical"), run.final.num_experts
     for stack in run.final.stacks:
         for layer, expert_TS in zip(stack.layers, stack.expert_NTS, strict=True):
-            rows = []
+            rows, counts = [], token_counts(expert_TS, stack.token_T, E)
             for e in range(E):
-                typical = typical_tokens(expert_TS, stack.token_T, e, E, NUM_TYPICAL_TOKENS)
-                shown = [f"{_visible(run.text_of(t.token))} {t.share:.0%}" for t in typical]
+                typical = typical_tokens(counts, e, NUM_TYPICAL_TOKENS)
+                shown = [f"{visible(run.text_of(t.token))} {t.share:.0%}" for t in typical]
                 rows.append((e, int(np.sum(expert_TS == e)), "\n".join(shown)))
             tables.append(Table(columns, rows, title=layer, codes=("typical",)))
     return Section(
@@ -378,7 +379,7 @@ def similarity(run: RoutingRun) -> Section:
     )
 
 
-def _visible(text: str) -> str:
+def visible(text: str) -> str:
     text = text.translate(_VISIBLE)
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 

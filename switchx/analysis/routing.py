@@ -11,6 +11,7 @@ Dims: N Switch layers, T tokens of the sample, S experts selected by a token, E 
 
 import collections
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -230,14 +231,27 @@ def transitions(expert_NTS: np.ndarray, num_experts: int) -> np.ndarray:
 
     A token with several choices counts once a layer: its pairs share a weight of 1.
     """
-    counts = np.zeros((max(len(expert_NTS) - 1, 0), num_experts, num_experts))
-    for counts_EE, here_TS, there_TS in zip(counts, expert_NTS, expert_NTS[1:], strict=False):
-        here_TSS, there_TSS = np.broadcast_arrays(here_TS[:, :, None], there_TS[:, None])
-        is_pair_TSS = (here_TSS < num_experts) & (there_TSS < num_experts)
-        weight_TSS = is_pair_TSS / np.maximum(is_pair_TSS.sum((1, 2), keepdims=True), 1)
-        pairs = here_TSS[is_pair_TSS], there_TSS[is_pair_TSS]
-        np.add.at(counts_EE, pairs, weight_TSS[is_pair_TSS])
-    return counts
+    pairs = zip(expert_NTS, expert_NTS[1:], strict=False)
+    counts = [
+        transitions_between(here_TS, there_TS, num_experts) for here_TS, there_TS in pairs
+    ]
+    return np.reshape(counts, (-1, num_experts, num_experts))
+
+
+def transitions_between(
+    here_TS: np.ndarray, there_TS: np.ndarray, num_experts: int
+) -> np.ndarray:
+    """Tokens from each expert of one layer to each one of another, `[E, E]`; `transitions`."""
+    E = num_experts
+    num_pairs_T = (here_TS < E).sum(axis=1) * (there_TS < E).sum(axis=1)
+    weight_T = 1 / np.maximum(num_pairs_T, 1)
+    counts = np.zeros(E * E)
+    for here_T in here_TS.T:
+        for there_T in there_TS.T:
+            is_pair_T = (here_T < E) & (there_T < E)
+            pair = here_T[is_pair_T].astype(np.int64) * E + there_T[is_pair_T]
+            counts += np.bincount(pair, weight_T[is_pair_T], minlength=E * E)
+    return counts.reshape(E, E)
 
 
 def rows_to_shares(counts: np.ndarray) -> np.ndarray:
@@ -275,26 +289,66 @@ class TypicalToken:
     share: float
 
 
-def typical_tokens(
-    expert_TS: np.ndarray, token_T: np.ndarray, expert: int, num_experts: int, num: int
-) -> list[TypicalToken]:
+@dataclasses.dataclass(frozen=True)
+class TokenCounts:
+    """Choices of each expert by each token id, where there are any: cells X, by expert.
+
+    Attributes:
+        token_V: token ids that were seen.
+        times_V: tokens of each id.
+        expert_X, index_X: a cell's expert, and the place of its token id in `token_V`.
+        count_X: choices of the expert by tokens of the id.
+    """
+
+    token_V: np.ndarray
+    times_V: np.ndarray
+    expert_X: np.ndarray
+    index_X: np.ndarray
+    count_X: np.ndarray
+
+    @functools.cached_property
+    def choices_V(self) -> np.ndarray:
+        """Choices by tokens of each id, of all experts together."""
+        sums = np.bincount(self.index_X, self.count_X, minlength=len(self.token_V))
+        return sums.astype(np.int64)
+
+    @property
+    def share_X(self) -> np.ndarray:
+        """N(expert, id) / N(id): the share of the id's tokens that chose the expert."""
+        return self.count_X / self.times_V[self.index_X]
+
+
+def token_counts(expert_TS: np.ndarray, token_T: np.ndarray, num_experts: int) -> TokenCounts:
+    """Counts the choices of each expert by each token id."""
+    token_V, index_T, times_V = np.unique(token_T, return_inverse=True, return_counts=True)
+    is_choice_TS = expert_TS < num_experts
+    index_TS = np.broadcast_to(index_T[:, None], expert_TS.shape)[is_choice_TS]
+    V = max(len(token_V), 1)
+    cells, count_X = np.unique(
+        expert_TS[is_choice_TS].astype(np.int64) * V + index_TS, return_counts=True
+    )
+    return TokenCounts(token_V, times_V, cells // V, cells % V, count_X)
+
+
+def typical_tokens(counts: TokenCounts, expert: int, num: int) -> list[TypicalToken]:
     """The `num` token ids that tell most about an expert, first the one that tells most.
 
     They are ordered by their part of the divergence KL(tokens of the expert || tokens of
     all): q ln(q / p), with q the token's share of the expert's choices and p of all choices.
     Token ids with q <= p, no more frequent at the expert than overall, are left out.
     """
-    is_choice_TS = expert_TS < num_experts
-    token_TS = np.broadcast_to(token_T[:, None], expert_TS.shape)
-    ids, index = np.unique(token_TS[is_choice_TS], return_inverse=True)
-    total = np.bincount(index, minlength=len(ids))
-    is_here = expert_TS[is_choice_TS] == expert
-    count = np.bincount(index[is_here], minlength=len(ids))
-    q, p = count / max(count.sum(), 1), total / total.sum()
-    told = np.where(count > 0, q * np.log(np.where(count > 0, q, 1) / p), 0)
+    choices_V = counts.choices_V
+    cells = slice(*np.searchsorted(counts.expert_X, (expert, expert + 1)))
+    index, count = counts.index_X[cells], counts.count_X[cells]
+    q, p = count / max(count.sum(), 1), choices_V[index] / max(choices_V.sum(), 1)
+    told = q * np.log(q / p)
     order = np.argsort(-told, kind="stable")[:num]
     return [
-        TypicalToken(int(ids[i]), int(count[i]), float(count[i] / total[i]))
+        TypicalToken(
+            int(counts.token_V[index[i]]),
+            int(count[i]),
+            float(count[i] / choices_V[index[i]]),
+        )
         for i in order
         if told[i] > 0
     ]

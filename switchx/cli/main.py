@@ -6,6 +6,7 @@ import sys
 
 # These are quick to import; each imports JAX and what else it needs when it is run.
 from switchx.cli import (
+    atlas,
     bench,
     checkpoint,
     compile,
@@ -53,6 +54,7 @@ COMMANDS = (
     show,
     drops,
     drift,
+    atlas,
     plan,
     simulate,
     compile,

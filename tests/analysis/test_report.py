@@ -3,7 +3,6 @@
 
 import base64
 import dataclasses
-import html.parser
 import re
 import xml.etree.ElementTree
 
@@ -15,6 +14,7 @@ from switchx.analysis.plots import load_figure
 from switchx.analysis.report import Section, Table, page
 from switchx.data.token_classes import token_classes
 from switchx.data.tokenizers import ByteVocabulary
+from tests.analysis.parsed_page import Parser
 from tests.analysis.recorded import routing_line, write_lines, write_run, write_snapshot
 from tests.data.refusals import refused
 
@@ -25,22 +25,6 @@ SECTION = Section(
     [FIGURE],
     [Table(("expert", "tokens"), [(0, "<pad>\na&b"), (1, "")], "fold <it>", ("tokens",))],
 )
-
-
-class Parser(html.parser.HTMLParser):
-    """Tags, what they refer to, and the text between them."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.opened, self.references, self.texts = [], [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.opened.append(tag)
-        self.references += [v for k, v in attributes if k in ("src", "href", "data", "action")]
-
-    def handle_data(self, data):
-        self.texts.append(data.strip())
 
 
 def test_page_refers_to_nothing_outside():

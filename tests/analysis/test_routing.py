@@ -17,6 +17,7 @@ from switchx.analysis.routing import (
     rows_to_shares,
     saturation,
     saturation_by_step,
+    token_counts,
     transitions,
     typical_tokens,
 )
@@ -167,26 +168,29 @@ def test_typical_tokens_by_hand():
     # Token 7 eight times, 8 four times, 9 four times; expert 0 gets all of 8 and half of 7.
     token_T = np.array([7] * 8 + [8] * 4 + [9] * 4)
     expert_TS = np.array([0] * 4 + [1] * 4 + [0] * 4 + [1] * 4)[:, None]
-    assert typical_tokens(expert_TS, token_T, 0, 2, num=5) == [TypicalToken(8, 4, 1.0)]
-    assert typical_tokens(expert_TS, token_T, 1, 2, num=5) == [TypicalToken(9, 4, 1.0)]
+    counts = token_counts(expert_TS, token_T, 2)
+    assert typical_tokens(counts, 0, num=5) == [TypicalToken(8, 4, 1.0)]
+    assert typical_tokens(counts, 1, num=5) == [TypicalToken(9, 4, 1.0)]
 
 
 def test_typical_tokens_are_ordered_by_what_they_tell():
     token_T = np.array([1] * 10 + [2] * 10 + [3] * 2 + [4] * 18)
     expert_T = np.array([0] * 8 + [1] * 2 + [0] * 6 + [1] * 4 + [0] * 2 + [1] * 18)
-    got = typical_tokens(expert_T[:, None], token_T, 0, 2, num=3)
+    counts = token_counts(expert_T[:, None], token_T, 2)
+    got = typical_tokens(counts, 0, num=3)
     # q ln(q / p): 8/16 ln 2, 6/16 ln 1.5, 2/16 ln 2.5.
     told = {1: 0.5 * math.log(2), 2: 0.375 * math.log(1.5), 3: 0.125 * math.log(2.5)}
     assert [t.token for t in got] == sorted(told, key=told.get, reverse=True) == [1, 2, 3]
     assert [t.count for t in got] == [8, 6, 2]
     assert [t.share for t in got] == [0.8, 0.6, 1.0]
-    assert [t.token for t in typical_tokens(expert_T[:, None], token_T, 0, 2, num=1)] == [1]
+    assert [t.token for t in typical_tokens(counts, 0, num=1)] == [1]
 
 
 def test_an_expert_without_tokens_has_no_typical_one():
     nothing = np.full((3, 1), 2)
-    assert typical_tokens(np.zeros((3, 1), int), np.array([1, 2, 3]), 1, 2, 5) == []
-    assert typical_tokens(nothing, np.array([1, 2, 3]), 0, 2, 5) == []
+    for experts in (np.zeros((3, 1), int), nothing):
+        counts = token_counts(experts, np.array([1, 2, 3]), 2)
+        assert typical_tokens(counts, 1, 5) == []
 
 
 def test_saturation_equals_a_loop_over_sets():

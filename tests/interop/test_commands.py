@@ -133,6 +133,10 @@ def test_from_transformers_through_all_commands_and_back(in_a_folder, one_device
 
     texts = ["12 5 7", "9 9", "40"] if is_nllb else sentences(3)
     (in_a_folder / "in.txt").write_text("".join(f"{text.strip()}\n" for text in texts))
+    if name in ("switch", "nllb_moe"):
+        options = ("--output=atlas", "--knockouts=2", "--min_tokens=1")
+        run("atlas", "ours", "--input", "in.txt", *options)
+        assert (in_a_folder / "atlas/tables/ours/knockouts.parquet").exists()
     pairs = [{"inputs": text.strip(), "targets": text.strip()} for text in texts * 8]
     (in_a_folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     capsys.readouterr()

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx atlas`: what the experts of a model do with labelled texts, on one page."""
+
+import argparse
+import pathlib
+
+from switchx.cli import arguments as shared
+from switchx.fields import json_text
+
+DESCRIPTION = """\
+Looks into any sparse model: which experts take which texts, tokens and labels, how it does
+without each of them, and shows it on one HTML page that needs no other file and no network:
+
+  switchx atlas runs/tiny --input code.txt prose.txt --output=atlas
+  switchx atlas runs/tiny --input=trec.tsv --text_column=question --label_column=kind \\
+    --output=atlas
+  switchx atlas runs/tiny --input code.txt prose.txt --output=atlas --against=runs/tiny_int4
+
+The label of a text file is its name; a row of a table (.tsv, .csv, .jsonl, .parquet) has one in
+--label_column, or the file's name. Labels are permuted among texts for p-values, so give many
+texts: text files are cut at paragraphs. MODEL is a run folder, or what `switchx quantize` or
+`switchx convert` wrote.
+
+Written are atlas.html, tables/MODEL/*.parquet, and record_MODEL.parquet, the record of routing
+(docs/records.md).
+"""
+
+
+def add_command(commands) -> None:
+    parser = shared.add_command(
+        commands, "atlas", run, "what a model's experts do with texts", DESCRIPTION
+    )
+    parser.add_argument(
+        "model_dir",
+        type=shared.not_empty,
+        metavar="MODEL",
+        help="folder; nothing is written there",
+    )
+    shared.add_trust(parser)
+    parser.add_argument(
+        "--input",
+        action="extend",
+        nargs="+",
+        required=True,
+        type=shared.not_empty,
+        metavar="TEXTS",
+        help="files, or folders of files",
+    )
+    shared.add_output(parser, "folder to write; nothing may be there", "DIR", required=True)
+    for name, default, what in (
+        ("text", "text", "the text"),
+        ("label", None, "the label; default: the file's name is"),
+        ("target", None, "what the decoder is to write, as in translation"),
+    ):
+        parser.add_argument(
+            f"--{name}_column",
+            default=default,
+            metavar="NAME",
+            help=f"column that holds {what}",
+        )
+    parser.add_argument(
+        "--against", type=shared.not_empty, metavar="MODEL", help="second model, beside it"
+    )
+    shared.add_step(parser, "checkpoint of a run folder")
+    parser.add_argument(
+        "--against_step",
+        type=shared.positive,
+        metavar="N",
+        help="checkpoint of the second model",
+    )
+    shared.add_task(parser)
+    parser.add_argument(
+        "--knockouts",
+        type=_knockouts,
+        default=256,
+        metavar="all|N|none",
+        help="most experts that are removed, each alone: each label's specialist, and others "
+        "drawn (default: %(default)s)",
+    )
+    for name, default, what in (
+        ("knockout_texts", 64, "texts of each label that are scored without them"),
+        ("max_tokens", 512, "tokens of a row; longer texts are several rows"),
+        ("min_tokens", 100, "tokens that a label has at least"),
+        ("batch_size", 32, "rows at once"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=shared.positive,
+            default=default,
+            metavar="N",
+            help=f"{what} (default: %(default)s)",
+        )
+    parser.add_argument(
+        "--capacity",
+        choices=("dropless", "trained"),
+        default="dropless",
+        help="of experts: dropless drops no token; trained drops as evaluation does "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of masked spans, permutations and draws (default: %(default)s)",
+    )
+    shared.add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from switchx.progress import TerminalReporter
+
+    with TerminalReporter(unit="item") as reporter:
+        reporter.note("loading JAX and the model")
+        report = _write(arguments, reporter)
+    if arguments.json:
+        print(json_text(report))
+    else:
+        print(report["page"])
+    return 0
+
+
+def _write(arguments: argparse.Namespace, reporter) -> dict:
+    from switchx import api
+    from switchx.data.labelled_texts import read_labelled_texts
+    from switchx.inference.artifact import is_artifact
+    from switchx.manifest import new_folder, require_free
+    from switchx.routing_atlas import make_atlas, write_page
+    from switchx.training.compilation_cache import compiled_programs_kept
+
+    output = require_free(arguments.output)
+    texts = read_labelled_texts(
+        arguments.input,
+        text_column=arguments.text_column,
+        label_column=arguments.label_column,
+        target_column=arguments.target_column,
+    )
+    reporter.note(str(texts.account))
+    folders = [(arguments.model_dir, arguments.step)]
+    if arguments.against is not None:
+        folders.append((arguments.against, arguments.against_step))
+    atlases = []
+    with new_folder(output) as folder, compiled_programs_kept(None, reporter.note):
+        for name, (model_dir, step) in zip(_names(folders), folders, strict=True):
+            task = arguments.task if not atlases else None
+            model = api.load(model_dir, step, task=task)
+            atlas = make_atlas(
+                model,
+                texts,
+                folder,
+                name=name,
+                run_folder=None if is_artifact(model_dir) else model_dir,
+                knockouts=arguments.knockouts,
+                knockout_texts=arguments.knockout_texts,
+                max_tokens=arguments.max_tokens,
+                min_tokens=arguments.min_tokens,
+                batch_size=arguments.batch_size,
+                dropless=arguments.capacity == "dropless",
+                seed=arguments.seed,
+                reporter=reporter,
+            )
+            atlases.append(atlas)
+        report = write_page(folder / "atlas.html", atlases)
+    return {"command": "atlas", "page": str(output / "atlas.html")} | report
+
+
+def _names(folders: list[tuple]) -> list[str]:
+    """Names of the models: of their folders, and where these are equal with the step."""
+    names = [pathlib.Path(folder).expanduser().absolute().name for folder, _ in folders]
+    if len(set(names)) < len(names):
+        names[1] += f"_{folders[1][1]}" if folders[1][1] is not None else "_against"
+    return names
+
+
+def _knockouts(text: str) -> int | str:
+    if text in ("all", "none"):
+        return text
+    return shared.positive(text)

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx atlas`: a page that opens offline, tables, clear words where there is nothing."""
+
+import dataclasses
+import json
+import pathlib
+import random
+import re
+import shutil
+import sysconfig
+from pydoc_data.topics import topics
+
+import numpy as np
+import pyarrow.dataset
+import pyarrow.parquet
+import pytest
+
+from switchx import api
+from switchx.cli.atlas import _names
+from switchx.cli.main import main
+from switchx.data.labelled_texts import LabelledTexts, read_labelled_texts
+from switchx.data.tasks import TextFormat
+from switchx.data.tokenizers import ByteVocabulary
+from switchx.data.vocabulary_training import train_sentencepiece
+from switchx.models.config import SwitchConfig
+from switchx.routing_atlas import require_readable, text_rows
+from tests.analysis.parsed_page import Parser
+from tests.data.refusals import refused
+from tests.data.words import sentences
+from tests.interop.folders import SWITCH, huggingface_folder
+from tests.processes import ROOT
+from tests.training.jobs import DENSE, ENCODER_DECODER
+
+FIXTURES = ROOT / "tests/fixtures/1be465a"
+BRIEF = ("--max_tokens=20", "--knockout_texts=4", "--knockouts=3", "--min_tokens=50")
+
+
+def write_texts(folder: pathlib.Path, texts: int = 6) -> list[str]:
+    """Three files of texts of about one length."""
+    rng, paths = random.Random(0), []
+    words = {"names": "def class import return self".split(), "digits": list("0123456789")}
+    for label, own in (words | {"words": "the of a and to expert".split()}).items():
+        lines = [json.dumps({"text": " ".join(rng.choice(own) for _ in range(12))})
+                 for _ in range(texts)]  # fmt: skip
+        paths.append(str(folder / f"{label}.jsonl"))
+        pathlib.Path(paths[-1]).write_text("\n".join(lines))
+    return paths
+
+
+def table(folder: pathlib.Path, name: str) -> list[dict]:
+    return pyarrow.parquet.read_table(folder / f"{name}.parquet").to_pylist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", ["none", "3"])
+def test_page_and_tables_of_a_run(number, in_a_folder, one_device, capsys):
+    inputs = write_texts(in_a_folder)
+    words = [str(FIXTURES / "run"), "--input", *inputs, "--output=out", *BRIEF, "--json"]
+    assert main(["atlas", *words, f"--knockouts={number}"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    folder = in_a_folder / "out"
+    assert report["page"] == str(folder / "atlas.html")
+    text = (folder / "atlas.html").read_text()
+    parsed = Parser(text)
+    assert all(each.startswith("data:image/svg+xml;base64,") for each in parsed.references)
+    assert not {"script", "link", "iframe"} & set(parsed.opened)
+    assert "http" not in re.sub(r"base64,[^\"]*", "", text)
+    assert len(text) < 5 * 2**20
+    titles = [
+        "Layers", "Labels", "Load", "Experts by label", "Without single experts",
+        "Chosen together", "From expert to expert", "Vocabulary", "Examples",
+        "Saturation over training",
+    ]  # fmt: skip
+    assert [each for each in parsed.texts if each in titles] == titles
+    tables, texts = folder / "tables" / "run", read_labelled_texts(inputs)
+    experts = table(tables, "experts")
+    assert len(experts) == 2 * 4
+    for layer in table(tables, "layers"):
+        choices = sum(e["choices"] for e in experts if e["layer"] == layer["layer"])
+        assert choices == layer["tokens"] > 0
+        shares = [e for e in table(tables, "labels") if e["layer"] == layer["layer"]]
+        for label in texts.labels:
+            own = sum(each["share"] for each in shares if each["label"] == label)
+            assert own == pytest.approx(1)
+    assert {each["model"] for each in experts} == {"run"}
+    assert (folder / "record_run.parquet").exists()
+    assert (tables / "knockouts.parquet").exists() == (number == "3")
+    if number == "3":
+        losses_are_those_of_scores(report, texts)
+        removed = table(tables, "knockouts")
+        assert len(removed) == 3 * 3 and len({(r["layer"], r["expert"]) for r in removed}) == 3
+        assert any(abs(each["change"]) > 1e-6 for each in removed)
+
+
+def losses_are_those_of_scores(report: dict, texts: LabelledTexts) -> None:
+    model = api.load(FIXTURES / "run")
+    rows = text_rows(model, texts, 20)
+    scores = model.score(*zip(*rows.pairs, strict=True))
+    for k, label in enumerate(texts.labels):
+        own = [s for s, r in zip(scores, rows.text_B, strict=True) if texts.label_R[r] == k]
+        loss = -sum(s.log_likelihood for s in own) / sum(s.num_tokens for s in own)
+        found = next(each for each in report["models"][0]["labels"] if each["label"] == label)
+        assert found["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_beside_its_int4(in_a_folder, one_device, capsys):
+    inputs = write_texts(in_a_folder)
+    words = [str(FIXTURES / "run"), f"--against={FIXTURES / 'int4'}", "--output=out", *BRIEF]
+    assert main(["atlas", *words, *(f"--input={each}" for each in inputs)]) == 0
+    text = (in_a_folder / "out/atlas.html").read_text()
+    for title in ("Atlas of run and int4", "Choices that differ", "Load: run", "Load: int4"):
+        assert title in text
+    joined = pyarrow.dataset.dataset(
+        [str(in_a_folder / f"out/tables/{name}/layers.parquet") for name in ("run", "int4")]
+    )
+    tokens = (
+        joined.to_table().group_by("layer").aggregate([("tokens", "min"), ("tokens", "max")])
+    )
+    for row in tokens.to_pylist():
+        assert row["tokens_min"] == row["tokens_max"]
+
+
+@pytest.mark.slow
+def test_a_converted_switch_folder(in_a_folder, one_device, capsys):
+    inputs = write_texts(in_a_folder)
+    (in_a_folder / "text.txt").write_text("".join(sentences(400)))
+    train_sentencepiece(["text.txt"], 400, ".")
+    theirs, _ = huggingface_folder(
+        in_a_folder / "theirs", dataclasses.replace(SWITCH, vocab_size=512)
+    )
+    shutil.move("vocabulary.model", theirs / "spiece.model")
+    assert main(["convert", "--from=huggingface", str(theirs), "ours"]) == 0
+    assert main(["atlas", "ours", "--input", *inputs, "--output=out", *BRIEF]) == 0
+    layers = [each["layer"] for each in table(in_a_folder / "out/tables/ours", "layers")]
+    assert layers == ["encoder 1", "encoder 3", "decoder 1"]
+    moved = table(in_a_folder / "out/tables/ours", "transitions")
+    assert {(each["layer"], each["next_layer"]) for each in moved} == {
+        ("encoder 1", "encoder 3")
+    }
+    assert "with masked spans" in (in_a_folder / "out/atlas.html").read_text()
+
+
+def refusal(capsys, *words) -> str:
+    assert main(["atlas", *map(str, words)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+def test_bad_input_is_named(in_a_folder, capsys):
+    inputs, run = write_texts(in_a_folder), FIXTURES / "run"
+    words = (run, "--input", *inputs, "--output=out")
+    assert "labels of fewer than 100000 tokens: names (" in refusal(
+        capsys, *words, "--min_tokens=100000"
+    )
+    assert not (in_a_folder / "out").exists()
+    assert not list(in_a_folder.glob(".out*"))
+    said = refusal(capsys, *words, "--label_column=kind")
+    assert "has no 'kind'; its columns are text; name others by" in said
+    said = refusal(capsys, *words, "--knockouts=many")
+    assert "'many' is no whole number of at least 1" in said
+    assert "exists; give a folder that is not there yet" in refusal(
+        capsys, run, "--input", *inputs, f"--output={in_a_folder}"
+    )
+    assert "does not exist" in refusal(capsys, run, "--input=nothing", "--output=out")
+
+
+def model_of(config, vocabulary=None, **formats) -> api.Model:
+    form = TextFormat(**(dict(
+        inputs_end_with_eos=True, is_prompt_bidirectional=False, names_sentinels=False
+    ) | formats))  # fmt: skip
+    return api.Model(config, {}, vocabulary or ByteVocabulary(), 0, form, "")
+
+
+def texts_of(*texts: str, targets=None) -> LabelledTexts:
+    return LabelledTexts(list(texts), targets, ("a",), np.zeros(len(texts), int), None)
+
+
+def test_models_that_route_no_text_are_refused():
+    with refused("mine is a dense model, which routes nothing; give one"):
+        require_readable(model_of(DENSE), "mine")
+    model = model_of(ENCODER_DECODER)
+    assert require_readable(model, "mine") is None
+    object.__setattr__(model, "vocabulary", None)
+    with refused("mine has no vocabulary, so it cannot read texts; convert it"):
+        require_readable(model, "mine")
+
+
+def test_rows_of_a_decoder_are_the_text():
+    vocabulary = ByteVocabulary()
+    text = "abcdefghij" * 3
+    rows = text_rows(model_of(DENSE), texts_of(text, "xy"), 8)
+    assert rows.text_B.tolist() == [0, 0, 0, 0, 1]
+    assert all(not inputs and len(targets) <= 8 for inputs, targets in rows.pairs)
+    whole = [token for _, targets in rows.pairs for token in targets]
+    assert whole == [*vocabulary.encode(text), 1, *vocabulary.encode("xy"), 1]
+    assert rows.how == "the decoder reads the text"
+
+
+def test_rows_of_an_encoder_decoder():
+    vocabulary, texts = ByteVocabulary(), texts_of("abcdefghij" * 3, "x")
+    rows = text_rows(model_of(ENCODER_DECODER), texts, 10)
+    assert rows.how == "the encoder reads the text, and the decoder writes it once more"
+    assert rows.pairs[0] == ([*vocabulary.encode("abcdefghij"), 1],) * 2
+    assert rows.text_B.tolist() == [0, 0, 0, 1] and rows.num_too_short == 0
+    # Spans: the targets spell out what is masked, a text of one token has none.
+    model = model_of(ENCODER_DECODER, names_sentinels=True)
+    texts = texts_of("abcdefghij" * 18, "x")
+    rows = text_rows(model, texts, 60)
+    assert rows.how.startswith("the encoder reads the text with masked spans")
+    assert rows.text_B.tolist() == [0, 0, 0] and rows.num_too_short == 1
+    for inputs, targets in rows.pairs:
+        restored = vocabulary.decode(inputs)
+        spans = re.findall(r"(<extra_id_\d+>)([^<]*)", vocabulary.decode(targets))
+        for sentinel, span in spans:
+            restored = restored.replace(sentinel, span)
+        assert restored == "abcdefghij" * 6 and len(spans) > 1
+    assert text_rows(model, texts, 60).pairs == rows.pairs
+    assert text_rows(model, texts, 60, seed=1).pairs != rows.pairs
+    targets = texts_of("ab", targets=["cd"])
+    rows = text_rows(model, targets, 10)
+    assert rows.pairs == [([*vocabulary.encode("ab"), 1], [*vocabulary.encode("cd"), 1])]
+    with refused(
+        "text 1, 'ab', has 3 tokens and its target 3; a row has 2: raise --max_tokens"
+    ):
+        text_rows(model, targets, 2)
+
+
+def test_two_models_of_one_name_have_two():
+    assert _names([("a/run", None), ("b/run", None)]) == ["run", "run_against"]
+    assert _names([("run", 10), ("run/", 20)]) == ["run", "run_20"]
+    assert _names([("a", None), ("b", None)]) == ["a", "b"]
+
+
+def test_more_experts_than_a_page_shows_are_said(in_a_folder):
+    """Maps of shades, not of colours: there is no palette to run out of; tables are cut."""
+    from switchx.analysis import atlas_page
+
+    layer = type("Layer", (), {"load_E": np.arange(300), "num_experts": 300})()
+    atlas = type("Atlas", (atlas_page.Atlas,), {"__init__": lambda self: None})()
+    object.__setattr__(atlas, "layers", [layer] * 4)
+    assert atlas.shown_experts(layer) == list(range(300 - 64, 300))
+    assert atlas_page._cut(atlas) == "; of the 64 busiest of 300 (tables/ has all)"
+    assert SwitchConfig(300).num_experts == 300
+
+
+def code_prose_digits(folder: pathlib.Path) -> tuple[list[str], list[str]]:
+    """Files to train on and to look at, of code, prose and digits."""
+    rng, train, test = random.Random(0), [], []
+    library = pathlib.Path(sysconfig.get_path("stdlib"))
+    names = ("argparse", "calendar", "configparser", "ast", "shlex", "textwrap", "csv", "cmd")
+    code = "\n\n".join((library / f"{name}.py").read_text() for name in names)
+    prose = "\n\n".join(topics[name] for name in sorted(topics))  # of Python's help
+    lines = [" ".join(str(rng.randint(0, 99999)) for _ in range(60)) for _ in range(700)]
+    for label, text in (("code", code), ("prose", prose), ("digits", "\n\n".join(lines))):
+        for kind, part, files in (
+            ("train", text[:200_000], train),
+            ("test", text[200_000:240_000], test),
+        ):
+            (folder / kind).mkdir(exist_ok=True)
+            files.append(str(folder / kind / f"{label}.txt"))
+            pathlib.Path(files[-1]).write_text(part)
+    return train, test
+
+
+@pytest.mark.slow  # it trains for a minute
+def test_a_specialists_removal_hurts_its_own_label_most(in_a_folder, one_device, capsys):
+    """Three labels, p < 0.01 each, on texts that it was not trained on.
+
+    With 4 experts code and prose shared theirs in two of three trainings: p was below 0.01 for
+    two labels alone.
+    """
+    train, test = code_prose_digits(in_a_folder)
+    bindings = (
+        f"FILES={train}", "VOCAB_SIZE=1000", "NUM_EXPERTS=8", "SEED=1", "SwitchConfig.every=1",
+        "ModelConfig.num_encoder_layers=1", "ModelConfig.num_decoder_layers=1",
+        "ModelConfig.d_model=64", "ModelConfig.d_ff=128", "ModelConfig.num_heads=4",
+        "ModelConfig.d_head=16", "ModelConfig.dropout_rate=0.0", "TRAIN_STEPS=1000",
+        "WARMUP_STEPS=200", "EVAL_EVERY=500", "LOG_EVERY=500", "CHECKPOINT_EVERY=1000",
+        "INPUTS_LENGTH=64", "TARGETS_LENGTH=24", "TrainingJob.eval_batches=2",
+        "text_files.TextFiles.max_characters=1000",
+    )  # fmt: skip
+    words = (
+        f"--gin_file=configs/{file}.gin"
+        for file in ("runs/pretrain_tiny", "tasks/text_span_corruption")
+    )
+    assert (
+        main(["train", *words, *(f"--gin.{each}" for each in bindings), "--model_dir=run"]) == 0
+    )
+    capsys.readouterr()
+    options = ("--output=out", "--max_tokens=64", "--knockout_texts=24", "--json")
+    assert main(["atlas", "run", "--input", *test, *options]) == 0
+    found = json.loads(capsys.readouterr().out)["models"][0]["labels"]
+    assert [each["label"] for each in found] == ["code", "prose", "digits"]
+    for each in found:
+        assert each["change"] > 0 and each["p"] < 0.01, each
+    assert len({(each["layer"], each["expert"]) for each in found}) == 3
+    informed = [each["label_p"] for each in table(in_a_folder / "out/tables/run", "layers")]
+    assert informed == [pytest.approx(1 / 1001)] * 2
+    assert len(table(in_a_folder / "out/tables/run", "saturation")) == 3 * 2
