@@ -114,6 +114,11 @@ def add_command(commands) -> None:
         help="file to write: JSON lines of task, inputs, target, prediction, of tasks without "
         "metrics too",
     )
+    _add_record_arguments(parser)
+    shared.add_json(parser, "print one JSON object, with the routing of each layer")
+
+
+def _add_record_arguments(parser) -> None:
     parser.add_argument(
         "--record",
         metavar="FILE",
@@ -131,7 +136,6 @@ def add_command(commands) -> None:
         metavar="N",
         help="batches beyond so many places are left out of it (default: %(default)s)",
     )
-    shared.add_json(parser, "print one JSON object, with the routing of each layer")
 
 
 def _steps(text: str) -> int | str | Every:
