@@ -28,7 +28,7 @@ BIN := $(VENV)/bin
 MALLOC := glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=100000000000$\
 	:glibc.malloc.trim_threshold=100000000000:glibc.malloc.arena_max=1
 
-.PHONY: help train test test-all test-aot promises scale experiments size lint clean
+.PHONY: help train tiny test test-all test-aot promises scale experiments size lint clean
 
 help:
 	@echo 'make train     pretrain a small Switch T5 on real text (MODEL_DIR=$(MODEL_DIR))'
@@ -44,6 +44,12 @@ help:
 
 train: $(VENV)/.installed
 	GLIBC_TUNABLES=$(MALLOC) $(BIN)/switchx train --gin_file=configs/runs/pretrain_tiny.gin --model_dir=$(MODEL_DIR) $(ARGS)
+
+# The model that ships; a new one is committed by hand.
+tiny: $(VENV)/.installed
+	$(BIN)/switchx train --gin_file=configs/runs/pretrain_shipped.gin --model_dir=runs/shipped
+	rm -rf switchx/shipped/tiny
+	$(BIN)/switchx quantize --model_dir=runs/shipped --output=switchx/shipped/tiny --bits=4 --rest=bfloat16
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow and not aot" $(ARGS)

@@ -2,6 +2,7 @@
 """switchx: sparse Mixture-of-Experts Transformers in JAX."""
 
 import importlib
+import importlib.metadata
 
 # Where they are; imported when first used: `switchx --help` does not wait for JAX.
 _HOMES = {
@@ -16,6 +17,8 @@ __all__ = [*_HOMES]
 
 
 def __getattr__(name: str):
+    if name == "__version__":
+        return importlib.metadata.version("switchx")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'switchx' has no attribute {name!r}")

@@ -50,6 +50,7 @@ from switchx.models.stages import without_experts
 from switchx.partitioning.compiler_options import CompilerOptions
 from switchx.partitioning.mesh import MeshSpec
 from switchx.routing_record import RecordInfo
+from switchx.shipped import folder_of
 from switchx.training.compilation_cache import compiled_programs_kept
 from switchx.training.start import params_of_job
 from switchx.tree import num_elements
@@ -355,6 +356,7 @@ def load(
     """The model in a run folder, or the one that `switchx quantize` wrote.
 
     Args:
+        model_dir: the folder; or "tiny", the model that ships (`switchx/shipped`).
         step: step of a run's checkpoint; None is the newest complete one, "best" the best
             validated.
         mesh: mesh over whose devices parameters and computations are split, as in training;
@@ -373,6 +375,7 @@ def load(
             not fit the devices or a parameter; there is no such `task` or `expert_slots`, or
             the folder is not read expert by expert (`host_bytes`); XLA refuses an option.
     """
+    model_dir = folder_of(model_dir)
     if task is not None:
         require(
             expert_slots is None and not is_artifact(model_dir),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `switchx` command: its subcommands, and how errors reach a person."""
 
+import importlib.metadata
 import logging
 import sys
 
@@ -117,10 +118,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> CommandParser:
     parser = CommandParser("switchx", description=DESCRIPTION, epilog=EPILOG)
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for module in COMMANDS:
         module.add_command(commands)
     return parser
+
+
+def _version() -> str:
+    return f"switchx {importlib.metadata.version('switchx')}"
 
 
 def _parse(parser: CommandParser, argv: list[str]):
