@@ -439,6 +439,8 @@ class RoutingRecord:
         names = [
             name for name in self.info.layers[stack] if layers is None or name in set(layers)
         ]
+        if not names:
+            return None  # a stack without layers that are asked for
         L = max(int(place["place"].max()) + 1, 1)
         B = len(place["place"]) // L
         numbers, sizes = np.unique(place["batch"]), np.unique(place["batch_size"])

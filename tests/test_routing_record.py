@@ -137,6 +137,8 @@ def test_layers_and_stacks_are_read_apart(written):
     found = list(open_record(path).batches(stacks=["decoder"], layers=[layer]))
     assert [(each.stack, each.layers) for each in found] == [("decoder", (layer,))] * 2
     assert found[0].rank_NBLR.shape[0] == 1
+    asked = list(open_record(path).batches(layers=[layer]))  # no batches without layers
+    assert [each.stack for each in asked] == ["decoder"] * 2
 
 
 @pytest.fixture
