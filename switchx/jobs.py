@@ -467,14 +467,12 @@ class _Replayed:
 
     def job(self, job: TrainingJob) -> TrainingJob:
         """The job whose routers take given choices; those find full experts as they did."""
-        info, model, path = self._record.info, job.model, self._record.path
+        model, path = job.model, self._record.path
         require(
-            model.switch is not None
-            and info.layers == model.sparse_layers_by_stack
-            and info.switch.num_experts == model.switch.num_experts,
-            f"{path} is of {info.switch.num_experts} experts in {', '.join(info.all_layers)}; "
-            "the model has others: replay a record of a model of the same form",
+            model.switch is not None,
+            f"replay={str(path)!r} with a dense model, which routes nothing; leave it out",
         )
+        self._record.require_model(model.sparse_layer_names, model.switch.num_experts)
         require(
             jax.process_count() == 1,
             "replay with several processes, which read parts of each batch; use one process",

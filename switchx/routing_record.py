@@ -412,6 +412,15 @@ class RoutingRecord:
     def num_bytes(self) -> int:
         return self.path.stat().st_size
 
+    def require_model(self, layers: Sequence[str], num_experts: int) -> None:
+        """Raises ValueError: the record is of other Switch layers."""
+        own = self.info.switch.num_experts, self.info.all_layers
+        require(
+            own == (num_experts, list(layers)),
+            f"{self.path} is of {own[0]} experts in {', '.join(own[1])}, and the model has "
+            f"{num_experts} in {', '.join(layers)}; give a record of a model of this form",
+        )
+
     def batches(
         self, stacks: Iterable[str] | None = None, layers: Iterable[str] | None = None
     ) -> Iterator[RecordedBatch]:

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from switchx.analysis.drops import Drops, Setting, differing_choices, dropped, setting_of
+from switchx.analysis.drops import Drops, prediction_errors
+from switchx.analysis.slots import Setting, dropped, setting_of
 from switchx.moe.capacity import into_groups, layer_groups
 from switchx.moe.config import RouterConfig, SwitchConfig
 from switchx.moe.plan import make_plan
@@ -291,17 +292,17 @@ def test_a_random_router_drops_what_the_formula_of_a_balanced_one_says(tmp_path)
 
 
 def test_a_record_says_whether_its_drops_follow_from_it(record, tmp_path):
-    assert differing_choices(record) == (0, 2 * 2 * 3 * 48)
-    switch = switch_of(16, num_selected=2)
-    other = dataclasses.replace(switch, eval_capacity_factor=1.25)
-    path = tmp_path / "other.parquet"
-    info = RecordInfo(other, LAYERS, 3, "eval")
-    with RecordWriter(path, info) as writer:
+    errors = prediction_errors(record, record).values()
+    tokens = sum(batch.is_token_BL.sum() for batch in record.batches())
+    assert [(each.choices, each.differing) for each in errors] == [(2 * tokens, 0)] * 2
+    other = dataclasses.replace(record.info.switch, eval_capacity_factor=1.25)
+    info = dataclasses.replace(record.info, switch=other)
+    with RecordWriter(tmp_path / "other.parquet", info) as writer:
         for batch in record.batches():
-            names = [field.name for field in dataclasses.fields(StackRecord)]
-            part = StackRecord(**{name: getattr(batch, name) for name in names})
-            writer.add(batch.number, {"encoder": part}, 8)
-    assert 0 < differing_choices(open_record(path))[0] < 100
+            writer.add(batch.number, {"encoder": batch}, 8)
+    changed = open_record(tmp_path / "other.parquet")
+    errors = prediction_errors(changed, changed).values()
+    assert all(0 < each.differing < 100 for each in errors)
 
 
 def test_what_is_in_no_whole_group_is_counted(tmp_path):

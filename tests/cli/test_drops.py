@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from switchx.analysis.drops import dropped, setting_of
+from switchx.analysis.slots import dropped, setting_of
 from switchx.cli.main import main
 from switchx.moe.config import SwitchConfig
 from switchx.routing_record import RecordInfo, RecordWriter, StackRecord, open_record
@@ -142,4 +142,4 @@ def test_bad_input_is_named(records, capsys, tmp_path):
     assert "'0,1' are no numbers above 0" in refused(half, "--factors=0,1")
     assert "do not divide into 3 parts" in refused(half, "--microbatches=3")
     other = write_run(tmp_path / "other")
-    assert f"--model_dir={other} has 2 experts in" in refused(half, f"--model_dir={other}")
+    assert "and the model has 2 in encoder 1" in refused(half, f"--model_dir={other}")
