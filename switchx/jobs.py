@@ -488,8 +488,7 @@ class _Replayed:
     def given(self, batch: Batch) -> Batch:
         """The next batch, with the choices of the record."""
         _, parts = next(self._batches, (None, ()))
-        info, changed = self._record.info, dict(batch)
-        parts = {part.stack: part for part in parts}
+        info, parts = self._record.info, {part.stack: part for part in parts}
         is_same = parts.keys() == info.layers.keys() and all(
             np.array_equal(part.token_BL, batch[f"{stack}_input_tokens"])
             for stack, part in parts.items()
@@ -500,15 +499,13 @@ class _Replayed:
             "or none: record all of these batches, with the same data and BATCH_SIZE",
         )
         self._number += 1
-        for stack, part in parts.items():
-            changed[f"{stack}_replay"] = choices_of_rows(
-                part.expert_NBLS,
-                part.row_B,
-                part.row_B,
-                num_experts=info.switch.num_experts,
-                num_selected=info.num_choices,
-            )
-        return changed
+        E, S = info.switch.num_experts, info.num_choices
+
+        def choices(part):
+            rows = part.row_B, part.row_B
+            return choices_of_rows(part.expert_NBLS, *rows, num_experts=E, num_selected=S)
+
+        return batch | {f"{stack}_replay": choices(part) for stack, part in parts.items()}
 
 
 class _Recording:
@@ -531,14 +528,9 @@ class _Recording:
         return dataclasses.replace(job, model=model)
 
     def writer(self, job: TrainingJob, step: int, model: str) -> RecordWriter:
-        info = RecordInfo(
-            job.model.switch,
-            job.model.sparse_layers_by_stack,
-            step,
-            "eval",
-            model,
-            job.vocabulary.fingerprint(),
-        )
+        switch, layers = job.model.switch, job.model.sparse_layers_by_stack
+        vocabulary = job.vocabulary.fingerprint()
+        info = RecordInfo(switch, layers, step, "eval", model, vocabulary)
         self._writer = RecordWriter(self._path, info, self._most)
         return self._writer
 

@@ -146,10 +146,11 @@ class StackRecord:
     def first(self, rows: int) -> "StackRecord":
         """The record of the first rows alone."""
 
-        def cut(name: str, x):
+        def cut(name: str):
+            x = getattr(self, name)
             return x[:, :rows] if "_N" in name else x[:rows]
 
-        return StackRecord(**{name: cut(name, x) for name, x in vars(self).items()})
+        return StackRecord(*(cut(each.name) for each in dataclasses.fields(StackRecord)))
 
 
 def recorded(config, stats, batch: dict) -> dict[str, StackRecord]:
