@@ -73,8 +73,17 @@ class RecordInfo:
 
     @property
     def num_choices(self) -> int:
-        """S, the choices of a token in the plan."""
-        return num_choices(self.switch)
+        """S, the choices of a token in the `RoutingPlan`."""
+        router = self.switch.router
+        return (
+            self.switch.num_experts if router.kind == "expert_choice" else router.num_selected
+        )
+
+    @property
+    def reaches_others(self) -> bool:
+        """Whether a choice may be another expert than the rank of its number."""
+        router = self.switch.router
+        return router.overflow == "reroute" or router.kind == "expert_choice" or router.replay
 
     @property
     def all_layers(self) -> list[str]:
@@ -103,18 +112,6 @@ class RecordInfo:
                 f"its {field.name} is {values[field.name]!r:.60}",
             )
         return cls(**values)
-
-
-def num_choices(switch: SwitchConfig) -> int:
-    """S, the choices of a token in a `RoutingPlan`."""
-    is_choice_of_experts = switch.router.kind == "expert_choice"
-    return switch.num_experts if is_choice_of_experts else switch.router.num_selected
-
-
-def reaches_others(switch: SwitchConfig) -> bool:
-    """Whether a choice may be another expert than the rank of its number."""
-    router = switch.router
-    return router.overflow == "reroute" or router.kind == "expert_choice" or router.replay
 
 
 @jax.tree_util.register_dataclass
@@ -371,7 +368,7 @@ def _columns(info: RecordInfo) -> dict[str, tuple[Any, list[str]]]:
         "margin_NBL": (pyarrow.float32(), ["margin"]),
         "is_dropped_NBLS": (pyarrow.bool_(), [f"dropped {s}" for s in S]),
     }
-    if reaches_others(info.switch):
+    if info.reaches_others:
         columns["expert_NBLS"] = pyarrow.int16(), [f"expert {s}" for s in S]
     return columns
 

@@ -67,11 +67,6 @@ class Setting:
         """S, the experts that one token gets at most."""
         return self.switch.router.num_selected
 
-    @property
-    def num_ranks(self) -> int:
-        """The ranks that are read: choices, or the experts that rerouting tries."""
-        return self.switch.num_ranks
-
     def capacity(self, tokens_per_group: int, factor: float | None) -> int:
         """C; `factor` None takes what the Switch layers say of evaluation."""
         if factor is None:
@@ -277,7 +272,7 @@ def cut(batch: RecordedBatch, setting: Setting) -> Groups:
         f"groups of {T} places: the record has no whole ones; record whole batches "
         "(switchx eval --record), or use smaller groups",
     )
-    R, E = setting.num_ranks, setting.switch.num_experts
+    R, E = setting.switch.num_ranks, setting.switch.num_experts
     routed_BL = batch.is_token_BL | (setting.switch.router.padding == "counted")
     rank_NBLR = np.where(routed_BL[..., None], batch.rank_NBLR[..., :R], np.int16(E))
 
