@@ -467,14 +467,12 @@ class _Replayed:
 
     def job(self, job: TrainingJob) -> TrainingJob:
         """The job whose routers take given choices; those find full experts as they did."""
-        info, model, path = self._record.info, job.model, self._record.path
+        model, path = job.model, self._record.path
         require(
-            model.switch is not None
-            and info.layers == model.sparse_layers_by_stack
-            and info.switch.num_experts == model.switch.num_experts,
-            f"{path} is of {info.switch.num_experts} experts in {', '.join(info.all_layers)}; "
-            "the model has others: replay a record of a model of the same form",
+            model.switch is not None,
+            f"replay={str(path)!r} with a dense model, which routes nothing; leave it out",
         )
+        self._record.require_model(model.sparse_layer_names, model.switch.num_experts)
         require(
             jax.process_count() == 1,
             "replay with several processes, which read parts of each batch; use one process",
@@ -490,8 +488,7 @@ class _Replayed:
     def given(self, batch: Batch) -> Batch:
         """The next batch, with the choices of the record."""
         _, parts = next(self._batches, (None, ()))
-        info, changed = self._record.info, dict(batch)
-        parts = {part.stack: part for part in parts}
+        info, parts = self._record.info, {part.stack: part for part in parts}
         is_same = parts.keys() == info.layers.keys() and all(
             np.array_equal(part.token_BL, batch[f"{stack}_input_tokens"])
             for stack, part in parts.items()
@@ -502,15 +499,13 @@ class _Replayed:
             "or none: record all of these batches, with the same data and BATCH_SIZE",
         )
         self._number += 1
-        for stack, part in parts.items():
-            changed[f"{stack}_replay"] = choices_of_rows(
-                part.expert_NBLS,
-                part.row_B,
-                part.row_B,
-                num_experts=info.switch.num_experts,
-                num_selected=info.num_choices,
-            )
-        return changed
+        E, S = info.switch.num_experts, info.num_choices
+
+        def choices(part):
+            rows = part.row_B, part.row_B
+            return choices_of_rows(part.expert_NBLS, *rows, num_experts=E, num_selected=S)
+
+        return batch | {f"{stack}_replay": choices(part) for stack, part in parts.items()}
 
 
 class _Recording:
@@ -533,14 +528,9 @@ class _Recording:
         return dataclasses.replace(job, model=model)
 
     def writer(self, job: TrainingJob, step: int, model: str) -> RecordWriter:
-        info = RecordInfo(
-            job.model.switch,
-            job.model.sparse_layers_by_stack,
-            step,
-            "eval",
-            model,
-            job.vocabulary.fingerprint(),
-        )
+        switch, layers = job.model.switch, job.model.sparse_layers_by_stack
+        vocabulary = job.vocabulary.fingerprint()
+        info = RecordInfo(switch, layers, step, "eval", model, vocabulary)
         self._writer = RecordWriter(self._path, info, self._most)
         return self._writer
 

@@ -21,8 +21,9 @@ Dims: B batch, L length, N Switch layers, T places of a batch, R ranks, S choice
 
 import contextlib
 import dataclasses
-import functools
+import itertools
 import json
+import math
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -72,8 +73,17 @@ class RecordInfo:
 
     @property
     def num_choices(self) -> int:
-        """S, the choices of a token in the plan."""
-        return num_choices(self.switch)
+        """S, the choices of a token in the `RoutingPlan`."""
+        router = self.switch.router
+        return (
+            self.switch.num_experts if router.kind == "expert_choice" else router.num_selected
+        )
+
+    @property
+    def reaches_others(self) -> bool:
+        """Whether a choice may be another expert than the rank of its number."""
+        router = self.switch.router
+        return router.overflow == "reroute" or router.kind == "expert_choice" or router.replay
 
     @property
     def all_layers(self) -> list[str]:
@@ -104,18 +114,6 @@ class RecordInfo:
         return cls(**values)
 
 
-def num_choices(switch: SwitchConfig) -> int:
-    """S, the choices of a token in a `RoutingPlan`."""
-    is_choice_of_experts = switch.router.kind == "expert_choice"
-    return switch.num_experts if is_choice_of_experts else switch.router.num_selected
-
-
-def reaches_others(switch: SwitchConfig) -> bool:
-    """Whether a choice may be another expert than the rank of its number."""
-    router = switch.router
-    return router.overflow == "reroute" or router.kind == "expert_choice" or router.replay
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StackRecord:
@@ -144,16 +142,12 @@ class StackRecord:
 
     def first(self, rows: int) -> "StackRecord":
         """The record of the first rows alone."""
-        return dataclasses.replace(
-            self,
-            **{
-                field.name: getattr(self, field.name)[
-                    (slice(None), slice(rows)) if "_N" in field.name else slice(rows)
-                ]
-                for field in dataclasses.fields(self)
-                if field.name.endswith(("BL", "BLR", "BLS"))
-            },
-        )
+
+        def cut(name: str):
+            x = getattr(self, name)
+            return x[:, :rows] if "_N" in name else x[:rows]
+
+        return StackRecord(*(cut(each.name) for each in dataclasses.fields(StackRecord)))
 
 
 def recorded(config, stats, batch: dict) -> dict[str, StackRecord]:
@@ -239,14 +233,12 @@ class RecordWriter:
         is_full: whether a batch was left out because of `max_places`.
     """
 
-    def __init__(
-        self, path: str | os.PathLike, info: RecordInfo, max_places: int | None = None
-    ):
+    def __init__(self, path: str | os.PathLike, info: RecordInfo, max_places: float = math.inf):
         """Writes nothing yet.
 
         Args:
             max_places: most places in the record; batches that come when it has so many are
-                left out, and `RecordInfo.is_whole` says so. None has no bound.
+                left out, and `RecordInfo.is_whole` says so.
 
         Raises:
             ValueError: the file's folder is not there, or more experts than int16 counts.
@@ -269,10 +261,23 @@ class RecordWriter:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
+        """Writes the file's end, or leaves no file behind where something was raised.
+
+        Raises:
+            ValueError: nothing was added; there is no file then.
+        """
+        if self._writer is not None:
+            info = dataclasses.replace(self._info, is_whole=not self.is_full)
+            self._writer.add_key_value_metadata({KEY: info.as_json()})
+            self._writer.close()
+        if kind is not None:
+            self._partial.unlink(missing_ok=True)
+            return
+        require(
+            self._writer is not None,
+            f"{self._path}: nothing was recorded; record a model with Switch layers",
+        )
+        self._partial.replace(self._path)
 
     def add(
         self,
@@ -289,10 +294,8 @@ class RecordWriter:
             batch_size: rows of the whole batch.
             rows: ids of the recorded rows; None counts the rows of all batches.
         """
-        if self.is_full or not parts:
-            return
-        if self._most is not None and self.places >= self._most:
-            self.is_full = True
+        self.is_full |= bool(parts) and self.places >= self._most
+        if self.is_full:
             return
         for stack in filter(parts.__contains__, STACKS):
             part = parts[stack]
@@ -317,18 +320,15 @@ class RecordWriter:
             "segment": part.segment_BL.reshape(-1).astype(np.int32),
         }
         for layer in self._info.all_layers:
-            names = _columns(self._info, layer)
-            if layer not in self._info.layers[stack]:
-                columns |= {name: pyarrow.nulls(B * L, kind) for name, kind in names.items()}
-                continue
-            n = self._info.layers[stack].index(layer)
-            values = [*np.moveaxis(part.rank_NBLR[n], -1, 0)]
-            values += [*np.moveaxis(part.prob_NBLR[n], -1, 0), part.margin_NBL[n]]
-            values += [*np.moveaxis(part.is_dropped_NBLS[n], -1, 0)]
-            if reaches_others(self._info.switch):
-                values += [*np.moveaxis(part.expert_NBLS[n], -1, 0)]
-            for (name, kind), value in zip(names.items(), values, strict=True):
-                columns[name] = pyarrow.array(np.ascontiguousarray(value).reshape(-1), kind)
+            is_here = layer in self._info.layers[stack]
+            n = self._info.layers[stack].index(layer) if is_here else None
+            for attribute, (kind, names) in _columns(self._info).items():
+                values = [pyarrow.nulls(B * L, kind)] * len(names)
+                if is_here:
+                    each_RT = getattr(part, attribute)[n].reshape(B * L, -1).T
+                    values = [pyarrow.array(np.ascontiguousarray(x), kind) for x in each_RT]
+                names = [f"{layer}/{name}" for name in names]
+                columns |= zip(names, values, strict=True)
         table = pyarrow.table(columns)
         if self._writer is None:
             self._open(table.schema)
@@ -347,22 +347,6 @@ class RecordWriter:
             write_page_checksum=True,
         )
 
-    def close(self) -> None:
-        """Writes the file's end.
-
-        Raises:
-            ValueError: nothing was added; there is no file then.
-        """
-        require(
-            self._writer is not None,
-            f"{self._path}: nothing was recorded; record a model with Switch layers",
-        )
-        info = dataclasses.replace(self._info, is_whole=not self.is_full)
-        self._writer.add_key_value_metadata({KEY: info.as_json()})
-        self._writer.close()
-        self._writer = None
-        self._partial.replace(self._path)
-
     def summary(self) -> str:
         """What was written, in words."""
         size = self._path.stat().st_size
@@ -372,26 +356,21 @@ class RecordWriter:
             f"layers, {size / max(self.places, 1):.1f} bytes each{cut}"
         )
 
-    def discard(self) -> None:
-        """Leaves no file behind."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-        self._partial.unlink(missing_ok=True)
 
-
-def _columns(info: RecordInfo, layer: str) -> dict[str, Any]:
-    """Names and types of a layer's columns, in their order."""
+def _columns(info: RecordInfo) -> dict[str, tuple[Any, list[str]]]:
+    """Type and names of a layer's columns, by the attribute of a `StackRecord` in them."""
     import pyarrow
 
-    R, S = info.num_ranks, info.num_choices
-    names = {f"{layer}/rank {r}": pyarrow.int16() for r in range(R)}
-    names |= {f"{layer}/probability {r}": pyarrow.float32() for r in range(R)}
-    names |= {f"{layer}/margin": pyarrow.float32()}
-    names |= {f"{layer}/dropped {s}": pyarrow.bool_() for s in range(S)}
-    if reaches_others(info.switch):
-        names |= {f"{layer}/expert {s}": pyarrow.int16() for s in range(S)}
-    return names
+    R, S = range(info.num_ranks), range(info.num_choices)
+    columns = {
+        "rank_NBLR": (pyarrow.int16(), [f"rank {r}" for r in R]),
+        "prob_NBLR": (pyarrow.float32(), [f"probability {r}" for r in R]),
+        "margin_NBL": (pyarrow.float32(), ["margin"]),
+        "is_dropped_NBLS": (pyarrow.bool_(), [f"dropped {s}" for s in S]),
+    }
+    if info.reaches_others:
+        columns["expert_NBLS"] = pyarrow.int16(), [f"expert {s}" for s in S]
+    return columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -408,9 +387,14 @@ class RoutingRecord:
     info: RecordInfo
     num_places: int
 
-    @functools.cached_property
-    def num_bytes(self) -> int:
-        return self.path.stat().st_size
+    def require_model(self, layers: Sequence[str], num_experts: int) -> None:
+        """Raises ValueError: the record is of other Switch layers."""
+        own = self.info.switch.num_experts, self.info.all_layers
+        require(
+            own == (num_experts, list(layers)),
+            f"{self.path} is of {own[0]} experts in {', '.join(own[1])}, and the model has "
+            f"{num_experts} in {', '.join(layers)}; give a record of a model of this form",
+        )
 
     def batches(
         self, stacks: Iterable[str] | None = None, layers: Iterable[str] | None = None
@@ -457,24 +441,26 @@ class RoutingRecord:
             f"row group {group} has {B} rows of {L} places of a batch of {sizes[0]}, and "
             f"groups of {T} places that these do not fill",
         )
-        wanted = [list(_columns(self.info, name)) for name in names]
-        table = file.read_row_group(group, columns=[each for some in wanted for each in some])
-        R, S, E = self.info.num_ranks, self.info.num_choices, self.info.switch.num_experts
+        S, E, columns = self.info.num_choices, self.info.switch.num_experts, _columns(self.info)
+        suffixes = [name for _, some in columns.values() for name in some]
+        wanted = [f"{layer}/{name}" for layer in names for name in suffixes]
+        table = file.read_row_group(group, columns=wanted)
 
-        def stacked(first: int, size: int, dtype) -> np.ndarray:
-            array = np.empty((len(names), B, L, size), dtype)
-            for n, columns in enumerate(wanted):
-                for s, name in enumerate(columns[first : first + size]):
-                    array[n, ..., s] = table[name].to_numpy().reshape(B, L)
+        def stacked(kind, suffixes) -> np.ndarray:
+            array = np.empty((len(names), B, L, len(suffixes)), kind.to_pandas_dtype())
+            for n, layer in enumerate(names):
+                for s, name in enumerate(suffixes):
+                    array[n, ..., s] = table[f"{layer}/{name}"].to_numpy().reshape(B, L)
             return array
 
-        rank_NBLR = stacked(0, R, np.int16)
-        if reaches_others(self.info.switch):
-            expert_NBLS = stacked(2 * R + 1 + S, S, np.int16)
-        else:
-            is_routed_BL1 = _is_routed(self.info.switch, place["segment"]).reshape(B, L, 1)
-            expert_NBLS = np.where(is_routed_BL1, rank_NBLR[..., :S], np.int16(E))
-        ids = np.concatenate([rank_NBLR.reshape(-1), expert_NBLS.reshape(-1)])
+        arrays = {attribute: stacked(*how) for attribute, how in columns.items()}
+        rank_NBLR = arrays["rank_NBLR"]
+        arrays["margin_NBL"] = arrays["margin_NBL"][..., 0]
+        if "expert_NBLS" not in arrays:
+            is_routed_BL = place["segment"].reshape(B, L, 1) > 0
+            is_routed_BL |= self.info.switch.router.padding == "counted"
+            arrays["expert_NBLS"] = np.where(is_routed_BL, rank_NBLR[..., :S], np.int16(E))
+        ids = np.concatenate([rank_NBLR.reshape(-1), arrays["expert_NBLS"].reshape(-1)])
         require(
             not ids.size or (ids.min() >= 0 and ids.max() <= E),
             f"row group {group} has experts from {ids.min(initial=0)} to {ids.max(initial=0)}, "
@@ -483,11 +469,7 @@ class RoutingRecord:
         return RecordedBatch(
             token_BL=place["token"].reshape(B, L),
             segment_BL=place["segment"].reshape(B, L),
-            rank_NBLR=rank_NBLR,
-            prob_NBLR=stacked(R, R, np.float32),
-            margin_NBL=stacked(2 * R, 1, np.float32)[..., 0],
-            is_dropped_NBLS=stacked(2 * R + 1, S, np.bool_),
-            expert_NBLS=expert_NBLS,
+            **arrays,
             info=self.info,
             stack=stack,
             number=int(numbers[0]),
@@ -495,10 +477,6 @@ class RoutingRecord:
             row_B=place["row"].reshape(B, L)[:, 0],
             layers=tuple(names),
         )
-
-
-def _is_routed(switch: SwitchConfig, segment: np.ndarray) -> np.ndarray:
-    return np.full(segment.shape, True) if switch.router.padding == "counted" else segment > 0
 
 
 def open_record(path: str | os.PathLike) -> RoutingRecord:
@@ -517,8 +495,8 @@ def open_record(path: str | os.PathLike) -> RoutingRecord:
         has_places = file.metadata.num_rows > 0 and info.all_layers
         require(has_places, "it has no places, or no layers")
         wanted = {"stack": None} | dict.fromkeys(_PLACES)
-        for layer in info.all_layers:
-            wanted |= _columns(info, layer)
+        for layer, (kind, names) in itertools.product(info.all_layers, _columns(info).values()):
+            wanted |= {f"{layer}/{name}": kind for name in names}
         found = {field.name: field.type for field in file.schema_arrow}
         missing = [
             name

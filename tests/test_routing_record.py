@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
+from switchx.analysis.drops import prediction_errors
 from switchx.models.config import RouterConfig, SwitchConfig
 from switchx.models.params import forward
 from switchx.routing_record import KEY, RecordInfo, RecordWriter, open_record, recorded
@@ -20,8 +21,7 @@ from tests.training.jobs import ENCODER_DECODER, make_batch, make_params
 
 ROUTERS = {
     "top 1": RouterConfig(),
-    "top 2": RouterConfig(num_selected=2, gate="normalized"),
-    "by gate": RouterConfig(num_selected=2, priority="gate"),
+    "top 2 by gate": RouterConfig(num_selected=2, gate="normalized", priority="gate"),
     "reroute": RouterConfig(overflow="reroute", max_rounds=3),
     "bias": RouterConfig(num_selected=2, bias_update_rate=0.001),
 }
@@ -74,49 +74,21 @@ def test_a_record_has_what_the_layers_did(written):
         assert each.group_shape[1] == min(32, 8 * L) and each.is_dropped_NBLS.any()
     dropped = sum(float(each.is_dropped_NBLS.sum()) for each in found)
     assert dropped == 2 * float(stats.dropped.sum())
+    (layer, *_) = model.sparse_layers_by_stack["decoder"]
+    apart = list(record.batches(stacks=["decoder"], layers=[layer]))
+    assert [(each.stack, each.layers) for each in apart] == [("decoder", (layer,))] * 2
+    np.testing.assert_array_equal(apart[0].rank_NBLR, found[1].rank_NBLR[:1])
 
 
-def test_slots_by_a_loop_over_tokens_drop_the_same(written):
-    """The record alone says who was dropped: groups, capacity, order of the queue, ranks."""
-    model, _, _, path = written
-    for batch in open_record(path).batches():
-        (_, T), C = batch.group_shape, batch.capacity
-        N, B, L, _ = batch.rank_NBLR.shape
-        for n in range(N):
-            rank_TR = batch.rank_NBLR[n].reshape(B * L, -1)
-            prob_TR = batch.prob_NBLR[n].reshape(B * L, -1)
-            is_token = batch.is_token_BL.reshape(-1)
-            want = np.zeros((B * L, batch.info.num_choices), bool)
-            for first in range(0, B * L, T):
-                order = [t for t in range(first, min(first + T, B * L)) if is_token[t]]
-                if model.switch.router.priority == "gate":
-                    order.sort(key=lambda t: -prob_TR[t, 0])
-                drop_by_loop(model.switch.router, order, rank_TR, C, want)
-            found = batch.is_dropped_NBLS[n].reshape(B * L, -1)
-            np.testing.assert_array_equal(found, want)
-
-
-def drop_by_loop(router, order, rank_TR, capacity, want) -> None:
-    used = dict.fromkeys(range(8), 0)
-    if router.overflow == "reroute":
-        waiting = order
-        for r in range(router.max_rounds):
-            placed = []
-            for t in waiting:
-                if used[rank_TR[t, r]] < capacity:
-                    used[rank_TR[t, r]] += 1
-                    placed.append(t)
-            waiting = [t for t in waiting if t not in placed]
-        want[waiting, 0] = True
-        return
-    for s in range(router.num_selected):
-        for t in order:
-            want[t, s] = used[rank_TR[t, s]] >= capacity
-            used[rank_TR[t, s]] += 1
+def test_the_record_alone_says_what_was_dropped(written):
+    """Its groups, capacity, order and ranks; slots are tests/analysis/test_drops.py's."""
+    record = open_record(written[-1])
+    errors = prediction_errors(record, record).values()
+    assert all(each.differing == 0 < each.both for each in errors)
 
 
 def test_margins_are_the_room_of_the_last_choice():
-    model = model_of(ROUTERS["top 2"])
+    model = model_of(ROUTERS["top 2 by gate"])
     params, batch = make_params(model), make_batch(model, 8)
     stats = statistics(model, params, batch)
     whole = dataclasses.replace(

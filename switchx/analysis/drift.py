@@ -22,6 +22,10 @@ from switchx.routing_record import RecordedBatch, RoutingRecord
 _EDGES_M = np.concatenate([[0.0], np.logspace(-8, 1, 901)])
 
 
+def _no_margins() -> np.ndarray:
+    return np.zeros(len(_EDGES_M) - 1, np.int64)
+
+
 @dataclasses.dataclass
 class LayerDrift:
     """Sums over the tokens of one Switch layer that two records have.
@@ -45,12 +49,8 @@ class LayerDrift:
     kl: float = 0.0
     largest_change: float = 0.0
     largest_flipped_margin: float = 0.0
-    margins_M: np.ndarray = dataclasses.field(
-        default_factory=lambda: np.zeros(len(_EDGES_M) - 1, np.int64)
-    )
-    flipped_margins_M: np.ndarray = dataclasses.field(
-        default_factory=lambda: np.zeros(len(_EDGES_M) - 1, np.int64)
-    )
+    margins_M: np.ndarray = dataclasses.field(default_factory=_no_margins)
+    flipped_margins_M: np.ndarray = dataclasses.field(default_factory=_no_margins)
 
     @property
     def differing_share(self) -> float:
@@ -114,26 +114,24 @@ def drift(a: RoutingRecord, b: RoutingRecord) -> dict[str, LayerDrift]:
     """The differences of two records of the same rows, by layer.
 
     Raises:
-        ValueError: the records are of other layers, experts, vocabularies or rows, or one of
-            them cannot be read.
+        ValueError: as of `paired_batches`.
     """
     found = {layer: LayerDrift() for layer in a.info.all_layers}
-    for first, second in paired_batches(a, b):
-        is_routed_BL = first.is_token_BL & second.is_token_BL
-        for record, batch in ((a, first), (b, second)):
+    for both in paired_batches(a, b):
+        is_routed_BL = both[0].is_token_BL & both[1].is_token_BL
+        for record, batch in zip((a, b), both, strict=True):
             require(
                 np.isfinite(batch.prob_NBLR[:, is_routed_BL]).all(),
                 f"{record.path} has router probabilities that are no numbers, in batch "
                 f"{batch.number}: its model had diverged; record an earlier checkpoint",
             )
-        for n, layer in enumerate(first.layers):
-            both = first, second
+        for n, layer in enumerate(both[0].layers):
             found[layer].add(
                 a.info.switch.num_experts,
                 [_chosen(batch, n)[is_routed_BL] for batch in both],
                 [batch.rank_NBLR[n][is_routed_BL] for batch in both],
                 [batch.prob_NBLR[n][is_routed_BL] for batch in both],
-                first.margin_NBL[n][is_routed_BL],
+                both[0].margin_NBL[n][is_routed_BL],
             )
     return found
 
@@ -144,7 +142,8 @@ def paired_batches(
     """The batches of two records of the same rows.
 
     Raises:
-        ValueError: as `drift` does.
+        ValueError: the records are of other layers, experts, vocabularies or rows, or one of
+            them cannot be read.
     """
     _require_comparable(a, b)
     for first, second in itertools.zip_longest(a.batches(), b.batches()):
@@ -171,9 +170,7 @@ def _require_comparable(a: RoutingRecord, b: RoutingRecord) -> None:
         }
 
     there, here = about(a.info), about(b.info)
-    wrong = [
-        f"{name} {there[name]}, {here[name]}" for name in there if there[name] != here[name]
-    ]
+    wrong = [f"{name} {x}, {here[name]}" for name, x in there.items() if x != here[name]]
     require(
         not wrong,
         f"{a.path} and {b.path} are of other models ({'; '.join(wrong)}); give two records of "
@@ -194,10 +191,9 @@ def _require_same_rows(a, b, first: RecordedBatch | None, second: RecordedBatch 
         wrong = f"{shorter.path} ends before {longer.path}"
     elif (first.stack, first.token_BL.shape) != (second.stack, second.token_BL.shape):
         wrong = f"batch {first.number} has other rows or lengths"
-    elif not (
-        np.array_equal(first.row_B, second.row_B)
-        and np.array_equal(first.token_BL, second.token_BL)
-        and np.array_equal(first.segment_BL, second.segment_BL)
+    elif not all(
+        np.array_equal(getattr(first, name), getattr(second, name))
+        for name in ("row_B", "token_BL", "segment_BL")
     ):
         wrong = f"batch {first.number} has other tokens in its {first.stack}"
     require(
@@ -207,31 +203,20 @@ def _require_same_rows(a, b, first: RecordedBatch | None, second: RecordedBatch 
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class LossDrift:
+def loss_drift(logprob_a_T: np.ndarray, logprob_b_T: np.ndarray) -> dict[str, float]:
     """The difference of two models' log-probabilities of the same target tokens.
 
-    Attributes:
-        loss_a, loss_b: mean negative log-likelihoods of a token.
+    Returns:
+        loss_a, loss_b: mean negative log-likelihoods of a token, in nats.
         mean_change: mean of |d|, d the log-probability in a less that in b.
         k3: mean of e^-d - 1 + d, an estimate of KL(a || b) of the tokens that is not negative.
         far_share: share of the tokens with |d| > ln 2.
     """
-
-    loss_a: float
-    loss_b: float
-    mean_change: float
-    k3: float
-    far_share: float
-
-
-def loss_drift(logprob_a_T: np.ndarray, logprob_b_T: np.ndarray) -> LossDrift:
-    """Compares log-probabilities of single tokens."""
     d_T = logprob_a_T - logprob_b_T
-    return LossDrift(
-        loss_a=float(-logprob_a_T.mean()),
-        loss_b=float(-logprob_b_T.mean()),
-        mean_change=float(np.abs(d_T).mean()),
-        k3=float(np.mean(np.expm1(-d_T) + d_T)),
-        far_share=float(np.mean(np.abs(d_T) > np.log(2))),
-    )
+    return {
+        "loss_a": float(-logprob_a_T.mean()),
+        "loss_b": float(-logprob_b_T.mean()),
+        "mean_change": float(np.abs(d_T).mean()),
+        "k3": float(np.mean(np.expm1(-d_T) + d_T)),
+        "far_share": float(np.mean(np.abs(d_T) > np.log(2))),
+    }

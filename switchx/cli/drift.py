@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
             found = drift(*map(open_record, records))
     rows = [{"layer": name} | _row(each) for name, each in found.items()]
     if losses is not None:
-        rows.append({"loss_a": losses.loss_a} | vars(losses))
+        rows.append(losses)
     if arguments.json:
         Report("drift", rows, []).print(as_json=True)
     else:
@@ -153,7 +153,7 @@ def _print(found, losses) -> None:
     )
     if losses is not None:
         console.print(
-            f"Loss a token: {losses.loss_a:.5f} and {losses.loss_b:.5f} nats; mean |d| "
-            f"{losses.mean_change:.3g}, k3 {losses.k3:.3g}, {losses.far_share:.3%} of tokens "
-            "with |d| > ln 2, where d is the log-probability in A less that in B"
+            "Loss a token: {loss_a:.5f} and {loss_b:.5f} nats; mean |d| {mean_change:.3g}, k3 "
+            "{k3:.3g}, {far_share:.3%} of tokens with |d| > ln 2, where d is the "
+            "log-probability in A less that in B".format(**losses)
         )

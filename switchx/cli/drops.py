@@ -2,7 +2,7 @@
 """`switchx drops`: what a record of routing says of other capacities, groups and orders."""
 
 import argparse
-import dataclasses
+import itertools
 from typing import Any
 
 from switchx.cli import arguments as shared
@@ -106,42 +106,48 @@ def add_command(commands) -> None:
 
 
 def run_drops(arguments: argparse.Namespace) -> int:
-    from switchx.analysis.drops import differing_choices
+    from switchx.analysis.drops import prediction_errors
     from switchx.results import Check, Report
     from switchx.routing_record import open_record
 
     record = open_record(arguments.record)
     if arguments.measured is not None:
-        return _compare(arguments, record, open_record(arguments.measured))
+        return _compare(record, open_record(arguments.measured), arguments.json)
     model = _model(arguments, record)
     factors = arguments.factors or _own_factors(record.info.switch)
     found = _computed(arguments, record)
-    different, _ = differing_choices(record)
-    check = Check("choices_unlike_recorded", different, "==0")
-    rows = [
-        row
-        for drops in found
-        for factor in (*factors, drops.smallest_factor(arguments.target))
-        for row in _rows(drops, factor, model)
-    ]
+    errors = prediction_errors(record, record).values()
+    check = Check("choices_unlike_recorded", sum(each.differing for each in errors), "==0")
     if arguments.json:
+        rows = [
+            row
+            for drops in found
+            for factor in (*factors, drops.smallest_factor(arguments.target))
+            for row in _rows(drops, factor, model)
+        ]
         Report("drops", rows, [check]).print(as_json=True)
-    else:
-        _print(arguments, record, found, factors, model)
-        if not check.holds:
-            print(
-                f"{different:,} recorded drops do not follow from the record: it was changed, "
-                "or another version wrote it; record again"
-            )
+        return 0 if check.holds else 1
+    total = sum(each.choices for each in errors)
+    info, recorded = record.info, sum(each.measured for each in errors) / max(total, 1)
+    print(
+        f"{record.path}: {record.num_places:,} places, {len(info.all_layers)} Switch layers of "
+        f"{info.switch.num_experts} experts, recorded by {info.source} at step {info.step}; "
+        f"{recorded:.2%} of {total:,} choices were dropped then"
+    )
+    _print(record, found, factors, arguments.target, model)
+    if not check.holds:
+        print(
+            f"{check.value:,} recorded drops do not follow from the record: it was changed, "
+            "or another version wrote it; record again"
+        )
     return 0 if check.holds else 1
 
 
-def _compare(arguments: argparse.Namespace, record, measured) -> int:
+def _compare(record, measured, as_json: bool) -> int:
     """Predictions of RECORD against what `--measured` has; returns the exit status."""
     from switchx.analysis.drops import prediction_errors
     from switchx.results import Check, Report
 
-    found = prediction_errors(record, measured)
     rows = [
         {
             "layer": name,
@@ -151,11 +157,11 @@ def _compare(arguments: argparse.Namespace, record, measured) -> int:
             "differing": error.differing,
             "jaccard": error.jaccard,
         }
-        for name, error in found.items()
+        for name, error in prediction_errors(record, measured).items()
     ]
     # A decoder that reads an encoder with Switch layers is no exact one.
     check = Check("first_layer_differing_choices", rows[0]["differing"], "==0")
-    Report("drops", rows, [check]).print(arguments.json)
+    Report("drops", rows, [check]).print(as_json)
     return 0 if check.holds else 1
 
 
@@ -166,39 +172,35 @@ def _own_factors(switch) -> list[float]:
 
 def _computed(arguments: argparse.Namespace, record) -> list:
     """`Drops` of all settings asked for; the first one has the recorded groups or the first."""
-    from switchx.analysis.drops import Drops, setting_of
+    from switchx.analysis.drops import Drops
+    from switchx.analysis.slots import setting_of
 
-    sizes = arguments.group_sizes or _group_sizes(record, arguments)
-    common = {name: getattr(arguments, name) for name in ("rule", "ranks", "microbatches")}
+    names = ("priority", "rule", "ranks", "microbatches")
+    common = {name: getattr(arguments, name) for name in names}
+    varied = itertools.product(
+        arguments.num_selected or [None],
+        arguments.rounds or [None],
+        arguments.group_sizes or _group_sizes(record, arguments.rule),
+    )
     return [
         Drops(
             record,
             setting_of(
-                record.info,
-                group_size=size,
-                num_selected=num_selected,
-                rounds=rounds,
-                priority=arguments.priority,
-                **common,
+                record.info, group_size=size, num_selected=selected, rounds=rounds, **common
             ),
         )
-        for num_selected in arguments.num_selected or [None]
-        for rounds in arguments.rounds or [None]
-        for size in sizes
+        for selected, rounds, size in varied
     ]
 
 
-def _group_sizes(record, arguments: argparse.Namespace) -> list[int | None]:
+def _group_sizes(record, rule: str) -> list[int | None]:
     """The recorded size, 4 and 16 times as many as far as recorded batches have such groups."""
-    if arguments.rule == "megatron":
+    if rule == "megatron":
         return [None]
     batch = next(record.batches())
-    _, T = batch.group_shape
-    sizes = [size for size in (4 * T, 16 * T) if size <= batch.token_BL.size]
-    whole = batch.token_BL.size
-    if not sizes and whole > T:
-        sizes = [whole]
-    return [None, *sizes]
+    (_, T), whole = batch.group_shape, batch.token_BL.size
+    larger = [size for size in (4 * T, 16 * T) if size <= whole]
+    return [None, *(larger or [whole] * (whole > T))]
 
 
 def _model(arguments: argparse.Namespace, record):
@@ -208,46 +210,44 @@ def _model(arguments: argparse.Namespace, record):
         ValueError: `--model_dir` has other Switch layers.
     """
     from switchx.checkpoint.run_folder import RunFolder, read_sparse_model_config
-    from switchx.fields import require
 
+    folders = [arguments.model_dir]
     if arguments.model_dir is None:
-        folders = list(record.path.absolute().parents)[:2]
-        folder = next((each for each in folders if (each / "config.json").is_file()), None)
-        if folder is None:
-            return None
-    else:
-        folder = arguments.model_dir
-    model, info = read_sparse_model_config(RunFolder(folder)), record.info
-    there = model.sparse_layer_names, model.switch.num_experts
-    is_same = there == (info.all_layers, info.switch.num_experts)
-    require(
-        is_same or arguments.model_dir is None,
-        f"--model_dir={folder} has {there[1]} experts in {', '.join(there[0])}, and "
-        f"{record.path} {info.switch.num_experts} in {', '.join(info.all_layers)}; give the "
-        "folder of the recorded model, or leave it out",
-    )
-    return model if is_same else None
+        nearest = list(record.path.absolute().parents)[:2]
+        folders = [each for each in nearest if (each / "config.json").is_file()]
+    if not folders:
+        return None
+    model = read_sparse_model_config(RunFolder(folders[0]))
+    try:
+        record.require_model(model.sparse_layer_names, model.switch.num_experts)
+    except ValueError:
+        if arguments.model_dir is not None:
+            raise
+        return None
+    return model
 
 
 def _rows(drops, factor: float, model) -> list[dict[str, Any]]:
     """JSON rows of all layers together and of each; shares are of choices."""
-    switch = drops.setting.switch
+    router, capacities = drops.setting.switch.router, drops.capacities(factor)
+    slots = drops.slots_per_token(factor)
     about = {
         "rule": drops.setting.rule,
-        "group_sizes": list(drops.capacities(factor)),
-        "num_selected": switch.router.num_selected,
-        "priority": switch.router.priority,
-        "rounds": switch.router.max_rounds if drops.setting.is_rerouting else 1,
+        "group_sizes": list(capacities),
+        "num_selected": router.num_selected,
+        "priority": router.priority,
+        "rounds": router.max_rounds if drops.setting.is_rerouting else 1,
         "factor": factor,
-        "capacities": list(drops.capacities(factor).values()),
-        "slots_per_token": drops.slots_per_token(factor),
-        **(_cost(model, drops.slots_per_token(factor)) if model else {}),
+        "capacities": list(capacities.values()),
+        "slots_per_token": slots,
+        **(_cost(model, slots) if model else {}),
     }
-    shares = dict(zip(drops.layers, drops.share_N(factor).tolist(), strict=True))
     whole = {"dropped_share": drops.share(factor)}
     whole["balanced_random_share"] = drops.balanced_share(factor)
-    return [{"layer": "all"} | about | whole] + [
-        {"layer": name} | about | {"dropped_share": share} for name, share in shares.items()
+    shares = zip(drops.layers, drops.share_N(factor).tolist(), strict=True)
+    return [
+        {"layer": "all"} | about | whole,
+        *({"layer": name} | about | {"dropped_share": share} for name, share in shares),
     ]
 
 
@@ -259,46 +259,26 @@ def _cost(model, slots_per_token: float) -> dict[str, float]:
     """
     import jax.numpy as jnp
 
-    from switchx.models.flops import flops_per_sequence
+    from switchx.models.flops import experts_per_token, flops_per_sequence
 
-    switch = model.switch
-    # A factor that is all slots, whatever the model's own bounds are.
-    router = dataclasses.replace(switch.router, overflow="drop", balance_counts="first_choice")
-    factor = slots_per_token / (router.num_selected * router.num_tasks)
-    bare = dataclasses.replace(
-        switch,
-        router=router,
-        capacity_factor=factor,
-        expert_capacity=None,
-        min_capacity=1,
-        group_size=1 << 62,
-    )
-    length = 1 if model.is_encoder_decoder else 0
-    flops = flops_per_sequence(dataclasses.replace(model, switch=bare), length, 1)
+    flops = flops_per_sequence(model, 1 if model.is_encoder_decoder else 0, 1).experts
+    expert_flops = flops / experts_per_token(model.switch) / model.num_sparse_layers
     row_bytes = model.d_model * jnp.dtype(model.precision.compute).itemsize
     return {
-        "expert_flops_per_token": flops.expert_slots / model.num_sparse_layers,
-        "slot_bytes_per_token": slots_per_token * row_bytes,
+        "expert_flops_per_token": expert_flops * slots_per_token,
+        "slot_bytes_per_token": row_bytes * slots_per_token,
     }
 
 
-def _print(arguments: argparse.Namespace, record, found, factors, model) -> None:
+def _print(record, found, factors, target: float, model) -> None:
     """The recorded groups by layer and factor, all settings by factor, and a sentence."""
     from rich.console import Console
 
     from switchx.analysis.drops import sentence
 
     # Wider than any table: what is not as wide as a terminal wraps there, and nothing is cut.
-    console = Console(highlight=False, soft_wrap=True, width=WIDTH)
-    first, target = found[0], arguments.target
-    info = record.info
-    recorded, total = _recorded(record)
-    console.print(
-        f"{record.path}: {record.num_places:,} places, {len(first.layers)} Switch layers of "
-        f"{info.switch.num_experts} experts, recorded by {info.source} at step {info.step}; "
-        f"{recorded / max(total, 1):.2%} of {total:,} choices were dropped then"
-    )
-    if not info.is_whole:
+    console, first = Console(highlight=False, soft_wrap=True, width=WIDTH), found[0]
+    if not record.info.is_whole:
         console.print("The record was full: later batches were left out of it")
     if left_out := max(drops.left_out for drops in found):
         console.print(
@@ -306,22 +286,12 @@ def _print(arguments: argparse.Namespace, record, found, factors, model) -> None
             "left out there: training records the first rows of batches; `switchx eval "
             "--record` records whole ones"
         )
-    enough = first.smallest_factor(target)
-    shown = sorted({*factors, enough})
+    shown = sorted({*factors, first.smallest_factor(target)})
     console.print(_by_layer(first, shown, model))
     if len(found) > 1:
         console.print(_by_setting(found, shown, target))
-    compared = info.switch.capacity_factor
-    console.print(sentence(first, compared, found[1:], target))
-
-
-def _recorded(record) -> tuple[int, int]:
-    """The recorded drops, and all choices."""
-    dropped = total = 0
-    for batch in record.batches():
-        dropped += int(batch.is_dropped_NBLS.sum())
-        total += int((batch.expert_NBLS < batch.info.switch.num_experts).sum())
-    return dropped, total
+    factor = record.info.switch.capacity_factor
+    console.print(sentence(first, factor, found[1:], target))
 
 
 def _by_layer(drops, factors, model):

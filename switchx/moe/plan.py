@@ -177,16 +177,22 @@ def rank_experts(prob_GTE, bias_E, switch):
         margin_GT: score of the last choice over that of the next expert; 0 without a next one.
     """
     score_GTE = prob_GTE if bias_E is None else prob_GTE + along_last(bias_E, prob_GTE)
-    R, S, E = switch.num_ranks, switch.router.num_selected, prob_GTE.shape[-1]
-    rank_GTR = choose_experts(score_GTE, max(R, min(S + 1, E)))
-    margin_GT = jnp.zeros(prob_GTE.shape[:2], prob_GTE.dtype)
-    if S < E:
-        last_GT, next_GT = (
-            chosen_gates(score_GTE, rank_GTR[..., s : s + 1])[..., 0] for s in (S - 1, S)
-        )
-        margin_GT = last_GT - next_GT
-    rank_GTR = rank_GTR[..., :R]
+    rank_GTR = choose_experts(score_GTE, switch.num_ranks)
+    margin_GT = choice_margin(score_GTE, rank_GTR[..., : switch.router.num_selected])
     return rank_GTR, chosen_gates(prob_GTE, rank_GTR), margin_GT
+
+
+def choice_margin(score_GTE, chosen_GTS):
+    """Each token's score of its last choice less the next best one; 0 where it chooses all.
+
+    A change of the scores by less than half of it moves no choice.
+    """
+    score_GTE, E = jax.lax.stop_gradient(score_GTE), score_GTE.shape[-1]
+    if chosen_GTS.shape[-1] == E:
+        return jnp.zeros_like(score_GTE[..., 0])
+    is_chosen_GTE = jnp.any(jax.nn.one_hot(chosen_GTS, E, dtype=jnp.bool_), axis=-2)
+    last_GT = jnp.min(jnp.where(is_chosen_GTE, score_GTE, jnp.inf), axis=-1)
+    return last_GT - jnp.max(jnp.where(is_chosen_GTE, -jnp.inf, score_GTE), axis=-1)
 
 
 def chosen_gates(prob_GTE, expert_GTS, convention: str = "softmax"):

@@ -18,7 +18,7 @@ import numpy as np
 
 from switchx.moe.balance import expected_drops
 from switchx.moe.config import RouterConfig
-from switchx.moe.plan import RoutingPlan, choose_experts
+from switchx.moe.plan import RoutingPlan, choice_margin, choose_experts, chosen_gates
 
 
 @jax.tree_util.register_dataclass
@@ -156,8 +156,9 @@ def measure_routing(
     mass = margin = None
     if router.has_margin:
         score_GTE = frozen_GTE if score_GTE is None else score_GTE.astype(jnp.float32)
-        mass_GT, margin_GT = mass_and_margin(frozen_GTE, score_GTE, router.num_selected)
-        mass, margin = jnp.sum(mass_GT * token_GT), jnp.sum(margin_GT * token_GT)
+        chosen_GTS = choose_experts(score_GTE, router.num_selected)
+        mass = jnp.sum(jnp.sum(chosen_gates(frozen_GTE, chosen_GTS), axis=-1) * token_GT)
+        margin = jnp.sum(choice_margin(score_GTE, chosen_GTS) * token_GT)
     floor = _expected_dropped(plan, is_token_GT) if router.has_drop_floor else None
     prob_GE = jnp.sum(jnp.where(is_token_GT[..., None], frozen_GTE, 0), axis=1)
     return RoutingStats(
@@ -179,23 +180,6 @@ def measure_routing(
 
 def _entropy(prob_E):
     return -jnp.sum(prob_E * jnp.log(jnp.maximum(prob_E, 1e-30)), axis=-1)
-
-
-def mass_and_margin(prob_GTE, score_GTE, num_selected: int):
-    """The probability of each token's S best experts together, and the margin of its choice.
-
-    The margin is the S-th best score less the next one; 0 where a token chooses all experts. A
-    change of the scores by less than half of it moves no choice.
-    """
-    score_GTE = jax.lax.stop_gradient(score_GTE)
-    chosen_GTS, E = choose_experts(score_GTE, num_selected), score_GTE.shape[-1]
-    is_chosen_GTE = jnp.any(jax.nn.one_hot(chosen_GTS, E, dtype=jnp.bool_), axis=-2)
-    mass_GT = jnp.sum(jnp.where(is_chosen_GTE, prob_GTE, 0.0), axis=-1)
-    if num_selected == E:
-        return mass_GT, jnp.zeros_like(mass_GT)
-    last_GT = jnp.min(jnp.where(is_chosen_GTE, score_GTE, jnp.inf), axis=-1)
-    next_GT = jnp.max(jnp.where(is_chosen_GTE, -jnp.inf, score_GTE), axis=-1)
-    return mass_GT, last_GT - next_GT
 
 
 def _expected_dropped(plan: RoutingPlan, is_token_GT):

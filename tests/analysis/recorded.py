@@ -11,6 +11,13 @@ import numpy as np
 
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.routing_record import (
+    RecordInfo,
+    RecordWriter,
+    RoutingRecord,
+    StackRecord,
+    open_record,
+)
 from switchx.training.resume import write_run_config
 from tests.training.jobs import DENSE, make_job
 
@@ -78,3 +85,15 @@ def write_dense_run(folder: pathlib.Path) -> pathlib.Path:
     write_run_config(run, make_job(DENSE))
     write_lines(run.metrics, [{"step": 10, "loss": 1.0}])
     return run.root
+
+
+def write_record(path, switch: SwitchConfig, ranks) -> RoutingRecord:
+    """A record of an encoder without padding or drops; `ranks` are `[N, B, L, R]`, by batch."""
+    layers = {"encoder": [f"encoder {2 * n + 1}" for n in range(len(ranks[0]))]}
+    with RecordWriter(path, RecordInfo(switch, layers, 0, "eval")) as writer:
+        for number, rank in enumerate(ranks):
+            token, rank = np.ones(rank.shape[1:3], np.int32), rank.astype(np.int16)
+            prob, nothing = np.ones(rank.shape, np.float32), np.zeros(rank.shape, bool)
+            part = StackRecord(token, token, rank, prob, prob[..., 0], nothing, rank)
+            writer.add(number, {"encoder": part}, len(token))
+    return open_record(path)

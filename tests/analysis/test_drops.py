@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from switchx.analysis.drops import Drops, Setting, differing_choices, dropped, setting_of
+from switchx.analysis.drops import Drops, prediction_errors
+from switchx.analysis.slots import Setting, dropped, setting_of
 from switchx.moe.capacity import into_groups, layer_groups
 from switchx.moe.config import RouterConfig, SwitchConfig
 from switchx.moe.plan import make_plan
@@ -16,36 +17,42 @@ from switchx.routing_record import (
     RecordedBatch,
     RecordInfo,
     RecordWriter,
-    StackRecord,
     open_record,
 )
+from tests.analysis.recorded import write_record
 from tests.data.refusals import refused
 
 E = 4
 LAYERS = {"encoder": ["encoder 1", "encoder 3"]}
 
 
-def parts_of(seed: int, B: int, L: int, R: int, layers: int = 2) -> StackRecord:
-    """A batch whose probabilities have ties; some places are padding."""
+def batch_of(
+    switch: SwitchConfig, seed: int, B: int, L: int, rows: int | None = None
+) -> RecordedBatch:
+    """Two layers' choices by probabilities that have ties; some places are padding."""
     random = np.random.default_rng(seed)
-    logits = random.integers(0, 4, (layers, B, L, E)) + random.normal(0, 0.01, E)
+    logits = random.integers(0, 4, (2, B, L, E)) + random.normal(0, 0.01, E)
     prob = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    rank = np.argsort(-prob, axis=-1, kind="stable")[..., :R]
+    rank = np.argsort(-prob, axis=-1, kind="stable")[..., : switch.num_ranks].astype(np.int16)
     segment = (random.random((B, L)) < 0.9).astype(np.int32)
-    prob = np.take_along_axis(prob, rank, -1).astype(np.float32)
-    nothing = np.zeros((layers, B, L, 1), bool)
-    return StackRecord(
-        segment, segment, rank.astype(np.int16), prob, prob[..., 0], nothing, rank
-    )
-
-
-def batch_of(switch: SwitchConfig, seed: int, B: int, L: int, rows: int | None = None):
-    part = parts_of(seed, B, L, switch.num_ranks)
-    info = RecordInfo(switch, LAYERS, 0, "eval")
-    layers = tuple(LAYERS["encoder"])
+    prob = np.take_along_axis(prob, rank.astype(int), -1).astype(np.float32)
     return RecordedBatch(
-        **vars(part), info=info, stack="encoder", batch_size=rows or B, layers=layers
+        segment,
+        segment,
+        rank,
+        prob,
+        margin_NBL=prob[..., 0],
+        is_dropped_NBLS=np.zeros(rank.shape, bool),
+        expert_NBLS=rank,
+        info=info_of(switch),
+        stack="encoder",
+        batch_size=rows or B,
+        layers=tuple(LAYERS["encoder"]),
     )
+
+
+def info_of(switch: SwitchConfig) -> RecordInfo:
+    return RecordInfo(switch, LAYERS, 3, "eval")
 
 
 def switch_of(group_size: int, factor: float = 1.0, min_capacity: int = 1, **router):
@@ -177,24 +184,13 @@ def test_flaxformers_groups_follow_the_devices_and_its_capacity_one_choice():
         assert want.any()
 
 
-def record_of(path, switch, batches, B=8, L=6, rows=None, seed=0):
+def record_of(path, switch, batches, B=8, L=6, rows=None):
     """A record of an encoder; drops in it are those of `switch`."""
-    info = RecordInfo(switch, LAYERS, 3, "eval")
-    with RecordWriter(path, info) as writer:
+    with RecordWriter(path, info_of(switch)) as writer:
         for number in range(batches):
-            part = parts_of(seed + number, B, L, info.num_ranks)
-            batch = RecordedBatch(
-                **vars(part),
-                info=info,
-                batch_size=rows or B,
-                layers=tuple(LAYERS["encoder"]),
-            )
-            found = dropped(batch, Setting(switch))
-            whole = np.zeros((2, B * L, found.shape[-1]), bool)
-            whole[:, : found.shape[1]] = found
-            part = dataclasses.replace(
-                part, is_dropped_NBLS=whole.reshape(2, B, L, -1), expert_NBLS=part.rank_NBLR
-            )
+            batch = batch_of(switch, number, B, L, rows)
+            found = dropped(batch, Setting(switch)).reshape(2, B, L, -1)
+            part = dataclasses.replace(batch, is_dropped_NBLS=found)
             writer.add(number, {"encoder": part}, rows or B)
     return open_record(path)
 
@@ -235,55 +231,37 @@ def test_a_histogram_has_the_drops_at_every_factor(record, name):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("most", [0.0, 0.02, 0.1])
-@pytest.mark.parametrize("rounding", ["up", "nearest", "down"])
-def test_the_smallest_factor_keeps_the_bound_and_one_slot_less_does_not(
-    record, name, most, rounding
-):
+def test_the_smallest_factor_keeps_the_bound_and_one_slot_less_does_not(record, name):
     setting = setting_of(record.info, **SETTINGS[name])
-    switch = dataclasses.replace(setting.switch, capacity_rounding=rounding)
-    drops = Drops(record, dataclasses.replace(setting, switch=switch))
-    factor = drops.smallest_factor(most)
-    ((T, C),) = drops.capacities(factor).items()
-    assert drops.share(factor) <= most
-    assert drops.share(drops.setting.factor(T, C - 1)) > most
-    assert len(f"{factor:g}") <= 6
+    for rounding, most in (("up", 0.02), ("nearest", 0.1), ("down", 0.0)):
+        switch = dataclasses.replace(setting.switch, capacity_rounding=rounding)
+        drops = Drops(record, dataclasses.replace(setting, switch=switch))
+        factor = drops.smallest_factor(most)
+        ((T, C),) = drops.capacities(factor).items()
+        assert drops.share(factor) <= most < drops.share(drops.setting.factor(T, C - 1))
+        assert len(f"{factor:g}") <= 6
 
 
 def test_balanced_choices_are_not_dropped_at_factor_1_and_one_expert_drops_none(tmp_path):
-    rank = np.tile(np.arange(E, dtype=np.int16), 12).reshape(1, 8, 6, 1)
-    part = dataclasses.replace(
-        parts_of(0, 8, 6, 1, layers=1),
-        rank_NBLR=rank,
-        segment_BL=np.ones((8, 6), np.int32),
-    )
-    for switch, layer_rank, share in (
+    rank, one = np.tile(np.arange(E), 12).reshape(1, 8, 6, 1), np.zeros((1, 8, 6, 1))
+    single = dataclasses.replace(switch_of(16), num_experts=1)
+    for switch, ranks, share in (
         (switch_of(16), rank, 0.0),
-        (switch_of(16), 0 * rank, 0.75),
-        (dataclasses.replace(switch_of(16), num_experts=1), 0 * rank, 0.0),
+        (switch_of(16), one, 0.75),
+        (single, one, 0.0),
     ):
-        info = RecordInfo(switch, {"encoder": ["encoder 1"]}, 0, "eval")
-        with RecordWriter(tmp_path / "record.parquet", info) as writer:
-            writer.add(0, {"encoder": dataclasses.replace(part, rank_NBLR=layer_rank)}, 8)
-        drops = Drops(open_record(tmp_path / "record.parquet"), Setting(switch))
-        assert drops.share(1.0) == share
+        record = write_record(tmp_path / "record.parquet", switch, [ranks])
+        assert Drops(record, Setting(switch)).share(1.0) == share
 
 
 def test_a_random_router_drops_what_the_formula_of_a_balanced_one_says(tmp_path):
     """Within four standard errors, over groups; nearly 1 / sqrt(2 pi l) where E is large."""
     random, experts, T, groups = np.random.default_rng(0), 64, 4096, 40
     switch = SwitchConfig(experts, group_size=T, min_capacity=1, eval_capacity_factor=1.0)
-    info = RecordInfo(switch, {"encoder": ["encoder 1"]}, 0, "eval")
-    segment, shares = np.ones((T // 64, 64), np.int32), []
-    with RecordWriter(tmp_path / "record.parquet", info) as writer:
-        for number in range(groups):
-            rank = random.integers(0, experts, (1, T // 64, 64, 1)).astype(np.int16)
-            prob, nothing = np.ones_like(rank, np.float32), np.zeros_like(rank, bool)
-            part = StackRecord(segment, segment, rank, prob, prob[..., 0], nothing, rank)
-            writer.add(number, {"encoder": part}, T // 64)
-            load = np.bincount(rank.reshape(-1), minlength=experts)
-            shares.append(np.maximum(load - T // experts, 0).sum() / T)
-    drops = Drops(open_record(tmp_path / "record.parquet"), Setting(switch))
+    ranks = random.integers(0, experts, (groups, 1, T // 64, 64, 1))
+    drops = Drops(write_record(tmp_path / "record.parquet", switch, ranks), Setting(switch))
+    loads = [np.bincount(rank.reshape(-1), minlength=experts) for rank in ranks]
+    shares = [np.maximum(load - T // experts, 0).sum() / T for load in loads]
     error = np.std(shares) / math.sqrt(groups)
     assert drops.share(1.0) == pytest.approx(np.mean(shares))
     assert abs(drops.share(1.0) - drops.balanced_share(1.0)) < 4 * error
@@ -291,17 +269,17 @@ def test_a_random_router_drops_what_the_formula_of_a_balanced_one_says(tmp_path)
 
 
 def test_a_record_says_whether_its_drops_follow_from_it(record, tmp_path):
-    assert differing_choices(record) == (0, 2 * 2 * 3 * 48)
-    switch = switch_of(16, num_selected=2)
-    other = dataclasses.replace(switch, eval_capacity_factor=1.25)
-    path = tmp_path / "other.parquet"
-    info = RecordInfo(other, LAYERS, 3, "eval")
-    with RecordWriter(path, info) as writer:
+    errors = prediction_errors(record, record).values()
+    tokens = sum(batch.is_token_BL.sum() for batch in record.batches())
+    assert [(each.choices, each.differing) for each in errors] == [(2 * tokens, 0)] * 2
+    other = dataclasses.replace(record.info.switch, eval_capacity_factor=1.25)
+    info = dataclasses.replace(record.info, switch=other)
+    with RecordWriter(tmp_path / "other.parquet", info) as writer:
         for batch in record.batches():
-            names = [field.name for field in dataclasses.fields(StackRecord)]
-            part = StackRecord(**{name: getattr(batch, name) for name in names})
-            writer.add(batch.number, {"encoder": part}, 8)
-    assert 0 < differing_choices(open_record(path))[0] < 100
+            writer.add(batch.number, {"encoder": batch}, 8)
+    changed = open_record(tmp_path / "other.parquet")
+    errors = prediction_errors(changed, changed).values()
+    assert all(0 < each.differing < 100 for each in errors)
 
 
 def test_what_is_in_no_whole_group_is_counted(tmp_path):
@@ -326,10 +304,9 @@ def test_what_a_record_cannot_say_is_refused_by_name(tmp_path):
         "or record with --gin.RouterConfig.overflow=reroute --gin.RouterConfig.max_rounds=3"
     ):
         setting_of(cut.info, rounds=3)
-    two = RecordInfo(switch_of(12, num_selected=2), LAYERS, 0, "eval")
+    two = info_of(switch_of(12, num_selected=2))
     with refused("3 experts a token (num_selected=3, rounds=1) with a record of 2 ranks"):
         setting_of(two, num_selected=3)
     choice = RouterConfig(kind="expert_choice")
-    info = RecordInfo(SwitchConfig(E, stacks="encoder", router=choice), LAYERS, 0, "eval")
     with refused("RouterConfig.kind='expert_choice': its experts choose tokens by all"):
-        setting_of(info)
+        setting_of(info_of(SwitchConfig(E, stacks="encoder", router=choice)))

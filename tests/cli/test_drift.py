@@ -36,19 +36,21 @@ def compared(capsys, *words) -> list[dict]:
     return json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
 
 
-def score(capsys, folder, pairs, step) -> float:
+def score(capsys, folder, pairs, step, record) -> float:
+    """The loss of a token, by the program that `switchx drift` has compiled."""
     words = [f"--model_dir={folder}", f"--input={pairs}", f"--step={step}", "--json"]
-    assert main(["score", *words, "--logprobs=1"]) == 0
+    assert main(["score", *words, "--logprobs=1", f"--record={record}"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     return -sum(x["log_likelihood"] for x in lines) / sum(x["num_tokens"] for x in lines)
 
 
-def test_checkpoints_are_compared_by_their_routing_and_loss(folder, pairs, capsys):
+def test_checkpoints_are_compared_by_their_routing_and_loss(folder, pairs, capsys, tmp_path):
     *rows, losses = compared(capsys, folder, folder, "--steps=5,9", f"--input={pairs}")
     assert [row["layer"] for row in rows] == ["encoder 0", "decoder 0"]
     assert all(row["differing_share"] > 0 and row["overlap"] < 1 for row in rows)
-    assert losses["loss_a"] == pytest.approx(score(capsys, folder, pairs, 5), rel=1e-5)
-    assert losses["loss_b"] == pytest.approx(score(capsys, folder, pairs, 9), rel=1e-5)
+    for name, step in (("loss_a", 5), ("loss_b", 9)):
+        want = score(capsys, folder, pairs, step, tmp_path / "record.parquet")
+        assert losses[name] == pytest.approx(want, rel=1e-5)
     assert losses["k3"] > 0 and losses["mean_change"] > 0
 
 

@@ -8,90 +8,65 @@ import shutil
 import numpy as np
 import pytest
 
-from switchx.analysis.drops import dropped, setting_of
+from switchx.analysis.drops import training_note
 from switchx.cli.main import main
 from switchx.moe.config import SwitchConfig
-from switchx.routing_record import RecordInfo, RecordWriter, StackRecord, open_record
-from tests.analysis.recorded import write_run
+from switchx.routing_record import RecordWriter, open_record
+from tests.analysis.recorded import write_record, write_run
 from tests.integration.runs import arguments
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once", "one_device")
 
-CAPACITIES = {
-    "dropless": "RouterConfig.overflow=dropless",
-    "half": "SwitchConfig.eval_capacity_factor=0.5",
-}
-
 
 @pytest.fixture(scope="module")
 def records(finished_run, tmp_path_factory):
-    """One model's records of the same batches, by capacity."""
+    """One model's records of the same batches, by eval_capacity_factor."""
     folder, paths = tmp_path_factory.mktemp("records"), {}
-    for name, setting in CAPACITIES.items():
-        paths[name] = folder / f"{name}.parquet"
-        words = [f"--model_dir={finished_run.folder}", f"--gin.{setting}"]
-        assert main(["eval", *words, f"--record={paths[name]}"]) == 0
+    for factor in (2.0, 0.5):
+        paths[factor] = folder / f"{factor}.parquet"
+        words = [f"--model_dir={finished_run.folder}", f"--record={paths[factor]}"]
+        words += [f"--gin.SwitchConfig.eval_capacity_factor={factor}"] * (factor != 2.0)
+        assert main(["eval", *words]) == 0
     return paths
 
 
-def predicted(capsys, *options) -> list[dict]:
+def computed(capsys, *options) -> tuple[list[dict], list[dict]]:
+    """The rows and the checks that `switchx drops --json` prints."""
     assert main(["drops", "--json", *map(str, options)]) == 0, capsys.readouterr().err
     found = json.loads(capsys.readouterr().out)
-    assert [check["name"] for check in found["checks"]] == ["choices_unlike_recorded"]
-    return found["results"]
+    return found["results"], found["checks"]
 
 
-def test_the_first_layers_drops_are_those_of_an_evaluation_at_that_capacity(records, capsys):
-    """Both ways, token by token."""
-    first = open_record(records["half"]).info.all_layers[0]
-    for name, other, factor in (("dropless", "half", 0.5), ("half", "dropless", 8.0)):
-        there, measured = open_record(records[name]), open_record(records[other])
-        setting = setting_of(there.info, group_size=measured.info.switch.group_size)
-        counts = np.zeros(2, int)
-        for batch, want in zip(
-            there.batches(layers=[first], stacks=["encoder"]),
-            measured.batches(layers=[first], stacks=["encoder"]),
-            strict=True,
-        ):
-            found_NPS = dropped(batch, setting, factor)
-            np.testing.assert_array_equal(
-                found_NPS.reshape(-1), want.is_dropped_NBLS.reshape(-1)
-            )
-            counts += want.is_dropped_NBLS.sum(), want.is_token_BL.sum()
-        (row,) = (
-            row
-            for row in predicted(capsys, records[name], f"--factors={factor}", "--target=1")
-            if row["layer"] == first and row["factor"] == factor
-        )
-        assert row["dropped_share"] == counts[0] / counts[1]
-        assert (counts[0] > 0) == (other == "half")
-
-
-def test_a_prediction_is_compared_with_a_measurement(records, capsys):
-    rows = {}
-    for name, other in (("dropless", "half"), ("half", "dropless"), ("half", "half")):
-        words = [str(records[name]), f"--measured={records[other]}", "--json"]
-        assert main(["drops", *words]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert [check["value"] for check in found["checks"]] == [0]
-        rows[name, other] = found["results"]
-    first, second = rows["dropless", "half"]
-    assert first["jaccard"] == 1 and first["predicted_share"] == first["measured_share"] > 0
-    assert second["differing"] < 0.05 * second["choices"]
-    assert {row["differing"] for row in rows["half", "half"]} == {0}
+@pytest.mark.parametrize(("before", "after"), [(2.0, 0.5), (0.5, 2.0), (0.5, 0.5)])
+def test_predictions_are_those_of_an_evaluation_at_that_factor(records, capsys, before, after):
+    """Token by token in the first layer."""
+    measured = open_record(records[after])
+    rows, (check,) = computed(capsys, records[before], f"--measured={records[after]}")
+    assert check["value"] == rows[0]["differing"] == 0 and rows[0]["jaccard"] == 1
+    assert [row["layer"] for row in rows] == measured.info.all_layers
+    parts = [*measured.batches(["encoder"])]
+    tokens = sum(part.is_token_BL.sum() for part in parts)
+    dropped = sum(part.is_dropped_NBLS[0].sum() for part in parts)
+    words = [f"--factors={after}", "--target=1"]
+    found, (check,) = computed(capsys, records[before], *words)
+    assert (check["name"], check["value"]) == ("choices_unlike_recorded", 0)
+    (row,) = (x for x in found if (x["layer"], x["factor"]) == (rows[0]["layer"], after))
+    assert row["dropped_share"] == rows[0]["predicted_share"] == dropped / tokens
+    assert (dropped > 0) or after == 2.0
+    assert rows[1]["differing"] < 0.05 * rows[1]["choices"]
+    assert before != after or rows[1]["differing"] == 0
 
 
 def test_what_is_printed_is_what_is_asked(records, finished_run, capsys):
-    words = [str(records["half"]), f"--model_dir={finished_run.folder}"]
+    words = [str(records[0.5]), f"--model_dir={finished_run.folder}"]
     factors = "--factors=0.5,1,1.125,1.25,1.375,1.5,1.625,1.75,1.875"
     assert main(["drops", *words, factors, "--group_sizes=16,32"]) == 0
     said = capsys.readouterr().out
     assert "…" not in said  # a narrow terminal cuts nothing
     assert "groups of 16" in said and "groups of 32 would drop" in said
     assert "slot bytes a token" in said and "1.00% takes factor" in said
-    rows = predicted(
-        capsys, *words, "--factors=1", "--rule=megatron", "--ranks=2", "--microbatches=2"
-    )
+    other = ["--factors=1", "--rule=megatron", "--ranks=2", "--microbatches=2"]
+    rows, _ = computed(capsys, *words, *other)
     assert {row["rule"] for row in rows} == {"megatron"}
     assert {row["priority"] for row in rows} == {"gate"}
 
@@ -104,20 +79,15 @@ def test_training_says_at_its_start_what_the_run_before_dropped(finished_run, ca
     assert f"step_000012.parquet of {folder}: At factor 1.25 and groups of " in said
     (there,) = folder.glob("routing/step_000012.parquet")
     there.write_bytes(b"PAR1")
-    assert main(["train", *words]) == 0
-    assert "says nothing of drops: " in capsys.readouterr().err
+    note = training_note(there.parent, ["encoder 0"], SwitchConfig(8), 64)
+    assert note.startswith(f"step_000012.parquet of {folder} says nothing of drops: ")
 
 
 def test_a_plan_has_the_drops_of_its_groups(in_a_folder, capsys, tmp_path):
     """Those of a record of another batch, at the group size of the plan."""
-    tokens, record = np.ones((64, 128), np.int32), tmp_path / "record.parquet"
-    random, experts = np.random.default_rng(0), 8
-    info = RecordInfo(SwitchConfig(experts), {"encoder": ["encoder 1", "encoder 3"]}, 0, "eval")
-    rank = random.integers(0, experts, (2, 64, 128, 1)).astype(np.int16)
-    prob, nothing = np.ones_like(rank, np.float32), np.zeros_like(rank, bool)
-    with RecordWriter(record, info) as writer:
-        part = StackRecord(tokens, tokens, rank, prob, prob[..., 0], nothing, rank)
-        writer.add(0, {"encoder": part}, 64)
+    random, experts, record = np.random.default_rng(0), 8, tmp_path / "record.parquet"
+    rank = random.integers(0, experts, (2, 64, 128, 1))
+    write_record(record, SwitchConfig(experts), [rank])
     words = ["plan", "--gin_file=runs/pretrain_tiny.gin", "--hardware=v5e", "--devices=1"]
     words += ["--gin.SwitchConfig.group_size=64", "--gin.SwitchConfig.capacity_factor=1.0"]
     words += [f"--record={record}", "--gin.VOCAB_SIZE=500", "--json"]
@@ -135,17 +105,17 @@ def test_bad_input_is_named(records, capsys, tmp_path):
         assert main(["drops", *map(str, words)]) == 2
         return capsys.readouterr().err
 
-    whole = records["half"].read_bytes()
+    whole = records[0.5].read_bytes()
     cut = tmp_path / "cut.parquet"
     cut.write_bytes(whole[: len(whole) // 2])
     assert "give a whole file of `--record`" in refused(cut)
-    half = records["half"]
+    half = records[0.5]
     assert "4 experts a token (num_selected=1, rounds=4)" in refused(half, "--rounds=4")
     assert "2 experts a token" in refused(half, "--num_selected=2")
     assert "'0,1' are no numbers above 0" in refused(half, "--factors=0,1")
     assert "do not divide into 3 parts" in refused(half, "--microbatches=3")
     other = write_run(tmp_path / "other")
-    assert f"--model_dir={other} has 2 experts in" in refused(half, f"--model_dir={other}")
+    assert "and the model has 2 in encoder 1" in refused(half, f"--model_dir={other}")
     record = open_record(half)
     router = dataclasses.replace(record.info.switch.router, replay=True, replay_drops=True)
     switch = dataclasses.replace(record.info.switch, router=router)

@@ -140,11 +140,11 @@ class AlarmWatch:
         has_begun = self._num_lines > self._alarms.first_lines
         checks = (self._violation, self._dropped, self._dead, self._bias, self._information)
         found = {}
-        holding = (check(routing) for check in checks if has_begun)
-        for kind, n, value, limit, said in itertools.chain.from_iterable(holding):
-            layer = self._layer(n)
-            text = f"{layer}: {said}"
-            found[kind, n] = Alarm(step, kind, layer, float(value), float(limit), text)
+        for check in checks if has_begun else ():
+            for kind, n, value, limit, said in check(routing):
+                layer = self._layer(n)
+                text = f"{layer}: {said}"
+                found[kind, n] = Alarm(step, kind, layer, float(value), float(limit), text)
         self._violations.append(routing["max_violation"])
         new, self._raised = found.keys() - self._raised, {*found}
         return [alarm for condition, alarm in found.items() if condition in new]
@@ -176,9 +176,8 @@ class AlarmWatch:
         if alarms.dropped_factor is None or "expected_dropped" not in routing:
             return
         per_token_N = np.maximum(routing["load"].sum(axis=-1), 1e-12)
-        value_N, floor_N = (
-            routing[name] / per_token_N for name in ("dropped", "expected_dropped")
-        )
+        value_N = routing["dropped"] / per_token_N
+        floor_N = routing["expected_dropped"] / per_token_N
         limit_N = np.maximum(alarms.dropped_factor * floor_N, floor_N + alarms.least_dropped)
         lines_N = self._lines_of("dropped", value_N > limit_N)
         for n in np.flatnonzero(lines_N >= alarms.lines_in_a_row):
@@ -219,9 +218,8 @@ class AlarmWatch:
 
     def _information(self, routing: dict[str, np.ndarray]) -> Iterator[tuple]:
         least, switch = self._alarms.least_information, self._model.switch
-        if least is None or "information" not in routing:
-            return
-        if switch is not None and not switch.router.has_weights:
+        is_learned = switch is None or switch.router.has_weights
+        if least is None or "information" not in routing or not is_learned:
             return
         value_N = routing["information"]
         lines_N = self._lines_of("information", value_N < least)
