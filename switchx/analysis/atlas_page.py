@@ -21,7 +21,8 @@ from switchx.analysis.atlas import (
     specialists,
 )
 from switchx.analysis.report import Section, Table, visible
-from switchx.analysis.routing import DEAD_FRACTION, dead_experts, even_shares, rows_to_shares
+from switchx.analysis.routing import rows_to_shares
+from switchx.moe.balance import DEAD_FRACTION, dead_experts, even_shares
 
 # What a page shows, so that it stays below 5 MiB; tables have all.
 MOST_LABELS, MOST_EXPERTS, MOST_ROWS, MOST_MAPS = 24, 64, 2048, 32

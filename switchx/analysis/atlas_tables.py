@@ -13,7 +13,7 @@ import numpy as np
 
 from switchx.analysis.atlas import LEAST_TIMES, Labels, LayerAtlas
 from switchx.analysis.atlas_page import Atlas
-from switchx.analysis.routing import dead_experts, even_shares
+from switchx.moe.balance import dead_experts, even_shares
 
 
 class TableFolder:
