@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from switchx.characters import require_characters
-from switchx.data.corpora import tables
 from switchx.data.corpora.corpus import Account
 from switchx.data.corpora.found_files import FoundFiles
 from switchx.data.corpora.packed_files import name_of, read_lines
@@ -139,9 +138,6 @@ def _rows(
         for number, text in enumerate(cut_lines(read_lines(file), MAX_CHARACTERS), 1):
             require_characters(text, f"{file}: document {number}")
             yield f"{file}: document {number}", {text_column: text}
-        return
-    if name_of(file.name).kind in tables.KINDS:
-        yield from tables.read_table(file, tally, columns)
         return
     for number, row in enumerate(read_rows(file, RawFile(file.name), tally), 1):
         missing = [column for column in columns if column not in row]

@@ -15,10 +15,12 @@ import pytest
 import scipy.stats
 
 from switchx.analysis import atlas
-from switchx.analysis.atlas import Labels
-from switchx.analysis.atlas_page import Atlas, differences, overview, sections
+from switchx.analysis.atlas import Atlas, Labels
+from switchx.analysis.atlas_page import differences, overview, sections
 from switchx.analysis.atlas_tables import TableFolder, layer_tables, model_tables
+from switchx.analysis.drift import drift
 from switchx.analysis.report import page
+from switchx.analysis.routing import read_snapshots
 from switchx.models.config import RouterConfig, SwitchConfig
 from switchx.routing_record import RecordInfo, RecordWriter, StackRecord, open_record
 from tests.analysis.parsed_page import Parser
@@ -71,7 +73,7 @@ def write_record(path, layers, batches: int, seed: int = 0, **sizes):
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory):
-    return write_record(tmp_path_factory.mktemp("atlas") / "record.parquet", LAYERS, 3)
+    return write_record(tmp_path_factory.mktemp("atlas") / "step_000000.parquet", LAYERS, 3)
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +297,7 @@ def test_knock_outs_by_a_loop():
     change_XR = rng.normal(0, 0.1, (2, 30)) * (tokens_R > 0)
     change_XR[1, labels.label_R == 2] += 1.0 * (tokens_R[labels.label_R == 2] > 0)
     removed = [("encoder 1", 3), ("decoder 1", 0)]
-    found = atlas.knock_outs(removed, loss_R, loss_R + change_XR, tokens_R, labels, 12, seed=5)
+    found = atlas.knock_outs(removed, loss_R, loss_R + change_XR, tokens_R, labels, seed=5)
     for k in range(3):
         own = [r for r in range(30) if labels.label_R[r] == k and tokens_R[r]]
         assert found.tokens_K[k] == sum(tokens_R[r] for r in own)
@@ -306,10 +308,9 @@ def test_knock_outs_by_a_loop():
             assert found.change_XK[x, k] == pytest.approx(change)
     assert found.p_XK[1, 2] == 1 / (1 + atlas.NUM_PERMUTATIONS)
     assert found.p_XK[1, :2].min() > 0.5 and found.p_XK[0].min() > 0.001
-    assert (found.row("decoder 1", 0), found.row("decoder 1", 1)) == (1, None)
     # A t-test of the same two groups, texts of one length, is of one mind.
     even = np.where(tokens_R > 0, 5, 0)
-    p = atlas.knock_outs(removed, loss_R, loss_R + change_XR, even, labels, 12).p_XK[0]
+    p = atlas.knock_outs(removed, loss_R, loss_R + change_XR, even, labels).p_XK[0]
     for k in range(3):
         is_own = (labels.label_R == k)[even > 0]
         sample = change_XR[0, even > 0]
@@ -330,63 +331,22 @@ def test_the_specialist_takes_most_more_of_its_label(layers):
         assert max(excess, key=excess.get) == (name, e)
 
 
-def test_flips_by_a_loop(record, tmp_path):
-    other = write_record(tmp_path / "other.parquet", LAYERS, 3, seed=0)
-    assert [(each.differing, each.overlap) for each in atlas.flips(record, other)] == [
-        (0.0, 1.0)
-    ] * 3
-    # The same texts, other choices.
-    one, two = (list(record.batches()) for _ in range(2))
-    path, rng = tmp_path / "changed.parquet", np.random.default_rng(1)
-    with RecordWriter(path, record.info) as writer:
-        for batch in one:
-            names = {field.name for field in dataclasses.fields(StackRecord)}
-            part = {name: getattr(batch, name).copy() for name in names}
-            is_moved = rng.random(part["rank_NBLR"].shape[:-1]) < 0.3
-            part["rank_NBLR"][is_moved] = (part["rank_NBLR"][is_moved] + 1) % E
-            part["expert_NBLS"] = part["rank_NBLR"]
-            parts = {batch.stack: StackRecord(**part)}
-            writer.add(batch.number, parts, batch.batch_size, batch.row_B)
-    changed = open_record(path)
-    for each in atlas.flips(record, changed):
-        pairs = list(
-            zip(tokens_of(record, each.layer), tokens_of(changed, each.layer), strict=True)
-        )
-        sets = [(set(a.experts), set(b.experts)) for a, b in pairs]
-        assert each.differing == pytest.approx(np.mean([a != b for a, b in sets]))
-        assert each.overlap == pytest.approx(np.mean([len(a & b) / S for a, b in sets]))
-        assert 0.2 < each.differing < 0.4
-    assert two
-
-
-def test_records_that_cannot_be_compared_say_why(record, tmp_path):
-    fewer = write_record(tmp_path / "a.parquet", {"encoder": ["encoder 1"]}, 3)
-    assert atlas.flips(record, fewer) == "the models have other Switch layers"
-    more = write_record(tmp_path / "b.parquet", LAYERS, 3, experts=E + 1)
-    assert atlas.flips(record, more) == "the models have 6 and 7 experts"
-    others = write_record(tmp_path / "c.parquet", LAYERS, 3, seed=1)
-    assert atlas.flips(record, others) == "the models read other token ids of the texts"
-
-
 @pytest.fixture(scope="module")
 def mapped(record, labels, layers):
     """An atlas of the record, of which two experts were removed by made-up losses."""
     loss_R, tokens_R = np.ones(11), np.full(11, 5)
     removed = [("encoder 1", 0), ("decoder 1", 3)]
+    (sample,) = read_snapshots(record.path.parent)
     return Atlas(
         name="made up",
-        labels=labels.names,
-        texts_K=np.bincount(labels.label_R),
+        labels=labels,
         layers=layers,
         how="as it was made",
         loss_K=np.ones(3),
-        knock_outs=atlas.knock_outs(
-            removed, loss_R, loss_R + np.eye(2, 11), tokens_R, labels, 3 * E
-        ),
-        saturation=(np.array([0, 5]), np.ones((2, 3)), [each.layer for each in layers]),
+        knock_outs=atlas.knock_outs(removed, loss_R, loss_R + np.eye(2, 11), tokens_R, labels),
+        snapshots=[dataclasses.replace(sample, step=step) for step in (0, 5)],
         text_of=lambda ids: "".join(f"<{each}>" for each in ids),
         piece_of="<{}>".format,
-        label_of=lambda text: labels.names[labels.label_R[text]],
         record=record.path,
     )
 
@@ -396,11 +356,11 @@ def test_page_shows_every_section_offline(record, mapped):
     assert [each.title for each in one] == [
         "Layers", "Labels", "Load", "Experts by label", "Without single experts",
         "Chosen together", "From expert to expert", "Vocabulary", "Examples",
-        "Saturation over training",
+        "Saturation",
     ]  # fmt: skip
     assert len(overview([mapped, mapped]).tables[0].rows) == 2 * 3
-    (table,) = differences(atlas.flips(record, record)).tables
-    assert [row[1:] for row in table.rows] == [("0.00%", "100.00%")] * 3
+    (table,) = differences(drift(record, record)).tables
+    assert [row[1:] for row in table.rows] == [["0.00%", "100.00%"]] * 3
     assert "token: another" in differences("another").text
     parsed = Parser(page("made <up>", {}, one))
     assert len(parsed.references) == 5  # a picture each
@@ -452,8 +412,8 @@ def test_labels_of_other_texts_are_refused(record):
 COST = """
 import pathlib, resource, sys, time
 import numpy as np
-from switchx.analysis.atlas import Labels, read_layers
-from switchx.analysis.atlas_page import Atlas, sections
+from switchx.analysis.atlas import Atlas, Labels, read_layers
+from switchx.analysis.atlas_page import sections
 from switchx.analysis.atlas_tables import TableFolder, layer_tables, model_tables
 from switchx.analysis.report import page
 from switchx.routing_record import open_record
@@ -466,8 +426,8 @@ with TableFolder(folder / "tables", "random") as tables:
         layer_tables(tables, layer, labels, piece)
         layers.append(layer.without_tokens())
     atlas = Atlas(
-        "random", labels.names, np.full(4, rows // 4), layers, "", np.zeros(4), None, None,
-        lambda ids: " ".join(map(piece, ids)), piece, lambda text: "abcd"[text % 4], folder,
+        "random", labels, layers, "", np.zeros(4), None, [],
+        lambda ids: " ".join(map(piece, ids)), piece, folder,
     )
     model_tables(tables, atlas)
 text = page("random", {}, sections([atlas]))
