@@ -136,8 +136,8 @@ def differences(drifts: Mapping[str, LayerDrift] | str) -> Section:
     return Section(
         title,
         "As `switchx drift` counts them, start tokens too: the share of tokens whose set of "
-        "experts is another in the second model, and the mean share of the first's experts that "
-        "it chose, too. "
+        "experts is another in the second model, and the mean share of the first's experts "
+        "that it chose, too. "
         "Experts are compared by number: of two trainings both say nothing.",
         tables=[Table.of(rows)],
     )
