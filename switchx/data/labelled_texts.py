@@ -82,7 +82,7 @@ def read_labelled_texts(
         for place, row in _rows(file, columns, text_column, tally):
             text = _text(row, text_column, place)
             target = "" if target_column is None else _text(row, target_column, place)
-            if not text.strip() or (target_column is not None and not target.strip()):
+            if not text.strip() or not (target_column is None or target.strip()):
                 tally["blank texts"] += 1
                 continue
             texts.append(text)
@@ -111,11 +111,12 @@ def read_labelled_texts(
 
 def _labels_of_files(files: list[Folder]) -> dict[Folder, str]:
     """The file's name without suffixes; with its folder's, where another file has it too."""
-    stems = collections.Counter(name_of(file.name).stem for file in files)
-    labels = {}
-    for file in files:
-        stem = name_of(file.name).stem
-        labels[file] = stem if stems[stem] == 1 else f"{file.parent.name}/{stem}"
+    stems = {file: name_of(file.name).stem for file in files}
+    times = collections.Counter(stems.values())
+    labels = {
+        file: stem if times[stem] == 1 else f"{file.parent.name}/{stem}"
+        for file, stem in stems.items()
+    }
     twice = [name for name, times in collections.Counter(labels.values()).items() if times > 1]
     require(
         not twice,

@@ -48,26 +48,19 @@ def random_part(rng, num_layers: int, rows=B, length=L, experts=E, choices=S, id
     )
 
 
-def write_record(path, layers, batches: int, seed: int = 0, **sizes):
+def write_record(path, layers, batches: int):
     """Rows 0, 1, ...; the last two rows of the last batch only fill it."""
-    rng = np.random.default_rng(seed)
-    switch = SwitchConfig(
-        sizes.get("experts", E),
-        router=RouterConfig(num_selected=sizes.get("choices", S), overflow="dropless"),
-        expert_capacity=1,
-    )
-    rows = sizes.get("rows", B)
-    with RecordWriter(path, RecordInfo(switch, layers, 0, "score")) as writer:
+    rng = np.random.default_rng(0)
+    router = RouterConfig(num_selected=S, overflow="dropless")
+    info = RecordInfo(SwitchConfig(E, router=router, expert_capacity=1), layers, 0, "score")
+    with RecordWriter(path, info) as writer:
         for number in range(batches):
-            ids = number * rows + np.arange(rows)
+            ids = number * B + np.arange(B)
             if number == batches - 1:
                 ids[-2:] = -1
-            parts = {
-                stack: random_part(rng, len(names), **sizes) for stack, names in layers.items()
-            }
-            if "decoder" in parts:
-                parts["decoder"].token_BL[:, 0] = 0  # the start token
-            writer.add(number, parts, rows, ids)
+            parts = {stack: random_part(rng, len(names)) for stack, names in layers.items()}
+            parts["decoder"].token_BL[:, 0] = 0  # the start token
+            writer.add(number, parts, B, ids)
     return open_record(path)
 
 
@@ -128,12 +121,8 @@ def test_layers_by_a_loop_over_tokens(record, labels, layers):
     assert [each.previous for each in layers] == [None, "encoder 1", None]
     for layer in layers:
         seen = tokens_of(record, layer.layer)
-        load, together, by_label = (
-            np.zeros(E, int),
-            np.zeros((E, E), int),
-            np.zeros((E, 3), int),
-        )
-        of_label = np.zeros(3, int)
+        shapes = (E, (E, E), (E, 3), 3)
+        load, together, by_label, of_label = (np.zeros(shape, int) for shape in shapes)
         for each in seen:
             k = labels.label_R[labels.text_B[each.row]]
             of_label[k] += 1
@@ -153,8 +142,7 @@ def test_layers_by_a_loop_over_tokens(record, labels, layers):
         assert layer.dropped == pytest.approx(
             sum(each.dropped for each in seen) / len(seen) / S
         )
-        shares = load / load.sum()
-        effective = math.exp(scipy.stats.entropy(shares))
+        effective = math.exp(scipy.stats.entropy(load))
         assert layer.effective_experts == pytest.approx(effective)
         for i, j in itertools.permutations(range(E), 2):
             assert layer.coactivation_EE[i, j] == pytest.approx(together[i, j] / load[i])
