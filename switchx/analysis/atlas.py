@@ -21,6 +21,7 @@ from switchx.analysis.routing import (
     Snapshot,
     TokenCounts,
     TypicalToken,
+    expert_pairs,
     information,
     token_counts,
     transitions_between,
@@ -288,15 +289,8 @@ def _layer_atlas(
 
 def coactivations(expert_TS: np.ndarray, num_experts: int) -> np.ndarray:
     """Tokens that chose both experts, `[E, E]`, symmetric; on the diagonal those of one."""
-    E = num_experts
-    counts = np.zeros(E * E, np.int64)
-    for here_T in expert_TS.T:
-        for there_T in expert_TS.T:
-            is_pair_T = (here_T < E) & (there_T < E)
-            # A token chooses an expert once: equal experts are of the same choice.
-            pair = here_T[is_pair_T].astype(np.int64) * E + there_T[is_pair_T]
-            counts += np.bincount(pair, minlength=E * E)
-    return counts.reshape(E, E)
+    ones_T = np.ones(len(expert_TS))  # a token chooses an expert once
+    return expert_pairs(expert_TS, expert_TS, num_experts, ones_T).astype(np.int64)
 
 
 def vocabulary_specialization(counts: TokenCounts, least_times: int = LEAST_TIMES) -> float:

@@ -48,25 +48,21 @@ def random_part(rng, num_layers: int, rows=B, length=L, experts=E, choices=S, id
     )
 
 
-def write_record(path, layers, batches: int):
-    """Rows 0, 1, ...; the last two rows of the last batch only fill it."""
-    rng = np.random.default_rng(0)
-    router = RouterConfig(num_selected=S, overflow="dropless")
-    info = RecordInfo(SwitchConfig(E, router=router, expert_capacity=1), layers, 0, "score")
-    with RecordWriter(path, info) as writer:
-        for number in range(batches):
-            ids = number * B + np.arange(B)
-            if number == batches - 1:
-                ids[-2:] = -1
-            parts = {stack: random_part(rng, len(names)) for stack, names in layers.items()}
-            parts["decoder"].token_BL[:, 0] = 0  # the start token
-            writer.add(number, parts, B, ids)
-    return open_record(path)
-
-
 @pytest.fixture(scope="module")
 def record(tmp_path_factory):
-    return write_record(tmp_path_factory.mktemp("atlas") / "step_000000.parquet", LAYERS, 3)
+    """Rows 0, 1, ...; the last two rows of the last batch only fill it."""
+    path, rng = (
+        tmp_path_factory.mktemp("atlas") / "step_000000.parquet",
+        np.random.default_rng(0),
+    )
+    router = RouterConfig(num_selected=S, overflow="dropless")
+    info = RecordInfo(SwitchConfig(E, router=router, expert_capacity=1), LAYERS, 0, "score")
+    with RecordWriter(path, info) as writer:
+        for number, ids in enumerate(np.arange(3 * B).reshape(3, B)):
+            parts = {stack: random_part(rng, len(names)) for stack, names in LAYERS.items()}
+            parts["decoder"].token_BL[:, 0] = 0  # the start token
+            writer.add(number, parts, B, np.where(ids < 3 * B - 2, ids, -1))
+    return open_record(path)
 
 
 @pytest.fixture(scope="module")
@@ -80,39 +76,21 @@ def layers(record, labels):
     return list(atlas.read_layers(record, labels))
 
 
-@dataclasses.dataclass
-class Seen:
-    """A token of a text as a loop finds it."""
-
-    row: int
-    token: int
-    experts: tuple[int, ...]
-    gates: tuple[float, ...]
-    prob: float
-    margin: float
-    dropped: int
+Seen = collections.namedtuple("Seen", "row token experts gates prob margin dropped")
 
 
 def tokens_of(record, layer: str) -> list[Seen]:
+    """Tokens of texts as a loop finds them."""
     found = []
     for batch in record.batches([layer.split()[0]], [layer]):
-        for b, row in enumerate(batch.row_B.tolist()):
-            for place in range(batch.token_BL.shape[1]):
-                token = int(batch.token_BL[b, place])
-                if row < 0 or not batch.segment_BL[b, place] or not token:
-                    continue
-                at = (0, b, place)
-                found.append(
-                    Seen(
-                        row,
-                        token,
-                        tuple(batch.expert_NBLS[at].tolist()),
-                        tuple(batch.prob_NBLR[at].tolist()),
-                        float(batch.prob_NBLR[at][0]),
-                        float(batch.margin_NBL[at]),
-                        int(batch.is_dropped_NBLS[at].sum()),
-                    )
-                )
+        for (b, place), token in np.ndenumerate(batch.token_BL):
+            row, at = int(batch.row_B[b]), (0, b, place)
+            if row < 0 or not batch.segment_BL[b, place] or not token:
+                continue
+            experts, gates = batch.expert_NBLS[at].tolist(), batch.prob_NBLR[at].tolist()
+            dropped = int(batch.is_dropped_NBLS[at].sum())
+            margin = float(batch.margin_NBL[at])
+            found.append(Seen(row, int(token), experts, gates, gates[0], margin, dropped))
     return found
 
 
