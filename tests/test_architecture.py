@@ -61,7 +61,7 @@ ARROWS = {
     "progress": ("training",),
     "api": ("gin_config", "training", "inference", "interop", "analysis"),
     "text_evaluation": ("api",),
-    "routing_atlas": ("api", "analysis"),
+    "routing_atlas": ("api", "analysis", "progress"),
     "results": ("fields", "manifest"),
     "compiled": ("training", "planner", "results"),
     "deploy": ("api", "compiled"),
