@@ -439,13 +439,16 @@ class RoutingRecord:
         names = [
             name for name in self.info.layers[stack] if layers is None or name in set(layers)
         ]
-        L = int(place["place"].max()) + 1
+        if not names:
+            return None  # a stack without layers that are asked for
+        L = max(int(place["place"].max()) + 1, 1)
         B = len(place["place"]) // L
         numbers, sizes = np.unique(place["batch"]), np.unique(place["batch_size"])
         require(
             len(place["place"]) == B * L
             and (place["place"].reshape(B, L) == np.arange(L)).all()
-            and len(numbers) == len(sizes) == 1,
+            and len(numbers) == len(sizes) == 1
+            and sizes[0] >= B,
             f"row group {group} is not of whole rows of one batch",
         )
         G, T = layer_groups(self.info.switch, int(sizes[0]), L)
@@ -511,6 +514,8 @@ def open_record(path: str | os.PathLike) -> RoutingRecord:
         about = (file.metadata.metadata or {}).get(KEY, about)
         require(about is not None, "it is a Parquet file of something else")
         info = RecordInfo.from_json(about.decode())
+        has_places = file.metadata.num_rows > 0 and info.all_layers
+        require(has_places, "it has no places, or no layers")
         wanted = {"stack": None} | dict.fromkeys(_PLACES)
         for layer in info.all_layers:
             wanted |= _columns(info, layer)
@@ -537,7 +542,10 @@ def _faults_named(path: pathlib.Path):
 
     try:
         yield
-    except (ValueError, KeyError, TypeError, OSError, pyarrow.ArrowException) as error:
+    except (
+        *(ValueError, LookupError, TypeError, OSError, RecursionError),
+        pyarrow.ArrowException,
+    ) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(
             f"{path} is no routing record that can be read ({reason}); give a whole file of "

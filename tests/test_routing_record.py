@@ -137,6 +137,8 @@ def test_layers_and_stacks_are_read_apart(written):
     found = list(open_record(path).batches(stacks=["decoder"], layers=[layer]))
     assert [(each.stack, each.layers) for each in found] == [("decoder", (layer,))] * 2
     assert found[0].rank_NBLR.shape[0] == 1
+    asked = list(open_record(path).batches(layers=[layer]))  # no batches without layers
+    assert [each.stack for each in asked] == ["decoder"] * 2
 
 
 @pytest.fixture
@@ -188,11 +190,20 @@ def rewritten(path, change) -> None:
         writer.add_key_value_metadata({KEY: about})
 
 
+def numbered(table, name: str, number: int):
+    """The table with one number in all of a column."""
+    column = pyarrow.array([number] * len(table), table[name].type)
+    return table.set_column(table.schema.names.index(name), name, column)
+
+
 FAULTS = {
     "it lacks encoder 1/margin, which it describes": lambda table: table.drop_columns(
         ["encoder 1/margin"]
     ),
     "row group 0 is not of whole rows of one batch": lambda table: table.slice(1),
+    "is not of whole rows of one batch": lambda table: numbered(table, "place", -1),
+    "0 is not of whole rows of one batch": lambda table: numbered(table, "batch_size", 0),
+    "it has no places, or no layers": lambda table: table.slice(0, 0),
     "groups of <any> places that these do not fill": lambda table: table.slice(
         0, 3 * len(table) // 8
     ),
@@ -228,6 +239,10 @@ def test_other_files_are_refused(plain):
         open_record(path)
     with refused(f"{path}2 is no routing record that can be read (<any>"):
         open_record(f"{path}2")
+    with pyarrow.parquet.ParquetWriter(path, pyarrow.schema([])) as writer:
+        writer.add_key_value_metadata({KEY: b"[" * 100_000})
+    with refused(f"{path} is no routing record that can be read (<any>"):
+        open_record(path)
     about = json.loads(info.as_json())
     for change, said in (
         ({"version": 2}, "it is of version 2 of the format, not 1"),

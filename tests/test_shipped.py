@@ -51,3 +51,19 @@ def test_the_version_is_that_of_the_package(capsys):
         main(["--version"])
     version = importlib.metadata.version("switchx")
     assert capsys.readouterr().out == f"switchx {version}\n" and switchx.__version__ == version
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (
+            ["quantize", "--output=made", "--bits=4"],
+            "shipped/tiny is quantized already; give the run",
+        ),
+        (["reshape", "--output=made", "--experts=4"], "tiny is made for inference already"),
+        (["eval"], "such as operative_config.gin of the run it was made from"),
+    ],
+)
+def test_commands_that_need_a_run_say_what_the_name_is(in_a_folder, capsys, words, said):
+    assert main([words[0], "--model_dir=tiny", *words[1:]]) == 2
+    assert said in capsys.readouterr().err

@@ -120,6 +120,12 @@ def drift(a: RoutingRecord, b: RoutingRecord) -> dict[str, LayerDrift]:
     found = {layer: LayerDrift() for layer in a.info.all_layers}
     for first, second in paired_batches(a, b):
         is_routed_BL = first.is_token_BL & second.is_token_BL
+        for record, batch in ((a, first), (b, second)):
+            require(
+                np.isfinite(batch.prob_NBLR[:, is_routed_BL]).all(),
+                f"{record.path} has router probabilities that are no numbers, in batch "
+                f"{batch.number}: its model had diverged; record an earlier checkpoint",
+            )
         for n, layer in enumerate(first.layers):
             both = first, second
             found[layer].add(

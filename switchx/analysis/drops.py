@@ -162,6 +162,11 @@ def setting_of(
         "RouterConfig.kind='expert_choice': its experts choose tokens by all probabilities, "
         "which a record does not have; record a model whose tokens choose (kind='top_k')",
     )
+    require(
+        not router.replay,
+        "RouterConfig.replay=True: the recorded drops are those of given choices, not of this "
+        "router's ranks; give the record whose choices were replayed",
+    )
     S = num_selected or router.num_selected
     overflow, tried = router.overflow, router.max_rounds
     if rounds is not None:

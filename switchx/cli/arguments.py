@@ -16,6 +16,7 @@ from typing import Any
 from switchx.fields import Option, options
 from switchx.gin_config.files import close_match, configuration_of, did_you_mean
 from switchx.own_code import import_from_working_directory
+from switchx.shipped import folder_of
 
 GIN_PREFIX = "--gin."
 _OURS = ("switchx", "pallas_kernels")  # whose errors are for a person
@@ -107,11 +108,15 @@ def add_gin_arguments(parser: CommandParser, default: str | None = None) -> None
     )
 
 
-def add_model_dir(parser: CommandParser, help_text: str) -> None:
-    parser.add_argument(
-        "--model_dir", required=True, type=not_empty, metavar="DIR", help=help_text
-    )
+def add_model_dir(parser: CommandParser, help_text: str, kind=None) -> None:
+    kind = kind or model_folder
+    parser.add_argument("--model_dir", required=True, type=kind, metavar="DIR", help=help_text)
     add_trust(parser)
+
+
+def model_folder(text: str) -> str:
+    """The folder of a model: a path, or the name of one that ships."""
+    return str(folder_of(not_empty(text)))
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:

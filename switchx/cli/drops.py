@@ -25,6 +25,7 @@ exit status is 1 where the record's own drops do not follow from it, or where th
 layer's are not those of --measured.
 """
 FACTORS = [1.0, 1.25, 1.5, 2.0]
+WIDTH = 4096
 
 
 def add_command(commands) -> None:
@@ -97,6 +98,7 @@ def add_command(commands) -> None:
     )
     parser.add_argument(
         "--model_dir",
+        type=shared.model_folder,
         metavar="DIR",
         help="run folder of the model, for FLOPs and bytes; default: the one that has RECORD",
     )
@@ -286,17 +288,15 @@ def _print(arguments: argparse.Namespace, record, found, factors, model) -> None
 
     from switchx.analysis.drops import sentence
 
-    console, first, target = (
-        Console(highlight=False, soft_wrap=True),
-        found[0],
-        arguments.target,
-    )
+    # Wider than any table: what is not as wide as a terminal wraps there, and nothing is cut.
+    console = Console(highlight=False, soft_wrap=True, width=WIDTH)
+    first, target = found[0], arguments.target
     info = record.info
     recorded, total = _recorded(record)
     console.print(
         f"{record.path}: {record.num_places:,} places, {len(first.layers)} Switch layers of "
         f"{info.switch.num_experts} experts, recorded by {info.source} at step {info.step}; "
-        f"{recorded / total:.2%} of {total:,} choices were dropped then"
+        f"{recorded / max(total, 1):.2%} of {total:,} choices were dropped then"
     )
     if not info.is_whole:
         console.print("The record was full: later batches were left out of it")

@@ -160,8 +160,9 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.parser.error(
             "--output is for --step=all or every:N; add that, or leave it out"
         )
-    if arguments.predictions is not None and is_table:
-        arguments.parser.error("--predictions is for one checkpoint; give its --step")
+    for name in ("predictions", "record", "replay"):
+        if getattr(arguments, name) is not None and is_table:
+            arguments.parser.error(f"--{name} is for one checkpoint; give its --step")
     with TerminalReporter(unit="example") as reporter:
         reporter.note("loading JAX and the data libraries")
         job, metrics = _evaluate(arguments, reporter)

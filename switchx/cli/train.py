@@ -56,7 +56,11 @@ def add_command(commands) -> None:
         commands, "train", run, "pretrain or fine-tune a model, or resume", DESCRIPTION
     )
     shared.add_gin_arguments(parser)
-    shared.add_model_dir(parser, "run folder: made if it is not there, resumed if it is")
+    shared.add_model_dir(
+        parser,
+        "run folder: made if it is not there, resumed if it is",
+        kind=shared.not_empty,
+    )
     elastic = parser.add_argument_group(
         "elastic training",
         "Started again with fewer devices, or with more, a run goes on with the same batches\n"

@@ -123,6 +123,10 @@ def test_records_of_other_things_are_refused_by_name(tmp_path):
             drift(a, write(tmp_path / "b", p, 1, **changes))
     with refused("experts a token 1, 2"):
         drift(a, write(tmp_path / "b", p, 2))
+    p[1, 2, 4] = np.nan
+    with refused(f"{tmp_path / 'b'} has router probabilities that are no numbers, in batch 0"):
+        drift(a, write(tmp_path / "b", p, 1, vocabulary="words"))
+    p = probabilities(0, 0.0)
     b = write(tmp_path / "b", p, 1)
     names = [field.name for field in dataclasses.fields(StackRecord)]
     (batch,) = b.batches()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx drops`: predictions against evaluations at that capacity, and bad input."""
 
+import dataclasses
 import json
 import shutil
 
@@ -82,8 +83,10 @@ def test_a_prediction_is_compared_with_a_measurement(records, capsys):
 
 def test_what_is_printed_is_what_is_asked(records, finished_run, capsys):
     words = [str(records["half"]), f"--model_dir={finished_run.folder}"]
-    assert main(["drops", *words, "--factors=0.5,1", "--group_sizes=16,32"]) == 0
+    factors = "--factors=0.5,1,1.125,1.25,1.375,1.5,1.625,1.75,1.875"
+    assert main(["drops", *words, factors, "--group_sizes=16,32"]) == 0
     said = capsys.readouterr().out
+    assert "…" not in said  # a narrow terminal cuts nothing
     assert "groups of 16" in said and "groups of 32 would drop" in said
     assert "slot bytes a token" in said and "1.00% takes factor" in said
     rows = predicted(
@@ -143,3 +146,11 @@ def test_bad_input_is_named(records, capsys, tmp_path):
     assert "do not divide into 3 parts" in refused(half, "--microbatches=3")
     other = write_run(tmp_path / "other")
     assert f"--model_dir={other} has 2 experts in" in refused(half, f"--model_dir={other}")
+    record = open_record(half)
+    router = dataclasses.replace(record.info.switch.router, replay=True, replay_drops=True)
+    switch = dataclasses.replace(record.info.switch, router=router)
+    info = dataclasses.replace(record.info, switch=switch)
+    with RecordWriter(tmp_path / "replayed", info) as writer:
+        for batch in record.batches(stacks=["encoder"]):
+            writer.add(batch.number, {"encoder": batch}, batch.batch_size)
+    assert "give the record whose choices were replayed" in refused(tmp_path / "replayed")

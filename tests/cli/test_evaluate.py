@@ -133,6 +133,13 @@ def test_a_table_of_other_settings_is_not_gone_on_with(finished_run, capsys, tmp
     assert "no complete checkpoint of a multiple of 7 steps" in said and "there are " in said
 
 
+@pytest.mark.parametrize("name", ["predictions", "record", "replay"])
+def test_files_of_one_checkpoint_are_not_ignored_for_several(finished_run, capsys, name):
+    given = f"--model_dir={finished_run.folder}"
+    assert main(["eval", given, "--step=all", f"--{name}=file"]) == 2
+    assert f"--{name} is for one checkpoint; give its --step" in capsys.readouterr().err
+
+
 @pytest.fixture
 def cola(tiny_run, in_a_folder, capsys):
     """A run that was fine-tuned on CoLA, and what its training printed."""

@@ -35,7 +35,7 @@ def test_page_is_written_into_the_run_folder(recorded, capsys):
     assert "<h1>Routing of some run</h1>" in text
     assert "2 in each of 3 layers" in text
     sample = "5 encoder and 3 decoder tokens of the validation data, 3 evaluations, the last"
-    assert sample in text and text.count('<img alt="') == 6
+    assert sample in text and text.count('<img alt="') == 7
     assert "http" not in text.replace("http://www.w3.org", "")
 
 

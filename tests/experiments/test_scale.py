@@ -8,8 +8,9 @@ import pytest
 
 from experiments import scale
 from experiments.pages import END
-from switchx.cli.arguments import parse_job
+from switchx.cli.arguments import gin_of
 from switchx.cli.main import _parse, _parser
+from switchx.gin_config import building
 from switchx.models.flops import count_parameters
 from switchx.partitioning.topology import Topology
 
@@ -79,9 +80,8 @@ def test_a_step_that_is_refused_is_shown_and_fails(elsewhere, capsys):
 def test_results_are_of_this_configuration_and_hold(run_file, topology):
     report = REPORTS[scale.name_of(run_file)]
     [row] = report["results"]
-    job = parse_job(
-        _parse(_parser(), ["compile", f"--gin_file={run_file}", f"--topology={topology}"])
-    )
+    words = ["compile", f"--gin_file={run_file}", f"--topology={topology}"]
+    job = building.parse_job(*gin_of(_parse(_parser(), words)))
     assert row["parameters"] == count_parameters(job.model).total
     assert row["topology"] == topology
     assert row["devices"] == Topology.parse(topology).num_devices

@@ -307,7 +307,11 @@ def test_eval_of_what_is_no_run(refused, files):
 def test_eval_of_a_step_that_is_not_there(refused, run_folder):
     words = ["eval", f"--model_dir={run_folder}"]
     refused(f"of step 5 in {run_folder}: found checkpoints 12, 8, 4", *words, "--step=5")
-    refused("--step: 'last' is no step; give its number, or best", *words, "--step=last")
+    refused(
+        "--step: 'last' is no step; give its number, best, all, or every:N",
+        *words,
+        "--step=last",
+    )
 
 
 def test_eval_of_another_model(refused, run_folder):
