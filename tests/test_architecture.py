@@ -62,7 +62,7 @@ ARROWS = {
     "shipped": (),
     "api": ("gin_config", "training", "inference", "interop", "analysis", "shipped"),
     "text_evaluation": ("api",),
-    "routing_atlas": ("api", "analysis"),
+    "routing_atlas": ("api", "analysis", "progress"),
     "results": ("fields", "manifest"),
     "compiled": ("training", "planner", "results"),
     "deploy": ("api", "compiled"),

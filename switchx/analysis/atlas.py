@@ -12,21 +12,23 @@ V token ids, X removed experts
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from switchx.analysis.routing import (
+    Snapshot,
     TokenCounts,
     TypicalToken,
+    expert_pairs,
     information,
-    saturation,
     token_counts,
     transitions_between,
     typical_tokens,
 )
 from switchx.fields import require
-from switchx.routing_record import RecordedBatch, RoutingRecord
+from switchx.routing_record import RoutingRecord
 
 NUM_PERMUTATIONS = 1000
 # Token ids that are seen less often tell nothing of a vocabulary.
@@ -51,6 +53,30 @@ class Labels:
     names: tuple[str, ...]
     label_R: np.ndarray
     text_B: np.ndarray
+
+    @property
+    def texts_K(self) -> np.ndarray:
+        """Texts of each label."""
+        return np.bincount(self.label_R, minlength=len(self.names))
+
+    def by_text(self, value_B) -> np.ndarray:
+        """Sums of rows' values by text, `[R]`."""
+        return np.bincount(self.text_B, value_B, len(self.label_R))
+
+    def by_label(self, value_RX: np.ndarray) -> np.ndarray:
+        """Sums of texts' values by label, `[K, X]`."""
+        return _sums(value_RX, self.label_R, len(self.names))
+
+    def permuted(self, value_RX: np.ndarray, num: int, seed: int) -> Iterator[np.ndarray]:
+        """`by_label` for `num` random permutations of the labels."""
+        rng = np.random.default_rng(seed)
+        for _ in range(num):
+            yield _sums(value_RX, rng.permutation(self.label_R), len(self.names))
+
+
+def _sums(value_RX: np.ndarray, label_R: np.ndarray, num_labels: int) -> np.ndarray:
+    is_label_KR = label_R == np.arange(num_labels)[:, None]
+    return is_label_KR.astype(value_RX.dtype) @ value_RX
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,23 +192,16 @@ class LayerAtlas:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stack:
-    """The tokens of a stack: ids, texts, and rows, in the order of the record."""
+class _Routed:
+    """The tokens of texts in a layer's stack, in the order of the record, and their choices."""
 
     token_T: np.ndarray
-    text_T: np.ndarray
     row_T: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class _Routed:
-    """A layer's choices of the same tokens, and sums over them."""
-
     expert_TS: np.ndarray
     gate_TS: np.ndarray
-    dropped: float
-    probability: float
-    margin: float
+    prob_T: np.ndarray
+    margin_T: np.ndarray
+    is_dropped_TS: np.ndarray
 
 
 def read_layers(record: RoutingRecord, labels: Labels, seed: int = 0) -> Iterator[LayerAtlas]:
@@ -194,102 +213,84 @@ def read_layers(record: RoutingRecord, labels: Labels, seed: int = 0) -> Iterato
     Raises:
         ValueError: the record has rows that `labels` does not know, or it has no tokens.
     """
-    E = record.info.switch.num_experts
     for stack, names in record.info.layers.items():
-        tokens, before = _read_tokens(record, stack, labels), None
+        before = None
         for previous, name in zip([None, *names], names, strict=False):
-            routed = _read_layer(record, stack, name)
-            arrivals_EE = None
-            if before is not None:
-                arrivals_EE = transitions_between(before, routed.expert_TS, E)
-            yield _layer_atlas(name, previous, routed, arrivals_EE, tokens, labels, E, seed)
+            routed = _read(record, stack, name, len(labels.text_B))
+            E = record.info.switch.num_experts
+            yield _layer_atlas(name, previous, before, routed, labels, E, seed)
             before = routed.expert_TS
 
 
-def _is_text(batch: RecordedBatch) -> np.ndarray:
-    """True for the tokens of texts: neither padding, nor start tokens, nor rows that fill."""
-    is_row_B1 = batch.row_B[:, None] >= 0
-    return batch.is_token_BL & (batch.token_BL != PAD_ID) & is_row_B1
-
-
-def _read_tokens(record: RoutingRecord, stack: str, labels: Labels) -> _Stack:
+def _read(record: RoutingRecord, stack: str, name: str, num_rows: int) -> _Routed:
     parts = []
-    for batch in record.batches([stack], []):
-        where = _is_text(batch)
-        row_BL = np.broadcast_to(batch.row_B[:, None], where.shape)
-        parts.append((batch.token_BL[where], row_BL[where].astype(np.int32)))
+    for batch in record.batches([stack], [name]):
+        row_B1 = batch.row_B[:, None].astype(np.int32)
+        # Neither padding, nor start tokens, nor rows that fill up a batch.
+        where = batch.is_token_BL & (batch.token_BL != PAD_ID) & (row_B1 >= 0)
+        found = (
+            batch.token_BL,
+            np.broadcast_to(row_B1, where.shape),
+            batch.expert_NBLS[0],
+            batch.gate_NBLS[0],
+            batch.prob_NBLR[0, ..., 0],
+            batch.margin_NBL[0],
+            batch.is_dropped_NBLS[0],
+        )
+        parts.append([each[where] for each in found])
+    routed = _Routed(*map(np.concatenate, zip(*parts, strict=True)))
     require(
-        any(len(token_T) for token_T, _ in parts),
+        len(routed.token_T),
         f"{record.path} has no token of the {stack}; record texts that are not empty",
     )
-    token_T, row_T = map(np.concatenate, zip(*parts, strict=True))
+    last = int(routed.row_T.max())
     require(
-        int(row_T.max()) < len(labels.text_B),
-        f"{record.path} has rows up to {row_T.max()}, and labels are given of "
-        f"{len(labels.text_B)}; give those of the texts that were recorded",
+        last < num_rows,
+        f"{record.path} has rows up to {last}, and labels are given of {num_rows}; give those "
+        "of the texts that were recorded",
     )
-    return _Stack(token_T, labels.text_B[row_T].astype(np.int32), row_T)
-
-
-def _read_layer(record: RoutingRecord, stack: str, name: str) -> _Routed:
-    experts, gates, sums, num_tokens = [], [], np.zeros(3), 0
-    for batch in record.batches([stack], [name]):
-        where = _is_text(batch)
-        experts.append(batch.expert_NBLS[0][where])
-        gates.append(batch.gate_NBLS[0][where])
-        dropped = batch.is_dropped_NBLS[0][where].sum() / batch.is_dropped_NBLS.shape[-1]
-        probability = batch.prob_NBLR[0, ..., 0][where].sum(dtype=np.float64)
-        sums += dropped, probability, batch.margin_NBL[0][where].sum(dtype=np.float64)
-        num_tokens += int(where.sum())
-    return _Routed(np.concatenate(experts), np.concatenate(gates), *(sums / num_tokens))
+    return routed
 
 
 def _layer_atlas(
     name: str,
     previous: str | None,
+    before_TS: np.ndarray | None,
     routed: _Routed,
-    arrivals_EE: np.ndarray | None,
-    tokens: _Stack,
     labels: Labels,
     num_experts: int,
     seed: int,
 ) -> LayerAtlas:
     expert_TS, E = routed.expert_TS, num_experts
     num_tokens, num_choices = expert_TS.shape
-    counts = token_counts(expert_TS, tokens.token_T, E)
+    text_T = labels.text_B[routed.row_T]
+    counts = token_counts(expert_TS, routed.token_T, E)
     shuffled_T = np.random.default_rng(seed).permutation(num_tokens)
-    by_chance = token_counts(expert_TS[shuffled_T], tokens.token_T, E)
+    by_chance = token_counts(expert_TS[shuffled_T], routed.token_T, E)
     return LayerAtlas(
         layer=name,
         previous=previous,
         num_tokens=num_tokens,
         num_choices=num_choices,
         load_E=np.bincount(expert_TS.reshape(-1), minlength=E + 1)[:E],
-        dropped=routed.dropped,
-        probability=routed.probability,
-        margin=routed.margin,
+        dropped=float(routed.is_dropped_TS.mean()),
+        probability=float(routed.prob_T.mean(dtype=np.float64)),
+        margin=float(routed.margin_T.mean(dtype=np.float64)),
         together_EE=coactivations(expert_TS, E),
-        arrivals_EE=arrivals_EE,
-        specialization=specialization(expert_TS, tokens.text_T, labels, E, seed),
+        arrivals_EE=None if previous is None else transitions_between(before_TS, expert_TS, E),
+        specialization=specialization(expert_TS, text_T, labels, E, seed),
         tokens=counts,
         vocabulary=vocabulary_specialization(counts),
         vocabulary_by_chance=vocabulary_specialization(by_chance),
         typical=[typical_tokens(counts, e, NUM_TYPICAL_TOKENS) for e in range(E)],
-        examples=examples(expert_TS, routed.gate_TS, tokens, E),
+        examples=examples(routed, labels, E),
     )
 
 
 def coactivations(expert_TS: np.ndarray, num_experts: int) -> np.ndarray:
     """Tokens that chose both experts, `[E, E]`, symmetric; on the diagonal those of one."""
-    E = num_experts
-    counts = np.zeros(E * E, np.int64)
-    for here_T in expert_TS.T:
-        for there_T in expert_TS.T:
-            is_pair_T = (here_T < E) & (there_T < E)
-            # A token chooses an expert once: equal experts are of the same choice.
-            pair = here_T[is_pair_T].astype(np.int64) * E + there_T[is_pair_T]
-            counts += np.bincount(pair, minlength=E * E)
-    return counts.reshape(E, E)
+    ones_T = np.ones(len(expert_TS))  # a token chooses an expert once
+    return expert_pairs(expert_TS, expert_TS, num_experts, ones_T).astype(np.int64)
 
 
 def vocabulary_specialization(counts: TokenCounts, least_times: int = LEAST_TIMES) -> float:
@@ -301,21 +302,6 @@ def vocabulary_specialization(counts: TokenCounts, least_times: int = LEAST_TIME
     np.maximum.at(largest_V, counts.index_X, counts.share_X)
     weight_V = np.where(counts.times_V >= least_times, counts.times_V, 0)
     return float(largest_V @ weight_V / weight_V.sum()) if weight_V.any() else math.nan
-
-
-def permuted_sums(
-    value_RX: np.ndarray, label_R: np.ndarray, num_labels: int, num: int, seed: int
-) -> Iterator[np.ndarray]:
-    """Sums of texts' values by label, `[K, X]`, for `num` random permutations of the labels."""
-    rng = np.random.default_rng(seed)
-    for _ in range(num):
-        yield sums_by_label(value_RX, rng.permutation(label_R), num_labels)
-
-
-def sums_by_label(value_RX: np.ndarray, label_R: np.ndarray, num_labels: int) -> np.ndarray:
-    """Sums of texts' values by label, `[K, X]`."""
-    is_label_KR = label_R == np.arange(num_labels)[:, None]
-    return is_label_KR.astype(value_RX.dtype) @ value_RX
 
 
 def specialization(
@@ -342,11 +328,11 @@ def specialization(
     def shares(sums_KX):
         return sums_KX[:, :E] / np.maximum(sums_KX[:, E:], 1)
 
-    observed_KX = sums_by_label(value_RX, labels.label_R, K)
+    observed_KX = labels.by_label(value_RX)
     observed_KE, told = shares(observed_KX), information(observed_KX[:, :E])
     as_large_KE, permuted = np.zeros((K, E)), []
     if K > 1:
-        for sums_KX in permuted_sums(value_RX, labels.label_R, K, num_permutations, seed):
+        for sums_KX in labels.permuted(value_RX, num_permutations, seed):
             as_large_KE += shares(sums_KX) >= observed_KE - 1e-12
             permuted.append(information(sums_KX[:, :E]).mutual)
     total = 1 + len(permuted)
@@ -361,35 +347,30 @@ def specialization(
     )
 
 
-def examples(
-    expert_TS: np.ndarray, gate_TS: np.ndarray, tokens: _Stack, num_experts: int
-) -> list[list[Example]]:
+def examples(routed: _Routed, labels: Labels, num_experts: int) -> list[list[Example]]:
     """The tokens that each expert takes with its largest gates, one of each token id."""
-    num_choices, found = expert_TS.shape[1], []
-    order = np.lexsort((-gate_TS.reshape(-1), expert_TS.reshape(-1)))
-    bounds = np.searchsorted(expert_TS.reshape(-1)[order], np.arange(num_experts + 1))
+    num_choices, found = routed.expert_TS.shape[1], []
+    expert_X, gate_X = routed.expert_TS.reshape(-1), routed.gate_TS.reshape(-1)
+    order = np.lexsort((-gate_X, expert_X))
+    bounds = np.searchsorted(expert_X[order], np.arange(num_experts + 1))
     for first, end in zip(bounds, bounds[1:], strict=False):
         own = order[first:end][:NUM_CANDIDATES]
-        _, index = np.unique(tokens.token_T[own // num_choices], return_index=True)
+        _, index = np.unique(routed.token_T[own // num_choices], return_index=True)
         best = own[np.sort(index)[:NUM_EXAMPLES]]
-        found.append([_example(tokens, i // num_choices, gate_TS.flat[i]) for i in best])
+        found.append([_example(routed, labels, int(i) // num_choices, gate_X[i]) for i in best])
     return found
 
 
-def _example(tokens: _Stack, place: int, gate: float) -> Example:
-    place = int(place)
-    window = slice(max(place - CONTEXT, 0), place + CONTEXT + 1)
-    is_own = tokens.row_T[window] == tokens.row_T[place]
-    here = place - window.start
-    ids, is_before = tokens.token_T[window], np.arange(len(is_own)) < here
-    is_after = np.arange(len(is_own)) > here
-    return Example(
-        int(tokens.text_T[place]),
-        ids[is_own & is_before].tolist(),
-        int(tokens.token_T[place]),
-        ids[is_own & is_after].tolist(),
-        float(gate),
+def _example(routed: _Routed, labels: Labels, place: int, gate: float) -> Example:
+    window = np.arange(max(place - CONTEXT, 0), place + CONTEXT + 1)
+    window = window[window < len(routed.row_T)]
+    near = window[routed.row_T[window] == routed.row_T[place]]
+    before, (token,), after = (
+        routed.token_T[each].tolist()
+        for each in (near[near < place], [place], near[near > place])
     )
+    text = int(labels.text_B[routed.row_T[place]])
+    return Example(text, before, token, after, float(gate))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -397,145 +378,112 @@ class KnockOuts:
     """The loss of a model without one expert, for each of X experts removed alone.
 
     Attributes:
-        layers, experts: the removed expert's Switch layer and its number, X of both.
+        experts: Switch layer and number of each removed expert.
         loss_K: nats a target token of each label, nothing removed.
         change_XK: loss without the expert less `loss_K`.
         p_XK: share of permutations of the labels among texts for which the label's change
             exceeds that of all others by as much; NaN where there is one label.
         tokens_K, texts_K: target tokens and texts of each label.
-        num_all: experts of all layers, of which X were removed.
     """
 
-    layers: list[str]
-    experts: list[int]
+    experts: list[tuple[str, int]]
     loss_K: np.ndarray
     change_XK: np.ndarray
     p_XK: np.ndarray
     tokens_K: np.ndarray
     texts_K: np.ndarray
-    num_all: int
-
-    def row(self, layer: str, expert: int) -> int | None:
-        """The row of an expert; None where it was not removed."""
-        pairs = list(zip(self.layers, self.experts, strict=True))
-        return pairs.index((layer, expert)) if (layer, expert) in pairs else None
 
 
 def knock_outs(
-    removed: Sequence[tuple[str, int]],
+    experts: Sequence[tuple[str, int]],
     loss_R: np.ndarray,
     loss_XR: np.ndarray,
     tokens_R: np.ndarray,
     labels: Labels,
-    num_all: int,
     seed: int = 0,
-    num_permutations: int = NUM_PERMUTATIONS,
 ) -> KnockOuts:
     """Changes of loss by label, and how they compare with permuted labels.
 
     Args:
-        removed: layer and expert of each removal.
+        experts: Switch layer and number of each removed expert.
         loss_R, loss_XR: sums of the negative log-likelihoods of each text's target tokens, in
             nats, with all experts and without one.
         tokens_R: target tokens of each text; 0 leaves it out.
     """
-    is_used_R, K = tokens_R > 0, len(labels.names)
-    label_R = labels.label_R[is_used_R]
-    change_RX = (loss_XR - loss_R).T
-    value_RX = np.concatenate([change_RX, tokens_R[:, None]], axis=1)[is_used_R]
+    is_used_R = tokens_R > 0
+    labels = dataclasses.replace(labels, label_R=labels.label_R[is_used_R])
+    value_RX = np.column_stack([np.transpose(loss_XR - loss_R), loss_R, tokens_R])[is_used_R]
     total_X = value_RX.sum(axis=0)
+
+    def means(sums_KX):
+        return sums_KX[:, :-1] / np.maximum(sums_KX[:, -1:], 1)
 
     def excess(sums_KX):
         """A label's change a token less that of all other labels."""
-        others_KX = total_X - sums_KX
-        return _means(sums_KX) - _means(others_KX)
+        return means(sums_KX) - means(total_X - sums_KX)
 
-    observed_KX = sums_by_label(value_RX, label_R, K)
-    p_KX = np.full((K, len(removed)), math.nan)
-    if K > 1:
-        excess_KX, as_large_KX = excess(observed_KX), np.zeros(p_KX.shape)
-        for sums_KX in permuted_sums(value_RX, label_R, K, num_permutations, seed):
-            as_large_KX += excess(sums_KX) >= excess_KX - 1e-12
-        p_KX = (1 + as_large_KX) / (1 + num_permutations)
-    loss_K1 = sums_by_label(np.stack([loss_R, tokens_R], axis=1)[is_used_R], label_R, K)
+    observed_KX = labels.by_label(value_RX)
+    p_KX = np.full((len(labels.names), len(experts)), math.nan)
+    if len(labels.names) > 1:
+        num_as_large_KX = sum(
+            excess(sums_KX) >= excess(observed_KX) - 1e-12
+            for sums_KX in labels.permuted(value_RX, NUM_PERMUTATIONS, seed)
+        )
+        p_KX = (1 + num_as_large_KX[:, :-1]) / (1 + NUM_PERMUTATIONS)
+    *change_XK, loss_K = means(observed_KX).T
     return KnockOuts(
-        [layer for layer, _ in removed],
-        [expert for _, expert in removed],
-        _means(loss_K1)[:, 0],
-        _means(observed_KX).T,
+        list(experts),
+        loss_K,
+        np.array(change_XK),
         p_KX.T,
         observed_KX[:, -1].astype(np.int64),
-        np.bincount(label_R, minlength=K),
-        num_all,
+        labels.texts_K,
     )
 
 
-def _means(sums_KX: np.ndarray) -> np.ndarray:
-    """All columns but the last, divided by the last."""
-    return sums_KX[:, :-1] / np.maximum(sums_KX[:, -1:], 1)
+def all_experts(layers: Sequence[LayerAtlas]) -> list[tuple[str, int]]:
+    """Switch layer and number of every expert."""
+    return [(layer.layer, e) for layer in layers for e in range(layer.num_experts)]
 
 
 def specialists(layers: Sequence[LayerAtlas]) -> list[tuple[str, int]]:
     """For each label the expert, of any layer, that takes most more of the label's tokens than
     of the others': the largest N(e, label) / N(label) - N(e, others) / N(others)."""
-    found = []
-    for k in range(len(layers[0].specialization.tokens_K)):
-        best = (-math.inf, layers[0].layer, 0)
-        for layer in layers:
-            own = layer.specialization
-            tokens = own.tokens_K.sum() - own.tokens_K[k]
-            others_E = (layer.load_E - own.count_EK[:, k]) / max(tokens, 1)
-            excess_E = own.share_EK[:, k] - others_E
-            e = int(np.argmax(excess_E))
-            best = max(best, (float(excess_E[e]), layer.layer, e), key=lambda each: each[0])
-        found.append(best[1:])
-    return found
+    excess = []
+    for layer in layers:
+        own = layer.specialization
+        others_K = np.maximum(own.tokens_K.sum() - own.tokens_K, 1)
+        excess.append(own.share_EK - (layer.load_E[:, None] - own.count_EK) / others_K)
+    every = all_experts(layers)
+    return [every[i] for i in np.argmax(np.concatenate(excess), axis=0)]
 
 
 @dataclasses.dataclass(frozen=True)
-class Flips:
-    """Choices of two models for the same tokens, of one Switch layer.
+class Atlas:
+    """What was counted and measured of a model on labelled texts.
 
     Attributes:
-        differing: share of the tokens whose set of experts is another.
-        overlap: mean share of the second's experts that the first chose, too.
+        name: name of the model.
+        labels: labels of the texts.
+        layers: Switch layers, without the counts of all token ids.
+        how: what the stacks read.
+        loss_K: nats a target token, by label.
+        knock_outs: losses without single experts; None where none was removed.
+        snapshots: samples of the same tokens that the run recorded, by step.
+        text_of, piece_of: text of a list of token ids, and of one.
+        record: file of the routing record.
     """
 
-    layer: str
-    differing: float
-    overlap: float
+    name: str
+    labels: Labels
+    layers: Sequence[LayerAtlas]
+    how: str
+    loss_K: np.ndarray
+    knock_outs: KnockOuts | None
+    snapshots: Sequence[Snapshot]
+    text_of: Callable[[list[int]], str]
+    piece_of: Callable[[int], str]
+    record: pathlib.Path
 
-
-def flips(one: RoutingRecord, other: RoutingRecord) -> list[Flips] | str:
-    """Where two records of the same texts differ; or why they cannot be compared."""
-    if one.info.layers != other.info.layers:
-        return "the models have other Switch layers"
-    E = one.info.switch.num_experts
-    if other.info.switch.num_experts != E:
-        return f"the models have {E} and {other.info.switch.num_experts} experts"
-    found = []
-    for stack, names in one.info.layers.items():
-        for name in names:
-            pair = [_sorted_choices(record, stack, name) for record in (one, other)]
-            (place, here_TS), (other_place, there_TS) = pair
-            if not np.array_equal(place, other_place):
-                return "the models read other token ids of the texts"
-            sets = [np.sort(each, axis=1) for each in (here_TS, there_TS)]
-            is_same = here_TS.shape == there_TS.shape
-            differing = 1.0 - (float((sets[0] == sets[1]).all(axis=1).mean()) if is_same else 0)
-            overlap = float(saturation(here_TS[None], there_TS[None], E)[0])
-            found.append(Flips(name, differing, overlap))
-    return found
-
-
-def _sorted_choices(record: RoutingRecord, stack: str, name: str):
-    """Row, place and id of each token, `[T, 3]`, in their order, and the experts it chose."""
-    places, experts = [], []
-    for batch in record.batches([stack], [name]):
-        where = _is_text(batch)
-        row, place = np.nonzero(where)
-        places.append(np.stack([batch.row_B[row], place, batch.token_BL[where]], axis=1))
-        experts.append(batch.expert_NBLS[0][where])
-    place_T3, expert_TS = np.concatenate(places), np.concatenate(experts)
-    order = np.lexsort((place_T3[:, 1], place_T3[:, 0]))
-    return place_T3[order], expert_TS[order]
+    def label_of(self, text: int) -> str:
+        return self.labels.names[self.labels.label_R[text]]

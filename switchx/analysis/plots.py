@@ -122,24 +122,19 @@ def course_figure(
     return figure
 
 
-def transition_figure(
-    shares: Sequence[np.ndarray],
-    pairs: Sequence[tuple[str, str]],
-    label: str = "share of the row's tokens",
-) -> Figure:
+def transition_figure(shares: Sequence[np.ndarray], pairs: Sequence[tuple[str, str]]) -> Figure:
     """Plots the next Switch layer's experts of an expert's tokens, one map for each layer pair.
 
     Args:
         shares: `[E, E]` each, rows adding up to 1, NaN for an expert without tokens.
         pairs: names of the two layers; of co-activation twice the same one.
-        label: label of the colour bar.
     """
     figure, axes = _panels(len(shares), height=2.9, max_columns=3)
     limit = _limit(shares)
     for axis, share_EE, (here, there) in zip(axes, shares, pairs, strict=True):
         image = _map(axis, share_EE, limit, None, f"expert in {there}", f"expert in {here}")
         _integer_ticks(axis)
-    _colour_bar(figure, image, axes, label, format=PERCENT)
+    _colour_bar(figure, image, axes, "share of the row's tokens", format=PERCENT)
     return figure
 
 
@@ -153,15 +148,9 @@ def class_figure(
             the last column is of all tokens.
         classes: names of the columns of each map.
     """
-    figure, axes = _panels(len(shares), height=3.2, max_columns=2)
+    label = "share of the class's tokens"
     limit = _limit(shares)
-    for axis, share, names, layer in zip(axes, shares, classes, layers, strict=True):
-        image = _map(axis, share, limit, layer, None, "expert")
-        axis.axvline(len(names) - 1.5, color="white", linewidth=5)
-        axis.set_xticks(range(len(names)), names, rotation=35, ha="right")
-        axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
-    _colour_bar(figure, image, axes, "share of the class's tokens", format=PERCENT)
-    return figure
+    return _class_maps(shares, classes, layers, limit, "expert", label, format=PERCENT)
 
 
 def knock_out_figure(
@@ -173,14 +162,20 @@ def knock_out_figure(
         changes: `[E, K]` each, in nats a token, NaN for an expert that was not removed; the
             last column is of all labels.
     """
-    figure, axes = _panels(len(changes), height=3.2, max_columns=2)
-    largest = max(float(np.max(each[np.isfinite(each)], initial=0)) for each in changes)
-    for axis, change, layer in zip(axes, changes, layers, strict=True):
-        image = _map(axis, change, largest or 1.0, layer, None, "removed expert")
-        axis.axvline(len(labels) - 1.5, color="white", linewidth=5)
-        axis.set_xticks(range(len(labels)), labels, rotation=35, ha="right")
+    names, limit = [labels] * len(layers), _limit(changes, least=0.0) or 1.0
+    bar = "change, nats (in cells 0.01)"
+    return _class_maps(changes, names, layers, limit, "removed expert", bar)
+
+
+def _class_maps(values, classes, layers, limit: float, y: str, bar: str, **options) -> Figure:
+    """Maps `[E, classes]` whose last column, behind a gap, is of all classes."""
+    figure, axes = _panels(len(values), height=3.2, max_columns=2)
+    for axis, each, names, layer in zip(axes, values, classes, layers, strict=True):
+        image = _map(axis, each, limit, layer, None, y)
+        axis.axvline(len(names) - 1.5, color="white", linewidth=5)
+        axis.set_xticks(range(len(names)), names, rotation=35, ha="right")
         axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
-    _colour_bar(figure, image, axes, "change, nats (in cells 0.01)")
+    _colour_bar(figure, image, axes, bar, **options)
     return figure
 
 
@@ -219,9 +214,9 @@ def _panels(count: int, height: float, max_columns: int = MAX_COLUMNS):
     return figure, list(grid.flat[:count])
 
 
-def _limit(shares: Sequence[np.ndarray]) -> float:
-    """The share that is darkest: the largest there is, so that many experts are not pale."""
-    return max(0.2, *(float(np.max(share[np.isfinite(share)], initial=0)) for share in shares))
+def _limit(maps: Sequence[np.ndarray], least: float = 0.2) -> float:
+    """The value that is darkest: the largest there is, so that many experts are not pale."""
+    return max(least, *(float(np.max(each[np.isfinite(each)], initial=0)) for each in maps))
 
 
 def _map(axis, values: np.ndarray, limit: float, title: str | None, x, y):

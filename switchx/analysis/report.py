@@ -14,6 +14,7 @@ import io
 import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Self
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from switchx.analysis.plots import Figure, write_svg
 from switchx.analysis.routing import (
     RoutingHistory,
     Snapshot,
+    TypicalToken,
     class_counts,
     comparable,
     layer_similarity,
@@ -53,6 +55,13 @@ class Table:
     rows: Sequence[Sequence[str | float]]
     title: str = ""
     codes: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, str | float]], **options) -> Self:
+        """The table of rows whose keys are the columns."""
+        return cls(
+            list(rows[0]) if rows else [], [list(row.values()) for row in rows], **options
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,20 +295,30 @@ def course(run: RoutingRun) -> Section:
 
 def saturation(run: RoutingRun) -> Section:
     """The section on how early the routing is the final one."""
-    title = "Saturation"
-    if len(run.snapshots) < 2:
-        return Section(title, "This takes two evaluations of the same tokens; there is one.")
-    steps = np.array([each.step for each in run.snapshots])
-    choices = max(stack.expert_NTS.shape[-1] for stack in run.final.stacks)
-    chance = choices / run.final.num_experts
-    rows = [plots.Course("saturation", saturation_by_step(run.snapshots), chance)]
-    text = (
-        f"Share of the sample's choices that are already those of step {steps[-1]}, where it "
-        "is 1 by definition (OLMoE, arXiv:2409.02060). Dotted: chance."
+    others = f" {run.num_others} evaluations of other tokens are left out." * bool(
+        run.num_others
     )
-    if run.num_others:
-        text += f" {run.num_others} evaluations of other tokens are left out."
-    return Section(title, text, [plots.course_figure(steps, rows, run.layers, markers=True)])
+    return saturation_section(run.snapshots, others)
+
+
+def saturation_section(snapshots: Sequence[Snapshot], note: str = "") -> Section:
+    """The saturation of a run's own samples; says so where there are not two."""
+    title = "Saturation"
+    if len(snapshots) < 2:
+        return Section(
+            title, "This takes a run folder with two evaluations of the same tokens."
+        )
+    final, steps = snapshots[-1], np.array([each.step for each in snapshots])
+    choices = max(stack.expert_NTS.shape[-1] for stack in final.stacks)
+    rows = [
+        plots.Course("saturation", saturation_by_step(snapshots), choices / final.num_experts)
+    ]
+    return Section(
+        title,
+        f"Share of the run's sampled choices that are already those of step {steps[-1]}, where "
+        f"it is 1 by definition (OLMoE, arXiv:2409.02060). Dotted: chance.{note}",
+        [plots.course_figure(steps, rows, final.layers, markers=True)],
+    )
 
 
 def transition(run: RoutingRun) -> Section:
@@ -308,14 +327,22 @@ def transition(run: RoutingRun) -> Section:
     for stack in run.final.stacks:
         shares += list(rows_to_shares(transitions(stack.expert_NTS, run.final.num_experts)))
         pairs += list(zip(stack.layers, stack.layers[1:], strict=False))
+    return transition_section(shares, pairs)
+
+
+def transition_section(
+    shares: Sequence[np.ndarray], pairs: Sequence[tuple[str, str]], note: str = ""
+) -> Section:
+    """Transitions `[E, E]` between pairs of layers; see `plots.transition_figure`."""
     title = "From expert to expert"
     if not pairs:
         return Section(title, "No stack has two Switch layers: there is no way between them.")
     return Section(
         title,
-        "Of the sample's tokens that an expert gets, the percentage that goes to each expert "
-        "of the next Switch layer. Rows alike: the second layer does not care where a token "
-        "comes from. One dark cell a row: an expert's tokens stay together. Grey: no tokens.",
+        "Of the tokens that an expert gets, the percentage that goes to each expert of the "
+        "next Switch layer. Rows alike: the second layer does not care where a token comes "
+        "from. One dark cell a row: an expert's tokens stay together. Grey: no tokens."
+        f"{note}",
         [plots.transition_figure(shares, pairs)],
     )
 
@@ -345,22 +372,38 @@ def classes(run: RoutingRun) -> Section:
 
 def tokens(run: RoutingRun) -> Section:
     """The tokens that tell most about each expert."""
-    tables = []
-    columns, E = ("expert", "tokens of the sample", "typical"), run.final.num_experts
+    tables, E = [], run.final.num_experts
     for stack in run.final.stacks:
         for layer, expert_TS in zip(stack.layers, stack.expert_NTS, strict=True):
-            rows, counts = [], token_counts(expert_TS, stack.token_T, E)
-            for e in range(E):
-                typical = typical_tokens(counts, e, NUM_TYPICAL_TOKENS)
-                shown = [f"{visible(run.text_of(t.token))} {t.share:.0%}" for t in typical]
-                rows.append((e, int(np.sum(expert_TS == e)), "\n".join(shown)))
-            tables.append(Table(columns, rows, title=layer, codes=("typical",)))
-    return Section(
-        "Typical tokens",
-        "Tokens that each expert gets often and more often than the others do, with the share "
-        "of the token's choices that are this expert's.",
-        tables=tables,
-    )
+            counts = token_counts(expert_TS, stack.token_T, E)
+            typical = {e: typical_tokens(counts, e, NUM_TYPICAL_TOKENS) for e in range(E)}
+            load_E = np.bincount(expert_TS.reshape(-1), minlength=E)
+            tables.append(typical_table(layer, typical, load_E, run.text_of))
+    return Section("Typical tokens", TYPICAL, tables=tables)
+
+
+TYPICAL = (
+    "Tokens that each expert gets often and more often than the others do, with the share of "
+    "the token's choices that are this expert's."
+)
+
+
+def typical_table(
+    layer: str,
+    typical: Mapping[int, Sequence[TypicalToken]],
+    load_E: np.ndarray,
+    text_of: Callable[[int], str],
+) -> Table:
+    """The typical tokens of a layer's experts."""
+    rows = [
+        (
+            e,
+            int(load_E[e]),
+            "\n".join(f"{visible(text_of(t.token))} {t.share:.0%}" for t in own),
+        )
+        for e, own in typical.items()
+    ]
+    return Table(("expert", "choices", "typical"), rows, title=layer, codes=("typical",))
 
 
 def similarity(run: RoutingRun) -> Section:

@@ -242,10 +242,16 @@ def transitions_between(
     here_TS: np.ndarray, there_TS: np.ndarray, num_experts: int
 ) -> np.ndarray:
     """Tokens from each expert of one layer to each one of another, `[E, E]`; `transitions`."""
-    E = num_experts
-    num_pairs_T = (here_TS < E).sum(axis=1) * (there_TS < E).sum(axis=1)
-    weight_T = 1 / np.maximum(num_pairs_T, 1)
-    counts = np.zeros(E * E)
+    is_here_TS, is_there_TS = here_TS < num_experts, there_TS < num_experts
+    num_pairs_T = is_here_TS.sum(axis=1) * is_there_TS.sum(axis=1)
+    return expert_pairs(here_TS, there_TS, num_experts, 1 / np.maximum(num_pairs_T, 1))
+
+
+def expert_pairs(
+    here_TS: np.ndarray, there_TS: np.ndarray, num_experts: int, weight_T: np.ndarray
+) -> np.ndarray:
+    """Sums of weights over tokens that chose one expert here and one there, `[E, E]`."""
+    E, counts = num_experts, np.zeros(num_experts**2)
     for here_T in here_TS.T:
         for there_T in there_TS.T:
             is_pair_T = (here_T < E) & (there_T < E)

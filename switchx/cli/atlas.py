@@ -25,6 +25,18 @@ Written are atlas.html, tables/MODEL/*.parquet, and record_MODEL.parquet, the re
 (docs/records.md).
 """
 
+NUMBERS = {
+    "knockouts": (
+        256,
+        "most experts that are removed, each alone: each label's specialist, and "
+        "others drawn; 0 removes none",
+    ),
+    "knockout_texts": (64, "texts of each label that are scored without them"),
+    "max_tokens": (512, "tokens of a row; longer texts are several rows"),
+    "min_tokens": (100, "tokens that a label has at least"),
+    "batch_size": (32, "rows at once"),
+}
+
 
 def add_command(commands) -> None:
     parser = shared.add_command(
@@ -69,23 +81,10 @@ def add_command(commands) -> None:
         help="checkpoint of the second model",
     )
     shared.add_task(parser)
-    parser.add_argument(
-        "--knockouts",
-        type=_knockouts,
-        default=256,
-        metavar="all|N|none",
-        help="most experts that are removed, each alone: each label's specialist, and others "
-        "drawn (default: %(default)s)",
-    )
-    for name, default, what in (
-        ("knockout_texts", 64, "texts of each label that are scored without them"),
-        ("max_tokens", 512, "tokens of a row; longer texts are several rows"),
-        ("min_tokens", 100, "tokens that a label has at least"),
-        ("batch_size", 32, "rows at once"),
-    ):
+    for name, (default, what) in NUMBERS.items():
         parser.add_argument(
             f"--{name}",
-            type=shared.positive,
+            type=_number if name == "knockouts" else shared.positive,
             default=default,
             metavar="N",
             help=f"{what} (default: %(default)s)",
@@ -113,10 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     with TerminalReporter(unit="item") as reporter:
         reporter.note("loading JAX and the model")
         report = _write(arguments, reporter)
-    if arguments.json:
-        print(json_text(report))
-    else:
-        print(report["page"])
+    print(json_text(report) if arguments.json else report["page"])
     return 0
 
 
@@ -128,36 +124,28 @@ def _write(arguments: argparse.Namespace, reporter) -> dict:
     from switchx.routing_atlas import make_atlas, write_page
     from switchx.training.compilation_cache import compiled_programs_kept
 
+    def chosen(*names: str) -> dict:
+        return {name: getattr(arguments, name) for name in names}
+
     output = require_free(arguments.output)
-    texts = read_labelled_texts(
-        arguments.input,
-        text_column=arguments.text_column,
-        label_column=arguments.label_column,
-        target_column=arguments.target_column,
-    )
+    columns = chosen("text_column", "label_column", "target_column")
+    texts = read_labelled_texts(arguments.input, **columns)
     reporter.note(str(texts.account))
-    folders = [(arguments.model_dir, arguments.step)]
+    folders = [(arguments.model_dir, arguments.step, arguments.task)]
     if arguments.against is not None:
-        folders.append((arguments.against, arguments.against_step))
+        folders.append((arguments.against, arguments.against_step, None))
     atlases = []
     with new_folder(output) as folder, compiled_programs_kept(None, reporter.note):
-        for name, (model_dir, step) in zip(_names(folders), folders, strict=True):
-            task = arguments.task if not atlases else None
-            model = api.load(model_dir, step, task=task)
+        for name, (model_dir, step, task) in zip(_names(folders), folders, strict=True):
             atlas = make_atlas(
-                model,
+                api.load(model_dir, step, task=task),
                 texts,
                 folder,
                 name=name,
                 run_folder=None if is_artifact(model_dir) else model_dir,
-                knockouts=arguments.knockouts,
-                knockout_texts=arguments.knockout_texts,
-                max_tokens=arguments.max_tokens,
-                min_tokens=arguments.min_tokens,
-                batch_size=arguments.batch_size,
                 dropless=arguments.capacity == "dropless",
-                seed=arguments.seed,
                 reporter=reporter,
+                **chosen(*NUMBERS, "seed"),
             )
             atlases.append(atlas)
         report = write_page(folder / "atlas.html", atlases)
@@ -166,13 +154,11 @@ def _write(arguments: argparse.Namespace, reporter) -> dict:
 
 def _names(folders: list[tuple]) -> list[str]:
     """Names of the models: of their folders, and where these are equal with the step."""
-    names = [pathlib.Path(folder).expanduser().absolute().name for folder, _ in folders]
+    names = [pathlib.Path(folder).expanduser().absolute().name for folder, *_ in folders]
     if len(set(names)) < len(names):
         names[1] += f"_{folders[1][1]}" if folders[1][1] is not None else "_against"
     return names
 
 
-def _knockouts(text: str) -> int | str:
-    if text in ("all", "none"):
-        return text
-    return shared.positive(text)
+def _number(text: str) -> int:
+    return 0 if text == "0" else shared.positive(text)

@@ -135,7 +135,7 @@ def _reshape(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, An
             score = arguments.score or "frequency"
             if score == "brute_force":
                 reporter.note("measuring the loss without each expert")
-                samples = with_harm(model, text, samples, rows[0]["loss_nats"])
+                samples = with_harm(model, text, samples)
                 for line in agreement(model.config, model.params, samples):
                     reporter.note(line)
             config, params = drop_experts(config, model.params, samples, experts, score)

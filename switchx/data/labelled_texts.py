@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from switchx.characters import require_characters
-from switchx.data.corpora import tables
 from switchx.data.corpora.corpus import Account
 from switchx.data.corpora.found_files import FoundFiles
 from switchx.data.corpora.packed_files import name_of, read_lines
@@ -83,7 +82,7 @@ def read_labelled_texts(
         for place, row in _rows(file, columns, text_column, tally):
             text = _text(row, text_column, place)
             target = "" if target_column is None else _text(row, target_column, place)
-            if not text.strip() or (target_column is not None and not target.strip()):
+            if not text.strip() or not (target_column is None or target.strip()):
                 tally["blank texts"] += 1
                 continue
             texts.append(text)
@@ -112,11 +111,12 @@ def read_labelled_texts(
 
 def _labels_of_files(files: list[Folder]) -> dict[Folder, str]:
     """The file's name without suffixes; with its folder's, where another file has it too."""
-    stems = collections.Counter(name_of(file.name).stem for file in files)
-    labels = {}
-    for file in files:
-        stem = name_of(file.name).stem
-        labels[file] = stem if stems[stem] == 1 else f"{file.parent.name}/{stem}"
+    stems = {file: name_of(file.name).stem for file in files}
+    times = collections.Counter(stems.values())
+    labels = {
+        file: stem if times[stem] == 1 else f"{file.parent.name}/{stem}"
+        for file, stem in stems.items()
+    }
     twice = [name for name, times in collections.Counter(labels.values()).items() if times > 1]
     require(
         not twice,
@@ -139,9 +139,6 @@ def _rows(
         for number, text in enumerate(cut_lines(read_lines(file), MAX_CHARACTERS), 1):
             require_characters(text, f"{file}: document {number}")
             yield f"{file}: document {number}", {text_column: text}
-        return
-    if name_of(file.name).kind in tables.KINDS:
-        yield from tables.read_table(file, tally, columns)
         return
     for number, row in enumerate(read_rows(file, RawFile(file.name), tally), 1):
         missing = [column for column in columns if column not in row]

@@ -28,7 +28,7 @@ from switchx.inference.offload.chosen_experts import ChosenExperts, layer_path, 
 from switchx.inference.offload.expert_slots import slotted
 from switchx.inference.run_exported import ExportedModel
 from switchx.models.config import ModelConfig
-from switchx.models.knock_out import with_logit_biases, without_expert
+from switchx.models.knock_out import without_each
 from switchx.models.params import forward
 from switchx.models.reshape import LayerSample, gates_of_rows
 from switchx.training.evaluate import eval_step, evaluate
@@ -151,32 +151,16 @@ def sample_layers(model: Model, text: ValidationText) -> list[LayerSample]:
 
 
 def with_harm(
-    model: Model, text: ValidationText, samples: Sequence[LayerSample], loss: float
+    model: Model, text: ValidationText, samples: Sequence[LayerSample]
 ) -> list[LayerSample]:
-    """The samples with the rise of the validation loss where each expert alone is removed.
-
-    Args:
-        loss: the loss with all experts, nats a token.
-    """
-    config, params = with_logit_biases(model.config, model.params)
-    masked = dataclasses.replace(model, config=config)
+    """The samples with the rise of the validation loss where each expert alone is removed."""
+    config = model.config
+    experts = itertools.product(config.sparse_layer_names, range(config.switch.num_experts))
+    loss, *without = (validation_loss(each, text) for each in without_each(model, experts))
+    harm_NE = np.reshape(without, (len(samples), -1)) - loss
     return [
-        dataclasses.replace(
-            sample,
-            harm_E=np.array(
-                [
-                    validation_loss(
-                        dataclasses.replace(
-                            masked, params=without_expert(config, params, layer, expert)
-                        ),
-                        text,
-                    )
-                    - loss
-                    for expert in range(config.switch.num_experts)
-                ]
-            ),
-        )
-        for layer, sample in zip(config.sparse_layer_names, samples, strict=True)
+        dataclasses.replace(sample, harm_E=harm_E)
+        for sample, harm_E in zip(samples, harm_NE, strict=True)
     ]
 
 

@@ -7,10 +7,9 @@ parameter, the bias of the router's logits: all experts share one compiled progr
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import jax.numpy as jnp
-import numpy as np
 
 from switchx.fields import require
 from switchx.models.config import ModelConfig, require_our_blocks
@@ -29,7 +28,7 @@ def with_logit_biases(config: ModelConfig, params: dict) -> tuple[ModelConfig, d
     require(
         switch is not None and switch.router.has_weights and switch.num_candidates > 1,
         "experts cannot be removed one by one where tokens have no others to choose (a dense "
-        "model, a hash router, one expert); leave the knock-outs out: --knockouts=none",
+        "model, a hash router, one expert); leave the knock-outs out: --knockouts=0",
     )
     router = dataclasses.replace(switch.router, has_logit_bias=True)
     config = dataclasses.replace(config, switch=dataclasses.replace(switch, router=router))
@@ -68,10 +67,23 @@ def _masked(params: dict, path: tuple[str, ...], place: tuple[int, ...]) -> dict
         return params | {path[0]: _masked(params[path[0]], path[1:], place)}
     # A bias that balances loads is added to probabilities: it alone may choose an expert.
     names = [name for name in ("b_router_E", "router_bias_E") if name in params]
-    return params | {name: _set(params[name], place) for name in names}
+    return params | {name: jnp.asarray(params[name]).at[place].set(NEVER) for name in names}
 
 
-def _set(array: Any, place: tuple[int, ...]):
-    changed = np.array(array)
-    changed[place] = NEVER
-    return jnp.asarray(changed)
+def without_each(model, experts: Iterable[tuple[str, int]]) -> Iterator:
+    """Yields a model, first whole, then without each of `experts` alone.
+
+    All run by the programs of the first.
+
+    Args:
+        model: dataclass with a `config` and its `params`, such as `switchx.Model`.
+        experts: Switch layer and number of each expert.
+
+    Raises:
+        ValueError: as `with_logit_biases`.
+    """
+    config, params = with_logit_biases(model.config, model.params)
+    yield dataclasses.replace(model, config=config, params=params)
+    for layer, expert in experts:
+        masked = without_expert(config, params, layer, expert)
+        yield dataclasses.replace(model, config=config, params=masked)

@@ -15,10 +15,12 @@ import pytest
 import scipy.stats
 
 from switchx.analysis import atlas
-from switchx.analysis.atlas import Labels
-from switchx.analysis.atlas_page import Atlas, differences, overview, sections
+from switchx.analysis.atlas import Atlas, Labels
+from switchx.analysis.atlas_page import differences, overview, sections
 from switchx.analysis.atlas_tables import TableFolder, layer_tables, model_tables
+from switchx.analysis.drift import drift
 from switchx.analysis.report import page
+from switchx.analysis.routing import read_snapshots
 from switchx.models.config import RouterConfig, SwitchConfig
 from switchx.routing_record import RecordInfo, RecordWriter, StackRecord, open_record
 from tests.analysis.parsed_page import Parser
@@ -46,32 +48,21 @@ def random_part(rng, num_layers: int, rows=B, length=L, experts=E, choices=S, id
     )
 
 
-def write_record(path, layers, batches: int, seed: int = 0, **sizes):
-    """Rows 0, 1, ...; the last two rows of the last batch only fill it."""
-    rng = np.random.default_rng(seed)
-    switch = SwitchConfig(
-        sizes.get("experts", E),
-        router=RouterConfig(num_selected=sizes.get("choices", S), overflow="dropless"),
-        expert_capacity=1,
-    )
-    rows = sizes.get("rows", B)
-    with RecordWriter(path, RecordInfo(switch, layers, 0, "score")) as writer:
-        for number in range(batches):
-            ids = number * rows + np.arange(rows)
-            if number == batches - 1:
-                ids[-2:] = -1
-            parts = {
-                stack: random_part(rng, len(names), **sizes) for stack, names in layers.items()
-            }
-            if "decoder" in parts:
-                parts["decoder"].token_BL[:, 0] = 0  # the start token
-            writer.add(number, parts, rows, ids)
-    return open_record(path)
-
-
 @pytest.fixture(scope="module")
 def record(tmp_path_factory):
-    return write_record(tmp_path_factory.mktemp("atlas") / "record.parquet", LAYERS, 3)
+    """Rows 0, 1, ...; the last two rows of the last batch only fill it."""
+    path, rng = (
+        tmp_path_factory.mktemp("atlas") / "step_000000.parquet",
+        np.random.default_rng(0),
+    )
+    router = RouterConfig(num_selected=S, overflow="dropless")
+    info = RecordInfo(SwitchConfig(E, router=router, expert_capacity=1), LAYERS, 0, "score")
+    with RecordWriter(path, info) as writer:
+        for number, ids in enumerate(np.arange(3 * B).reshape(3, B)):
+            parts = {stack: random_part(rng, len(names)) for stack, names in LAYERS.items()}
+            parts["decoder"].token_BL[:, 0] = 0  # the start token
+            writer.add(number, parts, B, np.where(ids < 3 * B - 2, ids, -1))
+    return open_record(path)
 
 
 @pytest.fixture(scope="module")
@@ -85,39 +76,21 @@ def layers(record, labels):
     return list(atlas.read_layers(record, labels))
 
 
-@dataclasses.dataclass
-class Seen:
-    """A token of a text as a loop finds it."""
-
-    row: int
-    token: int
-    experts: tuple[int, ...]
-    gates: tuple[float, ...]
-    prob: float
-    margin: float
-    dropped: int
+Seen = collections.namedtuple("Seen", "row token experts gates prob margin dropped")
 
 
 def tokens_of(record, layer: str) -> list[Seen]:
+    """Tokens of texts as a loop finds them."""
     found = []
     for batch in record.batches([layer.split()[0]], [layer]):
-        for b, row in enumerate(batch.row_B.tolist()):
-            for place in range(batch.token_BL.shape[1]):
-                token = int(batch.token_BL[b, place])
-                if row < 0 or not batch.segment_BL[b, place] or not token:
-                    continue
-                at = (0, b, place)
-                found.append(
-                    Seen(
-                        row,
-                        token,
-                        tuple(batch.expert_NBLS[at].tolist()),
-                        tuple(batch.prob_NBLR[at].tolist()),
-                        float(batch.prob_NBLR[at][0]),
-                        float(batch.margin_NBL[at]),
-                        int(batch.is_dropped_NBLS[at].sum()),
-                    )
-                )
+        for (b, place), token in np.ndenumerate(batch.token_BL):
+            row, at = int(batch.row_B[b]), (0, b, place)
+            if row < 0 or not batch.segment_BL[b, place] or not token:
+                continue
+            experts, gates = batch.expert_NBLS[at].tolist(), batch.prob_NBLR[at].tolist()
+            dropped = int(batch.is_dropped_NBLS[at].sum())
+            margin = float(batch.margin_NBL[at])
+            found.append(Seen(row, int(token), experts, gates, gates[0], margin, dropped))
     return found
 
 
@@ -126,12 +99,8 @@ def test_layers_by_a_loop_over_tokens(record, labels, layers):
     assert [each.previous for each in layers] == [None, "encoder 1", None]
     for layer in layers:
         seen = tokens_of(record, layer.layer)
-        load, together, by_label = (
-            np.zeros(E, int),
-            np.zeros((E, E), int),
-            np.zeros((E, 3), int),
-        )
-        of_label = np.zeros(3, int)
+        shapes = (E, (E, E), (E, 3), 3)
+        load, together, by_label, of_label = (np.zeros(shape, int) for shape in shapes)
         for each in seen:
             k = labels.label_R[labels.text_B[each.row]]
             of_label[k] += 1
@@ -151,8 +120,7 @@ def test_layers_by_a_loop_over_tokens(record, labels, layers):
         assert layer.dropped == pytest.approx(
             sum(each.dropped for each in seen) / len(seen) / S
         )
-        shares = load / load.sum()
-        effective = math.exp(scipy.stats.entropy(shares))
+        effective = math.exp(scipy.stats.entropy(load))
         assert layer.effective_experts == pytest.approx(effective)
         for i, j in itertools.permutations(range(E), 2):
             assert layer.coactivation_EE[i, j] == pytest.approx(together[i, j] / load[i])
@@ -295,7 +263,7 @@ def test_knock_outs_by_a_loop():
     change_XR = rng.normal(0, 0.1, (2, 30)) * (tokens_R > 0)
     change_XR[1, labels.label_R == 2] += 1.0 * (tokens_R[labels.label_R == 2] > 0)
     removed = [("encoder 1", 3), ("decoder 1", 0)]
-    found = atlas.knock_outs(removed, loss_R, loss_R + change_XR, tokens_R, labels, 12, seed=5)
+    found = atlas.knock_outs(removed, loss_R, loss_R + change_XR, tokens_R, labels, seed=5)
     for k in range(3):
         own = [r for r in range(30) if labels.label_R[r] == k and tokens_R[r]]
         assert found.tokens_K[k] == sum(tokens_R[r] for r in own)
@@ -306,10 +274,9 @@ def test_knock_outs_by_a_loop():
             assert found.change_XK[x, k] == pytest.approx(change)
     assert found.p_XK[1, 2] == 1 / (1 + atlas.NUM_PERMUTATIONS)
     assert found.p_XK[1, :2].min() > 0.5 and found.p_XK[0].min() > 0.001
-    assert (found.row("decoder 1", 0), found.row("decoder 1", 1)) == (1, None)
     # A t-test of the same two groups, texts of one length, is of one mind.
     even = np.where(tokens_R > 0, 5, 0)
-    p = atlas.knock_outs(removed, loss_R, loss_R + change_XR, even, labels, 12).p_XK[0]
+    p = atlas.knock_outs(removed, loss_R, loss_R + change_XR, even, labels).p_XK[0]
     for k in range(3):
         is_own = (labels.label_R == k)[even > 0]
         sample = change_XR[0, even > 0]
@@ -330,63 +297,22 @@ def test_the_specialist_takes_most_more_of_its_label(layers):
         assert max(excess, key=excess.get) == (name, e)
 
 
-def test_flips_by_a_loop(record, tmp_path):
-    other = write_record(tmp_path / "other.parquet", LAYERS, 3, seed=0)
-    assert [(each.differing, each.overlap) for each in atlas.flips(record, other)] == [
-        (0.0, 1.0)
-    ] * 3
-    # The same texts, other choices.
-    one, two = (list(record.batches()) for _ in range(2))
-    path, rng = tmp_path / "changed.parquet", np.random.default_rng(1)
-    with RecordWriter(path, record.info) as writer:
-        for batch in one:
-            names = {field.name for field in dataclasses.fields(StackRecord)}
-            part = {name: getattr(batch, name).copy() for name in names}
-            is_moved = rng.random(part["rank_NBLR"].shape[:-1]) < 0.3
-            part["rank_NBLR"][is_moved] = (part["rank_NBLR"][is_moved] + 1) % E
-            part["expert_NBLS"] = part["rank_NBLR"]
-            parts = {batch.stack: StackRecord(**part)}
-            writer.add(batch.number, parts, batch.batch_size, batch.row_B)
-    changed = open_record(path)
-    for each in atlas.flips(record, changed):
-        pairs = list(
-            zip(tokens_of(record, each.layer), tokens_of(changed, each.layer), strict=True)
-        )
-        sets = [(set(a.experts), set(b.experts)) for a, b in pairs]
-        assert each.differing == pytest.approx(np.mean([a != b for a, b in sets]))
-        assert each.overlap == pytest.approx(np.mean([len(a & b) / S for a, b in sets]))
-        assert 0.2 < each.differing < 0.4
-    assert two
-
-
-def test_records_that_cannot_be_compared_say_why(record, tmp_path):
-    fewer = write_record(tmp_path / "a.parquet", {"encoder": ["encoder 1"]}, 3)
-    assert atlas.flips(record, fewer) == "the models have other Switch layers"
-    more = write_record(tmp_path / "b.parquet", LAYERS, 3, experts=E + 1)
-    assert atlas.flips(record, more) == "the models have 6 and 7 experts"
-    others = write_record(tmp_path / "c.parquet", LAYERS, 3, seed=1)
-    assert atlas.flips(record, others) == "the models read other token ids of the texts"
-
-
 @pytest.fixture(scope="module")
 def mapped(record, labels, layers):
     """An atlas of the record, of which two experts were removed by made-up losses."""
     loss_R, tokens_R = np.ones(11), np.full(11, 5)
     removed = [("encoder 1", 0), ("decoder 1", 3)]
+    (sample,) = read_snapshots(record.path.parent)
     return Atlas(
         name="made up",
-        labels=labels.names,
-        texts_K=np.bincount(labels.label_R),
+        labels=labels,
         layers=layers,
         how="as it was made",
         loss_K=np.ones(3),
-        knock_outs=atlas.knock_outs(
-            removed, loss_R, loss_R + np.eye(2, 11), tokens_R, labels, 3 * E
-        ),
-        saturation=(np.array([0, 5]), np.ones((2, 3)), [each.layer for each in layers]),
+        knock_outs=atlas.knock_outs(removed, loss_R, loss_R + np.eye(2, 11), tokens_R, labels),
+        snapshots=[dataclasses.replace(sample, step=step) for step in (0, 5)],
         text_of=lambda ids: "".join(f"<{each}>" for each in ids),
         piece_of="<{}>".format,
-        label_of=lambda text: labels.names[labels.label_R[text]],
         record=record.path,
     )
 
@@ -396,11 +322,11 @@ def test_page_shows_every_section_offline(record, mapped):
     assert [each.title for each in one] == [
         "Layers", "Labels", "Load", "Experts by label", "Without single experts",
         "Chosen together", "From expert to expert", "Vocabulary", "Examples",
-        "Saturation over training",
+        "Saturation",
     ]  # fmt: skip
     assert len(overview([mapped, mapped]).tables[0].rows) == 2 * 3
-    (table,) = differences(atlas.flips(record, record)).tables
-    assert [row[1:] for row in table.rows] == [("0.00%", "100.00%")] * 3
+    (table,) = differences(drift(record, record)).tables
+    assert [row[1:] for row in table.rows] == [["0.00%", "100.00%"]] * 3
     assert "token: another" in differences("another").text
     parsed = Parser(page("made <up>", {}, one))
     assert len(parsed.references) == 5  # a picture each
@@ -452,8 +378,8 @@ def test_labels_of_other_texts_are_refused(record):
 COST = """
 import pathlib, resource, sys, time
 import numpy as np
-from switchx.analysis.atlas import Labels, read_layers
-from switchx.analysis.atlas_page import Atlas, sections
+from switchx.analysis.atlas import Atlas, Labels, read_layers
+from switchx.analysis.atlas_page import sections
 from switchx.analysis.atlas_tables import TableFolder, layer_tables, model_tables
 from switchx.analysis.report import page
 from switchx.routing_record import open_record
@@ -466,8 +392,8 @@ with TableFolder(folder / "tables", "random") as tables:
         layer_tables(tables, layer, labels, piece)
         layers.append(layer.without_tokens())
     atlas = Atlas(
-        "random", labels.names, np.full(4, rows // 4), layers, "", np.zeros(4), None, None,
-        lambda ids: " ".join(map(piece, ids)), piece, lambda text: "abcd"[text % 4], folder,
+        "random", labels, layers, "", np.zeros(4), None, [],
+        lambda ids: " ".join(map(piece, ids)), piece, folder,
     )
     model_tables(tables, atlas)
 text = page("random", {}, sections([atlas]))

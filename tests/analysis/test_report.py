@@ -184,7 +184,7 @@ def test_likeness_of_layers(run):
 
 def test_one_evaluation_and_single_layers_are_said_so(run):
     alone = dataclasses.replace(run, snapshots=run.snapshots[-1:])
-    assert "there is one" in report.saturation(alone).text
+    assert "takes a run folder with two evaluations" in report.saturation(alone).text
     decoder = dataclasses.replace(run.final, stacks=run.final.stacks[1:])
     single = dataclasses.replace(run, snapshots=[decoder])
     assert "No stack has two" in report.transition(single).text

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from switchx.models.config import RouterConfig, SwitchConfig
-from switchx.models.knock_out import with_logit_biases, without_expert
+from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
+from switchx.models.knock_out import with_logit_biases, without_each, without_expert
 from switchx.models.params import forward
 from switchx.models.reshape import LayerSample, drop_experts
 from switchx.models.unroll import unrolled
@@ -32,6 +32,12 @@ ROUTERS = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Model:
+    config: ModelConfig
+    params: dict
+
+
 def model_of(router: RouterConfig, **changes):
     switch = SwitchConfig(E, every=2, expert_capacity=1, router=router, **changes)
     return dataclasses.replace(ENCODER_DECODER, switch=switch)
@@ -48,12 +54,7 @@ def choices(model, params, batch):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("top 1", marks=pytest.mark.slow),
-        pytest.param("top 2", marks=pytest.mark.slow),
-        "bias",
-    ],
+    "name", ["bias", *(pytest.param(f"top {s}", marks=pytest.mark.slow) for s in (1, 2))]
 )
 def test_it_is_the_model_without_the_expert(name):
     """One sparse layer, whose expert 2 is dropped by `drop_experts`."""
@@ -118,12 +119,13 @@ def test_scanned_layers_are_masked_as_unrolled_ones():
 def test_experts_of_attention_are_removed():
     model = model_of(RouterConfig(), sublayers="both")
     batch = make_batch(model, 4)
-    model, params = with_logit_biases(model, make_params(model))
     names = model.sparse_layer_names
-    for name in ("encoder 1 attention", "encoder 1 ffn"):
-        removed = without_expert(model, params, name, 0)
-        experts = choices(model, removed, batch)[0].expert_BLS[names.index(name)]
-        assert (np.asarray(experts) != 0).all()
+    whole = Model(model, make_params(model))
+    experts = [("encoder 1 attention", 0), ("encoder 1 ffn", 0)]
+    _, *without = without_each(whole, experts)
+    for (name, _), each in zip(experts, without, strict=True):
+        chosen = choices(each.config, each.params, batch)[0].expert_BLS[names.index(name)]
+        assert (np.asarray(chosen) != 0).all()
 
 
 def test_models_without_a_choice_are_refused():
