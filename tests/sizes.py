@@ -11,10 +11,10 @@ import sys
 from tests.processes import ROOT
 
 BUDGETS = {
-    "switchx": 72_500,
+    "switchx": 72_300,
     "pallas_kernels": 9_700,
     "experiments": 6_400,
-    "tests": 75_000,
+    "tests": 73_100,
     "tests/bench": 500,
 }
 

@@ -121,8 +121,11 @@ def test_what_cannot_be_made_is_refused_in_a_line(runs, in_a_folder, capsys, kin
 
 
 @pytest.mark.slow  # a model with experts removed one by one
-def test_experts_are_scored_and_the_scores_compared(tiny_run, tmp_path, one_device, capsys):
-    words = [f"--model_dir={tiny_run}", "--experts=4", "--reduce=drop"]
+def test_experts_are_scored_and_the_scores_compared(
+    in_a_folder, tiny_run, tmp_path, one_device, capsys
+):
+    shutil.copytree(tiny_run, in_a_folder / "runs/tiny")
+    words = ["--model_dir=runs/tiny", "--experts=4", "--reduce=drop"]
     output = f"--output={tmp_path / 'forced'}"
     assert main(["reshape", *words, output, "--score=brute_force"]) == 0
     said = capsys.readouterr().err
