@@ -422,15 +422,18 @@ class _Evaluation:
         job, program, folder = self._checked_job, self._program, self.folder
         self.reporter.note(f"evaluating {folder.checkpoints / str(step)}")
         change = {} if self.replayed is None else {"change": self.replayed.given}
-        with program.scope():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(program.scope())
             target = program.abstract_state.params
             params = restore_params(folder.path, step, target=target, model=job.model)
-            if self.recording is None:
-                return loop.evaluate_job(job, program, params, **change)
-            fingerprint = checkpoint_fingerprint(folder, step, job.vocabulary)
-            with self.recording.writer(job, step, fingerprint) as writer:
-                metrics = loop.evaluate_job(job, program, params, self.recording, **change)
-        self.reporter.note(writer.summary())
+            if self.recording is not None:
+                fingerprint = checkpoint_fingerprint(folder, step, job.vocabulary)
+                stack.enter_context(self.recording.writer(job, step, fingerprint))
+            metrics = loop.evaluate_job(job, program, params, self.recording, **change)
+            if self.replayed is not None:
+                self.replayed.require_end()
+        if self.recording is not None:
+            self.reporter.note(self.recording.summary)
         return metrics
 
     @property
@@ -485,6 +488,14 @@ class _Replayed:
         switch = dataclasses.replace(model.switch, router=router)
         return dataclasses.replace(job, model=dataclasses.replace(model, switch=switch))
 
+    def require_end(self) -> None:
+        """Raises ValueError where the record has more batches than were evaluated."""
+        require(
+            next(self._batches, None) is None,
+            f"{self._record.path} has more batches than the {self._number} of this evaluation; "
+            "evaluate all that were recorded (TrainingJob.eval_batches)",
+        )
+
     def given(self, batch: Batch) -> Batch:
         """The next batch, with the choices of the record."""
         _, parts = next(self._batches, (None, ()))
@@ -533,6 +544,11 @@ class _Recording:
         info = RecordInfo(switch, layers, step, "eval", model, vocabulary)
         self._writer = RecordWriter(self._path, info, self._most)
         return self._writer
+
+    @property
+    def summary(self) -> str:
+        """What was written, in words."""
+        return self._writer.summary()
 
     def begin_task(self) -> None:
         """Batches of all tasks follow each other."""

@@ -248,9 +248,9 @@ class RecordWriter:
         self._info, self._most, self._writer = info, max_places, None
         self.places, self.is_full = 0, False
         require(
-            not self._path.is_dir() and self._path.parent.is_dir(),
-            f"record={str(self._path)!r} cannot be written: its folder is not there, or it is "
-            "a folder; give a file in a folder that exists",
+            not self._path.is_dir() and os.access(self._path.parent, os.W_OK | os.X_OK),
+            f"record={str(self._path)!r} cannot be written: its folder is not there or is "
+            "locked, or it is a folder; give a file in a folder that exists",
         )
         require(
             info.switch.num_experts < np.iinfo(np.int16).max,

@@ -145,8 +145,8 @@ def test_a_record_is_there_whole_or_not_at_all(plain):
     ):
         pass
     with refused(
-        f"record='{path.parent}' cannot be written: its folder is not there, or it is a "
-        "folder; give a file in a folder that exists"
+        f"record='{path.parent}' cannot be written: its folder is not there or is "
+        "locked, or it is a folder; give a file in a folder that exists"
     ):
         RecordWriter(path.parent, info)
 

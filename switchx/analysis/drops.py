@@ -221,7 +221,7 @@ def prediction_errors(
 
 
 def sentence(current: Drops, factor: float, others: Sequence[Drops], most: float = 0.01) -> str:
-    """What a model drops, and what other settings and capacities would change, in words.
+    """What one setting drops, and what other settings and capacities would change, in words.
 
     Args:
         factor: the factor that is compared at.
@@ -229,8 +229,8 @@ def sentence(current: Drops, factor: float, others: Sequence[Drops], most: float
         most: share of drops that a larger capacity is named for.
     """
     said = (
-        f"At factor {factor:g} and {current.name} this model drops "
-        f"{current.share(factor):.2%} of its choices"
+        f"At factor {factor:g} and {current.name} "
+        f"{current.share(factor):.2%} of the choices find no slot"
     )
     if (least := current.balanced_share(factor)) is not None:
         said += f" (a balanced random router {least:.2%})"

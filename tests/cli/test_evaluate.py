@@ -95,6 +95,8 @@ def test_a_record_is_replayed(finished_run, capsys, tmp_path):
     assert earlier["cross_entropy"] != own["cross_entropy"]
     assert main(["eval", folder, f"--replay={path}", "--gin.BATCH_SIZE=4"]) == 2
     assert "has other tokens in batch 0" in capsys.readouterr().err
+    assert main(["eval", folder, f"--replay={path}", "--gin.TrainingJob.eval_batches=1"]) == 2
+    assert "has more batches than the 1 of this evaluation" in capsys.readouterr().err
 
 
 def test_all_checkpoints_are_one_table_that_goes_on(finished_run, capsys, tmp_path):
