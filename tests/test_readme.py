@@ -110,7 +110,7 @@ VARIANTS = {
 MEASURING = "tests/cli/test_measuring.py"
 TESTED_ELSEWHERE = {
     "switchx atlas runs/pretrain_tiny --input code.txt prose.txt --output=atlas": (
-        "tests/cli/test_atlas.py::test_page_and_tables_of_a_run"
+        "tests/cli/test_atlas.py::test_a_run_beside_its_int4"
     ),
     "switchx check accelerator --rehearsal --output=runs/rehearsal": (
         "tests/cli/test_check_accelerator.py::test_a_whole_rehearsal"

@@ -30,7 +30,7 @@ def python(*words: str, **settings) -> subprocess.CompletedProcess:
 
 def commands() -> list[str]:
     """The names of all commands."""
-    (action,) = (each for each in _parser()._actions if each.dest != "help")
+    (action,) = (each for each in _parser()._actions if each.dest not in ("help", "version"))
     return list(action.choices)
 
 
