@@ -10,8 +10,8 @@ _HOMES = {
     "load": "switchx.api",
     "job_from_gin": "switchx.gin_config.building",
     "train": "switchx.jobs",
-    "evaluate": "switchx.jobs",
-    "evaluate_checkpoints": "switchx.jobs",
+    "evaluate": "switchx.model_evaluation",
+    "evaluate_checkpoints": "switchx.model_evaluation",
 }
 __all__ = [*_HOMES]
 

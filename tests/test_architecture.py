@@ -74,7 +74,8 @@ ARROWS = {
     ),
     "cli": (ALL,),
     "jobs": ("text_evaluation", "progress"),
-    "__init__": ("api", "jobs"),
+    "model_evaluation": ("text_evaluation", "progress"),
+    "__init__": ("api", "jobs", "model_evaluation"),
     "__main__": ("cli", "own_code"),
 }
 

@@ -180,7 +180,7 @@ def _evaluate(arguments: argparse.Namespace, reporter) -> tuple[Any, Any]:
     from switchx.checkpoint.run_folder import RunFolder
     from switchx.gin_config import building
     from switchx.inference.artifact import is_artifact
-    from switchx.jobs import evaluate, evaluate_checkpoints
+    from switchx.model_evaluation import evaluate, evaluate_checkpoints
 
     job = None
     if arguments.gin_file is not None or not is_artifact(arguments.model_dir):

@@ -348,3 +348,12 @@ class TrainingJob:
             f"Retention.best_metric={best!r} is not among the metrics of this run's "
             f"evaluations: {', '.join(known)}; {way_out}",
         )
+
+
+def require_job(job, name: str) -> None:
+    """Raises ValueError where what a function `switchx.NAME` was given is no `TrainingJob`."""
+    require(
+        isinstance(job, TrainingJob),
+        f"switchx.{name} takes a TrainingJob, and got {job!r:.60}; "
+        'switchx.job_from_gin("configs/runs/...") makes one of gin files',
+    )

@@ -19,7 +19,7 @@ from switchx.cli import evaluate
 from switchx.cli.main import main
 from switchx.data.text_metrics import METRICS
 from switchx.gin_config import building
-from switchx.jobs import _mesh_of_texts
+from switchx.model_evaluation import _mesh_of_texts
 from switchx.partitioning.mesh import MeshSpec
 from switchx.routing_record import open_record
 from switchx.text_evaluation import metrics_of

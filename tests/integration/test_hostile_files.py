@@ -102,7 +102,7 @@ def attack(file, read, number: int, sign=lambda content: content, **options) -> 
 def test_configurations(tmp_path, make):
     name, read = make(tmp_path / "folder")
     read()
-    assert attack(tmp_path / "folder" / name, read, 300) > 15
+    assert attack(tmp_path / "folder" / name, read, 400) > 25
     read()
 
 
