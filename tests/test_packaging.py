@@ -146,6 +146,23 @@ def test_the_kernels_alone_are_installed_and_run(tmp_path):
     assert "PALLAS_KERNELS_TILINGS" in run("-m", "pallas_kernels", "--help")
 
 
+def test_parts_of_check_accelerator_need_no_package_that_cards_lack():
+    """Machines that cards are lent with have no gin, Grain or TFDS."""
+    program = (
+        "import importlib, sys\n"
+        "for name in ('gin', 'grain', 'tensorflow_datasets'):\n"
+        "    sys.modules[name] = None\n"
+        "from switchx.bench.accelerator.parts import PARTS\n"
+        "for part in PARTS:\n"
+        "    importlib.import_module(part.run.partition(':')[0])\n"
+        "print(len(PARTS))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout == "9\n", done.stderr
+
+
 def test_command_leads_to_main(config):
     (command,) = entries(config, "options.entry_points", "console_scripts")
     name, _, target = command.partition(" = ")

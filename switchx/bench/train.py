@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
-from switchx.bench import storage
 from switchx.bench.peers import torch_peer
 from switchx.interop.huggingface import describe
 from switchx.models.config import ModelConfig, SwitchConfig
@@ -137,7 +136,10 @@ def in_ms(each: Contender) -> dict[str, float]:
 
 def run(rounds: int) -> Report:
     """Measures dense against 8 to 64 experts, and PyTorch where it is installed."""
-    # First: another process may need the device that this one will hold.
+    # First: another process may need the device that this one will hold. Its job reads data;
+    # a card's machine, whose programs import this file too, may have no packages for that.
+    from switchx.bench import storage
+
     parts = [storage.measured(rounds)]
     dense = contender("dense", DENSE)
     switches = {n: contender(f"switch {n}", switch_model(n)) for n in NUM_EXPERTS}

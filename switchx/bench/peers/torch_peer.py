@@ -83,10 +83,21 @@ def trainer(settings: dict) -> Callable[[str], None]:
     )
     dtype = getattr(torch, settings.get("dtype", "float32"))
 
+    def loss_of(**options):
+        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+            return model(input_ids=inputs, labels=labels, **options).loss
+
+    # transformers 5.17 cannot add up the routers' losses that it has; it goes without then,
+    # which is less work for it.
+    router_losses = {"output_router_logits": True}
+    try:
+        loss_of(**router_losses)
+    except ValueError:
+        router_losses = {}
+
     def step(line: str) -> None:
         optimizer.zero_grad()
-        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
-            loss = model(input_ids=inputs, labels=labels, output_router_logits=True).loss
+        loss = loss_of(**router_losses)
         loss.backward()
         optimizer.step()
         if device == "cuda":
