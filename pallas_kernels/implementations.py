@@ -126,17 +126,19 @@ def _is_from_ampere(device: Device) -> bool:
         return False
 
 
-def reads_packed_int4(platform: str | None = None) -> bool:
-    """Whether quantized products read weights of 4 bits packed in uint8, not as `jnp.int4`.
+def form_of_int4(platform: str | None = None) -> str:
+    """The method of `QTensor` that makes weights of 4 bits as quantized products read them.
 
     Args:
-        platform: platform of another machine, whose GPU is a Hopper; None is the device in use.
+        platform: platform of another machine, whose GPU is a Hopper and gets values in the
+            order of channels; None is the device in use.
     """
     if platform is not None:
-        return platform == "cpu"
+        return "packed" if platform == "cpu" else "native"
     device = current_device()
-    is_other_gpu = device.platform == "gpu" and unable("gpu", device) is not None
-    return device.platform == "cpu" or is_other_gpu
+    if device.platform == "gpu":
+        return "fragments" if unable("gpu", device) is None else "packed"
+    return "packed" if device.platform == "cpu" else "native"
 
 
 def _module(op: str, name: str) -> ModuleType:

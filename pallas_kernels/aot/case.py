@@ -137,8 +137,11 @@ def build(case: Case, implementation: str):
         G = 1 if case.group_size is None else D // case.group_size
         eight = jnp.float8_e4m3fn if case.is_float8 else jnp.int8
         values = spec((E, F, D), eight if case.bits == 8 else jnp.int4)
-        if case.bits == 4 and getattr(module, "FORM", "native") == "packed":
+        form = getattr(module, "FORM", "native")
+        if case.bits == 4 and form == "packed":
             values = spec((E, F, D // 2), jnp.uint8)
+        if form == "fragments" and not case.is_float8:
+            options |= {"is_fragments": True}
         w = values, spec((E, F, G), jnp.float32)
         operands = spec((R, D), dtype), *w, counts
     elif case.direction == "weight_gradient":

@@ -22,7 +22,7 @@ from pallas_kernels.bench.timing import Contender, all_in_one_program, one_by_on
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.grouped_matmul.tile_schedule import tiles_by_block
-from pallas_kernels.implementations import choose, reads_packed_int4
+from pallas_kernels.implementations import choose, form_of_int4
 from pallas_kernels.quantization.qtensor import QTensor
 from pallas_kernels.quantization.quantize import dequantize
 from pallas_kernels.quantized_grouped_matmul.api import quantized_grouped_matmul
@@ -181,7 +181,7 @@ def random_weights(cell: Cell, bits: int | None, seed: int):
         values = rng.integers(-128, 128, (E, F, D), np.int8)
         return QTensor(jnp.array(values), scales_EF1, bits)
     q = QTensor(jnp.array(rng.integers(0, 256, (E, F, D // 2), np.uint8)), scales_EF1, bits)
-    return q if reads_packed_int4() else q.native()
+    return getattr(q, form_of_int4())()
 
 
 def weight_bytes(cell: Cell, bits: int | None, experts: int) -> int:

@@ -27,7 +27,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.epilogue import Epilogue, apply_epilogue
 from pallas_kernels.grouped_matmul import gpu_weight_gradient
-from pallas_kernels.grouped_matmul.gpu_schedule import schedule
 from pallas_kernels.grouped_matmul.gpu_swap_ab import Weights, swap_ab
 from pallas_kernels.mosaic_gpu import Mosaic, padded
 from pallas_kernels.sorted_rows import rows_before
@@ -162,14 +161,13 @@ def forward(
     x = mosaic.rows(padded(x_RD, 1, ALIGNMENT), tiling.tile_n)
     block = tiling.tile_m * tiling.warpgroups
     matrices = [mosaic.blocks(each, 1 if transpose_w else 2, block) for each in matrices]
-    tiles, bound_B = schedule(group_sizes_E, num_rows, tiling.tile_n, mosaic)
     epilogue = Epilogue(
         bias_EF=bias_EF, activation=activation, gate_R=gate_R, has_residual=has_residual
     )
-    results = swap_ab(
+    results, end_E = swap_ab(
         x,
         matrices,
-        tiles,
+        group_sizes_E,
         tiling,
         _weights(transpose_w, x_RD.dtype, tiling, mosaic),
         epilogue,
@@ -177,9 +175,7 @@ def forward(
         num_rows=num_rows,
         name="grouped_matmul",
     )
-    y_RF, *residual = finished(
-        results, x_RD, features, tiling, bound_B[1 : len(w) + 1], epilogue, out_dtype
-    )
+    y_RF, *residual = finished(results, x_RD, features, tiling, end_E, epilogue, out_dtype)
     return (y_RF, tuple(residual)) if has_residual else y_RF
 
 
@@ -191,7 +187,7 @@ def finished(
     The first is in `out_dtype`, others, and where that is None all, in the dtype of x.
 
     Args:
-        end_E: the row after each expert's last one.
+        end_E: the row after each expert's last one, which sums in parts need.
     """
     if tiling.splits > 1:
         sums = [sums_RF[:, :features] for sums_RF in results]

@@ -14,6 +14,8 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul.tile_schedule import RowTiles, max_row_tiles
 from pallas_kernels.launches import num_bytes, record
@@ -79,13 +81,61 @@ def _body(
     block,
     mosaic,
 ):
-    num_experts = sizes_gmem.shape[0]
-    tile_P = mosaic.iota(expert_gmem.shape)
     index_B = mosaic.iota(bound_gmem.shape)
-    zero_P, zero_B = tile_P * 0, index_B * 0
+    tile_P = mosaic.iota(expert_gmem.shape)
+    values, count, bound_B = _tiles(sizes_gmem, tile_P, index_B, num_rows, block)
+    refs = expert_gmem, start_gmem, offset_gmem, size_gmem
+    for ref, value_P in zip(refs, values, strict=True):
+        ref[...] = value_P
+    index = mosaic.iota((THREADS,))
+    count_gmem[...] = jnp.where(index == 0, index * 0 + count[0], index * 0 + count[1])
+    bound_gmem[...] = bound_B
+
+
+def table_shape(num_rows: int, num_experts: int, block: int) -> tuple[int, int]:
+    """The shape of the int32 table in shared memory that `schedule_inside` fills."""
+    return 4, _whole(max_row_tiles(num_rows, num_experts, block) + 2)
+
+
+def schedule_inside(sizes_gmem, table_smem, is_made, maker, *, num_rows, block, mosaic):
+    """`schedule` within the kernel of a product, by each of its blocks for itself.
+
+    That kernel then waits for no other one, which takes as long as it does (5 us of 37 to 73
+    with few rows: experiments/accelerator). All warpgroups call this, and may read the tiles
+    when it returns.
+
+    Args:
+        table_smem: int32 of `table_shape`.
+        is_made: barrier of one arrival.
+        maker: the number of the warpgroup that makes the schedule.
+    """
+    size = table_smem.shape[1]
+
+    @pl.when(lax.axis_index("wg") == maker)
+    def _():
+        tile_P = mosaic.iota((size,))
+        (expert_P, *others), count, _ = _tiles(sizes_gmem, tile_P, None, num_rows, block)
+        # The numbers of tiles stand where no tile can be.
+        for i in range(2):
+            expert_P = jnp.where(tile_P == size - 2 + i, tile_P * 0 + count[i], expert_P)
+        for i, value_P in enumerate([expert_P, *others]):
+            table_smem[i] = value_P
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(is_made)
+
+    plgpu.barrier_wait(is_made)
+    return RowTiles(
+        *(table_smem.at[i] for i in range(4)), count=table_smem.at[0, pl.ds(size - 2, 2)]
+    )
+
+
+def _tiles(sizes_gmem, tile_P, index_B, num_rows: int, block: int):
+    """(expert, start, offset and size of tiles; `RowTiles.count`; bounds, or None)."""
+    num_experts = sizes_gmem.shape[0]
+    zero_P = tile_P * 0
 
     def group(e, carry, end):
-        begin, num_tiles, expert_P, begin_P, end_P, start_P, bound_B = carry
+        begin, num_tiles, expert_P, begin_P, end_P, start_P, *bounds = carry
         first = begin & -ROW_ALIGNMENT
         tiles = (end - first + (block - 1)) >> (block.bit_length() - 1)
         tiles = lax.select(end > begin, tiles, 0)
@@ -99,7 +149,7 @@ def _body(
             jnp.where(is_own_P, zero_P + begin, begin_P),
             jnp.where(is_own_P, zero_P + end, end_P),
             jnp.where(is_own_P, start, start_P),
-            jnp.where(index_B > e, zero_B + end, bound_B),
+            *(jnp.where(index_B > e, index_B * 0 + end, bound_B) for bound_B in bounds),
         )
 
     def expert(e, carry):
@@ -108,17 +158,14 @@ def _body(
         return group(e, carry, end)
 
     zero = sizes_gmem[0] * 0
-    start = zero, zero, zero_P + num_experts, zero_P, zero_P, zero_P, zero_B
+    start = zero, zero, zero_P + num_experts, zero_P, zero_P, zero_P
+    start += () if index_B is None else (index_B * 0,)
     carry = lax.fori_loop(0, num_experts, expert, start)
     of_experts = carry[1]
     # The rows of no expert.
     carry = group(num_experts, carry, jnp.int32(num_rows))
-    _, num_tiles, expert_P, begin_P, end_P, start_P, bound_B = carry
+    _, num_tiles, expert_P, begin_P, end_P, start_P, *bounds = carry
     lower_P = jnp.maximum(begin_P, start_P)
-    expert_gmem[...] = expert_P
-    start_gmem[...] = start_P
-    offset_gmem[...] = lower_P - start_P
-    size_gmem[...] = jnp.minimum(end_P, start_P + block) - lower_P
-    index = mosaic.iota((THREADS,))
-    count_gmem[...] = jnp.where(index == 0, index * 0 + num_tiles, index * 0 + of_experts)
-    bound_gmem[...] = bound_B
+    size_P = jnp.minimum(end_P, start_P + block) - lower_P
+    values = expert_P, start_P, lower_P - start_P, size_P
+    return values, (num_tiles, of_experts), bounds[0] if bounds else None

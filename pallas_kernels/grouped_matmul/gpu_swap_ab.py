@@ -13,6 +13,7 @@ N tiles of M features, C warpgroups that multiply, G groups of D with a scale
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +24,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.epilogue import Epilogue, result_of
+from pallas_kernels.grouped_matmul.gpu_schedule import (
+    schedule,
+    schedule_inside,
+    table_shape,
+)
 from pallas_kernels.grouped_matmul.gpu_walk import Walk, copied_bytes, for_rows
-from pallas_kernels.grouped_matmul.tile_schedule import RowTiles, max_row_tiles
+from pallas_kernels.grouped_matmul.tile_schedule import RowTiles
 from pallas_kernels.launches import record
 from pallas_kernels.mosaic_gpu import Consumer, Mosaic, Ring, copy_and_multiply, erf, padded
-from pallas_kernels.tiling.gpu import STORED, Tiling
+from pallas_kernels.tiling.gpu import (
+    BARRIER_BYTES,
+    SHARED_BYTES,
+    STORED,
+    Tiling,
+    shared_bytes,
+)
 
+# Rows of a tile up to which a launch is a large part of a product.
+FEW_ROWS = 64
 # Elements of a warpgroup's accumulators beside which a tile's scales and bias fit; with twice
 # as many, gated units spill.
 LOADED_BEFORE = 64 * 128
@@ -65,7 +79,7 @@ class Weights:
 def swap_ab(
     x_RD,
     matrices,
-    tiles: RowTiles,
+    group_sizes_E,
     tiling: Tiling,
     weights: Weights,
     epilogue: Epilogue,
@@ -74,7 +88,8 @@ def swap_ab(
     num_rows: int,
     name: str,
 ):
-    """The product and, with `has_residual`, the residual: arrays `[R, F]` in the dtype of x.
+    """(results, end_E): the product and, with `has_residual`, the residual, `[R, F]` in the
+    dtype of x; the row after each expert's last one, None where it was not computed.
 
     With splits, the float32 sums of each matrix instead, of the features of whole tiles: the
     kernel has as many of their parts `[splits, R, F]` as the run has tiles for, and XLA adds
@@ -93,6 +108,13 @@ def swap_ab(
         depth_steps=x_RD.shape[1] // tiling.tile_k,
         num_experts=w.shape[0],
     )
+    table = table_shape(num_rows, w.shape[0], tiling.tile_n)
+    is_inside = _is_inside(table, tiling, x_RD.dtype, w.dtype, len(matrices))
+    if is_inside:
+        scheduled, end_E = [group_sizes_E], None
+    else:
+        tiles, bound_B = schedule(group_sizes_E, num_rows, tiling.tile_n, mosaic)
+        scheduled, end_E = list(tiles), bound_B[1 : w.shape[0] + 1]
     shape = (num_rows, walk.features)
     dtype, num_results = x_RD.dtype, 1
     if tiling.splits > 1:
@@ -101,11 +123,11 @@ def swap_ab(
         dtype, num_results = jnp.float32, len(matrices)
     elif epilogue.has_residual:
         num_results += len(matrices)
-    extras = _operands(epilogue, tiles, tiling, w.shape[0])
+    extras = _operands(epilogue, tiling)
     results = [jax.ShapeDtypeStruct(shape, dtype)] * num_results
     record(
         name,
-        [x_RD, *matrices, *tiles, *extras.values()],
+        [x_RD, *matrices, *scheduled, *extras.values()],
         results,
         functools.partial(
             copied_bytes,
@@ -114,7 +136,7 @@ def swap_ab(
             x=x_RD.dtype,
             w=w.dtype,
             num_matrices=len(matrices),
-            extras=[(a.shape, a.dtype) for a in extras.values()],
+            once=[(a.shape, a.dtype) for a in [*scheduled, *extras.values()]],
             results=results,
         ),
     )
@@ -125,29 +147,48 @@ def swap_ab(
         num_matrices=len(matrices),
         activation=epilogue.activation,
         extras=tuple(extras),
+        num_rows=num_rows,
         mosaic=mosaic,
     )
     run = mosaic.kernel(
         body,
         out_type=results,
         scratch_types=_scratch(
-            tiling, weights, x_RD.dtype, w.dtype, dtype, len(matrices), mosaic
+            tiling,
+            weights,
+            x_RD.dtype,
+            w.dtype,
+            dtype,
+            len(matrices),
+            table if is_inside else None,
+            mosaic,
         ),
         grid=tiling.num_sms,
         num_threads=tiling.warpgroups + 1,
         name=name,
     )
-    results = run(x_RD, *matrices, *tiles, *extras.values())
-    return (
-        [walk.sum_of_parts(each, tiles) for each in results] if tiling.splits > 1 else results
-    )
+    results = run(x_RD, *matrices, *scheduled, *extras.values())
+    if tiling.splits > 1:
+        results = [walk.sum_of_parts(each, tiles) for each in results]
+    return results, end_E
 
 
-def _operands(epilogue: Epilogue, tiles: RowTiles, tiling: Tiling, num_experts: int) -> dict:
+def _is_inside(table, tiling: Tiling, x_dtype, w_dtype, num_matrices: int) -> bool:
+    """Whether the kernel makes its own schedule, in shared memory that its stages leave.
+
+    Not with many rows, where other products share it and a launch is a small part, nor with
+    parts of D, whose sum needs it outside.
+    """
+    taken = shared_bytes(tiling, x_dtype, w_dtype, num_matrices=num_matrices)
+    free = SHARED_BYTES - BARRIER_BYTES - taken
+    return tiling.tile_n <= FEW_ROWS and tiling.splits == 1 and 4 * math.prod(table) <= free
+
+
+def _operands(epilogue: Epilogue, tiling: Tiling) -> dict:
     """The arrays of an epilogue by name, float32, cut as the kernel reads them.
 
     Scales are `[E, N, M, G]`, or `[E, N, M]` with one group, a bias is `[E, N, M]`, gates are
-    `[P, T]`, of each tile's rows.
+    `[R + T]`: a tile may reach past the last row.
     """
     block = tiling.tile_m * tiling.warpgroups
 
@@ -161,21 +202,24 @@ def _operands(epilogue: Epilogue, tiles: RowTiles, tiling: Tiling, num_experts: 
     if epilogue.bias_EF is not None:
         named["bias"] = by_warpgroup(epilogue.bias_EF)
     if (gate_R := epilogue.gate_R) is not None:
-        num_tiles = max_row_tiles(gate_R.shape[0], num_experts, tiling.tile_n)
-        start_P, expert_P = tiles.start_P[:num_tiles], tiles.expert_P[:num_tiles]
-        row_PT = start_P[:, None] + jnp.arange(tiling.tile_n, dtype=jnp.int32)[None]
-        gate_PT = gate_R.astype(jnp.float32)[jnp.minimum(row_PT, gate_R.shape[0] - 1)]
-        # Finite for the rows of no expert, whose sums are 0.
-        named["gate"] = jnp.where((expert_P < num_experts)[:, None], gate_PT, 0.0)
+        named["gate"] = jnp.pad(gate_R.astype(jnp.float32), (0, tiling.tile_n))
     return named
 
 
-def _scratch(tiling, weights, x_dtype, w_dtype, y_dtype, num_matrices, mosaic: Mosaic) -> dict:
+def _scratch(
+    tiling, weights, x_dtype, w_dtype, y_dtype, num_matrices, table, mosaic: Mosaic
+) -> dict:
     stages, rows, depth, groups = tiling.stages, tiling.tile_n, tiling.tile_k, tiling.warpgroups
     minor = (tiling.tile_m, depth) if weights.is_depth_minor else (depth, tiling.tile_m)
     own = weights.scratch
     places = ("x",) if weights.load is None else ("x", "w")
+    made = (
+        {}
+        if table is None
+        else dict(table_smem=plgpu.SMEM(table, jnp.int32), is_made=plgpu.Barrier())
+    )
     return dict(
+        made=made,
         x_smem=mosaic.smem((stages, rows, depth), x_dtype),
         w_smem=mosaic.smem((stages, groups, num_matrices, *minor), w_dtype),
         y_smem=mosaic.smem_of_rows(
@@ -200,7 +244,9 @@ def _body(
     num_matrices,
     activation,
     extras,
+    num_rows,
     mosaic,
+    made,
     x_smem,
     w_smem,
     y_smem,
@@ -209,8 +255,19 @@ def _body(
     own,
 ):
     w_gmem, refs = refs[:num_matrices], refs[num_matrices:]
-    num_fields = len(RowTiles._fields)
-    tiles, refs = RowTiles(*refs[:num_fields]), refs[num_fields:]
+    if made:
+        sizes_gmem, *refs = refs
+        tiles = schedule_inside(
+            sizes_gmem,
+            **made,
+            maker=walk.tiling.warpgroups,
+            num_rows=num_rows,
+            block=walk.tiling.tile_n,
+            mosaic=mosaic,
+        )
+    else:
+        num_fields = len(RowTiles._fields)
+        tiles, refs = RowTiles(*refs[:num_fields]), refs[num_fields:]
     extra_gmem = dict(zip(extras, refs, strict=False))
     walk = walk.of_run(tiles)
     rings = {name: Ring(walk.tiling.stages, full, each) for name, each in empty.items()}
@@ -310,12 +367,13 @@ class _Tile:
     """A tile of the result, and what was loaded for it.
 
     Attributes:
-        row_tile, column, split: its place; columns are those of warpgroups.
+        expert: its group.
+        column, split: its place; columns are those of warpgroups.
         rows_of: gives start, offset and size, of `RowTiles`.
         of_features: scales and bias of the features, in registers.
     """
 
-    row_tile: Any
+    expert: Any
     column: Any
     split: Any
     rows_of: Callable
@@ -355,7 +413,7 @@ class _Consumer(Consumer):
 
         def tile_of(rows_of):
             features = self._of_features(expert, column)
-            return _Tile(row_tile, column, split, rows_of, features)
+            return _Tile(expert, column, split, rows_of, features)
 
         # Before the products, which hide how long memory takes, where registers are left.
         tiling = self.walk.tiling
@@ -389,11 +447,15 @@ class _Consumer(Consumer):
 
     @property
     def loads_ahead(self) -> bool:
-        """Whether the next step's weights are loaded while the products of this one run."""
+        """Whether the next step's weights are loaded while the products of this one run.
+
+        Not with few rows, whose products are short: a step then takes longer (by 5% on an H200,
+        experiments/accelerator).
+        """
         tiling = self.walk.tiling
         held = tiling.tile_m * (tiling.tile_n + tiling.tile_k)
         may_load_ahead = self.weights.may_load_ahead and self.num_matrices == 1
-        return may_load_ahead and held <= LOADED_AHEAD
+        return may_load_ahead and tiling.tile_n > FEW_ROWS and held <= LOADED_AHEAD
 
     def multiply(self, accumulators, k, slot):
         """Issues the products of one step; those out of registers are done when it returns."""
@@ -479,10 +541,14 @@ class _Consumer(Consumer):
         # `jax.shard_map` the type of a loaded value names mesh axes, that of a zero does not.
         some_expert = lax.min(expert, jnp.int32(self.walk.num_experts - 1))
         value_M = self._load(self.extra_gmem[name].at[some_expert, column], axis=0)
-        zero_M = jnp.zeros((self.walk.tiling.tile_m,), jnp.float32)
-        zero_M = self.mosaic.as_layout(zero_M, plgpu.Layout.WGMMA.reduce(1))
-        is_used_M = lax.broadcast(expert < self.walk.num_experts, zero_M.shape)
-        return lax.select(is_used_M, value_M, zero_M)
+        return self._if_used(expert, value_M, axis=0)
+
+    def _if_used(self, expert, value, axis):
+        """Values along an axis of the accumulator; zeros for the rows of no expert."""
+        zero = jnp.zeros(value.shape, jnp.float32)
+        zero = self.mosaic.as_layout(zero, plgpu.Layout.WGMMA.reduce(1 - axis))
+        is_used = lax.broadcast(expert < self.walk.num_experts, zero.shape)
+        return lax.select(is_used, value, zero)
 
     def _load(self, ref, axis):
         return self.mosaic.load(ref, plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
@@ -508,9 +574,10 @@ class _Consumer(Consumer):
             store(residual, value_MT)
         y_MT = result_of(self.activation, (z_MT, *others), erf)
         if "gate" in self.extra_gmem:
-            gate_T = self._load(
-                self.extra_gmem["gate"].at[tile.row_tile, pl.ds(0, self.rows)], axis=1
-            )
+            start, _, _ = tile.rows_of()
+            rows = pl.ds(pl.multiple_of(start, 8), self.rows)
+            gate_T = self._load(self.extra_gmem["gate"].at[rows], axis=1)
+            gate_T = self._if_used(tile.expert, gate_T, axis=1)
             y_MT = y_MT * lax.broadcast_in_dim(gate_T, y_MT.shape, [1])
         store(y_gmem, y_MT)
 

@@ -182,13 +182,14 @@ def _in_panels(index, rows, columns: int, panel: int):
 
 
 def copied_bytes(
-    group_sizes_E, *, walk: Walk, num_rows: int, x, w, num_matrices: int, extras, results
+    group_sizes_E, *, walk: Walk, num_rows: int, x, w, num_matrices: int, once, results
 ):
     """Bytes from and to memory of each operand and result, behind a cache (`launches.Cache`).
 
     Args:
         x, w: dtypes of the rows and the matrices.
-        extras: shapes and dtypes of the epilogue's operands, which are counted once.
+        once: shapes and dtypes of the operands that are counted once: the schedule's and the
+            epilogue's.
     """
     tiling, cache = walk.tiling, Cache()
     tiles = row_tiles(jnp.asarray(group_sizes_E, jnp.int32), num_rows, tiling.tile_n)
@@ -215,8 +216,7 @@ def copied_bytes(
                 w_bytes[i] += cache.read(key, num_bytes((depth, columns), w))
         for i in range(len(results)):
             cache.write(("y", i, row_tile, column, split), num_bytes(stored, x))
-    once = [num_bytes(each.shape, each.dtype) for each in tiles]
-    once += [num_bytes(*each) for each in extras]
+    once = [num_bytes(*each) for each in once]
     return [x_bytes, *w_bytes, *once], [y_bytes] * len(results)
 
 

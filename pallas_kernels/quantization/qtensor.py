@@ -10,6 +10,7 @@ Dims: E experts, D inputs, F outputs, G groups of D with a scale
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import jax
@@ -26,8 +27,9 @@ class QTensor:
 
     4-bit values have two forms. Files and hosts keep packed values, two in a uint8, the one of
     even d in the low nibble: NumPy's int4 takes a whole byte. Kernels read native `jnp.int4`
-    values, which XLA packs by itself on devices. Changing from one form to the other costs
-    copies (on TPU about 20 bytes for each value), so it is done once, when weights are loaded.
+    values, which XLA packs by itself on devices; Hopper's reads native values in the order of
+    its registers (`fragments`). Changing from one form to another costs copies (on TPU about 20
+    bytes for each value), so it is done once, when weights are loaded.
 
     8-bit values are int8 or float8_e4m3fn. The float8 values have no NaN and no negative zero:
     a TPU v5 or v6 reads them as another type of 8 bits (e4m3b11fnuz), in which these are 480
@@ -40,6 +42,7 @@ class QTensor:
         bits: 8 or 4.
         group_size: number of channels of D that share a scale; None where all of them do.
         zeros_EFG: zero points, float32; None where all are 0, as from `quantize`.
+        is_fragments: whether native values are in the order of `fragments`.
         layout_version: version of the layout of `values`; stays with the arrays.
     """
 
@@ -51,6 +54,7 @@ class QTensor:
     group_size: int | None = dataclasses.field(default=None, metadata={"static": True})
     layout_version: int = dataclasses.field(default=LAYOUT_VERSION, metadata={"static": True})
     zeros_EFG: Any = None
+    is_fragments: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -87,16 +91,35 @@ class QTensor:
         both take memory. Values that are traced are converted wherever their program runs.
         """
         self.check()
+        if self.is_fragments:
+            return _in_order(self)
         if not self.is_packed:
             return self
-        if (kept := self.__dict__.get("_native")) is not None:
+        return self._once("_native", _native)
+
+    def fragments(self) -> Self:
+        """`native` with integers in the order in which Hopper's kernel reads them fastest.
+
+        With n = 4 for 4 bits and 2 for 8: of 8 n channels, number 8 i + 2 t + h stands at
+        2 n t + n h + i. So the 32 bits at t are what a thread gives to n products of 16
+        channels, and the two for one instruction are 16 bits apart (Frantar et al. 2024,
+        MARLIN, arXiv:2408.11743). Others stay `native`: float8, those with zero points, and
+        where D is no multiple of 64.
+        """
+        self.check()
+        is_other = self.is_float8 or self.zeros_EFG is not None or self.shape[1] % 64
+        if self.is_fragments or is_other:
+            return self if self.is_fragments else self.native()
+        return self._once("_fragments", _fragments)
+
+    def _once(self, name: str, form: Callable[[Self], Self]) -> Self:
+        """Another form, which an array's tensor keeps: no field, as trees do not have it."""
+        if (kept := self.__dict__.get(name)) is not None:
             return kept
-        nibbles = jax.lax.bitcast_convert_type(self.values, jnp.int4)
-        values_EFD = nibbles.reshape(*self.values.shape[:-1], -1)
-        native = dataclasses.replace(self, values=values_EFD)
-        if not isinstance(values_EFD, jax.core.Tracer):
-            object.__setattr__(self, "_native", native)  # no field: trees do not have it
-        return native
+        found = form(self)
+        if not isinstance(found.values, jax.core.Tracer):
+            object.__setattr__(self, name, found)
+        return found
 
     def without_zeros(self) -> Self:
         """`native` with zero points subtracted from the values, which are then int8.
@@ -125,9 +148,10 @@ class QTensor:
     def packed(self) -> Self:
         """A copy with values as files store them: 8-bit values, or uint8 of two 4-bit ones."""
         self.check()
-        if self.bits == 8 or self.is_packed:
-            return self
-        return dataclasses.replace(self, values=pack_int4(self.values))
+        q = _in_order(self) if self.is_fragments else self
+        if q.bits == 8 or q.is_packed:
+            return q
+        return dataclasses.replace(q, values=pack_int4(q.values))
 
     def check(self) -> None:
         """Raises ValueError where the fields do not describe one quantized tensor.
@@ -164,6 +188,11 @@ class QTensor:
             raise ValueError(
                 f"QTensor has scales of {self.scales_EFG.dtype}; expected float32: use astype"
             )
+        if self.is_fragments and (self.is_packed or self.is_float8 or D % 64):
+            raise ValueError(
+                f"QTensor has is_fragments with {self.values.dtype} values and D={D}; expected "
+                "int4 or int8 and a multiple of 64: use fragments()"
+            )
         zeros = self.zeros_EFG
         if zeros is not None and (zeros.shape, zeros.dtype) != ((E, F, G), jnp.float32):
             raise ValueError(
@@ -175,6 +204,28 @@ class QTensor:
                 "QTensor has float8_e4m3fn values and zero points; expected integers with zero "
                 "points: subtract them first, quantize(dequantize(w), 8, dtype='float8_e4m3fn')"
             )
+
+
+def _native(q: QTensor) -> QTensor:
+    values = jax.lax.bitcast_convert_type(q.values, jnp.int4)
+    return dataclasses.replace(q, values=values.reshape(*q.values.shape[:-1], -1))
+
+
+def _fragments(q: QTensor) -> QTensor:
+    return dataclasses.replace(_reordered(q.native(), (3, 5)), is_fragments=True)
+
+
+def _in_order(q: QTensor) -> QTensor:
+    return dataclasses.replace(_reordered(q, (5, 3)), is_fragments=False)
+
+
+def _reordered(q: QTensor, moved: tuple[int, int]) -> QTensor:
+    """With the axis of n products of each 8 n channels moved; XLA moves whole bytes."""
+    (E, F, D), n = q.values.shape, 32 // (2 * q.bits)
+    parts = (n, 4, 2) if moved[0] == 3 else (4, 2, n)
+    values = q.values.astype(jnp.int8).reshape(E, F, D // (8 * n), *parts)
+    values = jnp.moveaxis(values, *moved).reshape(E, F, D).astype(q.values.dtype)
+    return dataclasses.replace(q, values=values)
 
 
 def pack_int4(values_EFD):

@@ -111,10 +111,13 @@ def quantized_grouped_matmul(
 def _weights_of(module: ModuleType, w: QTensor) -> QTensor:
     """The weights as a module reads them."""
     if module.__name__.endswith(f".{REFERENCE}"):
-        return w
+        return w.native() if w.is_fragments else w
     form = getattr(module, "FORM", "native")
+    is_traced = isinstance(w.values, jax.core.Tracer)
+    if form == "fragments" and is_traced and not w.is_fragments:
+        form = "native"  # Hopper's kernel reads both; other order costs more than it gains
     is_other = w.bits == 4 and w.is_packed != (form == "packed")
-    if is_other and isinstance(w.values, jax.core.Tracer):
+    if is_other and is_traced:
         warn_once(
             "quantized_grouped_matmul gets int4 values in a compiled program that are not as "
             f"its kernel reads them, and converts them whenever it runs: give it w.{form}(), "
@@ -164,6 +167,8 @@ def _without_gradient(
         return module.forward(x_RD, w, group_sizes_E, w_gate=w_gate, **options)
     if w_gate is not None:
         options["w_gate"] = w_gate.values, w_gate.scales_EFG
+    if w.is_fragments:
+        options["is_fragments"] = True
     if w.zeros_EFG is not None:
         options["zeros"] = [each.zeros_EFG for each in (w, w_gate) if each is not None]
     return module.forward(x_RD, w.values, w.scales_EFG, group_sizes_E, **options)

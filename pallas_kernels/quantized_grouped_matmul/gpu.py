@@ -23,11 +23,15 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.epilogue import Epilogue, check_activation
 from pallas_kernels.grouped_matmul import gpu as plain
-from pallas_kernels.grouped_matmul.gpu_schedule import schedule
 from pallas_kernels.grouped_matmul.gpu_swap_ab import Weights, swap_ab
 from pallas_kernels.mosaic_gpu import Mosaic, padded
 from pallas_kernels.quantization.magic_numbers import int4_to_float16, int8_to_float16
@@ -47,7 +51,10 @@ from pallas_kernels.tiling.gpu import (
 # Channels whose weights are converted before their product is issued; the conversion of the
 # next ones runs beside it.
 CONVERTED = 64
+# Of integers, the one that takes the fewest instructions; `native` ones are read, too.
+FORM = "fragments"
 _LAYOUTS = {8: plgpu.Layout.WGMMA_UPCAST_2X, 4: plgpu.Layout.WGMMA_UPCAST_4X}
+_FRAGMENTS = {8: plgpu.Layout.WGMMA_8BIT, 4: plgpu.Layout.WGMMA_UPCAST_4X}
 
 
 def refusal(
@@ -166,6 +173,7 @@ def forward(
     bias_EF=None,
     activation=None,
     gate_R=None,
+    is_fragments: bool = False,
     out_dtype=None,
     tiling: Tiling | None = None,
     interpret: bool = False,
@@ -175,6 +183,7 @@ def forward(
     Args:
         values_EFD, scales_EFG: values and scales of a QTensor with native values.
         w_gate: values and scales of the gate's matrices of a gated linear unit.
+        is_fragments: whether the values are in the order of `QTensor.fragments`.
         out_dtype: see `forward` of grouped_matmul.
 
     Raises:
@@ -213,36 +222,37 @@ def forward(
     ]
     x = mosaic.rows(padded(x_RD, 1, plain.ALIGNMENT), tiling.tile_n)
     values = [mosaic.blocks(each, 1, tiling.tile_m * tiling.warpgroups) for each in values]
-    tiles, bound_B = schedule(group_sizes_E, num_rows, tiling.tile_n, mosaic)
     epilogue = Epilogue(
         scales=tuple(scales for _, scales in matrices),
         bias_EF=bias_EF,
         activation=activation,
         gate_R=gate_R,
     )
-    results = swap_ab(
+    results, end_E = swap_ab(
         x,
         values,
-        tiles,
+        group_sizes_E,
         tiling,
-        _weights(x_RD.dtype, bits, group_size, tiling, mosaic),
+        _weights(x_RD.dtype, bits, group_size, is_fragments, tiling, mosaic),
         epilogue,
         mosaic,
         num_rows=num_rows,
         name=f"grouped_matmul_{values_EFD.dtype}",
     )
-    [y_RF, *_] = plain.finished(
-        results, x_RD, F, tiling, bound_B[1 : E + 1], epilogue, out_dtype
-    )
+    [y_RF, *_] = plain.finished(results, x_RD, F, tiling, end_E, epilogue, out_dtype)
     return y_RF
 
 
-def _converted(q_MK, dtype):
-    """Values as `dtype`, exactly.
+def _converted(q_MK, dtype, is_fragments: bool, mosaic: Mosaic):
+    """Values as `dtype`, exactly, in the order of channels.
 
     To bfloat16 Mosaic has magic numbers of its own; to float16 it converts integers one by one.
     Hopper has an instruction for two float8 to float16.
     """
+    if is_fragments:
+        if mosaic.is_interpreted:
+            return _in_order(q_MK).astype(dtype)
+        return _from_fragments(q_MK, dtype)
     if q_MK.dtype == FLOAT8:
         q_MK = q_MK.astype(jnp.float16)
         return q_MK if dtype == jnp.float16 else q_MK.astype(jnp.float32).astype(dtype)
@@ -252,17 +262,23 @@ def _converted(q_MK, dtype):
 
 
 def _weights(
-    dtype, bits: int, group_size: int | None, tiling: Tiling, mosaic: Mosaic
+    dtype,
+    bits: int,
+    group_size: int | None,
+    is_fragments: bool,
+    tiling: Tiling,
+    mosaic: Mosaic,
 ) -> Weights:
     def load(q_smem):
-        return mosaic.load(q_smem, _LAYOUTS[bits])
+        return mosaic.load(q_smem, (_FRAGMENTS if is_fragments else _LAYOUTS)[bits])
 
     def multiply(acc_MT, q_MK, x_TK, scratch):
         # Not before it is carried from step to step: then every byte would be an instruction.
-        q_MK = mosaic.as_layout(q_MK, plgpu.Layout.WGMMA)
+        if not is_fragments:
+            q_MK = mosaic.as_layout(q_MK, plgpu.Layout.WGMMA)
         for first in range(0, tiling.tile_k, CONVERTED):
             part = slice(first, first + CONVERTED)
-            w_MK = _converted(q_MK[:, part], dtype)
+            w_MK = _converted(q_MK[:, part], dtype, is_fragments, mosaic)
             x_KT = mosaic.transposed(x_TK.at[:, part], scratch.get("x"))
             if tiling.through_smem:
                 scratch["w"][...] = w_MK
@@ -285,3 +301,66 @@ def _weights(
         may_load_ahead=bits == 8,
         depth_per_scale=group_size,
     )
+
+
+def _in_order(q_MK):
+    """Fragments in the order of channels, for the interpreter, whose registers have none."""
+    (M, K), parts = q_MK.shape, _PARTS[jax.dtypes.itemsize_bits(q_MK.dtype)]
+    return jnp.moveaxis(q_MK.reshape(M, K // (8 * parts), 4, 2, parts), 4, 2).reshape(M, K)
+
+
+# Of two weights, 16 bits apart in 32: their 16-bit numbers, two instructions or three.
+_CONVERSIONS = {
+    (4, jnp.dtype(jnp.bfloat16)): """
+        mov.b32 magic, 0x43084308;
+        lop3.b32 found, $1, 0x000F000F, magic, (0xf0 & 0xcc) ^ 0xaa;
+        sub.bf16x2 $0, found, magic;""",
+    (4, jnp.dtype(jnp.float16)): """
+        mov.b32 magic, 0x64086408;
+        lop3.b32 found, $1, 0x000F000F, magic, (0xf0 & 0xcc) ^ 0xaa;
+        sub.f16x2 $0, found, magic;""",
+    # bfloat16 has no place for 8 bits: 128 + 7 of them, less 128, or 256 where the 8th is set.
+    (8, jnp.dtype(jnp.bfloat16)): """
+        mov.b32 magic, 0x43004300;
+        lop3.b32 found, $1, 0x007F007F, magic, (0xf0 & 0xcc) | 0xaa;
+        lop3.b32 magic, $1, 0x00800080, magic, (0xf0 & 0xcc) | 0xaa;
+        sub.bf16x2 $0, found, magic;""",
+    (8, jnp.dtype(jnp.float16)): """
+        mov.b32 magic, 0x64806480;
+        lop3.b32 found, $1, 0x00FF00FF, magic, (0xf0 & 0xcc) ^ 0xaa;
+        sub.f16x2 $0, found, magic;""",
+}
+# Products to which the 32 bits of a thread belong.
+_PARTS = {8: 2, 4: 4}
+
+
+def _from_fragments(q_MK, dtype):
+    """Integers in the order of `QTensor.fragments` as `dtype` of layout WGMMA, exactly.
+
+    A register has 8 weights of 4 bits, or 4 of 8; those that are 16 bits apart are what this
+    thread gives to a product. So none needs what another thread has, and a shift comes between
+    one product's weights and the next one's (quantization/magic_numbers.py has the arithmetic).
+    """
+    bits = jax.dtypes.itemsize_bits(q_MK.dtype)
+    asm = f"{{ .reg .b32 magic, found; {_CONVERSIONS[bits, jnp.dtype(dtype)]} }}"
+
+    @plgpu.inline_mgpu(
+        arg_types=(_FRAGMENTS[bits],),
+        return_type=plgpu.ShapeDtypeStruct(q_MK.shape, dtype, plgpu.Layout.WGMMA),
+    )
+    def converted(_, given):
+        word = ir.IntegerType.get_signless(32)
+        pair = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(dtype))
+        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(given.shape), dtype=object)
+        for (row, column, *rest, _), register in np.ndenumerate(given.registers):
+            held = mgpu.utils.bitcast(register, word)
+            for i in range(_PARTS[bits]):
+                shifted = arith.shrui(held, arith.constant(word, bits * i))
+                value = llvm.inline_asm(word, [shifted], asm, "=r,r")
+                place = row, column * _PARTS[bits] + i, *rest
+                registers[place] = mgpu.utils.bitcast(value, pair)
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
+        )
+
+    return converted(q_MK)

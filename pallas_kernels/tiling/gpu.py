@@ -15,7 +15,7 @@ from jax.dtypes import itemsize_bits
 
 # Shared memory that a block may ask for on Hopper, and what its barriers take of it at most.
 SHARED_BYTES = 232448
-_BARRIER_BYTES = 1024
+BARRIER_BYTES = 1024
 H200_SMS = 132
 # Of an H100's and an H200's 50 MB of cache, what the weights of a panel may take.
 PANEL_BYTES = 24 * 10**6
@@ -28,11 +28,11 @@ ROW_ALIGNMENT = 8
 _ACCUMULATOR_REGISTERS = {1: 128, 2: 128, 3: 64}
 # What a tile takes beside its steps along D, in steps: its sums are stored.
 STEPS_OF_A_STORE = 1
-# Of D, by default. Their sum is read from memory once more, by another kernel, for which the
-# steps of the product have to be fewer by a tenth.
+# Of D, by default.
 MOST_PARTS = 16
 FEW_WAVES = 4
-WORTH_A_SUM = 0.9
+# What the two kernels take that parts need, in steps: 9 us on an H200.
+STEPS_OF_A_SUM = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ def checked(
             f"along D={D} and takes tile_m=64, not {tiling.tile_m}; use splits=1"
         )
     taken = shared_bytes(tiling, x_dtype, w_dtype, stored_bytes, num_matrices)
-    taken += _BARRIER_BYTES
+    taken += BARRIER_BYTES
     if taken > SHARED_BYTES:
         raise ValueError(
             f"the tiling takes {taken} bytes of shared memory, Hopper has {SHARED_BYTES}; "
@@ -143,7 +143,7 @@ def fitted(
     one = dataclasses.replace(tiling, stages=1)
     fixed = shared_bytes(none, x_dtype, w_dtype, stored_bytes, num_matrices)
     stage = shared_bytes(one, x_dtype, w_dtype, stored_bytes, num_matrices) - fixed
-    stages = (SHARED_BYTES - _BARRIER_BYTES - fixed) // stage
+    stages = (SHARED_BYTES - BARRIER_BYTES - fixed) // stage
     return dataclasses.replace(tiling, stages=max(2, min(most, stages)))
 
 
@@ -253,17 +253,17 @@ def best_parts(tiles: int, steps: int, most: int, num_sms: int) -> int:
 def default_splits(tiling: Tiling, R: int, D: int, F: int, E: int) -> int:
     """The most parts of D that are useful where there are few rows; 1 where there are many.
 
-    With at most two rows for each expert it is unknown how many experts have rows: the parts
-    are for the fewest tiles, where one expert has all rows, and the kernel takes fewer parts
-    when a run has more tiles. With more rows most experts have some.
+    Parts cost two kernels more, the schedule and the sum, so they pay where D is long and tiles
+    are few: those of as many experts as rows that choose at random would use. The kernel takes
+    fewer parts when a run has more tiles.
     """
     if tiling.tile_n > 64 or tiling.tile_m != 64:
         return 1
-    row_tiles = -(-R // tiling.tile_n) if R <= 2 * E else min(R, E)
-    tiles = row_tiles * -(-F // (tiling.tile_m * tiling.warpgroups))
+    active = max(1, round(E * (1 - (1 - 1 / E) ** R)))
+    tiles = active * -(-F // (tiling.tile_m * tiling.warpgroups))
     if tiles >= H200_SMS:
         return 1
     steps = D // tiling.tile_k
     parts = best_parts(tiles, steps, MOST_PARTS, H200_SMS)
     whole, in_parts = (steps_of_busiest(n, tiles, steps, H200_SMS) for n in (1, parts))
-    return parts if in_parts <= WORTH_A_SUM * whole else 1
+    return parts if in_parts + STEPS_OF_A_SUM <= whole else 1

@@ -15,7 +15,7 @@ import numpy as np
 
 from pallas_kernels import QTensor, SeparateMatrices, quantization_error, quantize
 from pallas_kernels.grouped_matmul.separate import MAX_EXPERTS
-from pallas_kernels.implementations import reads_packed_int4
+from pallas_kernels.implementations import form_of_int4
 from switchx import tree
 from switchx.models.config import ModelConfig, require_our_blocks
 from switchx.models.unroll import unrolled
@@ -133,7 +133,7 @@ def native(params: dict, platform: str | None = None) -> dict:
     Args:
         platform: the platform, as JAX names it; None is the one that is in use.
     """
-    change = QTensor.packed if reads_packed_int4(platform) else QTensor.native
+    change = getattr(QTensor, form_of_int4(platform))
     return jax.tree.map(
         lambda leaf: change(leaf) if is_quantized(leaf) else leaf, params, is_leaf=is_quantized
     )

@@ -7,6 +7,7 @@ axis, and look for races.
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -18,6 +19,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from pallas_kernels.grouped_matmul import gpu, gpu_walk
 from pallas_kernels.grouped_matmul.tile_schedule import row_tiles
 from pallas_kernels.launches import recorded_launches
+from pallas_kernels.quantization.qtensor import QTensor
 from pallas_kernels.quantized_grouped_matmul import gpu as quantized
 from tests.cases import slow
 from tests.kernels import loops
@@ -348,8 +350,10 @@ def integers(shape, bits: int):
 
 
 def check_quantized(
-    make, sizes, bits, dtype, *, groups_of_d=1, epilogue=False, tiling=SMALL, D=D, F=F
-):
+    make, sizes, bits, dtype, *, groups_of_d=1, epilogue=False, tiling=SMALL, D=D, F=F,
+    is_native=False,
+):  # fmt: skip
+    """With the weights in fragments, where they can be, or `is_native`."""
     E, G = len(sizes), groups_of_d
     rng = np.random.default_rng(5)
     x_RD = rows(sizes, D, dtype)
@@ -367,18 +371,24 @@ def check_quantized(
         extras = {"bias_EF": jnp.asarray(bias_EF), "gate_R": jnp.asarray(gate_R)}
         # Nothing is looked up for experts without rows.
         scales_EFG[np.asarray(sizes) == 0] = np.nan
-    run = make(quantized.forward, tiling=tiling, activation="relu" if epilogue else None)
-    y_RF = run(
-        x_RD, values_EFD, jnp.asarray(scales_EFG), jnp.asarray(sizes, jnp.int32), **extras
-    )
+    w = QTensor(values_EFD, jnp.asarray(scales_EFG), bits, None if G == 1 else D // G)
+    w = w if is_native else w.fragments()
+    run = make(
+        quantized.forward, tiling=tiling, activation="relu" if epilogue else None,
+        is_fragments=w.is_fragments,
+    )  # fmt: skip
+    y_RF = run(x_RD, w.values, w.scales_EFG, jnp.asarray(sizes, jnp.int32), **extras)
     assert_agrees(y_RF, want, dtype)
 
 
-@pytest.mark.parametrize(("bits", "groups_of_d"), [(4, 2), *(slow(bits, 1) for bits in (8, 4))])
-def test_quantized_with_bias_relu_and_gate(bits, groups_of_d):
+@pytest.mark.parametrize(
+    ("bits", "groups_of_d", "is_native"),
+    [(4, 2, False), (8, 1, False), *(slow(bits, 1, True) for bits in (8, 4))],
+)
+def test_quantized_with_bias_relu_and_gate(bits, groups_of_d, is_native):
     check_quantized(
         interpreted, GROUPS["ragged"], bits, jnp.bfloat16, groups_of_d=groups_of_d,
-        epilogue=True,
+        epilogue=True, is_native=is_native,
     )  # fmt: skip
 
 
@@ -422,13 +432,13 @@ def test_every_edge_of_quantized(make, tiling, groups_of_d, epilogue, groups, dt
 @pytest.mark.parametrize("groups_of_d", [1, 3])
 @pytest.mark.parametrize("sizes", LARGE_GROUPS)
 def test_quantized_on_the_gpu(sizes, groups_of_d, dtype, bits):
-    for through_smem in (None, 0, 1):
+    for through_smem, is_native in itertools.product((None, 0, 1), (False, True)):
         tiling = None
         if through_smem is not None:
             tiling = dataclasses.replace(SMALL, tile_k=128, through_smem=through_smem)
         check_quantized(
             shipped, sizes, bits, dtype, groups_of_d=groups_of_d, epilogue=True, tiling=tiling,
-            D=384, F=320,
+            D=384, F=320, is_native=is_native,
         )  # fmt: skip
     x_RD, (_, values_EFD) = rows(sizes, D, dtype), integers((E, F, D), bits)
     operands = x_RD, values_EFD, jnp.full((E, F, 1), 0.1), jnp.asarray(sizes, jnp.int32)

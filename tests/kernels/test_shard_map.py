@@ -101,8 +101,8 @@ def test_products_and_gradients_lower(device, place, implementation):
         jax.value_and_grad(loss, (0, 1)), device, mesh, *zip(operands, specs, strict=True)
     )
     calls = len(re.findall(rf"custom_call @{KERNEL[device]}", text))
-    # On Hopper a schedule for each pass; where both are one program, XLA makes one of them.
-    kernels = 5 if device == "H200" else 3
+    # On Hopper the weights' gradient has a schedule; those of few rows make their own.
+    kernels = 4 if device == "H200" else 3
     assert calls == (kernels if implementation is None else 0)
 
 
@@ -131,7 +131,7 @@ def test_quantized_products_lower(device, place, bits, G, implementation):
             implementation=implementation, quantize_rows_to=bits if q.is_float8 else None,
         )  # fmt: skip
 
-    x_RD, w_EDF, sizes_E = operands_of(rows, weights, D=256)
+    x_RD, w_EDF, sizes_E = operands_of(rows, weights, D=8192)
     E, D, F = w_EDF.shape
     w = (
         jax.ShapeDtypeStruct((E, F, D), {8: "int8", 4: "int4"}.get(bits, bits)),
@@ -144,7 +144,8 @@ def test_quantized_products_lower(device, place, bits, G, implementation):
         (x_RD, rows), (w, weights), (sizes_E, rows or weights),
     )  # fmt: skip
     calls = len(re.findall(rf"custom_call @{KERNEL[device]}", text))
-    kernels = 2 if device == "H200" else 1  # and its schedule
+    # D is long and tiles are few: sums in parts, whose schedule is a kernel of its own.
+    kernels = 2 if device == "H200" else 1
     assert calls == (kernels if implementation is None else 0)
 
 

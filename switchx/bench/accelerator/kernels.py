@@ -7,7 +7,6 @@ Dims: R rows, D inputs, F outputs, E experts, J sets of sizes
 import concurrent.futures
 import dataclasses
 import importlib.metadata
-import itertools
 import math
 import os
 import time
@@ -124,7 +123,9 @@ class TimedProduct:
         if self.bits == 8:
             byte_EFX = jax.lax.bitcast_convert_type(byte_EFX, jnp.int8)
         weights = QTensor(byte_EFX, scales_EF1, self.bits)
-        return weights if self.bits == 8 or self.way == "triton" else weights.native()
+        if self.way == "triton":
+            return weights
+        return weights.fragments() if self.variant.is_in_fragments else weights.native()
 
 
 def table(session: Session) -> list[TimedProduct]:
@@ -136,21 +137,26 @@ def table(session: Session) -> list[TimedProduct]:
         return Cell(D, F, active, E, tokens)
 
     found = [TimedProduct(cell(4), bits) for bits in all_bits]
-    for variant, bits in itertools.product(variants()[1:], quantized):
-        # int8 is loaded ahead as it is, int4 is not.
-        if variant.name != ("tile_m=64 and load-ahead" if bits == 8 else "no load-ahead"):
-            found.append(TimedProduct(cell(4), bits, variant))
+    by_name = {each.name: each for each in variants()}
+    tried = ["native order", "schedule outside", "copy only", "wgmma without convert"]
+    for bits in quantized:
+        # Steps of 256 channels are those that int4 has.
+        names = [*tried, *(["load-ahead", "256 channels"] if bits == 8 else []), "512 channels"]
+        found += [TimedProduct(cell(4), bits, by_name[name]) for name in names]
     # Interpreted a product takes seconds, whatever its rows are.
     all_bits = session.sized(all_bits, (8,))
     found += [TimedProduct(cell(n), bits) for n in (1, 16) for bits in all_bits]
     found += [TimedProduct(cell(4, F, D), bits) for bits in all_bits]
-    [_, narrow, narrow_ahead, *_] = variants()
-    for variant, bits in ((narrow, 8), (narrow, 4), (narrow_ahead, 4)):
-        found.append(TimedProduct(cell(4, F, D), bits, variant))
     for active in session.sized((1, 2, 4), (1,)):
         found += [TimedProduct(cell(8, active=active), bits) for bits in all_bits]
+        in_parts = by_name["in parts"]
+        found += [TimedProduct(cell(8, active=active), 8, in_parts)]
     many = cell(session.sized(256, 32))
-    return [*found, TimedProduct(many, None), TimedProduct(many, None, way="dense")]
+    found += [TimedProduct(many, None), TimedProduct(many, None, way="dense")]
+    if not session.is_rehearsal:
+        found += [TimedProduct(many, 8), TimedProduct(many, 8, by_name["no load-ahead"])]
+        found += [TimedProduct(many, 4)]
+    return found
 
 
 def variants_of_kernels(session: Session) -> Iterator[dict[str, Any]]:
@@ -211,7 +217,8 @@ def _measured(each: TimedProduct, contender: Contender, given, compile_s) -> dic
 
 def _operands(each: TimedProduct, kept: dict) -> tuple[Any, tuple, Any]:
     """Rows, weights that were made once, and sizes of groups that use all of these."""
-    cell, key = each.cell, (each.cell.D, each.cell.F, each.bits, each.way)
+    cell = each.cell
+    key = cell.D, cell.F, each.bits, each.way, each.variant.is_in_fragments
     if key not in kept:
         kept[key] = tuple(each.weight_sets())
     x_RD = jax.random.normal(jax.random.key(1), (cell.R, cell.D), jnp.bfloat16)
