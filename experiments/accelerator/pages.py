@@ -38,7 +38,10 @@ def keep(folder: pathlib.Path) -> pathlib.Path:
         raise ValueError(f"--keep={folder} is a rehearsal: no card measured anything in it")
     path = HERE / "results" / f"{card.lower().replace(' ', '_')}_{date}.json"
     if path.exists():
-        raise ValueError(f"{path} is there; a day's calls go on from each other by --after")
+        raise ValueError(
+            f"{path} is there; a day's calls go on from each other by --after. If the code "
+            "changed between two of them, rename that file to _1.json"
+        )
     rows = [line for line in lines if "case" in line]
     took = {line["part"]: line["status"] for line in lines if "status" in line}
     found = head | {"commit": git_commit(), "parts": took, "rows": rows}
@@ -48,7 +51,7 @@ def keep(folder: pathlib.Path) -> pathlib.Path:
 
 def results() -> list[dict[str, Any]]:
     """Of all cards and days, the newest first."""
-    files = (HERE / "results").glob("*.json")
+    files = sorted((HERE / "results").glob("*.json"), reverse=True)
     found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     return sorted(found, key=lambda each: (each["date"], each["card"]), reverse=True)
 

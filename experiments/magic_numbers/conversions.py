@@ -90,7 +90,9 @@ def in_kernel(back_end: str, name: str):
         return
     module = importlib.import_module(f"pallas_kernels.quantized_grouped_matmul.{back_end}")
     with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(module, "_converted", convert))
+        patches.enter_context(
+            mock.patch.object(module, "_converted", lambda q, dtype, *_: convert(q, dtype))
+        )
         if back_end == "triton":
             patches.enter_context(
                 mock.patch.object(module, "_halves", functools.partial(halves, name=name))

@@ -97,7 +97,7 @@ def count(name: str, program: dict[str, Any], dump: pathlib.Path) -> dict[str, A
     target, back_end = TARGETS[name]
     case = Case(
         "quantized_grouped_matmul", program["rows"] * EXPERTS, D, F, EXPERTS,
-        dtype=program["dtype"], bits=program["bits"],
+        dtype=program["dtype"], bits=program["bits"], is_native=True,
     )  # fmt: skip
     with in_kernel(back_end, program["conversion"]):
         if back_end == "tpu":

@@ -34,6 +34,8 @@ class Case:
             for quantized rows, whose results are bfloat16.
         bits: 8 or 4 for quantized weights; None for weights in `dtype`.
         is_float8: whether weights of 8 bits are floating point.
+        is_native: whether a kernel that reads fragments (`QTensor.fragments`) gets integers in
+            the order of channels instead.
         group_size: channels of D that share a scale; None for one scale for each output
             feature.
         direction: one of `PASSES`; quantized weights have the forward pass alone.
@@ -53,6 +55,7 @@ class Case:
     dtype: str = "bfloat16"
     bits: int | None = None
     is_float8: bool = False
+    is_native: bool = False
     group_size: int | None = None
     direction: str = "forward"
     epilogue: bool = False
@@ -140,7 +143,7 @@ def build(case: Case, implementation: str):
         form = getattr(module, "FORM", "native")
         if case.bits == 4 and form == "packed":
             values = spec((E, F, D // 2), jnp.uint8)
-        if form == "fragments" and not case.is_float8:
+        if form == "fragments" and not (case.is_float8 or case.is_native):
             options |= {"is_fragments": True}
         w = values, spec((E, F, G), jnp.float32)
         operands = spec((R, D), dtype), *w, counts

@@ -4,15 +4,15 @@
     python -m pallas_kernels.aot.gpu_cost
 
 prints, for the shapes of Table 1 of Kim et al. 2022 (arXiv:2211.10017), the microseconds that
-are expected of an H200; what its two fitted constants say of each measured cell when that cell
-is left out of the fit; what a tile of many rows takes, and what ping-pong would take; and how
-many SMs are busy with few active experts. The compiler's table (`gpu_budgets.json`) has the
-instructions of loop and epilogue, and their cycles in a simulation (gpu_simulation.py).
+are expected of an H200; what the fit to all other measured cells says of each; what a tile of
+many rows takes, and what ping-pong would take; and how many SMs are busy with few active
+experts. The compiler's table (`gpu_budgets.json`) has the instructions of loop and epilogue,
+and their cycles in a simulation (gpu_simulation.py).
 
 A product takes what a launch takes, and then the longer of two: reading the weights at the
-card's copy rate, or the tiles of the busiest SM, each the loop's cycles for its steps and what
-is serial at its boundary: the expert's id, the scales, the sums on their way to memory. The
-launch and the boundary are fitted; no other number is.
+card's rate, or the loop's cycles for the steps of the busiest SM's tiles. The launch is fitted,
+with what is serial around it; no other number is. What a tile takes beside its steps could be
+told from it before the kernel had its schedule inside (3,685 cycles), and no longer can.
 Dims: R rows, D inputs, F outputs, E experts, N rows of a tile
 """
 
@@ -37,8 +37,9 @@ from pallas_kernels.tiling.gpu import H200_SMS, best_parts, steps_of_busiest
 
 TABLE = pathlib.Path(__file__).with_name("gpu_budgets.json")
 CLOCK_HZ = 1.98e9  # of an H100 and an H200 (h200.txtpb), which a full load holds
-# That a copy moves, bytes read and bytes written, by the card's name: measured.
-COPY_BYTES_PER_S = {"H200": 4.2e12, "H100": 2.95e12}
+# That kernels which copy weights and multiply nothing read, by the card's name: on an H200 the
+# difference of two widths of weights over that of their times, on an H100 what a copy moves.
+READ_BYTES_PER_S = {"H200": 4.5e12, "H100": 2.95e12}
 # From the L2 cache to all SMs, as XLA's cost model of dots has it, measured on an H100.
 L2_BYTES_PER_S = 6.65e12
 # Warpgroups that multiply, of the tilings that are compiled: a scheduler's warps.
@@ -53,63 +54,57 @@ class Measured(NamedTuple):
     """A measured cell with 32 experts of 1024x4096, and the code that ran.
 
     Attributes:
+        bits: bits of a weight.
         tile_cycles: cycles of the loop for the steps of a tile; None where memory bounds it.
         us: microseconds of a call.
     """
 
     weights: str
     rows: int
+    bits: int
     tile_cycles: int | None
     us: float
 
 
-# On an H200 with JAX 0.11.2 (experiments/accelerator), with tiles of 128 features, 8 of them
-# for the busiest SM. The cycles are those of that day's kernel as that compiler made it.
+# On an H200 with JAX 0.11.2 (experiments/accelerator); quantized tiles have 256 features.
 MEASURED = (
-    Measured("bfloat16", 1, None, 78),
-    Measured("bfloat16", 4, None, 75),
-    Measured("bfloat16", 16, None, 80),
-    Measured("int8", 1, 8 * 977, 62),
-    Measured("int8", 4, 8 * 977, 59),
-    Measured("int8", 16, 8 * 990, 64),
-    Measured("int4", 1, 4 * 2156, 64),
-    Measured("int4", 4, 4 * 2156, 62),
-    Measured("int4", 16, 2 * 2641, 48),
+    Measured("bfloat16", 1, 16, None, 69.7),
+    Measured("bfloat16", 4, 16, None, 73.9),
+    Measured("bfloat16", 16, 16, None, 72.4),
+    Measured("int8", 1, 8, None, 41.7),
+    Measured("int8", 4, 8, None, 47.9),
+    Measured("int8", 16, 8, None, 44.8),
+    Measured("int4", 1, 4, 4 * 2122, 28.7),
+    Measured("int4", 4, 4, 4 * 2122, 31.8),
+    Measured("int4", 16, 4, 4 * 2122, 32.7),
 )
-_TILES = -(-32 * 4096 // 128 // H200_SMS)
-
-
-class Fitted(NamedTuple):
-    """Seconds of a launch, and cycles at a tile's boundary."""
-
-    launch_s: float
-    tile_cycles: float
+_TILES = -(-32 * 4096 // 256 // H200_SMS)
 
 
 @functools.cache
-def fitted(cells: Sequence[Measured] = MEASURED) -> Fitted:
-    """The two constants that come nearest to the cells, by least squares of relative errors."""
-    per_cell = [(*_terms(cell), cell.us * 1e-6) for cell in cells]
-    weights = np.array([[1 / s, tiles / s] for tiles, _, s in per_cell])
-    rest = np.array([1 - known_s / s for _, known_s, s in per_cell])
-    launch_s, tile_s = np.linalg.lstsq(weights, rest, rcond=None)[0]
-    return Fitted(float(launch_s), float(tile_s) * CLOCK_HZ)
+def launch_s(cells: Sequence[Measured] = MEASURED) -> float:
+    """The seconds beside reading and products that come nearest to the cells.
+
+    By least squares of relative errors: of the launch, the schedule, the first weights on their
+    way and the last sums.
+    """
+    weights = np.array([1e6 / cell.us for cell in cells])
+    rest = np.array([1 - _known_s(cell) / cell.us * 1e6 for cell in cells])
+    return float(weights @ rest / (weights @ weights))
 
 
-def _terms(cell: Measured) -> tuple[int, float]:
-    """The number of a cell's tile boundaries, and its seconds without fitted constants."""
+def _known_s(cell: Measured) -> float:
     if cell.tile_cycles is None:
-        return 0, 32 * 1024 * 4096 * 2 / COPY_BYTES_PER_S["H200"]
-    return _TILES, _TILES * cell.tile_cycles / CLOCK_HZ
+        return 32 * 1024 * 4096 * cell.bits / 8 / READ_BYTES_PER_S["H200"]
+    return _TILES * cell.tile_cycles / CLOCK_HZ
 
 
 def left_out() -> list[dict[str, Any]]:
     """Each measured cell, and what is expected of it by the fit to all others."""
     rows = []
     for cell in MEASURED:
-        launch_s, tile_cycles = fitted(tuple(each for each in MEASURED if each != cell))
-        tiles, known_s = _terms(cell)
-        expected_us = 1e6 * (launch_s + tiles * tile_cycles / CLOCK_HZ + known_s)
+        others = tuple(each for each in MEASURED if each != cell)
+        expected_us = 1e6 * (launch_s(others) + _known_s(cell))
         rows.append(
             {
                 "measured": f"{cell.weights}, rows {cell.rows}",
@@ -212,22 +207,18 @@ def predict(row: dict[str, int], case: Case, card: str = "H200") -> Prediction:
 
     Args:
         row: the case's row in the compiler's table.
-        card: one of `COPY_BYTES_PER_S`.
+        card: one of `READ_BYTES_PER_S`.
     """
     tiling, num_matrices = tiling_of(case), 1 + case.is_gated_unit
     experts = min(case.R, case.E)
     tiles = experts * -(-case.F // (tiling.tile_m * tiling.warpgroups))
-    # A part of D has a boundary of its own.
     parts = best_parts(tiles, case.D // tiling.tile_k, tiling.splits, H200_SMS)
     busiest = -(-tiles * parts // H200_SMS)
-    constants = fitted()
     cycles = _runs(row, case, num_matrices) * row["loop_cycles"] / parts
-    products_s = busiest * (cycles + constants.tile_cycles) / CLOCK_HZ
+    products_s = busiest * cycles / CLOCK_HZ
     num_bytes = experts * num_matrices * case.D * case.F * (case.bits or 16) / 8
-    memory_s = num_bytes / COPY_BYTES_PER_S[card]
-    return Prediction(
-        busiest, constants.launch_s + max(products_s, memory_s), products_s, memory_s
-    )
+    memory_s = num_bytes / READ_BYTES_PER_S[card]
+    return Prediction(busiest, launch_s() + max(products_s, memory_s), products_s, memory_s)
 
 
 def _runs(row: dict[str, int], case: Case, num_matrices: int) -> float:
@@ -402,9 +393,7 @@ def occupancies() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    print(
-        f"launch {1e6 * fitted().launch_s:.1f} us, boundary {fitted().tile_cycles:,.0f} cycles"
-    )
+    print(f"launch {1e6 * launch_s():.1f} us")
     for each in left_out() + predictions() + tiles() + occupancies():
         shown = (f"{v:.3g}" if isinstance(v, float) else str(v) for v in each.values())
         print("  ".join(f"{key}={value}" for key, value in zip(each, shown, strict=True)))

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.aot.gpu_cost import COPY_BYTES_PER_S, predicted_s
+from pallas_kernels.aot.gpu_cost import READ_BYTES_PER_S, predicted_s
 from pallas_kernels.bench.card import copy_bytes_per_s
 from pallas_kernels.bench.cells import Cell, all_cells, cells_of_a_cpu
 from pallas_kernels.bench.products import activation_dtype, compiled_weight_bytes, contenders
@@ -100,7 +100,7 @@ def _predicted_s(cell: Cell, each: Contender) -> float | None:
         )
         tiling = tpu_tiling.candidates(problem)[0]
         return tpu_tiling.estimated_seconds(problem, tiling)
-    cards = [name for name in COPY_BYTES_PER_S if name in device.kind]
+    cards = [name for name in READ_BYTES_PER_S if name in device.kind]
     if unable("gpu", device) is not None or each.of != "forward" or not cards:
         return None
     return predicted_s(R, D, F, active, bits, cards[0])

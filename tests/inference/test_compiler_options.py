@@ -59,7 +59,8 @@ def test_the_compiler_of_programs_with_experts_elsewhere_is_given_them(slots):
 
 
 def test_what_decoding_has_by_itself(monkeypatch):
-    assert DECODING_OPTIONS == {} == CompilerOptions().for_decoding("tpu")
+    assert CompilerOptions().for_decoding("tpu") == {}
+    assert CompilerOptions().for_decoding("cuda") == DECODING_OPTIONS["gpu"]
     monkeypatch.setitem(DECODING_OPTIONS, "gpu", {"xla_a": "1", "xla_b": "2"})
     asked = CompilerOptions(gpu=("xla_b=3",))
     assert asked.for_decoding("cuda", "NVIDIA H200") == {"xla_a": "1", "xla_b": "3"}

@@ -510,9 +510,8 @@ def test_products_that_ptxas_serializes_are_refused():
         gpu_compiler.read_resources(PTXAS + note, SASS, PASSES)
 
 
-def test_two_constants_are_fitted_and_say_of_each_cell_what_was_measured():
-    launch_s, tile_cycles = gpu_cost.fitted()
-    assert 5e-6 < launch_s < 2e-5 and 2000 < tile_cycles < 6000
+def test_the_launch_is_fitted_and_says_of_each_cell_what_was_measured():
+    assert 1e-5 < gpu_cost.launch_s() < 2e-5
     rows = gpu_cost.left_out()
     assert len(rows) == 9
     # By the fit to the eight others.
@@ -520,18 +519,18 @@ def test_two_constants_are_fitted_and_say_of_each_cell_what_was_measured():
 
 
 def test_a_prediction_by_hand(monkeypatch):
-    monkeypatch.setattr(gpu_cost, "fitted", lambda: gpu_cost.Fitted(10e-6, 4000))
+    monkeypatch.setattr(gpu_cost, "launch_s", lambda: 10e-6)
     # Tiles of 256 features: 16 of each of 32 experts, for 132 SMs. 128 channels are 8 HGMMA of
     # each half.
     case = Case("quantized_grouped_matmul", 128, 1024, 4096, 32, bits=8)
     assert gpu_cost.tiling_of(case).tile_m == 128
-    found = gpu_cost.predict({"loop_hgmma": 16, "loop_cycles": 1600}, case)
+    found = gpu_cost.predict({"loop_hgmma": 16, "loop_cycles": 2100}, case)
     assert found.tiles == 4
-    assert found.products_s == pytest.approx(4 * (8 * 1600 + 4000) / 1.98e9)
-    assert found.memory_s == pytest.approx(32 * 1024 * 4096 / 4.2e12)
+    assert found.products_s == pytest.approx(4 * 8 * 2100 / 1.98e9)
+    assert found.memory_s == pytest.approx(32 * 1024 * 4096 / 4.5e12)
     assert (found.bound, found.seconds) == ("products", 10e-6 + found.products_s)
     # An H100 reads more slowly.
-    found = gpu_cost.predict({"loop_hgmma": 16, "loop_cycles": 1600}, case, "H100")
+    found = gpu_cost.predict({"loop_hgmma": 16, "loop_cycles": 2100}, case, "H100")
     assert found.seconds == 10e-6 + 32 * 1024 * 4096 / 2.95e12
 
 

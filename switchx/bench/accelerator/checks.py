@@ -73,7 +73,7 @@ def _of_models(found: dict) -> dict[str, float | None]:
     values = {"switch8_vs_dense_card": max(filter(None, ways), default=None)}
     values["switch8_vs_torch_card"] = of("training", f"{experts}, AdamW", "vs_torch")
     for n in (1, 96):
-        case = f"bfloat16, batch {n}, 1 beams, default"
+        case = f"bfloat16, batch {n}, 1 beams, loops in command buffers"
         values[f"decode_b{n}_vs_torch_card"] = of("decoding", case, "vs_torch")
     rows = [row for (part, _), row in found.items() if part == "decoding"]
     differing = [row["texts_differing"] for row in rows if "texts_differing" in row]

@@ -38,15 +38,11 @@ from switchx.interop.huggingface import describe
 from switchx.models.config import ModelConfig, Precision
 from switchx.models.params import init_params
 from switchx.models.unroll import unrolled
+from switchx.partitioning.compiler_options import DECODING_OPTIONS
 
 NO_END = -1  # no token ends a text: all are as long
-# XLA's names of what it puts into a command buffer (a CUDA graph): a loop by itself or not.
-COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION"
-BUFFERS = "xla_gpu_enable_command_buffer"
-OPTIONS = {
-    "default": {},
-    "loops in command buffers": {BUFFERS: f"{COMMANDS},WHILE,CONDITIONAL"},
-}
+# XLA's own options, and those that our programs have.
+OPTIONS = {"default": {}, "loops in command buffers": DECODING_OPTIONS["gpu"]}
 ROUNDS = 5
 WEIGHTS = {"bfloat16": None, "int8": 8, "int4": 4}
 
