@@ -4,10 +4,13 @@
 make experiments EXPERIMENT=capacity_factor DATA=FOLDER
 """
 
-from experiments.comparison import Trained, first_step_at, judge_of, run_comparison
+from switchx.analysis.comparison import first_step_at
+
+from experiments.comparison import Trained, judge_of, run_comparison
 from experiments.experiment import Comparison, Contender
-from experiments.measured import Ratio, interval_of
+from experiments.measured import Ratio
 from experiments.study import main
+from switchx.analysis.intervals import interval_of
 
 FACTORS = (1.0, 1.25, 2.0)
 # Those at which the paper's Switch is ahead.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of runs that are compared: gains by step and time, one number by size, differences.
+"""Plots of runs that are compared: courses, gains by step and time, one number by size,
+differences.
 
 In the style of `plots.py`: later runs are darker, and dashes and names at the ends tell apart
 what grey does not.
@@ -7,6 +8,7 @@ what grey does not.
 Dims: S seeds, N steps
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import matplotlib
@@ -140,4 +142,57 @@ def intervals_figure(
     axis.set_yticks(range(len(intervals)), list(intervals))
     axis.set_ylim(len(intervals) - 0.5, -0.5)
     axis.set_xlabel(x)
+    return figure
+
+
+@dataclasses.dataclass(frozen=True)
+class Band:
+    """A line, and an interval around it, without width where there is none: `[N]` each."""
+
+    x: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """Lines by name, with the labels of the axes; NaN is not drawn."""
+
+    x: str
+    y: str
+    bands: Mapping[str, Band]
+
+
+def panels_figure(rows: Sequence[Sequence[Panel]]) -> Figure:
+    """Lines with bands in rows of panels, those of a name alike in all; the names below.
+
+    The vertical axis leaves out what only the first quarter of a line reaches.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(11.0, 0.6 + 2.3 * len(rows)))
+        grid = figure.subplots(len(rows), len(rows[0]), squeeze=False)
+    names = list(dict.fromkeys(name for row in rows for panel in row for name in panel.bands))
+    for axis, panel in zip(grid.flat, [each for row in rows for each in row], strict=True):
+        ends = []
+        for name, band in panel.bands.items():
+            i = names.index(name)
+            shade = COLOURS(0.35 + 0.65 * (i + 1) / len(names))
+            axis.plot(band.x, band.mean, color=shade, linestyle=DASHES[i % 4], label=name)
+            axis.fill_between(band.x, band.low, band.high, color=shade, alpha=0.15, linewidth=0)
+            ends.append(band.mean[len(band.mean) // 4 :])
+        shown = np.concatenate(ends)
+        if len(shown := shown[np.isfinite(shown)]):
+            low, high = float(shown.min()), float(shown.max())
+            room = 0.15 * (high - low) or 0.1 * abs(high) or 1.0
+            axis.set_ylim(low - room, high + room)
+        axis.set_xlabel(panel.x)
+        axis.set_ylabel(panel.y)
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=4))
+    for axes, row in zip(grid, rows, strict=True):
+        if len({panel.y for panel in row}) == 1:
+            for axis in axes[1:]:
+                axis.set_ylabel("")
+    handles = dict(zip(*grid.flat[0].get_legend_handles_labels()[::-1], strict=True))
+    figure.legend(handles.values(), handles, loc="outside lower left", frameon=False, ncols=3)
     return figure
