@@ -18,7 +18,6 @@ import re
 from collections.abc import Sequence
 
 import numpy as np
-import scipy.stats
 
 from switchx.analysis.comparison_plots import Band, Panel, panels_figure
 from switchx.analysis.intervals import Interval, interval_of, paired
@@ -163,15 +162,17 @@ def _band(x: np.ndarray, values_SX: np.ndarray) -> Band:
 
 
 def difference(mine: Configuration, other: Configuration) -> Interval:
-    """Final validation losses, mine less the other's: paired where both have the same seeds,
-    otherwise by Welch's t; without width where one of them has a single seed."""
-    if mine.seeds == other.seeds and len({*mine.seeds}) == len(mine.seeds):
-        return paired(mine.finals, other.finals)
-    mean = float(np.mean(mine.finals) - np.mean(other.finals))
-    if min(len(mine.runs), len(other.runs)) == 1:
-        return Interval(mean, mean, mean)
-    found = scipy.stats.ttest_ind(mine.finals, other.finals, equal_var=False)
-    return Interval(mean, *map(float, found.confidence_interval()))
+    """Final validation losses, mine less the other's: of pairs of the same seeds, or of the means,
+    without an interval, where no seed is the same."""
+    theirs = dict(zip(other.seeds, other.finals, strict=True))
+    pairs = [
+        (loss, theirs[s])
+        for s, loss in zip(mine.seeds, mine.finals, strict=True)
+        if s in theirs
+    ]
+    if not pairs:
+        return interval_of([float(np.mean(mine.finals) - np.mean(other.finals))])
+    return paired(*zip(*pairs, strict=True))
 
 
 def first_step_at(curve: dict[int, float], quality: float) -> float | None:
