@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from switchx.analysis.comparison import first_step_at
 
 from experiments.experiment import Comparison, run_name
 from experiments.measured import Cells, Ratio
@@ -258,6 +257,18 @@ def _timed(name: str, job: TrainingJob) -> Timed:
             return program.train_step(state, batch)
 
     return Timed.stepping(name, step, program.init_state())
+
+
+def first_step_at(curve: dict[int, float], quality: float) -> float | None:
+    """Step at which a curve first reaches a quality, interpolated between evaluations; None
+    where it never does."""
+    points = sorted(curve.items())
+    if points[0][1] >= quality:
+        return points[0][0]
+    for (step_0, value_0), (step_1, value_1) in zip(points, points[1:], strict=False):
+        if value_0 < quality <= value_1:
+            return step_0 + (quality - value_0) / (value_1 - value_0) * (step_1 - step_0)
+    return None
 
 
 def known(value: float) -> float | None:

@@ -23,7 +23,6 @@ from typing import Any
 
 from switchx.analysis.comparison import shown
 from switchx.analysis.intervals import Interval, interval_of, paired
-from switchx.analysis.routing import read_lines
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.fields import describe, require
 from switchx.files import write_atomically
@@ -32,6 +31,7 @@ from switchx.gin_config.building import job_from_gin, operative_config, parse_jo
 from switchx.jobs import train
 from switchx.training.job import TrainingJob
 from switchx.training.resume import check_same_run
+from switchx.training.telemetry.metrics import logged_lines
 
 POLL_S = 0.1
 
@@ -70,10 +70,7 @@ class Sweep:
 
 
 def parse_sweep(
-    gin_files: Sequence[str],
-    bindings: Sequence[str],
-    search_paths: Sequence[str] = (),
-    num_seeds: int = 1,
+    gin_files: Sequence[str], bindings: Sequence[str], search_paths=(), num_seeds: int = 1
 ) -> Sweep:
     """The sweep of bindings such as `LEARNING_RATE=0.1,0.3`, split by `split_values`.
 
@@ -81,14 +78,12 @@ def parse_sweep(
         ValueError: there is one configuration with one seed, a name is given twice, a value is
             empty or given twice, or seeds are given as values.
     """
-    axes, common, names = {}, [], set()
+    axes, common = {}, {}
     for binding in bindings:
         name, _, text = binding.partition("=")
-        require(name not in names, f"--gin.{name} is given twice; give all its values at once")
-        names.add(name)
-        values = split_values(text)
-        if len(values) == 1:
-            common.append(binding)
+        require(name not in axes | common, f"--gin.{name} is given twice; give it once")
+        if len(values := split_values(text)) == 1:
+            common[name] = binding
             continue
         require(name != "SEED", "--gin.SEED has several values; use --seeds=N instead")
         is_clear = all(values) and len({*values}) == len(values)
@@ -99,7 +94,7 @@ def parse_sweep(
         "nothing is swept over: give a name several values, as --gin.LEARNING_RATE=0.1,0.3, or "
         "several seeds, as --seeds=3",
     )
-    return Sweep(gin_files, common, axes, num_seeds, search_paths)
+    return Sweep(gin_files, [*common.values()], axes, num_seeds, search_paths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,36 +102,32 @@ class Cell:
     """One configuration with one seed.
 
     Attributes:
-        point: value of each axis.
-        run: its run folder, named by the point and the seed.
+        values: value of each axis.
+        name: name of its run folder: the values and the seed.
+        log: file of what its training said, if it failed or was a process.
         bindings: all its bindings.
     """
 
-    point: tuple[str, ...]
+    values: tuple[str, ...]
     seed: int
+    name: str
     run: RunFolder
+    log: pathlib.Path
     bindings: Sequence[str]
     job: TrainingJob
 
     @property
-    def name(self) -> str:
-        return self.run.root.name
-
-    @property
-    def log(self) -> pathlib.Path:
-        """What its training printed, or how it failed."""
-        return self.run.root.parent / "logs" / f"{self.name}.log"
-
-    @property
     def loss(self) -> float | None:
-        """Validation loss after the last step, in nats a token, NaN where it is not finite; None
-        until that step is saved."""
+        """Validation loss after the last step, in nats a token, NaN where it is not finite.
+
+        None until that step is saved.
+        """
         step = self.job.train_steps
-        if not ((self.run.checkpoints / str(step)).is_dir() and self.run.validation.exists()):
+        *_, last = [{"step": None}, *logged_lines(self.run.validation, step)]
+        if last["step"] != step or not (self.run.checkpoints / str(step)).is_dir():
             return None
-        *_, last = read_lines(self.run.validation)
         value = last["neg_log_perplexity"]
-        return None if last["step"] != step else math.nan if value is None else -value
+        return math.nan if value is None else -value
 
 
 def cells_of(sweep: Sweep, output: pathlib.Path) -> list[Cell]:
@@ -146,62 +137,50 @@ def cells_of(sweep: Sweep, output: pathlib.Path) -> list[Cell]:
         ValueError: a configuration cannot be built, two are the same, or `output` is not a new
             folder, an empty one, or that of this sweep with other values or fewer seeds.
     """
-    _require_folder(sweep, output)
-    cells, known = [], {}
-    for k, values in itertools.product(
-        range(sweep.num_seeds), itertools.product(*sweep.axes.values())
-    ):
-        own = [f"{name}={value}" for name, value in zip(sweep.axes, values, strict=True)]
-        bindings = [*sweep.bindings, *own]
-        job = job_from_gin(sweep.gin_files, bindings, sweep.search_paths)
-        if k:
-            others = [each for each in bindings if not each.startswith("SEED=")]
-            bindings = [*others, f"SEED={job.seed + k}"]
-            job = job_from_gin(sweep.gin_files, bindings, sweep.search_paths)
-        name = _folder_name([*own, f"seed={job.seed}"])
-        other = known.setdefault(json.dumps(describe(job)), name)
-        require(other == name, f"{other} and {name} are the same configuration; drop a value")
-        run = RunFolder(output / name)
-        if run.is_begun:
-            check_same_run(run, job)
-        cells.append(Cell(values, job.seed, run, bindings, job))
-    return cells
-
-
-def _require_folder(sweep: Sweep, output: pathlib.Path) -> None:
-    run, file = RunFolder(output), output / "sweep.json"
-    if file.exists():
-        found, mine = json.loads(file.read_text(encoding="utf-8")), _identity(sweep)
+    if (file := output / "sweep.json").exists():
+        found = json.loads(file.read_text(encoding="utf-8"))
         different = [
-            f"{n}: {found.get(n)} there, {mine[n]} here"
-            for n in mine
-            if found.get(n) != mine[n]
+            f"{n}: {found.get(n)} there, {x} here"
+            for n, x in _common(sweep).items()
+            if found.get(n) != x
         ]
         require(
             not different,
             f"--output={output} is the folder of another sweep ({'; '.join(different)}); give "
             "another one. Values and seeds may be added, all else is as it was",
         )
-    else:
-        is_free = run.found() in ("nothing is there", "empty")
-        require(
-            is_free, f"--output={output} is no folder of a sweep: {run.found()}; give a new one"
-        )
+    elif (there := RunFolder(output).found()) not in ("nothing is there", "empty"):
+        raise ValueError(f"--output={output} is no folder of a sweep: {there}; give a new one")
+    cells, names = [], {}
+    points = [*itertools.product(*sweep.axes.values())]
+    for k, values in itertools.product(range(sweep.num_seeds), points):
+        own = [f"{name}={value}" for name, value in zip(sweep.axes, values, strict=True)]
+        bindings = [*sweep.bindings, *own]
+        job = job_from_gin(sweep.gin_files, bindings, sweep.search_paths)
+        if k:
+            bindings.append(f"SEED={job.seed + k}")  # the last one wins
+            job = job_from_gin(sweep.gin_files, bindings, sweep.search_paths)
+        name = _folder_name(",".join([*own, f"seed={job.seed}"]))
+        same = names.setdefault(json.dumps(describe(job)), name)
+        require(same == name, f"{same} and {name} are the same configuration; drop a value")
+        if (run := RunFolder(output / name)).is_begun:
+            check_same_run(run, job)
+        log = output / f"logs/{name}.log"
+        cells.append(Cell(values, job.seed, name, run, log, bindings, job))
+    return cells
 
 
-def _identity(sweep: Sweep) -> dict[str, Any]:
+def _common(sweep: Sweep) -> dict[str, Any]:
     """What all cells of a folder have in common."""
     described = {n: [*getattr(sweep, n)] for n in ("gin_files", "search_paths", "bindings")}
     return described | {"axes": sorted(sweep.axes)}
 
 
-def _folder_name(words: Sequence[str]) -> str:
-    """Words as a folder's name; what has no place there is a digest."""
-    text = ",".join(words)
+def _folder_name(text: str) -> str:
+    """A text as a folder's name; of what has no place there, a digest."""
     plain = re.sub(r"[^\w.,=+-]+", "-", text)[:100]
-    return (
-        plain if plain == text else f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-    )
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return plain if plain == text else f"{plain}-{digest}"
 
 
 def run_cells(
@@ -211,7 +190,7 @@ def run_cells(
     workers: int,
     note: Callable[[str], None],
 ) -> dict[str, str]:
-    """Trains the cells that are not done, each in turn in this process, or in several.
+    """Trains the cells that are not done, one after another here, or several in processes.
 
     A cell that fails leaves how in its log, and others go on. `KeyboardInterrupt` ends all;
     those that run save their states first.
@@ -219,18 +198,17 @@ def run_cells(
     Returns:
         What went wrong, by the name of the cell.
     """
-    write_atomically(output / "sweep.json", (json.dumps(_identity(sweep)) + "\n").encode())
+    write_atomically(output / "sweep.json", (json.dumps(_common(sweep)) + "\n").encode())
     (output / "logs").mkdir(exist_ok=True)
-    waiting = [cell for cell in cells if cell.loss is None]
+    waiting, failed = [cell for cell in cells if cell.loss is None], {}
     note(f"{len(cells)} cells, {len(cells) - len(waiting)} of them done before")
-    failed = {}
 
-    def ended(cell: Cell, error: str) -> None:
-        if cell.loss is None:
+    def ended(cell: Cell, error: str | None) -> None:
+        if (loss := cell.loss) is None:
             failed[cell.name] = error or "it was ended before its last step"
-            note(f"{cell.name} failed: {failed[cell.name]}; {cell.log} has all of it")
+            note(f"{cell.name} failed: {failed[cell.name]} (all of it: {cell.log})")
         else:
-            note(f"{cell.name}: validation loss {cell.loss:.4f}")
+            note(f"{cell.name}: validation loss {loss:.4f}")
 
     if workers == 1:
         for cell in waiting:
@@ -245,12 +223,9 @@ def run_cells(
             time.sleep(POLL_S)
             for cell, process in [each for each in running if each[1].poll() is not None]:
                 running.remove((cell, process))
-                said = cell.log.read_text(errors="replace").split("\n")
-                *_, last = ["no word", *filter(None, said)]
-                ended(
-                    cell,
-                    f"exit status {status}: {last}" if (status := process.returncode) else "",
-                )
+                said = ["", *cell.log.read_text(errors="replace").splitlines()]
+                status = process.returncode
+                ended(cell, f"exit status {status}: {said[-1]}" if status else None)
     finally:
         for _, process in running:
             process.terminate()  # it saves
@@ -259,8 +234,8 @@ def run_cells(
     return failed
 
 
-def _train_here(sweep: Sweep, cell: Cell) -> str:
-    """Trains a cell in this process; returns what went wrong, or nothing."""
+def _train_here(sweep: Sweep, cell: Cell) -> str | None:
+    """Trains a cell in this process; returns what went wrong."""
     try:
         with gin_internals.restored():
             job = parse_job(sweep.gin_files, cell.bindings, sweep.search_paths)
@@ -268,16 +243,15 @@ def _train_here(sweep: Sweep, cell: Cell) -> str:
     except Exception as error:  # whatever it is, the other cells are of use
         cell.log.write_text(traceback.format_exc(), encoding="utf-8")
         return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def _started(sweep: Sweep, cell: Cell, workers: int) -> subprocess.Popen:
     """A process that trains a cell and takes no Ctrl-C of this terminal."""
-    paths = [f"--gin_search_paths={','.join(sweep.search_paths)}"] if sweep.search_paths else []
     words = [
         *(f"--gin_file={file}" for file in sweep.gin_files),
         *(f"--gin.{binding}" for binding in cell.bindings),
-        *(*paths, f"--model_dir={cell.run.path}"),
+        f"--gin_search_paths={','.join(sweep.search_paths)}",
+        f"--model_dir={cell.run.path}",
     ]
     # JAX would take most of a GPU's memory for each process.
     share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / workers:.2f}"}
@@ -293,12 +267,12 @@ def _started(sweep: Sweep, cell: Cell, workers: int) -> subprocess.Popen:
 
 
 def table_of(sweep: Sweep, cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """A row a configuration: its values, and of the seeds that are done the losses by seed and
-    their `mean`, with the 95% interval `low` to `high`."""
+    """A row a configuration: its values, the losses of the seeds that are done, and the 95%
+    interval over them (`mean`, `low`, `high`)."""
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for cell in cells:
-        values = dict(zip(sweep.axes, cell.point, strict=True))
-        row = rows.setdefault(cell.point, {"values": values, "losses": {}})
+        values = dict(zip(sweep.axes, cell.values, strict=True))
+        row = rows.setdefault(cell.values, {"values": values, "losses": {}})
         if (loss := cell.loss) is not None:
             row["losses"][cell.seed] = loss
     for row in rows.values():
@@ -310,18 +284,17 @@ def table_of(sweep: Sweep, cells: Sequence[Cell]) -> list[dict[str, Any]]:
 def optimum_of(sweep: Sweep, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """The row of the lowest mean among those whose seeds are all done, with finite losses.
 
-    `places` has where it stands on each axis: `interior` where rows with a smaller and a larger
-    value and all else the same are worse, else `edge`, or `unordered` where values are no
-    numbers. `second` is the next best row, `lead` its losses less the optimum's, paired by seed.
-    Returns None where no row is finished.
+    `places` has where it stands on each axis: `interior` where such rows with a smaller and a
+    larger value, and all else the same, are worse; else `edge`; `unordered` where values are no
+    numbers. `second` is the next row, `lead` the 95% interval of its losses less the optimum's,
+    by seed. None where there is no such row.
     """
-    finished = [r for r in rows if len(r["losses"]) == sweep.num_seeds]
-    finished = sorted(
-        (r for r in finished if math.isfinite(r["mean"])), key=lambda r: r["mean"]
-    )
-    if not finished:
+    whole = [
+        r for r in rows if len(r["losses"]) == sweep.num_seeds and math.isfinite(r["mean"])
+    ]
+    if not whole:
         return None
-    best, *others = finished
+    best, *others = sorted(whole, key=lambda row: row["mean"])
     found = best | {"places": {name: _place(name, best, others) for name in sweep.axes}}
     if others:
         lead = paired(*([*row["losses"].values()] for row in (others[0], best)))
@@ -339,28 +312,25 @@ def _place(name: str, best: dict[str, Any], others: Sequence[dict[str, Any]]) ->
     return "interior" if theirs and min(theirs) < x < max(theirs) else "edge"
 
 
-_PLACES = {
-    "interior": "inside the grid",
-    "edge": "at the edge of what is finished, so try values beyond it",
-    "unordered": "not numbers, so there is no edge",
-}
-
-
 def sentence_of(optimum: dict[str, Any] | None) -> str:
     """What came of a sweep, for a person."""
     if optimum is None:
         return "No configuration is finished with a finite loss."
 
     def named(row: dict[str, Any]) -> str:
-        return ", ".join(f"{name}={value}" for name, value in row["values"].items())
+        return ", ".join(f"{name}={value}" for name, value in row["values"].items()) or "here"
 
-    places = "".join(f"; {n}: {_PLACES[place]}" for n, place in optimum["places"].items())
     own = Interval(optimum["mean"], optimum["low"], optimum["high"])
-    text = (
-        f"Lowest validation loss: {shown(own)} at {named(optimum) or 'the one point'}{places}."
-    )
+    text = f"Lowest validation loss: {shown(own)} at {named(optimum)}"
+    for place, said in (
+        ("interior", "an optimum inside the grid in"),
+        ("edge", "at the edge of the grid, so try values beyond it, in"),
+        ("unordered", "without an order in"),
+    ):
+        names = [name for name, each in optimum["places"].items() if each == place]
+        text += f"; {said} {', '.join(names)}" * bool(names)
     if "second" not in optimum:
-        return text
-    lead = Interval(**optimum["lead"])
+        return f"{text}."
+    lead, other = Interval(**optimum["lead"]), named(optimum["second"])
     told = "told" if lead.low < lead.high and lead.excludes(0) else "not told"
-    return f"{text} Next is {named(optimum['second'])}, {shown(lead)} above: {told} apart by the seeds."
+    return f"{text}. Next is {other}, {shown(lead)} above: {told} apart by the seeds."

@@ -4,9 +4,7 @@
 make experiments EXPERIMENT=capacity_factor DATA=FOLDER
 """
 
-from switchx.analysis.comparison import first_step_at
-
-from experiments.comparison import Trained, judge_of, run_comparison
+from experiments.comparison import Trained, first_step_at, judge_of, run_comparison
 from experiments.experiment import Comparison, Contender
 from experiments.measured import Ratio
 from experiments.study import main

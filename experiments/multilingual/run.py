@@ -11,8 +11,7 @@ import dataclasses
 import statistics
 from typing import Any
 
-from switchx.analysis.comparison import first_step_at
-
+from experiments.comparison import first_step_at
 from experiments.experiment import Contender, run_name
 from experiments.measured import Cells, Ratio, verdict_of
 from experiments.study import Study, main

@@ -8,7 +8,6 @@ what grey does not.
 Dims: S seeds, N steps
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 import matplotlib
@@ -145,54 +144,34 @@ def intervals_figure(
     return figure
 
 
-@dataclasses.dataclass(frozen=True)
-class Band:
-    """A line, and an interval around it, without width where there is none: `[N]` each."""
-
-    x: np.ndarray
-    mean: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class Panel:
-    """Lines by name, with the labels of the axes; NaN is not drawn."""
-
-    x: str
-    y: str
-    bands: Mapping[str, Band]
-
-
-def panels_figure(rows: Sequence[Sequence[Panel]]) -> Figure:
+def panels_figure(
+    rows: Sequence[Sequence[tuple[str, str, Mapping[str, np.ndarray]]]],
+) -> Figure:
     """Lines with bands in rows of panels, those of a name alike in all; the names below.
 
     The vertical axis leaves out what only the first quarter of a line reaches.
+
+    Args:
+        rows: for each panel, the labels of its axes, and by name `[4, N]`: x, line, lower and
+            upper end of the band.
     """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11.0, 0.6 + 2.3 * len(rows)))
         grid = figure.subplots(len(rows), len(rows[0]), squeeze=False)
-    names = list(dict.fromkeys(name for row in rows for panel in row for name in panel.bands))
-    for axis, panel in zip(grid.flat, [each for row in rows for each in row], strict=True):
-        ends = []
-        for name, band in panel.bands.items():
+    panels = [panel for row in rows for panel in row]
+    names = list(dict.fromkeys(name for *_, bands in panels for name in bands))
+    handles = {}
+    for axis, (x, y, bands) in zip(grid.flat, panels, strict=True):
+        for name, (x_N, line_N, low_N, high_N) in bands.items():
             i = names.index(name)
             shade = COLOURS(0.35 + 0.65 * (i + 1) / len(names))
-            axis.plot(band.x, band.mean, color=shade, linestyle=DASHES[i % 4], label=name)
-            axis.fill_between(band.x, band.low, band.high, color=shade, alpha=0.15, linewidth=0)
-            ends.append(band.mean[len(band.mean) // 4 :])
-        shown = np.concatenate(ends)
+            (handles[name],) = axis.plot(x_N, line_N, color=shade, linestyle=DASHES[i % 4])
+            axis.fill_between(x_N, low_N, high_N, color=shade, alpha=0.15, linewidth=0)
+        shown = np.concatenate([line_N[len(line_N) // 4 :] for _, line_N, *_ in bands.values()])
         if len(shown := shown[np.isfinite(shown)]):
-            low, high = float(shown.min()), float(shown.max())
-            room = 0.15 * (high - low) or 0.1 * abs(high) or 1.0
-            axis.set_ylim(low - room, high + room)
-        axis.set_xlabel(panel.x)
-        axis.set_ylabel(panel.y)
+            room = 0.15 * np.ptp(shown) or 0.1
+            axis.set_ylim(shown.min() - room, shown.max() + room)
+        axis.set(xlabel=x, ylabel=y)
         axis.xaxis.set_major_locator(MaxNLocator(nbins=4))
-    for axes, row in zip(grid, rows, strict=True):
-        if len({panel.y for panel in row}) == 1:
-            for axis in axes[1:]:
-                axis.set_ylabel("")
-    handles = dict(zip(*grid.flat[0].get_legend_handles_labels()[::-1], strict=True))
     figure.legend(handles.values(), handles, loc="outside lower left", frameon=False, ncols=3)
     return figure

@@ -94,7 +94,7 @@ def _compare(folders: list[str], output: str) -> int:
     }
     text = page("Runs compared", facts, comparison.sections())
     write_atomically(pathlib.Path(output).expanduser(), text.encode())
-    print(f"{comparison.headline}{comparison.caution}\n{output}")
+    print(f"{comparison.headline}\n{output}")
     return 0
 
 

@@ -72,9 +72,9 @@ def _print_table(rows: list[dict], num_seeds: int) -> None:
 
     table = Table(*rows[0]["values"], "seeds", "validation loss", "95% interval", box=None)
     for row in rows:
-        numbers = f"{row['mean']:.4f}", f"{row['low']:.4f} to {row['high']:.4f}"
         done = f"{len(row['losses'])} of {num_seeds}"
-        table.add_row(*row["values"].values(), done, *numbers)
+        numbers = f"{row['mean']:.4f}", f"{row['low']:.4f} to {row['high']:.4f}"
+        table.add_row(*row["values"].values(), done, *(numbers if row["losses"] else ()))
     Console(highlight=False, soft_wrap=True).print(table)
 
 

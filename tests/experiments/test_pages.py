@@ -18,10 +18,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import scipy.stats
-from switchx.analysis.comparison import first_step_at
 
 from experiments import experiment, fingerprints, pages, pretrained, study
-from experiments.comparison import Trained
+from experiments.comparison import Trained, first_step_at
 from experiments.experiment import Comparison
 from experiments.measured import Cells, Ratio
 from experiments.pages import BEGIN, END, ROOT, page
