@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from switchx.analysis.comparison import shown
-from switchx.analysis.intervals import Interval, interval_of, paired
+from switchx.analysis.intervals import Interval, interval_of
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.fields import describe, require
 from switchx.files import write_atomically
@@ -203,17 +203,21 @@ def run_cells(
     waiting, failed = [cell for cell in cells if cell.loss is None], {}
     note(f"{len(cells)} cells, {len(cells) - len(waiting)} of them done before")
 
-    def ended(cell: Cell, error: str | None) -> None:
-        if (loss := cell.loss) is None:
-            failed[cell.name] = error or "it was ended before its last step"
-            note(f"{cell.name} failed: {failed[cell.name]} (all of it: {cell.log})")
-        else:
-            note(f"{cell.name}: validation loss {loss:.4f}")
+    def ended(cell: Cell) -> None:
+        said = f"validation loss {cell.loss}"
+        if cell.loss is None:
+            lines = (
+                cell.log.read_text(errors="replace").splitlines() if cell.log.exists() else []
+            )
+            failed[cell.name] = lines[-1] if lines else "it ended before its last step"
+            said = f"failed: {failed[cell.name]} (all of it: {cell.log})"
+        note(f"{cell.name}: {said}")
 
     if workers == 1:
         for cell in waiting:
             note(cell.name)
-            ended(cell, _train_here(sweep, cell))
+            _train_here(sweep, cell)
+            ended(cell)
         return failed
     running: list[tuple[Cell, subprocess.Popen]] = []
     try:
@@ -223,9 +227,7 @@ def run_cells(
             time.sleep(POLL_S)
             for cell, process in [each for each in running if each[1].poll() is not None]:
                 running.remove((cell, process))
-                said = ["", *cell.log.read_text(errors="replace").splitlines()]
-                status = process.returncode
-                ended(cell, f"exit status {status}: {said[-1]}" if status else None)
+                ended(cell)
     finally:
         for _, process in running:
             process.terminate()  # it saves
@@ -234,35 +236,31 @@ def run_cells(
     return failed
 
 
-def _train_here(sweep: Sweep, cell: Cell) -> str | None:
-    """Trains a cell in this process; returns what went wrong."""
+def _train_here(sweep: Sweep, cell: Cell) -> None:
+    """Trains a cell in this process."""
     try:
         with gin_internals.restored():
             job = parse_job(sweep.gin_files, cell.bindings, sweep.search_paths)
             train(job, cell.run.path, configuration=operative_config("JOB"))
-    except Exception as error:  # whatever it is, the other cells are of use
+    except Exception:  # whatever it is, the other cells are of use
         cell.log.write_text(traceback.format_exc(), encoding="utf-8")
-        return f"{type(error).__name__}: {error}"
 
 
 def _started(sweep: Sweep, cell: Cell, workers: int) -> subprocess.Popen:
     """A process that trains a cell and takes no Ctrl-C of this terminal."""
-    words = [
-        *(f"--gin_file={file}" for file in sweep.gin_files),
-        *(f"--gin.{binding}" for binding in cell.bindings),
-        f"--gin_search_paths={','.join(sweep.search_paths)}",
-        f"--model_dir={cell.run.path}",
-    ]
+    given = {
+        "--gin_file": sweep.gin_files,
+        "--gin_search_paths": [",".join(sweep.search_paths)],
+    }
+    words = [f"{option}={value}" for option, values in given.items() for value in values]
+    words += [*(f"--gin.{each}" for each in cell.bindings), f"--model_dir={cell.run.path}"]
     # JAX would take most of a GPU's memory for each process.
     share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / workers:.2f}"}
     with cell.log.open("wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "switchx", "train", *words],
+            **dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True),
             env=share | os.environ,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
         )
 
 
@@ -286,8 +284,7 @@ def optimum_of(sweep: Sweep, rows: Sequence[dict[str, Any]]) -> dict[str, Any] |
 
     `places` has where it stands on each axis: `interior` where such rows with a smaller and a
     larger value, and all else the same, are worse; else `edge`; `unordered` where values are no
-    numbers. `second` is the next row, `lead` the 95% interval of its losses less the optimum's,
-    by seed. None where there is no such row.
+    numbers. None where there is no such row.
     """
     whole = [
         r for r in rows if len(r["losses"]) == sweep.num_seeds and math.isfinite(r["mean"])
@@ -295,11 +292,7 @@ def optimum_of(sweep: Sweep, rows: Sequence[dict[str, Any]]) -> dict[str, Any] |
     if not whole:
         return None
     best, *others = sorted(whole, key=lambda row: row["mean"])
-    found = best | {"places": {name: _place(name, best, others) for name in sweep.axes}}
-    if others:
-        lead = paired(*([*row["losses"].values()] for row in (others[0], best)))
-        found |= {"second": others[0], "lead": dataclasses.asdict(lead)}
-    return found
+    return best | {"places": {name: _place(name, best, others) for name in sweep.axes}}
 
 
 def _place(name: str, best: dict[str, Any], others: Sequence[dict[str, Any]]) -> str:
@@ -316,12 +309,9 @@ def sentence_of(optimum: dict[str, Any] | None) -> str:
     """What came of a sweep, for a person."""
     if optimum is None:
         return "No configuration is finished with a finite loss."
-
-    def named(row: dict[str, Any]) -> str:
-        return ", ".join(f"{name}={value}" for name, value in row["values"].items()) or "here"
-
+    at = ", ".join(f"{name}={value}" for name, value in optimum["values"].items())
     own = Interval(optimum["mean"], optimum["low"], optimum["high"])
-    text = f"Lowest validation loss: {shown(own)} at {named(optimum)}"
+    text = f"Lowest validation loss: {shown(own)}{' at ' * bool(at)}{at}"
     for place, said in (
         ("interior", "an optimum inside the grid in"),
         ("edge", "at the edge of the grid, so try values beyond it, in"),
@@ -329,8 +319,4 @@ def sentence_of(optimum: dict[str, Any] | None) -> str:
     ):
         names = [name for name, each in optimum["places"].items() if each == place]
         text += f"; {said} {', '.join(names)}" * bool(names)
-    if "second" not in optimum:
-        return f"{text}."
-    lead, other = Interval(**optimum["lead"]), named(optimum["second"])
-    told = "told" if lead.low < lead.high and lead.excludes(0) else "not told"
-    return f"{text}. Next is {other}, {shown(lead)} above: {told} apart by the seeds."
+    return f"{text}."

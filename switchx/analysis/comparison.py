@@ -62,10 +62,6 @@ class RunLog:
     end: dict
     history: RoutingHistory | None
 
-    def cost_at(self, cost: str, steps) -> np.ndarray:
-        """What training took until some steps, between logged ones by interpolation."""
-        return np.interp(steps, np.r_[0, self.costs["step"]], np.r_[0, self.costs[cost]])
-
 
 def read_run_log(folder: str | os.PathLike) -> RunLog:
     """The log of a run folder, which may still be trained.
@@ -134,13 +130,14 @@ class Configuration:
         return interval_of([*self.finals.values()])
 
     def loss_band(self, kind: str, cost: str) -> np.ndarray:
-        """The loss by what it took: mean over the seeds, and its 95% interval."""
+        """The loss by what it took, which is interpolated between logged steps."""
         steps = _common(run.losses[kind] for run in self.runs)
         values = [[run.losses[kind][step] for step in steps] for run in self.runs]
-        return _band(np.mean([run.cost_at(cost, steps) for run in self.runs], axis=0), values)
+        taken = [[np.r_[0, run.costs[name]] for name in ("step", cost)] for run in self.runs]
+        return _band(np.mean([np.interp(steps, *each) for each in taken], axis=0), values)
 
     def routing_band(self, name: str) -> np.ndarray:
-        """A number of `ROUTING` by step: mean over layers and seeds, and its interval."""
+        """The mean over layers of a number of `ROUTING`, by step."""
         steps = _common(run.history.steps.tolist() for run in self.runs)
         values = [
             ROUTING[name](run.history)[np.isin(run.history.steps, steps)].mean(axis=-1)
@@ -154,7 +151,7 @@ def _common(steps) -> list[int]:
 
 
 def _band(x, values_SX) -> np.ndarray:
-    """What `panels_figure` draws of a line for each seed."""
+    """The mean over seeds and its 95% interval, as `panels_figure` draws them."""
     around = [dataclasses.astuple(interval_of(each)) for each in np.transpose(values_SX)]
     return np.array([x, *np.reshape(around, (-1, 3)).T])
 
@@ -209,25 +206,20 @@ class Comparison:
 
     def overview(self) -> Section:
         """The headline, and the end of each configuration in numbers."""
-        first, rows = self.configurations[0], []
-        for each in self.configurations:
-
-            def mean(values, runs=each.runs) -> float:
-                return float(np.mean([values(run) for run in runs]))
-
-            costs = {cost: mean(lambda run, c=cost: run.costs[c][-1]) for cost in COSTS}
-            dropped = mean(lambda run: run.end.get("dropped_fraction", math.nan))
-            rows.append(
-                {
-                    "configuration": each.name,
-                    "seeds": len(each.runs),
-                    "validation loss": shown(each.final),
-                    f"less that of {first.name}": shown(difference(each, first)),
-                    "accuracy": f"{mean(lambda run: run.end['accuracy']):.1%}",
-                    "dropped": "" if math.isnan(dropped) else f"{dropped:.2%}",
-                }
-                | {cost: f"{value:.4g}" for cost, value in costs.items()}
-            )
+        first = self.configurations[0]
+        rows = [
+            {
+                "configuration": each.name,
+                "seeds": len(each.runs),
+                "validation loss": shown(each.final),
+                f"less that of {first.name}": shown(difference(each, first)),
+            }
+            | {
+                cost: f"{np.mean([run.costs[cost][-1] for run in each.runs]):.4g}"
+                for cost in COSTS
+            }
+            for each in self.configurations
+        ]
         return Section(
             "At the end",
             f"{self.headline} Losses are in nats a token. Behind a mean over seeds stands its "

@@ -22,7 +22,7 @@ two values, --gin.NAME="'a,b'" has one.
 The same command goes on where it was ended: cells that are done are not run again, others
 resume from their checkpoints. Values and more seeds may be added. A cell that fails is named,
 its log is in DIR/logs, others go on, and the exit status is 1. `switchx report DIR/*=*` draws
-all cells on one page.
+all cells on one page, and says whether seeds tell the best two apart.
 """
 
 
@@ -48,35 +48,30 @@ def add_command(commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     files, bindings, paths = shared.gin_of(arguments)
+    from rich.console import Console
+    from rich.table import Table
+
     from switchx import sweep as sweeps
+
+    def note(line: str) -> None:
+        print(f"sweep: {line}", file=sys.stderr)
 
     output = pathlib.Path(arguments.output).expanduser()
     sweep = sweeps.parse_sweep(files, bindings, paths, arguments.seeds)
     cells = sweeps.cells_of(sweep, output)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # cells save, as at Ctrl-C
-    failed = sweeps.run_cells(sweep, output, cells, arguments.workers, _note)
+    failed = sweeps.run_cells(sweep, output, cells, arguments.workers, note)
     rows = sweeps.table_of(sweep, cells)
     optimum = sweeps.optimum_of(sweep, rows)
     if arguments.json:
         found = {"command": "sweep", "results": rows, "optimum": optimum, "failed": failed}
         print(json_text(found))
-    else:
-        _print_table(rows, arguments.seeds)
-        print(sweeps.sentence_of(optimum))
-    return int(bool(failed))
-
-
-def _print_table(rows: list[dict], num_seeds: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*rows[0]["values"], "seeds", "validation loss", "95% interval", box=None)
+        return int(bool(failed))
+    table = Table(*sweep.axes, "seeds", "validation loss", "95% interval", box=None)
     for row in rows:
-        done = f"{len(row['losses'])} of {num_seeds}"
+        done = f"{len(row['losses'])} of {arguments.seeds}"
         numbers = f"{row['mean']:.4f}", f"{row['low']:.4f} to {row['high']:.4f}"
         table.add_row(*row["values"].values(), done, *(numbers if row["losses"] else ()))
     Console(highlight=False, soft_wrap=True).print(table)
-
-
-def _note(line: str) -> None:
-    print(f"sweep: {line}", file=sys.stderr)
+    print(sweeps.sentence_of(optimum))
+    return int(bool(failed))

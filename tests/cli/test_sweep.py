@@ -54,13 +54,8 @@ def test_an_optimum_is_interior_where_both_neighbours_are_worse():
     elsewhere = {k: v for k, v in bowl.items() if k[0] != "1"} | {("1", "y"): [0.7]}
     assert "try values beyond it, in A" in optimum(elsewhere)[1]
     assert optimum({("1", "x"): []}) == (None, sweeps.sentence_of(None))
-
-
-def test_seeds_are_paired_and_all_are_needed():
-    losses = {("1", "x"): [1.0, 2.0], ("2", "x"): [1.1, 2.1001], ("3", "x"): [0.0]}
-    found, said = optimum(losses, num_seeds=2)
-    assert found["values"]["A"] == "1" and found["lead"]["mean"] == pytest.approx(0.10005)
-    assert said.endswith("above: told apart by the seeds.")
+    few = {("1", "x"): [1.0, 2.0], ("2", "x"): [0.1]}  # a seed is missing
+    assert optimum(few, num_seeds=2)[0]["values"]["A"] == "1"
 
 
 def run(capsys, *words) -> tuple[int, str, str]:
@@ -92,7 +87,7 @@ def test_cells_are_trained_once_and_go_on(in_a_folder, one_device, steps_traced_
     assert (cells[0] / "metrics.jsonl").stat().st_mtime_ns == stamp
     assert json.loads(out)["optimum"]["mean"] == min(losses)
     (failed,) = json.loads(out)["failed"]
-    assert f"{failed} failed: ValueError: " in err and "none.txt" in failed
+    assert f"{failed}: failed: ValueError: " in err and "none.txt" in failed
     assert "Traceback" in (in_a_folder / f"s/logs/{failed}.log").read_text()
     for words, said in (((files,), "bindings: "), (("--gin.NUM_EXPERTS=2,4", every), "axes: ")):
         status, out, err = run(capsys, *words)
