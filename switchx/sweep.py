@@ -56,21 +56,29 @@ class Sweep:
     """A grid over what gin files describe.
 
     Attributes:
+        output: its folder, with `sweep.json`, `logs/`, and a run folder a cell.
         gin_files, search_paths: arguments of `switchx.job_from_gin`.
         bindings: bindings of all cells, as `TRAIN_STEPS=100`.
         axes: values of each name that has several.
         num_seeds: number of seeds: the configuration's own and those that follow it.
     """
 
+    output: pathlib.Path
     gin_files: Sequence[str]
     bindings: Sequence[str]
     axes: dict[str, list[str]]
     num_seeds: int = 1
     search_paths: Sequence[str] = ()
 
+    @property
+    def common(self) -> dict[str, Any]:
+        """What all cells of the folder have in common."""
+        mine = {n: [*getattr(self, n)] for n in ("gin_files", "search_paths", "bindings")}
+        return mine | {"axes": sorted(self.axes)}
+
 
 def parse_sweep(
-    gin_files: Sequence[str], bindings: Sequence[str], search_paths=(), num_seeds: int = 1
+    output, gin_files: Sequence[str], bindings: Sequence[str], search_paths=(), num_seeds=1
 ) -> Sweep:
     """The sweep of bindings such as `LEARNING_RATE=0.1,0.3`, split by `split_values`.
 
@@ -94,7 +102,8 @@ def parse_sweep(
         "nothing is swept over: give a name several values, as --gin.LEARNING_RATE=0.1,0.3, or "
         "several seeds, as --seeds=3",
     )
-    return Sweep(gin_files, [*common.values()], axes, num_seeds, search_paths)
+    output = pathlib.Path(output).expanduser()
+    return Sweep(output, gin_files, [*common.values()], axes, num_seeds, search_paths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,24 +139,21 @@ class Cell:
         return math.nan if value is None else -value
 
 
-def cells_of(sweep: Sweep, output: pathlib.Path) -> list[Cell]:
+def cells_of(sweep: Sweep) -> list[Cell]:
     """All cells, those with the first seed first; every job is built, and nothing is written.
 
     Raises:
-        ValueError: a configuration cannot be built, two are the same, or `output` is not a new
-            folder, an empty one, or that of this sweep with other values or fewer seeds.
+        ValueError: a configuration cannot be built, two are the same, or the folder is no new
+            one, no empty one, and not that of this sweep with other values or seeds.
     """
+    output = sweep.output
     if (file := output / "sweep.json").exists():
-        found = json.loads(file.read_text(encoding="utf-8"))
-        different = [
-            f"{n}: {found.get(n)} there, {x} here"
-            for n, x in _common(sweep).items()
-            if found.get(n) != x
-        ]
+        found = json.loads(file.read_text(encoding="utf-8")).items()
+        other = {name: value for name, value in found if sweep.common.get(name) != value}
         require(
-            not different,
-            f"--output={output} is the folder of another sweep ({'; '.join(different)}); give "
-            "another one. Values and seeds may be added, all else is as it was",
+            not other,
+            f"--output={output} is the folder of another sweep, with {other}; give another "
+            "one. Values and seeds may be added, all else is as it was",
         )
     elif (there := RunFolder(output).found()) not in ("nothing is there", "empty"):
         raise ValueError(f"--output={output} is no folder of a sweep: {there}; give a new one")
@@ -170,12 +176,6 @@ def cells_of(sweep: Sweep, output: pathlib.Path) -> list[Cell]:
     return cells
 
 
-def _common(sweep: Sweep) -> dict[str, Any]:
-    """What all cells of a folder have in common."""
-    described = {n: [*getattr(sweep, n)] for n in ("gin_files", "search_paths", "bindings")}
-    return described | {"axes": sorted(sweep.axes)}
-
-
 def _folder_name(text: str) -> str:
     """A text as a folder's name; of what has no place there, a digest."""
     plain = re.sub(r"[^\w.,=+-]+", "-", text)[:100]
@@ -184,11 +184,7 @@ def _folder_name(text: str) -> str:
 
 
 def run_cells(
-    sweep: Sweep,
-    output: pathlib.Path,
-    cells: Sequence[Cell],
-    workers: int,
-    note: Callable[[str], None],
+    sweep: Sweep, cells: Sequence[Cell], workers: int, note: Callable[[str], None]
 ) -> dict[str, str]:
     """Trains the cells that are not done, one after another here, or several in processes.
 
@@ -198,8 +194,8 @@ def run_cells(
     Returns:
         What went wrong, by the name of the cell.
     """
-    write_atomically(output / "sweep.json", (json.dumps(_common(sweep)) + "\n").encode())
-    (output / "logs").mkdir(exist_ok=True)
+    write_atomically(sweep.output / "sweep.json", f"{json.dumps(sweep.common)}\n".encode())
+    (sweep.output / "logs").mkdir(exist_ok=True)
     waiting, failed = [cell for cell in cells if cell.loss is None], {}
     note(f"{len(cells)} cells, {len(cells) - len(waiting)} of them done before")
 

@@ -2,19 +2,19 @@
 """`switchx sweep`: a grid of configurations, each with several seeds, in one folder."""
 
 import argparse
-import pathlib
 import signal
 import sys
 
 from switchx.cli import arguments as shared
 from switchx.fields import json_text
+from switchx.object_store import is_address
 
 DESCRIPTION = """\
 Trains each configuration of a grid with each seed, as `switchx train` does, and says which has
 the lowest validation loss at the end, and whether that is at the edge of the grid:
 
   switchx sweep --gin_file=configs/runs/pretrain_tiny.gin --gin.TRAIN_STEPS=100 \\
-    --gin.LEARNING_RATE=0.003,0.01,0.03 --seeds=3 --output=sweeps/rate
+    --gin.LEARNING_RATE=0.3,1,3 --seeds=3 --output=sweeps/rate
 
 A value with commas stands in brackets or in quotes of its own: --gin.NAME="(1, 2),(3, 4)" has
 two values, --gin.NAME="'a,b'" has one.
@@ -48,6 +48,8 @@ def add_command(commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     files, bindings, paths = shared.gin_of(arguments)
+    if is_address(arguments.output):
+        arguments.parser.error(f"--output={arguments.output} is no folder of this machine")
     from rich.console import Console
     from rich.table import Table
 
@@ -56,11 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
     def note(line: str) -> None:
         print(f"sweep: {line}", file=sys.stderr)
 
-    output = pathlib.Path(arguments.output).expanduser()
-    sweep = sweeps.parse_sweep(files, bindings, paths, arguments.seeds)
-    cells = sweeps.cells_of(sweep, output)
+    sweep = sweeps.parse_sweep(arguments.output, files, bindings, paths, arguments.seeds)
+    cells = sweeps.cells_of(sweep)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # cells save, as at Ctrl-C
-    failed = sweeps.run_cells(sweep, output, cells, arguments.workers, note)
+    failed = sweeps.run_cells(sweep, cells, arguments.workers, note)
     rows = sweeps.table_of(sweep, cells)
     optimum = sweeps.optimum_of(sweep, rows)
     if arguments.json:

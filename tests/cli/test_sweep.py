@@ -32,7 +32,7 @@ def test_values_are_split_outside_of_brackets_and_quotes(text, values):
 
 
 def optimum(losses: dict[tuple[str, ...], list[float]], num_seeds=1):
-    sweep = sweeps.Sweep([], [], {"A": [], "B": []}, num_seeds)
+    sweep = sweeps.Sweep(None, [], [], {"A": [], "B": []}, num_seeds)
     rows = [
         {"values": {"A": a, "B": b}, "losses": dict(enumerate(values)), "low": 0, "high": 0}
         | {"mean": sum(values) / max(len(values), 1)}
@@ -89,9 +89,9 @@ def test_cells_are_trained_once_and_go_on(in_a_folder, one_device, steps_traced_
     (failed,) = json.loads(out)["failed"]
     assert f"{failed}: failed: ValueError: " in err and "none.txt" in failed
     assert "Traceback" in (in_a_folder / f"s/logs/{failed}.log").read_text()
-    for words, said in (((files,), "bindings: "), (("--gin.NUM_EXPERTS=2,4", every), "axes: ")):
+    for words, said in (((files,), "'bindings'"), (("--gin.NUM_EXPERTS=2,4", every), "'axes'")):
         status, out, err = run(capsys, *words)
-        assert (status, out) == (2, "") and f"is the folder of another sweep ({said}" in err
+        assert (status, out) == (2, "") and f"the folder of another sweep, with {{{said}" in err
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,7 @@ def test_cells_are_trained_once_and_go_on(in_a_folder, one_device, steps_traced_
         (["--gin.LEARNING_RATE=1", RATES], "--gin.LEARNING_RATE is given twice"),
         (["--gin.SEED=1,2"], "use --seeds=N instead"),
         ([RATES, "--seeds=0"], "is no whole number of at least 1"),
+        ([RATES, "--output=gs://bucket/s"], "is no folder of this machine"),
         ([RATES, "--output=."], "is no folder of a sweep: found corpus.txt; give a new one"),
     ],
 )
