@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from switchx.analysis.intervals import Interval
+from switchx.analysis.comparison import Interval
 
 # Nats per token by which models may differ and count as equal: what seeds of one model differ
 # by (routers/README.md), an eighth of what 32 experts gain over a dense model in 1,000 steps.

@@ -21,8 +21,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from switchx.analysis.comparison import shown
-from switchx.analysis.intervals import Interval, interval_of
+from switchx.analysis.comparison import Interval, interval_of, shown
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.fields import describe, require
 from switchx.files import write_atomically

@@ -8,7 +8,7 @@ from experiments.comparison import Trained, first_step_at, judge_of, run_compari
 from experiments.experiment import Comparison, Contender
 from experiments.measured import Ratio
 from experiments.study import main
-from switchx.analysis.intervals import interval_of
+from switchx.analysis.comparison import interval_of
 
 FACTORS = (1.0, 1.25, 2.0)
 # Those at which the paper's Switch is ahead.

@@ -15,7 +15,7 @@ import sys
 from experiments.elephants.tables import change, shown, tables
 from experiments.measured import verdict_of
 from experiments.study import ROOT, Study, main
-from switchx.analysis.intervals import Interval
+from switchx.analysis.comparison import Interval
 
 MODEL = "translation"
 # Of Table 3, each with one and two beams.

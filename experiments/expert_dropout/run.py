@@ -10,7 +10,7 @@ from typing import Any
 from experiments.fine_tuning.run import files_of, tuned
 from experiments.measured import mean_of_tasks
 from experiments.study import Study, main
-from switchx.analysis.intervals import Interval, paired
+from switchx.analysis.comparison import Interval, paired
 
 # Points: what the pair gains over 0.1 in the paper's GLUE.
 MARGIN = 0.5

@@ -15,7 +15,7 @@ from typing import Any
 
 from experiments.measured import Ratio, verdict_of
 from experiments.study import Study, main
-from switchx.analysis.intervals import interval_of
+from switchx.analysis.comparison import interval_of
 from switchx.bench import offload
 
 TIME, MEMORY = "time over predicted (95%)", "memory over predicted"

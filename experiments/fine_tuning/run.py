@@ -18,7 +18,7 @@ from typing import Any
 from experiments.experiment import ENGLISH, run_name
 from experiments.measured import Cells, verdict_of
 from experiments.study import Study, main
-from switchx.analysis.intervals import Interval, interval_of, paired
+from switchx.analysis.comparison import Interval, interval_of, paired
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from experiments.comparison import first_step_at
 from experiments.experiment import Contender, run_name
 from experiments.measured import Cells, Ratio, verdict_of
 from experiments.study import Study, main
-from switchx.analysis.intervals import interval_of, paired
+from switchx.analysis.comparison import interval_of, paired
 
 GIN_FILE = "configs/runs/pretrain_languages.gin"
 LANGUAGES = tuple("en uk es zh_cn ja pt_br ko fr zh_tw tr it ro pl id".split())

@@ -27,7 +27,7 @@ from experiments.pages import BEGIN, END, ROOT, page
 from experiments.study import Study
 from pallas_kernels.aot import gpu_compiler
 from switchx import fields
-from switchx.analysis.intervals import Interval, interval_of
+from switchx.analysis.comparison import Interval, interval_of
 from switchx.gin_config.building import job_from_gin
 
 FOLDERS = [folder for folder in pages.folders() if folder.name not in pages.NO_CLAIM]
