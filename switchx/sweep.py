@@ -7,17 +7,16 @@ was killed goes on from its checkpoint.
 """
 
 import dataclasses
-import hashlib
 import itertools
 import json
 import math
 import os
 import pathlib
-import re
 import subprocess
 import sys
 import time
 import traceback
+import urllib.parse
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -165,7 +164,8 @@ def cells_of(sweep: Sweep) -> list[Cell]:
         if k:
             bindings.append(f"SEED={job.seed + k}")  # the last one wins
             job = job_from_gin(sweep.gin_files, bindings, sweep.search_paths)
-        name = _folder_name(",".join([*own, f"seed={job.seed}"]))
+        # A slash is %2F.
+        name = urllib.parse.quote(",".join([*own, f"seed={job.seed}"]), safe="=,+")
         same = names.setdefault(json.dumps(describe(job)), name)
         require(same == name, f"{same} and {name} are the same configuration; drop a value")
         if (run := RunFolder(output / name)).is_begun:
@@ -173,13 +173,6 @@ def cells_of(sweep: Sweep) -> list[Cell]:
         log = output / f"logs/{name}.log"
         cells.append(Cell(values, job.seed, name, run, log, bindings, job))
     return cells
-
-
-def _folder_name(text: str) -> str:
-    """A text as a folder's name; of what has no place there, a digest."""
-    plain = re.sub(r"[^\w.,=+-]+", "-", text)[:100]
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    return plain if plain == text else f"{plain}-{digest}"
 
 
 def run_cells(
@@ -306,12 +299,10 @@ def sentence_of(optimum: dict[str, Any] | None) -> str:
         return "No configuration is finished with a finite loss."
     at = ", ".join(f"{name}={value}" for name, value in optimum["values"].items())
     own = Interval(optimum["mean"], optimum["low"], optimum["high"])
-    text = f"Lowest validation loss: {shown(own)}{' at ' * bool(at)}{at}"
-    for place, said in (
-        ("interior", "an optimum inside the grid in"),
-        ("edge", "at the edge of the grid, so try values beyond it, in"),
-        ("unordered", "without an order in"),
-    ):
-        names = [name for name, each in optimum["places"].items() if each == place]
-        text += f"; {said} {', '.join(names)}" * bool(names)
-    return f"{text}."
+    said = {
+        "interior": "inside the grid",
+        "edge": "at the grid's edge, so try values beyond it,",
+        "unordered": "without an order",
+    }
+    places = "".join(f"; {said[place]} in {n}" for n, place in optimum["places"].items())
+    return f"Lowest validation loss: {shown(own)}{' at ' * bool(at)}{at}{places}."
