@@ -192,14 +192,12 @@ def run_cells(
     note(f"{len(cells)} cells, {len(cells) - len(waiting)} of them done before")
 
     def ended(cell: Cell) -> None:
-        said = f"validation loss {cell.loss}"
-        if cell.loss is None:
-            lines = (
-                cell.log.read_text(errors="replace").splitlines() if cell.log.exists() else []
-            )
-            failed[cell.name] = lines[-1] if lines else "it ended before its last step"
-            said = f"failed: {failed[cell.name]} (all of it: {cell.log})"
-        note(f"{cell.name}: {said}")
+        if (loss := cell.loss) is not None:
+            note(f"{cell.name}: validation loss {loss:.4f}")
+            return
+        said = cell.log.read_text(errors="replace").splitlines() if cell.log.exists() else []
+        failed[cell.name] = said[-1] if said else "it ended before its last step"
+        note(f"{cell.name}: failed: {failed[cell.name]} (all of it: {cell.log})")
 
     if workers == 1:
         for cell in waiting:

@@ -110,7 +110,7 @@ VARIANTS = {
 MEASURING = "tests/cli/test_measuring.py"
 TESTED_ELSEWHERE = {
     "switchx report runs/pretrain_tiny runs/experts_32": (
-        "tests/analysis/test_comparison.py::test_the_command_writes_one_page"
+        "tests/analysis/test_comparison.py::test_the_page_runs"
     ),
     "switchx sweep --gin_file=configs/runs/pretrain_tiny.gin "
     "--gin.LEARNING_RATE=0.3,1,3 --seeds=2 --output=sweeps/rate": (

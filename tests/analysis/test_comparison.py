@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs compared, of folders written by hand: numbers against loops and scipy, the command."""
 
+import shutil
+
 import numpy as np
 import pytest
 import scipy.stats
@@ -9,7 +11,9 @@ from switchx.analysis.comparison import compare, difference, read_run_log
 from switchx.cli.main import main
 from tests.analysis.parsed_page import Parser
 from tests.analysis.recorded import routing_line, write_lines
+from tests.commands import commands, python_blocks
 from tests.data.refusals import refused
+from tests.processes import ROOT
 
 LOADS = [[0.5, 0.5], [1.0, 0.0]]
 FINALS = {"0.1": [3.0, 3.5, 3.3], "0.2": [2.8, 3.1, 3.2]}
@@ -110,14 +114,20 @@ def test_what_differs_is_a_table_and_dense_models_are_compared(folders, tmp_path
     assert compare([folders[0], again]).headline.startswith(f"{again} ends lowest")
 
 
-def test_the_command_writes_one_page(folders, capsys, in_a_folder):
-    assert main(["report", *map(str, folders)]) == 0
+def test_the_page_runs(folders, capsys, in_a_folder):
+    for name, folder in zip("abc", folders, strict=False):
+        shutil.copytree(folder, in_a_folder / "runs" / name)
+    page = (ROOT / "docs/sweeps.md").read_text(encoding="utf-8")
+    command, *_ = commands(page)
+    assert main(command.split()[1:]) == 0
     headline = capsys.readouterr().out.splitlines()[0]
-    text = (in_a_folder / "comparison.html").read_text()
-    parsed = Parser(text)
+    parsed = Parser((in_a_folder / "comparison.html").read_text())
     assert len(parsed.references) == 2  # pictures, inside of the page
     assert any(each.startswith(headline) for each in parsed.texts)
     assert {"At the end", "Loss", "What differs", "Routing"} <= {*parsed.texts}
+    (snippet,) = python_blocks(page)
+    exec(snippet, {})
+    assert "a: validation loss 3.2500 (" in capsys.readouterr().out
 
 
 def test_what_cannot_be_compared_is_refused(folders, capsys, tmp_path):
