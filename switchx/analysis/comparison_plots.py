@@ -155,11 +155,12 @@ def panels_figure(
         rows: for each panel, the labels of its axes, and by name `[4, N]`: x, line, lower and
             upper end of the band.
     """
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11.0, 0.6 + 2.3 * len(rows)))
-        grid = figure.subplots(len(rows), len(rows[0]), squeeze=False)
     panels = [panel for row in rows for panel in row]
     names = list(dict.fromkeys(name for *_, bands in panels for name in bands))
+    with matplotlib.rc_context(STYLE):
+        height = 0.4 + 2.3 * len(rows) + 0.07 * len(names)
+        figure = Figure(figsize=(11.0, height))
+        grid = figure.subplots(len(rows), len(rows[0]), squeeze=False)
     handles = {}
     for axis, (x, y, bands) in zip(grid.flat, panels, strict=True):
         for name, (x_N, line_N, low_N, high_N) in bands.items():

@@ -60,8 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     sweep = sweeps.parse_sweep(arguments.output, files, bindings, paths, arguments.seeds)
     cells = sweeps.cells_of(sweep)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # cells save, as at Ctrl-C
-    failed = sweeps.run_cells(sweep, cells, arguments.workers, note)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    try:
+        failed = sweeps.run_cells(sweep, cells, arguments.workers, note)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     rows = sweeps.table_of(sweep, cells)
     optimum = sweeps.optimum_of(sweep, rows)
     if arguments.json:
