@@ -20,12 +20,11 @@ from typing import Any
 import numpy as np
 
 from experiments.experiment import Comparison, run_name
-from experiments.measured import Cells, Ratio
+from experiments.measured import Cells, Interval, Ratio, paired
 from experiments.pages import ROOT
 from experiments.study import Study
 from pallas_kernels.bench.timing import Contender as Timed
 from pallas_kernels.bench.timing import speedup, take_turns
-from switchx.analysis.comparison import Interval, paired
 from switchx.data.loader import evaluation_batches
 from switchx.data.mixtures import as_mixture
 from switchx.gin_config.building import job_from_gin

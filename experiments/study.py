@@ -21,10 +21,9 @@ from typing import Any
 
 from experiments.experiment import Experiment, run_name
 from experiments.fingerprints import code_fingerprint, sha256
-from experiments.measured import Cells, key_of
+from experiments.measured import Cells, Interval, key_of
 from experiments.pages import ROOT, publish_page, write_results
 from experiments.pretrained import pretrained
-from switchx.analysis.comparison import Interval
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.manifest import git_commit
 from switchx.results import environment

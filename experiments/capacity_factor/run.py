@@ -6,9 +6,8 @@ make experiments EXPERIMENT=capacity_factor DATA=FOLDER
 
 from experiments.comparison import Trained, first_step_at, judge_of, run_comparison
 from experiments.experiment import Comparison, Contender
-from experiments.measured import Ratio
+from experiments.measured import Ratio, interval_of
 from experiments.study import main
-from switchx.analysis.comparison import interval_of
 
 FACTORS = (1.0, 1.25, 2.0)
 # Those at which the paper's Switch is ahead.

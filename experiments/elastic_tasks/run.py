@@ -13,9 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.measured import Ratio
+from experiments.measured import Ratio, interval_of
 from experiments.study import Study, main
-from switchx.analysis.comparison import interval_of
 from switchx.bench.small_job import TASK, small_job
 from switchx.cli.arguments import simulate_devices
 from switchx.compiled.collectives import executed_collectives, total_bytes

@@ -13,9 +13,8 @@ import subprocess
 import sys
 
 from experiments.elephants.tables import change, shown, tables
-from experiments.measured import verdict_of
+from experiments.measured import Interval, verdict_of
 from experiments.study import ROOT, Study, main
-from switchx.analysis.comparison import Interval
 
 MODEL = "translation"
 # Of Table 3, each with one and two beams.

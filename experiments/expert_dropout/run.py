@@ -8,9 +8,8 @@ import statistics
 from typing import Any
 
 from experiments.fine_tuning.run import files_of, tuned
-from experiments.measured import mean_of_tasks
+from experiments.measured import Interval, mean_of_tasks, paired
 from experiments.study import Study, main
-from switchx.analysis.comparison import Interval, paired
 
 # Points: what the pair gains over 0.1 in the paper's GLUE.
 MARGIN = 0.5

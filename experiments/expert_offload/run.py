@@ -13,9 +13,8 @@ import math
 import statistics
 from typing import Any
 
-from experiments.measured import Ratio, verdict_of
+from experiments.measured import Ratio, interval_of, verdict_of
 from experiments.study import Study, main
-from switchx.analysis.comparison import interval_of
 from switchx.bench import offload
 
 TIME, MEMORY = "time over predicted (95%)", "memory over predicted"

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.experiment import ENGLISH, run_name
-from experiments.measured import Cells, verdict_of
+from experiments.measured import Cells, Interval, interval_of, paired, verdict_of
 from experiments.study import Study, main
-from switchx.analysis.comparison import Interval, interval_of, paired
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,8 @@ from typing import Any
 
 from experiments.comparison import first_step_at
 from experiments.experiment import Contender, run_name
-from experiments.measured import Cells, Ratio, verdict_of
+from experiments.measured import Cells, Ratio, interval_of, paired, verdict_of
 from experiments.study import Study, main
-from switchx.analysis.comparison import interval_of, paired
 
 GIN_FILE = "configs/runs/pretrain_languages.gin"
 LANGUAGES = tuple("en uk es zh_cn ja pt_br ko fr zh_tw tr it ro pl id".split())

@@ -17,9 +17,8 @@ import numpy as np
 import switchx
 from experiments.experiment import ENGLISH
 from experiments.fine_tuning.run import CHOSEN, GLOSSARY, files_of, run_of, tuned
-from experiments.measured import NOISE, Cells, verdict_of
+from experiments.measured import NOISE, Cells, Interval, interval_of, verdict_of
 from experiments.study import Study, main
-from switchx.analysis.comparison import Interval, interval_of
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.corpora.text_files import TextFiles
 from switchx.data.evaluation import evaluation_examples

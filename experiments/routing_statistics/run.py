@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 import switchx
+from experiments.measured import Interval
 from experiments.multilingual.run import LANGUAGES
 from experiments.pretrained import pretrained
 from experiments.study import Study, main
-from switchx.analysis.comparison import Interval
 from switchx.analysis.plots import class_figure, write_svg
 from switchx.analysis.report import Section
 from switchx.analysis.routing import class_counts, information, rows_to_shares

@@ -8,8 +8,8 @@ import statistics
 
 from experiments.comparison import Trained, judge_of, run_comparison
 from experiments.experiment import Comparison, Contender
+from experiments.measured import Interval, paired
 from experiments.study import main
-from switchx.analysis.comparison import Interval, paired
 
 EXPERTS = (2, 4, 8, 16, 32, 64)
 LARGE = "dense, 3.5 times the FLOPs"

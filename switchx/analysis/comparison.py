@@ -227,17 +227,18 @@ class Comparison:
             self.configurations, key=lambda each: (math.isnan(each.final.mean), each.final.mean)
         )
         loss = f"validation loss {shown(best.final)} at step {best.last_step}"
-        if not others:
-            return f"{best.name}: {loss}."
+        tokens = {run.end["target_tokens"] for each in self.configurations for run in each.runs}
+        caution = " Validation sets differ, so losses do not compare." * (len(tokens) > 1)
+        if not others or math.isnan(others[0].final.mean):
+            alone = "; no other ends with a finite loss" * bool(others)
+            return f"{best.name}: {loss}{alone}.{caution}"
         lead = difference(others[0], best)
         known = f"seeds {'' if lead.excludes(0) else 'do not '}tell them apart"
         if lead.low == lead.high:
             known = "one seed cannot say whether others would agree"
-        tokens = {run.end["target_tokens"] for each in self.configurations for run in each.runs}
-        other = " Validation sets differ, so losses do not compare." * (len(tokens) > 1)
         return (
             f"{best.name} ends lowest: {loss}, {shown(lead)} below {others[0].name} at step "
-            f"{others[0].last_step}; {known}.{other}"
+            f"{others[0].last_step}; {known}.{caution}"
         )
 
     def sections(self) -> list[Section]:

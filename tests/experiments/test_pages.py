@@ -22,12 +22,11 @@ import scipy.stats
 from experiments import experiment, fingerprints, pages, pretrained, study
 from experiments.comparison import Trained, first_step_at
 from experiments.experiment import Comparison
-from experiments.measured import Cells, Ratio
+from experiments.measured import Cells, Interval, Ratio, interval_of
 from experiments.pages import BEGIN, END, ROOT, page
 from experiments.study import Study
 from pallas_kernels.aot import gpu_compiler
 from switchx import fields
-from switchx.analysis.comparison import Interval, interval_of
 from switchx.gin_config.building import job_from_gin
 
 FOLDERS = [folder for folder in pages.folders() if folder.name not in pages.NO_CLAIM]
