@@ -7,7 +7,9 @@ round. Progress is a display in a notebook, elsewhere what the commands show
 """
 
 import contextlib
+import importlib.util
 import os
+import shlex
 from collections.abc import Sequence
 
 import jax
@@ -100,6 +102,7 @@ def train(
         stack.enter_context(compiled_programs_kept(folder.compiled, reporter.note))
         if note := _drops_of(job, folder):
             reporter.note(note)
+        reporter.note(f"to watch it: {_watching(folder)}")
         outcome = loop.train(
             job,
             folder,
@@ -114,6 +117,13 @@ def train(
     if not outcome.is_finished:
         raise TrainingInterrupted(outcome, job, folder)
     return outcome
+
+
+def _watching(folder: RunFolder) -> str:
+    """The line that starts TensorBoard on a run, for a shell."""
+    command = f"tensorboard --logdir={shlex.quote(str(folder.tensorboard))}"
+    is_there = importlib.util.find_spec("tensorboard") is not None
+    return command if is_there else f"pip install 'switchx[tensorboard]'; {command}"
 
 
 def _drops_of(job: TrainingJob, folder: RunFolder) -> str | None:

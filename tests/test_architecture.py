@@ -74,6 +74,7 @@ ARROWS = {
     ),
     "cli": (ALL,),
     "jobs": ("text_evaluation", "progress"),
+    "sweep": ("jobs",),
     "model_evaluation": ("text_evaluation", "progress"),
     "__init__": ("api", "jobs", "model_evaluation"),
     "__main__": ("cli", "own_code"),

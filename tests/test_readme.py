@@ -109,6 +109,13 @@ VARIANTS = {
 # Command -> the test that runs it.
 MEASURING = "tests/cli/test_measuring.py"
 TESTED_ELSEWHERE = {
+    "switchx report runs/pretrain_tiny runs/experts_32": (
+        "tests/analysis/test_comparison.py::test_the_page_runs"
+    ),
+    "switchx sweep --gin_file=configs/runs/pretrain_tiny.gin "
+    "--gin.LEARNING_RATE=0.3,1,3 --seeds=2 --output=sweeps/rate": (
+        "tests/cli/test_sweep.py::test_cells_are_trained_once_and_go_on"
+    ),
     "switchx atlas runs/pretrain_tiny --input code.txt prose.txt --output=atlas": (
         "tests/cli/test_atlas.py::test_a_run_beside_its_int4"
     ),

@@ -108,9 +108,11 @@ def add_gin_arguments(parser: CommandParser, default: str | None = None) -> None
     )
 
 
-def add_model_dir(parser: CommandParser, help_text: str, kind=None) -> None:
+def add_model_dir(parser: CommandParser, help_text: str, kind=None, required=True) -> None:
     kind = kind or model_folder
-    parser.add_argument("--model_dir", required=True, type=kind, metavar="DIR", help=help_text)
+    parser.add_argument(
+        "--model_dir", required=required, type=kind, metavar="DIR", help=help_text
+    )
     add_trust(parser)
 
 

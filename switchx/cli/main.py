@@ -24,6 +24,7 @@ from switchx.cli import (
     serve,
     show,
     simulate,
+    sweep,
     tasks,
     teach,
     train,
@@ -40,6 +41,7 @@ from switchx.own_code import import_from_working_directory
 
 COMMANDS = (
     train,
+    sweep,
     evaluate,
     generate,
     serve,

@@ -17,8 +17,15 @@ one.
   switchx report --model_dir=DIR                   writes DIR/report.html
   switchx report --model_dir=DIR --output=FILE
 
-It reads what training recorded, DIR/metrics.jsonl and DIR/routing/, and may be run while
-training goes on. Nothing is computed with the model.
+Several folders are compared: loss in training and validation by step, tokens, FLOPs and time,
+with 95% intervals where runs differ in the seed alone; what differs in their configurations;
+their routing side by side.
+
+  switchx report runs/a runs/b runs/c              writes comparison.html
+  switchx report runs/a runs/b --output=FILE
+
+It reads what training recorded, as DIR/metrics.jsonl and DIR/routing/, and may be run while
+training goes on. Nothing is computed with the models.
 """
 SHOW = """\
 Draws the schedule of a pipeline: which microbatch a stage runs forward (F) and backward (B)
@@ -35,9 +42,15 @@ STACKS = ((" ",), ("encoder", "decoder"))
 
 
 def add_command(commands) -> None:
-    parser = shared.add_command(commands, "report", run_report, "plot a run's routing", REPORT)
-    shared.add_model_dir(parser, "run folder of `switchx train`")
-    shared.add_output(parser, "page to write; default: report.html of the run folder")
+    what = "plot a run's routing, or compare runs"
+    parser = shared.add_command(commands, "report", run_report, what, REPORT)
+    parser.add_argument(
+        "folders", nargs="*", type=shared.not_empty, metavar="DIR", help="runs to compare"
+    )
+    shared.add_model_dir(parser, "run folder of `switchx train`", required=False)
+    shared.add_output(
+        parser, "page to write; default: report.html of the run folder, or comparison.html"
+    )
     parser = shared.add_command(
         commands, "show", run_show, "draw the schedule of a pipeline", SHOW
     )
@@ -60,13 +73,39 @@ def add_command(commands) -> None:
 
 
 def run_report(arguments: argparse.Namespace) -> int:
+    folders, model_dir = arguments.folders, arguments.model_dir
+    if bool(folders) == bool(model_dir):
+        arguments.parser.error("give --model_dir=DIR for one run, or the folders of several")
+    if len(folders) > 1:
+        return _compare(folders, arguments.output or "comparison.html")
+    return _report(model_dir or shared.model_folder(folders[0]), arguments.output)
+
+
+def _compare(folders: list[str], output: str) -> int:
+    from switchx.analysis.comparison import compare
+    from switchx.analysis.report import page
+    from switchx.checkpoint.run_folder import RunFolder
+    from switchx.files import write_atomically
+
+    comparison = compare([RunFolder(folder).root for folder in folders])
+    facts = {
+        each.name: ", ".join(run.folder for run in each.runs)
+        for each in comparison.configurations
+    }
+    text = page("Runs compared", facts, comparison.sections())
+    write_atomically(pathlib.Path(output).expanduser(), text.encode())
+    print(f"{comparison.headline}\n{output}")
+    return 0
+
+
+def _report(model_dir: str, output: str | None) -> int:
     from switchx.analysis.report import all_sections, page, read_run
     from switchx.checkpoint.run_folder import RunFolder, read_sparse_model_config
     from switchx.data.token_classes import token_classes
     from switchx.data.vocabularies import load_vocabulary
     from switchx.files import write_atomically
 
-    folder = RunFolder(arguments.model_dir)
+    folder = RunFolder(model_dir)
     model = read_sparse_model_config(folder)
     vocabulary = load_vocabulary(folder.root)
     classes = token_classes(vocabulary)
@@ -83,7 +122,7 @@ def run_report(arguments: argparse.Namespace) -> int:
         "sample": f"{' and '.join(sizes)} tokens of the validation data, "
         f"{len(routing.snapshots)} evaluations, the last one at step {routing.final.step}",
     }
-    output = pathlib.Path(arguments.output or folder.root / "report.html").expanduser()
+    output = pathlib.Path(output or folder.root / "report.html").expanduser()
     title = f"Routing of {folder.root.name}"
     write_atomically(output, page(title, facts, all_sections(routing)).encode())
     print(output)

@@ -95,6 +95,7 @@ def test_the_run_folder_holds_what_the_readme_says(finished_run):
     np.testing.assert_allclose(np.sum(routing["load"], axis=1), 1.0, atol=1e-5)
     assert validation[-1]["neg_log_perplexity"] > validation[0]["neg_log_perplexity"]
     assert list((folder / "tensorboard").glob("events*"))
+    assert f"tensorboard --logdir={folder}/tensorboard\n" in finished_run.stderr
     assert {path.name for path in (folder / "checkpoints").iterdir()} >= {"4", "8", "12"}
     assert (folder / "git_commit.txt").read_text().strip()
     (account,) = json.loads((folder / "corpora.json").read_text())

@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs compared: loss by what it took, settings that differ, routing side by side.
+
+Runs whose settings differ in the seed alone are one configuration, with an interval. A loss is
+minus the negative log perplexity of the logs: nats a target token, without the losses of
+routers, in training with dropout. A notebook shows what `compare(["runs/a", "runs/b"])` gives.
+
+Dims: S seeds, X points of a line, N Switch layers
+"""
+
+import dataclasses
+import math
+import os
+import pathlib
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import scipy.stats
+
+from switchx.analysis.comparison_plots import panels_figure
+from switchx.analysis.report import Section, Table
+from switchx.analysis.routing import RoutingHistory, read_history, read_lines
+from switchx.moe.balance import dead_experts, load_entropy, max_violation
+
+# Fewer values than these are too few for a bootstrap.
+FEW = 10
+# What training takes.
+COSTS = ("step", "tokens", "model FLOPs", "wall-clock hours")
+# Numbers of every Switch layer, `[steps, N]`.
+ROUTING = {
+    "dropped per token": lambda history: history.dropped,
+    "MaxVio": lambda history: max_violation(history.load),
+    "dead experts": lambda history: dead_experts(history.load).mean(axis=-1),
+    "effective experts": lambda h: np.exp(load_entropy(h.load)) / h.num_experts,
+    "router entropy": lambda h: h.entropy / math.log(max(h.num_experts, 2)),
+    "gate of 1st choice": lambda history: history.gate,
+}
+# A configuration is named by what it differs in where that is so short, else by a folder.
+MOST_CHARACTERS = 60
+# A binding of a gin file as gin writes it, whose further lines are indented.
+_BINDING = re.compile(r"^([\w./]+) = ?((?:.|\n(?=[ \n]))*)", re.MULTILINE)
+_SEED = re.compile(r"SEED|(.*\.)?TrainingJob\.seed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """A mean and its 95% interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def excludes(self, value: float) -> bool:
+        """Whether the value lies outside of the interval: 0 is no effect, of a Ratio 1."""
+        return self.low > value or self.high < value
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
+
+
+def interval_of(values: Sequence[float], kind: type[Interval] = Interval) -> Interval:
+    """The mean of some values (one per seed, text or task) and its 95% interval.
+
+    Of fewer than FEW values it is Student's t: a bootstrap of three is their range, which
+    leaves out the true mean in a quarter of all cases. Of more it is the middle 95% of 10,000
+    bootstrap means. One value has no width.
+    """
+    values_S = np.asarray(values, float)
+    mean = float(values_S.mean())
+    if len(values_S) == 1:
+        return kind(mean, mean, mean)
+    if len(values_S) < FEW:
+        error = values_S.std(ddof=1) / math.sqrt(len(values_S))
+        half = float(scipy.stats.t.ppf(0.975, len(values_S) - 1) * error)
+        return kind(mean, mean - half, mean + half)
+    drawn = np.random.default_rng(0).integers(0, len(values_S), (10_000, len(values_S)))
+    low, high = np.percentile(values_S[drawn].mean(1), (2.5, 97.5))
+    return kind(mean, float(low), float(high))
+
+
+def paired(mine: Sequence[float], others: Sequence[float]) -> Interval:
+    """Differences, mine less the others', of the same seeds in the same order."""
+    return interval_of([a - b for a, b in zip(mine, others, strict=True)])
+
+
+@dataclasses.dataclass(frozen=True)
+class RunLog:
+    """What a run folder tells of its training.
+
+    Attributes:
+        seed: seed as it is bound.
+        settings: values of the bindings of `operative_config.gin`, but for the seed.
+        losses: loss by step, of `training` and of `validation`; NaN is not finite.
+        costs: what training took until each logged step, by `COSTS`.
+        end: last line of `validation.jsonl`.
+        history: routing in training; None of a dense model.
+    """
+
+    folder: str
+    seed: str
+    settings: dict[str, str]
+    losses: dict[str, dict[int, float]]
+    costs: dict[str, np.ndarray]
+    end: dict
+    history: RoutingHistory | None
+
+
+def read_run_log(folder: str | os.PathLike) -> RunLog:
+    """The log of a run folder, which may still be trained.
+
+    Raises:
+        ValueError: it has no configuration, no logged step or no evaluation, or a file is
+            damaged; says which.
+    """
+    root, seed, settings, losses = pathlib.Path(folder), "", {}, {}
+    logs = {"training": root / "metrics.jsonl", "validation": root / "validation.jsonl"}
+    lines = {kind: read_lines(path) for kind, path in logs.items()}
+    for kind, path in logs.items():
+        if not lines[kind]:
+            raise ValueError(f"{path} has no line yet; leave that run out")
+        values = {line["step"]: line.get("neg_log_perplexity") for line in lines[kind]}
+        losses[kind] = {s: math.nan if v is None else -v for s, v in values.items()}
+    try:
+        text = (root / "operative_config.gin").read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{root}/operative_config.gin: {error.strerror}; give runs") from error
+    for name, value in _BINDING.findall(text):
+        value = " ".join(value.split()).lstrip("\\ ")
+        if not _SEED.fullmatch(name):
+            settings[name] = value
+        elif not value.startswith("%"):
+            seed = value
+    is_sparse = any("routing" in line for line in lines["training"])
+    history = read_history(logs["training"]) if is_sparse else None
+    costs, end = _costs(lines["training"]), lines["validation"][-1]
+    return RunLog(os.fspath(folder), seed, settings, losses, costs, end, history)
+
+
+def _costs(lines: Sequence[dict]) -> dict[str, np.ndarray]:
+    def of(name: str) -> np.ndarray:
+        return np.array([line.get(name, math.nan) for line in lines], float)
+
+    step = of("step")
+    # A rate is that of the steps since the line before, whatever process took them.
+    seconds = np.diff(step, prepend=0) / of("steps_per_s")
+    wall = [sum(line.get("goodput", {}).get("seconds", {}).values()) for line in lines]
+    tokens, flops = (np.cumsum(of(f"{n}_per_s") * seconds) for n in ("tokens", "model_flops"))
+    hours = (np.array(wall) if all(wall) else np.cumsum(seconds)) / 3600
+    return dict(zip(COSTS, (step, tokens, flops, hours), strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """Runs that differ in the seed alone, by seed."""
+
+    name: str
+    runs: Sequence[RunLog]
+
+    @property
+    def last_step(self) -> int:
+        """The last step at which all runs were evaluated."""
+        return max(_common(run.losses["validation"] for run in self.runs), default=0)
+
+    @property
+    def finals(self) -> dict[str, float]:
+        """Validation loss at the last step, by seed."""
+        step = self.last_step
+        return {run.seed: run.losses["validation"].get(step, math.nan) for run in self.runs}
+
+    @property
+    def final(self) -> Interval:
+        return interval_of([*self.finals.values()])
+
+    def loss_band(self, kind: str, cost: str) -> np.ndarray:
+        """The loss by what it took, which is interpolated between logged steps."""
+        steps = _common(run.losses[kind] for run in self.runs)
+        values = [[run.losses[kind][step] for step in steps] for run in self.runs]
+        taken = [[np.r_[0, run.costs[name]] for name in ("step", cost)] for run in self.runs]
+        return _band(np.mean([np.interp(steps, *each) for each in taken], axis=0), values)
+
+    def routing_band(self, name: str) -> np.ndarray:
+        """The mean over layers of a number of `ROUTING`, by step."""
+        steps = _common(run.history.steps.tolist() for run in self.runs)
+        values = [
+            ROUTING[name](run.history)[np.isin(run.history.steps, steps)].mean(axis=-1)
+            for run in self.runs
+        ]
+        return _band(steps, values)
+
+
+def _common(steps) -> list[int]:
+    return sorted(set.intersection(*map(set, steps)))
+
+
+def _band(x, values_SX) -> np.ndarray:
+    """The mean over seeds and its 95% interval, as `panels_figure` draws them."""
+    around = [dataclasses.astuple(interval_of(each)) for each in np.transpose(values_SX)]
+    return np.array([x, *np.reshape(around, (-1, 3)).T])
+
+
+def difference(mine: Configuration, other: Configuration) -> Interval:
+    """Final validation losses, mine less the other's: of pairs with the same seed, or, without
+    an interval, of the means where there is no pair."""
+    pairs = [(loss, other.finals[s]) for s, loss in mine.finals.items() if s in other.finals]
+    return paired(*zip(*(pairs or [(mine.final.mean, other.final.mean)]), strict=True))
+
+
+def shown(interval: Interval) -> str:
+    """An interval as texts have it; a mean alone where it has no width."""
+    if not math.isfinite(interval.mean):
+        return "not finite"
+    around = f" ({interval.low:.4f} to {interval.high:.4f})"
+    return f"{interval.mean:.4f}{around * (interval.low < interval.high)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Configurations, in the order of their first runs."""
+
+    configurations: Sequence[Configuration]
+
+    @property
+    def headline(self) -> str:
+        """Which configuration ends lowest, by how much, and whether seeds tell it apart."""
+        best, *others = sorted(
+            self.configurations, key=lambda each: (math.isnan(each.final.mean), each.final.mean)
+        )
+        loss = f"validation loss {shown(best.final)} at step {best.last_step}"
+        tokens = {run.end["target_tokens"] for each in self.configurations for run in each.runs}
+        caution = " Validation sets differ, so losses do not compare." * (len(tokens) > 1)
+        if not others or math.isnan(others[0].final.mean):
+            alone = "; no other ends with a finite loss" * bool(others)
+            return f"{best.name}: {loss}{alone}.{caution}"
+        lead = difference(others[0], best)
+        known = f"seeds {'' if lead.excludes(0) else 'do not '}tell them apart"
+        if lead.low == lead.high:
+            known = "one seed cannot say whether others would agree"
+        return (
+            f"{best.name} ends lowest: {loss}, {shown(lead)} below {others[0].name} at step "
+            f"{others[0].last_step}; {known}.{caution}"
+        )
+
+    def sections(self) -> list[Section]:
+        """Everything, in the order of the page."""
+        return [self.overview(), self.losses(), self.settings(), self.routing()]
+
+    def _repr_html_(self) -> str:
+        return "\n".join(each._repr_html_() for each in self.sections())
+
+    def overview(self) -> Section:
+        """The headline, and the end of each configuration in numbers."""
+        first = self.configurations[0]
+        rows = [
+            {
+                "configuration": each.name,
+                "seeds": len(each.runs),
+                "validation loss": shown(each.final),
+                f"less that of {first.name}": shown(difference(each, first)),
+            }
+            | {
+                cost: f"{np.mean([run.costs[cost][-1] for run in each.runs]):.4g}"
+                for cost in COSTS
+            }
+            for each in self.configurations
+        ]
+        return Section(
+            "At the end",
+            f"{self.headline} Losses are in nats a token. Behind a mean over seeds stands its "
+            "95% interval (Student's t), of differences that of pairs with the same seed. "
+            "Tokens are those that the model read, FLOPs the model's, hours the run's with "
+            "compilation, evaluation and saves.",
+            tables=[Table.of(rows)],
+        )
+
+    def losses(self) -> Section:
+        """Loss in training and validation by each cost."""
+        rows = []
+        for kind in ("training", "validation"):
+            bands = {
+                c: {x.name: x.loss_band(kind, c) for x in self.configurations} for c in COSTS
+            }
+            rows.append([(cost, f"{kind} loss", bands[cost]) for cost in COSTS])
+        return Section(
+            "Loss",
+            "Lines are means over seeds, bands their 95% intervals. The first quarter of a "
+            "line may lie outside of its graph.",
+            [panels_figure(rows)],
+        )
+
+    def settings(self) -> Section:
+        """The settings that differ between configurations."""
+        title, found = "What differs", differing([each.runs[0] for each in self.configurations])
+        if not found:
+            return Section(title, "Nothing, but for seeds.")
+        rows = [(name, *row) for name, row in found.items()]
+        columns = ("setting", *(each.name for each in self.configurations))
+        folded = f"{len(rows)} settings" * (len(rows) > 20)  # of a dense and a sparse model
+        text = "Bindings of operative_config.gin; empty where a configuration has none."
+        return Section(title, text, tables=[Table(columns, rows, folded)])
+
+    def routing(self) -> Section:
+        """Routing side by side, by step."""
+        sparse = [each for each in self.configurations if each.runs[0].history is not None]
+        if not sparse:
+            return Section("Routing", "All models are dense.")
+        panels = [("step", n, {x.name: x.routing_band(n) for x in sparse}) for n in ROUTING]
+        return Section(
+            "Routing",
+            "Means over Switch layers and seeds, and the 95% interval over seeds. Dead and "
+            "effective experts are shares of all experts, the router's entropy one of ln E, "
+            "MaxVio the load of the busiest expert in even shares, less 1.",
+            [panels_figure([panels[:3], panels[3:]])],
+        )
+
+
+def differing(runs: Sequence[RunLog]) -> dict[str, list[str]]:
+    """Settings that differ, with the value of each run; empty where it has none."""
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    rows = {name: [run.settings.get(name, "") for run in runs] for name in names}
+    return {name: row for name, row in rows.items() if len({*row}) > 1}
+
+
+def compare(folders: Sequence[str | os.PathLike]) -> Comparison:
+    """Compares run folders; those that differ in the seed alone are one configuration.
+
+    A second run of the same configuration and seed, as by other code, is one of its own.
+
+    Raises:
+        ValueError: a folder is given twice, or is none of a run with a logged step and an
+            evaluation; says which.
+    """
+    if len({pathlib.Path(folder).resolve() for folder in folders}) < len(folders):
+        raise ValueError("a run folder is given twice; give each one once")
+    alike: dict[tuple, dict[str, RunLog]] = {}
+    for run in map(read_run_log, folders):
+        key = tuple(sorted(run.settings.items()))
+        while run.seed in alike.get(key, ()):
+            key += ("again",)
+        alike.setdefault(key, {})[run.seed] = run
+    groups = [
+        [of[seed] for seed in sorted(of, key=lambda s: (len(s), s))] for of in alike.values()
+    ]
+    found = differing([runs[0] for runs in groups]).items()
+    names = [", ".join(f"{name}={row[i]}" for name, row in found) for i in range(len(groups))]
+    if len({*names}) < len(names) or max(map(len, names)) > MOST_CHARACTERS or not found:
+        names = [runs[0].folder for runs in groups]
+    return Comparison([Configuration(*each) for each in zip(names, groups, strict=True)])

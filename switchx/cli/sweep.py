@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx sweep`: a grid of configurations, each with several seeds, in one folder."""
+
+import argparse
+import signal
+import sys
+
+from switchx.cli import arguments as shared
+from switchx.fields import json_text
+from switchx.object_store import is_address
+
+DESCRIPTION = """\
+Trains each configuration of a grid with each seed, as `switchx train` does, and says which has
+the lowest validation loss at the end, and whether that is at the edge of the grid:
+
+  switchx sweep --gin_file=configs/runs/pretrain_tiny.gin --gin.TRAIN_STEPS=100 \\
+    --gin.LEARNING_RATE=0.3,1,3 --seeds=3 --output=sweeps/rate
+
+A value with commas stands in brackets or in quotes of its own: --gin.NAME="(1, 2),(3, 4)" has
+two values, --gin.NAME="'a,b'" has one.
+
+The same command goes on where it was ended: cells that are done are not run again, others
+resume from their checkpoints. Values and more seeds may be added. A cell that fails is named,
+its log is in DIR/logs, others go on, and the exit status is 1. `switchx report DIR/*=*` draws
+all cells on one page, and says whether seeds tell the best two apart.
+"""
+
+
+def add_command(commands) -> None:
+    parser = shared.add_command(
+        commands, "sweep", run, "train a grid of configurations with several seeds", DESCRIPTION
+    )
+    shared.add_gin_arguments(parser)
+    shared.add_output(parser, "folder of the sweep, a run folder a cell", "DIR", required=True)
+    for name, what in (
+        ("seeds", "seeds of each configuration: its own, and those that follow it"),
+        ("workers", "cells at a time, each in a process of its own, on the same devices"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=shared.positive,
+            default=1,
+            metavar="N",
+            help=f"{what} (default: %(default)s)",
+        )
+    shared.add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    files, bindings, paths = shared.gin_of(arguments)
+    if is_address(arguments.output):
+        arguments.parser.error(f"--output={arguments.output} is no folder of this machine")
+    from rich.console import Console
+    from rich.table import Table
+
+    from switchx import sweep as sweeps
+
+    def note(line: str) -> None:
+        print(f"sweep: {line}", file=sys.stderr)
+
+    sweep = sweeps.parse_sweep(arguments.output, files, bindings, paths, arguments.seeds)
+    cells = sweeps.cells_of(sweep)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    try:
+        failed = sweeps.run_cells(sweep, cells, arguments.workers, note)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    rows = sweeps.table_of(sweep, cells)
+    optimum = sweeps.optimum_of(sweep, rows)
+    if arguments.json:
+        found = {"command": "sweep", "results": rows, "optimum": optimum, "failed": failed}
+        print(json_text(found))
+        return int(bool(failed))
+    table = Table(*sweep.axes, "seeds", "validation loss", "95% interval", box=None)
+    for row in rows:
+        done = f"{len(row['losses'])} of {arguments.seeds}"
+        numbers = f"{row['mean']:.4f}", f"{row['low']:.4f} to {row['high']:.4f}"
+        table.add_row(*row["values"].values(), done, *(numbers if row["losses"] else ()))
+    Console(highlight=False, soft_wrap=True).print(table)
+    print(sweeps.sentence_of(optimum))
+    return int(bool(failed))

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sweeps: a grid of configurations, each trained with several seeds, and the best of them.
+
+A cell of the grid is one configuration with one seed. It is trained as `switchx train` does it,
+in a run folder of its own below the sweep's: a cell that is done is not run again, and one that
+was killed goes on from its checkpoint.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+import time
+import traceback
+import urllib.parse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from switchx.analysis.comparison import Interval, interval_of, shown
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.fields import describe, require
+from switchx.files import write_atomically
+from switchx.gin_config import gin_internals
+from switchx.gin_config.building import job_from_gin, operative_config, parse_job
+from switchx.jobs import train
+from switchx.training.job import TrainingJob
+from switchx.training.resume import check_same_run
+from switchx.training.telemetry.metrics import logged_lines
+
+POLL_S = 0.1
+
+
+def split_values(text: str) -> list[str]:
+    """Splits at commas outside of brackets and quotes: `1,(2, 3),'a,b'` has three values."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote or character in "'\"":
+            quote = "" if character == quote else quote or character
+        else:
+            depth += (character in "([{") - (character in ")]}")
+        if character == "," and not (depth or quote):
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """A grid over what gin files describe.
+
+    Attributes:
+        output: its folder, with `sweep.json`, `logs/`, and a run folder a cell.
+        gin_files, search_paths: arguments of `switchx.job_from_gin`.
+        bindings: bindings of all cells, as `TRAIN_STEPS=100`.
+        axes: values of each name that has several.
+        num_seeds: number of seeds: the configuration's own and those that follow it.
+    """
+
+    output: pathlib.Path
+    gin_files: Sequence[str]
+    bindings: Sequence[str]
+    axes: dict[str, list[str]]
+    num_seeds: int = 1
+    search_paths: Sequence[str] = ()
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What all cells of the folder have in common."""
+        mine = {n: [*getattr(self, n)] for n in ("gin_files", "search_paths", "bindings")}
+        return mine | {"axes": sorted(self.axes)}
+
+
+def parse_sweep(
+    output, gin_files: Sequence[str], bindings: Sequence[str], search_paths=(), num_seeds=1
+) -> Sweep:
+    """The sweep of bindings such as `LEARNING_RATE=0.1,0.3`, split by `split_values`.
+
+    Raises:
+        ValueError: there is one configuration with one seed, a name is given twice, a value is
+            empty or given twice, or seeds are given as values.
+    """
+    axes, common = {}, {}
+    for binding in bindings:
+        name, _, text = binding.partition("=")
+        require(name not in axes | common, f"--gin.{name} is given twice; give it once")
+        if len(values := split_values(text)) == 1:
+            common[name] = binding
+            continue
+        require(name != "SEED", "--gin.SEED has several values; use --seeds=N instead")
+        is_clear = all(values) and len({*values}) == len(values)
+        require(is_clear, f"--gin.{name}={text} has an empty value, or one twice; take it out")
+        axes[name] = values
+    require(
+        bool(axes) or num_seeds > 1,
+        "nothing is swept over: give a name several values, as --gin.LEARNING_RATE=0.1,0.3, or "
+        "several seeds, as --seeds=3",
+    )
+    output = pathlib.Path(output).expanduser()
+    return Sweep(output, gin_files, [*common.values()], axes, num_seeds, search_paths)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One configuration with one seed.
+
+    Attributes:
+        values: value of each axis.
+        name: name of its run folder: the values and the seed.
+        log: file of what its training said, if it failed or was a process.
+        bindings: all its bindings.
+    """
+
+    values: tuple[str, ...]
+    seed: int
+    name: str
+    run: RunFolder
+    log: pathlib.Path
+    bindings: Sequence[str]
+    job: TrainingJob
+
+    @property
+    def loss(self) -> float | None:
+        """Validation loss after the last step, in nats a token, NaN where it is not finite.
+
+        None until that step is saved.
+        """
+        step = self.job.train_steps
+        *_, last = [{"step": None}, *logged_lines(self.run.validation, step)]
+        if last["step"] != step or not (self.run.checkpoints / str(step)).is_dir():
+            return None
+        value = last["neg_log_perplexity"]
+        return math.nan if value is None else -value
+
+
+def cells_of(sweep: Sweep) -> list[Cell]:
+    """All cells, those with the first seed first; every job is built, and nothing is written.
+
+    Raises:
+        ValueError: a configuration cannot be built, two are the same, or the folder is no new
+            one, no empty one, and not that of this sweep with other values or seeds.
+    """
+    output = sweep.output
+    if (file := output / "sweep.json").exists():
+        found = json.loads(file.read_text(encoding="utf-8")).items()
+        other = {name: value for name, value in found if sweep.common.get(name) != value}
+        require(
+            not other,
+            f"--output={output} is the folder of another sweep, with {other}; give another "
+            "one. Values and seeds may be added, all else is as it was",
+        )
+    elif (there := RunFolder(output).found()) not in ("nothing is there", "empty"):
+        raise ValueError(f"--output={output} is no folder of a sweep: {there}; give a new one")
+    cells, names = [], {}
+    points = [*itertools.product(*sweep.axes.values())]
+    for k, values in itertools.product(range(sweep.num_seeds), points):
+        own = [f"{name}={value}" for name, value in zip(sweep.axes, values, strict=True)]
+        bindings = [*sweep.bindings, *own]
+        job = job_from_gin(sweep.gin_files, bindings, sweep.search_paths)
+        if k:
+            bindings.append(f"SEED={job.seed + k}")  # the last one wins
+            job = job_from_gin(sweep.gin_files, bindings, sweep.search_paths)
+        # A slash is %2F.
+        name = urllib.parse.quote(",".join([*own, f"seed={job.seed}"]), safe="=,+")
+        same = names.setdefault(json.dumps(describe(job)), name)
+        require(same == name, f"{same} and {name} are the same configuration; drop a value")
+        if (run := RunFolder(output / name)).is_begun:
+            check_same_run(run, job)
+        log = output / f"logs/{name}.log"
+        cells.append(Cell(values, job.seed, name, run, log, bindings, job))
+    return cells
+
+
+def run_cells(
+    sweep: Sweep, cells: Sequence[Cell], workers: int, note: Callable[[str], None]
+) -> dict[str, str]:
+    """Trains the cells that are not done, one after another here, or several in processes.
+
+    A cell that fails leaves how in its log, and others go on. `KeyboardInterrupt` ends all;
+    those that run save their states first.
+
+    Returns:
+        What went wrong, by the name of the cell.
+    """
+    write_atomically(sweep.output / "sweep.json", f"{json.dumps(sweep.common)}\n".encode())
+    (sweep.output / "logs").mkdir(exist_ok=True)
+    waiting, failed = [cell for cell in cells if cell.loss is None], {}
+    note(f"{len(cells)} cells, {len(cells) - len(waiting)} of them done before")
+
+    def ended(cell: Cell) -> None:
+        if (loss := cell.loss) is not None:
+            note(f"{cell.name}: validation loss {loss:.4f}")
+            return
+        said = cell.log.read_text(errors="replace").splitlines() if cell.log.exists() else []
+        failed[cell.name] = said[-1] if said else "it ended before its last step"
+        note(f"{cell.name}: failed: {failed[cell.name]} (all of it: {cell.log})")
+
+    if workers == 1:
+        for cell in waiting:
+            note(cell.name)
+            _train_here(sweep, cell)
+            ended(cell)
+        return failed
+    running: list[tuple[Cell, subprocess.Popen]] = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                running.append((waiting[0], _started(sweep, waiting.pop(0), workers)))
+            time.sleep(POLL_S)
+            for cell, process in [each for each in running if each[1].poll() is not None]:
+                running.remove((cell, process))
+                ended(cell)
+    finally:
+        for _, process in running:
+            process.terminate()  # it saves
+        for _, process in running:
+            process.wait()
+    return failed
+
+
+def _train_here(sweep: Sweep, cell: Cell) -> None:
+    """Trains a cell in this process."""
+    try:
+        with gin_internals.restored():
+            job = parse_job(sweep.gin_files, cell.bindings, sweep.search_paths)
+            train(job, cell.run.path, configuration=operative_config("JOB"))
+    except Exception:  # whatever it is, the other cells are of use
+        cell.log.write_text(traceback.format_exc(), encoding="utf-8")
+
+
+def _started(sweep: Sweep, cell: Cell, workers: int) -> subprocess.Popen:
+    """A process that trains a cell and takes no Ctrl-C of this terminal."""
+    given = {
+        "--gin_file": sweep.gin_files,
+        "--gin_search_paths": [",".join(sweep.search_paths)],
+    }
+    words = [f"{option}={value}" for option, values in given.items() for value in values]
+    words += [*(f"--gin.{each}" for each in cell.bindings), f"--model_dir={cell.run.path}"]
+    # JAX would take most of a GPU's memory for each process.
+    share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / workers:.2f}"}
+    with cell.log.open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "switchx", "train", *words],
+            **dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True),
+            env=share | os.environ,
+        )
+
+
+def table_of(sweep: Sweep, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """A row a configuration: its values, the losses of the seeds that are done, and the 95%
+    interval over them (`mean`, `low`, `high`)."""
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for cell in cells:
+        values = dict(zip(sweep.axes, cell.values, strict=True))
+        row = rows.setdefault(cell.values, {"values": values, "losses": {}})
+        if (loss := cell.loss) is not None:
+            row["losses"][cell.seed] = loss
+    for row in rows.values():
+        around = interval_of([*row["losses"].values()] or [math.nan])
+        row |= dataclasses.asdict(around)
+    return [*rows.values()]
+
+
+def optimum_of(sweep: Sweep, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The row of the lowest mean among those whose seeds are all done, with finite losses.
+
+    `places` has where it stands on each axis: `interior` where such rows with a smaller and a
+    larger value, and all else the same, are worse; else `edge`; `unordered` where values are no
+    numbers. None where there is no such row.
+    """
+    whole = [
+        r for r in rows if len(r["losses"]) == sweep.num_seeds and math.isfinite(r["mean"])
+    ]
+    if not whole:
+        return None
+    best, *others = sorted(whole, key=lambda row: row["mean"])
+    return best | {"places": {name: _place(name, best, others) for name in sweep.axes}}
+
+
+def _place(name: str, best: dict[str, Any], others: Sequence[dict[str, Any]]) -> str:
+    mine = best["values"]
+    beside = [r["values"] for r in others if r["values"] | {name: mine[name]} == mine]
+    try:
+        x, *theirs = (float(values[name]) for values in (mine, *beside))
+    except ValueError:
+        return "unordered"
+    return "interior" if theirs and min(theirs) < x < max(theirs) else "edge"
+
+
+def sentence_of(optimum: dict[str, Any] | None) -> str:
+    """What came of a sweep, for a person."""
+    if optimum is None:
+        return "No configuration is finished with a finite loss."
+    at = ", ".join(f"{name}={value}" for name, value in optimum["values"].items())
+    own = Interval(optimum["mean"], optimum["low"], optimum["high"])
+    said = {
+        "interior": "inside the grid",
+        "edge": "at the grid's edge, so try values beyond it,",
+        "unordered": "without an order",
+    }
+    places = "".join(f"; {said[place]} in {n}" for n, place in optimum["places"].items())
+    return f"Lowest validation loss: {shown(own)}{' at ' * bool(at)}{at}{places}."

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs compared, of folders written by hand: numbers against loops and scipy, the command."""
+
+import shutil
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from switchx.analysis.comparison import compare, difference, read_run_log
+from switchx.cli.main import main
+from tests.analysis.parsed_page import Parser
+from tests.analysis.recorded import routing_line, write_lines
+from tests.commands import commands, python_blocks
+from tests.data.refusals import refused
+from tests.processes import ROOT
+
+LOADS = [[0.5, 0.5], [1.0, 0.0]]
+FINALS = {"0.1": [3.0, 3.5, 3.3], "0.2": [2.8, 3.1, 3.2]}
+CONFIG = """\
+LEARNING_RATE = {rate}
+SEED = {seed}
+rules.Rules.params = \\
+    (('N', ('pipe',)),
+     ('D', ({axis!r},)))
+
+job.TrainingJob.seed = %SEED
+"""
+
+
+def write_run(folder, rate="0.1", seed=0, final=3.0, axis="fsdp", is_sparse=True, tokens=50):
+    """Two logged steps and two evaluations; the second line's process began at step 2."""
+    folder.mkdir(parents=True)
+    lines = []
+    for step, speed, seconds in ((2, 1.0, 5.0), (6, 2.0, 9.0)):
+        line = routing_line(step, LOADS) if is_sparse else {"step": step}
+        line |= {"steps_per_s": speed, "tokens_per_s": 10.0, "model_flops_per_s": 100.0}
+        line |= {"goodput": {"seconds": {"step": seconds, "start": 1.0}}}
+        lines.append(line | {"neg_log_perplexity": -4.0})
+    write_lines(folder / "metrics.jsonl", lines)
+    ends = [
+        {"step": step, "neg_log_perplexity": loss, "accuracy": 0.5, "target_tokens": tokens}
+        for step, loss in ((0, -7.0), (6, None if final is None else -final))
+    ]
+    write_lines(folder / "validation.jsonl", ends)
+    text = CONFIG.format(rate=rate, seed=seed, axis=axis)
+    (folder / "operative_config.gin").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    return [
+        write_run(root / f"{rate}_{seed}", rate, seed, final)
+        for rate, finals in FINALS.items()
+        for seed, final in enumerate(finals)
+    ]
+
+
+def test_costs_add_up_over_the_logged_intervals(folders):
+    run = read_run_log(folders[0])
+    # Two steps at one a second, four at two a second: two seconds each.
+    np.testing.assert_allclose(run.costs["tokens"], [20, 40])
+    np.testing.assert_allclose(run.costs["model FLOPs"], [200, 400])
+    np.testing.assert_allclose(run.costs["wall-clock hours"], [6 / 3600, 10 / 3600])
+    assert run.losses == {"training": {2: 4.0, 6: 4.0}, "validation": {0: 7.0, 6: 3.0}}
+    assert run.settings["rules.Rules.params"] == "(('N', ('pipe',)), ('D', ('fsdp',)))"
+
+
+def test_seeds_are_one_configuration_with_the_interval_of_scipy(folders):
+    first, second = compare(folders).configurations
+    assert [each.name for each in (first, second)] == ["LEARNING_RATE=0.1", "LEARNING_RATE=0.2"]
+    for each, values in zip((first, second), FINALS.values(), strict=True):
+        expected = scipy.stats.t.interval(0.95, 2, np.mean(values), scipy.stats.sem(values))
+        assert (each.final.low, each.final.high) == pytest.approx(expected)
+        x, line, low, high = each.loss_band("validation", "tokens")
+        np.testing.assert_allclose(x, [0, 40])
+        np.testing.assert_allclose(line, [7, np.mean(values)])
+        np.testing.assert_allclose((low[1], high[1]), expected)
+    of_pairs = scipy.stats.ttest_rel(*FINALS.values()).confidence_interval()
+    found = difference(first, second)
+    assert (found.low, found.high) == pytest.approx(tuple(of_pairs))
+    # The mean over layers of the loads' MaxVio: 0 and 1.
+    np.testing.assert_allclose(first.routing_band("MaxVio")[1], [0.5, 0.5])
+
+
+def test_the_headline_says_whether_seeds_tell_apart(folders, tmp_path):
+    said = compare(folders).headline
+    assert said.startswith("LEARNING_RATE=0.2 ends lowest: validation loss 3.0333 (")
+    assert "0.2333 (-0.1461 to 0.6128) below LEARNING_RATE=0.1" in said
+    assert said.endswith("; seeds do not tell them apart.")
+    far = [write_run(tmp_path / f"far_{s}", "9", s, 5.0 + 0.01 * s) for s in range(3)]
+    assert compare([*folders[3:], *far]).headline.endswith("; seeds tell them apart.")
+    assert "one seed cannot say" in compare(folders[2:4]).headline
+    diverged = write_run(tmp_path / "diverged", "7", final=None, tokens=51)
+    compared = compare([diverged, folders[0]])
+    said = "validation loss 3.0000 at step 6; no other ends with a finite loss. Validation sets"
+    assert compared.headline.startswith(f"LEARNING_RATE=0.1: {said} differ")
+    assert compared.overview().tables[0].rows[0][2] == "not finite"
+
+
+def test_what_differs_is_a_table_and_dense_models_are_compared(folders, tmp_path):
+    dense = write_run(tmp_path / "dense", "0.1", 0, 4.0, axis="data", is_sparse=False)
+    compared = compare([folders[0], dense])
+    (table,) = compared.settings().tables
+    ((name, *values),) = table.rows
+    assert name == "rules.Rules.params" and "'data'" in values[1]
+    assert len({each.name for each in compared.configurations}) == 2
+    assert compare([dense]).routing().text == "All models are dense."
+    # The same configuration and seed again, as by other code.
+    again = write_run(tmp_path / "again", final=2.0)
+    assert compare([folders[0], again]).settings().text == "Nothing, but for seeds."
+    assert compare([folders[0], again]).headline.startswith(f"{again} ends lowest")
+
+
+def test_the_page_runs(folders, capsys, in_a_folder):
+    for name, folder in zip("abc", folders, strict=False):
+        shutil.copytree(folder, in_a_folder / "runs" / name)
+    page = (ROOT / "docs/sweeps.md").read_text(encoding="utf-8")
+    command, *_ = commands(page)
+    assert main(command.split()[1:]) == 0
+    headline = capsys.readouterr().out.splitlines()[0]
+    parsed = Parser((in_a_folder / "comparison.html").read_text())
+    assert len(parsed.references) == 2  # pictures, inside of the page
+    assert any(each.startswith(headline) for each in parsed.texts)
+    assert {"At the end", "Loss", "What differs", "Routing"} <= {*parsed.texts}
+    (snippet,) = python_blocks(page)
+    exec(snippet, {})
+    assert "a: validation loss 3.2500 (" in capsys.readouterr().out
+
+
+def test_what_cannot_be_compared_is_refused(folders, capsys, tmp_path):
+    with refused("a run folder is given twice"):
+        compare([folders[0], folders[0]])
+    (empty := write_run(tmp_path / "empty") / "validation.jsonl").write_text("")
+    with refused("validation.jsonl has no line yet; leave that run out"):
+        compare([folders[0], empty.parent])
+    for words in ([], ["a", "--model_dir=b"]):
+        assert main(["report", *words]) == 2
+        assert "give --model_dir=DIR for one run, or the folders" in capsys.readouterr().err

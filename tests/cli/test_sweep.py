@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx sweep`: cells are trained once, go on, fail alone; the optimum has its place."""
+
+import json
+import shutil
+import signal
+import time
+
+import pytest
+
+from switchx import sweep as sweeps
+from switchx.cli.main import main
+from tests.integration.runs import SMALL, lines, numbers, write_corpus
+
+WORDS = ["sweep", f"--gin_file={SMALL}"]
+RATES = "--gin.LEARNING_RATE=0.01,0.1"
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("0.1,0.3", ["0.1", "0.3"]),
+        ("(1, 2), [3,4]", ["(1, 2)", "[3,4]"]),
+        ("'a,b',c", ["'a,b'", "c"]),
+        ('"it\'s, so"', ['"it\'s, so"']),
+        ("@x.Y(),None", ["@x.Y()", "None"]),
+        ("1,", ["1", ""]),
+    ],
+)
+def test_values_are_split_outside_of_brackets_and_quotes(text, values):
+    assert sweeps.split_values(text) == values
+
+
+def optimum(losses: dict[tuple[str, ...], list[float]], num_seeds=1):
+    sweep = sweeps.Sweep(None, [], [], {"A": [], "B": []}, num_seeds)
+    rows = [
+        {"values": {"A": a, "B": b}, "losses": dict(enumerate(values)), "low": 0, "high": 0}
+        | {"mean": sum(values) / max(len(values), 1)}
+        for (a, b), values in losses.items()
+    ]
+    found = sweeps.optimum_of(sweep, rows)
+    return found, sweeps.sentence_of(found)
+
+
+def test_an_optimum_is_interior_where_both_neighbours_are_worse():
+    bowl = {(a, "x"): [abs(float(a) - 0.3)] for a in ("0.1", "3e-1", "1")}
+    found, said = optimum(bowl)
+    assert found["values"] == {"A": "3e-1", "B": "x"}
+    assert found["places"] == {"A": "interior", "B": "unordered"}
+    assert said.endswith("; inside the grid in A; without an order in B.")
+    # A neighbour that is not finished, not finite, or differs elsewhere says nothing.
+    for other in ({("1", "x"): []}, {("1", "x"): [float("nan")]}):
+        assert optimum(bowl | other)[0]["places"]["A"] == "edge"
+    elsewhere = {k: v for k, v in bowl.items() if k[0] != "1"} | {("1", "y"): [0.7]}
+    assert "try values beyond it, in A" in optimum(elsewhere)[1]
+    assert optimum({("1", "x"): []}) == (None, sweeps.sentence_of(None))
+    few = {("1", "x"): [1.0, 2.0], ("2", "x"): [0.1]}  # a seed is missing
+    assert optimum(few, num_seeds=2)[0]["values"]["A"] == "1"
+
+
+def run(capsys, *words) -> tuple[int, str, str]:
+    words = [*WORDS, "--gin.TRAIN_STEPS=4", *words, "--output=s"]
+    return main(words), *capsys.readouterr()
+
+
+def test_cells_are_trained_once_and_go_on(in_a_folder, one_device, steps_traced_once, capsys):
+    """Files differ, so that cells share their programs."""
+    text = write_corpus(in_a_folder).read_text()
+    (in_a_folder / "other.txt").write_text(text[: len(text) // 2])
+    files, every = "--gin.FILES=corpus.txt,other.txt", "--gin.CHECKPOINT_EVERY=2"
+    status, out, err = run(capsys, files, every, "--json")
+    assert status == 0, err
+    found = json.loads(out)
+    cells = [in_a_folder / f"s/FILES={name}.txt,seed=0" for name in ("corpus", "other")]
+    losses = [-lines(cell / "validation.jsonl")[-1]["neg_log_perplexity"] for cell in cells]
+    assert [row["losses"]["0"] for row in found["results"]] == losses
+    assert losses[0] != losses[1] and found["optimum"]["mean"] == min(losses)
+    # One as it is when it is killed after its second step, and one that is done.
+    before = [numbers(cell / "metrics.jsonl") for cell in cells]
+    stamp = (cells[0] / "metrics.jsonl").stat().st_mtime_ns
+    shutil.rmtree(cells[1] / "checkpoints/4")
+    # A value is added, whose cell fails.
+    status, out, err = run(capsys, f"{files},none.txt", every, "--json")
+    assert status == 1 and "3 cells, 1 of them done before" in err
+    assert json.loads(out)["results"][:2] == found["results"]
+    assert [numbers(cell / "metrics.jsonl") for cell in cells] == before
+    assert (cells[0] / "metrics.jsonl").stat().st_mtime_ns == stamp
+    assert json.loads(out)["optimum"]["mean"] == min(losses)
+    (failed,) = json.loads(out)["failed"]
+    assert f"{failed}: failed: ValueError: " in err and "none.txt" in failed
+    assert "Traceback" in (in_a_folder / f"s/logs/{failed}.log").read_text()
+    for words, said in (((files,), "'bindings'"), (("--gin.NUM_EXPERTS=2,4", every), "'axes'")):
+        status, out, err = run(capsys, *words)
+        assert (status, out) == (2, "") and f"the folder of another sweep, with {{{said}" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "nothing is swept over: give a name several values"),
+        (["--gin.LEARNING_RAT=1,2"], "(did you mean LEARNING_RATE?)"),
+        (["--gin.LEARNING_RATE=0.1,,1"], "has an empty value, or one twice"),
+        (["--gin.LEARNING_RATE=0.1,1e-1"], "are the same configuration; drop a value"),
+        (["--gin.LEARNING_RATE=1", RATES], "--gin.LEARNING_RATE is given twice"),
+        (["--gin.SEED=1,2"], "use --seeds=N instead"),
+        ([RATES, "--seeds=0"], "is no whole number of at least 1"),
+        ([RATES, "--output=gs://bucket/s"], "is no folder of this machine"),
+        ([RATES, "--output=."], "is no folder of a sweep: found corpus.txt; give a new one"),
+    ],
+)
+def test_bad_input_does_nothing(words, said, in_a_folder, capsys):
+    write_corpus(in_a_folder)
+    status = main([*WORDS, "--gin.FILES=corpus.txt", "--output=s", *words])
+    assert status == 2 and said in capsys.readouterr().err
+    assert not (in_a_folder / "s").exists()
+
+
+@pytest.mark.slow
+def test_two_at_a_time_are_killed_and_go_on_to_the_same_losses(start_cli, tmp_path):
+    write_corpus(tmp_path)
+    words = [*WORDS, RATES, "--seeds=2", "--gin.FILES=corpus.txt", "--gin.TRAIN_STEPS=40"]
+
+    def swept(output: str, workers: int):
+        return start_cli(*words, f"--output={output}", f"--workers={workers}", "--json")
+
+    whole = swept("whole", 1)
+    assert whole.wait(200) == 0
+    process, found = swept("killed", 2), []
+    while not found and process.poll() is None:  # a checkpoint
+        found = [*tmp_path.glob("killed/*/checkpoints/[1-9]*")]
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 130 and process.log.read_text().endswith("interrupted\n")
+    again = swept("killed", 2)
+    assert again.wait(200) == 0
+    ends = [each.log.read_text().splitlines()[-1] for each in (whole, again)]
+    assert json.loads(ends[0]) == json.loads(ends[1])
