@@ -591,12 +591,11 @@ def test_ping_pong_pays_for_no_product_with_many_rows():
 def test_few_active_experts_occupy_the_chip():
     found = {(row["product"], row["active"]): row for row in gpu_cost.occupancies()}
     assert len(found) == 4 * 3 * 5
-    for weights, matrix in itertools.product(
-        ("bfloat16", "int8", "int4"), ("1024x4096", "4096x1024")
-    ):
+    for weights in ("bfloat16", "int8", "int4"):
         for active in (1, 2, 4, 8, 32):
-            row = found[f"{weights} {matrix}", active]
-            assert row["busy_sms"] == 128
+            # 8 steps of 128 channels are not worth a sum.
+            assert found[f"{weights} 1024x4096", active]["parts"] == 1
+            row = found[f"{weights} 4096x1024", active]
             assert row["steps"] <= row["whole_steps"]
     # One expert's 8 tiles of 32 steps are 128 of 2; each has a store, which counts as a step.
     row = found["bfloat16 4096x1024", 1]
