@@ -283,7 +283,7 @@ def test_predictions_of_a_tpu_are_those_that_choose_tilings(of):
     assert 3e-4 < seconds < 2e-3
 
 
-@pytest.mark.parametrize(("kind", "bytes_per_s"), [("H200", 4.2e12), ("H100", 2.95e12)])
+@pytest.mark.parametrize(("kind", "bytes_per_s"), [("H200", 4.5e12), ("H100", 2.95e12)])
 def test_predictions_of_hopper_are_of_its_copy_rate(monkeypatch, kind, bytes_per_s):
     device = types.SimpleNamespace(
         platform="gpu", compute_capability="9.0", kind=f"NVIDIA {kind}"
