@@ -112,7 +112,7 @@ def test_a_reduced_model_is_taught_on_the_runs_task(run, tmp_path):
     model = switchx.load(made[1].path)
     assert model.config == plan.reduced and model.step == 0
     names = {each.name for each in made[1].path.iterdir()}
-    assert names == {"checkpoints", "config.json", "step.json", "vocabulary.json"}
+    assert names == {"checkpoints", "config.json", "model.gin", "step.json", "vocabulary.json"}
 
 
 def test_teachers_that_cannot_teach_are_refused(run, tmp_path):

@@ -10,7 +10,15 @@ from switchx import tree
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import abstract_params, forward
 from switchx.models.reshape import LayerSample, dense_config, to_dense
-from switchx.models.upcycle import upcycle, upcycled_config
+from switchx.models.upcycle import (
+    SPARSE_WAYS,
+    multiplied_config,
+    multiply_experts,
+    upcycle,
+    upcycled_config,
+)
+from switchx.moe.plan import best_copies, choose_experts
+from tests.cases import slow
 from tests.compare import assert_close
 from tests.data.refusals import refused
 from tests.models.batches import layer_of
@@ -38,7 +46,7 @@ def test_with_normalized_gates_the_sparse_model_is_the_dense_one(scan):
     config = dataclasses.replace(DENSE, scan_layers=scan)
     dense = make_params(config)
     sparse = upcycled_config(config, 4, num_selected=2)
-    params = upcycle(sparse, config, dense)
+    params = upcycle(sparse, config, dense).params
     assert shapes(params) == shapes(abstract_params(sparse))
     assert sparse.sparse_layer_names == ["encoder 1", "decoder 1"]
     batch = make_batch(config, 4)
@@ -55,10 +63,13 @@ def test_one_expert_a_token_gives_the_dense_output_times_its_gate():
     """Layer by layer: with k=1 the gate is the router's probability, and has a gradient."""
     params = make_params(BIASED)
     sparse = dropless(upcycled_config(BIASED, 4, num_selected=1, every=1))
-    one = upcycle(sparse, BIASED, params)
+    one = upcycle(sparse, BIASED, params).params
     twice = dropless(upcycled_config(BIASED, 4, num_selected=2, every=1))
     # Two normalized gates sum up to 1, so this is the dense layer's output.
-    expected, found = layer_of(twice, upcycle(twice, BIASED, params)), layer_of(sparse, one)
+    expected, found = (
+        layer_of(twice, upcycle(twice, BIASED, params).params),
+        layer_of(sparse, one),
+    )
     ratio_BL = np.median(found / expected, axis=-1)
     np.testing.assert_allclose(found, expected * ratio_BL[..., None], rtol=1e-3, atol=1e-5)
     assert np.all(ratio_BL > 1 / 4 - 1e-6) and np.all(ratio_BL < 1)
@@ -75,8 +86,8 @@ def samples(config: ModelConfig) -> list[LayerSample]:
 def test_upcycled_and_back_it_is_the_dense_model(is_merged):
     params = make_params(BIASED)
     sparse = upcycled_config(BIASED, 3, every=1)
-    config, found = to_dense(
-        sparse, upcycle(sparse, BIASED, params), samples(sparse), is_merged=is_merged
+    config, found, _ = to_dense(
+        sparse, upcycle(sparse, BIASED, params).params, samples(sparse), is_merged=is_merged
     )
     assert config == BIASED
     assert_close(found, params, rtol=1e-5)
@@ -93,11 +104,11 @@ def test_one_of_the_experts_times_the_mean_gate():
     gate = prob_RE.max(axis=1).mean()
     assert 1 / 3 < gate < 1
     for is_merged, share_E in ((False, np.array([0, 0, 1])), (True, np.array([1, 2, 3]) / 6)):
-        _, dense = to_dense(config, params, sample, is_merged=is_merged)
+        dense = to_dense(config, params, sample, is_merged=is_merged).params
         found = tree.named_leaves(dense)
         expected_D = gate * (share_E @ before[f"{path}experts/b_out_ED"])
         np.testing.assert_allclose(found[f"{path}b_out_D"], expected_D, rtol=1e-5)
-    _, dense = to_dense(config, params, sample, is_merged=False)
+    dense = to_dense(config, params, sample, is_merged=False).params
     found = tree.named_leaves(dense)
     for name in ("w_in_EDF", "b_in_EF"):  # before the activation nothing is scaled
         expected = before[f"{path}experts/{name}"][2]
@@ -118,3 +129,121 @@ def test_what_cannot_be_made_is_refused():
         ((name, value),) = change.items()
         with refused(f"experts=0 of a model with SwitchConfig.{name}={value}"):
             dense_config(with_switch(sparse, **change))
+
+
+def kept_exactly(params, expected, config, before) -> float:
+    """The largest difference between outputs of two models' last FFNs."""
+    found, expected_BLD = layer_of(config, params), layer_of(before, expected)
+    assert float(np.abs(expected_BLD).max()) > 0.1
+    return float(np.abs(found - expected_BLD).max())
+
+
+@pytest.mark.parametrize("activation", [slow("relu"), "gelu", slow("geglu")])
+def test_virtual_groups_are_the_dense_layer(activation):
+    config = dataclasses.replace(BIASED, activation=activation)
+    params = make_params(config)
+    copies = dropless(upcycled_config(config, 6, every=1))  # the dense layer's output
+    sparse = dropless(upcycled_config(config, 6, num_selected=3, every=1, way="virtual_groups"))
+    groups = upcycle(sparse, config, params, "virtual_groups").params
+    assert shapes(groups) == shapes(abstract_params(sparse))
+    path = "decoder/blocks/layer_1/ffn/"
+    leaves = tree.named_leaves(groups)
+    assert leaves[f"{path}experts/w_in_EDF"].shape == (6, 8, 4)
+    expected = upcycle(copies, config, params).params
+    assert kept_exactly(groups, expected, sparse, copies) < 1e-5
+    # One copy of each shard is not the same as shards alone: routers tell copies apart.
+    w_router_DE = np.asarray(leaves[f"{path}w_router_DE"])
+    assert np.array_equal(w_router_DE[:, :2], w_router_DE[:, 2:4])
+    assert np.abs(w_router_DE[:, 0] - w_router_DE[:, 1]).max() > 0
+
+
+def test_a_share_of_hidden_units_is_drawn_anew():
+    params = make_params(DENSE)
+    sparse = upcycled_config(DENSE, 4, way="drop")
+    path = "decoder/blocks/layer_1/ffn/"
+    dense = tree.named_leaves(params)
+    for share in (0.0, 0.25, 1.0):
+        found = tree.named_leaves(upcycle(sparse, DENSE, params, "drop", share).params)
+        for name, dims in (("w_in", "DF"), ("w_gate", "DF"), ("w_out", "FD")):
+            old = np.moveaxis(np.asarray(dense[f"{path}{name}_{dims}"]), dims.find("F"), 0)
+            new = np.asarray(found[f"{path}experts/{name}_E{dims}"])
+            new_EFX = np.moveaxis(new, 1 + dims.find("F"), 1)
+            is_kept_EF = np.all(new_EFX == old, axis=-1)
+            if name == "w_in":
+                first_EF = is_kept_EF
+            np.testing.assert_array_equal(is_kept_EF, first_EF)  # whole units
+            assert np.all(is_kept_EF.sum(axis=1) == round((1 - share) * DENSE.d_ff))
+            assert abs(np.std(new) / np.std(old) - 1) < 0.1
+    assert not np.array_equal(is_kept_EF, first_EF) or share == 1.0
+
+
+SPARSE = {
+    S: dataclasses.replace(
+        BIASED,
+        switch=SwitchConfig(
+            3,
+            every=1,
+            expert_bias=True,
+            router=RouterConfig(num_selected=S, bias_update_rate=0.001, overflow="dropless"),
+        ),
+    )
+    for S in (1, 2)
+}
+
+
+@pytest.mark.parametrize(
+    ("S", "way"),
+    [
+        (2, "exclusive"),
+        *(
+            slow(*each)
+            for each in [(1, "counts_merged"), (1, "more_choices"), (2, "more_choices")]
+        ),
+    ],
+)
+def test_more_experts_compute_the_same(S, way):
+    """Softmax gates, and biases that decide: S = 1 and 2 of 3 experts, of which 9 are made."""
+    config, params = SPARSE[S], make_params(SPARSE[S])
+    leaves = tree.named_leaves(params)
+    for name in leaves:
+        if name.endswith("router_bias_E"):
+            leaves[name] = np.array([0.0, 0.4, -0.3], np.float32)
+    params = tree.nested(leaves)
+    grown, found, origin_NE = multiply_experts(config, params, 9, way)
+    assert shapes(found) == shapes(abstract_params(grown))
+    assert kept_exactly(found, params, grown, config) < 1e-5
+    assert [list(each) for each in origin_NE] == [[0, 1, 2] * 3] * 2
+    _, plain, _ = multiply_experts(config, params, 9, "copies")
+    assert kept_exactly(plain, params, multiplied_config(config, 9, "copies"), config) > 1e-3
+
+
+def test_a_token_chooses_the_best_copies_of_different_experts():
+    """Against a loop: scores from the highest, those of experts that are chosen left out."""
+    score_GTE = np.random.default_rng(2).normal(size=(2, 30, 12)).astype(np.float32)
+    score_GTE[0, :5] = score_GTE[0, :5].round()  # ties
+    found = choose_experts(best_copies(score_GTE, 3), 2)
+    for g, t in np.ndindex(2, 30):
+        chosen: list[int] = []
+        for e in np.argsort(-score_GTE[g, t], kind="stable"):
+            if len(chosen) < 2 and e % 4 not in [other % 4 for other in chosen]:
+                chosen.append(int(e))
+        assert found[g, t].tolist() == chosen
+
+
+def test_what_cannot_be_added_is_refused():
+    for way, S, other in (("exclusive", 1, "counts_merged"), ("counts_merged", 2, "exclusive")):
+        with refused(f"upcycle={way!r} with RouterConfig.num_selected={S}: use {other!r}"):
+            multiplied_config(SPARSE[S], 6, way)
+    with refused("experts=7 of a model with 3: each expert gets as many copies"):
+        multiplied_config(SPARSE[1], 7, "counts_merged")
+    twice = multiplied_config(SPARSE[2], 6, "exclusive")
+    assert multiplied_config(twice, 12, "exclusive").switch.router.num_copies == 4
+    for way in set(SPARSE_WAYS) - {"exclusive", "counts_merged"}:
+        with refused(f"upcycle={way!r} of a model with RouterConfig.num_copies=2"):
+            multiplied_config(twice, 12, way)
+    with refused("upcycle='virtual_groups' with experts=6, num_selected=4 and d_ff=12"):
+        upcycled_config(BIASED, 6, num_selected=4, way="virtual_groups")
+    with refused("RouterConfig.num_copies=2 with kind='top_k' and num_selected=1"):
+        RouterConfig(num_copies=2)
+    with refused("RouterConfig.num_copies=2 with num_experts=6 and num_selected=4"):
+        SwitchConfig(6, router=RouterConfig(num_selected=4, num_copies=2))
