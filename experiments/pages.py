@@ -15,7 +15,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from switchx.analysis.comparison_plots import gains_figure, intervals_figure, sizes_figure
+from switchx.analysis.comparison_plots import (
+    gains_figure,
+    intervals_figure,
+    points_figure,
+    sizes_figure,
+)
 from switchx.analysis.plots import write_svg
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -141,7 +146,10 @@ def publish_overview() -> None:
 
 
 def figure_of(results: dict[str, Any]) -> Figure | None:
-    """Gains by step, or differences with their intervals; none where there are neither."""
+    """Gains by step, differences with their intervals, or losses by bytes; none where there are
+    none of these."""
+    if "points" in results:
+        return points_figure(results["points"])
     if "curves" in results:
         curves = {
             name: [{int(step): value for step, value in curve.items()} for curve in seeds]

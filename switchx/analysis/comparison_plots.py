@@ -120,6 +120,32 @@ def sizes_figure(
     return figure
 
 
+def points_figure(points: Sequence[Mapping[str, float | str | None]]) -> Figure:
+    """Plots losses against bytes: an open dot at once, a filled one after training.
+
+    Args:
+        points: `model`, `MiB`, `loss` and, None where nothing was trained, `loss after`.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(6.4, 4.6))
+        axis = figure.subplots()
+    dark = COLOURS(0.9)
+    for point in points:
+        size, loss, after = point["MiB"], point["loss"], point["loss after"]
+        axis.plot(size, loss, "o", color=dark, markerfacecolor="white", markersize=5)
+        if after is not None:
+            axis.annotate(
+                "", (size, after), (size, loss), arrowprops={"arrowstyle": "-", "color": "0.6"}
+            )
+            axis.plot(size, after, "o", color=dark, markersize=5)
+        place = {"xytext": (5, 2), "textcoords": "offset points"}
+        axis.annotate(point["model"], (size, loss), **place, fontsize=7, color="0.3")
+    axis.set_xscale("log", base=2)
+    axis.set_xlabel("MiB of parameters, float32")
+    axis.set_ylabel("loss, nats per token: open at once, filled after training")
+    return figure
+
+
 def intervals_figure(
     intervals: Mapping[str, Mapping[str, float]], x: str, no_effect: float = 0.0
 ) -> Figure:
