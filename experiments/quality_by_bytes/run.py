@@ -13,113 +13,91 @@ from experiments.study import Study, main
 
 GIN_FILE = "configs/runs/pretrain_shipped.gin"
 STEPS = 200
-MODEL, EXPERTS, HALF = "as it is", 8, 4
+MODEL, EXPERTS = "as it is", 8
 SCORES = ("frequency", "ean", "mean_norm", "reap", "aimer", "brute_force")
-MERGED, NOVICES, COPIES = f"{HALF} merged", f"{HALF} and novices", f"{2 * EXPERTS} copies"
-DROPPED = f"{HALF} dropped by frequency"
-VECTORS_MIB = 4 * 128 * 4 / 2**20  # a novice in each of 4 Switch layers, D = 128, float32
+DROPPED = "4 dropped by frequency"
 # What `switchx reshape` is asked for.
 WAYS = {
-    MERGED: f"--experts={HALF}",
+    "4 merged": "--experts=4",
     "2 merged": "--experts=2",
-    **{f"{HALF} dropped by {s}": f"--experts={HALF} --reduce=drop --score={s}" for s in SCORES},
+    **{f"4 dropped by {s}": f"--experts=4 --reduce=drop --score={s}" for s in SCORES},
     "2 dropped by frequency": "--experts=2 --reduce=drop",
-    NOVICES: f"--experts={HALF} --reduce=drop --novice",
+    "4 and novices": "--experts=4 --reduce=drop --novice",
     "2 and novices": "--experts=2 --reduce=drop --novice",
     "dense, merged": "--experts=0",
-    COPIES: f"--experts={2 * EXPERTS}",
+    "16 copies": "--experts=16",
 }
 # What trains on, with bindings for the model's form.
 REPAIRED = {
     MODEL: (),
-    MERGED: (f"NUM_EXPERTS={HALF}", "RouterConfig.counts_merged=True"),
-    DROPPED: (f"NUM_EXPERTS={HALF}",),
-    NOVICES: ("SwitchConfig.expert_bias=True",),
-    COPIES: (f"NUM_EXPERTS={2 * EXPERTS}", "RouterConfig.counts_merged=True"),
+    "4 merged": ("NUM_EXPERTS=4", "RouterConfig.counts_merged=True"),
+    DROPPED: ("NUM_EXPERTS=4",),
+    "4 and novices": ("SwitchConfig.expert_bias=True",),
+    "16 copies": ("NUM_EXPERTS=16", "RouterConfig.counts_merged=True"),
 }
 # Nothing is dropped where quality is measured; in training as it was.
 COMMON = (f"TRAIN_STEPS={STEPS}", f"EVAL_EVERY={STEPS}", f"CHECKPOINT_EVERY={STEPS}",
           "SwitchConfig.eval_capacity_factor=64.0", "INIT_OPTIMIZER=True")  # fmt: skip
+VECTORS_MIB = 4 * 128 * 4 / 2**20  # a novice in each of 4 Switch layers, D = 128, float32
 
 
 def points_of(study: Study) -> list[dict[str, Any]]:
     """Bytes and losses of each model."""
     cells = study.cells()
+    nothing = dict.fromkeys(("loss after", "seconds", "training_seconds"))
     study.train(cells, "pretrained", (GIN_FILE,), ())
-    ways = dict(list(WAYS.items())[:1]) if study.is_quick else WAYS
-    points: list[dict[str, Any]] = []
-    for way, words in ways.items():
+    points: dict[str, dict[str, Any]] = {}
+    for way, words in list(WAYS.items())[: 1 if study.is_quick else None]:
         asked = ("--model_dir=<run pretrained>", f"--output=<run {way}>", *words.split())
-        before, after = study.command(cells, way, "reshape", *asked)["results"]
-        if not points:
-            points.append(_point(MODEL, before))
+        rows = study.command(cells, way, "reshape", *asked)["results"]
+        for name, row in zip((MODEL, way), rows, strict=True):
+            measured = {"model": name, "MiB": row["bytes"] / 2**20, "loss": row["loss_nats"]}
+            points.setdefault(name, measured | nothing)
         (seconds,) = (e["seconds"] for e in cells.lines if e["cell"].get("command") == way)
-        points.append(_point(way, after) | {"seconds": seconds})
-    by_name = {point["model"]: point for point in points}
-    for way, bindings in REPAIRED.items():
-        if way in by_name:
-            begin = f"INIT_FROM='<run {'pretrained' if way == MODEL else way}>'"
-            found = study.train(
-                cells, f"{way} trained", (GIN_FILE,), (*COMMON, begin, *bindings)
-            )
-            curve = found["curve"]
-            by_name[way] |= {
-                "loss after": -curve[max(curve, key=int)],
-                "training_seconds": found["seconds"],
-            }
-    if NOVICES in by_name:  # a novice counts as its vector, not as matrices of zeros
-        for few in (HALF, 2):
-            dropped, novices = (
-                by_name[f"{few} dropped by frequency"],
-                by_name[f"{few} and novices"],
-            )
-            novices["MiB"] = dropped["MiB"] + (EXPERTS - few) * VECTORS_MIB
-    return points
-
-
-def _point(way: str, row: dict) -> dict[str, Any]:
-    return {
-        "model": way, "MiB": row["bytes"] / 2**20, "loss": row["loss_nats"],
-        "loss after": None, "seconds": None, "training_seconds": None,
-    }  # fmt: skip
+        points[way]["seconds"] = seconds
+        if "novices" in way:  # each counts as its vector, not as matrices of zeros
+            dropped = points[f"{way[0]} dropped by frequency"]["MiB"]
+            points[way]["MiB"] = dropped + (EXPERTS - int(way[0])) * VECTORS_MIB
+    for way in [way for way in REPAIRED if way in points]:
+        begin = f"INIT_FROM='<run {'pretrained' if way == MODEL else way}>'"
+        bindings = (*COMMON, begin, *REPAIRED[way])
+        found = study.train(cells, f"{way} trained", (GIN_FILE,), bindings)
+        points[way]["loss after"] = -found["curve"][max(found["curve"], key=int)]
+        points[way]["training_seconds"] = found["seconds"]
+    return list(points.values())
 
 
 def judge(results: dict[str, Any]) -> dict[str, Any]:
     """One run and one seed: nothing is judged, whatever comes out. What is said: at half the
     experts, what each way costs at once and after repair, over the whole model trained as long;
-    which scores cost less than frequency; whether copies are ahead."""
+    the order of the scores; whether copies are ahead."""
     points = {point["model"]: point for point in results["points"]}
-    whole = points[MODEL]
 
     def cost(way: str, loss: str) -> float:
-        return points[way][loss] - whole[loss]
+        return points[way][loss] - points[MODEL][loss]
 
     costs = ", ".join(
         f"{cost(way, 'loss'):.3f} and {cost(way, 'loss after'):+.3f} ({way})"
-        for way in (MERGED, DROPPED, NOVICES, COPIES)
+        for way in list(REPAIRED)[1:]
     )
-    gain = points[DROPPED]["loss after"] - points[MERGED]["loss after"]
-    by_score = {score: cost(f"{HALF} dropped by {score}", "loss") for score in SCORES}
-    ordered = ", ".join(f"{s} {by_score[s]:.3f}" for s in sorted(by_score, key=by_score.get))
+    gain = points[DROPPED]["loss after"] - points["4 merged"]["loss after"]
+    by_score = sorted((cost(f"4 dropped by {score}", "loss"), score) for score in SCORES)
     rows = [
         {
-            "model": name,
-            "MiB": each["MiB"],
-            "loss, nats per token": each["loss"],
+            "model": name, "MiB": each["MiB"], "loss, nats per token": each["loss"],
             "change of the loss": cost(name, "loss"),
-            f"loss after {STEPS} steps": each["loss after"],
-            "seconds": each["seconds"],
+            f"loss after {STEPS} steps": each["loss after"], "seconds": each["seconds"],
             "seconds of training": each["training_seconds"],
         }
         for name, each in points.items()
-    ]
+    ]  # fmt: skip
     return {
         "verdict": "exploratory",
         "because": f"Over the whole model, at once and after {STEPS} steps of both, in nats: "
-        f"{costs}. Dropped to {HALF} at once, by score: {ordered}.",
+        f"{costs}. Dropped to 4 at once, by score: "
+        f"{', '.join(f'{score} {loss:.3f}' for loss, score in by_score)}.",
         "effect": Interval(gain, gain, gain),
-        "effect_of": f"{HALF} merged over {HALF} dropped experts after {STEPS} steps, nats per "
-        "token",
+        "effect_of": f"4 merged over 4 dropped experts after {STEPS} steps, nats per token",
         "tables": [{"title": "", "rows": rows}],
     }
 

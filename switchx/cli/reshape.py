@@ -153,44 +153,34 @@ def _reshape(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, An
 def _changed(arguments: argparse.Namespace, model, text, reporter):
     """The reshaped model, and what was done in words."""
     from switchx.deploy.measure import sample_layers, with_harm
-    from switchx.models.reshape import (
-        agreement,
-        drop_experts,
-        merge_experts,
-        novice_experts,
-        to_dense,
-    )
-    from switchx.models.upcycle import multiply_experts, upcycle
+    from switchx.models import reshape, upcycle
 
-    config, experts = model.config, arguments.experts
-    how, way = arguments.reduce or "merge", _way(arguments, config)
-    of_model = config, model.params
-    if config.switch is None:
-        sparse = _check(arguments, config)
+    experts, is_merged = arguments.experts, arguments.reduce != "drop"
+    way, of_model = _way(arguments, model.config), (model.config, model.params)
+    if model.config.switch is None:
         share = 0.5 if arguments.share is None else arguments.share
-        found = upcycle(sparse, *of_model, way, share)
-        layers = len(sparse.sparse_layer_names)
+        found = upcycle.upcycle(_check(arguments, model.config), *of_model, way, share)
+        layers = len(found.config.sparse_layer_names)
         return found, f"{experts} experts in {layers} layers, of the FFN ({way})"
-    if experts > config.switch.num_experts:
-        number = experts // config.switch.num_experts
-        return multiply_experts(*of_model, experts, way), f"{number} copies of experts ({way})"
+    if experts > model.config.switch.num_experts:
+        found = upcycle.multiply_experts(*of_model, experts, way)
+        return found, f"{experts} experts a Switch layer, each copied ({way})"
     samples = sample_layers(model, text)
     if experts == 0:
-        said = "the mean of the experts" if how == "merge" else "the most used expert"
-        found = to_dense(*of_model, samples, is_merged=how == "merge")
+        said = "the mean of the experts" if is_merged else "the most used expert"
+        found = reshape.to_dense(*of_model, samples, is_merged=is_merged)
         return found, f"each Switch layer is {said}"
-    if how == "merge":
+    if is_merged:
         said = f"{experts} experts a Switch layer, the others merged into them"
-        return merge_experts(*of_model, samples, experts), said
+        return reshape.merge_experts(*of_model, samples, experts), said
     score = arguments.score or "frequency"
     if score == "brute_force":
         reporter.note("measuring the loss without each expert")
         samples = with_harm(model, text, samples)
-        for line in agreement(*of_model, samples):
+        for line in reshape.agreement(*of_model, samples):
             reporter.note(line)
-    change, what = (
-        (novice_experts, "vectors") if arguments.novice else (drop_experts, "dropped")
-    )
+    change = reshape.novice_experts if arguments.novice else reshape.drop_experts
+    what = "vectors" if arguments.novice else "dropped"
     found = change(*of_model, samples, experts, score)
     return found, f"{experts} experts a Switch layer, the others {what} by {score}"
 
@@ -206,66 +196,64 @@ def _check(arguments: argparse.Namespace, config):
     """Refuses what cannot be made, before a parameter is read.
 
     Returns:
-        The configuration that is made.
+        The configuration that is made; of novices, that of fewer experts.
 
     Raises:
-        ValueError: see the functions of models/reshape.py and models/upcycle.py that make a
-            configuration; or options have no effect.
+        ValueError: see `reduced_config`, `dense_config`, `upcycled_config`,
+            `multiplied_config`; or options have no effect.
     """
     from switchx.fields import require
     from switchx.models.config import require_one_task
-    from switchx.models.reshape import dense_config, novice_config, reduced_config
+    from switchx.models.reshape import dense_config, reduced_config
     from switchx.models.upcycle import multiplied_config, upcycled_config
 
-    experts, is_dense = arguments.experts, config.switch is None
+    experts, is_dense, share = arguments.experts, config.switch is None, arguments.share
     require_one_task(config)
     E = 0 if is_dense else config.switch.num_experts
-    is_growing = experts > E
-    without = {
-        "of a dense model, which has no experts to reduce": (
-            is_dense,
-            ("reduce", "score", "novice"),
+    reducing = "reduce", "score", "novice"
+    for has_no_effect, names, why in (
+        (is_dense, reducing, "of a dense model, which has no experts to reduce; leave it out"),
+        (
+            not is_dense,
+            ("num_selected", "every"),
+            "of a sparse model, which keeps its own; leave it out",
         ),
-        "of a sparse model, which keeps its own": (not is_dense, ("num_selected", "every")),
-        f"of {E} experts, which become more": (is_growing, ("reduce", "score", "novice")),
-        "where no experts are added": (not is_dense and not is_growing, ("upcycle",)),
-        "without --upcycle=drop": (arguments.upcycle != "drop", ("share",)),
-    }
-    for why, (has_no_effect, names) in without.items():
+        (experts > E, reducing, f"of {E} experts, which become more; leave it out"),
+        (
+            arguments.reduce != "drop" or experts == 0,
+            reducing[1:],
+            "says which experts are dropped; give --reduce=drop and at least one expert",
+        ),
+        (
+            0 <= experts <= E and not is_dense,
+            ("upcycle",),
+            "where none are added; leave it out",
+        ),
+        (arguments.upcycle != "drop", ("share",), "without --upcycle=drop; leave it out"),
+    ):
         for name in names:
             value = getattr(arguments, name)
-            require(
-                not has_no_effect or value in (None, False),
-                f"--{name}={value} {why}; leave it out",
-            )
-    share = arguments.share
+            require(not has_no_effect or value in (None, False), f"--{name}={value} {why}")
     require(share is None or 0 <= share <= 1, f"--share={share} is no part; use 0 to 1")
-    way = _way(arguments, config)
     if is_dense:
-        k, every = arguments.num_selected or 2, arguments.every or 2
-        return upcycled_config(config, experts, num_selected=k, every=every, way=way)
-    is_dropping = arguments.reduce == "drop" and experts > 0
-    for name in ("score", "novice"):
-        value = getattr(arguments, name)
-        require(
-            value in (None, False) or is_dropping,
-            f"--{name}={value} says which experts are dropped; give --reduce=drop and at least "
-            "one expert with it",
+        k, every, way = (
+            arguments.num_selected or 2,
+            arguments.every or 2,
+            _way(arguments, config),
         )
-    fewer = [str(n) for n in range(1, E) if E % n == 0]
+        return upcycled_config(config, experts, num_selected=k, every=every, way=way)
+    divisors = [n for n in range(1, E) if E % n == 0]
     require(
-        experts == 0 or str(experts) in fewer or (is_growing and experts % E == 0),
+        experts in (0, *divisors) or (experts > E and experts % E == 0),
         f"--experts={experts} of a model with {E}: experts are merged or dropped to a divisor "
-        f"of their number, so that they divide over devices as before, or all get as many "
-        f"copies; use {', '.join(fewer + [f'{2 * E} or another multiple'])}, or 0 for a dense "
-        "model",
+        "of their number, so that they divide over devices as before, or all get as many "
+        f"copies; use {', '.join(map(str, divisors))}, {2 * E} or another multiple, or 0 for a "
+        "dense model",
     )
     if experts == 0:
         return dense_config(config)
-    if is_growing:
-        return multiplied_config(config, experts, way)
-    if arguments.novice:
-        return novice_config(config, experts)
+    if experts > E:
+        return multiplied_config(config, experts, _way(arguments, config))
     return reduced_config(config, experts, is_merged=arguments.reduce != "drop")
 
 

@@ -198,13 +198,6 @@ def _best(layer: Layer, sample: LayerSample, number: int, score: str) -> np.ndar
     return np.sort(by_score[:number])
 
 
-def novice_config(config: ModelConfig, num_experts: int) -> ModelConfig:
-    """The configuration of the model with novices: experts have biases, layers are unrolled."""
-    check_num_experts(config, num_experts)
-    switch = dataclasses.replace(config.switch, expert_bias=True)
-    return dataclasses.replace(config, switch=switch, scan_layers=False)
-
-
 def novice_experts(
     config: ModelConfig,
     params: dict,
@@ -214,8 +207,8 @@ def novice_experts(
 ) -> Reshaped:
     """The model in which all but `num_experts` experts a Switch layer are novices.
 
-    A novice gives its mean output, whatever its input: `b_out` is that mean over the tokens
-    which chose it, 0 where none did, and its matrices are zeros. Routers and gates stay.
+    A novice's output is `b_out`, its mean over the tokens that chose it, 0 where none did; its
+    matrices are zeros. Routers and gates stay.
 
     Args, Raises: as `drop_experts`.
     """
@@ -225,19 +218,20 @@ def novice_experts(
         E = len(sample.load_E)
         is_novice_E = ~np.isin(np.arange(E), _best(layer, sample, num_experts, score))
         w_in_EDF = layer["experts/w_in_EDF"]
-        _, D, F = w_in_EDF.shape
-        layer = {
-            "experts/b_in_EF": np.zeros((E, F), w_in_EDF.dtype),
-            "experts/b_out_ED": np.zeros((E, D), w_in_EDF.dtype),
-        } | layer
-        for name in [name for name in layer if name.startswith("experts/")]:
-            layer[name] = np.array(layer[name])
-            layer[name][is_novice_E] = 0
+        biases = {"b_in_EF": w_in_EDF[:, 0], "b_out_ED": w_in_EDF[..., 0]}  # of these shapes
+        changed = {f"experts/{name}": np.zeros_like(x) for name, x in biases.items()} | layer
+        for name in changed:
+            if name.startswith("experts/"):
+                changed[name] = np.array(changed[name])
+                changed[name][is_novice_E] = 0
         mean_ED = np.asarray(sample.sum_ED) / np.maximum(sample.load_E, 1)[:, None]
-        layer["experts/b_out_ED"][is_novice_E] = mean_ED[is_novice_E]
-        return layer, np.arange(E)
+        changed["experts/b_out_ED"][is_novice_E] = mean_ED[is_novice_E]
+        return changed, np.arange(E)
 
-    return reshaped(novice_config(config, num_experts), config, params, replace, samples)
+    check_num_experts(config, num_experts)
+    switch = dataclasses.replace(config.switch, expert_bias=True)
+    novices = dataclasses.replace(config, switch=switch, scan_layers=False)
+    return reshaped(novices, config, params, replace, samples)
 
 
 def agreement(config: ModelConfig, params: dict, samples: Sequence[LayerSample]) -> list[str]:

@@ -2,28 +2,23 @@
 """Upcycling: a dense model as a sparse one, or a sparse one with m times its experts.
 
 Komatsuzaki et al. 2022 (arXiv:2212.05055), section 2: the FFNs of some blocks become Switch
-layers, the router is new, all else stays. Experts of a dense model (`DENSE_WAYS`) are
+layers, the router is new, all else stays. Experts of a dense model are, by `DENSE_WAYS`,
 
-    copies          copies of the FFN. With k >= 2, gates are divided by their sum, and the
-                    layer's output is the FFN's: the same model. With k = 1 the gate is the
-                    softmax probability, near 1 / E of a new router: a model to be trained on.
-    virtual_groups  shards of the FFN: k of F / k hidden units, with E / k copies each (He et
-                    al. 2024, arXiv:2410.07524, section 2.3, with T = G = k). Copy i of each
-                    shard has the same router column, so that a token gets every shard once,
-                    with a gate of 1 / k, for which weights are scaled: the same model.
-    drop            copies with a random share of their hidden units drawn anew, by mean and
-                    standard deviation of the weights before (Nakamura et al. 2025,
-                    arXiv:2502.19261): another model.
+    copies          copies of the FFN: the same model where gates add up to 1, with k >= 2. With
+                    k = 1 the gate is a probability, near 1 / E of a new router.
+    virtual_groups  k shards of F / k hidden units, E / k copies of each, which have the same
+                    router columns, so that a token gets each shard once: the same model (He et
+                    al. 2024, arXiv:2410.07524, section 2.3, with T = G = k).
+    drop            copies, of whose hidden units a random share is drawn anew, by mean and
+                    deviation of the weights before (Nakamura et al. 2025, arXiv:2502.19261).
 
-Each expert of a sparse model (`SPARSE_WAYS`), with its router column, gets m copies:
+A sparse model gets m copies of each expert and of its router column, by `SPARSE_WAYS`:
 
-    counts_merged   k = 1: each counts as 1 / m (`RouterConfig.counts_merged`): the same model.
-    exclusive       k >= 2: so too, and a token chooses one copy at most (`num_copies`): the
-                    same model.
-    more_choices    a token chooses m k experts, all copies of k: the same model, with m times
-                    the FLOPs of its experts.
+    counts_merged   k = 1: each counts as 1 / m in the softmax: the same model.
+    exclusive       k >= 2: so too, and a token chooses one copy at most: the same model.
+    more_choices    a token chooses m k experts, all copies of k: the same model.
     copies          k stays (arXiv:2604.19835): a token may choose two copies of one expert, or
-                    gets its expert with a gate m times smaller: another model.
+                    gets its expert with a gate m times smaller.
 
 All is said of tokens that are not dropped; padding and dropped ones pass by on the residual
 connection alone.
@@ -47,8 +42,8 @@ from switchx.models.reshape import Layer, Reshaped, check_experts, reshaped, tak
 SEED = 0
 DENSE_WAYS = ("copies", "virtual_groups", "drop")
 SPARSE_WAYS = ("counts_merged", "exclusive", "more_choices", "copies")
-# Relative differences of the router's columns of copies that exclude each other: of equal ones
-# all tokens would choose the first. Above the rounding of float32, below what changes a loss.
+# Relative noise of router columns: of equal copies all tokens would choose the first. It is
+# above the rounding of float32.
 TIES = 1e-6
 
 
@@ -100,18 +95,14 @@ def upcycled_config(
 
 
 def upcycle(
-    sparse: ModelConfig,
-    config: ModelConfig,
-    params: dict,
-    way: str = "copies",
-    share: float = 0.5,
+    sparse: ModelConfig, config: ModelConfig, params: dict, way="copies", share: float = 0.5
 ) -> Reshaped:
     """The model `sparse`, experts made of a dense model's FFNs, routers drawn.
 
     Args:
         sparse: configuration that `upcycled_config` returned.
         config, params: the dense model.
-        way: one of `DENSE_WAYS`, as given there.
+        way: one of `DENSE_WAYS`, as it was given there.
         share: part of each expert's hidden units that `drop` draws anew.
     """
     E, rng = sparse.switch.num_experts, np.random.default_rng(SEED)
@@ -141,15 +132,14 @@ def upcycle(
 def _scale_of_shards(config: ModelConfig, kind: str, shards: int) -> float:
     """The factor of a matrix or bias of the FFN where gates are 1 / shards.
 
-    By its root it is shared between `w_out` and what the hidden units are linear in (of ReLU
-    and gated units), so that the product is the number of shards; GELU is linear in nothing.
+    Its root goes to `w_out` and to what hidden units are linear in, but of GELU, in nothing.
     """
-    linear = ("w_gate",) if config.is_gated else ("w_in", "b_in")
-    if not config.is_gated and config.activation != "relu":
-        linear = ()
-    if kind == "w_out":
-        return math.sqrt(shards) if linear else shards
-    return math.sqrt(shards) if kind in linear else 1.0
+    linear = (
+        ("w_gate",) if config.is_gated else ("w_in", "b_in") * (config.activation == "relu")
+    )
+    if kind == "w_out" and not linear:
+        return shards
+    return math.sqrt(shards) if kind in ("w_out", *linear) else 1.0
 
 
 def _draw_anew(experts: Layer, share: float, rng: np.random.Generator) -> None:
@@ -195,24 +185,23 @@ def multiplied_config(config: ModelConfig, num_experts: int, way: str) -> ModelC
         f"experts={num_experts} of a model with {E}: each expert gets as many copies; use a "
         f"multiple of {E}, such as {2 * E}",
     )
-    wanted = {"counts_merged": router.num_selected == 1, "exclusive": router.num_selected > 1}
+    other = "counts_merged" if router.num_selected == 1 else "exclusive"
     require(
-        wanted.get(way, True),
-        f"upcycle={way!r} with RouterConfig.num_selected={router.num_selected}: use "
-        f"{'exclusive' if way == 'counts_merged' else 'counts_merged'!r}",
+        way not in ("counts_merged", "exclusive") or way == other,
+        f"upcycle={way!r} with RouterConfig.num_selected={router.num_selected}: use {other!r}",
     )
     require(
         router.num_copies == 1 or way == "exclusive",
         f"upcycle={way!r} of a model with RouterConfig.num_copies={router.num_copies}: its "
         "copies exclude each other; use 'exclusive'",
     )
-    changes: dict[str, Any] = {}
-    if way == "more_choices":
-        changes = {"num_selected": m * router.num_selected}
-    elif way != "copies":
-        copies = m * router.num_copies if way == "exclusive" else 1
-        changes = {"counts_merged": True, "num_copies": copies}
-    router = dataclasses.replace(router, **changes)
+    changes: dict[str, dict[str, Any]] = {
+        "counts_merged": {"counts_merged": True},
+        "exclusive": {"counts_merged": True, "num_copies": m * router.num_copies},
+        "more_choices": {"num_selected": m * router.num_selected},
+        "copies": {},
+    }
+    router = dataclasses.replace(router, **changes[way])
     switch = dataclasses.replace(config.switch, num_experts=num_experts, router=router)
     return dataclasses.replace(config, switch=switch, scan_layers=False)
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training state of a model whose experts were changed (`models/reshape.py`, `upcycle.py`).
 
-What an optimizer keeps for a parameter goes along: for an expert, that of the expert which it
-is made of (`Reshaped.origin_NE`), and its router's column likewise. What it keeps for new
-parameters, and for those of another form, begins as in a new run.
+An expert and its router column go on with the statistics of what they are made of
+(`Reshaped.origin_NE`). Those of new parameters, and of another form, begin as in a new run.
 Dims: E experts
 """
 
@@ -69,15 +68,12 @@ def _array_before(
 ) -> np.ndarray | None:
     """What an array of the optimizer was, with the experts of the model after; None if new."""
     sparse = before if found.config.switch is None else found.config
-    paths = (
-        "{}/blocks/layer_{}/ffn/".format(*layer.split()) for layer in sparse.sparse_layer_names
-    )
-    origins = dict(zip(paths, found.origin_NE, strict=True))
-    path, ffn, rest = (param or "").partition("/ffn/")
-    path += ffn
-    if path not in origins or rest.startswith("shared_expert/"):
+    names = ["{}/blocks/layer_{}".format(*layer.split()) for layer in sparse.sparse_layer_names]
+    origins = dict(zip(names, found.origin_NE, strict=True))
+    block, ffn, rest = (param or "").partition("/ffn/")
+    if block not in origins or rest.startswith("shared_expert/"):
         return old.get(name)
-    origin_E = origins[path]
+    origin_E, path = origins[block], block + ffn
     head, _, tail = name.partition(path)
     if found.config.switch is None:  # `w_in_DF/v_row_D` was `experts/w_in_EDF/v_row_ED`
         was = old.get(f"{head}{path}experts/" + re.sub(r"_([A-Z]+)(?=/|$)", r"_E\1", tail))

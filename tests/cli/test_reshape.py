@@ -137,7 +137,7 @@ def runs(tmp_path_factory):
         (
             "sparse",
             "--experts=2 --upcycle=copies",
-            "--upcycle=copies where no experts are added",
+            "--upcycle=copies where none are added",
         ),
         ("sparse", "--experts=2 --novice", "--novice=True says which experts are dropped"),
         ("dense", "--experts=4 --share=0.5", "--share=0.5 without --upcycle=drop"),

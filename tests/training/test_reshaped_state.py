@@ -22,126 +22,77 @@ from switchx.optim.schedules import Constant
 from switchx.training.reshaped_state import reshaped_state
 from switchx.training.step import init_state
 from tests.cases import slow
+from tests.models.test_upcycle import shapes
 from tests.training.jobs import DENSE, SPARSE, make_params
 
-E = SPARSE.switch.num_experts
-FFN = "decoder/blocks/layer_1/ffn/"
-OPTIMIZERS = {
-    "adafactor": Adafactor(min_dim_size_to_factor=4).build(Constant(1e-2)),
-    "adamw": AdamW().build(Constant(1e-2)),
-}
-BEFORE = {
-    "drop": SPARSE,
-    "more": SPARSE,
-    "dense": DENSE,
-    "to_dense": SPARSE,
-}
+FFN, E = "decoder/blocks/layer_1/ffn/", SPARSE.switch.num_experts
+ADAFACTOR = Adafactor(min_dim_size_to_factor=4).build(Constant(1e-2))
+ADAMW = AdamW().build(Constant(1e-2))
+SCANNED = dataclasses.replace(SPARSE, num_decoder_layers=4, scan_layers=True)
 
 
-# Ends of names after and before, and the dimension of the experts, None where it is not there.
-KEPT = {
-    "adafactor": [
-        ("experts/w_in_EDF/v_row_ED", "experts/w_in_EDF/v_row_ED", 0),
-        ("experts/w_out_EFD/v_col_ED", "experts/w_out_EFD/v_col_ED", 0),
-        ("w_router_DE/v_row_D", "w_router_DE/v_row_D", None),
-        ("w_router_DE/v_col_E", "w_router_DE/v_col_E", 0),
-    ],
-    "adamw": [("mu/X/experts/w_in_EDF", "mu/X/experts/w_in_EDF", 0),
-              ("nu/X/w_router_DE", "nu/X/w_router_DE", 1)],
-    "adafactor, dense": [("experts/w_out_EFD/v_row_EF", "w_out_FD/v_row_F", 0)],
-    "adamw, dense": [("nu/X/experts/w_in_EDF", "nu/X/w_in_DF", 0)],
-    "adafactor, to_dense": [("w_out_FD/v_row_F", "experts/w_out_EFD/v_row_EF", 0)],
-    "adamw, to_dense": [("nu/X/w_in_DF", "nu/X/experts/w_in_EDF", 0)],
-}  # fmt: skip
-
-
-def random_run(path, config, transformation):
-    """Checkpoint 3 of a run, whose optimizer's moments are random; its path and these."""
-    rng, params = np.random.default_rng(0), make_params(config)
-    state = init_state(config, transformation, seed=0, params=params)
+def saved(path, config, optimizer):
+    """A checkpoint with random moments, and these by name."""
+    rng = np.random.default_rng(0)
+    state = init_state(config, optimizer, seed=0, params=make_params(config))
     moments = jax.tree.map(
         lambda x: jnp.asarray(rng.random(x.shape) + 1).astype(x.dtype), state.opt_state
     )
-    run = RunFolder(path)
-    with Checkpointer(run, Retention()) as checkpointer:
+    with Checkpointer(RunFolder(path), Retention()) as checkpointer:
         checkpointer.save(3, dataclasses.replace(state, opt_state=moments))
-    return run.checkpoints / "3", tree.named_leaves({"opt_state": moments})
+    return RunFolder(path).checkpoints / "3", tree.named_leaves({"opt_state": moments})
 
 
 def reshaped(how: str, config):
     """The model, and the experts before that the last layer's are made of."""
-    params = make_params(config)
-    samples = [
-        LayerSample(np.arange(E), np.ones((3, config.d_model), np.float32))
-        for _ in config.sparse_layer_names
-    ]
+    params, x_RD = make_params(config), np.ones((3, config.d_model), np.float32)
+    samples = [LayerSample(np.arange(E), x_RD) for _ in config.sparse_layer_names]
     if how == "drop":
         return drop_experts(config, params, samples, 4), [4, 5, 6, 7]
     if how == "dense":
         return upcycle(upcycled_config(config, 4), config, params), [0] * 4
     if how == "to_dense":
-        return to_dense(config, params, samples, is_merged=False), [7]
+        return to_dense(config, params, samples, is_merged=False), 7
     return multiply_experts(config, params, 2 * E, "counts_merged"), [*range(E), *range(E)]
 
 
-def ending(leaves: dict, end: str) -> np.ndarray:
-    """The array of the last layer whose name ends so; X is the layer's path."""
-    end = end.replace("X/", FFN) if "X" in end else FFN + end
-    (name,) = (name for name in leaves if name.endswith(end))
-    return np.asarray(leaves[name])
+OUT, DENSE_OUT = "experts/w_out_EFD/v_row_EF", "w_out_FD/v_row_F"
 
 
 @pytest.mark.parametrize(
-    ("how", "optimizer"),
+    ("how", "config", "optimizer", "after", "before", "axis"),
     [
-        ("more", "adafactor"),
-        *(slow(how, "adafactor") for how in ("drop", "dense", "to_dense")),
-        *(slow(how, "adamw") for how in ("more", "dense", "to_dense")),
+        ("more", SPARSE, ADAFACTOR, "w_router_DE/v_col_E", "w_router_DE/v_col_E", 0),
+        slow("drop", SPARSE, ADAFACTOR, OUT, OUT, 0),
+        slow("more", SPARSE, ADAMW, "w_router_DE", "w_router_DE", 1),
+        slow("more", SCANNED, ADAMW, "experts/w_in_EDF", "experts/w_in_EDF", 0),
+        slow("dense", DENSE, ADAFACTOR, OUT, DENSE_OUT, 0),
+        slow("to_dense", SPARSE, ADAFACTOR, DENSE_OUT, OUT, 0),
+        slow("to_dense", SPARSE, ADAMW, "w_in_DF", "experts/w_in_EDF", 0),
     ],
 )
-def test_moments_are_those_of_the_experts_before(how, optimizer, tmp_path):
-    config, transformation = BEFORE[how], OPTIMIZERS[optimizer]
-    path, old = random_run(tmp_path, config, transformation)
+def test_moments_are_those_of_the_experts_before(
+    how, config, optimizer, after, before, axis, tmp_path
+):
+    path, old = saved(tmp_path, config, optimizer)
     found, origin = reshaped(how, config)
-    state, said = reshaped_state(path, transformation, config, found)
-    assert said.startswith("the optimizer's state goes along")
-    new = tree.named_leaves(state)
-    wanted = tree.named_leaves({"opt_state": transformation.init(found.params)})
-    assert {n: np.shape(x) for n, x in new.items() if n.startswith("opt_state")} == {
-        n: x.shape for n, x in wanted.items()
-    }
-    for after, before, axis in KEPT.get(f"{optimizer}, {how}", KEPT[optimizer]):
-        expected = ending(old, before)
-        if how == "dense":
-            expected = np.stack([expected] * 4)
-        elif how == "to_dense":
-            expected = expected[7]
-        elif axis is not None:
-            expected = np.take(expected, origin, axis)
-        np.testing.assert_array_equal(ending(new, after), expected, err_msg=after)
-    if how == "dense":
-        assert all(not np.any(x) for name, x in new.items() if "w_router_DE" in name)
-        assert said.endswith("new for w_router_DE")
-    others = [n for n in old if "blocks" not in n or "layer_0" in n]
-    assert others and all(np.array_equal(new[n], old[n]) for n in others)
-    assert int(new["step"]) == 0 and {"key_data", "skipped"} <= new.keys()
-
-
-@pytest.mark.slow
-def test_scanned_layers_are_unrolled(tmp_path):
-    config = dataclasses.replace(SPARSE, num_decoder_layers=4, scan_layers=True)
-    path, old = random_run(tmp_path, config, OPTIMIZERS["adamw"])
-    found, origin = reshaped("more", config)
-    new = tree.named_leaves(reshaped_state(path, OPTIMIZERS["adamw"], config, found)[0])
-    end = "ffn/experts/w_in_EDF"
-    for layer, repeat in ((1, 0), (3, 1)):
-        expected = old[f"opt_state/0/mu/decoder/blocks/layer_1/{end}"][repeat]
-        found = new[f"opt_state/0/mu/decoder/blocks/layer_{layer}/{end}"]
-        np.testing.assert_array_equal(found, np.take(expected, origin, 0))
+    new, said = reshaped_state(path, optimizer, config, found)
+    wanted = {"opt_state": optimizer.init(found.params)}
+    assert shapes({"opt_state": new["opt_state"]}) == shapes(wanted)
+    assert {"step", "key_data", "skipped"} <= new.keys()
+    begin = f"opt_state/{'statistics' if optimizer is ADAFACTOR else '0/nu'}/{FFN}"
+    expected = np.asarray(old[begin + before])
+    expected = expected[0] if config.scan_layers else expected
+    expected = np.take(expected[None] if how == "dense" else expected, origin, axis)
+    new = tree.named_leaves(new)
+    np.testing.assert_array_equal(new[begin + after], expected)
+    kinds = {"dense": ", new for w_router_DE", "more": ", new for router_log_count_E"}
+    assert said == "the optimizer's state goes along" + kinds.get(how, "")
+    others = [name for name in old if "blocks" not in name]
+    assert others and all(np.array_equal(new[name], old[name]) for name in others)
 
 
 def test_the_state_of_another_optimizer_stays_behind(tmp_path):
-    path, _ = random_run(tmp_path, SPARSE, OPTIMIZERS["adamw"])
-    found, _ = reshaped("more", SPARSE)
-    state, said = reshaped_state(path, OPTIMIZERS["adafactor"], SPARSE, found)
+    path, _ = saved(tmp_path, SPARSE, ADAMW)
+    state, said = reshaped_state(path, ADAFACTOR, SPARSE, reshaped("more", SPARSE)[0])
     assert state is None and said.endswith("another optimizer, and stays behind")
