@@ -134,13 +134,13 @@ def _reshape(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, An
         )
     folder = RunFolder(arguments.model_dir)
     config = read_model_config(folder)
-    _check(arguments, config)
+    made = _check(arguments, config)
     job = check_same_model(folder, building.parse_job(*shared.gin_of(arguments, folder)))
     reporter.note(f"reading {folder.root} and its validation text")
     model = api.load(folder.path, arguments.step)
     text = ValidationText.of(job, num_prompts=0, input_length=1)
     rows = [_row("before", model, text)]
-    found, said = _changed(arguments, model, text, reporter)
+    found, said = _changed(arguments, made, model, text, reporter)
     reshaped = dataclasses.replace(model, config=found.config, params=found.params)
     rows.append(_row("after", reshaped, text))
     path = folder.checkpoints / str(model.step)
@@ -150,16 +150,16 @@ def _reshape(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, An
     return rows, f"{said}; loss {change:+.5f} nats per token; {about}"
 
 
-def _changed(arguments: argparse.Namespace, model, text, reporter):
+def _changed(arguments: argparse.Namespace, made, model, text, reporter):
     """The reshaped model, and what was done in words."""
     from switchx.deploy.measure import sample_layers, with_harm
     from switchx.models import reshape, upcycle
 
     experts, is_merged = arguments.experts, arguments.reduce != "drop"
-    way, of_model = _way(arguments, model.config), (model.config, model.params)
+    way, of_model = arguments.upcycle, (model.config, model.params)
     if model.config.switch is None:
         share = 0.5 if arguments.share is None else arguments.share
-        found = upcycle.upcycle(_check(arguments, model.config), *of_model, way, share)
+        found = upcycle.upcycle(made, *of_model, way, share)
         layers = len(found.config.sparse_layer_names)
         return found, f"{experts} experts in {layers} layers, of the FFN ({way})"
     if experts > model.config.switch.num_experts:
@@ -185,15 +185,8 @@ def _changed(arguments: argparse.Namespace, model, text, reporter):
     return found, f"{experts} experts a Switch layer, the others {what} by {score}"
 
 
-def _way(arguments: argparse.Namespace, config) -> str:
-    """How experts are added."""
-    if arguments.upcycle or config.switch is None:
-        return arguments.upcycle or "copies"
-    return "counts_merged" if config.switch.router.num_selected == 1 else "exclusive"
-
-
 def _check(arguments: argparse.Namespace, config):
-    """Refuses what cannot be made, before a parameter is read.
+    """Refuses what cannot be made, before a parameter is read, and says how experts are added.
 
     Returns:
         The configuration that is made; of novices, that of fewer experts.
@@ -205,42 +198,30 @@ def _check(arguments: argparse.Namespace, config):
     from switchx.fields import require
     from switchx.models.config import require_one_task
     from switchx.models.reshape import dense_config, reduced_config
-    from switchx.models.upcycle import multiplied_config, upcycled_config
+    from switchx.models.upcycle import exact_way, multiplied_config, upcycled_config
 
     experts, is_dense, share = arguments.experts, config.switch is None, arguments.share
     require_one_task(config)
     E = 0 if is_dense else config.switch.num_experts
-    reducing = "reduce", "score", "novice"
+    reducing, is_dropping = ("reduce", "score", "novice"), arguments.reduce == "drop"
     for has_no_effect, names, why in (
-        (is_dense, reducing, "of a dense model, which has no experts to reduce; leave it out"),
-        (
-            not is_dense,
-            ("num_selected", "every"),
-            "of a sparse model, which keeps its own; leave it out",
-        ),
-        (experts > E, reducing, f"of {E} experts, which become more; leave it out"),
-        (
-            arguments.reduce != "drop" or experts == 0,
-            reducing[1:],
-            "says which experts are dropped; give --reduce=drop and at least one expert",
-        ),
-        (
-            0 <= experts <= E and not is_dense,
-            ("upcycle",),
-            "where none are added; leave it out",
-        ),
-        (arguments.upcycle != "drop", ("share",), "without --upcycle=drop; leave it out"),
+        (is_dense, reducing, "of a dense model, which has no experts to reduce"),
+        (not is_dense, ("num_selected", "every"), "of a sparse model, which keeps its own"),
+        (experts > E, reducing, f"of {E} experts, which become more"),
+        (not (is_dropping and experts), reducing[1:], "without --reduce=drop of some experts"),
+        (0 <= experts <= E and not is_dense, ("upcycle",), "where none are added"),
+        (arguments.upcycle != "drop", ("share",), "without --upcycle=drop"),
     ):
         for name in names:
             value = getattr(arguments, name)
-            require(not has_no_effect or value in (None, False), f"--{name}={value} {why}")
+            has_none = value in (None, False) or not has_no_effect
+            require(has_none, f"--{name}={value} {why}, has no effect; leave it out")
     require(share is None or 0 <= share <= 1, f"--share={share} is no part; use 0 to 1")
+    if experts > E and arguments.upcycle is None:
+        arguments.upcycle = "copies" if is_dense else exact_way(config)
+    way = arguments.upcycle
     if is_dense:
-        k, every, way = (
-            arguments.num_selected or 2,
-            arguments.every or 2,
-            _way(arguments, config),
-        )
+        k, every = arguments.num_selected or 2, arguments.every or 2
         return upcycled_config(config, experts, num_selected=k, every=every, way=way)
     divisors = [n for n in range(1, E) if E % n == 0]
     require(
@@ -253,7 +234,7 @@ def _check(arguments: argparse.Namespace, config):
     if experts == 0:
         return dense_config(config)
     if experts > E:
-        return multiplied_config(config, experts, _way(arguments, config))
+        return multiplied_config(config, experts, way)
     return reduced_config(config, experts, is_merged=arguments.reduce != "drop")
 
 

@@ -166,6 +166,11 @@ def _routers(sparse: ModelConfig) -> dict[str, jax.Array]:
     return draw(jax.random.key(SEED))
 
 
+def exact_way(config: ModelConfig) -> str:
+    """The way by which a sparse model gets copies and stays the same, at the same FLOPs."""
+    return "counts_merged" if config.switch.router.num_selected == 1 else "exclusive"
+
+
 def multiplied_config(config: ModelConfig, num_experts: int, way: str) -> ModelConfig:
     """The configuration of a sparse model with copies of its experts, layers unrolled.
 
@@ -185,10 +190,10 @@ def multiplied_config(config: ModelConfig, num_experts: int, way: str) -> ModelC
         f"experts={num_experts} of a model with {E}: each expert gets as many copies; use a "
         f"multiple of {E}, such as {2 * E}",
     )
-    other = "counts_merged" if router.num_selected == 1 else "exclusive"
     require(
-        way not in ("counts_merged", "exclusive") or way == other,
-        f"upcycle={way!r} with RouterConfig.num_selected={router.num_selected}: use {other!r}",
+        way not in ("counts_merged", "exclusive") or way == exact_way(config),
+        f"upcycle={way!r} with RouterConfig.num_selected={router.num_selected}: use "
+        f"{exact_way(config)!r}",
     )
     require(
         router.num_copies == 1 or way == "exclusive",

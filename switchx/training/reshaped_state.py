@@ -52,38 +52,31 @@ def reshaped_state(
     begun = []
     for param, leaves in fresh.items():
         arrays = {name: _array_before(old, name, param, before, found) for name in leaves}
-        fits = all(np.shape(arrays[name]) == leaf.shape for name, leaf in leaves.items())
+        fits = all(
+            getattr(arrays[name], "shape", None) == leaves[name].shape for name in leaves
+        )
         state |= arrays if fits else leaves
         begun += [] if fits or param is None else [param]
     if len(begun) == len(fresh.keys() - {None}):
         return None, "the optimizer's state is that of another optimizer, and stays behind"
     kinds = ", ".join(sorted({name.rpartition("/")[2] for name in begun}))
-    return nested(state), "the optimizer's state goes along" + (
-        f", new for {kinds}" if begun else ""
-    )
+    return nested(state), f"the optimizer's state goes along{kinds and f', new for {kinds}'}"
 
 
 def _array_before(
     old: dict[str, Any], name: str, param: str | None, before: ModelConfig, found: Reshaped
 ) -> np.ndarray | None:
     """What an array of the optimizer was, with the experts of the model after; None if new."""
-    sparse = before if found.config.switch is None else found.config
-    names = ["{}/blocks/layer_{}".format(*layer.split()) for layer in sparse.sparse_layer_names]
-    origins = dict(zip(names, found.origin_NE, strict=True))
-    block, ffn, rest = (param or "").partition("/ffn/")
-    if block not in origins or rest.startswith("shared_expert/"):
+    layers = found.config.sparse_layer_names  # none of a dense model, whose FFNs begin anew
+    names = ["{}/blocks/layer_{}".format(*layer.split()) for layer in layers]
+    block, _, rest = (param or "").partition("/ffn/")
+    if block not in names or rest.startswith("shared_expert/"):
         return old.get(name)
-    origin_E, path = origins[block], block + ffn
-    head, _, tail = name.partition(path)
-    if found.config.switch is None:  # `w_in_DF/v_row_D` was `experts/w_in_EDF/v_row_ED`
-        was = old.get(f"{head}{path}experts/" + re.sub(r"_([A-Z]+)(?=/|$)", r"_E\1", tail))
-        return None if was is None else was[origin_E[0]]
-    if before.switch is None:
-        tail = re.sub(r"_E([A-Z]+)(?=/|$)", r"_\1", tail.removeprefix("experts/"))
-        was = old.get(f"{head}{path}{tail}")
+    origin_E = found.origin_NE[names.index(block)]
+    if before.switch is None:  # `experts/w_in_EDF/v_row_ED` was `w_in_DF/v_row_D`
+        was = old.get(re.sub(r"_E([A-Z]+)(?=/|$)", r"_\1", name.replace("experts/", "")))
         return None if was is None else np.repeat(was[None], len(origin_E), axis=0)
-    was = old.get(name)
-    letters = name.rpartition("_")[2]
+    was, letters = old.get(name), name.rpartition("_")[2]
     if was is None or "E" not in letters or was.ndim != len(letters):
         return was
     return np.take(was, origin_E, axis=letters.index("E"))

@@ -14,7 +14,7 @@ import pytest
 from switchx import tree
 from switchx.checkpoint.checkpointer import Checkpointer, Retention
 from switchx.checkpoint.run_folder import RunFolder
-from switchx.models.reshape import LayerSample, drop_experts, to_dense
+from switchx.models.reshape import LayerSample, drop_experts
 from switchx.models.upcycle import multiply_experts, upcycle, upcycled_config
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
@@ -51,12 +51,10 @@ def reshaped(how: str, config):
         return drop_experts(config, params, samples, 4), [4, 5, 6, 7]
     if how == "dense":
         return upcycle(upcycled_config(config, 4), config, params), [0] * 4
-    if how == "to_dense":
-        return to_dense(config, params, samples, is_merged=False), 7
     return multiply_experts(config, params, 2 * E, "counts_merged"), [*range(E), *range(E)]
 
 
-OUT, DENSE_OUT = "experts/w_out_EFD/v_row_EF", "w_out_FD/v_row_F"
+OUT = "experts/w_out_EFD/v_row_EF"
 
 
 @pytest.mark.parametrize(
@@ -66,9 +64,7 @@ OUT, DENSE_OUT = "experts/w_out_EFD/v_row_EF", "w_out_FD/v_row_F"
         slow("drop", SPARSE, ADAFACTOR, OUT, OUT, 0),
         slow("more", SPARSE, ADAMW, "w_router_DE", "w_router_DE", 1),
         slow("more", SCANNED, ADAMW, "experts/w_in_EDF", "experts/w_in_EDF", 0),
-        slow("dense", DENSE, ADAFACTOR, OUT, DENSE_OUT, 0),
-        slow("to_dense", SPARSE, ADAFACTOR, DENSE_OUT, OUT, 0),
-        slow("to_dense", SPARSE, ADAMW, "w_in_DF", "experts/w_in_EDF", 0),
+        slow("dense", DENSE, ADAFACTOR, OUT, "w_out_FD/v_row_F", 0),
     ],
 )
 def test_moments_are_those_of_the_experts_before(
