@@ -83,14 +83,8 @@ def judge(results: dict[str, Any]) -> dict[str, Any]:
     gain = points[DROPPED]["loss after"] - points["4 merged"]["loss after"]
     by_score = sorted((cost(f"4 dropped by {score}", "loss"), score) for score in SCORES)
     rows = [
-        {
-            "model": name, "MiB": each["MiB"], "loss, nats per token": each["loss"],
-            "change of the loss": cost(name, "loss"),
-            f"loss after {STEPS} steps": each["loss after"], "seconds": each["seconds"],
-            "seconds of training": each["training_seconds"],
-        }
-        for name, each in points.items()
-    ]  # fmt: skip
+        point | {"change of the loss": cost(name, "loss")} for name, point in points.items()
+    ]
     return {
         "verdict": "exploratory",
         "because": f"Over the whole model, at once and after {STEPS} steps of both, in nats: "

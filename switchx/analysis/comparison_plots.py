@@ -124,22 +124,18 @@ def points_figure(points: Sequence[Mapping[str, float | str | None]]) -> Figure:
     """Plots losses against bytes: an open dot at once, a filled one after training.
 
     Args:
-        points: `model`, `MiB`, `loss` and, None where nothing was trained, `loss after`.
+        points: `model`, `MiB`, `loss` and `loss after`, None where nothing was trained.
     """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(6.4, 4.6))
         axis = figure.subplots()
-    dark = COLOURS(0.9)
     for point in points:
         size, loss, after = point["MiB"], point["loss"], point["loss after"]
-        axis.plot(size, loss, "o", color=dark, markerfacecolor="white", markersize=5)
         if after is not None:
-            axis.annotate(
-                "", (size, after), (size, loss), arrowprops={"arrowstyle": "-", "color": "0.6"}
-            )
-            axis.plot(size, after, "o", color=dark, markersize=5)
-        place = {"xytext": (5, 2), "textcoords": "offset points"}
-        axis.annotate(point["model"], (size, loss), **place, fontsize=7, color="0.3")
+            axis.plot([size, size], [loss, after], "-", color="0.6", linewidth=1)
+            axis.plot(size, after, "o", color=COLOURS(0.9))
+        axis.plot(size, loss, "o", color=COLOURS(0.9), markerfacecolor="white")
+        axis.annotate(f"  {point['model']}", (size, loss), fontsize=7, color="0.3")
     axis.set_xscale("log", base=2)
     axis.set_xlabel("MiB of parameters, float32")
     axis.set_ylabel("loss, nats per token: open at once, filled after training")

@@ -71,13 +71,11 @@ def add_command(commands) -> None:
     parser.add_argument(
         "--upcycle",
         choices=WAYS,
-        help="of a dense model: experts are copies of its FFN, copies of shards of it "
-        "(virtual_groups, arXiv:2410.07524), or copies with a --share of hidden units drawn "
-        "anew (drop, arXiv:2502.19261). For more experts: copies that count as parts of one "
-        "(counts_merged, where a token chooses one expert), that exclude each other "
-        "(exclusive, where it chooses several), that are all chosen (more_choices), or copies "
-        "alone, which is another model (default: copies of a dense model; else counts_merged "
-        "or exclusive)",
+        help="of a dense model: copies of its FFN (default), of shards of it (virtual_groups, "
+        "arXiv:2410.07524), or with a --share of hidden units drawn anew (drop, "
+        "arXiv:2502.19261). Of experts: copies that count as one (counts_merged, the default "
+        "where a token chooses one), exclude each other (exclusive, the default elsewhere), are "
+        "all chosen (more_choices), or copies alone, which is another model",
     )
     parser.add_argument(
         "--share",

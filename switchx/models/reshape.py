@@ -81,35 +81,18 @@ class Reshaped(NamedTuple):
 
 
 def check_num_experts(config: ModelConfig, num_experts: int) -> None:
-    """Raises ValueError where a model cannot get so few experts."""
-    check_experts(config, num_experts)
-    E = config.switch.num_experts
-    require(
-        1 <= num_experts <= E,
-        f"experts={num_experts} of a model with {E}: experts are dropped or merged, not added; "
-        f"use 1 to {E}",
-    )
-    router = config.switch.router
-    require(
-        not router.has_logit_bias,
-        f"experts={num_experts} with RouterConfig.has_logit_bias=True: routers with a bias are "
-        "not changed; leave it out",
-    )
-    require(
-        router.num_copies == 1,
-        f"experts={num_experts} with RouterConfig.num_copies={router.num_copies}: copies that "
-        "exclude each other are not dropped or merged; leave it out",
-    )
-    dataclasses.replace(config.switch, num_experts=num_experts)  # refuses fewer than S
-
-
-def check_experts(config: ModelConfig, num_experts: int) -> None:
-    """Raises ValueError where a model has no experts, or some whose number stays."""
+    """Raises ValueError where a model cannot get so few, or so many, experts."""
     require_our_blocks(config, "changing the number of experts")
     switch = config.switch
     require(
         switch is not None,
         f"experts={num_experts} of a dense model, which has none; leave it out",
+    )
+    E = switch.num_experts
+    require(
+        1 <= num_experts <= E,
+        f"experts={num_experts} of a model with {E}: experts are dropped or merged, not added; "
+        f"use 1 to {E}",
     )
     require(
         not switch.has_attention,
@@ -119,9 +102,16 @@ def check_experts(config: ModelConfig, num_experts: int) -> None:
     require(
         switch.router.kind == "top_k",
         f"experts={num_experts} with RouterConfig.kind={switch.router.kind!r}: "
-        "only experts that tokens choose by a router can be dropped, merged or copied; leave "
-        "it out",
+        "only experts that tokens choose by a router can be others; leave it out",
     )
+    for name, plain in (("has_logit_bias", False), ("num_copies", 1)):
+        value = getattr(switch.router, name)
+        require(
+            value == plain,
+            f"experts={num_experts} with RouterConfig.{name}={value}: routers with a bias, or "
+            "whose experts exclude each other, are not changed; leave it out",
+        )
+    dataclasses.replace(switch, num_experts=num_experts)  # refuses fewer than a token chooses
 
 
 def reduced_config(config: ModelConfig, num_experts: int, *, is_merged: bool) -> ModelConfig:

@@ -36,7 +36,7 @@ from switchx import tree
 from switchx.fields import require, require_choice
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig, require_our_blocks
 from switchx.models.params import init_params
-from switchx.models.reshape import Layer, Reshaped, check_experts, reshaped, taken
+from switchx.models.reshape import Layer, Reshaped, check_num_experts, reshaped, taken
 
 # Seed of what is drawn: routers, hidden units, differences of copies.
 SEED = 0
@@ -178,12 +178,12 @@ def multiplied_config(config: ModelConfig, num_experts: int, way: str) -> ModelC
         way: one of `SPARSE_WAYS`.
 
     Raises:
-        ValueError: the model is dense, its tokens choose no experts, `num_experts` is no
-            multiple of those there are, or the way is not for so many choices.
+        ValueError: see `check_num_experts`; `num_experts` is no multiple of those there are, or
+            the way is not for so many choices.
     """
-    check_experts(config, num_experts)
     require_choice("upcycle", way, SPARSE_WAYS)
     router, E = config.switch.router, config.switch.num_experts
+    check_num_experts(config, E)
     m, rest = divmod(num_experts, E)
     require(
         m > 1 and not rest,
@@ -195,14 +195,9 @@ def multiplied_config(config: ModelConfig, num_experts: int, way: str) -> ModelC
         f"upcycle={way!r} with RouterConfig.num_selected={router.num_selected}: use "
         f"{exact_way(config)!r}",
     )
-    require(
-        router.num_copies == 1 or way == "exclusive",
-        f"upcycle={way!r} of a model with RouterConfig.num_copies={router.num_copies}: its "
-        "copies exclude each other; use 'exclusive'",
-    )
     changes: dict[str, dict[str, Any]] = {
         "counts_merged": {"counts_merged": True},
-        "exclusive": {"counts_merged": True, "num_copies": m * router.num_copies},
+        "exclusive": {"counts_merged": True, "num_copies": m},
         "more_choices": {"num_selected": m * router.num_selected},
         "copies": {},
     }

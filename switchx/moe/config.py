@@ -100,9 +100,8 @@ class RouterConfig:
         counts_merged: whether an expert e counts as the m_e experts that were merged into it
             (`models/reshape.py`): its probability is `exp(z_e) / sum_j m_j exp(z_j)`, the
             probability of one of them. log m is a parameter.
-        num_copies: copies of each expert among the experts, of which a token chooses one at
-            most, the most probable: E / num_copies experts apart, expert 0 and its copies have
-            the numbers 0, E / num_copies, ... (`models/upcycle.py`).
+        num_copies: copies of each expert among the experts, E / num_copies apart; a token
+            chooses one of them at most, the most probable (`models/upcycle.py`).
         replay: whether a batch may say which experts its tokens go to, by its features
             `encoder_replay` and `decoder_replay` (`moe/replay.py`; Ma et al. 2025,
             arXiv:2510.11370). Training needs these; elsewhere, the routers choose for a batch
@@ -180,12 +179,6 @@ class RouterConfig:
             "RouterConfig.gate='normalized' with num_selected=1: the gate would be 1 whatever "
             "the router says, and the router would get no gradient; use gate='softmax', or "
             "num_selected=2",
-        )
-        require(
-            self.num_copies == 1 or (self.kind == "top_k" and self.num_selected > 1),
-            f"RouterConfig.num_copies={self.num_copies} with kind={self.kind!r} and "
-            f"num_selected={self.num_selected}: copies exclude each other where a token "
-            "chooses several experts; use num_copies=1",
         )
         require(
             self.overflow != "reroute" or self.num_selected == 1,
@@ -391,14 +384,14 @@ class SwitchConfig:
             f"SwitchConfig.num_experts={self.num_experts} does not divide among "
             f"RouterConfig.num_tasks={self.router.num_tasks}; use a multiple of it",
         )
-        copies = self.router.num_copies
+        copies, num_selected = self.router.num_copies, self.router.num_selected
         require(
             copies == 1
-            or self.num_experts % copies == 0
-            and self.router.num_selected * copies <= self.num_experts,
-            f"RouterConfig.num_copies={copies} with num_experts={self.num_experts} and "
-            f"num_selected={self.router.num_selected}: a token chooses an expert in one of "
-            "its copies; use a divisor of num_experts that leaves num_selected experts",
+            or (self.router.kind, self.num_experts % copies) == ("top_k", 0)
+            and 1 < num_selected <= self.num_candidates // copies,
+            f"RouterConfig.num_copies={copies} with kind={self.router.kind!r}, num_experts="
+            f"{self.num_experts} and num_selected={num_selected}: a token chooses several experts, each in one of its "
+            "copies; use num_copies=1, or a divisor of num_experts that leaves num_selected",
         )
         tried = self.router.max_rounds if self.router.overflow == "reroute" else 1
         for name, count in (("num_selected", self.router.num_selected), ("max_rounds", tried)):
