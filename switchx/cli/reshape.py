@@ -74,8 +74,8 @@ def add_command(commands) -> None:
         help="of a dense model: copies of its FFN (default), of shards of it (virtual_groups, "
         "arXiv:2410.07524), or with a --share of hidden units drawn anew (drop, "
         "arXiv:2502.19261). Of experts: copies that count as one (counts_merged, the default "
-        "where a token chooses one), exclude each other (exclusive, the default elsewhere), are "
-        "all chosen (more_choices), or copies alone, which is another model",
+        "where a token chooses one), exclude each other (exclusive, else the default), are all "
+        "chosen (more_choices), or copies alone, which is another model",
     )
     parser.add_argument(
         "--share",

@@ -112,10 +112,9 @@ def upcycle(
         experts = {}
         for name, whole in ffn.items():
             kind, _, dims = name.rpartition("_")
-            scaled = (whole * _scale_of_shards(config, kind, shards)).astype(whole.dtype)
-            parts = (
-                np.split(scaled, shards, dims.find("F")) if "F" in dims else [scaled] * shards
-            )
+            whole = (whole * _scale_of_shards(config, kind, shards)).astype(whole.dtype)
+            axis = dims.find("F")
+            parts = np.split(whole, shards, axis) if axis >= 0 else [whole] * shards
             # Expert g E / k + i is copy i of shard g.
             experts[f"experts/{kind}_E{dims}"] = np.repeat(np.stack(parts), E // shards, axis=0)
         if way == "drop":

@@ -390,8 +390,8 @@ class SwitchConfig:
             or (self.router.kind, self.num_experts % copies) == ("top_k", 0)
             and 1 < num_selected <= self.num_candidates // copies,
             f"RouterConfig.num_copies={copies} with kind={self.router.kind!r}, num_experts="
-            f"{self.num_experts} and num_selected={num_selected}: a token chooses several experts, each in one of its "
-            "copies; use num_copies=1, or a divisor of num_experts that leaves num_selected",
+            f"{self.num_experts} and num_selected={num_selected}: a token chooses several "
+            "experts, each in one of its copies; use num_copies=1, or a divisor of num_experts",
         )
         tried = self.router.max_rounds if self.router.overflow == "reroute" else 1
         for name, count in (("num_selected", self.router.num_selected), ("max_rounds", tried)):
