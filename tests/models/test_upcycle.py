@@ -10,12 +10,7 @@ from switchx import tree
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import abstract_params, forward
 from switchx.models.reshape import LayerSample, dense_config, to_dense
-from switchx.models.upcycle import (
-    multiplied_config,
-    multiply_experts,
-    upcycle,
-    upcycled_config,
-)
+from switchx.models.upcycle import multiplied_config, multiply_experts, upcycle, upcycled_config
 from switchx.moe.plan import best_copies, choose_experts
 from tests.cases import slow
 from tests.compare import assert_close
@@ -65,10 +60,8 @@ def test_one_expert_a_token_gives_the_dense_output_times_its_gate():
     one = upcycle(sparse, BIASED, params).params
     twice = dropless(upcycled_config(BIASED, 4, num_selected=2, every=1))
     # Two normalized gates sum up to 1, so this is the dense layer's output.
-    expected, found = (
-        layer_of(twice, upcycle(twice, BIASED, params).params),
-        layer_of(sparse, one),
-    )
+    dense = upcycle(twice, BIASED, params).params
+    expected, found = layer_of(twice, dense), layer_of(sparse, one)
     ratio_BL = np.median(found / expected, axis=-1)
     np.testing.assert_allclose(found, expected * ratio_BL[..., None], rtol=1e-3, atol=1e-5)
     assert np.all(ratio_BL > 1 / 4 - 1e-6) and np.all(ratio_BL < 1)
@@ -173,15 +166,10 @@ def biased_router(num_selected: int) -> ModelConfig:
 
 
 @pytest.mark.parametrize(
-    ("S", "way"),
-    [
-        (2, "exclusive"),
-        slow(1, "counts_merged"),
-        slow(1, "more_choices"),
-        slow(2, "more_choices"),
-    ],
+    ("way", "S"),
+    [("exclusive", 2), slow("counts_merged", 1), *(slow("more_choices", S) for S in (1, 2))],
 )
-def test_more_experts_compute_the_same(S, way):
+def test_more_experts_compute_the_same(way, S):
     """Softmax gates, and biases that decide: S = 1 or 2 of 3 experts, of which 9 are made."""
     config = biased_router(S)
     bias_E = np.array([0.0, 0.4, -0.3], np.float32)
