@@ -15,7 +15,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from switchx.analysis.comparison_plots import gains_figure, intervals_figure, sizes_figure
+from switchx.analysis import comparison_plots as plots
 from switchx.analysis.plots import write_svg
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -136,23 +136,25 @@ def publish_overview() -> None:
     """The table of all and its picture."""
     if found := experts():
         labels = "experts, equal FLOPs per token", "validation negative log perplexity"
-        write_svg(sizes_figure(*found, *labels), HERE / PICTURE)
+        write_svg(plots.sizes_figure(*found, *labels), HERE / PICTURE)
     write_page(HERE / "README.md", overview())
 
 
 def figure_of(results: dict[str, Any]) -> Figure | None:
-    """Gains by step, or differences with their intervals; none where there are neither."""
+    """Gains by step, differences with their intervals, or losses by bytes; else none."""
+    if "points" in results:
+        return plots.points_figure(results["points"])
     if "curves" in results:
         curves = {
             name: [{int(step): value for step, value in curve.items()} for curve in seeds]
             for name, seeds in results["curves"].items()
         }
         times = step_times(results)
-        return gains_figure(curves, "nats per token", times)
+        return plots.gains_figure(curves, "nats per token", times)
     if "intervals" in results:
         first = next(iter(results["intervals"].values()))
         label = results.get("intervals_of", results["effect_of"])
-        return intervals_figure(results["intervals"], label, first.get("no_effect", 0.0))
+        return plots.intervals_figure(results["intervals"], label, first.get("no_effect", 0.0))
     return None
 
 

@@ -121,6 +121,37 @@ def sizes_figure(
     return figure
 
 
+def points_figure(points: Sequence[Mapping[str, float | str | None]]) -> Figure:
+    """Plots losses against bytes: an open dot at once, a filled one after training.
+
+    Args:
+        points: `model`, `MiB`, `loss` and `loss after`, None where nothing was trained.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(6.4, 4.6))
+        axis = figure.subplots()
+    names: dict[tuple[int, float], tuple[float, float, list]] = {}
+    for point in points:
+        size, loss, after = point["MiB"], point["loss"], point["loss after"]
+        if after is not None:
+            axis.plot([size, size], [loss, after], "-", color="0.6", linewidth=1)
+            axis.plot(size, after, "o", color=COLOURS(0.9))
+        axis.plot(size, loss, "o", color=COLOURS(0.9), markerfacecolor="white")
+        names.setdefault((round(size), round(loss, 1)), (size, loss, []))[2].append(
+            point["model"]
+        )
+    for size, loss, together in names.values():  # of dots that touch, one below the other
+        place = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
+        axis.annotate("\n".join(together), (size, loss), **place, fontsize=7, color="0.3")
+    axis.set_xscale("log")
+    sizes = sorted({place[0] for place in names})
+    axis.set_xticks(sizes, list(map(str, sizes)))
+    axis.minorticks_off()
+    axis.set_xlabel("MiB of parameters, float32")
+    axis.set_ylabel("loss, nats per token: open at once, filled after training")
+    return figure
+
+
 def intervals_figure(
     intervals: Mapping[str, Mapping[str, float]], x: str, no_effect: float = 0.0
 ) -> Figure:

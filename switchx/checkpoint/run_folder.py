@@ -313,6 +313,7 @@ def write_converted(
     origin: str,
     source=None,
     decoding: dict[str, Any] | None = None,
+    train_state: dict | None = None,
 ) -> None:
     """Writes a model of another library into an existing, empty folder, as checkpoint 0.
 
@@ -322,6 +323,7 @@ def write_converted(
         source: description of the tasks that it was trained on, which say how texts become
             its inputs; None where they are not known.
         decoding: defaults of decoding, where the model has some.
+        train_state: the rest of a training state, as items.py has it; None writes none.
 
     Raises:
         ValueError: the parameters are not those of the configuration (all that differ are
@@ -338,9 +340,10 @@ def write_converted(
     save_vocabulary(vocabulary, run.root)
     folder = run.checkpoints / "0"
     folder.mkdir(parents=True)
-    kept = jax.tree.map(_kept, params)
+    items = {"params": params} | ({} if train_state is None else {"train_state": train_state})
     with ocp.Checkpointer(ChecksummedArrays()) as writer:
-        writer.save(folder / "params", args=SaveArrays(kept))
+        for item, arrays in items.items():
+            writer.save(folder / item, args=SaveArrays(jax.tree.map(_kept, arrays)))
     write_manifest(folder, Manifest(0, None, {}))
     description = {"type": "ConvertedModel", "origin": origin, "model": describe(config)}
     description |= {} if source is None else {"source": source}

@@ -10,23 +10,26 @@ DESCRIPTION = """\
 Writes a model with another number of experts, as a folder to load, train on and export:
 
   switchx reshape --model_dir=runs/tiny --output=fewer --experts=4      of 8
+  switchx reshape --model_dir=runs/tiny --output=more --experts=16      two copies of each
   switchx reshape --model_dir=runs/tiny --output=dense --experts=0      one FFN a layer
   switchx reshape --model_dir=runs/dense --output=sparse --experts=8    copies of its FFNs
 
 With fewer experts, like ones are merged (--reduce=merge) or those of the lowest --score are
-dropped (--reduce=drop), by what the layers read of the run's validation text. With none, each
-Switch layer becomes the mean of its experts (merge) or the most used one (drop). A dense model
-gets experts in the last of every --every blocks, all equal to its FFN, and a new router.
+dropped (--reduce=drop) or become vectors (--novice), by what the layers read of the run's
+validation text. With none, each Switch layer becomes the mean of its experts (merge) or the
+most used one (drop). A dense model gets experts in the last of every --every blocks, made of
+its FFN as --upcycle says, and a new router; a sparse one gets copies of its experts.
 
 It prints parameters, bytes and validation loss (nats per token, nothing dropped) before and
-after. To train on:
+after. The optimizer's state goes along where the run has one. To train on:
 
   switchx train --gin_file=configs/runs/finetune.gin --gin.INIT_FROM=fewer --model_dir=DIR
 """
 
 
-# Names of `models/reshape.SCORES`: help does not wait for it.
+# Names of `models/reshape.SCORES` and of `models/upcycle`'s ways: help does not wait for them.
 SCORES = ("frequency", "ean", "reap", "mean_norm", "aimer", "brute_force")
+WAYS = ("copies", "virtual_groups", "drop", "counts_merged", "exclusive", "more_choices")
 
 
 def add_command(commands) -> None:
@@ -42,8 +45,8 @@ def add_command(commands) -> None:
         type=int,
         metavar="N",
         required=True,
-        help="of each Switch layer: a divisor of those there are, 0 for a dense model, or of "
-        "a dense model at least 2",
+        help="of each Switch layer: a divisor or a multiple of those there are, 0 for a dense "
+        "model, or of a dense model at least 2",
     )
     parser.add_argument(
         "--reduce",
@@ -58,6 +61,27 @@ def add_command(commands) -> None:
         "outputs' norms; mean_norm, their mean; reap, mean of gate times norm "
         "(arXiv:2510.13999); aimer, of weights alone (arXiv:2603.18492); brute_force, the loss "
         "without it, measured for each (default: frequency)",
+    )
+    parser.add_argument(
+        "--novice",
+        action="store_true",
+        help="of experts that would be dropped: their mean outputs stay, as vectors "
+        "(arXiv:2507.00390)",
+    )
+    parser.add_argument(
+        "--upcycle",
+        choices=WAYS,
+        help="of a dense model: copies of its FFN (default), of shards of it (virtual_groups, "
+        "arXiv:2410.07524), or with a --share of hidden units drawn anew (drop, "
+        "arXiv:2502.19261). Of experts: copies that count as one (counts_merged, the default "
+        "where a token chooses one), exclude each other (exclusive, else the default), are all "
+        "chosen (more_choices), or copies alone, which is another model",
+    )
+    parser.add_argument(
+        "--share",
+        type=float,
+        metavar="R",
+        help="of --upcycle=drop: part of an expert's hidden units (default: 0.5)",
     )
     parser.add_argument(
         "--num_selected",
@@ -95,11 +119,10 @@ def _reshape(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, An
 
     from switchx import api
     from switchx.checkpoint.run_folder import RunFolder, read_model_config
-    from switchx.deploy.measure import ValidationText, sample_layers, with_harm
+    from switchx.deploy.measure import ValidationText
     from switchx.gin_config import building
     from switchx.inference.artifact import is_artifact
-    from switchx.models.reshape import agreement, drop_experts, merge_experts, to_dense
-    from switchx.models.upcycle import upcycle, upcycled_config
+    from switchx.training.reshaped_state import reshaped_state
     from switchx.training.resume import check_same_model
 
     if is_artifact(arguments.model_dir):
@@ -107,96 +130,110 @@ def _reshape(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, An
             f"{arguments.model_dir} is made for inference already; give the run folder it was "
             "made from"
         )
-    folder, experts = RunFolder(arguments.model_dir), arguments.experts
-    config, how = read_model_config(folder), arguments.reduce or "merge"
-    _check(arguments, config)
+    folder = RunFolder(arguments.model_dir)
+    config = read_model_config(folder)
+    made = _check(arguments, config)
     job = check_same_model(folder, building.parse_job(*shared.gin_of(arguments, folder)))
     reporter.note(f"reading {folder.root} and its validation text")
     model = api.load(folder.path, arguments.step)
     text = ValidationText.of(job, num_prompts=0, input_length=1)
     rows = [_row("before", model, text)]
-    if config.switch is None:
-        k, every = arguments.num_selected or 2, arguments.every or 2
-        sparse = upcycled_config(config, experts, num_selected=k, every=every)
-        params = upcycle(sparse, config, model.params)
-        said = f"{experts} copies of the FFN in {len(sparse.sparse_layer_names)} layers"
-        config = sparse
-    elif experts == 0:
-        samples = sample_layers(model, text)
-        config, params = to_dense(config, model.params, samples, is_merged=how == "merge")
-        said = "the mean of the experts" if how == "merge" else "the most used expert"
-        said = f"each Switch layer is {said}"
-    else:
-        samples = sample_layers(model, text)
-        if how == "merge":
-            config, params = merge_experts(config, model.params, samples, experts)
-            said = f"{experts} experts a Switch layer, the others merged into them"
-        else:
-            score = arguments.score or "frequency"
-            if score == "brute_force":
-                reporter.note("measuring the loss without each expert")
-                samples = with_harm(model, text, samples)
-                for line in agreement(model.config, model.params, samples):
-                    reporter.note(line)
-            config, params = drop_experts(config, model.params, samples, experts, score)
-            said = f"{experts} experts a Switch layer, the others dropped by {score}"
-    reshaped = dataclasses.replace(model, config=config, params=params)
+    found, said = _changed(arguments, made, model, text, reporter)
+    reshaped = dataclasses.replace(model, config=found.config, params=found.params)
     rows.append(_row("after", reshaped, text))
-    _write(arguments, model, config, params)
-    return rows, said
+    path = folder.checkpoints / str(model.step)
+    state, about = reshaped_state(path, job.transformation, config, found)
+    _write(arguments, model, found, state)
+    change = rows[1]["loss_nats"] - rows[0]["loss_nats"]
+    return rows, f"{said}; loss {change:+.5f} nats per token; {about}"
 
 
-def _check(arguments: argparse.Namespace, config) -> None:
-    """Refuses what cannot be made, before a parameter is read.
+def _changed(arguments: argparse.Namespace, made, model, text, reporter):
+    """The reshaped model, and what was done in words."""
+    from switchx.deploy.measure import sample_layers, with_harm
+    from switchx.models import reshape, upcycle
+
+    experts, is_merged = arguments.experts, arguments.reduce != "drop"
+    way, of_model = arguments.upcycle, (model.config, model.params)
+    if model.config.switch is None:
+        share = 0.5 if arguments.share is None else arguments.share
+        found = upcycle.upcycle(made, *of_model, way, share)
+        layers = len(found.config.sparse_layer_names)
+        return found, f"{experts} experts in {layers} layers, of the FFN ({way})"
+    if experts > model.config.switch.num_experts:
+        found = upcycle.multiply_experts(*of_model, experts, way)
+        return found, f"{experts} experts a Switch layer, each copied ({way})"
+    samples = sample_layers(model, text)
+    if experts == 0:
+        said = "the mean of the experts" if is_merged else "the most used expert"
+        found = reshape.to_dense(*of_model, samples, is_merged=is_merged)
+        return found, f"each Switch layer is {said}"
+    if is_merged:
+        said = f"{experts} experts a Switch layer, the others merged into them"
+        return reshape.merge_experts(*of_model, samples, experts), said
+    score = arguments.score or "frequency"
+    if score == "brute_force":
+        reporter.note("measuring the loss without each expert")
+        samples = with_harm(model, text, samples)
+        for line in reshape.agreement(*of_model, samples):
+            reporter.note(line)
+    change = reshape.novice_experts if arguments.novice else reshape.drop_experts
+    what = "vectors" if arguments.novice else "dropped"
+    found = change(*of_model, samples, experts, score)
+    return found, f"{experts} experts a Switch layer, the others {what} by {score}"
+
+
+def _check(arguments: argparse.Namespace, config):
+    """Refuses what cannot be made, before a parameter is read, and says how experts are added.
+
+    Returns:
+        The configuration that is made; of novices, that of fewer experts.
 
     Raises:
-        ValueError: see `reduced_config`, `dense_config`, `upcycled_config`; or options have no
-            effect.
+        ValueError: see `reduced_config`, `dense_config`, `upcycled_config`,
+            `multiplied_config`; or options have no effect.
     """
     from switchx.fields import require
     from switchx.models.config import require_one_task
     from switchx.models.reshape import dense_config, reduced_config
-    from switchx.models.upcycle import upcycled_config
+    from switchx.models.upcycle import exact_way, multiplied_config, upcycled_config
 
-    experts = arguments.experts
+    experts, is_dense, share = arguments.experts, config.switch is None, arguments.share
     require_one_task(config)
-    if config.switch is None:
-        require(
-            arguments.reduce is None,
-            f"--reduce={arguments.reduce} of a dense model, which has no experts to reduce; "
-            "leave it out, and its FFNs are copied",
-        )
-        require(
-            arguments.score is None,
-            f"--score={arguments.score} of a dense model, which has no experts to drop; leave "
-            "it out",
-        )
+    E = 0 if is_dense else config.switch.num_experts
+    reducing, is_dropping = ("reduce", "score", "novice"), arguments.reduce == "drop"
+    for has_no_effect, names, why in (
+        (is_dense, reducing, "of a dense model, which has no experts to reduce"),
+        (not is_dense, ("num_selected", "every"), "of a sparse model, which keeps its own"),
+        (experts > E, reducing, f"of {E} experts, which become more"),
+        (not (is_dropping and experts), reducing[1:], "without --reduce=drop of some experts"),
+        (0 <= experts <= E and not is_dense, ("upcycle",), "where none are added"),
+        (arguments.upcycle != "drop", ("share",), "without --upcycle=drop"),
+    ):
+        for name in names:
+            value = getattr(arguments, name)
+            has_none = value in (None, False) or not has_no_effect
+            require(has_none, f"--{name}={value} {why}, has no effect; leave it out")
+    require(share is None or 0 <= share <= 1, f"--share={share} is no part; use 0 to 1")
+    if experts > E and arguments.upcycle is None:
+        arguments.upcycle = "copies" if is_dense else exact_way(config)
+    way = arguments.upcycle
+    if is_dense:
         k, every = arguments.num_selected or 2, arguments.every or 2
-        upcycled_config(config, experts, num_selected=k, every=every)
-        return
-    for name in ("num_selected", "every"):
-        value = getattr(arguments, name)
-        require(
-            value is None,
-            f"--{name}={value} of a sparse model, which keeps its own; leave it out",
-        )
+        return upcycled_config(config, experts, num_selected=k, every=every, way=way)
+    divisors = [n for n in range(1, E) if E % n == 0]
     require(
-        arguments.score is None or (arguments.reduce == "drop" and experts > 0),
-        f"--score={arguments.score} says which experts are dropped; give --reduce=drop and at "
-        "least one expert with it",
-    )
-    E = config.switch.num_experts
-    fewer = [str(n) for n in range(1, E) if E % n == 0]
-    require(
-        experts == 0 or str(experts) in fewer,
+        experts in (0, *divisors) or (experts > E and experts % E == 0),
         f"--experts={experts} of a model with {E}: experts are merged or dropped to a divisor "
-        f"of their number, so that they divide over devices as before, and none are added; use "
-        f"{', '.join(fewer + ['0 for a dense model'])}",
+        "of their number, so that they divide over devices as before, or all get as many "
+        f"copies; use {', '.join(map(str, divisors))}, {2 * E} or another multiple, or 0 for a "
+        "dense model",
     )
     if experts == 0:
-        dense_config(config)
-    else:
-        reduced_config(config, experts, is_merged=arguments.reduce != "drop")
+        return dense_config(config)
+    if experts > E:
+        return multiplied_config(config, experts, way)
+    return reduced_config(config, experts, is_merged=arguments.reduce != "drop")
 
 
 def _row(name: str, model, text) -> dict[str, Any]:
@@ -214,7 +251,7 @@ def _row(name: str, model, text) -> dict[str, Any]:
     }
 
 
-def _write(arguments: argparse.Namespace, model, config, params) -> None:
+def _write(arguments: argparse.Namespace, model, found, train_state) -> None:
     from switchx.checkpoint.run_folder import RunFolder, read_config, write_converted
     from switchx.data.tokenizers import TokenIdVocabulary
     from switchx.gin_config.writing import model_gin
@@ -222,8 +259,9 @@ def _write(arguments: argparse.Namespace, model, config, params) -> None:
 
     source = read_config(RunFolder(arguments.model_dir)).get("source")
     origin = f"switchx reshape: {arguments.model_dir}, checkpoint {model.step}"
-    vocabulary = model.vocabulary or TokenIdVocabulary(config.vocab_size)
+    vocabulary = model.vocabulary or TokenIdVocabulary(found.config.vocab_size)
     with new_folder(arguments.output) as folder:
         run = RunFolder(folder)
-        write_converted(run, config, params, vocabulary, origin, source, model.decoding)
-        run.model_gin.write_text(model_gin(config), encoding="utf-8")
+        written = found.config, found.params, vocabulary, origin, source, model.decoding
+        write_converted(run, *written, train_state)
+        run.model_gin.write_text(model_gin(found.config), encoding="utf-8")

@@ -139,12 +139,13 @@ def sample_layers(model: Model, text: ValidationText) -> list[LayerSample]:
     for batch in text.batches:
         listener.run(_logits, config, params=listener.params, batch=batch)
     return [
-        LayerSample(load_E, _spread(np.concatenate(parts), SAMPLE_ROWS), *norms_E)
-        for load_E, parts, *norms_E in zip(
+        LayerSample(load_E, _spread(np.concatenate(parts), SAMPLE_ROWS), *sums_E)
+        for load_E, parts, *sums_E in zip(
             listener.load_NE,
             listener.rows_N,
             listener.norm_NE,
             listener.gated_norm_NE,
+            listener.sum_NED,
             strict=True,
         )
     ]
@@ -173,6 +174,7 @@ class _Listener(ChosenExperts):
         self.load_NE = np.zeros((layers, slots), np.int64)
         self.rows_N: list[list[np.ndarray]] = [[] for _ in range(layers)]
         self.norm_NE, self.gated_norm_NE = np.zeros((2, layers, slots))
+        self.sum_NED = np.zeros((layers, slots, config.d_model))
         leaves = tree.named_leaves(params)
         self._gated_by = [
             {
@@ -195,6 +197,8 @@ class _Listener(ChosenExperts):
         expert_R = np.repeat(np.arange(len(count_E)), count_E)
         norm_R = np.linalg.norm(out_RD, axis=1)
         gate_R = gates_of_rows(self._config, self._gated_by[layer], used_RD, expert_R)
+        for e, own_RD in enumerate(np.split(out_RD, np.cumsum(count_E)[:-1])):
+            self.sum_NED[layer, e] += own_RD.sum(axis=0, dtype=np.float64)
         self.norm_NE[layer] += np.bincount(expert_R, norm_R, len(count_E))
         self.gated_norm_NE[layer] += np.bincount(expert_R, gate_R * norm_R, len(count_E))
         return y_RD

@@ -151,7 +151,7 @@ class Deployment:
         if settings.experts is not None:
             samples = sample_layers(model, self._text())
             reduction = REDUCTIONS[settings.reduce]
-            config, params = reduction(config, params, samples, settings.experts)
+            config, params, _ = reduction(config, params, samples, settings.experts)
         taught = {}
         if self.plan.teacher is not None:
             untaught = dataclasses.replace(model, config=config, params=params)

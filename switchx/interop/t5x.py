@@ -389,6 +389,7 @@ def not_t5(config: ModelConfig) -> list[str]:
             ("SwitchConfig.expert_bias", switch.expert_bias, False),
             ("RouterConfig.bias_update_rate", switch.router.bias_update_rate, None),
             ("RouterConfig.counts_merged", switch.router.counts_merged, False),
+            ("RouterConfig.num_copies", switch.router.num_copies, 1),
         ]
     return unexpected(*wanted)
 

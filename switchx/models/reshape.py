@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model with fewer experts: the most used ones, or groups of like experts merged into one.
 
-Or a model without experts: each Switch layer becomes one FFN, its most used expert or the mean
-of all.
+Or one whose other experts are vectors, their mean outputs (Zhang et al. 2025, MoNE,
+arXiv:2507.00390: novices), or one without experts: each Switch layer becomes one FFN, its most
+used expert or the mean of all.
 
 Dropping keeps the experts that most tokens chose. Merging follows Chen et al. 2024 (HC-SMoE,
 arXiv:2410.08589): experts are clustered by what they compute on a sample, average linkage; and
@@ -20,7 +21,7 @@ Dims: E experts, D model, F ffn, R rows of the sample, C members of a cluster; X
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.cluster.hierarchy
@@ -51,6 +52,7 @@ class LayerSample:
             have shares of the rows like those of the load.
         norm_E: sum of the norms ||y|| of each expert's outputs, over the tokens that chose it.
         gated_norm_E: the same sum of g ||y||, g the gate that the layer applied.
+        sum_ED: sum of each expert's outputs over the tokens that chose it.
         harm_E: rise of the loss where each expert alone is removed, nats a token; None where
             it was not measured.
     """
@@ -59,7 +61,23 @@ class LayerSample:
     x_RD: np.ndarray
     norm_E: np.ndarray | None = None
     gated_norm_E: np.ndarray | None = None
+    sum_ED: np.ndarray | None = None
     harm_E: np.ndarray | None = None
+
+
+class Reshaped(NamedTuple):
+    """A model with other experts, and what became of those before.
+
+    Attributes:
+        config: configuration, with unrolled layers.
+        params: parameters.
+        origin_NE: for each Switch layer, the expert before that each expert is made of; of a
+            merged one, the most used of its cluster; of a dense layer, the expert 0.
+    """
+
+    config: ModelConfig
+    params: dict
+    origin_NE: tuple[np.ndarray, ...]
 
 
 def check_num_experts(config: ModelConfig, num_experts: int) -> None:
@@ -84,13 +102,15 @@ def check_num_experts(config: ModelConfig, num_experts: int) -> None:
     require(
         switch.router.kind == "top_k",
         f"experts={num_experts} with RouterConfig.kind={switch.router.kind!r}: "
-        "only experts that tokens choose by a router can be dropped or merged; leave it out",
+        "only experts that tokens choose by a router can be others; leave it out",
     )
-    require(
-        not switch.router.has_logit_bias,
-        f"experts={num_experts} with RouterConfig.has_logit_bias=True: routers with a bias are "
-        "not changed; leave it out",
-    )
+    for name, plain in (("has_logit_bias", False), ("num_copies", 1)):
+        value = getattr(switch.router, name)
+        require(
+            value == plain,
+            f"experts={num_experts} with RouterConfig.{name}={value}: routers with a bias, or "
+            "whose experts exclude each other, are not changed; leave it out",
+        )
     dataclasses.replace(switch, num_experts=num_experts)  # refuses fewer than a token chooses
 
 
@@ -140,7 +160,7 @@ def drop_experts(
     samples: Sequence[LayerSample],
     num_experts: int,
     score: str = "frequency",
-) -> tuple[ModelConfig, dict]:
+) -> Reshaped:
     """The model with the `num_experts` experts of the highest scores in each Switch layer.
 
     They keep their order. Where two have equal scores, the first stays. The router's softmax is
@@ -150,20 +170,58 @@ def drop_experts(
         samples: measurements of all Switch layers, in the order of `config.sparse_layer_names`.
         score: a name of `SCORES`.
 
-    Returns:
-        The configuration with unrolled layers, and the parameters.
-
     Raises:
         ValueError: see `check_num_experts`; there is no such score.
     """
     require_choice("score", score, SCORES)
 
-    def drop(layer: Layer, sample: LayerSample) -> Layer:
-        by_score = np.argsort(-SCORES[score](layer, sample), kind="stable")
-        return _taken(layer, np.sort(by_score[:num_experts]))
+    def drop(layer: Layer, sample: LayerSample) -> tuple[Layer, np.ndarray]:
+        kept = _best(layer, sample, num_experts, score)
+        return taken(layer, kept), kept
 
     reduced = reduced_config(config, num_experts, is_merged=False)
-    return reduced, _reshaped(config, params, samples, drop)
+    return reshaped(reduced, config, params, drop, samples)
+
+
+def _best(layer: Layer, sample: LayerSample, number: int, score: str) -> np.ndarray:
+    by_score = np.argsort(-SCORES[score](layer, sample), kind="stable")
+    return np.sort(by_score[:number])
+
+
+def novice_experts(
+    config: ModelConfig,
+    params: dict,
+    samples: Sequence[LayerSample],
+    num_experts: int,
+    score: str = "frequency",
+) -> Reshaped:
+    """The model in which all but `num_experts` experts a Switch layer are novices.
+
+    A novice's output is `b_out`, its mean over the tokens that chose it, 0 where none did; its
+    matrices are zeros. Routers and gates stay.
+
+    Args, Raises: as `drop_experts`.
+    """
+    require_choice("score", score, SCORES)
+
+    def replace(layer: Layer, sample: LayerSample) -> tuple[Layer, np.ndarray]:
+        E = len(sample.load_E)
+        is_novice_E = ~np.isin(np.arange(E), _best(layer, sample, num_experts, score))
+        w_in_EDF = layer["experts/w_in_EDF"]
+        biases = {"b_in_EF": w_in_EDF[:, 0], "b_out_ED": w_in_EDF[..., 0]}  # of these shapes
+        changed = {f"experts/{name}": np.zeros_like(x) for name, x in biases.items()} | layer
+        for name in changed:
+            if name.startswith("experts/"):
+                changed[name] = np.array(changed[name])
+                changed[name][is_novice_E] = 0
+        mean_ED = np.asarray(sample.sum_ED) / np.maximum(sample.load_E, 1)[:, None]
+        changed["experts/b_out_ED"][is_novice_E] = mean_ED[is_novice_E]
+        return changed, np.arange(E)
+
+    check_num_experts(config, num_experts)
+    switch = dataclasses.replace(config.switch, expert_bias=True)
+    novices = dataclasses.replace(config, switch=switch, scan_layers=False)
+    return reshaped(novices, config, params, replace, samples)
 
 
 def agreement(config: ModelConfig, params: dict, samples: Sequence[LayerSample]) -> list[str]:
@@ -174,12 +232,12 @@ def agreement(config: ModelConfig, params: dict, samples: Sequence[LayerSample])
     """
     scores: dict[str, list[np.ndarray]] = {name: [] for name in SCORES}
 
-    def keep(layer: Layer, sample: LayerSample) -> Layer:
+    def keep(layer: Layer, sample: LayerSample) -> tuple[Layer, np.ndarray]:
         for name, score in SCORES.items():
             scores[name].append(np.asarray(score(layer, sample), np.float64))
-        return layer
+        return layer, np.arange(len(sample.load_E))
 
-    _reshaped(config, params, samples, keep)
+    reshaped(config, config, params, keep, samples)
     harm_NE = np.stack(scores.pop("brute_force"))
     N, E = harm_NE.shape
     rng = np.random.default_rng(0)
@@ -206,23 +264,24 @@ def agreement(config: ModelConfig, params: dict, samples: Sequence[LayerSample])
 
 def merge_experts(
     config: ModelConfig, params: dict, samples: Sequence[LayerSample], num_experts: int
-) -> tuple[ModelConfig, dict]:
+) -> Reshaped:
     """The model with `num_experts` experts a Switch layer, like ones merged; see the file.
 
     With as many experts as there are, it is the model itself, unrolled.
 
-    Args, Returns, Raises: as `drop_experts`.
+    Args, Raises: as `drop_experts`.
     """
     reduced = reduced_config(config, num_experts, is_merged=True)
-    if num_experts == config.switch.num_experts:
-        return unrolled(config, params)
 
-    def merge(layer: Layer, sample: LayerSample) -> Layer:
+    def merge(layer: Layer, sample: LayerSample) -> tuple[Layer, np.ndarray]:
+        if num_experts == len(sample.load_E):
+            return layer, np.arange(num_experts)
         hidden_ERF = _hidden(config, layer, sample.x_RD)
         clusters = cluster_experts(_outputs(layer, hidden_ERF), num_experts)
-        return _merged(layer, sample, hidden_ERF, clusters)
+        lead = [members[int(np.argmax(sample.load_E[members]))] for members in clusters]
+        return _merged(layer, sample, hidden_ERF, clusters), np.array(lead)
 
-    return reduced, _reshaped(config, params, samples, merge)
+    return reshaped(reduced, config, params, merge, samples)
 
 
 def dense_config(config: ModelConfig) -> ModelConfig:
@@ -251,7 +310,7 @@ def dense_config(config: ModelConfig) -> ModelConfig:
 
 def to_dense(
     config: ModelConfig, params: dict, samples: Sequence[LayerSample], *, is_merged: bool
-) -> tuple[ModelConfig, dict]:
+) -> Reshaped:
     """The model with one FFN in the place of each Switch layer.
 
     Its output is that of an expert times what a token's gates sum up to on average: of experts
@@ -261,27 +320,28 @@ def to_dense(
         is_merged: the mean of all experts, hidden units aligned, weighted by use; otherwise
             the most used one.
 
-    Returns, Raises: as `drop_experts`; see `dense_config`.
+    Raises: as `drop_experts`; see `dense_config`.
     """
     dense = dense_config(config)
 
-    def replace(layer: Layer, sample: LayerSample) -> Layer:
+    def replace(layer: Layer, sample: LayerSample) -> tuple[Layer, np.ndarray]:
         use_E = np.asarray(sample.load_E, np.float64)
+        most_used = np.array([np.argmax(use_E)])
         if is_merged:
             share_E = (use_E + 1e-9) / np.sum(use_E + 1e-9)
             hidden_ERF = _hidden(config, layer, sample.x_RD)
             expert = _merged_expert(layer, hidden_ERF, list(range(len(use_E))), share_E)
         else:
-            taken = _taken(layer, np.array([np.argmax(use_E)]))
-            expert = {name: x[0] for name, x in taken.items() if name.startswith("experts/")}
+            alone = taken(layer, most_used).items()
+            expert = {name: x[0] for name, x in alone if name.startswith("experts/")}
         scale, ffn = _mean_gate(config, layer, sample.x_RD), {}
         for name, value in expert.items():
             kind, _, dims = name.removeprefix("experts/").rpartition("_")
             value = value * scale if kind in ("w_out", "b_out") else value
             ffn[f"{kind}_{dims.removeprefix('E')}"] = value.astype(layer[name].dtype)
-        return ffn
+        return ffn, most_used
 
-    return dense, _reshaped(config, params, samples, replace)
+    return reshaped(dense, config, params, replace, samples)
 
 
 def _mean_gate(config: ModelConfig, layer: Layer, x_RD) -> float:
@@ -338,16 +398,24 @@ def cluster_experts(y_ERD, num_clusters: int) -> list[list[int]]:
     return sorted(clusters)
 
 
-def _reshaped(
+def reshaped(
+    after: ModelConfig,
     config: ModelConfig,
     params: dict,
-    samples: Sequence[LayerSample],
-    change: Callable[[Layer, LayerSample], Layer],
-) -> dict:
-    """The parameters with each Switch layer changed, one after the other."""
-    config, params = unrolled(config, params)
-    leaves = tree.named_leaves(params)
-    for name, sample in zip(config.sparse_layer_names, samples, strict=True):
+    change: Callable[..., tuple[Layer, np.ndarray]],
+    *samples: Sequence,
+) -> Reshaped:
+    """The model with each Switch layer changed, one after the other.
+
+    Args:
+        after: configuration of the changed model, layers unrolled.
+        config, params: the model; one of the two is sparse, and says which layers are changed.
+        change: function of a layer's arrays and of its `samples`; returns the new arrays and
+            the layer's part of `Reshaped.origin_NE`.
+    """
+    names = (after if config.switch is None else config).sparse_layer_names
+    leaves, origin_NE = tree.named_leaves(unrolled(config, params)[1]), []
+    for name, *of_layer in zip(names, *samples, strict=True):
         stack, number = name.split()
         path = f"{stack}/blocks/layer_{number}/ffn/"
         layer = {
@@ -355,14 +423,16 @@ def _reshaped(
             for leaf in list(leaves)
             if leaf.startswith(path) and not leaf.startswith(f"{path}shared_expert/")
         }
-        leaves |= {f"{path}{leaf}": value for leaf, value in change(layer, sample).items()}
-    return tree.nested(leaves)
+        changed, origin_E = change(layer, *of_layer)
+        leaves |= {f"{path}{leaf}": value for leaf, value in changed.items()}
+        origin_NE.append(origin_E)
+    return Reshaped(after, tree.nested(leaves), tuple(origin_NE))
 
 
-def _taken(layer: Layer, kept: np.ndarray) -> Layer:
+def taken(layer: Layer, experts: np.ndarray) -> Layer:
     """The layer with these experts alone; E is the last dimension of a router's arrays."""
     return {
-        name: array[kept] if name.startswith("experts/") else array[..., kept]
+        name: array[experts] if name.startswith("experts/") else array[..., experts]
         for name, array in layer.items()
     }
 

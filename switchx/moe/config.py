@@ -100,6 +100,8 @@ class RouterConfig:
         counts_merged: whether an expert e counts as the m_e experts that were merged into it
             (`models/reshape.py`): its probability is `exp(z_e) / sum_j m_j exp(z_j)`, the
             probability of one of them. log m is a parameter.
+        num_copies: copies of each expert among the experts, E / num_copies apart; a token
+            chooses one of them at most, the most probable (`models/upcycle.py`).
         replay: whether a batch may say which experts its tokens go to, by its features
             `encoder_replay` and `decoder_replay` (`moe/replay.py`; Ma et al. 2025,
             arXiv:2510.11370). Training needs these; elsewhere, the routers choose for a batch
@@ -125,12 +127,13 @@ class RouterConfig:
     padding: Literal["ignored", "counted"] = at_evaluation("ignored")
     has_logit_bias: bool = False
     counts_merged: bool = False
+    num_copies: int = 1
     replay: bool = at_evaluation(False)
     replay_drops: bool = at_evaluation(False)
 
     def __post_init__(self):
         check_choices(self)
-        require_at_least(self, 1, "num_selected", "max_rounds", "num_tasks")
+        require_at_least(self, 1, "num_selected", "max_rounds", "num_tasks", "num_copies")
         require_at_least(self, 0, "bias_update_rate")
         require_below_one(self, "jitter", "input_dropout_rate")
         require_above_zero(self, "temperature")
@@ -208,6 +211,7 @@ class RouterConfig:
             "gate": ("softmax",),
             "priority": ("position",),
             "bias_update_rate": (None,),
+            "num_copies": (1,),
             "overflow": ("drop", "dropless") if is_hash else ("drop",),
             "exploration": ("none",) if is_hash else ("none", "jitter", "dropout"),
             "has_logit_bias": (False,) if is_hash else (False, True),
@@ -379,6 +383,15 @@ class SwitchConfig:
             self.num_experts % self.router.num_tasks == 0,
             f"SwitchConfig.num_experts={self.num_experts} does not divide among "
             f"RouterConfig.num_tasks={self.router.num_tasks}; use a multiple of it",
+        )
+        copies, num_selected = self.router.num_copies, self.router.num_selected
+        require(
+            copies == 1
+            or (self.router.kind, self.num_experts % copies) == ("top_k", 0)
+            and 1 < num_selected <= self.num_candidates // copies,
+            f"RouterConfig.num_copies={copies} with kind={self.router.kind!r}, num_experts="
+            f"{self.num_experts} and num_selected={num_selected}: a token chooses several "
+            "experts, each in one of its copies; use num_copies=1, or a divisor of num_experts",
         )
         tried = self.router.max_rounds if self.router.overflow == "reroute" else 1
         for name, count in (("num_selected", self.router.num_selected), ("max_rounds", tried)):

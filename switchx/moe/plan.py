@@ -153,7 +153,21 @@ def choice_scores(router, logits_GTE, prob_GTE, *, bias_E=None, key=None):
     score_GTE = prob_GTE
     if router.exploration == "sample" and key is not None:
         score_GTE = sampling_scores(logits_GTE, router.temperature, key=key)
-    return score_GTE if bias_E is None else score_GTE + along_last(bias_E, score_GTE)
+    score_GTE = score_GTE if bias_E is None else score_GTE + along_last(bias_E, score_GTE)
+    return best_copies(score_GTE, router.num_copies)
+
+
+def best_copies(score_GTE, num_copies: int):
+    """The scores, -inf for all copies of an expert but the best one, the first of equal ones.
+
+    Expert e and its copies are E / num_copies apart.
+    """
+    if num_copies == 1:
+        return score_GTE
+    copies = score_GTE.reshape(*score_GTE.shape[:-1], num_copies, -1)
+    best = jnp.argmax(copies, axis=-2, keepdims=True)
+    index = jax.lax.broadcasted_iota(best.dtype, copies.shape, copies.ndim - 2)
+    return jnp.where(index == best, copies, -jnp.inf).reshape(score_GTE.shape)
 
 
 def choose_experts(score_GTE, num_selected: int):
@@ -177,6 +191,7 @@ def rank_experts(prob_GTE, bias_E, switch):
         margin_GT: score of the last choice over that of the next expert; 0 without a next one.
     """
     score_GTE = prob_GTE if bias_E is None else prob_GTE + along_last(bias_E, prob_GTE)
+    score_GTE = best_copies(score_GTE, switch.router.num_copies)
     rank_GTR = choose_experts(score_GTE, switch.num_ranks)
     margin_GT = choice_margin(score_GTE, rank_GTR[..., : switch.router.num_selected])
     return rank_GTR, chosen_gates(prob_GTE, rank_GTR), margin_GT
@@ -192,7 +207,9 @@ def choice_margin(score_GTE, chosen_GTS):
         return jnp.zeros_like(score_GTE[..., 0])
     is_chosen_GTE = jnp.any(jax.nn.one_hot(chosen_GTS, E, dtype=jnp.bool_), axis=-2)
     last_GT = jnp.min(jnp.where(is_chosen_GTE, score_GTE, jnp.inf), axis=-1)
-    return last_GT - jnp.max(jnp.where(is_chosen_GTE, -jnp.inf, score_GTE), axis=-1)
+    next_GT = jnp.max(jnp.where(is_chosen_GTE, -jnp.inf, score_GTE), axis=-1)
+    # Copies of what is chosen cannot be next: their scores are -inf.
+    return jnp.where(next_GT > -jnp.inf, last_GT - next_GT, 0.0)
 
 
 def chosen_gates(prob_GTE, expert_GTS, convention: str = "softmax"):

@@ -6,17 +6,24 @@ import re
 import shlex
 import shutil
 
+import numpy as np
 import pytest
 
 import switchx
+from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.main import main
+from switchx.gin_config.building import job_from_gin
+from switchx.inference.generate import without_capacity
 from switchx.models.config import ModelConfig, SwitchConfig
-from switchx.tree import num_elements
+from switchx.models.params import forward
+from switchx.training.initialize import Source
+from switchx.training.program import TrainingProgram
+from switchx.tree import named_leaves, num_elements
 from tests.compilation import T5
 from tests.data.refusals import refused
 from tests.processes import ROOT
-from tests.training.jobs import DENSE
-from tests.training.saved_runs import save_run
+from tests.training.jobs import DENSE, make_batch
+from tests.training.saved_runs import arrays_of, save_run
 
 PAGE = (ROOT / "docs/shrinking.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -57,23 +64,49 @@ def run_commands(commands, capsys) -> dict[str, list[dict]]:
 @pytest.mark.slow
 def test_all_commands_of_the_page_run(in_a_folder, tiny_run, one_device, capsys):
     shutil.copytree(tiny_run, in_a_folder / "runs/tiny")
-    assert len(run_commands(COMMANDS, capsys)) == 3
+    assert len(run_commands(COMMANDS, capsys)) == 7
 
 
 @pytest.mark.slow  # commands one after another
 def test_reshaping_of_the_page_keeps_what_it_says(in_a_folder, tiny_run, one_device, capsys):
     shutil.copytree(tiny_run, in_a_folder / "runs/tiny")
-    first = BLOCKS[0].count("\n")
-    reports = run_commands(COMMANDS[:first], capsys)
+    reports = run_commands(COMMANDS[: "".join(BLOCKS[:2]).count("\n")], capsys)
     experts = {name: [row["experts"] for row in rows] for name, rows in reports.items()}
-    assert experts == {"runs/fewer": [8, 4], "runs/dense": [8, 0], "runs/sparse": [0, 4]}
+    assert experts == {
+        **{"runs/fewer": [8, 4], "runs/dense": [8, 0], "runs/sparse": [0, 4]},
+        **{"runs/more": [8, 16], "runs/wide": [8, 16], "runs/exclusive": [4, 8]},
+        "runs/groups": [0, 4],
+    }
     for name, (before, after) in reports.items():
         model = switchx.load(name)
         assert after["parameters"] == num_elements(model.params)
-        assert (after["bytes"] < before["bytes"]) == (name != "runs/sparse")
+        assert (after["bytes"] < before["bytes"]) == (name in ("runs/fewer", "runs/dense"))
         assert before["loss_nats"] > 0 and after["loss_nats"] > 0
-    before, after = reports["runs/sparse"]
-    assert abs(after["loss_nats"] - before["loss_nats"]) < 1e-5  # the same model
+    same = {"sparse": "dense", "groups": "dense", "exclusive": "sparse"}
+    for after, before in (same | {"more": "tiny", "wide": "tiny"}).items():
+        difference = logits_of(f"runs/{after}") - logits_of(f"runs/{before}")
+        assert np.abs(difference).max() < 1e-5, after
+    assert switchx.load("runs/exclusive").config.switch.router.num_copies == 2
+    # Training goes on from `runs/more` with copies of the moments of `runs/tiny`.
+    old = arrays_of(RunFolder("runs/tiny"), 2)
+    job = job_from_gin("runs/more_tuned/operative_config.gin")
+    state = Source(job, TrainingProgram(job)).state()
+    moments = named_leaves({"opt_state": state.opt_state})
+    names = [n for n in moments if "layer_0/ffn/" in n and "log_count" not in n]
+    assert sum(np.any(moments[name]) for name in names) >= 3
+    for name in names:
+        was, at = old[f"train_state/{name}"], name.rpartition("_")[2].find("E")
+        expected = was if at < 0 else np.concatenate([was, was], at)
+        np.testing.assert_array_equal(moments[name], expected, err_msg=name)
+
+
+def logits_of(name: str) -> np.ndarray:
+    """Logits of a fixed batch, nothing dropped, at its tokens."""
+    model = switchx.load(name)
+    batch = make_batch(model.config, 8)
+    config = without_capacity(model.config)
+    logits_BLV, _ = forward(config, model.params, batch, is_training=False)
+    return np.asarray(logits_BLV)[batch["decoder_segment_ids"] > 0]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +123,19 @@ def runs(tmp_path_factory):
     ("kind", "words", "said"),
     [
         ("sparse", "--experts=4", "--experts=4 of a model with 6: "),
-        ("sparse", "--experts=12", "--experts=12 of a model with 6<any>none are added"),
+        ("sparse", "--experts=13", "--experts=13 of a model with 6<any>all get as many copies"),
+        ("sparse", "--experts=12 --upcycle=exclusive", "num_selected=1: use 'counts_merged'"),
+        ("sparse", "--experts=12 --upcycle=drop", "upcycle='drop'"),
+        ("sparse", "--experts=12 --novice", "--novice=True of 6 experts, which become more"),
+        ("sparse", "--experts=2 --upcycle=copies", "--upcycle=copies where none are added"),
+        (
+            "sparse",
+            "--experts=2 --novice",
+            "--novice=True without --reduce=drop of some experts",
+        ),
+        ("dense", "--experts=4 --share=0.5", "--share=0.5 without --upcycle=drop"),
+        ("dense", "--experts=4 --upcycle=drop --share=2", "--share=2.0 is no part"),
+        ("dense", "--experts=5 --upcycle=virtual_groups", "virtual_groups' with experts=5"),
         ("sparse", "--experts=6", "--experts=6 of a model with 6"),
         ("sparse", "--experts=-1", "--experts=-1 of a model with 6"),
         ("sparse", "--experts=2 --every=2", "--every=2 of a sparse model"),
@@ -101,7 +146,7 @@ def runs(tmp_path_factory):
         ("dense", "--experts=4 --every=3", "num_decoder_layers=2 is not divisible"),
         ("dense", "--experts=2 --num_selected=3", "num_selected=3 with num_experts=2"),
         ("sparse", "--experts=2", "it has no operative_config.gin<any>or --gin_file"),
-        ("sparse", "--experts=2 --score=reap", "--score=reap says which experts are dropped"),
+        ("sparse", "--experts=2 --score=reap", "--score=reap without --reduce=drop"),
         ("dense", "--experts=2 --score=reap", "--score=reap of a dense model"),
         (
             "sparse",

@@ -74,6 +74,19 @@ def test_the_sample_is_what_the_layers_read(run):
     np.testing.assert_allclose(validation_loss(model, text), nll / tokens, rtol=1e-5)
 
 
+@pytest.mark.slow
+def test_outputs_are_summed_by_expert(run):
+    """One batch, whose rows are all in the sample, by expert."""
+    folder, text = run
+    model = switchx.load(folder)
+    (sample,) = sample_layers(model, dataclasses.replace(text, batches=text.batches[:1]))
+    assert len(sample.x_RD) == sample.load_E.sum()
+    experts = model.params["decoder"]["blocks"]["layer_1"]["ffn"]["experts"]
+    for e, x_RD in enumerate(np.split(sample.x_RD, np.cumsum(sample.load_E)[:-1])):
+        y_RD = np.maximum(x_RD @ experts["w_in_EDF"][e], 0) @ experts["w_out_EFD"][e]
+        np.testing.assert_allclose(sample.sum_ED[e], y_RD.sum(0), rtol=1e-4, atol=1e-5)
+
+
 def test_differing_tokens_are_counted_by_place():
     assert tokens_differing([[1, 2], [3]], [[1, 2], [3]]) == 0
     assert tokens_differing([[1, 2], [3]], [[1, 4, 5], []]) == 3
@@ -112,7 +125,7 @@ def test_a_reduced_model_is_taught_on_the_runs_task(run, tmp_path):
     model = switchx.load(made[1].path)
     assert model.config == plan.reduced and model.step == 0
     names = {each.name for each in made[1].path.iterdir()}
-    assert names == {"checkpoints", "config.json", "step.json", "vocabulary.json"}
+    assert names == {"checkpoints", "config.json", "model.gin", "step.json", "vocabulary.json"}
 
 
 def test_teachers_that_cannot_teach_are_refused(run, tmp_path):

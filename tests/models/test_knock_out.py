@@ -70,7 +70,7 @@ def test_it_is_the_model_without_the_expert(name):
     num_programs = logits._cache_size()
     found = logits(biased, removed, batch)
     assert logits._cache_size() == num_programs  # that of the model with all experts
-    np.testing.assert_allclose(found, logits(*dropped, batch), atol=1e-5)
+    np.testing.assert_allclose(found, logits(*dropped[:2], batch), atol=1e-5)
     assert np.abs(found - before).max() > 1e-3
 
 

@@ -20,6 +20,7 @@ from switchx.models.reshape import (
     drop_experts,
     gates_of_rows,
     merge_experts,
+    novice_experts,
 )
 from tests.cases import slow
 from tests.data.refusals import refused
@@ -57,7 +58,7 @@ def with_twins(params: dict, config=CONFIG) -> dict:
 
 def test_dropping_keeps_what_numpy_would_keep():
     params = make_params(CONFIG)
-    config, found = drop_experts(CONFIG, params, samples(), 2)
+    config, found, _ = drop_experts(CONFIG, params, samples(), 2)
     assert config.switch.num_experts == 2 and not config.switch.router.counts_merged
     before, after = tree.named_leaves(params), tree.named_leaves(found)
     assert before.keys() == after.keys()
@@ -74,7 +75,7 @@ def test_dropping_keeps_what_numpy_would_keep():
 
 
 def test_experts_of_equal_use_stay_in_their_order():
-    _, found = drop_experts(CONFIG, make_params(CONFIG), samples(load_E=(2, 2, 2, 2)), 3)
+    _, found, _ = drop_experts(CONFIG, make_params(CONFIG), samples(load_E=(2, 2, 2, 2)), 3)
     before = tree.named_leaves(make_params(CONFIG))[f"{PATH}experts/w_in_EDF"]
     assert np.array_equal(tree.named_leaves(found)[f"{PATH}experts/w_in_EDF"], before[:3])
 
@@ -83,7 +84,7 @@ def test_experts_of_equal_use_stay_in_their_order():
 def test_merging_equal_experts_keeps_the_function_of_the_layer(activation):
     config = dataclasses.replace(CONFIG, activation=activation)
     params = with_twins(make_params(config), config)
-    merged_config, merged = merge_experts(config, params, samples(), 3)
+    merged_config, merged, _ = merge_experts(config, params, samples(), 3)
     assert merged_config.switch.num_experts == 3
     leaves = tree.named_leaves(merged)
     assert leaves[f"{PATH}experts/w_in_EDF"].shape == (3, D, 12)
@@ -97,7 +98,7 @@ def test_merging_equal_experts_keeps_the_function_of_the_layer(activation):
 
 def test_merged_experts_are_means_weighted_by_use():
     params = make_params(CONFIG)
-    _, merged = merge_experts(CONFIG, params, samples(), 1)
+    _, merged, _ = merge_experts(CONFIG, params, samples(), 1)
     before = tree.named_leaves(params)[f"{PATH}experts/b_out_ED"]
     found = tree.named_leaves(merged)[f"{PATH}experts/b_out_ED"]
     expected_D = np.array([1, 5, 2, 3]) / 11 @ np.asarray(before, np.float64)
@@ -115,7 +116,7 @@ def test_no_fewer_experts_than_a_token_chooses():
 def test_as_many_experts_as_there_are_is_the_identity(scan):
     config = dataclasses.replace(CONFIG, scan_layers=scan)
     params = make_params(config)
-    found_config, found = merge_experts(config, params, samples(), E)
+    found_config, found, _ = merge_experts(config, params, samples(), E)
     assert found_config == CONFIG
     leaf = tree.named_leaves(params)
     for name, array in tree.named_leaves(found).items():
@@ -209,16 +210,29 @@ def test_scores_are_those_of_a_loop_over_tokens():
         np.testing.assert_allclose(SCORES[name](layer, sample), score_E, rtol=1e-5)
 
 
-@pytest.mark.parametrize("score", SCORES)
-def test_dropping_keeps_the_highest_scores(score):
-    rng = np.random.default_rng(4)
+def test_a_novice_gives_its_mean_output_with_the_gate_that_it_had():
+    switch = dataclasses.replace(SWITCH, expert_bias=False)
+    config = dataclasses.replace(CONFIG, switch=switch, activation="relu")
+    params, rng = make_params(config), np.random.default_rng(5)
+    norm_E = np.array([3, 9, 8, 4])  # means over loads of 1, 5, 2, 3: 3, 1.8, 4, 1.3
     measured = [
-        dataclasses.replace(each, norm_E=a, gated_norm_E=b, harm_E=c)
-        for each, a, b, c in zip(samples(), *rng.random((3, 2, E)), strict=True)
+        dataclasses.replace(each, norm_E=norm_E, sum_ED=rng.normal(size=(E, D)))
+        for each in samples(config)
     ]
-    params = make_params(CONFIG)
-    _, found = drop_experts(CONFIG, params, measured, 2, score)
-    whole = arrays_of(params)
-    kept = np.sort(np.argsort(-SCORES[score](whole, measured[1]), kind="stable")[:2])
-    want = whole["experts/w_in_EDF"][kept]
-    np.testing.assert_array_equal(arrays_of(found)["experts/w_in_EDF"], want)
+    novices, found, _ = novice_experts(config, params, measured, 2, "mean_norm")
+    assert novices.switch.num_experts == E
+    x_BLD = np.random.default_rng(7).normal(size=(3, 5, D))  # that of `layer_of`
+    layer = arrays_of(params)
+    logits_BLE = x_BLD @ layer["w_router_DE"]
+    prob_BLE = np.exp(logits_BLE) / np.exp(logits_BLE).sum(axis=-1, keepdims=True)
+    expected_BLD, chosen = np.zeros_like(x_BLD), set()
+    for b, length in np.ndindex(3, 5):
+        x_D, e = x_BLD[b, length], int(np.argmax(prob_BLE[b, length]))
+        y_D = np.maximum(x_D @ layer["experts/w_in_EDF"][e], 0) @ layer["experts/w_out_EFD"][e]
+        if e in (1, 3):
+            y_D = measured[1].sum_ED[e] / measured[1].load_E[e]
+        expected_BLD[b, length] = prob_BLE[b, length, e] * y_D
+        chosen.add(e in (1, 3))
+    assert chosen == {True, False}
+    y_BLD = layer_of(novices, found)
+    np.testing.assert_allclose(y_BLD, expected_BLD, rtol=1e-4, atol=1e-6)

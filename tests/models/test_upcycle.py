@@ -10,7 +10,9 @@ from switchx import tree
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import abstract_params, forward
 from switchx.models.reshape import LayerSample, dense_config, to_dense
-from switchx.models.upcycle import upcycle, upcycled_config
+from switchx.models.upcycle import multiplied_config, multiply_experts, upcycle, upcycled_config
+from switchx.moe.plan import best_copies, choose_experts
+from tests.cases import slow
 from tests.compare import assert_close
 from tests.data.refusals import refused
 from tests.models.batches import layer_of
@@ -38,7 +40,7 @@ def test_with_normalized_gates_the_sparse_model_is_the_dense_one(scan):
     config = dataclasses.replace(DENSE, scan_layers=scan)
     dense = make_params(config)
     sparse = upcycled_config(config, 4, num_selected=2)
-    params = upcycle(sparse, config, dense)
+    params = upcycle(sparse, config, dense).params
     assert shapes(params) == shapes(abstract_params(sparse))
     assert sparse.sparse_layer_names == ["encoder 1", "decoder 1"]
     batch = make_batch(config, 4)
@@ -55,10 +57,11 @@ def test_one_expert_a_token_gives_the_dense_output_times_its_gate():
     """Layer by layer: with k=1 the gate is the router's probability, and has a gradient."""
     params = make_params(BIASED)
     sparse = dropless(upcycled_config(BIASED, 4, num_selected=1, every=1))
-    one = upcycle(sparse, BIASED, params)
+    one = upcycle(sparse, BIASED, params).params
     twice = dropless(upcycled_config(BIASED, 4, num_selected=2, every=1))
     # Two normalized gates sum up to 1, so this is the dense layer's output.
-    expected, found = layer_of(twice, upcycle(twice, BIASED, params)), layer_of(sparse, one)
+    dense = upcycle(twice, BIASED, params).params
+    expected, found = layer_of(twice, dense), layer_of(sparse, one)
     ratio_BL = np.median(found / expected, axis=-1)
     np.testing.assert_allclose(found, expected * ratio_BL[..., None], rtol=1e-3, atol=1e-5)
     assert np.all(ratio_BL > 1 / 4 - 1e-6) and np.all(ratio_BL < 1)
@@ -75,8 +78,8 @@ def samples(config: ModelConfig) -> list[LayerSample]:
 def test_upcycled_and_back_it_is_the_dense_model(is_merged):
     params = make_params(BIASED)
     sparse = upcycled_config(BIASED, 3, every=1)
-    config, found = to_dense(
-        sparse, upcycle(sparse, BIASED, params), samples(sparse), is_merged=is_merged
+    config, found, _ = to_dense(
+        sparse, upcycle(sparse, BIASED, params).params, samples(sparse), is_merged=is_merged
     )
     assert config == BIASED
     assert_close(found, params, rtol=1e-5)
@@ -93,11 +96,11 @@ def test_one_of_the_experts_times_the_mean_gate():
     gate = prob_RE.max(axis=1).mean()
     assert 1 / 3 < gate < 1
     for is_merged, share_E in ((False, np.array([0, 0, 1])), (True, np.array([1, 2, 3]) / 6)):
-        _, dense = to_dense(config, params, sample, is_merged=is_merged)
+        dense = to_dense(config, params, sample, is_merged=is_merged).params
         found = tree.named_leaves(dense)
         expected_D = gate * (share_E @ before[f"{path}experts/b_out_ED"])
         np.testing.assert_allclose(found[f"{path}b_out_D"], expected_D, rtol=1e-5)
-    _, dense = to_dense(config, params, sample, is_merged=False)
+    dense = to_dense(config, params, sample, is_merged=False).params
     found = tree.named_leaves(dense)
     for name in ("w_in_EDF", "b_in_EF"):  # before the activation nothing is scaled
         expected = before[f"{path}experts/{name}"][2]
@@ -118,3 +121,89 @@ def test_what_cannot_be_made_is_refused():
         ((name, value),) = change.items()
         with refused(f"experts=0 of a model with SwitchConfig.{name}={value}"):
             dense_config(with_switch(sparse, **change))
+
+
+def distance(config, params, expected_config, expected) -> float:
+    """The largest difference between the outputs of two models' last FFNs."""
+    expected_BLD = np.asarray(layer_of(expected_config, expected))
+    assert np.abs(expected_BLD).max() > 0.1
+    return np.abs(layer_of(config, params) - expected_BLD).max()
+
+
+@pytest.mark.parametrize("activation", [slow("relu"), "gelu", slow("geglu")])
+def test_virtual_groups_are_the_dense_layer(activation):
+    config = dataclasses.replace(BIASED, activation=activation)
+    params = make_params(config)
+    copies = dropless(upcycled_config(config, 6, every=1))  # the dense layer's output
+    sparse = dropless(upcycled_config(config, 6, num_selected=3, every=1, way="virtual_groups"))
+    groups = upcycle(sparse, config, params, "virtual_groups").params
+    assert shapes(groups) == shapes(abstract_params(sparse))
+    assert distance(sparse, groups, copies, upcycle(copies, config, params).params) < 1e-5
+    w_router_DE = tree.named_leaves(groups)["decoder/blocks/layer_1/ffn/w_router_DE"]
+    assert np.array_equal(w_router_DE[:, :2], w_router_DE[:, 2:4])
+    assert np.abs(w_router_DE[:, 0] - w_router_DE[:, 1]).max() > 0
+
+
+def test_a_share_of_hidden_units_is_drawn_anew():
+    params, path = make_params(DENSE), "decoder/blocks/layer_1/ffn/"
+    sparse, dense = upcycled_config(DENSE, 4, way="drop"), tree.named_leaves(params)
+    for share in (0.0, 0.25, 1.0):
+        found = tree.named_leaves(upcycle(sparse, DENSE, params, "drop", share).params)
+        kept = []
+        for name, dims in (("w_in", "DF"), ("w_gate", "DF"), ("w_out", "FD")):
+            old, new = dense[f"{path}{name}_{dims}"], found[f"{path}experts/{name}_E{dims}"]
+            kept.append(np.all(new == np.asarray(old), axis=1 + dims.find("D")))  # [E, F]
+            assert abs(np.std(new) / np.std(old) - 1) < 0.1
+        assert np.array_equal(kept[0], kept[1]) and np.array_equal(kept[0], kept[2])
+        assert np.all(kept[0].sum(axis=1) == round((1 - share) * DENSE.d_ff))
+        assert (share == 0.25) == (not np.array_equal(kept[0][0], kept[0][1]))
+
+
+def biased_router(num_selected: int) -> ModelConfig:
+    router = RouterConfig(num_selected=num_selected, bias_update_rate=0.1, overflow="dropless")
+    switch = SwitchConfig(3, every=1, expert_bias=True, router=router)
+    return dataclasses.replace(BIASED, switch=switch)
+
+
+@pytest.mark.parametrize(
+    ("way", "S"),
+    [("exclusive", 2), slow("counts_merged", 1), *(slow("more_choices", S) for S in (1, 2))],
+)
+def test_more_experts_compute_the_same(way, S):
+    """Softmax gates, and biases that decide: S = 1 or 2 of 3 experts, of which 9 are made."""
+    config = biased_router(S)
+    bias_E = np.array([0.0, 0.4, -0.3], np.float32)
+    leaves = tree.named_leaves(make_params(config))
+    params = tree.nested({n: bias_E if "router_bias" in n else x for n, x in leaves.items()})
+    grown, found, origin_NE = multiply_experts(config, params, 9, way)
+    assert shapes(found) == shapes(abstract_params(grown))
+    assert [list(each) for each in origin_NE] == [[0, 1, 2] * 3] * 2
+    assert distance(grown, found, config, params) < 1e-5
+    plain, copies, _ = multiply_experts(config, params, 9, "copies")
+    assert distance(plain, copies, config, params) > 1e-3
+
+
+def test_a_token_chooses_the_best_copies_of_different_experts():
+    """Against a loop: scores from the highest, those of experts that are chosen left out."""
+    score_GTE = np.random.default_rng(2).normal(size=(2, 30, 12)).astype(np.float32)
+    score_GTE[0, :5] = score_GTE[0, :5].round()  # ties
+    found = choose_experts(best_copies(score_GTE, 3), 2)
+    for g, t in np.ndindex(2, 30):
+        first, *rest = np.argsort(-score_GTE[g, t], kind="stable").tolist()
+        second = next(e for e in rest if e % 4 != first % 4)
+        assert found[g, t].tolist() == [first, second]
+
+
+def test_what_cannot_be_added_is_refused():
+    for way, S, other in (("exclusive", 1, "counts_merged"), ("counts_merged", 2, "exclusive")):
+        with refused(f"upcycle={way!r} with RouterConfig.num_selected={S}: use {other!r}"):
+            multiplied_config(biased_router(S), 6, way)
+    with refused("experts=7 of a model with 3: each expert gets as many copies"):
+        multiplied_config(biased_router(1), 7, "counts_merged")
+    with refused("experts=6 with RouterConfig.num_copies=2: "):
+        multiplied_config(multiplied_config(biased_router(2), 6, "exclusive"), 12, "copies")
+    with refused("upcycle='virtual_groups' with experts=6, num_selected=4 and d_ff=12"):
+        upcycled_config(BIASED, 6, num_selected=4, way="virtual_groups")
+    for S in (1, 4):
+        with refused(f"RouterConfig.num_copies=2 <any>num_experts=6 and num_selected={S}"):
+            SwitchConfig(6, router=RouterConfig(num_selected=S, num_copies=2))
