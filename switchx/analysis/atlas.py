@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from switchx.analysis.drops import DropsByFactor
 from switchx.analysis.routing import (
     Snapshot,
     TokenCounts,
@@ -31,6 +32,8 @@ from switchx.fields import require
 from switchx.routing_record import RoutingRecord
 
 NUM_PERMUTATIONS = 1000
+# Resamples of an interval, and its level.
+NUM_RESAMPLES, LEVEL = 1000, 0.95
 # Token ids that are seen less often tell nothing of a vocabulary.
 LEAST_TIMES = 10
 NUM_TYPICAL_TOKENS = 8
@@ -72,6 +75,16 @@ class Labels:
         rng = np.random.default_rng(seed)
         for _ in range(num):
             yield _sums(value_RX, rng.permutation(self.label_R), len(self.names))
+
+    def resampled(self, value_RX: np.ndarray, seed: int) -> Iterator[np.ndarray]:
+        """`by_label` of texts drawn with replacement, as many of each label as there are."""
+        rng = np.random.default_rng(seed)
+        for _ in range(NUM_RESAMPLES):
+            times_R = np.zeros(len(self.label_R))
+            for own in (np.flatnonzero(self.label_R == k) for k in range(len(self.names))):
+                drawn = rng.integers(max(len(own), 1), size=len(own))
+                times_R[own] = np.bincount(drawn, minlength=len(own))
+            yield self.by_label(value_RX * times_R[:, None])
 
 
 def _sums(value_RX: np.ndarray, label_R: np.ndarray, num_labels: int) -> np.ndarray:
@@ -381,6 +394,8 @@ class KnockOuts:
         experts: Switch layer and number of each removed expert.
         loss_K: nats a target token of each label, nothing removed.
         change_XK: loss without the expert less `loss_K`.
+        low_XK, high_XK: ends of the change's 95% interval: percentiles of the bootstrap that
+            resamples the label's texts.
         p_XK: share of permutations of the labels among texts for which the label's change
             exceeds that of all others by as much; NaN where there is one label.
         tokens_K, texts_K: target tokens and texts of each label.
@@ -389,6 +404,8 @@ class KnockOuts:
     experts: list[tuple[str, int]]
     loss_K: np.ndarray
     change_XK: np.ndarray
+    low_XK: np.ndarray
+    high_XK: np.ndarray
     p_XK: np.ndarray
     tokens_K: np.ndarray
     texts_K: np.ndarray
@@ -402,7 +419,7 @@ def knock_outs(
     labels: Labels,
     seed: int = 0,
 ) -> KnockOuts:
-    """Changes of loss by label, and how they compare with permuted labels.
+    """Changes of loss by label, how sure they are, and how they compare with permuted labels.
 
     Args:
         experts: Switch layer and number of each removed expert.
@@ -430,11 +447,16 @@ def knock_outs(
             for sums_KX in labels.permuted(value_RX, NUM_PERMUTATIONS, seed)
         )
         p_KX = (1 + num_as_large_KX[:, :-1]) / (1 + NUM_PERMUTATIONS)
+    resampled = [means(sums_KX)[:, :-1] for sums_KX in labels.resampled(value_RX, seed)]
+    half = (1 - LEVEL) / 2
+    low_KX, high_KX = np.quantile(resampled, (half, 1 - half), axis=0)
     *change_XK, loss_K = means(observed_KX).T
     return KnockOuts(
         list(experts),
         loss_K,
         np.array(change_XK),
+        low_KX.T,
+        high_KX.T,
         p_KX.T,
         observed_KX[:, -1].astype(np.int64),
         labels.texts_K,
@@ -468,6 +490,7 @@ class Atlas:
         layers: Switch layers, without the counts of all token ids.
         how: what the stacks read.
         loss_K: nats a target token, by label.
+        drops: dropped shares by capacity factor, predicted and measured; or why there are none.
         knock_outs: losses without single experts; None where none was removed.
         snapshots: samples of the same tokens that the run recorded, by step.
         text_of, piece_of: text of a list of token ids, and of one.
@@ -479,6 +502,7 @@ class Atlas:
     layers: Sequence[LayerAtlas]
     how: str
     loss_K: np.ndarray
+    drops: DropsByFactor | str
     knock_outs: KnockOuts | None
     snapshots: Sequence[Snapshot]
     text_of: Callable[[list[int]], str]

@@ -20,6 +20,7 @@ from switchx.analysis.atlas import (
     specialists,
 )
 from switchx.analysis.drift import LayerDrift
+from switchx.analysis.drops import FEW, DropsByFactor
 from switchx.analysis.report import (
     TYPICAL,
     Section,
@@ -34,6 +35,8 @@ from switchx.moe.balance import DEAD_FRACTION, dead_experts, even_shares
 
 # What a page shows, so that it stays below 5 MiB; tables have all.
 MOST_LABELS, MOST_EXPERTS, MOST_ROWS, MOST_MAPS = 24, 64, 2048, 32
+# Removed experts and labels in the picture.
+FEW_EXPERTS, FEW_LABELS = 6, len(plots.MARKERS)
 
 
 def sections(
@@ -50,7 +53,16 @@ def sections(
     if drifts is not None:
         found.append(differences(drifts))
     of_one = (
-        *(load, specialization, knock_outs, coactivation, transition, vocabulary, examples),
+        *(
+            glance,
+            load,
+            specialization,
+            knock_outs,
+            coactivation,
+            transition,
+            vocabulary,
+            examples,
+        ),
         saturation,
     )
     for section in of_one:
@@ -143,6 +155,68 @@ def differences(drifts: Mapping[str, LayerDrift] | str) -> Section:
     )
 
 
+def glance(atlas: Atlas) -> Section:
+    """The section with the picture: drops by capacity factor, and knock-outs by label."""
+    drops, tables = atlas.drops, []
+    if isinstance(drops, str):
+        text = f"There are no drops to predict: {drops}."
+    else:
+        rows = [
+            {
+                "layer": layer,
+                "factor": f"{factor:g}",
+                "predicted": f"{error.predicted / max(error.choices, 1):.2%}",
+                "measured": f"{error.measured / max(error.choices, 1):.2%}",
+                "choices that differ": f"{error.differing:,} of {error.choices:,}",
+            }
+            for factor, errors in drops.errors.items()
+            for layer, error in errors.items()
+        ]
+        tables = [Table.of(rows, title="Drops")]
+        text = (
+            "Lines: choices that find no slot, predicted from one record without drops. Dots: "
+            "the model run at that capacity factor on the same texts. The first Switch layer's "
+            "are exact; later layers read what is left of tokens dropped before. Shaded: slots "
+            f"that are saved where {FEW:.0%} of all choices may be dropped in place of none."
+        )
+    if atlas.knock_outs is not None:
+        text += (
+            f" Beside it the {FEW_EXPERTS} experts whose removal changes the loss of a label "
+            "most; intervals resample the texts."
+        )
+    return Section("At a glance", text, [glance_figure(atlas)], tables)
+
+
+def glance_figure(atlas: Atlas) -> plots.Figure:
+    """The picture of `glance`, which `switchx atlas` also writes as picture.svg."""
+    drops, changes, removed = None, None, atlas.knock_outs
+    if not isinstance(atlas.drops, str):
+        found = atlas.drops
+        share_MN = [
+            [error.measured / max(error.choices, 1) for error in errors.values()]
+            for errors in found.errors.values()
+        ]
+        measured = list(found.errors), np.array(share_MN).reshape(-1, len(found.layers))
+        shaded = found.own, (found.least, found.dropless), _saved(found)
+        drops = found.layers, found.factor_P, found.share_PN, *measured, *shaded
+    if removed is not None:
+        shown = shown_labels(atlas)[:FEW_LABELS]
+        each_XK = [x[:, shown] for x in (removed.change_XK, removed.low_XK, removed.high_XK)]
+        most = np.argsort(-np.abs(each_XK[0]).max(axis=1), kind="stable")[:FEW_EXPERTS]
+        names = [f"{layer}: {e}" for layer, e in (removed.experts[x] for x in most)]
+        labels = [atlas.labels.names[k] for k in shown]
+        changes = names, labels, *(x[most] for x in each_XK)
+    return plots.glance_figure(drops, changes)
+
+
+def _saved(drops: DropsByFactor) -> str:
+    return (
+        f"{FEW:.0%} dropped: {drops.least:.3g}\nnone: {drops.dropless:.3g}\n"
+        f"{drops.saved:.0%} of its slots\nsaved, {drops.saved_bytes:,.0f} bytes\n"
+        "a token and layer"
+    )
+
+
 def load(atlas: Atlas) -> Section:
     """Loads of experts, the busiest first."""
     rows = []
@@ -204,8 +278,8 @@ def knock_outs(atlas: Atlas) -> Section:
         f"{len(removed.experts)} of {num_all} experts, each alone, on "
         f"{int(removed.texts_K.sum()):,} texts.{drawn} White: no change, or a lower loss "
         "without it. The table has each label's specialist, the expert that takes most more of "
-        "its tokens than of the others'; p is the share of "
-        f"{NUM_PERMUTATIONS} permutations of the labels among texts for which the label's "
+        "its tokens than of the others'; intervals resample the label's texts; p is the share "
+        f"of {NUM_PERMUTATIONS} permutations of the labels among texts for which the label's "
         f"change exceeds the others' by as much.{_maps_cut(atlas)}",
         [
             plots.knock_out_figure(
@@ -222,11 +296,12 @@ def _specialists(atlas: Atlas) -> Table:
     removed, rows = atlas.knock_outs, []
     layers = {layer.layer: layer for layer in atlas.layers}
     for k, (name, e) in enumerate(specialists(atlas.layers)):
-        layer, change, others, p = layers[name], "not removed", "", ""
+        layer, change, interval, others, p = layers[name], "not removed", "", "", ""
         if (name, e) in removed.experts:
             x = removed.experts.index((name, e))
             tokens_K = np.where(np.arange(len(removed.tokens_K)) == k, 0, removed.tokens_K)
             change = f"{removed.change_XK[x, k]:+.4f}"
+            interval = f"{removed.low_XK[x, k]:+.4f} to {removed.high_XK[x, k]:+.4f}"
             others = f"{removed.change_XK[x] @ tokens_K / max(tokens_K.sum(), 1):+.4f}"
             p = _p(removed.p_XK[x, k], atlas)
         rows.append(
@@ -237,6 +312,7 @@ def _specialists(atlas: Atlas) -> Table:
                 "of its tokens": f"{layer.specialization.share_EK[e, k]:.1%}",
                 "of all tokens": f"{layer.load_E[e] / layer.num_tokens:.1%}",
                 "change of its loss": change,
+                "95% interval": interval,
                 "of the others'": others,
                 "p": p,
             }

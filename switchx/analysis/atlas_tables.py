@@ -161,6 +161,8 @@ def model_tables(tables: TableFolder, atlas: Atlas) -> None:
             texts=np.tile(removed.texts_K, X),
             loss=np.tile(removed.loss_K, X),
             change=removed.change_XK.reshape(-1),
+            change_low=removed.low_XK.reshape(-1),
+            change_high=removed.high_XK.reshape(-1),
             p=removed.p_XK.reshape(-1),
         )
     if len(atlas.snapshots) > 1:

@@ -167,6 +167,78 @@ def knock_out_figure(
     return _class_maps(changes, names, layers, limit, "removed expert", bar)
 
 
+MARKERS = "os^DvPX*"
+
+
+def glance_figure(drops: tuple | None, changes: tuple | None) -> Figure:
+    """Plots dropped shares by capacity factor, beside it changes of loss by label.
+
+    Args:
+        drops: names of the layers; factors and predicted shares `[P, N]` (lines); factors and
+            measured shares `[M, N]` (dots); the factor of evaluation or None (dotted); two
+            factors between which slots are saved (shaded), and what to say of them. None
+            leaves it out.
+        changes: names of X removed experts, of K labels, and of their changes, in nats a token,
+            `[X, K]` each, the value and both ends of its interval. None leaves it out.
+    """
+    panels = [each is not None for each in (drops, changes)]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.3 * max(sum(panels), 1), 3.5))
+        axes = iter(figure.subplots(1, max(sum(panels), 1), squeeze=False)[0])
+    if drops is not None:
+        _draw_drops(next(axes), *drops)
+    if changes is not None:
+        _draw_changes(next(axes), *changes)
+    return figure
+
+
+def _draw_drops(axis, layers, factor_P, share_PN, factor_M, share_MN, own, span, said) -> None:
+    axis.axvspan(*span, color="0.9", linewidth=0)
+    if own is not None:
+        axis.axvline(own, color="0.4", linestyle=":", linewidth=1, label=f"evaluation: {own:g}")
+    top = float(np.max(share_PN, initial=0.01))
+    for n, layer in enumerate(layers):
+        shade = COLOURS(0.4 + 0.6 * (n + 1) / len(layers))
+        # Beyond a few layers the order is in the shades; first and last say which way.
+        name = layer if len(layers) <= 6 or n in (0, len(layers) - 1) else None
+        axis.plot(factor_P, share_PN[:, n], color=shade, label=name, zorder=2)
+        axis.scatter(factor_M, share_MN[:, n], color=shade, s=16, zorder=3, clip_on=False)
+    axis.set_ylim(0, 1.05 * top)
+    right = min(factor_P[-1], 3 * max(*factor_M, span[0], own or 0))  # few experts may be hot
+    axis.set_xlim(factor_P[0], right)
+    axis.yaxis.set_major_formatter(PERCENT)
+    axis.set_xlabel("capacity factor")
+    axis.set_title("dropped choices: predicted (lines), measured (dots)", loc="left")
+    middle = (span[0] + min(span[1], right)) / 2
+    axis.text(middle, 0.4 * top, said, ha="center", va="center", fontsize=8)
+    axis.legend(frameon=False, fontsize=8, loc="upper right")
+
+
+def _draw_changes(axis, experts, labels, change_XK, low_XK, high_XK) -> None:
+    X, K = change_XK.shape
+    for k, label in enumerate(labels):
+        y_X = np.arange(X) + 0.6 * ((k + 0.5) / K - 0.5)
+        error_2X = np.stack([change_XK - low_XK, high_XK - change_XK])[..., k]
+        axis.errorbar(
+            change_XK[:, k],
+            y_X,
+            xerr=np.maximum(error_2X, 0),
+            fmt=MARKERS[k % len(MARKERS)],
+            color=COLOURS(0.4 + 0.6 * (k + 1) / K),
+            markersize=4,
+            linewidth=1,
+            label=label,
+        )
+    largest = max(float(np.abs(change_XK).max()), 1e-9)
+    axis.set_xscale("symlog", linthresh=10 ** math.floor(math.log10(largest) - 1))
+    axis.axvline(0, color="0.4", linewidth=1)
+    axis.set_yticks(range(X), experts)
+    axis.invert_yaxis()
+    axis.set_xlabel("change of loss, nats a target token")
+    axis.set_title("without one expert, by label (95% intervals)", loc="left")
+    axis.legend(frameon=False, fontsize=8, loc="lower right")  # the smallest changes are below
+
+
 def _class_maps(values, classes, layers, limit: float, y: str, bar: str, **options) -> Figure:
     """Maps `[E, classes]` whose last column, behind a gap, is of all classes."""
     figure, axes = _panels(len(values), height=3.2, max_columns=2)

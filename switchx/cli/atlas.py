@@ -5,12 +5,14 @@ import argparse
 import pathlib
 
 from switchx.cli import arguments as shared
-from switchx.fields import json_text
+from switchx.fields import json_text, require
+from switchx.shipped import NAMES, TEXTS, folder_of
 
 DESCRIPTION = """\
 Looks into any sparse model: which experts take which texts, tokens and labels, how it does
 without each of them, and shows it on one HTML page that needs no other file and no network:
 
+  switchx atlas tiny --output=atlas              the model and the texts that ship
   switchx atlas runs/tiny --input code.txt prose.txt --output=atlas
   switchx atlas runs/tiny --input=trec.tsv --text_column=question --label_column=kind \\
     --output=atlas
@@ -21,10 +23,11 @@ The label of a text file is its name; a row of a table (.tsv, .csv, .jsonl, .par
 texts: text files are cut at paragraphs. MODEL is a run folder, or what `switchx quantize` or
 `switchx convert` wrote.
 
-Written are atlas.html, tables/MODEL/*.parquet, and record_MODEL.parquet, the record of routing
-(docs/records.md).
+Written are atlas.html, picture.svg (drops by capacity factor, knock-outs by label),
+tables/MODEL/*.parquet, and record_MODEL.parquet, the record of routing (docs/records.md).
 """
 
+FACTORS = (0.5, 1.0, 1.5, 2.0)
 NUMBERS = {
     "knockouts": (
         256,
@@ -44,19 +47,18 @@ def add_command(commands) -> None:
     )
     parser.add_argument(
         "model_dir",
-        type=shared.not_empty,
+        type=shared.model_folder,
         metavar="MODEL",
-        help="folder; nothing is written there",
+        help="folder, or `tiny`, the model that ships; nothing is written there",
     )
     shared.add_trust(parser)
     parser.add_argument(
         "--input",
         action="extend",
         nargs="+",
-        required=True,
         type=shared.not_empty,
         metavar="TEXTS",
-        help="files, or folders of files",
+        help="files, or folders of files; of `tiny` the texts that ship with it",
     )
     shared.add_output(parser, "folder to write; nothing may be there", "DIR", required=True)
     for name, default, what in (
@@ -71,7 +73,7 @@ def add_command(commands) -> None:
             help=f"column that holds {what}",
         )
     parser.add_argument(
-        "--against", type=shared.not_empty, metavar="MODEL", help="second model, beside it"
+        "--against", type=shared.model_folder, metavar="MODEL", help="second model, beside it"
     )
     shared.add_step(parser, "checkpoint of a run folder")
     parser.add_argument(
@@ -94,6 +96,14 @@ def add_command(commands) -> None:
         choices=("dropless", "trained"),
         default="dropless",
         help="of experts: dropless drops no token; trained drops as evaluation does "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--factors",
+        type=shared.factors,
+        default=list(FACTORS),
+        metavar="X,X",
+        help="capacity factors at which drops are measured, each by a pass over the texts "
         "(default: %(default)s)",
     )
     parser.add_argument(
@@ -129,7 +139,7 @@ def _write(arguments: argparse.Namespace, reporter) -> dict:
 
     output = require_free(arguments.output)
     columns = chosen("text_column", "label_column", "target_column")
-    texts = read_labelled_texts(arguments.input, **columns)
+    texts = read_labelled_texts(_inputs(arguments), **columns)
     reporter.note(str(texts.account))
     folders = [(arguments.model_dir, arguments.step, arguments.task)]
     if arguments.against is not None:
@@ -145,11 +155,22 @@ def _write(arguments: argparse.Namespace, reporter) -> dict:
                 run_folder=None if is_artifact(model_dir) else model_dir,
                 dropless=arguments.capacity == "dropless",
                 reporter=reporter,
-                **chosen(*NUMBERS, "seed"),
+                **chosen(*NUMBERS, "factors", "seed"),
             )
             atlases.append(atlas)
         report = write_page(folder / "atlas.html", atlases)
     return {"command": "atlas", "page": str(output / "atlas.html")} | report
+
+
+def _inputs(arguments: argparse.Namespace) -> list[str]:
+    """The texts asked for; of a model that ships those beside it."""
+    has_texts = arguments.model_dir == str(folder_of(NAMES[0]))
+    require(
+        arguments.input or has_texts,
+        "--input is missing: files, or folders of files, whose names are labels; texts ship "
+        f"with `{NAMES[0]}` alone",
+    )
+    return arguments.input or [str(TEXTS)]
 
 
 def _names(folders: list[tuple]) -> list[str]:

@@ -19,8 +19,10 @@ from switchx.analysis.atlas import Atlas, Labels
 from switchx.analysis.atlas_page import differences, overview, sections
 from switchx.analysis.atlas_tables import TableFolder, layer_tables, model_tables
 from switchx.analysis.drift import drift
+from switchx.analysis.drops import FEW, Drops, DropsByFactor, prediction_errors
 from switchx.analysis.report import page
 from switchx.analysis.routing import read_snapshots
+from switchx.analysis.slots import setting_of
 from switchx.models.config import RouterConfig, SwitchConfig
 from switchx.routing_record import RecordInfo, RecordWriter, StackRecord, open_record
 from tests.analysis.parsed_page import Parser
@@ -272,6 +274,15 @@ def test_knock_outs_by_a_loop():
         for x in range(2):
             change = change_XR[x, own].sum() / tokens_R[own].sum()
             assert found.change_XK[x, k] == pytest.approx(change)
+            # Of scipy, an interval of a ratio of sums over resampled pairs.
+            ratio = lambda x, y: x.sum() / y.sum()  # noqa: E731
+            pairs = change_XR[x, own], tokens_R[own]
+            ours = found.low_XK[x, k], found.high_XK[x, k]
+            theirs = scipy.stats.bootstrap(
+                pairs, ratio, paired=True, vectorized=False, method="percentile", rng=1
+            ).confidence_interval
+            width = theirs.high - theirs.low
+            np.testing.assert_allclose(ours, theirs, atol=0.15 * width)
     assert found.p_XK[1, 2] == 1 / (1 + atlas.NUM_PERMUTATIONS)
     assert found.p_XK[1, :2].min() > 0.5 and found.p_XK[0].min() > 0.001
     # A t-test of the same two groups, texts of one length, is of one mind.
@@ -303,12 +314,15 @@ def mapped(record, labels, layers):
     loss_R, tokens_R = np.ones(11), np.full(11, 5)
     removed = [("encoder 1", 0), ("decoder 1", 3)]
     (sample,) = read_snapshots(record.path.parent)
+    errors = {2.0: prediction_errors(record, record)}
+    drops = Drops(record, setting_of(record.info, group_size=L))
     return Atlas(
         name="made up",
         labels=labels,
         layers=layers,
         how="as it was made",
         loss_K=np.ones(3),
+        drops=DropsByFactor.of(drops, errors, 1.5, slot_bytes=8),
         knock_outs=atlas.knock_outs(removed, loss_R, loss_R + np.eye(2, 11), tokens_R, labels),
         snapshots=[dataclasses.replace(sample, step=step) for step in (0, 5)],
         text_of=lambda ids: "".join(f"<{each}>" for each in ids),
@@ -320,7 +334,7 @@ def mapped(record, labels, layers):
 def test_page_shows_every_section_offline(record, mapped):
     one = sections([mapped])
     assert [each.title for each in one] == [
-        "Layers", "Labels", "Load", "Experts by label", "Without single experts",
+        "Layers", "Labels", "At a glance", "Load", "Experts by label", "Without single experts",
         "Chosen together", "From expert to expert", "Vocabulary", "Examples",
         "Saturation",
     ]  # fmt: skip
@@ -329,14 +343,26 @@ def test_page_shows_every_section_offline(record, mapped):
     assert [row[1:] for row in table.rows] == [["0.00%", "100.00%"]] * 3
     assert "token: another" in differences("another").text
     parsed = Parser(page("made <up>", {}, one))
-    assert len(parsed.references) == 5  # a picture each
+    assert len(parsed.references) == 6  # a picture each
     assert all(each.startswith("data:image/svg+xml;base64,") for each in parsed.references)
     assert not {"script", "link", "iframe"} & set(parsed.opened)
     assert {"2 of 18 experts", "made <up>"} <= {
-        *re.findall(r"\d+ of \d+ experts", one[4].text), *parsed.texts
+        *re.findall(r"\d+ of \d+ experts", one[5].text), *parsed.texts
     }  # fmt: skip
-    (specialists,) = one[4].tables
+    (specialists,) = one[5].tables
     assert [row[0] for row in specialists.rows] == ["a", "b", "c"]
+
+
+def test_a_share_of_drops_saves_slots(record, mapped):
+    """By a loop over capacities: the first that drops few, and the first that drops none."""
+    drops, found = Drops(record, setting_of(record.info, group_size=L)), mapped.drops
+    slots = np.arange(1, L + 1)  # of an expert in a group; factor 1 has L S / E of them
+    shares = [drops.share(C * E / (L * S)) for C in slots]
+    few, none = (next(C for C in slots if shares[C - 1] <= most) for most in (FEW, 0))
+    assert 1 < few < none and found.saved == pytest.approx(1 - few / none)
+    assert found.saved_bytes == pytest.approx((none - few) * E / L * 8)
+    assert {2.0, 1.5, found.least, found.dropless} <= set(found.factor_P.tolist())
+    assert (np.diff(found.share_PN, axis=0) <= 0).all() and not found.share_PN[-1].any()
 
 
 def test_tables_have_all_that_was_counted(mapped, labels, tmp_path):
@@ -392,7 +418,7 @@ with TableFolder(folder / "tables", "random") as tables:
         layer_tables(tables, layer, labels, piece)
         layers.append(layer.without_tokens())
     atlas = Atlas(
-        "random", labels, layers, "", np.zeros(4), None, [],
+        "random", labels, layers, "", np.zeros(4), "random", None, [],
         lambda ids: " ".join(map(piece, ids)), piece, folder,
     )
     model_tables(tables, atlas)
