@@ -24,7 +24,8 @@ import numpy as np
 from switchx import api
 from switchx.analysis import atlas as statistics
 from switchx.analysis.atlas import Atlas, KnockOuts, Labels, LayerAtlas
-from switchx.analysis.atlas_page import glance_figure, sections, some
+from switchx.analysis.atlas_page import sections, some
+from switchx.analysis.atlas_picture import picture
 from switchx.analysis.atlas_tables import TableFolder, layer_tables, model_tables
 from switchx.analysis.drift import LayerDrift, drift
 from switchx.analysis.drops import Drops, DropsByFactor, prediction_errors
@@ -45,8 +46,6 @@ from switchx.routing_record import RecordWriter, RoutingRecord, open_record
 # Experts that are removed one by one where it is not said how many, and texts that are scored
 # without them.
 MOST_KNOCK_OUTS, KNOCK_OUT_TEXTS = 256, 64
-# Capacity factors at which drops are measured.
-FACTORS = (0.5, 1.0, 1.5, 2.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +76,7 @@ def make_atlas(
     min_tokens: int = 100,
     batch_size: int = 32,
     dropless: bool = True,
-    factors: Sequence[float] = FACTORS,
+    factors: Sequence[float] = (0.5, 1.0, 1.5, 2.0),
     seed: int = 0,
     reporter=None,
 ) -> Atlas:
@@ -287,10 +286,8 @@ def drops_by_factor(
     except ValueError as error:
         return str(error)
     for factor in factors:
-        at_factor = dataclasses.replace(switch, eval_capacity_factor=factor)
-        limited = dataclasses.replace(
-            model, config=dataclasses.replace(config, switch=at_factor)
-        )
+        at = dataclasses.replace(switch, eval_capacity_factor=factor)
+        limited = dataclasses.replace(model, config=dataclasses.replace(config, switch=at))
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "record.parquet"
             with RecordWriter(path, limited.record_info("score", False)) as writer:
@@ -363,7 +360,7 @@ def write_page(path: pathlib.Path, atlases: Sequence[Atlas]) -> dict:
     drifts = _drifts(*atlases) if len(atlases) > 1 else None
     text = page(f"Atlas of {names}", facts, sections(atlases, drifts))
     write_atomically(path, text.encode())
-    write_svg(glance_figure(first), path.with_name("picture.svg"))
+    write_svg(picture(first), path.with_name("picture.svg"))
     return {"models": [_summary(atlas) for atlas in atlases]}
 
 

@@ -19,8 +19,9 @@ from switchx.analysis.atlas import (
     all_experts,
     specialists,
 )
+from switchx.analysis.atlas_picture import FEW_EXPERTS, picture
 from switchx.analysis.drift import LayerDrift
-from switchx.analysis.drops import FEW, DropsByFactor
+from switchx.analysis.drops import FEW
 from switchx.analysis.report import (
     TYPICAL,
     Section,
@@ -35,8 +36,6 @@ from switchx.moe.balance import DEAD_FRACTION, dead_experts, even_shares
 
 # What a page shows, so that it stays below 5 MiB; tables have all.
 MOST_LABELS, MOST_EXPERTS, MOST_ROWS, MOST_MAPS = 24, 64, 2048, 32
-# Removed experts and labels in the picture.
-FEW_EXPERTS, FEW_LABELS = 6, len(plots.MARKERS)
 
 
 def sections(
@@ -162,17 +161,14 @@ def glance(atlas: Atlas) -> Section:
         text = f"There are no drops to predict: {drops}."
     else:
         rows = [
-            {
-                "layer": layer,
-                "factor": f"{factor:g}",
-                "predicted": f"{error.predicted / max(error.choices, 1):.2%}",
-                "measured": f"{error.measured / max(error.choices, 1):.2%}",
-                "choices that differ": f"{error.differing:,} of {error.choices:,}",
+            {"factor": f"{factor:g}"}
+            | {
+                layer: f"{each.predicted_share:.2%} {each.measured_share:.2%} {each.differing}"
+                for layer, each in errors.items()
             }
             for factor, errors in drops.errors.items()
-            for layer, error in errors.items()
         ]
-        tables = [Table.of(rows, title="Drops")]
+        tables = [Table.of(rows, title="Predicted, measured, choices dropped in one alone")]
         text = (
             "Lines: choices that find no slot, predicted from one record without drops. Dots: "
             "the model run at that capacity factor on the same texts. The first Switch layer's "
@@ -184,37 +180,7 @@ def glance(atlas: Atlas) -> Section:
             f" Beside it the {FEW_EXPERTS} experts whose removal changes the loss of a label "
             "most; intervals resample the texts."
         )
-    return Section("At a glance", text, [glance_figure(atlas)], tables)
-
-
-def glance_figure(atlas: Atlas) -> plots.Figure:
-    """The picture of `glance`, which `switchx atlas` also writes as picture.svg."""
-    drops, changes, removed = None, None, atlas.knock_outs
-    if not isinstance(atlas.drops, str):
-        found = atlas.drops
-        share_MN = [
-            [error.measured / max(error.choices, 1) for error in errors.values()]
-            for errors in found.errors.values()
-        ]
-        measured = list(found.errors), np.array(share_MN).reshape(-1, len(found.layers))
-        shaded = found.own, (found.least, found.dropless), _saved(found)
-        drops = found.layers, found.factor_P, found.share_PN, *measured, *shaded
-    if removed is not None:
-        shown = shown_labels(atlas)[:FEW_LABELS]
-        each_XK = [x[:, shown] for x in (removed.change_XK, removed.low_XK, removed.high_XK)]
-        most = np.argsort(-np.abs(each_XK[0]).max(axis=1), kind="stable")[:FEW_EXPERTS]
-        names = [f"{layer}: {e}" for layer, e in (removed.experts[x] for x in most)]
-        labels = [atlas.labels.names[k] for k in shown]
-        changes = names, labels, *(x[most] for x in each_XK)
-    return plots.glance_figure(drops, changes)
-
-
-def _saved(drops: DropsByFactor) -> str:
-    return (
-        f"{FEW:.0%} dropped: {drops.least:.3g}\nnone: {drops.dropless:.3g}\n"
-        f"{drops.saved:.0%} of its slots\nsaved, {drops.saved_bytes:,.0f} bytes\n"
-        "a token and layer"
-    )
+    return Section("At a glance", text, [picture(atlas)], tables)
 
 
 def load(atlas: Atlas) -> Section:

@@ -148,6 +148,17 @@ def model_tables(tables: TableFolder, atlas: Atlas) -> None:
             after=[atlas.text_of(each.after) for each in examples],
             gate=[each.gate for each in examples],
         )
+    if not isinstance(atlas.drops, str):
+        for factor, errors in atlas.drops.errors.items():
+            tables.add(
+                "drops",
+                layer=list(errors),
+                factor=factor,
+                **{
+                    name: [getattr(each, name) for each in errors.values()]
+                    for name in ("choices", "predicted", "measured", "differing")
+                },
+            )
     removed = atlas.knock_outs
     if removed is not None:
         X, K = removed.change_XK.shape

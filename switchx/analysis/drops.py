@@ -183,6 +183,14 @@ class PredictionError:
         return self.predicted + self.measured - 2 * self.both
 
     @property
+    def predicted_share(self) -> float:
+        return self.predicted / max(self.choices, 1)
+
+    @property
+    def measured_share(self) -> float:
+        return self.measured / max(self.choices, 1)
+
+    @property
     def jaccard(self) -> float:
         """Choices dropped in both over those dropped in one; 1 where none is."""
         either = self.predicted + self.measured - self.both
@@ -260,8 +268,7 @@ class DropsByFactor:
     ) -> "DropsByFactor":
         """Predicts by a record's drops, from the least measured factor to `dropless`.
 
-        Args:
-            slot_bytes: bytes of a slot's vector.
+        `slot_bytes` are those of a slot's vector.
         """
         least, dropless = drops.smallest_factor(FEW), drops.smallest_factor(0.0)
         factors = sorted({*errors, least, dropless, own or least})

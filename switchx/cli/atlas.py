@@ -6,7 +6,7 @@ import pathlib
 
 from switchx.cli import arguments as shared
 from switchx.fields import json_text, require
-from switchx.shipped import NAMES, TEXTS, folder_of
+from switchx.shipped import TEXTS, folder_of
 
 DESCRIPTION = """\
 Looks into any sparse model: which experts take which texts, tokens and labels, how it does
@@ -27,7 +27,6 @@ Written are atlas.html, picture.svg (drops by capacity factor, knock-outs by lab
 tables/MODEL/*.parquet, and record_MODEL.parquet, the record of routing (docs/records.md).
 """
 
-FACTORS = (0.5, 1.0, 1.5, 2.0)
 NUMBERS = {
     "knockouts": (
         256,
@@ -101,10 +100,9 @@ def add_command(commands) -> None:
     parser.add_argument(
         "--factors",
         type=shared.factors,
-        default=list(FACTORS),
+        default=[0.5, 1.0, 1.5, 2.0],
         metavar="X,X",
-        help="capacity factors at which drops are measured, each by a pass over the texts "
-        "(default: %(default)s)",
+        help="capacity factors at which drops are measured, a pass each (default: %(default)s)",
     )
     parser.add_argument(
         "--seed",
@@ -122,8 +120,23 @@ def run(arguments: argparse.Namespace) -> int:
     with TerminalReporter(unit="item") as reporter:
         reporter.note("loading JAX and the model")
         report = _write(arguments, reporter)
-    print(json_text(report) if arguments.json else report["page"])
+    print(json_text(report) if arguments.json else "\n".join(_lines(report)))
     return 0
+
+
+def _lines(report: dict):
+    """The page; each label's loss, and what its specialist's removal changes."""
+    yield report["page"]
+    for model in report["models"]:
+        for each in model["labels"]:
+            line = f"{model['name']}, {each['label']}: loss {each['loss']:.3f} nats a token"
+            if "change" in each:
+                low, high = each["interval"]
+                line += (
+                    f"; without expert {each['expert']} of {each['layer']} "
+                    f"{each['change']:+.4f} ({low:+.4f} to {high:+.4f})"
+                )
+            yield line
 
 
 def _write(arguments: argparse.Namespace, reporter) -> dict:
@@ -139,7 +152,12 @@ def _write(arguments: argparse.Namespace, reporter) -> dict:
 
     output = require_free(arguments.output)
     columns = chosen("text_column", "label_column", "target_column")
-    texts = read_labelled_texts(_inputs(arguments), **columns)
+    ships = arguments.model_dir == str(folder_of("tiny"))
+    inputs = arguments.input or [str(TEXTS)] * ships
+    require(
+        inputs, "--input is missing, files or folders of files; texts ship with `tiny` alone"
+    )
+    texts = read_labelled_texts(inputs, **columns)
     reporter.note(str(texts.account))
     folders = [(arguments.model_dir, arguments.step, arguments.task)]
     if arguments.against is not None:
@@ -160,17 +178,6 @@ def _write(arguments: argparse.Namespace, reporter) -> dict:
             atlases.append(atlas)
         report = write_page(folder / "atlas.html", atlases)
     return {"command": "atlas", "page": str(output / "atlas.html")} | report
-
-
-def _inputs(arguments: argparse.Namespace) -> list[str]:
-    """The texts asked for; of a model that ships those beside it."""
-    has_texts = arguments.model_dir == str(folder_of(NAMES[0]))
-    require(
-        arguments.input or has_texts,
-        "--input is missing: files, or folders of files, whose names are labels; texts ship "
-        f"with `{NAMES[0]}` alone",
-    )
-    return arguments.input or [str(TEXTS)]
 
 
 def _names(folders: list[tuple]) -> list[str]:

@@ -10,7 +10,7 @@ import os
 import pathlib
 
 NAMES = ("tiny",)
-# Texts of four labels, a file each, for atlases of it; their sources and licences are beside.
+# Texts of four labels, a file each, for atlases of it: LICENSES.md.
 TEXTS = pathlib.Path(__file__).parent / "texts"
 
 
