@@ -29,27 +29,19 @@ COMMANDS = (
     "switchx atlas tiny --output=atlas",
     "switchx drops atlas/record_tiny.parquet --factors=1,1.5,2 --group_sizes=512",
 )
-# A terminal of this width, and seconds that a command or a cell may take.
-WIDTH, TIMEOUT = 100, 1200
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
 
 
 def picture() -> None:
     """Runs the commands; writes the atlas' picture, and what the terminal said."""
-    console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
+    console = Console(record=True, width=100, file=io.StringIO(), highlight=False)
     with tempfile.TemporaryDirectory() as folder:
         for command in COMMANDS:
             console.print(Text(f"$ {command}", style="bold"))
             program = f'switchx() {{ "{sys.executable}" -m switchx "$@"; }}; {command}'
-            said = subprocess.run(
-                ["bash", "-c", program],
-                cwd=folder,
-                env=os.environ | ENVIRONMENT,
-                stdout=subprocess.PIPE,
-                text=True,
-                check=True,
-                timeout=TIMEOUT,
-            ).stdout
+            said = subprocess.check_output(
+                ["bash", "-c", program], cwd=folder, env=os.environ | ENVIRONMENT, text=True
+            )
             console.print(Text.from_ansi(said.replace(f"{folder}/", "")))
         shutil.copy(pathlib.Path(folder) / "atlas/picture.svg", PICTURE)
     svg = console.export_svg(
@@ -67,11 +59,13 @@ def notebooks() -> None:
     for path in NOTEBOOKS:
         notebook = nbformat.read(path, as_version=4)
         client = nbclient.NotebookClient(
-            notebook, timeout=TIMEOUT, kernel_name="python3", record_timing=False
+            notebook, timeout=1200, kernel_name="python3", record_timing=False
         )
         with tempfile.TemporaryDirectory() as folder:
-            client.execute(cwd=folder, env=os.environ | ENVIRONMENT)
-        nbformat.write(notebook, path)
+            cache = {"XDG_CACHE_HOME": f"{folder}/cache"}
+            client.execute(cwd=folder, env=os.environ | ENVIRONMENT | cache)
+            text = nbformat.writes(notebook).replace(f"{folder}/", "")
+        path.write_text(f"{text}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -269,17 +269,15 @@ def drops_by_factor(
     factors: Sequence[float],
     batch_size: int,
 ) -> DropsByFactor | str:
-    """Predicts drops of a record at capacity factors, and runs the model at some; or says why
-    that cannot be.
-
-    Args:
-        record: record of the rows, in batches of the same size.
-    """
+    """Predicts drops from a record of the rows, and measures some; or says why it cannot."""
     config, switch, router = model.config, model.config.switch, model.config.switch.router
     if router.overflow == "dropless":  # what a capacity would drop
         router = dataclasses.replace(router, overflow="drop")
     switch = dataclasses.replace(switch, router=router, expert_capacity=None)
-    own = None if config.switch.expert_capacity else switch.eval_capacity_factor
+    has_factor = (
+        not config.switch.expert_capacity and config.switch.router.overflow != "dropless"
+    )
+    own = switch.eval_capacity_factor if has_factor else None
     try:
         setting = dataclasses.replace(setting_of(record.info), switch=switch)
         drops, errors = Drops(record, setting), {}

@@ -81,7 +81,7 @@ def test_an_atlas_of_what_ships(in_a_folder, one_device, capsys):
     assert main([*words, "--knockout_texts=4"]) == 0
     page, *lines = capsys.readouterr().out.splitlines()
     assert page == str(in_a_folder / "atlas/atlas.html") and len(lines) == 4
-    assert lines[0].startswith("tiny, code: loss ") and "; without expert " in lines[0]
+    assert lines[0].startswith("tiny, code: loss ") and ", without " in lines[0]
     read = lambda name: pyarrow.parquet.read_table(f"atlas/tables/tiny/{name}.parquet")  # noqa: E731
     first, *others = read("drops").to_pylist()
     assert first["layer"] == "encoder 1" and first["differing"] == 0 < first["measured"]

@@ -170,16 +170,12 @@ def glance(atlas: Atlas) -> Section:
         ]
         tables = [Table.of(rows, title="Predicted, measured, choices dropped in one alone")]
         text = (
-            "Lines: choices that find no slot, predicted from one record without drops. Dots: "
-            "the model run at that capacity factor on the same texts. The first Switch layer's "
-            "are exact; later layers read what is left of tokens dropped before. Shaded: slots "
-            f"that are saved where {FEW:.0%} of all choices may be dropped in place of none."
+            "Lines: choices that find no slot, predicted from one record. Dots: the model run "
+            "at that factor. The first Switch layer's are exact; later layers read what drops "
+            f"before them left. Shaded: slots saved where {FEW:.0%} may be dropped."
         )
     if atlas.knock_outs is not None:
-        text += (
-            f" Beside it the {FEW_EXPERTS} experts whose removal changes the loss of a label "
-            "most; intervals resample the texts."
-        )
+        text += f" Beside it the {FEW_EXPERTS} removals that change a label's loss most."
     return Section("At a glance", text, [picture(atlas)], tables)
 
 

@@ -150,15 +150,11 @@ def model_tables(tables: TableFolder, atlas: Atlas) -> None:
         )
     if not isinstance(atlas.drops, str):
         for factor, errors in atlas.drops.errors.items():
-            tables.add(
-                "drops",
-                layer=list(errors),
-                factor=factor,
-                **{
-                    name: [getattr(each, name) for each in errors.values()]
-                    for name in ("choices", "predicted", "measured", "differing")
-                },
-            )
+            counts = {
+                name: [getattr(each, name) for each in errors.values()]
+                for name in ("choices", "predicted", "measured", "differing")
+            }
+            tables.add("drops", layer=list(errors), factor=factor, **counts)
     removed = atlas.knock_outs
     if removed is not None:
         X, K = removed.change_XK.shape

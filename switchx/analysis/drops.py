@@ -241,7 +241,7 @@ class DropsByFactor:
         layers: names of the Switch layers, N of them.
         factor_P, share_PN: capacity factors, and predicted shares of each layer's choices.
         errors: predicted and measured drops of each layer, by measured factor.
-        own: factor that evaluation has; None where its capacity is a number of slots.
+        own: factor that evaluation has, if it has one.
         least: smallest factor that drops at most `FEW` of all choices.
         dropless: smallest factor that drops none.
         saved: slots of `dropless` less those of `least`, as a share of the former.

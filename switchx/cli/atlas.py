@@ -131,11 +131,9 @@ def _lines(report: dict):
         for each in model["labels"]:
             line = f"{model['name']}, {each['label']}: loss {each['loss']:.3f} nats a token"
             if "change" in each:
+                where = f"{each['layer']}: {each['expert']}"
                 low, high = each["interval"]
-                line += (
-                    f"; without expert {each['expert']} of {each['layer']} "
-                    f"{each['change']:+.4f} ({low:+.4f} to {high:+.4f})"
-                )
+                line += f", without {where} {each['change']:+.4f} ({low:+.4f} to {high:+.4f})"
             yield line
 
 
@@ -152,11 +150,8 @@ def _write(arguments: argparse.Namespace, reporter) -> dict:
 
     output = require_free(arguments.output)
     columns = chosen("text_column", "label_column", "target_column")
-    ships = arguments.model_dir == str(folder_of("tiny"))
-    inputs = arguments.input or [str(TEXTS)] * ships
-    require(
-        inputs, "--input is missing, files or folders of files; texts ship with `tiny` alone"
-    )
+    inputs = arguments.input or [str(TEXTS)] * (arguments.model_dir == str(folder_of("tiny")))
+    require(inputs, "--input is missing (files, folders); texts ship with `tiny` alone")
     texts = read_labelled_texts(inputs, **columns)
     reporter.note(str(texts.account))
     folders = [(arguments.model_dir, arguments.step, arguments.task)]

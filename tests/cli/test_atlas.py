@@ -125,8 +125,7 @@ def test_bad_input_is_named(in_a_folder, capsys):
     assert not list(in_a_folder.glob(".out*"))
     said = refusal(capsys, *words, "--label_column=kind")
     assert "has no 'kind'; its columns are text; name others by" in said
-    said = refusal(capsys, run, "--output=out")
-    assert "--input is missing, files or folders of files" in said
+    assert "--input is missing (files, folders)" in refusal(capsys, run, "--output=out")
     said = refusal(capsys, *words, "--knockouts=many")
     assert "'many' is no whole number of at least 1" in said
 
