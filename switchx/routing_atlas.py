@@ -88,8 +88,8 @@ def make_atlas(
     Args:
         name: name of the model, in tables and on the page.
         run_folder: run folder of the model, whose own samples (`routing/`) give saturation.
-        knockouts: most experts that are removed, each alone: first each label's specialist,
-            then others drawn by the seed; 0 removes none.
+        knockouts: most experts that are removed, each alone: first those that take most more of
+            a label's tokens than of the others', then drawn ones; 0 removes none.
         knockout_texts: most texts of each label that are scored without them.
         max_tokens: largest number of a text's tokens in a row.
         min_tokens: least number of tokens that a label has.
@@ -253,7 +253,7 @@ def _require_tokens(rows: TextRows, labels: Labels, least: int) -> None:
 
 
 def _removed(layers: Sequence[LayerAtlas], most: int, seed: int) -> list[tuple[str, int]]:
-    """Layer and expert of each removal: the labels' specialists and drawn ones."""
+    """Layer and expert of each removal: those that prefer a label most, and drawn ones."""
     every = statistics.all_experts(layers)
     first = list(dict.fromkeys(statistics.specialists(layers)))[:most]
     others = [each for each in every if each not in first]
@@ -371,17 +371,17 @@ def _drifts(one: Atlas, other: Atlas) -> dict[str, LayerDrift] | str:
 
 
 def _summary(atlas: Atlas) -> dict:
-    """The loss of each label, and what its specialist's removal does."""
+    """The loss of each label, and what its specialist's removal does to texts held out."""
     found, removed = [], atlas.knock_outs
-    for k, (layer, expert) in enumerate(statistics.specialists(atlas.layers)):
-        each = {"label": atlas.labels.names[k], "loss": float(atlas.loss_K[k])}
-        if removed is not None and (layer, expert) in removed.experts:
-            x = removed.experts.index((layer, expert))
-            each |= {"layer": layer, "expert": expert}
+    for k, label in enumerate(atlas.labels.names):
+        each = {"label": label, "loss": float(atlas.loss_K[k])}
+        if removed is not None:
+            x, tested = removed.specialist_K[k], removed.held_out
+            each |= zip(("layer", "expert"), removed.experts[x], strict=True)
             each |= {
-                "change": float(removed.change_XK[x, k]),
-                "interval": [float(removed.low_XK[x, k]), float(removed.high_XK[x, k])],
-                "p": float(removed.p_XK[x, k]),
+                "change": float(tested.change_XK[x, k]),
+                "interval": [float(tested.low_XK[x, k]), float(tested.high_XK[x, k])],
+                "p": float(tested.p_XK[x, k]),
             }
         found.append(each)
     return {"name": atlas.name, "labels": found}

@@ -30,8 +30,8 @@ tables/MODEL/*.parquet, and record_MODEL.parquet, the record of routing (docs/re
 NUMBERS = {
     "knockouts": (
         256,
-        "most experts that are removed, each alone: each label's specialist, and "
-        "others drawn; 0 removes none",
+        "most experts that are removed, each alone: those that take most more of a label, and "
+        "drawn ones; 0 removes none",
     ),
     "knockout_texts": (64, "texts of each label that are scored without them"),
     "max_tokens": (512, "tokens of a row; longer texts are several rows"),

@@ -283,7 +283,7 @@ def test_knock_outs_by_a_loop():
             ).confidence_interval
             width = theirs.high - theirs.low
             np.testing.assert_allclose(ours, theirs, atol=0.15 * width)
-    assert found.p_XK[1, 2] == 1 / (1 + atlas.NUM_PERMUTATIONS)
+    assert found.p_XK[1, 2] == 1 / (1 + atlas.NUM_PERMUTATIONS) and found.specialist_K[2] == 1
     assert found.p_XK[1, :2].min() > 0.5 and found.p_XK[0].min() > 0.001
     # A t-test of the same two groups, texts of one length, is of one mind.
     even = np.where(tokens_R > 0, 5, 0)
@@ -293,6 +293,23 @@ def test_knock_outs_by_a_loop():
         sample = change_XR[0, even > 0]
         test = scipy.stats.ttest_ind(sample[is_own], sample[~is_own], alternative="greater")
         assert p[k] == pytest.approx(test.pvalue, abs=0.05)
+
+
+def test_specialists_are_tested_on_texts_that_did_not_find_them(monkeypatch):
+    """Where no expert is special, p-values are uniform though the most special is chosen."""
+    monkeypatch.setattr(atlas, "NUM_PERMUTATIONS", 99)
+    monkeypatch.setattr(atlas, "NUM_RESAMPLES", 1)
+    labels, tokens_R = Labels(("a", "b"), np.arange(40) % 2, np.arange(40)), np.full(40, 5)
+    removed, found, chosen = [("encoder 1", e) for e in range(8)], [], []
+    for seed in range(60):
+        loss_XR = np.random.default_rng(seed).normal(size=(8, 40))
+        all_texts = atlas.knock_outs(removed, np.zeros(40), loss_XR, tokens_R, labels, seed)
+        x, held_out = all_texts.specialist_K[0], all_texts.held_out
+        assert held_out.texts_K.tolist() == [10, 10]
+        found.append(held_out.p_XK[x, 0])
+        chosen.append(all_texts.p_XK[x, 0])
+    assert scipy.stats.kstest(found, "uniform").pvalue > 0.01
+    assert scipy.stats.kstest(chosen, "uniform").pvalue < 1e-6
 
 
 def test_the_specialist_takes_most_more_of_its_label(layers):
@@ -334,7 +351,7 @@ def mapped(record, labels, layers):
 def test_page_shows_every_section_offline(record, mapped):
     one = sections([mapped])
     assert [each.title for each in one] == [
-        "Layers", "Labels", "At a glance", "Load", "Experts by label", "Without single experts",
+        "Layers", "Labels", "At a glance", "Experts by label", "Without single experts",
         "Chosen together", "From expert to expert", "Vocabulary", "Examples",
         "Saturation",
     ]  # fmt: skip
@@ -347,9 +364,9 @@ def test_page_shows_every_section_offline(record, mapped):
     assert all(each.startswith("data:image/svg+xml;base64,") for each in parsed.references)
     assert not {"script", "link", "iframe"} & set(parsed.opened)
     assert {"2 of 18 experts", "made <up>"} <= {
-        *re.findall(r"\d+ of \d+ experts", one[5].text), *parsed.texts
+        *re.findall(r"\d+ of \d+ experts", one[4].text), *parsed.texts
     }  # fmt: skip
-    (specialists,) = one[5].tables
+    (specialists,) = one[4].tables
     assert [row[0] for row in specialists.rows] == ["a", "b", "c"]
 
 

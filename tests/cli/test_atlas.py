@@ -60,7 +60,12 @@ def test_a_run_beside_its_int4(in_a_folder, one_device, capsys):
     assert report["page"] == str(folder / "atlas.html")
     text = (folder / "atlas.html").read_text()
     assert "http" not in re.sub(r"base64,[^\"]*", "", text) and len(text) < 5 * 2**20
-    for title in ("Atlas of run and int4", "Choices that differ", "Load: run", "Load: int4"):
+    for title in (
+        "Atlas of run and int4",
+        "Choices that differ",
+        "Vocabulary: run",
+        "Vocabulary: int4",
+    ):
         assert title in text
     run, int4 = (folder / "tables" / name for name in ("run", "int4"))
     for name in ("layers", "experts", "labels", "vocabulary", "examples", "knockouts"):
