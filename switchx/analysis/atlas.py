@@ -89,7 +89,8 @@ class Labels:
         for _ in range(NUM_RESAMPLES):
             times_R = np.zeros(len(self.label_R))
             for own in (np.flatnonzero(self.label_R == k) for k in range(len(self.names))):
-                times_R[own] = rng.multinomial(len(own), np.full(len(own), 1 / len(own)))
+                drawn = rng.integers(max(len(own), 1), size=len(own))
+                times_R[own] = np.bincount(drawn, minlength=len(own))
             yield self.by_label(value_RX * times_R[:, None])
 
 
