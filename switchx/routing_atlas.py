@@ -255,7 +255,7 @@ def _require_tokens(rows: TextRows, labels: Labels, least: int) -> None:
 def _removed(layers: Sequence[LayerAtlas], most: int, seed: int) -> list[tuple[str, int]]:
     """Layer and expert of each removal: those that prefer a label most, and drawn ones."""
     every = statistics.all_experts(layers)
-    first = list(dict.fromkeys(statistics.specialists(layers)))[:most]
+    first = list(dict.fromkeys(statistics.largest_takers(layers)))[:most]
     others = [each for each in every if each not in first]
     drawn = np.random.default_rng(seed).permutation(len(others))[: most - len(first)]
     chosen = {*first, *(others[i] for i in drawn)}

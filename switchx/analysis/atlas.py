@@ -491,7 +491,7 @@ def all_experts(layers: Sequence[LayerAtlas]) -> list[tuple[str, int]]:
     return [(layer.layer, e) for layer in layers for e in range(layer.num_experts)]
 
 
-def specialists(layers: Sequence[LayerAtlas]) -> list[tuple[str, int]]:
+def largest_takers(layers: Sequence[LayerAtlas]) -> list[tuple[str, int]]:
     """For each label the expert, of any layer, that takes most more of the label's tokens than
     of the others': the largest N(e, label) / N(label) - N(e, others) / N(others)."""
     excess = []

@@ -312,8 +312,8 @@ def test_specialists_are_tested_on_texts_that_did_not_find_them(monkeypatch):
     assert scipy.stats.kstest(chosen, "uniform").pvalue < 1e-6
 
 
-def test_the_specialist_takes_most_more_of_its_label(layers):
-    for k, (name, e) in enumerate(atlas.specialists(layers)):
+def test_the_largest_taker_takes_most_more_of_its_label(layers):
+    for k, (name, e) in enumerate(atlas.largest_takers(layers)):
         excess = {}
         for layer in layers:
             own = layer.specialization
