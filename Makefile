@@ -28,7 +28,8 @@ BIN := $(VENV)/bin
 MALLOC := glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=100000000000$\
 	:glibc.malloc.trim_threshold=100000000000:glibc.malloc.arena_max=1
 
-.PHONY: help train tiny test test-all test-aot promises scale experiments size lint clean
+.PHONY: help train tiny picture notebooks test test-all test-aot promises scale experiments size \
+	lint clean
 
 help:
 	@echo 'make train     pretrain a small Switch T5 on real text (MODEL_DIR=$(MODEL_DIR))'
@@ -38,6 +39,8 @@ help:
 	@echo 'make promises  what holds or does not: value, bound (ARGS="NAME ... --json"), an hour'
 	@echo 'make scale     docs/scale.md: the Switch models compiled for pods again (an hour)'
 	@echo 'make experiments EXPERIMENT=NAME DATA=FOLDER  one of experiments/, hours'
+	@echo 'make picture   what README.md shows of the model that ships, made anew (4 minutes)'
+	@echo 'make notebooks both notebooks of experiments/first_steps, run, with outputs'
 	@echo 'make size      Python lines by folder, against a committed budget'
 	@echo 'make lint      ruff: errors and formatting'
 	@echo 'make clean     remove $(VENV), builds and caches; run folders stay'
@@ -50,6 +53,12 @@ tiny: $(VENV)/.installed
 	$(BIN)/switchx train --gin_file=configs/runs/pretrain_shipped.gin --model_dir=runs/shipped
 	rm -rf switchx/shipped/tiny
 	$(BIN)/switchx quantize --model_dir=runs/shipped --output=switchx/shipped/tiny --bits=4 --rest=bfloat16
+
+picture: $(VENV)/.installed
+	$(BIN)/python -m experiments.first_screen picture
+
+notebooks: $(VENV)/.installed-notebooks
+	$(BIN)/python -m experiments.first_screen notebooks
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow and not aot" $(ARGS)

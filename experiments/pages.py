@@ -26,7 +26,7 @@ PICTURE = "experts.svg"
 # Folders that claim nothing.
 NO_CLAIM = {
     "accelerator": "measurements of cards: no claim",
-    "first_steps": "a notebook: no claim",
+    "first_steps": "notebooks: no claim",
 }
 EFFECT = "effect (a 95% interval, unless it says a range)"
 VERDICTS = ("reproduced", "not reproduced", "undecided", "reported", "exploratory")

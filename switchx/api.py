@@ -129,7 +129,8 @@ class Model:
 
     @property
     def num_params(self) -> int:
-        return num_elements(self.params)
+        """Parameters of the configuration; two of int4 share a byte, and count as two."""
+        return num_elements(abstract_params(self.config))
 
     def logits(self, encoder_tokens=None, decoder_tokens=None, *, dropless: bool = False):
         """Logits `[B, L, V]` of every decoder position, as `switchx eval` computes them.

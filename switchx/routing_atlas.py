@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The atlas of a model on labelled texts: one pass that records, knock-outs, and what follows.
+"""The atlas of a model on labelled texts: a pass that records, capacities, and knock-outs.
 
     texts = read_labelled_texts(["code.txt", "prose.txt"])
     atlas = make_atlas(switchx.load("runs/mine"), texts, "folder", name="mine")
@@ -12,20 +12,27 @@ model reads the row alone.
 Dims: R texts, K labels, B rows, X removed experts
 """
 
+import collections
 import dataclasses
 import pathlib
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from switchx import api
 from switchx.analysis import atlas as statistics
 from switchx.analysis.atlas import Atlas, KnockOuts, Labels, LayerAtlas
 from switchx.analysis.atlas_page import sections, some
+from switchx.analysis.atlas_picture import picture
 from switchx.analysis.atlas_tables import TableFolder, layer_tables, model_tables
 from switchx.analysis.drift import LayerDrift, drift
+from switchx.analysis.drops import Drops, DropsByFactor, prediction_errors
+from switchx.analysis.plots import write_svg
 from switchx.analysis.report import page
 from switchx.analysis.routing import Snapshot, comparable, read_snapshots
+from switchx.analysis.slots import setting_of
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.labelled_texts import LabelledTexts
 from switchx.data.objectives import SpanCorruption
@@ -34,7 +41,7 @@ from switchx.files import write_atomically
 from switchx.models.config import require_one_task
 from switchx.models.knock_out import with_logit_biases, without_each
 from switchx.progress import SilentReporter
-from switchx.routing_record import RecordWriter, open_record
+from switchx.routing_record import RecordWriter, RoutingRecord, open_record
 
 # Experts that are removed one by one where it is not said how many, and texts that are scored
 # without them.
@@ -69,24 +76,27 @@ def make_atlas(
     min_tokens: int = 100,
     batch_size: int = 32,
     dropless: bool = True,
+    factors: Sequence[float] = (0.5, 1.0, 1.5, 2.0),
     seed: int = 0,
     reporter=None,
 ) -> Atlas:
-    """Records the routing of all texts and counts it; then scores without single experts.
+    """Records the routing of all texts and counts it; then scores at other capacities, and
+    without single experts.
 
     Writes `record_NAME.parquet` and `tables/NAME/*.parquet` into the folder.
 
     Args:
         name: name of the model, in tables and on the page.
         run_folder: run folder of the model, whose own samples (`routing/`) give saturation.
-        knockouts: most experts that are removed, each alone: first each label's specialist,
-            then others drawn by the seed; 0 removes none.
+        knockouts: most experts that are removed, each alone: first those that take most more of
+            a label's tokens than of the others', then drawn ones; 0 removes none.
         knockout_texts: most texts of each label that are scored without them.
         max_tokens: largest number of a text's tokens in a row.
         min_tokens: least number of tokens that a label has.
         batch_size: largest number of rows at once.
         dropless: whether no token is dropped; else experts have the capacity of evaluation.
-        seed: seed of masked spans, permutations, shuffles and draws.
+        factors: capacity factors at which drops are measured, each by a pass over the texts.
+        seed: seed of masked spans, permutations, shuffles, resamples and draws.
         reporter: a `Reporter` of `switchx/progress.py`, or None.
 
     Raises:
@@ -118,6 +128,8 @@ def make_atlas(
             layer_tables(tables, layer, labels, piece)
             layers.append(layer.without_tokens())
             reporter.note(f"{layer.layer}: counted")
+        reporter.note(f"measuring drops at {', '.join(f'{each:g}' for each in factors)}")
+        dropped = drops_by_factor(model, rows, record, factors, batch_size)
         if knockouts:
             experts = _removed(layers, knockouts, seed)
             reporter.note(f"scoring without single experts, {len(experts)} of them")
@@ -134,6 +146,7 @@ def make_atlas(
             layers=layers,
             how=rows.how,
             loss_K=loss_K / np.maximum(tokens_K, 1),
+            drops=dropped,
             knock_outs=removed,
             snapshots=[] if run_folder is None else _snapshots(run_folder),
             text_of=model.vocabulary.decode,
@@ -240,13 +253,47 @@ def _require_tokens(rows: TextRows, labels: Labels, least: int) -> None:
 
 
 def _removed(layers: Sequence[LayerAtlas], most: int, seed: int) -> list[tuple[str, int]]:
-    """Layer and expert of each removal: the labels' specialists and drawn ones."""
+    """Layer and expert of each removal: those that prefer a label most, and drawn ones."""
     every = statistics.all_experts(layers)
-    first = list(dict.fromkeys(statistics.specialists(layers)))[:most]
+    first = list(dict.fromkeys(statistics.largest_takers(layers)))[:most]
     others = [each for each in every if each not in first]
     drawn = np.random.default_rng(seed).permutation(len(others))[: most - len(first)]
     chosen = {*first, *(others[i] for i in drawn)}
     return [each for each in every if each in chosen]
+
+
+def drops_by_factor(
+    model: api.Model,
+    rows: TextRows,
+    record: RoutingRecord,
+    factors: Sequence[float],
+    batch_size: int,
+) -> DropsByFactor | str:
+    """Predicts drops from a record of the rows, and measures some; or says why it cannot."""
+    config, switch, router = model.config, model.config.switch, model.config.switch.router
+    if router.overflow == "dropless":  # what a capacity would drop
+        router = dataclasses.replace(router, overflow="drop")
+    switch = dataclasses.replace(switch, router=router, expert_capacity=None)
+    has_factor = (
+        not config.switch.expert_capacity and config.switch.router.overflow != "dropless"
+    )
+    own = switch.eval_capacity_factor if has_factor else None
+    try:
+        setting = dataclasses.replace(setting_of(record.info), switch=switch)
+        drops, errors = Drops(record, setting), {}
+    except ValueError as error:
+        return str(error)
+    for factor in factors:
+        at = dataclasses.replace(switch, eval_capacity_factor=factor)
+        limited = dataclasses.replace(model, config=dataclasses.replace(config, switch=at))
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "record.parquet"
+            with RecordWriter(path, limited.record_info("score", False)) as writer:
+                scorer = limited.scorer(batch_size=batch_size, dropless=False, record=writer)
+                collections.deque(scorer(rows.pairs), maxlen=0)
+            errors[factor] = prediction_errors(record, open_record(path))
+    slot_bytes = config.d_model * jnp.dtype(config.precision.compute).itemsize
+    return DropsByFactor.of(drops, errors, own, slot_bytes)
 
 
 def remove_experts(
@@ -297,7 +344,11 @@ def _snapshots(run_folder: str) -> list[Snapshot]:
 
 
 def write_page(path: pathlib.Path, atlases: Sequence[Atlas]) -> dict:
-    """Writes the HTML page of one model, or of two; returns the numbers that sum it up."""
+    """Writes the page of one model, or of two, and beside it the first one's picture.svg.
+
+    Returns:
+        The numbers that sum it up.
+    """
     names, first = " and ".join(atlas.name for atlas in atlases), atlases[0]
     facts = {
         "model": names,
@@ -307,6 +358,7 @@ def write_page(path: pathlib.Path, atlases: Sequence[Atlas]) -> dict:
     drifts = _drifts(*atlases) if len(atlases) > 1 else None
     text = page(f"Atlas of {names}", facts, sections(atlases, drifts))
     write_atomically(path, text.encode())
+    write_svg(picture(first), path.with_name("picture.svg"))
     return {"models": [_summary(atlas) for atlas in atlases]}
 
 
@@ -319,16 +371,17 @@ def _drifts(one: Atlas, other: Atlas) -> dict[str, LayerDrift] | str:
 
 
 def _summary(atlas: Atlas) -> dict:
-    """The loss of each label, and what its specialist's removal does."""
+    """The loss of each label, and what its specialist's removal does to texts held out."""
     found, removed = [], atlas.knock_outs
-    for k, (layer, expert) in enumerate(statistics.specialists(atlas.layers)):
-        each = {"label": atlas.labels.names[k], "loss": float(atlas.loss_K[k])}
-        if removed is not None and (layer, expert) in removed.experts:
-            x = removed.experts.index((layer, expert))
-            each |= {"layer": layer, "expert": expert}
+    for k, label in enumerate(atlas.labels.names):
+        each = {"label": label, "loss": float(atlas.loss_K[k])}
+        if removed is not None:
+            x, tested = removed.specialist_K[k], removed.held_out
+            each |= zip(("layer", "expert"), removed.experts[x], strict=True)
             each |= {
-                "change": float(removed.change_XK[x, k]),
-                "p": float(removed.p_XK[x, k]),
+                "change": float(tested.change_XK[x, k]),
+                "interval": [float(tested.low_XK[x, k]), float(tested.high_XK[x, k])],
+                "p": float(tested.p_XK[x, k]),
             }
         found.append(each)
     return {"name": atlas.name, "labels": found}

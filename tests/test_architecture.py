@@ -94,7 +94,9 @@ ONLY_IN = {
         "switchx/bench/peers/layers.py",
     ),
     "gin": ("switchx/gin_config/",),
-    "matplotlib": ("switchx/analysis/plots.py", "switchx/analysis/comparison_plots.py"),
+    "matplotlib": tuple(
+        f"switchx/analysis/{name}.py" for name in ("plots", "comparison_plots", "atlas_picture")
+    ),
     "tensorflow_datasets": ("switchx/data/",),
     "tensorflow": (),
     "torch": ("switchx/bench/peers/torch_peer.py",),

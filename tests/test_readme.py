@@ -119,6 +119,10 @@ TESTED_ELSEWHERE = {
     "switchx atlas runs/pretrain_tiny --input code.txt prose.txt --output=atlas": (
         "tests/cli/test_atlas.py::test_a_run_beside_its_int4"
     ),
+    "switchx atlas models/switch-base-8 --input code.txt prose.txt --output=atlas": (
+        "tests/cli/test_atlas.py::test_a_converted_switch_folder"
+    ),
+    "switchx atlas tiny --output=atlas": ("tests/test_shipped.py::test_an_atlas_of_what_ships"),
     "switchx check accelerator --rehearsal --output=runs/rehearsal": (
         "tests/cli/test_check_accelerator.py::test_a_whole_rehearsal"
     ),

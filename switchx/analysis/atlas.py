@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from switchx.analysis.drops import DropsByFactor
 from switchx.analysis.routing import (
     Snapshot,
     TokenCounts,
@@ -31,6 +32,7 @@ from switchx.fields import require
 from switchx.routing_record import RoutingRecord
 
 NUM_PERMUTATIONS = 1000
+NUM_RESAMPLES = 1000
 # Token ids that are seen less often tell nothing of a vocabulary.
 LEAST_TIMES = 10
 NUM_TYPICAL_TOKENS = 8
@@ -72,6 +74,24 @@ class Labels:
         rng = np.random.default_rng(seed)
         for _ in range(num):
             yield _sums(value_RX, rng.permutation(self.label_R), len(self.names))
+
+    def half(self, is_used_R: np.ndarray, seed: int) -> np.ndarray:
+        """Whether each used text is in a random half of those of its label."""
+        rng, is_first_R = np.random.default_rng(seed), np.zeros(len(self.label_R), bool)
+        for k in range(len(self.names)):
+            own = np.flatnonzero(is_used_R & (self.label_R == k))
+            is_first_R[rng.permutation(own)[::2]] = True
+        return is_first_R
+
+    def resampled(self, value_RX: np.ndarray, seed: int) -> Iterator[np.ndarray]:
+        """`by_label` of texts drawn with replacement, as many of each label as there are."""
+        rng = np.random.default_rng(seed)
+        for _ in range(NUM_RESAMPLES):
+            times_R = np.zeros(len(self.label_R))
+            for own in (np.flatnonzero(self.label_R == k) for k in range(len(self.names))):
+                drawn = rng.integers(max(len(own), 1), size=len(own))
+                times_R[own] = np.bincount(drawn, minlength=len(own))
+            yield self.by_label(value_RX * times_R[:, None])
 
 
 def _sums(value_RX: np.ndarray, label_R: np.ndarray, num_labels: int) -> np.ndarray:
@@ -381,17 +401,26 @@ class KnockOuts:
         experts: Switch layer and number of each removed expert.
         loss_K: nats a target token of each label, nothing removed.
         change_XK: loss without the expert less `loss_K`.
+        low_XK, high_XK: ends of the change's 95% interval: percentiles of the bootstrap that
+            resamples the label's texts.
         p_XK: share of permutations of the labels among texts for which the label's change
             exceeds that of all others by as much; NaN where there is one label.
         tokens_K, texts_K: target tokens and texts of each label.
+        specialist_K: number, among `experts`, of the removal that hurts a label most more than
+            the others, found on half of its texts.
+        held_out: knock-outs on the other half; None in a half.
     """
 
     experts: list[tuple[str, int]]
     loss_K: np.ndarray
     change_XK: np.ndarray
+    low_XK: np.ndarray
+    high_XK: np.ndarray
     p_XK: np.ndarray
     tokens_K: np.ndarray
     texts_K: np.ndarray
+    specialist_K: np.ndarray
+    held_out: "KnockOuts | None"
 
 
 def knock_outs(
@@ -401,15 +430,24 @@ def knock_outs(
     tokens_R: np.ndarray,
     labels: Labels,
     seed: int = 0,
+    has_halves: bool = True,
 ) -> KnockOuts:
-    """Changes of loss by label, and how they compare with permuted labels.
+    """Changes of loss by label, how sure they are, and how they compare with permuted labels.
 
     Args:
         experts: Switch layer and number of each removed expert.
         loss_R, loss_XR: sums of the negative log-likelihoods of each text's target tokens, in
             nats, with all experts and without one.
         tokens_R: target tokens of each text; 0 leaves it out.
+        has_halves: whether specialists are found on one half of the texts, tested on the other.
     """
+    finding, held_out = None, None
+    if has_halves:
+        is_first_R, losses = labels.half(tokens_R > 0, seed), (loss_R, loss_XR)
+        finding, held_out = (
+            knock_outs(experts, *losses, tokens_R * is_in_R, labels, seed, has_halves=False)
+            for is_in_R in (is_first_R, ~is_first_R)
+        )
     is_used_R = tokens_R > 0
     labels = dataclasses.replace(labels, label_R=labels.label_R[is_used_R])
     value_RX = np.column_stack([np.transpose(loss_XR - loss_R), loss_R, tokens_R])[is_used_R]
@@ -430,14 +468,21 @@ def knock_outs(
             for sums_KX in labels.permuted(value_RX, NUM_PERMUTATIONS, seed)
         )
         p_KX = (1 + num_as_large_KX[:, :-1]) / (1 + NUM_PERMUTATIONS)
+    resampled = [means(sums_KX)[:, :-1] for sums_KX in labels.resampled(value_RX, seed)]
+    low_KX, high_KX = np.quantile(resampled, (0.025, 0.975), axis=0)
     *change_XK, loss_K = means(observed_KX).T
+    found_K = np.argmax(excess(observed_KX)[:, :-1], axis=1)
     return KnockOuts(
         list(experts),
         loss_K,
         np.array(change_XK),
+        low_KX.T,
+        high_KX.T,
         p_KX.T,
         observed_KX[:, -1].astype(np.int64),
         labels.texts_K,
+        found_K if finding is None else finding.specialist_K,
+        held_out,
     )
 
 
@@ -446,7 +491,7 @@ def all_experts(layers: Sequence[LayerAtlas]) -> list[tuple[str, int]]:
     return [(layer.layer, e) for layer in layers for e in range(layer.num_experts)]
 
 
-def specialists(layers: Sequence[LayerAtlas]) -> list[tuple[str, int]]:
+def largest_takers(layers: Sequence[LayerAtlas]) -> list[tuple[str, int]]:
     """For each label the expert, of any layer, that takes most more of the label's tokens than
     of the others': the largest N(e, label) / N(label) - N(e, others) / N(others)."""
     excess = []
@@ -468,6 +513,7 @@ class Atlas:
         layers: Switch layers, without the counts of all token ids.
         how: what the stacks read.
         loss_K: nats a target token, by label.
+        drops: dropped shares by capacity factor, predicted and measured; or why there are none.
         knock_outs: losses without single experts; None where none was removed.
         snapshots: samples of the same tokens that the run recorded, by step.
         text_of, piece_of: text of a list of token ids, and of one.
@@ -479,6 +525,7 @@ class Atlas:
     layers: Sequence[LayerAtlas]
     how: str
     loss_K: np.ndarray
+    drops: DropsByFactor | str
     knock_outs: KnockOuts | None
     snapshots: Sequence[Snapshot]
     text_of: Callable[[list[int]], str]

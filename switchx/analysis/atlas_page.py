@@ -17,9 +17,10 @@ from switchx.analysis.atlas import (
     Atlas,
     LayerAtlas,
     all_experts,
-    specialists,
 )
+from switchx.analysis.atlas_picture import FEW_EXPERTS, picture
 from switchx.analysis.drift import LayerDrift
+from switchx.analysis.drops import FEW
 from switchx.analysis.report import (
     TYPICAL,
     Section,
@@ -50,7 +51,7 @@ def sections(
     if drifts is not None:
         found.append(differences(drifts))
     of_one = (
-        *(load, specialization, knock_outs, coactivation, transition, vocabulary, examples),
+        *(glance, specialization, knock_outs, coactivation, transition, vocabulary, examples),
         saturation,
     )
     for section in of_one:
@@ -143,19 +144,29 @@ def differences(drifts: Mapping[str, LayerDrift] | str) -> Section:
     )
 
 
-def load(atlas: Atlas) -> Section:
-    """Loads of experts, the busiest first."""
-    rows = []
-    for layer in atlas.layers:
-        even_E = even_shares(layer.load_E)
-        busiest = np.argsort(-even_E, kind="stable")[:MOST_EXPERTS].tolist()
-        loads = "\n".join(f"{e}: {even_E[e]:.2f}" for e in busiest)
-        rows.append({"layer": layer.layer, "expert: load": loads})
-    return Section(
-        "Load",
-        f"Experts in the order of their load, in even shares.{_cut(atlas, MOST_EXPERTS)}",
-        tables=[Table.of(rows, codes=("expert: load",))],
-    )
+def glance(atlas: Atlas) -> Section:
+    """The section with the picture: drops by capacity factor, and knock-outs by label."""
+    drops, tables = atlas.drops, []
+    if isinstance(drops, str):
+        text = f"There are no drops to predict: {drops}."
+    else:
+        rows = [
+            {"factor": f"{factor:g}"}
+            | {
+                layer: f"{each.predicted_share:.2%} {each.measured_share:.2%} {each.differing}"
+                for layer, each in errors.items()
+            }
+            for factor, errors in drops.errors.items()
+        ]
+        tables = [Table.of(rows, title="Predicted, measured, choices dropped in one alone")]
+        text = (
+            "Lines: choices that find no slot, predicted from one record. Dots: the model run "
+            "at that factor. The first Switch layer's are exact; later layers read what drops "
+            f"before them left. Shaded: slots saved where {FEW:.0%} may be dropped."
+        )
+    if atlas.knock_outs is not None:
+        text += f" Beside it the {FEW_EXPERTS} removals that change a label's loss most."
+    return Section("At a glance", text, [picture(atlas)], tables)
 
 
 def specialization(atlas: Atlas) -> Section:
@@ -194,8 +205,8 @@ def knock_outs(atlas: Atlas) -> Section:
     names = [each.layer for each in _mapped(atlas) if each.layer in changes]
     num_all = len(all_experts(atlas.layers))
     drawn = (
-        " Grey experts were not removed: each label's specialist was, and others were drawn."
-        * (len(removed.experts) < num_all)
+        " Grey experts were not removed: those that take most more of a label's tokens than of "
+        "the others' were, and drawn ones." * (len(removed.experts) < num_all)
     )
     return Section(
         title,
@@ -203,10 +214,11 @@ def knock_outs(atlas: Atlas) -> Section:
         "masked, and its tokens choose among the others, whose probabilities add up to 1. "
         f"{len(removed.experts)} of {num_all} experts, each alone, on "
         f"{int(removed.texts_K.sum()):,} texts.{drawn} White: no change, or a lower loss "
-        "without it. The table has each label's specialist, the expert that takes most more of "
-        "its tokens than of the others'; p is the share of "
-        f"{NUM_PERMUTATIONS} permutations of the labels among texts for which the label's "
-        f"change exceeds the others' by as much.{_maps_cut(atlas)}",
+        "without it. The table has each label's specialist: the removal that hurts it most "
+        "more than the others, found on half of the texts; its changes on the other half, "
+        f"intervals of resampled texts, and p: the share of {NUM_PERMUTATIONS} permutations of "
+        "the labels for which the label's change exceeds the others' by as much."
+        f"{_maps_cut(atlas)}",
         [
             plots.knock_out_figure(
                 [changes[name] for name in names],
@@ -219,26 +231,23 @@ def knock_outs(atlas: Atlas) -> Section:
 
 
 def _specialists(atlas: Atlas) -> Table:
-    removed, rows = atlas.knock_outs, []
+    removed, tested, rows = atlas.knock_outs, atlas.knock_outs.held_out, []
     layers = {layer.layer: layer for layer in atlas.layers}
-    for k, (name, e) in enumerate(specialists(atlas.layers)):
-        layer, change, others, p = layers[name], "not removed", "", ""
-        if (name, e) in removed.experts:
-            x = removed.experts.index((name, e))
-            tokens_K = np.where(np.arange(len(removed.tokens_K)) == k, 0, removed.tokens_K)
-            change = f"{removed.change_XK[x, k]:+.4f}"
-            others = f"{removed.change_XK[x] @ tokens_K / max(tokens_K.sum(), 1):+.4f}"
-            p = _p(removed.p_XK[x, k], atlas)
+    for k, x in enumerate(removed.specialist_K):
+        name, e = removed.experts[x]
+        tokens_K = np.where(np.arange(len(tested.tokens_K)) == k, 0, tested.tokens_K)
+        others = tested.change_XK[x] @ tokens_K / max(tokens_K.sum(), 1)
         rows.append(
             {
                 "label": atlas.labels.names[k],
                 "layer": name,
                 "expert": e,
-                "of its tokens": f"{layer.specialization.share_EK[e, k]:.1%}",
-                "of all tokens": f"{layer.load_E[e] / layer.num_tokens:.1%}",
-                "change of its loss": change,
-                "of the others'": others,
-                "p": p,
+                "of its tokens": f"{layers[name].specialization.share_EK[e, k]:.1%}",
+                "of all tokens": f"{layers[name].load_E[e] / layers[name].num_tokens:.1%}",
+                "change of its loss": f"{tested.change_XK[x, k]:+.4f}",
+                "95% interval": f"{tested.low_XK[x, k]:+.4f} to {tested.high_XK[x, k]:+.4f}",
+                "of the others'": f"{others:+.4f}",
+                "p": _p(tested.p_XK[x, k], atlas),
             }
         )
     return Table.of(rows)
@@ -333,10 +342,10 @@ def _maps_cut(atlas: Atlas) -> str:
     return f" Maps of {MOST_MAPS} of {len(atlas.layers)} layers; tables/ has all."
 
 
-def _cut(atlas: Atlas, most: int | None = None) -> str:
+def _cut(atlas: Atlas) -> str:
     """Says where not all experts are shown."""
     layer = atlas.layers[0]
-    shown = most or len(shown_experts(atlas, layer))
+    shown = len(shown_experts(atlas, layer))
     if shown >= layer.num_experts:
         return ""
     return f" The {shown} busiest of {layer.num_experts}; tables/ has all."

@@ -148,6 +148,13 @@ def model_tables(tables: TableFolder, atlas: Atlas) -> None:
             after=[atlas.text_of(each.after) for each in examples],
             gate=[each.gate for each in examples],
         )
+    if not isinstance(atlas.drops, str):
+        for factor, errors in atlas.drops.errors.items():
+            counts = {
+                name: [getattr(each, name) for each in errors.values()]
+                for name in ("choices", "predicted", "measured", "differing")
+            }
+            tables.add("drops", layer=list(errors), factor=factor, **counts)
     removed = atlas.knock_outs
     if removed is not None:
         X, K = removed.change_XK.shape
@@ -161,6 +168,8 @@ def model_tables(tables: TableFolder, atlas: Atlas) -> None:
             texts=np.tile(removed.texts_K, X),
             loss=np.tile(removed.loss_K, X),
             change=removed.change_XK.reshape(-1),
+            change_low=removed.low_XK.reshape(-1),
+            change_high=removed.high_XK.reshape(-1),
             p=removed.p_XK.reshape(-1),
         )
     if len(atlas.snapshots) > 1:

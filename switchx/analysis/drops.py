@@ -183,6 +183,14 @@ class PredictionError:
         return self.predicted + self.measured - 2 * self.both
 
     @property
+    def predicted_share(self) -> float:
+        return self.predicted / max(self.choices, 1)
+
+    @property
+    def measured_share(self) -> float:
+        return self.measured / max(self.choices, 1)
+
+    @property
     def jaccard(self) -> float:
         """Choices dropped in both over those dropped in one; 1 where none is."""
         either = self.predicted + self.measured - self.both
@@ -218,6 +226,66 @@ def prediction_errors(
             error.measured += int(m_PS.sum())
             error.both += int((p_PS & m_PS).sum())
     return found
+
+
+# Drops that are few, for which a capacity is looked for.
+FEW = 0.01
+NUM_PREDICTED = 41
+
+
+@dataclasses.dataclass(frozen=True)
+class DropsByFactor:
+    """A model's drops by capacity factor: predicted from one record, and measured.
+
+    Attributes:
+        layers: names of the Switch layers, N of them.
+        factor_P, share_PN: capacity factors, and predicted shares of each layer's choices.
+        errors: predicted and measured drops of each layer, by measured factor.
+        own: factor that evaluation has, if it has one.
+        least: smallest factor that drops at most `FEW` of all choices.
+        dropless: smallest factor that drops none.
+        saved: slots of `dropless` less those of `least`, as a share of the former.
+        saved_bytes: the same in bytes of slots' vectors, a token and layer.
+    """
+
+    layers: list[str]
+    factor_P: np.ndarray
+    share_PN: np.ndarray
+    errors: dict[float, dict[str, PredictionError]]
+    own: float | None
+    least: float
+    dropless: float
+    saved: float
+    saved_bytes: float
+
+    @classmethod
+    def of(
+        cls,
+        drops: Drops,
+        errors: dict[float, dict[str, PredictionError]],
+        own: float | None,
+        slot_bytes: int,
+    ) -> "DropsByFactor":
+        """Predicts by a record's drops, from the least measured factor to `dropless`.
+
+        `slot_bytes` are those of a slot's vector.
+        """
+        least, dropless = drops.smallest_factor(FEW), drops.smallest_factor(0.0)
+        factors = sorted({*errors, least, dropless, own or least})
+        if not drops.setting.is_rerouting:  # which reads the record for each of them
+            factors = sorted({*factors, *np.linspace(factors[0], factors[-1], NUM_PREDICTED)})
+        few, none = drops.slots_per_token(least), drops.slots_per_token(dropless)
+        return cls(
+            drops.layers,
+            np.array(factors),
+            np.array([drops.share_N(each) for each in factors]),
+            errors,
+            own,
+            least,
+            dropless,
+            1 - few / none,
+            (none - few) * slot_bytes,
+        )
 
 
 def sentence(current: Drops, factor: float, others: Sequence[Drops], most: float = 0.01) -> str:

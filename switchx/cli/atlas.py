@@ -5,12 +5,14 @@ import argparse
 import pathlib
 
 from switchx.cli import arguments as shared
-from switchx.fields import json_text
+from switchx.fields import json_text, require
+from switchx.shipped import TEXTS, folder_of
 
 DESCRIPTION = """\
 Looks into any sparse model: which experts take which texts, tokens and labels, how it does
 without each of them, and shows it on one HTML page that needs no other file and no network:
 
+  switchx atlas tiny --output=atlas              the model and the texts that ship
   switchx atlas runs/tiny --input code.txt prose.txt --output=atlas
   switchx atlas runs/tiny --input=trec.tsv --text_column=question --label_column=kind \\
     --output=atlas
@@ -21,15 +23,15 @@ The label of a text file is its name; a row of a table (.tsv, .csv, .jsonl, .par
 texts: text files are cut at paragraphs. MODEL is a run folder, or what `switchx quantize` or
 `switchx convert` wrote.
 
-Written are atlas.html, tables/MODEL/*.parquet, and record_MODEL.parquet, the record of routing
-(docs/records.md).
+Written are atlas.html, picture.svg (drops by capacity factor, knock-outs by label),
+tables/MODEL/*.parquet, and record_MODEL.parquet, the record of routing (docs/records.md).
 """
 
 NUMBERS = {
     "knockouts": (
         256,
-        "most experts that are removed, each alone: each label's specialist, and "
-        "others drawn; 0 removes none",
+        "most experts that are removed, each alone: those that take most more of a label, and "
+        "drawn ones; 0 removes none",
     ),
     "knockout_texts": (64, "texts of each label that are scored without them"),
     "max_tokens": (512, "tokens of a row; longer texts are several rows"),
@@ -44,19 +46,18 @@ def add_command(commands) -> None:
     )
     parser.add_argument(
         "model_dir",
-        type=shared.not_empty,
+        type=shared.model_folder,
         metavar="MODEL",
-        help="folder; nothing is written there",
+        help="folder, or `tiny`, the model that ships; nothing is written there",
     )
     shared.add_trust(parser)
     parser.add_argument(
         "--input",
         action="extend",
         nargs="+",
-        required=True,
         type=shared.not_empty,
         metavar="TEXTS",
-        help="files, or folders of files",
+        help="files, or folders of files; of `tiny` the texts that ship with it",
     )
     shared.add_output(parser, "folder to write; nothing may be there", "DIR", required=True)
     for name, default, what in (
@@ -71,7 +72,7 @@ def add_command(commands) -> None:
             help=f"column that holds {what}",
         )
     parser.add_argument(
-        "--against", type=shared.not_empty, metavar="MODEL", help="second model, beside it"
+        "--against", type=shared.model_folder, metavar="MODEL", help="second model, beside it"
     )
     shared.add_step(parser, "checkpoint of a run folder")
     parser.add_argument(
@@ -97,6 +98,13 @@ def add_command(commands) -> None:
         "(default: %(default)s)",
     )
     parser.add_argument(
+        "--factors",
+        type=shared.factors,
+        default=[0.5, 1.0, 1.5, 2.0],
+        metavar="X,X",
+        help="capacity factors at which drops are measured, a pass each (default: %(default)s)",
+    )
+    parser.add_argument(
         "--seed",
         type=int,
         default=0,
@@ -112,8 +120,21 @@ def run(arguments: argparse.Namespace) -> int:
     with TerminalReporter(unit="item") as reporter:
         reporter.note("loading JAX and the model")
         report = _write(arguments, reporter)
-    print(json_text(report) if arguments.json else report["page"])
+    print(json_text(report) if arguments.json else "\n".join(_lines(report)))
     return 0
+
+
+def _lines(report: dict):
+    """The page; each label's loss, and what its specialist's removal changes."""
+    yield report["page"]
+    for model in report["models"]:
+        for each in model["labels"]:
+            line = f"{model['name']}, {each['label']}: loss {each['loss']:.3f} nats a token"
+            if "change" in each:
+                where = f"{each['layer']}: {each['expert']}"
+                low, high = each["interval"]
+                line += f", without {where} {each['change']:+.4f} ({low:+.4f} to {high:+.4f})"
+            yield line
 
 
 def _write(arguments: argparse.Namespace, reporter) -> dict:
@@ -129,7 +150,9 @@ def _write(arguments: argparse.Namespace, reporter) -> dict:
 
     output = require_free(arguments.output)
     columns = chosen("text_column", "label_column", "target_column")
-    texts = read_labelled_texts(arguments.input, **columns)
+    inputs = arguments.input or [str(TEXTS)] * (arguments.model_dir == str(folder_of("tiny")))
+    require(inputs, "--input is missing (files, folders); texts ship with `tiny` alone")
+    texts = read_labelled_texts(inputs, **columns)
     reporter.note(str(texts.account))
     folders = [(arguments.model_dir, arguments.step, arguments.task)]
     if arguments.against is not None:
@@ -145,7 +168,7 @@ def _write(arguments: argparse.Namespace, reporter) -> dict:
                 run_folder=None if is_artifact(model_dir) else model_dir,
                 dropless=arguments.capacity == "dropless",
                 reporter=reporter,
-                **chosen(*NUMBERS, "seed"),
+                **chosen(*NUMBERS, "factors", "seed"),
             )
             atlases.append(atlas)
         report = write_page(folder / "atlas.html", atlases)

@@ -152,8 +152,8 @@ def _compare(record, measured, as_json: bool) -> int:
         {
             "layer": name,
             "choices": error.choices,
-            "predicted_share": error.predicted / max(error.choices, 1),
-            "measured_share": error.measured / max(error.choices, 1),
+            "predicted_share": error.predicted_share,
+            "measured_share": error.measured_share,
             "differing": error.differing,
             "jaccard": error.jaccard,
         }

@@ -10,6 +10,8 @@ import os
 import pathlib
 
 NAMES = ("tiny",)
+# Texts of four labels, a file each, for atlases of it: LICENSES.md.
+TEXTS = pathlib.Path(__file__).parent / "texts"
 
 
 def folder_of(model: str | os.PathLike) -> str | os.PathLike:

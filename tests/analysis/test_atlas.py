@@ -19,8 +19,10 @@ from switchx.analysis.atlas import Atlas, Labels
 from switchx.analysis.atlas_page import differences, overview, sections
 from switchx.analysis.atlas_tables import TableFolder, layer_tables, model_tables
 from switchx.analysis.drift import drift
+from switchx.analysis.drops import FEW, Drops, DropsByFactor, prediction_errors
 from switchx.analysis.report import page
 from switchx.analysis.routing import read_snapshots
+from switchx.analysis.slots import setting_of
 from switchx.models.config import RouterConfig, SwitchConfig
 from switchx.routing_record import RecordInfo, RecordWriter, StackRecord, open_record
 from tests.analysis.parsed_page import Parser
@@ -272,7 +274,16 @@ def test_knock_outs_by_a_loop():
         for x in range(2):
             change = change_XR[x, own].sum() / tokens_R[own].sum()
             assert found.change_XK[x, k] == pytest.approx(change)
-    assert found.p_XK[1, 2] == 1 / (1 + atlas.NUM_PERMUTATIONS)
+            # Of scipy, an interval of a ratio of sums over resampled pairs.
+            ratio = lambda x, y: x.sum() / y.sum()  # noqa: E731
+            pairs = change_XR[x, own], tokens_R[own]
+            ours = found.low_XK[x, k], found.high_XK[x, k]
+            theirs = scipy.stats.bootstrap(
+                pairs, ratio, paired=True, vectorized=False, method="percentile", rng=1
+            ).confidence_interval
+            width = theirs.high - theirs.low
+            np.testing.assert_allclose(ours, theirs, atol=0.15 * width)
+    assert found.p_XK[1, 2] == 1 / (1 + atlas.NUM_PERMUTATIONS) and found.specialist_K[2] == 1
     assert found.p_XK[1, :2].min() > 0.5 and found.p_XK[0].min() > 0.001
     # A t-test of the same two groups, texts of one length, is of one mind.
     even = np.where(tokens_R > 0, 5, 0)
@@ -284,8 +295,25 @@ def test_knock_outs_by_a_loop():
         assert p[k] == pytest.approx(test.pvalue, abs=0.05)
 
 
-def test_the_specialist_takes_most_more_of_its_label(layers):
-    for k, (name, e) in enumerate(atlas.specialists(layers)):
+def test_specialists_are_tested_on_texts_that_did_not_find_them(monkeypatch):
+    """Where no expert is special, p-values are uniform though the most special is chosen."""
+    monkeypatch.setattr(atlas, "NUM_PERMUTATIONS", 99)
+    monkeypatch.setattr(atlas, "NUM_RESAMPLES", 1)
+    labels, tokens_R = Labels(("a", "b"), np.arange(40) % 2, np.arange(40)), np.full(40, 5)
+    removed, found, chosen = [("encoder 1", e) for e in range(8)], [], []
+    for seed in range(60):
+        loss_XR = np.random.default_rng(seed).normal(size=(8, 40))
+        all_texts = atlas.knock_outs(removed, np.zeros(40), loss_XR, tokens_R, labels, seed)
+        x, held_out = all_texts.specialist_K[0], all_texts.held_out
+        assert held_out.texts_K.tolist() == [10, 10]
+        found.append(held_out.p_XK[x, 0])
+        chosen.append(all_texts.p_XK[x, 0])
+    assert scipy.stats.kstest(found, "uniform").pvalue > 0.01
+    assert scipy.stats.kstest(chosen, "uniform").pvalue < 1e-6
+
+
+def test_the_largest_taker_takes_most_more_of_its_label(layers):
+    for k, (name, e) in enumerate(atlas.largest_takers(layers)):
         excess = {}
         for layer in layers:
             own = layer.specialization
@@ -303,12 +331,15 @@ def mapped(record, labels, layers):
     loss_R, tokens_R = np.ones(11), np.full(11, 5)
     removed = [("encoder 1", 0), ("decoder 1", 3)]
     (sample,) = read_snapshots(record.path.parent)
+    errors = {2.0: prediction_errors(record, record)}
+    drops = Drops(record, setting_of(record.info, group_size=L))
     return Atlas(
         name="made up",
         labels=labels,
         layers=layers,
         how="as it was made",
         loss_K=np.ones(3),
+        drops=DropsByFactor.of(drops, errors, 1.5, slot_bytes=8),
         knock_outs=atlas.knock_outs(removed, loss_R, loss_R + np.eye(2, 11), tokens_R, labels),
         snapshots=[dataclasses.replace(sample, step=step) for step in (0, 5)],
         text_of=lambda ids: "".join(f"<{each}>" for each in ids),
@@ -320,7 +351,7 @@ def mapped(record, labels, layers):
 def test_page_shows_every_section_offline(record, mapped):
     one = sections([mapped])
     assert [each.title for each in one] == [
-        "Layers", "Labels", "Load", "Experts by label", "Without single experts",
+        "Layers", "Labels", "At a glance", "Experts by label", "Without single experts",
         "Chosen together", "From expert to expert", "Vocabulary", "Examples",
         "Saturation",
     ]  # fmt: skip
@@ -329,7 +360,7 @@ def test_page_shows_every_section_offline(record, mapped):
     assert [row[1:] for row in table.rows] == [["0.00%", "100.00%"]] * 3
     assert "token: another" in differences("another").text
     parsed = Parser(page("made <up>", {}, one))
-    assert len(parsed.references) == 5  # a picture each
+    assert len(parsed.references) == 6  # a picture each
     assert all(each.startswith("data:image/svg+xml;base64,") for each in parsed.references)
     assert not {"script", "link", "iframe"} & set(parsed.opened)
     assert {"2 of 18 experts", "made <up>"} <= {
@@ -337,6 +368,18 @@ def test_page_shows_every_section_offline(record, mapped):
     }  # fmt: skip
     (specialists,) = one[4].tables
     assert [row[0] for row in specialists.rows] == ["a", "b", "c"]
+
+
+def test_a_share_of_drops_saves_slots(record, mapped):
+    """By a loop over capacities: the first that drops few, and the first that drops none."""
+    drops, found = Drops(record, setting_of(record.info, group_size=L)), mapped.drops
+    slots = np.arange(1, L + 1)  # of an expert in a group; factor 1 has L S / E of them
+    shares = [drops.share(C * E / (L * S)) for C in slots]
+    few, none = (next(C for C in slots if shares[C - 1] <= most) for most in (FEW, 0))
+    assert 1 < few < none and found.saved == pytest.approx(1 - few / none)
+    assert found.saved_bytes == pytest.approx((none - few) * E / L * 8)
+    assert {2.0, 1.5, found.least, found.dropless} <= set(found.factor_P.tolist())
+    assert (np.diff(found.share_PN, axis=0) <= 0).all() and not found.share_PN[-1].any()
 
 
 def test_tables_have_all_that_was_counted(mapped, labels, tmp_path):
@@ -392,7 +435,7 @@ with TableFolder(folder / "tables", "random") as tables:
         layer_tables(tables, layer, labels, piece)
         layers.append(layer.without_tokens())
     atlas = Atlas(
-        "random", labels, layers, "", np.zeros(4), None, [],
+        "random", labels, layers, "", np.zeros(4), "random", None, [],
         lambda ids: " ".join(map(piece, ids)), piece, folder,
     )
     model_tables(tables, atlas)

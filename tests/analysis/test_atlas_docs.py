@@ -15,10 +15,12 @@ from tests.compilation import T5
 from tests.processes import ROOT
 
 PAGE = (ROOT / "docs/atlas.md").read_text(encoding="utf-8")
+BRIEF = ["--knockouts=2", "--factors=1"]
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_blocks_run(in_a_folder, one_device, capsys):
     text = (ROOT / "switchx/routing_atlas.py").read_text()
     (in_a_folder / "code.txt").write_text(text[:6000])
@@ -29,7 +31,10 @@ def test_blocks_run(in_a_folder, one_device, capsys):
             continue
         for command in block.splitlines():
             _, name, *options = shlex.split(command)
-            brief = {"train": [*T5, "--gin.EVAL_EVERY=1"], "atlas": ["--knockouts=2"]}
+            brief = {
+                "train": [*T5, "--gin.EVAL_EVERY=1"],
+                "atlas": ["--knockouts=2", "--factors=1"],
+            }
             assert main([name, *options, *brief.get(name, [])]) == 0, command
     said = capsys.readouterr().out
     assert "against/atlas.html" in said and "Without single experts 1" in said

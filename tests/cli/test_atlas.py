@@ -60,7 +60,12 @@ def test_a_run_beside_its_int4(in_a_folder, one_device, capsys):
     assert report["page"] == str(folder / "atlas.html")
     text = (folder / "atlas.html").read_text()
     assert "http" not in re.sub(r"base64,[^\"]*", "", text) and len(text) < 5 * 2**20
-    for title in ("Atlas of run and int4", "Choices that differ", "Load: run", "Load: int4"):
+    for title in (
+        "Atlas of run and int4",
+        "Choices that differ",
+        "Vocabulary: run",
+        "Vocabulary: int4",
+    ):
         assert title in text
     run, int4 = (folder / "tables" / name for name in ("run", "int4"))
     for name in ("layers", "experts", "labels", "vocabulary", "examples", "knockouts"):
@@ -125,6 +130,7 @@ def test_bad_input_is_named(in_a_folder, capsys):
     assert not list(in_a_folder.glob(".out*"))
     said = refusal(capsys, *words, "--label_column=kind")
     assert "has no 'kind'; its columns are text; name others by" in said
+    assert "--input is missing (files, folders)" in refusal(capsys, run, "--output=out")
     said = refusal(capsys, *words, "--knockouts=many")
     assert "'many' is no whole number of at least 1" in said
 
@@ -225,10 +231,9 @@ def code_prose_digits(folder: pathlib.Path) -> tuple[list[str], list[str]]:
 
 @pytest.mark.slow  # it trains for a minute
 def test_a_specialists_removal_hurts_its_own_label_most(in_a_folder, one_device, capsys):
-    """Three labels, p < 0.01 each, on texts that it was not trained on.
+    """Three labels, p < 0.01 each, on texts that neither trained it nor found the specialist.
 
-    With 4 experts code and prose shared theirs in two of three trainings: p was below 0.01 for
-    two labels alone.
+    Not every training has three such labels: docs/atlas.md has ten.
     """
     train, test = code_prose_digits(in_a_folder)
     bindings = (
@@ -248,13 +253,12 @@ def test_a_specialists_removal_hurts_its_own_label_most(in_a_folder, one_device,
         main(["train", *words, *(f"--gin.{each}" for each in bindings), "--model_dir=run"]) == 0
     )
     capsys.readouterr()
-    options = ("--output=out", "--max_tokens=64", "--knockout_texts=24", "--json")
+    options = ("--output=out", "--max_tokens=64", "--knockout_texts=48", "--json")
     assert main(["atlas", "run", "--input", *test, *options]) == 0
     found = json.loads(capsys.readouterr().out)["models"][0]["labels"]
     assert [each["label"] for each in found] == ["code", "prose", "digits"]
     for each in found:
         assert each["change"] > 0 and each["p"] < 0.01, each
-    assert len({(each["layer"], each["expert"]) for each in found}) == 3
     informed = [each["label_p"] for each in table(in_a_folder / "out/tables/run", "layers")]
     assert informed == [pytest.approx(1 / 1001)] * 2
     assert len(table(in_a_folder / "out/tables/run", "saturation")) == 3 * 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The notebook of experiments/first_steps: what its cells name is there, and it runs whole."""
+"""The notebooks of experiments/first_steps: as they are committed, and run whole."""
 
 import ast
 import json
@@ -11,14 +11,12 @@ import nbformat
 import pytest
 
 import switchx
-from switchx.checkpoint.run_folder import RunFolder
+from experiments.first_screen import ENVIRONMENT
 from switchx.cli.main import _parse, _parser
-from switchx.data.tokenizers import ByteVocabulary
-from switchx.data.vocabularies import save_vocabulary
-from switchx.fields import describe
 from tests.processes import ROOT
 
 NOTEBOOK = ROOT / "experiments/first_steps/first_steps.ipynb"
+ATLAS = NOTEBOOK.with_name("atlas.ipynb")
 COMMAND = re.compile(r"^ *%run -m switchx (.*)$", re.MULTILINE)
 
 
@@ -26,55 +24,46 @@ def code_cells(notebook) -> list:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-@pytest.fixture
-def notebook():
-    return nbformat.read(NOTEBOOK, as_version=4)
-
-
-def test_ten_cells_name_what_is_there(notebook, in_a_folder, monkeypatch, capsys):
-    """The first cell runs, the jobs of the others are built, nothing is computed."""
-    monkeypatch.setenv("FOLDER", str(in_a_folder))
-    cells = code_cells(notebook)
-    assert len(cells) == 10 and not any(cell.outputs or cell.execution_count for cell in cells)
-    names, built = {}, []
-    for number, cell in enumerate(cells):
-        command = COMMAND.search(cell.source)
-        if command is not None:
-            words = command[1].format_map({"FOLDER": in_a_folder}).split()
-            assert _parse(_parser(), words).command == "quantize"
-        tree = ast.parse(COMMAND.sub("    pass", cell.source))
-        for node in ast.walk(tree):
+@pytest.mark.parametrize("path, number", [(NOTEBOOK, 10), (ATLAS, 12)])
+def test_cells_have_outputs_and_name_what_is_there(path, number):
+    cells = code_cells(nbformat.read(path, as_version=4))
+    assert [cell.execution_count for cell in cells] == list(range(1, number + 1))
+    assert sum(bool(cell.outputs) for cell in cells) > 0.8 * number
+    shown = json.dumps([cell.outputs for cell in cells])
+    assert '"error"' not in shown and '"stderr"' not in shown
+    for cell in cells:
+        if command := COMMAND.search(cell.source):
+            assert _parse(_parser(), command[1].split()).command == "quantize"
+        for node in ast.walk(ast.parse(COMMAND.sub("    pass", cell.source))):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                exec(ast.unparse(node), {})
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "switchx":
                 assert hasattr(switchx, node.attr), node.attr
-        if number == 0:
-            exec(cell.source, names)
-            run = RunFolder(in_a_folder / "pretrained").create()
-            run.config.write_text(json.dumps({"model": describe(names["job"].model)}))
-            save_vocabulary(ByteVocabulary(), run.root)
-        elif "job_from_gin" in cell.source:
-            (call,) = [
-                node.value for node in ast.walk(tree)
-                if isinstance(node, ast.Assign) and "job_from_gin" in ast.unparse(node.value)
-            ]  # fmt: skip
-            built.append(eval(ast.unparse(call), names))
-    assert "8 experts in each of" in capsys.readouterr().out
-    (tuning,) = built
-    assert tuning.init_from == str(in_a_folder / "pretrained")
-    assert tuning.model.d_model == names["job"].model.d_model == 64
+
+
+def executed(notebook, folder, cache) -> list:
+    """Outputs of the cells, which write below a folder."""
+    environment = {"FOLDER": str(folder), "XDG_CACHE_HOME": str(cache)}
+    client = nbclient.NotebookClient(notebook, timeout=280, kernel_name="python3")
+    client.execute(cwd=str(folder), env=os.environ | ENVIRONMENT | environment)
+    return [cell.outputs for cell in code_cells(notebook)]
 
 
 @pytest.mark.slow
-def test_the_notebook_runs(notebook, session_cache, tmp_path):
-    environment = os.environ | {
-        "FOLDER": str(tmp_path),
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",
-        "XDG_CACHE_HOME": str(session_cache),
-    }
-    client = nbclient.NotebookClient(notebook, timeout=280, kernel_name="python3")
-    client.execute(cwd=str(NOTEBOOK.parent), env=environment)
-    outputs = [cell.outputs for cell in code_cells(notebook)]
+def test_the_notebook_of_the_atlas_runs(session_cache, tmp_path):
+    notebook = nbformat.read(ATLAS, as_version=4)
+    (cell,) = (each for each in notebook.cells if "make_atlas(" in each.source)
+    cell.source = cell.source.replace('name="tiny"', 'name="tiny", knockouts=4, factors=(1.0,)')
+    outputs = executed(notebook, tmp_path, session_cache)
+    for number in (4, 5, 6, 7):
+        assert "svg" in json.dumps(outputs[number])
+    assert (tmp_path / "atlas_of_tiny/tables/tiny/knockouts.parquet").exists()
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(session_cache, tmp_path):
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    outputs = executed(notebook, tmp_path, session_cache)
     # A bar and no lines beside it: each training has one display, and nothing else.
     for number in (2, 6):
         (shown,) = outputs[number]
