@@ -85,8 +85,8 @@ _TILES = -(-32 * 4096 // 256 // H200_SMS)
 def launch_s(cells: Sequence[Measured] = MEASURED) -> float:
     """The seconds beside reading and products that come nearest to the cells.
 
-    By least squares of relative errors: of the launch, the schedule, the first weights on their
-    way and the last sums.
+    These are the launch, the schedule, the first weights on their way and the last sums; the
+    fit is by least squares of relative errors.
     """
     weights = np.array([1e6 / cell.us for cell in cells])
     rest = np.array([1 - _known_s(cell) / cell.us * 1e6 for cell in cells])
