@@ -131,6 +131,7 @@ def decoding(session: Session) -> Iterator[dict[str, Any]]:
     with _torch(session, config, peer_sources, tokens) as peer:
         for batches in session.sized(asked, [asked[0][:1], asked[1][1:2], asked[2]]):
             ways, begun = {}, {}
+            batches = [each for each in batches if session.is_wanted(_last_case(*each))]
             with concurrent.futures.ThreadPoolExecutor(COMPILING) as pool:
                 for weights, batch, beams in batches:
                     config, params = models(weights)
@@ -147,6 +148,11 @@ def decoding(session: Session) -> Iterator[dict[str, Any]]:
             for case, by_option in ways.items():
                 yield from _rows_of(session, case, by_option, compile_s, peer, tokens)
     yield from texts(session)
+
+
+def _last_case(weights: str, batch: int, beams: int) -> str:
+    """The last of a batch's rows of ours: with it all of them were measured."""
+    return f"{weights}, batch {batch}, {beams} beams, {list(OPTIONS)[-1]}"
 
 
 def _rows_of(session, case, by_option, compile_s, peer, tokens) -> Iterator[dict[str, Any]]:

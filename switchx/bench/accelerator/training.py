@@ -96,17 +96,20 @@ def training(session: Session) -> Iterator[dict[str, Any]]:
         def begin(name: str, config: ModelConfig, *optimizer: Optimizer):
             return pool.submit(compiled, name, config, shapes.batch(config), *optimizer)
 
-        adamw = begin(f"{few} experts, AdamW", sparse(model, few, "gather"), AdamW())
         yield from losses(session)
-        yield from against_torch(session, shapes, adamw.result())
+        if session.is_wanted(name := f"{few} experts, AdamW"):
+            adamw = begin(name, sparse(model, few, "gather"), AdamW())
+            yield from against_torch(session, shapes, adamw.result())
         begun = begin("dense", model)
         for num_experts in (few, *many):
+            ways = {f"{num_experts} experts, {way}": way for way in DISPATCHERS}
             others = [
-                begin(f"{num_experts} experts, {way}", sparse(model, num_experts, way))
-                for way in DISPATCHERS
+                begin(name, sparse(model, num_experts, way))
+                for name, way in ways.items()
+                if session.is_wanted(name)
             ]
             others, dense = [each.result() for each in others], begun.result()
-            if num_experts == few:
+            if num_experts == few and session.is_wanted("dense"):
                 yield _row(session, model, shapes, dense)
             yield from _against(session, shapes, dense, others)
     yield from by_cudnn(session, shapes, dense)
@@ -179,6 +182,8 @@ def losses(session: Session) -> Iterator[dict[str, Any]]:
     )
     shapes = session.sized(Shapes(4, 128, 32), Shapes(2, 16, 8))
     for way in session.sized(DISPATCHERS, DISPATCHERS[1:]):
+        if not session.is_wanted(f"losses, {way}"):
+            continue
         config = sparse(small, session.sized(8, 2), way)
         found = {}
         for device in (jax.devices()[0], jax.devices("cpu")[0]):
