@@ -127,7 +127,9 @@ def _is_from_ampere(device: Device) -> bool:
 
 
 def form_of_int4(platform: str | None = None) -> str:
-    """The method of `QTensor` that makes weights of 4 bits as quantized products read them.
+    """The method of `QTensor` that makes weights as quantized products of 16 bits read them.
+
+    It matters to 4 bits, and on a Hopper to 8.
 
     Args:
         platform: platform of another machine, whose GPU is a Hopper and gets values in the

@@ -452,9 +452,12 @@ def _load_artifact(folder: pathlib.Path, step, devices: ModelMesh | None) -> Mod
     except (KeyError, TypeError) as error:
         wrong = f"{folder}: artifact.json does not say how texts are read ({error})"
         raise ValueError(f"{wrong}; make it again with `switchx quantize`") from error
+    is_float32 = artifact.config.precision.compute == "float32"
     return Model(
         artifact.config,
-        devices.place(native(artifact.params)) if devices else artifact.params,
+        devices.place(native(artifact.params, in_order=is_float32))
+        if devices
+        else artifact.params,
         load_vocabulary(folder) if (folder / DESCRIPTION_FILE).exists() else None,
         step,
         text_format,

@@ -46,6 +46,10 @@ def split_values(text: str) -> list[str]:
             parts.append("")
         else:
             parts[-1] += character
+    require(
+        len(parts) == text.count(",") + 1 or not (depth or quote),
+        f"{text} has a bracket or a quote that is not closed; close it",
+    )
     return [part.strip() for part in parts]
 
 
@@ -137,6 +141,16 @@ class Cell:
         return math.nan if value is None else -value
 
 
+def _with_floats(described):
+    """A job's description in which 1 is 1.0, as it is in training."""
+    if isinstance(described, dict):
+        return {name: _with_floats(value) for name, value in described.items()}
+    if isinstance(described, list | tuple):
+        return [_with_floats(value) for value in described]
+    is_integer = isinstance(described, int) and not isinstance(described, bool)
+    return float(described) if is_integer else described
+
+
 def cells_of(sweep: Sweep) -> list[Cell]:
     """All cells, those with the first seed first; every job is built, and nothing is written.
 
@@ -146,8 +160,13 @@ def cells_of(sweep: Sweep) -> list[Cell]:
     """
     output = sweep.output
     if (file := output / "sweep.json").exists():
-        found = json.loads(file.read_text(encoding="utf-8")).items()
-        other = {name: value for name, value in found if sweep.common.get(name) != value}
+        try:
+            found = dict(json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"{file} cannot be read ({error}); give another --output"
+            ) from None
+        other = {name: v for name, v in found.items() if sweep.common.get(name) != v}
         require(
             not other,
             f"--output={output} is the folder of another sweep, with {other}; give another "
@@ -166,7 +185,7 @@ def cells_of(sweep: Sweep) -> list[Cell]:
             job = job_from_gin(sweep.gin_files, bindings, sweep.search_paths)
         # A slash is %2F.
         name = urllib.parse.quote(",".join([*own, f"seed={job.seed}"]), safe="=,+")
-        same = names.setdefault(json.dumps(describe(job)), name)
+        same = names.setdefault(json.dumps(_with_floats(describe(job))), name)
         require(same == name, f"{same} and {name} are the same configuration; drop a value")
         if (run := RunFolder(output / name)).is_begun:
             check_same_run(run, job)

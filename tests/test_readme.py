@@ -123,6 +123,9 @@ TESTED_ELSEWHERE = {
         "tests/cli/test_atlas.py::test_a_converted_switch_folder"
     ),
     "switchx atlas tiny --output=atlas": ("tests/test_shipped.py::test_an_atlas_of_what_ships"),
+    "switchx check accelerator --output=measured": (
+        "tests/cli/test_check_accelerator.py::test_checks_are_of_the_cards_own_rates"
+    ),
     "switchx check accelerator --rehearsal --output=runs/rehearsal": (
         "tests/cli/test_check_accelerator.py::test_a_whole_rehearsal"
     ),

@@ -143,7 +143,7 @@ def build(case: Case, implementation: str):
         form = getattr(module, "FORM", "native")
         if case.bits == 4 and form == "packed":
             values = spec((E, F, D // 2), jnp.uint8)
-        if form == "fragments" and not (case.is_float8 or case.is_native):
+        if hasattr(module, "FRAGMENTS") and not (case.is_float8 or case.is_native):
             options |= {"is_fragments": True}
         w = values, spec((E, F, G), jnp.float32)
         operands = spec((R, D), dtype), *w, counts

@@ -13,6 +13,7 @@ stands in for the rest (`mosaic_gpu.Mosaic`), with the same arithmetic in the sa
     swizzled tiles (0.10.2 slices none), register layouts       plain shared memory, no layouts
     registers as operand of wgmma                               through shared memory
     int4 and int8 conversion by prmt and lop3                   XLA's conversion
+    fragments of integers, where registers have them            put in order, then converted
     zeros for copies out of bounds                              operands padded to whole tiles
     copies that are still under way                             copies that are done at once
     prefetches into the L2 cache                                none

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tile schedule of the Hopper kernels, made by one kernel from the sizes of the groups.
+"""The tile schedule of the Hopper kernels, made from the sizes of the groups by one kernel, or
+by the product itself.
 
 XLA takes five kernels for `tile_schedule.row_tiles`, each of which waits for the one before it,
 about as long as a small product. Here one block goes through the experts once, with scalars of
 the running sums, while each of its threads holds tiles and notes whose rows they cover.
-All products of a layer, and of its gradient, share one schedule: the same call within a
-program is the same kernel, which XLA runs once.
+All products of a layer with many rows, and of its gradient, share one schedule: the same call
+within a program is the same kernel, which XLA runs once. One with few rows makes its own.
 Dims: R rows, E experts; P tiles of rows, B bounds of groups
 """
 

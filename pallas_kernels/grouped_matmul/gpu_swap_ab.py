@@ -110,9 +110,8 @@ def swap_ab(
     )
     table = table_shape(num_rows, w.shape[0], tiling.tile_n)
     is_inside = _is_inside(table, tiling, x_RD.dtype, w.dtype, len(matrices))
-    if is_inside:
-        scheduled, end_E = [group_sizes_E], None
-    else:
+    scheduled, end_E = [group_sizes_E], None
+    if not is_inside:
         tiles, bound_B = schedule(group_sizes_E, num_rows, tiling.tile_n, mosaic)
         scheduled, end_E = list(tiles), bound_B[1 : w.shape[0] + 1]
     shape = (num_rows, walk.features)
@@ -150,18 +149,12 @@ def swap_ab(
         num_rows=num_rows,
         mosaic=mosaic,
     )
+    dtypes = x_RD.dtype, w.dtype, dtype
     run = mosaic.kernel(
         body,
         out_type=results,
         scratch_types=_scratch(
-            tiling,
-            weights,
-            x_RD.dtype,
-            w.dtype,
-            dtype,
-            len(matrices),
-            table if is_inside else None,
-            mosaic,
+            tiling, weights, dtypes, len(matrices), table, is_inside, mosaic
         ),
         grid=tiling.num_sms,
         num_threads=tiling.warpgroups + 1,
@@ -207,19 +200,16 @@ def _operands(epilogue: Epilogue, tiling: Tiling) -> dict:
 
 
 def _scratch(
-    tiling, weights, x_dtype, w_dtype, y_dtype, num_matrices, table, mosaic: Mosaic
+    tiling, weights, dtypes, num_matrices, table, is_inside: bool, mosaic: Mosaic
 ) -> dict:
+    x_dtype, w_dtype, y_dtype = dtypes
     stages, rows, depth, groups = tiling.stages, tiling.tile_n, tiling.tile_k, tiling.warpgroups
     minor = (tiling.tile_m, depth) if weights.is_depth_minor else (depth, tiling.tile_m)
     own = weights.scratch
     places = ("x",) if weights.load is None else ("x", "w")
-    made = (
-        {}
-        if table is None
-        else dict(table_smem=plgpu.SMEM(table, jnp.int32), is_made=plgpu.Barrier())
-    )
+    made = {"table_smem": plgpu.SMEM(table, jnp.int32), "is_made": plgpu.Barrier()}
     return dict(
-        made=made,
+        made=made if is_inside else {},
         x_smem=mosaic.smem((stages, rows, depth), x_dtype),
         w_smem=mosaic.smem((stages, groups, num_matrices, *minor), w_dtype),
         y_smem=mosaic.smem_of_rows(

@@ -10,7 +10,6 @@ Dims: E experts, D inputs, F outputs, G groups of D with a scale
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import jax
@@ -27,9 +26,10 @@ class QTensor:
 
     4-bit values have two forms. Files and hosts keep packed values, two in a uint8, the one of
     even d in the low nibble: NumPy's int4 takes a whole byte. Kernels read native `jnp.int4`
-    values, which XLA packs by itself on devices; Hopper's reads native values in the order of
-    its registers (`fragments`). Changing from one form to another costs copies (on TPU about 20
-    bytes for each value), so it is done once, when weights are loaded.
+    values, which XLA packs by itself on devices. Hopper's kernel reads integers of 4 and of 8
+    bits fastest in the order of its registers (`fragments`). Changing from one form to another
+    costs copies (on TPU about 20 bytes for each value), so it is done once, when weights are
+    loaded.
 
     8-bit values are int8 or float8_e4m3fn. The float8 values have no NaN and no negative zero:
     a TPU v5 or v6 reads them as another type of 8 bits (e4m3b11fnuz), in which these are 480
@@ -95,7 +95,12 @@ class QTensor:
             return _in_order(self)
         if not self.is_packed:
             return self
-        return self._once("_native", _native)
+        if (kept := self.__dict__.get("_native")) is not None:
+            return kept
+        native = _native(self)
+        if not isinstance(native.values, jax.core.Tracer):
+            object.__setattr__(self, "_native", native)  # no field: trees do not have it
+        return native
 
     def fragments(self) -> Self:
         """`native` with integers in the order in which Hopper's kernel reads them fastest.
@@ -103,23 +108,18 @@ class QTensor:
         With n = 4 for 4 bits and 2 for 8: of 8 n channels, number 8 i + 2 t + h stands at
         2 n t + n h + i. So the 32 bits at t are what a thread gives to n products of 16
         channels, and the two for one instruction are 16 bits apart (Frantar et al. 2024,
-        MARLIN, arXiv:2408.11743). Others stay `native`: float8, those with zero points, and
-        where D is no multiple of 64.
+        MARLIN, arXiv:2408.11743). What that kernel reads in native order alone stays `native`:
+        float8, those with zero points, scales of groups that are no multiples of 64, and where
+        8 n does not divide D.
         """
         self.check()
-        is_other = self.is_float8 or self.zeros_EFG is not None or self.shape[1] % 64
-        if self.is_fragments or is_other:
-            return self if self.is_fragments else self.native()
-        return self._once("_fragments", _fragments)
-
-    def _once(self, name: str, form: Callable[[Self], Self]) -> Self:
-        """Another form, which an array's tensor keeps: no field, as trees do not have it."""
-        if (kept := self.__dict__.get(name)) is not None:
-            return kept
-        found = form(self)
-        if not isinstance(found.values, jax.core.Tracer):
-            object.__setattr__(self, name, found)
-        return found
+        if self.is_fragments:
+            return self
+        is_other = self.is_float8 or self.zeros_EFG is not None or (self.group_size or 64) % 64
+        if is_other or self.shape[1] % (128 // self.bits):
+            return self.native()
+        q = _native(self) if self.is_packed else self  # not kept beside the fragments
+        return dataclasses.replace(_reordered(q, (3, 5)), is_fragments=True)
 
     def without_zeros(self) -> Self:
         """`native` with zero points subtracted from the values, which are then int8.
@@ -188,12 +188,15 @@ class QTensor:
             raise ValueError(
                 f"QTensor has scales of {self.scales_EFG.dtype}; expected float32: use astype"
             )
-        if self.is_fragments and (self.is_packed or self.is_float8 or D % 64):
+        zeros, channels = self.zeros_EFG, 128 // self.bits
+        is_other = self.is_packed or self.is_float8 or zeros is not None
+        if self.is_fragments and (is_other or D % channels):
             raise ValueError(
-                f"QTensor has is_fragments with {self.values.dtype} values and D={D}; expected "
-                "int4 or int8 and a multiple of 64: use fragments()"
+                f"QTensor has is_fragments with {self.values.dtype} values, D={D}"
+                f"{'' if zeros is None else ' and zero points'}; expected int4 or int8, a "
+                f"multiple of {channels} (also of a device's part) and no zero points: use "
+                "native()"
             )
-        zeros = self.zeros_EFG
         if zeros is not None and (zeros.shape, zeros.dtype) != ((E, F, G), jnp.float32):
             raise ValueError(
                 f"QTensor has zero points {zeros.dtype}{list(zeros.shape)}; expected float32"
@@ -209,10 +212,6 @@ class QTensor:
 def _native(q: QTensor) -> QTensor:
     values = jax.lax.bitcast_convert_type(q.values, jnp.int4)
     return dataclasses.replace(q, values=values.reshape(*q.values.shape[:-1], -1))
-
-
-def _fragments(q: QTensor) -> QTensor:
-    return dataclasses.replace(_reordered(q.native(), (3, 5)), is_fragments=True)
 
 
 def _in_order(q: QTensor) -> QTensor:

@@ -52,9 +52,9 @@ def quantized_grouped_matmul(
         w: weights from `quantize`, or from `from_awq` or `from_gptq`, whose zero points a
             TPU's kernel subtracts by way of the sums of the rows; for Hopper's kernel they are
             subtracted from the values, which are int8 then, exactly and in twice the bytes.
-            Kernels read native values: packed values that are an argument of a compiled
-            program are converted whenever it runs, with a warning; others are converted once
-            (`QTensor.native`).
+            Kernels read native values, Hopper's also and fastest `fragments()`: others that are
+            an argument of a compiled program are converted whenever it runs, with a warning;
+            arrays are converted once (`QTensor.native`).
         w_gate: the gate's matrices of a gated linear unit; quantized as w is.
         quantize_rows_to: `int8` or, with float8 weights, `float8_e4m3fn` quantizes the rows as
             well, with one scale for each row (`quantize_rows`). A TPU multiplies int8 by int8
@@ -90,7 +90,10 @@ def quantized_grouped_matmul(
     )
     check_tiling(tiling, module)
     is_tuned = w_gate is None and quantize_rows_to is None and not w.is_float8
-    w, w_gate = (each and _weights_of(module, each) for each in (w, w_gate))
+    # Fragments are read as they are given, both matrices alike; none are made here.
+    given = [each for each in (w, w_gate) if each is not None]
+    if not (hasattr(module, "FRAGMENTS") and all(each.is_fragments for each in given)):
+        w, w_gate = (each and _weights_of(module, each) for each in (w, w_gate))
     if tiling is None and not interpret and is_tuned:
         tiling = tuned_tiling(module, x_RD.dtype, w.bits, w.group_size, R, D, F, E)
     options = (("activation", activation), ("tiling", tiling))
@@ -110,19 +113,17 @@ def quantized_grouped_matmul(
 
 def _weights_of(module: ModuleType, w: QTensor) -> QTensor:
     """The weights as a module reads them."""
-    if module.__name__.endswith(f".{REFERENCE}"):
-        return w.native() if w.is_fragments else w
+    is_reference = module.__name__.endswith(f".{REFERENCE}")
     form = getattr(module, "FORM", "native")
-    is_traced = isinstance(w.values, jax.core.Tracer)
-    if form == "fragments" and is_traced and not w.is_fragments:
-        form = "native"  # Hopper's kernel reads both; other order costs more than it gains
-    is_other = w.bits == 4 and w.is_packed != (form == "packed")
-    if is_other and is_traced:
+    is_other = w.bits == 4 and not is_reference and w.is_packed != (form == "packed")
+    if (is_other or w.is_fragments) and isinstance(w.values, jax.core.Tracer):
         warn_once(
-            "quantized_grouped_matmul gets int4 values in a compiled program that are not as "
-            f"its kernel reads them, and converts them whenever it runs: give it w.{form}(), "
-            "made once"
+            "quantized_grouped_matmul gets integers in a compiled program that are not as its "
+            f"kernel reads them, and converts them whenever it runs: give it w.{form}(), made "
+            "once"
         )
+    if is_reference:
+        return w.native() if w.is_fragments else w
     if w.zeros_EFG is not None and not module.__name__.endswith(".tpu"):
         w = w.without_zeros()
     return getattr(w, form)()

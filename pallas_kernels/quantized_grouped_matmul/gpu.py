@@ -9,8 +9,10 @@ feature multiplies the float32 accumulator once, where a scale in the weights wo
 multiplication more for each of them. A scale for each group of D multiplies the sum of each
 step instead.
 
-With bfloat16 rows a step has 1.9 instructions for each int4 weight and 3.7 for each int8 one,
-with float16 rows 2.9 and 3.5 (quantization/magic_numbers.py).
+In the order of `QTensor.fragments` a thread has in its 32 bits what it multiplies: two weights
+take a `lop3` and a subtraction, two for int8 to bfloat16, and some a shift. In native order
+shuffles and `prmt` bring them there; to bfloat16 Mosaic converts them, to float16
+quantization/magic_numbers.py.
 
 Through shared memory (`Tiling.through_smem`), the converted weights are written there and
 read by wgmma from there: the same products in the same order, and what the interpreter runs,
@@ -51,10 +53,9 @@ from pallas_kernels.tiling.gpu import (
 # Channels whose weights are converted before their product is issued; the conversion of the
 # next ones runs beside it.
 CONVERTED = 64
-# Of integers, the one that takes the fewest instructions; `native` ones are read, too.
-FORM = "fragments"
 _LAYOUTS = {8: plgpu.Layout.WGMMA_UPCAST_2X, 4: plgpu.Layout.WGMMA_UPCAST_4X}
-_FRAGMENTS = {8: plgpu.Layout.WGMMA_8BIT, 4: plgpu.Layout.WGMMA_UPCAST_4X}
+# Those of integers in the order of `QTensor.fragments`, which this kernel reads.
+FRAGMENTS = {8: plgpu.Layout.WGMMA_8BIT, 4: plgpu.Layout.WGMMA_UPCAST_4X}
 
 
 def refusal(
@@ -181,7 +182,7 @@ def forward(
     """As `api.quantized_grouped_matmul`.
 
     Args:
-        values_EFD, scales_EFG: values and scales of a QTensor with native values.
+        values_EFD, scales_EFG: values and scales of a QTensor, native or fragments.
         w_gate: values and scales of the gate's matrices of a gated linear unit.
         is_fragments: whether the values are in the order of `QTensor.fragments`.
         out_dtype: see `forward` of grouped_matmul.
@@ -270,7 +271,7 @@ def _weights(
     mosaic: Mosaic,
 ) -> Weights:
     def load(q_smem):
-        return mosaic.load(q_smem, (_FRAGMENTS if is_fragments else _LAYOUTS)[bits])
+        return mosaic.load(q_smem, (FRAGMENTS if is_fragments else _LAYOUTS)[bits])
 
     def multiply(acc_MT, q_MK, x_TK, scratch):
         # Not before it is carried from step to step: then every byte would be an instruction.
@@ -345,7 +346,7 @@ def _from_fragments(q_MK, dtype):
     asm = f"{{ .reg .b32 magic, found; {_CONVERSIONS[bits, jnp.dtype(dtype)]} }}"
 
     @plgpu.inline_mgpu(
-        arg_types=(_FRAGMENTS[bits],),
+        arg_types=(FRAGMENTS[bits],),
         return_type=plgpu.ShapeDtypeStruct(q_MK.shape, dtype, plgpu.Layout.WGMMA),
     )
     def converted(_, given):

@@ -159,8 +159,19 @@ class Configuration:
 
     @property
     def last_step(self) -> int:
-        """The last step at which all runs were evaluated."""
-        return max(_common(run.losses["validation"] for run in self.runs), default=0)
+        """The last step at which all runs were evaluated.
+
+        Raises:
+            ValueError: there is none.
+        """
+        steps = _common(run.losses["validation"] for run in self.runs)
+        if not steps:
+            folders = ", ".join(run.folder for run in self.runs)
+            raise ValueError(
+                f"{folders} are seeds of one configuration and have no step at which all were "
+                "evaluated; leave one out, or train on"
+            )
+        return steps[-1]
 
     @property
     def finals(self) -> dict[str, float]:
@@ -227,15 +238,23 @@ class Comparison:
             self.configurations, key=lambda each: (math.isnan(each.final.mean), each.final.mean)
         )
         loss = f"validation loss {shown(best.final)} at step {best.last_step}"
-        tokens = {run.end["target_tokens"] for each in self.configurations for run in each.runs}
+        tokens = {
+            run.end.get("target_tokens") for each in self.configurations for run in each.runs
+        }
         caution = " Validation sets differ, so losses do not compare." * (len(tokens) > 1)
         if not others or math.isnan(others[0].final.mean):
-            alone = "; no other ends with a finite loss" * bool(others)
+            alone = "; of no other all seeds end with a finite loss" * bool(others)
             return f"{best.name}: {loss}{alone}.{caution}"
         lead = difference(others[0], best)
         known = f"seeds {'' if lead.excludes(0) else 'do not '}tell them apart"
         if lead.low == lead.high:
-            known = "one seed cannot say whether others would agree"
+            known = "one common seed cannot say whether others would agree"
+        if lead.mean < 0:
+            return (
+                f"{best.name} ends lowest by the mean of its seeds: {loss}; in the seeds that "
+                f"both have {others[0].name} ends {shown(paired([0], [lead.mean]))} lower."
+                f"{caution}"
+            )
         return (
             f"{best.name} ends lowest: {loss}, {shown(lead)} below {others[0].name} at step "
             f"{others[0].last_step}; {known}.{caution}"

@@ -212,7 +212,7 @@ def _check(arguments: argparse.Namespace, config):
     ):
         for name in names:
             value = getattr(arguments, name)
-            has_none = value in (None, False) or not has_no_effect
+            has_none = value is None or value is False or not has_no_effect
             require(has_none, f"--{name}={value} {why}, has no effect; leave it out")
     require(share is None or 0 <= share <= 1, f"--share={share} is no part; use 0 to 1")
     if experts > E and arguments.upcycle is None:

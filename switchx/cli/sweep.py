@@ -74,7 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
     table = Table(*sweep.axes, "seeds", "validation loss", "95% interval", box=None)
     for row in rows:
         done = f"{len(row['losses'])} of {arguments.seeds}"
-        numbers = f"{row['mean']:.4f}", f"{row['low']:.4f} to {row['high']:.4f}"
+        around = f"{row['low']:.4f} to {row['high']:.4f}" if len(row["losses"]) > 1 else ""
+        numbers = f"{row['mean']:.4f}", around
         table.add_row(*row["values"].values(), done, *(numbers if row["losses"] else ()))
     Console(highlight=False, soft_wrap=True).print(table)
     print(sweeps.sentence_of(optimum))

@@ -204,7 +204,8 @@ class Deployment:
         config, params = model.config, model.params
         if settings.bits is not None:
             config, params, *_ = quantize_experts(config, params, bits=settings.bits)
-        in_use = dataclasses.replace(model, config=config, params=native(params))
+        ready = native(params, in_order=config.precision.compute == "float32")
+        in_use = dataclasses.replace(model, config=config, params=ready)
         expected = written_by(in_use, self._text(), self.plan.decoding).tokens
         targets = {
             settings.platform: Target(settings.platform, settings.device_kind, self.plan.mesh)

@@ -125,15 +125,19 @@ def in_bytes(params: dict) -> dict:
     return jax.tree.map(bits_of, packed(params))
 
 
-def native(params: dict, platform: str | None = None) -> dict:
-    """Converts 4-bit matrices, once, to the form that kernels read.
+def native(params: dict, platform: str | None = None, *, in_order: bool = False) -> dict:
+    """Converts quantized matrices, once, to the form that kernels read.
 
-    On CPUs, and on GPUs that are not Hopper, this is the packed form.
+    On CPUs, and on GPUs that are not Hopper, 4-bit values are packed; on a Hopper integers are
+    in the order of its registers (`QTensor.fragments`).
 
     Args:
         platform: the platform, as JAX names it; None is the one that is in use.
+        in_order: whether channels keep their order, as for float32 products, which are not
+            that kernel's, and where bytes of a host are read as a device's.
     """
-    change = getattr(QTensor, form_of_int4(platform))
+    form = form_of_int4(platform)
+    change = getattr(QTensor, "native" if in_order and form == "fragments" else form)
     return jax.tree.map(
         lambda leaf: change(leaf) if is_quantized(leaf) else leaf, params, is_leaf=is_quantized
     )

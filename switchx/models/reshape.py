@@ -108,8 +108,8 @@ def check_num_experts(config: ModelConfig, num_experts: int) -> None:
         value = getattr(switch.router, name)
         require(
             value == plain,
-            f"experts={num_experts} with RouterConfig.{name}={value}: routers with a bias, or "
-            "whose experts exclude each other, are not changed; leave it out",
+            f"the model has RouterConfig.{name}={value}: routers with a bias, or whose experts "
+            "exclude each other, are not changed; use the model that it was made of",
         )
     dataclasses.replace(switch, num_experts=num_experts)  # refuses fewer than a token chooses
 

@@ -92,10 +92,10 @@ def test_the_headline_says_whether_seeds_tell_apart(folders, tmp_path):
     assert said.endswith("; seeds do not tell them apart.")
     far = [write_run(tmp_path / f"far_{s}", "9", s, 5.0 + 0.01 * s) for s in range(3)]
     assert compare([*folders[3:], *far]).headline.endswith("; seeds tell them apart.")
-    assert "one seed cannot say" in compare(folders[2:4]).headline
+    assert "one common seed cannot say" in compare(folders[2:4]).headline
     diverged = write_run(tmp_path / "diverged", "7", final=None, tokens=51)
     compared = compare([diverged, folders[0]])
-    said = "validation loss 3.0000 at step 6; no other ends with a finite loss. Validation sets"
+    said = "validation loss 3.0000 at step 6; of no other all seeds end with a finite loss. Validation sets"
     assert compared.headline.startswith(f"LEARNING_RATE=0.1: {said} differ")
     assert compared.overview().tables[0].rows[0][2] == "not finite"
 

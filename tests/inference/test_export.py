@@ -51,9 +51,8 @@ def test_programs_are_for_their_platform_with_its_kernels(for_accelerators, plat
         assert (exported.platforms, exported.nr_devices) == ((platform,), 1)
         text = exported.mlir_module()
         # Two products of a layer, also of a gated one, whose first has both matrices: the
-        # encoder's, which prefill reads, or the decoder's. On Hopper the schedule of both.
-        kernels = text.count(f"custom_call @{KERNELS[platform]}")
-        assert kernels == (3 if platform == "cuda" else 2)
+        # encoder's, which prefill reads, or the decoder's. Rows are few: no schedule beside.
+        assert text.count(f"custom_call @{KERNELS[platform]}") == 2
         assert "ragged_dot" not in text
     assert manifest["programs"][platform]["device_kind"] == DEVICE_KINDS[platform]
 

@@ -137,6 +137,19 @@ def test_four_bits_are_packed_on_cpu_and_in_files_and_native_elsewhere(key):
         jax.tree.map(np.testing.assert_array_equal, got, params)
 
 
+def test_a_hopper_has_fragments_but_where_channels_keep_their_order(key, monkeypatch):
+    forms = {None: "fragments", "cpu": "packed"}
+    monkeypatch.setattr("switchx.inference.quantize.form_of_int4", forms.get)
+    wide = dataclasses.replace(CONFIG, d_model=64, d_ff=64)
+    for bits in (8, 4):
+        _, params, _, _ = quantize_experts(wide, init_params(wide, key), bits=bits)
+        for in_order in (False, True):
+            got = native(params, in_order=in_order)
+            leaves = filter(is_quantized, jax.tree.leaves(got, is_leaf=is_quantized))
+            assert {leaf.is_fragments for leaf in leaves} == {not in_order}
+            jax.tree.map(np.testing.assert_array_equal, packed(got), params)
+
+
 def test_a_dense_model_is_refused(key):
     with refused("has no Switch FFN, and so no experts to quantize"):
         quantize_experts(dataclasses.replace(CONFIG, switch=None), {}, bits=8)

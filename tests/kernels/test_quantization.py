@@ -2,6 +2,7 @@
 """Quantization against loops and published errors, QTensor's layout, the magic numbers."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -23,6 +24,7 @@ from pallas_kernels.quantization.quantize import (
     quantization_error,
     quantize,
 )
+from pallas_kernels.quantized_grouped_matmul.api import quantized_grouped_matmul
 from tests.cases import slow_unless
 
 
@@ -328,3 +330,39 @@ def test_float8_has_8_bits_and_no_zero_points():
         dataclasses.replace(q, bits=4).check()
     with pytest.raises(ValueError, match="float8_e4m3fn values and zero points"):
         dataclasses.replace(q, zeros_EFG=jnp.zeros((2, 5, 1))).check()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_fragments_have_channels_where_a_thread_reads_them(bits):
+    q = quantize(jax.random.normal(jax.random.key(0), (2, 96, 8)), bits)
+    fragments, n = q.fragments(), 16 // bits
+    assert fragments.is_fragments and fragments.fragments() is fragments
+    plain, ordered = (
+        np.asarray(each.values.astype(jnp.int8)) for each in (q.native(), fragments)
+    )
+    for d in range(96):
+        block, rest = divmod(d, 8 * n)
+        i, t, h = rest // 8, rest % 8 // 2, rest % 2
+        at = 8 * n * block + 2 * n * t + n * h + i
+        np.testing.assert_array_equal(ordered[..., at], plain[..., d])
+    np.testing.assert_array_equal(fragments.packed().values, q.values)
+    np.testing.assert_array_equal(dequantize(fragments), dequantize(q))
+    with pytest.raises(ValueError, match="no zero points: use native"):
+        dataclasses.replace(fragments, zeros_EFG=q.scales_EFG).check()
+
+
+@pytest.mark.parametrize("forms", [("fragments", "native"), ("packed", "fragments")])
+def test_both_matrices_of_a_gated_unit_are_read_in_one_order(forms):
+    keys = jax.random.split(jax.random.key(0), 3)
+    w, w_gate = (quantize(jax.random.normal(key, (2, 64, 64)), 8) for key in keys[:2])
+    x_RD, sizes_E = jax.random.normal(keys[2], (8, 64), jnp.bfloat16), jnp.array([5, 2])
+
+    def product(implementation, w, w_gate, **options):
+        return quantized_grouped_matmul(
+            x_RD, w, sizes_E, w_gate=w_gate, implementation=implementation, **options
+        ).astype(jnp.float32)
+
+    given = [getattr(each, form)() for each, form in zip((w, w_gate), forms, strict=True)]
+    got = jax.jit(functools.partial(product, "gpu", interpret=True))(*given)
+    want = product("reference", w, w_gate)
+    assert np.abs(got - want).max() < 1e-2 * np.abs(want).max()

@@ -200,7 +200,7 @@ def test_what_cannot_be_added_is_refused():
             multiplied_config(biased_router(S), 6, way)
     with refused("experts=7 of a model with 3: each expert gets as many copies"):
         multiplied_config(biased_router(1), 7, "counts_merged")
-    with refused("experts=6 with RouterConfig.num_copies=2: "):
+    with refused("the model has RouterConfig.num_copies=2: "):
         multiplied_config(multiplied_config(biased_router(2), 6, "exclusive"), 12, "copies")
     with refused("upcycle='virtual_groups' with experts=6, num_selected=4 and d_ff=12"):
         upcycled_config(BIASED, 6, num_selected=4, way="virtual_groups")

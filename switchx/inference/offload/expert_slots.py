@@ -125,11 +125,15 @@ def predicted(config: ModelConfig, w_router_DE, bias_E, x_RD, count_E):
     return jnp.zeros_like(count_E).at[expert_RS].add(used_RS.astype(count_E.dtype))
 
 
+# An expert is converted whenever it is moved: its channels keep their order.
+_ordered = functools.partial(native, in_order=True)
+
+
 def _empty_bank(expert: Weights, slots: int) -> Weights:
     def zeros(leaf):
         return jnp.zeros((slots, *leaf.shape[1:]), leaf.dtype)
 
-    return jax.tree.map(zeros, jax.eval_shape(native, expert))
+    return jax.tree.map(zeros, jax.eval_shape(_ordered, expert))
 
 
 @functools.partial(jax.jit, donate_argnames="bank")
@@ -139,7 +143,7 @@ def moved_into(bank: Weights, expert: Weights, slot) -> Weights:
     def put(bank_K, new_1):
         return jax.lax.dynamic_update_slice_in_dim(bank_K, new_1, slot, axis=0)
 
-    return jax.tree.map(put, bank, native(expert))
+    return jax.tree.map(put, bank, _ordered(expert))
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="y_RD")

@@ -10,6 +10,7 @@ matrix, W words of its rows
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -81,10 +82,12 @@ class Bank:
                 jax.device_put(np.stack(forms), host), like.shape[1:], str(like.dtype)
             )
 
-        like = jax.eval_shape(native, layers[0])
+        # Stored bytes are read as a device's, so channels keep their order.
+        ordered = functools.partial(native, in_order=True)
+        like = jax.eval_shape(ordered, layers[0])
         streamed = jax.tree.map(stacked, like, *(layers[number] for number in numbers))
         resident = {
-            number: jax.tree.map(jnp.array, native(layer))
+            number: jax.tree.map(jnp.array, ordered(layer))
             for number, layer in enumerate(layers)
             if number not in numbers
         }
