@@ -95,8 +95,8 @@ def test_the_headline_says_whether_seeds_tell_apart(folders, tmp_path):
     assert "one common seed cannot say" in compare(folders[2:4]).headline
     diverged = write_run(tmp_path / "diverged", "7", final=None, tokens=51)
     compared = compare([diverged, folders[0]])
-    said = "validation loss 3.0000 at step 6; of no other all seeds end with a finite loss. Validation sets"
-    assert compared.headline.startswith(f"LEARNING_RATE=0.1: {said} differ")
+    said = "3.0000 at step 6; of no other all seeds end with a finite loss. Validation sets"
+    assert compared.headline.startswith(f"LEARNING_RATE=0.1: validation loss {said} differ")
     assert compared.overview().tables[0].rows[0][2] == "not finite"
 
 
