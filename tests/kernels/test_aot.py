@@ -385,9 +385,10 @@ FLOAT8 = Case("quantized_grouped_matmul", 256, 1024, 4096, 32, bits=8, is_float8
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_float8_takes_fewer_instructions_than_int8_on_gpus(needs_cuda, dtype):
     float8 = dataclasses.replace(FLOAT8, dtype=dtype)
-    cases = [float8, dataclasses.replace(float8, is_float8=False)]
+    # Of int8 in the order of channels, in which float8 is.
+    cases = [float8, dataclasses.replace(float8, is_float8=False, is_native=True)]
     found, of_int8 = gpu_compiler.COMPILER.compile("h200", cases)
-    assert (found["error"], found["spill_bytes"], found["temp_bytes"]) == (None, 0, 2816)
+    assert (found["error"], found["spill_bytes"], found["temp_bytes"]) == (None, 0, 0)
     assert found["loop_instructions"] < of_int8["loop_instructions"]
 
 
