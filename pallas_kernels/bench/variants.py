@@ -102,7 +102,7 @@ def _load_ahead(is_ahead: bool) -> Callable[[Mosaic], contextlib.AbstractContext
 
 def _schedule_outside(mosaic: Mosaic) -> contextlib.AbstractContextManager:
     """A kernel before the product makes its schedule."""
-    return mock.patch.object(gpu_swap_ab, "_is_inside", lambda *_: False)
+    return mock.patch.object(gpu_swap_ab, "fits_inside", lambda *_: False)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ Dims: R rows, E experts; P tiles of rows, B bounds of groups
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.grouped_matmul.tile_schedule import RowTiles, max_row_tiles
 from pallas_kernels.launches import num_bytes, record
 from pallas_kernels.mosaic_gpu import Mosaic
-from pallas_kernels.tiling.gpu import ROW_ALIGNMENT
+from pallas_kernels.tiling.gpu import (
+    BARRIER_BYTES,
+    FEW_ROWS,
+    ROW_ALIGNMENT,
+    SHARED_BYTES,
+    Tiling,
+    shared_bytes,
+)
 
 THREADS = 128
 
@@ -96,6 +104,17 @@ def _body(
 def table_shape(num_rows: int, num_experts: int, block: int) -> tuple[int, int]:
     """The shape of the int32 table in shared memory that `schedule_inside` fills."""
     return 4, _whole(max_row_tiles(num_rows, num_experts, block) + 2)
+
+
+def fits_inside(table, tiling: Tiling, x_dtype, w_dtype, num_matrices: int) -> bool:
+    """Whether a product makes its own schedule: its stages leave shared memory for the table.
+
+    Not with many rows, where other products share it and a launch is a small part, nor with
+    parts of D, whose sum needs it outside.
+    """
+    taken = shared_bytes(tiling, x_dtype, w_dtype, num_matrices=num_matrices)
+    free = SHARED_BYTES - BARRIER_BYTES - taken
+    return tiling.tile_n <= FEW_ROWS and tiling.splits == 1 and 4 * math.prod(table) <= free
 
 
 def schedule_inside(sizes_gmem, table_smem, is_made, maker, *, num_rows, block, mosaic):

@@ -13,7 +13,6 @@ N tiles of M features, C warpgroups that multiply, G groups of D with a scale
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.epilogue import Epilogue, result_of
 from pallas_kernels.grouped_matmul.gpu_schedule import (
+    fits_inside,
     schedule,
     schedule_inside,
     table_shape,
@@ -33,16 +33,8 @@ from pallas_kernels.grouped_matmul.gpu_walk import Walk, copied_bytes, for_rows
 from pallas_kernels.grouped_matmul.tile_schedule import RowTiles
 from pallas_kernels.launches import record
 from pallas_kernels.mosaic_gpu import Consumer, Mosaic, Ring, copy_and_multiply, erf, padded
-from pallas_kernels.tiling.gpu import (
-    BARRIER_BYTES,
-    SHARED_BYTES,
-    STORED,
-    Tiling,
-    shared_bytes,
-)
+from pallas_kernels.tiling.gpu import FEW_ROWS, STORED, Tiling
 
-# Rows of a tile up to which a launch is a large part of a product.
-FEW_ROWS = 64
 # Elements of a warpgroup's accumulators beside which a tile's scales and bias fit; with twice
 # as many, gated units spill.
 LOADED_BEFORE = 64 * 128
@@ -109,7 +101,7 @@ def swap_ab(
         num_experts=w.shape[0],
     )
     table = table_shape(num_rows, w.shape[0], tiling.tile_n)
-    is_inside = _is_inside(table, tiling, x_RD.dtype, w.dtype, len(matrices))
+    is_inside = fits_inside(table, tiling, x_RD.dtype, w.dtype, len(matrices))
     scheduled, end_E = [group_sizes_E], None
     if not is_inside:
         tiles, bound_B = schedule(group_sizes_E, num_rows, tiling.tile_n, mosaic)
@@ -164,17 +156,6 @@ def swap_ab(
     if tiling.splits > 1:
         results = [walk.sum_of_parts(each, tiles) for each in results]
     return results, end_E
-
-
-def _is_inside(table, tiling: Tiling, x_dtype, w_dtype, num_matrices: int) -> bool:
-    """Whether the kernel makes its own schedule, in shared memory that its stages leave.
-
-    Not with many rows, where other products share it and a launch is a small part, nor with
-    parts of D, whose sum needs it outside.
-    """
-    taken = shared_bytes(tiling, x_dtype, w_dtype, num_matrices=num_matrices)
-    free = SHARED_BYTES - BARRIER_BYTES - taken
-    return tiling.tile_n <= FEW_ROWS and tiling.splits == 1 and 4 * math.prod(table) <= free
 
 
 def _operands(epilogue: Epilogue, tiling: Tiling) -> dict:

@@ -19,6 +19,8 @@ BARRIER_BYTES = 1024
 H200_SMS = 132
 # Of an H100's and an H200's 50 MB of cache, what the weights of a panel may take.
 PANEL_BYTES = 24 * 10**6
+# Rows of a tile up to which a launch is a large part of a product.
+FEW_ROWS = 64
 # Features of a row that are stored at once; of 16 bits the most that the copy engine swizzles.
 STORED = 64
 # It reads tiled rows from a multiple of this on.
