@@ -93,6 +93,11 @@ def test_the_headline_says_whether_seeds_tell_apart(folders, tmp_path):
     far = [write_run(tmp_path / f"far_{s}", "9", s, 5.0 + 0.01 * s) for s in range(3)]
     assert compare([*folders[3:], *far]).headline.endswith("; seeds tell them apart.")
     assert "one common seed cannot say" in compare(folders[2:4]).headline
+    # The means and the one common seed disagree.
+    ends = {("5", 0): 5.0, ("5", 1): 3.0, ("6", 0): 4.8, ("6", 2): 3.6}
+    apart = [write_run(tmp_path / f"{r}_{s}", r, s, end) for (r, s), end in ends.items()]
+    said = "; in the seeds that both have LEARNING_RATE=6 ends 0.2000 lower."
+    assert compare(apart).headline.endswith(f"loss 4.0000 (-8.7062 to 16.7062) at step 6{said}")
     diverged = write_run(tmp_path / "diverged", "7", final=None, tokens=51)
     compared = compare([diverged, folders[0]])
     said = "3.0000 at step 6; of no other all seeds end with a finite loss. Validation sets"
