@@ -37,6 +37,15 @@ class Parabola:
     problem: str = ""
 
 
+def open_sides(rates: Sequence[float], qualities: Sequence[float], sd: float = SD) -> list[str]:
+    """`lower` and `higher`, where no rate on that side of the best one is worse by `sd`."""
+    y_N = np.asarray([quality for _, quality in sorted(zip(rates, qualities, strict=True))])
+    y_N = np.where(np.isfinite(y_N), y_N, -math.inf)
+    best = int(y_N.argmax())
+    sides = {"lower": y_N[:best], "higher": y_N[best + 1 :]}
+    return [name for name, side in sides.items() if not (side < y_N[best] - sd).any()]
+
+
 def parabola(rates: Sequence[float], qualities: Sequence[float], sd: float = SD) -> Parabola:
     """Fits quality over ln(rate), by least squares of the five rates nearest to the best one.
 
@@ -65,9 +74,7 @@ def parabola(rates: Sequence[float], qualities: Sequence[float], sd: float = SD)
             "takes three; try lower rates"
         )
     y_N = np.where(is_finite_N, y_N, -math.inf)
-    best = int(y_N.argmax())
-    sides = {"lower": y_N[:best], "higher": y_N[best + 1 :]}
-    open_sides = [name for name, side in sides.items() if not (side < y_N[best] - sd).any()]
+    best, sides = int(y_N.argmax()), open_sides(rates, qualities, sd)
     near = [i for i in np.argsort(abs(x_N - x_N[best]), kind="stable") if is_finite_N[i]][:5]
     least, best_x, most = x_N[[0, best, -1]]
     x_N, y_N = x_N[near], y_N[near]
@@ -78,10 +85,8 @@ def parabola(rates: Sequence[float], qualities: Sequence[float], sd: float = SD)
         math.sqrt(np.sum((y_N - powers @ coefficients) ** 2) / freedom) if freedom else None
     )
     at = f"the best rate is {math.exp(best_x):.4g}"
-    if open_sides:
-        problem = (
-            f"{at} and none is worse by {sd} beside it; add {' and '.join(open_sides)} rates"
-        )
+    if sides:
+        problem = f"{at} and none is worse by {sd} beside it; add {' and '.join(sides)} rates"
     elif a >= 0 or not least < best_x - b / (2 * a) < most:
         problem = f"{at} and the parabola is not best between the rates; add rates about it"
     elif residual is not None and residual >= 2 * sd:
