@@ -4,14 +4,12 @@
 make experiments EXPERIMENT=initialization DATA=FOLDER
 """
 
-import math
-
 import numpy as np
-import scipy.stats
 
 from experiments.comparison import Trained, judge_of, run_comparison
 from experiments.experiment import Comparison, Contender
-from experiments.measured import Ratio, verdict_of
+from experiments.measured import verdict_of
+from experiments.statistics import spread_ratio
 from experiments.study import main
 
 
@@ -31,20 +29,12 @@ COMPARISON = Comparison(
 )
 
 
-def ratio_of_spreads(of: list[float], over: list[float]) -> Ratio:
-    """Of standard deviations over seeds; its interval is that of Fisher's F."""
-    mine, other = (float(np.std(values, ddof=1)) for values in (of, over))
-    freedom = len(of) - 1, len(over) - 1
-    low, high = (math.sqrt(scipy.stats.f.ppf(q, *freedom)) for q in (0.025, 0.975))
-    return Ratio(mine / other, mine / other / high, mine / other / low)
-
-
 def verdict(trained: Trained) -> dict:
     """Reproduced: the standard deviation over seeds is smaller at 0.1, by an interval of their
     ratio without 1; not reproduced where it is larger by one; otherwise undecided. The mean is
     reported."""
     final = [trained.final(f"scale {scale}") for scale in (0.1, 1.0)]
-    effect = ratio_of_spreads(*final)
+    effect = spread_ratio(*final)
     small, large = (np.std(values, ddof=1) for values in final)
     gain = trained.gain("scale 0.1", "scale 1.0")
     return {
