@@ -22,6 +22,7 @@ import numpy as np
 from experiments.experiment import Comparison, run_name
 from experiments.measured import Cells, Interval, Ratio, paired
 from experiments.pages import ROOT
+from experiments.rules import Rule, judged
 from experiments.study import Study
 from pallas_kernels.bench.timing import Contender as Timed
 from pallas_kernels.bench.timing import speedup, take_turns
@@ -152,18 +153,34 @@ def judge_of(
     return judge
 
 
+def judge_by(
+    claims: Sequence[Rule],
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """`judge` of an experiment that has a comparison and rules of its claims."""
+
+    def judge(results: dict[str, Any]) -> dict[str, Any]:
+        tables = [{"title": "", "rows": trained_in(results).rows()}]
+        return judged(claims, results) | {"tables": tables}
+
+    return judge
+
+
 def run_comparison(
     study: Study,
     comparison: Comparison,
     judge: Callable[[dict[str, Any]], dict[str, Any]],
+    rule: Rule | None = None,
     **measured,
 ) -> dict[str, Any]:
     """Trains all contenders, writes results, figure and page.
 
     Args:
-        judge: by the rule, written before the runs (`Study.publish`).
+        judge: what follows from what was measured (`Study.publish`).
+        rule: the one whose seeds are trained, those of the study's look.
         measured: beside the comparison.
     """
+    if rule is not None and not study.is_quick:
+        comparison = study.at_look(comparison, rule)
     if study.is_quick:
         comparison = comparison.quick()
     files, cells = study.files(*comparison.data), study.cells()
