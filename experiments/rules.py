@@ -25,6 +25,7 @@ from experiments.statistics import (
     holm,
     loss_of_compute,
     outcome,
+    parabola,
     pocock,
     simulate,
 )
@@ -36,6 +37,8 @@ OF_COMPUTE = "5% of compute"
 EXPLORATORY, OPEN, UNDECIDED = "exploratory", "open", "undecided"
 REPRODUCED, REFUTED, EQUIVALENT = "reproduced", "not reproduced", "equivalent"
 NOT_TESTABLE = "not testable at this scale"
+# What a run.py that claims nothing says of its measurements.
+REPORTED = "reported"
 WORDS = (REPRODUCED, REFUTED, EQUIVALENT, UNDECIDED, NOT_TESTABLE, EXPLORATORY, OPEN)
 # Claims that Holm's procedure counts at least: those that are planned.
 CLAIMS = 12
@@ -57,8 +60,8 @@ class Rule:
         seeds: all of them, in their order.
         expected: value of the contrast that the paper leads one to expect; power is that of
             finding `direction` there.
-        rates_from: experiment whose results.json has the contenders' rates; None where no
-            rate is swept, as where nothing is trained.
+        rates_from: experiment whose results.json has `quality` by contender and rate; None
+            where no rate is swept, as where nothing is trained.
         lengths_from: experiment whose results.json has `dense_lengths`, for OF_COMPUTE.
         gates: names in `gates` of the results, each of which is to hold.
         runs: key of the results that has the curves and seeds; empty where they are on top.
@@ -157,11 +160,12 @@ def begin(name: str) -> dict[str, Any]:
 def _require_rates(rule: Rule) -> None:
     """Raises where a contender's sweep has no optimum; contenders that were not swept have the
     rates that run.py gives them."""
-    found = _of_results(rule.rates_from, "rates")
-    for name in rule.primary:
-        if problem := found.get(name, {}).get("problem"):
+    found = _of_results(rule.rates_from, "quality")
+    for name in (each for each in rule.primary if each in found):
+        fit = parabola([*map(float, found[name])], [*found[name].values()])
+        if fit.problem:
             raise ValueError(
-                f"{name}: rate not found: {problem}: `make experiments EXPERIMENT="
+                f"{name}: rate not found: {fit.problem}: `make experiments EXPERIMENT="
                 f"{rule.rates_from}`, or leave its claim out"
             )
 
@@ -285,9 +289,8 @@ def standing(results: dict[str, Any]) -> dict[str, Any]:
     results = {key: value for key, value in results.items() if key != "exploratory_because"}
     if not reason:
         return results
-    before = results["verdict"]
-    if before != EXPLORATORY:
-        results["verdict_before"] = before
+    if results["verdict"] not in (EXPLORATORY, REPORTED):
+        results["verdict_before"] = results["verdict"]
     claims = [each | {"verdict": EXPLORATORY} for each in results.get("claims", ())]
     more = {"claims": claims} if claims else {}
     return results | more | {"verdict": EXPLORATORY, "exploratory_because": reason}

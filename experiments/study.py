@@ -55,6 +55,8 @@ class Study(Experiment):
         now = {"commit": git_commit(), "code": code}
         if not self.is_quick:
             now |= rules.begin(self.name)
+        if self.look > 1 and "rule" not in now:
+            raise ValueError(f"--look={self.look}: {self.name} has no rule; leave that out")
         found = Cells(self.runs / "cells.jsonl")
         has_runs = any(RunFolder(each).config.exists() for each in self.runs.iterdir())
         if not file.exists() or not (found.lines or has_runs):

@@ -49,7 +49,9 @@ def test_pages_are_made_of_results(folder):
     expected = pages.NOT_RUN if results is None else page(results)
     assert made_of_results(folder) == expected
     text = (folder / "README.md").read_text(encoding="utf-8")
-    assert "**Question.**" in text and "arXiv:" in text or folder.name == "pretraining"
+    assert (
+        "**Question.**" in text and "arXiv:" in text or folder.name in ("pretraining", "rates")
+    )
     assert f"make experiments EXPERIMENT={folder.name} DATA=data\n" in text
 
 
@@ -346,6 +348,8 @@ def test_verdicts_follow_their_rules(name):
 def test_published_verdicts_are_those_of_the_rules(folder):
     """What follows from what results.json has as measured is what stands beside it."""
     results = pages.read_results(folder)
+    if results is None:
+        pytest.skip("not run in full")
     run = importlib.import_module(f"experiments.{folder.name}.run")
     if rules.digest(vars(run)) == results.get("rule"):
         judged = pages.as_written(run.judge(results))

@@ -97,7 +97,7 @@ def checkout(tmp_path, monkeypatch):
         page.write_text(f"# A question?\n\n{pages.BEGIN}\n{pages.END}\n")
     (here / "seeds_seen.json").write_text('[{"experiment": "x", "rule": null, "seeds": [0]}]')
     mine.results("switch_vs_dense", {"dense_lengths": LENGTHS})
-    mine.results("rates", {"rates": {"sparse": {"rate": 0.01, "problem": ""}}})
+    mine.results("rates", {"quality": {"sparse": {"1": -5.1, "2": -5.0, "4": -5.1}}})
     (tmp_path / ".gitignore").write_text("runs*\n")
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     mine.commit()
@@ -215,15 +215,20 @@ def test_a_look_has_its_time(checkout):
 
 def test_what_a_rule_takes_is_there_before_it_begins(checkout):
     """Rates at the edge, and dense lengths."""
-    edge = {"rate": None, "problem": "the best rate is 4; add higher rates"}
-    checkout.results("rates", {"rates": {"sparse": edge}})
+    edge = {"1": -5.2, "2": -5.1, "4": -5.0}
+    checkout.results("rates", {"quality": {"sparse": edge}})
     checkout.commit()
     with pytest.raises(ValueError, match="sparse: rate not found: .* add higher rates"):
         checkout.study("runs").cells()
-    checkout.results("rates", {"rates": {}})
+    checkout.results("rates", {"quality": {}})
     checkout.results("switch_vs_dense", {})
     with pytest.raises(ValueError, match="has no `dense_lengths`.* EXPERIMENT=switch_vs_dense"):
         checkout.study("runs").cells()
+
+
+def test_a_look_without_a_rule_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="--look=2: exploration has no rule"):
+        Study("exploration", tmp_path, None, look=2).cells()
 
 
 def test_cells_of_two_cards_make_no_ratio(checkout, monkeypatch):
