@@ -23,6 +23,7 @@ from experiments.experiment import Comparison, run_name
 from experiments.measured import Cells, Interval, Ratio, paired
 from experiments.pages import ROOT
 from experiments.rules import Rule, judged
+from experiments.statistics import dunnett
 from experiments.study import Study
 from pallas_kernels.bench.timing import Contender as Timed
 from pallas_kernels.bench.timing import speedup, take_turns
@@ -99,8 +100,12 @@ class Trained:
         steps, time = self.speedup_in_steps(name, over), self.step_time(name, over)
         return Ratio(steps / time.mean, steps / time.high, steps / time.low)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One a contender, for a page."""
+    def rows(self, gains: dict[str, Interval] | None = None) -> list[dict[str, Any]]:
+        """One a contender, for a page.
+
+        Args:
+            gains: those over the first contender; by default paired by seed.
+        """
         first = next(iter(self.curves))
         rows = []
         for name in self.curves:
@@ -111,7 +116,9 @@ class Trained:
                 "negative log perplexity": statistics.mean(final),
                 "lowest seed": min(final),
                 "highest seed": max(final),
-                f"gain over {first} (95%)": dataclasses.asdict(self.gain(name, first)),
+                f"gain over {first} (95%)": dataclasses.asdict(
+                    gains[name] if gains else self.gain(name, first)
+                ),
                 "speed-up in steps": known(self.speedup_in_steps(name, first)),
             }
             if self.step_times is not None:
@@ -156,11 +163,20 @@ def judge_of(
 def judge_by(
     claims: Sequence[Rule],
 ) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """`judge` of an experiment that has a comparison and rules of its claims."""
+    """`judge` of an experiment that has a comparison and rules of its claims. Gains over the
+    first contender are reported without a word, with Dunnett's intervals."""
 
     def judge(results: dict[str, Any]) -> dict[str, Any]:
-        tables = [{"title": "", "rows": trained_in(results).rows()}]
-        return judged(claims, results) | {"tables": tables}
+        trained = trained_in(results)
+        control, *others = trained.curves
+        found = dunnett({name: trained.final(name) for name in trained.curves}, control)
+        gains = {control: Interval(0.0, 0.0, 0.0)} | {name: found[name][0] for name in others}
+        title = (
+            "Intervals of gains hold for all contenders together (Dunnett); they judge nothing:"
+        )
+        return judged(claims, results) | {
+            "tables": [{"title": title, "rows": trained.rows(gains)}]
+        }
 
     return judge
 

@@ -183,11 +183,14 @@ def estimate(finals: dict[str, Sequence[float]], weights: dict[str, float]) -> E
 
     Raises:
         ValueError: a contender is missing or has fewer than two seeds, weights do not sum to
-            0, or nothing varies.
+            0, a quality is not finite, or nothing varies.
     """
     groups = {name: np.asarray(values, float) for name, values in finals.items()}
     missing = sorted({*weights} - {*groups})
     few = sorted(name for name, values in groups.items() if len(values) < 2)
+    lost = sorted(name for name, values in groups.items() if not np.isfinite(values).all())
+    if lost:
+        raise ValueError(f"runs of {lost} have no finite quality; say so by a gate, not a mean")
     if missing or few or abs(sum(weights.values())) > 1e-9:
         raise ValueError(
             f"no contender {missing}, fewer than two seeds of {few}, weights sum to "
@@ -198,8 +201,8 @@ def estimate(finals: dict[str, Sequence[float]], weights: dict[str, float]) -> E
     variances = {name: float(values.var(ddof=1)) for name, values in groups.items()}
     freedom = sum(sizes.values()) - len(sizes)
     pooled = sum((sizes[name] - 1) * v for name, v in variances.items()) / freedom
-    if not pooled:
-        raise ValueError(f"{finals=} do not vary over seeds; give runs of different seeds")
+    if not any(variances[name] for name in weights):
+        raise ValueError(f"{[*weights]} do not vary over seeds; give runs of different seeds")
     spread = sum(w * w / sizes[name] for name, w in weights.items())
     if len(groups) > 1 and scipy.stats.levene(*groups.values()).pvalue < MODEL:
         parts = {name: w * w * variances[name] / sizes[name] for name, w in weights.items()}

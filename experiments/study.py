@@ -55,7 +55,7 @@ class Study(Experiment):
         now = {"commit": git_commit(), "code": code}
         if not self.is_quick:
             now |= rules.begin(self.name)
-        if self.look > 1 and "rule" not in now:
+        if self.look > 1 and not (self.is_quick or "rule" in now):
             raise ValueError(f"--look={self.look}: {self.name} has no rule; leave that out")
         found = Cells(self.runs / "cells.jsonl")
         has_runs = any(RunFolder(each).config.exists() for each in self.runs.iterdir())

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.stats
 
 from experiments import experiment, pages, rules, study
 from experiments.measured import Cells, device
@@ -143,6 +144,10 @@ def test_a_rule_is_registered_and_judged(checkout):
     require_registered(results)
     assert results["verdict"] == "reproduced" and "verdict_before" not in results
     (claim,) = results["claims"]
+    finals = {name: [curve["10"] for curve in c] for name, c in results["curves"].items()}
+    oracle = scipy.stats.dunnett(finals["sparse"], control=finals["dense"], rng=0)
+    gains = [row["gain over dense (95%)"] for row in results["tables"][0]["rows"]]
+    assert gains[1]["low"] == pytest.approx(oracle.confidence_interval().low[0], abs=1e-5)
     assert claim["margin"] == pytest.approx(0.6 / np.log(4) * np.log(1.05))
     assert claim["power"] > 0.9 and claim["effect"]["low"] > 0 and claim["look"] == 1
     for page in (checkout.run.parent, checkout.run.parent.parent):
