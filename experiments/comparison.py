@@ -227,30 +227,38 @@ def train_all(study: Study, cells: Cells, comparison: Comparison) -> Trained:
             curves[each.name].append(curve)
             skipped[each.name] += found["skipped_steps"]
             dropped[each.name] += found["dropped"] / len(comparison.seeds)
-    bindings = {
-        each.name: study.placed((*comparison.bindings_of(each, 0), *study.quick_bindings))
-        for each in comparison.contenders
-    }
-    jobs = _jobs(comparison.gin_files, bindings)
+    bindings = {each.name: comparison.bindings_of(each, 0) for each in comparison.contenders}
+    placed = {n: study.placed((*b, *study.quick_bindings)) for n, b in bindings.items()}
+    jobs = _jobs(comparison.gin_files, placed)
     flops = {name: train_flops(job.model, *job.sequence_lengths) for name, job in jobs.items()}
     least = next(iter(flops.values()))
-    step_times = None
+    times = None
     if comparison.times:
-        cell = {
-            "step_times": list(jobs),
-            "bindings": [list(c.bindings) for c in comparison.contenders],
-        }
-        rounds = 2 if study.is_quick else 9
-        timings = [
-            cells.get(
-                cell | {"timing": timing},
-                lambda: _in_a_process(_step_times, comparison.gin_files, bindings, rounds),
-            )
-            for timing in range(1 if study.is_quick else TIMINGS)
-        ]
-        step_times = {name: [each[name] for each in timings] for name in jobs}
+        times = step_times(study, cells, comparison.gin_files, bindings)
     relative = {name: each / least for name, each in flops.items()}
-    return Trained(curves, step_times, relative, skipped, dropped)
+    return Trained(curves, times, relative, skipped, dropped)
+
+
+def step_times(
+    study: Study, cells: Cells, gin_files: Sequence[str], bindings: dict[str, Sequence[str]]
+) -> dict[str, list[float]]:
+    """Times of a step relative to the first contender's, one each of TIMINGS processes.
+
+    Args:
+        bindings: all bindings of each contender, its places not yet placed.
+    """
+    quick = study.quick_bindings
+    placed = {name: study.placed((*each, *quick)) for name, each in bindings.items()}
+    cell = {"step_times": list(bindings), "bindings": list(map(list, bindings.values()))}
+    rounds = 2 if study.is_quick else 9
+    timings = [
+        cells.get(
+            cell | {"timing": timing},
+            lambda: _in_a_process(_step_times, gin_files, placed, rounds),
+        )
+        for timing in range(1 if study.is_quick else TIMINGS)
+    ]
+    return {name: [each[name] for each in timings] for name in bindings}
 
 
 def _jobs(

@@ -174,6 +174,10 @@ def figure_of(results: dict[str, Any]) -> Figure | None:
     """Gains by step, differences with their intervals, or losses by bytes; else none."""
     if "points" in results:
         return plots.points_figure(results["points"])
+    if "intervals" in results:
+        first = next(iter(results["intervals"].values()))
+        label = results.get("intervals_of", results["effect_of"])
+        return plots.intervals_figure(results["intervals"], label, first.get("no_effect", 0.0))
     if "curves" in results:
         curves = {
             name: [{int(step): value for step, value in curve.items()} for curve in seeds]
@@ -181,10 +185,6 @@ def figure_of(results: dict[str, Any]) -> Figure | None:
         }
         times = step_times(results)
         return plots.gains_figure(curves, "nats per token", times)
-    if "intervals" in results:
-        first = next(iter(results["intervals"].values()))
-        label = results.get("intervals_of", results["effect_of"])
-        return plots.intervals_figure(results["intervals"], label, first.get("no_effect", 0.0))
     return None
 
 

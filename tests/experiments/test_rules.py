@@ -232,8 +232,8 @@ def test_what_a_rule_takes_is_there_before_it_begins(checkout):
 
 
 def test_a_look_without_a_rule_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="--look=2: exploration has no rule"):
-        Study("exploration", tmp_path, None, look=2).cells()
+    with pytest.raises(ValueError, match="--look=2: rates has no rule"):
+        Study("rates", tmp_path, None, look=2).cells()
 
 
 def test_cells_of_two_cards_make_no_ratio(checkout, monkeypatch):
