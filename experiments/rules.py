@@ -298,7 +298,7 @@ def standing(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def _exploratory(of: dict[str, Any]) -> dict[str, Any]:
-    word = of["verdict"]
+    word = of.get("verdict", EXPLORATORY)  # a run.py without rules may say none
     before = {} if word in (EXPLORATORY, REPORTED) else {"verdict_before": word}
     return of | before | {"verdict": EXPLORATORY}
 
