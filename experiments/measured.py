@@ -10,7 +10,7 @@ import pathlib
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 # Experiments take all that they measure by from here.
@@ -39,14 +39,6 @@ def verdict_of(is_reproduced: bool, is_refuted: bool) -> str:
     if is_reproduced:
         return "reproduced"
     return "not reproduced" if is_refuted else "undecided"
-
-
-def word_of(gains: Iterable[Interval]) -> str:
-    """`reproduced` where every interval is above 0, `not reproduced` where one is below it;
-    otherwise `undecided`."""
-    gains = list(gains)
-    is_behind = any(gain.high < 0 for gain in gains)
-    return verdict_of(all(gain.low > 0 for gain in gains), is_behind)
 
 
 class Cells:

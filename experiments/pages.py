@@ -205,7 +205,7 @@ def page(results: dict[str, Any]) -> str:
     parts = [f"**Found: {words}.** {results['because']}"]
     if "exploratory_because" in results:
         before = results.get("verdict_before")
-        said = f" By the rule that it had it was: {before}." * bool(before)
+        said = f" The verdict was: {before}." * bool(before)
         parts.append(f"Exploratory, as {results['exploratory_because']}.{said}")
     if claims:
         parts.append(table(map(_claim_row, claims)))

@@ -149,7 +149,7 @@ def begin(name: str) -> dict[str, Any]:
     if changed or not commit:
         raise ValueError(
             f"{file} has rules and is {'changed' if commit else 'not committed'}: a rule is "
-            f"committed before its first run; `git commit {file}`"
+            f"committed before its first run; `git add {file} && git commit {file}`"
         )
     noted = {"rule": digest(constants), "registered": commit, "registered_at": time}
     for each in constants["RULES"]:
@@ -292,11 +292,15 @@ def standing(results: dict[str, Any]) -> dict[str, Any]:
     results = {key: value for key, value in results.items() if key != "exploratory_because"}
     if not reason:
         return results
-    if results["verdict"] not in (EXPLORATORY, REPORTED):
-        results["verdict_before"] = results["verdict"]
-    claims = [each | {"verdict": EXPLORATORY} for each in results.get("claims", ())]
-    more = {"claims": claims} if claims else {}
-    return results | more | {"verdict": EXPLORATORY, "exploratory_because": reason}
+    if "claims" in results:
+        results["claims"] = [_exploratory(each) for each in results["claims"]]
+    return _exploratory(results) | {"exploratory_because": reason}
+
+
+def _exploratory(of: dict[str, Any]) -> dict[str, Any]:
+    word = of.get("verdict", EXPLORATORY)  # a run.py without rules may say none
+    before = {} if word in (EXPLORATORY, REPORTED) else {"verdict_before": word}
+    return of | before | {"verdict": EXPLORATORY}
 
 
 def _exploratory_because(results: dict[str, Any]) -> str:

@@ -204,7 +204,9 @@ def estimate(finals: dict[str, Sequence[float]], weights: dict[str, float]) -> E
     if not any(variances[name] for name in weights):
         raise ValueError(f"{[*weights]} do not vary over seeds; give runs of different seeds")
     spread = sum(w * w / sizes[name] for name, w in weights.items())
-    if len(groups) > 1 and scipy.stats.levene(*groups.values()).pvalue < MODEL:
+    # Two values lie equally far from their median, so that Levene's test needs three.
+    is_many = len(groups) > 1 and min(sizes.values()) > 2
+    if is_many and scipy.stats.levene(*groups.values()).pvalue < MODEL:
         parts = {name: w * w * variances[name] / sizes[name] for name, w in weights.items()}
         total = sum(parts.values())
         freedom = total**2 / sum(p * p / (sizes[name] - 1) for name, p in parts.items())

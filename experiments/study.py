@@ -195,7 +195,8 @@ class Study(Experiment):
 
         Args:
             judge: results, as results.json has them -> what follows from what was measured:
-                `verdict`, one of rules.WORDS, `because`, a sentence, `effect`, an Interval with
+                `verdict`, one of rules.WORDS, where there are rules, `because`, a sentence,
+                `effect`, an Interval with
                 `effect_of`, and `tables`, each a `title` and `rows`. `intervals`, if there are,
                 become the figure, or else the measured `curves`. Not called by a quick run,
                 which has not measured enough.

@@ -197,80 +197,6 @@ def ended(**finals: list[float]) -> Trained:
     )  # fmt: skip
 
 
-EVEN, BELOW, NOISE = [-4.0, -4.1, -4.2], [-4.3, -4.4, -4.5], [-3.9, -4.3, -4.2]
-RULES = {
-    "selective_precision": tuple(
-        ended(float32=EVEN, selective=selective, bfloat16=low, bfloat16_parameters=BELOW)
-        for selective, low in ((EVEN, BELOW), (EVEN, EVEN), (NOISE, BELOW))
-    ),
-    "initialization": tuple(
-        ended(**{"scale_1.0": large, "scale_0.1": small})
-        for large, small in (
-            ([-4.0, -5.0, -3.0, -7.0, -4.5], [-3.0, -3.1, -3.2, -3.1, -3.0]),
-            ([-3.0, -3.1, -3.2, -3.1, -3.0], [-4.0, -5.0, -3.0, -7.0, -4.5]),
-            ([-4.0, -4.1, -4.2, -4.3, -4.4], [-4.4, -4.3, -4.2, -4.1, -4.0]),
-        )
-    ),
-    "switch_attention": tuple(
-        ended(
-            ffn_float32=BELOW, attention_float32=attention, both_float32=[-3.0] * 3,
-            ffn_bfloat16=BELOW, attention_bfloat16=BELOW, both_bfloat16=BELOW,
-        )
-        for attention in (EVEN, [-5.0] * 3, [-4.2, -4.6, -4.5])
-    ),
-}  # fmt: skip
-
-
-def test_what_slots_add_is_held_to_the_copies():
-    """Where the copies are a twentieth of the time: elsewhere they are within the noise."""
-    run = importlib.import_module("experiments.expert_offload.run")
-
-    def row(time: float, added: float, copies: float, memory: float = 1.0, noise: float = 0.02):
-        def around(mean):
-            return dataclasses.asdict(Ratio(mean, mean - noise, mean + noise))
-
-        return {
-            "weights": "int8", "slots of 16": 4, run.TIME: around(time), run.COPIES: copies,
-            run.ADDED: around(added), run.MEMORY: memory,
-        }  # fmt: skip
-
-    good, little = row(1.02, 1.1, 0.2), row(1.1, 3.0, 0.03)
-    cases = {
-        "reproduced": [[good], [good, little]],
-        "not reproduced": [
-            [good, row(1.1, 1.9, 0.1)], [good, row(1.3, 3.0, 0.03)], [row(1.0, 1.0, 0.2, 1.2)]
-        ],
-        "undecided": [[little], [good, row(1.1, 1.9, 0.1, noise=0.8)]],
-    }  # fmt: skip
-    for word, each in cases.items():
-        assert [run.verdict(rows)["verdict"] for rows in each] == [word] * len(each)
-
-
-def test_int8_may_lose_nothing_that_an_interval_shows():
-    """With one beam and with two; neither word is given where cells of Table 3 are missing."""
-    run = importlib.import_module("experiments.elephants.run")
-
-    def change(mean: float, half: float) -> dict:
-        return {"change": mean, "low": mean - half, "high": mean + half}
-
-    cells = [{"batch": batch, "beams": beams} for batch in run.BATCHES for beams in (1, 2)]
-    words = []
-    for int8, int4, rows in (
-        (change(-0.05, 0.06), change(-0.2, 0.2), cells),
-        (change(-0.07, 0.06), change(-0.2, 0.2), cells),
-        (change(-0.30, 0.06), change(-0.2, 0.2), cells),
-        (change(0.0, 0.06), change(-0.8, 0.2), cells),
-        (change(0.0, 0.06), change(-0.2, 0.2), cells[1:]),
-    ):
-        quality = [
-            {"direction": "mean", "beams": 1, "int8": int8, "int4": int4},
-            {"direction": "mean", "beams": 2, "int8": change(0, 0.1), "int4": change(0, 0.1)},
-        ]
-        words.append(run.verdict({"rows": quality}, {"rows": rows})["verdict"])
-    lost = "not reproduced"
-    assert words == ["reproduced", "undecided", lost, lost, "undecided"]
-
-
 def test_a_speedup_of_a_language_is_to_the_quality_that_both_have():
     run = importlib.import_module("experiments.multilingual.run")
     slow, fast = {0: -9.0, 100: -5.0}, {0: -9.0, 100: -4.0}
@@ -292,16 +218,6 @@ def test_a_glossary_lies_where_templates_read_it(tmp_path, monkeypatch):
     assert (mine.runs / run.GLOSSARY / "train.jsonl.gz").readlink() == given
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_verdicts_follow_their_rules(name):
-    """What is written before the runs is what hours of them end with."""
-    verdict = importlib.import_module(f"experiments.{name}.run").verdict
-    found = [verdict(each) for each in RULES[name]]
-    assert [each["verdict"] for each in found] == ["reproduced", "not reproduced", "undecided"]
-    for each in found:
-        assert isinstance(each["effect"], Interval) and each["because"].endswith(".")
-
-
 @pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
 def test_published_verdicts_are_those_of_the_rules(folder):
     """What follows from what results.json has as measured is what stands beside it."""
@@ -311,7 +227,7 @@ def test_published_verdicts_are_those_of_the_rules(folder):
     run = importlib.import_module(f"experiments.{folder.name}.run")
     if rules.digest(vars(run)) == results.get("rule"):
         judged = pages.as_written(run.judge(results))
-        assert {"verdict", "because", "effect", "effect_of"} <= set(judged)
+        assert {"because", "effect", "effect_of"} <= set(judged)
         judged = rules.standing(results | judged)
         assert judged == results
     if folder.name == "fine_tuning":
@@ -328,13 +244,13 @@ def test_what_another_rule_changes_is_dated(tmp_path, monkeypatch):
     pages.write_results(folder, before, run.judge)
     pages.judge_anew(folder)
     assert pages.read_results(folder) == before
-    monkeypatch.setattr(run, "NOISE", 0.0)
-    monkeypatch.setattr(run, "judge", run.judge)
+    changed = {"because": "Another sentence.", "verdict": "reproduced"}
+    monkeypatch.setattr(run, "judge", lambda results: changed)
     pages.judge_anew(folder)
     after = pages.read_results(folder)
     assert (before["verdict_before"], after["verdict_before"]) == (
         "not reproduced",
-        "undecided",
+        "reproduced",
     )
     assert before["verdict"] == after["verdict"] == "exploratory"
     assert "; judged anew on 20" in pages.provenance(after)

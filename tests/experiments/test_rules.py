@@ -168,7 +168,9 @@ def test_a_rule_that_is_not_committed_is_refused(checkout):
     checkout.commit()
     checkout.study("runs").cells()
     checkout.run.write_text(RUN + "# More.\n")
-    with pytest.raises(ValueError, match="is changed: .*`git commit experiments/asked/run.py`"):
+    with pytest.raises(
+        ValueError, match="is changed: .*`git add experiments/asked/run.py && git"
+    ):
         checkout.study("runs").cells()
 
 
@@ -185,7 +187,10 @@ def test_a_rule_that_was_changed_after_its_runs_is_exploratory(checkout):
     pages.judge_anew(checkout.run.parent)
     anew = pages.read_results(checkout.run.parent)
     assert anew["verdict"] == "exploratory" and anew["verdict_before"] == first["verdict"]
-    assert "rule was changed" in pages.page(anew) and "it was: reproduced" in pages.page(anew)
+    assert "rule was changed" in pages.page(anew) and "verdict was: reproduced" in pages.page(
+        anew
+    )
+    assert "exploratory (was: reproduced)" in pages.overview()
     again = checkout.publish("runs2", 0.1, 4)
     assert again["exploratory_because"].startswith("an earlier rule had seen seeds 100, 101,")
     checkout.run.write_text(RUN.replace("range(100, 107)", "range(200, 207)"))

@@ -84,6 +84,8 @@ def test_one_variance_is_that_of_the_analysis_of_variance():
     found = statistics.estimate(two, statistics.difference("b", "a"))
     oracle = scipy.stats.ttest_ind(two["b"], two["a"])
     bounds = oracle.confidence_interval(0.95)
+    pairs = {name: values[:2] for name, values in two.items()}
+    assert statistics.estimate(pairs, {"a": -1.0, "b": 1.0}).model == "one variance"
     assert found.model == "one variance" and found.p() == pytest.approx(oracle.pvalue)
     assert (found.interval().low, found.interval().high) == pytest.approx(tuple(bounds))
     # Orthogonal contrasts share the sum of squares between contenders.
