@@ -70,20 +70,24 @@ def test_cells_are_trained_once_and_go_on(in_a_folder, one_device, steps_traced_
     """Files differ, so that cells share their programs."""
     text = write_corpus(in_a_folder).read_text()
     (in_a_folder / "other.txt").write_text(text[: len(text) // 2])
-    files, every = "--gin.FILES=corpus.txt,other.txt", "--gin.CHECKPOINT_EVERY=2"
-    status, out, err = run(capsys, files, every, "--json")
+    files, every = "--gin.FILES=corpus.txt,other.txt", ["--gin.CHECKPOINT_EVERY=2"]
+    every += [f"--gin.RoutingAlarms.{n}" for n in ("first_lines=1", "lines_in_a_row=1")]
+    every.append("--gin.RoutingAlarms.least_information=9.0")  # an alarm of each line
+    status, out, err = run(capsys, files, *every, "--json")
     assert status == 0, err
     found = json.loads(out)
     cells = [in_a_folder / f"s/FILES={name}.txt,seed=0" for name in ("corpus", "other")]
     losses = [-lines(cell / "validation.jsonl")[-1]["neg_log_perplexity"] for cell in cells]
     assert [row["losses"]["0"] for row in found["results"]] == losses
+    assert err.count("alarm: encoder 0: a token tells") == 2
+    assert all(lines(cell / "alarms.jsonl")[0]["kind"] == "information" for cell in cells)
     assert losses[0] != losses[1] and found["optimum"]["mean"] == min(losses)
     # One as it is when it is killed after its second step, and one that is done.
     before = [numbers(cell / "metrics.jsonl") for cell in cells]
     stamp = (cells[0] / "metrics.jsonl").stat().st_mtime_ns
     shutil.rmtree(cells[1] / "checkpoints/4")
     # A value is added, whose cell fails.
-    status, out, err = run(capsys, f"{files},none.txt", every, "--json")
+    status, out, err = run(capsys, f"{files},none.txt", *every, "--json")
     assert status == 1 and "3 cells, 1 of them done before" in err
     assert json.loads(out)["results"][:2] == found["results"]
     assert [numbers(cell / "metrics.jsonl") for cell in cells] == before
@@ -98,12 +102,15 @@ def test_cells_are_trained_once_and_go_on(in_a_folder, one_device, steps_traced_
     (log := log / f"{cells[1].name}.log").write_text("its own line\n")
     for workers in (1, 2):
         with RunFolder(cells[1]).locked():
-            status, out, err = run(capsys, files, every, "--json", f"--workers={workers}")
+            status, out, err = run(capsys, files, *every, "--json", f"--workers={workers}")
         (why,) = json.loads(out)["failed"].values()
         assert status == 1 and f"is being trained by process {os.getpid()} on" in why
         assert "failed: model_dir=" in err and log.read_text() == "its own line\n"
         assert (cells[1] / "metrics.jsonl").stat().st_mtime_ns == stamp
-    for words, said in (((files,), "'bindings'"), (("--gin.NUM_EXPERTS=2,4", every), "'axes'")):
+    for words, said in (
+        ((files,), "'bindings'"),
+        (("--gin.NUM_EXPERTS=2,4", *every), "'axes'"),
+    ):
         status, out, err = run(capsys, *words)
         assert (status, out) == (2, "") and f"the folder of another sweep, with {{{said}" in err
 
@@ -133,6 +140,7 @@ SAVED = "killed/*/checkpoints/[1-9]*"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # four sweeps, one after another
 def test_two_at_a_time_are_killed_and_go_on_to_the_same_losses(start_cli, tmp_path):
     write_corpus(tmp_path)
     words = [*WORDS, RATES, "--seeds=2", "--gin.FILES=corpus.txt", "--gin.TRAIN_STEPS=40"]
