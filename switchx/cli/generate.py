@@ -83,15 +83,28 @@ def run_score(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace, lines: list[str], model, reporter) -> None:
-    from switchx.inference.generate import text_of
+    from switchx.inference.generate import can_record, for_decoding
 
     decoding = shared.options_of(arguments, DecodingConfig)
     _require_json(arguments)
-    generator = model.generator(
-        batch_size=arguments.batch_size,
-        dropless=arguments.capacity == "dropless",
-        **decoding,
-    )
+    dropless = arguments.capacity == "dropless"
+    config = for_decoding(model.config, is_dropless=dropless)
+    is_read_once = can_record(config, model.decoding_config(**decoding))
+    with text.recording(arguments, model, reporter) as record:
+        generator = model.generator(
+            batch_size=arguments.batch_size,
+            dropless=dropless,
+            record=record if is_read_once else None,
+            **decoding,
+        )
+        # Whole texts have groups, and lanes of drafts that were wrong are no text.
+        recorder = None if is_read_once else record and _scorer(arguments, model, record=record)
+        _generate_lines(arguments, lines, model, reporter, generator, recorder)
+
+
+def _generate_lines(arguments, lines: list[str], model, reporter, generator, recorder) -> None:
+    from switchx.inference.generate import text_of
+
     encode = functools.partial(model.text_format.inputs, model.vocabulary)
 
     def prompt(line):
@@ -130,10 +143,7 @@ def _generate(arguments: argparse.Namespace, lines: list[str], model, reporter) 
     settings = dataclasses.asdict(generator.decoding)
     if arguments.capacity == "dropless":
         del settings["pruning"]  # the same outputs with it and without
-    with text.recording(arguments, model, reporter) as record:
-        # What was written is read once more, in whole texts: decoding has no groups to record.
-        recorder = record and _scorer(arguments, model, record=record)
-        text.write(arguments, model, lines, settings, compute, reporter)
+    text.write(arguments, model, lines, settings, compute, reporter)
 
 
 def _score(arguments: argparse.Namespace, lines: list[str], model, reporter) -> None:
