@@ -95,18 +95,20 @@ def stack_record(
     """The record of texts that were read in one stack, by a model that drops no token.
 
     Args:
-        texts: token ids, of which those without numbers were not read.
-        numbers: `[N, L, S]` of each text, as `ReadRouting.of_text` returns them.
+        texts: token ids; the last one of a text that was cut off was not read.
+        numbers: `[N, L, S]` of each text, as `ReadRouting.of_text` returns them; they go on
+            where a text was stopped.
     """
     R, E = config.switch.num_ranks, config.switch.num_experts
-    (N, _, S), B, L = numbers[0].shape, len(texts), max(each.shape[1] for each in numbers)
+    both = list(zip(texts, numbers, strict=True))
+    length_B = [min(len(tokens), number_NLS.shape[1]) for tokens, number_NLS in both]
+    (N, _, S), B, L = numbers[0].shape, len(texts), max(length_B)
     token_BL, segment_BL = np.zeros((2, B, L), np.int32)
     # Padding is routed nowhere; its ranks are experts, each once, as of any place.
     number_NBLS = np.tile(np.pad(np.arange(R, dtype=np.float32), (0, S - R)), (N, B, L, 1))
-    for row, (tokens, number_NLS) in enumerate(zip(texts, numbers, strict=True)):
-        read = slice(number_NLS.shape[1])
-        token_BL[row, read], segment_BL[row, read] = tokens[read], 1
-        number_NBLS[:, row, read] = number_NLS
+    for row, ((tokens, number_NLS), length) in enumerate(zip(both, length_B, strict=True)):
+        token_BL[row, :length], segment_BL[row, :length] = tokens[:length], 1
+        number_NBLS[:, row, :length] = number_NLS[:, :length]
     rank_NBLR = number_NBLS[..., :R].astype(np.int16)
     chosen_NBLS = rank_NBLR[..., : config.switch.router.num_selected]
     return StackRecord(

@@ -2,6 +2,7 @@
 """What decoding records is what one pass over the texts that it wrote records."""
 
 import dataclasses
+import types
 
 import numpy as np
 import pytest
@@ -12,102 +13,129 @@ from switchx.inference.running_batch import RunningBatch
 from switchx.inference.score import Scorer
 from switchx.routing_record import RecordInfo, RecordWriter, open_record
 from tests.data.refusals import refused
-from tests.inference import tiny
 from tests.inference.slot_models import INPUTS, model, with_slots
-from tests.inference.test_running_batch import T
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
 SLOW = pytest.mark.slow
+T = 6
 WAYS = {
     "greedy": {},
     "samples": {"temperature": 1.5, "num_return_sequences": 2, "best_of": 3},
     "beams": {"beam_size": 3},
-    "stops": {"stop": "b"},
+    "stops": {"stop": ("b",)},
 }
-
-
-class Letters:
-    """A vocabulary of a letter for each token."""
-
-    size = 12
-
-    def decode(self, tokens):
-        return "".join(chr(ord("a") + token) for token in tokens)
-
-
-def info(config) -> RecordInfo:
-    return RecordInfo(config.switch, config.sparse_layers_by_stack, 0, "generate")
+VOCABULARY = types.SimpleNamespace(decode=lambda ids: "".join(chr(97 + id) for id in ids))
+CASES = [
+    ("encoder-decoder", "beams", None, None),
+    ("gpt", "samples", None, None),
+    pytest.param("encoder-decoder", "greedy", 4, None, marks=SLOW),
+    pytest.param("encoder-decoder", "stops", None, None, marks=SLOW),
+    pytest.param("gpt", "beams", None, None, marks=SLOW),
+    pytest.param("gpt", "greedy", None, 2, marks=SLOW),
+]
 
 
 def rows_of(path) -> dict:
-    """Each row's tokens, ranks, probabilities, margins, experts and drops, by stack and row."""
-    return {
-        (batch.stack, int(row)): (
-            batch.token_BL[b, is_token_L],
-            *(
-                array[:, b, is_token_L]
-                for array in (
-                    batch.rank_NBLR,
-                    batch.prob_NBLR,
-                    batch.margin_NBL,
-                    batch.expert_NBLS,
-                    batch.is_dropped_NBLS,
-                )
-            ),
-        )
-        for batch in open_record(path).batches()
-        for b, (row, is_token_L) in enumerate(zip(batch.row_B, batch.is_token_BL, strict=True))
-        if row >= 0
-    }
+    """The arrays `[N, L, ...]` of each stack and row that has a text, tokens first."""
+    found = {}
+    for batch in open_record(path).batches():
+        for b, row in enumerate(batch.row_B):
+            if row >= 0:
+                is_token_L = batch.is_token_BL[b]
+                parts = [batch.rank_NBLR, batch.expert_NBLS, batch.is_dropped_NBLS]
+                parts += [batch.prob_NBLR, batch.margin_NBL]
+                arrays = [batch.token_BL[None, b, is_token_L]]
+                arrays += [part[:, b, is_token_L] for part in parts]
+                found[batch.stack, int(row)] = arrays
+    return found
 
 
-@pytest.mark.parametrize(
-    "name, way, bits, slots",
-    [
-        ("encoder-decoder", "beams", None, None),
-        ("gpt", "samples", None, None),
-        pytest.param("encoder-decoder", "greedy", 4, None, marks=SLOW),
-        pytest.param("encoder-decoder", "stops", None, None, marks=SLOW),
-        pytest.param("gpt", "beams", None, None, marks=SLOW),
-        pytest.param("gpt", "greedy", None, 2, marks=SLOW),
-    ],
-)
+@pytest.mark.parametrize("name, way, bits, slots", CASES)
 def test_a_record_is_that_of_the_texts_read_whole(name, way, bits, slots, tmp_path):
     config, params = model(name, bits)
-    config, is_gpt = for_decoding(config), name == "gpt"
-    # Texts end at different steps, so that the batch shrinks.
-    decoding = DecodingConfig(T, eos_id=7, other_eos_ids=(10,), **WAYS[way])
-    inputs = [[0, *each] if is_gpt else each for each in INPUTS]
-    options = {"vocabulary": Letters()}
+    config, inputs, options = for_decoding(config), INPUTS, {"vocabulary": VOCABULARY}
+    if name == "gpt":
+        inputs = [[0, *tokens] for tokens in INPUTS]
+    decoded, with_params = config, params
     if slots:
-        slotted, experts = with_slots(name, bits, slots)
-        options |= {"experts": experts}
-        decoding_model = for_decoding(slotted), experts.params
-    else:
-        decoding_model = config, params
-    with RecordWriter(tmp_path / "decoded", info(config)) as record:
-        generator = Generator(*decoding_model, decoding, 4, record=record, **options)
+        decoded, options["experts"] = with_slots(name, bits, slots)
+        decoded, with_params = for_decoding(decoded), options["experts"].params
+    # Some texts end, at different steps, so that the batch shrinks; others are cut off.
+    decoding = DecodingConfig(T, eos_id=7, other_eos_ids=(10,), **WAYS[way])
+    info = RecordInfo(config.switch, config.sparse_layers_by_stack, 0, "generate")
+    with RecordWriter(tmp_path / "decoded", info) as record:
+        generator = Generator(decoded, with_params, decoding, 4, record=record, **options)
         said = dict(generator(inputs, first_number=5))
-    plain = dict(Generator(*decoding_model, decoding, 4, **options)(inputs, first_number=5))
-    for number, hypotheses in said.items():
-        bare = [dataclasses.replace(each, routing=None) for each in hypotheses]
-        assert bare == plain[number]  # a record changes no text
+    plain = Generator(decoded, with_params, decoding, 4, **options)
+    for number, hypotheses in plain(inputs, first_number=5):
+        assert hypotheses == [dataclasses.replace(each, routing=None) for each in said[number]]
 
-    pairs = []
-    for number, tokens in enumerate(INPUTS, 5):
-        best = said[number][0]
-        pairs.append((tokens, [*best.tokens, *[7] * best.is_finished]))
-    assert {each[0].is_finished for each in said.values()} == {True, False} or way == "stops"
-    with RecordWriter(tmp_path / "scored", info(config)) as record:
+    best = [said[number][0] for number in range(5, 9)]
+    ends = [[7] * each.is_finished for each in best]
+    pairs = [
+        (tokens, [*each.tokens, *end])
+        for tokens, each, end in zip(INPUTS, best, ends, strict=True)
+    ]
+    with RecordWriter(tmp_path / "scored", info) as record:
         list(Scorer(config, params, record=record)(pairs, 5))
     got, want = rows_of(tmp_path / "decoded"), rows_of(tmp_path / "scored")
-    assert got.keys() == want.keys() and len(got) == 4 * (1 if is_gpt else 2)
-    for key, (*ids, prob, margin, expert, dropped) in got.items():
-        tokens, rank, want_prob, want_margin, want_expert, want_dropped = want[key]
-        for found, wanted in zip(
-            (*ids, expert, dropped), (tokens, rank, want_expert, want_dropped), strict=True
-        ):
-            np.testing.assert_array_equal(found, wanted, err_msg=str(key))
-        np.testing.assert_allclose(prob, want_prob, rtol=1e-4, atol=1e-6)
-        np.testing.assert_allclose(margin, want_margin, rtol=1e-4, atol=1e-6)
+    assert got.keys() == want.keys() and len(got) == 4 * len(info.layers)
+    for key, found in got.items():
+        # A text may have been stopped before its last token was read.
+        L = found[0].shape[1]
+        assert (num := want[key][0].shape[1]) == L or (way == "stops" and num - 1 == L)
+        wanted = [array[:, :L] for array in want[key]]
+        for array, other in zip(found[:4], wanted[:4], strict=True):
+            np.testing.assert_array_equal(array, other, err_msg=str(key))
+        for array, other in zip(found[4:], wanted[4:], strict=True):
+            np.testing.assert_allclose(array, other, rtol=1e-4, atol=1e-6)
+    lengths = {len(each.tokens) for each in best}
+    assert len(lengths) > 1 and len({each.is_finished for each in best}) == 2
+
+
+@pytest.mark.parametrize("beam_size", [2, pytest.param(1, marks=SLOW)])
+def test_texts_that_join_a_running_batch_have_the_routing_that_they_have_alone(beam_size):
+    """Where rows, places for prompts and the ring grow, and the ring's end is passed."""
+    config, params = model("gpt", None)
+    rooms, inputs = [3, 20, 17, 2], [[0, *tokens] for tokens in INPUTS]
+    decoding = DecodingConfig(20, beam_size=beam_size, eos_id=-1)
+
+    def batch():
+        return RunningBatch(for_decoding(config), params, decoding, is_recorded=True)
+
+    def admit(batch, *indices, length):
+        return batch.admit(
+            [inputs[index] for index in indices],
+            numbers=indices,
+            token_limits=[rooms[index] for index in indices],
+            length=length,
+        )
+
+    joined, said = batch(), {}
+    for index, length, steps in ((0, 6, 2), (2, 6, 14), (1, 8, 4), (3, 8, 50)):
+        assert admit(joined, index, length=length) == [len(said) + len(joined.waiting) - 1]
+        said |= joined.advance(steps, is_compacting=False)
+    order = 0, 2, 1, 3
+    alone = batch()
+    admit(alone, *order, length=8)
+    want = alone.advance(is_compacting=False)
+    assert said.keys() == want.keys() == set(range(4))
+    for name, hypotheses in said.items():
+        for got, other in zip(hypotheses, want[name], strict=True):
+            assert got.tokens == other.tokens
+            number_NLS = got.routing["decoder"]
+            num_read = len(inputs[order[name]]) + rooms[order[name]] - 1
+            assert number_NLS.shape[1] == num_read
+            np.testing.assert_allclose(number_NLS, other.routing["decoder"], atol=1e-5)
+
+
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_what_steps_do_not_route_as_whole_texts_is_refused(has_drafts):
+    config, params = model("gpt", None)
+    config = for_decoding(config) if has_drafts else with_capacity(config)
+    decoding = DecodingConfig(T, prompt_lookup_num_tokens=2 if has_drafts else None)
+    with refused(
+        "a record of decoding with drafts, or with experts that have a capacity: <any>"
+    ):
+        Generator(config, params, decoding, record=types.SimpleNamespace())
