@@ -304,15 +304,6 @@ class Model:
         """Token ids that a generator reads for an input, in a decoder after the start token."""
         return tokens if self.config.is_encoder_decoder else [PAD_ID, *tokens]
 
-    def pair_read(self, prompt: list[int], tokens: list[int]) -> tuple[list[int], list[int]]:
-        """The pair whose scoring reads all that was read while a prompt was answered.
-
-        Args:
-            tokens: the answer; its last token is read too, and padding follows as its target.
-        """
-        inputs = prompt if self.config.is_encoder_decoder else prompt[1:]  # its start token
-        return inputs, [*tokens, PAD_ID]
-
     def record_info(self, source: str, dropless: bool = True) -> RecordInfo:
         """What a record of this model's routing says of it.
 

@@ -6,7 +6,6 @@ Both read and check all lines before they compute anything (`text/lines.py`).
 """
 
 import argparse
-import collections
 import dataclasses
 import functools
 import json
@@ -83,26 +82,19 @@ def run_score(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace, lines: list[str], model, reporter) -> None:
-    from switchx.inference.generate import can_record, for_decoding
-
     decoding = shared.options_of(arguments, DecodingConfig)
     _require_json(arguments)
-    dropless = arguments.capacity == "dropless"
-    config = for_decoding(model.config, is_dropless=dropless)
-    is_read_once = can_record(config, model.decoding_config(**decoding))
     with text.recording(arguments, model, reporter) as record:
         generator = model.generator(
             batch_size=arguments.batch_size,
-            dropless=dropless,
-            record=record if is_read_once else None,
+            dropless=arguments.capacity == "dropless",
+            record=record,
             **decoding,
         )
-        # Whole texts have groups, and lanes of drafts that were wrong are no text.
-        recorder = None if is_read_once else record and _scorer(arguments, model, record=record)
-        _generate_lines(arguments, lines, model, reporter, generator, recorder)
+        _generate_lines(arguments, lines, model, reporter, generator)
 
 
-def _generate_lines(arguments, lines: list[str], model, reporter, generator, recorder) -> None:
+def _generate_lines(arguments, lines: list[str], model, reporter, generator) -> None:
     from switchx.inference.generate import text_of
 
     encode = functools.partial(model.text_format.inputs, model.vocabulary)
@@ -128,16 +120,8 @@ def _generate_lines(arguments, lines: list[str], model, reporter, generator, rec
         return json_text(values, ensure_ascii=False)
 
     def compute(shard, first):
-        prompts, texts = list(map(prompt, shard)), []
-        for number, hypotheses in generator(prompts, first_number=first):
-            texts.append((number, hypotheses[0].tokens))
+        for number, hypotheses in generator(list(map(prompt, shard)), first_number=first):
             yield number, written(hypotheses[:num_outputs])
-        if recorder is not None:
-            pairs = [
-                model.pair_read(prompts[number - first], tokens)
-                for number, tokens in sorted(texts)
-            ]
-            collections.deque(recorder(pairs, first), maxlen=0)
 
     text.check(arguments.input, lines, prompt)
     settings = dataclasses.asdict(generator.decoding)
@@ -150,13 +134,10 @@ def _score(arguments: argparse.Namespace, lines: list[str], model, reporter) -> 
     asked = shared.options_of(arguments, DecodingConfig)
     _require_json(arguments)
     with text.recording(arguments, model, reporter) as record:
-        scorer = _scorer(arguments, model, record=record, **asked)
+        dropless = arguments.capacity == "dropless"
+        size = arguments.batch_size
+        scorer = model.scorer(batch_size=size, dropless=dropless, record=record, **asked)
         _score_lines(arguments, lines, model, reporter, scorer, asked)
-
-
-def _scorer(arguments: argparse.Namespace, model, **asked):
-    dropless = arguments.capacity == "dropless"
-    return model.scorer(batch_size=arguments.batch_size, dropless=dropless, **asked)
 
 
 def _score_lines(arguments, lines: list[str], model, reporter, scorer, asked) -> None:

@@ -154,10 +154,12 @@ class Generator:
             raise FieldError(decoding, "stop", way_out)
         if decoding.prompt_lookup_num_tokens is not None:
             check_drafts(config, decoding, has_slots=experts is not None)
-        if record is not None and not can_record(config, decoding):
+        has_drafts = decoding.prompt_lookup_num_tokens is not None
+        if record is not None and (has_drafts or has_capacity(config)):
             raise ValueError(
                 "a record of decoding with drafts, or with experts that have a capacity: steps "
-                "have no whole groups; record what was written with a `Scorer`"
+                "read tokens that are no text, and have no whole groups; leave these out, or "
+                "record what was written: `switchx score --record`, or a `Scorer`"
             )
         self.record, self._num_recorded = record, 0
         self.stops = StopStrings(vocabulary, decoding.stop) if decoding.stop else None
@@ -287,11 +289,6 @@ class Generator:
                 "shorten it, or lower max_new_tokens"
             )
         return None
-
-
-def can_record(config: ModelConfig, decoding: DecodingConfig) -> bool:
-    """Whether steps route each token of a text once, as one pass over all of it does."""
-    return not has_capacity(config) and decoding.prompt_lookup_num_tokens is None
 
 
 def check_tokens(config: ModelConfig, decoding: DecodingConfig) -> None:

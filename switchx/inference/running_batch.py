@@ -394,11 +394,12 @@ def _routing_of(read: tuple, place: tuple[int, int], num_steps: int) -> dict[str
     return routing.of_text(row, is_source_M, is_prompt_BP[row], place_T, lane_T[place_T])
 
 
-def are_compiled(generator, size: int, length: int) -> bool:
+def are_compiled(generator, size: int, length: int, is_recorded: bool = False) -> bool:
     """Whether a `Generator`'s programs are kept for batches of up to so many inputs, which are
     padded to `length`."""
     steps = run_until if generator.experts is None else run_step
-    settings = generator.config, generator.decoding.program
+    program = dataclasses.replace(generator.decoding.program, is_recorded=is_recorded)
+    settings = generator.config, program
     batches = generator.devices.batches(generator.config, BATCHES)
     sizes = batches[: batches.index(rounded_up(size, batches)) + 1]
     if generator.decoding.pruning != "compact":
