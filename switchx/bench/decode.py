@@ -2,8 +2,8 @@
 """`switchx bench decode`: output tokens a second, against transformers with the same weights.
 
 It also measures what pruning of finished sentences gains, what int4 experts save, what a step
-that samples and a record of routing cost, what drafted tokens gain, what experts in slots take, a
-dense T5 against CTranslate2 where that is installed, and where the extra `serve` is a server's
+that samples and a record of routing cost, what drafted tokens gain, what experts in slots take,
+a dense T5 against CTranslate2 where it is installed, and where the extra `serve` is a server's
 requests a second and what it gains by inputs that join a running batch.
 Dims: B rows of a batch, M tokens of a source
 """

@@ -55,34 +55,27 @@ def sampling(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
 def recording(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
     """Times batches of texts with a record of routing, its file included, and without one."""
     tiny, config = api.load("tiny"), switch_model(NUM_EXPERTS)
-    models = {
-        "tiny": tiny.params,
-        f"{NUM_EXPERTS} experts": init_params(config, jax.random.key(0)),
-    }
-    rows = []
-    for (name, params), beams in itertools.product(models.items(), RECORDED_BEAMS):
-        of = for_decoding(tiny.config if name == "tiny" else config)
+    larger = config, init_params(config, jax.random.key(0))
+    models, rows = {"tiny": (tiny.config, tiny.params), f"{NUM_EXPERTS} experts": larger}, []
+    for (name, (config, params)), beams in itertools.product(models.items(), RECORDED_BEAMS):
         decoding = DecodingConfig(RECORDED_TOKENS, beam_size=beams, eos_id=-1)
-        texts = np.random.default_rng(0).integers(3, of.vocab_size, (4 * BATCH, 32)).tolist()
-        step = functools.partial(_written, Generator(of, params, decoding, 4 * BATCH), texts)
+        generator = Generator(for_decoding(config), params, decoding, 4 * BATCH)
+        texts = np.random.default_rng(0).integers(3, config.vocab_size, (4 * BATCH, 32))
+        step = functools.partial(_written, generator, texts.tolist())
         with tempfile.TemporaryDirectory() as folder:
             recorded = functools.partial(step, f"{folder}/record")
             ways = Contender("", step), Contender(f"{name}, {beams} beams, recorded", recorded)
             take_turns(ways, rounds)
-        rows.append(
-            {"decoding": ways[1].name, **in_ms(ways[1]), "vs_no_record": speedup(*ways)}
-        )
+        cost = {"vs_no_record": speedup(*ways)}
+        rows.append({"decoding": ways[1].name} | in_ms(ways[1]) | cost)
     return rows, [Check("record_vs_none", max(row["vs_no_record"] for row in rows), "<=1.05")]
 
 
 def _written(generator: Generator, texts, path: str | None = None) -> None:
     switch, layers = generator.config.switch, generator.config.sparse_layers_by_stack
-    with contextlib.ExitStack() as stack:
-        if path is not None:
-            info = RecordInfo(switch, layers, 0, "generate")
-            generator.record = stack.enter_context(RecordWriter(path, info))
+    info = RecordInfo(switch, layers, 0, "generate")
+    with RecordWriter(path, info) if path else contextlib.nullcontext() as generator.record:
         list(generator(texts))
-    generator.record = None
 
 
 def begun(config: ModelConfig, params: dict, decoding: DecodingConfig, source_BM):

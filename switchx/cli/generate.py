@@ -134,8 +134,7 @@ def _score(arguments: argparse.Namespace, lines: list[str], model, reporter) -> 
     asked = shared.options_of(arguments, DecodingConfig)
     _require_json(arguments)
     with text.recording(arguments, model, reporter) as record:
-        dropless = arguments.capacity == "dropless"
-        size = arguments.batch_size
+        dropless, size = arguments.capacity == "dropless", arguments.batch_size
         scorer = model.scorer(batch_size=size, dropless=dropless, record=record, **asked)
         _score_lines(arguments, lines, model, reporter, scorer, asked)
 

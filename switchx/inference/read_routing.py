@@ -63,22 +63,24 @@ class ReadRouting:
         )
         return dataclasses.replace(self, step_NBTLS=step_NBTLS)
 
-    def of_text(self, row: int, is_source_M, is_prompt_P, place_T, lane_T) -> dict:
+    def of_text(
+        self, place, num_steps: int, begin_B, lane_BLT, is_source_BM, is_prompt_BP
+    ) -> dict[str, np.ndarray]:
         """The numbers of one text, `[N, L, S]` by stack; arrays are NumPy's.
 
         Args:
-            is_source_M, is_prompt_P: places of its source and prompt, as `Decoding` has them.
-            place_T, lane_T: place in the ring and lane of each token that steps have read.
+            place: numbers of its row and its hypothesis.
+            num_steps: number of its tokens that steps have read.
+            lane_BLT: `result_lane_BLT` of the hypotheses; the others are `Decoding`'s.
         """
-        found = {}
+        (row, _), lane_T, found = place, lane_BLT[place], {}
+        place_T = (begin_B[row] + np.arange(num_steps)) % len(lane_T)
         if self.source_NBMS is not None:
-            found["encoder"] = self.source_NBMS[:, row, is_source_M]
+            found["encoder"] = self.source_NBMS[:, row, is_source_BM[row]]
         if self.step_NBTLS is not None:
-            parts = (
-                self.prompt_NBPS[:, row, is_prompt_P],
-                self.step_NBTLS[:, row][:, place_T, lane_T],
-            )
-            found["decoder"] = np.concatenate(parts, axis=1)
+            prompt_NPS = self.prompt_NBPS[:, row, is_prompt_BP[row]]
+            new_NTS = self.step_NBTLS[:, row][:, place_T, lane_T[place_T]]
+            found["decoder"] = np.concatenate([prompt_NPS, new_NTS], axis=1)
         return found
 
 

@@ -358,8 +358,8 @@ class RunningBatch:
         state, hypotheses = self._state, self._state.hypotheses
         read = None
         if self._is_recorded:
-            masks = state.is_source_BM, state.is_prompt_BP
-            read = state.routing, *masks, state.begin_B, hypotheses.result_lane_BLT
+            where = state.begin_B, hypotheses.result_lane_BLT, state.is_source_BM
+            read = state.routing, *where, state.is_prompt_BP
         texts = *hypotheses.results(state.rows), hypotheses.result_log_probs, read
         return self._devices.fetch(texts)
 
@@ -372,7 +372,9 @@ class RunningBatch:
         said = Hypothesis(token_T[:length].tolist(), score, bool(len(ends)))
         num_steps = length + len(ends[:1])
         if read is not None:
-            said = dataclasses.replace(said, routing=_routing_of(read, place, num_steps))
+            routing, *where = read
+            found = routing.of_text(place, num_steps, *where)
+            said = dataclasses.replace(said, routing=found)
         if log_probs is None:
             return said
         own_T, token_TS, log_prob_TS = (
@@ -383,15 +385,6 @@ class RunningBatch:
             for tokens, values in zip(token_TS.tolist(), log_prob_TS.tolist(), strict=True)
         ]
         return dataclasses.replace(said, token_logprobs=own_T.tolist(), top_logprobs=top)
-
-
-def _routing_of(read: tuple, place: tuple[int, int], num_steps: int) -> dict[str, np.ndarray]:
-    """The routing of a row and a beam whose tokens were chosen in so many steps."""
-    routing, is_source_BM, is_prompt_BP, begin_B, lane_BLT = read
-    (row, _), lane_T = place, lane_BLT[place]
-    place_T = (begin_B[row] + np.arange(num_steps)) % len(lane_T)
-    is_source_M = None if is_source_BM is None else is_source_BM[row]
-    return routing.of_text(row, is_source_M, is_prompt_BP[row], place_T, lane_T[place_T])
 
 
 def are_compiled(generator, size: int, length: int, is_recorded: bool = False) -> bool:

@@ -62,7 +62,8 @@ def test_without_pytorch_ours_is_measured_alone(small, monkeypatch, capsys):
     assert checks["int4_bytes_vs_f32"]["holds"]
     assert set(checks) == {
         "pruning_gain", "pruning_tokens_identical", "int4_bytes_vs_f32",
-        "sampling_vs_greedy_step", "record_vs_none", "speculation_tokens_identical", "step_vs_bound",
+        "sampling_vs_greedy_step", "speculation_tokens_identical", "step_vs_bound",
+        "record_vs_none",
     }  # fmt: skip
     assert printed["results"][-1] == {
         "peer": "CTranslate2",
