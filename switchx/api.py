@@ -49,7 +49,7 @@ from switchx.models.params import abstract_params, of_task
 from switchx.models.stages import without_experts
 from switchx.partitioning.compiler_options import CompilerOptions
 from switchx.partitioning.mesh import MeshSpec
-from switchx.routing_record import RecordInfo
+from switchx.routing_record import RecordInfo, RecordWriter
 from switchx.shipped import folder_of
 from switchx.training.compilation_cache import compiled_programs_kept
 from switchx.training.start import params_of_job
@@ -265,11 +265,18 @@ class Model:
         bidirectional = {"is_prompt_bidirectional": self.text_format.is_prompt_bidirectional}
         return DecodingConfig(**(bidirectional | with_defaults(self.decoding, asked)))
 
-    def generator(self, *, batch_size: int = 32, dropless: bool = True, **decoding):
-        """The `Generator` of prompts; `decoding` as in `decoding_config`."""
+    def generator(
+        self,
+        *,
+        batch_size: int = 32,
+        dropless: bool = True,
+        record: RecordWriter | None = None,
+        **decoding,
+    ) -> Generator:
+        """The `Generator` of prompts, with its `record`; `decoding` as in `decoding_config`."""
         settings = self.decoding_config(**decoding)
         config = for_decoding(self.config, is_dropless=dropless)
-        where = self.devices, self.experts, self.vocabulary
+        where = self.devices, self.experts, self.vocabulary, record
         return Generator(config, self._separated, settings, batch_size, *where)
 
     def scorer(self, *, batch_size: int = 32, dropless: bool = True, **asked) -> Scorer:
@@ -296,15 +303,6 @@ class Model:
     def prompt(self, tokens: list[int]) -> list[int]:
         """Token ids that a generator reads for an input, in a decoder after the start token."""
         return tokens if self.config.is_encoder_decoder else [PAD_ID, *tokens]
-
-    def pair_read(self, prompt: list[int], tokens: list[int]) -> tuple[list[int], list[int]]:
-        """The pair whose scoring reads all that was read while a prompt was answered.
-
-        Args:
-            tokens: the answer; its last token is read too, and padding follows as its target.
-        """
-        inputs = prompt if self.config.is_encoder_decoder else prompt[1:]  # its start token
-        return inputs, [*tokens, PAD_ID]
 
     def record_info(self, source: str, dropless: bool = True) -> RecordInfo:
         """What a record of this model's routing says of it.

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
-from switchx.data.tokenizers import ByteVocabulary
+from switchx.data.tokenizers import PAD_ID, ByteVocabulary
 from switchx.inference.config import DecodingConfig
 from switchx.inference.offload.chosen_experts import ChosenExperts, on_host
 from switchx.inference.running_batch import Hypothesis
@@ -51,6 +51,30 @@ def test_answers_are_the_models_own(client):
         "prompt_tokens": sum(map(len, prompts)),
         "generation_tokens": sum(len(each["tokens"]) for each in body["results"]),
     }
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_answers_say_which_experts_their_tokens_chose(client, is_streaming):
+    """Those of one pass over prompt and answer; a last token that was not read has none."""
+    text, model, parts = served.TEXTS[0], served.model(), {}
+    asked = {"inputs": text, "experts": True, "stream": is_streaming}
+    response = client.post("/v1/generate", json=asked)
+    if is_streaming:
+        (line,) = re.findall("^event: answer\ndata: (.*)", response.text, re.MULTILINE)
+        result = json.loads(line)
+    else:
+        (result,) = response.json()["results"]
+    tokens, experts = result["tokens"], result["experts"]
+    record = mock.Mock(add=lambda number, of_stacks, *rest: parts.update(of_stacks))
+    pair = model.prompts([text])[0], [*tokens, PAD_ID]
+    list(model.scorer(record=record)([pair]))
+    num_read = len(tokens) - (not result["is_finished"])
+    expert_NTS = parts["decoder"].expert_NBLS[:, 0, 1 : 1 + num_read]
+    (layer,) = experts["layers"].values()
+    assert list(experts["layers"]) == model.config.sparse_layers_by_stack["decoder"]
+    assert layer == expert_NTS[0].tolist() + [[]] * (len(tokens) - num_read)
+    assert experts["num_experts"] == model.config.switch.num_experts
+    assert experts["pieces"] == [model.vocabulary.piece(token).text for token in tokens]
 
 
 def test_the_n_best_of_a_search(client):

@@ -120,9 +120,9 @@ def test_a_group_is_told_in_words():
     assert str(Group(16, 64, 1, False)) == (
         "prompts up to 16 tokens, answers up to 64, the likeliest token"
     )
-    assert str(Group(16, 64, 4, False, True, 5)) == (
+    assert str(Group(16, 64, 4, False, True, 5, True)) == (
         "prompts up to 16 tokens, answers up to 64, 4 beams, with penalties or forced tokens, "
-        "with log-probabilities"
+        "with log-probabilities, with experts"
     )
     assert str(Group(16, 64, 1, True)).endswith(", sampled")
 
