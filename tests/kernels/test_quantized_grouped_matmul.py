@@ -42,17 +42,6 @@ def call(**changes):
     return quantized_grouped_matmul(**operands | {"group_sizes_E": jnp.array(SIZES)} | changes)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("jit", [False, True])
-def test_it_is_the_product_with_dequantized_weights(bits, jit):
-    x_RD, w_EDF, _ = loops.operands(SIZES, D, F, tail=0)
-    q = quantize(w_EDF, bits)
-    function = jax.jit(quantized_grouped_matmul) if jit else quantized_grouped_matmul
-    y_RF = function(x_RD, q, jnp.array(SIZES))
-    expected_RF = loops.product(x_RD, np.asarray(dequantize(q)), SIZES)
-    np.testing.assert_allclose(np.asarray(y_RF), expected_RF, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("argument", ["x_RD", "gate_R", "bias_EF"])
 def test_differentiating_it_says_what_to_do(argument):
     values = {"x_RD": jnp.ones((R, D)), "gate_R": jnp.ones(R), "bias_EF": jnp.ones((E, F))}
@@ -70,20 +59,6 @@ def test_what_it_says_to_do_works():
         jnp.ones((R, D))
     )
     assert np.any(np.asarray(dx_RD) != 0)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"implementation": "cuda"}, "use None or one of"),
-        ({"interpret": True}, "only kernels are interpreted"),
-        ({"tiling": Tiling(0, 1)}, "rows=0; use 1"),
-    ],
-)
-def test_what_does_not_fit_is_refused(changes, message):
-    """Operands of both operations: test_operands.py."""
-    with pytest.raises(ValueError, match=message):
-        call(**changes)
 
 
 def test_another_layout_is_refused_before_anything_runs():
