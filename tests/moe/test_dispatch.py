@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from switchx.moe.dispatch import (
-    dispatch_tensor,
     einsum_dispatch,
     gather_dispatch,
     gather_rows,
@@ -24,7 +23,6 @@ from tests.moe.plans import (
     T,
     dispatch_loop,
     fixed_plan,
-    is_kept,
     numbers,
     tanh_experts,
 )
@@ -72,33 +70,6 @@ def test_gather_rows_is_indexing_forward_and_backward(num_choices):
     # Twice used rows and empty places did occur.
     assert np.any(np.asarray(index_GQ) == num_rows)
     assert np.any(inverse_GRS[..., -1] < num_places)
-
-
-@pytest.mark.parametrize("num_choices", [1, 2])
-def test_token_of_slot_equals_a_loop(num_choices):
-    plan = fixed_plan(num_choices)
-    expected_GQ = np.full((G, E * C), T)
-    for g, t, s in np.ndindex(G, T, num_choices):
-        if is_kept(plan, g, t, s):
-            expected_GQ[g, int(plan.expert_GTS[g, t, s]) * C + int(plan.slot_GTS[g, t, s])] = t
-    np.testing.assert_array_equal(token_of_slot(plan), expected_GQ)
-    assert np.any(expected_GQ == T) or num_choices == 2
-
-
-@pytest.mark.parametrize("num_choices", [1, 2])
-def test_dispatch_tensor_equals_a_loop(num_choices):
-    plan = fixed_plan(num_choices)
-    expected_GTSEC = np.zeros((G, T, num_choices, E, C))
-    for g, t, s in np.ndindex(G, T, num_choices):
-        if is_kept(plan, g, t, s):
-            expected_GTSEC[
-                g, t, s, int(plan.expert_GTS[g, t, s]), int(plan.slot_GTS[g, t, s])
-            ] = 1
-    got_GTSEC = np.asarray(dispatch_tensor(plan, jnp.float32))
-    np.testing.assert_array_equal(got_GTSEC, expected_GTSEC)
-    # Each kept choice is in one slot, and no slot holds two.
-    np.testing.assert_array_equal(got_GTSEC.sum((3, 4)), plan.is_kept_GTS)
-    assert got_GTSEC.sum((1, 2)).max() == 1
 
 
 @pytest.mark.parametrize("capacity", [2, 20])

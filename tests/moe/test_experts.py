@@ -145,12 +145,6 @@ def test_sizes_and_initial_deviations(key):
     assert Experts(CONFIG, key=key).w_in_EDF[...].shape == (E, D, F)
 
 
-def test_rows_decide_the_dtype(key):
-    experts = Experts(with_switch(expert_bias=True), key=key).weights()
-    y_ERD = experts(jnp.ones((E, R, D), jnp.bfloat16))
-    assert y_ERD.dtype == jnp.bfloat16
-
-
 # The bank alone: sorted rows, and one device's part.
 NUMBERS = ffn_numbers(E, D, F)
 
@@ -183,17 +177,3 @@ def test_parts_of_the_hidden_dimension_add_up():
         return cut.on_device(jnp.int32(i), jnp.bool_(i == 0))(x_ERD)
 
     np.testing.assert_allclose(part(0) + part(1), bank(x_ERD), rtol=1e-5, atol=1e-5)
-
-
-def test_each_device_drops_other_entries(key):
-    bank = dataclasses.replace(ffn_bank(NUMBERS), key=key, dropout_rate=0.5)
-    x_ERD = jnp.asarray(some_rows(E, R))
-    here, there = (bank.on_device(jnp.int32(i), jnp.bool_(True))(x_ERD) for i in (0, 1))
-    again = bank.on_device(jnp.int32(0), jnp.bool_(True))(x_ERD)
-    np.testing.assert_array_equal(here, again)
-    assert np.mean(np.asarray(here) != np.asarray(there)) > 0.5
-
-
-def test_is_a_pytree_whose_leaves_have_dimensions_in_their_names():
-    names = {path[0].name for path, _ in jax.tree_util.tree_leaves_with_path(ffn_bank(NUMBERS))}
-    assert names == set(NUMBERS)

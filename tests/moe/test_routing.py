@@ -171,21 +171,16 @@ def hand_plan() -> RoutingPlan:
     )
 
 
-def test_padding_asks_for_no_expert():
-    expected_TS = [[True, True]] * 4 + [[False, False]]
-    np.testing.assert_array_equal(hand_plan().is_routed_GTS[0], expected_TS)
-
-
-def test_a_place_beyond_the_capacity_is_dropped():
+def test_padding_and_places_beyond_the_capacity_have_no_slot_by_hand():
+    plan = hand_plan()
+    routed_TS = [[True, True]] * 4 + [[False, False]]
+    np.testing.assert_array_equal(plan.is_routed_GTS[0], routed_TS)
     # Token 3's first choice is third in expert 0's queue, token 2's second one fourth.
-    expected_TS = [[True, True], [True, True], [True, False], [False, True], [False, False]]
-    np.testing.assert_array_equal(hand_plan().is_kept_GTS[0], expected_TS)
-
-
-def test_positions_in_the_buffers():
+    kept_TS = [[True, True], [True, True], [True, False], [False, True], [False, False]]
+    np.testing.assert_array_equal(plan.is_kept_GTS[0], kept_TS)
     # expert * 2 + slot; 6, one past the last, for none.
-    expected_TS = [[0, 3], [1, 4], [2, 6], [6, 5], [6, 6]]
-    np.testing.assert_array_equal(hand_plan().position_GTS[0], expected_TS)
+    position_TS = [[0, 3], [1, 4], [2, 6], [6, 5], [6, 6]]
+    np.testing.assert_array_equal(plan.position_GTS[0], position_TS)
 
 
 def test_sizes_are_static_under_jit():
