@@ -199,34 +199,6 @@ def test_finetuning_starts_from_the_named_parameters(finished_run, run, tmp_path
     assert first["neg_log_perplexity"] == pytest.approx(last["neg_log_perplexity"], rel=1e-6)
 
 
-@pytest.mark.slow
-def test_data_and_expert_parallel_training_gives_the_same_losses(finished_run, in_a_folder):
-    folder = in_a_folder / "sharded"
-    words = arguments(folder, finished_run.files, "TRAIN_STEPS=4")
-    assert main(["train", *words, "--gin_file=configs/meshes/data_expert.gin"]) == 0
-    for got, want in zip(
-        lines(folder / "metrics.jsonl"),
-        lines(finished_run.folder / "metrics.jsonl"),
-        strict=False,
-    ):
-        assert got["loss"] == pytest.approx(want["loss"], rel=2e-4)
-        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=2e-3)
-
-
-@pytest.mark.slow
-def test_non_finite_steps_change_nothing_and_stop_after_n(finished_run, run, tmp_path):
-    folder = tmp_path / "nan"
-    bindings = ("LossConfig.z_loss=1e38", "TrainingJob.max_skipped_in_a_row=3")
-    words = arguments(folder, finished_run.files, *bindings)
-    said = run("train", *words, status=1).err
-    assert "3 steps in a row had a loss or gradient that is not finite" in said
-    assert len(list((folder / "skipped_batches").glob("*.npz"))) >= 3
-    identity = json.loads((folder / "skipped_batches" / "1.0.json").read_text())
-    assert identity["step"] == 1 and len(identity["batch"]) == 12
-    assert switchx.load(folder).step >= 3
-    assert all(np.all(np.isfinite(leaf)) for leaf in final_params(folder).values())
-
-
 def test_an_alarm_ends_training_and_the_same_command_goes_on(finished_run, run, tmp_path):
     """The one fault is the threshold: more information than there can be."""
     folder = tmp_path / "alarmed"

@@ -103,20 +103,6 @@ def test_whole_arrays_come_back_from_the_slices_of_all_devices(
             np.testing.assert_array_equal(got[name], want)
 
 
-def test_one_bucket_for_all_or_one_for_each():
-    arrays = [((4, 2), 0, "float32")] * 5
-    assert index_of(arrays, 2, 2**20).num_buckets == 1
-    assert index_of(arrays, 2, 1).num_buckets == 5
-    assert index_of(arrays, 2, 2 * 64).num_buckets == 3
-
-
-def test_an_index_is_a_constant_of_a_program():
-    index = index_of([((4,), 0, "float32")], 2, 8)
-    assert hash(index) == hash(index_of([((4,), 0, "float32")], 2, 8))
-    jitted = jax.jit(lambda index, x: index.join([x]), static_argnums=0)
-    np.testing.assert_array_equal(jitted(index, jnp.arange(8.0).reshape(2, 4))["w_0"], range(8))
-
-
 @pytest.mark.parametrize("bucket_bytes", [0, -1])
 def test_a_bucket_holds_something(bucket_bytes):
     with refused(f"bucket_bytes={bucket_bytes}"):

@@ -44,13 +44,6 @@ from tests.training.pipelines import (
 PIPELINE_MOE = Rules(expert_params=(("N", ("pipe",)), ("E", ("model",)), ("D", ("fsdp",))))
 
 
-@pytest.mark.slow  # 30 s of compilation; that stacks are linked: tests/models/test_stages.py
-def test_encoder_decoder_with_dropout_equals_the_unpipelined_step():
-    config = stacked(ENCODER_DECODER, 4, dropout_rate=0.1)
-    got = pipelined(config, MeshSpec(pipe=2, data=2, expert=2))
-    assert_equal(got, unpipelined(config))
-
-
 BOTH = with_switch(SPARSE, sublayers="both", dispatcher="einsum")
 
 

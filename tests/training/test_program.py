@@ -260,12 +260,6 @@ def test_given_parameters_are_those_of_the_state_and_in_memory_once():
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
 
 
-def test_drawn_parameters_do_not_depend_on_the_mesh():
-    tiny = dataclasses.replace(SPARSE, d_model=8, d_ff=8, num_heads=1)
-    sharded, alone = make_program(tiny).init_state(), one_device(tiny).init_state()
-    assert_same(jax.device_get(sharded), jax.device_get(alone))
-
-
 @pytest.mark.parametrize(("num_microbatches", "multiple"), [(1, 8), (4, 32)])
 def test_a_batch_that_the_devices_do_not_divide_is_refused(num_microbatches, multiple):
     job = make_job(
@@ -290,12 +284,6 @@ def test_a_split_vocabulary_and_its_statistics_take_a_part_of_the_memory():
     assert shard_shapes(statistics[f"{table}/momentum_VD"]) == {(48, 16)}
 
 
-def test_a_vocabulary_that_the_mesh_does_not_divide_is_refused():
-    model = dataclasses.replace(DENSE, vocab_size=387)
-    with refused("vocab dimension V=387 is not divisible by mesh axis 'data' of size 8"):
-        make_program(model, MeshSpec(rules=VOCABULARY_ROWS))
-
-
 def test_a_schedule_without_stages_is_refused():
     with refused("TrainingJob.pipeline=<any> on a mesh of one stage: nothing would follow it"):
         make_program(DENSE, MeshSpec(), pipeline=ScheduleSpec("gpipe"))
@@ -310,12 +298,6 @@ def test_storage_without_effect_is_said():
     for experts, number in (("disk", 0), ("host", 2)):
         other = dataclasses.replace(storage, experts=experts)
         assert len(make_job(SPARSE, storage=other).unused_storage) == number
-
-
-def test_experts_that_the_mesh_does_not_divide_are_refused():
-    model = with_switch(SPARSE, num_experts=6)
-    with refused("expert dimension E=6 is not divisible by mesh axis 'expert' of size 4"):
-        make_program(model)
 
 
 def test_arrays_are_those_of_the_program():

@@ -45,7 +45,7 @@ from tests.training.jobs import (
     make_params,
     with_switch,
 )
-from tests.training.saved_runs import lines, losses_of
+from tests.training.saved_runs import lines
 
 TASKS = tuple(
     Task(name, text_corpus(*[letter * 160] * 4), ByteVocabulary(), CausalLM())
@@ -234,13 +234,6 @@ def whole(tmp_path_factory):
     run = RunFolder(tmp_path_factory.mktemp("one"))
     train(tasks_job(), run, Events(), devices=jax.devices()[:1])
     return run
-
-
-@pytest.mark.slow  # raw gradients on meshes: above
-def test_a_run_on_a_mesh_has_the_losses_of_one_device(whole, tmp_path):
-    meshed = RunFolder(tmp_path)
-    train(tasks_job(mesh=MeshSpec(data=1, expert=8)), meshed, Events())
-    assert losses_of(meshed) == pytest.approx(losses_of(whole), rel=1e-6)
 
 
 def test_a_run_evaluates_each_task_and_loads_one(whole):
