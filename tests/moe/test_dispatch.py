@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from switchx.moe.dispatch import (
-    einsum_dispatch,
     gather_dispatch,
     gather_rows,
     token_of_slot,
 )
-from tests.compare import assert_close, assert_slope
+from tests.compare import assert_slope
 from tests.moe.plans import (
     C,
     D,
@@ -72,16 +71,6 @@ def test_gather_rows_is_indexing_forward_and_backward(num_choices):
     assert np.any(inverse_GRS[..., -1] < num_places)
 
 
-@pytest.mark.parametrize("capacity", [2, 20])
-@pytest.mark.parametrize("num_choices", [1, 2])
-@pytest.mark.parametrize("dispatch", [gather_dispatch, einsum_dispatch])
-def test_output_equals_a_loop(dispatch, num_choices, capacity):
-    plan, (x_GTD, w_EDD, _) = fixed_plan(num_choices, capacity), numbers()
-    run = jax.jit(lambda x_GTD, plan, w_EDD: dispatch(x_GTD, plan, tanh_experts(w_EDD)))
-    y_GTD = run(x_GTD, plan, w_EDD)
-    np.testing.assert_allclose(y_GTD, dispatch_loop(x_GTD, plan, w_EDD), rtol=1e-5, atol=1e-6)
-
-
 def gradients(dispatch, plan, experts=tanh_experts):
     """Output, and gradients by the activations, the gates and the experts' weights."""
     x_GTD, w_EDD, target_GTD = numbers()
@@ -92,16 +81,6 @@ def gradients(dispatch, plan, experts=tanh_experts):
         return jnp.sum(y_GTD * target_GTD), y_GTD
 
     return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(x_GTD, plan.gate_GTS, w_EDD)
-
-
-@pytest.mark.parametrize("num_choices", [1, 2])
-def test_gradients_equal_those_of_the_einsum_form(num_choices):
-    plan = fixed_plan(num_choices)
-    assert np.any(plan.is_routed_GTS & ~plan.is_kept_GTS)
-    got, want = gradients(gather_dispatch, plan), gradients(einsum_dispatch, plan)
-    assert_close(got, want, rtol=2e-5, atol=1e-6)
-    (_, gate_gradient_GTS, _), _ = got
-    assert not np.any(np.asarray(gate_gradient_GTS)[~np.asarray(plan.is_kept_GTS)])
 
 
 def test_gradients_equal_finite_differences():

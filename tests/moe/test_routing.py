@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from switchx.models.config import RouterConfig
-from switchx.moe.plan import RoutingPlan, make_plan
+from switchx.moe.plan import RoutingPlan, by_gate, make_plan
 from tests.moe.oracle import softmax
 
 G, T, E = 2, 18, 5
@@ -36,18 +36,29 @@ def plan_of(*arguments, **options):
 
 
 @pytest.mark.parametrize(
-    ("num_selected", "gate"),
-    [(1, "softmax"), (2, "softmax"), (E, "softmax"), (3, "normalized")],
+    ("num_selected", "gate", "priority"),
+    [
+        (1, "softmax", "position"),
+        (2, "softmax", "gate"),
+        (E, "softmax", "position"),
+        (3, "normalized", "position"),
+    ],
 )
-def test_top_k_equals_a_loop(num_selected, gate):
-    """GShard, algorithm 1: second choices queue behind all the first ones."""
+def test_top_k_equals_a_loop(num_selected, gate, priority):
+    """GShard, algorithm 1: second choices queue behind all the first ones.
+
+    By the gate, the surest tokens are the first of each queue.
+    """
     logits_GTE, is_token_GT = inputs()
     prob_GTE = softmax(np.asarray(logits_GTE, np.float64))
-    plan = plan_of(RouterConfig(num_selected=num_selected, gate=gate), logits_GTE, is_token_GT)
+    router = RouterConfig(num_selected=num_selected, gate=gate, priority=priority)
+    plan = plan_of(router, logits_GTE, is_token_GT)
     for g in range(G):
-        queue = [0] * E
+        queue, tokens = [0] * E, np.flatnonzero(is_token_GT[g])
+        if priority == "gate":
+            tokens = tokens[np.argsort(-prob_GTE[g, tokens].max(-1), kind="stable")]
         for s in range(num_selected):
-            for t in np.flatnonzero(is_token_GT[g]):
+            for t in tokens:
                 best = np.argsort(-prob_GTE[g, t])[:num_selected]
                 e = best[s]
                 total = prob_GTE[g, t, best].sum() if gate == "normalized" else 1.0
@@ -59,6 +70,20 @@ def test_top_k_equals_a_loop(num_selected, gate):
                 queue[e] += 1
         assert plan.count_GE[g].tolist() == queue
     assert np.any(plan.is_routed_GTS & ~plan.is_kept_GTS)
+
+
+def test_what_is_placed_comes_back_in_the_old_order():
+    gate_GT = jnp.array([[0.2, 0.9, 0.2, 0.5]])
+    seen = []
+
+    def place(expert_GTS):
+        seen.append(expert_GTS[0, :, 0].tolist())
+        return expert_GTS * 10, jnp.arange(4)[None]
+
+    tens_GTS, place_GT = by_gate(gate_GT, place)(jnp.arange(4)[None, :, None])
+    assert seen == [[1, 3, 0, 2]]  # ties keep their order
+    assert tens_GTS[0, :, 0].tolist() == [0, 10, 20, 30]
+    assert place_GT[0].tolist() == [2, 0, 3, 1]
 
 
 def test_bias_enters_the_choice_but_not_the_gate():

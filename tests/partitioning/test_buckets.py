@@ -276,9 +276,3 @@ def test_commands_slice_parameters():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_run(command, in_a_folder, capsys):
     assert main([*switchx_words(command), *BRIEF]) == 0, capsys.readouterr().err
-
-
-def test_files_are_there():
-    links = re.findall(r"\]\((\.\./[^)]+)\)", PAGE)
-    assert len(links) >= 5
-    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
