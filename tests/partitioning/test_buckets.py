@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slices in buckets: index, whole parameters, summed gradients; docs/memory_sharding.md."""
 
+import itertools
 import re
 import shlex
 from collections import Counter
@@ -23,6 +24,7 @@ from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.optimizer_slices import slice_spec
 from switchx.partitioning.rules import Rules, param_spec
 from switchx.training.job import TrainingJob
+from tests.cases import slow_unless
 from tests.data.refusals import refused
 from tests.processes import ROOT
 
@@ -163,8 +165,13 @@ def gradients(spec: MeshSpec, bucket_bytes: int, function=total_of):
     return jax.jit(jax.value_and_grad(mapped(summed, spec, bucket_bytes, PartitionSpec())))
 
 
-@pytest.mark.parametrize("bucket_bytes", [ONE_EACH, 300, ONE_BUCKET])
-@pytest.mark.parametrize("fsdp", [2, 8])
+@pytest.mark.parametrize(
+    ("fsdp", "bucket_bytes"),
+    [
+        slow_unless(cell in ((2, 300), (8, ONE_EACH)), *cell)
+        for cell in itertools.product((2, 8), (ONE_EACH, 300, ONE_BUCKET))
+    ],
+)
 def test_every_device_sees_whole_parameters_and_gradients_are_summed(fsdp, bucket_bytes):
     spec = MeshSpec(fsdp=fsdp)
 
