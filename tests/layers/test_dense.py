@@ -112,13 +112,6 @@ def test_a_dropped_nan_is_gone(key):
     assert np.all(np.isnan(y) | (y == 0))
 
 
-def test_one_key_one_mask(key):
-    x = jnp.ones(256)
-    np.testing.assert_array_equal(dropout(x, 0.5, key=key), dropout(x, 0.5, key=key))
-    other = dropout(x, 0.5, key=jax.random.fold_in(key, 1))
-    assert np.any(dropout(x, 0.5, key=key) != other)
-
-
 def test_splitting_a_key_and_none(key):
     assert split_key(None, 3) == [None, None, None]
     keys = split_key(key, 3)
@@ -210,23 +203,6 @@ def test_the_module_starts_as_the_plain_norm():
     module = Norm(config)
     np.testing.assert_array_equal(module(x), layer_norm(x, jnp.ones(D), jnp.zeros(D)))
     assert module.scale_D[...].dtype == jnp.bfloat16
-
-
-def test_a_vector_along_the_last_dimension():
-    x_BLD = np.arange(24, dtype=np.float32).reshape(2, 4, 3)
-    bias_D = np.array([10, 20, 30], np.float32)
-    got_BLD = x_BLD + along_last(bias_D, jnp.asarray(x_BLD))
-    for b in range(2):
-        for i in range(4):
-            np.testing.assert_array_equal(got_BLD[b, i], x_BLD[b, i] + bias_D)
-
-
-def test_two_dimensions_along_the_last_two():
-    x_BLHK = np.zeros((2, 5, 3, 4), np.float32)
-    bias_HK = np.arange(12, dtype=np.float32).reshape(3, 4)
-    lined_up = along_last(jnp.asarray(bias_HK), x_BLHK)
-    assert lined_up.shape == (1, 1, 3, 4)
-    np.testing.assert_array_equal(lined_up[0, 0], bias_HK)
 
 
 def test_the_activation_decides_the_dtype():

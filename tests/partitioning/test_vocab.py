@@ -19,20 +19,6 @@ MESH = MeshSpec(data=2, expert=4).build()
 OWNERS = RowOwners(V, P)
 
 
-@given(block=st.integers(1, 200), num_parts=st.integers(1, 16))
-def test_every_row_has_one_owner_and_every_owner_as_many_rows(block, num_parts):
-    owners = RowOwners(block * num_parts, num_parts)
-    owner_V, place_V = owners.of(np.arange(owners.num_rows))
-    assert np.array_equal(np.bincount(owner_V, minlength=num_parts), [block] * num_parts)
-    assert len(set(zip(owner_V.tolist(), place_V.tolist(), strict=True))) == owners.num_rows
-    assert place_V.max() < owners.places < block + num_parts
-
-
-@given(start=st.integers(0, V - P))
-def test_ids_that_follow_each_other_have_different_owners(start):
-    assert len(set(OWNERS.of(np.arange(start, start + P))[0].tolist())) == P
-
-
 @pytest.mark.parametrize("num_rows", [V, 8 * 13, 8])
 def test_dealt_rows_are_where_their_owner_says(num_rows):
     """A block that its devices divide, one that they do not, and one row a device."""
