@@ -4,7 +4,6 @@
 import contextlib
 import dataclasses
 import itertools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -67,28 +66,6 @@ def test_another_layout_is_refused_before_anything_runs():
         call(w=q)
     with pytest.raises(ValueError, match="layout version 7"):
         jax.jit(quantized_grouped_matmul).lower(jnp.ones((R, D)), q, jnp.array(SIZES))
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_kernel_gets_native_plain_arrays(bits, monkeypatch):
-    seen = {}
-
-    def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, **options):
-        seen.update(options, values=values_EFD, scales=scales_EFG)
-        return jnp.zeros((R, F))
-
-    kernel = types.ModuleType("pallas_kernels.quantized_grouped_matmul.gpu")
-    kernel.forward, kernel.refusal = forward, lambda *operands: seen.update(asked=operands)
-    monkeypatch.setattr("pallas_kernels.implementations._module", lambda op, name: kernel)
-    q = quantize(np.ones((E, D, F), np.float32), bits, group_size=4)
-    call(w=q, implementation="gpu", interpret=True, activation="relu", gate_R=jnp.ones(R))
-    assert seen["values"].dtype == (jnp.int8 if bits == 8 else jnp.int4)
-    assert seen["values"].shape == (E, F, D)
-    assert seen["scales"].shape == (E, F, 6)
-    assert (seen["activation"], seen["interpret"], seen["tiling"]) == ("relu", True, None)
-    assert seen["bias_EF"] is None
-    assert seen["gate_R"].shape == (R,)
-    assert seen["asked"] == (jnp.float32, bits, R, D, F, E, 4)
 
 
 def weights_of(q: QTensor) -> np.ndarray:

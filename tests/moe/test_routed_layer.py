@@ -73,25 +73,6 @@ def probabilities(params, x_BLD):
     return softmax(x_BLD.astype(np.float64) @ params["w_router_DE"])
 
 
-def test_expert_choice_equals_a_loop_over_experts():
-    layer, params = make(
-        RouterConfig(kind="expert_choice", exploration="none"), capacity_factor=0.5
-    )
-    y_BLD, stats = run(layer, params)
-    x_BLD, is_token_BL, _ = inputs()
-    want_BLD, prob_BLE = np.zeros_like(x_BLD), probabilities(params, x_BLD)
-    for b in range(B):
-        tokens = np.flatnonzero(is_token_BL[b])
-        for e in range(E):
-            for t in sorted(tokens, key=lambda t, b=b, e=e: -prob_BLE[b, t, e])[:2]:
-                want_BLD[b, t] += prob_BLE[b, t, e] * expert(params, e, x_BLD[b, t])
-    np.testing.assert_allclose(y_BLD, want_BLD, rtol=1e-4, atol=1e-5)
-    assert stats.load_E.tolist() == [4, 4, 4, 4]
-    # A token that no expert took gets nothing, and is counted.
-    nothing = is_token_BL & ~np.any(y_BLD, axis=-1)
-    assert stats.dropped == nothing.sum() > 0
-
-
 def test_hash_sends_every_id_to_its_expert_ungated():
     layer, params = make(RouterConfig(kind="hash", exploration="none", overflow="dropless"))
     assert set(params) == {"experts"}
