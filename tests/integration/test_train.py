@@ -136,13 +136,6 @@ def test_eval_of_the_folder_alone_repeats_the_last_validation(finished_run, run)
     assert building.build("JOB", TrainingJob) == job
 
 
-def test_load_gives_config_params_and_vocabulary(finished_run):
-    model = switchx.load(finished_run.folder)
-    assert model.step == 12 and model.config.d_model == 32
-    assert model.params["embedding"]["embedding_VD"].shape == (384, 32)
-    assert model.vocabulary.decode(model.vocabulary.encode("gate")) == "gate"
-
-
 def test_sigterm_and_kill_9_and_the_same_command_end_bit_equal(
     finished_run, start_cli, run, tmp_path
 ):
@@ -186,17 +179,6 @@ def test_a_damaged_checkpoint_is_skipped_and_kept(finished_run, run, tmp_path):
     kept = next((folder / "checkpoints").glob("12.damaged*"))
     assert (kept / data.relative_to(newest)).read_bytes() == bytes(content)
     require_bit_equal(folder, finished_run.folder)
-
-
-def test_finetuning_starts_from_the_named_parameters(finished_run, run, tmp_path):
-    folder = tmp_path / "finetuned"
-    bindings = (f"INIT_FROM={finished_run.folder}", "TRAIN_STEPS=2")
-    said = run("train", *arguments(folder, finished_run.files, *bindings))
-    assert "restored 28 parameter arrays" in said.err
-    first = lines(folder / "validation.jsonl")[0]
-    last = lines(finished_run.folder / "validation.jsonl")[-1]
-    assert first["step"] == 0
-    assert first["neg_log_perplexity"] == pytest.approx(last["neg_log_perplexity"], rel=1e-6)
 
 
 def test_an_alarm_ends_training_and_the_same_command_goes_on(finished_run, run, tmp_path):

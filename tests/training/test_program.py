@@ -304,24 +304,6 @@ def test_storage_without_effect_is_said():
         assert len(make_job(SPARSE, storage=other).unused_storage) == number
 
 
-def test_arrays_are_those_of_the_program():
-    job = make_job(ENCODER_DECODER)
-    program = compiled_program(job, jax.devices()[:1])
-    state = program.abstract_state
-    expected = sum(
-        leaf.size * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves((state.params, state.opt_state))
-        if leaf.shape
-    )
-    found = workload_of(job).state
-    assert expected == sum(
-        each.itemsize * int(jax.numpy.prod(jax.numpy.array(each.shape))) for each in found
-    )
-    names = []
-    tree.map_named(lambda name, leaf: names.append(name), state.params)
-    assert sorted(each.name for each in found if each.kind == "params") == sorted(names)
-
-
 def test_groups_capacity_and_refusals_are_the_dispatchers():
     job = make_job(SPARSE)
     workload = workload_of(job)
