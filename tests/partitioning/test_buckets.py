@@ -55,7 +55,7 @@ def numbers(index: SliceIndex, num_parts: int) -> dict:
     for i, each in enumerate(index.slices):
         shape = list(each.shape)
         shape[each.axis] *= num_parts
-        arrays[each.name] = jnp.arange(np.prod(shape), dtype=each.dtype).reshape(shape) + i
+        arrays[each.name] = (np.arange(np.prod(shape)).reshape(shape) + i).astype(each.dtype)
     return arrays
 
 
@@ -94,11 +94,12 @@ def test_whole_arrays_come_back_from_the_slices_of_all_devices(
         for each in index.slices
     }
     sent = [
-        index.flatten({name: slices[p] for name, slices in parts.items()})
+        jax.jit(index.flatten)({name: slices[p] for name, slices in parts.items()})
         for p in range(num_parts)
     ]
     gathered = [np.stack(bucket) for bucket in zip(*sent, strict=True)]
-    for got in (index.join(gathered), index.join(index.cut(whole))):
+    cut = jax.jit(lambda whole: index.join(index.cut(whole)))(whole)
+    for got in (jax.jit(index.join)(gathered), cut):
         assert got.keys() == whole.keys()
         for name, want in whole.items():
             assert got[name].dtype == want.dtype
