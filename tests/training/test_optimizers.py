@@ -49,18 +49,6 @@ def test_as_optax_with_a_mask():
         assert_close(params, their_params, rtol=1e-5, atol=1e-7)
 
 
-def test_first_step_by_hand():
-    # m = 0.1 g and v = 0.001 g^2; without bias m_hat = g, v_hat = g^2: a step of -rate *
-    # (sign(g) + decay * w).
-    params = {"w_in_DF": jnp.array([[2.0, -4.0]]), "scale_D": jnp.array([3.0])}
-    gradient = {"w_in_DF": jnp.array([[0.5, 7.0]]), "scale_D": jnp.array([-1e-3])}
-    transformation = AdamW(weight_decay=0.1).build(Constant(0.01))
-    updates, _ = transformation.update(gradient, transformation.init(params), params)
-    # 1 - 0.999 has a relative error of 1e-5 in float32, epsilon another in the second.
-    np.testing.assert_allclose(updates["w_in_DF"], [[-0.01 * 1.2, -0.01 * 0.6]], rtol=1e-4)
-    np.testing.assert_allclose(updates["scale_D"], [0.01], rtol=1e-4)
-
-
 def test_bfloat16_parameters_have_float32_moments_and_updates():
     params = {"w_in_DF": jnp.ones((4, 6), jnp.bfloat16)}
     transformation = AdamW().build(Constant(0.01))
