@@ -48,30 +48,11 @@ LAYOUTS = {
 ROUTERS = {"top-1": RouterConfig(), "top-2": RouterConfig(num_selected=2, gate="normalized")}
 
 
-def make_config(
-    dispatcher: str, group_size: int, router: RouterConfig, factor: float, parts: int = 1
-):
-    return ModelConfig(
-        "decoder_only",
-        vocab_size=32,
-        d_model=D,
-        d_ff=8,
-        num_heads=1,
-        d_head=4,
-        num_decoder_layers=1,
-        init_scale=1.0,
-        switch=SwitchConfig(
-            E,
-            every=1,
-            dispatcher=dispatcher,
-            exchange_parts=parts,
-            group_size=group_size,
-            capacity_factor=factor,
-            min_capacity=1,
-            expert_bias=True,
-            router=router,
-        ),
-    )
+def make_config(dispatcher: str, group_size: int, router, factor: float, parts: int = 1):
+    groups = dict(group_size=group_size, capacity_factor=factor, min_capacity=1)
+    exchange = dict(dispatcher=dispatcher, exchange_parts=parts)
+    switch = SwitchConfig(E, every=1, router=router, expert_bias=True, **groups, **exchange)
+    return ModelConfig("decoder_only", 32, D, 8, 1, 4, 1, init_scale=1.0, switch=switch)
 
 
 def run_layer(config, spec: MeshSpec | None):

@@ -179,30 +179,23 @@ def test_updates_are_added_in_the_parameters_dtype():
 
 
 @pytest.mark.parametrize(
-    ("name", "ndim", "expected"),
+    ("names", "expected"),
     [
-        ("w_in_DF", 2, True),
-        ("w_in_DF", 3, True),
-        ("w_out_EFD", 3, True),
-        ("w_out_EFD", 4, True),
-        ("w_query_DHK", 3, True),
-        ("w_router_DE", 2, True),
-        ("w_logits_DV", 2, True),
-        ("embedding_VD", 2, False),
-        ("positions_LD", 2, False),
-        ("bias_UH", 2, False),
-        ("bias_UH", 3, False),
-        ("scale_D", 1, False),
-        ("scale_D", 2, False),
-        ("b_in_EF", 2, False),
-        ("b_query_HK", 2, False),
-        ("temperature", 0, False),
+        ("w_in_DF w_in_NDF w_out_EFD w_out_NEFD w_query_DHK w_router_DE w_logits_DV", True),
+        (
+            "embedding_VD positions_LD bias_UH bias_NUH scale_D scale_ND b_in_EF b_query_HK",
+            False,
+        ),
+        ("temperature_", False),
     ],
 )
-def test_only_matrices_of_layers_decay(name, ndim, expected):
-    params = {"decoder": {name: jnp.zeros((2,) * ndim)}}
-    assert is_decayed(f"decoder/{name}", params["decoder"][name]) is expected
-    assert decay_mask(params) == {"decoder": {name: expected}}
+def test_only_matrices_of_layers_decay(names, expected):
+    """Those of layers that are stacked, N, too; a name does not say so."""
+    for name, dims in (each.rsplit("_", 1) for each in names.split()):
+        name = f"{name}_{dims.removeprefix('N')}".removesuffix("_")
+        params = {"decoder": {name: jnp.zeros((2,) * len(dims))}}
+        assert is_decayed(f"decoder/{name}", params["decoder"][name]) is expected, name
+        assert decay_mask(params) == {"decoder": {name: expected}}, name
 
 
 def test_norm_by_hand():
