@@ -169,6 +169,7 @@ def test_the_teacher_changes_what_is_learnt_and_is_not_differentiated(taught):
     )
 
 
+@pytest.mark.slow  # a step of microbatches: test_distilled_logits.py
 def test_microbatches_are_the_whole_batch(taught):
     batch, params, teacher, whole = taught
     expected = whole(teacher)

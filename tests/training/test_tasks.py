@@ -116,7 +116,7 @@ def test_a_row_chooses_experts_of_its_task_as_the_tasks_own_model_does():
         np.testing.assert_allclose(got_BLV, want_BLV, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("rows_of_group", [2, 8])
+@pytest.mark.parametrize("rows_of_group", [slow(2), 8])
 def test_the_balance_loss_is_that_of_the_tasks_own_models(rows_of_group):
     """In groups of one task their mean, and else that weighted by tokens; gradients too."""
     model = with_switch(MODEL, group_size=rows_of_group * LENGTH)
