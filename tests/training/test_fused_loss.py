@@ -19,7 +19,6 @@ from switchx.partitioning.rules import Rules
 from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig, gradients
 from tests.bucket_counts import count_buckets
-from tests.cases import slow
 from tests.compare import assert_close_to_largest
 from tests.data.refusals import refused
 from tests.training.jobs import (
@@ -120,9 +119,8 @@ def step_collectives(program) -> Counter:
     return Counter(each.kind for each in collectives(compiled_step(program).as_text()))
 
 
-@pytest.mark.parametrize(
-    ("bucket_bytes", "buckets"), [slow(ONE_BUCKET, (1, 2)), (8192, (2, 4))]
-)
+@pytest.mark.slow  # by default: tests/partitioning/test_buckets.py
+@pytest.mark.parametrize(("bucket_bytes", "buckets"), [(ONE_BUCKET, (1, 2)), (8192, (2, 4))])
 def test_a_step_has_as_many_collectives_as_buckets(bucket_bytes, buckets):
     """Scattered once, gathered once; those of blocks again in the backward pass."""
     program = make_program(SCANNED, MeshSpec(fsdp=8), bucket_bytes)

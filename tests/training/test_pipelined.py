@@ -68,6 +68,7 @@ def test_a_pipeline_is_invariant_to_stages_microbatches_and_padding(config, mesh
     assert got[3].groups.tolist() == [ROWS - 3] * len(config.sparse_layer_names)
 
 
+@pytest.mark.slow  # 10 s of compilation
 def test_lengths_need_not_divide_over_the_stages():
     """14 places over 4 stages: logits of 4, 4, 4 and 2."""
     config = stacked(DENSE, 4)
