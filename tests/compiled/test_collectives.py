@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives read off HLO: lines as XLA writes them, and a program that has known ones."""
 
+import re
 from fractions import Fraction
 
 import jax
@@ -25,86 +26,78 @@ def program_of(line: str) -> str:
     return f"{HEADER}\nENTRY %main (x: f32[2]) -> f32[2] {{\n  {line}\n}}\n"
 
 
+def collective(text: str, groups) -> HloCollective:
+    """Of its kind, the arrays that it gives, and its bytes."""
+    kind, *arrays, num_bytes = text.split()
+    found = tuple(
+        (array.partition("[")[0], tuple(map(int, re.findall(r"\d+", array.partition("[")[2]))))
+        for array in arrays
+    )
+    return HloCollective(kind, found, groups, int(num_bytes))
+
+
 @pytest.mark.parametrize(
-    ("line", "kind", "arrays", "groups", "num_bytes"),
+    ("line", "found", "groups"),
     [
         (
             "%r = f32[2,3]{1,0} all-reduce(%x), channel_id=1, replica_groups={{0,1},{2,3}}, "
             "to_apply=%add",
-            "all-reduce",
-            (("f32", (2, 3)),),
+            "all-reduce f32[2,3] 24",
             PAIRS,
-            24,
         ),
         (
             "%r = (f32[2]{0}, bf16[3]{0}, s32[]) all-reduce-start(%x, %y, %z), "
             "replica_groups=[2,2]<=[4]",
-            "all-reduce",
-            (("f32", (2,)), ("bf16", (3,)), ("s32", ())),
+            "all-reduce f32[2] bf16[3] s32[] 18",
             PAIRS,
-            8 + 6 + 4,
         ),
         # Its operand, which is two times as large, is what is added up.
         (
             "ROOT %r = u8[5]{0} reduce-scatter(%x), replica_groups=[2,2]<=[2,2]T(1,0), ",
-            "reduce-scatter",
-            (("u8", (5,)),),
+            "reduce-scatter u8[5] 10",
             ((0, 2), (1, 3)),
-            10,
         ),
         (
             "%r = (bf16[2]{0:T(256)}, bf16[8]{0:T(256)}) all-gather-start(%x), "
             "replica_groups={}, dimensions={0}",
-            "all-gather",
-            (("bf16", (8,)),),
+            "all-gather bf16[8] 16",
             ((0, 1, 2, 3),),
-            16,
         ),
         (
             "%r = ((bf16[3,2], bf16[5,2], s32[2], s32[2], s32[2], s32[2]), bf16[5,2], u32[]) "
             "ragged-all-to-all-start(%a, %b, %c, %d, %e, %f), replica_groups={{0,1},{2,3}}",
-            "ragged-all-to-all",
-            (("bf16", (3, 2)),),
+            "ragged-all-to-all bf16[3,2] 12",
             PAIRS,
-            12,
         ),
         # As the TPU compiler writes it, with two counters that are not sent.
         (
             "%r = (f32[80,2048]{1,0:T(8,128)}, f32[80,2048]{1,0:T(8,128)S(3)}, u32[]{:S(2)}, "
             "u32[]{:S(2)}) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}",
-            "collective-permute",
-            (("f32", (80, 2048)),),
+            "collective-permute f32[80,2048] 655360",
             ((0, 1), (1, 0)),
-            80 * 2048 * 4,
         ),
         (
             "%r = ((bf16[4,2]{1,0}), bf16[4,2]{1,0:S(1)}, u32[]{:S(2)}, u32[]{:S(2)}) "
             "all-to-all-start(%x), replica_groups={{0,1},{2,3}}",
-            "all-to-all",
-            (("bf16", (4, 2)),),
+            "all-to-all bf16[4,2] 16",
             PAIRS,
-            16,
         ),
         (
             "%r = (u32[], u32[]) collective-permute-start(%x), "
             "source_target_pairs={{0,1},{1,0}}",
-            "collective-permute",
-            (("u32", ()),),
+            "collective-permute u32[] 4",
             ((0, 1), (1, 0)),
-            4,
         ),
         (
             "%r = (pred[1,4]{1,0}, pred[1,4]{1,0}) all-to-all(%a, %b), "
             "replica_groups={{0,1},{2,3}}",
-            "all-to-all",
-            (("pred", (1, 4)),) * 2,
+            "all-to-all pred[1,4] pred[1,4] 8",
             PAIRS,
-            8,
         ),
     ],
 )
-def test_one_instruction(line, kind, arrays, groups, num_bytes):
-    assert collectives(program_of(line)) == [HloCollective(kind, arrays, groups, num_bytes)]
+def test_one_instruction(line, found, groups):
+    assert collectives(program_of(line)) == [collective(found, groups)]
 
 
 @pytest.mark.parametrize(
