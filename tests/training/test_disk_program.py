@@ -26,7 +26,6 @@ from switchx.training.offload.disk_program import LayeredProgram
 from switchx.training.offload.host_program import HostProgram
 from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.programs import compiled_program
-from switchx.training.step import StepConfig
 from tests.cases import slow
 from tests.compare import assert_close
 from tests.compilation import on_devices
@@ -129,16 +128,11 @@ def test_a_step_that_is_not_finite_leaves_every_record_as_it_was(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def one_device():
-    with on_devices(1):
-        yield
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, one_device):
+def finished(tmp_path_factory):
     """Four steps with all experts in the cache: the run's folder."""
     run = RunFolder(tmp_path_factory.mktemp("finished"))
-    train(disk_job(), run, Events())
+    with on_devices(1):
+        train(disk_job(), run, Events())
     return run
 
 
@@ -219,12 +213,9 @@ def test_what_does_not_fit_a_disk_is_refused(one_device, tmp_path):
         StorageSpec("disk", slots=1)
     with refused("StorageSpec.slots=3, but the model has 2 runs of blocks (decoder)"):
         program(storage=StorageSpec("disk", slots=3))
+    # What host memory refuses too: test_host_program.py.
     with refused("a dense model with StorageSpec.experts='disk'"):
         program(DENSE)
-    with refused("ModelConfig.scan_layers=False<any>use scan_layers=True"):
-        program(dataclasses.replace(MODEL, scan_layers=False))
-    with refused("StepConfig.bucket_bytes=1024"):
-        program(step=StepConfig(bucket_bytes=1024))
     least = E * program().experts.layout.record_bytes
     with refused(f"StorageSpec.host_bytes={least - 1:,} holds 23 experts<any>least {least:,}"):
         program(storage=StorageSpec("disk", host_bytes=least - 1))

@@ -35,7 +35,6 @@ from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig, gradients
 from tests.cases import slow_unless
 from tests.compare import assert_close
-from tests.compilation import on_devices
 from tests.data.refusals import refused
 from tests.partitioning.ring_orders import forwards
 from tests.training.jobs import (
@@ -230,12 +229,6 @@ def test_a_state_is_taken_apart_and_joined():
 
 
 # Whole runs.
-
-
-@pytest.fixture(scope="module")
-def one_device():
-    with on_devices(1):
-        yield
 
 
 @pytest.mark.slow
