@@ -78,7 +78,7 @@ def test_names_at_the_ends_do_not_overlap_and_stay_inside():
     assert np.all(np.diff(places) > 0.12 * (high - low)) and places[0] >= low
 
 
-def test_maps_write_their_numbers_when_they_are_few():
+def test_maps_write_few_numbers_and_are_darkest_at_a_large_share():
     share = np.array([[0.25, 0.75], [np.nan, np.nan]])
     figure = plots.transition_figure([share], [("encoder 1", "encoder 3")])
     (axis,) = panels(figure)
@@ -88,9 +88,6 @@ def test_maps_write_their_numbers_when_they_are_few():
     many = plots.transition_figure([np.full((32, 32), 1 / 32)], [("a 1", "a 3")])
     assert len(panels(many)[0].texts) == 0
     assert b"share of the row" in drawn(figure)
-
-
-def test_darkest_is_the_largest_share_but_never_a_small_one():
     pairs = [("a 1", "a 3")] * 2
     for top, limit in ((0.05, 0.2), (0.6, 0.6)):
         shares = [np.full((2, 2), 0.01), np.array([[top, 0.0], [np.nan, np.nan]])]

@@ -38,16 +38,13 @@ def test_data_parallelism_sums_gradients_once():
 
 
 def test_tensor_parallelism_has_two_sums_a_sublayer():
-    """Megatron-LM, section 3: forward one, backward one; of attention and of the FFN."""
+    # Megatron-LM, section 3: forward one, backward one; of attention and of the FFN.
     planned = by_what(step_collectives(make_workload(FLAT), Layout(model=8)))
     own = ROWS * LENGTH * D * 4
     for what in ("attention outputs", "FFN outputs", "gradients of FFN inputs"):
         assert planned[what] == ("all-reduce", own, 4)
     assert planned["gradients of attention inputs"] == ("all-reduce", own, 4)
     assert planned["looked up rows"] == ("all-reduce", own, 1)
-
-
-def test_cpu_reduces_queries_keys_and_values_by_themselves():
     layout = Layout(model=8)
     planned = compiled_on_cpu(step_collectives(make_workload(FLAT), layout), layout)
     assert by_what(planned)["gradients of attention inputs"][2] == 3 * 4
@@ -233,9 +230,6 @@ def test_rows_and_shapes_on_a_device():
     assert local_shape(array, Layout(expert=4, model=2)) == ((2, 64, 64), ("expert", "model"))
     sliced = Layout(model=2, dispatcher="sliced")
     assert local_shape(array, sliced) == ((4, 64, 128), ("model",))
-
-
-def test_a_layout_that_does_not_divide_is_refused():
     array = StateArray("x/w_in_EDF", "EDF", (6, 64, 128), 4, "params")
     with pytest.raises(ValueError, match="E=6 is not divisible"):
         local_shape(array, Layout(expert=4))
