@@ -69,13 +69,20 @@ def test_later_layers_are_darker():
     drawn(figure)
 
 
-def test_names_at_the_ends_do_not_overlap_and_stay_inside():
+def test_names_at_the_ends_and_single_steps_can_be_drawn():
     rows = [plots.Course("gate", np.array([[0.0] * 4] * 2))]
     figure = plots.course_figure(STEPS[:2], rows, [f"decoder {n}" for n in range(4)])
     axis = figure.axes[0]
     low, high = axis.get_ylim()
     places = sorted(text.xy[1] for text in axis.texts)
     assert np.all(np.diff(places) > 0.12 * (high - low)) and places[0] >= low
+    drawn(plots.load_figure(np.array([5]), np.ones((1, 1, 2)), ["decoder 0"]))
+    rows = [plots.Course("gate", np.ones((1, 1)))]
+    drawn(plots.course_figure(np.array([5]), rows, ["decoder 0"]))
+    figure = plots.similarity_figure(
+        [np.eye(20)], [("decoder", *map(str, range(20)))], "shared information"
+    )
+    assert b"shared information" in drawn(figure)
 
 
 def test_maps_write_few_numbers_and_are_darkest_at_a_large_share():
@@ -108,16 +115,6 @@ def test_every_layer_has_its_panel(count):
     layers = [f"decoder {n}" for n in range(count)]
     figure = plots.load_figure(STEPS, np.ones((3, count, 4)), layers)
     assert [axis.get_title("left") for axis in panels(figure)] == layers
-
-
-def test_one_logged_step_and_one_layer_can_be_drawn():
-    drawn(plots.load_figure(np.array([5]), np.ones((1, 1, 2)), ["decoder 0"]))
-    rows = [plots.Course("gate", np.ones((1, 1)))]
-    drawn(plots.course_figure(np.array([5]), rows, ["decoder 0"]))
-    figure = plots.similarity_figure(
-        [np.eye(20)], [("decoder", *map(str, range(20)))], "shared information"
-    )
-    assert b"shared information" in drawn(figure)
 
 
 @pytest.mark.parametrize(

@@ -40,16 +40,13 @@ def test_page_shows_its_texts_and_refers_to_nothing_outside():
     assert parsed.opened.count("details") == 1 and parsed.opened.count("code") == 2
 
 
-def test_picture_is_an_svg_with_its_words_the_same_each_time():
+def test_numbers_stand_to_the_right_and_pictures_are_the_same_each_time():
     first, again = (page("a", {}, [SECTION]) for _ in range(2))
     assert first == again
     data = re.search(r"base64,([^\"]*)", first)[1]
     root = xml.etree.ElementTree.fromstring(base64.b64decode(data))
     texts = {element.text for element in root.iter("{http://www.w3.org/2000/svg}text")}
     assert {"encoder 1", "step", "expert", "load (1 = even share)"} <= texts
-
-
-def test_numbers_stand_to_the_right():
     table = Table(("layer", "load", "dead"), [("a", 1.23456, 2), ("b", 0.5, 0)])
     text = Section("t", "", tables=[table])._repr_html_()
     assert '<td class="number">1.235</td><td class="number">2</td>' in text

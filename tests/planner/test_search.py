@@ -122,7 +122,7 @@ def test_optimizer_slices_are_taken_where_the_state_does_not_fit_whole():
     assert "slices over replicas" in explain(cut, V5E, cut)
 
 
-def test_the_fewest_devices_that_would_do():
+def test_devices_that_nothing_divides_into_and_the_fewest_that_would_do():
     workload = make_workload(
         dataclasses.replace(DENSE, remat="full", scan_layers=False), batch_size=8
     )
@@ -133,9 +133,6 @@ def test_the_fewest_devices_that_would_do():
     assert number in (4, 8) and plan.layout.size == number
     limited = dataclasses.replace(hardware, max_devices=2)
     assert smallest_that_fits(workload, limited, 2) is None
-
-
-def test_devices_that_nothing_divides_into():
     found = search_on_v5e(devices=7)
     assert found.plans == () and found.smallest is None
     below, above = workable_devices(make_workload(), V5E, 7)

@@ -66,16 +66,13 @@ def test_lfu_is_that_of_cachetools_until_an_evicted_key_returns(keys, capacity):
     assert hits_of(DecayedLFU(1, NUM_KEYS, beta=1.0), capacity, keys[:end]) == expected
 
 
-def test_counts_survive_eviction():
+def test_counts_survive_eviction_and_decay():
     # Counts of 0 and 1 are 3 and 2: 2 evicts 1, and 1, now with 3, evicts 2. Then 0 and 1 have
     # 3 each and 0 is the older one; had 1's count begun anew, 1 would be evicted.
     cache = Cache(2, DecayedLFU(1, 3, beta=1.0))
     keys = (0, 0, 0, 1, 1, 2, 1, 2)
     evicted = [cache.request([key], HERE).evicted.tolist() for key in keys]
     assert evicted == [[], [], [], [], [], [1], [2], [0]]
-
-
-def test_counts_decay():
     # Halved after the 4th key (0: 2) and the 8th (0: 1.5, 1: 1.5), counts end as 1.5 and 2.5;
     # not halved, as 5 and 4.
     keys = [0, 0, 0, 0, 0, 1, 1, 1, 1]
