@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
+from switchx import api
 from switchx.bench import decode_programs, inflight, offload, serving, speculation
 from switchx.bench.peers import ctranslate2_peer, torch_peer
 from switchx.bench.train import DENSE, MEBIBYTE, in_ms, switch_model
@@ -93,7 +94,8 @@ def run(rounds: int) -> Report:
         if name in ratios
     ]
     parts = [pruning(rounds), quantized_bytes(), decode_programs.sampling(rounds)]
-    parts += [decode_programs.recording(rounds)]
+    tiny = api.load("tiny")
+    parts += [decode_programs.recording(rounds, tiny=(tiny.config, tiny.params))]
     parts += [speculation.speculation(rounds), offload.step_times()]
     if serving.is_available():
         config = switch_model(NUM_EXPERTS[0])

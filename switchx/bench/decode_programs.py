@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
-from switchx import api
 from switchx.bench.train import in_ms, switch_model
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import prefill, run_step
@@ -52,11 +51,16 @@ def sampling(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
     return rows, [Check("sampling_vs_greedy_step", speedup(greedy, others[0]), "<=1.3")]
 
 
-def recording(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
-    """Times batches of texts with a record of routing, its file included, and without one."""
-    tiny, config = api.load("tiny"), switch_model(NUM_EXPERTS)
-    larger = config, init_params(config, jax.random.key(0))
-    models, rows = {"tiny": (tiny.config, tiny.params), f"{NUM_EXPERTS} experts": larger}, []
+def recording(
+    rounds: int, **models: tuple[ModelConfig, dict]
+) -> tuple[list[dict[str, Any]], list[Check]]:
+    """Times batches of texts with a record of routing, its file included, and without one.
+
+    Args:
+        models: configurations and parameters by name, beside one of random weights.
+    """
+    config, rows = switch_model(NUM_EXPERTS), []
+    models |= {f"{NUM_EXPERTS} experts": (config, init_params(config, jax.random.key(0)))}
     for (name, (config, params)), beams in itertools.product(models.items(), RECORDED_BEAMS):
         decoding = DecodingConfig(RECORDED_TOKENS, beam_size=beams, eos_id=-1)
         generator = Generator(for_decoding(config), params, decoding, 4 * BATCH)
