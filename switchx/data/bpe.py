@@ -233,8 +233,8 @@ def _start_id(tokenizer, own: Mapping[str, Any], bos: list[int], where: str) -> 
     )
     require(
         len(before) <= 1,
-        f"{where}: {TOKENIZER_FILE} puts the tokens {before[:8]} before a text, expected one at "
-        "most; change its post_processor",
+        f"{where}: {TOKENIZER_FILE} puts the tokens {before[:8]} before a text, expected one "
+        "at most; change its post_processor",
     )
     return before[0] if before else None
 

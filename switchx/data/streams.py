@@ -90,7 +90,7 @@ class StreamPlan:
 
     @property
     def start_id(self) -> int | None:
-        """The id that a decoder reads before a text: that of the one vocabulary of all tasks."""
+        """The id that a decoder reads before a text; all tasks have one vocabulary."""
         return self.tasks[0].task.vocabulary.start_id
 
     def new_cursor(self) -> np.ndarray:

@@ -5,7 +5,7 @@ Pad is 0, the end of a sequence 1, the unknown token 2, and a decoder's input st
 where a vocabulary does not say otherwise. Sentinel i stands for the i-th span that span
 corruption took out (Raffel et al. 2020, arXiv:1910.10683, section 3.1.4). There are
 SentencePiece models, bytes, and plain token ids for a model that came without a vocabulary;
-`bpe.py` reads a `tokenizer.json`. `token_classes.py` says what kind of piece each id stands for.
+`bpe.py` reads a `tokenizer.json`. `token_classes.py` says what kind of piece an id stands for.
 
 Dims: V ids of a vocabulary
 """

@@ -2,8 +2,8 @@
 """Vocabularies that come from a corpus, and that a run folder holds.
 
 A run folder: `vocabulary.json`, and `vocabulary.model` for SentencePiece, or `tokenizer.json`
-and the files beside it, byte for byte. The folder alone says what its token ids mean; nothing in
-it names a path.
+and the files beside it, byte for byte. The folder alone says what its token ids mean; nothing
+in it names a path.
 """
 
 import abc

@@ -39,7 +39,7 @@ class Score:
     Attributes:
         log_likelihood: natural logarithm of the target's probability, summed over its tokens.
         num_tokens: number of the target's tokens that are predicted, with its end where one was
-            given: all, but for the first token where neither inputs nor a start stand before it.
+            given: all, but for a first token before which nothing is read.
         token_logprobs: log-probability of each token, None of one that is not predicted; None
             where they were not asked for.
         top_logprobs: for each token's place, log-probabilities of the likeliest tokens by token

@@ -9,7 +9,6 @@ alone, whose order the permutation changes.
 import dataclasses
 import json
 
-import jax
 import numpy as np
 import pytest
 
@@ -19,12 +18,10 @@ from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.main import main
 from switchx.data.special_ids import their_ids
 from switchx.data.tokenizers import TokenIdVocabulary
-from switchx.inference.run_exported import ExportedModel
 from switchx.routing_record import open_record
 from switchx.training.resume import write_run_config
 from switchx.training.step import init_state
 from tests.integration.runs import SMALL, numbers
-from tests.serving.served import LIMITS, listening, post, started
 from tests.training.jobs import make_params
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
