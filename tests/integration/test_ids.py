@@ -18,10 +18,12 @@ from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.main import main
 from switchx.data.special_ids import their_ids
 from switchx.data.tokenizers import TokenIdVocabulary
+from switchx.inference.run_exported import ExportedModel
 from switchx.routing_record import open_record
 from switchx.training.resume import write_run_config
 from switchx.training.step import init_state
 from tests.integration.runs import SMALL, numbers
+from tests.serving.served import LIMITS, listening, post, started
 from tests.training.jobs import make_params
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
@@ -120,45 +122,87 @@ def assert_close(theirs, ours) -> None:
     assert theirs == pytest.approx(ours, rel=1e-4, abs=1e-6)
 
 
+def of_both(function) -> list:
+    return [function(name) for name in NAMES]
+
+
 @pytest.mark.slow
 def test_commands_say_the_same_of_permuted_ids(twins, capsys):
-    logs = [numbers(twins / name / "metrics.jsonl") for name in NAMES]
+    logs = of_both(lambda name: numbers(twins / name / "metrics.jsonl"))
     for theirs, ours in zip(*logs, strict=True):
-        for name in ("target_tokens", "accuracy"):
-            assert theirs[name] == ours[name]
+        assert theirs["target_tokens"] == ours["target_tokens"] > 0
+        assert theirs["accuracy"] == ours["accuracy"]
         assert_close(theirs["loss"], ours["loss"])
-    assert logs[0][-1]["loss"] < logs[0][0]["loss"]
     capsys.readouterr()
-
-    evaluated = [said(capsys, "eval", name, f"--record={name}.parquet")[0] for name in NAMES]
-    assert evaluated[0]["target_tokens"] == evaluated[1]["target_tokens"] > 0
-    assert_close(evaluated[0]["neg_log_perplexity"], evaluated[1]["neg_log_perplexity"])
-    batches = [list(open_record(twins / f"{name}.parquet").batches()) for name in NAMES]
-    for theirs, ours in zip(*batches, strict=True):
-        np.testing.assert_array_equal(theirs.segment_BL, ours.segment_BL)
-        is_token_BL = ours.is_token_BL
-        assert np.any(theirs.token_BL[is_token_BL] == 0)
-        np.testing.assert_array_equal(
-            OUR[theirs.token_BL[is_token_BL]], ours.token_BL[is_token_BL]
-        )
-        np.testing.assert_array_equal(
-            theirs.expert_NBLS[:, is_token_BL], ours.expert_NBLS[:, is_token_BL]
-        )
-
+    require_same_evaluation(capsys)
     (twins / "in.txt").write_text("\n".join(PROMPTS))
     pairs = zip(PROMPTS, PROMPTS[::-1], strict=True)
     (twins / "in.tsv").write_text("\n".join("\t".join(pair) for pair in pairs))
+    require_same_texts(capsys)
+    theirs, ours = of_both(served_completion)
+    assert theirs["text"] == ours["text"]
+    theirs, ours = theirs["logprobs"], ours["logprobs"]
+    assert (theirs["token_logprobs"][0] is None) == (theirs["top_logprobs"][0] is None)
+    assert theirs["tokens"] == ours["tokens"] and theirs["text_offset"] == ours["text_offset"]
+    for one, other in zip(theirs["top_logprobs"], ours["top_logprobs"], strict=True):
+        assert one == (other and pytest.approx(other, rel=1e-3))
+    export = ["--platform=cpu", "--input_length=4", "--max_new_tokens=8", "--batch_size=4"]
+    said_by_exports = []
+    for name in NAMES:
+        words = [f"--model_dir={name}", f"--output={name}_export", *export]
+        assert main(["export", *words]) == 0
+        model = switchx.load(name)
+        prompts = model.prompts(PROMPTS)
+        said = ExportedModel(f"{name}_export").generate(prompts)
+        want = model.generate(PROMPTS, max_new_tokens=8, with_scores=True)
+        assert [model.vocabulary.decode(best["tokens"]) for best, *_ in said] == [
+            each.output for each in want
+        ]
+        said_by_exports.append([each.output for each in want])
+    assert said_by_exports[0] == said_by_exports[1]
+
+
+def require_same_evaluation(capsys) -> None:
+    """Losses, masks and records of `switchx eval`."""
+    (theirs,), (ours,) = of_both(
+        lambda name: said(capsys, "eval", name, f"--record={name}.parquet")
+    )
+    assert theirs["target_tokens"] == ours["target_tokens"] > 0
+    assert_close(theirs["neg_log_perplexity"], ours["neg_log_perplexity"])
+    records = of_both(lambda name: open_record(f"{name}.parquet").batches())
+    for theirs, ours in zip(*records, strict=True):
+        np.testing.assert_array_equal(theirs.segment_BL, ours.segment_BL)
+        is_token_BL = ours.is_token_BL
+        assert np.any(theirs.token_BL[is_token_BL] == 0)
+        for one, other in (
+            (OUR[theirs.token_BL[is_token_BL]], ours.token_BL[is_token_BL]),
+            (theirs.expert_NBLS[:, is_token_BL], ours.expert_NBLS[:, is_token_BL]),
+            (theirs.is_dropped_NBLS, ours.is_dropped_NBLS),
+        ):
+            np.testing.assert_array_equal(one, other)
+
+
+def require_same_texts(capsys) -> None:
+    """Outputs of `switchx generate`, some of which come to each end, and log-likelihoods."""
     for way in ((), ("--beam_size=2",), ("--prompt_lookup_num_tokens=2",)):
-        options = ("--max_new_tokens=12", *way)
-        theirs, ours = (
-            said(capsys, "generate", name, "--input=in.txt", *options) for name in NAMES
-        )
-        for one, other in zip(theirs, ours, strict=True):
+        options = ("--input=in.txt", "--max_new_tokens=12", *way)
+        generated = [said(capsys, "generate", name, *options) for name in NAMES]
+        for one, other in zip(*generated, strict=True):
             assert one["output"] == other["output"]
             assert OUR[one["tokens"]].tolist() == other["tokens"]
             assert one["is_finished"] == other["is_finished"]
             assert_close(one["score"], other["score"])
-    scored = [said(capsys, "score", name, "--input=in.tsv", "--logprobs=2") for name in NAMES]
+    scored = of_both(lambda name: said(capsys, "score", name, "--input=in.tsv", "--logprobs=2"))
     for one, other in zip(*scored, strict=True):
         assert one["num_tokens"] == other["num_tokens"]
         assert_close(one["token_logprobs"], other["token_logprobs"])
+
+
+def served_completion(name: str) -> dict:
+    """A choice of `/v1/completions` that is echoed and scored."""
+    asked = {"prompt": "4 0 0 11", "temperature": 0, "max_tokens": 6}
+    asked |= {"echo": True, "logprobs": 2}
+    with started(LIMITS, switchx.load(name)) as service, listening(service) as address:
+        status, answer = post(address, asked, path="/v1/completions")
+    assert status == 200, answer
+    return answer["choices"][0]
