@@ -23,7 +23,8 @@ from switchx.object_store import read_json_object, require_no_lfs_pointer
 TOKENIZER_FILE = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
 # Files beside it, copied as they are.
-CARRIED = (_CONFIG, "special_tokens_map.json", "chat_template.jinja")
+CHAT_TEMPLATE = "chat_template.jinja"
+CARRIED = (_CONFIG, "special_tokens_map.json", CHAT_TEMPLATE)
 _MOST_BYTES = 1 << 27
 _HALF = "\N{REPLACEMENT CHARACTER}"
 
@@ -54,6 +55,33 @@ class BpeVocabulary(OwnIds):
         """Raises ValueError where the text has half a surrogate pair."""
         require_characters(text, "a text")
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_special(self, text: str) -> list[int]:
+        """Token ids of a text whose special tokens are ids, such as a rendered chat template.
+
+        Raises:
+            ValueError: as `encode`.
+        """
+        require_characters(text, "a text")
+        return self._special_tokenizer.encode(text, add_special_tokens=False).ids
+
+    @property
+    def chat_template(self) -> str:
+        """The Jinja template of a chat; it is carried along, and not rendered.
+
+        Raises:
+            ValueError: there is none, or several by name.
+        """
+        folder = Path(self.path).expanduser().parent
+        file = folder / CHAT_TEMPLATE
+        template = None if file.is_file() else _values(folder / _CONFIG).get("chat_template")
+        require(
+            file.is_file() or isinstance(template, str),
+            f"{folder} has no chat template, neither {CHAT_TEMPLATE} nor one chat_template in "
+            f"{_CONFIG}; copy it from the chat model's folder, or write prompts out and encode "
+            "them by encode_special",
+        )
+        return file.read_text(encoding="utf-8") if template is None else template
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text; half a character gives U+FFFD, a special token that is no end its name."""
@@ -107,6 +135,12 @@ class BpeVocabulary(OwnIds):
     def _name(self, token_id: int) -> str | None:
         """The token as the file writes it; None where no token has this id."""
         return self._tokenizer.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
+
+    @functools.cached_property
+    def _special_tokenizer(self):
+        tokenizer = read_tokenizer(self.content, self.path)
+        tokenizer.encode_special_tokens = False
+        return tokenizer
 
     @functools.cached_property
     def _special(self) -> set[int]:

@@ -332,8 +332,6 @@ def _from_description(description, file: Path) -> Vocabulary:
     special_ids = description.get(_SPECIAL, OURS) if is_known else OURS
     are_ids = isinstance(special_ids, list | tuple) and len(special_ids) == len(OURS)
     ids = [*numbers.values(), *(special_ids if are_ids else [None])]
-    for value in own.values():
-        ids += value if isinstance(value, list) else [] if value is None else [value]
     require(
         is_known and all(type(n) is int and abs(n) < _MOST_IDS for n in ids),
         f"{file} does not describe a vocabulary: expected the kind {', '.join(_KINDS)} with a "
@@ -341,10 +339,6 @@ def _from_description(description, file: Path) -> Vocabulary:
         f"{description!r:.300}; restore the file",
     )
     numbers |= {_SPECIAL: tuple(special_ids)} if _SPECIAL in fields else {}
-    require(
-        not own or isinstance(own["eos_ids"], list),
-        f"{file}: eos_ids is no list of token ids; restore the file",
-    )
     numbers |= own
     if "path" not in fields:
         return cls(**numbers)

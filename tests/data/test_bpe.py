@@ -79,6 +79,20 @@ def test_ids_and_texts_are_those_of_transformers(tmp_path, theirs, form, change)
     assert {"byte", "special", "word start"} <= set(names)
 
 
+def test_special_ids_come_from_a_text_that_asks_for_them(tmp_path, theirs):
+    folder = tokenizer_folder(tmp_path / "theirs", "qwen")
+    vocabulary, text = read_bpe(folder), "<|im_start|>user\n<|im_end|>"
+    want = theirs(folder)(text, add_special_tokens=False)["input_ids"]
+    assert vocabulary.encode_special(text) == want != vocabulary.encode(text)
+    template = "{{ raise_exception('not run') }}\n"
+    assert vocabulary.chat_template == template
+    (folder / "chat_template.jinja").unlink()
+    with refused(f"{folder} has no chat template, neither <any>"):
+        _ = vocabulary.chat_template
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    assert vocabulary.chat_template == template
+
+
 def test_the_file_is_kept_byte_for_byte_with_what_stands_beside_it(tmp_path, library):
     folder = tokenizer_folder(tmp_path / "theirs", "qwen")
     vocabulary = read_or_trained(str(folder / "tokenizer.json"))
