@@ -146,7 +146,7 @@ def test_commands_say_the_same_of_permuted_ids(twins, capsys):
     assert theirs["tokens"] == ours["tokens"] and theirs["text_offset"] == ours["text_offset"]
     for one, other in zip(theirs["top_logprobs"], ours["top_logprobs"], strict=True):
         assert one == (other and pytest.approx(other, rel=1e-3))
-    export = ["--platform=cpu", "--input_length=4", "--max_new_tokens=8", "--batch_size=4"]
+    export = ["--platform=cpu", "--input_length=5", "--max_new_tokens=8", "--batch_size=4"]
     said_by_exports = []
     for name in NAMES:
         words = [f"--model_dir={name}", f"--output={name}_export", *export]
