@@ -8,6 +8,7 @@ alone, whose order the permutation changes.
 
 import dataclasses
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -16,13 +17,15 @@ import switchx
 from switchx.checkpoint.checkpointer import Checkpointer, Retention
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.main import main
+from switchx.data.bpe import read_bpe
 from switchx.data.special_ids import their_ids
 from switchx.data.tokenizers import TokenIdVocabulary
 from switchx.inference.run_exported import ExportedModel
 from switchx.routing_record import open_record
 from switchx.training.resume import write_run_config
 from switchx.training.step import init_state
-from tests.integration.runs import SMALL, numbers
+from tests.data.tokenizer_files import tokenizer_folder
+from tests.integration.runs import SMALL, numbers, write_corpus
 from tests.serving.served import LIMITS, listening, post, started
 from tests.training.jobs import make_params
 
@@ -61,6 +64,7 @@ from switchx.data import tasks
 tasks.Task.objective = @objectives.CausalLM()
 """
 NAMES = "theirs", "ours"
+OF_AN_ENCODER = "architecture='encoder_decoder'", "num_encoder_layers=1"
 PROMPTS = ["0 9", "4 0 0 11", "12", "0"]
 
 
@@ -206,3 +210,47 @@ def served_completion(name: str) -> dict:
         status, answer = post(address, asked, path="/v1/completions")
     assert status == 200, answer
     return answer["choices"][0]
+
+
+@pytest.mark.slow
+def test_a_tokenizer_json_goes_through_the_commands(in_a_folder, capsys, monkeypatch):
+    pytest.importorskip("tokenizers", reason="needs pip install 'switchx[bpe]'")
+    theirs = tokenizer_folder(in_a_folder / "theirs", "qwen")
+    (in_a_folder / "causal.gin").write_text(CAUSAL)
+    write_corpus(in_a_folder)
+    bindings = ["FILES='corpus.txt'", "VOCABULARY_FILE='theirs/tokenizer.json'"]
+    bindings += [each for each in JOB if not each.startswith(("FILES", "VOCAB_SIZE"))]
+    train = [f"--gin_file={file}" for file in FILES] + [f"--gin.{each}" for each in bindings]
+    for more, said_of_it in (
+        (["--gin.VOCAB_SIZE=100"], "ids, but the model's vocab_size is 100; use"),
+        (
+            [f"--gin.ModelConfig.{each}" for each in OF_AN_ENCODER],
+            "the vocabulary has no start_id, and the decoder of an encoder-decoder begins",
+        ),
+    ):
+        assert main(["train", *train, *more, "--model_dir=refused"]) == 2
+        assert said_of_it in capsys.readouterr().err
+    assert main(["train", *train, "--model_dir=run"]) == 0
+    assert main(["quantize", "--model_dir=run", "--output=int8", "--bits=8"]) == 0
+    export = ["--platform=cpu", "--input_length=8", "--max_new_tokens=4", "--batch_size=2"]
+    assert main(["export", "--model_dir=run", "--output=exported", *export]) == 0
+    for folder in ("run", "int8", "exported"):
+        for name in ("tokenizer.json", "chat_template.jinja", "tokenizer_config.json"):
+            assert (in_a_folder / folder / name).read_bytes() == (theirs / name).read_bytes()
+    capsys.readouterr()
+    text = "<|im_end|> token"
+    (in_a_folder / "in.txt").write_text(text)
+    for folder in ("run", "int8"):
+        model = switchx.load(folder)
+        decoding = model.decoding_config()
+        assert (decoding.eos_id, *decoding.other_eos_ids) == read_bpe(theirs).eos_ids
+        assert model.prompts([text]) == [read_bpe(theirs).encode(text)]
+        options = ("--input=in.txt", "--max_new_tokens=4")
+        (got,) = said(capsys, "generate", folder, *options)
+        ids = [model.vocabulary.encode(text)]
+        (want,) = model.generate(ids, max_new_tokens=4, with_scores=True)
+        assert got["tokens"] == want.output
+        assert got["output"] == model.vocabulary.decode(want.output)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert main(["generate", "--model_dir=run", *options]) == 2
+    assert "pip install 'switchx[bpe]'" in capsys.readouterr().err
