@@ -85,7 +85,8 @@ class BpeVocabulary(OwnIds):
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text; half a character gives U+FFFD, a special token that is no end its name."""
-        shown = (i for i in map(int, ids) if i not in self.silent_ids)
+        silent = self.silent_ids
+        shown = (i for i in map(int, ids) if i not in silent)
         parts = itertools.groupby(shown, lambda i: self._name(i) is not None)
         return "".join(
             self._tokenizer.decode(list(run), skip_special_tokens=False)

@@ -467,8 +467,8 @@ class TokenIdVocabulary(OwnIds):
 
     def decode(self, ids: Iterable[int]) -> str:
         """The ids as numbers, without padding, start and ends."""
-        shown = [int(i) for i in ids if int(i) not in self.silent_ids]
-        return " ".join(str(their_ids(self.special_ids).get(i, i)) for i in shown)
+        silent, theirs = self.silent_ids, their_ids(self.special_ids)
+        return " ".join(str(theirs.get(i, i)) for i in map(int, ids) if i not in silent)
 
     def fingerprint(self) -> str:
         others = "" if self.special_ids == OURS else self.special_ids

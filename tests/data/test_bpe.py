@@ -109,6 +109,10 @@ def test_the_file_is_kept_byte_for_byte_with_what_stands_beside_it(tmp_path, lib
         "kind": "bpe", "fingerprint": read_bpe(folder).fingerprint(), "pad_id": None,
         "eos_ids": list(vocabulary.eos_ids), "start_id": None,
     }  # fmt: skip
+    (directory / "special_tokens_map.json").symlink_to("/etc/passwd")
+    with refused(f"{directory}/special_tokens_map.json leads out of the folder"):
+        load_vocabulary(directory)
+    (directory / "special_tokens_map.json").unlink()
     with (directory / "tokenizer.json").open("ab") as file:
         file.write(b"\n")
     with refused("<any>has the fingerprint <any>; restore tokenizer.json from<any>"):

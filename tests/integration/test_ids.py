@@ -8,6 +8,7 @@ alone, whose order the permutation changes.
 
 import dataclasses
 import json
+import pathlib
 import sys
 
 import numpy as np
@@ -143,13 +144,18 @@ def test_commands_say_the_same_of_permuted_ids(twins, capsys):
     pairs = zip(PROMPTS, PROMPTS[::-1], strict=True)
     (twins / "in.tsv").write_text("\n".join("\t".join(pair) for pair in pairs))
     require_same_texts(capsys)
-    theirs, ours = of_both(served_completion)
-    assert theirs["text"] == ours["text"]
+    (theirs, experts), (ours, experts_of_ours) = of_both(served)
+    assert theirs["text"] == ours["text"] and experts == experts_of_ours
     theirs, ours = theirs["logprobs"], ours["logprobs"]
-    assert (theirs["token_logprobs"][0] is None) == (theirs["top_logprobs"][0] is None)
+    is_startless = switchx.load("theirs").vocabulary.start_id is None
+    for each in (theirs, ours):
+        for name in ("token_logprobs", "top_logprobs"):
+            assert (each[name][0] is None) == is_startless
+    assert_close(theirs["token_logprobs"][1:], ours["token_logprobs"][1:])
     assert theirs["tokens"] == ours["tokens"] and theirs["text_offset"] == ours["text_offset"]
     for one, other in zip(theirs["top_logprobs"], ours["top_logprobs"], strict=True):
         assert one == (other and pytest.approx(other, rel=1e-3))
+    require_same_atlas(capsys)
     export = ["--platform=cpu", "--input_length=5", "--max_new_tokens=8", "--batch_size=4"]
     said_by_exports = []
     for name in NAMES:
@@ -173,7 +179,11 @@ def require_same_evaluation(capsys) -> None:
     )
     assert theirs["target_tokens"] == ours["target_tokens"] > 0
     assert_close(theirs["neg_log_perplexity"], ours["neg_log_perplexity"])
-    records = of_both(lambda name: open_record(f"{name}.parquet").batches())
+    require_same_records("{}.parquet")
+
+
+def require_same_records(path: str) -> None:
+    records = of_both(lambda name: open_record(path.format(name)).batches())
     for theirs, ours in zip(*records, strict=True):
         np.testing.assert_array_equal(theirs.segment_BL, ours.segment_BL)
         is_token_BL = ours.is_token_BL
@@ -190,26 +200,51 @@ def require_same_texts(capsys) -> None:
     """Outputs of `switchx generate`, some of which come to each end, and log-likelihoods."""
     for way in ((), ("--beam_size=2",), ("--prompt_lookup_num_tokens=2",)):
         options = ("--input=in.txt", "--max_new_tokens=12", *way)
-        generated = [said(capsys, "generate", name, *options) for name in NAMES]
+        record = [] if way else ["--record={}_texts.parquet"]
+        generated = of_both(
+            lambda name, words=(*options, *record): said(
+                capsys, "generate", name, *(word.format(name) for word in words)
+            )
+        )
         for one, other in zip(*generated, strict=True):
             assert one["output"] == other["output"]
             assert OUR[one["tokens"]].tolist() == other["tokens"]
             assert one["is_finished"] == other["is_finished"]
             assert_close(one["score"], other["score"])
+    require_same_records("{}_texts.parquet")
     scored = of_both(lambda name: said(capsys, "score", name, "--input=in.tsv", "--logprobs=2"))
     for one, other in zip(*scored, strict=True):
         assert one["num_tokens"] == other["num_tokens"]
         assert_close(one["token_logprobs"], other["token_logprobs"])
 
 
-def served_completion(name: str) -> dict:
-    """A choice of `/v1/completions` that is echoed and scored."""
+def served(name: str) -> tuple[dict, dict]:
+    """A choice of `/v1/completions` that is echoed and scored, and the experts of an answer."""
     asked = {"prompt": "4 0 0 11", "temperature": 0, "max_tokens": 6}
     asked |= {"echo": True, "logprobs": 2}
     with started(LIMITS, switchx.load(name)) as service, listening(service) as address:
         status, answer = post(address, asked, path="/v1/completions")
-    assert status == 200, answer
-    return answer["choices"][0]
+        assert status == 200, answer
+        (choice,) = answer["choices"]
+        status, answer = post(address, {"inputs": "4 0", "experts": True})
+        assert status == 200, answer
+    return choice, answer["results"][0]["experts"]["layers"]
+
+
+def require_same_atlas(capsys) -> None:
+    """Losses of labels, and numbers of tokens, which leave out start tokens alone."""
+    lines = corpus()
+    for i, name in enumerate(("few", "many")):
+        pathlib.Path(f"{name}.txt").write_text("\n".join(lines[i::2]))
+    words = ["--input", "few.txt", "many.txt", "--knockouts=1", "--factors=1", "--json"]
+    found = []
+    for name in NAMES:
+        assert main(["atlas", name, f"--output={name}_atlas", *words]) == 0
+        (atlas,) = json.loads(capsys.readouterr().out.splitlines()[-1])["models"]
+        found.append([(label["label"], label["loss"]) for label in atlas["labels"]])
+    for theirs, ours in zip(*found, strict=True):
+        assert theirs[0] == ours[0]
+        assert_close(theirs[1], ours[1])
 
 
 @pytest.mark.slow
