@@ -151,19 +151,13 @@ class BpeVocabulary(OwnIds):
     @functools.cached_property
     def _tokenizer(self):
         tokenizer = read_tokenizer(self.content, self.path)
-        named = {name: i for name, i in self._ids_by_name.items() if i is not None}
-        for name, token_id in named.items():
+        for token_id in self.silent_ids - {None}:
             require(
                 tokenizer.id_to_token(token_id) is not None,
-                f"{self.path}: {name} is {token_id}, an id that no token has; correct the id, "
-                f"or give the {TOKENIZER_FILE} that belongs to it",
+                f"{self.path}: no token has the special id {token_id}; correct the id, or give "
+                f"the {TOKENIZER_FILE} that belongs to it",
             )
         return tokenizer
-
-    @property
-    def _ids_by_name(self) -> dict[str, int | None]:
-        ends = {f"eos_ids[{i}]": end for i, end in enumerate(self.eos_ids)}
-        return {"pad_id": self.pad_id, "start_id": self.start_id} | ends
 
 
 def read_tokenizer(content: bytes, where: str):

@@ -401,7 +401,7 @@ class OwnIds(Vocabulary):
         require(
             isinstance(ends, list | tuple)
             and len(ends) > 0
-            and all(type(i) is int and i >= 0 for i in (*ends, *others)),
+            and all(type(i) is int and 0 <= i < 1 << 31 for i in (*ends, *others)),
             f"eos_ids={ends}, pad_id={self.pad_id}, start_id={self.start_id}; expected one end "
             "at least, and ids from 0 on, or None for no padding or no start",
         )

@@ -135,7 +135,10 @@ EMPTY = dict.fromkeys(("generation_config.json", "tokenizer_config.json"), "{}")
             {"generation_config.json": '{"eos_token_id": [-1]}'},
             "eos_token_id=[-1]; expected",
         ),
-        ({"generation_config.json": '{"eos_token_id": 9999}'}, "9999, an id that no token has"),
+        (
+            {"generation_config.json": '{"eos_token_id": 9999}'},
+            "no token has the special id 9999",
+        ),
         (EMPTY, "no file beside tokenizer.json names the end"),
         (
             EMPTY | {"tokenizer_config.json": '{"eos_token": "no"}'},

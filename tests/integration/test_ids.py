@@ -132,6 +132,7 @@ def of_both(function) -> list:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_commands_say_the_same_of_permuted_ids(twins, capsys):
     logs = of_both(lambda name: numbers(twins / name / "metrics.jsonl"))
     for theirs, ours in zip(*logs, strict=True):
@@ -248,6 +249,7 @@ def require_same_atlas(capsys) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_tokenizer_json_goes_through_the_commands(in_a_folder, capsys, monkeypatch):
     pytest.importorskip("tokenizers", reason="needs pip install 'switchx[bpe]'")
     theirs = tokenizer_folder(in_a_folder / "theirs", "qwen")
