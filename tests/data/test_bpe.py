@@ -137,7 +137,7 @@ EMPTY = dict.fromkeys(("generation_config.json", "tokenizer_config.json"), "{}")
         ),
         (
             {"generation_config.json": '{"eos_token_id": 9999}'},
-            "no token has the special id 9999",
+            "no token has the special id",
         ),
         (EMPTY, "no file beside tokenizer.json names the end"),
         (
