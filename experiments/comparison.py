@@ -22,6 +22,8 @@ import numpy as np
 from experiments.experiment import Comparison, run_name
 from experiments.measured import Cells, Interval, Ratio, paired
 from experiments.pages import ROOT
+from experiments.rules import Rule, judged
+from experiments.statistics import dunnett
 from experiments.study import Study
 from pallas_kernels.bench.timing import Contender as Timed
 from pallas_kernels.bench.timing import speedup, take_turns
@@ -98,8 +100,12 @@ class Trained:
         steps, time = self.speedup_in_steps(name, over), self.step_time(name, over)
         return Ratio(steps / time.mean, steps / time.high, steps / time.low)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One a contender, for a page."""
+    def rows(self, gains: dict[str, Interval] | None = None) -> list[dict[str, Any]]:
+        """One a contender, for a page.
+
+        Args:
+            gains: those over the first contender; by default paired by seed.
+        """
         first = next(iter(self.curves))
         rows = []
         for name in self.curves:
@@ -110,7 +116,9 @@ class Trained:
                 "negative log perplexity": statistics.mean(final),
                 "lowest seed": min(final),
                 "highest seed": max(final),
-                f"gain over {first} (95%)": dataclasses.asdict(self.gain(name, first)),
+                f"gain over {first} (95%)": dataclasses.asdict(
+                    gains[name] if gains else self.gain(name, first)
+                ),
                 "speed-up in steps": known(self.speedup_in_steps(name, first)),
             }
             if self.step_times is not None:
@@ -152,18 +160,43 @@ def judge_of(
     return judge
 
 
+def judge_by(
+    claims: Sequence[Rule],
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """`judge` of an experiment that has a comparison and rules of its claims. Gains over the
+    first contender are reported without a word, with Dunnett's intervals."""
+
+    def judge(results: dict[str, Any]) -> dict[str, Any]:
+        trained = trained_in(results)
+        control, *others = trained.curves
+        found = dunnett({name: trained.final(name) for name in trained.curves}, control)
+        gains = {control: Interval(0.0, 0.0, 0.0)} | {name: found[name][0] for name in others}
+        title = (
+            "Intervals of gains hold for all contenders together (Dunnett); they judge nothing:"
+        )
+        return judged(claims, results) | {
+            "tables": [{"title": title, "rows": trained.rows(gains)}]
+        }
+
+    return judge
+
+
 def run_comparison(
     study: Study,
     comparison: Comparison,
     judge: Callable[[dict[str, Any]], dict[str, Any]],
+    rule: Rule | None = None,
     **measured,
 ) -> dict[str, Any]:
     """Trains all contenders, writes results, figure and page.
 
     Args:
-        judge: by the rule, written before the runs (`Study.publish`).
+        judge: what follows from what was measured (`Study.publish`).
+        rule: the one whose seeds are trained, those of the study's look.
         measured: beside the comparison.
     """
+    if rule is not None and not study.is_quick:
+        comparison = study.at_look(comparison, rule)
     if study.is_quick:
         comparison = comparison.quick()
     files, cells = study.files(*comparison.data), study.cells()
@@ -194,30 +227,38 @@ def train_all(study: Study, cells: Cells, comparison: Comparison) -> Trained:
             curves[each.name].append(curve)
             skipped[each.name] += found["skipped_steps"]
             dropped[each.name] += found["dropped"] / len(comparison.seeds)
-    bindings = {
-        each.name: study.placed((*comparison.bindings_of(each, 0), *study.quick_bindings))
-        for each in comparison.contenders
-    }
-    jobs = _jobs(comparison.gin_files, bindings)
+    bindings = {each.name: comparison.bindings_of(each, 0) for each in comparison.contenders}
+    placed = {n: study.placed((*b, *study.quick_bindings)) for n, b in bindings.items()}
+    jobs = _jobs(comparison.gin_files, placed)
     flops = {name: train_flops(job.model, *job.sequence_lengths) for name, job in jobs.items()}
     least = next(iter(flops.values()))
-    step_times = None
+    times = None
     if comparison.times:
-        cell = {
-            "step_times": list(jobs),
-            "bindings": [list(c.bindings) for c in comparison.contenders],
-        }
-        rounds = 2 if study.is_quick else 9
-        timings = [
-            cells.get(
-                cell | {"timing": timing},
-                lambda: _in_a_process(_step_times, comparison.gin_files, bindings, rounds),
-            )
-            for timing in range(1 if study.is_quick else TIMINGS)
-        ]
-        step_times = {name: [each[name] for each in timings] for name in jobs}
+        times = step_times(study, cells, comparison.gin_files, bindings)
     relative = {name: each / least for name, each in flops.items()}
-    return Trained(curves, step_times, relative, skipped, dropped)
+    return Trained(curves, times, relative, skipped, dropped)
+
+
+def step_times(
+    study: Study, cells: Cells, gin_files: Sequence[str], bindings: dict[str, Sequence[str]]
+) -> dict[str, list[float]]:
+    """Times of a step relative to the first contender's, one each of TIMINGS processes.
+
+    Args:
+        bindings: all bindings of each contender, its places not yet placed.
+    """
+    quick = study.quick_bindings
+    placed = {name: study.placed((*each, *quick)) for name, each in bindings.items()}
+    cell = {"step_times": list(bindings), "bindings": list(map(list, bindings.values()))}
+    rounds = 2 if study.is_quick else 9
+    timings = [
+        cells.get(
+            cell | {"timing": timing},
+            lambda: _in_a_process(_step_times, gin_files, placed, rounds),
+        )
+        for timing in range(1 if study.is_quick else TIMINGS)
+    ]
+    return {name: [each[name] for each in timings] for name in bindings}
 
 
 def _jobs(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from experiments.fingerprints import sha256
 from experiments.pages import ROOT
+from switchx.files import write_atomically
 
 HASHES = ROOT / "experiments/data.json"
 GIN_FILE = "configs/runs/pretrain_english.gin"
@@ -119,8 +120,10 @@ class Experiment:
                 f"{self.runs} was begun with other files than {self.data} has: "
                 f"{', '.join(changed)}; begin anew: {self.again(output='OTHER')}"
             )
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(begun | hashes, indent=1) + "\n")
+        if begun | hashes != begun:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            # Cells beside this one read it.
+            write_atomically(file, f"{json.dumps(begun | hashes, indent=1)}\n".encode())
 
     def placed(self, texts: Sequence[str]) -> list[str]:
         """The texts with this machine's places in them.

@@ -3,7 +3,6 @@
 
 import hashlib
 import pathlib
-import re
 
 from experiments.pages import ROOT
 
@@ -23,20 +22,8 @@ def code_fingerprint(name: str) -> str:
     paths = [path for top in _CODE for path in sorted((ROOT / top).rglob("*"))]
     shared = sorted((ROOT / "experiments").glob("*.py"))
     paths += [path for path in shared if path.name not in _MAKES_DATA]
-    paths += [path for each in _with_imported(name) for path in sorted(each.rglob("*"))]
+    paths += sorted((ROOT / "experiments" / name).rglob("*"))
     for path in paths:
         if path.suffix in (".py", ".gin"):
             digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _with_imported(name: str) -> list[pathlib.Path]:
-    """An experiment's folder, and those of the experiments that its code imports."""
-    names = [name]
-    for each in names:  # grows
-        for file in sorted((ROOT / "experiments" / each).rglob("*.py")):
-            imported = re.findall(
-                r"^from experiments\.(\w+)(?:\.| import)", file.read_text(), re.M
-            )
-            names += [n for n in dict.fromkeys(imported) if n not in names]
-    return [folder for each in names if (folder := ROOT / "experiments" / each).is_dir()]

@@ -2,10 +2,15 @@
 """What an experiment measures: cells, each kept as it comes, and intervals over them."""
 
 import dataclasses
+import datetime
+import functools
 import json
+import os
 import pathlib
+import shutil
+import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 # Experiments take all that they measure by from here.
@@ -14,6 +19,7 @@ from switchx.analysis.comparison import Interval, interval_of, paired  # noqa: F
 # Nats per token by which models may differ and count as equal: what seeds of one model differ
 # by (routers/README.md), an eighth of what 32 experts gain over a dense model in 1,000 steps.
 NOISE = 0.02
+CPU = "cpu"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,16 +41,9 @@ def verdict_of(is_reproduced: bool, is_refuted: bool) -> str:
     return "not reproduced" if is_refuted else "undecided"
 
 
-def word_of(gains: Iterable[Interval]) -> str:
-    """`reproduced` where every interval is above 0, `not reproduced` where one is below it;
-    otherwise `undecided`."""
-    gains = list(gains)
-    is_behind = any(gain.high < 0 for gain in gains)
-    return verdict_of(all(gain.low > 0 for gain in gains), is_behind)
-
-
 class Cells:
-    """JSON lines of `{"cell": settings, "value": found, "seconds": s}`: what has been done.
+    """JSON lines of what has been done: `{"cell": settings, "value": found, "seconds": s,
+    "began": time, "device": name}`.
 
     Settings say all that a value depends on, so that other settings are other cells.
     """
@@ -63,9 +62,10 @@ class Cells:
     def get(self, cell: dict[str, Any], measure: Callable[[], Any]) -> Any:
         """What is known of a cell; what it takes to know it is done the first time."""
         if key_of(cell) not in self._lines:
-            begin = time.perf_counter()
+            began, begin = datetime.datetime.now(datetime.UTC).isoformat(), time.perf_counter()
             value = measure()
             line = {"cell": cell, "value": value, "seconds": time.perf_counter() - begin}
+            line |= {"began": began, "device": device()}
             # A run that was killed and went on has lasted longer than this call.
             if isinstance(value, dict) and "seconds" in value:
                 line["seconds"] = value["seconds"]
@@ -80,9 +80,37 @@ class Cells:
         return list(self._lines.values())
 
     @property
+    def began(self) -> str | None:
+        """When the first cell did; None of cells that do not say it."""
+        return min((line["began"] for line in self.lines if "began" in line), default=None)
+
+    def require_one_card(self) -> None:
+        """
+        Raises:
+            ValueError: cells are of two cards, whose numbers make no ratio.
+        """
+        cards = sorted({line.get("device", CPU) for line in self.lines} - {CPU})
+        if len(cards) > 1:
+            raise ValueError(
+                f"{self._file} has cells of {' and '.join(cards)}, which do not compare; "
+                "take out the lines of one of them and run the same command on the other"
+            )
+
+    @property
     def seconds(self) -> float:
         """Of all cells, whenever they were measured."""
         return sum(line["seconds"] for line in self.lines)
+
+
+@functools.cache
+def device() -> str:
+    """The first card of this machine, as NVIDIA names it, else CPU; JAX is left alone, which
+    would take the card's memory."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu" or not shutil.which("nvidia-smi"):
+        return CPU
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    names = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    return names[0] if names else CPU
 
 
 def key_of(cell: dict[str, Any]) -> str:

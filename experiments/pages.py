@@ -6,7 +6,6 @@ make experiments
 
 import dataclasses
 import datetime
-import importlib
 import json
 import pathlib
 import statistics
@@ -15,6 +14,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from experiments import rules
 from switchx.analysis import comparison_plots as plots
 from switchx.analysis.plots import write_svg
 
@@ -28,8 +28,7 @@ NO_CLAIM = {
     "accelerator": "measurements of cards: no claim",
     "first_steps": "notebooks: no claim",
 }
-EFFECT = "effect (a 95% interval, unless it says a range)"
-VERDICTS = ("reproduced", "not reproduced", "undecided", "reported", "exploratory")
+INTERVAL = "95% interval, unless it says another or a range"
 
 
 def folders() -> list[pathlib.Path]:
@@ -54,9 +53,9 @@ def write_results(
         It, as `read_results` reads it.
     """
     measured = as_written(measured)
-    results = as_written(measured | judge(measured))
-    if results["verdict"] not in VERDICTS:
-        raise ValueError(f"verdict={results['verdict']!r}; use one of {', '.join(VERDICTS)}")
+    results = rules.standing(as_written(measured | judge(measured)))
+    if results["verdict"] not in rules.WORDS:
+        raise ValueError(f"verdict={results['verdict']!r}; use one of {', '.join(rules.WORDS)}")
     text = json.dumps(results, indent=1)
     (folder / "results.json").write_text(f"{text}\n", encoding="utf-8")
     return results
@@ -68,37 +67,66 @@ def as_written(found: Any) -> Any:
 
 
 def judge_anew(folder: pathlib.Path) -> None:
-    """By the rule as it stands now; what that changes is dated."""
-    before = read_results(folder)
-    judge = importlib.import_module(f"experiments.{folder.name}.run").judge
+    """By run.py as it stands now; what that changes is dated. Results of another rule than
+    run.py has keep what was judged of them."""
+    before, constants = read_results(folder), rules.constants_of(folder.name)
+    is_its_rule = rules.digest(constants) == before.get("rule")
+    judge = constants["judge"] if is_its_rule else dict
     if write_results(folder, before, judge) != before:
         today = {"judged": datetime.date.today().isoformat()}
         write_results(folder, before | today, judge)
 
 
+def all_claims() -> dict[str, list[dict[str, Any]]]:
+    """By experiment, claims that were judged by rules, with p over all of them."""
+    found = [results for folder in folders() if (results := read_results(folder))]
+    claims = [(each["experiment"], claim) for each in found for claim in each.get("claims", ())]
+    adjusted = rules.over_all_claims([claim for _, claim in claims])
+    by_name = {}
+    for (name, _), claim in zip(claims, adjusted, strict=True):
+        by_name.setdefault(name, []).append(claim)
+    return by_name
+
+
 def overview() -> str:
-    """One table of all: question, verdict, effect, hours; their sum; the picture."""
-    rows = []
+    """One table of all, a row each claim; the hours; the picture."""
+    rows, claims = [], all_claims()
     for folder in folders():
-        page = (folder / "README.md").read_text(encoding="utf-8")
+        text = (folder / "README.md").read_text(encoding="utf-8")
         row = {
             "experiment": f"[{folder.name}]({folder.name}/README.md)",
-            "question": page.splitlines()[0].strip("# "),
+            "question": text.splitlines()[0].strip("# "),
         }
         found = read_results(folder)
-        if found is not None:
-            hours = found["wall_seconds"] / 3600
-            effect = f"{shown(found['effect'])}, {found['effect_of']}"
-            row |= {"verdict": found["verdict"], EFFECT: effect, "hours": f"{hours:.1f}"}
-        else:
+        if found is None:
             word = NO_CLAIM.get(folder.name, "not run")
-            row |= {"verdict": word, EFFECT: None, "hours": None}
-        rows.append(row)
+            empty = dict.fromkeys(("effect", INTERVAL, "power", "hours", "rule"))
+            rows.append(row | {"verdict": word} | empty)
+            continue
+        for each in claims.get(folder.name, [found]):
+            rows.append(row | _numbers(each) | _cost(found))
     text = (
         f"{table(rows)}\n\nTime: {hours_of_all():.1f} hours on two cores; an experiment that "
         "had one of them counts half."
     )
     return f"{text}\n\n![quality by number of experts]({PICTURE})" if experts() else text
+
+
+def _numbers(found: dict[str, Any]) -> dict[str, Any]:
+    """Columns of a claim, or of results without a rule."""
+    before = found.get("verdict_before")
+    effect = found["effect"]
+    mean, _, bounds = shown(effect).partition(" ")
+    return {
+        "verdict": found["verdict"] + f" (was: {before})" * bool(before),
+        "effect": f"{mean}, {found['effect_of']}",
+        INTERVAL: bounds.strip("()"),
+        "power": found.get("power"),
+    }
+
+
+def _cost(found: dict[str, Any]) -> dict[str, str]:
+    return {"hours": f"{found['wall_seconds'] / 3600:.1f}", "rule": found.get("rule", "")[:8]}
 
 
 def hours_of_all() -> float:
@@ -123,7 +151,7 @@ def experts() -> tuple[dict[int, list[float]], dict[str, float]] | None:
 
 
 def publish_page(folder: pathlib.Path) -> None:
-    """Figure and page of a folder, of its results.json alone, and the table of all."""
+    """Figure and page of a folder, of its results.json, and the table of all."""
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     figure = figure_of(results)
     if figure is not None:
@@ -133,7 +161,9 @@ def publish_page(folder: pathlib.Path) -> None:
 
 
 def publish_overview() -> None:
-    """The table of all and its picture."""
+    """The table of all and its picture, and the pages that give a p over all claims."""
+    for name in all_claims():
+        write_page(HERE / name / "README.md", page(read_results(HERE / name)))
     if found := experts():
         labels = "experts, equal FLOPs per token", "validation negative log perplexity"
         write_svg(plots.sizes_figure(*found, *labels), HERE / PICTURE)
@@ -144,6 +174,10 @@ def figure_of(results: dict[str, Any]) -> Figure | None:
     """Gains by step, differences with their intervals, or losses by bytes; else none."""
     if "points" in results:
         return plots.points_figure(results["points"])
+    if "intervals" in results:
+        first = next(iter(results["intervals"].values()))
+        label = results.get("intervals_of", results["effect_of"])
+        return plots.intervals_figure(results["intervals"], label, first.get("no_effect", 0.0))
     if "curves" in results:
         curves = {
             name: [{int(step): value for step, value in curve.items()} for curve in seeds]
@@ -151,10 +185,6 @@ def figure_of(results: dict[str, Any]) -> Figure | None:
         }
         times = step_times(results)
         return plots.gains_figure(curves, "nats per token", times)
-    if "intervals" in results:
-        first = next(iter(results["intervals"].values()))
-        label = results.get("intervals_of", results["effect_of"])
-        return plots.intervals_figure(results["intervals"], label, first.get("no_effect", 0.0))
     return None
 
 
@@ -170,13 +200,33 @@ def step_times(results: dict[str, Any]) -> dict[str, float] | None:
 
 def page(results: dict[str, Any]) -> str:
     """What was found, tables, figure, and where it comes from."""
-    parts = [f"**Found: {results['verdict']}.** {results['because']}"]
+    claims = all_claims().get(results["experiment"], [])
+    words = ", ".join(dict.fromkeys(each["verdict"] for each in claims or [results]))
+    parts = [f"**Found: {words}.** {results['because']}"]
+    if "exploratory_because" in results:
+        before = results.get("verdict_before")
+        said = f" The verdict was: {before}." * bool(before)
+        parts.append(f"Exploratory, as {results['exploratory_because']}.{said}")
+    if claims:
+        parts.append(table(map(_claim_row, claims)))
     for each in results["tables"]:
         parts.append("\n\n".join([each["title"]] * bool(each["title"]) + [table(each["rows"])]))
     if figure_of(results) is not None:
         parts.append("![what was found](figure.svg)")
     parts.append(f"{seeds_of(results)}{provenance(results)}")
     return "\n\n".join(parts)
+
+
+def _claim_row(claim: dict[str, Any]) -> dict[str, Any]:
+    mean, _, bounds = shown(claim["effect"]).partition(" ")
+    kept = ("margin", "p", "p_holm", "power", "variance", "sd")
+    return {
+        "claim": claim["claim"],
+        "verdict": claim["verdict"],
+        "effect": mean,
+        "interval": bounds.strip("()"),
+        "look": f"{claim['look']} of {claim['looks']}",
+    } | {key.replace("_", " "): claim[key] for key in kept}
 
 
 def seeds_of(results: dict[str, Any]) -> str:
@@ -229,6 +279,8 @@ def provenance(results: dict[str, Any]) -> str:
         began = ", ".join(each[:12] for each in results["pretraining"])
         commit += f", from pretraining of {began}"
     cores = f"{where['cores']} core{'s' * (where['cores'] != 1)}"
+    if "rule" in results:
+        commit += f", rule {results['rule'][:8]} of {results['registered'][:12]}"
     judged = f"; judged anew on {results['judged']}" if "judged" in results else ""
     return (
         f"Run on {results['date']}, {where.get('processor') or where['device']}, {cores}, JAX "

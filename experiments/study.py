@@ -19,10 +19,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from experiments.experiment import Experiment, run_name
+from experiments import rules
+from experiments.experiment import Comparison, Experiment, run_name
 from experiments.fingerprints import code_fingerprint, sha256
 from experiments.measured import Cells, Interval, key_of
-from experiments.pages import ROOT, publish_page, write_results
+from experiments.pages import ROOT, all_claims, publish_page, read_results, write_results
 from experiments.pretrained import pretrained
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.manifest import git_commit
@@ -31,21 +32,42 @@ from switchx.results import environment
 
 @dataclasses.dataclass(frozen=True)
 class Study(Experiment):
-    """One experiment as it is run."""
+    """One experiment as it is run.
+
+    Attributes:
+        look: number of the look that its seeds are trained for, where it has rules.
+    """
+
+    look: int = 1
+
+    @property
+    def begun(self) -> pathlib.Path:
+        return self.runs / "begun.json"
 
     def cells(self) -> Cells:
-        """What has been done.
+        """What has been done; before the first cell, what it is begun with is noted.
 
         Raises:
-            ValueError: it was done by other code.
+            ValueError: it was done by other code or by another rule, or may not begin
+                (`rules.begin`).
         """
-        file, code = self.runs / "begun.json", code_fingerprint(self.name)
+        file, code = self.begun, code_fingerprint(self.name)
         now = {"commit": git_commit(), "code": code}
+        if not self.is_quick:
+            now |= rules.begin(self.name)
+        if self.look > 1 and not (self.is_quick or "rule" in now):
+            raise ValueError(f"--look={self.look}: {self.name} has no rule; leave that out")
         found = Cells(self.runs / "cells.jsonl")
         has_runs = any(RunFolder(each).config.exists() for each in self.runs.iterdir())
         if not file.exists() or not (found.lines or has_runs):
             file.write_text(json.dumps(now) + "\n")
         begun = json.loads(file.read_text())
+        if begun.get("rule") != now.get("rule"):
+            raise ValueError(
+                f"the rule of {self.name} was changed after {self.runs} was begun, whose runs "
+                f"can only be exploratory: take back the change, or begin anew with seeds from "
+                f"{rules.next_seed()}: {self.again(output='OTHER')}"
+            )
         if begun["code"] != code:
             commit, _, is_dirty = begun["commit"].partition("-")
             go_on = "" if is_dirty else f"go on with `git checkout {commit}`, or "
@@ -55,6 +77,30 @@ class Study(Experiment):
                 f"{self.again(output='OTHER')}"
             )
         return found
+
+    def at_look(self, comparison: Comparison, rule: rules.Rule) -> Comparison:
+        """The comparison with the seeds of this look.
+
+        Raises:
+            ValueError: the rule has no such look, or that before it is not published, or
+                decided all claims.
+        """
+        seeds = rule.seeds_at(self.look)
+        found = read_results(self.folder) or {}
+        claims = all_claims().get(self.name, []) if found.get("rule") else []
+        before = self.look - 1
+        if before and found.get("rule") != rules.digest(rules.constants_of(self.name)):
+            raise ValueError(
+                f"look {self.look} of {self.name} before its time: look {before} is not "
+                f"published; end it first with ARGS=--look={before}"
+            )
+        if before and all(each["verdict"] != rules.OPEN for each in claims):
+            raise ValueError(
+                f"look {before} of {self.name} left no claim open: more seeds are no test; "
+                "leave it, or register another rule for seeds from "
+                f"{rules.next_seed()}"
+            )
+        return dataclasses.replace(comparison, seeds=seeds)
 
     def train(
         self, cells: Cells, name: str, gin_files: Sequence[str], bindings: Sequence[str]
@@ -149,14 +195,20 @@ class Study(Experiment):
 
         Args:
             judge: results, as results.json has them -> what follows from what was measured:
-                `verdict`, one of VERDICTS, `because`, a sentence, `effect`, an Interval with
+                `verdict`, one of rules.WORDS, where there are rules, `because`, a sentence,
+                `effect`, an Interval with
                 `effect_of`, and `tables`, each a `title` and `rows`. `intervals`, if there are,
                 become the figure, or else the measured `curves`. Not called by a quick run,
                 which has not measured enough.
             measured: what the experiment measured; `seeds` is required.
         """
+        cells.require_one_card()
+        begun = json.loads(self.begun.read_text())
+        noted = ("rule", "registered", "registered_at", "dense_lengths")
         results = {
             "experiment": self.name,
+            "first_cell": cells.began,
+            **{key: begun[key] for key in noted if key in begun},
             "date": datetime.date.today().isoformat(),
             "environment": environment(),
             "data": {name: sha256(path) for name, path in files.items()},
@@ -168,6 +220,7 @@ class Study(Experiment):
         target = self.folder if self.is_published else self.runs
         results = write_results(target, results, _nothing if self.is_quick else judge)
         if self.is_published:
+            rules.note_seeds(results)
             publish_page(self.folder)
         print(f"{self.name}: {results['verdict']}; {results['because']} ({target})")
         return results
@@ -188,7 +241,7 @@ class Study(Experiment):
 def _nothing(results: dict[str, Any]) -> dict[str, Any]:
     """What a quick run is judged to show."""
     return {
-        "verdict": "undecided", "because": "a quick run shows only that it runs",
+        "verdict": rules.EXPLORATORY, "because": "a quick run shows only that it runs",
         "effect": Interval(0.0, 0.0, 0.0), "effect_of": "nothing",
     }  # fmt: skip
 
@@ -203,10 +256,11 @@ def main(file: str, description: str, run: Callable[[Study], Any]) -> None:
     parser.add_argument("--output", type=path, default=path("runs/experiments"))
     parser.add_argument("--quick", action="store_true", help="a smoke; publishes nothing")
     parser.add_argument("--other_data", action="store_true", help="take files of other hashes")
+    parser.add_argument("--look", type=int, default=1, help="of a rule; its seeds are trained")
     given = parser.parse_args()
     name = path(file).resolve().parent.name
     try:
-        run(Study(name, given.output, given.data, given.quick, given.other_data))
+        run(Study(name, given.output, given.data, given.quick, given.other_data, given.look))
     except ValueError as error:
         parser.exit(2, f"{error}\n")
 

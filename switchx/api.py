@@ -43,14 +43,14 @@ from switchx.inference.offload.chosen_experts import experts_of_checkpoint, slic
 from switchx.inference.offload.expert_slots import slotted
 from switchx.inference.offload.ring_or_chosen import OutsideExperts, outside_of_device
 from switchx.inference.quantize import native, separate_experts
-from switchx.inference.score import Score, Scorer, logits_of, read_whole
+from switchx.inference.score import Score, Scorer, logits_of
 from switchx.inference.texts import Texts, decoding_ids, token_array, token_lists
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, of_task
 from switchx.models.stages import without_experts
 from switchx.partitioning.compiler_options import CompilerOptions
 from switchx.partitioning.mesh import MeshSpec
-from switchx.routing_record import RecordInfo
+from switchx.routing_record import RecordInfo, RecordWriter
 from switchx.shipped import folder_of
 from switchx.training.compilation_cache import compiled_programs_kept
 from switchx.training.start import params_of_job
@@ -276,11 +276,18 @@ class Model:
         own |= decoding_ids(self.ids)
         return DecodingConfig(**(own | with_defaults(self.decoding, asked)))
 
-    def generator(self, *, batch_size: int = 32, dropless: bool = True, **decoding):
-        """The `Generator` of prompts; `decoding` as in `decoding_config`."""
+    def generator(
+        self,
+        *,
+        batch_size: int = 32,
+        dropless: bool = True,
+        record: RecordWriter | None = None,
+        **decoding,
+    ) -> Generator:
+        """The `Generator` of prompts, with its `record`; `decoding` as in `decoding_config`."""
         settings = self.decoding_config(**decoding)
         config = for_decoding(self.config, is_dropless=dropless)
-        where = self.devices, self.experts, self.vocabulary
+        where = self.devices, self.experts, self.vocabulary, record
         return Generator(config, self._separated, settings, batch_size, *where)
 
     def scorer(self, *, batch_size: int = 32, dropless: bool = True, **asked) -> Scorer:
@@ -314,14 +321,6 @@ class Model:
     def without_start(self, prompt: list[int]) -> list[int]:
         """The input that `prompt` made a prompt of."""
         return prompt[len(self.prompt([])) :]
-
-    def pair_read(self, prompt: list[int], tokens: list[int]) -> tuple[list[int], list[int]]:
-        """The pair whose scoring reads all that was read while a prompt was answered.
-
-        Args:
-            tokens: the answer; its last token is read, too.
-        """
-        return self.without_start(prompt), read_whole(tokens, self.ids.start_id)
 
     @property
     def ids(self) -> Vocabulary:

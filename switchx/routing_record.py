@@ -21,6 +21,7 @@ Dims: B batch, L length, N Switch layers, T places of a batch, R ranks, S choice
 
 import contextlib
 import dataclasses
+import fcntl
 import itertools
 import json
 import math
@@ -244,7 +245,7 @@ class RecordWriter:
             ValueError: the file's folder is not there, or more experts than int16 counts.
         """
         self._path = pathlib.Path(path).expanduser().absolute()
-        self._partial = self._path.with_name(f".{self._path.name}.{os.getpid()}.partial")
+        self._partial, self._file = _partial_of(self._path), None
         self._info, self._most, self._writer = info, max_places, None
         self.places, self.is_full = 0, False
         require(
@@ -270,14 +271,15 @@ class RecordWriter:
             info = dataclasses.replace(self._info, is_whole=not self.is_full)
             self._writer.add_key_value_metadata({KEY: info.as_json()})
             self._writer.close()
-        if kind is not None:
-            self._partial.unlink(missing_ok=True)
-            return
+            with self._file:  # which frees its lock
+                if kind is None:
+                    self._partial.replace(self._path)
+                else:
+                    self._partial.unlink()
         require(
-            self._writer is not None,
+            kind is not None or self._writer is not None,
             f"{self._path}: nothing was recorded; record a model with Switch layers",
         )
-        self._partial.replace(self._path)
 
     def add(
         self,
@@ -338,8 +340,23 @@ class RecordWriter:
         import pyarrow.parquet
 
         floats = [field.name for field in schema if str(field.type) == "float"]
+        file = self._partial.open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_own = os.path.samestat(os.fstat(file.fileno()), self._partial.stat())
+        except OSError:  # locked, or just finished
+            is_own = False
+        if not is_own:
+            file.close()
+        require(
+            is_own,
+            f"record={str(self._path)!r} is being written by another process; give another "
+            "file",
+        )
+        file.truncate(0)  # of a recorder that was killed
+        self._file = file
         self._writer = pyarrow.parquet.ParquetWriter(
-            self._partial,
+            file,
             schema,
             compression="zstd",
             use_dictionary=[name for name in schema.names if name not in floats],
@@ -513,6 +530,11 @@ def _opened(path: pathlib.Path):
     return pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
 
 
+def _partial_of(path: pathlib.Path) -> pathlib.Path:
+    """The file that a record is written into until it is whole."""
+    return path.with_name(f".{path.name}.partial")
+
+
 @contextlib.contextmanager
 def _faults_named(path: pathlib.Path):
     """Turns faults of a file into one line with its name."""
@@ -525,6 +547,8 @@ def _faults_named(path: pathlib.Path):
         pyarrow.ArrowException,
     ) as error:
         reason = getattr(error, "strerror", None) or error
+        if path.suffix == ".partial" or not path.exists() and _partial_of(path).exists():
+            reason = "its recording goes on, or was killed"
         raise ValueError(
             f"{path} is no routing record that can be read ({reason}); give a whole file of "
             "`--record`, or record again"

@@ -6,6 +6,7 @@ in a run folder of its own below the sweep's: a cell that is done is not run aga
 was killed goes on from its checkpoint.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -199,7 +200,8 @@ def run_cells(
 ) -> dict[str, str]:
     """Trains the cells that are not done, one after another here, or several in processes.
 
-    A cell that fails leaves how in its log, and others go on. `KeyboardInterrupt` ends all;
+    A cell that fails leaves how in its log, and others go on; one that another process trains
+    fails, and is left to it. `KeyboardInterrupt` ends all, as the end of this process does;
     those that run save their states first.
 
     Returns:
@@ -210,6 +212,15 @@ def run_cells(
     waiting, failed = [cell for cell in cells if cell.loss is None], {}
     note(f"{len(cells)} cells, {len(cells) - len(waiting)} of them done before")
 
+    def is_free(cell: Cell) -> bool:
+        try:
+            with cell.run.locked() if cell.run.root.exists() else contextlib.nullcontext():
+                return True
+        except ValueError as error:  # another process trains it
+            failed[cell.name] = str(error)
+            note(f"{cell.name}: failed: {error}")
+            return False
+
     def ended(cell: Cell) -> None:
         if (loss := cell.loss) is not None:
             note(f"{cell.name}: validation loss {loss:.4f}")
@@ -219,7 +230,7 @@ def run_cells(
         note(f"{cell.name}: failed: {failed[cell.name]} (all of it: {cell.log})")
 
     if workers == 1:
-        for cell in waiting:
+        for cell in filter(is_free, waiting):
             note(cell.name)
             _train_here(sweep, cell)
             ended(cell)
@@ -228,10 +239,12 @@ def run_cells(
     try:
         while waiting or running:
             while waiting and len(running) < workers:
-                running.append((waiting[0], _started(sweep, waiting.pop(0), workers)))
+                if is_free(cell := waiting.pop(0)):
+                    running.append((cell, _started(sweep, cell, workers)))
             time.sleep(POLL_S)
             for cell, process in [each for each in running if each[1].poll() is not None]:
                 running.remove((cell, process))
+                process.stdin.close()
                 ended(cell)
     finally:
         for _, process in running:
@@ -248,23 +261,25 @@ def _train_here(sweep: Sweep, cell: Cell) -> None:
             job = parse_job(sweep.gin_files, cell.bindings, sweep.search_paths)
             train(job, cell.run.path, configuration=operative_config("JOB"))
     except Exception:  # whatever it is, the other cells are of use
-        cell.log.write_text(traceback.format_exc(), encoding="utf-8")
+        with cell.log.open("a", encoding="utf-8") as log:
+            log.write(traceback.format_exc())
 
 
 def _started(sweep: Sweep, cell: Cell, workers: int) -> subprocess.Popen:
-    """A process that trains a cell and takes no Ctrl-C of this terminal."""
+    """A process that trains a cell and takes no Ctrl-C of this terminal; ends with this one."""
     given = {
         "--gin_file": sweep.gin_files,
         "--gin_search_paths": [",".join(sweep.search_paths)],
     }
     words = [f"{option}={value}" for option, values in given.items() for value in values]
     words += [*(f"--gin.{each}" for each in cell.bindings), f"--model_dir={cell.run.path}"]
+    words.append("--stop_with_stdin")
     # JAX would take most of a GPU's memory for each process.
     share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / workers:.2f}"}
-    with cell.log.open("wb") as log:
+    with cell.log.open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "switchx", "train", *words],
-            **dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True),
+            **dict(stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True),
             env=share | os.environ,
         )
 

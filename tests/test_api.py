@@ -19,7 +19,6 @@ from switchx.api import Generated
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.main import main
 from switchx.data.features import EncoderDecoderFeatures, Example
-from switchx.data.objectives import SpanCorruption
 from switchx.inference.quantize import is_quantized
 from switchx.models.params import forward
 from switchx.training.resume import write_run_config
@@ -29,11 +28,10 @@ from tests.training.jobs import (
     ENCODER_DECODER,
     SPARSE,
     SWITCH,
-    TASK,
     make_job,
     make_params,
 )
-from tests.training.saved_runs import save_run
+from tests.training.saved_runs import SPANS, save_run
 
 # One block a stack: most of the time is compilation.
 T5 = dataclasses.replace(
@@ -57,9 +55,8 @@ def run(saved, tmp_path):
 @pytest.fixture(scope="module")
 def t5_folder(tmp_path_factory):
     """The run of an encoder-decoder that learnt span corruption."""
-    task = dataclasses.replace(TASK, objective=SpanCorruption())
     path = tmp_path_factory.mktemp("t5")
-    return save_run(path, T5, source=task)
+    return save_run(path, T5, source=SPANS)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +81,7 @@ def test_the_newest_a_certain_and_the_best_checkpoint(run):
             np.testing.assert_array_equal(got[name], leaf, err_msg=name)
 
 
-def test_a_model_knows_its_configuration_size_and_vocabulary(run):
+def test_a_model_knows_its_configuration_and_cannot_be_changed(run):
     model = switchx.load(str(run.path))
     assert model.config == SPARSE
     assert model.num_params == sum(
@@ -92,6 +89,8 @@ def test_a_model_knows_its_configuration_size_and_vocabulary(run):
     )
     assert model.vocabulary.decode(model.vocabulary.encode("gate")) == "gate"
     assert repr(model) == f"Model(config={SPARSE!r}, step=9)"  # not all its numbers
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        switchx.load(run.path).step = 1
 
 
 def test_a_folder_that_is_no_run(tmp_path):
@@ -135,11 +134,6 @@ def test_a_vocabulary_that_is_gone(run):
         switchx.load(run.path)
 
 
-def test_a_model_cannot_be_changed(run):
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        switchx.load(run.path).step = 1
-
-
 # Four of each, padded to six tokens: few programs.
 SOURCES = [[10, 20, 30, 1], [40, 50, 1], [7, 1], [60, 5, 9, 9, 9, 1]]
 TEXTS = ["gate", "an ex", "?", ""]
@@ -176,11 +170,15 @@ def test_logits_of_a_row_without_its_neighbours_where_nothing_is_dropped(t5):
     np.testing.assert_allclose(together[1, :4], alone[0, :4], rtol=2e-5, atol=2e-5)
 
 
-def test_logits_of_a_decoder_take_one_array(decoder):
+def test_a_decoder_takes_one_array_and_goes_on_from_nothing(decoder):
     tokens_BL = padded([[0, 5, 6]], 11)
     want = decoder.logits(decoder_tokens=tokens_BL, dropless=True)
     np.testing.assert_array_equal(decoder.logits(tokens_BL, dropless=True), want)
     assert want.shape == (1, 11, 384)
+    (tokens,) = decoder.generate([[]], max_length=4)
+    assert decoder.generate([[0]], max_length=4) == [tokens]
+    (score,) = decoder.score(None, [tokens])
+    assert score == decoder.score([[]], [tokens])[0]
 
 
 def greedy(logits_of, num_tokens):
@@ -249,13 +247,6 @@ def test_texts_are_read_as_training_read_them_and_come_back_as_texts(t5, decoder
     assert sentinel == [
         Generated(t5.vocabulary.decode(want.output), want.score, want.is_finished)
     ]
-
-
-def test_a_decoder_goes_on_from_nothing(decoder):
-    (tokens,) = decoder.generate([[]], max_length=4)
-    assert decoder.generate([[0]], max_length=4) == [tokens]
-    (score,) = decoder.score(None, [tokens])
-    assert score == decoder.score([[]], [tokens])[0]
 
 
 def test_a_quantized_model_is_the_one_with_the_weights_it_stands_for(t5, t5_folder, tmp_path):

@@ -43,14 +43,11 @@ def test_commit_of_the_checkout(repository, tmp_path):
     assert manifest.git_commit() == repository("rev-parse", "HEAD") + "-dirty"
 
 
-def test_copy_inside_of_another_repository_has_no_commit(repository):
-    """Neither a run, nor an artifact, nor a bench is stamped with that repository's commit."""
+def test_copies_and_folders_without_git_have_no_commit(repository, tmp_path, monkeypatch):
+    # Neither a run, nor an artifact, nor a bench is stamped with that repository's commit.
     assert manifest.git_commit() == "unknown"
     report = json.loads(Report("bench x", [], []).as_json())
     assert report["environment"]["commit"] == "unknown"
-
-
-def test_no_repository_and_no_git(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "__file__", str(tmp_path / "manifest.py"))
     assert manifest.git_commit() == "unknown"
     monkeypatch.setenv("PATH", "")

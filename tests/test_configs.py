@@ -72,16 +72,11 @@ def header(name: str) -> str:
     return "\n".join(line.lstrip("# ") for line in lines[:stop]).replace("\\\n", "")
 
 
-def test_no_file_is_outside_the_folders():
+def test_no_file_is_outside_the_folders_and_each_says_what_it_is_for():
     everything = {path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*")}
     files = {name for name in everything if (CONFIGS / name).is_file()}
-    assert files == set(names(*FOLDERS))
-    assert RUNS
-
-
-@pytest.mark.parametrize("name", names(*FOLDERS))
-def test_file_starts_with_what_it_is_for(name):
-    assert header(name).strip()
+    assert RUNS and files == set(names(*FOLDERS))
+    assert [name for name in files if not header(name).strip()] == []
 
 
 @pytest.mark.parametrize("name", names("models"))
@@ -106,10 +101,18 @@ def test_model_builds(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_runs_model_is_built_is_decoded_and_teaches(name, build_job):
-    """By dispatchers that exchange no slots, whatever the run's own one does in parts."""
-    job = build_job(name)
-    assert job.train_steps > 0 and job.features
+def test_a_run_honours_macros_is_decoded_teaches_and_is_written_as_a_file(
+    name, build_job, tmp_path
+):
+    tasks = ("tasks/glue_cola.gin",) if name == "runs/finetune_task.gin" else ()
+    job = build_job(
+        name, *tasks, TRAIN_STEPS=7000, BATCH_SIZE=48, SEED=11, LOG_EVERY=2, EVAL_EVERY=3,
+        CHECKPOINT_EVERY=5, DATA_DIR="some/where",
+    )  # fmt: skip
+    assert (job.train_steps, job.batch_size, job.seed) == (7000, 48, 11)
+    assert (job.log_every, job.eval_every, job.checkpoint_every) == (2, 3, 5)
+    assert job.data_dir == "some/where" and job.features
+    # By dispatchers that exchange no slots, whatever the run's own one does in parts.
     model = job.model
     abstract_params(model)
     others = [for_decoding(model), for_decoding(model, is_dropless=False), as_teacher(model)]
@@ -118,17 +121,16 @@ def test_a_runs_model_is_built_is_decoded_and_teaches(name, build_job):
     else:
         parts = {other.switch.exchange_parts for other in (*others, slotted(model))}
         assert parts == {1}
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_run_honours_the_common_macros(name, build_job):
-    job = build_job(
-        name, TRAIN_STEPS=7000, BATCH_SIZE=48, SEED=11, LOG_EVERY=2, EVAL_EVERY=3,
-        CHECKPOINT_EVERY=5, DATA_DIR="some/where",
-    )  # fmt: skip
-    assert (job.train_steps, job.batch_size, job.seed) == (7000, 48, 11)
-    assert (job.log_every, job.eval_every, job.checkpoint_every) == (2, 3, 5)
-    assert job.data_dir == "some/where"
+    # The file is taken by macros and files after it, as the run's own.
+    file, mesh = tmp_path / "written.gin", "meshes/one_device.gin"
+    file.write_text(job_gin(job))
+    assert job_from_gin(file) == job
+    changed = job_from_gin([file, mesh], ["TRAIN_STEPS=7", "NUM_MICROBATCHES=2"])
+    assert changed.mesh != job.mesh or changed.mesh == build_job(name, *tasks, mesh).mesh
+    assert (changed.train_steps, changed.step.num_microbatches) == (7, 2)
+    # The dispatcher is a mesh's.
+    switch = model.switch and model.switch.with_dispatcher("gather")
+    assert changed.seed == 11 and changed.model == dataclasses.replace(model, switch=switch)
 
 
 def test_parts_with_defaults_are_found_on_a_command_line(build_job):
@@ -145,18 +147,6 @@ def test_parts_with_defaults_are_found_on_a_command_line(build_job):
     job = build_job("runs/pretrain_tiny.gin", **bindings)
     assert (job.model.precision.compute, job.storage.slots) == ("float16", 3)
     assert (job.pipeline.kind, job.compiler.tpu) == ("gpipe", ("xla_name=True",))
-
-
-def test_texts_are_evaluated_where_a_run_says_so(build_job, tmp_path):
-    assert build_job("runs/pretrain_tiny.gin").text_evaluation is None
-    job = build_job(
-        "runs/finetune_task.gin",
-        INIT_FROM=tmp_path,
-        EVAL_TIME_SHARE=0.5,
-        BEST_METRIC="trec/accuracy",
-    )
-    assert job.text_evaluation == TextEvaluation(time_share=0.5)
-    assert job.retention == Retention(best_metric="trec/accuracy")
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -186,25 +176,19 @@ def test_mesh_spans_the_simulated_devices(name, build_job):
     param_shardings(job.mesh.rules, mesh, abstract_params(job.model))
 
 
-def test_command_line_form_and_name_below_configs_are_the_same_file(build_job):
+def test_command_line_form_is_the_same_file_and_texts_are_evaluated_where_said(
+    build_job, tmp_path
+):
     assert build_job("configs/runs/pretrain_tiny.gin") == build_job("runs/pretrain_tiny.gin")
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_is_written_as_a_file_that_builds_it(name, build_job, tmp_path):
-    """Also by macros and files that a run takes after its own."""
-    tasks = ("tasks/glue_cola.gin",) if name == "runs/finetune_task.gin" else ()
-    job = build_job(name, *tasks, SEED=3)
-    file = tmp_path / "written.gin"
-    file.write_text(job_gin(job))
-    assert job_from_gin(file) == job
-    mesh = "meshes/one_device.gin"
-    changed = job_from_gin([file, mesh], ["TRAIN_STEPS=7", "NUM_MICROBATCHES=2"])
-    assert changed.mesh != job.mesh or changed.mesh == build_job(name, *tasks, mesh).mesh
-    assert (changed.train_steps, changed.step.num_microbatches) == (7, 2)
-    # The dispatcher is a mesh's.
-    switch = job.model.switch and job.model.switch.with_dispatcher("gather")
-    assert changed.seed == 3 and changed.model == dataclasses.replace(job.model, switch=switch)
+    assert build_job("runs/pretrain_tiny.gin").text_evaluation is None
+    job = build_job(
+        "runs/finetune_task.gin",
+        INIT_FROM=tmp_path,
+        EVAL_TIME_SHARE=0.5,
+        BEST_METRIC="trec/accuracy",
+    )
+    assert job.text_evaluation == TextEvaluation(time_share=0.5)
+    assert job.retention == Retention(best_metric="trec/accuracy")
 
 
 def test_the_planner_has_the_rules_of_pods(build_job):

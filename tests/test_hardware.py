@@ -44,7 +44,7 @@ def test_memory_is_that_which_slices_are_compiled_for():
         assert usable == pytest.approx(GENERATIONS[name].hbm_bytes, abs=1), name
 
 
-def test_devices_are_found_by_what_jax_calls_them():
+def test_devices_and_files_of_ones_own_are_found(tmp_path):
     kinds = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA B200", "TPU7x", "TPU v5 lite")
     assert [hardware_of(kind).name for kind in kinds] == [
         "h100",
@@ -53,18 +53,18 @@ def test_devices_are_found_by_what_jax_calls_them():
         "tpu7x",
         "v5e",
     ]
+    path = _spec(tmp_path, memory=("num_bytes = 141e9", "num_bytes = 80e9"))
+    hardware = load_hardware(str(path))
+    assert (hardware.name, hardware.memory.num_bytes) == ("mine", 80e9)
 
 
-def test_a_core_of_a_tpu7x_has_half_a_chip():
-    """2,307 TFLOP/s, 192 GiB, 7.38 TB/s a chip; its 6 links of 100 GB/s each way by halves."""
+def test_numbers_worked_by_hand():
+    # 2,307 TFLOP/s, 192 GiB, 7.38 TB/s a chip; its 6 links of 100 GB/s each way by halves.
     core = load_hardware("tpu7x")
     assert 2 * core.compute.peak_flops_per_s == 2307e12
     assert 2 * core.memory.num_bytes == 192 << 30 and 2 * core.memory.bytes_per_s == 7.38e12
     assert 2 * 2 * 6 * core.inside.bytes_per_s == 1200e9
-
-
-def test_achieved_is_the_vendors_number_times_one_efficiency():
-    """Worked by hand from v100.toml: 125 TFLOP/s at 30%, a node's 12.5 GB/s for 8 GPUs."""
+    # Worked by hand from v100.toml: 125 TFLOP/s at 30%, a node's 12.5 GB/s for 8 GPUs.
     v100 = load_hardware("v100")
     assert v100.compute.flops_per_s == pytest.approx(37.5e12)
     assert 8 * v100.between.bytes_per_s == pytest.approx(12.5e9)
@@ -77,9 +77,6 @@ def test_nodes_are_part_of_a_gpu_clusters_name():
         load_hardware("v5px8x2")
     with refused("--hardware=h200x0x2: give at least 1 node of at least 1 device"):
         load_hardware("h200x0x2")
-
-
-def test_an_unknown_name_lists_what_there_is():
     with refused("--hardware=h20: no such hardware"):
         load_hardware("h20")
 
@@ -92,12 +89,6 @@ def _spec(tmp_path, **changes) -> pathlib.Path:
     path = tmp_path / "mine.toml"
     path.write_text(text, encoding="utf-8")
     return path
-
-
-def test_a_file_of_ones_own(tmp_path):
-    path = _spec(tmp_path, memory=("num_bytes = 141e9", "num_bytes = 80e9"))
-    hardware = load_hardware(str(path))
-    assert (hardware.name, hardware.memory.num_bytes) == ("mine", 80e9)
 
 
 @pytest.mark.parametrize(
@@ -124,14 +115,11 @@ def test_wrong_fields_are_named(tmp_path, old, new, problem):
     assert "h200.toml is an example" in str(error.value)
 
 
-def test_all_wrong_fields_are_named_at_once(tmp_path):
+def test_all_wrong_fields_and_files_are_named(tmp_path):
     path = _spec(tmp_path, a=("num_bytes = 141e9\n", ""), b=("usable = 0.92", "usable = 0.0"))
     with pytest.raises(ValueError, match="missing") as error:
         read_spec(path)
     assert "memory.usable=0.0" in str(error.value)
-
-
-def test_files_that_are_not_there_or_no_toml(tmp_path):
     with pytest.raises(ValueError, match="none.toml: cannot be read .*; give a spec file"):
         load_hardware(str(tmp_path / "none.toml"))
     (tmp_path / "bad.toml").write_text("x = [", encoding="utf-8")

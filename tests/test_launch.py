@@ -68,10 +68,21 @@ def test_slurm_starts_switchx_with_options_that_exist(tmp_path):
 
 
 # None of them asks for another place in the queue: there is no `scontrol` here.
-@pytest.mark.parametrize(("status", "attempts"), [(0, 1), (2, 1), (1, 3), (137, 3)])
-def test_slurm_begins_again_what_another_attempt_can_mend(tmp_path, status, attempts):
+@pytest.mark.parametrize(
+    ("script", "status", "attempts"),
+    [
+        *((script, *case) for script in (SLURM, TPU_VM)
+          for case in ((0, 1), (2, 1), (1, 3), (137, 3))),
+        (TPU_VM, 75, 1),
+    ],
+)  # fmt: skip
+def test_what_another_attempt_can_mend_is_begun_again(tmp_path, script, status, attempts):
     body = f"echo attempt >> {tmp_path}/log; exit {status}"
-    done = run_slurm(tmp_path, body, "--model_dir=run", RESTARTS="2")
+    stub(tmp_path, "program", body)
+    program = str(tmp_path / "program")
+    done = run_slurm(
+        tmp_path, body, "--model_dir=run", script=script, RESTARTS="2", SWITCHX=program
+    )
     assert done.returncode == status
     assert (tmp_path / "log").read_text().split() == ["attempt"] * attempts
 
@@ -100,17 +111,6 @@ def test_a_new_checkpoint_gives_all_restarts_back(tmp_path, script):
     assert done.returncode == 1
     assert len((tmp_path / "log").read_text().split()) == 3 + 3
     assert "begins again from step 100, 2 restarts left" in done.stdout
-
-
-@pytest.mark.parametrize(("status", "attempts"), [(0, 1), (2, 1), (75, 1), (1, 3), (137, 3)])
-def test_a_tpu_vm_begins_again_what_another_attempt_can_mend(tmp_path, status, attempts):
-    stub(tmp_path, "program", f"echo attempt >> {tmp_path}/log; exit {status}")
-    program = str(tmp_path / "program")
-    done = run_slurm(
-        tmp_path, "", "--model_dir=run", script=TPU_VM, RESTARTS="2", SWITCHX=program
-    )
-    assert done.returncode == status
-    assert (tmp_path / "log").read_text().split() == ["attempt"] * attempts
 
 
 LOST = "1: switchx: process 1 (node002.cluster, pid 4711) is lost: silent for 60 s"
@@ -168,13 +168,21 @@ def example_of(script, start: str):
     return job_of(words[words.index(f"launch/{script.name}") + 1 :])
 
 
-def test_the_examples_of_the_scripts_are_jobs():
+def test_the_examples_of_the_scripts_and_the_job_set_are_jobs():
     job = example_of(SLURM, "sbatch")
     assert (job.mesh.node, job.mesh.expert) == (4, 8)
     assert job.compiler.gpu
     mesh = example_of(TPU_VM, "  cd switchx &&").mesh
     # The run's own: no file after it binds another.
     assert (mesh.data, mesh.fsdp, mesh.node, mesh.expert, mesh.model) == (None, 4, 4, 8, 1)
+    (container,) = pods()["template"]["spec"]["containers"]
+    program, name = container["command"]
+    assert (program, name) == ("switchx", "train")
+    job = job_of(container["args"])
+    assert (job.mesh.node, job.mesh.expert) == (4, 8)
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    (folder,) = [each.split("=")[1] for each in container["args"] if "model_dir" in each]
+    assert any(folder.startswith(f"{mount}/") for mount in mounts)
 
 
 def manifest() -> dict:
@@ -184,17 +192,6 @@ def manifest() -> dict:
 def pods() -> dict:
     (job,) = manifest()["spec"]["replicatedJobs"]
     return job["template"]["spec"]
-
-
-def test_job_set_is_a_job_whose_options_exist():
-    (container,) = pods()["template"]["spec"]["containers"]
-    program, name = container["command"]
-    assert (program, name) == ("switchx", "train")
-    job = job_of(container["args"])
-    assert (job.mesh.node, job.mesh.expert) == (4, 8)
-    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
-    (folder,) = [each.split("=")[1] for each in container["args"] if "model_dir" in each]
-    assert any(folder.startswith(f"{mount}/") for mount in mounts)
 
 
 def test_pods_of_a_job_set_find_each_other(monkeypatch):

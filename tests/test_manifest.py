@@ -61,13 +61,19 @@ def test_it_has_sizes_and_checksums_of_all_files_and_of_itself(folder, checksum)
     assert num_bytes(folder) == sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
 
 
-def test_crc32_is_the_one_that_gzip_writes(folder):
-    """An implementation that is not ours: the trailer of a gzip file."""
+def test_crc32_is_gzips_and_a_cut_or_missing_file_is_found_by_size(folder):
+    # An implementation that is not ours: the trailer of a gzip file.
     write_manifest(folder, ABOUT, {}, "crc32")
     command = ["gzip", "-c", str(folder / "params/array")]
     gzip = subprocess.run(command, capture_output=True, check=True).stdout
     expected = int.from_bytes(gzip[-8:-4], "little")
     assert read_manifest(folder, ABOUT, "crc32")["files"]["params/array"][1] == expected
+    (folder / "params/array").write_bytes(DATA[:-1])
+    (folder / "empty").unlink()
+    assert faults(folder, "crc32", read=False) == [
+        "its file empty is missing",
+        "its file params/array has 10239 bytes, not 10240",
+    ]
 
 
 @CHECKSUMS
@@ -79,16 +85,6 @@ def test_a_flipped_bit_is_found_by_reading(folder, checksum, position):
         "its file params/array has changed since it was written"
     ]
     assert faults(folder, checksum, read=False) == []
-
-
-def test_every_truncated_or_missing_file_is_found_by_size(folder):
-    write_manifest(folder, ABOUT, {}, "crc32")
-    (folder / "params/array").write_bytes(DATA[:-1])
-    (folder / "empty").unlink()
-    assert faults(folder, "crc32", read=False) == [
-        "its file empty is missing",
-        "its file params/array has 10239 bytes, not 10240",
-    ]
 
 
 @CHECKSUMS
@@ -115,29 +111,11 @@ def test_files_outside_of_the_folder_are_not_read(folder, name):
     assert said == f"its manifest names {name!r}, which is outside of it"
 
 
-def test_a_folder_gets_its_name_when_all_is_written(tmp_path):
-    with new_folder(tmp_path / "a/b") as folder:
-        (folder / "file").write_text("x")
-        assert not (tmp_path / "a/b").exists()
-    assert (tmp_path / "a/b/file").read_text() == "x"
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
-
-
-def test_an_empty_folder_may_be_there(tmp_path):
+def test_an_empty_folder_may_be_there_and_nothing_is_overwritten(tmp_path):
     (tmp_path / "a").mkdir()
     with new_folder(tmp_path / "a") as folder:
         (folder / "file").write_text("x")
     assert (tmp_path / "a/file").exists()
-
-
-def test_nothing_is_left_of_one_that_failed(tmp_path):
-    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "a") as folder:
-        (folder / "file").write_text("x")
-        raise ZeroDivisionError
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "file").write_text("x")
     for taken in (tmp_path, tmp_path / "file"):
         with refused(f"{taken} exists"):
@@ -147,3 +125,15 @@ def test_nothing_is_overwritten(tmp_path):
     with refused("file/a cannot be made"), new_folder(tmp_path / "file/a"):
         pass
     assert (tmp_path / "file").read_text() == "x"
+
+
+def test_a_folder_gets_its_name_when_all_is_written_or_is_gone(tmp_path):
+    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "a") as folder:
+        (folder / "file").write_text("x")
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+    with new_folder(tmp_path / "a/b") as folder:
+        (folder / "file").write_text("x")
+        assert not (tmp_path / "a/b").exists()
+    assert (tmp_path / "a/b/file").read_text() == "x"
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]

@@ -35,12 +35,17 @@ def with_header(header: str) -> bytes:
     return file.getvalue()
 
 
-def test_arrays_come_as_they_were_written(tmp_path):
+def test_arrays_come_as_they_were_written_or_are_missed(tmp_path):
     (tmp_path / "x.npz").write_bytes(content(other=np.ones(3)))
     found = read_arrays(tmp_path / "x.npz", KINDS, {"gate_T": (np.floating, 1)})
     assert found.keys() == ARRAYS.keys()
     for name, array in ARRAYS.items():
         np.testing.assert_array_equal(found[name], array)
+    np.savez(tmp_path / "x.npz", step=3)
+    with pytest.raises(ValueError, match="it has no id_T, name_N"):
+        read_arrays(tmp_path / "x.npz", KINDS)
+    with pytest.raises(ValueError, match="FileNotFoundError"):
+        read_arrays(tmp_path / "none.npz", KINDS)
 
 
 @pytest.mark.parametrize(
@@ -64,14 +69,6 @@ def test_what_does_not_fit_is_refused_before_it_is_read(data, words, tmp_path, m
     (tmp_path / "x.npz").write_bytes(data)
     with pytest.raises(ValueError, match=words):
         read_arrays(tmp_path / "x.npz", KINDS)
-
-
-def test_a_missing_array_and_a_missing_file_are_named(tmp_path):
-    np.savez(tmp_path / "x.npz", step=3)
-    with pytest.raises(ValueError, match="it has no id_T, name_N"):
-        read_arrays(tmp_path / "x.npz", KINDS)
-    with pytest.raises(ValueError, match="FileNotFoundError"):
-        read_arrays(tmp_path / "none.npz", KINDS)
 
 
 @given(st.integers(0, len(content()) - 1), st.integers(0, 255))

@@ -56,14 +56,10 @@ def gin_files() -> set[str]:
     return {file.relative_to(ROOT).as_posix() for file in files}
 
 
-def test_every_package_is_installed(config):
+def test_every_package_is_one_and_is_installed(config):
     packages = entries(config, "options", "packages")
     assert set(packages) == folders_with_python() | {"switchx.configs"}
     assert packages == sorted(packages)
-
-
-def test_every_package_says_that_it_is_one():
-    """Without `__init__.py` a folder is a namespace that other distributions may fill."""
     names = folders_with_python()
     missing = [
         name for name in names if not (ROOT / name.replace(".", "/") / "__init__.py").exists()
@@ -102,7 +98,7 @@ def test_python_and_jax_are_those_that_are_promised(config):
         assert config["options.extras_require"][extra].endswith(">=0.10.2,<0.13")
 
 
-def test_the_kernels_are_a_distribution_of_their_own(config):
+def test_command_leads_to_main_and_kernels_are_a_distribution_of_their_own(config):
     project = tomllib.loads((ROOT / "pallas_kernels/pyproject.toml").read_text())
     packages = project["tool"]["setuptools"]["packages"]
     assert packages == [name for name in sorted(folders_with_python()) if "switchx" not in name]
@@ -111,6 +107,11 @@ def test_the_kernels_are_a_distribution_of_their_own(config):
     assert needed[0] in entries(config, "options", "install_requires")
     assert project["project"]["requires-python"] == config["options"]["python_requires"]
     module, _, function = project["project"]["scripts"]["pallas-kernels"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+    (command,) = entries(config, "options.entry_points", "console_scripts")
+    name, _, target = command.partition(" = ")
+    module, _, function = target.partition(":")
+    assert name == "switchx"
     assert callable(getattr(importlib.import_module(module), function))
 
 
@@ -163,27 +164,13 @@ def test_parts_of_check_accelerator_need_no_package_that_cards_lack():
     assert done.stdout == "9\n", done.stderr
 
 
-def test_command_leads_to_main(config):
-    (command,) = entries(config, "options.entry_points", "console_scripts")
-    name, _, target = command.partition(" = ")
-    module, _, function = target.partition(":")
-    assert name == "switchx"
-    assert callable(getattr(importlib.import_module(module), function))
-
-
-def test_pyproject_names_the_build_backend_and_nothing_else():
+def test_build_backend_ci_and_licence():
     assert tomllib.loads((ROOT / "pyproject.toml").read_text()).keys() == {"build-system"}
-
-
-def test_ci_runs_make_and_hides_no_installation():
     script = ROOT / ".ci/run"
     assert os.access(script, os.X_OK)
     lines = [line for line in script.read_text().splitlines() if not line.startswith("#")]
     assert lines[0] == "set -euo pipefail"
     assert lines[2:] == ["make lint test"]
-
-
-def test_licence_is_apache():
     text = (ROOT / "LICENSE").read_text()
     assert "Apache License" in text
     assert "APPENDIX: How to apply the Apache License to your work." in text

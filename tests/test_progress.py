@@ -62,15 +62,12 @@ def test_lines_have_the_seconds_since_the_start(clock):
     assert max(map(len, out.getvalue().splitlines())) <= 80
 
 
-def test_lines_are_neither_broken_nor_read_as_markup(clock):
+def test_lines_are_neither_broken_nor_markup_and_log_records_are_some(clock):
     reporter, out = reporter_on(clock, is_terminal=False)
     text = "expected float32[8] under [model], [/bold] " + "long " * 40 + "end"
     with reporter:
         reporter.note(text)
     assert out.getvalue() == f"   0.0s  {text}\n"
-
-
-def test_log_records_become_lines(clock):
     reporter, out = reporter_on(clock, is_terminal=False)
     with reporter:
         logging.getLogger("switchx.data").info("preparing text")
@@ -116,7 +113,7 @@ def test_time_left_of_a_resumed_run_counts_its_own_steps(clock):
     assert (task.completed, task.total) == (1004, 3000)
 
 
-def test_bar_goes_when_nothing_was_trained(clock):
+def test_bar_goes_when_nothing_was_trained_and_stays_after_training(clock):
     reporter, out = reporter_on(clock, is_terminal=True)
     with reporter:
         reporter._progress.refresh()
@@ -124,9 +121,6 @@ def test_bar_goes_when_nothing_was_trained(clock):
         reporter.note("evaluating")
         before = len(out.getvalue())
     assert "━" not in out.getvalue()[before:]
-
-
-def test_bar_stays_after_training(clock):
     reporter, out = reporter_on(clock, is_terminal=True)
     with reporter:
         reporter.begin(0, 2)

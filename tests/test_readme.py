@@ -245,11 +245,8 @@ def devices_of(environment: dict[str, str]) -> int:
     return int(re.fullmatch(r"--xla_force_host_platform_device_count=(\d+)", flags)[1])
 
 
-def test_every_command_has_a_check():
+def test_every_command_has_a_check_and_none_is_left_over():
     assert [command for command in ALL if kind(command) == "unknown"] == []
-
-
-def test_no_check_is_left_over():
     checked = CHAIN | VARIANTS | TESTED_ELSEWHERE
     assert checked.keys() - set(ALL) == set()
 
@@ -368,8 +365,8 @@ def measured(page: str) -> dict[str, list[list[str]]]:
 
 
 def test_both_pages_measured_the_same():
-    """A row of the README has the first numbers of one row of the other page, or the first one
-    of several."""
+    # A row of the README has the first numbers of one row of the other page, or the first one
+    # of several.
     ours, theirs = measured(README), measured(PAGES[ROOT / "docs/capabilities.md"])
     assert sum(map(len, ours.values())) == 8
     for command, rows in ours.items():
@@ -377,9 +374,6 @@ def test_both_pages_measured_the_same():
             firsts = iter([other[0] for other in theirs[command]])
             is_of_one = any(other[: len(row)] == row for other in theirs[command])
             assert is_of_one or all(number in firsts for number in row), (command, row)
-
-
-def test_dimension_key_is_that_of_axes():
     page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     cells = re.findall(r"\| ([A-Z]) \| (\w+) (?=\|)", page.partition("## The dimension key")[2])
     assert dict(cells) == DIMENSIONS
@@ -404,9 +398,6 @@ def test_commands_of_a_page_are_found():
     assert kind("switchx new --flag") == "unknown"
     assert kind("rm -rf x") == "unknown"
     assert python_blocks(page) == ["import switchx\n"]
-
-
-def test_environment_and_arguments_of_a_command():
     assert switchx_of("A=b switchx eval --y=1") == ({"A": "b"}, ["eval", "--y=1"])
     environment, words = switchx_of("make train")
     assert list(environment) == ["GLIBC_TUNABLES"]

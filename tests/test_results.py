@@ -16,12 +16,9 @@ def test_a_check_is_not_rounded_up(value, bound, holds):
     assert Check("name", value, bound).holds is holds
 
 
-def test_a_bound_is_a_comparison_and_a_number():
+def test_a_report_is_json_or_a_table(capsys):
     with pytest.raises(ValueError, match="use >=, <= or == and a number"):
         Check("name", 1.0, "0.9")
-
-
-def test_a_report_is_json_or_a_table(capsys):
     row, check = {"model": "dense", "step_ms": 1.5}, Check("c", 0.8, ">=0.9")
     report = Report("bench x", [row], [check])
     report.print(as_json=True)

@@ -151,6 +151,23 @@ def test_a_record_is_there_whole_or_not_at_all(plain):
         RecordWriter(path.parent, info)
 
 
+def test_a_recorder_takes_the_place_of_one_that_was_killed(plain):
+    path, info, parts = plain
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(b"PAR1 half of it")
+    for each in (path, partial):
+        with refused(
+            f"{each} is no routing record that can be read (its recording goes on, or"
+        ):
+            open_record(each)
+    with RecordWriter(path, info) as writer:
+        writer.add(0, parts, 8)
+        said = f"record='{path}' is being written by another process"
+        with refused(said), RecordWriter(path, info) as other:
+            other.add(0, parts, 8)
+    assert open_record(path).info.is_whole and [*path.parent.iterdir()] == [path]
+
+
 def rewritten(path, change) -> None:
     """Changes the table, and keeps what describes it."""
     file = pyarrow.parquet.ParquetFile(path)

@@ -61,14 +61,11 @@ def test_answers_are_those_of_the_api_in_order(model, decoder):
         assert (got.num_unfinished, done) == (3, [1, 2, 3])  # random weights never end
 
 
-def test_the_first_examples_of_a_split(model):
+def test_the_first_examples_of_a_split_and_inputs_that_are_cut(model):
     asked = ask(model, evaluation_examples(LETTERS, "test", FEATURES, max_examples=2))
     assert asked.examples.inputs == ["a gate", "an expert "]
     asked = ask(model, evaluation_examples(LETTERS, "test", FEATURES, max_examples=9))
     assert len(asked.examples.inputs) == 3
-
-
-def test_only_a_task_that_says_so_cuts_inputs(model):
     asked = ask(model, evaluation_examples(LETTERS, "test", FEATURES))
     assert ([len(each) for each in asked.prompts], asked.examples.num_cut) == ([18, 22, 14], 0)
     cutting = dataclasses.replace(LETTERS, too_long="truncate")

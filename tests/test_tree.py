@@ -25,7 +25,7 @@ def example():
     }
 
 
-def test_names_of_dictionaries_dataclasses_and_lists():
+def test_names_of_leaves():
     leaves = tree.named_leaves(example())
     # A tree's order sorts the keys of dictionaries; None is no leaf.
     assert list(leaves) == [
@@ -35,13 +35,7 @@ def test_names_of_dictionaries_dataclasses_and_lists():
         "state/first/1",
     ]
     assert leaves["state/first/0"].shape == (5,)
-
-
-def test_a_leaf_alone_has_an_empty_name():
     assert tree.named_leaves(3) == {"": 3}
-
-
-def test_mapping_gives_names_and_the_leaves_of_other_trees():
     left, right = {"a": 1, "b": [2, 3]}, {"a": 10, "b": [20, 30]}
     mapped = tree.map_named(lambda name, x, y: f"{name}={x + y}", left, right)
     assert mapped == {"a": "a=11", "b": ["b/0=22", "b/1=33"]}
@@ -54,10 +48,7 @@ def test_sizes_of_arrays_and_of_shapes():
     shapes = jax.eval_shape(lambda: example())
     assert tree.num_elements(shapes) == tree.num_elements(example())
     assert tree.num_bytes(shapes) == tree.num_bytes(example())
-
-
-def test_sizes_beyond_int32():
-    """Switch-C has 1.6e12 parameters; sizes are Python integers."""
+    # Switch-C has 1.6e12 parameters; sizes are Python integers.
     shape = jax.ShapeDtypeStruct((2048, 1024, 1024, 1024), jnp.float32)
     assert tree.num_elements({"w": shape}) == 2**41
     assert tree.num_bytes({"w": shape}) == 2**43

@@ -23,9 +23,6 @@ def headless_descriptions() -> list[str]:
 
 def test_no_description_begins_with_of():
     assert headless_descriptions() == [], "begin with a noun: the thing before what it is of"
-
-
-def test_a_description_needs_a_noun():
     assert HEADLESS.match("        params: of the teacher.")
     assert HEADLESS.match("    value, sums: of `gradients`.")
     assert not HEADLESS.match("        params: parameters of the teacher.")

@@ -4,14 +4,11 @@
 make experiments EXPERIMENT=initialization DATA=FOLDER
 """
 
-import math
-
 import numpy as np
-import scipy.stats
 
 from experiments.comparison import Trained, judge_of, run_comparison
 from experiments.experiment import Comparison, Contender
-from experiments.measured import Ratio, verdict_of
+from experiments.statistics import spread_ratio
 from experiments.study import main
 
 
@@ -31,24 +28,13 @@ COMPARISON = Comparison(
 )
 
 
-def ratio_of_spreads(of: list[float], over: list[float]) -> Ratio:
-    """Of standard deviations over seeds; its interval is that of Fisher's F."""
-    mine, other = (float(np.std(values, ddof=1)) for values in (of, over))
-    freedom = len(of) - 1, len(over) - 1
-    low, high = (math.sqrt(scipy.stats.f.ppf(q, *freedom)) for q in (0.025, 0.975))
-    return Ratio(mine / other, mine / other / high, mine / other / low)
-
-
-def verdict(trained: Trained) -> dict:
-    """Reproduced: the standard deviation over seeds is smaller at 0.1, by an interval of their
-    ratio without 1; not reproduced where it is larger by one; otherwise undecided. The mean is
-    reported."""
+def found(trained: Trained) -> dict:
+    """What was found."""
     final = [trained.final(f"scale {scale}") for scale in (0.1, 1.0)]
-    effect = ratio_of_spreads(*final)
+    effect = spread_ratio(*final)
     small, large = (np.std(values, ddof=1) for values in final)
     gain = trained.gain("scale 0.1", "scale 1.0")
     return {
-        "verdict": verdict_of(effect.high < 1, effect.low > 1),
         "because": f"The standard deviation over {len(final[0])} seeds is {small:.4f} at scale "
         f"0.1 and {large:.4f} at 1.0; the mean is {gain} nats over that at 1.0.",
         "effect": effect,
@@ -56,7 +42,7 @@ def verdict(trained: Trained) -> dict:
     }
 
 
-judge = judge_of(verdict)
+judge = judge_of(found)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ WAYS = {
     "4 merged": "--experts=4",
     "2 merged": "--experts=2",
     **{f"4 dropped by {s}": f"--experts=4 --reduce=drop --score={s}" for s in SCORES},
-    "2 dropped by frequency": "--experts=2 --reduce=drop",
-    "4 and novices": "--experts=4 --reduce=drop --novice",
-    "2 and novices": "--experts=2 --reduce=drop --novice",
+    "2 dropped by frequency": "--experts=2 --reduce=drop --score=frequency",
+    "4 and novices": "--experts=4 --reduce=drop --novice --score=frequency",
+    "2 and novices": "--experts=2 --reduce=drop --novice --score=frequency",
     "dense, merged": "--experts=0",
     "16 copies": "--experts=16",
 }

@@ -14,6 +14,7 @@ Dims: N Switch layers, T tokens, S experts selected by a token, E experts, V voc
 import dataclasses
 import json
 import pathlib
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from switchx.analysis.report import Section
 from switchx.analysis.routing import class_counts, information, rows_to_shares
 from switchx.data.corpora.text_files import TextFiles
 from switchx.data.token_classes import token_classes
-from switchx.data.tokenizers import Vocabulary
+from switchx.data.tokenizers import PAD_ID, Vocabulary
 
 MODEL = "32 experts"
 BOOKS = ("openstax/*.txt.gz", "movie_reviews/*.txt.gz")
@@ -70,7 +71,9 @@ class Sample:
 
 def read_sample(model: switchx.Model, files: Sequence[pathlib.Path], documents: int) -> Sample:
     """The first held-out documents of every file, those that training held out."""
-    scorer = model.scorer()
+    kept = []
+    writer = types.SimpleNamespace(add=lambda number, parts, *_: kept.append(parts["decoder"]))
+    scorer = model.scorer(record=writer)
     experts, tokens, numbers, sources = [], [], [], []
     for source, file in enumerate(files):
         corpus = TextFiles(path=str(file)).open("validation", None)
@@ -78,12 +81,13 @@ def read_sample(model: switchx.Model, files: Sequence[pathlib.Path], documents: 
             ids = model.vocabulary.encode(corpus[record]["text"])[: ROWS * LENGTH]
             for first in range(0, len(ids), LENGTH):
                 row = list(ids[first : first + LENGTH])
-                experts.append(scorer.chosen_experts(([], row)))
+                list(scorer([([], [*row, PAD_ID])]))  # its last token is read, too
+                experts.append(kept.pop().expert_NBLS[:, 0, 1 : 1 + len(row)].astype(int))
                 tokens += row
                 numbers += [len(sources)] * len(row)
             sources.append(source)
     return Sample(
-        scorer.decoder_layers,
+        model.config.sparse_layers_by_stack["decoder"],
         model.config.switch.num_experts,
         np.concatenate(experts, axis=1),
         np.array(tokens),

@@ -1,81 +1,114 @@
 # SPDX-License-Identifier: Apache-2.0
-"""2 to 64 experts at equal FLOPs, and a dense model of about 3.5 times the FLOPs.
+"""Sparse over dense at equal FLOPs: 2 to 32 experts on the first rung, 16 on the second.
 
 make experiments EXPERIMENT=switch_vs_dense DATA=FOLDER
 """
 
-import statistics
+from typing import Any
 
-from experiments.comparison import Trained, judge_of, run_comparison
-from experiments.experiment import Comparison, Contender
-from experiments.measured import Interval, paired
-from experiments.study import main
+from experiments import rules
+from experiments.experiment import ENGLISH
+from experiments.ladder import (
+    DENSE,
+    R1,
+    OnLadder,
+    Runs,
+    finals_of,
+    intervals,
+    rows,
+    train_all,
+    wall_seconds,
+)
+from experiments.rules import OF_COMPUTE, Rule
+from experiments.statistics import curvature, difference, estimate, trend
+from experiments.study import Study, main
 
-EXPERTS = (2, 4, 8, 16, 32, 64)
-LARGE = "dense, 3.5 times the FLOPs"
-_LARGE_SIZES = {"d_model": 160, "d_ff": 640, "num_heads": 5, "d_head": 32}
+EXPERTS = (2, 4, 8, 16, 32)
+SEEDS = tuple(range(100, 107))
+_DENSE = OnLadder("dense", (DENSE,), rate_of="dense")
+_SPARSE = OnLadder("16 experts")
 
-COMPARISON = Comparison(
-    contenders=(
-        Contender("dense", ("ModelConfig.switch=None",)),
-        *(Contender(f"{n} experts", (f"NUM_EXPERTS={n}",)) for n in EXPERTS),
-        Contender(
-            LARGE,
-            (
-                "ModelConfig.switch=None",
-                *(f"ModelConfig.{name}={size}" for name, size in _LARGE_SIZES.items()),
-            ),
-        ),
+FIRST = Runs((_DENSE, *(OnLadder(f"{n} experts", (f"NUM_EXPERTS={n}",), n) for n in EXPERTS)))
+SECOND = Runs((_DENSE, _SPARSE), R1)
+# What compute is worth, and guards against what holds at one length alone.
+LENGTHS = Runs(
+    tuple(
+        OnLadder(f"{each.name}, {length} lengths", each.bindings, each.rate_of, length)
+        for length in (0.5, 2.0)
+        for each in (_DENSE, _SPARSE)
     ),
-    steps=400,
+    seeds=SEEDS[:3],
+)
+
+RULES = (
+    Rule(
+        "16 experts are ahead of the dense model on the second rung",
+        difference("16 experts", "dense"),
+        "ahead",
+        margin=OF_COMPUTE,
+        looks=(4,),
+        seeds=SEEDS[:4],
+        expected=0.04,
+        runs="second",
+    ),
+    Rule(
+        "a doubling of the experts gains, from 2 to 32 on the first rung",
+        trend({f"{n} experts": n for n in EXPERTS}),
+        "ahead",
+        margin=None,
+        looks=(4, 7),
+        seeds=SEEDS,
+        expected=0.006,
+    ),
 )
 
 
-def of_a_doubling(trained: Trained) -> Interval:
-    """What one gains on average, paired by seed."""
-    fewest, most = (trained.final(f"{EXPERTS[i]} experts") for i in (0, -1))
-    doublings = len(EXPERTS) - 1
-    return paired([each / doublings for each in most], [each / doublings for each in fewest])
-
-
-def verdict(trained: Trained) -> dict:
-    """Reproduced: each doubling of the experts is better until a difference's interval holds 0,
-    at least the first two are, none is worse after that, and the best sparse model has the
-    dense one's quality in less than its time by every timing. Not reproduced: a doubling is
-    worse, or the best sparse model is behind the dense one, by an interval without 0. Otherwise
-    undecided. The larger dense model decides nothing; how it stands by step and by time is
-    said."""
-    names = ["dense", *(f"{n} experts" for n in EXPERTS)]
-    gains = [trained.gain(b, a) for a, b in zip(names, names[1:], strict=False)]
-    until = next((i for i, gain in enumerate(gains) if gain.low <= 0), len(gains))
-    worse = [names[i + 1] for i in range(until, len(gains)) if gains[i].high < 0]
-    best = max(names[1:], key=lambda name: statistics.mean(trained.final(name)))
-    over_dense = trained.gain(best, "dense")
-    in_time, large_in_time = (trained.speedup_in_time(name, "dense") for name in (best, LARGE))
-    over_large = trained.gain(best, LARGE).mean
-    # How far the larger model is when the sparse one has ended.
-    step = COMPARISON.steps * trained.step_time(best, LARGE).mean
-    by_time = statistics.mean(trained.final(best)) - trained.quality_at(LARGE, step)
-    word = "not reproduced" if worse or over_dense.high < 0 else "undecided"
-    if until >= 2 and not worse and over_dense.low > 0 and in_time.low > 1:
-        word = "reproduced"
-    return {
-        "verdict": word,
-        "because": f"A doubling is better up to {names[until]} and worse at "
-        f"{', '.join(worse) or 'none'}; {best} have the dense "
-        f"model's quality {in_time.mean:.2f} times as fast by time ({in_time.low:.2f} to "
-        f"{in_time.high:.2f}) and end {over_dense.mean:.3f} nats ahead. Over a dense model of "
-        f"3.5 times the FLOPs (Figure 6: ahead) they end {over_large:+.3f} nats, and "
-        f"{by_time:+.3f} where it has had as much time; it has the small one's quality "
-        f"{large_in_time.mean:.2f} times as fast.",
-        "effect": of_a_doubling(trained),
-        "effect_of": f"a doubling, the mean from {EXPERTS[0]} to {EXPERTS[-1]} experts, nats "
-        "per token",
+def judge(results: dict[str, Any]) -> dict[str, Any]:
+    """By the rules; beside them whether the gain of a doubling ends."""
+    finals = finals_of(results)
+    bend = estimate(finals, curvature({f"{n} experts": n for n in EXPERTS})).interval()
+    found = rules.judged(RULES, results)
+    return found | {
+        "because": f"{found['because']} The gain of a doubling changes by {bend} with each "
+        "further one.",
+        "intervals": intervals(results),
+        "intervals_of": "over dense on the first rung, nats per token",
+        "tables": [
+            {"title": "The first rung:", "rows": rows(results)},
+            {"title": "The second rung:", "rows": rows(results["second"])},
+            {"title": "Half and double lengths:", "rows": rows(results["lengths"])},
+        ],
     }
 
 
-judge = judge_of(verdict)
+def run(study: Study) -> None:
+    """Trains lengths first: the margin is of them."""
+    files, cells = study.files(*ENGLISH), study.cells()
+    lengths = train_all(study, cells, LENGTHS)
+    first = train_all(study, cells, study.at_look(FIRST, RULES[1]))
+    second = train_all(study, cells, Runs(SECOND.contenders, R1, RULES[0].seeds))
+    if study.is_quick:
+        study.publish(cells, files, judge, seeds=[0])
+        return
+    dense = {"1.0": first["curves"]["dense"], **{
+        str(each.length): lengths["curves"][each.name]
+        for each in LENGTHS.contenders if each.rate_of == "dense"
+    }}  # fmt: skip
+    dense_lengths = {
+        length: [value for curve in curves for value in curve.values()]
+        for length, curves in dense.items()
+    }
+    study.publish(
+        cells,
+        files,
+        judge,
+        **first,
+        second=second,
+        lengths=lengths,
+        dense_lengths=dense_lengths,
+        wall_seconds=wall_seconds(cells),
+    )
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, lambda study: run_comparison(study, COMPARISON, judge))
+    main(__file__, __doc__, run)

@@ -86,8 +86,8 @@ class Drops:
             parts.append(f"{setting.rule} on {setting.ranks} ranks")
         if setting.microbatches > 1:
             parts.append(f"{setting.microbatches} microbatches")
-        if router.num_selected > 1:
-            parts.append(f"{router.num_selected} choices")
+        if router.num_selected > 1 or self._record.info.switch.router.num_selected > 1:
+            parts.append(f"{router.num_selected} choice{'s' * (router.num_selected > 1)}")
         if setting.is_by_gate:
             parts.append("by gate")
         if setting.is_rerouting:

@@ -99,7 +99,8 @@ def read_lines(path: pathlib.Path) -> list[dict]:
     """The lines of a log of JSON; a last one that is being written is left out.
 
     Raises:
-        ValueError: the file is missing or damaged.
+        ValueError: the file is missing or damaged, or a line has no step or a loss that is no
+            number.
     """
     try:
         texts = path.read_text(encoding="utf-8").splitlines()
@@ -112,6 +113,14 @@ def read_lines(path: pathlib.Path) -> list[dict]:
     for number, text in enumerate(texts, 1):
         try:
             lines.append(json.loads(text))
+            is_number = isinstance(lines[-1].get("neg_log_perplexity"), int | float | None)
+            if not (is_number and isinstance(lines[-1].get("step"), int)):
+                raise TypeError("expected a step, and a number as neg_log_perplexity")
+        except (AttributeError, TypeError) as error:
+            raise ValueError(
+                f"{path}: line {number} is no line of a log ({error}); write it as it was, or "
+                "remove it"
+            ) from error
         except ValueError as error:
             if number == len(texts):
                 break  # a run that goes on is writing it, or was killed while it did

@@ -155,6 +155,11 @@ def setting_of(
     )
     S = num_selected or router.num_selected
     overflow, tried = router.overflow, router.max_rounds
+    require(
+        S == 1 or rounds in (None, 1),
+        f"rounds={rounds} with num_selected={S}: a token that chooses several experts tries no "
+        "others; use rounds=1, or num_selected=1",
+    )
     if rounds is not None:
         overflow, tried = ("reroute" if rounds > 1 else "drop"), rounds
     elif overflow == "dropless" or S > 1 or rule != "switchx":
@@ -181,16 +186,17 @@ def setting_of(
 def _require_ranks(info: RecordInfo, setting: Setting) -> None:
     own, asked = info.switch.router, setting.switch.router
     rounds = asked.max_rounds if setting.is_rerouting else 1
-    needed = max(rounds, asked.num_selected)
-    more = (
-        ", or record with --gin.RouterConfig.overflow=reroute "
-        f"--gin.RouterConfig.max_rounds={needed}"
-    )
+    needed, name = max((rounds, "rounds"), (asked.num_selected, "num_selected"))
+    more = ": a router with num_selected above 1 records its choices alone"
+    if own.kind == "top_k" and own.num_selected == 1:
+        more = (
+            ", or record with --gin.RouterConfig.overflow=reroute "
+            f"--gin.RouterConfig.max_rounds={needed}"
+        )
     require(
         needed <= info.num_ranks,
-        f"{needed} experts a token (num_selected={asked.num_selected}, rounds={rounds}) with a "
-        f"record of {info.num_ranks} ranks; use at most {info.num_ranks}"
-        + (more if own.kind == "top_k" and own.num_selected == 1 else ""),
+        f"{name}={needed} needs the {needed} best experts of each token, and the record has "
+        f"{info.num_ranks}; use {name} of at most {info.num_ranks}{more}",
     )
 
 

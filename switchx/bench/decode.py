@@ -2,9 +2,9 @@
 """`switchx bench decode`: output tokens a second, against transformers with the same weights.
 
 It also measures what pruning of finished sentences gains, what int4 experts save, what a step
-that samples costs, what drafted tokens gain, what experts in slots take, a dense T5 against
-CTranslate2 where that is installed, and where the extra `serve` is a server's requests a second
-and what it gains by inputs that join a running batch.
+that samples and a record of routing cost, what drafted tokens gain, what experts in slots take,
+a dense T5 against CTranslate2 where it is installed, and where the extra `serve` is a server's
+requests a second and what it gains by inputs that join a running batch.
 Dims: B rows of a batch, M tokens of a source
 """
 
@@ -93,6 +93,7 @@ def run(rounds: int) -> Report:
         if name in ratios
     ]
     parts = [pruning(rounds), quantized_bytes(), decode_programs.sampling(rounds)]
+    parts += [decode_programs.recording(rounds)]
     parts += [speculation.speculation(rounds), offload.step_times()]
     if serving.is_available():
         config = switch_model(NUM_EXPERTS[0])

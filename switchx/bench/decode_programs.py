@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What settings of decoding cost: a step that samples, against a greedy one.
+"""What settings of decoding cost: a step that samples, and a record of routing.
 
 Dims: B rows of a batch, M tokens of a source
 """
 
+import contextlib
 import dataclasses
 import functools
+import itertools
+import tempfile
 from typing import Any
 
 import jax
@@ -13,18 +16,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
+from switchx import api
 from switchx.bench.train import in_ms, switch_model
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import prefill, run_step
-from switchx.inference.generate import for_decoding
+from switchx.inference.generate import Generator, for_decoding
 from switchx.inference.rows import Rows, RowSettings
 from switchx.models.config import ModelConfig
 from switchx.models.params import init_params
 from switchx.results import Check
+from switchx.routing_record import RecordInfo, RecordWriter
 
 # A step of T5's vocabulary.
 BATCH, VOCABULARY, NUM_EXPERTS, NEW_TOKENS = 8, 32_128, 8, 16
 STEPS = 8  # of a turn
+RECORDED_TOKENS, RECORDED_BEAMS = 64, (1, 4)
 WAYS = {
     "greedy": {},
     "samples": {"temperature": 0.8},
@@ -44,6 +50,32 @@ def sampling(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
         for each in (greedy, *others)
     ]
     return rows, [Check("sampling_vs_greedy_step", speedup(greedy, others[0]), "<=1.3")]
+
+
+def recording(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
+    """Times batches of texts with a record of routing, its file included, and without one."""
+    tiny, config = api.load("tiny"), switch_model(NUM_EXPERTS)
+    larger = config, init_params(config, jax.random.key(0))
+    models, rows = {"tiny": (tiny.config, tiny.params), f"{NUM_EXPERTS} experts": larger}, []
+    for (name, (config, params)), beams in itertools.product(models.items(), RECORDED_BEAMS):
+        decoding = DecodingConfig(RECORDED_TOKENS, beam_size=beams, eos_id=-1)
+        generator = Generator(for_decoding(config), params, decoding, 4 * BATCH)
+        texts = np.random.default_rng(0).integers(3, config.vocab_size, (4 * BATCH, 32))
+        step = functools.partial(_written, generator, texts.tolist())
+        with tempfile.TemporaryDirectory() as folder:
+            recorded = functools.partial(step, f"{folder}/record")
+            ways = Contender("", step), Contender(f"{name}, {beams} beams, recorded", recorded)
+            take_turns(ways, rounds)
+        cost = {"vs_no_record": speedup(*ways)}
+        rows.append({"decoding": ways[1].name} | in_ms(ways[1]) | cost)
+    return rows, [Check("record_vs_none", max(row["vs_no_record"] for row in rows), "<=1.05")]
+
+
+def _written(generator: Generator, texts, path: str | None = None) -> None:
+    switch, layers = generator.config.switch, generator.config.sparse_layers_by_stack
+    info = RecordInfo(switch, layers, 0, "generate")
+    with RecordWriter(path, info) if path else contextlib.nullcontext() as generator.record:
+        list(generator(texts))
 
 
 def begun(config: ModelConfig, params: dict, decoding: DecodingConfig, source_BM):

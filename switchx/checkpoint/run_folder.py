@@ -146,6 +146,8 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Holds the folder for one trainer; the system frees it when the process ends.
 
+        Of a trainer that failed before it wrote anything, nothing is left.
+
         Advisory (flock): it keeps out other trainers, not readers such as `switchx eval`. In a
         store, which has no locks, the trainer before is kept out (`Mirror.owned`).
 
@@ -159,7 +161,9 @@ class RunFolder:
         with self.lock_file.open("a+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                if not os.path.samestat(os.fstat(file.fileno()), self.lock_file.stat()):
+                    raise BlockingIOError  # it was taken away, as below, since it was opened
+            except (BlockingIOError, FileNotFoundError):
                 file.seek(0)
                 holder = json.loads(file.read() or "{}")
                 raise ValueError(
@@ -170,7 +174,19 @@ class RunFolder:
             file.truncate(0)
             json.dump({"pid": os.getpid(), "host": socket.gethostname()}, file)
             file.flush()
-            yield
+            try:
+                yield
+            finally:
+                self._remove_unused()
+
+    def _remove_unused(self) -> None:
+        """Removes the lock, and the folder of checkpoints, where nothing else was written."""
+        there = {each.name for each in self.root.glob("*")}
+        if there <= {"checkpoints", self.lock_file.name}:
+            with contextlib.suppress(OSError):  # there is a checkpoint
+                if "checkpoints" in there:
+                    self.checkpoints.rmdir()
+                self.lock_file.unlink()
 
     def require_owned(self) -> None:
         """Checks that no other trainer has taken over a folder in a store.

@@ -6,7 +6,6 @@ Both read and check all lines before they compute anything (`text/lines.py`).
 """
 
 import argparse
-import collections
 import dataclasses
 import functools
 import json
@@ -83,15 +82,21 @@ def run_score(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace, lines: list[str], model, reporter) -> None:
-    from switchx.inference.generate import text_of
-
     decoding = shared.options_of(arguments, DecodingConfig)
     _require_json(arguments)
-    generator = model.generator(
-        batch_size=arguments.batch_size,
-        dropless=arguments.capacity == "dropless",
-        **decoding,
-    )
+    with text.recording(arguments, model, reporter) as record:
+        generator = model.generator(
+            batch_size=arguments.batch_size,
+            dropless=arguments.capacity == "dropless",
+            record=record,
+            **decoding,
+        )
+        _generate_lines(arguments, lines, model, reporter, generator)
+
+
+def _generate_lines(arguments, lines: list[str], model, reporter, generator) -> None:
+    from switchx.inference.generate import text_of
+
     encode = functools.partial(model.text_format.inputs, model.vocabulary)
 
     def prompt(line):
@@ -115,38 +120,23 @@ def _generate(arguments: argparse.Namespace, lines: list[str], model, reporter) 
         return json_text(values, ensure_ascii=False)
 
     def compute(shard, first):
-        prompts, texts = list(map(prompt, shard)), []
-        for number, hypotheses in generator(prompts, first_number=first):
-            texts.append((number, hypotheses[0].tokens))
+        for number, hypotheses in generator(list(map(prompt, shard)), first_number=first):
             yield number, written(hypotheses[:num_outputs])
-        if recorder is not None:
-            pairs = [
-                model.pair_read(prompts[number - first], tokens)
-                for number, tokens in sorted(texts)
-            ]
-            collections.deque(recorder(pairs, first), maxlen=0)
 
     text.check(arguments.input, lines, prompt)
     settings = dataclasses.asdict(generator.decoding)
     if arguments.capacity == "dropless":
         del settings["pruning"]  # the same outputs with it and without
-    with text.recording(arguments, model, reporter) as record:
-        # What was written is read once more, in whole texts: decoding has no groups to record.
-        recorder = record and _scorer(arguments, model, record=record)
-        text.write(arguments, model, lines, settings, compute, reporter)
+    text.write(arguments, model, lines, settings, compute, reporter)
 
 
 def _score(arguments: argparse.Namespace, lines: list[str], model, reporter) -> None:
     asked = shared.options_of(arguments, DecodingConfig)
     _require_json(arguments)
     with text.recording(arguments, model, reporter) as record:
-        scorer = _scorer(arguments, model, record=record, **asked)
+        dropless, size = arguments.capacity == "dropless", arguments.batch_size
+        scorer = model.scorer(batch_size=size, dropless=dropless, record=record, **asked)
         _score_lines(arguments, lines, model, reporter, scorer, asked)
-
-
-def _scorer(arguments: argparse.Namespace, model, **asked):
-    dropless = arguments.capacity == "dropless"
-    return model.scorer(batch_size=arguments.batch_size, dropless=dropless, **asked)
 
 
 def _score_lines(arguments, lines: list[str], model, reporter, scorer, asked) -> None:

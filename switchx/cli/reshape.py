@@ -51,8 +51,8 @@ def add_command(commands) -> None:
     parser.add_argument(
         "--reduce",
         choices=("merge", "drop"),
-        help="of a sparse model: merge experts that compute alike, or drop the least used ones "
-        "(default: merge)",
+        help="of a sparse model: merge experts that compute alike, or drop those of the lowest "
+        "--score (default: merge)",
     )
     parser.add_argument(
         "--score",
@@ -60,7 +60,7 @@ def add_command(commands) -> None:
         help="experts of high scores stay: frequency, tokens that chose one; ean, sum of its "
         "outputs' norms; mean_norm, their mean; reap, mean of gate times norm "
         "(arXiv:2510.13999); aimer, of weights alone (arXiv:2603.18492); brute_force, the loss "
-        "without it, measured for each (default: frequency)",
+        "without it, measured for each (default: reap)",
     )
     parser.add_argument(
         "--novice",
@@ -171,7 +171,7 @@ def _changed(arguments: argparse.Namespace, made, model, text, reporter):
     if is_merged:
         said = f"{experts} experts a Switch layer, the others merged into them"
         return reshape.merge_experts(*of_model, samples, experts), said
-    score = arguments.score or "frequency"
+    score = arguments.score or reshape.DEFAULT_SCORE
     if score == "brute_force":
         reporter.note("measuring the loss without each expert")
         samples = with_harm(model, text, samples)

@@ -91,6 +91,12 @@ def add_command(commands) -> None:
         help="save and end, with status 1, at the first alarm of the routing "
         "(docs/routing_statistics.md)",
     )
+    parser.add_argument(
+        "--stop_with_stdin",
+        action="store_true",
+        help="save and end when standard input ends, for a program that starts this one and "
+        "holds the other end of the pipe: it may be killed",
+    )
     hosts.add_hosts(parser)
 
 
@@ -106,6 +112,10 @@ def _profiled(text: str) -> tuple[int, int]:
 
 def run(arguments: argparse.Namespace) -> int:
     started_s = time.perf_counter()
+    if arguments.stop_with_stdin:
+        from switchx.training.stopping import stop_with_stdin
+
+        stop_with_stdin()
     if arguments.hardware is not None and arguments.mesh is None:
         arguments.parser.error("--hardware is for --mesh=auto; add that, or leave it out")
     processes = hosts.processes_of(arguments)

@@ -162,7 +162,8 @@ class CorpusVocabulary(LateVocabulary):
         if not path.exists():
             _log.info("training a vocabulary of %d ids on %s", self.size, joined)
             sample = self._sample(sources)
-            write_atomically(path, train_model(sample, self.size - self.num_sentinels))
+            size, on_top = self.size - self.num_sentinels, self.num_sentinels
+            write_atomically(path, train_model(sample, size, on_top))
         return SentencePieceVocabulary(str(path), self.num_sentinels)
 
     def _sample(self, sources: list[CorpusSource]) -> list[str]:

@@ -120,8 +120,11 @@ def _written_to(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def train_model(texts: Iterable[str], size: int) -> bytes:
+def train_model(texts: Iterable[str], size: int, num_sentinels: int = 0) -> bytes:
     """Content of the `.model` file of `size` pieces; the same for the same texts.
+
+    Args:
+        num_sentinels: number of sentinels that come on top, for errors in the user's numbers.
 
     Raises:
         ValueError: no text, or a size that does not fit it.
@@ -151,7 +154,9 @@ def train_model(texts: Iterable[str], size: int) -> bytes:
             minloglevel=3,
         )
     except RuntimeError as error:
-        raise ValueError(_explain(size, sum(map(len, lines)), str(error))) from error
+        raise ValueError(
+            _explain(size, num_sentinels, sum(map(len, lines)), str(error))
+        ) from error
     return model.getvalue()
 
 
@@ -217,10 +222,16 @@ def _texts_of(inputs: str | Sequence[str], columns: Sequence[str] | None) -> Ite
             yield from example.values()
 
 
-def _explain(size: int, num_characters: int, message: str) -> str:
-    what = f"a vocabulary of {size} pieces cannot be trained on {num_characters} characters"
+def _explain(size: int, num_sentinels: int, num_characters: int, message: str) -> str:
+    kind = f"ids, {num_sentinels} of them sentinels," if num_sentinels else "pieces"
+    what = (
+        f"a vocabulary of {size + num_sentinels} {kind} cannot be trained on {num_characters} "
+        "characters"
+    )
     if match := _TOO_LARGE.search(message):
-        return f"{what}: use at most {match[1]} (sentinels come on top), or more text"
+        top = "" if num_sentinels else " (sentinels come on top)"
+        return f"{what}: use at most {int(match[1]) + num_sentinels}{top}, or more text"
     if match := _TOO_SMALL.search(message):
-        return f"{what}: use more than {match[1]}, the bytes and single characters alone"
+        least = int(match[1]) + num_sentinels
+        return f"{what}: use at least {least}: bytes and single characters alone need as many"
     return f"{what}: {message.strip()}; use some thousands, and text to match"

@@ -51,7 +51,7 @@ class DeploySettings:
     Attributes:
         platform: one of `DEVICE_KINDS`; programs for this machine are made besides.
         experts: number of experts that are kept in each Switch layer; None keeps all.
-        reduce: `merge` merges similar experts, `drop` drops the least used ones.
+        reduce: `merge` merges similar experts, `drop` drops those of the lowest REAP score.
         teacher: run folder of the model that teaches the one with fewer experts; None trains
             nothing.
         distill_steps: number of steps of this training.

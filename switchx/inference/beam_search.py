@@ -43,6 +43,8 @@ class Beams:
             the best first, and whether there is one.
         log_probs, finished_log_probs: log-probabilities of the running and the finished
             hypotheses' tokens; None where none are kept.
+        finished_ancestor_BLT: `ancestor_BLT` of the finished hypotheses where the program
+            `is_recorded`; else None.
     """
 
     token_BLT: jax.Array
@@ -53,6 +55,7 @@ class Beams:
     is_finished_BL: jax.Array
     log_probs: LogProbs | None
     finished_log_probs: LogProbs | None
+    finished_ancestor_BLT: jax.Array | None = None
 
     @classmethod
     def start(cls, batch: int, program: DecodingProgram) -> "Beams":
@@ -69,6 +72,7 @@ class Beams:
             jnp.zeros((batch, L), bool),
             LogProbs.start(batch, program),
             LogProbs.start(batch, program),
+            jnp.zeros((batch, L, T), jnp.int32) if program.is_recorded else None,
         )
 
     @property
@@ -102,10 +106,15 @@ class Beams:
         """A copy with places for `max_new_tokens`; copies of the ring are laid end to end."""
         times = program.max_new_tokens // self.num_places
         running, finished = self.log_probs, self.finished_log_probs
+        ancestor_BLT, finished_ancestor_BLT = jax.tree.map(
+            lambda ring_BLT: jnp.concatenate([ring_BLT] * times, axis=2),
+            (self.ancestor_BLT, self.finished_ancestor_BLT),
+        )
         return dataclasses.replace(
             self,
             token_BLT=lengthened(self.token_BLT, program, program.pad_id),
-            ancestor_BLT=jnp.concatenate([self.ancestor_BLT] * times, axis=2),
+            ancestor_BLT=ancestor_BLT,
+            finished_ancestor_BLT=finished_ancestor_BLT,
             finished_BLT=lengthened(self.finished_BLT, program, program.pad_id),
             log_probs=running and running.with_places(program),
             finished_log_probs=finished and finished.with_places(program),
@@ -144,7 +153,10 @@ class Beams:
         length_B = number_B + 1
         ends_BJ = program.ends(token_BJ) | (length_B >= rows.max_new_tokens_B)[:, None]
 
-        texts = text_BJT, log_probs
+        ancestor_BJT = None
+        if self.finished_ancestor_BLT is not None:
+            ancestor_BJT = _of(self.ancestor_BLT, parent_BJ)
+        texts = text_BJT, log_probs, ancestor_BJT
         finished = self._with_finished(texts, log_prob_BJ, ends_BJ, length_B, rows, program)
         going_BJ = jnp.where(ends_BJ, NEVER, log_prob_BJ)
         log_prob_BL, chosen_BL = jax.lax.top_k(going_BJ, L)
@@ -171,10 +183,10 @@ class Beams:
         score_BL, best_BL = jax.lax.top_k(jnp.concatenate([self.score_BL, score_BJ], 1), L)
         all_texts = jax.tree.map(
             lambda *both: jnp.concatenate(both, axis=1),
-            (self.finished_BLT, self.finished_log_probs),
+            (self.finished_BLT, self.finished_log_probs, self.finished_ancestor_BLT),
             texts,
         )
-        finished_BLT, log_probs = _of(all_texts, best_BL)
+        finished_BLT, log_probs, ancestor_BLT = _of(all_texts, best_BL)
         all_finished = jnp.concatenate([self.is_finished_BL, is_new_BJ], axis=1)
         return dataclasses.replace(
             self,
@@ -182,6 +194,7 @@ class Beams:
             score_BL=score_BL,
             is_finished_BL=jnp.take_along_axis(all_finished, best_BL, axis=1),
             finished_log_probs=log_probs,
+            finished_ancestor_BLT=ancestor_BLT,
         )
 
     def _can_improve(self, length_B, rows: Rows, program: DecodingProgram):
@@ -204,6 +217,11 @@ class Beams:
     @property
     def result_log_probs(self) -> LogProbs | None:
         return self.finished_log_probs
+
+    @property
+    def result_lane_BLT(self):
+        """The lane that each result's token has at each place of the ring."""
+        return self.finished_ancestor_BLT
 
 
 def continuations(logits_BLV, allowed_BLV, log_prob_BL, num: int):

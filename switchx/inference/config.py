@@ -274,7 +274,7 @@ class DecodingConfig:
         """The settings that a program is compiled for; it has places for more new tokens."""
         return self.program_of(rounded_up(self.max_new_tokens, NEW_TOKENS))
 
-    def program_of(self, places: int) -> "DecodingProgram":
+    def program_of(self, places: int, *, is_recorded: bool = False) -> "DecodingProgram":
         """`program` with places for exactly so many new tokens."""
         return DecodingProgram(
             places,
@@ -289,6 +289,7 @@ class DecodingConfig:
             self.prompt_lookup_num_tokens or 0,
             self.other_eos_ids,
             self.suppressed_ids,
+            is_recorded,
         )
 
 
@@ -328,6 +329,7 @@ class DecodingProgram:
         num_kept: likeliest tokens of each step whose log-probabilities are kept, beside the
             chosen one's; None keeps neither.
         num_drafts: tokens that a step reads beside each row's newest one; 0 drafts none.
+        is_recorded: the routing of what is read is kept (read_routing.py).
     """
 
     max_new_tokens: int
@@ -342,6 +344,7 @@ class DecodingProgram:
     num_drafts: int = 0
     other_eos_ids: tuple[int, ...] = ()
     suppressed_ids: tuple[int, ...] = ()
+    is_recorded: bool = False
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from switchx.axes import dims_of
 from switchx.inference.beam_search import Beams
 from switchx.inference.config import DecodingProgram
 from switchx.inference.prompt_lookup import Drafted
+from switchx.inference.read_routing import ReadRouting
 from switchx.inference.rows import Rows
 from switchx.inference.sampling import Greedy
 from switchx.models.block import BlockCache, BlockInputs
@@ -50,6 +51,7 @@ class Decoding:
         is_prompt_BP: which places of the prompt a step reads: all of the text but its last
             token, which is in the ring. P is 0 where prompts are one token.
         is_source_BM: which places of the encoder's output are text; None without an encoder.
+        routing: `ReadRouting` where the program `is_recorded`; else None.
     """
 
     cache: tuple[BlockCache, ...]
@@ -60,6 +62,7 @@ class Decoding:
     hypotheses: Any
     is_prompt_BP: jax.Array
     is_source_BM: jax.Array | None
+    routing: ReadRouting | None = None
 
     @property
     def num_steps_B(self) -> jax.Array:
@@ -92,10 +95,11 @@ def prefill(
     L, T = decoding.num_lanes, decoding.max_new_tokens
     if decoding.has_processors:
         rows = dataclasses.replace(rows, read_BP=jnp.where(is_prompt_BP, prompt_BP, -1))
-    memory_BMD = None
+    memory_BMD = source_stats = prompt_stats = None
     if source_BM is not None:
         position_BM = jnp.broadcast_to(jnp.arange(source_BM.shape[1]), source_BM.shape)
-        memory_BMD, _ = model.encode(source_BM, is_source_BM.astype(jnp.int32), position_BM)
+        segment_BM = is_source_BM.astype(jnp.int32)
+        memory_BMD, source_stats = model.encode(source_BM, segment_BM, position_BM)
     cache = model.decoder.new_cache(B, P + T * L, memory_BMD)
     if P:
         sees_PP = jnp.tril(jnp.ones((P, P), bool))
@@ -112,7 +116,7 @@ def prefill(
             place=jnp.int32(0),
         )
         x_BPD = constrain(model.embedding.embed(prompt_BP, position_BP), "BLD")
-        _, cache = model.decoder.extend(x_BPD, inputs, cache)
+        _, prompt_stats, cache = model.decoder.extend(x_BPD, inputs, cache)
     token_BL = jnp.broadcast_to(prompt_BP[:, -1:], (B, L))
     if decoding.num_drafts:
         texts = (source_BM, is_source_BM), (prompt_BP, is_prompt_BP)
@@ -120,6 +124,9 @@ def prefill(
         token_BL = hypotheses.with_drafts(prompt_BP[:, -1])
     else:
         hypotheses = (Beams if L > 1 else Greedy).start(B, decoding)
+    routing = None
+    if decoding.is_recorded:
+        routing = ReadRouting.start(config, decoding, B, source_stats, prompt_stats)
     return constrain_named(
         Decoding(
             cache,
@@ -130,6 +137,7 @@ def prefill(
             hypotheses=hypotheses,
             is_prompt_BP=is_prompt_BP[:, :P] & (jnp.arange(P) < P - 1)[None],
             is_source_BM=is_source_BM,
+            routing=routing,
         )
     )
 
@@ -175,9 +183,13 @@ def run_step(config: ModelConfig, decoding: DecodingProgram, params, state: Deco
 
 
 def _advance(model, decoding: DecodingProgram, state: Decoding, positions: tuple) -> Decoding:
-    logits_BLV, cache = step_logits(model, decoding, state, positions)
+    logits_BLV, stats, cache = step_logits(model, decoding, state, positions)
     place = (state.step + 1) % decoding.max_new_tokens  # of the tokens that are chosen now
     number_B = state.hypotheses.number_B(state.num_steps_B)
+    routing = state.routing
+    if routing is not None:
+        read = state.step % decoding.max_new_tokens
+        routing = routing.with_step(stats, read, state.rows.is_live_B)
     hypotheses, token_BL, is_live_B = state.hypotheses.advance(
         logits_BLV, number_B, place, state.rows, decoding
     )
@@ -189,12 +201,13 @@ def _advance(model, decoding: DecodingProgram, state: Decoding, positions: tuple
             token_BL=token_BL,
             rows=dataclasses.replace(state.rows, is_live_B=is_live_B),
             hypotheses=hypotheses,
+            routing=routing,
         )
     )
 
 
 def step_logits(model, decoding: DecodingProgram, state: Decoding, positions: tuple):
-    """Logits `[B, L, V]` after the newest tokens, and the cache with them.
+    """Logits `[B, L, V]` after the newest tokens, their `RoutingStats`, and the cache.
 
     Args:
         positions: the terms that `position_terms` returns.
@@ -229,8 +242,8 @@ def step_logits(model, decoding: DecodingProgram, state: Decoding, positions: tu
         place=P + place * L,
     )
     x_BLD = constrain(model.embedding.embed(state.token_BL, position_BL), "BLD")
-    x_BLD, cache = model.decoder.extend(x_BLD, inputs, state.cache)
-    return constrain(model.embedding.logits(x_BLD), "BLV"), cache
+    x_BLD, stats, cache = model.decoder.extend(x_BLD, inputs, state.cache)
+    return constrain(model.embedding.logits(x_BLD), "BLV"), stats, cache
 
 
 def position_terms(model, decoding: DecodingProgram, prompt_length: int) -> tuple:
@@ -372,11 +385,13 @@ def enlarged(
 
     def enlarge(name, leaf):
         dims = _dims(name, leaf)
-        if "/memory/" in name or name == "is_source_BM":
+        if "/memory/" in name or name in ("is_source_BM", "routing/source_NBMS"):
             axis = dims.index("M")
             return longer(leaf, axis, 0, source - leaf.shape[axis])
-        if name == "is_prompt_BP":
-            return longer(leaf, 1, prompt - P, 0)
+        if name in ("is_prompt_BP", "routing/prompt_NBPS"):
+            return longer(leaf, dims.index("P"), prompt - P, 0)
+        if name == "routing/step_NBTLS":
+            return jnp.concatenate([leaf] * (decoding.max_new_tokens // T), axis=2)
         if name == "rows/read_BP":
             return longer(leaf, 1, max(prompt, 1) - leaf.shape[1], 0, -1)
         if name == "hypotheses/read_BM":

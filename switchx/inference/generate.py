@@ -11,9 +11,11 @@ from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh, has_capacity
 from switchx.inference.offload.chosen_experts import ChosenExperts
 from switchx.inference.offload.expert_slots import slotted
 from switchx.inference.quantize import separate_experts
+from switchx.inference.read_routing import stack_record
 from switchx.inference.running_batch import Hypothesis, RunningBatch
 from switchx.inference.texts import StopStrings
 from switchx.models.config import ModelConfig, require_one_task, require_our_blocks
+from switchx.routing_record import RecordWriter
 
 # Decoding steps between two looks at whether texts have stopped.
 STEPS_TO_STOPS = 8
@@ -101,7 +103,7 @@ class Generated:
         values = vars(said) | {"output": said.tokens}
         if vocabulary is not None:
             values["output"] = text_of(said, vocabulary, stops)
-        del values["tokens"]
+        del values["tokens"], values["routing"]
         return cls(**values)
 
 
@@ -121,6 +123,8 @@ class Generator:
         devices: the devices of `params`.
         experts: the experts that come to the device when they are chosen, whose other
             parameters are `params`; None where `params` has all experts.
+        record: writer that gets the routing of what is read, of each input's first hypothesis;
+            rows have their inputs' numbers.
     """
 
     def __init__(
@@ -132,8 +136,9 @@ class Generator:
         devices: ModelMesh = ONE_DEVICE,
         experts: ChosenExperts | None = None,
         vocabulary: Vocabulary | None = None,
+        record: RecordWriter | None = None,
     ):
-        """Raises ValueError: the model cannot be decoded so."""
+        """Raises ValueError: the model cannot be decoded or recorded so."""
         if not 1 <= batch_size <= BATCHES[-1]:
             raise ValueError(f"batch_size={batch_size}; use 1 to {BATCHES[-1]}")
         if not decoding.beam_size <= config.vocab_size:
@@ -149,6 +154,14 @@ class Generator:
             raise FieldError(decoding, "stop", way_out)
         if decoding.prompt_lookup_num_tokens is not None:
             check_drafts(config, decoding, has_slots=experts is not None)
+        has_drafts = decoding.prompt_lookup_num_tokens is not None
+        if record is not None and (has_drafts or has_capacity(config)):
+            raise ValueError(
+                "a record of decoding with drafts, or with experts that have a capacity: steps "
+                "read tokens that are no text, and have no whole groups; leave these out, or "
+                "record what was written: `switchx score --record`, or a `Scorer`"
+            )
+        self.record, self._num_recorded = record, 0
         self.stops = StopStrings(vocabulary, decoding.stop) if decoding.stop else None
         devices.check(config, params)
         self.config = config if experts is None else slotted(config)
@@ -192,7 +205,7 @@ class Generator:
                     f"{most}, or a larger max_new_tokens"
                 )
         order = sorted(range(len(inputs)), key=lambda index: -len(inputs[index]))
-        num_samples, said = self.decoding.num_samples, {}
+        num_samples, said, read = self.decoding.num_samples, {}, {}
         rows = [(index, sample) for index in order for sample in range(num_samples)]
         for first in range(0, len(rows), self.batch_size):
             part = rows[first : first + self.batch_size]
@@ -202,6 +215,7 @@ class Generator:
                 self.decoding,
                 devices=self.devices,
                 experts=self.experts,
+                is_recorded=self.record is not None,
             )
             batch.admit(
                 [inputs[index] for index, _ in part],
@@ -217,7 +231,27 @@ class Generator:
                 of_input = said.setdefault(index, {})
                 of_input[sample] = hypotheses
                 if len(of_input) == num_samples:
-                    yield first_number + index, self._answer(said.pop(index))
+                    answer = self._answer(said.pop(index))
+                    if self.record is not None:
+                        read[first_number + index] = inputs[index], answer[0]
+                    yield first_number + index, answer
+            if read:
+                self._write_record(dict(sorted(read.items())))
+                read.clear()
+
+    def _write_record(self, read: dict[int, tuple[Sequence[int], Hypothesis]]) -> None:
+        """Writes one batch: inputs, and what was written to them, by number."""
+        parts = {}
+        start = [self.decoding.start_id] if self.config.is_encoder_decoder else []
+        for stack in next(iter(read.values()))[1].routing:
+            numbers = [said.routing[stack] for _, said in read.values()]
+            texts = [
+                list(tokens) if stack == "encoder" else [*(start or tokens), *said.tokens]
+                for tokens, said in read.values()
+            ]
+            parts[stack] = stack_record(self.config, texts, numbers)
+        self.record.add(self._num_recorded, parts, len(read), list(read))
+        self._num_recorded += 1
 
     def _until_ended(self, batch: RunningBatch) -> Iterator[tuple[int, list[Hypothesis]]]:
         """The rows of a batch, as they end."""

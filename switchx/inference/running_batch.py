@@ -54,6 +54,8 @@ class Hypothesis:
             is finished; None where they were not asked for.
         top_logprobs: for each of these places, log-probabilities of the likeliest tokens by
             token id, the likeliest first.
+        routing: numbers of each token that was read, in each Switch layer, by stack
+            (`ReadRouting.of_text`); None where they were not asked for.
     """
 
     tokens: list[int]
@@ -61,6 +63,7 @@ class Hypothesis:
     is_finished: bool
     token_logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
+    routing: dict[str, np.ndarray] | None = dataclasses.field(default=None, repr=False)
 
     def with_logprobs(self, number: int | None) -> "Hypothesis":
         """A copy with `number` likeliest tokens in each place; None leaves out all logprobs."""
@@ -92,9 +95,11 @@ class Hypothesis:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as a dictionary; log-probabilities only where there are some."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
+        """The fields but `routing` as a dictionary; log-probabilities only where there are
+        some."""
+        values = {name: value for name, value in vars(self).items() if value is not None}
+        values.pop("routing", None)
+        return values
 
 
 class RunningBatch:
@@ -115,6 +120,7 @@ class RunningBatch:
         *,
         devices: ModelMesh = ONE_DEVICE,
         experts: ChosenExperts | None = None,
+        is_recorded: bool = False,
     ):
         """A batch without sentences.
 
@@ -123,8 +129,9 @@ class RunningBatch:
             devices: the devices of `params`, for which `config` was made.
             experts: the experts that come to the device when they are chosen, whose other
                 parameters are `params`; None where `params` has all experts.
+            is_recorded: whether hypotheses have their `routing`.
         """
-        self._experts = experts
+        self._experts, self._is_recorded = experts, is_recorded
         self._config, self._params, self._decoding = config, params, decoding
         self._devices, self._batches = devices, devices.batches(config, BATCHES)
         self.waiting: set[int] = set()
@@ -165,7 +172,7 @@ class RunningBatch:
             places = max(places, self._program.max_new_tokens)
         else:
             self._state = None
-        program = self._decoding.program_of(places)
+        program = self._decoding.program_of(places, is_recorded=self._is_recorded)
         settings = settings or RowSettings.of([self._decoding] * len(inputs))
         fresh = self._prefilled(program, inputs, length, numbers, token_limits, settings)
         names = list(range(self._num_admitted, self._num_admitted + len(inputs)))
@@ -335,7 +342,7 @@ class RunningBatch:
         if not ended:
             return {}
         texts = self._texts()
-        _, score_BL, _ = texts
+        _, score_BL, *_ = texts
         max_new_tokens_B = self._devices.fetch(self._state.rows.max_new_tokens_B)
         return {
             sentence: [
@@ -346,21 +353,32 @@ class RunningBatch:
         }
 
     def _texts(self) -> tuple:
-        """The texts of all rows: token_BLT, score_BL, `LogProbs` or None."""
-        hypotheses, rows = self._state.hypotheses, self._state.rows
-        return self._devices.fetch((*hypotheses.results(rows), hypotheses.result_log_probs))
+        """The texts of all rows: token_BLT, score_BL, `LogProbs` or None, what was read of them
+        or None."""
+        state, hypotheses = self._state, self._state.hypotheses
+        read = None
+        if self._is_recorded:
+            where = state.begin_B, hypotheses.result_lane_BLT, state.is_source_BM
+            read = state.routing, *where, state.is_prompt_BP
+        texts = *hypotheses.results(state.rows), hypotheses.result_log_probs, read
+        return self._devices.fetch(texts)
 
     def _hypothesis(self, texts: tuple, place: tuple[int, int], most: int) -> Hypothesis:
         """The hypothesis of a row and a beam, of so many tokens at most."""
-        token_BLT, score_BL, log_probs = texts
+        token_BLT, score_BL, log_probs, read = texts
         token_T, score = token_BLT[place][:most], float(score_BL[place])
         ends = np.flatnonzero(self._decoding.program.ends(token_T))
         length = int(ends[0]) if len(ends) else len(token_T)
         said = Hypothesis(token_T[:length].tolist(), score, bool(len(ends)))
+        num_steps = length + len(ends[:1])
+        if read is not None:
+            routing, *where = read
+            found = routing.of_text(place, num_steps, *where)
+            said = dataclasses.replace(said, routing=found)
         if log_probs is None:
             return said
         own_T, token_TS, log_prob_TS = (
-            x[place][: length + len(ends[:1])] for x in jax.tree.leaves(log_probs)
+            x[place][:num_steps] for x in jax.tree.leaves(log_probs)
         )
         top = [
             dict(zip(tokens, values, strict=True))
@@ -369,11 +387,12 @@ class RunningBatch:
         return dataclasses.replace(said, token_logprobs=own_T.tolist(), top_logprobs=top)
 
 
-def are_compiled(generator, size: int, length: int) -> bool:
+def are_compiled(generator, size: int, length: int, is_recorded: bool = False) -> bool:
     """Whether a `Generator`'s programs are kept for batches of up to so many inputs, which are
     padded to `length`."""
     steps = run_until if generator.experts is None else run_step
-    settings = generator.config, generator.decoding.program
+    program = dataclasses.replace(generator.decoding.program, is_recorded=is_recorded)
+    settings = generator.config, program
     batches = generator.devices.batches(generator.config, BATCHES)
     sizes = batches[: batches.index(rounded_up(size, batches)) + 1]
     if generator.decoding.pruning != "compact":

@@ -348,6 +348,11 @@ class Greedy:
     def result_log_probs(self) -> LogProbs | None:
         return self.log_probs
 
+    @property
+    def result_lane_BLT(self):
+        """The lane that each result's token has at each place of the ring: the only one."""
+        return jnp.zeros_like(self.token_BT)[:, None]
+
 
 def scores(log_prob_BL, length_B, rows: Rows):
     """log p / length ** penalty, finite unless log p is NaN: an exponent below 0 may make it

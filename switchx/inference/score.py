@@ -17,7 +17,6 @@ import numpy as np
 
 from switchx.data.features import read_and_predicted
 from switchx.data.special_ids import PAD_ID
-from switchx.fields import require
 from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig, rounded_up
 from switchx.inference.generate import check_tokens, token_fault
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
@@ -158,39 +157,6 @@ class Scorer:
         num_inputs = 0 if self.config.is_encoder_decoder else len(inputs)
         return num_inputs + len(self.forced_prefix) - (self.start_id is None)
 
-    def chosen_experts(self, pair: Pair) -> np.ndarray:
-        """Which experts the tokens of a target choose where the decoder reads them.
-
-        One pass over the whole text, in which every layer sees what it saw while the text was
-        decoded; so for `dropless` models the choices are those of decoding, up to ties.
-
-        Returns:
-            `[N, T, S]` int: Switch layers of the decoder (`decoder_layers`), tokens of the
-            target, choices; the number of experts where there is none.
-
-        Raises:
-            ValueError: see `fault`; or the decoder has no Switch layers.
-        """
-        inputs, targets = pair
-        require(
-            self.decoder_layers,
-            "the decoder has no Switch layers; ask a model that has some which expert it chose",
-        )
-        pair = inputs, read_whole(targets, self.start_id)
-        if fault := self.fault(pair):
-            raise ValueError(f"the pair {fault}")
-        batch = self._batch([pair])
-        expert_NBLS = self._run(_decoder_choices, (self.config,), batch)
-        # Before it the decoder reads the start token, and without an encoder the inputs.
-        first = 0 if self.config.is_encoder_decoder else len(inputs)
-        first += self.start_id is not None
-        return np.asarray(expert_NBLS)[:, 0, first : first + len(targets)]
-
-    @property
-    def decoder_layers(self) -> list[str]:
-        """The Switch layers of the decoder by name: `decoder 1` and so on."""
-        return [each for each in self.config.sparse_layer_names if each.startswith("decoder ")]
-
     def _log_likelihoods(self, batch: dict) -> tuple:
         settings = self.config, self._num_kept, self.record is not None
         if self.experts is not None:
@@ -270,16 +236,6 @@ def _log_likelihoods(
         return (log_likelihood_B,), routing
     likeliest = likeliest_tokens(log_prob_BLV, num_kept)
     return (log_likelihood_B, log_prob_BL, *likeliest), routing
-
-
-def _decoder_choices(config: ModelConfig, params, batch):
-    _, stats = forward(config, params, batch, is_training=False)
-    return stats.choices[-1].expert_BLS
-
-
-def read_whole(targets: Sequence[int], start_id: int | None) -> list[int]:
-    """A target of which all tokens are read: behind a start, one more follows the last."""
-    return [*targets] if start_id is None else [*targets, PAD_ID]
 
 
 def features(stack: str, token_BL, is_token_BL) -> dict:

@@ -196,9 +196,10 @@ class Stack(nnx.Module):
         return self.leave(x_BLD, key=key), stats
 
     def extend(self, x_BLD, inputs: BlockInputs, cache):
-        """The normed output of L more tokens and the cache with them, in evaluation mode."""
-        x_BLD, _, cache = self.run(x_BLD, inputs, cache, is_training=False)
-        return self.leave(x_BLD), cache
+        """The normed output of L more tokens, their routing statistics and the cache with them,
+        in evaluation mode."""
+        x_BLD, stats, cache = self.run(x_BLD, inputs, cache, is_training=False)
+        return self.leave(x_BLD), stats, cache
 
     def new_cache(self, batch: int, places: int, memory_BMD=None) -> tuple[BlockCache, ...]:
         """A cache for `places` tokens, empty except for the memory's keys and values."""

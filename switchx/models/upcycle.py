@@ -194,9 +194,14 @@ def multiplied_config(config: ModelConfig, num_experts: int, way: str) -> ModelC
         f"upcycle={way!r} with RouterConfig.num_selected={router.num_selected}: use "
         f"{exact_way(config)!r}",
     )
+    require(
+        way == "exclusive" or router.num_copies == 1,
+        f"upcycle={way!r} with RouterConfig.num_copies={router.num_copies}: experts of this "
+        "model exclude each other, and so must their copies; use 'exclusive'",
+    )
     changes: dict[str, dict[str, Any]] = {
         "counts_merged": {"counts_merged": True},
-        "exclusive": {"counts_merged": True, "num_copies": m},
+        "exclusive": {"counts_merged": True, "num_copies": m * router.num_copies},
         "more_choices": {"num_selected": m * router.num_selected},
         "copies": {},
     }

@@ -6,11 +6,9 @@ section 9.2): `tokens` for new ones, `answer` for what an input got, `done` at t
 instead of it. A search has no tokens before its end, so it sends answers alone.
 """
 
-import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import Executor
 from typing import Any
 
 from starlette import responses
@@ -118,9 +116,8 @@ class GrowingAnswer:
 class GenerateForm:
     """The form of the requests and answers of `/v1/generate`."""
 
-    def __init__(self, model: Model, reader: Executor):
-        """Has `reader`, of one thread, read texts again for their experts."""
-        self._model, self._reader = model, reader
+    def __init__(self, model: Model):
+        self._model = model
 
     def read(self, values: dict[str, Any], limits: Limits) -> GenerateRequest:
         return read_request(values, self._model, limits)
@@ -132,7 +129,7 @@ class GenerateForm:
             rows[event.number].grow(event, events)
         said = [each.hypotheses for each in rows]
         results = [
-            await self._result_json(wanted, first, sum(said[first : first + size], []))
+            self._result_json(wanted, first, sum(said[first : first + size], []))
             for first in range(0, len(said), size)
         ]
         return {"results": results, "usage": _usage_json(wanted, events)}
@@ -152,7 +149,7 @@ class GenerateForm:
                         piece |= {n: x for n, x in kept.items() if n.endswith("logprobs")}
                     yield _event_bytes("tokens", which | piece)
                 if row.hypotheses:
-                    result = await self._result_json(
+                    result = self._result_json(
                         wanted, event.number, row.hypotheses, is_one=not is_search
                     )
                     yield _event_bytes("answer", which | result)
@@ -163,7 +160,7 @@ class GenerateForm:
     def _rows(self, wanted: GenerateRequest) -> list[GrowingAnswer]:
         return [GrowingAnswer(self._model.vocabulary, wanted) for _ in wanted.prompts]
 
-    async def _result_json(
+    def _result_json(
         self,
         wanted: GenerateRequest,
         number: int,
@@ -181,36 +178,31 @@ class GenerateForm:
             result = {"text": vocabulary and text_of(each, vocabulary, stops)}
             result |= each.with_logprobs(settings.logprobs).as_dict()
             if wanted.with_experts:
-                result["experts"] = await self._experts(wanted.prompts[number], each.tokens)
+                result["experts"] = experts_json(self._model, wanted.prompts[number], each)
             results.append(result)
         is_one |= settings.num_return_sequences == 1
         return results[0] if is_one else {"hypotheses": results}
 
-    async def _experts(self, prompt: list[int], tokens: list[int]) -> dict[str, Any]:
-        # Beside the loop, and beside the worker's batches.
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._reader, experts_json, self._model, prompt, tokens
-        )
 
-
-def experts_json(model: Model, prompt: list[int], tokens: list[int]) -> dict[str, Any]:
-    """The experts that each token of an answer chose, layer by layer."""
-    scorer = model.scorer(batch_size=1)
-    inputs, _ = model.pair_read(prompt, tokens)
-    expert_NTS = scorer.chosen_experts((inputs, tokens))
-    num_experts = model.config.switch.num_experts
+def experts_json(model: Model, prompt: list[int], said: Hypothesis) -> dict[str, Any]:
+    """The experts that each token of an answer chose, layer by layer; none of a last token
+    that was not read."""
+    config, tokens, vocabulary = model.config, said.tokens, model.vocabulary
+    first = 1 if config.is_encoder_decoder else len(prompt)  # after the start token
+    chosen = slice(config.switch.router.num_selected)  # of the ranks
+    expert_NTS = said.routing["decoder"][:, first : first + len(tokens), chosen].astype(int)
     layers = {
-        name: [[int(e) for e in expert_S if e < num_experts] for expert_S in expert_TS]
-        for name, expert_TS in zip(scorer.decoder_layers, expert_NTS, strict=True)
+        name: expert_TS.tolist() + [[]] * (len(tokens) - len(expert_TS))
+        for name, expert_TS in zip(
+            config.sparse_layers_by_stack["decoder"], expert_NTS, strict=True
+        )
     }
-    vocabulary = model.vocabulary
     pieces = vocabulary and [
         # An embedding may have more rows than the vocabulary has tokens.
         vocabulary.piece(token).text if token < vocabulary.size else ""
         for token in tokens
     ]
-    return {"num_experts": num_experts, "layers": layers, "pieces": pieces}
+    return {"num_experts": config.switch.num_experts, "layers": layers, "pieces": pieces}
 
 
 def said_so_far(event: Event) -> Hypothesis:

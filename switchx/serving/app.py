@@ -102,7 +102,7 @@ def make_app(
         return JSONResponse(_model_json(models.named(request.path_params["name"])))
 
     reader = models.reader
-    generate = Endpoint(models, require_token, lambda each: GenerateForm(each.model, reader))
+    generate = Endpoint(models, require_token, lambda each: GenerateForm(each.model))
     complete = Endpoint(
         models,
         require_token,

@@ -58,8 +58,8 @@ class Models:
         self._retired: list[Service] = []
         self._newer: queue.SimpleQueue[Service] = queue.SimpleQueue()
         self.num_open, self.is_draining = 0, False
-        # Texts that are read again, for experts or log-probabilities of prompts: of all models
-        # one pass at a time, which takes all cores.
+        # Texts that are read again, for log-probabilities of prompts: of all models one pass at
+        # a time, which takes all cores.
         self.reader = ThreadPoolExecutor(1, READER)
         for name, each in self.services.items():
             each.metrics.running.set_function(lambda name=name: self._num_running(name))

@@ -49,7 +49,7 @@ class Group:
 
     Attributes:
         prompt_length, answer_length: lengths that prompts and answers are padded to.
-        has_processors, num_kept: see `DecodingProgram`.
+        has_processors, num_kept, is_recorded: see `DecodingProgram`.
     """
 
     prompt_length: int
@@ -58,6 +58,7 @@ class Group:
     is_sampling: bool
     has_processors: bool = False
     num_kept: int | None = None
+    is_recorded: bool = False
 
     def __str__(self) -> str:
         """`prompts up to 16 tokens, answers up to 64, the likeliest token`."""
@@ -65,11 +66,18 @@ class Group:
         how = f"{self.beam_size} beams" if self.beam_size > 1 else how
         how += ", with penalties or forced tokens" if self.has_processors else ""
         how += ", with log-probabilities" if self.num_kept is not None else ""
+        how += ", with experts" if self.is_recorded else ""
         lengths = f"prompts up to {self.prompt_length} tokens, answers up to"
         return f"{lengths} {self.answer_length}, {how}"
 
     @classmethod
-    def of(cls, prompt: Sequence[int], settings: DecodingConfig, limits: Limits) -> "Group":
+    def of(
+        cls,
+        prompt: Sequence[int],
+        settings: DecodingConfig,
+        limits: Limits,
+        is_recorded: bool = False,
+    ) -> "Group":
         return cls(
             limits.prompt_length(len(prompt)),
             limits.answer_length(settings.max_new_tokens),
@@ -77,12 +85,13 @@ class Group:
             settings.is_sampling,
             settings.has_processors,
             settings.num_kept,
+            is_recorded,
         )
 
     @property
     def kind(self) -> tuple:
         """Inputs of one kind can be in one batch; the number of beams is the first of it."""
-        return self.beam_size, self.is_sampling, self.has_processors, self.num_kept
+        return dataclasses.astuple(self)[2:]
 
     @property
     def settings(self) -> dict[str, Any]:

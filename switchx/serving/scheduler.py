@@ -211,6 +211,7 @@ class Worker(threading.Thread):
             generator.decoding,
             devices=generator.devices,
             experts=generator.experts,
+            is_recorded=group.is_recorded,
         )
 
     def _generator(self, group: Group) -> Generator:
@@ -261,7 +262,8 @@ class Worker(threading.Thread):
         size = self._compiled.get(group, 0)
         if not size or group in self._unused:
             return size
-        if not are_compiled(self._generator(group), size, group.prompt_length):
+        generator = self._generator(group)
+        if not are_compiled(generator, size, group.prompt_length, group.is_recorded):
             size = self._compiled[group] = 0
         return size
 

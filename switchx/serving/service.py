@@ -99,7 +99,7 @@ class Service:
 
         settings, inputs = request.settings, []
         for number, prompt in enumerate(request.decoded):
-            group = Group.of(prompt, settings, self.limits)
+            group = Group.of(prompt, settings, self.limits, request.with_experts)
             has_events = request.wants_tokens
             each = QueuedInput(prompt, settings, number, group, deliver, has_events)
             each.request_id = request.request_id

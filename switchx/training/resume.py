@@ -142,8 +142,8 @@ def with_vocabulary_of(run: RunFolder, job: TrainingJob) -> TrainingJob:
             raise ValueError(
                 f"model_dir={str(run.path)!r} was trained with another vocabulary: "
                 f"{there.size} ids there, {here.size} here, or other pieces; the same ids "
-                "would mean other things. Its copy is in that folder: use it, or give another "
-                "model_dir"
+                "would mean other things. Use its own, --gin.VOCABULARY_FILE="
+                f"{str(run.path)!r}, or give another model_dir"
             )
     tasks, evaluated = (
         tuple(dataclasses.replace(task, vocabulary=there) for task in each)

@@ -7,6 +7,7 @@ machine). If each stopped at its own, the others would wait in a collective for 
 
 import contextlib
 import logging
+import os
 import signal
 import threading
 import time
@@ -63,6 +64,20 @@ def stop_signals() -> Iterator[StopRequest]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def stop_with_stdin() -> None:
+    """Sends SIGTERM to this process once its standard input ends.
+
+    A pipe ends with the process that holds its other end, by SIGKILL too.
+    """
+
+    def watch() -> None:
+        while os.read(0, 1024):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 class StopAgreement:

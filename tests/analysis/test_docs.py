@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks of docs/routing_statistics.md and docs/drops.md run, in order, in one folder."""
+"""The blocks of docs/routing_statistics.md, drops.md and atlas.md run, each in one folder."""
 
 import dataclasses
 import re
@@ -9,12 +9,18 @@ import subprocess
 import jax
 import pytest
 
+from switchx.analysis.atlas import CONTEXT, LEAST_TIMES, NUM_PERMUTATIONS
+from switchx.analysis.atlas_page import MOST_EXPERTS
 from switchx.cli.main import main
+from switchx.data.labelled_texts import MAX_CHARACTERS
 from switchx.models.config import SwitchConfig
+from switchx.routing_atlas import MOST_KNOCK_OUTS
 from switchx.training.telemetry.alarms import FEWEST_CHOICES, RoutingAlarms
+from tests.compilation import T5
 from tests.processes import ROOT
 
 PAGE = (ROOT / "docs/routing_statistics.md").read_text(encoding="utf-8")
+ATLAS = (ROOT / "docs/atlas.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # So that the run takes seconds; a later flag wins.
 BRIEF = [
@@ -84,3 +90,37 @@ def test_numbers_of_the_page_are_those_of_the_code():
     assert alarms.dropped_factor == 2 and alarms.least_violation == 1
     fields = {field.name for field in dataclasses.fields(alarms)}
     assert all(f"`{name}`" in PAGE or name == "hooks" for name in fields)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_blocks_of_the_atlas_run(in_a_folder, one_device, capsys):
+    text = (ROOT / "switchx/routing_atlas.py").read_text()
+    (in_a_folder / "code.txt").write_text(text[:6000])
+    (in_a_folder / "prose.txt").write_text(ATLAS[:6000])
+    for language, block in BLOCK.findall(ATLAS):
+        if language == "python":
+            exec(block, {})
+            continue
+        for command in block.splitlines():
+            _, name, *options = shlex.split(command)
+            brief = {
+                "train": [*T5, "--gin.EVAL_EVERY=1"],
+                "atlas": ["--knockouts=2", "--factors=1"],
+            }
+            assert main([name, *options, *brief.get(name, [])]) == 0, command
+    said = capsys.readouterr().out
+    assert "against/atlas.html" in said and "Without single experts 1" in said
+
+
+def test_numbers_of_the_atlas_page_are_those_of_the_code():
+    for said in (
+        f"at most {MAX_CHARACTERS:,} characters",
+        f"{NUM_PERMUTATIONS:,} permutations of the labels",
+        f"/ {NUM_PERMUTATIONS + 1:,}",
+        f"ids seen {LEAST_TIMES} times",
+        f"with {CONTEXT} neighbours",
+        f"the {MOST_EXPERTS} busiest",
+        f"`--knockouts=N` ({MOST_KNOCK_OUTS})",
+    ):
+        assert said in ATLAS.replace("\n", " "), said

@@ -76,7 +76,7 @@ def test_sums_are_those_of_a_loop_over_tokens(tmp_path, ranks):
 
 
 def test_choices_flip_where_the_margin_is_at_most_twice_the_change(tmp_path):
-    """With all scores known, and what the record has of the margins."""
+    # With all scores known, and what the record has of the margins.
     p, q = probabilities(3, 0.0), probabilities(3, 0.2)
     found = drift(write(tmp_path / "a", p, 1), write(tmp_path / "b", q, 1))
     for n, layer in enumerate(LAYERS["decoder"]):
@@ -97,6 +97,17 @@ def test_choices_flip_where_the_margin_is_at_most_twice_the_change(tmp_path):
                 assert each.margin(quantile, flipped=True) == pytest.approx(want, rel=0.03)
     same = open_record(tmp_path / "a")
     assert drift(same, same)["decoder 1"].margin(0.5, flipped=True) is None
+    a, b = np.log([0.5, 0.2, 0.9]), np.log([0.4, 0.5, 0.9])
+    d = a - b
+    assert loss_drift(a, b) == pytest.approx(
+        {
+            "loss_a": -a.mean(),
+            "loss_b": -b.mean(),
+            "mean_change": np.abs(d).mean(),
+            "k3": np.mean(np.array([0.4 / 0.5, 0.5 / 0.2, 1]) - 1 + d),
+            "far_share": 1 / 3,
+        }
+    )
 
 
 def test_records_of_other_things_are_refused_by_name(tmp_path):
@@ -132,17 +143,3 @@ def test_records_of_other_things_are_refused_by_name(tmp_path):
         writer.add(0, {"decoder": part.first(2)}, 2)
     with refused("batch 0 has other rows or lengths"):
         drift(a, open_record(tmp_path / "d"))
-
-
-def test_changes_of_log_probabilities():
-    a, b = np.log([0.5, 0.2, 0.9]), np.log([0.4, 0.5, 0.9])
-    d = a - b
-    assert loss_drift(a, b) == pytest.approx(
-        {
-            "loss_a": -a.mean(),
-            "loss_b": -b.mean(),
-            "mean_change": np.abs(d).mean(),
-            "k3": np.mean(np.array([0.4 / 0.5, 0.5 / 0.2, 1]) - 1 + d),
-            "far_share": 1 / 3,
-        }
-    )

@@ -300,13 +300,16 @@ def test_what_a_record_cannot_say_is_refused_by_name(tmp_path):
     with refused("rule='flaxformer': 14 tokens have no equal groups whose number 4 divides"):
         setting_of(cut.info, rule="flaxformer").groups(2, 7)
     with refused(
-        "3 experts a token (num_selected=1, rounds=3) with a record of 1 ranks; use at most 1, "
-        "or record with --gin.RouterConfig.overflow=reroute --gin.RouterConfig.max_rounds=3"
+        "rounds=3 needs the 3 best experts of each token, and the record has 1; use rounds of "
+        "at most 1, or record with --gin.RouterConfig.overflow=reroute "
+        "--gin.RouterConfig.max_rounds=3"
     ):
         setting_of(cut.info, rounds=3)
     two = info_of(switch_of(12, num_selected=2))
-    with refused("3 experts a token (num_selected=3, rounds=1) with a record of 2 ranks"):
+    with refused("num_selected=3 needs the 3 best experts of each token, and the record has 2"):
         setting_of(two, num_selected=3)
+    with refused("rounds=2 with num_selected=2: a token that chooses several experts tries no"):
+        setting_of(two, rounds=2)
     choice = RouterConfig(kind="expert_choice")
     with refused("RouterConfig.kind='expert_choice': its experts choose tokens by all"):
         setting_of(info_of(SwitchConfig(E, stacks="encoder", router=choice)))

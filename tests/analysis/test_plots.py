@@ -69,16 +69,23 @@ def test_later_layers_are_darker():
     drawn(figure)
 
 
-def test_names_at_the_ends_do_not_overlap_and_stay_inside():
+def test_names_at_the_ends_and_single_steps_can_be_drawn():
     rows = [plots.Course("gate", np.array([[0.0] * 4] * 2))]
     figure = plots.course_figure(STEPS[:2], rows, [f"decoder {n}" for n in range(4)])
     axis = figure.axes[0]
     low, high = axis.get_ylim()
     places = sorted(text.xy[1] for text in axis.texts)
     assert np.all(np.diff(places) > 0.12 * (high - low)) and places[0] >= low
+    drawn(plots.load_figure(np.array([5]), np.ones((1, 1, 2)), ["decoder 0"]))
+    rows = [plots.Course("gate", np.ones((1, 1)))]
+    drawn(plots.course_figure(np.array([5]), rows, ["decoder 0"]))
+    figure = plots.similarity_figure(
+        [np.eye(20)], [("decoder", *map(str, range(20)))], "shared information"
+    )
+    assert b"shared information" in drawn(figure)
 
 
-def test_maps_write_their_numbers_when_they_are_few():
+def test_maps_write_few_numbers_and_are_darkest_at_a_large_share():
     share = np.array([[0.25, 0.75], [np.nan, np.nan]])
     figure = plots.transition_figure([share], [("encoder 1", "encoder 3")])
     (axis,) = panels(figure)
@@ -88,9 +95,6 @@ def test_maps_write_their_numbers_when_they_are_few():
     many = plots.transition_figure([np.full((32, 32), 1 / 32)], [("a 1", "a 3")])
     assert len(panels(many)[0].texts) == 0
     assert b"share of the row" in drawn(figure)
-
-
-def test_darkest_is_the_largest_share_but_never_a_small_one():
     pairs = [("a 1", "a 3")] * 2
     for top, limit in ((0.05, 0.2), (0.6, 0.6)):
         shares = [np.full((2, 2), 0.01), np.array([[top, 0.0], [np.nan, np.nan]])]
@@ -111,16 +115,6 @@ def test_every_layer_has_its_panel(count):
     layers = [f"decoder {n}" for n in range(count)]
     figure = plots.load_figure(STEPS, np.ones((3, count, 4)), layers)
     assert [axis.get_title("left") for axis in panels(figure)] == layers
-
-
-def test_one_logged_step_and_one_layer_can_be_drawn():
-    drawn(plots.load_figure(np.array([5]), np.ones((1, 1, 2)), ["decoder 0"]))
-    rows = [plots.Course("gate", np.ones((1, 1)))]
-    drawn(plots.course_figure(np.array([5]), rows, ["decoder 0"]))
-    figure = plots.similarity_figure(
-        [np.eye(20)], [("decoder", *map(str, range(20)))], "shared information"
-    )
-    assert b"shared information" in drawn(figure)
 
 
 @pytest.mark.parametrize(

@@ -27,32 +27,26 @@ SECTION = Section(
 )
 
 
-def test_page_refers_to_nothing_outside():
+def test_page_shows_its_texts_and_refers_to_nothing_outside():
     text = page("run <1>", {"folder": "a&b"}, [SECTION])
     parsed = Parser(text)
     assert len(parsed.references) == 1
     assert parsed.references[0].startswith("data:image/svg+xml;base64,")
     assert not {"script", "link", "iframe"} & set(parsed.opened)
     assert "http" not in re.sub(r"base64,[^\"]*", "", text) and "url(" not in text
-
-
-def test_texts_are_shown_as_they_are():
     parsed = Parser(page("run <1>", {"folder": "a&b"}, [SECTION]))
     for text in ("run <1>", "a&b", "A & B", "if a < b", "fold <it>", "<pad>", "expert"):
         assert text in parsed.texts
     assert parsed.opened.count("details") == 1 and parsed.opened.count("code") == 2
 
 
-def test_picture_is_an_svg_with_its_words_the_same_each_time():
+def test_numbers_stand_to_the_right_and_pictures_are_the_same_each_time():
     first, again = (page("a", {}, [SECTION]) for _ in range(2))
     assert first == again
     data = re.search(r"base64,([^\"]*)", first)[1]
     root = xml.etree.ElementTree.fromstring(base64.b64decode(data))
     texts = {element.text for element in root.iter("{http://www.w3.org/2000/svg}text")}
     assert {"encoder 1", "step", "expert", "load (1 = even share)"} <= texts
-
-
-def test_numbers_stand_to_the_right():
     table = Table(("layer", "load", "dead"), [("a", 1.23456, 2), ("b", 0.5, 0)])
     text = Section("t", "", tables=[table])._repr_html_()
     assert '<td class="number">1.235</td><td class="number">2</td>' in text
@@ -96,13 +90,20 @@ def test_all_sections_are_shown(run):
     assert all(section._repr_html_() for section in report.all_sections(run))
 
 
-def test_overview_names_the_dead(run):
+def test_overview_and_course_count_the_dead_and_have_levels(run):
     (table,) = report.overview(run).tables
     assert table.rows == [
         ("encoder 1", 1.0, 1.0, "none", "20.0%", 0.2, 0.2),
         ("encoder 3", 2.0, 0.0, "1", "20.0%", 0.2, 0.2),
         ("decoder 1", 1.5, 0.5, "none", "20.0%", 0.2, 0.2),
     ]
+    (figure,) = report.course(run).figures
+    encoder = figure.axes[6]  # the fourth row of two stacks
+    assert encoder.get_ylabel() == "dead experts"
+    assert [line.get_ydata().tolist() for line in encoder.lines] == [[0, 0], [0, 1]]
+    (figure,) = report.course(run).figures
+    assert figure.axes[2].lines[-1].get_ydata() == pytest.approx([np.log(2)] * 2)
+    assert figure.axes[4].lines[-1].get_ydata() == [0.5, 0.5]
 
 
 def test_balance_shows_what_every_line_has(run):
@@ -125,30 +126,16 @@ def test_alarms_are_listed_as_they_were_raised(run, tmp_path):
     assert table.rows == [(20, "dead_expert", "encoder 3: dead")]
 
 
-def test_dead_experts_are_counted_by_step(run):
-    (figure,) = report.course(run).figures
-    encoder = figure.axes[6]  # the fourth row of two stacks
-    assert encoder.get_ylabel() == "dead experts"
-    assert [line.get_ydata().tolist() for line in encoder.lines] == [[0, 0], [0, 1]]
-
-
-def test_entropy_and_gate_have_the_level_of_a_router_that_knows_nothing(run):
-    (figure,) = report.course(run).figures
-    assert figure.axes[2].lines[-1].get_ydata() == pytest.approx([np.log(2)] * 2)
-    assert figure.axes[4].lines[-1].get_ydata() == [0.5, 0.5]
-
-
-def test_saturation_is_drawn_against_chance(run):
+def test_saturation_transitions_and_likeness(run):
     (figure,) = report.saturation(run).figures
     encoder, _ = figure.axes
     assert encoder.lines[0].get_ydata().tolist() == [0.5, 0.75, 1.0]
     assert encoder.lines[-1].get_ydata() == [0.5, 0.5]
-
-
-def test_transitions_of_the_last_step(run):
     # Encoder 1 -> 3: tokens 0, 1 go 0 -> 0, tokens 2, 3 go 1 -> 1; the last is nowhere first.
     (share_EE,) = maps(report.transition(run))
     np.testing.assert_array_equal(share_EE, [[1, 0], [0, 1]])
+    (similarity_NN,) = maps(report.similarity(run))  # the decoder has one layer
+    np.testing.assert_allclose(similarity_NN, np.ones((2, 2)))
 
 
 def test_classes_of_the_last_step(run):
@@ -165,21 +152,13 @@ def test_classes_of_the_last_step(run):
     np.testing.assert_allclose(decoder_1, [[0, 1, 1 / 3], [1, 0, 2 / 3]])
 
 
-def test_typical_tokens_can_be_read(run):
+def test_typical_tokens_can_be_read_invisible_ones_too(run):
     encoder_1 = report.tokens(run).tables[0]
     assert encoder_1.title == "encoder 1"
     assert encoder_1.rows == [(0, 2, "a 100%\nb 100%"), (1, 2, "\u2423 100%\n1 100%")]
-
-
-def test_invisible_characters_are_shown(run):
     strange = dataclasses.replace(run, text_of=lambda token: " \n\t\x00<")
     text = report.tokens(strange).tables[0].rows[0][2]
     assert text.split("\n")[0] == "\u2423\u21b5\u21e5\\x00< 100%"
-
-
-def test_likeness_of_layers(run):
-    (similarity_NN,) = maps(report.similarity(run))  # the decoder has one layer
-    np.testing.assert_allclose(similarity_NN, np.ones((2, 2)))
 
 
 def test_one_evaluation_and_single_layers_are_said_so(run):

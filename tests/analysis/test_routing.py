@@ -63,6 +63,15 @@ def test_a_damaged_line_is_named(tmp_path):
     path.write_text('{"step": 1\n{"step": 2}\n')
     with refused(f"{path}: line 1 is damaged (<any>)"):
         read_history(path)
+    for line in (
+        "[1, 2]",
+        '{"loss": 2}',
+        '{"step": "2"}',
+        '{"step": 2, "neg_log_perplexity": "x"}',
+    ):
+        path.write_text(f'{{"step": 1}}\n{line}\n')
+        with refused(f"{path}: line 2 is no line of a log (<any>); write it as it was"):
+            read_history(path)
 
 
 def test_logs_without_routing_say_what_to_do(tmp_path):

@@ -29,7 +29,7 @@ def small(monkeypatch):
     for name, value in (("BATCH", 2), ("INPUTS", 4), ("NEW_TOKENS", 4), ("PRUNED_BATCH", 2)):
         monkeypatch.setattr(bench, name, value)
     monkeypatch.setattr(bench, "NUM_EXPERTS", (64,))
-    for name, value in (("VOCABULARY", 512), ("STEPS", 1)):
+    for name, value in (("VOCABULARY", 512), ("STEPS", 1), ("RECORDED_TOKENS", 2)):
         monkeypatch.setattr(decode_programs, name, value)
     monkeypatch.setattr(decode_programs, "switch_model", lambda num_experts: SMALL)
     monkeypatch.setattr(speculation, "switch_model", lambda num_experts: SMALL)
@@ -63,6 +63,7 @@ def test_without_pytorch_ours_is_measured_alone(small, monkeypatch, capsys):
     assert set(checks) == {
         "pruning_gain", "pruning_tokens_identical", "int4_bytes_vs_f32",
         "sampling_vs_greedy_step", "speculation_tokens_identical", "step_vs_bound",
+        "record_vs_none",
     }  # fmt: skip
     assert printed["results"][-1] == {
         "peer": "CTranslate2",

@@ -106,7 +106,9 @@ def test_a_flipped_bit_is_found_when_it_is_read(copies, tmp_path):
         copies.restore(1, state_of(1))
 
 
-def test_a_copy_that_cannot_be_written_is_a_warning(copies, tmp_path, caplog, monkeypatch):
+def test_a_copy_or_folder_that_cannot_be_written_is_named(
+    copies, tmp_path, caplog, monkeypatch, run
+):
     copies.save(1, state_of(1), None)
     copies.wait()
 
@@ -120,9 +122,6 @@ def test_a_copy_that_cannot_be_written_is_a_warning(copies, tmp_path, caplog, mo
     monkeypatch.undo()
     assert copies.newest(state_of(0)) == 1
     assert not list(files_of(tmp_path, 1).parent.glob("*.partial"))
-
-
-def test_a_folder_that_cannot_be_written_is_named(run, tmp_path):
     (tmp_path / "file").write_text("")
     with refused(f"Retention.local_dir='{tmp_path}/file' cannot be written (Not a directory: "):
         LocalCopies(str(tmp_path / "file"), run)

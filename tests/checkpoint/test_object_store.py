@@ -293,19 +293,16 @@ def test_text_is_read_from_a_store_as_from_a_folder(bucket, tmp_path):
         TextFiles(f"{bucket}/none").open("train", data_dir)
 
 
-def test_addresses_of_no_store_are_refused(monkeypatch):
-    for address in ("http://host/run", "s3://", "gs:///"):
-        with refused(f"model_dir='{address}' is no address of a store"):
-            RunFolder(address)
-    object_store._prepare.cache_clear()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with refused("model_dir is in a store gs://, for which the package gcsfs is needed"):
-        RunFolder("gs://bucket/run")
-    object_store._prepare.cache_clear()
-
-
-def test_orbax_names_the_driver_of_each_address(monkeypatch):
-    """Without a store: a version of Orbax in which this is elsewhere fails here."""
+def test_addresses_and_folders_and_the_drivers_that_orbax_has_for_them(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b").write_text("four")
+    assert files_in(tmp_path) == {"a/b": 4} and files_in(tmp_path / "none") == {}
+    assert object_store.kvstore(tmp_path) == {"driver": "file", "path": f"{tmp_path}/"}
+    assert object_store.free_bytes(tmp_path) < float("inf")
+    assert os.fspath(object_store.as_folder("~")) == os.path.expanduser("~")
+    # TensorStore refuses these dots, as of `--model_dir=../run`.
+    assert object_store.as_folder(f"{tmp_path}/a/../a") == tmp_path / "a"
+    # Without a store: a version of Orbax in which this is elsewhere fails here.
     object_store._teach_orbax_s3()
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://host:1")
     monkeypatch.setenv("AWS_REGION", "mars-1")
@@ -317,14 +314,11 @@ def test_orbax_names_the_driver_of_each_address(monkeypatch):
             base |= {"endpoint": "http://host:1", "aws_region": "mars-1"}
         assert spec["driver"] == "ocdbt" and spec["base"] == base
     assert build("/run/1", use_ocdbt=False) == {"driver": "file", "path": "/run/1"}
-
-
-def test_a_folder_is_no_address(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "b").write_text("four")
-    assert files_in(tmp_path) == {"a/b": 4} and files_in(tmp_path / "none") == {}
-    assert object_store.kvstore(tmp_path) == {"driver": "file", "path": f"{tmp_path}/"}
-    assert object_store.free_bytes(tmp_path) < float("inf")
-    assert os.fspath(object_store.as_folder("~")) == os.path.expanduser("~")
-    # TensorStore refuses these dots, as of `--model_dir=../run`.
-    assert object_store.as_folder(f"{tmp_path}/a/../a") == tmp_path / "a"
+    for address in ("http://host/run", "s3://", "gs:///"):
+        with refused(f"model_dir='{address}' is no address of a store"):
+            RunFolder(address)
+    object_store._prepare.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with refused("model_dir is in a store gs://, for which the package gcsfs is needed"):
+        RunFolder("gs://bucket/run")
+    object_store._prepare.cache_clear()

@@ -41,7 +41,7 @@ def run(tmp_path_factory):
     return folder
 
 
-def test_parameters_alone_without_knowing_the_optimizer(run):
+def test_parameters_alone_on_a_mesh_and_by_plain_orbax(run):
     for step, value in ((None, 30), (20, 20), ("best", 10)):
         params = restore_params(run, step)
         assert set(params) == {"embedding_VD", "decoder"}
@@ -50,16 +50,10 @@ def test_parameters_alone_without_knowing_the_optimizer(run):
             params["embedding_VD"], np.full((16, 8), value, np.float32)
         )
         assert params["decoder"]["layer_0"]["ffn"]["w_in_DF"].dtype == ml_dtypes.bfloat16
-
-
-def test_parameters_on_a_mesh(run):
     sharding = jax.NamedSharding(jax.make_mesh((len(jax.devices()),), ("data",)), jax.P("data"))
     params = restore_params(run, target=shapes(filled_state(0).params, sharding))
     assert params["embedding_VD"].sharding == sharding
     np.testing.assert_array_equal(np.asarray(params["embedding_VD"]), np.full((16, 8), 30.0))
-
-
-def test_plain_orbax_reads_the_parameters(run):
     with ocp.StandardCheckpointer() as reader:
         params = reader.restore(run / "checkpoints" / "20" / "params")
     assert float(params["embedding_VD"][3, 3]) == 20
@@ -134,13 +128,6 @@ MESHES = {
     "one": MeshSpec(data=1),
     "pipe": MeshSpec(pipe=2, data=2, expert=2),
 }
-# By default onto other meshes in another layout: `test_layouts_of_layers`.
-PAIRS = [
-    slow("pipe", "all"),
-    slow("data", "all"),
-    slow("hierarchical", "pipe"),
-    slow("all", "one"),
-]
 
 
 def job_on(mesh: str, *, is_scanned: bool, optimizer=None):
@@ -207,13 +194,6 @@ def assert_restores(run: RunFolder, job, values, batch) -> None:
         loader.restore(merge_states(data_states))
         for name, rows in next(loader).items():
             np.testing.assert_array_equal(rows, batch[name])
-
-
-@pytest.mark.parametrize(("saved", "restored"), PAIRS)
-def test_meshes(tmp_path, saved, restored):
-    run = RunFolder(tmp_path)
-    values, batch = save_job(run, job_on(saved, is_scanned=True))
-    assert_restores(run, job_on(restored, is_scanned=True), values, batch)
 
 
 @pytest.mark.slow

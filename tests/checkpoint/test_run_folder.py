@@ -22,22 +22,12 @@ from tests.training.jobs import SPARSE, make_params
 from tests.training.train_states import damage
 
 
-def test_create_makes_the_folder_and_leaves_nothing_behind(tmp_path):
-    run = RunFolder(tmp_path / "a" / "run").create()
-    assert run.root.is_dir()
-    assert list(run.root.iterdir()) == []
-    assert RunFolder(str(run.path)).create().root == run.root
-
-
-def test_folder_below_a_file_is_refused_at_once(tmp_path):
+def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
         ValueError, match=r"cannot be written \(Not a directory: .*give a folder"
     ):
         RunFolder(tmp_path / "file" / "run").create()
-
-
-def test_read_only_folder_is_refused_at_once():
     path = "/proc/self/run"  # writable for nobody, root included
     if not os.path.isdir("/proc/self"):
         pytest.skip("this system has no /proc")
@@ -68,13 +58,17 @@ def test_second_trainer_is_refused_and_told_who_holds_the_folder(tmp_path):
         assert re.search(rf'"pid": {os.getpid()}\b', run.lock_file.read_text())
 
 
-def test_found_describes_what_is_there(tmp_path):
+def test_found_describes_what_is_there_and_create_leaves_nothing(tmp_path):
     assert RunFolder(tmp_path / "none").found() == "nothing is there"
     assert RunFolder(tmp_path).found() == "empty"
     (tmp_path / "b.txt").write_text("")
     (tmp_path / "a").mkdir()
     assert RunFolder(tmp_path).found() == "found a, b.txt"
     assert RunFolder(tmp_path / "b.txt").found() == "a file is there"
+    run = RunFolder(tmp_path / "a" / "run").create()
+    assert run.root.is_dir()
+    assert list(run.root.iterdir()) == []
+    assert RunFolder(str(run.path)).create().root == run.root
 
 
 @pytest.fixture
@@ -98,13 +92,10 @@ def of_two(monkeypatch):
     return be
 
 
-def test_what_the_first_writes_is_seen_and_taken_away(tmp_path, of_two):
+def test_the_first_writes_what_all_see_and_another_folder_is_refused(tmp_path, of_two):
     votes = of_two(0, None)
     require_shared(RunFolder(tmp_path), 0.0)
     assert votes == [True] and not list(tmp_path.iterdir())
-
-
-def test_another_folder_is_refused(tmp_path, of_two):
     votes = of_two(1, [True, False])
     with refused(
         f"model_dir='{tmp_path}' is not one folder for all processes: process 1 does not see "

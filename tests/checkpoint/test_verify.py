@@ -86,12 +86,22 @@ def sound(tmp_path_factory):
     return save(tmp_path_factory.mktemp("run"))
 
 
-def test_a_sound_one_has_none(sound):
+@pytest.fixture
+def run(sound, tmp_path) -> RunFolder:
+    """A copy that a test may damage."""
+    return RunFolder(shutil.copytree(sound.root, tmp_path / "run"))
+
+
+def test_a_sound_one_has_no_fault_and_one_never_finished_one(sound, tmp_path):
     assert checkpoint_faults(sound, STEP) == []
+    run = RunFolder(tmp_path)
+    (run.checkpoints / "7" / "params").mkdir(parents=True)
+    assert checkpoint_faults(run, STEP) == [
+        "it has no manifest.json, so it was not written to its end"
+    ]
 
 
-def test_every_file_that_is_cut_or_gone_is_named(tmp_path):
-    run = save(tmp_path)
+def test_every_file_that_is_cut_or_gone_is_named(run):
     path = run.checkpoints / str(STEP)
     files = sorted(read_manifest(path).files)
     cut, gone = files[-1], files[len(files) // 2]
@@ -103,8 +113,7 @@ def test_every_file_that_is_cut_or_gone_is_named(tmp_path):
     assert any(f"its file {cut} has " in fault and " bytes, not " in fault for fault in faults)
 
 
-def test_a_flipped_bit_is_named_in_arrays_lists_and_data(tmp_path):
-    run = save(tmp_path)
+def test_a_flipped_bit_is_named_in_arrays_lists_and_data(run):
     path = run.checkpoints / str(STEP)
     lists = [f"{item}/checksums/process_0_of_1.json" for item in ("params", "train_state")]
     for name in (*lists, "data/process_0_of_1.json"):
@@ -117,14 +126,6 @@ def test_a_flipped_bit_is_named_in_arrays_lists_and_data(tmp_path):
     damage(max(arrays, key=lambda file: file.stat().st_size))
     (fault,) = checkpoint_faults(run, STEP)
     assert fault.startswith("its array ")
-
-
-def test_one_that_was_never_finished(tmp_path):
-    run = RunFolder(tmp_path)
-    (run.checkpoints / "7" / "params").mkdir(parents=True)
-    assert checkpoint_faults(run, STEP) == [
-        "it has no manifest.json, so it was not written to its end"
-    ]
 
 
 def test_values_that_are_not_finite(tmp_path):
@@ -140,17 +141,13 @@ def test_values_that_are_not_finite(tmp_path):
     ]
 
 
-def test_parameters_of_another_model(tmp_path):
-    run = save(tmp_path)
+def test_steps_rows_and_models_that_do_not_belong_together(run, tmp_path):
     description = json.loads(run.config.read_text())
     description["model"]["d_ff"] = 32
     run.config.write_text(json.dumps(description))
     faults = checkpoint_faults(run, STEP)
     assert "it is not of the run's model: it does not fit; 2 of " in faults[0]
     assert any("expected float32[16, 32], got float32[16, 24]" in fault for fault in faults)
-
-
-def test_steps_and_rows_that_do_not_belong_together(tmp_path):
     assert checkpoint_faults(save(tmp_path / "a", step=6), STEP) == [
         "its state is of step 6, its folder of step 7"
     ]
@@ -160,8 +157,7 @@ def test_steps_and_rows_that_do_not_belong_together(tmp_path):
     ]
 
 
-def test_a_missing_process(tmp_path):
-    run = save(tmp_path)
+def test_a_missing_process(run):
     path = run.checkpoints / str(STEP)
     file = path / "data" / "process_0_of_1.json"
     file.rename(file.with_name("process_0_of_2.json"))
@@ -207,11 +203,10 @@ AGES = ("now", "lists alone", "no lists")
     [(age, 1) for age in AGES] + [slow(age, 16) for age in AGES],  # a minute or two
 )
 def test_no_flipped_byte_is_sound_for_verify_and_damaged_for_resume(
-    age, samples, sound, tmp_path, monkeypatch
+    age, samples, run, monkeypatch
 ):
     """Of each file so many bytes, all where it has no more: both refuse it, or neither does and
     the state is as it was."""
-    run = RunFolder(shutil.copytree(sound.root, tmp_path / "run"))
     path = run.checkpoints / str(STEP)
     if age != "now":
         write_manifest_of_before(path, has_lists=age == "lists alone")

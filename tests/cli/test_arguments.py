@@ -131,16 +131,6 @@ def test_job_is_that_of_the_files_and_bindings(tmp_path):
     assert (job.train_steps, job.source.corpus.path) == (7, str(tmp_path))
 
 
-def test_job_has_no_binding_in_vain(tmp_path):
-    arguments = argparse.Namespace(
-        gin_file=[str(SMALL), "optimizers/adamw.gin"],
-        gin_bindings=[f"FILES={tmp_path}", "WARMUP_STEPS=1", "Adafactor.decay_rate=0.9"],
-        gin_search_paths="",
-    )
-    with pytest.raises(ValueError, match="--gin.Adafactor.decay_rate has no effect"):
-        building.parse_job(*gin_of(arguments))
-
-
 @dataclasses.dataclass(frozen=True)
 class Oven:
     """Of bread."""
@@ -261,9 +251,6 @@ def test_configuration_is_repeated_so_that_a_shell_gives_it_back():
     ]
     assert shlex.split(command_line("train", *options))[-5:] == options
     assert "--gin.TRAIN_STEPS=3" in configuration_words(given)
-
-
-def test_nothing_given_is_nothing_repeated():
     given = argparse.Namespace(gin_file=None, gin_search_paths="", gin_bindings=[])
     assert configuration_words(given) == []
 
@@ -271,26 +258,20 @@ def test_nothing_given_is_nothing_repeated():
 NAMES = ("TRAIN_STEPS", "WARMUP_STEPS", "SEED")
 
 
-def test_nearest_name_is_found():
+def test_nearest_name_is_found_and_none_made_up():
     assert close_match("TRAIN_STEP", NAMES) == "TRAIN_STEPS"
     assert did_you_mean("TRAIN_STEP", NAMES) == " (did you mean TRAIN_STEPS?)"
-
-
-def test_nothing_is_made_up():
     assert close_match("LEARNING", NAMES) is None
     assert did_you_mean("LEARNING", NAMES) == ""
     assert did_you_mean("STEPS", NAMES, cutoff=0.85) == ""
 
 
-def test_adds_to_what_is_there(monkeypatch):
+def test_devices_are_simulated_beside_what_is_there(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")
     monkeypatch.delenv("NPROC")
     simulate_devices(8)
     assert os.environ["XLA_FLAGS"] == "--xla_dump_to=x --xla_force_host_platform_device_count=8"
     assert os.environ["NPROC"] == "32"
-
-
-def test_keeps_another_number(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     monkeypatch.setenv("NPROC", "5")
     simulate_devices(8)

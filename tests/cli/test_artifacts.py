@@ -88,7 +88,7 @@ def test_float8_experts_generate(folder, tmp_path, capsys):
     assert score.log_likelihood != expected.log_likelihood
 
 
-def test_tables_for_a_person(folder, tmp_path, capsys):
+def test_tables_for_a_person_and_models_that_are_refused(folder, tmp_path, capsys):
     output = tmp_path / "int8"
     words = ["quantize", f"--model_dir={folder}", f"--output={output}", "--bits=8"]
     assert main([*words, "--step=best"]) == 0
@@ -99,6 +99,13 @@ def test_tables_for_a_person(folder, tmp_path, capsys):
     assert switchx.load(output).step == 5
     assert main(words) == 2
     assert f"{output} exists" in capsys.readouterr().err
+    dense, output = save_run(tmp_path / "dense", DENSE), tmp_path / "out"
+    words = ["quantize", f"--output={output}", "--bits=8"]
+    assert main([*words, f"--model_dir={dense}"]) == 2
+    assert "no experts to quantize" in capsys.readouterr().err
+    (tmp_path / "artifact.json").touch()
+    assert main([*words, f"--model_dir={tmp_path}"]) == 2
+    assert f"{tmp_path} is quantized already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -118,16 +125,6 @@ def test_wrong_options_of_quantize_write_nothing(
     assert main(["quantize", f"--model_dir={folder}", *options]) == 2
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_dense_and_quantized_models_are_refused(tmp_path, capsys):
-    dense, output = save_run(tmp_path / "dense", DENSE), tmp_path / "out"
-    words = ["quantize", f"--output={output}", "--bits=8"]
-    assert main([*words, f"--model_dir={dense}"]) == 2
-    assert "no experts to quantize" in capsys.readouterr().err
-    (tmp_path / "artifact.json").touch()
-    assert main([*words, f"--model_dir={tmp_path}"]) == 2
-    assert f"{tmp_path} is quantized already" in capsys.readouterr().err
 
 
 def test_the_recipe_in_an_export_makes_it_again(folder, tmp_path, capsys):

@@ -146,7 +146,7 @@ def texts_of(*texts: str, targets=None) -> LabelledTexts:
     return LabelledTexts(list(texts), targets, ("a",), np.zeros(len(texts), int), None)
 
 
-def test_models_that_route_no_text_are_refused():
+def test_models_without_text_have_no_atlas_and_two_of_one_name_have_two():
     with refused("mine is a dense model, which routes nothing; give one"):
         require_readable(model_of(DENSE), "mine")
     model = model_of(ENCODER_DECODER)
@@ -154,9 +154,17 @@ def test_models_that_route_no_text_are_refused():
     object.__setattr__(model, "vocabulary", None)
     with refused("mine has no vocabulary, so it cannot read texts; convert it"):
         require_readable(model, "mine")
+    assert _names([("a/run", None), ("b/run", None)]) == ["run", "run_against"]
+    assert _names([("run", 10), ("run/", 20)]) == ["run", "run_20"]
+    assert _names([("a", None), ("b", None)]) == ["a", "b"]
+    # Maps of shades, not of colours: there is no palette to run out of; tables are cut.
+    layer = types.SimpleNamespace(load_E=np.arange(300), num_experts=300)
+    atlas = types.SimpleNamespace(layers=[layer] * 4)
+    assert atlas_page.shown_experts(atlas, layer) == list(range(300 - 64, 300))
+    assert atlas_page._cut(atlas) == " The 64 busiest of 300; tables/ has all."
 
 
-def test_rows_of_a_decoder_are_the_text():
+def test_rows_are_the_text_or_what_masks_it():
     vocabulary = ByteVocabulary()
     text = "abcdefghij" * 3
     rows = text_rows(model_of(DENSE), texts_of(text, "xy"), 8)
@@ -165,9 +173,6 @@ def test_rows_of_a_decoder_are_the_text():
     whole = [token for _, targets in rows.pairs for token in targets]
     assert whole == [*vocabulary.encode(text), 1, *vocabulary.encode("xy"), 1]
     assert rows.how == "the decoder reads the text"
-
-
-def test_rows_of_an_encoder_decoder():
     vocabulary, texts = ByteVocabulary(), texts_of("abcdefghij" * 3, "x")
     rows = text_rows(model_of(ENCODER_DECODER), texts, 10)
     assert rows.how == "the encoder reads the text, and the decoder writes it once more"
@@ -194,20 +199,6 @@ def test_rows_of_an_encoder_decoder():
         "text 1, 'ab', has 3 tokens and its target 3; a row has 2: raise --max_tokens"
     ):
         text_rows(model, targets, 2)
-
-
-def test_two_models_of_one_name_have_two():
-    assert _names([("a/run", None), ("b/run", None)]) == ["run", "run_against"]
-    assert _names([("run", 10), ("run/", 20)]) == ["run", "run_20"]
-    assert _names([("a", None), ("b", None)]) == ["a", "b"]
-
-
-def test_more_experts_than_a_page_shows_are_said():
-    """Maps of shades, not of colours: there is no palette to run out of; tables are cut."""
-    layer = types.SimpleNamespace(load_E=np.arange(300), num_experts=300)
-    atlas = types.SimpleNamespace(layers=[layer] * 4)
-    assert atlas_page.shown_experts(atlas, layer) == list(range(300 - 64, 300))
-    assert atlas_page._cut(atlas) == " The 64 busiest of 300; tables/ has all."
 
 
 def code_prose_digits(folder: pathlib.Path) -> tuple[list[str], list[str]]:

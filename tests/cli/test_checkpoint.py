@@ -44,13 +44,18 @@ def test_inspect_shows_what_is_there(folder, capsys):
     assert f"{len(params)} arrays, {num_elements(abstract_params(MODEL)):,} numbers" in said
 
 
-def test_inspect_goes_past_what_is_not_whole(folder, capsys):
+def test_inspect_goes_past_what_is_not_whole(folder, capsys, tmp_path):
     (folder / "checkpoints" / "9" / "manifest.json").unlink()
     assert main(["checkpoint", "inspect", str(folder)]) == 0
     said = capsys.readouterr().out
     assert "9  not whole: it has no manifest.json" in said and "step 5: name" in said
     assert main(["checkpoint", "inspect", str(folder), "--step=9"]) == 2
     assert "no whole checkpoint 9 among 5, 9 in" in capsys.readouterr().err
+    assert main(["checkpoint"]) == 2
+    assert "give: inspect|verify" in capsys.readouterr().err
+    for action in ("inspect", "verify"):
+        assert main(["checkpoint", action, str(tmp_path / "none")]) == 2
+        assert "has no checkpoints: nothing is there" in capsys.readouterr().err
 
 
 def test_verify_names_every_fault_and_fails(folder, capsys):
@@ -67,14 +72,6 @@ def test_verify_names_every_fault_and_fails(folder, capsys):
     assert main(["checkpoint", "verify", str(folder), "--step=6"]) == 2
     assert "has no checkpoint 6, but 5, 9" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
-
-
-def test_what_is_not_understood(tmp_path, capsys):
-    assert main(["checkpoint"]) == 2
-    assert "give: inspect|verify" in capsys.readouterr().err
-    for action in ("inspect", "verify"):
-        assert main(["checkpoint", action, str(tmp_path / "none")]) == 2
-        assert "has no checkpoints: nothing is there" in capsys.readouterr().err
 
 
 def test_average_writes_the_mean_as_a_run_that_loads(folder, tmp_path, capsys):

@@ -112,9 +112,6 @@ def test_all_commands_are_on_the_pages():
         for command in [f"switchx {name} {word}" for word in words] or [f"switchx {name} "]:
             assert command in table, command
     assert subcommands()["check"][-1] == "accelerator"
-
-
-def test_commands_of_several_hosts_are_those_that_are_said():
     page = (ROOT / "docs/several_hosts.md").read_text(encoding="utf-8")
     said = re.findall("`(switchx [a-z ]+)`", page.partition(" run on many machines")[0])
     have = [name for name, each in parsers(_parser()) if "--coordinator" in each.format_help()]

@@ -110,8 +110,8 @@ def test_bad_input_is_named(records, capsys, tmp_path):
     cut.write_bytes(whole[: len(whole) // 2])
     assert "give a whole file of `--record`" in refused(cut)
     half = records[0.5]
-    assert "4 experts a token (num_selected=1, rounds=4)" in refused(half, "--rounds=4")
-    assert "2 experts a token" in refused(half, "--num_selected=2")
+    assert "rounds=4 needs the 4 best experts of each token" in refused(half, "--rounds=4")
+    assert "num_selected=2 needs the 2 best" in refused(half, "--num_selected=2")
     assert "'0,1' are no numbers above 0" in refused(half, "--factors=0,1")
     assert "do not divide into 3 parts" in refused(half, "--microbatches=3")
     other = write_run(tmp_path / "other")

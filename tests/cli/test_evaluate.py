@@ -201,7 +201,7 @@ def test_a_task_without_metrics_is_answered_for_its_file(cola, capsys):
     assert line["inputs"] == PUBLISHED["glue_ax"].inputs and line["id"] == "0"
 
 
-def test_other_data_batch_and_capacity_may_be_evaluated(finished_run, capsys):
+def test_other_data_capacity_and_meshes_may_be_evaluated(finished_run, capsys):
     folder = finished_run.folder
     metrics = lines(folder / "validation.jsonl")[-1]
     options = ["BATCH_SIZE=4", "TrainingJob.eval_batches=1", "SEED=4"]
@@ -209,10 +209,7 @@ def test_other_data_batch_and_capacity_may_be_evaluated(finished_run, capsys):
     got = evaluated(capsys, f"--model_dir={folder}", *(f"--gin.{each}" for each in options))
     assert 0 < got["target_tokens"] < metrics["target_tokens"]
     assert got["dropped_fraction"] == 0.0 < metrics["dropped_fraction"]
-
-
-def test_gin_files_may_be_given(finished_run, capsys):
-    """Another mesh changes no number."""
+    # Another mesh changes no number.
     folder = finished_run.folder
     files = [f"--gin_file={folder}/operative_config.gin", "--gin_file=meshes/data_expert.gin"]
     with on_devices(8):
@@ -254,11 +251,7 @@ BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 GIN = """
 from __gin__ import dynamic_registration
 from switchx.data import mixtures
-from switchx.data import objectives
-from switchx.data import tasks
-from switchx.data import text_metrics
 from switchx.data import tokenizers
-from switchx.data.corpora import multi30k
 from switchx.models import config
 
 include "runs/defaults.gin"
@@ -276,23 +269,9 @@ config.ModelConfig.init_scale = 4.0
 config.SwitchConfig.num_experts = 2
 config.SwitchConfig.every = 1
 
-SOURCE = @mixtures.Mixture()
-mixtures.Mixture.tasks = (@en_de/tasks.Task(), @de_en/tasks.Task())
-mixtures.Mixture.rates = (2.0, 1.0)
-tasks.Task.vocabulary = @tokenizers.ByteVocabulary()
-tasks.Task.metrics = (@text_metrics.Bleu(), @text_metrics.ChrF())
-en_de/tasks.Task.name = "multi30k_en_de"
-en_de/tasks.Task.corpus = @en_de/multi30k.Multi30k()
-en_de/tasks.Task.objective = @en_de/objectives.InputsToTargets()
-en_de/objectives.InputsToTargets.prefix = "to de: "
-en_de/multi30k.Multi30k.source = "en"
-en_de/multi30k.Multi30k.target = "de"
-de_en/tasks.Task.name = "multi30k_de_en"
-de_en/tasks.Task.corpus = @de_en/multi30k.Multi30k()
-de_en/tasks.Task.objective = @de_en/objectives.InputsToTargets()
-de_en/objectives.InputsToTargets.prefix = "to en: "
-de_en/multi30k.Multi30k.source = "de"
-de_en/multi30k.Multi30k.target = "en"
+SOURCE = @mixtures.multi30k_directions()
+mixtures.multi30k_directions.vocabulary = @tokenizers.ByteVocabulary()
+mixtures.multi30k_directions.languages = ("en", "de")
 
 TRAIN_STEPS = 1
 BATCH_SIZE = 8
@@ -349,8 +328,8 @@ def test_metrics_of_each_direction_are_sacrebleus_of_what_the_api_writes(run, ca
     answers = lines(file)
     model, means = switchx.load(run), []
     for name, prefix, languages in (
-        ("multi30k_en_de", "to de: ", ("en", "de")),
-        ("multi30k_de_en", "to en: ", ("de", "en")),
+        ("multi30k_en_de", "German: ", ("en", "de")),
+        ("multi30k_de_en", "English: ", ("de", "en")),
     ):
         mine = [each for each in answers if each["task"] == name]
         # Of the test split, which has seven lines, in the corpus' order: pairs, as they were.
@@ -438,9 +417,11 @@ def test_table_of_metrics_for_a_person():
     assert evaluate.signatures(texts) == []
 
 
-def test_names_of_metrics_are_all_of_them():
+def test_names_of_metrics_are_all_of_them_and_on_the_page():
     assert evaluate._metric_names(",".join(METRICS)) == list(METRICS)
     assert evaluate._metric_names("none") == []
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+)\(", PAGE, re.MULTILINE))
+    assert rows == {name: metric.__name__ for name, metric in METRICS.items()}
 
 
 @pytest.mark.parametrize(
@@ -466,12 +447,9 @@ def test_wrong_options(run, capsys, option, said):
     assert said in " ".join(capsys.readouterr().err.split())
 
 
-def test_choices_need_a_task_of_texts(finished_run, capsys):
+def test_choices_and_files_need_a_task_of_texts(finished_run, capsys, tmp_path):
     assert main(["eval", f"--model_dir={finished_run.folder}", "--rank_choices"]) == 2
     assert "no task has metrics of texts" in " ".join(capsys.readouterr().err.split())
-
-
-def test_a_file_needs_a_task_of_texts(finished_run, capsys, tmp_path):
     file = tmp_path / "answers"
     assert main(["eval", f"--model_dir={finished_run.folder}", f"--predictions={file}"]) == 2
     said = " ".join(capsys.readouterr().err.split())
@@ -515,8 +493,3 @@ def test_commands_of_the_page_run(run, capsys, tmp_path, monkeypatch):
     assert "is quantized, and does not know its tasks" in capsys.readouterr().err
     assert main(["eval", gin, *options[:-1], "--metrics=none"]) == 2
     assert "is quantized: it is evaluated by the texts" in capsys.readouterr().err
-
-
-def test_metrics_of_the_page_are_there():
-    rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+)\(", PAGE, re.MULTILINE))
-    assert rows == {name: metric.__name__ for name, metric in METRICS.items()}

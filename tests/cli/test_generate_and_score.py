@@ -16,12 +16,10 @@ import pytest
 import switchx
 from switchx.cli.main import main
 from switchx.cli.text import lines as text
-from switchx.data.objectives import SpanCorruption
 from switchx.inference.score import Score, Scorer
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.routing_record import open_record
-from tests.training.jobs import TASK
-from tests.training.saved_runs import save_run
+from tests.training.saved_runs import SPANS, save_run
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
@@ -34,8 +32,7 @@ PAIRS = [("a gate", "of"), ("x", "an expert"), ("slot", "y")]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    task = dataclasses.replace(TASK, objective=SpanCorruption())
-    return save_run(tmp_path_factory.mktemp("run"), MODEL, source=task)
+    return save_run(tmp_path_factory.mktemp("run"), MODEL, source=SPANS)
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +83,12 @@ def test_lines_are_those_of_the_api(folder, model, lines, capsys, monkeypatch):
 
 def test_the_n_best_and_log_probabilities(folder, model, lines, capsys):
     options = [f"--input={lines}", "--beam_size=2", "--num_return_sequences=2"]
-    settings = {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "forced_prefix": (70, 71)}
-    options += ["--repetition_penalty=1.4", "--no_repeat_ngram_size=2", "--forced_prefix=70,71"]
+    settings = {"length_penalty": 0.5, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2}
+    options += [f"--{name}={value}" for name, value in settings.items()]
+    options.append("--forced_prefix=70,71")
     want = model.generate(
         LINES, max_length=3, beam_size=2, num_return_sequences=2, logprobs=2, with_scores=True,
-        **settings,
+        forced_prefix=(70, 71), **settings,
     )  # fmt: skip
     assert main(words(folder, *options, "--json", "--logprobs=2")) == 0
     got = [json.loads(line)["outputs"] for line in capsys.readouterr().out.splitlines()]
@@ -131,12 +129,14 @@ def test_wrong_options_are_refused(folder, lines, capsys, options, said):
     assert said in capsys.readouterr().err
 
 
-def test_a_stop_ends_an_output(folder, model, lines, capsys):
+def test_a_stop_ends_an_output_and_a_capacity_is_told(folder, model, lines, capsys):
     (whole, *_) = model.generate(LINES, max_length=3)
     stop = whole[1]
     assert main(words(folder, f"--input={lines}", f"--stop={stop}", "--stop=zz")) == 0
     got = capsys.readouterr().out.split("\n")[0]
     assert got == re.sub(r"[\r\n]+", " ", whole[: whole.index(stop)])
+    assert main(words(folder, f"--input={lines}", "--capacity=trained")) == 0
+    assert "experts have a capacity: " in capsys.readouterr().err
 
 
 def test_with_slots_for_experts_lines_are_the_same(folder, model, lines, capsys):
@@ -166,8 +166,7 @@ def test_with_slots_for_experts_lines_are_the_same(folder, model, lines, capsys)
 @pytest.mark.slow  # tokens of a ring: test_ring_decode.py
 def test_with_a_ring_lines_are_the_same(lines, tmp_path, capsys):
     config = dataclasses.replace(MODEL, num_encoder_layers=2, num_decoder_layers=2)
-    task = dataclasses.replace(TASK, objective=SpanCorruption())
-    run = save_run(tmp_path / "run", config, source=task)
+    run = save_run(tmp_path / "run", config, source=SPANS)
     options = [f"--input={lines}", "--max_new_tokens=2", "--pruning=experts"]
     assert main(words(run, *options)) == 0
     want = capsys.readouterr().out
@@ -237,18 +236,13 @@ def test_a_model_with_slots_is_the_same_model(folder, model):
 
 
 def test_options_are_settings_of_the_api(folder, model, lines, tmp_path):
-    for number, settings in enumerate(
-        [
-            {"beam_size": 2, "length_penalty": 0.5},
-            {"temperature": 1.0, "top_k": 9, "top_p": 0.9, "seed": 3},
-        ]
-    ):
-        output = tmp_path / f"{number}.jsonl"
-        options = [f"--{name}={value}" for name, value in settings.items()]
-        options += [f"--input={lines}", f"--output={output}", "--json"]
-        assert main(words(folder, *options)) == 0
-        got = [json.loads(line)["output"] for line in output.read_text().splitlines()]
-        assert got == model.generate(LINES, max_length=3, **settings)
+    settings = {"temperature": 1.0, "top_k": 9, "top_p": 0.9, "seed": 3}
+    output = tmp_path / "samples.jsonl"
+    options = [f"--{name}={value}" for name, value in settings.items()]
+    options += [f"--input={lines}", f"--output={output}", "--json"]
+    assert main(words(folder, *options)) == 0
+    got = [json.loads(line)["output"] for line in output.read_text().splitlines()]
+    assert got == model.generate(LINES, max_length=3, **settings)
 
 
 def test_a_killed_command_goes_on_to_the_same_samples(folder, lines, tmp_path, monkeypatch):
@@ -285,11 +279,6 @@ def test_other_settings_do_not_go_on(folder, lines, tmp_path, capsys):
     assert "begun with other settings (beam_size: 1 then, 2 now)" in capsys.readouterr().err
     assert main(words(folder, *options, "--step=5")) == 2
     assert "begun with other settings (model: " in capsys.readouterr().err
-
-
-def test_a_capacity_is_told(folder, lines, capsys):
-    assert main(words(folder, f"--input={lines}", "--capacity=trained")) == 0
-    assert "experts have a capacity: " in capsys.readouterr().err
 
 
 def test_wrong_lines_are_named_before_anything_runs(folder, tmp_path, capsys):
@@ -333,7 +322,7 @@ def test_a_file_goes_on_and_the_sum_is_of_all_its_lines(folder, pairs, tmp_path,
     assert f"2 lines, 6 target tokens: log-likelihood {total:.4f}" in said
 
 
-def test_a_score_that_is_no_number_is_null(folder, pairs, capsys, monkeypatch):
+def test_a_score_that_is_no_number_is_null_as_in_all_json(folder, pairs, capsys, monkeypatch):
     scores = [(0, Score(math.nan, 2)), (1, Score(-1.5, 3))]
     monkeypatch.setattr(Scorer, "__call__", lambda *_: iter(scores))
     file = pairs("a\tb", "c\td")
@@ -342,10 +331,7 @@ def test_a_score_that_is_no_number_is_null(folder, pairs, capsys, monkeypatch):
     lines = captured.out.splitlines()
     assert lines[0] == '{"log_likelihood": null, "num_tokens": 2}'
     assert json.loads(lines[1])["log_likelihood"] == -1.5 and "nan a token" in captured.err
-
-
-def test_no_command_prints_json_that_may_hold_nan():
-    """What is printed goes through `fields.json_text`; files for ourselves need not."""
+    # What is printed goes through `fields.json_text`; files for ourselves need not.
     of_files = {"cli/text/resumable_output.py"}
     root = pathlib.Path(switchx.__file__).parent
     for path in (*root.glob("cli/**/*.py"), root / "jobs.py", root / "results.py"):
@@ -396,18 +382,14 @@ def test_a_record_has_what_was_read(folder, model, lines, pairs, capsys, tmp_pat
 
     assert main(words(folder, f"--input={lines}", f"--record={path}")) == 0
     capsys.readouterr()
-    answers = model.generate(model.prompts(LINES), max_length=3)
-    scorer = model.scorer(batch_size=1)
-    for batch in open_record(path).batches(stacks=["decoder"]):
-        for row, tokens, expert_NLS in zip(
-            batch.row_B, batch.token_BL, np.moveaxis(batch.expert_NBLS, 1, 0), strict=True
-        ):
-            if row < 0:
-                continue
-            tokens_read = answers[row]
-            assert tokens[1 : 1 + len(tokens_read)].tolist() == tokens_read
-            want = scorer.chosen_experts((model.prompts(LINES)[row], tokens_read))
-            np.testing.assert_array_equal(expert_NLS[:, 1 : 1 + len(tokens_read)], want)
+    answers = model.generate(model.prompts(LINES), max_length=3, with_scores=True)
+    assert not any(each.is_finished for each in answers)  # their last tokens are not read
+    written = {
+        int(row): tokens.tolist()
+        for batch in open_record(path).batches(stacks=["decoder"])
+        for row, tokens in zip(batch.row_B, batch.token_BL, strict=True)
+    }
+    assert written == {row: [0, *each.output[:2]] for row, each in enumerate(answers)}
 
 
 def test_a_record_of_a_part_or_of_nothing_is_refused(folder, lines, capsys, tmp_path):

@@ -47,11 +47,14 @@ def my_gin(text: str) -> tuple[str, str]:
     return str(SMALL), "my.gin"
 
 
-def test_bindings_win_over_files_and_later_ones_over_earlier_ones():
+def test_bindings_win_over_files_by_short_and_full_names():
     files = my_gin("TRAIN_STEPS = 5\nBATCH_SIZE = 5\n")
     job = job_of("BATCH_SIZE=6", "BATCH_SIZE=7", files=files)
     assert (job.train_steps, job.batch_size) == (5, 7)
     assert job_of(files=files[::-1]).train_steps == 12
+    names = ("RouterConfig", "config.RouterConfig", "switchx.models.config.RouterConfig")
+    for name in names:
+        assert job_of(f"{name}.jitter=0.5").model.switch.router.jitter == 0.5
 
 
 @pytest.mark.parametrize(
@@ -69,12 +72,6 @@ def test_text_needs_no_quotes(value, text):
     """But what reads as a Python literal is one: a folder called 3 does need them."""
     value = "'3'" if value == "3" else value
     assert job_of(f"DATA_DIR={value}").data_dir == text
-
-
-def test_parameter_may_be_named_in_short_and_in_full():
-    names = ("RouterConfig", "config.RouterConfig", "switchx.models.config.RouterConfig")
-    for name in names:
-        assert job_of(f"{name}.jitter=0.5").model.switch.router.jitter == 0.5
 
 
 def test_folder_called_as_a_configs_folder_is_not_in_the_way(tmp_path, monkeypatch):
@@ -141,21 +138,23 @@ def test_shipped_run_sets_nothing_that_is_taken_for_misspelt(name, monkeypatch):
     pathlib.Path("de.txt").write_text("ein Tor\n\nein Experte\n")
     values = {"FILES": ".", "FOLDER": ".", "INIT_FROM": ".", "TEACHER": "."}
     values |= {"LANGUAGES": ("de",), "VOCABULARY_FILE": "t5.model"}
-    for part in ("tasks/text_span_corruption.gin", "optimizers/adamw.gin"):
-        required = required_macros(name) | required_macros(part)
-        bindings = [f"{macro}={values[macro]}" for macro in values if macro in required]
-        bindings += ["WARMUP_STEPS=1"] * (part == "optimizers/adamw.gin")
-        building.parse_files([name, part], bindings)
-        building.build("JOB", TrainingJob)
-        building.require_effect("JOB", [])
+    files = [name, "tasks/text_span_corruption.gin", "optimizers/adamw.gin"]
+    required = set().union(*map(required_macros, files))
+    bindings = [f"{macro}={values[macro]}" for macro in values if macro in required]
+    building.parse_files(files, [*bindings, "WARMUP_STEPS=1"])
+    building.build("JOB", TrainingJob)
+    building.require_effect("JOB", [])
 
 
-def test_parameter_that_files_set_in_scopes_is_asked_for_by_scope():
+def test_scopes_of_files_and_the_end_of_a_run_file_are_said():
     files = my_gin("SOURCE/TextFiles.max_characters = 10\n")
     said = refusal("TextFiles.max_characters=20", files=files)
     assert "write --gin.SOURCE/TextFiles.max_characters" in said
     job = job_of("SOURCE/TextFiles.max_characters=20", files=files)
     assert job.source.corpus.max_characters == 20
+    building.parse_files(["models/switch_tiny.gin"], [])
+    with pytest.raises(building.ConfigurationError, match=r"JOB = @job.TrainingJob\(\)"):
+        building.build("JOB", TrainingJob)
 
 
 def test_operative_config_builds_the_same_job_and_takes_bindings():
@@ -305,12 +304,6 @@ def test_module_that_cannot_be_imported_is_told_with_the_way_out(my_tasks, capsy
     assert re.search(pattern, capsys.readouterr().err)
 
 
-def test_files_without_a_job_say_how_a_run_file_ends():
-    building.parse_files(["models/switch_tiny.gin"], [])
-    with pytest.raises(building.ConfigurationError, match=r"JOB = @job.TrainingJob\(\)"):
-        building.build("JOB", TrainingJob)
-
-
 GIN = """\
 from __gin__ import dynamic_registration
 from switchx.models import config
@@ -365,9 +358,6 @@ VOCABULARY/deep/corpus.Text.path = 'b'
 job.Job.model = %MODEL
 """
     )
-
-
-def test_nothing_is_left_to_take_away():
     once = without_scopes(GIN)
     assert without_scopes(once) == once
 

@@ -72,6 +72,9 @@ def test_mistake_in_another_file_is_told_of_that_file():
     pathlib.Path("inner.gin").write_text(HEAD + "SIZES = [3\n")
     said = message(text='\ninclude "inner.gin"\n')
     assert said == "inner.gin:4: EOF in multi-line statement"
+    pathlib.Path("my.gin").write_text("A = 3\n", encoding="utf-8-sig")
+    building.parse_files(["my.gin"], [])
+    assert building.macro_names() == ["A"]
 
 
 def test_files_that_include_each_other_are_named():
@@ -81,12 +84,6 @@ def test_files_that_include_each_other_are_named():
     # A file that two others include is none that includes itself.
     pathlib.Path("inner.gin").write_text("A = 1\n")
     building.parse_files(["inner.gin", "inner.gin"], [])
-
-
-def test_a_byte_order_mark_is_no_part_of_a_file():
-    pathlib.Path("my.gin").write_text("A = 3\n", encoding="utf-8-sig")
-    building.parse_files(["my.gin"], [])
-    assert building.macro_names() == ["A"]
 
 
 @pytest.mark.parametrize("line", ["MODEL = @unregistered.Own()", "unregistered.Own.size = 8"])
@@ -171,17 +168,14 @@ def installed(tmp_path, monkeypatch, *folders):
     monkeypatch.setattr(files, "__file__", str(tmp_path / "switchx/gin_config/files.py"))
 
 
-def test_an_installed_copy_wins_over_a_folder_beside_the_package(tmp_path, monkeypatch):
+def test_an_installed_copy_wins_and_without_one_installing_is_said(tmp_path, monkeypatch):
     assert files.configs_dir() == ROOT / "configs"  # of the checkout
-    installed(tmp_path, monkeypatch, "switchx/configs/models", "configs/models")
-    assert files.configs_dir() == tmp_path / "switchx/configs"
-
-
-def test_missing_configurations_say_how_to_install(tmp_path, monkeypatch):
     installed(tmp_path, monkeypatch, "configs/something_else")
     with pytest.raises(FileNotFoundError, match="pip install --editable") as error:
         files.configs_dir()
     assert f"no {tmp_path}/switchx/configs and no {tmp_path}/configs" in str(error.value)
+    installed(tmp_path, monkeypatch, "switchx/configs/models", "configs/models")
+    assert files.configs_dir() == tmp_path / "switchx/configs"
 
 
 def test_names_are_looked_up_here_then_in_search_paths_then_among_ours(tmp_path):

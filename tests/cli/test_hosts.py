@@ -112,14 +112,11 @@ def test_half_of_it(missing, launched):
         launched(variables)
 
 
-def test_all_of_them_or_none():
+def test_all_of_them_or_none_and_wrong_ones_end_the_command(capsys):
     with pytest.raises(UsageError, match="give --process_id too, or none of the three"):
         hosts.processes_of(parsed(*ALL[:2]))
     with pytest.raises(UsageError, match="give --coordinator and --num_processes too, or none"):
         hosts.processes_of(parsed(ALL[2]))
-
-
-def test_wrong_ones_end_the_command_at_once(capsys):
     assert main([*TRAIN, *ALL[:2], "--process_id=2"]) == 2
     assert capsys.readouterr().err == (
         "switchx train: error: process_id=2 is not one of num_processes=2; use 0 to N - 1\n"
@@ -147,15 +144,12 @@ def test_the_statement_is_of_what_has_to_be_equal():
     assert state(job, "def") != same
 
 
-def test_other_processes_show_what_went_wrong_alone(capsys):
+def test_other_processes_show_faults_and_a_launcher_is_told_to_go_on(capsys):
     with SilentReporter(3) as reporter:
         reporter.note("resumed")
         logging.getLogger("switchx.x").info("opening")
         logging.getLogger("switchx.x").warning("the disk is slow")
     assert capsys.readouterr().err == "process 3: warning: the disk is slow\n"
-
-
-def test_a_launcher_is_told_that_a_stopped_run_is_to_go_on():
     several = hosts.Processes("localhost:8476", 2, 0)
     assert train.exit_status(is_finished=True, processes=several) == 0
     assert train.exit_status(is_finished=False, processes=several) == os.EX_TEMPFAIL == 75

@@ -129,13 +129,7 @@ def test_our_errors_are_one_line(run_of, capsys, text, status):
     assert (captured.out, captured.err) == ("", "switchx train: error: use 3\n")
 
 
-def test_traceback_can_be_asked_for(run_of):
-    words = run_of(in_switchx("raise ValueError('use 3')"))
-    with pytest.raises(ValueError, match="use 3"):
-        main([*words, "--traceback"])
-
-
-def test_system_errors_are_one_line_wherever_they_come_from(run_of, capsys, tmp_path):
+def test_system_errors_and_interruptions_are_one_line(run_of, capsys, tmp_path):
     def run(arguments):
         (tmp_path / "none").read_text()
 
@@ -143,9 +137,11 @@ def test_system_errors_are_one_line_wherever_they_come_from(run_of, capsys, tmp_
     assert capsys.readouterr().err == (
         f"switchx train: error: [Errno 2] No such file or directory: '{tmp_path}/none'\n"
     )
+    assert main(run_of(in_switchx("raise KeyboardInterrupt"))) == 130
+    assert capsys.readouterr().err == "switchx: interrupted\n"
 
 
-def test_bugs_keep_their_traceback(run_of):
+def test_bugs_keep_their_traceback_and_others_can_have_one(run_of):
     import numpy as np
 
     with pytest.raises(KeyError):
@@ -154,11 +150,9 @@ def test_bugs_keep_their_traceback(run_of):
         main(run_of(in_switchx("return 1 + 'x'")))
     with pytest.raises(ValueError, match="cannot reshape"):  # raised by a library
         main(run_of(lambda arguments: np.zeros(3).reshape(2)))
-
-
-def test_interruption_is_no_error(run_of, capsys):
-    assert main(run_of(in_switchx("raise KeyboardInterrupt"))) == 130
-    assert capsys.readouterr().err == "switchx: interrupted\n"
+    words = run_of(in_switchx("raise ValueError('use 3')"))
+    with pytest.raises(ValueError, match="use 3"):
+        main([*words, "--traceback"])
 
 
 def test_logs_and_warnings_are_lines(run_of, capsys):
@@ -173,7 +167,7 @@ def test_logs_and_warnings_are_lines(run_of, capsys):
     assert lines[1].startswith("switchx: warning: ") and lines[1].endswith("careful")
 
 
-def test_ours_from_info_on_and_others_from_warning_on():
+def test_log_records_and_warnings_are_lines_of_one_kind():
     lines = []
     with shown_by(lines.append):
         logging.getLogger("switchx.data.corpora").info("preparing %s", "text")
@@ -187,9 +181,6 @@ def test_ours_from_info_on_and_others_from_warning_on():
         "warning: checkpoint 3 is skipped",
         "error: disk on fire",
     ]
-
-
-def test_warning_of_python_is_one_line():
     lines = []
     logging.captureWarnings(True)
     try:

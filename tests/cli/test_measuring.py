@@ -224,8 +224,12 @@ def refused(words, capsys) -> str:
     return said.err
 
 
-def test_topology_that_does_not_exist(capsys):
+def test_slices_that_do_not_exist_or_lack_a_compiler(capsys, tmp_path, monkeypatch):
     assert "use v4:8x8x4" in refused([*TINY, "--topology=v4:8x8x5"], capsys)
+    monkeypatch.setenv(tpu_compiler.FOLDER_VARIABLE, str(tmp_path))
+    assert main([*TINY, "--topology=v5e:2x4"]) == 1
+    said = capsys.readouterr().err
+    assert "python -m pallas_kernels.aot.install tpu" in said
 
 
 @pytest.mark.parametrize(
@@ -237,13 +241,6 @@ def test_mesh_of_other_devices_than_the_slice(topology, way_out, capsys):
     said = refused(words, capsys)
     assert "needs 8 devices" in said
     assert way_out in said
-
-
-def test_no_compiler(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv(tpu_compiler.FOLDER_VARIABLE, str(tmp_path))
-    assert main([*TINY, "--topology=v5e:2x4"]) == 1
-    said = capsys.readouterr().err
-    assert "python -m pallas_kernels.aot.install tpu" in said
 
 
 @pytest.mark.parametrize(("name", "way_out"), [("KILL", "memory runs out"), ("SEGV", "")])
@@ -258,16 +255,13 @@ def test_process_that_is_ended(name, way_out, monkeypatch, capfd):
     assert way_out in said
 
 
-def test_model_that_fits_nowhere(simulated, in_a_folder, capsys):
+def test_models_that_fit_nowhere_or_elsewhere(simulated, in_a_folder, capsys):
     words = [*TINY, "--topology=v5e:2x4", "--gin.NUM_EXPERTS=100000"]
     words.append("--gin.ModelConfig.d_ff=1000000000")
     assert main(words) == 1
     said = capsys.readouterr().out
     assert "fits 0 ==1: does not hold" in said
     assert "fit no slice there is" in said.replace("\n", " ")
-
-
-def test_model_that_fits_elsewhere(simulated, in_a_folder, capsys):
     words = [*TINY, "--topology=v5e:2x4", "--gin.NUM_EXPERTS=100000"]
     assert main(words) == 1
     assert "v5p from" in capsys.readouterr().out.replace("\n", " ")

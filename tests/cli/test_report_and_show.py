@@ -44,23 +44,33 @@ def nothing_is_drawn(monkeypatch):
     monkeypatch.setattr("switchx.analysis.report.all_sections", lambda routing: [])
 
 
-def test_page_may_go_elsewhere(recorded, nothing_is_drawn, capsys, tmp_path):
+def test_page_may_go_elsewhere_where_it_can_be_written(
+    recorded, nothing_is_drawn, capsys, tmp_path
+):
     output = tmp_path / "new folder" / "page.html"
     assert main(["report", f"--model_dir={recorded}", f"--output={output}"]) == 0
     assert capsys.readouterr().out == f"{output}\n"
     assert output.read_text().startswith("<!DOCTYPE html>")
     assert not (recorded / "report.html").exists()
+    (recorded / "file").write_text("")
+    assert main(["report", f"--model_dir={recorded}", f"--output={recorded}/file/x"]) == 1
+    assert capsys.readouterr().err.startswith("switchx report: error: ")
 
 
-def test_a_dense_run_is_refused(tmp_path, capsys):
+def test_folders_of_a_dense_run_or_of_none_are_refused(tmp_path, capsys):
     folder = write_dense_run(tmp_path / "dense")
     assert refusal(capsys, f"--model_dir={folder}") == (
         f"switchx report: error: {folder} is the run of a dense model, which routes nothing; "
         "give the model_dir of a run with Switch layers\n"
     )
+    said = refusal(capsys, f"--model_dir={tmp_path}")
+    assert said.startswith(f"switchx report: error: {tmp_path} is not a run folder")
+    assert "found dense; give the model_dir of a run" in said
+    assert "nothing is there" in refusal(capsys, f"--model_dir={tmp_path / 'none'}")
 
 
-def test_a_run_without_evaluations_is_refused(recorded, capsys):
+def test_runs_without_what_is_shown_are_refused(recorded, capsys):
+    assert "--output: it is empty" in refusal(capsys, f"--model_dir={recorded}", "--output=")
     for path in (recorded / "routing").iterdir():
         path.unlink()
     assert refusal(capsys, f"--model_dir={recorded}") == (
@@ -69,29 +79,8 @@ def test_a_run_without_evaluations_is_refused(recorded, capsys):
         "(EVAL_EVERY)\n"
     )
     assert not (recorded / "report.html").exists()
-
-
-def test_a_run_that_has_logged_nothing_is_refused(recorded, capsys):
     (recorded / "metrics.jsonl").unlink()
     assert "has logged a step" in refusal(capsys, f"--model_dir={recorded}")
-
-
-def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
-    (tmp_path / "notes.txt").write_text("")
-    said = refusal(capsys, f"--model_dir={tmp_path}")
-    assert said.startswith(f"switchx report: error: {tmp_path} is not a run folder")
-    assert "found notes.txt; give the model_dir of a run" in said
-    assert "nothing is there" in refusal(capsys, f"--model_dir={tmp_path / 'none'}")
-
-
-def test_an_empty_output_is_refused(recorded, capsys):
-    assert "--output: it is empty" in refusal(capsys, f"--model_dir={recorded}", "--output=")
-
-
-def test_an_output_that_cannot_be_written_is_one_line(recorded, nothing_is_drawn, capsys):
-    (recorded / "file").write_text("")
-    assert main(["report", f"--model_dir={recorded}", f"--output={recorded}/file/x"]) == 1
-    assert capsys.readouterr().err.startswith("switchx report: error: ")
 
 
 PAGE = (ROOT / "docs/pipeline.md").read_text(encoding="utf-8")

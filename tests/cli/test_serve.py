@@ -2,7 +2,6 @@
 """`switchx serve`: a process of its own from its start to a SIGTERM, and wrong options."""
 
 import concurrent.futures
-import dataclasses
 import http.client
 import json
 import logging
@@ -16,20 +15,17 @@ import pytest
 import switchx
 from switchx.cli import serve
 from switchx.cli.main import main
-from switchx.data.objectives import SpanCorruption
 from switchx.serving.models import READER
 from tests.data.refusals import refused
 from tests.serving import served
-from tests.training.jobs import TASK
-from tests.training.saved_runs import save_run
+from tests.training.saved_runs import SPANS, save_run
 
 TOKEN = "0123456789abcdef"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    task = dataclasses.replace(TASK, objective=SpanCorruption())
-    return save_run(tmp_path_factory.mktemp("run"), served.CONFIG, source=task)
+    return save_run(tmp_path_factory.mktemp("run"), served.CONFIG, source=SPANS)
 
 
 def line_of(process, pattern: str, seconds: float = 120) -> re.Match:
@@ -98,6 +94,8 @@ def test_it_can_be_stopped_while_it_compiles(folder, start_cli):
 
 
 def test_a_compiler_that_takes_long_is_not_waited_for(monkeypatch):
+    """A thread, or a pool in which prompts are scored: the interpreter would wait for both."""
+    assert 1.0 + serve.STOPPING_S < 3.0  # with uvicorn's own second
     monkeypatch.setattr(serve, "STOPPING_S", 0.01)
     exits, is_over = [], threading.Event()
     monkeypatch.setattr(serve.os, "_exit", exits.append)
@@ -108,17 +106,10 @@ def test_a_compiler_that_takes_long_is_not_waited_for(monkeypatch):
     is_over.set()
     worker.join()
     assert serve._leave([worker], 1) == 1 and exits == [0]
-
-
-def test_a_pool_that_compiles_is_not_waited_for_either(monkeypatch):
-    """Prompts are scored in a pool of threads, for which the interpreter would wait."""
-    assert 1.0 + serve.STOPPING_S < 3.0  # with uvicorn's own second
-    monkeypatch.setattr(serve, "STOPPING_S", 0.01)
-    exits, is_over = [], threading.Event()
-    monkeypatch.setattr(serve.os, "_exit", exits.append)
+    is_over.clear()
     pool = concurrent.futures.ThreadPoolExecutor(1, READER)
     pool.submit(is_over.wait)
-    assert serve._leave([], 1) == 1 and exits == [1]
+    assert serve._leave([], 1) == 1 and exits == [0, 1]
     is_over.set()
     pool.shutdown()
 

@@ -109,19 +109,16 @@ def test_goodput_says_what_took_the_time_and_who_was_slow(capsys, folder):
     ]
 
 
-def test_run_that_logged_nothing_has_a_summary_too(capsys, folder):
-    folder.metrics.unlink()
-    folder.validation.unlink()
-    lines = printed(capsys, folder, given(str(SMALL), bindings=[f"FILES={folder.root}"]))
-    assert lines[2] == f"run folder     {folder.root}"
-
-
-def test_evaluation_that_was_not_finite_is_said_so(capsys, folder):
+def test_evaluation_that_was_not_finite_and_a_run_that_logged_nothing(capsys, folder):
     row = {"step": 12, "neg_log_perplexity": None, "accuracy": 0.0}
     with folder.validation.open("a") as file:
         file.write(json.dumps(row) + "\n")
     lines = printed(capsys, folder, given(str(SMALL), bindings=[f"FILES={folder.root}"]))
     assert lines[2].endswith("-6.0000 (step 0) -> not finite (step 12)")
+    folder.metrics.unlink()
+    folder.validation.unlink()
+    lines = printed(capsys, folder, given(str(SMALL), bindings=[f"FILES={folder.root}"]))
+    assert lines[2] == f"run folder     {folder.root}"
 
 
 def test_commands_repeat_what_was_given_quoted(capsys, folder, tmp_path):
@@ -169,9 +166,6 @@ def test_stopped_run_goes_on_with_the_same_command(capsys, folder):
     lines = printed(capsys, folder, arguments, Outcome(12, False, {}))
     assert lines[1] == "Training stopped by a signal; the state is saved at step 12"
     assert f"--gin.TRAIN_STEPS=100 '--model_dir={folder.path}'" in lines[-3]
-
-
-def test_run_stopped_before_it_saved_can_only_go_on(capsys, folder):
     arguments = given(str(SMALL), bindings=[f"FILES={folder.root}"])
     lines = printed(capsys, folder, arguments, Outcome(0, False, {}))
     assert lines[1] == "Training stopped by a signal; there is nothing to save at step 0"
@@ -202,7 +196,7 @@ def test_rows_are_named_by_stack_and_block():
     assert both.sparse_layer_names[:2] == ["encoder 1 attention", "encoder 1 ffn"]
 
 
-def test_even_share_is_one():
+def test_even_share_is_one_for_any_number_of_choices():
     load = [[0.25, 0.25, 0.25, 0.25], [0.5, 0.5, 0.0, 0.0], [0.1, 0.2, 0.3, 0.4]]
     assert shown(MODEL, load) == [
         "load per expert (1.00 is an even share)".split(),
@@ -211,9 +205,6 @@ def test_even_share_is_one():
         ["encoder", "3", "2.00", "2.00", "0.00", "0.00"],
         ["decoder", "1", "0.40", "0.80", "1.20", "1.60"],
     ]
-
-
-def test_even_share_is_one_for_two_choices_a_token_and_for_none():
     load = [[0.5, 0.5, 0.5, 0.5], [1.0, 0.5, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0]]
     rows = shown(MODEL, load)[2:]
     assert [row[2:] for row in rows] == [

@@ -2,6 +2,8 @@
 """`switchx sweep`: cells are trained once, go on, fail alone; the optimum has its place."""
 
 import json
+import os
+import pathlib
 import shutil
 import signal
 import time
@@ -9,6 +11,7 @@ import time
 import pytest
 
 from switchx import sweep as sweeps
+from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.main import main
 from tests.integration.runs import SMALL, lines, numbers, write_corpus
 
@@ -67,20 +70,24 @@ def test_cells_are_trained_once_and_go_on(in_a_folder, one_device, steps_traced_
     """Files differ, so that cells share their programs."""
     text = write_corpus(in_a_folder).read_text()
     (in_a_folder / "other.txt").write_text(text[: len(text) // 2])
-    files, every = "--gin.FILES=corpus.txt,other.txt", "--gin.CHECKPOINT_EVERY=2"
-    status, out, err = run(capsys, files, every, "--json")
+    files, every = "--gin.FILES=corpus.txt,other.txt", ["--gin.CHECKPOINT_EVERY=2"]
+    every += [f"--gin.RoutingAlarms.{n}" for n in ("first_lines=1", "lines_in_a_row=1")]
+    every.append("--gin.RoutingAlarms.least_information=9.0")  # an alarm of each line
+    status, out, err = run(capsys, files, *every, "--json")
     assert status == 0, err
     found = json.loads(out)
     cells = [in_a_folder / f"s/FILES={name}.txt,seed=0" for name in ("corpus", "other")]
     losses = [-lines(cell / "validation.jsonl")[-1]["neg_log_perplexity"] for cell in cells]
     assert [row["losses"]["0"] for row in found["results"]] == losses
+    assert err.count("alarm: encoder 0: a token tells") == 2
+    assert all(lines(cell / "alarms.jsonl")[0]["kind"] == "information" for cell in cells)
     assert losses[0] != losses[1] and found["optimum"]["mean"] == min(losses)
     # One as it is when it is killed after its second step, and one that is done.
     before = [numbers(cell / "metrics.jsonl") for cell in cells]
     stamp = (cells[0] / "metrics.jsonl").stat().st_mtime_ns
     shutil.rmtree(cells[1] / "checkpoints/4")
     # A value is added, whose cell fails.
-    status, out, err = run(capsys, f"{files},none.txt", every, "--json")
+    status, out, err = run(capsys, f"{files},none.txt", *every, "--json")
     assert status == 1 and "3 cells, 1 of them done before" in err
     assert json.loads(out)["results"][:2] == found["results"]
     assert [numbers(cell / "metrics.jsonl") for cell in cells] == before
@@ -89,7 +96,21 @@ def test_cells_are_trained_once_and_go_on(in_a_folder, one_device, steps_traced_
     (failed,) = json.loads(out)["failed"]
     assert f"{failed}: failed: ValueError: " in err and "none.txt" in failed
     assert "Traceback" in (in_a_folder / f"s/logs/{failed}.log").read_text()
-    for words, said in (((files,), "'bindings'"), (("--gin.NUM_EXPERTS=2,4", every), "'axes'")):
+    # One that another process trains is left to it.
+    shutil.rmtree(cells[1] / "checkpoints/4")
+    stamp, log = (cells[1] / "metrics.jsonl").stat().st_mtime_ns, in_a_folder / "s/logs"
+    (log := log / f"{cells[1].name}.log").write_text("its own line\n")
+    for workers in (1, 2):
+        with RunFolder(cells[1]).locked():
+            status, out, err = run(capsys, files, *every, "--json", f"--workers={workers}")
+        (why,) = json.loads(out)["failed"].values()
+        assert status == 1 and f"is being trained by process {os.getpid()} on" in why
+        assert "failed: model_dir=" in err and log.read_text() == "its own line\n"
+        assert (cells[1] / "metrics.jsonl").stat().st_mtime_ns == stamp
+    for words, said in (
+        ((files,), "'bindings'"),
+        (("--gin.NUM_EXPERTS=2,4", *every), "'axes'"),
+    ):
         status, out, err = run(capsys, *words)
         assert (status, out) == (2, "") and f"the folder of another sweep, with {{{said}" in err
 
@@ -115,7 +136,11 @@ def test_bad_input_does_nothing(words, said, in_a_folder, capsys):
     assert not (in_a_folder / "s").exists()
 
 
+SAVED = "killed/*/checkpoints/[1-9]*"
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # four sweeps, one after another
 def test_two_at_a_time_are_killed_and_go_on_to_the_same_losses(start_cli, tmp_path):
     write_corpus(tmp_path)
     words = [*WORDS, RATES, "--seeds=2", "--gin.FILES=corpus.txt", "--gin.TRAIN_STEPS=40"]
@@ -125,13 +150,36 @@ def test_two_at_a_time_are_killed_and_go_on_to_the_same_losses(start_cli, tmp_pa
 
     whole = swept("whole", 1)
     assert whole.wait(200) == 0
-    process, found = swept("killed", 2), []
-    while not found and process.poll() is None:  # a checkpoint
-        found = [*tmp_path.glob("killed/*/checkpoints/[1-9]*")]
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 130 and process.log.read_text().endswith("interrupted\n")
+    ends = []
+    for kill in (signal.SIGTERM, signal.SIGKILL):
+        before, found = {*tmp_path.glob(SAVED)}, set()
+        process = swept("killed", 2)
+        while not found and process.poll() is None:  # a checkpoint
+            found = {*tmp_path.glob(SAVED)} - before
+            time.sleep(0.05)
+        process.send_signal(kill)
+        ends.append((process.wait(60), process.log.read_text().endswith("interrupted\n")))
+    assert ends == [(130, True), (-signal.SIGKILL, False)]
     again = swept("killed", 2)
     assert again.wait(200) == 0
     ends = [each.log.read_text().splitlines()[-1] for each in (whole, again)]
     assert json.loads(ends[0]) == json.loads(ends[1])
+
+
+@pytest.mark.slow
+def test_the_end_of_a_sweep_by_sigkill_ends_its_cells(start_cli, tmp_path):
+    write_corpus(tmp_path)
+    words = [*WORDS, RATES, "--gin.FILES=corpus.txt", "--gin.TRAIN_STEPS=100000"]
+    sweep = start_cli(*words, "--output=killed", "--workers=2")
+    while len([*tmp_path.glob(SAVED)]) < 2 and sweep.poll() is None:
+        time.sleep(0.05)
+    cells = [RunFolder(folder) for folder in tmp_path.glob("killed/*,seed=0")]
+    pids = [json.loads(cell.lock_file.read_text())["pid"] for cell in cells]
+    sweep.kill()
+    logs, deadline = [*tmp_path.glob("killed/logs/*")], time.monotonic() + 60
+    while any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert len(pids) == len(logs) == 2
+    for log in logs:
+        assert "SIGTERM: stopping after this step" in log.read_text()

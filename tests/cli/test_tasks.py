@@ -52,7 +52,7 @@ def test_the_page_says_which_gin_files_are_no_data_sets():
     assert set(DATASETS) - names == said & set(DATASETS)
 
 
-def test_an_example_is_shown(capsys, folder):
+def test_an_example_and_templates_are_shown(capsys, folder):
     folders = (f"--manual_dir={folder}", f"--data_dir={folder}")
     about = json.loads(shown(capsys, "super_glue_copa", *folders, "--json"))
     want = PUBLISHED["super_glue_copa"]
@@ -65,9 +65,6 @@ def test_an_example_is_shown(capsys, folder):
     }  # fmt: skip
     text = shown(capsys, "scitldr", *folders, "--split=validation[:100%]")
     assert "inputs   summarize: One.\n" in text and "answers  q r; a b\n" in text
-
-
-def test_templates_are_shown(capsys, folder):
     data = folder / "super_glue/COPA"
     options = ("--inputs=why: {premise}", "--targets={choice2}", f"--data_dir={folder}")
     text = shown(capsys, data, *options)

@@ -36,28 +36,33 @@ def test_lines_of_a_file_and_of_standard_input(tmp_path, monkeypatch, data, line
     assert read_lines("-") == lines
 
 
-def test_lines_that_are_not_utf8_are_named(tmp_path):
+def test_input_that_is_not_there_has_no_lines_or_is_not_utf8(tmp_path):
     file = tmp_path / "in.txt"
     file.write_bytes(b"a\nb\xff\nc\n\xe9t\xe9")
     with refused(f"{file}: line 2 is not UTF-8: byte 2 is 0xff"):
         read_lines(str(file))
-
-
-def test_no_lines_and_no_file(tmp_path):
-    (tmp_path / "in.txt").touch()
-    with refused(f"{tmp_path}/in.txt has no lines"):
-        read_lines(f"{tmp_path}/in.txt")
+    file.write_bytes(b"")
+    with refused(f"{file} has no lines"):
+        read_lines(str(file))
     with refused(f"--input={tmp_path}/no cannot be read (No such file or directory)"):
         read_lines(f"{tmp_path}/no")
     with refused("--input=<any> cannot be read (Is a directory)"):
         read_lines(str(tmp_path))
 
 
-def test_many_wrong_lines_are_counted():
+def test_wrong_lines_are_named_and_counted():
     with refused(
         "standard input: line 1 cannot be read <any>line 10 cannot be read (sentinel 9 of 2)"
     ):
         lines.check("-", ["!"] * 13, lambda line: lines.encoded(options(), encode, line))
+
+    def read_line(line):
+        return lines.encoded(options(), encode, line)
+
+    assert lines.check("-", ["a", "b"], read_line) == [[97], [98]]
+    with refused("standard input: line 2 cannot be read "):
+        lines.check("-", ["a", "!", "abcdefghi"], read_line)
+    assert lines.check("-", [""], read_line) == [[]]
 
 
 def options(**changes):
@@ -89,16 +94,6 @@ def test_texts_that_are_not_read(text, said):
     with refused(f"has a target that {said}"):
         lines.encoded(options(), encode, text, "has a target that ")
     assert lines.encoded(options(), encode, "abcd") == [97, 98, 99, 100]
-
-
-def test_all_wrong_lines_are_named():
-    def read_line(line):
-        return lines.encoded(options(), encode, line)
-
-    assert lines.check("-", ["a", "b"], read_line) == [[97], [98]]
-    with refused("standard input: line 2 cannot be read "):
-        lines.check("-", ["a", "!", "abcdefghi"], read_line)
-    assert lines.check("-", [""], read_line) == [[]]
 
 
 def test_output_is_not_the_input(tmp_path):
@@ -271,16 +266,13 @@ def test_other_settings_and_other_inputs(begun):
             pass
 
 
-def test_one_process_at_a_time(begun):
+def test_one_process_at_a_time_in_a_place_that_can_be_written(begun):
     with (
         ResumableOutput(begun, INPUTS, SETTINGS),
         refused(f"{begun} is being written by another process"),
         ResumableOutput(begun, INPUTS, SETTINGS),
     ):
         pass
-
-
-def test_a_place_that_cannot_be_written(begun):
     with (
         refused(" cannot be written (<any>)"),
         ResumableOutput(begun / "out.txt", INPUTS, SETTINGS),

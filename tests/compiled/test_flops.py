@@ -40,16 +40,6 @@ def test_every_turn_of_a_loop_counts():
     assert once < 2 * 2 * 2 * 6 * 5 * 7  # what XLA says: one turn
 
 
-def test_nested_loops():
-    def inner(x):
-        return jax.lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ B) @ B.T, x)
-
-    def outer(x):
-        return jax.lax.scan(lambda x, _: (inner(x), None), x, length=5)[0]
-
-    assert flops(outer, A) == 15 * 2 * 2 * 6 * 5 * 7
-
-
 def test_a_loop_that_the_data_ends():
     def loop(a, b):
         return jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ b @ b.T, a)

@@ -95,6 +95,7 @@ def test_a_step_with_a_teacher(teacher_run, monkeypatch):
     assert beside.memory.temporaries > alone.memory.temporaries
 
 
+@pytest.mark.slow  # compiles three programs
 def test_a_step_with_logits_on_a_disk(teacher_run, tmp_path):
     settings = Distillation(str(teacher_run), starts_from_teacher=False)
     job = make_job(DENSE, distillation=settings, train_steps=1)

@@ -34,7 +34,7 @@ def examples(corpus=CORPUS, **options):
     return evaluation_examples(task, "test", FEATURES)
 
 
-def test_texts_tokens_and_facts():
+def test_texts_tokens_facts_and_metrics():
     found = examples()
     assert (found.inputs, found.targets) == (["5 6 4", "8"], ["7", "7"])
     assert [each.tolist() for each in found.tokens] == [[3, 5, 6, 4, 1], [3, 8, 1]]
@@ -45,9 +45,6 @@ def test_texts_tokens_and_facts():
     assert cut.tokens[0].tolist() == [3, 5, 1] and (found.num_cut, cut.num_cut) == (0, 1)
     plain = examples(pair_corpus(("5", "6")))
     assert plain.targets == ["6"] and type(plain.targets[0]) is str
-
-
-def test_metrics_of_predictions():
     found = examples()
     assert found.metrics(["8", "7"]) == {"accuracy": 50.0, "exact_match": 100.0, "f1": 100.0}
     (only,) = found.results(["7", "7"], (Accuracy(),))
@@ -98,11 +95,6 @@ class Interrupted(Failing):
         raise KeyboardInterrupt
 
 
-def test_json_has_no_nan():
-    value = {"a": [1.0, math.nan, (math.inf, "x")], "b": {"c": -math.inf, "d": None}}
-    assert json_text(value) == '{"a": [1.0, null, [null, "x"]], "b": {"c": null, "d": null}}'
-
-
 def test_choices_are_scored_one_after_another():
     found = examples()
     tokens = [(number, each.tolist()) for number, each in found.choice_tokens()]
@@ -111,6 +103,8 @@ def test_choices_are_scored_one_after_another():
     assert (accuracy.name, accuracy.score) == ("accuracy", 50.0)
     with refused("task 't': example 0 of 'test' has no choices of which one is known"):
         examples(pair_corpus(("5", "6"))).rank([0.0])
+    value = {"a": [1.0, math.nan, (math.inf, "x")], "b": {"c": -math.inf, "d": None}}
+    assert json_text(value) == '{"a": [1.0, null, [null, "x"]], "b": {"c": null, "d": null}}'
 
 
 def test_the_first_examples_and_tasks_without_texts():

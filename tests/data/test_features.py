@@ -128,16 +128,13 @@ def test_truncation_keeps_eos():
     assert long.inputs.tolist() == [5, 6, 7, 1], "the example itself stays"
 
 
-def test_digest_tells_batches_apart():
+def test_digest_tells_batches_apart_and_lengths_are_checked():
     features = EncoderDecoderFeatures(10, 7)
     digest = batch_digest(features.batch([SEQIO_ROW]))
     assert len(digest) == 12 and int(digest, 16) >= 0
     assert digest == batch_digest(features.batch([SEQIO_ROW]))
     assert digest != batch_digest(features.batch([SEQIO_ROW[:1]]))
     assert digest != batch_digest(features.batch([SEQIO_ROW, []]))
-
-
-def test_lengths_are_checked():
     with pytest.raises(ValueError, match="targets_length=0; use at least 1"):
         EncoderDecoderFeatures(4, 0)
     with pytest.raises(ValueError, match="length=1; use at least 2"):

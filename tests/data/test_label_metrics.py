@@ -50,12 +50,17 @@ def test_classes_as_t5():
         BinaryF1(("a", "b", "c"))
 
 
-def test_numbers_as_t5():
+def test_numbers_and_referents_as_t5():
     assert numbers(["10", "10.", "asdf", ""]) == [10.0, 10.0, -1.0, -1.0]
     (pearson,) = Pearson().results(["0", "1"], ["0", "2"])
     (spearman,) = Spearman().results(["0", "1", "2"], ["0", "2", "1"])
     assert (pearson.name, pearson.score) == ("pearson_corrcoef", pytest.approx(100.0))
     assert (spearman.name, spearman.score) == ("spearman_corrcoef", pytest.approx(50.0))
+    targets = [Reference("Tom", label=0), Reference("Tom", label=1), Reference("Tom", label=0)]
+    found = scores(ReferentAccuracy(), targets, ["Tom", "the tom", "Mitchell"])
+    assert found == {"accuracy": pytest.approx(200 / 3)}
+    with refused("ReferentAccuracy needs targets with labels, as WSC's"):
+        ReferentAccuracy().results(["a"], ["a"])
 
 
 def test_groups_as_t5():
@@ -73,14 +78,6 @@ def test_groups_as_t5():
     for metric in (GroupExactMatch(), Squad(once_per_group=True)):
         with refused("needs targets with groups"):
             metric.results(["a"], ["a"])
-
-
-def test_referents():
-    targets = [Reference("Tom", label=0), Reference("Tom", label=1), Reference("Tom", label=0)]
-    found = scores(ReferentAccuracy(), targets, ["Tom", "the tom", "Mitchell"])
-    assert found == {"accuracy": pytest.approx(200 / 3)}
-    with refused("ReferentAccuracy needs targets with labels, as WSC's"):
-        ReferentAccuracy().results(["a"], ["a"])
 
 
 BIG = [["big moose", "hippo"], ["correct1"], ["correct2.1", "correct2.2"], ["a", "b"]]
@@ -191,18 +188,15 @@ def test_areas_as_scikit_learn(rows):
     assert found["f1"] == pytest.approx(100 * want)
 
 
-def test_a_prediction_that_is_no_finite_number_spoils_no_score():
-    targets = ["1.0", "2.5", "4.0"]
-    for metric in (Pearson(), Spearman()):
-        (want,) = metric.results(["1.0", "-1", "4.0"], targets)
-        for text in ("nan", "inf", "-inf", "none"):
-            assert metric.results(["1.0", text, "4.0"], targets) == [want]
-
-
-def test_correlations_as_scipy():
+def test_correlations_as_scipy_and_no_number_spoils_them():
     rng = np.random.default_rng(0)
     targets, predictions = rng.normal(size=(2, 20)).round(2)
     texts = [list(map(str, each)) for each in (targets, predictions)]
     (pearson,), (spearman,) = (m.results(texts[1], texts[0]) for m in (Pearson(), Spearman()))
     assert pearson.score == pytest.approx(100 * scipy.stats.pearsonr(targets, predictions)[0])
     assert spearman.score == pytest.approx(100 * scipy.stats.spearmanr(targets, predictions)[0])
+    targets = ["1.0", "2.5", "4.0"]
+    for metric in (Pearson(), Spearman()):
+        (want,) = metric.results(["1.0", "-1", "4.0"], targets)
+        for text in ("nan", "inf", "-inf", "none"):
+            assert metric.results(["1.0", text, "4.0"], targets) == [want]

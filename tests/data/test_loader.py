@@ -53,11 +53,8 @@ def test_shards_partition_the_rows(batch_size, count):
     assert len(set(map(len, parts))) == 1
 
 
-def test_a_shard_may_have_gaps():
+def test_a_shard_may_have_gaps_and_divides_the_batch(load):
     assert Shard((0, 2), 4).rows(8) == (0, 1, 4, 5)
-
-
-def test_shards_must_divide_the_batch():
     with pytest.raises(
         ValueError,
         match="batch_size=4 is not divisible by the 3 parts that processes share; use "
@@ -71,6 +68,16 @@ def test_shards_must_divide_the_batch():
             Shard(parts, 2)
     with pytest.raises(ValueError, match="batch_size=0; use at least 1"):
         BatchConfig(FEATURES, 0)
+    with pytest.raises(ValueError, match="batch_size=4 is not divisible by the 3 parts"):
+        load(shard=Shard((0,), 3))
+    with pytest.raises(
+        ValueError, match="num_workers=3 for 2 rows of a process; use 2 or fewer"
+    ):
+        load(shard=Shard((0,), 2), prefetch=Prefetch(num_workers=3))
+    with pytest.raises(ValueError, match="Prefetch.num_batches=-1; use at least 0"):
+        Prefetch(num_batches=-1)
+    with pytest.raises(ValueError, match="seed=-1; use 0 or more"):
+        load(seed=-1)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
@@ -132,14 +139,11 @@ def joined(parts):
     ]
 
 
-def test_batches_are_a_function_of_the_seed(load):
+def test_batches_are_a_function_of_the_seed_and_have_their_shapes(load):
     batches = digests(read(load(), 10))
     assert batches == digests(read(load(), 10))
     assert len(set(batches)) == 10
     assert not set(batches) & set(digests(read(load(seed=1), 10)))
-
-
-def test_shapes(load):
     for batch in read(load(prefetch=Prefetch()), 3):
         for name, array in batch.items():
             assert array.shape == (4, 16 if name.startswith("encoder") else 8)
@@ -235,7 +239,7 @@ def test_shards_may_have_gaps_and_rows_in_common(load):
         alone.restore(loaders[0].state())
 
 
-def test_states_of_before_gaps_are_read(load):
+def test_states_of_before_gaps_are_read_and_others_must_belong_together(load):
     loader = load(shard=Shard((1,), 2))
     expected = read(loader, 4)
     loader = load(shard=Shard((1,), 2))
@@ -244,9 +248,6 @@ def test_states_of_before_gaps_are_read(load):
     state["first_row"] = state.pop("rows")[0]
     loader.restore(state)
     assert digests(read(loader, 2)) == digests(expected[2:])
-
-
-def test_states_that_do_not_belong_together(load):
     loaders = [load(shard=Shard((index,), 2)) for index in (0, 1, 1)]
     states = [loader.state() for loader in loaders]
     read(loaders[2], 1)
@@ -345,19 +346,6 @@ def test_program_ends_quietly():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_bad_sizes(load):
-    with pytest.raises(ValueError, match="batch_size=4 is not divisible by the 3 parts"):
-        load(shard=Shard((0,), 3))
-    with pytest.raises(
-        ValueError, match="num_workers=3 for 2 rows of a process; use 2 or fewer"
-    ):
-        load(shard=Shard((0,), 2), prefetch=Prefetch(num_workers=3))
-    with pytest.raises(ValueError, match="Prefetch.num_batches=-1; use at least 0"):
-        Prefetch(num_batches=-1)
-    with pytest.raises(ValueError, match="seed=-1; use 0 or more"):
-        load(seed=-1)
-
-
 def test_keeps_up_with_training(load):
     """16 rows of 128/32 tokens in 20 ms of one core; it takes about 3."""
     words = " ".join(["switch", "transformers", "route", "each", "token", "to", "one"] * 100)
@@ -373,9 +361,15 @@ def evaluate(task, batch_size=4, features=FEATURES, packed=False, **options):
     return list(evaluation_batches(task, BatchConfig(features, batch_size, packed), **options))
 
 
-def test_evaluation_is_the_same_each_time():
+def test_evaluation_is_the_same_each_time_and_loses_no_text():
     assert digests(evaluate(SPANS)) == digests(evaluate(SPANS))
     assert digests(evaluate(SPANS, num_batches=2)) == digests(evaluate(SPANS))[:2]
+    task = Task("lm", text_corpus(numbers(100, 20), numbers(200, 9)), VOCABULARY, CausalLM())
+    batches = evaluate(task, features=DecoderOnlyFeatures(8))
+    tokens = np.concatenate(
+        [b["decoder_target_tokens"][b["decoder_loss_weights"] > 0] for b in batches]
+    )
+    assert tokens.tolist() == [*range(100, 120), 1, *range(200, 209), 1]
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -388,30 +382,18 @@ def test_evaluation_sees_every_pair_once(packed):
         assert batches[-1]["decoder_loss_weights"].sum(axis=1).tolist() == [2, 2, 2, 0]
 
 
-def test_evaluation_loses_no_text():
-    task = Task("lm", text_corpus(numbers(100, 20), numbers(200, 9)), VOCABULARY, CausalLM())
-    batches = evaluate(task, features=DecoderOnlyFeatures(8))
-    tokens = np.concatenate(
-        [b["decoder_target_tokens"][b["decoder_loss_weights"] > 0] for b in batches]
-    )
-    assert tokens.tolist() == [*range(100, 120), 1, *range(200, 209), 1]
-
-
 @pytest.mark.parametrize("task", [SPANS, PAIRS])
 def test_evaluation_shards_make_up_the_same_batches(task):
     parts = [evaluate(task, shard=Shard((index,), 2)) for index in range(2)]
     assert digests(joined(parts)) == digests(evaluate(task))
 
 
-def test_evaluation_says_what_it_drops(caplog):
+def test_evaluation_says_what_it_drops_and_needs_an_example(caplog):
     corpus = pair_corpus(("10", "11"), (numbers(20, 30), "21"))
     task = Task("t", corpus, VOCABULARY, InputsToTargets())
     with caplog.at_level(logging.WARNING):
         assert len(evaluate(task)) == 1
     assert "'t/dropped': 1" in caplog.text
-
-
-def test_evaluation_without_an_example():
     task = Task("t", pair_corpus((numbers(20, 30), "21")), VOCABULARY, InputsToTargets())
     with refused("task 't': split 'validation' has 1 records and no example that fits"):
         evaluate(task)

@@ -37,30 +37,14 @@ def examples(objective, features, count=200):
         yield chunk, objective.example(chunk, VOCABULARY, features, rng)
 
 
-def test_span_corruption_fills_t5s_lengths():
+def test_span_corruption_fills_t5s_lengths_and_a_decoder():
     assert SpanCorruption().chunk_length(T5_LENGTHS) == 568
     _, example = next(examples(SpanCorruption(), T5_LENGTHS))
     assert T5_LENGTHS.size(example) == (512, 114)
-
-
-def test_span_corruption_fills_a_decoder():
     features = DecoderOnlyFeatures(64)
     _, example = next(examples(SpanCorruption(), features))
     # 56 tokens: round(8.4) = 8 of noise in round(2.67) = 3 spans; 52 + 12 = 64.
     assert (len(example.inputs), len(example.targets)) == (48 + 3 + 1, 8 + 3 + 1)
-
-
-def test_span_corruption_errors():
-    with pytest.raises(
-        ValueError,
-        match="makes targets of 114 tokens, got targets_length=113; "
-        "use targets_length=114 or more",
-    ):
-        SpanCorruption().chunk_length(EncoderDecoderFeatures(512, 113))
-    with pytest.raises(ValueError, match="noise_density=1.0; use one between 0 and 1"):
-        SpanCorruption(noise_density=1.0)
-    with pytest.raises(ValueError, match="mean_span_length=0.5; use at least 1"):
-        SpanCorruption(mean_span_length=0.5)
 
 
 @pytest.mark.parametrize(
@@ -80,15 +64,12 @@ def test_prefix_lm_splits_where_both_sides_fit(features, splits):
     assert seen == set(splits)
 
 
-def test_causal_lm():
+def test_objectives_without_noise():
     chunk, example = next(examples(CausalLM(), DecoderOnlyFeatures(8)))
     assert len(example.inputs) == 0
     np.testing.assert_array_equal(example.targets, chunk)
     with pytest.raises(ValueError, match="CausalLM has no inputs for an encoder; use PrefixLM"):
         CausalLM().chunk_length(T5_LENGTHS)
-
-
-def test_inputs_to_targets():
     example = InputsToTargets(prefix="7 ").example(
         {"inputs": "5 6", "targets": "8"}, VOCABULARY
     )
@@ -121,22 +102,27 @@ def test_lengths(inputs_length, noise_density, mean_span_length, expected):
     assert counts.inputs_length <= inputs_length
 
 
-def test_joint_length():
+def test_joint_length_and_one_span_at_the_end():
     # 13 tokens: 2 of noise in 1 span, 11 + 1 + 1 and 2 + 1 + 1 make 17. 14: also 2, 18.
     assert fit_joint_length(17, *NOISE).raw_length == 13
     assert fit_joint_length(18, *NOISE).raw_length == 14
+    # round(5 * 0.3) = 2 tokens of noise (1.5 rounds to even), round(2 / 3) = 1 span: with a
+    # kept span first there is one mask.
+    counts = count_spans(5, 0.3, 3.0)
+    inputs, targets = corrupt_spans(
+        ids(5, 6, 7, 8, 9), counts, VOCABULARY, np.random.default_rng(0)
+    )
+    np.testing.assert_array_equal(inputs, [5, 6, 7, 999, EOS])
+    np.testing.assert_array_equal(targets, [999, 8, 9, EOS])
 
 
-def test_marks_as_t5_does():
+def test_marks_as_t5_does_and_as_figure_2_of_the_paper():
     # Tokens and mask of t5's test_noise_span_to_unique_sentinel.
     tokens, mask = ids(10, 11, 12, 13, 14, 15), np.array([1, 1, 0, 0, 1, 0], bool)
     inputs = mark_spans(tokens, mask, VOCABULARY.sentinel_id)
     targets = mark_spans(tokens, ~mask, VOCABULARY.sentinel_id)
     np.testing.assert_array_equal(inputs, [999, 12, 13, 998, 15])
     np.testing.assert_array_equal(targets, [10, 11, 999, 14, 998])
-
-
-def test_marks_as_figure_2_of_the_paper():
     words = "Thank you for inviting me to your party last week".split()
     noise = {"for", "inviting", "last"}
     mask = np.array([word in noise for word in words])
@@ -150,17 +136,6 @@ def test_marks_as_figure_2_of_the_paper():
         spell(mark_spans(tokens, mask, sentinel)) == "Thank you <X> me to your party <Y> week"
     )
     assert spell(mark_spans(tokens, ~mask, sentinel)) == "<X> for inviting <Y> last <Z>"
-
-
-def test_one_span_stands_at_the_end():
-    # round(5 * 0.3) = 2 tokens of noise (1.5 rounds to even), round(2 / 3) = 1 span: with a
-    # kept span first there is one mask.
-    counts = count_spans(5, 0.3, 3.0)
-    inputs, targets = corrupt_spans(
-        ids(5, 6, 7, 8, 9), counts, VOCABULARY, np.random.default_rng(0)
-    )
-    np.testing.assert_array_equal(inputs, [5, 6, 7, 999, EOS])
-    np.testing.assert_array_equal(targets, [999, 8, 9, EOS])
 
 
 def test_masks_are_equally_likely():
@@ -252,3 +227,13 @@ def test_errors():
             few,
             np.random.default_rng(0),
         )
+    with pytest.raises(
+        ValueError,
+        match="makes targets of 114 tokens, got targets_length=113; "
+        "use targets_length=114 or more",
+    ):
+        SpanCorruption().chunk_length(EncoderDecoderFeatures(512, 113))
+    with pytest.raises(ValueError, match="noise_density=1.0; use one between 0 and 1"):
+        SpanCorruption(noise_density=1.0)
+    with pytest.raises(ValueError, match="mean_span_length=0.5; use at least 1"):
+        SpanCorruption(mean_span_length=0.5)

@@ -35,7 +35,7 @@ def test_opens():
     assert (opened.chunk_length, opened.records[0]) == (None, {"inputs": "1", "targets": "2"})
 
 
-def test_objective_must_suit_the_corpus():
+def test_objective_must_suit_corpus_and_features():
     with pytest.raises(
         ValueError,
         match=r"task 'it': SpanCorruption reads \['text'\], the records "
@@ -47,9 +47,6 @@ def test_objective_must_suit_the_corpus():
         "SpanCorruption, PrefixLM or CausalLM"
     ):
         open_task(make(TEXT, InputsToTargets()), "train", None, FEATURES)
-
-
-def test_objective_must_suit_the_features():
     with pytest.raises(ValueError, match="CausalLM has no inputs for an encoder"):
         open_task(make(TEXT, CausalLM()), "train", None, FEATURES)
     assert (
@@ -94,17 +91,14 @@ def test_probabilities_by_hand(rates, expected):
     np.testing.assert_allclose(Mixture((A, B), rates).probabilities([100, 900]), expected)
 
 
-def test_high_temperature_is_near_equal():
+def test_a_task_alone_and_a_high_temperature():
+    assert as_mixture(A).probabilities([5]).tolist() == [1.0]
+    mixture = Mixture((A, B))
+    assert as_mixture(mixture) is mixture
     probabilities = Mixture((A, B), ProportionalRates(temperature=1e6)).probabilities(
         [1, 10**6]
     )
     np.testing.assert_allclose(probabilities, [0.5, 0.5], atol=1e-5)
-
-
-def test_a_task_alone():
-    assert as_mixture(A).probabilities([5]).tolist() == [1.0]
-    mixture = Mixture((A, B))
-    assert as_mixture(mixture) is mixture
 
 
 def test_mixtures_are_checked():
@@ -146,9 +140,6 @@ def test_every_direction_asks_for_its_language():
     rates = dict(zip(by_name, mixture.probabilities([29000] * 6), strict=True))
     assert rates.pop("multi30k_de_en") == pytest.approx(3 / 8)
     assert set(rates.values()) == {1 / 8}
-
-
-def test_bad_languages():
     with refused("Multi30k.<any>='xx' is unknown"):
         multi30k_directions(NumberVocabulary(), ("en", "xx"))
     with refused("languages=('en',) have no direction"):
@@ -189,17 +180,14 @@ def test_inputs_are_those_of_the_examples():
     )
 
 
-def test_an_empty_text_is_its_end_alone():
-    """As T5's tokenizer has it; a prefix has no end to add."""
+def test_an_empty_text_is_its_end_alone_and_a_prefix_ends_anywhere():
+    # As T5's tokenizer has it; a prefix has no end to add.
     example = InputsToTargets().example({"inputs": "", "targets": ""}, VOCABULARY)
     found = format_of(InputsToTargets())
     assert found.inputs(VOCABULARY, "") == example.inputs.tolist() == [EOS]
     assert found.targets(VOCABULARY, "") == example.targets.tolist() == [EOS]
     assert format_of(SpanCorruption()).inputs(VOCABULARY, "") == [EOS]
     assert format_of(PrefixLM()).inputs(VOCABULARY, "") == []
-
-
-def test_a_prefix_ends_anywhere():
     assert format_of(PrefixLM()).inputs(VOCABULARY, "ab") == [A_ID, B_ID]
 
 
@@ -220,15 +208,7 @@ def test_prompts_of_decoders_see_what_they_saw_in_training(objective, is_bidirec
     assert not format_of(PrefixLM()).is_prompt_bidirectional  # the encoder sees all
 
 
-def test_runs_from_before_there_was_a_choice_have_a_bidirectional_prefix():
-    task = describe(dataclasses.replace(TASK, objective=InputsToTargets("to de: ")))
-    del task["objective"]["is_prefix_bidirectional"]
-    for source in (task, {"type": "Mixture", "tasks": [task], "rates": [1.0]}):
-        found = TextFormat.of_training(source, is_encoder_decoder=False)
-        assert found == TextFormat(True, True, False)
-
-
-def test_mixtures_and_models_from_elsewhere():
+def test_formats_of_mixtures_and_of_runs_and_models_from_elsewhere():
     assert format_of(PrefixLM(), InputsToTargets()) == TextFormat(True, False, False)
     assert TextFormat.of_training(None, is_encoder_decoder=True) == TextFormat(
         True, False, True
@@ -236,6 +216,11 @@ def test_mixtures_and_models_from_elsewhere():
     assert TextFormat.of_training(None, is_encoder_decoder=False) == TextFormat(
         False, False, False
     )
+    task = describe(dataclasses.replace(TASK, objective=InputsToTargets("to de: ")))
+    del task["objective"]["is_prefix_bidirectional"]
+    for source in (task, {"type": "Mixture", "tasks": [task], "rates": [1.0]}):
+        found = TextFormat.of_training(source, is_encoder_decoder=False)
+        assert found == TextFormat(True, True, False)
 
 
 def test_sentinels_are_text_where_training_had_none():
@@ -244,6 +229,7 @@ def test_sentinels_are_text_where_training_had_none():
     assert format_of(SpanCorruption()).inputs(VOCABULARY, text) == [258, EOS]
     with pytest.raises(ValueError, match="sentinel 100 of 100"):
         format_of(SpanCorruption()).inputs(VOCABULARY, "<extra_id_100>")
+    assert format_of(SpanCorruption()).inputs(ReadsSentinels(), "a <extra_id_0>") == [5, 7, 1]
 
 
 class ReadsSentinels:
@@ -256,7 +242,3 @@ class ReadsSentinels:
 
     def encode(self, text):
         return [7 if word == "<extra_id_0>" else 5 for word in text.split()]
-
-
-def test_a_vocabulary_that_finds_sentinels_reads_the_whole_text():
-    assert format_of(SpanCorruption()).inputs(ReadsSentinels(), "a <extra_id_0>") == [5, 7, 1]

@@ -133,8 +133,8 @@ def test_files(tmp_path):
         (0, "a vocabulary of 0 pieces cannot be trained on <any> characters: "),
         (
             100,
-            "a vocabulary of 100 pieces cannot be trained on <any> characters: use more than "
-            "<any>, the bytes and single characters alone",
+            "a vocabulary of 100 pieces cannot be trained on <any> characters: use at least "
+            "<any>: bytes and single characters alone need as many",
         ),
     ],
 )
@@ -252,11 +252,16 @@ def test_pickled_before_and_after_use(corpus, tmp_path):
 def test_size_is_checked(corpus, tmp_path):
     with refused("CorpusVocabulary.size=100 leaves no piece beside 100 sentinels"):
         CorpusVocabulary(corpus, 100)
-    with refused(
-        "a vocabulary of 31900 pieces cannot be trained on <any> characters: use at most <any> "
-        "(sentinels come on top), or more text"
-    ):
-        CorpusVocabulary(corpus, 32000, data_dir=str(tmp_path / "data")).encode("text")
+    said = (
+        "a vocabulary of {} ids, 100 of them sentinels, cannot be trained on <any>: use at {} "
+    )
+    for size, bound in ((32000, "most"), (110, "least")):
+        vocabulary = CorpusVocabulary(corpus, size, data_dir=str(tmp_path / "data"))
+        with refused(said.format(size, bound)) as error:
+            vocabulary.encode("text")
+        # What it says can be used: it is in the numbers of `size`.
+        size = int(re.search(rf"use at {bound} (\d+)", str(error.value))[1])
+        CorpusVocabulary(corpus, size, data_dir=str(tmp_path / "data")).encode("text")
 
 
 def test_of_several_corpora(tmp_path):

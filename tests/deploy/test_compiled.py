@@ -20,15 +20,14 @@ WIDE = ModelConfig(
 MESH = MeshSpec(data=1, expert=4, model=2)
 
 
-def test_slices_are_of_the_device_and_as_large_as_the_mesh():
+def test_slices_are_of_the_device_and_nothing_is_compiled_without_a_compiler(
+    tmp_path, monkeypatch
+):
     assert str(slice_for("TPU v5 lite", 8)) == "v5e:2x4"
     assert str(slice_for("TPU v5 lite", 1)) == "v5e:2x2"  # one of its devices
     assert str(slice_for("NVIDIA H200", 4)) == "h200:4"
     assert slice_for("TPU v5 lite", 3) is None
     assert slice_for("cpu", 1) is None and slice_for("NVIDIA A100", 1) is None
-
-
-def test_without_a_compiler_nothing_is_compiled(tmp_path, monkeypatch):
     monkeypatch.setenv(tpu_compiler.FOLDER_VARIABLE, str(tmp_path / "nothing"))
     assert compile_programs(tmp_path, "tpu", Topology.parse("v5e:2x2")) is None
 

@@ -171,15 +171,6 @@ def test_weights_of_another_model_are_all_named(copy):
         artifact.read_artifact(copy)
 
 
-def test_nothing_is_left_of_an_artifact_that_could_not_be_written(quantized, tmp_path):
-    def fail(folder):
-        raise OSError("no space")
-
-    with pytest.raises(OSError, match="no space"):
-        artifact.write_artifact(tmp_path / "a", *quantized, ABOUT, fail)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_nothing_is_overwritten(quantized, copy, tmp_path):
     with refused(f"{copy} exists"):
         artifact.write_artifact(copy, *quantized, ABOUT)
@@ -188,5 +179,12 @@ def test_nothing_is_overwritten(quantized, copy, tmp_path):
     assert artifact.read_artifact(tmp_path / "empty").about == ABOUT
 
 
-def test_a_folder_without_either_file_is_no_artifact(tmp_path):
+def test_nothing_is_left_of_an_artifact_that_could_not_be_written(tmp_path, quantized):
     assert not artifact.is_artifact(tmp_path)
+
+    def fail(folder):
+        raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        artifact.write_artifact(tmp_path / "a", *quantized, ABOUT, fail)
+    assert list(tmp_path.iterdir()) == []

@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import itertools
 import re
+import types
 
 import jax
 import numpy as np
@@ -17,7 +18,6 @@ from switchx.inference.offload.chosen_experts import ChosenExperts, on_host, wit
 from switchx.inference.offload.expert_source import HostExperts
 from switchx.inference.score import Scorer
 from switchx.models.config import SwitchConfig
-from switchx.models.params import init_params
 from switchx.moe.config import RouterConfig
 from tests.inference.slot_models import (
     GPT,
@@ -226,8 +226,8 @@ def test_a_router_that_repeats_is_predicted():
 
 
 @pytest.mark.parametrize("name", ["encoder-decoder", pytest.param("gpt", marks=SLOW)])
-def test_a_scorer_says_which_experts_an_output_chose(name, monkeypatch):
-    """Those that were asked for while it was decoded, step by step, one row at a time."""
+def test_routing_of_a_text_is_what_its_steps_asked_for(name, monkeypatch):
+    """One row at a time."""
     config, experts = with_slots(name, None, E)
     asked, run_rows = [], experts.run_rows
 
@@ -239,30 +239,15 @@ def test_a_scorer_says_which_experts_an_output_chose(name, monkeypatch):
     # Nothing ends it, so that each token but the last is read.
     settings = DecodingConfig(T, pruning="none", eos_id=-1)
     inputs = INPUTS[2] if config.is_encoder_decoder else [0, *INPUTS[2]]
-    generate = Generator(for_decoding(config), experts.params, settings, 1, experts=experts)
+    how = {"experts": experts, "record": types.SimpleNamespace(add=lambda *parts: None)}
+    generate = Generator(for_decoding(config), experts.params, settings, 1, **how)
     ((_, (best,)),) = generate([inputs])
 
-    resident_config, params = model(name, None)
-    scorer = Scorer(without_capacity(resident_config), params)
-    expert_NTS = scorer.chosen_experts((INPUTS[2], best.tokens))
     layers = [n for n, each in enumerate(config.sparse_layer_names) if "decoder" in each]
-    assert scorer.decoder_layers == [config.sparse_layer_names[n] for n in layers]
     steps = np.array(
         [sorted(chosen) for layer, chosen in asked if layer in layers][-T * len(layers) :]
     )
-    want_TNS = steps.reshape(T, len(layers), -1)[1:]  # the first reads the prompt's last token
-    assert expert_NTS.shape == (len(layers), T, config.switch.router.num_selected)
-    np.testing.assert_array_equal(
-        np.sort(expert_NTS[:, :-1], axis=-1), np.moveaxis(want_TNS, 0, 1)
-    )
+    want_TNS = steps.reshape(T, len(layers), -1)  # the first reads the prompt's last token
+    expert_NTS = best.routing["decoder"][:, -T:, : config.switch.router.num_selected]
+    np.testing.assert_array_equal(np.sort(expert_NTS, axis=-1), np.moveaxis(want_TNS, 0, 1))
     assert len(np.unique(expert_NTS)) > 1
-
-
-def test_a_dense_decoder_chooses_none():
-    config, params = model("gpt", None)
-    dense = dataclasses.replace(config, switch=None)
-    scorer = Scorer(dense, init_params(dense, jax.random.key(0)))
-    with pytest.raises(ValueError, match="no Switch layers"):
-        scorer.chosen_experts(([3], [4]))
-    with pytest.raises(ValueError, match="id 99, the vocabulary has 0 to 11"):
-        Scorer(without_capacity(config), params).chosen_experts(([3], [99]))

@@ -8,12 +8,10 @@ import shlex
 import pytest
 
 from switchx.cli.main import main
-from switchx.data.objectives import SpanCorruption
 from switchx.inference.config import DecodingConfig
 from switchx.models.config import ModelConfig, SwitchConfig
 from tests.processes import ROOT
-from tests.training.jobs import TASK
-from tests.training.saved_runs import save_run
+from tests.training.saved_runs import SPANS, save_run
 
 PAGE = (ROOT / "docs/inference.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(python|bash)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -23,8 +21,7 @@ MODEL = ModelConfig("encoder_decoder", 384, 8, 8, 2, 4, 1, 1, switch=SwitchConfi
 
 @pytest.mark.slow  # half a minute; the README's commands are a default test
 def test_blocks_run(in_a_folder, capsys):
-    task = dataclasses.replace(TASK, objective=SpanCorruption())
-    save_run(in_a_folder / "runs/tiny", MODEL, source=task)
+    save_run(in_a_folder / "runs/tiny", MODEL, source=SPANS)
     (in_a_folder / "questions.txt").write_text("import <extra_id_0>\n")
     (in_a_folder / "pairs.tsv").write_text("import <extra_id_0>\t<extra_id_0> jax\n")
     names = {}

@@ -166,7 +166,7 @@ def test_an_artifact_is_read_as_it_was_opened(tmp_path):
     assert num_open() == 0
 
 
-def test_a_cache_below_a_layers_slots(tmp_path):
+def test_caches_below_a_layers_slots_and_other_or_damaged_records(tmp_path):
     artifact = saved_artifact(tmp_path / "artifact", "gpt", 4)
     read = slices_of(artifact.config, artifact.params)
     size = tree.num_bytes(read(0, 0))
@@ -177,9 +177,6 @@ def test_a_cache_below_a_layers_slots(tmp_path):
         with_slots(
             artifact.config, artifact.params, ExpertSlots(3, host_bytes=3 * size - 1), read
         )
-
-
-def test_records_of_another_model_and_damaged_ones(tmp_path):
     folder = saved_records(tmp_path, "gpt")
     other = MODELS["encoder-decoder"]
     with refused(f"{folder} has records of {E} experts in decoder 0, decoder 1"):

@@ -145,7 +145,7 @@ def test_kernels_run_on_meshes_too(tmp_path, bits, platform):
     assert f"custom_call @{KERNELS[platform]}" in step.mlir_module()
 
 
-def test_the_kind_of_a_device_decides_its_kernels():
+def test_the_kind_of_a_device_decides_its_kernels_and_shapes_are_positive():
     for kind, name in (("NVIDIA A100", "triton"), ("NVIDIA H100", "gpu")):
         from pallas_kernels.implementations import choose
 
@@ -153,6 +153,8 @@ def test_the_kind_of_a_device_decides_its_kernels():
         with Target("cuda", kind).devices().use():
             module = choose("grouped_matmul", None, operands, interpret=False)
         assert module.__name__.endswith(name)
+    with refused("Shapes.input_length=0"):
+        Shapes(1, 0)
 
 
 @pytest.mark.parametrize(
@@ -184,8 +186,3 @@ def test_what_does_not_fit_is_refused_and_nothing_written(
     with refused(said):
         export(tmp_path / "a", model, ("cpu",), mesh=mesh)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_shapes_are_positive():
-    with refused("Shapes.input_length=0"):
-        Shapes(1, 0)

@@ -187,13 +187,6 @@ def test_rows_of_a_batch_have_their_own_and_join_at_any_step(beam_size):
     assert differ == [True, True, False, True]
 
 
-def test_a_row_cannot_ask_for_more_than_its_program_has():
-    batch = RunningBatch(*tiny.model(), DecodingConfig(T))
-    asks = RowSettings.of([DecodingConfig(T, no_repeat_ngram_size=2)])
-    with pytest.raises(ValueError, match="its program has none"):
-        batch.admit([[3]], numbers=[0], token_limits=[T], settings=asks)
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -301,10 +294,14 @@ def test_what_does_not_fit_the_model_is_refused(settings, way_out):
         Generator(*tiny.model(), DecodingConfig(T, **settings))
 
 
-def test_settings_are_data():
-    """Other penalties, sizes and tokens are of the same program."""
+def test_settings_are_data_and_a_row_has_no_more_than_its_program():
+    # Other penalties, sizes and tokens are of the same program.
     programs = {DecodingConfig(16, **row).program for row in ROWS if row}
     assert len(programs) == 1
     assert {DecodingConfig(logprobs=n).program.num_kept for n in (1, 3, 5)} == {5}
     assert DecodingConfig(stop="a").program.num_kept == 0
     assert DecodingConfig().program.num_kept is None
+    batch = RunningBatch(*tiny.model(), DecodingConfig(T))
+    asks = RowSettings.of([DecodingConfig(T, no_repeat_ngram_size=2)])
+    with pytest.raises(ValueError, match="its program has none"):
+        batch.admit([[3]], numbers=[0], token_limits=[T], settings=asks)

@@ -11,7 +11,6 @@ import pytest
 
 import switchx
 from switchx import tree
-from switchx.data.objectives import SpanCorruption
 from switchx.data.tasks import TextFormat
 from switchx.inference.artifact import write_artifact
 from switchx.inference.config import DecodingConfig
@@ -27,8 +26,7 @@ from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from tests.data.refusals import refused
 from tests.inference.tiny import CONFIG
-from tests.training.jobs import TASK
-from tests.training.saved_runs import save_run
+from tests.training.saved_runs import SPANS, save_run
 
 TUPE = dataclasses.replace(
     CONFIG, positions="tupe_relative", max_length=8, scale_attention=True
@@ -153,15 +151,12 @@ def test_arguments_of_a_compiled_step_are_the_parts():
     assert {shard.data.shape for shard in key_BHKM.addressable_shards} == {(2, 2, 8, places)}
 
 
-def test_batches_divide_over_the_devices_where_nothing_is_dropped():
+def test_batches_divide_and_a_capacity_of_quantized_experts_is_refused():
     config = for_decoding(CONFIG)
     devices = ModelMesh.of(MESHES["expert"])
     assert devices.batches(config, (1, 2, 8, 9, 96)) == (8, 16, 96)
     assert devices.batches(CONFIG, BATCHES) == BATCHES
     assert ONE_DEVICE.batches(config, BATCHES) == BATCHES
-
-
-def test_quantized_experts_with_a_capacity_are_refused():
     config, params = trained(4)
     with refused("quantized experts with a capacity do not run on a mesh: decode without "):
         ModelMesh.of(MESHES["model"]).check(config, params)
@@ -170,8 +165,7 @@ def test_quantized_experts_with_a_capacity_are_refused():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     model = dataclasses.replace(CONFIG, vocab_size=384)
-    task = dataclasses.replace(TASK, objective=SpanCorruption())
-    return save_run(tmp_path_factory.mktemp("mesh"), model, source=task)
+    return save_run(tmp_path_factory.mktemp("mesh"), model, source=SPANS)
 
 
 def loaded(folder):
@@ -192,11 +186,13 @@ def test_a_loaded_model_is_split_and_scores_what_it_scores_on_one_device(folder,
     for got, want in zip(found, one.score(texts, texts), strict=True):
         assert got.log_likelihood == pytest.approx(want.log_likelihood, rel=1e-5)
     pair = [5, 6, 7], [8, 9]
-    scorers = [
-        Scorer(without_capacity(model.config), model.params, devices=model.devices)
-        for model in (many, one)
-    ]
-    np.testing.assert_array_equal(*(scorer.chosen_experts(pair) for scorer in scorers))
+    choices = []
+    record = mock.Mock(add=lambda _, parts, *rest: choices.append(parts["decoder"].expert_NBLS))
+    for model in (many, one):
+        how = {"devices": model.devices, "record": record}
+        list(Scorer(without_capacity(model.config), model.params, **how)([pair]))
+    rows = min(len(choices[0][0]), len(choices[1][0]))  # a mesh has more
+    np.testing.assert_array_equal(*(expert_NBLS[:, :rows] for expert_NBLS in choices))
     assert starting.__enter__.call_count == 2
 
 

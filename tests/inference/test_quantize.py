@@ -107,13 +107,6 @@ def test_bytes_at_int4_with_the_rest_in_bfloat16(key):
     assert embedding.dtype == jnp.bfloat16
 
 
-def test_biases_are_experts_that_are_not_quantized(key):
-    _, _, _, sizes = quantize_experts(CONFIG, init_params(CONFIG, key), bits=8)
-    E, D, F = 4, 16, 32
-    assert sizes.quantized == 2 * 3 * E * D * F * 4
-    assert sizes.experts - sizes.quantized == 2 * E * (D + F) * 4
-
-
 def test_scanned_layers_are_unrolled(key):
     config = dataclasses.replace(CONFIG, num_encoder_layers=2, scan_layers=True)
     quantized_config, params, errors, _ = quantize_experts(
@@ -127,7 +120,7 @@ def test_scanned_layers_are_unrolled(key):
     assert logits_BLV.shape[-1] == config.vocab_size
 
 
-def test_four_bits_are_packed_on_cpu_and_in_files_and_native_elsewhere(key):
+def test_four_bits_are_packed_on_cpu_and_native_or_fragments_elsewhere(key, monkeypatch):
     _, params, _, _ = quantize_experts(CONFIG, init_params(CONFIG, key), bits=4)
     here, elsewhere = native(params), native(params, "tpu")
     for got, dtype in ((here, "uint8"), (elsewhere, "int4"), (packed(elsewhere), "uint8")):
@@ -135,9 +128,6 @@ def test_four_bits_are_packed_on_cpu_and_in_files_and_native_elsewhere(key):
         assert [leaf.values.dtype for leaf in leaves] == [dtype] * 6
     for got in (here, packed(elsewhere)):
         jax.tree.map(np.testing.assert_array_equal, got, params)
-
-
-def test_a_hopper_has_fragments_but_where_channels_keep_their_order(key, monkeypatch):
     forms = {None: "fragments", "cpu": "packed"}
     monkeypatch.setattr("switchx.inference.quantize.form_of_int4", forms.get)
     wide = dataclasses.replace(CONFIG, d_model=64, d_ff=64)
@@ -150,9 +140,13 @@ def test_a_hopper_has_fragments_but_where_channels_keep_their_order(key, monkeyp
             jax.tree.map(np.testing.assert_array_equal, packed(got), params)
 
 
-def test_a_dense_model_is_refused(key):
+def test_a_dense_model_is_refused_and_biases_are_not_quantized(key):
     with refused("has no Switch FFN, and so no experts to quantize"):
         quantize_experts(dataclasses.replace(CONFIG, switch=None), {}, bits=8)
+    _, _, _, sizes = quantize_experts(CONFIG, init_params(CONFIG, key), bits=8)
+    E, D, F = 4, 16, 32
+    assert sizes.quantized == 2 * 3 * E * D * F * 4
+    assert sizes.experts - sizes.quantized == 2 * E * (D + F) * 4
 
 
 def is_separate(leaf) -> bool:
@@ -164,23 +158,17 @@ def taken_apart(params) -> set[str]:
     return {tree.path_name(path) for path, leaf in leaves if is_separate(leaf)}
 
 
-def test_takes_experts_apart_and_nothing_else():
+def test_experts_alone_are_taken_apart_once():
     config, params = tiny.model()
     names = taken_apart(separate_experts(params))
     assert names and names == {
         name for name in tree.named_leaves(params) if "/experts/w_" in name
     }
-
-
-def test_what_is_apart_stays_as_it_is():
     _, params = tiny.model()
     apart = separate_experts(params)
     again = separate_experts(apart)
     for one, other in zip(jax.tree.leaves(apart), jax.tree.leaves(again), strict=True):
         assert one is other
-
-
-def test_quantized_experts_and_those_of_a_mesh_stay_as_they_are():
     config, params = tiny.model()
     _, quantized, _, _ = quantize_experts(config, params, bits=8)
     assert taken_apart(separate_experts(quantized)) == set()

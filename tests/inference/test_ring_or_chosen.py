@@ -120,7 +120,7 @@ def test_a_row_of_the_stack_is_the_expert():
         )
 
 
-def test_what_is_refused():
+def test_what_is_refused_or_better_without_a_ring():
     no_host = dataclasses.replace(H200, host=None)
     asked = ExpertSlots(2, ring_slots=3)
     with refused("the spec of h200 has no [host]: "):
@@ -129,9 +129,6 @@ def test_what_is_refused():
         outside_of_device(*model(None), asked, None)
     with refused(f"expert_slots={E + 1} of a model with {E} experts a layer"):
         outside_of_device(*model(None), ExpertSlots(E + 1, ring_slots=3), None)
-
-
-def test_a_ring_of_all_layers_says_what_is_better():
     few = RingExperts(MODEL, model(None)[1], 2).traffic
     all_ = RingExperts(MODEL, model(None)[1], L).traffic
     assert "a resident model is better" in str(all_)

@@ -117,12 +117,6 @@ def test_from_python_all_beams_are_there_and_batches_may_be_smaller(model):
     assert model.generate([]) == []
 
 
-def test_it_steps_on_the_device(model, monkeypatch):
-    expected = model.generate(INPUTS)
-    monkeypatch.setattr(model, "_step", None)  # of the host's loop
-    assert model.generate(INPUTS) == expected
-
-
 @pytest.mark.slow
 def test_settings_are_those_of_the_export(tmp_path):
     """Of each row's text so far, with log-probabilities; another one is refused."""
@@ -204,9 +198,12 @@ def test_inputs_that_it_was_not_exported_for(model, inputs, said):
         model.generate(inputs)
 
 
-def test_more_new_tokens_than_exported(model):
+def test_it_steps_on_the_device_as_often_as_it_was_exported_for(model, monkeypatch):
     with refused("max_new_tokens=6"):
         model.generate(INPUTS, 6)
+    expected = model.generate(INPUTS)
+    monkeypatch.setattr(model, "_step", None)  # of the host's loop
+    assert model.generate(INPUTS) == expected
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "step.cpu.jax_export"])

@@ -123,7 +123,7 @@ def test_each_search_has_its_own_length_penalty():
         assert got[index][0].score != pytest.approx(want[index][0].score, rel=1e-3)
 
 
-def test_the_abandoned_say_nothing_and_change_nothing():
+def test_the_abandoned_say_nothing_and_what_is_there_grows_to_the_text():
     decoding = DecodingConfig(T, eos_id=NEVER_ENDS, pruning="experts")
     batch = running(decoding)
     batch.advance(1)
@@ -134,9 +134,6 @@ def test_the_abandoned_say_nothing_and_change_nothing():
     batch = running(decoding)
     batch.abandon(range(5))
     assert not batch.waiting and batch.advance() == {}
-
-
-def test_what_is_there_so_far_grows_to_the_text():
     decoding = DecodingConfig(T, eos_id=NEVER_ENDS)
     want = generated(decoding)
     batch, seen = running(decoding, token_limits=[T, T, 2, T, T]), []

@@ -58,27 +58,6 @@ def test_scores_are_finite_whatever_the_length_penalty():
     assert huge == jnp.finfo(jnp.float32).min and jnp.isnan(nan)
 
 
-@pytest.mark.parametrize(
-    ("top_k", "top_p", "want"),
-    [
-        (NO_K, NO_P, [0, 1, 2, 3, 4]),
-        (1, NO_P, [1]),
-        (3, NO_P, [1, 3, 4]),
-        (9, NO_P, [0, 1, 2, 3, 4]),
-        (NO_K, 0.3, [1]),  # the first always stays
-        (NO_K, 1e-12, [1]),
-        (NO_K, 1e-60, [1]),  # 0 in float32
-        (NO_K, 0.41, [1, 3]),
-        (NO_K, 0.71, [1, 3, 4]),
-        # p is of what k left: 0.4 / 0.7 is more than 0.5.
-        (2, 0.5, [1]),
-        (2, 0.6, [1, 3]),
-    ],
-)
-def test_likely_tokens_stay(top_k, top_p, want):
-    assert np.flatnonzero(kept(np.log(PROB_V)[None], top_k, top_p)[0]).tolist() == want
-
-
 def many_logits(kind: str) -> np.ndarray:
     """Rows of 1,000: their largest 128 reach most p, some p or none."""
     rng = np.random.default_rng(5)
@@ -99,7 +78,8 @@ def kept_by_sorting(logits_BV, top_k, top_p):
 
 CHOICES = [
     (1, NO_P), (50, NO_P), (300, NO_P), (999, NO_P), (NO_K, 0.2), (NO_K, 0.9), (NO_K, 0.999),
-    (20, 0.5), (400, 0.7),
+    (20, 0.5), (400, 0.7), (2000, NO_P),
+    (NO_K, 1e-12), (NO_K, 1e-60),  # 0 in float32: the first always stays
 ]  # fmt: skip
 
 
@@ -164,11 +144,12 @@ def settings_of(size: int, **settings) -> RowSettings:
     return RowSettings.of([DecodingConfig(**settings)] * size)
 
 
-def test_the_likeliest_token_and_its_log_probability():
+def test_the_likeliest_token_is_the_default():
     logits_BV = np.log(PROB_V)[None] + 5.0
     token_B, log_prob_B = choose(logits_BV, logits_BV, None, settings_of(1))
     assert token_B.tolist() == [1] and token_B.dtype == jnp.int32
     assert float(log_prob_B[0]) == pytest.approx(np.log(0.4), rel=1e-5)
+    assert not DecodingConfig().is_sampling and DecodingConfig().beam_size == 1
 
 
 WAYS = [
@@ -272,12 +253,18 @@ def advance_all(steps, config=CONFIG):
     return hypotheses, token_BL, live
 
 
-def test_a_text_ends_with_its_end_or_with_its_room():
+def test_a_text_ends_with_its_end_or_its_room_and_has_its_score():
     hypotheses, token_BL, live = advance_all([[2, 3], [1, 3], [3, 2]])
     assert live == [[True, True], [False, True], [False, False]]
     np.testing.assert_array_equal(hypotheses.token_BT, [[2, 1, 0], [3, 3, 2]])
     np.testing.assert_array_equal(token_BL, [[0], [2]])  # the ended one says nothing more
     np.testing.assert_array_equal(hypotheses.length_B, [2, 3])
+    settings = RowSettings.of([CONFIG] * 2)
+    rows = Rows(jnp.arange(2), jnp.zeros(2, bool), jnp.array([3, 3]), settings)
+    token_BLT, score_BL = hypotheses.results(rows)
+    assert token_BLT.shape == (2, 1, 3)
+    want = [[2 * np.log(0.5) / 2**0.5], [3 * np.log(0.5) / 3**0.5]]
+    np.testing.assert_allclose(score_BL, want, rtol=1e-5)
 
 
 def test_a_text_does_not_end_before_it_may():
@@ -290,16 +277,6 @@ def test_a_text_does_not_end_before_it_may():
     # log-probabilities are the model's own: of a third of the other half
     want = np.log(0.5 / 3) * 2 + np.log(0.5)
     assert float(hypotheses.log_prob_B[0]) == pytest.approx(want, rel=1e-5)
-
-
-def test_scores_are_log_probabilities_over_length_to_the_penalty():
-    hypotheses, _, _ = advance_all([[2, 3], [1, 3], [3, 2]])
-    settings = RowSettings.of([CONFIG] * 2)
-    rows = Rows(jnp.arange(2), jnp.zeros(2, bool), jnp.array([3, 3]), settings)
-    token_BLT, score_BL = hypotheses.results(rows)
-    assert token_BLT.shape == (2, 1, 3)
-    want = [[2 * np.log(0.5) / 2**0.5], [3 * np.log(0.5) / 3**0.5]]
-    np.testing.assert_allclose(score_BL, want, rtol=1e-5)
 
 
 def test_a_sample_is_its_sentences_own():
@@ -342,7 +319,3 @@ def test_a_sample_is_its_sentences_own():
 def test_settings_that_mean_nothing_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         DecodingConfig(**settings)
-
-
-def test_the_default_is_greedy():
-    assert not DecodingConfig().is_sampling and DecodingConfig().beam_size == 1

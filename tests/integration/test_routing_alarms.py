@@ -96,3 +96,31 @@ def test_a_fault_raises_its_alarms_before_the_loss_shows_it(fault, trained, heal
         print(f"\n| {fault} | {said} | {seen if seen < math.inf else f'not in {STEPS}'} |")
     assert kinds <= first.keys()
     assert min(first[kind] for kind in kinds) < seen
+
+
+PLACES = {
+    "stages": (4, ["meshes/pipeline.gin"]),
+    "experts in host memory": (1, ["optimizers/adamw.gin", "storage/host.gin"]),
+    "experts on a disk": (1, ["optimizers/adamw.gin", "storage/disk.gin"]),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_alarm_ends_training_wherever_the_model_is(place, in_a_folder, capsys):
+    """The one fault is the threshold: more information than there can be."""
+    devices, files = PLACES[place]
+    bindings = [
+        *("RoutingAlarms.least_information=9.0", "RoutingAlarms.lines_in_a_row=2"),
+        *("RoutingAlarms.first_lines=1", "RoutingAlarms.dropped_factor=None"),
+        *("ModelConfig.num_encoder_layers=2", "ModelConfig.num_decoder_layers=2"),
+        *("ModelConfig.scan_layers=True", "TrainingJob.eval_at_start=False"),
+        "WARMUP_STEPS=2",
+    ]
+    words = arguments("run", write_corpus(in_a_folder), *bindings)
+    words[1:1] = [f"--gin_file={file}" for file in files]
+    with on_devices(devices):
+        assert main(["train", *words, "--stop_on_alarm"]) == 1
+    said = capsys.readouterr().err
+    assert "alarm at step 6: encoder 0: a token tells " in said
+    assert {alarm["step"] for alarm in lines(in_a_folder / "run/alarms.jsonl")} == {6}
+    assert (in_a_folder / "run/checkpoints/6").is_dir()

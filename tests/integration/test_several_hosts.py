@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from switchx import tree
+from switchx.analysis.routing import read_snapshots
 from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.main import main
@@ -117,6 +118,12 @@ def assert_same_run(cluster, got: str, want: str, rtol: float = 1e-5) -> None:
         for line, other in zip(ours, theirs, strict=True):
             for name in set(NAMES) & other.keys():
                 assert line[name] == pytest.approx(other[name], rel=rtol), (log, name)
+    samples = [read_snapshots(cluster.folder / name / "routing") for name in (got, want)]
+    for ours, theirs in zip(*samples, strict=True):
+        for stack, other in zip(ours.stacks, theirs.stacks, strict=True):
+            np.testing.assert_array_equal(stack.token_T, other.token_T)
+            if ours.step == 0:  # before anything is learnt
+                np.testing.assert_array_equal(stack.expert_NTS, other.expert_NTS)
     params = [tree.named_leaves(restore_params(cluster.folder / each)) for each in (got, want)]
     for name, leaf in params[1].items():
         np.testing.assert_allclose(params[0][name], leaf, rtol=0, atol=1e-4, err_msg=name)

@@ -77,19 +77,9 @@ def test_the_run_folder_holds_what_the_readme_says(finished_run):
     metrics, validation = lines(folder / "metrics.jsonl"), lines(folder / "validation.jsonl")
     assert [line["step"] for line in metrics] == [2, 4, 6, 8, 10, 12]
     assert [line["step"] for line in validation] == [0, 6, 12]
-    names = {
-        "loss",
-        "neg_log_perplexity",
-        "accuracy",
-        "grad_norm",
-        "learning_rate",
-        "tokens_per_s",
-        "examples_per_s",
-        "model_flops_per_s",
-        "dropped_fraction",
-        "routing",
-    }
-    assert names <= metrics[-1].keys()
+    names = "loss neg_log_perplexity accuracy grad_norm learning_rate tokens_per_s"
+    names += " examples_per_s model_flops_per_s dropped_fraction routing"
+    assert set(names.split()) <= metrics[-1].keys()
     routing = metrics[-1]["routing"]
     assert np.shape(routing["load"]) == (2, 8)  # one sparse block a stack, 8 experts
     np.testing.assert_allclose(np.sum(routing["load"], axis=1), 1.0, atol=1e-5)
@@ -105,18 +95,10 @@ def test_the_run_folder_holds_what_the_readme_says(finished_run):
 
 def test_the_summary_says_what_to_look_at_next(finished_run):
     out = finished_run.stdout
-    for text in (
-        "validation negative log perplexity",
-        "tokens per second",
-        "dropped tokens",
-        "load per expert",
-        str(finished_run.folder / "checkpoints" / "12"),
-        "metrics.jsonl",
-        "tensorboard",
-        "operative_config.gin",
-        "switchx eval",
-        "switchx train",
-    ):
+    texts = "validation negative log perplexity, tokens per second, dropped tokens, "
+    texts += "load per expert, metrics.jsonl, tensorboard, operative_config.gin, "
+    texts += f"switchx eval, switchx train, {finished_run.folder / 'checkpoints' / '12'}"
+    for text in texts.split(", "):
         assert text in out
 
 
@@ -134,13 +116,6 @@ def test_eval_of_the_folder_alone_repeats_the_last_validation(finished_run, run)
     job = building.build("JOB", TrainingJob)
     building.parse_files([str(finished_run.folder / "operative_config.gin")], [])
     assert building.build("JOB", TrainingJob) == job
-
-
-def test_load_gives_config_params_and_vocabulary(finished_run):
-    model = switchx.load(finished_run.folder)
-    assert model.step == 12 and model.config.d_model == 32
-    assert model.params["embedding"]["embedding_VD"].shape == (384, 32)
-    assert model.vocabulary.decode(model.vocabulary.encode("gate")) == "gate"
 
 
 def test_sigterm_and_kill_9_and_the_same_command_end_bit_equal(
@@ -186,45 +161,6 @@ def test_a_damaged_checkpoint_is_skipped_and_kept(finished_run, run, tmp_path):
     kept = next((folder / "checkpoints").glob("12.damaged*"))
     assert (kept / data.relative_to(newest)).read_bytes() == bytes(content)
     require_bit_equal(folder, finished_run.folder)
-
-
-def test_finetuning_starts_from_the_named_parameters(finished_run, run, tmp_path):
-    folder = tmp_path / "finetuned"
-    bindings = (f"INIT_FROM={finished_run.folder}", "TRAIN_STEPS=2")
-    said = run("train", *arguments(folder, finished_run.files, *bindings))
-    assert "restored 28 parameter arrays" in said.err
-    first = lines(folder / "validation.jsonl")[0]
-    last = lines(finished_run.folder / "validation.jsonl")[-1]
-    assert first["step"] == 0
-    assert first["neg_log_perplexity"] == pytest.approx(last["neg_log_perplexity"], rel=1e-6)
-
-
-@pytest.mark.slow
-def test_data_and_expert_parallel_training_gives_the_same_losses(finished_run, in_a_folder):
-    folder = in_a_folder / "sharded"
-    words = arguments(folder, finished_run.files, "TRAIN_STEPS=4")
-    assert main(["train", *words, "--gin_file=configs/meshes/data_expert.gin"]) == 0
-    for got, want in zip(
-        lines(folder / "metrics.jsonl"),
-        lines(finished_run.folder / "metrics.jsonl"),
-        strict=False,
-    ):
-        assert got["loss"] == pytest.approx(want["loss"], rel=2e-4)
-        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=2e-3)
-
-
-@pytest.mark.slow
-def test_non_finite_steps_change_nothing_and_stop_after_n(finished_run, run, tmp_path):
-    folder = tmp_path / "nan"
-    bindings = ("LossConfig.z_loss=1e38", "TrainingJob.max_skipped_in_a_row=3")
-    words = arguments(folder, finished_run.files, *bindings)
-    said = run("train", *words, status=1).err
-    assert "3 steps in a row had a loss or gradient that is not finite" in said
-    assert len(list((folder / "skipped_batches").glob("*.npz"))) >= 3
-    identity = json.loads((folder / "skipped_batches" / "1.0.json").read_text())
-    assert identity["step"] == 1 and len(identity["batch"]) == 12
-    assert switchx.load(folder).step >= 3
-    assert all(np.all(np.isfinite(leaf)) for leaf in final_params(folder).values())
 
 
 def test_an_alarm_ends_training_and_the_same_command_goes_on(finished_run, run, tmp_path):

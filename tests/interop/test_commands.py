@@ -39,6 +39,10 @@ FAMILIES = {
     "pile_t5": ("UMT5", OTHERS | {"pad_token_id": 0}),
 }
 SPECIAL = {"madlad": (1, 2, 0), "pile_t5": (0, 2, 0)}
+RESHAPES = {
+    "nllb_moe": ["--experts=10"],
+    "switch": ["--experts=2 --reduce=drop", "--experts=8 --upcycle=copies"],
+}
 TRAIN = (
     "TRAIN_STEPS=1",
     "NUM_MICROBATCHES=2",
@@ -165,6 +169,16 @@ def test_from_transformers_through_all_commands_and_back(in_a_folder, one_device
     run("train", *options, *brief, "--model_dir=tuned")
     run("checkpoint", "verify", "tuned")
     assert switchx.load("tuned").step == 1
+    for n, way in enumerate(RESHAPES.get(name, [])):
+        words = (*options, *brief, *way.split())
+        run("reshape", "--model_dir=ours", f"--output=reshaped{n}", *words)
+        if name == "switch":
+            run("convert", "--to=huggingface", f"reshaped{n}", f"reshaped{n}_back")
+            theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(f"reshaped{n}_back")
+            expected_BLV = their_logits(theirs.eval(), source_BM, target_BL)
+            found_BLV = np.asarray(switchx.load(f"reshaped{n}").logits(source_BM, target_BL))
+            assert abs(found_BLV - expected_BLV).max() <= 1e-5 * abs(expected_BLV).max()
+            assert abs(found_BLV - want_BLV).max() > 1e-3
     if is_nllb:
         return
 

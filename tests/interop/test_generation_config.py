@@ -64,7 +64,7 @@ def test_the_end_of_a_text_that_is_read_is_that_of_config_json(tmp_path, said, e
     assert any("config.json ends a text with 1" in note for note in read.notes) == (end != 1)
 
 
-def test_what_is_not_used_is_said_by_name_and_value():
+def test_what_is_not_used_is_said_and_who_asks_chooses_the_way():
     unused = {"bad_words_ids": [[3]], "temperature": 0.5, "forced_eos_token_id": 1}
     (note,) = defaults(**unused, typical_p=1.0, diversity_penalty=0.0, top_k=50)[1]
     assert note.startswith("file: not used: ")
@@ -73,6 +73,12 @@ def test_what_is_not_used_is_said_by_name_and_value():
     assert "do_sample=True" in defaults(do_sample=True, num_beams=2)[1][0]
     found, (note,) = defaults(forced_bos_token_id=MADLAD[0])
     assert "forced_prefix" not in found and f"forced_bos_token_id={MADLAD[0]}" in note
+    of_folder = {"beam_size": 4, "num_return_sequences": 2, "repetition_penalty": 1.2}
+    for asked in ({"temperature": 0.7}, {"beam_size": 1}):
+        assert with_defaults(of_folder, asked) == {"repetition_penalty": 1.2} | asked
+    assert DecodingConfig(**with_defaults(of_folder, {"max_new_tokens": 3})).beam_size == 4
+    with pytest.raises(FieldError, match="forced_prefix"):
+        DecodingConfig(forced_prefix=[5], other_eos_ids=[5])
 
 
 @pytest.mark.parametrize(
@@ -87,15 +93,6 @@ def test_what_is_not_used_is_said_by_name_and_value():
 def test_what_cannot_be_is_refused(values, said):
     with refused(said):
         DecodingConfig(**defaults(**values)[0])
-
-
-def test_who_asks_for_beams_or_a_temperature_chooses_the_way():
-    of_folder = {"beam_size": 4, "num_return_sequences": 2, "repetition_penalty": 1.2}
-    for asked in ({"temperature": 0.7}, {"beam_size": 1}):
-        assert with_defaults(of_folder, asked) == {"repetition_penalty": 1.2} | asked
-    assert DecodingConfig(**with_defaults(of_folder, {"max_new_tokens": 3})).beam_size == 4
-    with pytest.raises(FieldError, match="forced_prefix"):
-        DecodingConfig(forced_prefix=[5], other_eos_ids=[5])
 
 
 @pytest.mark.hf

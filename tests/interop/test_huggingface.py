@@ -31,15 +31,12 @@ from tests.training.jobs import make_params
 UMT5 = dataclasses.replace(T5_1_1, relative_bias_per_layer=True)
 
 
-def test_every_parameter_has_its_tensors_and_no_tensor_two_parameters():
+def test_names_of_tensors():
     for config, family in ((T5, "t5"), (T5_1_1, "mt5"), (SWITCH, "switch_transformers")):
         names = FAMILIES[family].tensor_names(config)
         assert names.keys() == named_leaves(abstract_params(config)).keys()
         tensors = [name for theirs in names.values() for name in theirs]
         assert len(tensors) == len(set(tensors))
-
-
-def test_names_of_t5():
     names = FAMILIES["t5"].tensor_names(T5_1_1)
     block = "decoder/blocks/layer_1"
     of_block = {ours: theirs for ours, (theirs,) in names.items() if block in ours}
@@ -63,9 +60,6 @@ def test_names_of_t5():
     bias = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     assert names["encoder/relative_bias/bias_UH"] == (bias,)
     assert "embedding/w_logits_DV" not in FAMILIES["t5"].tensor_names(T5)
-
-
-def test_names_of_switch_transformers():
     names = FAMILIES["switch_transformers"].tensor_names(SWITCH)
     ffn = "encoder/blocks/layer_1/ffn"
     assert names[f"{ffn}/w_router_DE"] == (
@@ -77,9 +71,6 @@ def test_names_of_switch_transformers():
     assert names["decoder/blocks/layer_3/ffn/w_in_DF"] == (
         "decoder.block.3.layer.2.mlp.wi.weight",
     )
-
-
-def test_what_is_a_linear_map():
     assert is_linear("a/w_query_DHK") and is_linear("a/w_router_DE")
     assert not any(map(is_linear, ("a/scale_D", "a/bias_UH", "embedding/embedding_VD")))
 
@@ -116,15 +107,6 @@ def test_logits_of_the_table_without_the_division_are_a_matrix_that_equals_it(tm
     np.testing.assert_array_equal(
         embedding["embedding_VD"], params["embedding"]["embedding_VD"]
     )
-
-
-def test_what_becomes_of_tokens_without_a_slot(tmp_path):
-    folder, _ = huggingface_folder(tmp_path, SWITCH)
-    for overflow in ("dropless", "identity"):
-        config = read_checkpoint(folder, overflow=overflow).config
-        assert config.switch.router.overflow == overflow
-    with refused("overflow='keep' is unknown"):
-        read_checkpoint(folder, overflow="keep")
 
 
 def test_the_vocabulary_comes_along(tmp_path):
@@ -165,11 +147,19 @@ def test_a_tied_table_may_have_other_names(tmp_path, names):
     assert_same_params(checkpoint.params, params)
 
 
-def test_a_tensor_that_no_t5_reads_is_passed_over(tmp_path):
+def test_tensors_that_no_t5_reads_and_pickles_beside_are_passed_over(tmp_path):
     folder, params = huggingface_folder(tmp_path)
     name = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     change_tensors(folder, lambda tensors: tensors.update({name: np.ones((32, 3), "f4")}))
     assert_same_params(read_checkpoint(folder).params, params)
+    folder, params = huggingface_folder(tmp_path)
+    opened = tmp_path / "opened"
+    (folder / "pytorch_model.bin").write_bytes(f"cos\nsystem\n(S'touch {opened}'\ntR.".encode())
+    assert_same_params(read_checkpoint(folder).params, params)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="pytorch_model.bin is no zip archive"):
+        read_checkpoint(folder)
+    assert not pathlib.Path(opened).exists()
 
 
 @pytest.mark.parametrize(
@@ -276,19 +266,14 @@ def test_sizes_that_the_tensors_have_not_allocate_nothing(tmp_path, changes):
         read_checkpoint(folder)
 
 
-def test_a_folder_that_is_none_or_has_no_description(tmp_path):
+def test_a_folder_that_is_none_and_what_becomes_of_tokens_without_a_slot(tmp_path):
     with refused(f"{tmp_path / 'no'} is no folder"):
         read_checkpoint(tmp_path / "no")
     with refused(f"{tmp_path / 'config.json'} cannot be read (<any>)"):
         read_checkpoint(tmp_path)
-
-
-def test_a_pickle_beside_safetensors_stays_closed(tmp_path):
-    folder, params = huggingface_folder(tmp_path)
-    opened = tmp_path / "opened"
-    (folder / "pytorch_model.bin").write_bytes(f"cos\nsystem\n(S'touch {opened}'\ntR.".encode())
-    assert_same_params(read_checkpoint(folder).params, params)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="pytorch_model.bin is no zip archive"):
-        read_checkpoint(folder)
-    assert not pathlib.Path(opened).exists()
+    folder, _ = huggingface_folder(tmp_path, SWITCH)
+    for overflow in ("dropless", "identity"):
+        config = read_checkpoint(folder, overflow=overflow).config
+        assert config.switch.router.overflow == overflow
+    with refused("overflow='keep' is unknown"):
+        read_checkpoint(folder, overflow="keep")

@@ -159,9 +159,17 @@ def test_what_cannot_be_converted_is_refused(values, changes, message):
         read(values, **changes)
 
 
-def test_a_model_that_cannot_be_is_refused_by_the_model():
+def test_t5_1_1_is_described_and_what_cannot_be_is_refused():
     with refused("relative_buckets=2 with "):
         read(DENSE, relative_attention_num_buckets=2)
+    assert num_sparse(12, (3, 7, 11)) is None
+    assert num_sparse(4, (0,)) is None
+    values, _ = describe(T5_1_1)
+    assert (values["model_type"], values["feed_forward_proj"]) == ("t5", "gated-gelu")
+    assert values["tie_word_embeddings"] is False
+    assert values["torch_dtype"] == "float32"
+    half = dataclasses.replace(T5_1_1, precision=Precision(params="bfloat16"))
+    assert describe(half)[0]["torch_dtype"] == "bfloat16"
 
 
 CASES = [
@@ -180,11 +188,6 @@ CASES = [
 def test_sparse_blocks_and_a_count_for_them(num_layers, count, blocks):
     assert sparse_blocks(num_layers, count) == blocks
     assert sparse_blocks(num_layers, num_sparse(num_layers, blocks)) == blocks
-
-
-def test_blocks_that_no_count_gives():
-    assert num_sparse(12, (3, 7, 11)) is None
-    assert num_sparse(4, (0,)) is None
 
 
 @pytest.mark.parametrize(
@@ -219,15 +222,6 @@ def test_what_is_described_is_read_back(config):
     assert read(values) == config
 
 
-def test_t5_1_1():
-    values, _ = describe(T5_1_1)
-    assert (values["model_type"], values["feed_forward_proj"]) == ("t5", "gated-gelu")
-    assert values["tie_word_embeddings"] is False
-    assert values["torch_dtype"] == "float32"
-    half = dataclasses.replace(T5_1_1, precision=Precision(params="bfloat16"))
-    assert describe(half)[0]["torch_dtype"] == "bfloat16"
-
-
 def test_a_capacity_by_factor_is_none_there_and_said_so():
     values, notes = describe(EVERY_SECOND)
     assert values["expert_capacity"] == 2**31 - 1
@@ -251,7 +245,7 @@ def test_a_capacity_by_factor_is_none_there_and_said_so():
     )
 
 
-def test_a_model_that_transformers_has_not_with_all_reasons():
+def test_a_model_that_transformers_has_not():
     gpt = ModelConfig(
         "decoder_only", 50, 12, 20, 3, 4, 2, activation="gelu", norm="layer",
         positions="learned", max_length=9, use_bias=True, scale_attention=True,
@@ -266,6 +260,8 @@ def test_a_model_that_transformers_has_not_with_all_reasons():
         "this model cannot be written for transformers: positions='tupe' (expected 'relative')"
     ):
         describe(tupe)
+    with refused("activation='geglu' with experts (its experts have one input matrix"):
+        describe(dataclasses.replace(EVERY_SECOND, activation="geglu"))
 
 
 @pytest.mark.parametrize(
@@ -303,8 +299,3 @@ def test_experts_that_transformers_has_not(changes, reason):
     switch = dataclasses.replace(EVERY_SECOND.switch, **changes)
     with refused(f"this model cannot be written for transformers: <any>{reason}"):
         describe(dataclasses.replace(EVERY_SECOND, switch=switch))
-
-
-def test_gated_experts_are_refused():
-    with refused("activation='geglu' with experts (its experts have one input matrix"):
-        describe(dataclasses.replace(EVERY_SECOND, activation="geglu"))

@@ -48,10 +48,18 @@ def test_switch_base_by_layers():
     }  # fmt: skip
 
 
-def test_gated_and_untied():
+def test_gated_names_biases_and_joined_heads():
     names = {place.name for place in places(T5_1_1, ()).values()}
     assert {f"target/encoder/layers_0/mlp/{m}/kernel" for m in ("wi_0", "wi_1", "wo")} <= names
     assert "target/decoder/logits_dense/kernel" in names
+    shared, own = (
+        f"target/encoder/{each}relpos_bias/rel_embedding" for each in ("", "encoder/")
+    )
+    assert bias_names("encoder", {shared, own}) == [shared]
+    assert bias_names("encoder", {own}) == [own]
+    assert bias_names("encoder", set()) == [shared]
+    assert their_shapes("a/scale_D", BASE, 6) == [(768, 6)]
+    assert their_shapes("a/w_query_DHK", BASE, 6) == [(768, 6, 768), (768, 6, 12, 64)]
 
 
 def test_scanned_names_tell_the_layout():
@@ -68,20 +76,6 @@ def test_scanned_names_tell_the_layout():
     assert got["decoder/blocks/layer_5/ffn_norm/scale_D"] == Place(
         "target/decoder/decoder/pre_mlp_layer_norm/scale", 5
     )
-
-
-def test_a_bias_of_the_stack_or_of_its_blocks():
-    shared, own = (
-        f"target/encoder/{each}relpos_bias/rel_embedding" for each in ("", "encoder/")
-    )
-    assert bias_names("encoder", {shared, own}) == [shared]
-    assert bias_names("encoder", {own}) == [own]
-    assert bias_names("encoder", set()) == [shared]
-
-
-def test_shapes_with_heads_joined_or_apart_and_blocks_stacked():
-    assert their_shapes("a/scale_D", BASE, 6) == [(768, 6)]
-    assert their_shapes("a/w_query_DHK", BASE, 6) == [(768, 6, 768), (768, 6, 12, 64)]
 
 
 XXL = dataclasses.replace(SWITCH, activation="geglu", tie_embeddings=False)
@@ -159,7 +153,7 @@ def test_arrays_that_the_model_has_not_are_all_named(tmp_path):
         assert line in text, text
 
 
-def test_blocks_with_relative_biases_of_their_own(tmp_path):
+def test_models_and_biases_that_t5x_has_not_or_we_have_not(tmp_path):
     tree = scanned(by_layers(SWITCH, make_params(SWITCH)), 2, own_bias=True)
     tree["target/encoder/encoder/subblock_1/relpos_bias/rel_embedding"][0, 1, 0] += 1
     folder = write_t5x(tmp_path / "checkpoint_7", tree)
@@ -167,9 +161,6 @@ def test_blocks_with_relative_biases_of_their_own(tmp_path):
         f"{folder}: the blocks of the encoder have relative biases of their own (<any>)"
     ):
         read_checkpoint(folder, SWITCH)
-
-
-def test_models_that_t5x_has_not(tmp_path):
     config = dataclasses.replace(
         T5, norm="layer", switch=SwitchConfig(3, every=2, shared_d_ff=4)
     )

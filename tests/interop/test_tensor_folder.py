@@ -69,18 +69,15 @@ def test_quantized_tensors_are_refused(tmp_path):
         TensorFolder(tmp_path)
 
 
-def test_other_formats_are_never_opened(tmp_path):
-    # Unpickling this would make a file.
-    (tmp_path / "model.pt").write_bytes(b"cos\nsystem\n(S'touch opened'\ntR.")
-    with refused(f"{tmp_path} has model.pt and no model.safetensors or pytorch_model.bin"):
-        TensorFolder(tmp_path)
-
-
-def test_a_folder_without_tensors(tmp_path):
+def test_other_formats_are_never_opened_and_a_folder_may_have_none(tmp_path):
     with refused(
         f"{tmp_path} has no model.safetensors and no "
         "model.safetensors.index.json, and no pytorch_model.bin"
     ):
+        TensorFolder(tmp_path)
+    # Unpickling this would make a file.
+    (tmp_path / "model.pt").write_bytes(b"cos\nsystem\n(S'touch opened'\ntR.")
+    with refused(f"{tmp_path} has model.pt and no model.safetensors or pytorch_model.bin"):
         TensorFolder(tmp_path)
 
 
@@ -150,10 +147,18 @@ def test_an_index_beside_a_single_file(tmp_path, kind):
         TensorFolder(tmp_path)
 
 
-def test_weights_of_another_kind_are_named(tmp_path):
+def test_weights_of_another_kind_and_tensors_in_two_files_are_named(tmp_path):
     write_safetensors(tmp_path, TENSORS.items(), 1000)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     assert TensorFolder(tmp_path).unread == ["pytorch_model.bin"]
+    (tmp_path / MODEL).unlink()
+    places = {}
+    for name in ("x.safetensors", "y.safetensors"):
+        save_file(TENSORS, tmp_path / name)
+        places[name] = name
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(ValueError, match="tensor a is in two files, y.safetensors the second"):
+        TensorFolder(tmp_path)
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 990345061\n"
@@ -202,16 +207,6 @@ def test_files_have_the_mode_that_the_umask_says(tmp_path, umask, mode):
         os.umask(before)
 
 
-def test_a_tensor_in_two_files(tmp_path):
-    places = {}
-    for name in ("x.safetensors", "y.safetensors"):
-        save_file(TENSORS, tmp_path / name)
-        places[name] = name
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
-    with pytest.raises(ValueError, match="tensor a is in two files, y.safetensors the second"):
-        TensorFolder(tmp_path)
-
-
 @pytest.mark.parametrize(
     "text, reason",
     [
@@ -235,7 +230,7 @@ E = 4
 rng = np.random.default_rng(0)
 
 
-def test_heads_are_joined_and_maps_transposed():
+def test_heads_are_joined_maps_transposed_and_experts_apart():
     w_DHK = rng.normal(size=(D, H, K))
     (w,) = to_torch("a/w_query_DHK", w_DHK)
     assert w.shape == torch_shape("a/w_query_DHK", SWITCH) == (H * K, D)
@@ -247,9 +242,6 @@ def test_heads_are_joined_and_maps_transposed():
     assert w.shape == torch_shape("a/w_out_HKD", SWITCH) == (D, H * K)
     assert all(w[d, h * K + k] == w_HKD[h, k, d] for d, h, k in np.ndindex(D, H, K))
     np.testing.assert_array_equal(from_torch("a/w_out_HKD", SWITCH, [w]), w_HKD)
-
-
-def test_every_expert_has_a_tensor_of_its_own():
     w_EDF = rng.normal(size=(E, D, F))
     tensors = to_torch("a/w_in_EDF", w_EDF)
     assert len(tensors) == E
@@ -257,6 +249,10 @@ def test_every_expert_has_a_tensor_of_its_own():
         assert w.shape == torch_shape("a/w_in_EDF", SWITCH) == (F, D)
         np.testing.assert_array_equal(w, w_EDF[e].T)
     np.testing.assert_array_equal(from_torch("a/w_in_EDF", SWITCH, iter(tensors)), w_EDF)
+    for name in ("embedding_VD", "bias_UH", "scale_D"):
+        value = rng.normal(size=torch_shape(f"a/{name}", SWITCH))
+        assert to_torch(f"a/{name}", value)[0].shape == value.shape
+        assert np.shares_memory(from_torch(f"a/{name}", SWITCH, [value]), value)
 
 
 @pytest.mark.parametrize("name, shape", [("w_router_DE", (E, D)), ("w_in_DF", (F, D))])
@@ -265,13 +261,6 @@ def test_a_router_is_one_map(name, shape):
     (w,) = to_torch(f"a/{name}", value)
     assert w.shape == torch_shape(f"a/{name}", SWITCH) == shape
     np.testing.assert_array_equal(from_torch(f"a/{name}", SWITCH, [w]), value)
-
-
-def test_tables_and_scales_stay_as_they_are():
-    for name in ("embedding_VD", "bias_UH", "scale_D"):
-        value = rng.normal(size=torch_shape(f"a/{name}", SWITCH))
-        assert to_torch(f"a/{name}", value)[0].shape == value.shape
-        assert np.shares_memory(from_torch(f"a/{name}", SWITCH, [value]), value)
 
 
 def test_all_differences_are_in_one_error():

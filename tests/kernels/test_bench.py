@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx bench kernels` and `tune kernels`: cells, contenders, times, checks, tilings."""
+"""`switchx bench kernels` and `tune kernels`: cells, contenders, times, checks, tilings.
+
+Also what `python -m pallas_kernels` prints of them, and what it refuses.
+"""
 
 import dataclasses
+import json
 import types
 
 import jax
@@ -9,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import QTensor, dequantize
+from pallas_kernels import __main__ as command
 from pallas_kernels.bench import kernels, products, tune
 from pallas_kernels.bench.cells import Cell, all_cells, cells_of_a_cpu
 from pallas_kernels.bench.timing import (
@@ -49,18 +53,6 @@ def test_shares_of_a_skewed_load_fall_as_ranks_grow():
     sizes_E = Cell(8, 8, 4, 8, 25, "skewed").group_sizes(1)
     # Of 96 rows beside one each: 46, 23, 15 and 11 by 1, 1/2, 1/3, 1/4; one is left.
     assert sizes_E.tolist() == [0, 48, 24, 16, 12, 0, 0, 0]
-
-
-def test_the_grid_of_an_accelerator_is_the_issues():
-    cells = all_cells()
-    assert {(c.active, c.E) for c in cells} == {
-        (1, 32), (4, 32), (8, 32), (16, 32), (24, 32), (32, 32), (128, 128),
-    }  # fmt: skip
-    assert {c.tokens for c in cells} == {2**i for i in range(10)}
-    assert {(c.D, c.F) for c in cells} == {
-        (1024, 4096), (4096, 1024), (768, 3072), (4096, 14336),
-    }  # fmt: skip
-    assert len(set(cells)) == len(cells) == 4 * (7 * 10 + 6 * 9)
 
 
 def test_other_weights_are_read_from_call_to_call():
@@ -169,20 +161,6 @@ def test_weights_rotate_and_stay_for_cells_of_the_same_matrices():
     assert cache[8] is not sets
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_random_weights_are_of_magnitude_one(bits):
-    q = products.random_weights(Cell(64, 32, 2, 2, 1), bits, 0)
-    assert isinstance(q, QTensor)
-    assert 0.1 < float(jnp.std(dequantize(q))) < 1
-
-
-def test_bytes_of_weights_are_those_of_the_compiled_product():
-    full = products.compiled_weight_bytes(None)
-    assert full == 4 * 8 * 512 * 1024
-    assert products.compiled_weight_bytes(8) * 4 == full
-    assert products.compiled_weight_bytes(4) * 8 == full
-
-
 def test_turns_alternate_and_each_has_its_rounds():
     steps = []
     a, b = (Contender(name, lambda name=name: steps.append(name)) for name in "ab")
@@ -197,12 +175,6 @@ def test_figures():
     assert speedup(fast, slow) == 3.0  # of 2, 4, 3
     assert (fast.median_s, fast.percentile_s(10), fast.percentile_s(90)) == (2.0, 1.0, 3.0)
     assert geometric_mean([1, 8]) == pytest.approx(8**0.5)
-
-
-def test_a_step_counts_its_calls():
-    each = Contender("ten", lambda: None, calls=10)
-    each.measure(1)
-    assert 0 <= each.times_s[0] < 1e-2
 
 
 SETS, SIZES = [jnp.array([1.0]), jnp.array([2.0])], [jnp.array([3]), jnp.array([4])]
@@ -404,9 +376,35 @@ def test_back_ends_are_asked_with_what_they_depend_on():
     assert asked == [(1, 2, 3, 4, 8, "bfloat16")]
 
 
-def test_the_grid_of_an_accelerator_has_all_experts_active(monkeypatch):
-    assert len(tune.cells_to_tune()) == 3
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    cells = tune.cells_to_tune()
-    assert len(cells) == 4 * 2 * 10
-    assert {cell.E for cell in cells if cell.active == cell.E} == {32, 128}
+def test_rows_and_checks_are_printed(monkeypatch, capsys):
+    row, check = (
+        {"matrix": "64x128", "us": 12.3456},
+        {"name": "error", "value": 0.0, "bound": "<=1"},
+    )
+
+    def bench(rounds, note):
+        assert rounds == 3
+        note("measuring")
+        return [row], [check]
+
+    monkeypatch.setattr(kernels, "run", bench)
+    assert command.main(["bench", "--rounds=3", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"command": "bench", "results": [row], "checks": [check]}
+    assert err == "measuring\n"
+    assert command.main(["bench", "--rounds=3"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "matrix=64x128  us=12.35"
+
+
+def test_it_says_where_tilings_are_written(monkeypatch, capsys, tilings_file):
+    monkeypatch.setattr(tune, "run", lambda rounds, note: [{"rounds": rounds}])
+    assert command.main(["tune"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "rounds=7\n" and err == f"written to {tilings_file}\n"
+
+
+def test_no_rounds_are_refused(capsys):
+    for rounds in ("0", "many"):
+        with pytest.raises(SystemExit, match="2"):
+            command.main(["tune", f"--rounds={rounds}"])
+        assert f"{rounds} is no number of turns; use 1 or more" in capsys.readouterr().err

@@ -140,11 +140,6 @@ def test_tiles_are_multiplied_as_high_as_their_rows_reach():
 
 
 @pytest.mark.slow
-def test_sum_in_parts():
-    check_forward(interpreted, GROUPS["ragged"], jnp.bfloat16, tiling=PARTS)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("bits", [None, 4])
 def test_one_program_has_as_many_parts_as_active_experts_leave_blocks_idle(bits):
     """Known at run time only; what is not written is NaN when it is interpreted."""
@@ -321,15 +316,6 @@ def test_epilogue_and_residual(activation, is_gated_unit, tiling, groups):
     )  # fmt: skip
 
 
-@pytest.mark.slow
-def test_sizes_that_are_no_multiples_of_64_in_every_pass():
-    check_forward(interpreted, GROUPS["ragged"], jnp.bfloat16, transpose_w=True, D=100, F=90)
-    check_gradient(
-        interpreted, GROUPS["ragged"], jnp.bfloat16, jnp.float32, GRADIENT, D=100, F=90
-    )
-    check_quantized(interpreted, GROUPS["ragged"], 4, jnp.bfloat16, D=100, F=90, epilogue=True)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_exact", "silu", None])
 @pytest.mark.parametrize("sizes", LARGE_GROUPS)
@@ -501,12 +487,6 @@ BFLOAT16 = (jnp.bfloat16, jnp.bfloat16)
 )
 def test_what_cannot_run_is_refused_with_a_way_out(reason, said):
     assert said in reason
-
-
-def test_what_runs_is_accepted():
-    assert gpu.refusal(*BFLOAT16, 1, 768, 3072, 32) is None
-    assert quantized.refusal(jnp.bfloat16, 4, 1, 768, 3072, 32, None) is None
-    assert quantized.refusal(jnp.float16, 8, 1, 768, 3072, 32, 128) is None
 
 
 def test_bad_arguments_raise():

@@ -16,6 +16,7 @@ import pytest
 from pallas_kernels import dequantize, from_awq, from_gptq, quantized_grouped_matmul
 from pallas_kernels.quantized_grouped_matmul import tpu
 from pallas_kernels.tiling.tpu import Tiling
+from tests.cases import slow
 from tests.kernels import loops
 
 E, D, F, GROUP = 3, 256, 16, 128
@@ -122,7 +123,7 @@ def test_the_reference_multiplies_them(name):
     )
 
 
-@pytest.mark.parametrize("group", [GROUP, D])
+@pytest.mark.parametrize("group", [slow(GROUP), D])
 def test_a_tpu_subtracts_zero_points_from_sums(group):
     """A group of 128 channels at a time, or one cut into two blocks."""
     q, w_EDF = awq(group=group)

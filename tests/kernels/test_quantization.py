@@ -199,14 +199,6 @@ def test_bytes_are_those_of_a_device():
     assert compiled.memory_analysis().argument_size_in_bytes == q.values_nbytes
 
 
-def test_a_pytree_keeps_its_static_fields():
-    q = int4_tensor(group_size=2)
-    mapped = jax.tree.map(lambda array: array[:1], q)
-    assert mapped.shape == (1, 6, 3)
-    assert (mapped.bits, mapped.group_size, mapped.layout_version) == (4, 2, 1)
-    assert jax.jit(lambda q: q)(q).shape == q.shape
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

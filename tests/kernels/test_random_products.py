@@ -161,16 +161,19 @@ def assert_near(got, want, dtype: str, message):
     assert error <= TOLERANCE[dtype] * max(1, np.abs(want).max(initial=0)), (error, message)
 
 
+def by_loops(case: Product, exact, sizes_E) -> np.ndarray:
+    matrices = [exact[name] for name in ("w_EDF", "w_gate_EDF") if name in exact]
+    sums = [loops.product(exact["x_RD"], each, sizes_E) for each in matrices]
+    bias_EF, gate_R = exact.get("bias_EF"), exact.get("gate_R")
+    return loops.with_epilogue(sums, sizes_E, bias_EF, case.activation, gate_R)[0]
+
+
 def check(case: Product, total: int, seed: int) -> None:
     sizes_E = draw_sizes(case.R, case.E, total, seed)
     given, exact = operands(case, sizes_E, seed)
     y_RF = compiled(case)(given, jnp.asarray(sizes_E))
-    matrices = [exact[name] for name in ("w_EDF", "w_gate_EDF") if name in exact]
-    sums = [loops.product(exact["x_RD"], each, sizes_E) for each in matrices]
-    bias_EF, gate_R = exact.get("bias_EF"), exact.get("gate_R")
-    want, _ = loops.with_epilogue(sums, sizes_E, bias_EF, case.activation, gate_R)
     assert y_RF.dtype == case.dtype
-    assert_near(y_RF, want, case.dtype, (case, sizes_E))
+    assert_near(y_RF, by_loops(case, exact, sizes_E), case.dtype, (case, sizes_E))
 
 
 # More experts than threads of a warpgroup, R % 8 = 5, quantized and in a gated unit.
@@ -209,7 +212,8 @@ def check_gradients(case: Product, total: int, seed: int) -> None:
     dy_RF = np.random.default_rng(seed + 1).normal(size=(case.R, case.F))
     dy_RF[sum(sizes_E) :] = np.nan
     dy_RF = jnp.asarray(dy_RF, case.dtype)
-    _, gradients = compiled_gradients(case)(given, jnp.asarray(sizes_E), dy_RF)
+    y_RF, gradients = compiled_gradients(case)(given, jnp.asarray(sizes_E), dy_RF)
+    assert_near(y_RF, by_loops(case, exact, sizes_E), case.dtype, (case, sizes_E))
     want = loops.gradients(exact, sizes_E, np.asarray(dy_RF, np.float64), case.activation)
     assert gradients.keys() == want.keys()
     for name, got in gradients.items():

@@ -35,17 +35,6 @@ def test_any_number_of_rows(R, E):
     np.testing.assert_allclose(y_RF, loops.product(x_RD, w_EDF, sizes_E), rtol=1e-5, atol=1e-5)
 
 
-def test_bfloat16_is_added_up_in_float32():
-    rng = np.random.default_rng(0)
-    x_RD = jnp.array(rng.normal(size=(8, 256)), jnp.bfloat16)
-    w_EDF = jnp.array(rng.normal(size=(2, 256, F)), jnp.bfloat16)
-    sizes_E = jnp.array([3, 5], jnp.int32)
-    y_RF = separate_matmul(x_RD, SeparateMatrices.of(w_EDF), sizes_E)
-    assert y_RF.dtype == jnp.bfloat16
-    exact = loops.product(np.float32(x_RD), np.float32(w_EDF), sizes_E)
-    np.testing.assert_allclose(np.float32(y_RF), exact, rtol=2**-8, atol=1e-2)
-
-
 def test_parts_share_the_memory_of_the_whole():
     w_EDF = jnp.arange(3 * 16 * 16, dtype=jnp.float32).reshape(3, 16, 16)
     parts = SeparateMatrices.of(w_EDF)

@@ -132,12 +132,6 @@ def test_aligned_tiles_cover_every_row_once_with_its_expert(sizes, block):
     assert not size[count[0] :].any()
 
 
-def test_experts_without_rows_have_no_tile():
-    tiles = tiles_of(jnp.asarray([0, 5, 0, 3, 0]), 8, 16)
-    used = np.asarray(tiles.expert_P)[: int(tiles.count[0])]
-    assert used.tolist() == [1, 3]
-
-
 @pytest.mark.parametrize("block", [8, 64])
 def test_the_gpus_kernel_makes_the_same_schedule(block):
     rng = np.random.default_rng(0)

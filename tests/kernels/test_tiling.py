@@ -8,7 +8,6 @@ import pytest
 
 from pallas_kernels.grouped_matmul import gpu as plain_gpu
 from pallas_kernels.grouped_matmul import gpu_weight_gradient
-from pallas_kernels.mosaic_gpu import Mosaic
 from pallas_kernels.quantized_grouped_matmul import gpu as quantized_gpu
 from pallas_kernels.quantized_grouped_matmul import tpu as quantized_tpu
 from pallas_kernels.tiling import gpu
@@ -178,10 +177,6 @@ def test_tilings_of_the_gpu_are_refused_with_a_way_out(change, reason):
         checked(dataclasses.replace(GOOD, **change), 256, jnp.bfloat16, jnp.bfloat16)
 
 
-def test_a_tiling_that_runs_is_returned():
-    assert checked(GOOD, 256, jnp.bfloat16, jnp.int4) is GOOD
-
-
 def test_stages_fill_shared_memory():
     full = fitted(dataclasses.replace(GOOD, tile_n=256), jnp.bfloat16, jnp.bfloat16, most=99)
     one_more = dataclasses.replace(full, stages=full.stages + 1)
@@ -229,10 +224,6 @@ def test_warpgroups_have_128_features_where_that_halves_the_tiles_of_an_sm():
     assert width(256, 1280, 32) == 64  # 320 tiles would be 160: 3 for the busiest SM, 2
     assert width(256, 4096, 32, num_matrices=2) == 64
     assert [width(R, 4096, 32, group_size=128) for R in (256, 1024)] == [128, 64]
-
-
-def test_interpreters_have_two_blocks():
-    assert Mosaic(is_interpreted=True).num_sms == 2
 
 
 def test_default_tiles_are_no_wider_than_the_gradient():

@@ -5,14 +5,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu_chip import (
     MIB,
     SMALLEST,
     current_chip,
     described_tpu,
-    interpret_mode,
     on_some_tpu,
     padded_shape,
     padded_to_tiles,
@@ -62,13 +60,6 @@ def test_a_mesh_of_other_devices_raises():
     one = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(one), on_some_tpu():
         assert current_chip().generation == 5
-
-
-def test_interpreter_knows_pipelines():
-    assert interpret_mode(False) is False
-    assert isinstance(interpret_mode(True), pltpu.InterpretParams)
-    given = pltpu.InterpretParams(detect_races=True)
-    assert interpret_mode(given) is given
 
 
 def test_cut_axes_are_padded_to_whole_tiles_of_memory():

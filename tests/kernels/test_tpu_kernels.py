@@ -128,16 +128,6 @@ def test_rows_meet_the_matrix_of_their_expert(dtype, size, depth, is_output_majo
     assert not y_RF[sum(group_sizes) :].any()
 
 
-@pytest.mark.parametrize("R", [1, *(slow(R) for R in (7, 33))])
-def test_rows_that_fill_no_block(R):
-    group_sizes = (0, R - R // 3, 0, R // 3)
-    x_RD = rows_of(0, R, 128, group_sizes, "float32")
-    w_EDF = matrices_of(1, (4, 128, 128), group_sizes, "float32")
-    run = compiled(multiply_rows, tiling=Tiling(16, 128, 128), is_output_major=False)
-    y_RF = run_without_races(run, x_RD, w_EDF, counts(group_sizes))
-    assert_close(y_RF, loops.product(x_RD, w_EDF, group_sizes), "float32")
-
-
 # Of a block of 256 rows: first pieces of 32, 64, 96 and 128 rows, one that would end behind the
 # block, further ones of 128, and rows of no expert. Of one of 48, what is no multiple of 32.
 PIECES = {
@@ -315,27 +305,6 @@ def test_groups_of_channels_have_scales_of_their_own(bits, block_D):
     run = compiled(quantized.forward, tiling=Tiling(16, block_D, 128))
     y_RF = run_without_races(run, x_RD, values_EFD, scales_EFG, counts(group_sizes))
     assert_close(y_RF, loops.product(x_RD, w_EDF, group_sizes), "float32")
-
-
-@pytest.mark.slow
-def test_default_tilings_serve_all_products():
-    group_sizes, R, D, F = (9, 0, 12), 24, 160, 136
-    x_RD, dy_RF = (rows_of(i, R, size, group_sizes, "float32") for i, size in ((0, D), (2, F)))
-    w_EDF = matrices_of(1, (3, D, F), group_sizes, "float32")
-    y_RF = tpu.forward(x_RD, w_EDF, counts(group_sizes), interpret=True)
-    assert_close(np.asarray(y_RF), loops.product(x_RD, w_EDF, group_sizes), "float32")
-    # The same array, contracted over its other axis: no transposed copy is handed in.
-    dx_RD = tpu.forward(dy_RF, w_EDF, counts(group_sizes), transpose_w=True, interpret=True)
-    expected = loops.product(dy_RF, w_EDF.swapaxes(1, 2), group_sizes)
-    assert_close(np.asarray(dx_RD), expected, "float32")
-    dw_EDF = tpu.weight_gradient(
-        x_RD, dy_RF, counts(group_sizes), out_dtype="float32", interpret=True
-    )
-    expected = loops.weight_gradient(x_RD, dy_RF, group_sizes)
-    assert_close(np.asarray(dw_EDF), expected, "float32")
-    values_EFD, scales_EFG, w_EDF = quantized_matrices(4, (3, F, D), 1)
-    y_RF = quantized.forward(x_RD, values_EFD, scales_EFG, counts(group_sizes), interpret=True)
-    assert_close(np.asarray(y_RF), loops.product(x_RD, w_EDF, group_sizes), "float32")
 
 
 @pytest.mark.parametrize("transpose_w", [False, True])

@@ -14,6 +14,7 @@ from switchx.layers.embedding import project, take_rows
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules, param_sharding
+from tests.cases import slow, slow_unless
 
 V, D, B, L = 48, 8, 16, 6
 RNG = np.random.default_rng(0)
@@ -56,7 +57,10 @@ def taken(table_VD, tokens_BL, dx_BLD):
     return x_BLD, pull_back(dx_BLD)[0]
 
 
-@pytest.mark.parametrize("name", MESHES)
+BY_DEFAULT = "all that split the batch"
+
+
+@pytest.mark.parametrize("name", [slow_unless(name == BY_DEFAULT, name) for name in MESHES])
 def test_rows_and_raw_gradients_are_those_of_one_device(name):
     (x_BLD, dtable_VD), _ = on(
         MESHES[name], taken, {"a_VD": TABLE_VD, "tokens": TOKENS_BL, "dx": DX_BLD}
@@ -68,7 +72,7 @@ def test_rows_and_raw_gradients_are_those_of_one_device(name):
 
 
 @pytest.mark.parametrize("dims", ["VD", "DV"])
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", [slow_unless(name == BY_DEFAULT, name) for name in MESHES])
 def test_logits_and_raw_gradients_are_those_of_one_device(name, dims):
     # Whole numbers again: the bits have to be equal.
     weight = RNG.integers(-8, 9, (V, D) if dims == "VD" else (D, V)).astype(np.float32)
@@ -109,7 +113,7 @@ def test_logits_gather_a_split_weight_once_and_scatter_its_gradient():
 
 
 @pytest.mark.parametrize(
-    "spec", [MESHES["data"], MeshSpec(data=2, fsdp=4)], ids=["rows", "fsdp"]
+    "spec", [MESHES["data"], slow(MeshSpec(data=2, fsdp=4))], ids=["rows", "fsdp"]
 )
 def test_a_batch_that_the_devices_do_not_divide_is_left_to_the_compiler(spec):
     """As in decoding: such rows are on every device, and so is what they look up."""
@@ -135,7 +139,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", [slow_unless(name == "both", name) for name in OTHERS])
 def test_own_rows_and_columns_are_looked_up_where_they_are(name):
     spec = OTHERS[name]
     named = {"a_VD": TABLE_VD, "tokens": TOKENS_BL, "dx": DX_BLD}

@@ -66,7 +66,7 @@ def test_it_is_the_model_without_the_expert(name):
     np.testing.assert_array_equal(logits(biased, with_biases, batch), before)
     removed = without_expert(biased, with_biases, "decoder 0", 2)
     sample = LayerSample(np.array([3, 3, 0, 3]), np.zeros((1, model.d_model), np.float32))
-    dropped = drop_experts(model, params, [sample], E - 1)
+    dropped = drop_experts(model, params, [sample], E - 1, "frequency")
     num_programs = logits._cache_size()
     found = logits(biased, removed, batch)
     assert logits._cache_size() == num_programs  # that of the model with all experts

@@ -48,6 +48,8 @@ def with_twins(params: dict, config=CONFIG) -> dict:
         array, last = np.array(leaf), name.rsplit("/", 1)[-1]
         if last == "w_router_DE":
             array[:, 2] = array[:, 0]
+        elif last == "b_router_E":
+            array[2] = array[0]
         elif "/experts/" in name:
             axis = last.rsplit("_", 1)[-1][1:].find("F")
             array[2] = array[0] if axis < 0 else np.take(array[0], order_F, axis=axis)
@@ -58,7 +60,7 @@ def with_twins(params: dict, config=CONFIG) -> dict:
 
 def test_dropping_keeps_what_numpy_would_keep():
     params = make_params(CONFIG)
-    config, found, _ = drop_experts(CONFIG, params, samples(), 2)
+    config, found, _ = drop_experts(CONFIG, params, samples(), 2, "frequency")
     assert config.switch.num_experts == 2 and not config.switch.router.counts_merged
     before, after = tree.named_leaves(params), tree.named_leaves(found)
     assert before.keys() == after.keys()
@@ -75,14 +77,17 @@ def test_dropping_keeps_what_numpy_would_keep():
 
 
 def test_experts_of_equal_use_stay_in_their_order():
-    _, found, _ = drop_experts(CONFIG, make_params(CONFIG), samples(load_E=(2, 2, 2, 2)), 3)
+    params, equal = make_params(CONFIG), samples(load_E=(2, 2, 2, 2))
+    _, found, _ = drop_experts(CONFIG, params, equal, 3, "frequency")
     before = tree.named_leaves(make_params(CONFIG))[f"{PATH}experts/w_in_EDF"]
     assert np.array_equal(tree.named_leaves(found)[f"{PATH}experts/w_in_EDF"], before[:3])
 
 
 @pytest.mark.parametrize("activation", ["relu", slow("geglu")])
 def test_merging_equal_experts_keeps_the_function_of_the_layer(activation):
-    config = dataclasses.replace(CONFIG, activation=activation)
+    router = dataclasses.replace(ROUTER, has_logit_bias=activation == "relu")
+    switch = dataclasses.replace(SWITCH, router=router)
+    config = dataclasses.replace(CONFIG, activation=activation, switch=switch)
     params = with_twins(make_params(config), config)
     merged_config, merged, _ = merge_experts(config, params, samples(), 3)
     assert merged_config.switch.num_experts == 3
@@ -181,12 +186,13 @@ def mean_over_rms(layer, e: int) -> float:
 
 def test_scores_are_those_of_a_loop_over_tokens():
     """EAN, mean norm and REAP by their formulas, token by token, with gates of the layer."""
-    config = dataclasses.replace(CONFIG, switch=dataclasses.replace(SWITCH, router=TOP_2))
+    router = dataclasses.replace(TOP_2, has_logit_bias=True)
+    config = dataclasses.replace(CONFIG, switch=dataclasses.replace(SWITCH, router=router))
     layer = arrays_of(make_params(config))
     x_RD = np.random.default_rng(3).normal(size=(30, D))
     counted = np.zeros((3, E))
     for x_D in x_RD:
-        logits_E = x_D @ layer["w_router_DE"]
+        logits_E = x_D @ layer["w_router_DE"] + layer["b_router_E"]
         prob_E = np.exp(logits_E) / np.exp(logits_E).sum()
         chosen = np.argsort(-prob_E)[:2]
         for e in chosen:

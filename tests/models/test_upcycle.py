@@ -9,7 +9,14 @@ import pytest
 from switchx import tree
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import abstract_params, forward
-from switchx.models.reshape import LayerSample, dense_config, to_dense
+from switchx.models.reshape import (
+    LayerSample,
+    dense_config,
+    drop_experts,
+    merge_experts,
+    reduced_config,
+    to_dense,
+)
 from switchx.models.upcycle import multiplied_config, multiply_experts, upcycle, upcycled_config
 from switchx.moe.plan import best_copies, choose_experts
 from tests.cases import slow
@@ -183,6 +190,25 @@ def test_more_experts_compute_the_same(way, S):
     assert distance(plain, copies, config, params) > 1e-3
 
 
+@pytest.mark.parametrize("change", [drop_experts, merge_experts])
+def test_models_whose_experts_exclude_each_other_are_changed(change):
+    """Copies of fewer experts are fewer experts of the copies, up to the noise of `TIES`."""
+    config, (sample, _) = biased_router(2), samples(biased_router(2))
+    sample = dataclasses.replace(sample, gated_norm_E=np.array([2.0, 1.0, 6.0]))
+    params = make_params(config)
+    few = change(config, params, [sample] * 2, 2)
+    want = multiply_experts(few.config, few.params, 4, "exclusive")
+    many = multiply_experts(config, params, 6, "exclusive")
+    twice = {n: np.tile(getattr(sample, n), 2) for n in ("load_E", "gated_norm_E")}
+    sample = dataclasses.replace(sample, **twice)
+    found = change(many.config, many.params, [sample] * 2, 4)
+    assert found.config == want.config
+    assert_close(found.params, want.params, rtol=1e-4)
+    again = multiply_experts(many.config, many.params, 12, "exclusive")
+    assert again.config.switch.router.num_copies == 4
+    assert distance(*again[:2], config, params) < 1e-5
+
+
 def test_a_token_chooses_the_best_copies_of_different_experts():
     """Against a loop: scores from the highest, those of experts that are chosen left out."""
     score_GTE = np.random.default_rng(2).normal(size=(2, 30, 12)).astype(np.float32)
@@ -200,8 +226,11 @@ def test_what_cannot_be_added_is_refused():
             multiplied_config(biased_router(S), 6, way)
     with refused("experts=7 of a model with 3: each expert gets as many copies"):
         multiplied_config(biased_router(1), 7, "counts_merged")
-    with refused("the model has RouterConfig.num_copies=2: "):
-        multiplied_config(multiplied_config(biased_router(2), 6, "exclusive"), 12, "copies")
+    exclusive = multiplied_config(biased_router(2), 6, "exclusive")
+    with refused("upcycle='copies' with RouterConfig.num_copies=2: "):
+        multiplied_config(exclusive, 12, "copies")
+    with refused("experts=3 with RouterConfig.num_copies=2: <any>use a multiple of 2"):
+        reduced_config(exclusive, 3, is_merged=True)
     with refused("upcycle='virtual_groups' with experts=6, num_selected=4 and d_ff=12"):
         upcycled_config(BIASED, 6, num_selected=4, way="virtual_groups")
     for S in (1, 4):

@@ -121,17 +121,6 @@ def test_equals_a_loop_forward_and_by_finite_differences(name):
     assert_slope(by_loop, point, grads, rtol=2e-3)
 
 
-def test_keys_and_values_are_one_and_queries_are_others():
-    layer, params = make(LINEAR)
-    assert set(params["projections"]) == {"w_query_EDHK", "w_memory_EDHK"}
-    _, params = make(CASES["ffn_gated"])
-    assert set(params["projections"]) == {
-        f"w_{name}_{part}"
-        for name in ("query", "memory")
-        for part in ("in_EDF", "gate_EDF", "out_EFHK")
-    }
-
-
 def test_queries_start_smaller_where_scores_are_not_scaled():
     big = dataclasses.replace(LINEAR, d_model=64, d_head=16)
     for scaled, ratio in ((False, 0.25), (True, 1.0)):

@@ -3,24 +3,14 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from switchx.models.config import RouterConfig, SwitchConfig
 from switchx.moe.capacity import (
-    assign_slots,
     group_shape,
-    into_groups,
     layer_capacity,
     layer_groups,
-    out_of_groups,
 )
-
-jitted_slots = jax.jit(assign_slots, static_argnums=1)
 
 
 @pytest.mark.parametrize(
@@ -92,36 +82,3 @@ def test_a_capacity_of_rows_counts_no_factor():
 )
 def test_groups_are_few_and_even(tokens, size, expected):
     assert group_shape(tokens, size) == expected
-
-
-@pytest.mark.parametrize("G, T, S, E", [(1, 1, 1, 1), (3, 17, 1, 5), (2, 9, 3, 4)])
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1))
-def test_slots_are_places_in_queues(G, T, S, E, seed):
-    expert_GTS = np.random.default_rng(seed).integers(0, E + 1, (G, T, S)).astype(np.int32)
-    slot_GTS = np.asarray(jitted_slots(expert_GTS, E))
-    for g in range(G):
-        queue = [0] * E
-        for s in range(S):
-            for t in range(T):
-                e = expert_GTS[g, t, s]
-                if e < E:
-                    assert slot_GTS[g, t, s] == queue[e]
-                    queue[e] += 1
-                else:
-                    assert slot_GTS[g, t, s] == 0
-
-
-def test_groups_hold_tokens_in_order_and_padding_at_the_end():
-    token_BL = jnp.arange(1, 11).reshape(2, 5)
-    token_GT = into_groups(token_BL, 3, 4)
-    assert token_GT.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 0, 0]]
-    np.testing.assert_array_equal(out_of_groups(token_GT, 2, 5), token_BL)
-
-
-def test_features_stay_with_their_token():
-    x_BLD = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4, 5)))
-    x_GTD = into_groups(x_BLD, 2, 6)
-    assert x_GTD.shape == (2, 6, 5)
-    np.testing.assert_array_equal(x_GTD[1, 0], x_BLD[1, 2])
-    np.testing.assert_array_equal(out_of_groups(x_GTD, 3, 4), x_BLD)

@@ -8,30 +8,11 @@ import pytest
 
 from switchx.compiled.collectives import collectives
 from switchx.moe import all_to_all
-from switchx.moe.all_to_all import all_to_all_dispatch, run_slots
+from switchx.moe.all_to_all import all_to_all_dispatch
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from tests.cases import slow
-from tests.moe.sharded import C, D, E, G, S, T, answer_on, compiled_hlo, make_problem
-
-
-def test_experts_get_the_rows_of_each_source_together():
-    """On one device, an exchange that tells where a row came from."""
-    problem, seen = make_problem(), []
-    x_GTD, plan, _, _ = problem.arguments
-
-    def exchange(x_PERD):
-        seen.append(x_PERD.shape)
-        return x_PERD
-
-    def experts(x_ERD):
-        seen.append(x_ERD.shape)
-        return x_ERD
-
-    y_GTD = jax.jit(lambda x, plan: run_slots(x, plan, experts, exchange, 1))(x_GTD, plan)
-    assert seen == [(1, E, G * C, D), (E, G * C, D), (1, E, G * C, D)]
-    gate_GT = np.sum(np.where(plan.is_kept_GTS, plan.gate_GTS, 0), axis=-1)
-    np.testing.assert_allclose(y_GTD, gate_GT[..., None] * problem.x_GTD, rtol=1e-5, atol=1e-6)
+from tests.moe.sharded import D, G, S, T, answer_on, compiled_hlo, make_problem
 
 
 def test_there_is_one_all_to_all_there_and_one_back_and_nothing_else_forward():

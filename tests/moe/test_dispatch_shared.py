@@ -10,16 +10,15 @@ import pytest
 
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import params_of, with_params
-from switchx.moe.capacity import assign_slots
 from switchx.moe.dispatchers import refusal
 from switchx.moe.layer import SwitchFFN
-from switchx.moe.shared_groups import assign_shared_slots, shared_axes
+from switchx.moe.shared_groups import shared_axes
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import Rules
 from tests.cases import slow, slow_unless
-from tests.moe.sharded import largest_error, make_problem
+from tests.moe.sharded import largest_error
 
 # Experts over all axes that split the batch.
 SPREAD = Rules(expert_params=(("E", ("fsdp", "node", "expert")), ("F", ("model",))))
@@ -49,30 +48,11 @@ LAYOUTS = {
 ROUTERS = {"top-1": RouterConfig(), "top-2": RouterConfig(num_selected=2, gate="normalized")}
 
 
-def make_config(
-    dispatcher: str, group_size: int, router: RouterConfig, factor: float, parts: int = 1
-):
-    return ModelConfig(
-        "decoder_only",
-        vocab_size=32,
-        d_model=D,
-        d_ff=8,
-        num_heads=1,
-        d_head=4,
-        num_decoder_layers=1,
-        init_scale=1.0,
-        switch=SwitchConfig(
-            E,
-            every=1,
-            dispatcher=dispatcher,
-            exchange_parts=parts,
-            group_size=group_size,
-            capacity_factor=factor,
-            min_capacity=1,
-            expert_bias=True,
-            router=router,
-        ),
-    )
+def make_config(dispatcher: str, group_size: int, router, factor: float, parts: int = 1):
+    groups = dict(group_size=group_size, capacity_factor=factor, min_capacity=1)
+    exchange = dict(dispatcher=dispatcher, exchange_parts=parts)
+    switch = SwitchConfig(E, every=1, router=router, expert_bias=True, **groups, **exchange)
+    return ModelConfig("decoder_only", 32, D, 8, 1, 4, 1, init_scale=1.0, switch=switch)
 
 
 def run_layer(config, spec: MeshSpec | None):
@@ -150,17 +130,6 @@ def test_an_expert_that_everybody_wants():
         got, stats = jax.jit(run)(params, x_BLD)
     assert stats.dropped == B * L - 2 * 2  # 2 groups, ceil(24 / 16) slots
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("shared", [("expert",), ("fsdp", "expert")])
-def test_slots_are_counted_over_devices_first_choices_first(shared):
-    problem = make_problem()
-    expert_GTS = jnp.asarray(problem.plan.expert_GTS).reshape(-1, 48 * len(shared), 2)
-    want = jax.jit(assign_slots, static_argnums=1)(expert_GTS, 8)
-    spec = MeshSpec(data=1, fsdp=2, expert=4)
-    with use_mesh(spec.build(), spec.rules):
-        got = jax.jit(lambda x: assign_shared_slots(x, 8, shared))(expert_GTS)
-    np.testing.assert_array_equal(got, want)
 
 
 def test_who_shares_what():

@@ -72,8 +72,8 @@ def expert_late(sort_into_rows):
     return sort
 
 
-# What is broken: (its name, module, function in it, what takes its place); one of each kind
-# of defect by default.
+# What is broken: (its name, module, function in it, what takes its place). By default: what
+# travels, raw gradients, gates.
 MUTANTS = {
     "an exchange left out": (
         "all_to_all", all_to_all, "all_to_all", lambda _: lambda x, axes: x,
@@ -81,17 +81,17 @@ MUTANTS = {
     "doubled gradient of weights": (
         "all_to_all", all_to_all, "run_slots", doubled_weight_gradient,
     ),
+    "no gate, as Algorithm 1 is printed": ("sliced", dropless, "run_choices", without_gates),
+}  # fmt: skip
+MORE_MUTANTS = {
     "terms of one device's experts": (
         "sliced", jax.lax, "psum", lambda f: functools.partial(first_term_only, f),
     ),
-    "no gate, as Algorithm 1 is printed": ("sliced", dropless, "run_choices", without_gates),
     "another expert's rows": ("sliced", dropless, "sort_into_rows", expert_late),
     "half of a hierarchical exchange": (
         "hierarchical", all_to_all, "hierarchical_all_to_all",
         lambda _: lambda x_P, axes: collectives.all_to_all(x_P, axes[1:]),
     ),
-}  # fmt: skip
-MORE_MUTANTS = {
     "off by one slot": ("all_to_all", all_to_all, "token_of_slot", rolled),
     "doubled gradient": ("all_to_all", all_to_all, "run_slots", doubled_gradient),
     "terms of one part of F": (

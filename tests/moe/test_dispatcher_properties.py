@@ -14,7 +14,6 @@ from switchx.moe.dispatchers import FUNCTIONS
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from tests.cases import slow_unless
-from tests.moe.banks import NAMES
 from tests.moe.sharded import (
     MOST_AXES,
     E,
@@ -25,13 +24,16 @@ from tests.moe.sharded import (
     answer_on,
     assert_same,
     compiled,
-    make_plan,
     make_problem,
     name_of,
 )
 
 CELLS = [("gather", MeshSpec(data=2, expert=4)), *MOST_AXES.items()]
-ON_ALL = pytest.mark.parametrize(("name", "spec"), CELLS, ids=name_of)
+# Each way of sending tokens; the others are like one of them.
+WAYS = ("gather", "all_to_all", "dropless", "sliced")
+each_cell = pytest.mark.parametrize(
+    ("name", "spec"), [slow_unless(cell[0] in WAYS, *cell) for cell in CELLS], ids=name_of
+)
 
 
 def run(name, spec, problem: Problem):
@@ -52,47 +54,7 @@ def problems(draw):
 few = settings(max_examples=3, deadline=None, derandomize=True)
 
 
-@ON_ALL
-@few
-@given(problem=problems(), seed=st.integers(0, 999))
-def test_relabelled_experts_give_the_same(name, spec, problem, seed):
-    """Expert e is called new[e] in the plan, and its weights stand there."""
-    new = np.append(np.random.default_rng(seed).permutation(E), E)
-    plan = dataclasses.replace(
-        problem.plan, expert_GTS=new.astype(np.int32)[problem.plan.expert_GTS]
-    )
-    numbers = {n: np.empty_like(problem.numbers[n]) for n in NAMES}
-    for n in NAMES:
-        numbers[n][new[:E]] = problem.numbers[n]
-    y, (dx, dgate, dbank) = run(name, spec, problem)
-    relabelled = run(name, spec, dataclasses.replace(problem, plan=plan, numbers=numbers))
-    y_new, (dx_new, dgate_new, dbank_new) = relabelled
-    dbank_new = jax.tree.map(lambda leaf: np.asarray(leaf)[new[:E]], dbank_new)
-    assert_same((y_new, dx_new, dgate_new, dbank_new), (y, dx, dgate, dbank))
-
-
-@ON_ALL
-@few
-@given(problem=problems(), seed=st.integers(0, 999))
-def test_shuffled_tokens_give_shuffled_outputs(name, spec, problem, seed):
-    """Tokens keep their slots, so none is dropped for another."""
-    rng = np.random.default_rng(seed)
-    order_GT = np.stack([rng.permutation(T) for _ in range(G)])
-
-    def shuffle(a_GTX):
-        return np.take_along_axis(np.asarray(a_GTX), order_GT[..., None], axis=1)
-
-    names = ("expert_GTS", "gate_GTS", "slot_GTS")
-    plan = dataclasses.replace(
-        problem.plan, **{n: shuffle(getattr(problem.plan, n)) for n in names}
-    )
-    shuffled = Problem(shuffle(problem.x_GTD), plan, problem.numbers, shuffle(problem.dy_GTD))
-    y, (dx, dgate, dbank) = run(name, spec, problem)
-    want = shuffle(y), (shuffle(dx), shuffle(dgate), dbank)
-    assert_same(run(name, spec, shuffled), want)
-
-
-@ON_ALL
+@each_cell
 @few
 @given(problem=problems(), seed=st.integers(0, 999))
 def test_any_slots_will_do(name, spec, problem, seed):
@@ -157,15 +119,7 @@ class PoisonedBank:
         return poison_output(run(poison_input(x, is_used)), is_used)
 
 
-# It compiles programs of its own; the others below share theirs.
-@pytest.mark.parametrize(
-    ("name", "spec"),
-    [
-        slow_unless(cell[0] in ("gather", "all_to_all", "dropless", "sliced"), *cell)
-        for cell in CELLS
-    ],
-    ids=name_of,
-)
+@each_cell
 def test_nan_in_unused_slots_and_rows_changes_nothing(name, spec):
     # Of four slots an expert has all, one, two or none in use; some tokens are dropped.
     choices = np.full((G, T, S), E)
@@ -190,23 +144,3 @@ def test_the_poison_is_one():
 
     x_GTD, plan, bank, _ = problem.arguments
     assert np.all(np.isnan(jax.jit(careless)(x_GTD, plan, PoisonedBank(bank))))
-
-
-def test_plans_are_of_all_kinds():
-    """What the strategies draw does reach dropped, empty and unrouted."""
-    seen = set()
-
-    @settings(max_examples=10, deadline=None, derandomize=True)
-    @given(problems())
-    def draw(problem):
-        plan = problem.plan
-        if np.any(plan.is_routed_GTS & ~plan.is_kept_GTS):
-            seen.add("dropped")
-        if np.any(np.asarray(plan.count_GE).sum(0) == 0):
-            seen.add("empty expert")
-        if not np.all(plan.is_routed_GTS):
-            seen.add("not routed")
-
-    draw()
-    assert seen >= {"dropped", "not routed"}
-    assert make_plan(np.zeros((1, 3, 1)), 1).count_GE[0, 0] == 3

@@ -95,12 +95,6 @@ def why_not(name, spec, **sizes):
     return refusal(name, spec.build(), spec.rules, **sizes)
 
 
-@pytest.mark.parametrize(("name", "spec"), HOMES, ids=name_of)
-def test_at_home_nothing_is_refused(name, spec):
-    assert why_not(name, spec) is None
-    assert why_not(name, spec, num_groups=8, tokens_per_group=12) is None
-
-
 @pytest.mark.parametrize(
     "spec", [MeshSpec(), MeshSpec(expert=4), MeshSpec(model=4)], ids=name_of
 )

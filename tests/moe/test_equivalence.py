@@ -3,16 +3,13 @@
 
 import re
 
-import jax
 import numpy as np
 import pytest
 
 from switchx.bench import equivalence
 from switchx.bench.equivalence import ROUTERS, all_cells, largest_errors, run_cell
-from switchx.models.config import RouterConfig
 from switchx.moe.config import DISPATCHERS
 from switchx.moe.copy_placement import place_copies
-from tests.moe.banks import gelu
 from tests.processes import ROOT
 
 
@@ -27,34 +24,6 @@ def test_every_pair_is_compared_and_every_other_cell_has_a_reason():
     assert len(compared) + len(refused) == 35 * len(DISPATCHERS)
     assert not compared & refused.keys()
     assert all("; use " in reason for reason in refused.values())
-
-
-def test_the_oracle_is_a_loop(monkeypatch):
-    """Top 1 on one device against NumPy, in float64; without jitter, which is drawn."""
-    monkeypatch.setitem(ROUTERS, "top 1", RouterConfig(exploration="none"))
-    layer = equivalence.layer_of("top 1", "einsum")
-    params = jax.device_get(equivalence.make_params(layer))
-    inputs = jax.device_get(equivalence.make_inputs())
-    experts = {name: np.float64(value) for name, value in params["experts"].items()}
-    capacity, num_dropped = equivalence.LENGTH // equivalence.EXPERTS, 0
-    want_BLD = np.zeros(inputs["x_BLD"].shape)
-    for b in range(equivalence.ROWS):
-        queue = [0] * equivalence.EXPERTS
-        for t in np.flatnonzero(inputs["is_token_BL"][b]):
-            x_D = np.float64(inputs["x_BLD"][b, t])
-            logits_E = x_D @ params["w_router_DE"]
-            e = int(np.argmax(logits_E))
-            queue[e] += 1
-            if queue[e] > capacity:
-                num_dropped += 1
-                continue
-            gate = 1 / np.sum(np.exp(logits_E - logits_E[e]))
-            h_F = x_D @ experts["w_in_EDF"][e] + experts["b_in_EF"][e]
-            h_F = gelu(h_F) * (x_D @ experts["w_gate_EDF"][e])
-            want_BLD[b, t] = gate * (h_F @ experts["w_out_EFD"][e] + experts["b_out_ED"][e])
-    got_BLD = equivalence.run_on_one_device("top 1")["forward"]
-    np.testing.assert_allclose(got_BLD, want_BLD, rtol=1e-4, atol=1e-4)
-    assert num_dropped > 5
 
 
 def test_a_sample_of_cells_equals_one_device():

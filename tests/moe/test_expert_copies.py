@@ -12,7 +12,6 @@ from switchx.moe.expert_copies import gather_bank, plan_over_slots, replicated
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from tests.cases import slow, slow_unless
-from tests.moe.banks import NAMES
 from tests.moe.sharded import (
     HOMES,
     MOST_AXES,
@@ -63,17 +62,6 @@ def test_a_plan_over_slots_keeps_drops_and_divides_each_queue_evenly():
             assert max(used) - min(used) <= 1
             for slot, count in zip(slots, used, strict=True):
                 assert {p[2] for p in places if p[:2] == (g, slot)} == set(range(count))
-
-
-@pytest.mark.parametrize(
-    "spec", [MeshSpec(expert=4), MeshSpec(data=1, fsdp=2, expert=2, model=2)]
-)
-def test_the_bank_of_a_mesh_is_the_weights_of_the_table(spec):
-    problem = make_problem()
-    with use_mesh(spec.build(), spec.rules):
-        bank = jax.jit(lambda bank: gather_bank(bank, jnp.asarray(TABLE), E))(problem.bank)
-    for name in NAMES:
-        np.testing.assert_array_equal(getattr(bank, name), problem.numbers[name][TABLE])
 
 
 def test_a_replica_whose_gradient_is_left_out_is_found(monkeypatch):

@@ -15,7 +15,6 @@ from switchx.moe.dispatchers import FUNCTIONS
 from switchx.moe.sharded_dispatch import expert_specs, run_exchanged, run_on_devices
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
-from switchx.partitioning.placement import ONE_DEVICE
 from switchx.partitioning.rules import Rules
 from tests.cases import slow, slow_unless
 from tests.moe.banks import dispatch_loop
@@ -87,11 +86,8 @@ def test_slots_that_travel_in_parts_give_the_same_numbers(want, name, parts):
         assert_same(answer_on(MOST_AXES[name], name, problem, run), answers[load])
 
 
-ALIKE = (
-    "hierarchical",
-    "sliced",
-    "sliced_scatter",
-)  # on one device `all_to_all` and `dropless`
+# On one device two others are `all_to_all` and `dropless`.
+ALIKE = ("gather", "hierarchical", "sliced", "sliced_scatter")
 
 
 @pytest.mark.parametrize("name", [slow_unless(name not in ALIKE, name) for name in FUNCTIONS])
@@ -165,12 +161,3 @@ def test_a_device_sees_its_groups_its_experts_and_all_of_d():
     assert seen == {"x": (2, T, 8), "plan": (2, T, S), "w": (4, 8, 16)}
     # Both devices of a group returned the tokens as their terms.
     np.testing.assert_allclose(y_GTD, 2 * problem.x_GTD, rtol=1e-6)
-
-
-def test_one_device_needs_no_mesh():
-    def local(x_GTD, plan, experts, placement):
-        assert placement is ONE_DEVICE
-        return x_GTD
-
-    x_GTD, plan, bank, _ = make_problem().arguments
-    assert run_on_devices(local, x_GTD, plan, bank) is x_GTD

@@ -4,16 +4,13 @@
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.moe.experts import Experts
-from tests.compare import assert_slope
 from tests.layers.weights import numbers_for, with_params
-from tests.moe.banks import ffn_bank, ffn_numbers, run_expert
 
 E, R, D, F = 3, 8, 5, 7
 SWITCH = SwitchConfig(E, every=1)
@@ -68,35 +65,6 @@ def test_equals_a_loop(activation, expert_bias, key):
     np.testing.assert_allclose(y_ERD, loop(rows(), w, activation), rtol=2e-5, atol=2e-5)
 
 
-def test_gradients_equal_finite_differences(key):
-    config = with_switch(dataclasses.replace(CONFIG, activation="swiglu"), expert_bias=True)
-    experts = Experts(config, key=key)
-    w = numbers_for(experts)
-    target_ERD = np.random.default_rng(2).normal(size=(E, R, D))
-
-    def loss(w, x_ERD):
-        return jnp.sum(with_params(experts, w).weights()(x_ERD) * target_ERD)
-
-    grads = jax.jit(jax.grad(loss, (0, 1)))(w, rows())
-
-    def by_loop(point):
-        return np.sum(loop(point[1], point[0], "swiglu") * target_ERD)
-
-    assert_slope(by_loop, (w, rows()), grads, rtol=1e-4)
-
-
-def test_an_expert_learns_from_its_own_rows_alone(key):
-    experts = Experts(with_switch(expert_bias=True), key=key)
-    w = numbers_for(experts)
-
-    def loss(w):
-        return jnp.sum(with_params(experts, w).weights()(jnp.asarray(rows()))[1] ** 2)
-
-    for name, grad in jax.jit(jax.grad(loss))(w).items():
-        assert np.any(grad[1]), name
-        assert not np.any(grad[0]) and not np.any(grad[2]), name
-
-
 @pytest.mark.parametrize(
     ("model_rate", "expert_rate", "expected"),
     [(0.1, None, 0.1), (0.1, 0.4, 0.4), (0.1, 0.0, 0.0), (0.0, 0.4, 0.4)],
@@ -143,57 +111,3 @@ def test_sizes_and_initial_deviations(key):
     assert not np.any(params.b_in_EF[...]) and not np.any(params.b_out_ED[...])
     assert params.b_in_EF[...].shape == (8, 96) and params.b_out_ED[...].shape == (8, 48)
     assert Experts(CONFIG, key=key).w_in_EDF[...].shape == (E, D, F)
-
-
-def test_rows_decide_the_dtype(key):
-    experts = Experts(with_switch(expert_bias=True), key=key).weights()
-    y_ERD = experts(jnp.ones((E, R, D), jnp.bfloat16))
-    assert y_ERD.dtype == jnp.bfloat16
-
-
-# The bank alone: sorted rows, and one device's part.
-NUMBERS = ffn_numbers(E, D, F)
-
-
-def some_rows(*shape):
-    return np.random.default_rng(1).normal(size=(*shape, D)).astype(np.float32)
-
-
-@pytest.mark.parametrize("load", [(4, 0, 8), (0, 0, 12), (7, 3, 1)])
-def test_sorted_rows_equal_a_loop(load):
-    x_RD = some_rows(16)
-    y_RD = ffn_bank(NUMBERS).run_rows(jnp.asarray(x_RD), jnp.asarray(load, jnp.int32))
-    want = [run_expert(NUMBERS, e, x_RD[r]) for r, e in enumerate(np.repeat(range(E), load))]
-    np.testing.assert_allclose(y_RD[: sum(load)], want, rtol=1e-5, atol=1e-5)
-
-
-def test_parts_of_the_hidden_dimension_add_up():
-    """F split over two devices: each has half of the sum, and one adds the output bias."""
-    x_ERD, bank = jnp.asarray(some_rows(E, R)), ffn_bank(NUMBERS)
-
-    def part(i):
-        half = slice(0, 4) if i == 0 else slice(4, F)
-        cut = dataclasses.replace(
-            bank,
-            w_in_EDF=bank.w_in_EDF[..., half],
-            w_gate_EDF=bank.w_gate_EDF[..., half],
-            b_in_EF=bank.b_in_EF[..., half],
-            w_out_EFD=bank.w_out_EFD[:, half],
-        )
-        return cut.on_device(jnp.int32(i), jnp.bool_(i == 0))(x_ERD)
-
-    np.testing.assert_allclose(part(0) + part(1), bank(x_ERD), rtol=1e-5, atol=1e-5)
-
-
-def test_each_device_drops_other_entries(key):
-    bank = dataclasses.replace(ffn_bank(NUMBERS), key=key, dropout_rate=0.5)
-    x_ERD = jnp.asarray(some_rows(E, R))
-    here, there = (bank.on_device(jnp.int32(i), jnp.bool_(True))(x_ERD) for i in (0, 1))
-    again = bank.on_device(jnp.int32(0), jnp.bool_(True))(x_ERD)
-    np.testing.assert_array_equal(here, again)
-    assert np.mean(np.asarray(here) != np.asarray(there)) > 0.5
-
-
-def test_is_a_pytree_whose_leaves_have_dimensions_in_their_names():
-    names = {path[0].name for path, _ in jax.tree_util.tree_leaves_with_path(ffn_bank(NUMBERS))}
-    assert names == set(NUMBERS)

@@ -107,15 +107,6 @@ def test_no_slot_is_given_twice_and_none_is_free_while_its_token_is_left(seed, c
         assert (expert_GT[g][~is_token_T] == E).all()
 
 
-def test_one_round_is_the_policy_of_dropping():
-    logits_GTE, is_token_GT = inputs(3)
-    one = plan_of(logits_GTE, is_token_GT, 1, 3)
-    drop = jax.device_get(traced_plan(RouterConfig(), logits_GTE, is_token_GT, 3))
-    for name in ("expert_GTS", "gate_GTS", "count_GE", "is_kept_GTS", "position_GTS"):
-        np.testing.assert_array_equal(getattr(one, name), getattr(drop, name), name)
-    assert not np.all(drop.is_kept_GTS[is_token_GT])
-
-
 @pytest.mark.parametrize("counts", ["first_choice", "all_rounds"])
 def test_balance_loss_counts_first_choices_or_every_rounds(counts):
     """Mesh-TensorFlow averages the one-hots of all four; ours, by default, counts Switch's."""

@@ -73,50 +73,6 @@ def probabilities(params, x_BLD):
     return softmax(x_BLD.astype(np.float64) @ params["w_router_DE"])
 
 
-def test_top2_of_gshard_equals_a_loop():
-    layer, params = make(RouterConfig(num_selected=2, gate="normalized"))
-    y_BLD, stats = run(layer, params)
-    x_BLD, is_token_BL, _ = inputs()
-    want_BLD, prob_BLE = np.zeros_like(x_BLD), probabilities(params, x_BLD)
-    capacity, dropped, losses = 5, 0, []  # 10 tokens, 2 choices, 4 experts
-    for b in range(B):
-        queue = [0] * E
-        tokens = np.flatnonzero(is_token_BL[b])
-        for s in range(2):
-            for t in tokens:
-                best = np.argsort(-prob_BLE[b, t])[:2]
-                e = best[s]
-                if queue[e] < capacity:
-                    gate = prob_BLE[b, t, e] / prob_BLE[b, t, best].sum()
-                    want_BLD[b, t] += gate * expert(params, e, x_BLD[b, t])
-                dropped += queue[e] >= capacity
-                queue[e] += 1
-        losses.append(E * np.sum(np.array(queue) / sum(queue) * prob_BLE[b, tokens].mean(0)))
-    np.testing.assert_allclose(y_BLD, want_BLD, rtol=1e-4, atol=1e-5)
-    assert stats.dropped == dropped > 0
-    assert stats.load_E.sum() == 2 * stats.tokens == 2 * is_token_BL.sum()
-    np.testing.assert_allclose(stats.balance_loss, np.mean(losses), rtol=1e-5)
-
-
-def test_expert_choice_equals_a_loop_over_experts():
-    layer, params = make(
-        RouterConfig(kind="expert_choice", exploration="none"), capacity_factor=0.5
-    )
-    y_BLD, stats = run(layer, params)
-    x_BLD, is_token_BL, _ = inputs()
-    want_BLD, prob_BLE = np.zeros_like(x_BLD), probabilities(params, x_BLD)
-    for b in range(B):
-        tokens = np.flatnonzero(is_token_BL[b])
-        for e in range(E):
-            for t in sorted(tokens, key=lambda t, b=b, e=e: -prob_BLE[b, t, e])[:2]:
-                want_BLD[b, t] += prob_BLE[b, t, e] * expert(params, e, x_BLD[b, t])
-    np.testing.assert_allclose(y_BLD, want_BLD, rtol=1e-4, atol=1e-5)
-    assert stats.load_E.tolist() == [4, 4, 4, 4]
-    # A token that no expert took gets nothing, and is counted.
-    nothing = is_token_BL & ~np.any(y_BLD, axis=-1)
-    assert stats.dropped == nothing.sum() > 0
-
-
 def test_hash_sends_every_id_to_its_expert_ungated():
     layer, params = make(RouterConfig(kind="hash", exploration="none", overflow="dropless"))
     assert set(params) == {"experts"}

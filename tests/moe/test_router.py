@@ -41,12 +41,6 @@ def test_logits_are_float32_products_of_bfloat16_activations():
     np.testing.assert_allclose(logits_GTE, exact_GTE, rtol=1e-5, atol=1e-5)
 
 
-def test_a_tie_goes_to_the_first_expert():
-    prob_GTE = jnp.array([[[0.2, 0.4, 0.4], [1 / 3, 1 / 3, 1 / 3]]])
-    plan = top1_plan(prob_GTE, jnp.ones((1, 2), bool), 2)
-    assert plan.expert_GTS[0, :, 0].tolist() == [1, 0]
-
-
 def test_the_gate_is_the_probability_under_all_experts_and_has_its_gradient():
     """d p_e / d logit_j = p_e (1[e = j] - p_j): not zero, as a gate of 1 would have it."""
     logits_E = np.array([0.3, 1.2, -0.5, 0.9])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from switchx.models.config import RouterConfig
-from switchx.moe.plan import RoutingPlan, make_plan
+from switchx.moe.plan import RoutingPlan, by_gate, make_plan, route_by_experts
 from tests.moe.oracle import softmax
 
 G, T, E = 2, 18, 5
@@ -36,18 +36,29 @@ def plan_of(*arguments, **options):
 
 
 @pytest.mark.parametrize(
-    ("num_selected", "gate"),
-    [(1, "softmax"), (2, "softmax"), (E, "softmax"), (3, "normalized")],
+    ("num_selected", "gate", "priority"),
+    [
+        (1, "softmax", "position"),
+        (2, "softmax", "gate"),
+        (E, "softmax", "position"),
+        (3, "normalized", "position"),
+    ],
 )
-def test_top_k_equals_a_loop(num_selected, gate):
-    """GShard, algorithm 1: second choices queue behind all the first ones."""
+def test_top_k_equals_a_loop(num_selected, gate, priority):
+    """GShard, algorithm 1: second choices queue behind all the first ones.
+
+    By the gate, the surest tokens are the first of each queue.
+    """
     logits_GTE, is_token_GT = inputs()
     prob_GTE = softmax(np.asarray(logits_GTE, np.float64))
-    plan = plan_of(RouterConfig(num_selected=num_selected, gate=gate), logits_GTE, is_token_GT)
+    router = RouterConfig(num_selected=num_selected, gate=gate, priority=priority)
+    plan = plan_of(router, logits_GTE, is_token_GT)
     for g in range(G):
-        queue = [0] * E
+        queue, tokens = [0] * E, np.flatnonzero(is_token_GT[g])
+        if priority == "gate":
+            tokens = tokens[np.argsort(-prob_GTE[g, tokens].max(-1), kind="stable")]
         for s in range(num_selected):
-            for t in np.flatnonzero(is_token_GT[g]):
+            for t in tokens:
                 best = np.argsort(-prob_GTE[g, t])[:num_selected]
                 e = best[s]
                 total = prob_GTE[g, t, best].sum() if gate == "normalized" else 1.0
@@ -59,6 +70,20 @@ def test_top_k_equals_a_loop(num_selected, gate):
                 queue[e] += 1
         assert plan.count_GE[g].tolist() == queue
     assert np.any(plan.is_routed_GTS & ~plan.is_kept_GTS)
+
+
+def test_what_is_placed_comes_back_in_the_old_order():
+    gate_GT = jnp.array([[0.2, 0.9, 0.2, 0.5]])
+    seen = []
+
+    def place(expert_GTS):
+        seen.append(expert_GTS[0, :, 0].tolist())
+        return expert_GTS * 10, jnp.arange(4)[None]
+
+    tens_GTS, place_GT = by_gate(gate_GT, place)(jnp.arange(4)[None, :, None])
+    assert seen == [[1, 3, 0, 2]]  # ties keep their order
+    assert tens_GTS[0, :, 0].tolist() == [0, 10, 20, 30]
+    assert place_GT[0].tolist() == [2, 0, 3, 1]
 
 
 def test_bias_enters_the_choice_but_not_the_gate():
@@ -152,6 +177,60 @@ def fates(plan, g, t):
     }
 
 
+# Expert choice.
+
+FEW = 15
+route = jax.jit(route_by_experts, static_argnums=2)
+
+
+def inputs_of_few():
+    rng = np.random.default_rng(0)
+    prob_GTE = softmax(rng.normal(size=(G, FEW, E)) * 2).astype(np.float32)
+    is_token_GT = np.ones((G, FEW), bool)
+    is_token_GT[1, 3:] = False  # three tokens, fewer than an expert has slots
+    return prob_GTE, is_token_GT
+
+
+def test_every_expert_takes_its_best_tokens():
+    prob_GTE, is_token_GT = inputs_of_few()
+    C = 4
+    plan = jax.device_get(route(*inputs_of_few(), C))
+    assert (plan.num_experts, plan.capacity) == (E, C)
+    taken_GTE = np.zeros((G, FEW, E), bool)
+    for g in range(G):
+        tokens = np.flatnonzero(is_token_GT[g])
+        for e in range(E):
+            best = sorted(tokens, key=lambda t, g=g, e=e: -prob_GTE[g, t, e])[:C]
+            taken_GTE[g, best, e] = True
+            for slot, t in enumerate(best):
+                assert plan.expert_GTS[g, t, e] == e
+                assert plan.slot_GTS[g, t, e] == slot
+                assert plan.gate_GTS[g, t, e] == prob_GTE[g, t, e]
+            assert plan.count_GE[g, e] == len(best) == min(C, len(tokens))
+    np.testing.assert_array_equal(plan.is_kept_GTS, taken_GTE)
+    assert not np.any(np.asarray(plan.gate_GTS)[~taken_GTE])
+    # Tokens of several experts and of none; the latter are asked for in the plan, once.
+    assert taken_GTE[is_token_GT].sum(-1).max() > 1
+    is_left_GT = is_token_GT & ~taken_GTE.any(-1)
+    assert is_left_GT.any()
+    is_dropped_GTS = np.asarray(plan.is_routed_GTS & ~plan.is_kept_GTS)
+    np.testing.assert_array_equal(is_dropped_GTS.sum(-1), is_left_GT)
+    for g, t, s in np.argwhere(is_dropped_GTS):
+        assert s == np.argmax(prob_GTE[g, t])
+
+
+def test_the_gradient_of_a_gate_is_that_of_its_probability():
+    prob_GTE, is_token_GT = map(jnp.asarray, inputs_of_few())
+    weight_GTE = np.random.default_rng(2).normal(size=prob_GTE.shape)
+
+    def loss(prob_GTE):
+        return jnp.sum(route(prob_GTE, is_token_GT, 4).gate_GTS * weight_GTE)
+
+    is_kept_GTE = route(prob_GTE, is_token_GT, 4).is_kept_GTS
+    want_GTE = np.where(is_kept_GTE, weight_GTE, 0)
+    np.testing.assert_allclose(jax.grad(loss)(prob_GTE), want_GTE, rtol=1e-6)
+
+
 def hand_plan() -> RoutingPlan:
     """One group, five tokens, two choices each, three experts with two slots each.
 
@@ -171,21 +250,16 @@ def hand_plan() -> RoutingPlan:
     )
 
 
-def test_padding_asks_for_no_expert():
-    expected_TS = [[True, True]] * 4 + [[False, False]]
-    np.testing.assert_array_equal(hand_plan().is_routed_GTS[0], expected_TS)
-
-
-def test_a_place_beyond_the_capacity_is_dropped():
+def test_padding_and_places_beyond_the_capacity_have_no_slot_by_hand():
+    plan = hand_plan()
+    routed_TS = [[True, True]] * 4 + [[False, False]]
+    np.testing.assert_array_equal(plan.is_routed_GTS[0], routed_TS)
     # Token 3's first choice is third in expert 0's queue, token 2's second one fourth.
-    expected_TS = [[True, True], [True, True], [True, False], [False, True], [False, False]]
-    np.testing.assert_array_equal(hand_plan().is_kept_GTS[0], expected_TS)
-
-
-def test_positions_in_the_buffers():
+    kept_TS = [[True, True], [True, True], [True, False], [False, True], [False, False]]
+    np.testing.assert_array_equal(plan.is_kept_GTS[0], kept_TS)
     # expert * 2 + slot; 6, one past the last, for none.
-    expected_TS = [[0, 3], [1, 4], [2, 6], [6, 5], [6, 6]]
-    np.testing.assert_array_equal(hand_plan().position_GTS[0], expected_TS)
+    position_TS = [[0, 3], [1, 4], [2, 6], [6, 5], [6, 6]]
+    np.testing.assert_array_equal(plan.position_GTS[0], position_TS)
 
 
 def test_sizes_are_static_under_jit():

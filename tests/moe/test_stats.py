@@ -77,17 +77,6 @@ def test_against_a_loop():
     assert means["router_z_loss"] == stats.router_z / 16
 
 
-def test_entropy_of_a_uniform_router_is_ln_e():
-    stats = measure(np.zeros((1, T, E), np.float32), np.ones((1, T), bool))
-    np.testing.assert_allclose(stats.means()["entropy"], math.log(E), rtol=1e-6)
-    np.testing.assert_allclose(stats.means()["gate"], 1 / E, rtol=1e-6)
-    assert stats.margin == 0
-    np.testing.assert_allclose(stats.means()["information"], 0, atol=1e-6)
-    # All tokens tie and go to expert 0, which has two slots.
-    np.testing.assert_array_equal(stats.load_E, [T, 0, 0, 0])
-    assert stats.dropped == T - C
-
-
 def test_two_choices_by_a_biased_score_against_a_loop():
     """Mass is of probabilities before they are normalized, margin of the biased scores."""
     logits_GTE, is_token_GT = inputs()

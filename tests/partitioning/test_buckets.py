@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slices in buckets: index, whole parameters, summed gradients; docs/memory_sharding.md."""
 
+import itertools
 import re
 import shlex
 from collections import Counter
@@ -23,6 +24,7 @@ from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.optimizer_slices import slice_spec
 from switchx.partitioning.rules import Rules, param_spec
 from switchx.training.job import TrainingJob
+from tests.cases import slow_unless
 from tests.data.refusals import refused
 from tests.processes import ROOT
 
@@ -53,7 +55,7 @@ def numbers(index: SliceIndex, num_parts: int) -> dict:
     for i, each in enumerate(index.slices):
         shape = list(each.shape)
         shape[each.axis] *= num_parts
-        arrays[each.name] = jnp.arange(np.prod(shape), dtype=each.dtype).reshape(shape) + i
+        arrays[each.name] = (np.arange(np.prod(shape)).reshape(shape) + i).astype(each.dtype)
     return arrays
 
 
@@ -92,29 +94,16 @@ def test_whole_arrays_come_back_from_the_slices_of_all_devices(
         for each in index.slices
     }
     sent = [
-        index.flatten({name: slices[p] for name, slices in parts.items()})
+        jax.jit(index.flatten)({name: slices[p] for name, slices in parts.items()})
         for p in range(num_parts)
     ]
     gathered = [np.stack(bucket) for bucket in zip(*sent, strict=True)]
-    for got in (index.join(gathered), index.join(index.cut(whole))):
+    cut = jax.jit(lambda whole: index.join(index.cut(whole)))(whole)
+    for got in (jax.jit(index.join)(gathered), cut):
         assert got.keys() == whole.keys()
         for name, want in whole.items():
             assert got[name].dtype == want.dtype
             np.testing.assert_array_equal(got[name], want)
-
-
-def test_one_bucket_for_all_or_one_for_each():
-    arrays = [((4, 2), 0, "float32")] * 5
-    assert index_of(arrays, 2, 2**20).num_buckets == 1
-    assert index_of(arrays, 2, 1).num_buckets == 5
-    assert index_of(arrays, 2, 2 * 64).num_buckets == 3
-
-
-def test_an_index_is_a_constant_of_a_program():
-    index = index_of([((4,), 0, "float32")], 2, 8)
-    assert hash(index) == hash(index_of([((4,), 0, "float32")], 2, 8))
-    jitted = jax.jit(lambda index, x: index.join([x]), static_argnums=0)
-    np.testing.assert_array_equal(jitted(index, jnp.arange(8.0).reshape(2, 4))["w_0"], range(8))
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, -1])
@@ -177,8 +166,13 @@ def gradients(spec: MeshSpec, bucket_bytes: int, function=total_of):
     return jax.jit(jax.value_and_grad(mapped(summed, spec, bucket_bytes, PartitionSpec())))
 
 
-@pytest.mark.parametrize("bucket_bytes", [ONE_EACH, 300, ONE_BUCKET])
-@pytest.mark.parametrize("fsdp", [2, 8])
+@pytest.mark.parametrize(
+    ("fsdp", "bucket_bytes"),
+    [
+        slow_unless(cell in ((2, 300), (8, ONE_EACH)), *cell)
+        for cell in itertools.product((2, 8), (ONE_EACH, 300, ONE_BUCKET))
+    ],
+)
 def test_every_device_sees_whole_parameters_and_gradients_are_summed(fsdp, bucket_bytes):
     spec = MeshSpec(fsdp=fsdp)
 
@@ -208,8 +202,8 @@ def test_collectives_are_as_many_as_buckets():
     each = {"all-gather": SLICED, "reduce-scatter": SLICED}
     assert kinds(MeshSpec(fsdp=8), ONE_EACH) == alone | each
     # Replicas add their scattered parts up: one all-reduce more a bucket.
-    assert kinds(MeshSpec(fsdp=4), ONE_BUCKET)["all-gather"] == 1
-    assert kinds(MeshSpec(fsdp=4), ONE_BUCKET)["all-reduce"] == 2
+    found = kinds(MeshSpec(fsdp=4), ONE_BUCKET)
+    assert (found["all-gather"], found["all-reduce"]) == (1, 2)
 
 
 def test_what_is_recomputed_gathers_again():
@@ -290,9 +284,3 @@ def test_commands_slice_parameters():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_run(command, in_a_folder, capsys):
     assert main([*switchx_words(command), *BRIEF]) == 0, capsys.readouterr().err
-
-
-def test_files_are_there():
-    links = re.findall(r"\]\((\.\./[^)]+)\)", PAGE)
-    assert len(links) >= 5
-    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []

@@ -44,12 +44,6 @@ def test_a_constraint_alone_splits_what_was_whole():
     assert {shard.data.shape for shard in got.addressable_shards} == {(1, 4, 3)}
 
 
-def test_an_array_that_does_not_divide_stays_whole():
-    with use_mesh(MESH.build(), Rules()):
-        got = jax.jit(lambda x: constrain(x * 2.0, "BLD"))(rows()[:6])
-    assert {shard.data.shape for shard in got.addressable_shards} == {(6, 4, 3)}
-
-
 def test_outside_of_use_mesh_arrays_are_left_alone():
     x_BLD = rows()
     assert constrain(x_BLD, "BLD") is x_BLD

@@ -162,12 +162,6 @@ def test_inner_axes_stay_in_a_machine_and_node_on_a_rail(processes, axes):
         assert len(set(column)) == axes["node"]
 
 
-def test_the_order_that_ids_come_in_is_no_rail():
-    """What is tested above is not so by itself: data before node would take whole machines."""
-    ids = np.arange(32).reshape(4, 1, 4, 2, 1)
-    assert not (ids % 8 == (ids % 8)[:, :, :1]).all()
-
-
 def test_without_node_machine_follows_machine():
     machine, rank = places(cluster(2, 4), data=2, expert=4)
     assert machine[:, 0, 0, :, 0].tolist() == [[0] * 4, [1] * 4]

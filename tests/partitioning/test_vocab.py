@@ -19,20 +19,6 @@ MESH = MeshSpec(data=2, expert=4).build()
 OWNERS = RowOwners(V, P)
 
 
-@given(block=st.integers(1, 200), num_parts=st.integers(1, 16))
-def test_every_row_has_one_owner_and_every_owner_as_many_rows(block, num_parts):
-    owners = RowOwners(block * num_parts, num_parts)
-    owner_V, place_V = owners.of(np.arange(owners.num_rows))
-    assert np.array_equal(np.bincount(owner_V, minlength=num_parts), [block] * num_parts)
-    assert len(set(zip(owner_V.tolist(), place_V.tolist(), strict=True))) == owners.num_rows
-    assert place_V.max() < owners.places < block + num_parts
-
-
-@given(start=st.integers(0, V - P))
-def test_ids_that_follow_each_other_have_different_owners(start):
-    assert len(set(OWNERS.of(np.arange(start, start + P))[0].tolist())) == P
-
-
 @pytest.mark.parametrize("num_rows", [V, 8 * 13, 8])
 def test_dealt_rows_are_where_their_owner_says(num_rows):
     """A block that its devices divide, one that they do not, and one row a device."""
@@ -142,15 +128,6 @@ def test_skewed_text_does_not_overload_an_owner():
     # Without hashing, the first block has the frequent words.
     assert blocks_PP.max() > room
     assert blocks_PP.sum(axis=0).max() > 3 * blocks_PP.sum(axis=0).mean()
-
-
-def test_ids_outside_of_the_vocabulary_are_not_a_number():
-    id_PT = np.full((P, T), 3, np.int32)
-    id_PT[1, 2], id_PT[4, 5] = V, -1
-    x_PTD, dtable_VD = run(TABLE_VD, id_PT, DY_PTD)
-    is_nan_PT = np.isnan(np.asarray(x_PTD)).all(axis=-1)
-    assert set(zip(*np.nonzero(is_nan_PT), strict=True)) == {(1, 2), (4, 5)}
-    assert np.isfinite(dtable_VD).all()
 
 
 def test_ids_out_rows_back_and_gradients_back_are_three_all_to_alls():

@@ -41,11 +41,8 @@ def test_switch_c_is_planned_as_the_page_says(in_a_folder, capsys):
     assert f"{plans[0]['step_s']:.2f} s" in PAGE and f"{plans[7]['step_s']:.2f} s" in PAGE
 
 
-def test_python_runs(capsys):
+def test_python_runs_and_all_hardware_is_named(capsys):
     (block,) = (block for kind, block in BLOCKS if kind == "python")
     exec(block, {})
     assert 0 < float(capsys.readouterr().out) < 1
-
-
-def test_all_hardware_is_named():
     assert all(f"`{name}`" in PAGE for name in known_hardware())

@@ -11,7 +11,7 @@ from tests.data.refusals import refused
 from tests.planner.workloads import make_workload
 
 
-def test_what_an_array_is():
+def test_arrays_and_a_step():
     expert = StateArray(
         "decoder/blocks/ffn/experts/w_in_NEDF", "NEDF", (2, 8, 4, 4), 4, "params"
     )
@@ -19,9 +19,6 @@ def test_what_an_array_is():
     table = StateArray("embedding/embedding_VD", "VD", (96, 64), 4, "params")
     assert (expert.table, router.table) == ("expert_params", "params")
     assert expert.is_in_blocks and not table.is_in_blocks
-
-
-def test_a_step():
     workload = make_workload()
     assert workload.tokens == 16 * 16
     assert (workload.length("encoder"), workload.length("decoder")) == (0, 16)
@@ -46,8 +43,5 @@ def test_sizes_and_names():
     assert layout.name == "pipe=4 data=2 model=8 sliced microbatches=16"
     assert layout.rules is SLICED_RULES
     assert Layout().name == "data=1"
-
-
-def test_sizes_are_positive():
     with refused("expert=0; use at least 1"):
         Layout(expert=0)

@@ -145,7 +145,7 @@ def test_memory_is_that_of_a_step_compiled_for_a_tpu(tmp_path):
     }
 
 
-def test_remat_keeps_less():
+def test_remat_keeps_less_and_microbatches_halve_activations():
     kept = {
         remat: memory_use(make_workload(dataclasses.replace(DENSE, remat=remat)), Layout())
         for remat in ("none", "minimal", "full")
@@ -153,9 +153,6 @@ def test_remat_keeps_less():
     assert kept["none"].activations > kept["minimal"].activations > kept["full"].activations
     # Of each of four blocks its input: 16 rows of 16 tokens of 64 numbers of four bytes.
     assert kept["full"].activations == 4 * 16 * 16 * 64 * 4
-
-
-def test_microbatches_halve_activations_and_double_gradients():
     one = memory_use(make_workload(), Layout(dispatcher="gather"))
     two = memory_use(make_workload(), Layout(dispatcher="gather", num_microbatches=2))
     assert two.activations == pytest.approx(one.activations / 2)
@@ -163,8 +160,8 @@ def test_microbatches_halve_activations_and_double_gradients():
     assert two.state == one.state
 
 
-def test_1f1b_keeps_as_many_microbatches_whatever_their_number():
-    """Activation memory does not grow with microbatches of the same size."""
+def test_1f1b_keeps_as_many_microbatches_and_a_stage_has_its_blocks():
+    # Activation memory does not grow with microbatches of the same size.
     used = []
     for number in (16, 32, 64):
         workload = make_workload(DENSE, batch_size=number)
@@ -175,9 +172,6 @@ def test_1f1b_keeps_as_many_microbatches_whatever_their_number():
     assert in_flight(Layout(pipe=4, num_microbatches=4)) == (4,)
     # An encoder's inputs wait for the decoder's backward pass.
     assert in_flight(Layout(pipe=4, num_microbatches=64), 2) == (13, 7)
-
-
-def test_a_stage_has_its_blocks_and_the_embedding():
     workload = make_workload(DENSE)
     whole = state_bytes(workload, Layout(), "params")
     stage = state_bytes(workload, Layout(pipe=4, num_microbatches=4), "params")

@@ -22,7 +22,7 @@ def text_of(layout: Layout, model=None) -> str:
     return mesh_gin(plan, explain(plan, V5E, plan), "switchx plan")
 
 
-def test_every_axis_is_named():
+def test_every_axis_and_the_parts_of_exchanges_are_bound():
     text = text_of(Layout(data=2, expert=4, dispatcher="all_to_all", num_microbatches=2))
     for line in (
         "mesh.MeshSpec.pipe = 1",
@@ -36,31 +36,26 @@ def test_every_axis_is_named():
         assert line in text.splitlines()
     assert text.startswith("# Made by switchx plan\n")
     assert max(map(len, text.splitlines()[:8])) <= 96
-
-
-def test_parts_of_exchanges_are_bound_where_nothing_is_exchanged():
-    """A run on configs/meshes/pod.gin has 2, which other dispatchers refuse."""
+    # A run on configs/meshes/pod.gin has 2, which other dispatchers refuse.
     line = "config.SwitchConfig.exchange_parts = 1"
     assert line in text_of(Layout(model=8, dispatcher="sliced")).splitlines()
     assert line not in text_of(Layout(expert=8, dispatcher="all_to_all")).splitlines()
 
 
-def test_sliced_experts_have_their_rules():
+def test_rules_slices_and_schedules_are_bound_where_they_are_used():
     assert SLICED_RULES.expert_params[-2:] == (("E", ("model",)), ("D", ("fsdp",)))
     text = text_of(Layout(model=8, dispatcher="sliced"))
     table = text.split("rules.Rules.expert_params = ")[1].split("\n)\n")[0]
     assert table.splitlines()[-2:] == ['    ("E", ("model",)),', '    ("D", ("fsdp",)),']
-
-
-def test_slices_of_the_optimizers_state_are_bound():
     assert "rules.Rules.optimizer_slices = ()" in text_of(Layout(data=8), DENSE).splitlines()
     text = text_of(Layout(data=8, has_optimizer_slices=True), DENSE)
     assert 'rules.Rules.optimizer_slices = ("data",)' in text.splitlines()
-
-
-def test_a_dense_model_has_no_dispatcher():
     text = text_of(Layout(data=8), dataclasses.replace(DENSE))
     assert "SwitchConfig" not in text and "models import config" not in text
+    text = text_of(Layout(pipe=4, num_microbatches=4), DENSE)
+    assert "config.ModelConfig.scan_layers = True" in text.splitlines()
+    assert 'schedule.ScheduleSpec.kind = "1f1b"' in text.splitlines()
+    assert "scan_layers" not in text_of(Layout(data=8), DENSE)
 
 
 @pytest.mark.parametrize(
@@ -72,10 +67,3 @@ def test_nothing_is_left_to_what_a_run_bound(value):
         assert (
             sum(name.endswith(f".{type(value).__name__}.{field.name}") for name in bound) == 1
         )
-
-
-def test_stages_have_a_scan_and_a_schedule():
-    text = text_of(Layout(pipe=4, num_microbatches=4), DENSE)
-    assert "config.ModelConfig.scan_layers = True" in text.splitlines()
-    assert 'schedule.ScheduleSpec.kind = "1f1b"' in text.splitlines()
-    assert "scan_layers" not in text_of(Layout(data=8), DENSE)

@@ -68,10 +68,16 @@ def test_nodes_are_where_the_nodes_are():
     )
 
 
-def test_pipelines_only_of_stacked_blocks():
+def test_pipelines_of_stacked_blocks_and_experts_beside_slices():
     assert any(plan.layout.pipe > 1 for plan in search_on_v5e(DENSE).plans)
     flat = dataclasses.replace(DENSE, scan_layers=False)
     assert all(plan.layout.pipe == 1 for plan in search_on_v5e(flat).plans)
+    found = search_on_v5e()
+    spread = [plan.layout for plan in found.plans if plan.layout.is_spread]
+    assert {each.dispatcher for each in spread} == {"all_to_all"}
+    assert all(each.fsdp > 1 and each.node == each.pipe == 1 for each in spread)
+    assert max(each.fsdp * each.expert for each in spread) == 8
+    assert not any(plan.layout.is_spread for plan in search_on_v5e(DENSE).plans)
 
 
 def test_what_does_not_fit_is_refused_and_the_smallest_kept():
@@ -116,7 +122,7 @@ def test_optimizer_slices_are_taken_where_the_state_does_not_fit_whole():
     assert "slices over replicas" in explain(cut, V5E, cut)
 
 
-def test_the_fewest_devices_that_would_do():
+def test_devices_that_nothing_divides_into_and_the_fewest_that_would_do():
     workload = make_workload(
         dataclasses.replace(DENSE, remat="full", scan_layers=False), batch_size=8
     )
@@ -127,9 +133,6 @@ def test_the_fewest_devices_that_would_do():
     assert number in (4, 8) and plan.layout.size == number
     limited = dataclasses.replace(hardware, max_devices=2)
     assert smallest_that_fits(workload, limited, 2) is None
-
-
-def test_devices_that_nothing_divides_into():
     found = search_on_v5e(devices=7)
     assert found.plans == () and found.smallest is None
     below, above = workable_devices(make_workload(), V5E, 7)
@@ -152,15 +155,6 @@ def test_groups_that_do_not_divide_are_counted():
     assert all(plan.layout.expert == 1 for plan in found.plans)
 
 
-def test_experts_are_spread_beside_slices():
-    found = search_on_v5e()
-    spread = [plan.layout for plan in found.plans if plan.layout.is_spread]
-    assert {each.dispatcher for each in spread} == {"all_to_all"}
-    assert all(each.fsdp > 1 and each.node == each.pipe == 1 for each in spread)
-    assert max(each.fsdp * each.expert for each in spread) == 8
-    assert not any(plan.layout.is_spread for plan in search_on_v5e(DENSE).plans)
-
-
 def test_a_batch_of_loads_is_not_split():
     router = dataclasses.replace(SWITCH.router, balance_scope="batch")
     switch = dataclasses.replace(SWITCH, router=router)
@@ -170,19 +164,7 @@ def test_a_batch_of_loads_is_not_split():
     assert found.refused["balance_scope='batch' takes one microbatch"] > 0
 
 
-def test_predictions_add_up():
-    plan = predict(make_workload(), Layout(data=2, expert=4, dispatcher="all_to_all"), V5E)
-    time = plan.time
-    parts = time.compute_s + sum(time.collectives_s.values()) + time.update_s + time.bubble_s
-    assert time.step_s == pytest.approx(parts)
-    assert time.overlapped_s <= time.step_s
-    assert plan.tokens_per_s == pytest.approx(256 / time.step_s)
-
-
-H200 = load_hardware("h200")
-
-
-def test_the_first_plan():
+def test_plans_are_explained():
     plan = predict(make_workload(), Layout(data=2, expert=4, dispatcher="all_to_all"), H200)
     text = explain(plan, H200, plan)
     assert text.startswith("2 replicas, 4 parts of the experts, Switch layers by all_to_all.")
@@ -190,26 +172,17 @@ def test_the_first_plan():
     assert f"A device holds {num_bytes(plan.memory.total)} of 130 GB" in text
     assert "leaves a node" not in text and "stages wait" not in text
     assert "slower" not in text
-
-
-def test_another_plan_says_what_makes_it_slower():
     workload = make_workload()
     first = predict(workload, Layout(data=8, dispatcher="gather"), H200)
     other = predict(workload, Layout(model=8, dispatcher="gather"), H200)
     slow, fast = sorted((first, other), key=lambda plan: -plan.time.step_s)
     text = explain(slow, H200, fast)
     assert f"{slow.time.step_s / fast.time.step_s - 1:.1%} slower than the first" in text
-
-
-def test_pipelines_wait_and_nodes_are_left():
     layout = Layout(pipe=4, data=4, dispatcher="gather", num_microbatches=4)
     plan = predict(make_workload(), layout, H200)
     text = explain(plan, H200, plan)
     assert "4 pipeline stages" in text and "4 microbatches" in text
     assert "stages wait" in text and "leaves a node" in text
-
-
-def test_units():
     assert [seconds(x) for x in (2.0, 0.0123)] == ["2 s", "12.3 ms"]
     assert [num_bytes(x) for x in (2e12, 1.5e9, 2e6, 300.0)] == [
         "2 TB", "1.5 GB", "2 MB", "0.3 kB",

@@ -52,17 +52,21 @@ def test_weights_and_cache_are_those_of_the_exported_programs(tmp_path, bits, co
     assert split.cache == bytes_on_a_device(cache, manifest["mesh"])
 
 
-def test_every_split_divides_the_model_and_the_rows():
-    """E=4, 4 heads, F=32, 4 rows: experts and rows over `expert`, heads and F over `model`."""
+def test_every_split_divides_and_bits_make_experts_smaller():
+    # E=4, 4 heads, F=32, 4 rows: experts and rows over `expert`, heads and F over `model`.
     found = {
         (each.layout.data, each.layout.expert, each.layout.model)
         for each in splits(served(), 8, None)
     }
     assert found == {(4, 1, 2), (2, 2, 2), (1, 4, 2), (2, 1, 4), (1, 2, 4)}
     assert splits(served(batch_size=3), 8, None) == []
+    whole, int4 = (sum(_bytes(served(bits=bits))) for bits in (None, 4))
+    assert int4 < whole
+    experts = [array for array in served(bits=4).weights if "/experts/w_" in array.name]
+    assert {array.itemsize for array in experts} == {0.5, 4}
 
 
-def test_without_hardware_the_fewest_bytes_win_with_it_the_shortest_step():
+def test_splits_are_chosen_by_bytes_or_steps_and_memory_is_asked_for():
     by_bytes = splits(served(), 4, None)
     assert by_bytes[0].total == min(each.total for each in by_bytes)
     # All of a tiny model is read in less time than a message takes.
@@ -70,9 +74,6 @@ def test_without_hardware_the_fewest_bytes_win_with_it_the_shortest_step():
     assert choose_split(served(), 4, sizes={"model": 4}).name == "model=4"
     large = dataclasses.replace(CONFIG, d_model=1024, d_ff=4096, num_heads=16, d_head=64)
     assert choose_split(served(large), 4, hardware=load_hardware("v5e")).name != "data=4"
-
-
-def test_memory_that_is_too_small_says_how_much_is_needed():
     one = splits(served(), 1, None)[0]
     gib = 2**30
     assert choose_split(served(), 1, one.total).name == "data=1"
@@ -99,13 +100,6 @@ def test_memory_that_is_too_small_says_how_much_is_needed():
             choose_split(served(), 3, sizes=sizes)
     with refused("devices=3: no split divides 4 rows, 4 heads, F=32 and 4 experts; <any>"):
         choose_split(served(), 3)
-
-
-def test_bits_make_experts_smaller():
-    whole, int4 = (sum(_bytes(served(bits=bits))) for bits in (None, 4))
-    assert int4 < whole
-    experts = [array for array in served(bits=4).weights if "/experts/w_" in array.name]
-    assert {array.itemsize for array in experts} == {0.5, 4}
 
 
 def _bytes(model: ServedModel):

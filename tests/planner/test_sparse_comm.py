@@ -3,16 +3,13 @@
 
 import collections
 import dataclasses
-import importlib.util
 import json
 import math
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
+from pallas_kernels.aot import tpu_compiler
 from switchx.compiled.collectives import HloCollective, collectives
 from switchx.partitioning.mesh import AXES, MeshSpec
 from switchx.planner.sparse_comm import SparseLayer, sparse_layer_collectives
@@ -31,7 +28,7 @@ from tests.moe.sharded import (
     make_problem,
     name_of,
 )
-from tests.processes import ROOT, child_environment
+from tests.processes import script_with_compiler
 
 LAYER = SparseLayer(G, T, S, C, E, D, F, is_gated=True, has_bias=True)
 
@@ -95,7 +92,6 @@ def test_compiled_collectives_are_the_planned_ones(name, spec):
     assert counted(both) == planned_for(name, spec, ["forward", "backward"])
 
 
-# In a process of its own: the TPU compiler refuses the flags that the tests' XLA has.
 FOR_TPU = """
 import json, sys, jax.numpy as jnp
 from jax.experimental import topologies
@@ -109,20 +105,10 @@ for i in map(int, sys.argv[1:]):
     found[i] = [(each.kind, each.num_bytes) for each in collectives(both)]
 print(json.dumps(found))
 """
-TPU = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5p-8",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "XLA_FLAGS": "",
-}
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="needs the TPU compiler: pip install libtpu==0.0.51",
-)
-def test_bfloat16_travels_as_such_where_it_is_compiled_for_tpu(tmp_path):
+@pytest.mark.aot
+def test_bfloat16_travels_as_such_where_it_is_compiled_for_tpu():
     """Collectives of activations; TPU casts weights first and turns small scatters around."""
     # With F or D split too, TPU combines the gates' all-reduce with those of small weights.
     homes = [
@@ -132,20 +118,8 @@ def test_bfloat16_travels_as_such_where_it_is_compiled_for_tpu(tmp_path):
         and spec.fsdp == 1
         and (spec.model == 1 or name == "sliced")
     ]
-    child = subprocess.run(
-        [sys.executable, "-c", FOR_TPU, *map(str, homes)],
-        env=child_environment(tmp_path, devices=1)
-        | TPU
-        | {
-            "PYTHONPATH": os.pathsep.join(
-                filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-            )
-        },
-        capture_output=True,
-        text=True,
-    )
-    assert child.returncode == 0, child.stderr
-    found = json.loads(child.stdout.splitlines()[-1])
+    done = script_with_compiler(tpu_compiler, FOR_TPU, *map(str, homes))
+    found = json.loads(done.stdout.splitlines()[-1])
     assert len(found) >= 4
     for i, rows in found.items():
         name, spec = HOMES[int(i)]
@@ -161,7 +135,7 @@ def test_bfloat16_travels_as_such_where_it_is_compiled_for_tpu(tmp_path):
 
 
 def test_tensor_sliced_has_the_all_reduces_of_a_dense_ffn_and_the_gates():
-    """Pipeline MoE, section 3.3.4: one forward, one backward; of [tokens, D] each."""
+    # Pipeline MoE, section 3.3.4: one forward, one backward; of [tokens, D] each.
     spec = MeshSpec(data=1, model=8, rules=PIPELINE_MOE)
     planned = sparse_layer_collectives("sliced", LAYER, spec.build(), spec.rules)
     assert [(c.kind, c.what, c.phase, c.num_bytes) for c in planned] == [
@@ -169,6 +143,11 @@ def test_tensor_sliced_has_the_all_reduces_of_a_dense_ffn_and_the_gates():
         ("all-reduce", "gradients of tokens", "backward", G * T * D * 4),
         ("all-reduce", "gradient of gates", "backward", G * T * S * 4),
     ]
+    with refused(
+        "dispatcher='gather' leaves its communication to the compiler; use one of dropless, "
+        "all_to_all, hierarchical, ragged_all_to_all, sliced, sliced_scatter"
+    ):
+        sparse_layer_collectives("gather", LAYER, MeshSpec().build(), PIPELINE_MOE)
 
 
 def test_expert_parallel_forms_worked_by_hand():
@@ -221,11 +200,3 @@ def test_banks_of_slots_worked_by_hand():
     # Of tasks no token travels.
     local = planned(num_slots=16, is_local=True)
     assert {c.kind for c in local} == {"ragged-all-to-all", "all-reduce"}
-
-
-def test_what_the_compiler_decides_has_no_formula():
-    with refused(
-        "dispatcher='gather' leaves its communication to the compiler; use one of dropless, "
-        "all_to_all, hierarchical, ragged_all_to_all, sliced, sliced_scatter"
-    ):
-        sparse_layer_collectives("gather", LAYER, MeshSpec().build(), PIPELINE_MOE)

@@ -28,26 +28,27 @@ def total(planned, part: str) -> float:
     return sum(each.total_bytes for each in planned if each.part == part)
 
 
-def test_data_parallelism_sums_gradients_once():
+def test_data_parallelism_sums_gradients_once_and_microbatches_are_more():
     workload = make_workload(FLAT)
     planned = step_collectives(workload, Layout(data=8))
     elements = sum(math.prod(each.shape) for each in workload.state if each.kind == "params")
     bias = 4 * 8 * LENGTH**2 * 4  # its gradient is summed layer by layer, before the buckets
     assert {each.kind for each in planned} == {"all-reduce"}
     assert total(planned, "weights") == elements * 4 + bias
+    one = step_collectives(make_workload(FLAT), Layout(model=4))
+    two = step_collectives(make_workload(FLAT), Layout(model=4, num_microbatches=2))
+    assert total(one, "layers") == total(two, "layers")
+    assert by_what(two)["FFN outputs"][2] == 2 * by_what(one)["FFN outputs"][2]
 
 
 def test_tensor_parallelism_has_two_sums_a_sublayer():
-    """Megatron-LM, section 3: forward one, backward one; of attention and of the FFN."""
+    # Megatron-LM, section 3: forward one, backward one; of attention and of the FFN.
     planned = by_what(step_collectives(make_workload(FLAT), Layout(model=8)))
     own = ROWS * LENGTH * D * 4
     for what in ("attention outputs", "FFN outputs", "gradients of FFN inputs"):
         assert planned[what] == ("all-reduce", own, 4)
     assert planned["gradients of attention inputs"] == ("all-reduce", own, 4)
     assert planned["looked up rows"] == ("all-reduce", own, 1)
-
-
-def test_cpu_reduces_queries_keys_and_values_by_themselves():
     layout = Layout(model=8)
     planned = compiled_on_cpu(step_collectives(make_workload(FLAT), layout), layout)
     assert by_what(planned)["gradients of attention inputs"][2] == 3 * 4
@@ -181,14 +182,7 @@ def test_experts_exchange_their_slots_four_times_a_layer():
     assert experts == []  # each device has its own and no other gradients
 
 
-def test_microbatches_are_smaller_and_more():
-    one = step_collectives(make_workload(FLAT), Layout(model=4))
-    two = step_collectives(make_workload(FLAT), Layout(model=4, num_microbatches=2))
-    assert total(one, "layers") == total(two, "layers")
-    assert by_what(two)["FFN outputs"][2] == 2 * by_what(one)["FFN outputs"][2]
-
-
-def test_a_pipeline_sends_activations_and_splits_layers():
+def test_pipelines_send_activations_and_sum_in_every_round():
     layout = Layout(pipe=4, data=2, num_microbatches=4)
     planned = by_what(step_collectives(make_workload(DENSE), layout))
     values = ROWS // 4 // 2 * LENGTH * D * 4
@@ -197,10 +191,7 @@ def test_a_pipeline_sends_activations_and_splits_layers():
     assert planned["gradient of embedding_VD"] == ("all-reduce", V * D * 4, 1)
     # Four layers on four stages, gradients added up before they are summed.
     assert planned["gradient of w_in_DF"] == ("all-reduce", D * F * 4, 1)
-
-
-def test_stages_sum_over_other_axes_in_every_round():
-    """2 stages, 4 microbatches: 5 rounds of a run of 2 layers; `expert` has no replicas."""
+    # 2 stages, 4 microbatches: 5 rounds of a run of 2 layers; `expert` has no replicas.
     layout = Layout(pipe=2, expert=4, num_microbatches=4, dispatcher="all_to_all")
     planned = by_what(step_collectives(make_workload(), layout))
     assert planned["gradient of w_out_HKD"] == ("all-reduce", 8 * 8 * D * 4, 5)
@@ -233,9 +224,6 @@ def test_rows_and_shapes_on_a_device():
     assert local_shape(array, Layout(expert=4, model=2)) == ((2, 64, 64), ("expert", "model"))
     sliced = Layout(model=2, dispatcher="sliced")
     assert local_shape(array, sliced) == ((4, 64, 128), ("model",))
-
-
-def test_a_layout_that_does_not_divide_is_refused():
     array = StateArray("x/w_in_EDF", "EDF", (6, 64, 128), 4, "params")
     with pytest.raises(ValueError, match="E=6 is not divisible"):
         local_shape(array, Layout(expert=4))

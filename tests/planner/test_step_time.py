@@ -36,13 +36,21 @@ def seconds(kind, axes, layout, hardware=GPUS, num_bytes=800.0):
     return collective_seconds(kind, num_bytes, axes, layout, hardware)
 
 
-def test_inside_of_a_node():
+def test_inside_of_a_node_between_neighbours_and_nothing():
     layout = Layout(model=4)
     ring = 0.75 * 800 / 100 + 3 * 0.01
     assert seconds("all-gather", ("model",), layout) == pytest.approx(ring)
     assert seconds("reduce-scatter", ("model",), layout) == pytest.approx(ring)
     assert seconds("all-reduce", ("model",), layout) == pytest.approx(2 * ring)
     assert seconds("all-to-all", ("model",), layout) == pytest.approx(ring)
+    assert seconds("collective-permute", ("pipe",), Layout(pipe=4)) == pytest.approx(8.01)
+    far = seconds("collective-permute", ("pipe",), Layout(pipe=2, model=4))
+    assert far == pytest.approx(800 / 5 + 0.1)
+    assert seconds("all-reduce", ("data",), Layout()) == 0
+    assert crosses_nodes(("pipe",), Layout(pipe=2, model=4), GPUS)
+    assert not crosses_nodes(("model",), Layout(pipe=2, model=4), GPUS)
+    with refused("kind='gossip' has no formula; use all-gather, <any>"):
+        seconds("gossip", ("model",), Layout(model=2))
 
 
 def test_over_nodes_a_ring_passes_each_port_once():
@@ -55,15 +63,12 @@ def test_over_nodes_a_ring_passes_each_port_once():
     assert seconds("all-gather", ("data",), layout) == pytest.approx(lonely)
 
 
-def test_flat_all_to_all_sends_a_message_to_each_device_of_other_nodes():
-    """8 experts in 2 nodes of 4: half of the bytes leave, in 4 messages."""
+def test_all_to_all_over_nodes_flat_and_hierarchical():
+    # 8 experts in 2 nodes of 4: half of the bytes leave, in 4 messages.
     expected = max(3 / 8 * 800 / 100, 4 / 8 * 800 / 5) + 3 * 0.01 + 4 * 0.1
     layout = Layout(node=2, expert=4)
     assert seconds("all-to-all", ("node", "expert"), layout) == pytest.approx(expected)
-
-
-def test_hierarchical_sends_fewer_messages_and_as_many_bytes_between_nodes():
-    """SE-MoE, section 4.2: one message a node where flat has one a device."""
+    # SE-MoE, section 4.2: one message a node where flat has one a device.
     layout = Layout(node=2, expert=4)
     inside = seconds("all-to-all", ("expert",), layout)
     between = seconds("all-to-all", ("node",), layout)
@@ -71,7 +76,7 @@ def test_hierarchical_sends_fewer_messages_and_as_many_bytes_between_nodes():
     assert between == pytest.approx(1 / 2 * 800 / 5 + 0.1)
 
 
-def test_on_a_torus_rings_send_both_ways_and_all_to_all_takes_a_quarter():
+def test_rings_and_lines_of_a_torus():
     layout = Layout(data=8, model=8)
     gather = seconds("all-gather", ("model",), layout, TORUS)
     assert gather == pytest.approx(7 / 8 * 800 / 200)
@@ -81,26 +86,9 @@ def test_on_a_torus_rings_send_both_ways_and_all_to_all_takes_a_quarter():
     # 64 devices lie along both dimensions.
     both = seconds("all-gather", ("data", "model"), layout, TORUS)
     assert both == pytest.approx(63 / 64 * 800 / 400)
-
-
-def test_a_line_has_half_of_a_rings_links():
     layout = Layout(data=16, model=4)
     assert seconds("all-gather", ("model",), layout, TORUS) == pytest.approx(0.75 * 800 / 100)
     assert seconds("all-to-all", ("model",), layout, TORUS) == pytest.approx(800 * 4 / 4 / 100)
-
-
-def test_neighbours_and_nothing():
-    assert seconds("collective-permute", ("pipe",), Layout(pipe=4)) == pytest.approx(8.01)
-    far = seconds("collective-permute", ("pipe",), Layout(pipe=2, model=4))
-    assert far == pytest.approx(800 / 5 + 0.1)
-    assert seconds("all-reduce", ("data",), Layout()) == 0
-    assert crosses_nodes(("pipe",), Layout(pipe=2, model=4), GPUS)
-    assert not crosses_nodes(("model",), Layout(pipe=2, model=4), GPUS)
-
-
-def test_kinds_without_a_formula():
-    with refused("kind='gossip' has no formula; use all-gather, <any>"):
-        seconds("gossip", ("model",), Layout(model=2))
 
 
 H200 = load_hardware("h200")
@@ -112,31 +100,19 @@ def test_bubble_is_the_schedules(stages, microbatches):
     assert bubble_fraction(stages, microbatches) == pytest.approx(schedule.bubble())
 
 
-def test_one_device_does_three_forward_passes():
-    workload = make_workload(DENSE)
-    flops = flops_per_sequence(DENSE, 0, 16)
-    assert device_flops(workload, Layout()) == pytest.approx(3 * 16 * flops.executed)
-
-
-def test_devices_share_the_work_and_remat_adds_a_pass():
-    workload = make_workload(DENSE)
+def test_devices_share_three_forward_passes_and_remat_and_stages_add_one():
+    workload, flops = make_workload(DENSE), flops_per_sequence(DENSE, 0, 16)
     whole = device_flops(workload, Layout())
+    assert whole == pytest.approx(3 * 16 * flops.executed)
     for layout in (Layout(data=8), Layout(model=8), Layout(fsdp=2, data=2, model=2)):
         assert device_flops(workload, layout) == pytest.approx(whole / 8)
     again = device_flops(make_workload(dataclasses.replace(DENSE, remat="full")), Layout())
-    flops = flops_per_sequence(DENSE, 0, 16)
     # The last product of an FFN is a term of a sum that is kept.
     needed = flops.executed - flops.logits - flops.dense_ffn / 2
     assert again - whole == pytest.approx(16 * needed)
-
-
-def test_stages_share_the_logits_too():
-    workload = make_workload(DENSE)
-    flops = flops_per_sequence(DENSE, 0, 16)
+    # A stage runs its blocks once more before it goes backward; stages share the logits too.
     stage = device_flops(workload, Layout(pipe=4, num_microbatches=4))
-    # A stage runs its blocks once more before it goes backward.
-    blocks = flops.executed - flops.logits
-    assert stage == pytest.approx((3 * 16 * flops.executed + 16 * blocks) / 4)
+    assert stage == pytest.approx((whole + 16 * (flops.executed - flops.logits)) / 4)
 
 
 def test_slots_are_computed_full_or_empty():

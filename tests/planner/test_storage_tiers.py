@@ -124,14 +124,11 @@ def test_experts_in_host_memory_leave_the_device():
     assert plan.time.step_s == pytest.approx(time.step_s + waits)
 
 
-def test_microbatches_stream_the_weights_again():
+def test_microbatches_stream_again_and_a_disk_is_swept_three_times():
     workload = workload_of(adamw())
     twice = dataclasses.replace(ONE, num_microbatches=2)
     use = storage_use(workload, twice, Storage("host"), H200)
     assert use.to_device == (2 * 2 + 1 + 4) * PARAMS and use.from_device == (2 + 3) * PARAMS
-
-
-def test_a_disk_is_read_in_three_sweeps_and_written_in_one():
     workload = workload_of(adamw())
     records = 3 * PARAMS
     half = Storage("disk", host_bytes=records // 2, touched=0.75, checkpoint_every=10)

@@ -25,6 +25,7 @@ from switchx.training.distillation.soft_loss import Distillation
 from switchx.training.distillation.student import DistilledProgram
 from switchx.training.program import TrainingProgram
 from switchx.tree import num_bytes
+from tests.cases import slow
 from tests.data.refusals import refused
 from tests.planner.workloads import DENSE, SPARSE
 from tests.promises.planned_bytes import compiled_on_cpu
@@ -68,11 +69,11 @@ def by_kind(found) -> collections.Counter:
 @pytest.mark.parametrize(
     ("teacher", "mesh"),
     [
-        ("sparse", MeshSpec(model=2)),
+        slow("sparse", MeshSpec(model=2)),
         ("sparse", MeshSpec(expert=4)),
-        ("dense", MeshSpec(data=1, fsdp=8)),
-        ("sparse", MeshSpec(data=1, fsdp=8)),
-        ("dense", MeshSpec(data=1, model=8)),
+        slow("dense", MeshSpec(data=1, fsdp=8)),
+        slow("sparse", MeshSpec(data=1, fsdp=8)),
+        slow("dense", MeshSpec(data=1, model=8)),
     ],
 )
 def test_collectives_are_those_of_a_compiled_forward_pass(runs, teacher, mesh):

@@ -25,23 +25,17 @@ def lines(axes, sides, wraps_at=4, **sizes):
     return lines_of(axes, Layout(**sizes), sides, wraps_at)
 
 
-def test_whole_sides_are_rings_where_they_wrap():
+def test_sides_are_rings_where_they_wrap_and_parts_are_lines():
     assert lines(("model",), (4, 4, 8), model=8) == [Line(8, 2)]
     assert lines(("model",), (4, 4, 8), wraps_at=16, model=8) == [Line(8, 1)]
     # As many sides as there are: 16 is two of 4, not a part of anything.
     assert lines(("model",), (4, 4, 8), model=16) == [Line(4, 2), Line(4, 2)]
     assert lines(("data", "model"), (4, 8), data=4, model=8) == [Line(4, 2), Line(8, 2)]
-
-
-def test_parts_of_a_side_are_lines():
     assert lines(("model",), (16, 16), wraps_at=16, data=64, model=4) == [Line(4, 1)]
     # Two parts of one side are the ring again.
     both = dict(data=4, expert=4, model=16)
     assert lines(("data", "expert"), (16, 16), wraps_at=16, **both) == [Line(16, 2)]
-
-
-def test_devices_that_are_no_neighbours_share_links():
-    """`data` has every fourth device of a side: four groups send through the same links."""
+    # `data` has every fourth device of a side: four groups send through the same links.
     sizes = dict(data=4, expert=4, model=16)
     assert lines(("data",), (16, 16), wraps_at=16, **sizes) == [Line(4, 2 / 4)]
     assert lines(("data",), (16, 16), wraps_at=32, **sizes) == [Line(4, 1 / 4)]

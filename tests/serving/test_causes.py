@@ -116,18 +116,15 @@ def test_all_places_that_log_an_exception_are_above():
     assert sorted(found) == sorted(name for name, _ in FAULTS)
 
 
-def test_a_group_is_told_in_words():
+def test_groups_and_exceptions_without_a_text_are_told_in_words():
     assert str(Group(16, 64, 1, False)) == (
         "prompts up to 16 tokens, answers up to 64, the likeliest token"
     )
-    assert str(Group(16, 64, 4, False, True, 5)) == (
+    assert str(Group(16, 64, 4, False, True, 5, True)) == (
         "prompts up to 16 tokens, answers up to 64, 4 beams, with penalties or forced tokens, "
-        "with log-probabilities"
+        "with log-probabilities, with experts"
     )
     assert str(Group(16, 64, 1, True)).endswith(", sampled")
-
-
-def test_an_exception_without_a_text_is_its_type():
     lines = []
     with shown_by(lines.append):
         try:

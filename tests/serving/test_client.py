@@ -42,20 +42,6 @@ def test_answers_are_the_models_own(address):
     assert dataclasses.replace(one, score=answers[0].score) == answers[0] and one.tokens
 
 
-def test_a_stream_is_the_answer_in_pieces(address):
-    async def ask(client):
-        return [event async for event in client.stream(served.TEXTS[:2], max_new_tokens=8)]
-
-    events = asked(address, ask)
-    answers = {event.input: event for event in events if isinstance(event, Answer)}
-    for number, text in enumerate(served.TEXTS[:2]):
-        pieces = [e for e in events if isinstance(e, NewTokens) and e.input == number]
-        assert len(pieces) > 1
-        assert sum((piece.tokens for piece in pieces), []) == answers[number].tokens
-        assert "".join(piece.text for piece in pieces) == answers[number].text
-        assert served.is_said(as_result(answers[number]), text)
-
-
 @pytest.mark.parametrize(
     "settings",
     [{"beam_size": 2}, pytest.param({"temperature": 1.0, "seed": 3}, marks=pytest.mark.slow)],
@@ -117,10 +103,12 @@ def test_many_at_a_time_and_one_that_is_left_early(service, address):
     assert not service.num_open and not service.worker.running
 
 
-def test_refusals_name_the_field(address):
+def test_refusals_name_the_field_and_it_needs_no_jax(address):
     with pytest.raises(ServerError, match="400: beam_size is a number \\(99\\)") as raised:
         asked(address, lambda client: client.generate("gate", beam_size=99))
     assert (raised.value.status, raised.value.field) == (400, "beam_size")
+    program = "import sys, switchx.client; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_what_takes_too_long_is_a_timeout(limited, address):
@@ -233,8 +221,3 @@ def test_it_waits_for_a_server_that_does_not_listen_yet():
             return await begun
 
     assert asked(free, ask).text == "x"
-
-
-def test_it_needs_no_jax():
-    program = "import sys, switchx.client; assert 'jax' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True)

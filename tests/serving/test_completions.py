@@ -53,7 +53,7 @@ def client(service):
     return TestClient(make_app(Models([service])))
 
 
-def test_a_completion_is_the_models_own(openai):
+def test_a_completion_of_texts_or_token_ids_is_the_models_own(openai):
     got = openai.completions.create(prompt=served.TEXTS[:3], **GREEDY)
     assert (got.object, got.model) == ("text_completion", "tiny")
     assert [choice.index for choice in got.choices] == [0, 1, 2]
@@ -64,9 +64,6 @@ def test_a_completion_is_the_models_own(openai):
     prompts = served.model().prompts(served.TEXTS[:3])
     assert got.usage.prompt_tokens == sum(map(len, prompts))
     assert got.usage.total_tokens == got.usage.prompt_tokens + got.usage.completion_tokens
-
-
-def test_texts_and_token_ids_are_prompts(openai):
     (tokens,) = served.model().prompts(["gate"])
     for prompt in ("gate", ["gate"], tokens, [tokens]):
         got = openai.completions.create(prompt=prompt, **GREEDY)
@@ -212,17 +209,17 @@ def test_log_probabilities_are_the_models_own(openai):
 
 
 def test_n_best_of_a_search_and_of_samples(openai):
-    settings = {"prompt": ["gate", "of"], "n": 2, "max_tokens": 8}
+    settings = {"prompt": served.TEXTS[:2], "n": 2, "max_tokens": 8}
     got = openai.completions.create(model="tiny", extra_body={"beam_size": 2}, **settings)
     want = served.model().generate(
-        ["gate", "of"], max_length=8, beam_size=2, num_return_sequences=2, pruning="none"
+        served.TEXTS[:2], max_length=8, beam_size=2, num_return_sequences=2, pruning="none"
     )
     assert [choice.text for choice in got.choices] == sum(want, [])
     got = openai.completions.create(model="tiny", best_of=3, seed=4, **settings)
     sampling = {"temperature": 1.0, "best_of": 3, "num_return_sequences": 2, "seed": 4}
-    want = served.model().generate(["gate", "of"], max_length=8, pruning="none", **sampling)
+    want = served.model().generate(served.TEXTS[:2], max_length=8, pruning="none", **sampling)
     assert [choice.text for choice in got.choices] == sum(want, [])
-    assert got.usage.prompt_tokens == sum(map(len, served.model().prompts(["gate", "of"])))
+    assert got.usage.prompt_tokens == sum(map(len, served.model().prompts(served.TEXTS[:2])))
 
 
 @pytest.mark.slow
@@ -282,13 +279,8 @@ def scoring(monkeypatch):
 
         return scores
 
-    def experts(*arguments):
-        with scoring.one():
-            return {}
-
     monkeypatch.setattr(CompletionForm, "_require_scores", lambda form: None)
     monkeypatch.setattr(Model, "scorer", scorer)
-    monkeypatch.setattr("switchx.serving.answers.experts_json", experts)
     yield scoring
     scoring.go_on.set()
 
@@ -305,10 +297,9 @@ def test_texts_are_read_again_one_batch_at_a_time(service, limited, scoring):
         concurrent.futures.ThreadPoolExecutor(9) as pool,
     ):
         asking = [pool.submit(served.post, address, SCORED, path=path) for _ in range(8)]
-        more = pool.submit(served.post, address, {"inputs": "gate", "experts": True})
         try:
             end_s = time.monotonic() + 30
-            while service.num_open < 9 or not scoring.num_begun:
+            while service.num_open < 8 or not scoring.num_begun:
                 assert time.monotonic() < end_s
                 time.sleep(0.01)
             time.sleep(0.1)
@@ -318,8 +309,7 @@ def test_texts_are_read_again_one_batch_at_a_time(service, limited, scoring):
         finally:
             scoring.go_on.set()
         assert all(each.result()[0] == 200 for each in asking)
-        assert more.result()[1]["results"][0]["experts"] == {}
-    assert scoring.most_running == 1 and scoring.num_begun == 8 * 2 + 1
+    assert scoring.most_running == 1 and scoring.num_begun == 8 * 2
     assert scoring.sizes == [service.limits.batch_size] * 8
 
 
@@ -334,7 +324,7 @@ def test_no_prompt_is_scored_after_the_deadline(service, limited, scoring):
     assert scoring.num_begun <= 1  # none where the machine is busy
 
 
-def test_models(openai):
+def test_models_and_request_ids(openai):
     import openai as package
 
     (model,) = openai.models.list().data
@@ -347,6 +337,12 @@ def test_models(openai):
         with pytest.raises(package.NotFoundError) as caught:
             ask()
         assert caught.value.code == "model_not_found" and caught.value.param == "model"
+    got = openai.completions.create(
+        prompt="gate", extra_headers={"X-Request-Id": "mine-7"}, **GREEDY
+    )
+    assert (got._request_id, got.id) == ("mine-7", "cmpl-mine-7")
+    other = openai.completions.create(prompt="gate", **GREEDY)
+    assert len(other._request_id) == 32 and other.id == f"cmpl-{other._request_id}"
 
 
 def test_errors_are_what_its_client_reads(openai):
@@ -373,24 +369,6 @@ def test_an_error_in_a_stream_is_raised(openai, service, limited):
         openai.completions.create(prompt="gate", **GREEDY)
 
 
-def test_a_full_queue_is_a_rate_limit(openai, limited):
-    import openai as package
-
-    limited(max_waiting=0)
-    with pytest.raises(package.RateLimitError) as caught:
-        openai.completions.create(prompt="gate", **GREEDY)
-    assert int(caught.value.response.headers["retry-after"]) >= 1
-
-
-def test_request_ids(openai):
-    got = openai.completions.create(
-        prompt="gate", extra_headers={"X-Request-Id": "mine-7"}, **GREEDY
-    )
-    assert (got._request_id, got.id) == ("mine-7", "cmpl-mine-7")
-    other = openai.completions.create(prompt="gate", **GREEDY)
-    assert len(other._request_id) == 32 and other.id == f"cmpl-{other._request_id}"
-
-
 # Nothing is scored with it.
 FORM = CompletionForm(served.model(), "tiny", served.LIMITS.batch_size, None)
 
@@ -409,6 +387,8 @@ def test_defaults_are_openais():
     neutral = {name: values[0] for name, (values, _) in UNSUPPORTED.items() if values}
     assert list(read(**neutral, user="me", stop=None, n=1).stops) == []
     assert set(UNSUPPORTED) <= set(FIELDS)
+    assert read(temperature=1e-6).settings.temperature == 1e-6
+    assert read(temperature=1e-300, top_p=0.5).settings.is_sampling is False
 
 
 @pytest.mark.parametrize(
@@ -506,13 +486,8 @@ def test_any_whole_number_is_a_seed(seed):
     assert got == seed % 2**31 == read(seed=got).settings.seed
 
 
-def test_small_temperatures_sample_until_they_are_none():
-    assert read(temperature=1e-6).settings.temperature == 1e-6
-    assert read(temperature=1e-300, top_p=0.5).settings.is_sampling is False
-
-
-def test_chunks_are_padded_where_that_is_asked_for(openai):
-    """How many tokens a chunk has depends on the clock: the sizes are tested below."""
+def test_chunks_are_padded_to_few_sizes_where_that_is_asked_for(openai):
+    # How many tokens a chunk has depends on the clock: the sizes are tested below.
     for is_padded in (False, True):
         raw = openai.completions.with_raw_response.create(
             prompt="gate",
@@ -522,10 +497,7 @@ def test_chunks_are_padded_where_that_is_asked_for(openai):
         )
         lines = [each for each in raw.http_response.iter_lines() if each.startswith("data: {")]
         assert lines and all(("obfuscation" in each) is is_padded for each in lines)
-
-
-def test_padded_chunks_have_few_sizes():
-    """Texts of one size class make chunks of the same size, and stay as they are."""
+    # Texts of one size class make chunks of the same size, and stay as they are.
     chunks = [{"choices": [{"text": "x" * length, "index": 0}]} for length in range(200)]
     answers = [padded(each) for each in chunks]
     sizes = [len(encoded(each)) for each in answers]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands of docs/serving.md run, in their order; servers in threads beside them."""
 
-import dataclasses
 import logging
 import re
 import shutil
@@ -13,14 +12,12 @@ import time
 import pytest
 
 from switchx.cli.main import main
-from switchx.data.objectives import SpanCorruption
 from switchx.serving import completions, server
 from switchx.serving.metrics import Metrics
 from switchx.serving.requests import FIELDS
 from tests.processes import ROOT
 from tests.serving import served
-from tests.training.jobs import TASK
-from tests.training.saved_runs import save_run
+from tests.training.saved_runs import SPANS, save_run
 
 PAGE = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -68,8 +65,7 @@ def serve(monkeypatch, in_a_folder, capsys):
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="needs curl")
 def test_commands_run(serve, tmp_path):
-    task = dataclasses.replace(TASK, objective=SpanCorruption())
-    save_run(tmp_path / "runs/tiny", served.CONFIG, source=task)
+    save_run(tmp_path / "runs/tiny", served.CONFIG, source=SPANS)
     port = ""
     for command in COMMANDS:
         command = command.removeprefix(EIGHT_DEVICES)  # tests have them

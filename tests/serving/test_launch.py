@@ -86,7 +86,7 @@ def test_its_options_exist_and_its_parts_fit(manifest, pod, container):
         assert selector.items() <= labels.items()
 
 
-def test_probes_ask_routes_of_health(container):
+def test_probes_ask_routes_of_health_and_a_pod_has_the_time_to_answer(container, pod):
     probes = {kind: container[f"{kind}Probe"] for kind in ("startup", "liveness", "readiness")}
     paths = {kind: probe["httpGet"]["path"] for kind, probe in probes.items()}
     assert set(paths.values()) <= set(HEALTH)
@@ -94,9 +94,6 @@ def test_probes_ask_routes_of_health(container):
     assert paths["liveness"] == "/healthz" and paths["readiness"] == "/healthz/ready"
     ports = {probe["httpGet"]["port"] for probe in probes.values()}
     assert ports == {each["name"] for each in container["ports"]}
-
-
-def test_a_pod_has_the_time_to_answer_what_runs(pod, container):
     _, before_s = container["lifecycle"]["preStop"]["exec"]["command"]
     drain_s = _parse(_parser(), ["serve", *container["args"]]).drain_timeout_s
     assert drain_s == Limits().drain_timeout_s
@@ -242,13 +239,7 @@ def test_metrics_and_labels_of_its_queries_are_those_of_the_server(dashboard):
             assert wanted <= kept, target
 
 
-def test_its_queries_are_promql(dashboard):
-    parser = pytest.importorskip("promql_parser", reason="needs promql-parser")
-    for query in queries(dashboard):
-        parser.parse(query.replace("$__rate_interval", "1m"))
-
-
-def test_panels_stand_beside_each_other(dashboard):
+def test_its_queries_are_promql_and_its_panels_stand_beside_each_other(dashboard):
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     places = [panel["gridPos"] for panel in panels]
@@ -262,3 +253,6 @@ def test_panels_stand_beside_each_other(dashboard):
         )
     sources = {str(target["datasource"]) for p in panels for target in p.get("targets", ())}
     assert sources == {str({"type": "prometheus", "uid": "${datasource}"})}
+    parser = pytest.importorskip("promql_parser", reason="needs promql-parser")
+    for query in queries(dashboard):
+        parser.parse(query.replace("$__rate_interval", "1m"))

@@ -15,7 +15,7 @@ from switchx.serving.versions import versions
 from tests.data.refusals import refused
 
 
-def test_sizes_of_compiled_programs():
+def test_sizes_of_compiled_programs_and_ways_of_decoding():
     limits = Limits(max_new_tokens=100)
     assert [limits.prompt_length(n) for n in (1, 16, 17, 1000)] == [16, 16, 32, 1024]
     assert [limits.answer_length(n) for n in (1, 16, 17, 65, 100)] == [16, 16, 64, 100, 100]
@@ -23,6 +23,16 @@ def test_sizes_of_compiled_programs():
     own = {"max_new_tokens": 90, "beam_size": 2}
     assert Limits(max_new_tokens=8).defaults(own) == {"max_new_tokens": 8, "beam_size": 2}
     assert Limits(max_new_tokens=8).answer_length(3) == 8
+    limits = Limits(decodings="greedy,beam4")
+    assert limits.refusal(DecodingConfig()) is None
+    assert limits.refusal(DecodingConfig(beam_size=4)) is None
+    field, message = limits.refusal(DecodingConfig(beam_size=2))
+    assert field == "beam_size" and "beam2" in message and "greedy, beam4" in message
+    field, message = limits.refusal(DecodingConfig(temperature=0.5))
+    assert field == "temperature" and "sample" in message
+    assert Limits().refusal(DecodingConfig(temperature=0.5)) is None
+    with refused("there is no 'beam5'"):
+        Limits(decodings="greedy,beam5")
 
 
 @pytest.mark.parametrize(
@@ -39,19 +49,6 @@ def test_sizes_of_compiled_programs():
 def test_what_cannot_be_is_refused(changes, message):
     with refused(message):
         Limits(**changes)
-
-
-def test_ways_of_decoding_that_are_not_answered():
-    limits = Limits(decodings="greedy,beam4")
-    assert limits.refusal(DecodingConfig()) is None
-    assert limits.refusal(DecodingConfig(beam_size=4)) is None
-    field, message = limits.refusal(DecodingConfig(beam_size=2))
-    assert field == "beam_size" and "beam2" in message and "greedy, beam4" in message
-    field, message = limits.refusal(DecodingConfig(temperature=0.5))
-    assert field == "temperature" and "sample" in message
-    assert Limits().refusal(DecodingConfig(temperature=0.5)) is None
-    with refused("there is no 'beam5'"):
-        Limits(decodings="greedy,beam5")
 
 
 # Of vLLM's documentation, without its prefix.
@@ -87,7 +84,7 @@ def test_names_are_vllms_and_values_are_read_back():
     assert values["0.02"] == 0 and values["0.04"] == 1 == values["+Inf"]
 
 
-def test_the_process_and_what_it_is_made_of():
+def test_servers_count_apart_and_say_what_they_are_made_of():
     metrics = Metrics()
     metrics.built = lambda: [("tiny", 5), ("base", 9)]
     families = {
@@ -104,9 +101,6 @@ def test_the_process_and_what_it_is_made_of():
     assert values["process_resident_memory_bytes"] > 1e6
     assert values["process_cpu_seconds"] > 0 and values["process_open_fds"] > 0
     assert 0 < time.time() - values["process_start_time_seconds"] < 1e5
-
-
-def test_servers_count_apart():
     one, other = Metrics(), Metrics()
     name = b'switchx:prompt_tokens_total{model_name="a"}'
     one.of("a").prompt_tokens.inc(5)

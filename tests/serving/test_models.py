@@ -17,7 +17,6 @@ import pytest
 from starlette.testclient import TestClient
 
 import switchx
-from switchx.data.objectives import SpanCorruption
 from switchx.inference.artifact import write_artifact
 from switchx.inference.quantize import quantize_experts
 from switchx.models.params import init_params
@@ -26,8 +25,7 @@ from switchx.serving.models import ModelFolder, Models, Reloader
 from switchx.serving.server import Server, open_socket
 from tests.serving import served
 from tests.serving.served import wait_until
-from tests.training.jobs import TASK
-from tests.training.saved_runs import save_run
+from tests.training.saved_runs import SPANS, save_run
 
 WAIT_S = 250.0
 
@@ -51,7 +49,7 @@ def texts_of(response) -> list[str]:
     return [each["text"] for each in response.json()["results"]]
 
 
-def test_a_request_names_its_model(both):
+def test_a_request_names_its_model_and_a_failed_one_is_the_servers_end(both, monkeypatch):
     client = TestClient(make_app(both))
     want = {name: answers_of(each.model) for name, each in both.services.items()}
     assert want["tiny"] != want["other"]
@@ -63,6 +61,12 @@ def test_a_request_names_its_model(both):
         assert (got["model"], got["choices"][0]["text"]) == (name, want[name][0])
     assert [each["id"] for each in client.get("/v1/models").json()["data"]] == ["tiny", "other"]
     assert client.get("/v1/models/other").json()["step"] == 0
+    client = TestClient(make_app(both))
+    monkeypatch.setattr(both.services["other"].worker, "error", MemoryError())
+    assert client.get("/healthz").status_code == 503 and not both.is_alive
+    response = client.post("/v1/generate", json={"inputs": "gate", "model": "other"})
+    assert response.status_code == 503 and "not running any more" in response.text
+    assert client.post("/v1/generate", json={"inputs": "gate"}).status_code == 200
 
 
 @pytest.mark.parametrize("name", ["another", "tiny ", "", 3, ["tiny"], {}])
@@ -100,15 +104,6 @@ def test_models_answer_beside_each_other_and_count_apart(both):
     for name in want:
         assert f'switchx:num_requests_running{{model_name="{name}"}} 0.0' in text
         assert "switchx:build_info{" in text and f'model_name="{name}"' in text
-
-
-def test_a_model_that_failed_is_the_server_s_end(both, monkeypatch):
-    client = TestClient(make_app(both))
-    monkeypatch.setattr(both.services["other"].worker, "error", MemoryError())
-    assert client.get("/healthz").status_code == 503 and not both.is_alive
-    response = client.post("/v1/generate", json={"inputs": "gate", "model": "other"})
-    assert response.status_code == 503 and "not running any more" in response.text
-    assert client.post("/v1/generate", json={"inputs": "gate"}).status_code == 200
 
 
 # Reloads.
@@ -161,9 +156,8 @@ class Run:
 @pytest.fixture(scope="module")
 def saved(service, tmp_path_factory):
     """A run folder with step 5 alone; step 9 beside it. What each of them says."""
-    task = dataclasses.replace(TASK, objective=SpanCorruption())
     root = tmp_path_factory.mktemp("reload")
-    folder = save_run(root / "run", served.CONFIG, source=task)
+    folder = save_run(root / "run", served.CONFIG, source=SPANS)
     want = {step: answers_of(switchx.load(folder, step)) for step in (5, 9)}
     assert all(a != b for a, b in zip(want[5], want[9], strict=True))
     (root / "kept").mkdir()

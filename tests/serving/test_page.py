@@ -33,9 +33,6 @@ def test_the_page_runs_what_it_holds_and_loads_nothing(service):
     inputs = set(re.findall(r'id="(\w+)" data-setting', response.text))
     assert inputs == OPTIONS.keys() and response.text.count("<!--") == 0
     assert EXPERTS in response.text
-
-
-def test_a_dense_model_has_no_experts_to_show(service):
     config = dataclasses.replace(served.CONFIG, switch=None)
     dense = dataclasses.replace(served.model(), config=config)
     assert isinstance(dense, Model) and EXPERTS in FILE

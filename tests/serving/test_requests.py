@@ -49,28 +49,22 @@ def refused(request, **changes) -> Refusal:
     return caught.value
 
 
-def test_pieces_are_put_together():
+def test_bodies_arrive_whole_too_slowly_or_not():
     request = request_of([b"ab", b"", b"c"])
     assert asyncio.run(read_body(request, LIMITS)) == b"abc"
     asyncio.run(until_disconnected(request))
+    error = refused(request_of([b"a", b"b"], pause_s=0.1), body_timeout_s=0.05)
+    assert (error.status, error.message) == (
+        408, "the body did not arrive within 0.05 s; send it at once",
+    )  # fmt: skip
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(read_body(request_of([]), LIMITS))
 
 
 @pytest.mark.parametrize("parts", [[b"x" * 4097], [b"x" * 2048] * 3])
 def test_too_big(parts):
     assert refused(request_of(parts)).status == 413
     assert refused(request_of(parts, JSON, ("content-length", "9" * 30))).status == 413
-
-
-def test_too_slow():
-    error = refused(request_of([b"a", b"b"], pause_s=0.1), body_timeout_s=0.05)
-    assert (error.status, error.message) == (
-        408, "the body did not arrive within 0.05 s; send it at once",
-    )  # fmt: skip
-
-
-def test_a_client_that_leaves():
-    with pytest.raises(ClientDisconnect):
-        asyncio.run(read_body(request_of([]), LIMITS))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +117,7 @@ def test_a_request_with_everything():
     assert options(DecodingConfig).keys() - set(FIELDS) == not_asked_for
 
 
-def test_experts_of_a_model_that_cannot_say_them():
+def test_experts_and_ways_of_decoding_that_are_not_answered():
     config, values = model().config, {"inputs": "ab", "experts": True}
     for other, why in (
         ({"config": dataclasses.replace(config, switch=None)}, "has no experts"),
@@ -137,9 +131,6 @@ def test_experts_of_a_model_that_cannot_say_them():
         read_request(values, dense, LIMITS)
     assert caught.value.field == "experts"
     assert fault_of_experts(model()) is None
-
-
-def test_a_way_of_decoding_that_is_not_answered():
     limits = dataclasses.replace(LIMITS, decodings="greedy,beam2")
     values = {"inputs": "ab", "beam_size": 2}
     assert read_request(values, model(), limits).settings.beam_size == 2
@@ -154,11 +145,14 @@ def test_a_way_of_decoding_that_is_not_answered():
     assert read_request({"inputs": "ab", "stop": "x", "forced_prefix": [3]}, model(), limits)
 
 
-def test_one_text_and_defaults():
+def test_one_text_defaults_and_seeds():
     got = read({"inputs": "ab", "top_k": None})
     assert got.prompts == [[100, 101, 1]]
     assert got.settings == DecodingConfig(8) and not got.is_streaming
     assert read({"inputs": ["", "ab"]}).prompts == [[1], [100, 101, 1]]
+    seeds = {read({"inputs": "a", "temperature": 1}).settings.seed for _ in range(8)}
+    assert len(seeds) == 8
+    assert read({"inputs": "a"}).settings.seed == 0  # greedy decoding reads none
 
 
 @pytest.mark.parametrize(
@@ -221,18 +215,9 @@ def test_no_nesting_depth_escapes(depth):
             assert "the body is nested" in refusal(body.encode()).message
 
 
-def test_a_seed_is_drawn_for_samples_that_have_none():
-    seeds = {read({"inputs": "a", "temperature": 1}).settings.seed for _ in range(8)}
-    assert len(seeds) == 8
-    assert read({"inputs": "a"}).settings.seed == 0  # greedy decoding reads none
-
-
-def test_long_values_are_cut():
+def test_long_values_are_cut_and_a_model_may_have_no_vocabulary():
     assert len(refusal({"inputs": "a", "seed": "x" * 9999}).message) < 200
     assert len(refusal({"inputs": "a", "y" * 9999: 1}).message) < 300
-
-
-def test_a_model_without_a_vocabulary_reads_token_ids():
     bare = dataclasses.replace(model(), vocabulary=None)
     assert read({"inputs": [[5, 6]]}, a_model=bare).prompts == [[5, 6]]
     assert "came without a vocabulary" in refusal({"inputs": "a"}, a_model=bare).message

@@ -50,7 +50,7 @@ def numbers(batch):
     return [each.number for each in batch]
 
 
-def test_groups_are_of_sizes_and_kinds():
+def test_groups_are_of_sizes_and_kinds_and_joined_by_kind():
     limits = Limits(max_new_tokens=100)
 
     def group(prompt=20, **settings):
@@ -62,6 +62,9 @@ def test_groups_are_of_sizes_and_kinds():
     kinds = [group(), group(9), group(max_new_tokens=20), group(beam_size=2),
              group(temperature=1.0)]  # fmt: skip
     assert len(set(kinds)) == 5
+    long, many = Group(64, 16, 2, False), Group(16, 256, 2, False)
+    assert long.joined(many) == many.joined(long) == Group(64, 256, 2, False)
+    assert long.kind == many.kind != Group(64, 16, 1, True).kind
 
 
 def queue_of(size: int, batch_size: int, batch_wait_ms: float = 0.0) -> RequestQueue:
@@ -71,19 +74,21 @@ def queue_of(size: int, batch_size: int, batch_wait_ms: float = 0.0) -> RequestQ
     return RequestQueue(limits)
 
 
-def test_all_or_none_are_taken_in():
+def test_inputs_are_taken_in_all_or_none_and_leave_when_abandoned():
     queued = queue_of(3, 8)
     assert queued.put([waiting(0), waiting(1)])
     assert not queued.put([waiting(2), waiting(3)]) and len(queued) == 2
     assert queued.put([waiting(4)]) and len(queued) == 3
     queued.close()
     assert not queued.put([])
-
-
-def test_groups_of_a_kind_are_joined_to_one_that_has_room_for_both():
-    long, many = Group(64, 16, 2, False), Group(16, 256, 2, False)
-    assert long.joined(many) == many.joined(long) == Group(64, 256, 2, False)
-    assert long.kind == many.kind != Group(64, 16, 1, True).kind
+    queued = queue_of(2, 8)
+    gone = waiting(0)
+    queued.put([gone, waiting(1)])
+    seen = queued.waiting()
+    queued.abandon([gone])
+    assert gone.is_abandoned and len(queued) == 1
+    assert queued.put([waiting(2)]) and numbers(queued.waiting()) == [1, 2]
+    assert numbers(queued.take(seen)) == [1]
 
 
 def test_an_input_waits_for_others_but_not_for_ever():
@@ -100,25 +105,11 @@ def test_an_input_waits_for_others_but_not_for_ever():
     assert queued.wait_left_s() < 0.01
 
 
-def test_a_change_that_was_not_seen_is_not_waited_for():
+def test_changes_and_the_end_wake_who_waits():
     queued = queue_of(9, 8)
     seen = queued.num_changes
     queued.notify()
     queued.wait(seen, None)
-
-
-def test_abandoned_inputs_leave_the_queue():
-    queued = queue_of(2, 8)
-    gone = waiting(0)
-    queued.put([gone, waiting(1)])
-    seen = queued.waiting()
-    queued.abandon([gone])
-    assert gone.is_abandoned and len(queued) == 1
-    assert queued.put([waiting(2)]) and numbers(queued.waiting()) == [1, 2]
-    assert numbers(queued.take(seen)) == [1]
-
-
-def test_a_closed_queue_ends_its_worker_s_waiting():
     queued = queue_of(9, 8)
     thread = threading.Thread(target=lambda: queued.wait(queued.num_changes, None))
     thread.start()
@@ -244,19 +235,6 @@ def test_inputs_are_answered_where_not_even_their_programs_are_kept(service, mon
         service.worker.compile_more(asked.group)
     want = served.said()[served.TEXTS[0]]
     assert service.model.vocabulary.decode(got.tokens) == want.output
-
-
-def test_a_group_that_cannot_be_compiled_is_answered_so(service, monkeypatch, caplog):
-    def fail(worker, group):
-        raise RuntimeError("no memory to compile, say")
-
-    prompts = service.model.prompts(["x"])
-    monkeypatch.setattr(type(service.worker), "compile_more", fail)
-    monkeypatch.setattr(service.worker, "_compiled", {})
-    monkeypatch.setattr(service.worker, "_most", {})
-    _, events = ask(service, prompts)
-    assert events.get(timeout=WAIT_S) == Failure(0)
-    assert "no memory to compile, say" in caplog.text and service.worker.compiler.is_alive()
 
 
 def test_inputs_are_answered_by_the_programs_there_are(service, monkeypatch, caplog):

@@ -28,22 +28,12 @@ def test_a_request_in_single_bytes_is_a_request(address):
     assert status == 200 and served.is_said(body["results"][0], "gate")
 
 
-def test_a_head_that_does_not_end_in_time(address):
+def test_a_head_that_does_not_end_in_time_be_it_the_second(address):
     start_s = time.monotonic()
     for begin in (b"", b"POST /v1/gen", GOOD[:60]):
         status, body = status_and_json(exchange(address, begin))
         assert status == 408 and "head did not arrive" in body["error"]["message"]
     assert 3 * 0.9 < time.monotonic() - start_s < 30
-
-
-def test_responses_that_no_route_gives_are_counted(service, address):
-    counts = service.metrics.server.responses.labels("400")._value
-    before = counts.get()
-    assert exchange(address, b"GET\r\n\r\n").startswith(b"HTTP/1.1 400")
-    assert counts.get() == before + 1
-
-
-def test_a_second_head_on_a_connection_has_a_time_too(address):
     with socket.create_connection(address, timeout=60) as client:
         client.sendall(request_bytes(b'{"inputs": "gate"}'))
         assert client.recv(65536).startswith(b"HTTP/1.1 200")
@@ -54,11 +44,20 @@ def test_a_second_head_on_a_connection_has_a_time_too(address):
     assert b"HTTP/1.1 408" in received and b"head did not arrive" in received
 
 
-def test_what_is_no_http(address):
+def test_responses_that_no_route_gives_are_counted(service, address):
+    counts = service.metrics.server.responses.labels("400")._value
+    before = counts.get()
+    assert exchange(address, b"GET\r\n\r\n").startswith(b"HTTP/1.1 400")
+    assert counts.get() == before + 1
+
+
+def test_what_is_no_http_or_only_has_bare_line_feeds_in_its_body(address):
     tls, long, nul = b"\x16\x03\x01\x02\n\r\n\r\n", b"a" * 70_000, b"\x00\r\n\r\n"
     for data in (tls, b"GET\r\n\r\n", long, GOOD[:40] + nul):
         status, body = status_and_json(exchange(address, data))
         assert status == 400 and "no HTTP request" in body["error"]["message"]
+    data = request_bytes(b'{\n"inputs":\n"gate"}\n\n', "Connection: close")
+    assert status_and_json(exchange(address, data * 2))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -87,11 +86,6 @@ def test_a_refused_head_is_told_so_though_more_is_sent(address):
         while part := client.recv(65536):
             received += part
     assert received.startswith(b"HTTP/1.1 400")
-
-
-def test_a_body_may_have_bare_line_feeds(address):
-    data = request_bytes(b'{\n"inputs":\n"gate"}\n\n', "Connection: close")
-    assert status_and_json(exchange(address, data * 2))[0] == 200
 
 
 def test_only_names_of_this_machine_are_answered(service):
@@ -123,14 +117,11 @@ def test_requests_in_a_row_are_answered_in_order(address):
         assert served.is_said(status_and_json(b"HTTP/1.1 200" + part)[1]["results"][0], text)
 
 
-def test_an_address_that_is_taken():
+def test_addresses_that_are_taken_or_of_this_machine():
     with open_socket("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: .*--port"):
             open_socket("127.0.0.1", port)
-
-
-def test_what_only_this_machine_reaches():
     hosts = ("127.0.0.1", "127.3.3.3", "::1", "localhost", "0.0.0.0", "::", "example.org")
     assert [is_loopback(host) for host in hosts] == [True] * 4 + [False] * 3
 

@@ -27,7 +27,7 @@ def checks_of(samples, tally=None, exit_status=0) -> dict[str, bool]:
     return {check.name: check.holds for check in report.checks}
 
 
-def test_what_grows_is_seen():
+def test_what_grows_or_dies_is_seen():
     even = [sample(second) for second in range(32)]
     assert all(checks_of(even).values()) and len(checks_of(even)) == 8
     # Of the first fifth nothing is asked: there programs are compiled.
@@ -41,9 +41,6 @@ def test_what_grows_is_seen():
         assert failed == [f"soak_{name}"]
     left = checks_of([*even[:-1], sample(31.0, files=31)])
     assert [name for name, holds in left.items() if not holds] == ["soak_open_files_left"]
-
-
-def test_a_server_that_died_fails():
     faults = checks_of([sample(0.0), sample(1.0)], Tally(wrong=1, lost=2, held=1), -11)
     assert len(faults) == 4 and not any(faults.values())
 

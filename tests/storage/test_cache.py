@@ -66,16 +66,13 @@ def test_lfu_is_that_of_cachetools_until_an_evicted_key_returns(keys, capacity):
     assert hits_of(DecayedLFU(1, NUM_KEYS, beta=1.0), capacity, keys[:end]) == expected
 
 
-def test_counts_survive_eviction():
+def test_counts_survive_eviction_and_decay():
     # Counts of 0 and 1 are 3 and 2: 2 evicts 1, and 1, now with 3, evicts 2. Then 0 and 1 have
     # 3 each and 0 is the older one; had 1's count begun anew, 1 would be evicted.
     cache = Cache(2, DecayedLFU(1, 3, beta=1.0))
     keys = (0, 0, 0, 1, 1, 2, 1, 2)
     evicted = [cache.request([key], HERE).evicted.tolist() for key in keys]
     assert evicted == [[], [], [], [], [], [1], [2], [0]]
-
-
-def test_counts_decay():
     # Halved after the 4th key (0: 2) and the 8th (0: 1.5, 1: 1.5), counts end as 1.5 and 2.5;
     # not halved, as 5 and 4.
     keys = [0, 0, 0, 0, 0, 1, 1, 1, 1]
@@ -133,11 +130,6 @@ def test_many_victims_are_those_of_one_at_a_time(name):
     assert sorted(many.victims(np.arange(32), 10, here)) == sorted(set(range(32)) - set(left))
 
 
-def test_an_unknown_policy_is_refused():
-    with pytest.raises(ValueError, match="lru, decayed_lfu, next_use"):
-        make_policy("mru", 1, 1, 1)
-
-
 # The bound.
 
 
@@ -173,15 +165,12 @@ def test_no_policy_passes_the_bound(keys, capacity, name):
 # The cache.
 
 
-def test_keys_of_one_request_do_not_evict_each_other():
+def test_a_request_is_admitted_whole_or_refused():
     cache = Cache(3, LRU(1, 6))
     cache.request([0, 1, 2], HERE)
     admission = cache.request([0, 3, 4], HERE)
     assert sorted(admission.evicted) == [1, 2] and sorted(cache.resident) == [0, 3, 4]
     assert (cache.num_requested, cache.num_hits) == (6, 1)
-
-
-def test_a_cache_below_the_working_set_says_how_much_is_needed():
     cache = Cache(3, LRU(1, 6))
     cache.request([0, 1], HERE)
     with pytest.raises(ValueError, match="holds 3 records, but layer 0 needs 4 .* at least 4"):
@@ -197,6 +186,8 @@ def test_wrong_calls_are_named():
         cache.mark_dirty([5])
     with pytest.raises(ValueError, match="capacity=0"):
         Cache(0, LRU(1, 6))
+    with pytest.raises(ValueError, match="lru, decayed_lfu, next_use"):
+        make_policy("mru", 1, 1, 1)
 
 
 class DelayedStore:

@@ -84,14 +84,11 @@ def test_arrays_that_do_not_fit_are_refused(arrays, words):
         Trace(*map(np.array, arrays), layers=("a", "b"), num_experts=3, record_bytes=1)
 
 
-def test_next_use_is_belady_where_all_experts_are_used():
+def test_next_use_is_near_belady():
     each = simulate(training_trace(1.0, steps=8), 96)
     assert each.hits("next_use") >= 0.999 * each.hits("belady")
     # LRU hits only where a sweep turns back: a quarter of one sweep, twice in three.
     assert each.hits("lru") == pytest.approx(2 * 0.25 / 3, abs=0.02)
-
-
-def test_next_use_where_half_of_the_experts_are_used():
     each = simulate(training_trace(0.5, steps=8), 96)
     assert each.hits("next_use") >= 0.8 * each.hits("belady")
     assert each.chosen == "next_use"
@@ -104,7 +101,7 @@ def test_changed_records_are_written_back_as_often_as_they_leave_after_an_update
     assert run_policy(trace, 32, "lru")[1] == 3 * trace.num_keys - 32
 
 
-def test_the_choice_and_its_worth():
+def test_the_choice_its_worth_and_the_smallest_capacity():
     trace = decoding_trace(4, 32, 2, 300, 0.8, repeated=0.4, drift=50)
     each = simulate(trace, 32)
     first = {policy: each.hits(policy, half=0) for policy in POLICIES}
@@ -112,9 +109,6 @@ def test_the_choice_and_its_worth():
     assert first[each.chosen] == max(first.values())
     assert each.chosen_vs_best == second[each.chosen] - max(second.values())
     assert each.chosen_vs_best >= -0.02
-
-
-def test_the_smallest_capacity_that_reaches_the_hit_rate():
     trace = decoding_trace(2, 40, 1, 300, 1.0)
     simulations = simulate_capacities(trace)
     assert [each.capacity for each in simulations] == [8, 20, 40, 60, 80]

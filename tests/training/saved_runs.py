@@ -12,12 +12,15 @@ from switchx import tree
 from switchx.checkpoint.checkpointer import Checkpointer, Retention
 from switchx.checkpoint.items import read_items
 from switchx.checkpoint.run_folder import RunFolder
+from switchx.data.objectives import SpanCorruption
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.training.resume import write_run_config
 from switchx.training.step import init_state
-from tests.training.jobs import make_job, make_params
+from tests.training.jobs import TASK, make_job, make_params
 
 MODEL = ModelConfig("encoder_decoder", 384, 8, 8, 1, 8, 2, 2, switch=SwitchConfig(2, every=1))
+# The source of a run that learnt span corruption.
+SPANS = dataclasses.replace(TASK, objective=SpanCorruption())
 
 
 def save_run(path, model: ModelConfig, **changes) -> pathlib.Path:

@@ -167,7 +167,3 @@ def test_lines_without_routing_or_of_earlier_versions_raise_nothing(watch):
 def test_what_cannot_be_is_refused():
     with refused("RoutingAlarms.hooks: 'page me' cannot be called; use functions of an Alarm"):
         make_job(DENSE, alarms=RoutingAlarms(hooks=("page me",)))
-    with refused("RoutingAlarms.first_lines=0; use at least 1"):
-        RoutingAlarms(first_lines=0)
-    with refused("RoutingAlarms.dropped_factor=0; use a number above 0"):
-        RoutingAlarms(dropped_factor=0)

@@ -11,7 +11,7 @@ import pytest
 
 import switchx
 from switchx import tree
-from switchx.checkpoint.checkpointer import Checkpointer, Retention, SaveError
+from switchx.checkpoint.checkpointer import Checkpointer, Retention
 from switchx.checkpoint.items import stored_items, to_items
 from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder
@@ -20,14 +20,12 @@ from switchx.inference.config import ExpertSlots
 from switchx.models.params import abstract_params
 from switchx.storage.simulation import run_policy
 from switchx.storage.snapshot import Snapshot
-from switchx.storage.store import RecordStore
 from switchx.storage.trace import read_trace
 from switchx.training.loop import train
 from switchx.training.offload.disk_program import LayeredProgram
 from switchx.training.offload.host_program import HostProgram
 from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.programs import compiled_program
-from switchx.training.step import StepConfig
 from tests.cases import slow
 from tests.compare import assert_close
 from tests.compilation import on_devices
@@ -35,7 +33,7 @@ from tests.data.refusals import refused
 from tests.training.disk_jobs import MODEL, E, disk_job, disk_program, saved_files, trained
 from tests.training.jobs import DENSE, SPARSE, Events, make_batch, stacked
 from tests.training.saved_runs import arrays_of, lines
-from tests.training.train_states import assert_same, damage
+from tests.training.train_states import assert_same
 
 pytestmark = pytest.mark.usefixtures("steps_traced_once")
 
@@ -126,34 +124,15 @@ def test_a_step_that_is_not_finite_leaves_every_record_as_it_was(tmp_path):
         assert saved_files(program, tmp_path / "next") != before
 
 
-def test_a_full_disk_ends_training_with_what_is_to_be_done(tmp_path, monkeypatch):
-    record_bytes = disk_program(tmp_path).experts.layout.record_bytes
-    program = disk_program(tmp_path, storage=StorageSpec("disk", host_bytes=E * record_bytes))
-    with program.scope():
-        state, _ = trained(program, 1)
-
-        def full(self, name, data):
-            raise self._write_error(name, len(data), ValueError("os_error_code='28'"))
-
-        monkeypatch.setattr(RecordStore, "_put", full)
-        with pytest.raises(SaveError, match="No space left on device.* bytes, .* are free"):
-            program.train_step(state, program.place(make_batch(MODEL, 8)))
-
-
 # Whole runs.
 
 
 @pytest.fixture(scope="module")
-def one_device():
-    with on_devices(1):
-        yield
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, one_device):
+def finished(tmp_path_factory):
     """Four steps with all experts in the cache: the run's folder."""
     run = RunFolder(tmp_path_factory.mktemp("finished"))
-    train(disk_job(), run, Events())
+    with on_devices(1):
+        train(disk_job(), run, Events())
     return run
 
 
@@ -211,16 +190,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(finished, one_device,
     assert_same(arrays_of(run, 4), arrays_of(finished, 4))
 
 
-@pytest.mark.slow  # with host memory between: test_host_program.py
-def test_runs_go_on_between_device_and_disk(finished, one_device, tmp_path):
-    run = RunFolder(tmp_path / "run")
-    train(disk_job(train_steps=2), run, Events())
-    train(disk_job(storage=StorageSpec(), train_steps=3), run, Events())
-    assert not (run.checkpoints / "3" / "experts").exists()
-    train(disk_job(), run, Events())
-    assert_close(arrays_of(run, 4), arrays_of(finished, 4), rtol=1e-4, atol=2e-5)
-
-
 @pytest.mark.slow  # compiles both layouts
 def test_layers_may_be_unrolled_between_device_and_disk(finished, one_device, tmp_path):
     run = RunFolder(tmp_path / "run")
@@ -236,19 +205,6 @@ def test_layers_may_be_unrolled_between_device_and_disk(finished, one_device, tm
     train(disk_job(train_steps=0, init_from=str(run.root)), fresh, Events())
 
 
-@pytest.mark.slow  # a whole run; checkpoint/test_experts.py has what a record adds
-def test_a_damaged_record_is_named_and_what_is_older_taken(finished, one_device, tmp_path):
-    run = RunFolder(tmp_path / "run")
-    shutil.copytree(finished.root, run.root)
-    damage(run.checkpoints / "4" / "experts" / "decoder_1" / "00003")
-    (fault,) = checkpoint_faults(run, 4)
-    assert fault == "its file experts/decoder_1/00003 has changed since it was written"
-    train(disk_job(), run, events := Events())
-    assert any("resumed from step 2" in note for note in events.notes)
-    assert (run.checkpoints / "4.damaged-1").exists()
-    assert_same(arrays_of(run, 4), arrays_of(finished, 4))
-
-
 def test_what_does_not_fit_a_disk_is_refused(one_device, tmp_path):
     def program(model=MODEL, **changes):
         return LayeredProgram(disk_job(model, **changes), RunFolder(tmp_path))
@@ -257,12 +213,9 @@ def test_what_does_not_fit_a_disk_is_refused(one_device, tmp_path):
         StorageSpec("disk", slots=1)
     with refused("StorageSpec.slots=3, but the model has 2 runs of blocks (decoder)"):
         program(storage=StorageSpec("disk", slots=3))
+    # What host memory refuses too: test_host_program.py.
     with refused("a dense model with StorageSpec.experts='disk'"):
         program(DENSE)
-    with refused("ModelConfig.scan_layers=False<any>use scan_layers=True"):
-        program(dataclasses.replace(MODEL, scan_layers=False))
-    with refused("StepConfig.bucket_bytes=1024"):
-        program(step=StepConfig(bucket_bytes=1024))
     least = E * program().experts.layout.record_bytes
     with refused(f"StorageSpec.host_bytes={least - 1:,} holds 23 experts<any>least {least:,}"):
         program(storage=StorageSpec("disk", host_bytes=least - 1))

@@ -11,10 +11,8 @@ import pytest
 
 from switchx import tree
 from switchx.models.config import RouterConfig
-from switchx.models.params import bind, forward, init_params
+from switchx.models.params import init_params
 from switchx.models.stages import init_run_experts, is_of_experts, model_runs, without_experts
-from switchx.training.evaluate import PLAIN_LOSS
-from switchx.training.losses import cross_entropy
 from switchx.training.offload.disk_runs import joined
 from switchx.training.offload.disk_step import LayeredGradients
 from switchx.training.step import StepConfig, gradients
@@ -159,24 +157,6 @@ def test_what_is_guessed_and_how_many_slots_there_are_change_no_bit():
     assert len(banks_of_none.fetched) > len(banks.fetched)
     backward = [(run.place, used.tolist()) for run, s, used in banks.fetched if s == 1]
     assert backward == [(r.place, u.tolist()) for r, s, u in banks_of_none.fetched if s == 1]
-
-
-@pytest.mark.slow  # of a decoder: test_disk_program.py
-def test_evaluation_is_that_of_the_whole_model():
-    config = stacked(ENCODER_DECODER)
-    params, batch = make_params(config), make_batch(config, ROWS)
-    step = layered_of(config, 2)
-    x_BLD, stats = step.evaluate(without_experts(params), batch, Banks(params, "some"))
-    sums_of = jax.jit(functools.partial(step.token_sums, loss=PLAIN_LOSS))
-    sums = sums_of(without_experts(params), x_BLD, batch)
-    compute = jax.jit(functools.partial(forward, config, is_training=False))
-    logits_BLV, want_stats = compute(params, batch)
-    targets_BL, weights_BL = batch["decoder_target_tokens"], batch["decoder_loss_weights"]
-    logits = jax.jit(lambda params, x_BLD: bind(config, params).embedding.logits(x_BLD))
-    np.testing.assert_allclose(logits(params, x_BLD), logits_BLV, rtol=1e-5, atol=1e-5)
-    want = cross_entropy(logits_BLV, targets_BL, weights_BL, PLAIN_LOSS)
-    assert_close(sums, want, rtol=1e-5)
-    assert_close(stats, want_stats, rtol=1e-4, atol=1e-5)
 
 
 def test_experts_of_a_run_are_drawn_as_those_of_the_whole_model():

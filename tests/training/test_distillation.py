@@ -37,7 +37,6 @@ from switchx.training.loop import train
 from switchx.training.losses import LossConfig
 from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.step import StepConfig, gradients, init_state
-from tests.cases import slow
 from tests.compare import assert_close
 from tests.data.refusals import refused
 from tests.training.jobs import (
@@ -170,6 +169,7 @@ def test_the_teacher_changes_what_is_learnt_and_is_not_differentiated(taught):
     )
 
 
+@pytest.mark.slow  # a step of microbatches: test_distilled_logits.py
 def test_microbatches_are_the_whole_batch(taught):
     batch, params, teacher, whole = taught
     expected = whole(teacher)
@@ -208,35 +208,6 @@ def test_students_start_with_weights_of_layers_without_experts():
 @pytest.fixture(scope="module")
 def teacher_run(tmp_path_factory):
     return save_run(tmp_path_factory.mktemp("teacher") / "run", SPARSE)
-
-
-# Raw gradients on a mesh: test_distilled_meshes.py; a step: test_distilled_logits.py.
-@pytest.mark.parametrize(
-    ("mesh", "student", "microbatches"),
-    [
-        slow(MeshSpec(data=2, expert=2, model=2), FEWER, 1),
-        slow(MeshSpec(data=2, fsdp=2), DENSE, 2),
-    ],
-)
-def test_a_mesh_takes_the_step_of_one_device(teacher_run, mesh, student, microbatches):
-    """One step of each, from the same parameters: loss, soft loss and gradient norm."""
-    found = []
-    for each, parts in ((MeshSpec(), 1), (mesh, microbatches)):
-        job = make_job(
-            student, mesh=each, distillation=Distillation(teacher_run),
-            step=StepConfig(num_microbatches=parts),
-        )  # fmt: skip
-        program = DistilledProgram(job, jax.devices()[: each.num_devices(1)])
-        with program.scope():
-            params, taken = program.started_params()
-            assert len(taken) > 10
-            state = program.init_state(params)
-            batch = program.place(make_batch(student, 8))
-            state, metrics = program.train_step(state, batch, *program.beside)
-            found.append((metrics.loss, metrics.sums.soft_loss, metrics.grad_norm))
-            bytes_alone = tree.num_bytes(state.params)
-            assert program.state_bytes(is_on_host=False) > bytes_alone / program.mesh.size
-    np.testing.assert_allclose(found[0], found[1], rtol=2e-5)
 
 
 def trained(folder, teacher, train_steps: int, **settings):
@@ -348,10 +319,6 @@ def test_what_cannot_be_taught_is_refused_before_anything_is_computed(teacher_ru
     refuse("distillation with MeshSpec.pipe=2", mesh=MeshSpec(pipe=2))
     refuse("() with StorageSpec.experts='host': a teacher", SPARSE, storage=StorageSpec("host"))
     refuse("init_from='runs/a' with Distillation.starts_from_teacher", init_from="runs/a")
-    for settings in ({"soft_weight": 0}, {"soft_weight": 1.5}, {"temperature": 0.0}):
-        (name,) = settings
-        with refused(f"Distillation.{name}={settings[name]}"):
-            Distillation("teacher", **settings)
 
 
 def test_other_groups_of_a_sparse_teacher_are_said(tmp_path):

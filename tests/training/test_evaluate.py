@@ -113,11 +113,12 @@ def test_there_is_no_noise_and_the_evaluation_capacity_holds_every_token(model):
 TWO_LAYERS = dataclasses.replace(with_switch(SPARSE, group_size=27), num_decoder_layers=4)
 
 
-def sampled(config, batch, mesh=None, **changes):
-    """Statistics and sample of an evaluation step over a whole program."""
+@functools.cache
+def sampled(config, mesh=None):
+    """Statistics and sample of an evaluation step over a whole program, of eight rows."""
     devices = None if mesh else jax.devices()[:1]
-    job = make_job(config, mesh=mesh or MeshSpec(), **changes)
-    program = compiled_program(job, devices)
+    program = compiled_program(make_job(config, mesh=mesh or MeshSpec()), devices)
+    batch = make_batch(config, 8)
     with program.scope():
         params = jax.device_put(make_params(config), program.shardings.params)
         _, stats, parts = program.eval_step(params, program.place(batch))
@@ -136,7 +137,7 @@ def sampled(config, batch, mesh=None, **changes):
 def test_sample_has_the_tokens_and_the_loads_of_the_batch(model, scan_layers):
     model = dataclasses.replace(model, scan_layers=scan_layers)
     batch = make_batch(model, 8)
-    stats, parts = sampled(model, batch)
+    stats, parts = sampled(model)
     parts = jax.device_get(parts)
     stacks = ("encoder", "decoder") if model.is_encoder_decoder else ("decoder",)
     assert parts.keys() == set(stacks) and stats.choices == ()
@@ -162,8 +163,8 @@ def test_sample_has_the_tokens_and_the_loads_of_the_batch(model, scan_layers):
 @pytest.mark.parametrize("model", [slow(SPARSE), ENCODER_DECODER])
 def test_a_mesh_gives_the_same_sample_to_everyone(model):
     batch = make_batch(model, 8)
-    of_one, want = sampled(model, batch)
-    of_mesh, got = sampled(model, batch, MeshSpec(data=2, expert=4))
+    of_one, want = sampled(model)
+    of_mesh, got = sampled(model, MeshSpec(data=2, expert=4))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
     jax.tree.map(close, of_mesh, of_one)
     assert of_one.expected_dropped.shape == of_one.margin.shape == of_one.tokens.shape

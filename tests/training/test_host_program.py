@@ -35,7 +35,6 @@ from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig, gradients
 from tests.cases import slow_unless
 from tests.compare import assert_close
-from tests.compilation import on_devices
 from tests.data.refusals import refused
 from tests.partitioning.ring_orders import forwards
 from tests.training.jobs import (
@@ -205,19 +204,6 @@ def sliced(optimizer, steps: int = 3):
     return found
 
 
-def test_updates_by_slices_are_adams_in_numpy():
-    learning_rate, b1, b2, epsilon, decay = 1e-2, 0.9, 0.99, 1e-4, 0.1
-    optimizer = AdamW(b1, b2, epsilon, decay).build(Constant(learning_rate))
-    for name, (got, _) in sliced(optimizer).items():
-        w, m, v = (x.astype(np.float64) for x in (draw(0)[name], *2 * [0 * draw(0)[name]]))
-        for step in range(1, 4):
-            g = 0.5 * draw(step)[name]
-            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
-            update = (m / (1 - b1**step)) / (np.sqrt(v / (1 - b2**step)) + epsilon)
-            w = w - learning_rate * (update + decay * w * ("w_" in name))
-        np.testing.assert_allclose(got, w, rtol=2e-6, atol=1e-7, err_msg=name)
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_by_slices_are_those_of_whole_stacks(name):
     optimizer = OPTIMIZERS[name].build(Constant(1e-2))
@@ -243,12 +229,6 @@ def test_a_state_is_taken_apart_and_joined():
 
 
 # Whole runs.
-
-
-@pytest.fixture(scope="module")
-def one_device():
-    with on_devices(1):
-        yield
 
 
 @pytest.mark.slow

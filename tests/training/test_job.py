@@ -40,35 +40,6 @@ def test_a_model_without_an_embedding_for_each_id_is_refused():
         job.check_vocabulary()
 
 
-@pytest.mark.parametrize(
-    "name",
-    "inputs_length targets_length batch_size log_every eval_every checkpoint_every "
-    "max_skipped_in_a_row".split(),
-)
-def test_counts_are_at_least_one(name):
-    with refused(f"{name}=0"):
-        make_job(**{name: 0})
-
-
-@pytest.mark.parametrize("name", ["train_steps", "seed"])
-def test_steps_and_seeds_are_not_negative(name):
-    make_job(**{name: 0})
-    with refused(f"{name}=-1"):
-        make_job(**{name: -1})
-
-
-def test_seeds_fit_a_key():
-    make_job(seed=2**32 - 1)
-    with refused(f"seed={2**32}"):
-        make_job(seed=2**32)
-
-
-def test_an_evaluation_reads_something():
-    make_job(eval_batches=None)
-    with refused("eval_batches=0"):
-        make_job(eval_batches=0)
-
-
 def test_microbatches_divide_the_batch():
     with refused("batch_size=8 is not divisible by num_microbatches=3"):
         make_job(step=StepConfig(num_microbatches=3))

@@ -188,6 +188,7 @@ def test_on_every_mesh_and_the_weight_s_gradient_is_summed_once(name, config, ke
     assert set(sums.values()) == {1}
 
 
+@pytest.mark.slow  # 15 s of compilation
 def test_a_pipeline_s_stages_take_their_logits_in_parts():
     config = stacked(DENSE, 2)
     assert_equal(pipelined(config, MeshSpec(pipe=2, data=2, model=2)), unpipelined(config))

@@ -197,8 +197,6 @@ def test_bad_settings(tmp_path):
         StepConfig(rate_multipliers=[("a", -1.0)])
     with refused("StepConfig.rate_multipliers: ('a', None) is no pair"):
         StepConfig(rate_multipliers=[("a", None)])
-    with refused("StepConfig.ema_decay=1.0"):
-        StepConfig(ema_decay=1.0)
     with refused("StepConfig.rate_multipliers: 'nothing' decides for no parameter"):
         compiled_program(make_job(step=StepConfig(rate_multipliers=[("nothing", 0.0)])))
     for fields in ({"rate_multipliers": NON_EXPERTS}, {"ema_decay": 0.9}):

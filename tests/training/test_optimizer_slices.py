@@ -17,17 +17,14 @@ from switchx import tree
 from switchx.checkpoint.checkpointer import Checkpointer, Retention
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.compiled.collectives import executed_collectives
-from switchx.gin_config.building import job_from_gin
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
 from switchx.optim.protocol import Optax
 from switchx.optim.schedules import Constant
 from switchx.partitioning.mesh import MeshSpec
-from switchx.partitioning.replicas import replica_axes
 from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig
 from tests.data.refusals import refused
-from tests.processes import ROOT
 from tests.training.jobs import (
     DENSE,
     ENCODER_DECODER,
@@ -35,7 +32,6 @@ from tests.training.jobs import (
     make_batch,
     make_job,
     make_params,
-    with_switch,
 )
 
 # Each with a usual learning rate; momentum, so that something large is kept. Parameters of
@@ -179,7 +175,10 @@ def test_what_does_not_divide_is_said():
     assert not compiled_program(job_on(MeshSpec(), "adamw", model)).notes
 
 
-def test_experts_in_storage_are_refused():
+def test_buckets_and_experts_in_storage_are_refused():
+    model = dataclasses.replace(SPARSE, scan_layers=True, remat="minimal")
+    with refused("StepConfig.bucket_bytes=<any> with Rules.optimizer_slices"):
+        compiled_program(sliced(job_on(MeshSpec(fsdp=2), "adamw", model, bucket_bytes=1024)))
     job = sliced(make_job(dataclasses.replace(SPARSE, scan_layers=True)))
     storage = dataclasses.replace(job.storage, experts="host")
     with refused("Rules.optimizer_slices=('data',) with StorageSpec.experts='host'"):
@@ -213,34 +212,3 @@ CASES = {
 def test_steps_are_those_of_a_whole_state_on_every_mesh(case, optimizer):
     mesh, model, step = CASES[case]
     assert difference(job_on(mesh, optimizer, model, **step)) <= BOUND
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(
-    "name", sorted(path.stem for path in (ROOT / "configs/meshes").glob("*.gin"))
-)
-def test_steps_are_those_of_a_whole_state_on_the_shipped_meshes(name, optimizer):
-    shipped = job_from_gin(
-        ("runs/pretrain_tiny.gin", f"meshes/{name}.gin"), ("SwitchConfig.group_size = 8",)
-    )
-    num_devices = shipped.mesh.num_devices(len(jax.devices()))
-    if num_devices != len(jax.devices()) or shipped.mesh.build().shape["data"] == 1:
-        pytest.skip("no axis data on eight devices")
-    if shipped.step.bucket_bytes is not None:
-        with refused("StepConfig.bucket_bytes=<any> with Rules.optimizer_slices"):
-            compiled_program(sliced(shipped))
-        return
-    rules = dataclasses.replace(shipped.mesh.rules, optimizer_slices=())
-    job = job_on(
-        dataclasses.replace(shipped.mesh, rules=rules),
-        optimizer,
-        dataclasses.replace(
-            with_switch(STACKED, dispatcher=shipped.model.switch.dispatcher), num_heads=4
-        ),  # a mesh has model=4
-        num_microbatches=shipped.step.num_microbatches,
-        clip_norm=0.1,
-    )
-    job = dataclasses.replace(job, pipeline=shipped.pipeline)
-    assert difference(job) <= BOUND
-    assert replica_axes(trained(job, 1)[0].mesh, rules) in (("data",), ())

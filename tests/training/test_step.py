@@ -22,7 +22,6 @@ from switchx.training.microbatches import into_microbatches
 from switchx.training.step import StepConfig, gradients, init_state, train_step
 from tests.cases import slow
 from tests.compare import assert_close_to_largest
-from tests.data.refusals import refused
 from tests.training.jobs import (
     DENSE,
     ENCODER_DECODER,
@@ -275,51 +274,16 @@ def test_other_dtypes_have_no_loss_scale(noisy):
         assert int(state.good_steps) == 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_microbatches": 0}, "StepConfig.num_microbatches=0"),
-        ({"clip_norm": 0.0}, "StepConfig.clip_norm=0.0"),
-        ({"clip_norm": -1.0}, "StepConfig.clip_norm=-1.0"),
-    ],
-)
-def test_wrong_configurations_are_refused(changes, message):
-    with refused(message):
-        StepConfig(**changes)
-
-
 OPTIMIZER = Adafactor().build(Constant(1.0))
-
-
-@pytest.fixture(scope="module")
-def drawn():
-    """A state whose parameters are drawn from seed 7."""
-    return init_state(TINY, OPTIMIZER, seed=7)
 
 
 def given(seed=0, config=TINY):
     return init_state(config, OPTIMIZER, seed=seed, params=make_params(config))
 
 
-def test_a_fresh_state_has_taken_no_step():
-    state = given()
-    for name in ("step", "skipped", "skipped_in_a_row", "good_steps"):
-        counter = getattr(state, name)
-        assert counter.dtype == jnp.int32 and counter.shape == () and int(counter) == 0
-    assert int(state.opt_state.count) == 0
-    assert float(state.loss_scale) == 1
-
-
 def test_float16_begins_with_a_loss_scale_of_two_to_the_fifteenth():
     state = given(config=HALF)
     assert float(state.loss_scale) == 32768 and state.loss_scale.dtype == jnp.float32
-
-
-def test_parameters_come_from_the_seed_or_are_those_given(drawn):
-    assert_same(given().params, make_params(TINY))
-    table_VD = np.asarray(drawn.params["embedding"]["embedding_VD"])
-    other = init_state(TINY, OPTIMIZER, seed=8)
-    assert not np.array_equal(table_VD, other.params["embedding"]["embedding_VD"])
 
 
 def test_each_step_has_its_own_key_and_a_resumed_one_the_same():

@@ -45,7 +45,7 @@ from tests.training.jobs import (
     make_params,
     with_switch,
 )
-from tests.training.saved_runs import lines, losses_of
+from tests.training.saved_runs import lines
 
 TASKS = tuple(
     Task(name, text_corpus(*[letter * 160] * 4), ByteVocabulary(), CausalLM())
@@ -116,7 +116,7 @@ def test_a_row_chooses_experts_of_its_task_as_the_tasks_own_model_does():
         np.testing.assert_allclose(got_BLV, want_BLV, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("rows_of_group", [2, 8])
+@pytest.mark.parametrize("rows_of_group", [slow(2), 8])
 def test_the_balance_loss_is_that_of_the_tasks_own_models(rows_of_group):
     """In groups of one task their mean, and else that weighted by tokens; gradients too."""
     model = with_switch(MODEL, group_size=rows_of_group * LENGTH)
@@ -234,13 +234,6 @@ def whole(tmp_path_factory):
     run = RunFolder(tmp_path_factory.mktemp("one"))
     train(tasks_job(), run, Events(), devices=jax.devices()[:1])
     return run
-
-
-@pytest.mark.slow  # raw gradients on meshes: above
-def test_a_run_on_a_mesh_has_the_losses_of_one_device(whole, tmp_path):
-    meshed = RunFolder(tmp_path)
-    train(tasks_job(mesh=MeshSpec(data=1, expert=8)), meshed, Events())
-    assert losses_of(meshed) == pytest.approx(losses_of(whole), rel=1e-6)
 
 
 def test_a_run_evaluates_each_task_and_loads_one(whole):

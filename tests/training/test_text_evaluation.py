@@ -145,15 +145,6 @@ def test_the_time_is_a_share_of_training(tmp_path):
 def test_bad_input(tmp_path):
     with refused("TrainingJob.text_evaluation generates texts, and train was given nothing"):
         train(job_of(), RunFolder(tmp_path), Events())
-    for name, value in (
-        ("time_share", 0.0),
-        ("time_share", 2),
-        ("time_share", math.nan),
-        ("batch_size", 0),
-        ("num_samples", -1),
-    ):
-        with refused(f"TextEvaluation.{name}={value}"):
-            TextEvaluation(**{name: value})
 
 
 def test_a_best_metric_that_no_evaluation_has_is_refused_before_anything_is_computed(tmp_path):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The notebooks of experiments/first_steps: as they are committed, and run whole."""
+"""The notebooks of first_steps and routing_statistics: as they are committed, and run whole."""
 
 import ast
 import json
@@ -17,6 +17,7 @@ from tests.processes import ROOT
 
 NOTEBOOK = ROOT / "experiments/first_steps/first_steps.ipynb"
 ATLAS = NOTEBOOK.with_name("atlas.ipynb")
+ROUTING = ROOT / "experiments/routing_statistics/routing.ipynb"
 COMMAND = re.compile(r"^ *%run -m switchx (.*)$", re.MULTILINE)
 
 
@@ -80,3 +81,23 @@ def test_the_notebook_runs(session_cache, tmp_path):
         assert "data:image/svg+xml" in json.dumps(outputs[number])
     assert (tmp_path / "tuned_int4/artifact.json").exists()
     assert "".join(each["text"] for each in outputs[9]).count("tuned") == 2
+
+
+def test_the_notebook_of_routing_statistics_computes_nothing_itself():
+    notebook = nbformat.read(ROUTING, as_version=4)
+    assert len(notebook.cells) <= 12
+    code = [cell.source for cell in code_cells(notebook)]
+    for word in ("numpy", "np.", "matplotlib", "def ", "for ", " + ", " * ", " / "):
+        assert not any(word in source for source in code), word
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+
+
+@pytest.mark.slow
+def test_the_notebook_of_routing_statistics_runs(finished_run):
+    notebook = nbformat.read(ROUTING, as_version=4)
+    environment = ENVIRONMENT | {"MODEL_DIR": str(finished_run.folder)}
+    client = nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3")
+    client.execute(cwd=str(ROUTING.parent), env=os.environ | environment)
+    shown = [cell.outputs for cell in code_cells(notebook)][1:]
+    assert all(outputs and "text/html" in outputs[0]["data"] for outputs in shown)
+    assert sum("data:image/svg+xml" in json.dumps(outputs) for outputs in shown) == 5

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs on the ladder: each contender at its own rate, over the whole validation split.
+
+A rung is a gin file; a contender is gin bindings over it, with the rate that
+experiments/rates found for it. Quality is the negative log perplexity after the last step,
+nothing dropped. Cells run side by side, one on each core.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import statistics
+from typing import Any
+
+import numpy as np
+
+from experiments.experiment import ENGLISH, Contender, run_name
+from experiments.measured import Cells
+from experiments.pages import ROOT, read_results
+from experiments.side_by_side import num_cores, on_each_core
+from experiments.statistics import difference, estimate, parabola
+from experiments.study import Study
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.gin_config.building import job_from_gin
+from switchx.models.flops import train_flops
+
+DENSE = "ModelConfig.switch=None"
+# What evaluation drops says nothing of the model.
+DROPLESS = ("RouterConfig.overflow='dropless'", "SwitchConfig.dispatcher='dropless'")
+# The ladder drops nothing in training either; these are over what has a capacity.
+WITH_CAPACITY = ("RouterConfig.overflow='drop'", "SwitchConfig.dispatcher='gather'")
+# Sweeps of experiments/rates by number of experts; other numbers are interpolated.
+SWEPT = {1: "dense", 4: "4 experts", 16: "16 experts", 32: "32 experts"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rung:
+    """A size of models and length of training.
+
+    Attributes:
+        steps: TRAIN_STEPS of the file.
+        suffix: what names of its contenders end with in experiments/rates.
+    """
+
+    gin_file: str
+    steps: int
+    suffix: str = ""
+
+
+R0 = Rung("configs/runs/ladder_r0.gin", 1280)
+R1 = Rung("configs/runs/ladder_r1.gin", 2880, ", R1")
+
+
+@dataclasses.dataclass(frozen=True)
+class OnLadder(Contender):
+    """A contender of the ladder.
+
+    Attributes:
+        rate_of: model of experiments/rates whose rate it has, or a number of experts, which
+            is interpolated in its logarithm where it was not swept.
+        length: steps over those of the rung. The rate goes with its root: rate * length^-0.5
+            is assumed, and the same for all.
+        has_capacity: whether training may drop tokens; it is then evaluated without a capacity
+            by a command of its own.
+    """
+
+    rate_of: str | int = 16
+    length: float = 1.0
+    has_capacity: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """Contenders of a rung; the first is what the tables compare with."""
+
+    contenders: tuple[OnLadder, ...]
+    rung: Rung = R0
+    seeds: tuple[int, ...] = ()
+
+
+def rate(rung: Rung, contender: OnLadder) -> float:
+    """The learning rate of a contender.
+
+    Raises:
+        ValueError: experiments/rates has not been run, or found no rate for it.
+    """
+    found = read_results(ROOT / "experiments/rates")
+    if found is None:
+        raise ValueError(
+            "experiments/rates has no results, and contenders have the rates that it finds; "
+            "run it first: `make experiments EXPERIMENT=rates DATA=FOLDER`"
+        )
+
+    def swept(name: str) -> float:
+        qualities = found["quality"].get(name + rung.suffix, {})
+        fit = parabola([*map(float, qualities)], [*qualities.values()]) if qualities else None
+        if fit is None or fit.rate is None:
+            raise ValueError(
+                f"{contender.name}: rate not found: experiments/rates "
+                + (f"says {fit.problem}" if fit else f"did not sweep {name}{rung.suffix}")
+            )
+        return fit.rate
+
+    if isinstance(contender.rate_of, str):
+        own = swept(contender.rate_of)
+    elif contender.rate_of in SWEPT:
+        own = swept(SWEPT[contender.rate_of])
+    else:
+        logs = [math.log(swept(name)) for name in SWEPT.values()]
+        sizes = np.log2([*SWEPT])
+        own = math.exp(np.interp(math.log2(contender.rate_of), sizes, logs))
+    return own * contender.length**-0.5
+
+
+def bindings_of(study: Study, rung: Rung, contender: OnLadder, seed: int) -> list[str]:
+    """All bindings of a run over the rung's file, with a rate of its own but in a quick run."""
+    own = 0.01 if study.is_quick else rate(rung, contender)
+    steps = round(rung.steps * contender.length)
+    return [
+        f"TRAIN_STEPS={steps}",
+        f"WARMUP_STEPS={1 if study.is_quick else steps // 20}",
+        f"CHECKPOINT_EVERY={steps // 4}",
+        f"LEARNING_RATE={own:.6g}",
+        f"SEED={seed}",
+        f"FILES=<data {' '.join(ENGLISH)}>",
+        "checkpointer.Retention.keep_period=None",
+        *WITH_CAPACITY * contender.has_capacity,
+        *("TrainingJob.eval_batches=1",) * contender.has_capacity,
+        *contender.bindings,
+    ]
+
+
+def train_all(study: Study, cells: Cells, runs: Runs) -> dict[str, Any]:
+    """Trains every contender with every seed, seed by seed.
+
+    Returns:
+        As results.json has it: `curves` (the last step's quality alone, by contender and
+        seed), `seeds`, `steps`, `models` (FLOPs of a token over the first one's, rate, length,
+        share of tokens dropped at the end of training, skipped steps), and `validation`,
+        tokens and bytes of the split, of which a contender without a capacity is needed.
+    """
+    if study.is_quick:
+        last = [each for each in runs.contenders if not each.has_capacity][-1]
+        runs = dataclasses.replace(runs, contenders=(runs.contenders[0], last), seeds=(0,))
+    pairs = [*itertools.product(runs.seeds, runs.contenders)]
+    found = on_each_core(lambda pair: _trained(study, cells, runs.rung, *pair), pairs)
+    by_pair = {(seed, each.name): f for (seed, each), f in zip(pairs, found, strict=True)}
+    curves, models, flops = {}, {}, {}
+    for each in runs.contenders:
+        of_seeds = [by_pair[seed, each.name] for seed in runs.seeds]
+        steps = runs.rung.steps
+        curves[each.name] = [{steps: one["quality"]} for one in of_seeds]
+        bindings = study.placed(bindings_of(study, runs.rung, each, 0))
+        job = job_from_gin([ROOT / runs.rung.gin_file], bindings)
+        flops[each.name] = train_flops(job.model, *job.sequence_lengths)
+        models[each.name] = {
+            "flops": flops[each.name] / flops[runs.contenders[0].name],
+            "rate": None if study.is_quick else rate(runs.rung, each),
+            "length": each.length,
+            "dropped": statistics.mean(one["dropped"] for one in of_seeds),
+            "skipped_steps": sum(one["skipped_steps"] for one in of_seeds),
+        }
+    return {
+        "curves": curves,
+        "seeds": list(runs.seeds),
+        "steps": runs.rung.steps,
+        "models": models,
+        "validation": cells.get(
+            {"validation": runs.rung.gin_file}, lambda: _validation(study, runs)
+        ),
+    }
+
+
+def _trained(study: Study, cells: Cells, rung: Rung, seed: int, each: OnLadder) -> dict:
+    """What `Study.train` found, with `quality`."""
+    name = run_name(each.name + rung.suffix, seed)
+    found = study.train(cells, name, [rung.gin_file], bindings_of(study, rung, each, seed))
+    if not each.has_capacity:
+        step = max(found["curve"], key=int)
+        return found | {"quality": found["curve"][step]}
+    batches = 1 if study.is_quick else None
+    evaluated = study.command(
+        cells,
+        f"{name}_evaluated",
+        "eval",
+        f"--model_dir=<run {name}>",
+        f"--gin.FILES=<data {' '.join(ENGLISH)}>",
+        f"--gin.TrainingJob.eval_batches={batches}",
+        *(f"--gin.{binding}" for binding in DROPLESS),
+    )
+    return found | {"quality": evaluated["neg_log_perplexity"]}
+
+
+def _validation(study: Study, runs: Runs) -> dict[str, int]:
+    """Tokens that the split is scored on, and its bytes of text."""
+    each = next(each for each in runs.contenders if not each.has_capacity)
+    run = RunFolder(study.runs / run_name(each.name + runs.rung.suffix, runs.seeds[0]))
+    lines = [json.loads(line) for line in run.validation.read_text().splitlines()]
+    bindings = study.placed(bindings_of(study, runs.rung, each, 0))
+    job = job_from_gin([ROOT / runs.rung.gin_file], bindings)
+    texts = job.source.corpus.open("validation", job.data_dir)
+    size = sum(len(example[field].encode()) for example in texts for field in texts.fields)
+    return {"tokens": round(lines[-1]["target_tokens"]), "bytes": size}
+
+
+def wall_seconds(cells: Cells) -> int:
+    """Of the whole machine: a cell has one of its cores."""
+    return round(cells.seconds / num_cores())
+
+
+def finals_of(results: dict[str, Any]) -> dict[str, list[float]]:
+    """Quality after the last step, by contender, one a seed."""
+    return {
+        name: [seed[max(seed, key=int)] for seed in seeds]
+        for name, seeds in results["curves"].items()
+    }
+
+
+def intervals(results: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Each contender less the first one, with 95% intervals by `statistics.estimate`."""
+    finals = finals_of(results)
+    first, *others = finals
+    return {
+        name: dataclasses.asdict(estimate(finals, difference(name, first)).interval())
+        for name in others
+    }
+
+
+def rows(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row each contender of what `train_all` returned, for a page."""
+    finals, over = finals_of(results), intervals(results)
+    first, split = next(iter(finals)), results["validation"]
+    per_byte = split["tokens"] / split["bytes"] / math.log(2)
+    return [
+        {
+            "model": name,
+            **{key: results["models"][name][key] for key in ("rate", "flops", "length")},
+            "negative log perplexity": (mean := statistics.mean(of_seeds)),
+            "lowest seed": min(of_seeds),
+            "highest seed": max(of_seeds),
+            "bits per byte": -mean * per_byte,
+            f"over {first} (95%)": over.get(name),
+            "dropped tokens": results["models"][name]["dropped"],
+            "skipped steps": results["models"][name]["skipped_steps"],
+        }
+        for name, of_seeds in finals.items()
+    ]

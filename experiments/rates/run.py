@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The learning rate of each model of the ladder, swept on a seed that judges nothing.
+
+make experiments EXPERIMENT=rates DATA=FOLDER
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from experiments.experiment import ENGLISH, QUICK
+from experiments.measured import Cells, Interval
+from experiments.side_by_side import num_cores, on_each_core
+from experiments.statistics import open_sides, parabola
+from experiments.study import Study, main
+
+SEED = 900  # no other experiment has it
+R0, R1 = ("configs/runs/ladder_r0.gin", "configs/runs/ladder_r1.gin")
+# D of R1 over that of R0: AdamW's rate is predicted to fall by it.
+WIDTH = 96 / 64
+ADAMW, ADAFACTOR = (0.002, 0.004, 0.008, 0.016, 0.032), (0.03, 0.06, 0.12, 0.24, 0.48)
+MOST_ADDED = 3  # rates, two times apart, on a side where the best is at the edge
+DENSE = "ModelConfig.switch=None"
+
+
+@dataclasses.dataclass(frozen=True)
+class Swept:
+    """A model whose rate is sought.
+
+    Attributes:
+        bindings: gin bindings over the rung's file.
+        minutes: expected minutes of a run on one core.
+    """
+
+    name: str
+    bindings: tuple[str, ...] = ()
+    rates: tuple[float, ...] = ADAMW
+    rung: str = R0
+    minutes: float = 3.5
+
+
+_PAPERS = ("OPTIMIZER=@adafactor.Adafactor()",)
+GATE = (
+    Swept("dense", (DENSE,)),
+    Swept("16 experts"),
+    Swept("dense, Adafactor", (DENSE, *_PAPERS), ADAFACTOR),
+    Swept("16 experts, Adafactor", _PAPERS, ADAFACTOR),
+)
+# k 2 of half the width: two experts of F/2, FLOPs of one of F.
+OTHERS = (
+    Swept("4 experts", ("NUM_EXPERTS=4",)),
+    Swept("32 experts", ("NUM_EXPERTS=32",)),
+    Swept("16 experts, 2 of half the width",
+          ("RouterConfig.num_selected=2", "SwitchConfig.d_ff=192")),
+)  # fmt: skip
+
+
+def next_rung(rates: dict[str, float]) -> tuple[Swept, ...]:
+    """Dense and 16 experts on the next rung, three rates each about the predicted one."""
+    swept = {"dense, R1": (DENSE,), "16 experts, R1": ()}
+    predicted = {name: rates[name.removesuffix(", R1")] / WIDTH for name in swept}
+    return tuple(
+        Swept(name, bindings, tuple(predicted[name] * 2**i for i in (-1, 0, 1)), R1, 14.5)
+        for name, bindings in swept.items()
+    )
+
+
+def sweep(study: Study, cells: Cells, swept: Swept) -> dict[str, float]:
+    """Validation negative log perplexity by rate, with rates added where the best is at the
+    edge."""
+    # A quick one has two steps.
+    rates, quick = list(swept.rates), (*QUICK, "WARMUP_STEPS=1") * study.is_quick
+    name = swept.name.replace(",", "").replace(" ", "_")
+    for _ in range(MOST_ADDED + 1):
+        found = study.command(
+            cells,
+            f"{name}_sweep",
+            "sweep",
+            f"--gin_file={swept.rung}",
+            f"--gin.FILES=<data {' '.join(ENGLISH)}>",
+            f"--gin.SEED={SEED}",
+            *(f"--gin.{binding}" for binding in (*swept.bindings, *quick)),
+            f"--gin.LEARNING_RATE={','.join(f'{rate:.4g}' for rate in rates)}",
+            f"--output=<run {name}>",
+        )
+        quality = {
+            row["values"]["LEARNING_RATE"]: -row["losses"][str(SEED)]
+            for row in found["results"]
+        }
+        sides = open_sides([*map(float, quality)], [*quality.values()])
+        if study.is_quick or not sides:
+            break
+        rates = sorted({*rates, *(min(rates) / 2,) * ("lower" in sides),
+                        *(max(rates) * 2,) * ("higher" in sides)})  # fmt: skip
+    return quality
+
+
+def run(study: Study) -> None:
+    """Sweeps the gate, then the others, then the next rung by what the first one found."""
+    files, cells = study.files(*ENGLISH), study.cells()
+    found: dict[str, dict[str, float]] = {}
+
+    def stage(all_swept: tuple[Swept, ...]) -> None:
+        runs = sum(len(each.rates) for each in all_swept)
+        minutes = sum(len(each.rates) * each.minutes for each in all_swept) / 2
+        print(f"{runs} runs, some {minutes:.0f} minutes of two cores: "
+              f"{', '.join(each.name for each in all_swept)}", flush=True)  # fmt: skip
+        measured = on_each_core(lambda each: sweep(study, cells, each), all_swept)
+        found.update(zip((each.name for each in all_swept), measured, strict=True))
+
+    stage(GATE[:1] if study.is_quick else GATE)
+    if not study.is_quick:
+        stage(OTHERS)
+        rates = {name: found_rate(found[name]).rate for name in ("dense", "16 experts")}
+        if all(rates.values()):
+            stage(next_rung(rates))
+    seconds = round(cells.seconds / num_cores())
+    study.publish(cells, files, judge, seeds=[SEED], quality=found, wall_seconds=seconds)
+
+
+def found_rate(quality: dict[str, float]):
+    """The parabola of one model."""
+    return parabola([*map(float, quality)], [*quality.values()])
+
+
+def judge(results: dict[str, Any]) -> dict[str, Any]:
+    """Nothing is claimed: rates that are not interior are said not to be found."""
+    fits = {name: found_rate(quality) for name, quality in results["quality"].items()}
+    rows = [
+        {
+            "model": name,
+            "rate": fit.rate,
+            "vertex": fit.vertex,
+            "error of the vertex, a factor": fit.error and math.exp(fit.error),
+            "nats lost at twice the rate": fit.curvature * math.log(2) ** 2,
+            "residual, nats": fit.residual,
+            "best, nats": max(results["quality"][name].values()),
+            "problem": fit.problem,
+        }
+        for name, fit in fits.items()
+    ]
+    names = {name: max(each.values()) for name, each in results["quality"].items()}
+    gains = {each: names["16 experts" + each] - names["dense" + each]
+             for each in ("", ", Adafactor")}  # fmt: skip
+    agree = "agree" if min(gains.values()) * max(gains.values()) > 0 else "disagree"
+    missing = [name for name, fit in fits.items() if fit.problem]
+    said = "Every rate is interior" if not missing else f"No rate is found of {missing}"
+    tried = [{"model": name} | quality for name, quality in results["quality"].items()]
+    by_rate = [
+        {"model": row["model"], "rate": rate, "negative log perplexity": value}
+        for row in tried for rate, value in row.items() if rate != "model"
+    ]  # fmt: skip
+    return {
+        "verdict": "reported",
+        "because": f"{said}. At their best rates 16 experts are {gains['']:+.3f} nats over "
+        f"dense by AdamW and {gains[', Adafactor']:+.3f} by Adafactor: the optimizers {agree} "
+        "on the sign.",
+        "effect": Interval(gains[""], gains[""], gains[""]),
+        "effect_of": "16 experts over dense, each at its own rate, one seed, nats per token",
+        "tables": [{"title": "", "rows": rows}, {"title": "All runs:", "rows": by_rate}],
+    }
+
+
+if __name__ == "__main__":
+    main(__file__, __doc__, run)

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routing of what decoding reads: kept on the device, cut out for a text, recorded.
+
+Prefill and steps have routed each token that they read; what they found stays beside the KV
+cache, in the same places. A text of a search is read in lanes that its ancestors had
+(`beam_search.py`), so rows are never moved or copied.
+Dims: B batch, L lanes or length, M source, P prompt, T steps in the ring, N Switch layers,
+S numbers of a token in a layer: R ranked experts, their R probabilities, the margin
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from switchx.inference.config import DecodingProgram
+from switchx.models.config import ModelConfig
+from switchx.routing_record import StackRecord
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ReadRouting:
+    """The routing of all that a batch has read; float32, which holds ids up to 2^24 exactly.
+
+    Attributes:
+        source_NBMS: numbers of the encoder's tokens; None where it has no Switch layers.
+        prompt_NBPS: numbers of the prompt, whose last token the first step reads again; None
+            where the decoder has no Switch layers, as the next one.
+        step_NBTLS: numbers of the tokens that each step in the ring has read.
+    """
+
+    source_NBMS: jax.Array | None
+    prompt_NBPS: jax.Array | None
+    step_NBTLS: jax.Array | None
+
+    @classmethod
+    def start(cls, config: ModelConfig, program: DecodingProgram, batch: int, source, prompt):
+        """Before the first step.
+
+        Args:
+            source, prompt: `RoutingStats` of the encoder and of a prompt of the decoder; None
+                where there are none.
+        """
+        step_NBTLS = prompt_NBPS = None
+        if N := config.num_sparse_layers_of("decoder"):
+            S, T = 2 * config.switch.num_ranks + 1, program.max_new_tokens
+            step_NBTLS = jnp.zeros((N, batch, T, program.num_lanes, S))
+            prompt_NBPS = step_NBTLS[:, :, :0, 0] if prompt is None else _numbers(prompt)
+        return cls(None if source is None else _numbers(source), prompt_NBPS, step_NBTLS)
+
+    def with_step(self, stats, place, is_live_B) -> "ReadRouting":
+        """A copy with what a step has read, of live sentences: others keep all of the ring."""
+        if self.step_NBTLS is None:
+            return self
+        new_NBTLS = _numbers(stats)[:, :, None]
+        old_NBTLS = jax.lax.dynamic_slice_in_dim(self.step_NBTLS, place, 1, axis=2)
+        new_NBTLS = jnp.where(is_live_B[:, None, None, None], new_NBTLS, old_NBTLS)
+        step_NBTLS = jax.lax.dynamic_update_slice_in_dim(
+            self.step_NBTLS, new_NBTLS, place, axis=2
+        )
+        return dataclasses.replace(self, step_NBTLS=step_NBTLS)
+
+    def of_text(
+        self, place, num_steps: int, begin_B, lane_BLT, is_source_BM, is_prompt_BP
+    ) -> dict[str, np.ndarray]:
+        """The numbers of one text, `[N, L, S]` by stack; arrays are NumPy's.
+
+        Args:
+            place: numbers of its row and its hypothesis.
+            num_steps: number of its tokens that steps have read.
+            lane_BLT: `result_lane_BLT` of the hypotheses; the others are `Decoding`'s.
+        """
+        (row, _), lane_T, found = place, lane_BLT[place], {}
+        place_T = (begin_B[row] + np.arange(num_steps)) % len(lane_T)
+        if self.source_NBMS is not None:
+            found["encoder"] = self.source_NBMS[:, row, is_source_BM[row]]
+        if self.step_NBTLS is not None:
+            prompt_NPS = self.prompt_NBPS[:, row, is_prompt_BP[row]]
+            new_NTS = self.step_NBTLS[:, row][:, place_T, lane_T[place_T]]
+            found["decoder"] = np.concatenate([prompt_NPS, new_NTS], axis=1)
+        return found
+
+
+def _numbers(stats) -> jax.Array:
+    """`[N, B, L, S]` of the `RoutingStats` of one stack."""
+    (choices,) = stats.choices
+    parts = choices.rank_BLR, choices.prob_BLR, choices.margin_BL[..., None]
+    return jnp.concatenate([each.astype(jnp.float32) for each in parts], axis=-1)
+
+
+def stack_record(
+    config: ModelConfig, texts: Sequence[Sequence[int]], numbers: Sequence[np.ndarray]
+) -> StackRecord:
+    """The record of texts that were read in one stack, by a model that drops no token.
+
+    Args:
+        texts: token ids; the last one of a text that was cut off was not read.
+        numbers: `[N, L, S]` of each text, as `ReadRouting.of_text` returns them; they go on
+            where a text was stopped.
+    """
+    R, E = config.switch.num_ranks, config.switch.num_experts
+    both = list(zip(texts, numbers, strict=True))
+    length_B = [min(len(tokens), number_NLS.shape[1]) for tokens, number_NLS in both]
+    (N, _, S), B, L = numbers[0].shape, len(texts), max(length_B)
+    token_BL, segment_BL = np.zeros((2, B, L), np.int32)
+    # Padding is routed nowhere; its ranks are experts, each once, as of any place.
+    number_NBLS = np.tile(np.pad(np.arange(R, dtype=np.float32), (0, S - R)), (N, B, L, 1))
+    for row, ((tokens, number_NLS), length) in enumerate(zip(both, length_B, strict=True)):
+        token_BL[row, :length], segment_BL[row, :length] = tokens[:length], 1
+        number_NBLS[:, row, :length] = number_NLS[:, :length]
+    rank_NBLR = number_NBLS[..., :R].astype(np.int16)
+    chosen_NBLS = rank_NBLR[..., : config.switch.router.num_selected]
+    return StackRecord(
+        token_BL,
+        segment_BL,
+        rank_NBLR,
+        prob_NBLR=number_NBLS[..., R : 2 * R],
+        margin_NBL=number_NBLS[..., -1],
+        is_dropped_NBLS=np.zeros(chosen_NBLS.shape, bool),
+        expert_NBLS=np.where(segment_BL[..., None] > 0, chosen_NBLS, np.int16(E)),
+    )
