@@ -155,7 +155,7 @@ def read_config(
         norm_epsilon=fields.number("rms_norm_eps", kin.epsilon),
         norm_place=kin.norm_place,
         qk_norm=kin.qk_norm,
-        attention_bias="all" if has_biases else kin.bias if kin.bias == "qkv" else "none",
+        attention_bias="all" if has_biases else "qkv" if kin.bias == "qkv" else None,
         positions="rotary",
         rotary=_read_rotary(kin, fields),
         max_length=fields.whole("max_position_embeddings"),
