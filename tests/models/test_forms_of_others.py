@@ -66,11 +66,11 @@ def test_parameters_are_counted_as_they_are_built(name):
 MESHES = {
     "umt5": ("umt5", MeshSpec(model=2, expert=2), 8, 2e-5),
     "nllb": ("nllb", MeshSpec(model=2, expert=2), 8, 2e-5),
-    "modern, model": ("modern", MeshSpec(data=1, model=2), 2, 1e-6),
-    "modern, model 4": ("modern", MeshSpec(data=1, model=4), 4, 1e-6),
-    "modern, expert": ("modern", MeshSpec(data=1, expert=2), 2, 1e-6),
-    "modern, fsdp": ("modern", MeshSpec(data=1, fsdp=2), 2, 1e-6),
-    "one head, model": ("one head", MeshSpec(data=1, model=2), 2, 1e-6),
+    "modern, model": ("modern", MeshSpec(data=1, model=2), 2, 5e-6),
+    "modern, model 4": ("modern", MeshSpec(data=1, model=4), 4, 5e-6),
+    "modern, expert": ("modern", MeshSpec(data=1, expert=2), 2, 5e-6),
+    "modern, fsdp": ("modern", MeshSpec(data=1, fsdp=2), 2, 5e-6),
+    "one head, model": ("one head", MeshSpec(data=1, model=2), 2, 5e-6),
 }
 
 
@@ -78,6 +78,7 @@ MESHES = {
     "case", [slow_unless(case == "one head, model", case) for case in MESHES]
 )
 def test_raw_gradients_on_a_mesh_are_those_of_one_device(case):
+    """To 1e-6 of the largest number of all, and to `bound` of the largest of each array."""
     name, spec, devices, bound = MESHES[case]
     config = FORMS[name]
     batch, params = make_batch(config, 4), make_params(config)
@@ -98,11 +99,12 @@ def test_raw_gradients_on_a_mesh_are_those_of_one_device(case):
     with use_mesh(mesh, spec.rules):
         got = tree.named_leaves(jax.jit(gradient)(placed, batch))
     assert got.keys() == want.keys()
+    of_all = 1e-6 * max(np.max(np.abs(value)) for value in want.values())
     for leaf, value in want.items():
         largest = np.max(np.abs(value))
         assert largest > 0, leaf
         difference = np.max(np.abs(np.asarray(got[leaf]) - np.asarray(value)))
-        assert difference <= bound * max(largest, 1e-3), (leaf, difference / largest)
+        assert difference <= min(of_all, bound * max(largest, 1e-3)), leaf
 
 
 @pytest.mark.parametrize(
