@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx.load` and `switchx.Model`: a model in Python, its logits, texts and scores.
 
-Token id 0 is padding, and the start token where it stands first in a decoder's input.
+Which ids are padding and start tokens says the vocabulary; with T5's, both are 0.
 Dims: B batch, L length, M memory, V vocabulary
 """
 
@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from switchx.checkpoint.restore import checkpoint_fingerprint, choose_step, restore_params
 from switchx.checkpoint.run_folder import (
@@ -24,7 +25,7 @@ from switchx.checkpoint.run_folder import (
     read_model_config,
 )
 from switchx.data.tasks import TextFormat
-from switchx.data.tokenizers import PAD_ID, Vocabulary
+from switchx.data.tokenizers import TokenIdVocabulary, Vocabulary
 from switchx.data.vocabularies import DESCRIPTION_FILE, load_vocabulary, save_vocabulary
 from switchx.fields import describe, require
 from switchx.gin_config.building import job_from_gin
@@ -42,8 +43,8 @@ from switchx.inference.offload.chosen_experts import experts_of_checkpoint, slic
 from switchx.inference.offload.expert_slots import slotted
 from switchx.inference.offload.ring_or_chosen import OutsideExperts, outside_of_device
 from switchx.inference.quantize import native, separate_experts
-from switchx.inference.score import Score, Scorer, logits_of
-from switchx.inference.texts import Texts, token_array, token_lists
+from switchx.inference.score import Score, Scorer, logits_of, read_whole
+from switchx.inference.texts import Texts, decoding_ids, token_array, token_lists
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, of_task
 from switchx.models.stages import without_experts
@@ -132,16 +133,21 @@ class Model:
         """Parameters of the configuration; two of int4 share a byte, and count as two."""
         return num_elements(abstract_params(self.config))
 
-    def logits(self, encoder_tokens=None, decoder_tokens=None, *, dropless: bool = False):
+    def logits(
+        self, encoder_tokens=None, decoder_tokens=None, *, lengths=None, dropless: bool = False
+    ):
         """Logits `[B, L, V]` of every decoder position, as `switchx eval` computes them.
 
         A decoder-only model takes one array, `model.logits(decoder_tokens)`.
 
         Args:
-            encoder_tokens: whole numbers `[B, M]`; 0 is padding, which nothing attends to.
+            encoder_tokens: whole numbers `[B, M]`; the vocabulary's `pad_id`, 0 with T5's, is
+                padding, which nothing attends to.
             decoder_tokens: `[B, L]`: the decoder's inputs, the start token 0 (or what else
-                stands first) included. Behind it, 0 is padding. A position sees itself and
-                those before it, also where training showed a prefix whole.
+                stands first) included. Behind it, `pad_id` is padding. A position sees itself
+                and those before it, also where training showed a prefix whole.
+            lengths: number of tokens of each row of `decoder_tokens`, `[B]`; behind them all is
+                padding, whatever the ids. A vocabulary may have no `pad_id`.
             dropless: no token is dropped. With False experts have the capacity of
                 evaluation, and where one is full, a row depends on the other rows of its
                 routing group.
@@ -167,8 +173,12 @@ class Model:
             raise ValueError(f"got {shapes}; expected equally many rows")
         config, B = self._config(dropless), len(arrays["decoder_tokens"])
         (rows,) = self.devices.batches(config, (B,))
-        padding = ((0, rows - B), (0, 0))
-        arrays = {name: jnp.pad(token_BL, padding) for name, token_BL in arrays.items()}
+        for name, token_BL in list(arrays.items()):
+            is_token_BL = token_BL != (-1 if self.ids.pad_id is None else self.ids.pad_id)
+            if name == "decoder_tokens" and lengths is not None:
+                is_token_BL = jnp.arange(token_BL.shape[1]) < _lengths_B1(lengths, token_BL)
+            arrays[f"is_{name.removesuffix('s')}"] = is_token_BL
+        arrays = {name: jnp.pad(x, ((0, rows - B), (0, 0))) for name, x in arrays.items()}
         if self.experts is not None:
             arrays |= {"params": self._separated, "options": self.devices.options}
             return self.experts.run(logits_of, slotted(config), **arrays)[:B]
@@ -262,8 +272,9 @@ class Model:
         Raises:
             FieldError: settings are out of their bounds, or contradict each other.
         """
-        bidirectional = {"is_prompt_bidirectional": self.text_format.is_prompt_bidirectional}
-        return DecodingConfig(**(bidirectional | with_defaults(self.decoding, asked)))
+        own = {"is_prompt_bidirectional": self.text_format.is_prompt_bidirectional}
+        own |= decoding_ids(self.ids)
+        return DecodingConfig(**(own | with_defaults(self.decoding, asked)))
 
     def generator(self, *, batch_size: int = 32, dropless: bool = True, **decoding):
         """The `Generator` of prompts; `decoding` as in `decoding_config`."""
@@ -281,6 +292,7 @@ class Model:
             batch_size=batch_size,
             devices=self.devices,
             experts=self.experts,
+            start_id=self.ids.start_id,
             **asked,
         )
 
@@ -295,16 +307,26 @@ class Model:
 
     def prompt(self, tokens: list[int]) -> list[int]:
         """Token ids that a generator reads for an input, in a decoder after the start token."""
-        return tokens if self.config.is_encoder_decoder else [PAD_ID, *tokens]
+        if self.config.is_encoder_decoder or self.ids.start_id is None:
+            return tokens
+        return [self.ids.start_id, *tokens]
+
+    def without_start(self, prompt: list[int]) -> list[int]:
+        """The input that `prompt` made a prompt of."""
+        return prompt[len(self.prompt([])) :]
 
     def pair_read(self, prompt: list[int], tokens: list[int]) -> tuple[list[int], list[int]]:
         """The pair whose scoring reads all that was read while a prompt was answered.
 
         Args:
-            tokens: the answer; its last token is read too, and padding follows as its target.
+            tokens: the answer; its last token is read, too.
         """
-        inputs = prompt if self.config.is_encoder_decoder else prompt[1:]  # its start token
-        return inputs, [*tokens, PAD_ID]
+        return self.without_start(prompt), read_whole(tokens, self.ids.start_id)
+
+    @property
+    def ids(self) -> Vocabulary:
+        """The vocabulary, or without one T5's special ids."""
+        return self.vocabulary or TokenIdVocabulary(self.config.vocab_size)
 
     def record_info(self, source: str, dropless: bool = True) -> RecordInfo:
         """What a record of this model's routing says of it.
@@ -342,7 +364,21 @@ class Model:
         return separate_experts(self.params) if self.devices.mesh is None else self.params
 
     def _read(self, texts: Texts, role: Literal["inputs", "targets"]):
-        return token_lists(texts, role, self.config, self.vocabulary, self.text_format)
+        of = self.config, self.vocabulary, self.text_format, self.ids
+        return token_lists(texts, role, *of)
+
+
+def _lengths_B1(lengths, token_BL) -> jax.Array:
+    """Numbers of tokens of rows, `[B, 1]`; raises ValueError where they are none."""
+    B, L = token_BL.shape
+    length_B = np.asarray(lengths)
+    require(
+        length_B.shape == (B,)
+        and np.issubdtype(length_B.dtype, np.integer)
+        and bool(np.all((length_B >= 1) & (length_B <= L))),
+        f"lengths={lengths!r:.60}; expected {B} whole numbers, 1 to {L}, one for each row",
+    )
+    return jnp.array(length_B[:, None])
 
 
 def load(

@@ -114,17 +114,17 @@ def make_atlas(
     path = folder / f"record_{name}.parquet"
     options = {"batch_size": batch_size, "dropless": dropless}
     with RecordWriter(path, model.record_info("score", dropless)) as writer:
-        loss_B = np.zeros(len(rows.pairs))
+        loss_B, tokens_B = np.zeros((2, len(rows.pairs)))
         reporter.begin(0, len(loss_B))
         scored = model.scorer(**options, record=writer)(rows.pairs)
         for done, (b, score) in enumerate(scored, 1):
-            loss_B[b] = -score.log_likelihood
+            loss_B[b], tokens_B[b] = -score.log_likelihood, score.num_tokens
             reporter.counted(done)
     reporter.note(writer.summary().removeprefix(f"{folder}/"))
     record, layers, removed = open_record(path), [], None
     piece = lambda token: model.vocabulary.piece(token).text  # noqa: E731
     with TableFolder(folder / "tables", name) as tables:
-        for layer in statistics.read_layers(record, labels, seed):
+        for layer in statistics.read_layers(record, labels, seed, model.ids.start_id):
             layer_tables(tables, layer, labels, piece)
             layers.append(layer.without_tokens())
             reporter.note(f"{layer.layer}: counted")
@@ -136,7 +136,6 @@ def make_atlas(
             removed = remove_experts(
                 model, rows, labels, experts, knockout_texts, seed, reporter, **options
             )
-        tokens_B = [len(targets) for _, targets in rows.pairs]
         loss_K, tokens_K = (
             labels.by_label(labels.by_text(value_B)) for value_B in (loss_B, tokens_B)
         )
@@ -180,7 +179,9 @@ def text_rows(
     if not config.is_encoder_decoder:
         how = "the decoder reads the text"
         parts = _parts(texts, lambda text: form.targets(vocabulary, text), max_tokens)
-        rows = [(r, [], part) for r, part in parts]
+        # Of one token alone nothing is predicted where no start stands before it.
+        least = 2 if model.ids.start_id is None else 1
+        rows = [(r, [], part) for r, part in parts if len(part) >= least]
     elif texts.targets is not None:
         how = "the encoder reads the text, the decoder the target"
         rows = list(_with_targets(form, vocabulary, texts, max_tokens))
@@ -320,13 +321,12 @@ def remove_experts(
     kept = np.flatnonzero(is_drawn_R[labels.text_B])
     pairs = [rows.pairs[b] for b in kept]
     tokens_B = np.zeros(len(rows.pairs))
-    tokens_B[kept] = [len(targets) for _, targets in pairs]
     reporter, loss_XR = reporter or SilentReporter(0), []
     reporter.begin(0, len(experts) + 1)
     for each in without_each(model, experts):
         loss_B = np.zeros(len(rows.pairs))
         for i, score in each.scorer(**options)(pairs):
-            loss_B[kept[i]] = -score.log_likelihood
+            loss_B[kept[i]], tokens_B[kept[i]] = -score.log_likelihood, score.num_tokens
         loss_XR.append(labels.by_text(loss_B))
         reporter.counted(len(loss_XR))
     loss_R, *loss_XR = loss_XR

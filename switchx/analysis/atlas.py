@@ -39,7 +39,6 @@ NUM_TYPICAL_TOKENS = 8
 NUM_EXAMPLES = 4
 # Tokens shown on either side of an example, and candidates among which examples are chosen.
 CONTEXT, NUM_CANDIDATES = 8, 4096
-PAD_ID = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,11 +223,14 @@ class _Routed:
     is_dropped_TS: np.ndarray
 
 
-def read_layers(record: RoutingRecord, labels: Labels, seed: int = 0) -> Iterator[LayerAtlas]:
+def read_layers(
+    record: RoutingRecord, labels: Labels, seed: int = 0, start_id: int | None = 0
+) -> Iterator[LayerAtlas]:
     """Yields every Switch layer of a record, the encoder's first; one at a time is in memory.
 
     Args:
         seed: seed of permutations and shuffles.
+        start_id: id that a decoder read before each text, which no text has; None for none.
 
     Raises:
         ValueError: the record has rows that `labels` does not know, or it has no tokens.
@@ -236,18 +238,19 @@ def read_layers(record: RoutingRecord, labels: Labels, seed: int = 0) -> Iterato
     for stack, names in record.info.layers.items():
         before = None
         for previous, name in zip([None, *names], names, strict=False):
-            routed = _read(record, stack, name, len(labels.text_B))
+            routed = _read(record, stack, name, len(labels.text_B), start_id)
             E = record.info.switch.num_experts
             yield _layer_atlas(name, previous, before, routed, labels, E, seed)
             before = routed.expert_TS
 
 
-def _read(record: RoutingRecord, stack: str, name: str, num_rows: int) -> _Routed:
+def _read(record: RoutingRecord, stack: str, name: str, num_rows: int, start_id) -> _Routed:
     parts = []
     for batch in record.batches([stack], [name]):
         row_B1 = batch.row_B[:, None].astype(np.int32)
         # Neither padding, nor start tokens, nor rows that fill up a batch.
-        where = batch.is_token_BL & (batch.token_BL != PAD_ID) & (row_B1 >= 0)
+        where = batch.is_token_BL & (row_B1 >= 0)
+        where &= batch.token_BL != (-1 if start_id is None else start_id)
         found = (
             batch.token_BL,
             np.broadcast_to(row_B1, where.shape),

@@ -3,19 +3,22 @@
 
 The names and meanings are T5X's and seqio's, so its converters are the reference (Roberts et
 al. 2022, arXiv:2203.17189). A row holds one example or several packed ones: segment ids count
-them from 1 (0 is padding), positions restart at 0 in each.
+them from 1, positions restart at 0 in each. A place is padding where its segment id is 0, and
+only there: its token id, 0, may be that of a word.
 
 Dims: B rows of a batch, L length of a row in tokens
 """
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from switchx.fields import require_at_least
+from switchx.data.special_ids import PAD_ID
+from switchx.fields import require, require_at_least
 
 Batch = dict[str, np.ndarray]
 
@@ -60,15 +63,26 @@ class EncoderDecoderFeatures:
             targets=_cut(example.targets, self.targets_length, eos_id),
         )
 
-    def batch(self, rows: Rows) -> Batch:
+    def batch(self, rows: Rows, start_id: int | None = PAD_ID) -> Batch:
         """Lays out rows of examples that fit, in order; an empty row is all padding.
+
+        Args:
+            start_id: id that the decoder reads before each text.
 
         Returns:
             `encoder_input_tokens`, `encoder_segment_ids`, `encoder_positions` [B, inputs
             length]; `decoder_target_tokens`, `decoder_input_tokens` (targets shifted right
-            in each segment, after a 0), `decoder_segment_ids`, `decoder_positions`,
+            in each segment, after the start), `decoder_segment_ids`, `decoder_positions`,
             `decoder_loss_weights` [B, targets length]; int32, the weights float32.
+
+        Raises:
+            ValueError: there is no start id.
         """
+        require(
+            start_id is not None,
+            "this vocabulary has no start_id, and the decoder of an encoder-decoder begins "
+            "with a token; give it one, or train a decoder-only model",
+        )
         inputs = [[example.inputs for example in row] for row in rows]
         targets = [[example.targets for example in row] for row in rows]
         tokens_BL, segments_BL, positions_BL = _lay_out(inputs, self.inputs_length)
@@ -76,7 +90,7 @@ class EncoderDecoderFeatures:
             "encoder_input_tokens": tokens_BL,
             "encoder_segment_ids": segments_BL,
             "encoder_positions": positions_BL,
-        } | _decoder_features(targets, self.targets_length)
+        } | _decoder_features(targets, self.targets_length, start_id)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,21 +120,26 @@ class DecoderOnlyFeatures:
         inputs = _cut(example.inputs, self.length - len(targets), eos_id)
         return example._replace(inputs=inputs, targets=targets)
 
-    def batch(self, rows: Rows) -> Batch:
+    def batch(self, rows: Rows, start_id: int | None = PAD_ID) -> Batch:
         """Lays out rows of examples that fit, in order; an empty row is all padding.
+
+        Args:
+            start_id: id that stands before each example; with None nothing does, all tokens
+                are read, as transformers' decoders do, and the first one is not predicted.
 
         Returns:
             [B, length] each: the `decoder_` features of an encoder-decoder, where only
             targets have loss weight, and `decoder_prefix_mask`, 1 where the token read is
-            part of bidirectional inputs (or the 0 that stands before them), else 0.
+            part of bidirectional inputs (or the start that stands before them), else 0.
         """
         joined = [[np.concatenate([e.inputs, e.targets]) for e in row] for row in rows]
-        batch = _decoder_features(joined, self.length)
+        batch = _decoder_features(joined, self.length, start_id)
         positions_BL = batch["decoder_positions"]
         num_inputs_BL = self._per_token(rows, lambda example: len(example.inputs))
-        batch["decoder_loss_weights"] *= positions_BL >= num_inputs_BL
-        # Tokens read are shifted right: the last input stands at position `num_inputs`.
-        is_seen_BL = (num_inputs_BL > 0) & (positions_BL <= num_inputs_BL)
+        # The last input stands at position `num_inputs` behind a start, else one before.
+        last_BL = num_inputs_BL - (start_id is None)
+        batch["decoder_loss_weights"] *= positions_BL >= last_BL
+        is_seen_BL = (num_inputs_BL > 0) & (positions_BL <= last_BL)
         is_seen_BL &= self._per_token(rows, lambda example: example.is_prefix_bidirectional) > 0
         batch["decoder_prefix_mask"] = is_seen_BL.astype(np.int32)
         return batch
@@ -144,18 +163,43 @@ def batch_digest(batch: Batch) -> str:
     return digest.hexdigest()
 
 
-def _decoder_features(rows: Sequence[Sequence[np.ndarray]], length: int) -> Batch:
+def _decoder_features(rows: Sequence[Sequence[np.ndarray]], length: int, start_id) -> Batch:
     tokens_BL, segments_BL, positions_BL = _lay_out(rows, length)
-    read_BL = np.zeros_like(tokens_BL)
-    read_BL[:, 1:] = tokens_BL[:, :-1]
-    read_BL[positions_BL == 0] = 0
+    read_BL, target_BL, is_predicted_BL = read_and_predicted(tokens_BL, segments_BL, start_id)
     return {
-        "decoder_target_tokens": tokens_BL,
+        "decoder_target_tokens": target_BL,
         "decoder_input_tokens": read_BL,
         "decoder_segment_ids": segments_BL,
         "decoder_positions": positions_BL,
-        "decoder_loss_weights": (segments_BL > 0).astype(np.float32),
+        "decoder_loss_weights": is_predicted_BL.astype(np.float32),
     }
+
+
+def read_and_predicted(tokens_BL: np.ndarray, segments_BL: np.ndarray, start_id: int | None):
+    """The tokens that a decoder reads of packed texts, and those that it predicts.
+
+    Behind a start, a text's places read the start and all tokens but the last, and predict all
+    of them. Without one they read all, and predict the next one, the last place nothing.
+
+    Args:
+        segments_BL: number of each place's text; 0 is padding.
+        start_id: id that is read before each text, or None.
+
+    Returns:
+        read_BL, target_BL, and whether a place predicts its target, [B, L] each.
+    """
+    is_token_BL = segments_BL > 0
+    pad = functools.partial(np.pad, constant_values=0)
+    if start_id is None:
+        goes_on_BL = pad(segments_BL[:, 1:] == segments_BL[:, :-1], ((0, 0), (0, 1)))
+        is_predicted_BL = is_token_BL & goes_on_BL
+        target_BL = pad(tokens_BL[:, 1:], ((0, 0), (0, 1))) * is_predicted_BL
+        return tokens_BL, target_BL, is_predicted_BL
+    before_BL, segment_before_BL = (
+        pad(x_BL[:, :-1], ((0, 0), (1, 0))) for x_BL in (tokens_BL, segments_BL)
+    )
+    read_BL = np.where(segment_before_BL == segments_BL, before_BL, start_id) * is_token_BL
+    return read_BL.astype(tokens_BL.dtype), tokens_BL, is_token_BL
 
 
 def _lay_out(rows: Sequence[Sequence[np.ndarray]], length: int):

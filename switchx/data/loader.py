@@ -302,7 +302,8 @@ def evaluation_batches(
         while batch := list(itertools.islice(stream, config.batch_size)):
             batch += [[]] * (config.batch_size - len(batch))
             ids = None if task_id is None else [task_id] * len(rows)
-            yield with_task_ids(config.features.batch([batch[row] for row in rows]), ids)
+            laid_out = config.features.batch([batch[row] for row in rows], plan.start_id)
+            yield with_task_ids(laid_out, ids)
             num_made += 1
         counts = plan.counts(stream.cursor)
         require(
@@ -339,18 +340,19 @@ class RowBatches(grain.IterDataset):
         streams = [RowStream(self._plan, row, self._is_packed, c) for row, c in self._rows]
         tasks = [self._plan.task_of(row) for row, _ in self._rows]
         ids = None if self._plan.rows_of_tasks is None else tasks
-        return _RowBatchIterator(self._plan.features, streams, ids)
+        return _RowBatchIterator(self._plan, streams, ids)
 
 
 class _RowBatchIterator(grain.DatasetIterator):
-    def __init__(self, features: Features, streams: Sequence[RowStream], task_ids):
+    def __init__(self, plan: StreamPlan, streams: Sequence[RowStream], task_ids):
         super().__init__()
-        self._features = features
+        self._features, self._start_id = plan.features, plan.start_id
         self._streams = streams
         self._task_ids = task_ids
 
     def __next__(self) -> tuple[Batch, np.ndarray]:
-        batch = self._features.batch([next(stream) for stream in self._streams])
+        rows = [next(stream) for stream in self._streams]
+        batch = self._features.batch(rows, self._start_id)
         batch = with_task_ids(batch, self._task_ids)
         return batch, np.stack([stream.cursor for stream in self._streams])
 

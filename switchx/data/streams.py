@@ -88,6 +88,11 @@ class StreamPlan:
     def num_lanes(self) -> int:
         return 1 if self.is_finite else LANES
 
+    @property
+    def start_id(self) -> int | None:
+        """The id that a decoder reads before a text; all tasks have one vocabulary."""
+        return self.tasks[0].task.vocabulary.start_id
+
     def new_cursor(self) -> np.ndarray:
         """The cursor at which every row starts; int64, one-dimensional."""
         return np.zeros(1, cursor_dtype(len(self.tasks))).view(np.int64)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vocabularies: text to token ids and back, with T5's special ids and sentinels.
 
-Pad is 0, the end of a sequence 1, the unknown token 2. Sentinel i stands for the i-th span
-that span corruption took out (Raffel et al. 2020, arXiv:1910.10683, section 3.1.4). There are
-SentencePiece models, bytes, and plain token ids for a model that came without a vocabulary.
-`token_classes.py` says what kind of piece each id stands for.
+Pad is 0, the end of a sequence 1, the unknown token 2, and a decoder's input starts with 0,
+where a vocabulary does not say otherwise. Sentinel i stands for the i-th span that span
+corruption took out (Raffel et al. 2020, arXiv:1910.10683, section 3.1.4). There are
+SentencePiece models, bytes, and plain token ids for a model that came without a vocabulary;
+`bpe.py` reads a `tokenizer.json`. `token_classes.py` says what kind of piece an id stands for.
 
 Dims: V ids of a vocabulary
 """
@@ -58,19 +59,36 @@ _CONTROLS = {PAD_ID: Piece("<pad>", "control"), EOS_ID: Piece("</s>", "control")
 class Vocabulary(abc.ABC):
     """The base of all vocabularies, a user's own ones too: frozen dataclasses.
 
-    Grain's worker processes receive them by pickle.
+    Grain's worker processes receive them by pickle. No id says by itself that a place has no
+    token: what is a token follows from lengths (segment ids, masks).
 
     Attributes:
         size: rows that an embedding needs: one more than the largest id, padding included.
         num_sentinels: number of sentinels.
+        pad_id: id that may stand behind given token ids and is no token; None where every id
+            may be one.
+        eos_ids: ids that end a text; the first one ends texts of training.
+        start_id: id that a decoder reads before a text; None where nothing stands there, and a
+            text's first token is not predicted.
     """
 
-    pad_id: ClassVar[int] = PAD_ID
-    eos_id: ClassVar[int] = EOS_ID
+    pad_id: int | None = PAD_ID
+    eos_ids: tuple[int, ...] = (EOS_ID,)
+    start_id: int | None = PAD_ID
     unk_id: ClassVar[int] = UNK_ID
 
     size: int
     num_sentinels: int
+
+    @property
+    def eos_id(self) -> int:
+        """The end of texts of training, the first of `eos_ids`."""
+        return self.eos_ids[0]
+
+    @property
+    def silent_ids(self) -> set[int | None]:
+        """Ids that give no text: padding, start and ends."""
+        return {self.pad_id, self.start_id, *self.eos_ids}
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -94,8 +112,9 @@ class Vocabulary(abc.ABC):
 
     def piece(self, token_id: int) -> Piece:
         """The piece of a token id below `size`."""
-        is_text = token_id not in (PAD_ID, EOS_ID)
-        return Piece(self.decode([token_id]), "text") if is_text else _CONTROLS[token_id]
+        if token_id in self.silent_ids:
+            return _CONTROLS[EOS_ID if token_id in self.eos_ids else PAD_ID]
+        return Piece(self.decode([token_id]), "text")
 
     def fingerprint(self) -> str:
         """Hex; equal for two vocabularies exactly if they give the same ids.
@@ -368,13 +387,42 @@ class ByteVocabulary(Vocabulary):
         return bytes([token_id - _FIRST_BYTE_ID])
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnIds(Vocabulary):
+    """The base of vocabularies whose special ids are fields; by default they are T5's."""
+
+    pad_id: int | None = PAD_ID
+    eos_ids: tuple[int, ...] = (EOS_ID,)
+    start_id: int | None = PAD_ID
+
+    def __post_init__(self):
+        object.__setattr__(self, "eos_ids", tuple(self.eos_ids))
+        ids = [each for each in (self.pad_id, self.start_id) if each is not None]
+        require(
+            bool(self.eos_ids) and min([*self.eos_ids, *ids]) >= 0,
+            f"eos_ids={self.eos_ids}, pad_id={self.pad_id}, start_id={self.start_id}; expected "
+            "one end at least, and ids from 0 on, or None for no padding or no start",
+        )
+        require(
+            self.pad_id not in self.eos_ids,
+            f"pad_id={self.pad_id} is one of eos_ids={self.eos_ids}: an end would be cut off "
+            "as padding; use pad_id=None",
+        )
+
+    @property
+    def special_ids_text(self) -> str:
+        """A part of fingerprints; empty where the ids are T5's."""
+        ids = self.pad_id, self.eos_ids, self.start_id
+        return "" if ids == (PAD_ID, (EOS_ID,), PAD_ID) else f" {ids}"
+
+
 @dataclasses.dataclass(frozen=True)
-class TokenIdVocabulary(Vocabulary):
+class TokenIdVocabulary(OwnIds):
     """Ids 0 to `size` - 1, each written as its number in the files of the model.
 
     Attributes:
-        special_ids: ids of padding, end and unknown in the model's files; here they are 0, 1
-            and 2.
+        special_ids: ids of padding, end and unknown in the model's files, where ids are
+            permuted as they are read (special_ids.py): here they are 0, 1 and 2.
     """
 
     num_sentinels: ClassVar[int] = 0
@@ -383,6 +431,7 @@ class TokenIdVocabulary(Vocabulary):
     special_ids: tuple[int, ...] = OURS
 
     def __post_init__(self):
+        super().__post_init__()
         require_at_least(self, 1, "size")
         object.__setattr__(self, "special_ids", tuple(self.special_ids))
 
@@ -404,17 +453,18 @@ class TokenIdVocabulary(Vocabulary):
         return [ours.get(int(word), int(word)) for word in words]
 
     def piece(self, token_id: int) -> Piece:
-        is_text = token_id not in (PAD_ID, EOS_ID)
+        is_text = token_id not in self.silent_ids
         their = their_ids(self.special_ids).get(token_id, token_id)
         return Piece(f"{their} ", "text") if is_text else Piece(str(their), "control")
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The ids as numbers, without pad and eos."""
-        shown = [int(i) for i in ids if int(i) not in (PAD_ID, EOS_ID)]
+        """The ids as numbers, without padding, start and ends."""
+        shown = [int(i) for i in ids if int(i) not in self.silent_ids]
         return " ".join(str(their_ids(self.special_ids).get(i, i)) for i in shown)
 
     def fingerprint(self) -> str:
         others = "" if self.special_ids == OURS else self.special_ids
+        others = f"{others}{self.special_ids_text}"
         return hashlib.sha256(f"token ids {self.size}{others}".encode()).hexdigest()
 
 

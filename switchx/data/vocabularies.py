@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vocabularies that come from a corpus, and that a run folder holds.
 
-A run folder: `vocabulary.json`, and `vocabulary.model` for SentencePiece. The folder alone
-says what its token ids mean; nothing in it names a path.
+A run folder: `vocabulary.json`, and `vocabulary.model` for SentencePiece, or `tokenizer.json`
+and the files beside it, byte for byte. The folder alone says what its token ids mean; nothing
+in it names a path.
 """
 
 import abc
@@ -18,11 +19,13 @@ from pathlib import Path
 import sentencepiece
 
 from switchx.data.added_tokens import added_token
+from switchx.data.bpe import CARRIED, TOKENIZER_FILE, BpeVocabulary, read_bpe
 from switchx.data.corpora.corpus import Corpus, CorpusSource, fingerprint_of
 from switchx.data.data_dir import find_or_place
 from switchx.data.special_ids import OURS
 from switchx.data.tokenizers import (
     ByteVocabulary,
+    OwnIds,
     Piece,
     SentencePieceVocabulary,
     TokenIdVocabulary,
@@ -48,10 +51,12 @@ _KINDS = {
     "sentencepiece": (SentencePieceVocabulary, ("num_sentinels", "pad_to_multiple_of")),
     "bytes": (ByteVocabulary, ("num_sentinels",)),
     "token_ids": (TokenIdVocabulary, ("size",)),
+    "bpe": (BpeVocabulary, ()),
 }
 
 # Where there are some, and where they are not ours.
 _ADDED, _SPECIAL = "added_tokens", "special_ids"
+_OWN = ("pad_id", "eos_ids", "start_id")
 # More than any description of a vocabulary needs, and than any vocabulary has ids.
 _MOST_BYTES, _MOST_IDS = 1 << 20, 1 << 31
 
@@ -72,6 +77,18 @@ class LateVocabulary(Vocabulary):
         Raises:
             ValueError: the vocabulary cannot be made or read.
         """
+
+    @property
+    def pad_id(self) -> int | None:
+        return self.resolved.pad_id
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return self.resolved.eos_ids
+
+    @property
+    def start_id(self) -> int | None:
+        return self.resolved.start_id
 
     def encode(self, text: str) -> list[int]:
         return self.resolved.encode(text)
@@ -168,7 +185,8 @@ class SavedVocabulary(LateVocabulary):
     """The vocabulary in a run folder, such as that of the run that fine-tuning starts from.
 
     Attributes:
-        directory: folder of a run, a quantized model or a converted model.
+        directory: folder of a run, a quantized model or a converted model, or one of
+            transformers with a `tokenizer.json` of BPE.
     """
 
     directory: str
@@ -190,8 +208,8 @@ def read_or_trained(file: str | None, trained: Vocabulary | None = None) -> Voca
     """The vocabulary of VOCABULARY_FILE, or where that is None the one that a task trains.
 
     Args:
-        file: a SentencePiece model, the folder that `switchx vocab` wrote, or a run folder; it
-            is read when it is first needed.
+        file: a SentencePiece model, the folder that `switchx vocab` wrote, a run folder, or a
+            `tokenizer.json` or its folder (`bpe.read_bpe`); it is read when it is first needed.
 
     Raises:
         ValueError: there is neither.
@@ -212,6 +230,8 @@ def read_or_trained(file: str | None, trained: Vocabulary | None = None) -> Voca
     path = Path(file).expanduser()
     if (path / MODEL_FILE).is_file() and not (path / DESCRIPTION_FILE).is_file():
         return SentencePieceVocabulary(str(path / MODEL_FILE))
+    if path.name == TOKENIZER_FILE:
+        return SavedVocabulary(os.path.dirname(file) or ".")
     if path.suffix == ".model" or path.is_file():
         return SentencePieceVocabulary(file)
     return SavedVocabulary(file)
@@ -229,6 +249,11 @@ def save_vocabulary(vocabulary: Vocabulary, directory: str | Path) -> None:
     if isinstance(vocabulary, SentencePieceVocabulary):
         model = Path(vocabulary.path).expanduser().read_bytes()
         write_atomically(directory / MODEL_FILE, model)
+    if isinstance(vocabulary, BpeVocabulary):
+        write_atomically(directory / TOKENIZER_FILE, vocabulary.content)
+        beside = (Path(vocabulary.path).expanduser().with_name(name) for name in CARRIED)
+        for file in filter(Path.is_file, beside):
+            write_atomically(directory / file.name, file.read_bytes())
     description = json.dumps(_describe(vocabulary), indent=2)
     write_atomically(directory / DESCRIPTION_FILE, description.encode())
 
@@ -236,12 +261,16 @@ def save_vocabulary(vocabulary: Vocabulary, directory: str | Path) -> None:
 def load_vocabulary(directory: str | Path) -> Vocabulary:
     """Reads what `save_vocabulary` wrote, of a folder or an address in a store.
 
+    A folder of transformers without a description has its `tokenizer.json` read.
+
     Raises:
         ValueError: there is none, it is not of the form that is written (a path in it, say),
             the model lies outside the folder, a user's class cannot be imported, or the
             fingerprint is another one.
     """
     file = small_files(directory) / DESCRIPTION_FILE
+    if not file.exists() and file.with_name(TOKENIZER_FILE).exists():
+        return read_bpe(file.parent)
     try:
         description = read_json_object(file, _MOST_BYTES)
     except (OSError, ValueError) as error:
@@ -254,9 +283,13 @@ def load_vocabulary(directory: str | Path) -> Vocabulary:
     require(
         found == written,
         f"the vocabulary in {directory} has the fingerprint {found}, its description says "
-        f"{written!s:.80}; restore {MODEL_FILE} from where the run was trained",
+        f"{written!s:.80}; restore {_file_of(vocabulary)} from where the run was trained",
     )
     return vocabulary
+
+
+def _file_of(vocabulary: Vocabulary) -> str:
+    return TOKENIZER_FILE if isinstance(vocabulary, BpeVocabulary) else MODEL_FILE
 
 
 def _describe(vocabulary: Vocabulary) -> dict:
@@ -268,6 +301,8 @@ def _describe(vocabulary: Vocabulary) -> dict:
             numbers |= {_ADDED: added} if added else {}
             special_ids = getattr(vocabulary, _SPECIAL, OURS)
             numbers |= {} if special_ids == OURS else {_SPECIAL: list(special_ids)}
+            if isinstance(vocabulary, OwnIds) and vocabulary.special_ids_text:
+                numbers |= {name: getattr(vocabulary, name) for name in _OWN}
             return {"kind": kind, "fingerprint": fingerprint} | numbers
     fields = describe(vocabulary, "the vocabulary")
     kind = fields.pop("type")
@@ -289,12 +324,16 @@ def _from_description(description, file: Path) -> Vocabulary:
         return from_description(Vocabulary, fields, str(file))
     cls, names = _KINDS.get(kind if isinstance(kind, str) else None, (None, ()))
     numbers = {name: description.get(name) for name in names}
-    fields = [field.name for field in dataclasses.fields(cls)] if names else []
+    fields = [field.name for field in dataclasses.fields(cls)] if cls else []
     lists = {name for name in (_ADDED, _SPECIAL) if name in fields and name in description}
-    is_known = names and set(description) == {"kind", "fingerprint", *names, *lists}
+    has_own = _OWN[0] in fields and _OWN[0] in description
+    own = {name: description.get(name) for name in _OWN} if has_own else {}
+    is_known = cls and set(description) == {"kind", "fingerprint", *names, *lists, *own}
     special_ids = description.get(_SPECIAL, OURS) if is_known else OURS
     are_ids = isinstance(special_ids, list | tuple) and len(special_ids) == len(OURS)
     ids = [*numbers.values(), *(special_ids if are_ids else [None])]
+    for value in own.values():
+        ids += value if isinstance(value, list) else [] if value is None else [value]
     require(
         is_known and all(type(n) is int and abs(n) < _MOST_IDS for n in ids),
         f"{file} does not describe a vocabulary: expected the kind {', '.join(_KINDS)} with a "
@@ -302,13 +341,20 @@ def _from_description(description, file: Path) -> Vocabulary:
         f"{description!r:.300}; restore the file",
     )
     numbers |= {_SPECIAL: tuple(special_ids)} if _SPECIAL in fields else {}
-    if cls is not SentencePieceVocabulary:
+    require(
+        not own or isinstance(own["eos_ids"], list),
+        f"{file}: eos_ids is no list of token ids; restore the file",
+    )
+    numbers |= own
+    if "path" not in fields:
         return cls(**numbers)
-    model = file.with_name(MODEL_FILE)
+    model = file.with_name(TOKENIZER_FILE if cls is BpeVocabulary else MODEL_FILE)
     require(
         model.resolve().parent == file.parent.resolve(),
         f"{model} leads out of the folder, to {model.resolve()}; put the file itself there",
     )
+    if cls is BpeVocabulary:
+        return cls(path=str(model), **numbers)
     added = description.get(_ADDED, [])
     are_tokens = isinstance(added, list) and all(isinstance(each, dict) for each in added)
     require(are_tokens, f"{file}: {_ADDED} is no list of tokens; restore the file")

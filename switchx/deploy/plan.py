@@ -16,6 +16,7 @@ import jax
 from switchx.checkpoint.restore import checkpoint_fingerprint, choose_step
 from switchx.checkpoint.run_folder import RunFolder, read_config, read_model_config
 from switchx.data.tasks import TextFormat
+from switchx.data.tokenizers import TokenIdVocabulary
 from switchx.data.vocabularies import DESCRIPTION_FILE, load_vocabulary
 from switchx.deploy.distill import CheckedTeacher
 from switchx.fields import check_choices, require, require_above_zero, require_at_least
@@ -25,6 +26,7 @@ from switchx.inference.config import DecodingConfig
 from switchx.inference.export import DEVICE_KINDS, Target
 from switchx.inference.generate import for_decoding, positions_needed
 from switchx.inference.offload.streaming import most_slots, streaming
+from switchx.inference.texts import decoding_ids
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
 from switchx.models.reshape import reduced_config
@@ -159,6 +161,7 @@ class DeployPlan:
             settings.decoding,
             pruning="experts",
             is_prompt_bidirectional=text_format.is_prompt_bidirectional,
+            **decoding_ids(vocabulary or TokenIdVocabulary(self.config.vocab_size)),
         )
 
     @property

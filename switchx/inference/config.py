@@ -114,8 +114,8 @@ class DecodingConfig:
         stop: texts of which the first that occurs ends the output, and is not part of it.
         logprobs: number of likeliest tokens whose log-probabilities are returned: natural
             logarithms of the model's own probabilities, before temperature, penalties and bans.
-        eos_id, pad_id, start_id: token ids. `start_id` begins a decoder's input where the
-            model has an encoder.
+        eos_id, pad_id, start_id: token ids. `pad_id` fills places that nothing reads.
+            `start_id` begins a decoder's input; None where nothing does, without an encoder.
         other_eos_ids: further tokens that end an output, and are not part of it.
         suppressed_ids: tokens that are never chosen.
         is_prompt_bidirectional: whether each token of a decoder-only model's prompt attends to
@@ -166,7 +166,7 @@ class DecodingConfig:
     )
     eos_id: int = 1
     pad_id: int = 0
-    start_id: int = 0
+    start_id: int | None = 0
     is_prompt_bidirectional: bool = False
     other_eos_ids: tuple[int, ...] = ()
     suppressed_ids: tuple[int, ...] = ()

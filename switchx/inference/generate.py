@@ -258,8 +258,11 @@ class Generator:
 
 
 def check_tokens(config: ModelConfig, decoding: DecodingConfig) -> None:
-    """Raises FieldError: a setting does not fit the vocabulary."""
+    """Raises FieldError: a setting does not fit the vocabulary or the architecture."""
     V = config.vocab_size
+    if config.is_encoder_decoder and decoding.start_id is None:
+        way_out = "a decoder behind an encoder begins with a token; use a vocabulary with one"
+        raise FieldError(decoding, "start_id", way_out)
     for name in ("forced_prefix", "other_eos_ids", "suppressed_ids"):
         if wrong := [token for token in getattr(decoding, name) if token >= V]:
             way_out = f"the vocabulary has 0 to {V - 1}, not {wrong[0]}; is it this model's?"

@@ -8,7 +8,7 @@ Every export has a copy of this file, `run.py`:
 reads a JSON list of token ids a line and writes an object a line: tokens, score, is_finished
 (or a list of them, outputs, where several outputs of an input were exported).
 From Python, `ExportedModel(DIR).generate([[69, 70, 258, 1]])`. A decoder-only model's inputs
-begin with the start token, 0.
+begin with its start token, `decoding.start_id` of `export.json`, unless that is null.
 
 Dims: B batch, L hypotheses, M input length, P prompt, T new tokens
 """

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from switchx.data.features import read_and_predicted
+from switchx.data.special_ids import PAD_ID
 from switchx.fields import require
 from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig, rounded_up
 from switchx.inference.generate import check_tokens, token_fault
@@ -28,7 +30,6 @@ from switchx.models.params import forward
 from switchx.routing_record import RecordWriter, recorded
 
 Pair = tuple[Sequence[int], Sequence[int]]
-START_ID = PAD_ID = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,16 +38,18 @@ class Score:
 
     Attributes:
         log_likelihood: natural logarithm of the target's probability, summed over its tokens.
-        num_tokens: number of the target's tokens, with its end where one was given.
-        token_logprobs: log-probability of each token; None where they were not asked for.
+        num_tokens: number of the target's tokens that are predicted, with its end where one was
+            given: all, but for a first token before which nothing is read.
+        token_logprobs: log-probability of each token, None of one that is not predicted; None
+            where they were not asked for.
         top_logprobs: for each token's place, log-probabilities of the likeliest tokens by token
             id, the likeliest first.
     """
 
     log_likelihood: float
     num_tokens: int
-    token_logprobs: list[float] | None = None
-    top_logprobs: list[dict[int, float]] | None = None
+    token_logprobs: list[float | None] | None = None
+    top_logprobs: list[dict[int, float] | None] | None = None
 
 
 class Scorer:
@@ -64,6 +67,7 @@ class Scorer:
         devices: the devices of `params`.
         experts: see `Generator`.
         record: writer that gets the routing of each batch; rows have their pairs' numbers.
+        start_id: id that the decoder reads first; None where it begins with the text.
     """
 
     def __init__(
@@ -78,12 +82,14 @@ class Scorer:
         devices: ModelMesh = ONE_DEVICE,
         experts: ChosenExperts | None = None,
         record: RecordWriter | None = None,
+        start_id: int | None = PAD_ID,
     ):
         """Raises ValueError: a setting is out of its bounds."""
-        self.record, self._num_recorded = record, 0
+        self.record, self._num_recorded, self.start_id = record, 0, start_id
         # The settings of generation have the same bounds.
         most = len(forced_prefix) or 1
-        asked = DecodingConfig(most, logprobs=logprobs, forced_prefix=forced_prefix, eos_id=-1)
+        ids = {"eos_id": -1, "start_id": start_id}
+        asked = DecodingConfig(most, logprobs=logprobs, forced_prefix=forced_prefix, **ids)
         check_tokens(config, asked)
         self.logprobs, self.forced_prefix = asked.logprobs, list(asked.forced_prefix)
         self._num_kept = asked.num_kept
@@ -120,10 +126,12 @@ class Scorer:
             log_likelihood_B, *kept = results
             for row, index in enumerate(indices):
                 inputs, targets = pairs[index]
-                score = Score(float(log_likelihood_B[row]), len(targets))
-                first_place = self._num_before(inputs)
-                places = slice(first_place, first_place + len(targets))
-                yield first_number + index, self._with_logprobs(score, kept, (row, places))
+                first = self._first_place(inputs)
+                unpredicted = [None] * -min(first, 0)
+                places = slice(first + len(unpredicted), first + len(targets))
+                score = Score(float(log_likelihood_B[row]), len(targets) - len(unpredicted))
+                score = self._with_logprobs(score, kept, (row, places), unpredicted)
+                yield first_number + index, score
 
     def _write_record(self, routing: dict, numbers: list[int], batch: dict) -> None:
         B = len(batch["decoder_segment_ids"])
@@ -132,7 +140,7 @@ class Scorer:
         self.record.add(self._num_recorded, routing, B, rows)
         self._num_recorded += 1
 
-    def _with_logprobs(self, score: Score, kept: list, where: tuple) -> Score:
+    def _with_logprobs(self, score: Score, kept: list, where: tuple, unpredicted) -> Score:
         if self.logprobs is None:
             return score
         own_L, token_LS, log_prob_LS = (x[where].tolist() for x in kept)
@@ -140,14 +148,15 @@ class Scorer:
             dict(zip(tokens[: self.logprobs], values, strict=False))
             for tokens, values in zip(token_LS, log_prob_LS, strict=True)
         ]
+        own_L, top = [*unpredicted, *own_L], [*unpredicted, *top]
         return dataclasses.replace(
             score, token_logprobs=own_L, top_logprobs=top if self.logprobs else None
         )
 
-    def _num_before(self, inputs: Sequence[int]) -> int:
-        """Tokens of the decoder's text before the target."""
+    def _first_place(self, inputs: Sequence[int]) -> int:
+        """The decoder's place that predicts a target's first token; -1 where none does."""
         num_inputs = 0 if self.config.is_encoder_decoder else len(inputs)
-        return num_inputs + len(self.forced_prefix)
+        return num_inputs + len(self.forced_prefix) - (self.start_id is None)
 
     def chosen_experts(self, pair: Pair) -> np.ndarray:
         """Which experts the tokens of a target choose where the decoder reads them.
@@ -167,14 +176,14 @@ class Scorer:
             self.decoder_layers,
             "the decoder has no Switch layers; ask a model that has some which expert it chose",
         )
-        # The last token is read, too: padding follows it as its target.
-        pair = inputs, [*targets, PAD_ID]
+        pair = inputs, read_whole(targets, self.start_id)
         if fault := self.fault(pair):
             raise ValueError(f"the pair {fault}")
         batch = self._batch([pair])
         expert_NBLS = self._run(_decoder_choices, (self.config,), batch)
         # Before it the decoder reads the start token, and without an encoder the inputs.
-        first = 1 + (0 if self.config.is_encoder_decoder else len(inputs))
+        first = 0 if self.config.is_encoder_decoder else len(inputs)
+        first += self.start_id is not None
         return np.asarray(expert_NBLS)[:, 0, first : first + len(targets)]
 
     @property
@@ -202,6 +211,8 @@ class Scorer:
             return "has no inputs; give at least one token"
         if not len(targets):
             return "has no targets; give at least one token"
+        if self._first_place(inputs) + len(targets) < 1:
+            return "has one token, which nothing stands before; give inputs, or a longer target"
         for tokens in pair:
             if wrong := token_fault(self.config, tokens):
                 return wrong
@@ -220,22 +231,25 @@ class Scorer:
     def _batch(self, pairs: Sequence[Pair]) -> dict:
         B = rounded_up(len(pairs), self.batches)
         batch, texts = {}, [[*self.forced_prefix, *targets] for _, targets in pairs]
-        num_inputs_B1, num_before_B1 = np.zeros((2, B, 1), np.int32)
-        num_before_B1[: len(pairs), 0] = [self._num_before(inputs) for inputs, _ in pairs]
+        num_inputs_B1, first_B1 = np.zeros((2, B, 1), np.int32)
+        first_B1[: len(pairs), 0] = [self._first_place(inputs) for inputs, _ in pairs]
         if self.config.is_encoder_decoder:
             batch = features("encoder", *_in_bucket([inputs for inputs, _ in pairs], B))
         else:
             texts = [[*inputs, *text] for (inputs, _), text in zip(pairs, texts, strict=True)]
             num_inputs_B1[: len(pairs), 0] = [len(inputs) for inputs, _ in pairs]
-        target_BL, segment_BL = _in_bucket(texts, B)
-        read_BL = np.pad(target_BL, ((0, 0), (1, 0)), constant_values=START_ID)[:, :-1]
-        batch |= features("decoder", read_BL * segment_BL, segment_BL)
+        text_BL, is_token_BL = _in_bucket(texts, B)
+        read_BL, target_BL, is_predicted_BL = read_and_predicted(
+            text_BL, is_token_BL.astype(np.int32), self.start_id
+        )
+        batch |= features("decoder", read_BL, is_token_BL)
         place_BL = batch["decoder_positions"]
-        # The last input's place among the tokens read, which are shifted by the start token.
-        is_prefix_BL = (place_BL <= num_inputs_B1) & (num_inputs_B1 > 0)
+        # The last input's place among the tokens read, which a start token shifts.
+        last_B1 = num_inputs_B1 - (self.start_id is None)
+        is_prefix_BL = (place_BL <= last_B1) & (num_inputs_B1 > 0)
         batch["decoder_prefix_mask"] = is_prefix_BL * self.is_prompt_bidirectional
         batch["decoder_target_tokens"] = target_BL
-        batch["decoder_loss_weights"] = segment_BL * (place_BL >= num_before_B1)
+        batch["decoder_loss_weights"] = is_predicted_BL * (place_BL >= first_B1)
         return {name: jnp.array(value, jnp.int32) for name, value in batch.items()}
 
 
@@ -263,6 +277,11 @@ def _decoder_choices(config: ModelConfig, params, batch):
     return stats.choices[-1].expert_BLS
 
 
+def read_whole(targets: Sequence[int], start_id: int | None) -> list[int]:
+    """A target of which all tokens are read: behind a start, one more follows the last."""
+    return [*targets] if start_id is None else [*targets, PAD_ID]
+
+
 def features(stack: str, token_BL, is_token_BL) -> dict:
     """T5X's features of one text a row, for `forward`."""
     position_BL = np.broadcast_to(np.arange(token_BL.shape[1]), token_BL.shape)
@@ -278,16 +297,24 @@ def _in_bucket(texts: Sequence[Sequence[int]], B: int):
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def logits_of(config: ModelConfig, params, decoder_tokens, encoder_tokens=None):
+def logits_of(
+    config: ModelConfig,
+    params,
+    decoder_tokens,
+    is_decoder_token,
+    encoder_tokens=None,
+    is_encoder_token=None,
+):
     """Logits `[B, L, V]` of every decoder position.
 
     Args:
-        decoder_tokens, encoder_tokens: one example a row; id 0 is padding, but for the
-            decoder's first.
+        decoder_tokens, encoder_tokens: one example a row.
+        is_decoder_token, is_encoder_token: where in them tokens are; the decoder's first place
+            has one in any case.
     """
-    is_token_BL = (decoder_tokens != PAD_ID).at[:, 0].set(True)
-    batch = features("decoder", decoder_tokens, is_token_BL)
+    is_decoder_token = is_decoder_token.at[:, 0].set(True)
+    batch = features("decoder", decoder_tokens, is_decoder_token)
     batch["decoder_prefix_mask"] = jnp.zeros_like(decoder_tokens)
     if encoder_tokens is not None:
-        batch |= features("encoder", encoder_tokens, encoder_tokens != PAD_ID)
+        batch |= features("encoder", encoder_tokens, is_encoder_token)
     return forward(config, params, batch, is_training=False)[0]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What users give a model, texts or token ids, as checked token ids; texts that end an output.
 
-Token id 0 is padding, and the start token where it stands first in a decoder's input.
+Which ids are padding and start tokens says the vocabulary; with T5's, both are 0.
 Dims: B batch, L length
 """
 
@@ -30,11 +30,15 @@ def token_lists(
     config: ModelConfig,
     vocabulary: Vocabulary | None,
     text_format: TextFormat,
+    ids: Vocabulary,
 ) -> tuple[list[list[int]], bool]:
     """Returns token lists, and whether the inputs were texts, which are encoded as in training.
 
     Token ids are read as they are, without trailing padding, and without the start token that
     may stand before the inputs of a decoder-only model.
+
+    Args:
+        ids: the vocabulary, or without one what says which ids are padding and start tokens.
 
     Raises:
         ValueError: the inputs are one text alone, a text with half a surrogate pair, texts for
@@ -45,12 +49,12 @@ def token_lists(
     texts = list(texts)
     if not texts or not all(isinstance(text, str) for text in texts):
         may_start = role == "inputs" and not config.is_encoder_decoder
-        lists = [_token_list(each, f"{role}[{i}]") for i, each in enumerate(texts)]
+        lists = [_token_list(each, f"{role}[{i}]", ids) for i, each in enumerate(texts)]
         for i, tokens in enumerate(lists):
-            if may_start and tokens[:1] == [PAD_ID]:
+            if may_start and tokens[:1] == [ids.start_id]:
                 del tokens[0]
-            if PAD_ID in tokens:
-                raise ValueError(f"{role}[{i}] has padding, id {PAD_ID}, before its end")
+            if ids.pad_id in tokens:
+                raise ValueError(f"{role}[{i}] has padding, id {ids.pad_id}, before its end")
         return lists, False
     if vocabulary is None:
         raise ValueError(
@@ -62,7 +66,18 @@ def token_lists(
     return [encode(vocabulary, text) for text in texts], True
 
 
-def _token_list(tokens, name: str) -> list[int]:
+def decoding_ids(vocabulary: Vocabulary) -> dict:
+    """The fields of a `DecodingConfig` that are a vocabulary's special ids."""
+    first, *others = vocabulary.eos_ids
+    return {
+        "eos_id": first,
+        "other_eos_ids": tuple(others),
+        "pad_id": PAD_ID if vocabulary.pad_id is None else vocabulary.pad_id,
+        "start_id": vocabulary.start_id,
+    }
+
+
+def _token_list(tokens, name: str, of: Vocabulary) -> list[int]:
     """Whole numbers without trailing padding."""
     try:
         ids = list(map(operator.index, tokens))
@@ -70,7 +85,7 @@ def _token_list(tokens, name: str) -> list[int]:
         raise ValueError(
             f"{name} is {tokens!r:.40}; expected a list of token ids, or texts alone"
         ) from None
-    while ids and ids[-1] == PAD_ID:
+    while ids and ids[-1] == of.pad_id:
         ids.pop()
     return ids
 

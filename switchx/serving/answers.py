@@ -247,7 +247,8 @@ def logprobs_json(vocabulary, tokens, said, number: int, offset: int = 0, first:
         # A token's text may depend on those before it, not on all of them.
         before = tokens[max(0, place - CONTEXT) : place]
         length = len(decoded(before))
-        likeliest = dict(itertools.islice(top[place].items(), number)) if top else {}
+        kept = top[place] if top else None
+        likeliest = dict(itertools.islice(kept.items(), number)) if kept else {}
         likeliest.setdefault(token, own[place - first])
         named: dict[str, float] = {}
         for other, value in likeliest.items():
@@ -255,7 +256,8 @@ def logprobs_json(vocabulary, tokens, said, number: int, offset: int = 0, first:
             named[f"token_id:{other}" if not text or text in named else text] = value
             if other == token:
                 texts.append(text)
-        top_texts.append(named)
+        # As OpenAI has it: null for the first token of a text, which nothing predicts.
+        top_texts.append(None if own[place - first] is None else named)
         offsets.append(offsets[-1] + len(texts[-1]))
     return {
         "tokens": texts,

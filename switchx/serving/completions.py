@@ -89,7 +89,7 @@ class CompletionRequest(GenerateRequest):
 
     Attributes:
         echoes: text in front of the completions of each prompt: the prompt, or empty.
-        scored: prompts whose tokens get log-probabilities, too; without the start token.
+        scored: prompts whose tokens get log-probabilities, too; without a start token.
         num_choices: completions of each prompt, the best of `num_rows` where those are more.
         logprobs: number of likeliest tokens beside each token; None gives no log-probabilities.
         has_usage: whether a stream ends with counts of tokens.
@@ -160,8 +160,14 @@ class CompletionForm:
             for i, text in enumerate(texts)
         ]
         logprobs = values.get("logprobs")
+        scored = []
         if has_echo and logprobs is not None:
             self._require_scores()
+            scored = list(map(self._model.without_start, prompts))
+            for i, prompt in enumerate(scored):
+                if self._model.ids.start_id is None and len(prompt) < 2:
+                    what = "is one token, which nothing predicts; leave echo or logprobs out"
+                    raise wrong("prompt", f"prompt[{i}] {what}")
         return CompletionRequest(
             [prompt for prompt in prompts for _ in range(num_rows)],
             generator.decoding,
@@ -169,7 +175,7 @@ class CompletionForm:
             num_rows=num_rows,
             stops=stops,
             echoes=[self._text(text) if has_echo else "" for text in texts],
-            scored=[prompt[1:] for prompt in prompts if has_echo and logprobs is not None],
+            scored=scored,
             num_choices=num_choices,
             logprobs=logprobs,
             has_usage=_stream_option(values, "include_usage", is_streaming),

@@ -20,6 +20,7 @@ class NumberVocabulary:
     pad_id: int = 0
     eos_id: int = 1
     unk_id: int = 2
+    start_id: int | None = 0
 
     def sentinel_id(self, index: int) -> int:
         return self.size - 1 - index

@@ -349,7 +349,7 @@ def test_hostile_descriptions(run, values):
     change(run, **values)
     with refused(
         f"{run}/vocabulary.json does not describe a vocabulary: expected the kind "
-        "sentencepiece, bytes, token_ids <any>, got {<any>}"
+        "sentencepiece, bytes, token_ids, bpe <any>, got {<any>}"
     ):
         load_vocabulary(run)
 

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vocabularies of a `tokenizer.json`: the BPE of Llama, Mixtral, OLMoE, Qwen and others.
+
+The `tokenizers` library (extra `bpe`) reads the file, which is kept byte for byte: what decides
+about ids is that file alone, and the special ids that the files beside it name. Ids stay as
+they are: id 0 is a word in Qwen. Chat templates and the tokenizer's other files are carried
+along, and nothing of them is run.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from switchx.characters import require_characters
+from switchx.data.tokenizers import UNKNOWN, OwnIds, Piece
+from switchx.fields import require
+from switchx.object_store import read_json_object, require_no_lfs_pointer
+
+TOKENIZER_FILE = "tokenizer.json"
+_CONFIG = "tokenizer_config.json"
+# Files beside it, copied as they are.
+CARRIED = (_CONFIG, "special_tokens_map.json", "chat_template.jinja")
+_MOST_BYTES = 1 << 27
+_HALF = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclasses.dataclass(frozen=True)
+class BpeVocabulary(OwnIds):
+    """A `tokenizer.json` of BPE (Sennrich et al. 2016, arXiv:1508.07909), of bytes or of pieces
+    with bytes to fall back on.
+
+    Ids are those of `transformers` without special tokens around a text and with special tokens
+    split (`add_special_tokens=False, split_special_tokens=True`): a text that reads
+    `<|im_end|>` stays a text.
+
+    Attributes:
+        path: the `tokenizer.json`.
+    """
+
+    num_sentinels: ClassVar[int] = 0
+
+    path: str
+
+    @functools.cached_property
+    def size(self) -> int:
+        # The largest id decides: there may be gaps, and a count leaves out ids behind them.
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    def encode(self, text: str) -> list[int]:
+        """Raises ValueError where the text has half a surrogate pair."""
+        require_characters(text, "a text")
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text; half a character gives U+FFFD, a special token that is no end its name."""
+        shown = (i for i in map(int, ids) if i not in self.silent_ids)
+        parts = itertools.groupby(shown, lambda i: self._name(i) is not None)
+        return "".join(
+            self._tokenizer.decode(list(run), skip_special_tokens=False)
+            if is_there
+            else UNKNOWN * len(list(run))
+            for is_there, run in parts
+        )
+
+    def piece(self, token_id: int) -> Piece:
+        name = self._name(token_id)
+        if name is None or token_id in self.silent_ids or token_id in self._special:
+            return Piece(UNKNOWN if name is None else name, "control")
+        # Behind a letter, as decoders cut the space that a text begins with.
+        before = self.encode("a")
+        text = self.decode([*before, token_id])[len(self.decode(before)) :]
+        return Piece(name, "byte") if _HALF in text else Piece(text, "text")
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self.content + self.special_ids_text.encode()).hexdigest()
+
+    @property
+    def content(self) -> bytes:
+        """The file's bytes.
+
+        Raises:
+            ValueError: there is none, or it is too large or a pointer of Git LFS.
+        """
+        file = Path(self.path).expanduser()
+        try:
+            require_no_lfs_pointer(file)
+            size = file.stat().st_size
+            require(
+                size <= _MOST_BYTES,
+                f"{file} has {size:,} bytes, expected {_MOST_BYTES:,} at most; name the "
+                f"model's own {TOKENIZER_FILE}",
+            )
+            return file.read_bytes()
+        except OSError as error:
+            raise ValueError(
+                f"vocabulary {file} cannot be read: {error}; name a {TOKENIZER_FILE} that can"
+            ) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without the tokenizer, which forgets when it is pickled that texts are no special ids.
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def _name(self, token_id: int) -> str | None:
+        """The token as the file writes it; None where no token has this id."""
+        return self._tokenizer.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
+
+    @functools.cached_property
+    def _special(self) -> set[int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {i for i, token in added.items() if token.special}
+
+    @functools.cached_property
+    def _tokenizer(self):
+        tokenizer = read_tokenizer(self.content, self.path)
+        named = {name: i for name, i in self._ids_by_name.items() if i is not None}
+        for name, token_id in named.items():
+            require(
+                tokenizer.id_to_token(token_id) is not None,
+                f"{self.path}: {name} is {token_id}, an id that no token has; correct the id, "
+                f"or give the {TOKENIZER_FILE} that belongs to it",
+            )
+        return tokenizer
+
+    @property
+    def _ids_by_name(self) -> dict[str, int | None]:
+        ends = {f"eos_ids[{i}]": end for i, end in enumerate(self.eos_ids)}
+        return {"pad_id": self.pad_id, "start_id": self.start_id} | ends
+
+
+def read_tokenizer(content: bytes, where: str):
+    """The library's tokenizer of a file; of no text it makes a special id, and it cuts none.
+
+    Raises:
+        ValueError: the library is missing, cannot read the file, or the file is not of BPE or
+            draws its merges at random.
+    """
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ValueError(
+            f"{where} needs the library `tokenizers` ({error}): pip install 'switchx[bpe]'"
+        ) from error
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises plain ones
+        raise ValueError(
+            f"{where} is no {TOKENIZER_FILE} that tokenizers {tokenizers.__version__} reads: "
+            f"{error!s:.200}; restore the file, or install a later version"
+        ) from error
+    model = tokenizer.model
+    require(
+        isinstance(model, tokenizers.models.BPE),
+        f"{where}: model.type is {type(model).__name__}, expected BPE; a Unigram model is read "
+        "as a SentencePiece model, with the checkpoint that it belongs to (`switchx convert`)",
+    )
+    require(
+        not model.dropout,
+        f"{where}: model.dropout={model.dropout} merges at random; set it to null",
+    )
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def read_bpe(folder: str | Path) -> BpeVocabulary:
+    """The vocabulary of a folder of transformers, with the special ids that its files name.
+
+    Ends are those of `generation_config.json`, else of `config.json`, else of
+    `tokenizer_config.json`; the one of `config.json` comes first, and ends texts of training.
+    Padding that is an end is none. A start is what the tokenizer puts before a text.
+
+    Raises:
+        ValueError: a file is missing or damaged, no file names an end, or an id or a token is
+            not in the tokenizer.
+    """
+    folder = Path(folder).expanduser()
+    file = folder / TOKENIZER_FILE
+    content = BpeVocabulary(path=str(file)).content
+    tokenizer = read_tokenizer(content, str(file))
+    generation, config, own = (
+        _values(folder / name) for name in ("generation_config.json", "config.json", _CONFIG)
+    )
+
+    def ids(values: Mapping[str, Any], name: str) -> list[int]:
+        """The ids of a kind of token that a file names, by number or by text."""
+        found = values.get(f"{name}_token_id")
+        if found is None and (text := values.get(f"{name}_token")) is not None:
+            text = text.get("content") if isinstance(text, dict) else text
+            found = tokenizer.token_to_id(text) if isinstance(text, str) else None
+            require(
+                found is not None,
+                f"{folder}: {name}_token={text!r:.60} is no token of {TOKENIZER_FILE}; restore "
+                "the files of one tokenizer",
+            )
+        found = found if isinstance(found, list) else [] if found is None else [found]
+        are_ids = all(type(each) is int and 0 <= each < 1 << 31 for each in found)
+        require(are_ids, f"{folder}: {name}_token_id={found!r:.80}; expected ids of tokens")
+        return found
+
+    ends = next(filter(None, (ids(each, "eos") for each in (generation, config, own))), [])
+    require(
+        bool(ends),
+        f"{folder}: no file beside {TOKENIZER_FILE} names the end of a text; expected "
+        f"eos_token_id in generation_config.json or config.json, or eos_token in {_CONFIG}",
+    )
+    first = next((end for end in ids(config, "eos") if end in ends), ends[0])
+    pads = next(filter(None, (ids(each, "pad") for each in (generation, config, own))), [])
+    return BpeVocabulary(
+        path=str(file),
+        pad_id=next((pad for pad in pads if pad not in ends), None),
+        eos_ids=(first, *(end for end in dict.fromkeys(ends) if end != first)),
+        start_id=_start_id(tokenizer, own, ids(own, "bos"), str(folder)),
+    )
+
+
+def _start_id(tokenizer, own: Mapping[str, Any], bos: list[int], where: str) -> int | None:
+    """The id that stands before a text: by `add_bos_token`, else by the post-processor."""
+    if isinstance(says := own.get("add_bos_token"), bool):
+        require(
+            not says or bool(bos),
+            f"{where}: add_bos_token is true in {_CONFIG}, and there is no bos_token; name it",
+        )
+        return bos[0] if says else None
+    plain = tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a", add_special_tokens=True).ids
+    before = next(
+        (whole[:i] for i in range(len(whole)) if whole[i : i + len(plain)] == plain), []
+    )
+    require(
+        len(before) <= 1,
+        f"{where}: {TOKENIZER_FILE} puts the tokens {before[:8]} before a text, expected one "
+        "at most; change its post_processor",
+    )
+    return before[0] if before else None
+
+
+def _values(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        return read_json_object(file, _MOST_BYTES)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read: {error}; restore the file") from error

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vocabularies of a `tokenizer.json`, against transformers' tokenizers of the same files."""
+
+import json
+import pickle
+import sys
+
+import pytest
+
+from switchx.data.bpe import CARRIED, BpeVocabulary, read_bpe
+from switchx.data.token_classes import token_classes
+from switchx.data.vocabularies import load_vocabulary, read_or_trained, save_vocabulary
+from tests.data.refusals import refused
+from tests.data.tokenizer_files import FORMS, TEXTS, tokenizer_folder
+
+NOT_READ = '{"model": {"type": "BPE", "vocab": [], "merges": 3}}'
+
+
+def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.json").write_text(NOT_READ)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with refused(f"{tmp_path}/tokenizer.json needs <any>: pip install 'switchx[bpe]'"):
+        _ = read_or_trained(str(tmp_path / "tokenizer.json")).size
+    with refused("pad_id=3 is one of eos_ids=(7, 3): an end would be cut off as padding<any>"):
+        BpeVocabulary(path="tokenizer.json", pad_id=3, eos_ids=(7, 3))
+    with refused(
+        "vocabulary no/tokenizer.json cannot be read: <any>; name a tokenizer.json<any>"
+    ):
+        BpeVocabulary(path="no/tokenizer.json").fingerprint()
+
+
+@pytest.fixture
+def library():
+    return pytest.importorskip("tokenizers", reason="needs pip install 'switchx[bpe]'")
+
+
+@pytest.fixture
+def theirs(library):
+    """transformers' tokenizer of a folder's file."""
+    transformers = pytest.importorskip("transformers")
+
+    def read(folder):
+        return transformers.PreTrainedTokenizerFast(
+            tokenizer_file=str(folder / "tokenizer.json")
+        )
+
+    return read
+
+
+def as_strings(values: dict) -> None:
+    values["model"]["merges"] = list(map(" ".join, values["model"]["merges"]))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("change", [lambda values: None, as_strings], ids=["pairs", "strings"])
+def test_ids_and_texts_are_those_of_transformers(tmp_path, theirs, form, change):
+    folder = tokenizer_folder(tmp_path / form, form, change)
+    vocabulary, oracle = read_bpe(folder), theirs(folder)
+    assert vocabulary.size == max(oracle.get_vocab().values()) + 1
+    ends = oracle.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    assert vocabulary.eos_ids == tuple(ends) and vocabulary.pad_id is None
+    started = oracle("a")["input_ids"][:1] if form in FORMS[2:] else [None]
+    assert [vocabulary.start_id] == started
+    for text in TEXTS:
+        ids = vocabulary.encode(text)
+        options = {"add_special_tokens": False, "split_special_tokens": True}
+        assert ids == oracle(text, **options)["input_ids"]
+        assert not set(ids) & vocabulary.silent_ids
+        assert vocabulary.decode(ids) == oracle.decode(ids, clean_up_tokenization_spaces=False)
+        assert vocabulary.decode([*ids, ends[0]]) == vocabulary.decode(ids)
+    assert pickle.loads(pickle.dumps(vocabulary)).encode(TEXTS[3]) == vocabulary.encode(
+        TEXTS[3]
+    )
+    for token_id in set(range(vocabulary.size)) - vocabulary.silent_ids:
+        said = oracle.decode([token_id], clean_up_tokenization_spaces=False)
+        assert vocabulary.decode([token_id]) == said
+        if (piece := vocabulary.piece(token_id)).kind == "text" and said.strip():
+            assert piece.text.strip() == said.strip()
+    assert vocabulary.decode([vocabulary.size, 1 << 40]) == " \u2047 " * 2
+    names = token_classes(vocabulary).names
+    assert {"byte", "special", "word start"} <= set(names)
+
+
+def test_the_file_is_kept_byte_for_byte_with_what_stands_beside_it(tmp_path, library):
+    folder = tokenizer_folder(tmp_path / "theirs", "qwen")
+    vocabulary = read_or_trained(str(folder / "tokenizer.json"))
+    for directory in (tmp_path / "run", tmp_path / "again"):
+        directory.mkdir()
+        save_vocabulary(vocabulary, directory)
+        vocabulary = load_vocabulary(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (directory / name).read_bytes() == (folder / name).read_bytes()
+    assert not (directory / "generation_config.json").exists() and len(CARRIED) == 3
+    assert vocabulary.encode(TEXTS[0]) == read_bpe(folder).encode(TEXTS[0])
+    description = json.loads((directory / "vocabulary.json").read_text())
+    assert description == {
+        "kind": "bpe", "fingerprint": read_bpe(folder).fingerprint(), "pad_id": None,
+        "eos_ids": list(vocabulary.eos_ids), "start_id": None,
+    }  # fmt: skip
+    with (directory / "tokenizer.json").open("ab") as file:
+        file.write(b"\n")
+    with refused("<any>has the fingerprint <any>; restore tokenizer.json from<any>"):
+        load_vocabulary(directory)
+
+
+EMPTY = dict.fromkeys(("generation_config.json", "tokenizer_config.json"), "{}")
+
+
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        (
+            {"tokenizer.json": NOT_READ},
+            "is no tokenizer.json that tokenizers <any> reads: <any>",
+        ),
+        ({"tokenizer.json": "version https://git-lfs"}, "is a pointer of Git LFS <any>"),
+        ({"tokenizer_config.json": "[" * 999}, "cannot be read: <any>; restore the file"),
+        (
+            {"generation_config.json": '{"eos_token_id": [-1]}'},
+            "eos_token_id=[-1]; expected ids",
+        ),
+        ({"generation_config.json": '{"eos_token_id": 9999}'}, "9999, an id that no token has"),
+        (EMPTY, "no file beside tokenizer.json names the end"),
+        (
+            EMPTY | {"tokenizer_config.json": '{"eos_token": "no"}'},
+            "eos_token='no' is no token",
+        ),
+        (
+            {"tokenizer_config.json": '{"add_bos_token": true}'},
+            "there is no bos_token; name it",
+        ),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path, library, files, message):
+    folder = tokenizer_folder(tmp_path / "theirs", "qwen")
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    with refused(f"<any>{message}<any>"):
+        _ = read_bpe(folder).size
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"dropout": 0.5}, "model.dropout=0.5 merges at random; set it to null"),
+        (
+            {"type": "WordLevel", "unk_token": "!"},
+            "model.type is WordLevel, expected BPE; <any>",
+        ),
+    ],
+)
+def test_other_models_are_refused(tmp_path, library, change, message):
+    folder = tokenizer_folder(
+        tmp_path / "theirs", "qwen", lambda values: values["model"].update(change)
+    )
+    with refused(f"{folder}/tokenizer.json: {message}"):
+        read_bpe(folder)
