@@ -11,16 +11,27 @@ Dims: V vocabulary, D model, E experts, F ffn, H heads, K head size, Z heads of 
 
 import dataclasses
 import math
+import pathlib
 from collections.abc import Collection
 from typing import Any
 
+import numpy as np
+
 from switchx.fields import require
 from switchx.interop.huggingface_config import MOST_BLOCKS, MOST_EXPERTS, Fields, shown
+from switchx.interop.t5x import unexpected
+from switchx.interop.tensor_folder import (
+    TensorFolder,
+    read_parameters,
+    require_same_tensors,
+    torch_shapes,
+)
 from switchx.layers.rotary import RotaryConfig
 from switchx.models.config import (
     ModelConfig,
     RouterConfig,
     SwitchConfig,
+    require_our_blocks,
 )
 
 TABLE, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -313,3 +324,169 @@ def tensor_names(kin: Decoder, config: ModelConfig) -> dict[str, tuple[str, ...]
 def _ffn_names(ours: str, theirs: str, matrices) -> dict[str, tuple[str, ...]]:
     parameters = zip(("w_in_DF", "w_gate_DF", "w_out_FD"), matrices, strict=True)
     return {f"{ours}/{our}": (f"{theirs}.{their}.weight",) for our, their in parameters}
+
+
+_WAY_OUT = "use the config.json that belongs to these files, and all of the files"
+# What releases before transformers 4.32 saved beside the weights: the frequencies.
+_UNREAD = ".rotary_emb.inv_freq"
+
+
+def read_params(
+    kin: Decoder,
+    fields: Fields,
+    tensors: TensorFolder,
+    config: ModelConfig,
+    ids: tuple[tuple[int, ...], int],
+    scratch: pathlib.Path | None,
+) -> tuple[dict, ModelConfig]:
+    """The parameters of a checkpoint, and the model, whose logits may turn out to be untied.
+
+    Raises:
+        ValueError: tensors are missing, unexpected or of another shape.
+    """
+    where = str(tensors.folder)
+    found = {n: shape for n, shape in tensors.shapes.items() if not n.endswith(_UNREAD)}
+    if config.tie_embeddings and LM_HEAD in found:
+        # There and equal, or there and another matrix after fine-tuning.
+        if np.array_equal(tensors.read(LM_HEAD), tensors.read(TABLE)):
+            del found[LM_HEAD]
+        else:
+            config = dataclasses.replace(config, tie_embeddings=False)
+    names = tensor_names(kin, config)
+    require_same_tensors(torch_shapes(names, config), found, where, _WAY_OUT)
+    return read_parameters(tensors, names, config, ids, scratch), config
+
+
+def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
+    """The family that has this unrolled model, the content of its `config.json`, and notes.
+
+    Raises:
+        ValueError: no family has such a model; gives all reasons.
+    """
+    require_our_blocks(config, "conversion")
+    kin, switch, notes = _family_of(config), config.switch, []
+    sparse = _sparse_layers(config)
+    dense = [i for i in range(config.num_decoder_layers) if i not in sparse]
+    expert_d_ff = config.d_ff if switch is None else switch.d_ff or config.d_ff
+    if config.max_length is None:
+        notes.append(
+            f"the model has no limit of length; max_position_embeddings={_NO_LIMIT} is written"
+        )
+    values = {
+        "architectures": [kin.architecture],
+        "model_type": kin.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.d_model,
+        # An expert's where the family has one size for both.
+        "intermediate_size": config.d_ff if dense or kin.sparse_step else expert_d_ff,
+        "num_hidden_layers": config.num_decoder_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.kv_heads,
+        **({"head_dim": config.d_head} if kin.has_head_size else {}),
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_length or _NO_LIMIT,
+        "rms_norm_eps": config.norm_epsilon,
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_bias": config.biases_of_attention == "all",
+        **dict(kin.only),
+        **_describe_rotary(config.rotary),
+    }
+    if switch is not None and kin.num_experts:
+        values |= {
+            # transformers 5 has the second name for both.
+            "num_experts": switch.num_experts,
+            "num_local_experts": switch.num_experts,
+            "num_experts_per_tok": switch.router.num_selected,
+            "norm_topk_prob": switch.router.gate == "normalized",
+            kin.expert_d_ff: expert_d_ff,
+        }
+        if kin.sparse_step:
+            values |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+        if kin.shared_d_ff and switch.shared_d_ff:
+            values[kin.shared_d_ff] = switch.shared_d_ff
+        if switch.router.overflow != "dropless":
+            notes.append("transformers drops no token; here experts have a capacity")
+    try:
+        again = read_config(kin, Fields(values, "config.json"))
+        reasons = _differences(config, again)
+    except ValueError as error:
+        reasons = [str(error)]
+    require(
+        not reasons,
+        f"this model cannot be written for transformers as {kin.architecture}, which is the "
+        f"nearest of {', '.join(DECODERS)}: {'; '.join(reasons)}",
+    )
+    dtype = config.precision.params
+    return kin, values | {"torch_dtype": dtype, "dtype": dtype}, notes
+
+
+_NO_LIMIT = 32768  # positions, where a model has no limit
+
+
+def _family_of(config: ModelConfig) -> Decoder:
+    """The row that has most of a model's features."""
+    switch = config.switch
+    if switch is None:
+        if config.norm_place == "after":
+            return DECODERS["olmo2"]
+        if config.qk_norm == "head":
+            return DECODERS["qwen3"]
+        return DECODERS["qwen2" if config.biases_of_attention == "qkv" else "llama"]
+    if switch.shared_d_ff is not None:
+        return DECODERS["qwen2_moe"]
+    return DECODERS[{"head": "qwen3_moe", "all": "olmoe", "none": "mixtral"}[config.qk_norm]]
+
+
+def _sparse_layers(config: ModelConfig) -> list[int]:
+    layers = range(config.num_decoder_layers)
+    return [i for i in layers if config.is_sparse(i, "decoder")]
+
+
+def _differences(config: ModelConfig, again: ModelConfig) -> list[str]:
+    """Where a model is not the one that its description is read as."""
+
+    def traits(config: ModelConfig) -> dict[str, Any]:
+        """What computes a logit, by the names of our fields."""
+        found = {
+            **_fixed(config),
+            "num_kv_heads": config.kv_heads,
+            "attention_bias": config.biases_of_attention,
+            "rotary": config.rotary,
+            "sparse blocks": _sparse_layers(config),
+        }
+        unread = {"switch", "relative_buckets", "relative_max_distance"}
+        unread |= set() if config.tie_embeddings else {"scale_tied_logits"}
+        if (switch := config.switch) is not None:
+            found |= {f"RouterConfig.{n}": value for n, value in _fixed(switch.router).items()}
+            found |= {f"SwitchConfig.{n}": value for n, value in _fixed(switch).items()}
+            found["SwitchConfig.d_ff"] = switch.d_ff or config.d_ff
+            places = ("every", "encoder_layers", "decoder_layers", "router")
+            unread |= {f"SwitchConfig.{name}" for name in places}
+            if len(_sparse_layers(config)) == config.num_decoder_layers:
+                unread.add("d_ff")
+        return {name: value for name, value in found.items() if name not in unread}
+
+    ours, theirs = traits(config), traits(again)
+    names = sorted(ours.keys() | theirs.keys())
+    return unexpected(*((name, ours.get(name), theirs.get(name)) for name in names))
+
+
+def _fixed(config) -> dict[str, Any]:
+    """The fields that may not change when a trained model is evaluated."""
+    fields = dataclasses.fields(config)
+    return {each.name: getattr(config, each.name) for each in fields if not each.metadata}
+
+
+def _describe_rotary(rotary: RotaryConfig) -> dict[str, Any]:
+    """The frequencies in the fields of transformers 4 and of 5, with equal content."""
+    scaling = None
+    if rotary.scaling != "none":
+        scaling = {"rope_type": _ROTARY[rotary.scaling]} | {
+            theirs: getattr(rotary, _SCALING[theirs]) for theirs in _SCALED[rotary.scaling]
+        }
+        scaling = {name: value for name, value in scaling.items() if value is not None}
+    new = {"rope_type": "default", "rope_theta": rotary.theta} | (scaling or {})
+    found = {"rope_theta": rotary.theta, "rope_scaling": scaling, "rope_parameters": new}
+    if rotary.fraction != 1.0:
+        new["partial_rotary_factor"] = found["partial_rotary_factor"] = rotary.fraction
+    return found

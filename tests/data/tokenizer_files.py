@@ -24,8 +24,17 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 def trained(form: str):
     """The library's tokenizer of a form, trained on `TEXTS`."""
-    from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers
-    from tokenizers import decoders, pre_tokenizers, processors, trainers
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        processors,
+        trainers,
+    )
 
     of_bytes, alphabet = pre_tokenizers.ByteLevel, pre_tokenizers.ByteLevel.alphabet()
     tokenizer, special = Tokenizer(models.BPE()), [AddedToken(text) for text in SPECIAL]

@@ -78,7 +78,7 @@ MESHES = {
     "case", [slow_unless(case == "one head, model", case) for case in MESHES]
 )
 def test_raw_gradients_on_a_mesh_are_those_of_one_device(case):
-    """To 1e-6 of the largest number of all, and to `bound` of the largest of each array."""
+    """To 2e-6 of the largest number of all, and to `bound` of the largest of each array."""
     name, spec, devices, bound = MESHES[case]
     config = FORMS[name]
     batch, params = make_batch(config, 4), make_params(config)
@@ -99,7 +99,7 @@ def test_raw_gradients_on_a_mesh_are_those_of_one_device(case):
     with use_mesh(mesh, spec.rules):
         got = tree.named_leaves(jax.jit(gradient)(placed, batch))
     assert got.keys() == want.keys()
-    of_all = 1e-6 * max(np.max(np.abs(value)) for value in want.values())
+    of_all = 2e-6 * max(np.max(np.abs(value)) for value in want.values())
     for leaf, value in want.items():
         largest = np.max(np.abs(value))
         assert largest > 0, leaf

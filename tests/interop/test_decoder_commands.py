@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoder-only families through the commands: read, generated with, written back.
+
+transformers is the oracle: greedy texts of prompts of three lengths, tensors bit by bit, logits
+of what was written.
+"""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import switchx
+from switchx.cli.main import main
+from tests.interop.decoder_models import CASES, V, theirs
+
+pytestmark = pytest.mark.hf
+
+PROMPTS = [[5, 9, 11, 4, 7], [6, 80, 31], [17]]
+NEW_TOKENS = 12
+
+
+def converted(folder, *more):
+    arguments = [str(folder / "theirs"), str(folder / "run"), *more]
+    status = main(["convert", "--from=huggingface", *arguments])
+    assert status == 0
+    return folder / "run"
+
+
+def their_texts(model, eos):
+    import torch
+
+    found = []
+    for prompt in PROMPTS:
+        row, greedy = torch.tensor([prompt]), dict(do_sample=False, max_new_tokens=NEW_TOKENS)
+        out = model.generate(row, eos_token_id=eos, pad_token_id=0, **greedy)
+        text = out[0, len(prompt) :].tolist()
+        found.append(text[:-1] if text[-1] in eos else text)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_family_is_read_writes_texts_and_is_written_back(case, tmp_path, capsys):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = theirs(case)
+    eos = [2, 40]
+    model.generation_config.eos_token_id = eos
+    model.save_pretrained(tmp_path / "theirs")
+    run = converted(tmp_path)
+    assert "no tokenizer.json" in capsys.readouterr().err
+    ours = switchx.load(str(run))
+    texts = ours.generate(
+        [" ".join(map(str, prompt)) for prompt in PROMPTS], max_new_tokens=NEW_TOKENS
+    )
+    assert [[int(i) for i in text.split()] for text in texts] == their_texts(model, eos)
+    assert main(["convert", "--to=huggingface", str(run), str(tmp_path / "back")]) == 0
+    want, got = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "back")
+    )
+    assert want.keys() == got.keys()
+    assert all(np.array_equal(want[name], got[name]) for name in want)
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", attn_implementation="eager", experts_implementation="eager"
+    )
+    assert type(again) is type(model)
+    assert again.generation_config.eos_token_id == eos
+    tokens = torch.tensor(PROMPTS[:1])
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+def test_bad_folders_are_refused_by_name(tmp_path, capsys):
+    """A model of another family, weights of another size, and a model that no family has."""
+    theirs("llama").save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs" / "config.json"
+    values = json.loads(file.read_text())
+    for changes, message in (
+        (dict(model_type="gpt_oss"), "model_type='gpt_oss' cannot be converted"),
+        (
+            dict(num_key_value_heads=4),
+            "k_proj.weight: expected shape [48, 32], got shape [24, 32]",
+        ),
+        (dict(vocab_size=V + 1), "lm_head.weight: expected shape [97, 32]"),
+        (dict(eos_token_id=None), "eos_token_id=[]"),
+    ):
+        file.write_text(json.dumps(values | changes))
+        (tmp_path / "theirs" / "generation_config.json").unlink(missing_ok=True)
+        arguments = [str(tmp_path / "theirs"), str(tmp_path / "run")]
+        assert main(["convert", "--from=huggingface", *arguments]) != 0
+        assert message in capsys.readouterr().err
