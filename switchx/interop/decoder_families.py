@@ -10,6 +10,7 @@ Dims: V vocabulary, D model, E experts, F ffn, H heads, K head size, Z heads of 
 """
 
 import dataclasses
+import itertools
 import math
 import pathlib
 from collections.abc import Collection
@@ -345,6 +346,7 @@ def read_params(
         ValueError: tensors are missing, unexpected or of another shape.
     """
     where = str(tensors.folder)
+    tensors = _SeparateExperts(kin, tensors)
     found = {n: shape for n, shape in tensors.shapes.items() if not n.endswith(_UNREAD)}
     if config.tie_embeddings and LM_HEAD in found:
         # There and equal, or there and another matrix after fine-tuning.
@@ -355,6 +357,44 @@ def read_params(
     names = tensor_names(kin, config)
     require_same_tensors(torch_shapes(names, config), found, where, _WAY_OUT)
     return read_parameters(tensors, names, config, ids, scratch), config
+
+
+class _SeparateExperts:
+    """A folder's tensors with those of each expert apart, as the hub's files have them.
+
+    transformers 5 has them fused in memory, and in files where `save_original_format` is false:
+    `mlp.experts.gate_up_proj` `[E, 2 F, D]` and `mlp.experts.down_proj` `[E, D, F]`.
+    """
+
+    def __init__(self, kin: Decoder, tensors: TensorFolder):
+        self._tensors, self._last = tensors, ("", None)
+        self.shapes, self._parts = {}, {}
+        is_fused = any(name.endswith(_FUSED) for name in tensors.shapes)
+        gate, up, down = kin.matrices
+        for name, shape in tensors.shapes.items():
+            # Mixtral's module has another name in memory.
+            own = name.replace(".mlp.", f".{kin.ffn}.") if is_fused else name
+            if not (name.endswith(_FUSED) and len(shape) == 3):
+                self.shapes[own], self._parts[own] = shape, (name, ...)
+                continue
+            E, rows, columns = shape
+            half, parts = rows // 2, {down: slice(rows)}
+            if name.endswith(_FUSED[0]):
+                parts = {gate: slice(half), up: slice(half, rows)}
+            for expert, (matrix, part) in itertools.product(range(E), parts.items()):
+                one = f"{own.rpartition('.')[0]}.{expert}.{matrix}.weight"
+                self.shapes[one] = part.stop - (part.start or 0), columns
+                self._parts[one] = name, (expert, part)
+
+    def read(self, name: str) -> np.ndarray:
+        """As `TensorFolder.read`; one tensor is held from one call to the next."""
+        whole, part = self._parts[name]
+        if self._last[0] != whole:
+            self._last = whole, self._tensors.read(whole)
+        return self._last[1][part]
+
+
+_FUSED = (".experts.gate_up_proj", ".experts.down_proj")
 
 
 def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:

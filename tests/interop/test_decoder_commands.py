@@ -13,6 +13,8 @@ from safetensors.numpy import load_file
 
 import switchx
 from switchx.cli.main import main
+from switchx.interop.huggingface import read_checkpoint
+from switchx.tree import named_leaves
 from tests.interop.decoder_models import CASES, V, theirs
 
 pytestmark = pytest.mark.hf
@@ -91,3 +93,17 @@ def test_bad_folders_are_refused_by_name(tmp_path, capsys):
         arguments = [str(tmp_path / "theirs"), str(tmp_path / "run")]
         assert main(["convert", "--from=huggingface", *arguments]) != 0
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen2_moe"])
+def test_fused_experts_are_read_as_those_apart(case, tmp_path):
+    model = theirs(case)
+    for name, options in (("theirs", {}), ("fused", dict(save_original_format=False))):
+        model.save_pretrained(tmp_path / name, **options)
+    fused = load_file(tmp_path / "fused" / "model.safetensors")
+    assert any(name.endswith("experts.gate_up_proj") for name in fused)
+    apart, together = (
+        named_leaves(read_checkpoint(tmp_path / name).params) for name in ("theirs", "fused")
+    )
+    assert apart.keys() == together.keys()
+    assert all(np.array_equal(apart[name], together[name]) for name in apart)
