@@ -48,11 +48,11 @@ CASES = {
 }  # fmt: skip
 
 
-def theirs(case: str):
-    """A random model of transformers."""
+def theirs(case: str, **more):
+    """A random model of transformers; `more` values of its configuration."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, changes = CASES[case]
-    config = AutoConfig.for_model(kind, **BASE | changes)
+    config = AutoConfig.for_model(kind, **BASE | changes | more)
     eager = dict(attn_implementation="eager", experts_implementation="eager")
     return randomize(AutoModelForCausalLM.from_config(config, **eager)).float()

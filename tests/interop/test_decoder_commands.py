@@ -15,6 +15,7 @@ import switchx
 from switchx.cli.main import main
 from switchx.interop.huggingface import read_checkpoint
 from switchx.tree import named_leaves
+from tests.data.tokenizer_files import tokenizer_folder
 from tests.interop.decoder_models import CASES, V, theirs
 
 pytestmark = pytest.mark.hf
@@ -30,11 +31,11 @@ def converted(folder, *more):
     return folder / "run"
 
 
-def their_texts(model, eos):
+def their_texts(model, eos, prompts=PROMPTS):
     import torch
 
     found = []
-    for prompt in PROMPTS:
+    for prompt in prompts:
         row, greedy = torch.tensor([prompt]), dict(do_sample=False, max_new_tokens=NEW_TOKENS)
         out = model.generate(row, eos_token_id=eos, pad_token_id=0, **greedy)
         text = out[0, len(prompt) :].tolist()
@@ -107,3 +108,46 @@ def test_fused_experts_are_read_as_those_apart(case, tmp_path):
     )
     assert apart.keys() == together.keys()
     assert all(np.array_equal(apart[name], together[name]) for name in apart)
+
+
+def test_a_dense_llama_becomes_a_mixtral_of_equal_logits(tmp_path):
+    """Copies of the FFN, gates of sum 1, nothing dropped: in switchx and in transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = theirs("llama")
+    model.save_pretrained(tmp_path / "theirs")
+    run, sparse, back = converted(tmp_path), tmp_path / "sparse", tmp_path / "back"
+    options = ["--experts=4", "--num_selected=2", "--every=1", f"--output={sparse}"]
+    assert main(["reshape", f"--model_dir={run}", *options]) == 0
+    tokens = torch.tensor(PROMPTS[:1])
+    with torch.no_grad():
+        want_BLV = model(tokens).logits.numpy()
+    got_BLV = switchx.load(str(sparse)).logits(PROMPTS[:1], dropless=True)
+    bound = 1e-5 * np.max(np.abs(want_BLV))
+    np.testing.assert_allclose(got_BLV, want_BLV, rtol=0, atol=bound)
+    assert main(["convert", "--to=huggingface", str(sparse), str(back)]) == 0
+    again = AutoModelForCausalLM.from_pretrained(back, attn_implementation="eager")
+    assert type(again).__name__ == "MixtralForCausalLM"
+    with torch.no_grad():
+        np.testing.assert_allclose(again(tokens).logits, want_BLV, rtol=0, atol=bound)
+
+
+def test_a_folder_with_a_tokenizer_keeps_it(tmp_path):
+    """Texts are tokenized as transformers does, and the file comes back byte for byte."""
+    tokenizers = pytest.importorskip("tokenizers")
+    model = theirs("qwen3", vocab_size=400)
+    model.save_pretrained(tmp_path / "theirs")
+    folder = tokenizer_folder(tmp_path / "theirs", "qwen")
+    ours, back = switchx.load(str(converted(tmp_path))), tmp_path / "back"
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_truncation()
+    ends = list(ours.vocabulary.eos_ids)
+    prompt = "hello there 日本"
+    (ids,) = their_texts(model, ends, [tokenizer.encode(prompt).ids])
+    assert ours.generate([prompt], max_new_tokens=NEW_TOKENS) == [ours.vocabulary.decode(ids)]
+    assert main(["convert", "--to=huggingface", str(tmp_path / "run"), str(back)]) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (folder / name).read_bytes() == (back / name).read_bytes()
+    generation = json.loads((back / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == ends and len(ends) == 2
