@@ -67,9 +67,9 @@ class Checkpoint:
             (tokenizer_json.py); None where the checkpoint has neither.
         is_of_bytes: whether texts are bytes (ByT5), for which no file is needed.
         special_ids: ids of padding, end and unknown in the files; `params` have ours.
-        ids: the vocabulary where ids stay as they are in the files (decoder-only models).
         decoding: fields of `DecodingConfig` that are the model's defaults.
         notes: sentences that a reader should know.
+        ids: the vocabulary where ids stay as they are in the files (decoder-only models).
     """
 
     config: ModelConfig
@@ -78,8 +78,8 @@ class Checkpoint:
     is_of_bytes: bool = False
     notes: tuple[str, ...] = ()
     special_ids: tuple[int, ...] = OURS
-    ids: Vocabulary | None = None
     decoding: dict[str, Any] = dataclasses.field(default_factory=dict)
+    ids: Vocabulary | None = None
 
 
 def read_checkpoint(
