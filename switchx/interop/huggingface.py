@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from switchx.data.added_tokens import AddedToken
-from switchx.data.bpe import CARRIED, BpeVocabulary, read_bpe
+from switchx.data.bpe import CARRIED, TOKENIZER_FILE, BpeVocabulary, read_bpe
 from switchx.data.special_ids import EOS_ID, OURS, in_their_order, their_ids
 from switchx.data.tokenizers import TokenIdVocabulary, Vocabulary
 from switchx.fields import require, require_choice
@@ -164,6 +164,11 @@ def _read_decoder(
     decoding.pop("other_eos_ids", None)  # the vocabulary has all ends
     notes = (*_unread(tensors), *unused)
     if vocabulary is not None:
+        require(
+            vocabulary.name == TOKENIZER_FILE,
+            f"{vocabulary}: ids of a decoder-only model stay as they are, and {TOKENIZER_FILE} "
+            f"says which; give that file, or --vocabulary=none",
+        )
         ids = read_bpe(vocabulary.parent)
         require(
             ids.size <= config.vocab_size,

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small random decoder-only models of transformers, one for each family and option."""
 
+import jax.numpy as jnp
+import numpy as np
+
 from tests.torch_weights import randomize
 
 V, L, B = 96, 11, 2
@@ -56,3 +59,14 @@ def theirs(case: str, **more):
     config = AutoConfig.for_model(kind, **BASE | changes | more)
     eager = dict(attn_implementation="eager", experts_implementation="eager")
     return randomize(AutoModelForCausalLM.from_config(config, **eager)).float()
+
+
+def batch_of(token_BL):
+    """Our features of texts that fill their rows."""
+    position_BL = np.broadcast_to(np.arange(token_BL.shape[1]), token_BL.shape)
+    return {
+        "decoder_input_tokens": jnp.asarray(token_BL),
+        "decoder_segment_ids": jnp.ones(token_BL.shape, jnp.int32),
+        "decoder_positions": jnp.asarray(position_BL),
+        "decoder_prefix_mask": jnp.zeros(token_BL.shape, jnp.int32),
+    }

@@ -5,6 +5,7 @@ transformers is the oracle: greedy texts of prompts of three lengths, tensors bi
 of what was written.
 """
 
+import dataclasses
 import json
 
 import numpy as np
@@ -13,10 +14,12 @@ from safetensors.numpy import load_file
 
 import switchx
 from switchx.cli.main import main
-from switchx.interop.huggingface import read_checkpoint
+from switchx.interop.huggingface import read_checkpoint, write_decoder
+from switchx.models.params import forward
+from switchx.models.upcycle import upcycle, upcycled_config
 from switchx.tree import named_leaves
 from tests.data.tokenizer_files import tokenizer_folder
-from tests.interop.decoder_models import CASES, V, theirs
+from tests.interop.decoder_models import CASES, V, batch_of, theirs
 
 pytestmark = pytest.mark.hf
 
@@ -117,16 +120,21 @@ def test_a_dense_llama_becomes_a_mixtral_of_equal_logits(tmp_path):
 
     model = theirs("llama")
     model.save_pretrained(tmp_path / "theirs")
-    run, sparse, back = converted(tmp_path), tmp_path / "sparse", tmp_path / "back"
-    options = ["--experts=4", "--num_selected=2", "--every=1", f"--output={sparse}"]
-    assert main(["reshape", f"--model_dir={run}", *options]) == 0
+    dense, back = read_checkpoint(tmp_path / "theirs"), tmp_path / "back"
     tokens = torch.tensor(PROMPTS[:1])
     with torch.no_grad():
         want_BLV = model(tokens).logits.numpy()
-    got_BLV = switchx.load(str(sparse)).logits(PROMPTS[:1], dropless=True)
+    sparse = upcycled_config(dense.config, 4, every=1)
+    config, params = upcycle(sparse, dense.config, dense.params)[:2]
+    router = dataclasses.replace(config.switch.router, overflow="dropless")
+    switch = dataclasses.replace(config.switch, router=router)
+    dropless = dataclasses.replace(config, switch=switch)
+    got_BLV, _ = forward(dropless, params, batch_of(tokens.numpy()), is_training=False)
     bound = 1e-5 * np.max(np.abs(want_BLV))
     np.testing.assert_allclose(got_BLV, want_BLV, rtol=0, atol=bound)
-    assert main(["convert", "--to=huggingface", str(sparse), str(back)]) == 0
+    back.mkdir()
+    notes = write_decoder(back, config, params, dense.ids)
+    assert any("experts have a capacity" in note for note in notes)
     again = AutoModelForCausalLM.from_pretrained(back, attn_implementation="eager")
     assert type(again).__name__ == "MixtralForCausalLM"
     with torch.no_grad():

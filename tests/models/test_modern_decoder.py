@@ -25,7 +25,7 @@ from switchx.interop.tensor_folder import (
     torch_shapes,
 )
 from switchx.models.params import forward
-from tests.interop.decoder_models import BASE, CASES, SCALED, B, L, V, theirs
+from tests.interop.decoder_models import BASE, CASES, SCALED, B, L, V, batch_of, theirs
 
 pytestmark = pytest.mark.hf
 
@@ -39,16 +39,6 @@ def ours(folder):
     require_same_tensors(torch_shapes(names, config), tensors.shapes, str(folder), "")
     params = read_parameters(tensors, names, config, ((0, 1, 2), 0), None)
     return config, params, tensors, names
-
-
-def batch_of(token_BL):
-    position_BL = np.broadcast_to(np.arange(token_BL.shape[1]), token_BL.shape)
-    return {
-        "decoder_input_tokens": jnp.asarray(token_BL),
-        "decoder_segment_ids": jnp.ones(token_BL.shape, jnp.int32),
-        "decoder_positions": jnp.asarray(position_BL),
-        "decoder_prefix_mask": jnp.zeros(token_BL.shape, jnp.int32),
-    }
 
 
 def close(got, want, bound, what=""):
