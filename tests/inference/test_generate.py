@@ -15,6 +15,7 @@ from switchx.inference.running_batch import BATCHES, LENGTHS
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import forward, init_params
 from switchx.moe.config import RouterConfig
+from tests.cases import slow
 from tests.inference.tiny import CONFIG, V
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
@@ -85,11 +86,7 @@ def any_model(request):
     return prepared(request.param)
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(n, marks=[pytest.mark.slow] * (i > 0)) for i, n in enumerate(IN_ALL_WAYS)
-    ]
-)
+@pytest.fixture(params=[IN_ALL_WAYS[0], *map(slow, IN_ALL_WAYS[1:])])
 def model(request):
     return prepared(request.param)
 
@@ -176,7 +173,7 @@ def test_beams_score_what_the_forward_pass_says(model):
     assert better >= len(INPUTS) - 1  # beam search may lose what greedy finds
 
 
-@pytest.mark.parametrize("name", ["tupe decoder", "rotary"])
+@pytest.mark.parametrize("name", ["tupe decoder", slow("rotary")])
 def test_beams_have_the_positions_of_their_text(name):
     """Prompts of two lengths, so that the shorter is padded; a relative bias beside TUPE."""
     model = prepared(name)
