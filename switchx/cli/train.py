@@ -41,7 +41,8 @@ Macros that every file in configs/runs honours:
   GRACE_S           seconds from SIGTERM to the kill: a longer save is not begun
   EVAL_TIME_SHARE   most time of generating texts at evaluations, a share of training's
   DATA_DIR          where corpora are (default: SWITCHX_DATA_DIR, or ~/.cache/switchx)
-  VOCABULARY_FILE   SentencePiece model or run folder, for the task's own; VOCAB_SIZE follows
+  VOCABULARY_FILE   SentencePiece model, tokenizer.json or run folder, for the task's own;
+                    VOCAB_SIZE follows
   INIT_FROM         run folder to start from, with its model and vocabulary
   INIT_STEP         which of its checkpoints, a number or best (default: the newest)
   INIT_RULES, INIT_DROP, INIT_OPTIMIZER  what of it (docs/training.md)

@@ -23,7 +23,8 @@ from switchx.object_store import read_json_object, require_no_lfs_pointer
 TOKENIZER_FILE = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
 # Files beside it, copied as they are.
-CARRIED = (_CONFIG, "special_tokens_map.json", "chat_template.jinja")
+CHAT_TEMPLATE = "chat_template.jinja"
+CARRIED = (_CONFIG, "special_tokens_map.json", CHAT_TEMPLATE)
 _MOST_BYTES = 1 << 27
 _HALF = "\N{REPLACEMENT CHARACTER}"
 
@@ -55,9 +56,37 @@ class BpeVocabulary(OwnIds):
         require_characters(text, "a text")
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    def encode_special(self, text: str) -> list[int]:
+        """Token ids of a text whose special tokens are ids, such as a rendered chat template.
+
+        Raises:
+            ValueError: as `encode`.
+        """
+        require_characters(text, "a text")
+        return self._special_tokenizer.encode(text, add_special_tokens=False).ids
+
+    @property
+    def chat_template(self) -> str:
+        """The Jinja template of a chat; it is carried along, and not rendered.
+
+        Raises:
+            ValueError: there is none, or several by name.
+        """
+        folder = Path(self.path).expanduser().parent
+        file = folder / CHAT_TEMPLATE
+        template = None if file.is_file() else _values(folder / _CONFIG).get("chat_template")
+        require(
+            file.is_file() or isinstance(template, str),
+            f"{folder} has no chat template, neither {CHAT_TEMPLATE} nor one chat_template in "
+            f"{_CONFIG}; copy it from the chat model's folder, or write prompts out and encode "
+            "them by encode_special",
+        )
+        return file.read_text(encoding="utf-8") if template is None else template
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text; half a character gives U+FFFD, a special token that is no end its name."""
-        shown = (i for i in map(int, ids) if i not in self.silent_ids)
+        silent = self.silent_ids
+        shown = (i for i in map(int, ids) if i not in silent)
         parts = itertools.groupby(shown, lambda i: self._name(i) is not None)
         return "".join(
             self._tokenizer.decode(list(run), skip_special_tokens=False)
@@ -109,6 +138,12 @@ class BpeVocabulary(OwnIds):
         return self._tokenizer.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
 
     @functools.cached_property
+    def _special_tokenizer(self):
+        tokenizer = read_tokenizer(self.content, self.path)
+        tokenizer.encode_special_tokens = False
+        return tokenizer
+
+    @functools.cached_property
     def _special(self) -> set[int]:
         added = self._tokenizer.get_added_tokens_decoder()
         return {i for i, token in added.items() if token.special}
@@ -116,19 +151,13 @@ class BpeVocabulary(OwnIds):
     @functools.cached_property
     def _tokenizer(self):
         tokenizer = read_tokenizer(self.content, self.path)
-        named = {name: i for name, i in self._ids_by_name.items() if i is not None}
-        for name, token_id in named.items():
+        for token_id in self.silent_ids - {None}:
             require(
                 tokenizer.id_to_token(token_id) is not None,
-                f"{self.path}: {name} is {token_id}, an id that no token has; correct the id, "
-                f"or give the {TOKENIZER_FILE} that belongs to it",
+                f"{self.path}: no token has the special id {token_id}; correct the id, or give "
+                f"the {TOKENIZER_FILE} that belongs to it",
             )
         return tokenizer
-
-    @property
-    def _ids_by_name(self) -> dict[str, int | None]:
-        ends = {f"eos_ids[{i}]": end for i, end in enumerate(self.eos_ids)}
-        return {"pad_id": self.pad_id, "start_id": self.start_id} | ends
 
 
 def read_tokenizer(content: bytes, where: str):

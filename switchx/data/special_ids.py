@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Special ids of others: what padding, the end and unknown are in files from elsewhere.
 
-Every vocabulary of switchx has padding at 0, the end at 1 and unknown at 2. Where files have
-them elsewhere, ids are permuted as the files are read, and back as they are written.
+T5's kin and SentencePiece vocabularies have padding at 0, the end at 1 and unknown at 2 here.
+Where their files have them elsewhere, ids are permuted as the files are read, and back as they
+are written. Other vocabularies keep their ids (`Vocabulary.pad_id`, `eos_ids`, `start_id`).
 
 Dims: V vocabulary
 """

@@ -396,13 +396,16 @@ class OwnIds(Vocabulary):
     start_id: int | None = PAD_ID
 
     def __post_init__(self):
-        object.__setattr__(self, "eos_ids", tuple(self.eos_ids))
-        ids = [each for each in (self.pad_id, self.start_id) if each is not None]
+        ends, others = self.eos_ids, [self.pad_id, self.start_id]
+        others = [i for i in others if i is not None]
         require(
-            bool(self.eos_ids) and min([*self.eos_ids, *ids]) >= 0,
-            f"eos_ids={self.eos_ids}, pad_id={self.pad_id}, start_id={self.start_id}; expected "
-            "one end at least, and ids from 0 on, or None for no padding or no start",
+            isinstance(ends, list | tuple)
+            and len(ends) > 0
+            and all(type(i) is int and 0 <= i < 1 << 31 for i in (*ends, *others)),
+            f"eos_ids={ends}, pad_id={self.pad_id}, start_id={self.start_id}; expected one end "
+            "at least, and ids from 0 on, or None for no padding or no start",
         )
+        object.__setattr__(self, "eos_ids", tuple(ends))
         require(
             self.pad_id not in self.eos_ids,
             f"pad_id={self.pad_id} is one of eos_ids={self.eos_ids}: an end would be cut off "
@@ -433,6 +436,11 @@ class TokenIdVocabulary(OwnIds):
     def __post_init__(self):
         super().__post_init__()
         require_at_least(self, 1, "size")
+        most = max(each or 0 for each in self.silent_ids)
+        require(
+            not self.special_ids_text or most < self.size,
+            f"special id {most} of a vocabulary of 0 to {self.size - 1}; use one of these",
+        )
         object.__setattr__(self, "special_ids", tuple(self.special_ids))
 
     def encode(self, text: str) -> list[int]:
@@ -459,8 +467,8 @@ class TokenIdVocabulary(OwnIds):
 
     def decode(self, ids: Iterable[int]) -> str:
         """The ids as numbers, without padding, start and ends."""
-        shown = [int(i) for i in ids if int(i) not in self.silent_ids]
-        return " ".join(str(their_ids(self.special_ids).get(i, i)) for i in shown)
+        silent, theirs = self.silent_ids, their_ids(self.special_ids)
+        return " ".join(str(theirs.get(i, i)) for i in map(int, ids) if i not in silent)
 
     def fingerprint(self) -> str:
         others = "" if self.special_ids == OURS else self.special_ids

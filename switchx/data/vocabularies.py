@@ -279,17 +279,19 @@ def load_vocabulary(directory: str | Path) -> Vocabulary:
             "one there"
         ) from error
     vocabulary = _from_description(description, file)
+    pieces, *_ = _files_of(type(vocabulary))
     found, written = vocabulary.fingerprint(), description["fingerprint"]
     require(
         found == written,
         f"the vocabulary in {directory} has the fingerprint {found}, its description says "
-        f"{written!s:.80}; restore {_file_of(vocabulary)} from where the run was trained",
+        f"{written!s:.80}; restore {pieces} from where the run was trained",
     )
     return vocabulary
 
 
-def _file_of(vocabulary: Vocabulary) -> str:
-    return TOKENIZER_FILE if isinstance(vocabulary, BpeVocabulary) else MODEL_FILE
+def _files_of(cls: type[Vocabulary]) -> tuple[str, ...]:
+    """Files that a vocabulary has beside its description, that of its pieces first."""
+    return (TOKENIZER_FILE, *CARRIED) if cls is BpeVocabulary else (MODEL_FILE,)
 
 
 def _describe(vocabulary: Vocabulary) -> dict:
@@ -332,8 +334,6 @@ def _from_description(description, file: Path) -> Vocabulary:
     special_ids = description.get(_SPECIAL, OURS) if is_known else OURS
     are_ids = isinstance(special_ids, list | tuple) and len(special_ids) == len(OURS)
     ids = [*numbers.values(), *(special_ids if are_ids else [None])]
-    for value in own.values():
-        ids += value if isinstance(value, list) else [] if value is None else [value]
     require(
         is_known and all(type(n) is int and abs(n) < _MOST_IDS for n in ids),
         f"{file} does not describe a vocabulary: expected the kind {', '.join(_KINDS)} with a "
@@ -341,18 +341,15 @@ def _from_description(description, file: Path) -> Vocabulary:
         f"{description!r:.300}; restore the file",
     )
     numbers |= {_SPECIAL: tuple(special_ids)} if _SPECIAL in fields else {}
-    require(
-        not own or isinstance(own["eos_ids"], list),
-        f"{file}: eos_ids is no list of token ids; restore the file",
-    )
     numbers |= own
     if "path" not in fields:
         return cls(**numbers)
-    model = file.with_name(TOKENIZER_FILE if cls is BpeVocabulary else MODEL_FILE)
-    require(
-        model.resolve().parent == file.parent.resolve(),
-        f"{model} leads out of the folder, to {model.resolve()}; put the file itself there",
-    )
+    model, *beside = map(file.with_name, _files_of(cls))
+    for each in (model, *beside):
+        require(
+            each.resolve().parent == file.parent.resolve(),
+            f"{each} leads out of the folder, to {each.resolve()}; put the file itself there",
+        )
     if cls is BpeVocabulary:
         return cls(path=str(model), **numbers)
     added = description.get(_ADDED, [])

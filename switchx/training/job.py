@@ -297,10 +297,11 @@ class TrainingJob:
         )
 
     def check_vocabulary(self) -> None:
-        """Checks that the model has an embedding for every token id.
+        """Checks that the model has an embedding for every token id, and its decoder a start.
 
         Raises:
-            ValueError: the embedding has too few rows.
+            ValueError: the embedding has too few rows, or a decoder behind an encoder has no
+                token to begin with.
         """
         if self.vocabulary.size > self.model.vocab_size:
             raise ValueError(
@@ -308,6 +309,11 @@ class TrainingJob:
                 f"{self.model.vocab_size}; use a vocab_size of at least "
                 f"{self.vocabulary.size} (VOCAB_SIZE in the shipped configurations)"
             )
+        require(
+            self.vocabulary.start_id is not None or not self.model.is_encoder_decoder,
+            "the vocabulary has no start_id, and the decoder of an encoder-decoder begins with "
+            "a token; use ModelConfig.architecture='decoder_only', or another vocabulary",
+        )
 
     @property
     def evaluated_metrics(self) -> tuple[str, ...]:

@@ -23,9 +23,7 @@ def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
         _ = read_or_trained(str(tmp_path / "tokenizer.json")).size
     with refused("pad_id=3 is one of eos_ids=(7, 3): an end would be cut off as padding<any>"):
         BpeVocabulary(path="tokenizer.json", pad_id=3, eos_ids=(7, 3))
-    with refused(
-        "vocabulary no/tokenizer.json cannot be read: <any>; name a tokenizer.json<any>"
-    ):
+    with refused("vocabulary no/tokenizer.json cannot be read: <any>"):
         BpeVocabulary(path="no/tokenizer.json").fingerprint()
 
 
@@ -81,6 +79,20 @@ def test_ids_and_texts_are_those_of_transformers(tmp_path, theirs, form, change)
     assert {"byte", "special", "word start"} <= set(names)
 
 
+def test_special_ids_come_from_a_text_that_asks_for_them(tmp_path, theirs):
+    folder = tokenizer_folder(tmp_path / "theirs", "qwen")
+    vocabulary, text = read_bpe(folder), "<|im_start|>user\n<|im_end|>"
+    want = theirs(folder)(text, add_special_tokens=False)["input_ids"]
+    assert vocabulary.encode_special(text) == want != vocabulary.encode(text)
+    template = "{{ raise_exception('not run') }}\n"
+    assert vocabulary.chat_template == template
+    (folder / "chat_template.jinja").unlink()
+    with refused(f"{folder} has no chat template, neither <any>"):
+        _ = vocabulary.chat_template
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    assert vocabulary.chat_template == template
+
+
 def test_the_file_is_kept_byte_for_byte_with_what_stands_beside_it(tmp_path, library):
     folder = tokenizer_folder(tmp_path / "theirs", "qwen")
     vocabulary = read_or_trained(str(folder / "tokenizer.json"))
@@ -97,6 +109,10 @@ def test_the_file_is_kept_byte_for_byte_with_what_stands_beside_it(tmp_path, lib
         "kind": "bpe", "fingerprint": read_bpe(folder).fingerprint(), "pad_id": None,
         "eos_ids": list(vocabulary.eos_ids), "start_id": None,
     }  # fmt: skip
+    (directory / "special_tokens_map.json").symlink_to("/etc/passwd")
+    with refused(f"{directory}/special_tokens_map.json leads out of the folder"):
+        load_vocabulary(directory)
+    (directory / "special_tokens_map.json").unlink()
     with (directory / "tokenizer.json").open("ab") as file:
         file.write(b"\n")
     with refused("<any>has the fingerprint <any>; restore tokenizer.json from<any>"):
@@ -111,23 +127,26 @@ EMPTY = dict.fromkeys(("generation_config.json", "tokenizer_config.json"), "{}")
     [
         (
             {"tokenizer.json": NOT_READ},
-            "is no tokenizer.json that tokenizers <any> reads: <any>",
+            "no tokenizer.json that tokenizers <any> reads: <any>",
         ),
         ({"tokenizer.json": "version https://git-lfs"}, "is a pointer of Git LFS <any>"),
         ({"tokenizer_config.json": "[" * 999}, "cannot be read: <any>; restore the file"),
         (
             {"generation_config.json": '{"eos_token_id": [-1]}'},
-            "eos_token_id=[-1]; expected ids",
+            "eos_token_id=[-1]; expected",
         ),
-        ({"generation_config.json": '{"eos_token_id": 9999}'}, "9999, an id that no token has"),
+        (
+            {"generation_config.json": '{"eos_token_id": 9999}'},
+            "no token has the special id",
+        ),
         (EMPTY, "no file beside tokenizer.json names the end"),
         (
             EMPTY | {"tokenizer_config.json": '{"eos_token": "no"}'},
-            "eos_token='no' is no token",
+            "'no' is no token of",
         ),
         (
             {"tokenizer_config.json": '{"add_bos_token": true}'},
-            "there is no bos_token; name it",
+            "there is no bos_token; name",
         ),
     ],
 )
@@ -145,7 +164,7 @@ def test_damaged_files_are_refused(tmp_path, library, files, message):
         ({"dropout": 0.5}, "model.dropout=0.5 merges at random; set it to null"),
         (
             {"type": "WordLevel", "unk_token": "!"},
-            "model.type is WordLevel, expected BPE; <any>",
+            "model.type is WordLevel, expected BPE",
         ),
     ],
 )

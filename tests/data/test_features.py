@@ -57,6 +57,30 @@ def test_decoder_only_as_seqio():
     })  # fmt: skip
 
 
+def test_without_a_start_all_tokens_are_read_and_predict_the_next_one():
+    """The labels of transformers' decoders: inputs shifted left, the last one of no weight."""
+    batch = DecoderOnlyFeatures(15).batch([SEQIO_ROW], start_id=None)
+    assert_row(batch, 0, {
+        "decoder_target_tokens": [8, 5, 1, 3, 9, 1, 0, 4, 9, 3, 1, 4, 1, 0, 0],
+        "decoder_input_tokens": [7, 8, 5, 1, 3, 9, 1, 8, 4, 9, 3, 1, 4, 1, 0],
+        "decoder_loss_weights": [0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 0, 0],
+        "decoder_positions": [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6, 0],
+        "decoder_segment_ids": [1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 0],
+        "decoder_prefix_mask": [1, 1, 1, 1, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0],
+    })  # fmt: skip
+    with pytest.raises(ValueError, match="no start_id, and the decoder of an encoder-decoder"):
+        EncoderDecoderFeatures(10, 7).batch([SEQIO_ROW], start_id=None)
+
+
+@pytest.mark.parametrize("features", [EncoderDecoderFeatures(10, 7), DecoderOnlyFeatures(15)])
+def test_another_start_stands_where_0_did(features):
+    ours, theirs = (features.batch([SEQIO_ROW, []], start_id) for start_id in (0, 6))
+    is_first_BL = (ours["decoder_positions"] == 0) & (ours["decoder_segment_ids"] > 0)
+    theirs["decoder_input_tokens"][is_first_BL] -= 6
+    for name in ours:
+        np.testing.assert_array_equal(theirs[name], ours[name])
+
+
 def test_causal_as_seqio():
     batch = DecoderOnlyFeatures(6).batch([[example([], [3, 9, 1]), example([], [4, 1])]])
     assert_row(batch, 0, {

@@ -306,6 +306,24 @@ def test_there_are_no_sentinels_and_no_empty_vocabulary():
         VOCABULARY.sentinel_id(0)
     with refused("TokenIdVocabulary.size=0"):
         TokenIdVocabulary(0)
+    with refused("special id 50 of a vocabulary of 0 to 49"):
+        TokenIdVocabulary(50, start_id=50)
+    with refused("eos_ids=(), pad_id=0, start_id=0; expected one end at least"):
+        TokenIdVocabulary(50, eos_ids=())
+
+
+def test_own_special_ids_are_saved_and_give_no_text(tmp_path):
+    vocabulary = TokenIdVocabulary(50, pad_id=None, eos_ids=(7, 3), start_id=None)
+    assert vocabulary.decode([0, 7, 1, 3, 12]) == "0 1 12" and vocabulary.eos_id == 7
+    assert (vocabulary.piece(0).kind, vocabulary.piece(3).kind) == ("text", "control")
+    save_vocabulary(vocabulary, tmp_path)
+    assert load_vocabulary(tmp_path) == vocabulary
+    assert vocabulary.fingerprint() != TokenIdVocabulary(50).fingerprint()
+    (tmp_path / "vocabulary.json").write_text(
+        (tmp_path / "vocabulary.json").read_text().replace("null", '"1"', 1)
+    )
+    with refused("pad_id=1, start_id=None; expected one end at least, and ids"):
+        load_vocabulary(tmp_path)
 
 
 TEXTS = ["def f(x1):\n    return x1 + 42, self.__name__  # caf\u00e9 3.14\n"] * 30

@@ -89,6 +89,32 @@ def test_a_forced_prefix_is_read_and_not_scored(config):
         assert score.num_tokens == whole.num_tokens - 2
 
 
+@pytest.mark.parametrize("start_id", [None, 9])
+def test_a_text_is_scored_from_the_token_on_that_is_predicted(start_id):
+    """The sum of log p of each token that something stands before; without a start, 0 is a
+    token as others are."""
+    pairs = [([], [5, 0, 7]), ([0], [0, 4]), ([9, 0], [7])]
+    for (inputs, targets), score in zip(
+        pairs, scores_of(SPARSE, pairs, start_id=start_id, logprobs=1), strict=True
+    ):
+        read = [*([] if start_id is None else [start_id]), *inputs, *targets]
+        batch = DecoderOnlyFeatures(8).batch(
+            [[Example(np.zeros(0, int), np.array(read))]], None
+        )
+        params = make_params(SPARSE)
+        logits_BLV = whole_forward_pass(without_capacity(SPARSE), params, batch)
+        log_prob_LV = np.asarray(jax.nn.log_softmax(logits_BLV[0]))
+        want = [log_prob_LV[i - 1, read[i]] if i else None for i in range(len(read))]
+        want = want[-len(targets) :]
+        assert score.token_logprobs == [pytest.approx(x, rel=1e-5) if x else x for x in want]
+        predicted = [x for x in want if x is not None]
+        assert score.num_tokens == len(predicted)
+        assert score.log_likelihood == pytest.approx(sum(predicted), rel=1e-5)
+    if start_id is None:
+        with pytest.raises(ValueError, match="has one token, which nothing stands before"):
+            scores_of(SPARSE, [([], [3])], start_id=None)
+
+
 def test_wrong_settings_are_refused():
     for settings, said in (
         ({"logprobs": 6}, "logprobs=6; use 0 to 5"),
