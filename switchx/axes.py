@@ -28,13 +28,14 @@ DIMENSIONS = {
     "G": "groups",
     "P": "stages",
     "U": "relative_buckets",
+    "Z": "kv_heads",
 }
 
 _SUFFIX = re.compile(r"_([A-Z]+)$")
 # Letters that index independent copies of a matrix, when they stand before one.
 _BATCH_LETTERS = "NPE"
 # Letters on the two sides of a matrix: heads and head size are one joined side.
-_JOINED = re.compile(r"HK|[A-Z]")
+_JOINED = re.compile(r"[HZ]K|[A-Z]")
 
 
 def dims_of(name: str, ndim: int) -> str:

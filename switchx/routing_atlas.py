@@ -174,7 +174,7 @@ def text_rows(
 ) -> TextRows:
     """What a model reads of texts, cut into rows of at most `max_tokens` of their tokens."""
     config, form, vocabulary = model.config, model.text_format, model.vocabulary
-    if config.has_position_table:
+    if config.has_length_limit:
         max_tokens = min(max_tokens, config.max_length - 1)  # and the end
     if not config.is_encoder_decoder:
         how = "the decoder reads the text"

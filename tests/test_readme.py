@@ -70,6 +70,8 @@ VARIANTS = {
     "switchx train --gin_file=configs/runs/pretrain_gpt_tiny.gin --model_dir=runs/gpt_tiny": (
         *GPT, "--gin.WARMUP_STEPS=1",
     ),
+    "switchx train --gin_file=configs/runs/pretrain_modern_tiny.gin "
+    "--model_dir=runs/modern_tiny": (*GPT, "--gin.WARMUP_STEPS=1"),
     f"switchx {TINY} --gin_file=configs/tasks/text_span_corruption.gin --gin.FILES=my_text "
     "--model_dir=runs/my_text": T5,
     f"switchx {TINY} --gin_file=configs/models/elephants_tiny.gin "

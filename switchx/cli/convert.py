@@ -10,14 +10,19 @@ import tempfile
 from switchx.cli import arguments as shared
 from switchx.fields import require
 
+_NO_TOKENIZER = (
+    "no tokenizer.json: texts of this model are token ids such as '12 5 7'; --vocabulary=FILE "
+    "gives it one"
+)
 _IMPORTS = """\
 from __gin__ import dynamic_registration
 from switchx.models import config
 """
 DESCRIPTION = """\
-Converts a model of T5, T5 1.1, mT5, UMT5, ByT5 or Switch Transformers from or to a folder of
-Hugging Face's transformers, NLLB-MoE from one, or T5 and Switch from a T5X checkpoint. Nothing
-is fetched and nothing in a checkpoint is run; pytorch_model.bin is read without unpickling it.
+Converts a model of T5, T5 1.1, mT5, UMT5, ByT5 or Switch Transformers, or of Llama, Qwen2,
+Qwen3, OLMo2, Mixtral, OLMoE, Qwen2-MoE or Qwen3-MoE, from or to a folder of Hugging Face's
+transformers, NLLB-MoE from one, or T5 and Switch from a T5X checkpoint. Nothing is fetched and
+nothing in a checkpoint is run; pytorch_model.bin is read without unpickling it.
 
   switchx convert --from=huggingface SRC DST   SRC has config.json and the weights
   switchx convert --to=huggingface SRC DST     SRC is a run folder or a converted model
@@ -146,7 +151,7 @@ def _write_read(arguments: argparse.Namespace, reporter, checkpoint) -> None:
     file = arguments.vocabulary or (
         "bytes" if checkpoint.is_of_bytes else checkpoint.vocabulary
     )
-    of = checkpoint.special_ids, checkpoint.decoding
+    of = checkpoint.special_ids, checkpoint.decoding, checkpoint.ids
     _write(arguments, reporter, checkpoint.config, checkpoint.params, file, *of)
 
 
@@ -178,7 +183,14 @@ def _in_dtype(config, dtype: str | None):
 
 
 def _write(
-    arguments, reporter, config, params, vocabulary_file, special_ids=(0, 1, 2), decoding=None
+    arguments,
+    reporter,
+    config,
+    params,
+    vocabulary_file,
+    special_ids=(0, 1, 2),
+    decoding=None,
+    vocabulary=None,
 ) -> None:
     from switchx.checkpoint.run_folder import RunFolder, write_converted
     from switchx.data.tokenizers import ByteVocabulary, TokenIdVocabulary
@@ -188,7 +200,10 @@ def _write(
     from switchx.tree import num_elements
 
     with contextlib.ExitStack() as stack:
-        if vocabulary_file == "bytes":
+        if vocabulary is not None:
+            if isinstance(vocabulary, TokenIdVocabulary):
+                reporter.note(_NO_TOKENIZER)
+        elif vocabulary_file == "bytes":
             vocabulary = ByteVocabulary()
             require(
                 special_ids == (0, 1, 2),
@@ -246,9 +261,8 @@ def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
     from switchx.checkpoint.items import abstract
     from switchx.checkpoint.restore import choose_step, restore_params
     from switchx.checkpoint.run_folder import RunFolder, read_decoding, read_model_config
-    from switchx.data.tokenizers import SentencePieceVocabulary
     from switchx.data.vocabularies import load_vocabulary
-    from switchx.interop.huggingface import write_checkpoint
+    from switchx.interop.huggingface import write_decoder
     from switchx.manifest import new_folder
     from switchx.models.params import abstract_params
 
@@ -260,6 +274,23 @@ def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         target = jax.tree.map(abstract, abstract_params(config))
         params = restore_params(source.path, step, target=target, model=config)
+    config = _in_dtype(config, arguments.dtype)
+    decoding = read_decoding(source)
+    if config.is_encoder_decoder:
+        notes = _write_t5(arguments, reporter, config, params, vocabulary, decoding)
+    else:
+        with new_folder(arguments.dst) as folder:
+            notes = write_decoder(folder, config, params, vocabulary, decoding)
+    for note in notes:
+        reporter.note(note)
+    print(f"{arguments.dst}: written for transformers, from step {step}")
+
+
+def _write_t5(arguments, reporter, config, params, vocabulary, decoding) -> list[str]:
+    from switchx.data.tokenizers import SentencePieceVocabulary
+    from switchx.interop.huggingface import write_checkpoint
+    from switchx.manifest import new_folder
+
     file, num_sentinels, added = None, vocabulary.num_sentinels, ()
     if isinstance(vocabulary, SentencePieceVocabulary):
         file, added = pathlib.Path(vocabulary.path), vocabulary.added_tokens
@@ -270,11 +301,10 @@ def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
             )
     else:
         reporter.note(
-            f"{source.root} has no SentencePiece model: {arguments.dst} has no tokenizer"
+            f"{arguments.src} has no SentencePiece model: {arguments.dst} has no tokenizer"
         )
-    config = _in_dtype(config, arguments.dtype)
     with new_folder(arguments.dst) as folder:
-        notes = write_checkpoint(
+        return write_checkpoint(
             folder,
             config,
             params,
@@ -282,8 +312,5 @@ def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
             num_sentinels=num_sentinels,
             added_tokens=added,
             special_ids=getattr(vocabulary, "special_ids", (0, 1, 2)),
-            decoding=read_decoding(source),
+            decoding=decoding,
         )
-    for note in notes:
-        reporter.note(note)
-    print(f"{arguments.dst}: written for transformers, from step {step}")

@@ -113,6 +113,7 @@ def prefill(
             memory_mask_BLM=None if is_source_BM is None else is_source_BM[:, None],
             token_BL=prompt_BP,
             row_bias_BHLM=model.decoder.row_bias(position_BP, position_BP),
+            rotation=model.decoder.rotation(position_BP),
             place=jnp.int32(0),
         )
         x_BPD = constrain(model.embedding.embed(prompt_BP, position_BP), "BLD")
@@ -239,6 +240,7 @@ def step_logits(model, decoding: DecodingProgram, state: Decoding, positions: tu
         memory_mask_BLM=None if is_source_BM is None else is_source_BM[:, None],
         token_BL=state.token_BL,
         row_bias_BHLM=row_bias_BHLM,
+        rotation=model.decoder.rotation(position_BL),
         place=P + place * L,
     )
     x_BLD = constrain(model.embedding.embed(state.token_BL, position_BL), "BLD")

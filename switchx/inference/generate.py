@@ -322,7 +322,7 @@ def check_drafts(config: ModelConfig, decoding: DecodingConfig, *, has_slots: bo
 
 def positions_needed(config: ModelConfig, input_length: int, new_tokens: int) -> int | None:
     """Rows of a position table that decoding reads, or None where the model has no table."""
-    if not config.has_position_table:
+    if not config.has_length_limit:
         return None
     if config.is_encoder_decoder:
         return max(input_length, 1 + new_tokens)

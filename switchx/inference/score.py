@@ -183,7 +183,7 @@ class Scorer:
             if wrong := token_fault(self.config, tokens):
                 return wrong
         needed, most = -self._size(pair)[0], self.config.max_length
-        if self.config.has_position_table and needed > most:
+        if self.config.has_length_limit and needed > most:
             return f"needs {needed} positions, the model has {most}; shorten it"
         return None
 

@@ -107,7 +107,7 @@ def token_array(tokens, name: str, config: ModelConfig) -> jax.Array:
         raise ValueError(
             f"{name} has ids from {low} to {high}, the vocabulary has 0 to {V - 1}"
         )
-    if config.has_position_table and array.shape[1] > config.max_length:
+    if config.has_length_limit and array.shape[1] > config.max_length:
         raise ValueError(
             f"{name} has {array.shape[1]} positions, the model has {config.max_length}"
         )

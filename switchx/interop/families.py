@@ -10,7 +10,8 @@ import functools
 from collections.abc import Callable
 
 from switchx.fields import require
-from switchx.interop import huggingface_config, nllb_moe, t5_tensors
+from switchx.interop import decoder_families, huggingface_config, nllb_moe, t5_tensors
+from switchx.interop.decoder_families import DECODERS, Decoder
 from switchx.interop.folder_tokenizer import PIECES, TOKENIZER
 from switchx.interop.huggingface_config import MT5, SWITCH, T5, UMT5, Fields, T5Kin, shown
 from switchx.models.config import ModelConfig
@@ -30,6 +31,7 @@ class Family:
         special_ids: padding, the end, unknown and a decoder's start where config.json has
             none. It has no unknown: where a tokenizer has another one, that is.
         vocabularies: files of a vocabulary, of which the first that is there is read.
+        keeps_ids: whether ids stay as they are in the files (bpe.py).
     """
 
     read_config: Callable[..., ModelConfig]
@@ -37,6 +39,18 @@ class Family:
     read_params: Callable[..., tuple[dict, ModelConfig]]
     special_ids: tuple[int, int, int, int] = (0, 1, 2, 0)
     vocabularies: tuple[str, ...] = (PIECES, "tokenizer.model", TOKENIZER)
+    keeps_ids: bool = False
+
+    @classmethod
+    def of_decoder(cls, kin: Decoder) -> "Family":
+        """A family of decoder-only models."""
+        return cls(
+            functools.partial(decoder_families.read_config, kin),
+            functools.partial(decoder_families.tensor_names, kin),
+            functools.partial(decoder_families.read_params, kin),
+            vocabularies=(TOKENIZER,),
+            keeps_ids=True,
+        )
 
     @classmethod
     def of_t5(cls, kin: T5Kin) -> "Family":
@@ -72,7 +86,9 @@ class Family:
         return (pad, end, self.special_ids[2] if unknown is None else unknown), start
 
 
+_OF_DECODERS = {name: Family.of_decoder(kin) for name, kin in DECODERS.items()}
 FAMILIES = {kin.model_type: Family.of_t5(kin) for kin in (T5, MT5, UMT5, SWITCH)} | {
+    **_OF_DECODERS,
     "nllb-moe": Family(
         nllb_moe.read_config,
         nllb_moe.tensor_names,

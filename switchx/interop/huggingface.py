@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of transformers: T5, T5 1.1, mT5, UMT5, ByT5, Switch Transformers, NLLB-MoE.
+"""Checkpoints of transformers: T5's kin, Switch Transformers, NLLB-MoE, decoder-only models.
 
 A local folder with `config.json`, weights (tensor_folder.py) and, where it has one, the
 vocabulary `spiece.model`. Tensors are PyTorch's: a linear map is `[out, in]`, heads joined;
@@ -19,8 +19,11 @@ from typing import Any
 import numpy as np
 
 from switchx.data.added_tokens import AddedToken
+from switchx.data.bpe import CARRIED, TOKENIZER_FILE, BpeVocabulary, read_bpe
 from switchx.data.special_ids import EOS_ID, OURS, in_their_order, their_ids
+from switchx.data.tokenizers import TokenIdVocabulary, Vocabulary
 from switchx.fields import require, require_choice
+from switchx.interop import decoder_families
 from switchx.interop.families import FAMILIES, family_of
 from switchx.interop.folder_tokenizer import (
     PIECES,
@@ -66,6 +69,7 @@ class Checkpoint:
         special_ids: ids of padding, end and unknown in the files; `params` have ours.
         decoding: fields of `DecodingConfig` that are the model's defaults.
         notes: sentences that a reader should know.
+        ids: the vocabulary where ids stay as they are in the files (decoder-only models).
     """
 
     config: ModelConfig
@@ -75,6 +79,7 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     special_ids: tuple[int, ...] = OURS
     decoding: dict[str, Any] = dataclasses.field(default_factory=dict)
+    ids: Vocabulary | None = None
 
 
 def read_checkpoint(
@@ -119,6 +124,8 @@ def read_checkpoint(
         vocabulary = None
     vocabulary = vocabulary and pathlib.Path(vocabulary)
     generation = read_generation(folder, values)
+    if family.keeps_ids:
+        return _read_decoder(fields, tensors, generation, vocabulary, dtype, scratch)
     of = values | {name: generation[name] for name in _IDS if name in generation}
     if ends := end_ids(of):  # that of config.json comes after texts, if it is one of several
         of["eos_token_id"] = next((i for i in end_ids(values) if i in ends), ends[0])
@@ -137,6 +144,106 @@ def read_checkpoint(
     notes = (*_differences(said, config), *_unread(tensors), *unused)
     is_of_bytes = _is_of_bytes(folder)
     return Checkpoint(config, params, vocabulary, is_of_bytes, notes, special_ids, decoding)
+
+
+def _read_decoder(
+    fields: Fields,
+    tensors: TensorFolder,
+    generation: dict[str, Any],
+    vocabulary: pathlib.Path | None,
+    dtype: str,
+    scratch: pathlib.Path | None,
+) -> Checkpoint:
+    """A decoder-only model, whose ids stay as they are."""
+    family, folder = family_of(fields), tensors.folder
+    config = family.read_config(fields)
+    config = dataclasses.replace(config, precision=Precision(params=dtype))
+    params, config = family.read_params(fields, tensors, config, (OURS, 0), scratch)
+    where = str(folder / GENERATION)
+    decoding, unused = decoding_defaults(generation, OURS, config.vocab_size, where)
+    decoding.pop("other_eos_ids", None)  # the vocabulary has all ends
+    notes = (*_unread(tensors), *unused)
+    if vocabulary is not None:
+        require(
+            vocabulary.name == TOKENIZER_FILE,
+            f"{vocabulary}: ids of a decoder-only model stay as they are, and {TOKENIZER_FILE} "
+            f"says which; give that file, or --vocabulary=none",
+        )
+        ids = read_bpe(vocabulary.parent)
+        require(
+            ids.size <= config.vocab_size,
+            f"{vocabulary} has ids up to {ids.size - 1}, the model has {config.vocab_size}; "
+            "give the tokenizer.json that belongs to the model",
+        )
+        return Checkpoint(config, params, None, notes=notes, ids=ids, decoding=decoding)
+    said = fields.values | generation
+    ends, pad = end_ids(said), said.get("pad_token_id")
+    require(
+        bool(ends) and all(type(i) is int for i in [*ends, pad or 0]),
+        f"{fields.where}: eos_token_id={ends!r:.80}, pad_token_id={pad!r:.80}; expected ids of "
+        "tokens: correct the file",
+    )
+    ids = TokenIdVocabulary(
+        config.vocab_size,
+        pad_id=None if pad in ends else pad,
+        eos_ids=tuple(dict.fromkeys(ends)),
+        start_id=None,
+    )
+    return Checkpoint(config, params, None, notes=notes, ids=ids, decoding=decoding)
+
+
+def write_decoder(
+    folder: pathlib.Path,
+    config: ModelConfig,
+    params: dict,
+    vocabulary: Vocabulary,
+    decoding: Mapping[str, Any] = types.MappingProxyType({}),
+) -> list[str]:
+    """Writes a decoder-only model for `from_pretrained` into an existing folder.
+
+    Args:
+        vocabulary: the model's; the files of a `tokenizer.json` are copied as they are.
+        decoding: fields of `DecodingConfig` that are defaults.
+
+    Returns:
+        Sentences on where the export is not the same model.
+
+    Raises:
+        ValueError: transformers has no such model (all reasons are given).
+    """
+    config, params = unrolled(config, params)
+    kin, description, notes = decoder_families.describe(config)
+    leaves, names = named_leaves(params), decoder_families.tensor_names(kin, config)
+    write_safetensors(folder, _tensors(names, leaves, config), MOST_SHARD_BYTES)
+    ends = list(vocabulary.eos_ids)
+    ids = {
+        "bos_token_id": vocabulary.start_id,
+        "eos_token_id": ends if len(ends) > 1 else ends[0],
+        "pad_token_id": vocabulary.pad_id,
+    }
+    generation = write_generation(decoding, OURS, 0) | ids
+    del generation["decoder_start_token_id"]
+    write_json(folder / "config.json", description | ids)
+    write_json(folder / GENERATION, generation)
+    if isinstance(vocabulary, BpeVocabulary):
+        own = pathlib.Path(vocabulary.path).expanduser()
+        for file in filter(pathlib.Path.is_file, map(own.with_name, (own.name, *CARRIED))):
+            shutil.copyfile(file, folder / file.name)
+    else:
+        notes.append("the model's ids have no tokenizer.json: the folder has no tokenizer")
+    return notes
+
+
+def _tensors(names, leaves, config: ModelConfig, special_ids: Sequence[int] = OURS):
+    """Names and values of a model's tensors, one after the other."""
+    for parameter, theirs in names.items():
+        leaf = in_dtype(parameter, np.asarray(leaves[parameter]), config.precision.params)
+        if "V" in letters_of(parameter):
+            leaf = in_their_order(leaf, letters_of(parameter).index("V"), special_ids)
+        parts = to_torch(parameter, leaf)
+        if parameter == "embedding/embedding_VD":
+            parts = [parts[0].copy() for _ in theirs]
+        yield from zip(theirs, parts, strict=True)
 
 
 def _unread(tensors: TensorFolder) -> tuple[str, ...]:
@@ -208,17 +315,8 @@ def write_checkpoint(
         copies += EMBEDDINGS if config.switch else ()
         names["embedding/embedding_VD"] = (SHARED, *copies)
 
-    def tensors():
-        for parameter, theirs in names.items():
-            leaf = in_dtype(parameter, np.asarray(leaves[parameter]), config.precision.params)
-            if "V" in letters_of(parameter):
-                leaf = in_their_order(leaf, letters_of(parameter).index("V"), special_ids)
-            parts = to_torch(parameter, leaf)
-            if parameter == "embedding/embedding_VD":
-                parts = [parts[0].copy() for _ in theirs]
-            yield from zip(theirs, parts, strict=True)
-
-    write_safetensors(folder, tensors(), MOST_SHARD_BYTES)
+    tensors = _tensors(names, leaves, config, special_ids)
+    write_safetensors(folder, tensors, MOST_SHARD_BYTES)
     write_json(folder / "config.json", description)
     write_json(folder / GENERATION, generation)
     if vocabulary is not None:

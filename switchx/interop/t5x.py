@@ -379,6 +379,10 @@ def not_t5(config: ModelConfig) -> list[str]:
         ("norm", config.norm, "rms"),
         ("positions", config.positions, "relative"),
         ("use_bias", config.use_bias, False),
+        ("attention_bias", config.biases_of_attention, "none"),
+        ("num_kv_heads", config.kv_heads, config.num_heads),
+        ("qk_norm", config.qk_norm, "none"),
+        ("norm_place", config.norm_place, "before"),
         ("scale_attention", config.scale_attention, False),
         ("separate_embeddings", config.separate_embeddings, False),
     ]

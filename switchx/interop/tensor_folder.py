@@ -246,6 +246,7 @@ def shape_of(parameter: str, config: ModelConfig) -> tuple[int, ...]:
         "V": config.vocab_size,
         "D": config.d_model,
         "H": config.num_heads,
+        "Z": config.kv_heads,
         "K": config.d_head,
         "F": config.d_ff,
         "U": config.relative_buckets,
@@ -254,6 +255,8 @@ def shape_of(parameter: str, config: ModelConfig) -> tuple[int, ...]:
         sizes["E"] = config.switch.num_experts
         if "/experts/" in parameter:
             sizes["F"] = config.switch.d_ff or config.d_ff
+        if "/shared_expert/" in parameter:
+            sizes["F"] = config.switch.shared_d_ff
     return tuple(sizes[letter] for letter in letters_of(parameter))
 
 
@@ -262,9 +265,9 @@ def is_linear(parameter: str) -> bool:
     return parameter.rpartition("/")[2].startswith("w_")
 
 
-def is_bias(parameter: str) -> bool:
-    """Whether a parameter is the bias of a linear map, heads joined in PyTorch."""
-    return parameter.rpartition("/")[2].startswith("b_")
+def is_vector(parameter: str) -> bool:
+    """Whether a parameter is a bias, or a norm's scale, heads joined in PyTorch."""
+    return parameter.rpartition("/")[2].startswith(("b_", "scale_"))
 
 
 def _matrix_shape(parameter: str, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -279,9 +282,11 @@ def torch_shape(parameter: str, config: ModelConfig) -> tuple[int, ...]:
     shape = shape_of(parameter, config)
     if is_linear(parameter):
         return _matrix_shape(parameter, shape)[::-1]
+    if parameter.endswith("/shared_gate_D"):
+        return 1, *shape  # a linear map to one number
     letters = letters_of(parameter)
     is_of_experts = len(letters) > 1 and letters[0] == "E"
-    return (math.prod(shape[is_of_experts:]),) if is_bias(parameter) else shape
+    return (math.prod(shape[is_of_experts:]),) if is_vector(parameter) else shape
 
 
 def torch_shapes(
@@ -374,8 +379,11 @@ def to_torch(parameter: str, value: np.ndarray) -> list[np.ndarray]:
     """The tensors in PyTorch's layout that a parameter is: one, or one an expert or layer."""
     if value.ndim > len(letters_of(parameter)):
         return [np.ascontiguousarray(each) for each in value]
+    if parameter.endswith("/shared_gate_D"):
+        return [np.ascontiguousarray(value)[None]]
     if not is_linear(parameter):
-        return [np.ascontiguousarray(value)]
+        value = np.ascontiguousarray(value)
+        return [value.reshape(-1) if is_vector(parameter) else value]
     matrices = value if letters_of(parameter)[0] == "E" else [value]
     shape = _matrix_shape(parameter, value.shape)
     return [np.ascontiguousarray(each.reshape(shape).T) for each in matrices]

@@ -2,8 +2,11 @@
 """Multi-head attention: a pure function of arrays, the module that owns its weights, the cache.
 
 Vaswani et al. 2017 (arXiv:1706.03762); T5's form has no 1/sqrt(K) (it is in the query's
-initializer) and adds a relative position bias.
-Dims: B batch, L queries, M keys and values (the memory), D model, H heads, K head size
+initializer) and adds a relative position bias. Where keys and values have fewer heads, each is
+read by an equal group of queries (Ainslie et al. 2023, arXiv:2305.13245). Norms of queries and
+keys: Dehghani et al. 2023 (arXiv:2302.05442), section 2, here RMSNorm.
+Dims: B batch, L queries, M keys and values (the memory), D model, H heads, K head size,
+Z heads of keys and values, which are the H of `KeysValues`
 """
 
 import dataclasses
@@ -14,7 +17,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.implementations import current_device
-from switchx.layers.dense import dropout, plus, times, weight, zeros
+from switchx.layers.dense import (
+    cheap_again,
+    dropout,
+    plus,
+    rms_norm,
+    times,
+    weight,
+    zeros,
+)
 
 MASKED = -1e9
 
@@ -61,6 +72,9 @@ def attend(
 ):
     """softmax(q k^T + biases) v, the softmax in float32.
 
+    The memory has as many heads as the queries or a divisor; query head h reads its head
+    h // (H / Z).
+
     Args:
         bias_HLM: bias that is added to the scores of every row of the batch.
         row_bias_BHLM: bias that is added to the scores, one for each row.
@@ -73,9 +87,15 @@ def attend(
     Returns:
         `out_BHLK` in the queries' dtype.
     """
+    B, L, H, K = query_BLHK.shape
+    Z, M = memory.value_BHMK.shape[1:3]
+    if (R := H // Z) > 1:
+        # The queries of a group one after the other: keys and values are not repeated.
+        query_BLHK = query_BLHK.reshape(B, L, Z, R, K)
+        query_BLHK = jnp.moveaxis(query_BLHK, 3, 1).reshape(B, R * L, Z, K)
     scores_BHLM = jnp.einsum(
         "BLHK,BHKM->BHLM", query_BLHK, memory.key_BHKM, preferred_element_type=jnp.float32
-    )
+    ).reshape(B, H, L, M)
     if bias_HLM is not None:
         scores_BHLM = scores_BHLM + bias_HLM.astype(scores_BHLM.dtype)[None]
     if row_bias_BHLM is not None:
@@ -85,7 +105,8 @@ def attend(
     weights_BHLM = softmax_in(query_BLHK.dtype, scores_BHLM)
     # All queries share the mask, so (w mask) v = w (mask v), and v is the smaller array.
     value_BHMK = dropout(memory.value_BHMK, dropout_rate, key=key, shared_dims=(3,))
-    return jnp.einsum("BHLM,BHMK->BHLK", weights_BHLM, value_BHMK)
+    out_BHLK = jnp.einsum("BHLM,BHMK->BHLK", weights_BHLM.reshape(B, Z, R * L, M), value_BHMK)
+    return out_BHLK.reshape(B, H, L, K)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -186,7 +207,7 @@ class AttentionOutput(nnx.Module):
         self.score_scale = (num_correlations * config.d_head) ** -0.5
         D, H, K = config.d_model, config.num_heads, config.d_head
         self.w_out_HKD = weight(config, key, (H, K, D), fan_in=H * K)
-        if config.use_bias:
+        if config.biases_of_attention == "all":
             self.b_out_D = zeros(config, D)
 
     def read(self, query_BLHK, memory: KeysValues, *, by="einsum", key=None, **biases):
@@ -202,38 +223,63 @@ class AttentionOutput(nnx.Module):
         rate = self.config.dropout_rate
         out_BHLK = ATTENDS[by](query_BLHK, memory, dropout_rate=rate, key=key, **biases)
         y_BLD = times("BHLK,HKD->BLD", out_BHLK, self.w_out_HKD[...])
-        return plus(y_BLD, self.b_out_D[...]) if self.config.use_bias else y_BLD
+        if self.config.biases_of_attention != "all":
+            return y_BLD
+        return plus(y_BLD, self.b_out_D[...])
 
 
 class Attention(AttentionOutput):
-    """Attention whose memory is the tokens themselves, a cache, or an encoder's output."""
+    """Attention whose memory is the tokens themselves, a cache, or an encoder's output.
+
+    Parameters of keys and values end in `ZK` where they have fewer heads than the queries.
+    """
 
     def __init__(self, config, *, num_correlations: int = 1, key):
         keys = jax.random.split(key, 4)
         super().__init__(config, num_correlations=num_correlations, key=keys[3])
-        D, H, K = config.d_model, config.num_heads, config.d_head
+        D, H, K, Z = config.d_model, config.num_heads, config.d_head, config.kv_heads
+        shared = "HK" if Z == H else "ZK"
+        self.dims = {"query": "HK", "key": shared, "value": shared}
         # Without 1/sqrt(K) in the scores, the queries start that much smaller.
         query_scale = config.init_scale / (1 if config.scale_attention else K)
-        self.w_query_DHK = weight(config, keys[0], (D, H, K), fan_in=D, scale=query_scale)
-        self.w_key_DHK = weight(config, keys[1], (D, H, K), fan_in=D)
-        self.w_value_DHK = weight(config, keys[2], (D, H, K), fan_in=D)
-        if config.use_bias:
-            for name in ("query", "key", "value"):
-                setattr(self, f"b_{name}_HK", zeros(config, H, K))
+        scales = {"query": query_scale, "key": None, "value": None}
+        for (name, dims), key_of in zip(self.dims.items(), keys[:3], strict=True):
+            shape = (H if name == "query" else Z, K)
+            drawn = weight(config, key_of, (D, *shape), fan_in=D, scale=scales[name])
+            setattr(self, f"w_{name}_D{dims}", drawn)
+            if config.biases_of_attention != "none":
+                setattr(self, f"b_{name}_{dims}", zeros(config, *shape))
+            if config.qk_norm != "none" and name != "value":
+                normed = (dims, shape) if config.qk_norm == "all" else ("K", (K,))
+                scale = nnx.Param(jnp.ones(normed[1], config.precision.params))
+                setattr(self, f"scale_{name}_{normed[0]}", scale)
 
-    def _project(self, name: str, x_BLD):
-        y_BLHK = times("BLD,DHK->BLHK", x_BLD, getattr(self, f"w_{name}_DHK")[...])
-        if not self.config.use_bias:
+    def _project(self, name: str, x_BLD, rotation=None):
+        """Queries, keys or values: projected, normed, turned by their positions."""
+        config, dims = self.config, self.dims[name]
+        y_BLHK = times(f"BLD,D{dims}->BL{dims}", x_BLD, getattr(self, f"w_{name}_D{dims}")[...])
+        if config.biases_of_attention != "none":
+            y_BLHK = plus(y_BLHK, getattr(self, f"b_{name}_{dims}")[...])
+        if name == "value":
             return y_BLHK
-        return plus(y_BLHK, getattr(self, f"b_{name}_HK")[...])
+        if config.qk_norm != "none":
+            scale = getattr(self, f"scale_{name}_{dims if config.qk_norm == 'all' else 'K'}")
+            norm = functools.partial(rms_norm, epsilon=config.norm_epsilon)
+            y_BLHK = cheap_again(norm)(y_BLHK, scale[...])
+        return y_BLHK if rotation is None else rotation(y_BLHK)
 
-    def project_memory(self, x_BMD) -> KeysValues:
-        """Keys and values of these tokens."""
+    def project_memory(self, x_BMD, rotation=None) -> KeysValues:
+        """Keys and values of these tokens.
+
+        Args:
+            rotation: `Rotation` of the tokens, or None: keys are kept turned.
+        """
         # Not an einsum to BHKM: XLA then would transpose the weights, in every decode step.
-        key_BMHK, value_BMHK = (self._project(name, x_BMD) for name in ("key", "value"))
+        key_BMHK = self._project("key", x_BMD, rotation)
+        value_BMHK = self._project("value", x_BMD)
         return KeysValues(jnp.moveaxis(key_BMHK, 1, 3), jnp.moveaxis(value_BMHK, 1, 2))
 
-    def __call__(self, x_BLD, memory: KeysValues, *, key=None, **biases):
+    def __call__(self, x_BLD, memory: KeysValues, rotation=None, *, key=None, **biases):
         """Output `[B, L, D]` of these tokens' queries; see `read`."""
-        query_BLHK = self._project("query", x_BLD)
+        query_BLHK = self._project("query", x_BLD, rotation)
         return self.read(query_BLHK, memory, key=key, **biases)

@@ -97,9 +97,11 @@ def kept(x, is_kept, rate: float):
 
 
 def rms_norm(x, scale_D, epsilon: float = EPSILON):
-    """x / rms(x) * scale over the last dimension, rounded once (see `plus`)."""
+    """x / rms(x) * scale over the last dimensions, those of the scale, rounded once (see
+    `plus`)."""
     x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    inverse_rms = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
+    dims = tuple(range(-scale_D.ndim, 0))
+    inverse_rms = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=dims, keepdims=True) + epsilon)
     return (x32 * inverse_rms * along_last(scale_D, x32)).astype(x.dtype)
 
 

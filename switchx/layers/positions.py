@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions in attention scores: T5's relative bias, and TUPE's untied correlations.
+"""Positions in attention: T5's relative bias, TUPE's untied correlations, rotations.
 
 Raffel et al. 2020 (arXiv:1910.10683), section 2.1: log-spaced buckets of key minus query
 position, one table a stack, shared by its layers. Ke et al. 2020 (arXiv:2006.15595), eq. 7:
@@ -11,11 +11,13 @@ where p is a table of absolute positions and U_Q, U_K are projections of their o
 the layers of a stack, so that the second term is computed once a stack and added as a bias;
 with the relative bias beside it, it is TUPE-R. Positions are counted from 0 in each packed
 example. The paper's section 3.2, which unties [CLS] from positions, is about a symbol that
-sequence-to-sequence models do not have.
+sequence-to-sequence models do not have. Frequencies of rotations are in `rotary.py`.
 
-Dims: B batch, L queries, M keys, D model, H heads, K head size, U relative buckets
+Dims: B batch, L queries, M keys, D model, H heads, K head size (of a rotation, pairs of
+features), U relative buckets
 """
 
+import dataclasses
 import math
 
 import jax
@@ -24,6 +26,7 @@ import numpy as np
 from flax import nnx
 
 from switchx.layers.dense import weight
+from switchx.layers.rotary import RotaryConfig
 from switchx.partitioning.constrain import constrain
 
 
@@ -117,6 +120,33 @@ def sinusoids(position_BL, num_features: int):
     if num_features % 2:
         parts.append(jnp.zeros((*position_BL.shape, 1), jnp.float32))
     return jnp.concatenate(parts, axis=-1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rotation:
+    """Cosines and sines of the angles that the features of tokens are turned by, in float32."""
+
+    cos_BLK: jax.Array
+    sin_BLK: jax.Array
+
+    @classmethod
+    def of(cls, rotary: RotaryConfig, d_head: int, position_BL) -> "Rotation":
+        """The rotation of tokens at these positions."""
+        angle_BLK = position_BL.astype(jnp.float32)[..., None]
+        angle_BLK = angle_BLK * rotary.frequencies(d_head)[None, None]
+        return cls(
+            jnp.cos(angle_BLK) * np.float32(rotary.magnitude),
+            jnp.sin(angle_BLK) * np.float32(rotary.magnitude),
+        )
+
+    def __call__(self, x_BLHK):
+        """Queries or keys, turned in float32 and rounded once; the rest of a head as it is."""
+        half = self.cos_BLK.shape[-1]
+        cos_BLHK, sin_BLHK = self.cos_BLK[:, :, None], self.sin_BLK[:, :, None]
+        first, second, rest = jnp.split(x_BLHK.astype(cos_BLHK.dtype), (half, 2 * half), axis=3)
+        turned = first * cos_BLHK - second * sin_BLHK, second * cos_BLHK + first * sin_BLHK
+        return jnp.concatenate([*turned, rest], axis=3).astype(x_BLHK.dtype)
 
 
 class UntiedPositions(nnx.Module):

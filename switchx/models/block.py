@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pre-norm Transformer block: self-attention, cross-attention in a decoder, FFN.
+"""One Transformer block: self-attention, cross-attention in a decoder, FFN.
 
+Its norms stand before the sublayers, or after them (OLMo 2, arXiv:2501.00656, section 3.2).
 The same block trains, scores and decodes: with a cache, its self-attention reads what earlier
 calls wrote there, and its cross-attention the encoder's keys and values.
 Dims: B batch, L length, M keys and values (the memory), D model, H heads, K head size
@@ -14,6 +15,7 @@ from flax import nnx
 
 from switchx.layers.attention import Attention, KeysValues
 from switchx.layers.dense import DenseFFN, Norm, dropout, split_key
+from switchx.layers.positions import Rotation
 from switchx.moe.attention import SwitchAttention
 from switchx.moe.layer import SwitchFFN
 from switchx.partitioning.constrain import constrain_named
@@ -35,6 +37,7 @@ class BlockInputs:
         task_B: task of each row, for routers by task; None where rows have none.
         row_bias_BHLM: bias of positions in the scores of self-attention, one for each row, or
             None.
+        rotation: rotation of the queries and keys of self-attention, or None.
         replay_BLNS: experts given for the Switch layers among the blocks, in their order, in
             place of the routers' choices; None gives none.
         place: index in the cache of the first of these L tokens; None without a cache.
@@ -48,6 +51,7 @@ class BlockInputs:
     token_BL: jax.Array | None = None
     task_B: jax.Array | None = None
     row_bias_BHLM: jax.Array | None = None
+    rotation: Rotation | None = None
     replay_BLNS: jax.Array | None = None
     place: jax.Array | None = None
 
@@ -67,7 +71,10 @@ class BlockCache:
 
 
 class Block(nnx.Module):
-    """`x + attention(norm(x))`, the same with the memory, `x + ffn(norm(x))`."""
+    """`x + attention(norm(x))`, the same with the memory, `x + ffn(norm(x))`.
+
+    With `norm_place="after"`, `x + norm(attention(x))` and so on.
+    """
 
     def __init__(self, config, *, is_sparse: bool, has_memory: bool, key):
         self.config = config
@@ -102,12 +109,17 @@ class Block(nnx.Module):
         with these tokens (None without one)."""
         keys, all_stats = split_key(key, 6), []
         by = self.config.training_attention if is_training else "einsum"
+        is_before = self.config.norm_place == "before"
 
-        def residual(x_BLD, y_BLD, key):
+        def entering(norm, x_BLD):
+            return norm(x_BLD) if is_before else x_BLD
+
+        def residual(norm, x_BLD, y_BLD, key):
             rate = self.config.dropout_rate
+            y_BLD = y_BLD if is_before else norm(y_BLD)
             return x_BLD + dropout(y_BLD, rate, key=key, shared_dims=(1,))
 
-        normed_BLD = self.self_attention_norm(x_BLD)
+        normed_BLD = entering(self.self_attention_norm, x_BLD)
         reads = dict(
             by=by,
             bias_HLM=inputs.bias_HLM,
@@ -126,26 +138,26 @@ class Block(nnx.Module):
             )
             all_stats.append(stats)
         else:
-            past = self.self_attention.project_memory(normed_BLD)
+            past = self.self_attention.project_memory(normed_BLD, inputs.rotation)
             if cache is not None:
                 kept = constrain_named(cache.past.written(inputs.place, past))
                 past = kept.first(inputs.mask_BLM.shape[2])
                 cache = dataclasses.replace(cache, past=kept)
-            y_BLD = self.self_attention(normed_BLD, past, **reads)
-        x_BLD = residual(x_BLD, y_BLD, keys[1])
+            y_BLD = self.self_attention(normed_BLD, past, inputs.rotation, **reads)
+        x_BLD = residual(self.self_attention_norm, x_BLD, y_BLD, keys[1])
         if self.has_memory:
             memory = None if cache is None else cache.memory
             if memory is None:
                 memory = self.cross_attention.project_memory(inputs.memory_BMD)
             y_BLD = self.cross_attention(
-                self.cross_attention_norm(x_BLD),
+                entering(self.cross_attention_norm, x_BLD),
                 memory,
                 by=by,
                 mask_BLM=inputs.memory_mask_BLM,
                 key=keys[2],
             )
-            x_BLD = residual(x_BLD, y_BLD, keys[3])
-        normed_BLD = self.ffn_norm(x_BLD)
+            x_BLD = residual(self.cross_attention_norm, x_BLD, y_BLD, keys[3])
+        normed_BLD = entering(self.ffn_norm, x_BLD)
         if self.is_ffn_sparse:
             replay_BLNS = inputs.replay_BLNS
             y_BLD, stats = self.ffn(
@@ -160,12 +172,12 @@ class Block(nnx.Module):
             all_stats.append(stats)
         else:
             y_BLD = self.ffn(normed_BLD, key=keys[4])
-        return residual(x_BLD, y_BLD, keys[5]), all_stats, cache
+        return residual(self.ffn_norm, x_BLD, y_BLD, keys[5]), all_stats, cache
 
     def new_cache(self, batch: int, places: int, memory_BMD=None) -> BlockCache:
         """An empty cache of `places` places, with the keys and values of the memory."""
         config = self.config
-        shape_BHMK = batch, config.num_heads, places, config.d_head
+        shape_BHMK = batch, config.kv_heads, places, config.d_head
         past = KeysValues.empty(shape_BHMK, config.precision.compute_dtype)
         memory = self.cross_attention.project_memory(memory_BMD) if self.has_memory else None
         return BlockCache(past, memory)

@@ -18,9 +18,10 @@ from switchx.fields import (
     require_at_least,
     require_below_one,
 )
+from switchx.layers.rotary import RotaryConfig
 from switchx.moe.config import RouterConfig, SwitchConfig
 
-__all__ = ["ModelConfig", "Precision", "RouterConfig", "SwitchConfig"]
+__all__ = ["ModelConfig", "Precision", "RotaryConfig", "RouterConfig", "SwitchConfig"]
 
 # Limits for files from elsewhere: the largest model there is has 30 blocks of 2048
 # experts. Nothing is built, nor counted through, before.
@@ -29,6 +30,7 @@ _SIZES = (
     "d_model",
     "d_ff",
     "num_heads",
+    "num_kv_heads",
     "d_head",
     "max_length",
     "relative_buckets",
@@ -70,12 +72,14 @@ class ModelConfig:
 
     The T5 1.1 family is `norm="rms"`, `positions="relative"`, no biases, no scaling in
     attention; the GPT family of Pipeline MoE and SE-MoE is `norm="layer"`,
-    `positions="learned"`, `use_bias=True`, `scale_attention=True`.
+    `positions="learned"`, `use_bias=True`, `scale_attention=True`. Llama's family is
+    `positions="rotary"`, `scale_attention=True`, `activation="swiglu"`, `num_kv_heads`.
 
     Positions are T5's `relative` bias, a table of `learned` ones added to the words, or TUPE's
     correlations of positions apart from those of words (Ke et al. 2020, arXiv:2006.15595):
     `tupe` absolute, `tupe_relative` with T5's bias too; or `sinusoidal` ones, which have no
-    parameters, added to the words (Vaswani et al. 2017, arXiv:1706.03762; fairseq's form).
+    parameters, added to the words (Vaswani et al. 2017, arXiv:1706.03762; fairseq's form); or
+    `rotary` ones, which turn the queries and keys of self-attention (layers/rotary.py).
 
     A frozen subclass with a method `build(key)` describes a model of a user's own: a Flax NNX
     module, called as `logits_BLV, stats = model(batch, is_training=..., key=...)`, stats None
@@ -83,10 +87,20 @@ class ModelConfig:
 
     Attributes:
         d_model, d_ff, num_heads, d_head: D, F, H and K.
+        num_kv_heads: Z, heads of keys and values; each is read by H / Z heads of queries
+            (arXiv:2305.13245). None takes H.
+        qk_norm: RMSNorm of queries and keys before positions: `head`, of each head with one
+            scale `[K]`; `all`, of all heads together with a scale `[H, K]`; or `none`.
+        attention_bias: biases in attention: of queries, keys and values (`qkv`), of the output
+            too (`all`), or `none`; None takes `use_bias`.
+        norm_place: place of a block's norms: `before` its sublayers, or `after` them, where
+            their outputs join the residual stream.
+        rotary: frequencies of `rotary` positions.
         num_encoder_layers: 0 in a decoder-only model.
         switch: the Switch layers, or None for a dense model.
         norm_epsilon: epsilon that is added to the variance in norms.
-        max_length: rows of the position table, where there is one: `learned` and TUPE's.
+        max_length: rows of the position table, where there is one: `learned` and TUPE's; with
+            `rotary` the most positions of a text, None for no limit.
         relative_buckets, relative_max_distance: number of T5's relative position buckets, and
             the distance from which all share the last one.
         relative_bias_per_layer: whether every block has a relative bias of its own (UMT5), and
@@ -119,16 +133,21 @@ class ModelConfig:
     )
     norm: Literal["rms", "layer"] = "rms"
     norm_epsilon: float = 1e-6
-    positions: Literal["relative", "learned", "tupe", "tupe_relative", "sinusoidal"] = (
-        "relative"
-    )
+    norm_place: Literal["before", "after"] = "before"
+    positions: Literal[
+        "relative", "learned", "tupe", "tupe_relative", "sinusoidal", "rotary"
+    ] = "relative"
+    rotary: RotaryConfig = at_evaluation(RotaryConfig())
     max_length: int | None = at_evaluation(None)
     relative_buckets: int = 32
     relative_max_distance: int = 128
     relative_bias_per_layer: bool = False
     separate_embeddings: bool = False
     use_bias: bool = False
+    attention_bias: Literal["none", "qkv", "all"] | None = None
     scale_attention: bool = False
+    num_kv_heads: int | None = None
+    qk_norm: Literal["none", "head", "all"] = "none"
     tie_embeddings: bool = True
     scale_tied_logits: bool = True
     init_scale: float = at_evaluation(1.0)
@@ -144,7 +163,7 @@ class ModelConfig:
     def __post_init__(self):
         check_choices(self)
         sizes = ("vocab_size", "d_model", "d_ff", "num_heads", "d_head", "num_decoder_layers")
-        require_at_least(self, 1, *sizes, "max_length")
+        require_at_least(self, 1, *sizes, "max_length", "num_kv_heads")
         fewest, most = (1, math.inf) if self.is_encoder_decoder else (0, 0)
         require(
             fewest <= self.num_encoder_layers <= most,
@@ -152,7 +171,7 @@ class ModelConfig:
             f"{self.architecture!r}; use 0 for decoder_only, at least 1 otherwise",
         )
         require(
-            not self.has_position_table or self.max_length is not None,
+            not self.has_length_limit or self.max_length is not None,
             f"positions={self.positions!r} needs max_length, the rows of the position table",
         )
         require(
@@ -169,6 +188,7 @@ class ModelConfig:
             "than half of them",
         )
         self._check_tables()
+        self._check_attention()
         require_above_zero(self, "init_scale", "norm_epsilon")
         require_below_one(self, "dropout_rate")
         if self.switch is not None:
@@ -191,6 +211,41 @@ class ModelConfig:
                 f"scan_layers={self.scan_layers}; use positions='relative' and "
                 "scan_layers=False",
             )
+
+    def _check_attention(self) -> None:
+        require(
+            self.attention_bias in (None, "none", "qkv", "all"),
+            f"ModelConfig.attention_bias={self.attention_bias!r}; use none, qkv, all or None",
+        )
+        require(
+            self.num_heads % self.kv_heads == 0,
+            f"ModelConfig.num_kv_heads={self.num_kv_heads} with num_heads={self.num_heads}; "
+            "use a divisor of num_heads: each head of keys is read by as many of queries",
+        )
+        rotated = self.rotary.num_rotated(self.d_head)
+        require(
+            self.positions != "rotary" or (rotated >= 2 and rotated % 2 == 0),
+            f"RotaryConfig.fraction={self.rotary.fraction} of d_head={self.d_head} is "
+            f"{rotated} features, which are turned in pairs; use a fraction that makes it even",
+        )
+        require(
+            self.positions == "rotary" or self.rotary == RotaryConfig(),
+            f"ModelConfig.rotary={self.rotary} with positions={self.positions!r}, which reads "
+            "no frequencies; use positions='rotary'",
+        )
+        own = {
+            "positions": self.positions == "rotary",
+            "num_kv_heads": self.kv_heads != self.num_heads,
+            "qk_norm": self.qk_norm != "none",
+            "attention_bias": self.biases_of_attention == "qkv",
+        }
+        found = [f"{name}={getattr(self, name)!r}" for name, is_set in own.items() if is_set]
+        require(
+            not (found and self.switch is not None and self.switch.has_attention),
+            f"ModelConfig.{', '.join(found)} with SwitchConfig.sublayers="
+            f"{self.switch and self.switch.sublayers!r}: experts that make queries and keys "
+            "have none of these; use sublayers='ffn'",
+        )
 
     def _check_layers(self) -> None:
         for stack in ("encoder", "decoder"):
@@ -245,9 +300,22 @@ class ModelConfig:
         return self.activation in ("geglu", "geglu_exact", "swiglu")
 
     @property
-    def has_position_table(self) -> bool:
+    def has_length_limit(self) -> bool:
         """Whether a text can have no more than `max_length` positions."""
+        if self.positions == "rotary":
+            return self.max_length is not None
         return self.positions not in ("relative", "sinusoidal")
+
+    @property
+    def kv_heads(self) -> int:
+        """Z, the heads of keys and values."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def biases_of_attention(self) -> Literal["none", "qkv", "all"]:
+        if self.attention_bias is not None:
+            return self.attention_bias
+        return "all" if self.use_bias else "none"
 
     @property
     def has_relative_bias(self) -> bool:

@@ -24,6 +24,7 @@ class ParameterCount:
         dense_ffn: the FFNs of dense blocks, and shared experts.
         experts: all experts of all Switch layers.
         router: weights and balancing biases.
+        norms: scales and biases of norms, those of queries and keys too.
     """
 
     embedding: int
@@ -88,12 +89,14 @@ class SequenceFlops:
 
 def count_parameters(config: ModelConfig) -> ParameterCount:
     """Counts the parameters of the model that `config` describes, exactly."""
-    D, H, K = config.d_model, config.num_heads, config.d_head
+    D, H, K, Z = config.d_model, config.num_heads, config.d_head, config.kv_heads
     num_stacks = 2 if config.is_encoder_decoder else 1
     num_norms = num_stacks + _num_attentions(config) + _num_layers(config)
-    attention_bias = 3 * H * K + D if config.use_bias else 0
+    biases = config.biases_of_attention
+    projection_bias = (H + 2 * Z) * K if biases != "none" else 0
+    attention_bias = projection_bias + (D if biases == "all" else 0)
     dense_ffn = _num_layers(config) * _biased_ffn(config, config.d_ff)
-    attention = _num_attentions(config) * (_attention_weights(config) + attention_bias)
+    attention = _num_attentions(config) * (attention_weights(config) + attention_bias)
     one_expert = router = num_experts = 0
     if switch := config.switch:
         num_experts = switch.num_experts
@@ -109,10 +112,11 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         # Experts take the places of FFNs, and of all of attention but its output.
         dense_ffn -= num_ffns * _biased_ffn(config, config.d_ff)
         if switch.shared_d_ff is not None:
-            dense_ffn += num_ffns * _biased_ffn(config, switch.shared_d_ff)
-        projections = 3 * D * H * K + (3 * H * K if config.use_bias else 0)
-        attention -= num_attentions * projections
+            shared = _biased_ffn(config, switch.shared_d_ff) + D * switch.shared_gate
+            dense_ffn += num_ffns * shared
+        attention -= num_attentions * (3 * D * H * K + projection_bias)
 
+    scales = {"none": 0, "head": 2 * K, "all": (H + Z) * K}
     return ParameterCount(
         embedding=config.vocab_size * D * (2 if config.separate_embeddings else 1),
         positions=_position_weights(config),
@@ -121,7 +125,8 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         dense_ffn=dense_ffn,
         experts=one_expert * num_experts,
         router=router,
-        norms=num_norms * (2 * D if config.norm == "layer" else D),
+        norms=num_norms * (2 * D if config.norm == "layer" else D)
+        + _num_attentions(config) * scales[config.qk_norm],
     )
 
 
@@ -144,7 +149,8 @@ def flops_per_sequence(
         f"encoder_length={encoder_length} does not fit architecture={config.architecture!r}; "
         "use 0 for decoder_only, at least 1 otherwise",
     )
-    D, HK = config.d_model, config.num_heads * config.d_head
+    D, K = config.d_model, config.d_head
+    HK, ZK = config.num_heads * K, config.kv_heads * K
     num_cross = config.num_decoder_layers if config.is_encoder_decoder else 0
     # Summed over the layers: tokens that pass an attention, pairs it scores.
     encoder_tokens = config.num_encoder_layers * encoder_length
@@ -156,7 +162,7 @@ def flops_per_sequence(
         + cross_tokens * encoder_length
     )
     ffn_tokens = encoder_tokens + decoder_tokens
-    attention = 2 * _attention_weights(config) * (ffn_tokens + cross_tokens)
+    attention = 2 * attention_weights(config) * (ffn_tokens + cross_tokens)
     untied_pairs = 0
     if config.has_untied_positions:  # once a stack, whatever its layers
         untied_pairs = encoder_length**2 + decoder_length**2
@@ -194,7 +200,7 @@ def flops_per_sequence(
         router=router,
         expert_slots=round(one_expert * slots),
         weighted_values=2 * HK * pairs,
-        cross_memory=2 * 2 * D * HK * num_cross * (encoder_length - decoder_length),
+        cross_memory=2 * 2 * D * ZK * num_cross * (encoder_length - decoder_length),
     )
 
 
@@ -262,8 +268,9 @@ def _expert_d_ff(config: ModelConfig) -> int:
     return config.switch.d_ff or config.d_ff
 
 
-def _attention_weights(config: ModelConfig) -> int:
-    return 4 * config.d_model * config.num_heads * config.d_head
+def attention_weights(config: ModelConfig) -> int:
+    """Weights of the four matrices of one attention, biases apart."""
+    return 2 * config.d_model * (config.num_heads + config.kv_heads) * config.d_head
 
 
 def _ffn_weights(config: ModelConfig, d_ff: int) -> int:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from switchx.layers.dense import Norm, dropout, split_key
-from switchx.layers.positions import RelativeBias, UntiedPositions
+from switchx.layers.positions import RelativeBias, Rotation, UntiedPositions
 from switchx.models.block import Block, BlockCache, BlockInputs
 from switchx.models.layer_loop import layer_loop
 from switchx.moe.plan import DECISION
@@ -177,6 +177,12 @@ class Stack(nnx.Module):
             return None
         return self.untied_positions(position_BL, position_BM)
 
+    def rotation(self, position_BL) -> Rotation | None:
+        """The rotation of queries and keys at these positions, or None."""
+        if self.config.positions != "rotary":
+            return None
+        return Rotation.of(self.config.rotary, self.config.d_head, position_BL)
+
     def inputs(self, token_BL, segment_BL, position_BL, mask_BLM, **others) -> BlockInputs:
         """The blocks' inputs for whole sequences; `others` are further fields of them."""
         length = token_BL.shape[1]
@@ -185,6 +191,7 @@ class Stack(nnx.Module):
             mask_BLM=mask_BLM,
             bias_HLM=self.position_bias(length, length),
             row_bias_BHLM=self.row_bias(position_BL, position_BL),
+            rotation=self.rotation(position_BL),
             token_BL=token_BL,
             **others,
         )

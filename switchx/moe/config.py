@@ -276,6 +276,8 @@ class SwitchConfig:
         shared_d_ff: F of a dense FFN that every token passes beside its expert (a residual
             or shared expert: Rajbhandari et al. 2022, arXiv:2201.05596; Dai et al. 2024,
             arXiv:2401.06066); None has none.
+        shared_gate: whether the shared expert's output is multiplied by sigmoid(x g) of a
+            vector g `[D]` (Qwen1.5-MoE).
         expert_dropout_rate: dropout inside the experts (section 2.4, Table 4); None takes
             the model's `dropout_rate`.
         expert_bias: whether the experts have biases.
@@ -314,6 +316,7 @@ class SwitchConfig:
     group_size: int = at_evaluation(8192)
     d_ff: int | None = None
     shared_d_ff: int | None = None
+    shared_gate: bool = False
     expert_dropout_rate: float | None = at_evaluation(None)
     expert_bias: bool = False
     dispatcher: Literal[*DISPATCHERS] = at_resume("gather")
@@ -345,6 +348,11 @@ class SwitchConfig:
             self.shared_d_ff is None or self.has_ffn,
             f"SwitchConfig.shared_d_ff={self.shared_d_ff} with sublayers={self.sublayers!r}; "
             "use it where FFNs are sparse, or None",
+        )
+        require(
+            not self.shared_gate or self.shared_d_ff is not None,
+            "SwitchConfig.shared_gate=True with shared_d_ff=None, without a shared expert; "
+            "give its size, or use shared_gate=False",
         )
         require(
             not self.has_attention or self.dispatcher in ("gather", "einsum"),

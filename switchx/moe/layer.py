@@ -173,7 +173,7 @@ class SwitchFFN(RoutedLayer):
     """A sparse FFN: `y_BLD, stats = switch_ffn(x_BLD, is_token_BL, is_training=...)`.
 
     With `shared_d_ff` the output of a dense FFN of that size is added for every token, dropped
-    tokens included, without a gate.
+    tokens included; with `shared_gate` times sigmoid(x g), in the router's dtype.
     """
 
     def __init__(self, config, *, key):
@@ -183,6 +183,8 @@ class SwitchFFN(RoutedLayer):
         if config.switch.shared_d_ff is not None:
             shared = dataclasses.replace(config, d_ff=config.switch.shared_d_ff)
             self.shared_expert = DenseFFN(shared, key=jax.random.fold_in(key, 2))
+        if config.switch.shared_gate:
+            self.shared_gate_D = zeros(config, config.d_model)
 
     def __call__(
         self,
@@ -230,5 +232,10 @@ class SwitchFFN(RoutedLayer):
         shared = shared_axes(switch.dispatcher, y_GTD.shape[0])
         y_BLD = out_of_groups(constrain_groups(y_GTD, "GTD", shared), B, L)
         if switch.shared_d_ff is not None:
-            y_BLD = y_BLD + self.shared_expert(x_BLD, key=key_shared)
+            shared_BLD = self.shared_expert(x_BLD, key=key_shared)
+            if switch.shared_gate:
+                dtype = self.config.precision.router
+                score_BL = x_BLD.astype(dtype) @ self.shared_gate_D[...].astype(dtype)
+                shared_BLD = gated(shared_BLD, jax.nn.sigmoid(score_BL))
+            y_BLD = y_BLD + shared_BLD
         return y_BLD, self.measure(routed, B, L)

@@ -36,7 +36,8 @@ class Rules:
         expert_params: parameters that each expert has its own of (E before another letter; the
             router `DE` has experts in it and belongs to none).
         may_stay_whole: letters of parameters that are replicated where the axes do not divide
-            them; a vocabulary's size is given by its tokenizer. Other letters raise an error.
+            them: a vocabulary's size is given by its tokenizer, and the heads of keys and
+            values are fewer than many an axis. Other letters raise an error.
         vocab_room: size of the buffers of the exchange, where V of parameters is split over
             axes of the batch (`layers/embedding.py`), in even shares of tokens that are all
             different. A buffer too small for a text costs time, never rows.
@@ -58,6 +59,7 @@ class Rules:
         ("D", ("fsdp",)),
         ("F", ("model",)),
         ("H", ("model",)),
+        ("Z", ("model",)),
         ("V", ("model",)),
     )
     expert_params: tuple[tuple[str, MeshAxes], ...] = (
@@ -67,7 +69,7 @@ class Rules:
         ("F", ("model",)),
         ("H", ("model",)),
     )
-    may_stay_whole: tuple[str, ...] = ("V",)
+    may_stay_whole: tuple[str, ...] = ("V", "Z")
     vocab_room: float = 1.0
     optimizer_slices: MeshAxes = ()
 
@@ -192,6 +194,7 @@ SPREAD_RULES = Rules(
         ("D", ("fsdp", "node")),
         ("F", ("model",)),
         ("H", ("model",)),
+        ("Z", ("model",)),
         ("V", ("model",)),
     ),
     expert_params=(("N", ("pipe",)), ("E", ("fsdp", "node", "expert")), ("F", ("model",))),

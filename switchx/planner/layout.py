@@ -232,6 +232,11 @@ class Layout:
         """The number of parts that a dimension is split into."""
         return self.parts(self.rules.axes(letter, self, table=table))
 
+    def kv_heads(self, model: ModelConfig) -> int:
+        """Heads of keys and values on one device: all where the axis does not divide them."""
+        heads, parts = model.kv_heads, self.parts_of("H")
+        return heads if heads % parts else heads // parts
+
     @property
     def batch_axes(self) -> MeshAxes:
         """The axes whose devices have different rows."""

@@ -203,7 +203,10 @@ def _block(workload: Workload, layout: Layout, stack: str, remat: str) -> float:
 def _attention(workload: Workload, layout: Layout, memory_length: int, remat: str) -> float:
     """Elements that a token keeps of one attention: residual, norm, q k v, weights, output."""
     model, heads = workload.model, layout.parts_of("H")
-    projected = 4 * model.num_heads * model.d_head / heads
+    own = model.num_heads / heads + layout.kv_heads(model)
+    projected = 2 * own * model.d_head
+    if remat == "none" and model.qk_norm != "none":
+        projected += own * model.d_head  # queries and keys before their norms
     weights = model.num_heads * memory_length / heads
     whole = 2 * model.d_model if remat == "none" else model.d_model
     return whole + projected + weights

@@ -302,8 +302,7 @@ def _cache_bytes(served: ServedModel, layout: Layout) -> float:
     config = served.config
     # The encoder's output, or the prompt; the start token takes a new one's place.
     places = served.max_new_tokens * served.num_beams + served.input_length
-    heads = config.num_heads // layout.model
-    elements = 2 * _rows(served, layout) * places * heads * config.d_head
+    elements = 2 * _rows(served, layout) * places * layout.kv_heads(config) * config.d_head
     return elements * config.num_decoder_layers * config.precision.compute_dtype.itemsize
 
 
@@ -313,7 +312,8 @@ def _working_bytes(served: ServedModel, layout: Layout) -> float:
     M, heads = served.input_length, config.num_heads // layout.model
     d_ff = config.d_ff if config.switch is None else config.switch.d_ff or config.d_ff
     hidden = (3 if config.is_gated else 2) * d_ff // layout.model
-    per_token = 4 * config.d_model + 4 * heads * config.d_head + hidden
+    projected = 2 * (heads + layout.kv_heads(config)) * config.d_head
+    per_token = 4 * config.d_model + projected + hidden
     block = rows * M * per_token * config.precision.compute_dtype.itemsize
     scores = rows * heads * M * M * _LOGIT_BYTES
     read = 1 if config.is_encoder_decoder else M

@@ -180,7 +180,7 @@ class TrainingJob:
         if self.model.max_length is not None and longest > self.model.max_length:
             raise ValueError(
                 f"rows of {longest} tokens do not fit the model's max_length="
-                f"{self.model.max_length} learned positions; use shorter rows or a larger "
+                f"{self.model.max_length} positions; use shorter rows or a larger "
                 "max_length"
             )
 

@@ -15,6 +15,7 @@ from switchx.inference.running_batch import BATCHES, LENGTHS
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import forward, init_params
 from switchx.moe.config import RouterConfig
+from tests.cases import slow
 from tests.inference.tiny import CONFIG, V
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
@@ -45,6 +46,11 @@ MODELS = {
         "decoder_only", V, 16, 32, 2, 8, 1, init_scale=4.0, positions="tupe_relative",
         max_length=14, scale_attention=True,
     ),
+    "rotary": ModelConfig(
+        "decoder_only", V, 16, 32, 4, 8, 2, activation="swiglu", positions="rotary",
+        num_kv_heads=2, qk_norm="head", scale_attention=True, init_scale=4.0,
+        switch=SwitchConfig(4, every=1, router=RouterConfig(num_selected=2)),
+    ),
     "dense": ModelConfig("encoder_decoder", V, 16, 32, 2, 8, 1, 1, init_scale=4.0),
 }  # fmt: skip
 # These decode by default in another test, or are the others without a part.
@@ -58,8 +64,8 @@ INPUTS = [
 TOKEN_LIMITS = [6, 2, 5, 1, 6, 4]
 
 
-# Every way of decoding, the second in the slow tests; other models decode greedily alone.
-IN_ALL_WAYS = ("encoder-decoder", "gpt")
+# Every way of decoding, the others in the slow tests; other models decode greedily alone.
+IN_ALL_WAYS = ("encoder-decoder", "gpt", "rotary")
 # All inputs in one batch that is not made smaller: two programs. In batches of 4 and of 2 that
 # shrink there are ten.
 WHOLE = {"batch_size": 8, "pruning": "none"}
@@ -80,7 +86,7 @@ def any_model(request):
     return prepared(request.param)
 
 
-@pytest.fixture(params=[IN_ALL_WAYS[0], pytest.param(IN_ALL_WAYS[1], marks=pytest.mark.slow)])
+@pytest.fixture(params=[IN_ALL_WAYS[0], *map(slow, IN_ALL_WAYS[1:])])
 def model(request):
     return prepared(request.param)
 
@@ -167,9 +173,10 @@ def test_beams_score_what_the_forward_pass_says(model):
     assert better >= len(INPUTS) - 1  # beam search may lose what greedy finds
 
 
-def test_beams_have_the_positions_of_their_text():
+@pytest.mark.parametrize("name", ["tupe decoder", slow("rotary")])
+def test_beams_have_the_positions_of_their_text(name):
     """Prompts of two lengths, so that the shorter is padded; a relative bias beside TUPE."""
-    model = prepared("tupe decoder")
+    model = prepared(name)
     for number, hypotheses in generate(model, INPUTS[:2], None, **WHOLE, beam_size=2).items():
         for hypothesis in hypotheses:
             tokens = with_end(hypothesis)

@@ -123,6 +123,7 @@ MODELS = {
     # Drafts behind the last place would be beyond the table.
     "learned": functools.partial(decoder, "learned", max_length=LONGEST + T),
     "tupe": functools.partial(decoder, "tupe", max_length=LONGEST + T, scale_attention=True),
+    "rotary": functools.partial(decoder, "rotary", num_kv_heads=2, scale_attention=True),
     "a bias of each layer": functools.partial(
         decoder, "relative", relative_bias_per_layer=True
     ),

@@ -128,7 +128,7 @@ def test_descriptions_are_frozen_and_can_be_keys():
         ({"activation": "tanh"}, "activation='tanh' is unknown"),
         ({"d_ff": 4 * 10**21}, "ModelConfig.d_ff=4000000000000000000000"),
         ({"norm": "batch"}, "norm='batch' is unknown"),
-        ({"positions": "rotary"}, "positions='rotary' is unknown"),
+        ({"positions": "alibi"}, "positions='alibi' is unknown"),
         ({"remat": "some"}, "remat='some' is unknown"),
         ({"vocab_size": 0}, "ModelConfig.vocab_size=0"),
         ({"d_model": -1}, "ModelConfig.d_model=-1"),

@@ -21,7 +21,7 @@ from switchx.models.params import abstract_params, forward
 from switchx.tree import num_elements
 from tests.planner.workloads import shipped_model as load
 from tests.processes import ROOT
-from tests.training.jobs import with_switch
+from tests.training.jobs import MODERN, with_switch
 
 MODELS = sorted(path.stem for path in (ROOT / "configs/models").glob("*.gin"))
 
@@ -220,6 +220,23 @@ def test_the_correlations_of_positions_are_counted_as_they_are_built(positions):
     traced = matrix_flops(program(abstract_params(config), batch_of(1, 32, 16)).jaxpr)
     relative = 2 * 32 * 2 * (32**2 + 16**2) * config.has_relative_bias
     assert flops_per_sequence(config, 32, 16).executed == traced - relative
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(qk_norm="head", attention_bias="qkv"),
+        dict(qk_norm="all", attention_bias="all", norm_place="after", num_kv_heads=1),
+    ],
+)
+def test_grouped_heads_norms_and_biases_are_counted_as_they_are_built(changes):
+    config = dataclasses.replace(MODERN, switch=None, **changes)
+    assert count_parameters(config).total == num_elements(abstract_params(config))
+    program = jax.make_jaxpr(
+        lambda params, batch: forward(config, params, batch, is_training=False)
+    )
+    traced = matrix_flops(program(abstract_params(config), batch_of(1, 0, 16)).jaxpr)
+    assert flops_per_sequence(config, 0, 16).executed == traced
 
 
 BASE = ModelConfig(

@@ -16,22 +16,32 @@ from switchx.partitioning.rules import Rules
 from switchx.planner.layout import Layout
 from switchx.planner.memory import in_flight, memory_use, state_bytes, updated_bytes
 from switchx.training.programs import compiled_program
+from tests.cases import slow
 from tests.planner.workloads import DENSE, SPARSE, SWITCH, make_workload
 from tests.processes import script_with_compiler
-from tests.training.jobs import make_job
+from tests.training.jobs import MODERN, make_job
+
+GROUPED = dataclasses.replace(
+    DENSE, positions="rotary", num_kv_heads=2, qk_norm="head", scale_attention=True
+)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "slices", "optimizer"),
+    ("sizes", "slices", "optimizer", "model"),
     [
-        (dict(data=1, fsdp=2, expert=2, model=2), (), Adafactor()),
-        (dict(data=2, fsdp=2, model=2), ("data",), AdamW()),
-        (dict(data=2, expert=4), ("data",), Adafactor(min_dim_size_to_factor=8, beta1=0.9)),
+        (dict(data=1, fsdp=2, expert=2, model=2), (), Adafactor(), SPARSE),
+        (dict(data=2, fsdp=2, model=2), ("data",), AdamW(), SPARSE),
+        (
+            dict(data=2, expert=4), ("data",), Adafactor(min_dim_size_to_factor=8, beta1=0.9),
+            SPARSE,
+        ),
+        # Two heads of keys are whole on four devices.
+        (dict(data=1, fsdp=2, model=4), (), Adafactor(), MODERN),
     ],
-)
-def test_state_is_the_programs_arguments(sizes, slices, optimizer):
+)  # fmt: skip
+def test_state_is_the_programs_arguments(sizes, slices, optimizer, model):
     mesh = MeshSpec(**sizes, rules=Rules(optimizer_slices=slices))
-    job = make_job(SPARSE, mesh=mesh, batch_size=16, optimizer=optimizer)
+    job = make_job(model, mesh=mesh, batch_size=16, optimizer=optimizer)
     program = compiled_program(job, jax.devices()[:8])
     state, shardings = program.abstract_state, program.shardings
 
@@ -60,11 +70,14 @@ def test_state_is_the_programs_arguments(sizes, slices, optimizer):
         assert updated_bytes(workload, layout) <= 0.51 * updated_bytes(workload, whole)
 
 
-@pytest.mark.parametrize("remat", [pytest.param("full", marks=pytest.mark.slow), "none"])
-def test_temporaries_are_those_of_a_compiled_step(remat):
+@pytest.mark.parametrize(
+    ("remat", "of"),
+    [slow("full", DENSE), ("none", DENSE), slow("full", GROUPED), slow("none", GROUPED)],
+)
+def test_temporaries_are_those_of_a_compiled_step(remat, of):
     """Within a third: what XLA fuses and shares is not modelled."""
     model = dataclasses.replace(
-        DENSE, remat=remat, vocab_size=256, num_decoder_layers=8, max_length=None
+        of, remat=remat, vocab_size=256, num_decoder_layers=8, max_length=None
     )
     job = make_job(
         model, batch_size=8, inputs_length=64, targets_length=64, mesh=MeshSpec(data=1)

@@ -11,10 +11,12 @@ from switchx.hardware.spec import load_hardware
 from switchx.models.params import abstract_params
 from switchx.partitioning.mesh import MeshSpec
 from switchx.planner.serving import ServedModel, choose_split, splits, weights_of
+from tests.cases import slow
 from tests.data.refusals import refused
 from tests.inference import exports
 from tests.inference.exports import CONFIG, SHAPES, export, trained
 
+GROUPED = dict(positions="rotary", num_kv_heads=2, qk_norm="all", scale_attention=True)
 NEW_TOKENS = 5  # of `exports.export`
 
 
@@ -36,7 +38,12 @@ def bytes_on_a_device(described: dict, mesh: dict) -> float:
 
 @pytest.mark.parametrize(
     ("bits", "config"),
-    [(None, exports.CONFIG), pytest.param(4, exports.DECODER, marks=pytest.mark.slow)],
+    [
+        (None, exports.CONFIG),
+        slow(4, exports.DECODER),
+        slow(None, dataclasses.replace(exports.DECODER, **GROUPED)),
+        slow(None, dataclasses.replace(exports.DECODER, **GROUPED | {"num_kv_heads": 1})),
+    ],
 )
 def test_weights_and_cache_are_those_of_the_exported_programs(tmp_path, bits, config):
     (split,) = (

@@ -33,6 +33,15 @@ SWITCH = SwitchConfig(
     router=RouterConfig(jitter=0.0),
 )
 DENSE = ModelConfig("decoder_only", 384, 16, 24, 2, 8, 2, activation="relu")
+# The block of Qwen3: two heads of keys for four of queries.
+MODERN = ModelConfig(
+    "decoder_only", 384, 16, 24, 4, 8, 2, activation="swiglu", positions="rotary",
+    num_kv_heads=2, qk_norm="head", attention_bias="qkv", scale_attention=True,
+    switch=dataclasses.replace(
+        SWITCH, shared_d_ff=16, shared_gate=True,
+        router=RouterConfig(num_selected=2, gate="normalized", exploration="none"),
+    ),
+)  # fmt: skip
 TINY = dataclasses.replace(DENSE, d_model=8, d_ff=8, num_heads=1, num_decoder_layers=1)
 SPARSE = dataclasses.replace(DENSE, switch=SWITCH)
 ENCODER_DECODER = dataclasses.replace(

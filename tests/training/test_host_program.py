@@ -41,6 +41,7 @@ from tests.training.jobs import (
     DENSE,
     ENCODER_DECODER,
     LOSS,
+    MODERN,
     SPARSE,
     Events,
     make_batch,
@@ -105,6 +106,7 @@ CELLS = {
     "slots_3": dict(model=DECODER, slots=3),
     "microbatch": dict(model=BOTH, step=StepConfig()),
     "expert_mesh": dict(model=DECODER, mesh=MeshSpec(data=2, expert=4), num_devices=8),
+    "modern": dict(model=stacked(MODERN, 4)),
     "fsdp_mesh": dict(model=SPARSE_ALONE, mesh=MeshSpec(fsdp=2, expert=4), num_devices=8),
 }
 DEFAULT = ("fsdp_mesh",)

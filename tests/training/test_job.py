@@ -52,7 +52,7 @@ def test_microbatches_divide_the_batch():
 def test_rows_fit_the_learned_positions(model, lengths):
     model = dataclasses.replace(model, positions="learned", max_length=8)
     inputs_length, targets_length = lengths
-    with refused("rows of 9 tokens do not fit the model's max_length=8 learned positions"):
+    with refused("rows of 9 tokens do not fit the model's max_length=8 positions"):
         make_job(model, inputs_length=inputs_length, targets_length=targets_length)
     make_job(model, inputs_length=4, targets_length=4)
 

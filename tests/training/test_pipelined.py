@@ -24,6 +24,7 @@ from tests.training.jobs import (
     DENSE,
     ENCODER_DECODER,
     LENGTH,
+    MODERN,
     SPARSE,
     make_batch,
     make_job,
@@ -54,10 +55,11 @@ BOTH = with_switch(SPARSE, sublayers="both", dispatcher="einsum")
             stacked(SPARSE, 4, dispatcher="sliced"),
             MeshSpec(pipe=2, data=2, model=2, rules=PIPELINE_MOE),
         ),
+        slow(stacked(MODERN, 4), MeshSpec(pipe=2, data=2, model=2)),
         # two Switch layers a sparse block
         slow(stacked(BOTH, 4), MeshSpec(pipe=2, data=4)),
     ],
-    ids=["sliced", "both"],
+    ids=["sliced", "modern", "both"],
 )
 def test_a_pipeline_is_invariant_to_stages_microbatches_and_padding(config, mesh):
     """The auxiliary losses too, where some of the routing groups are all padding."""

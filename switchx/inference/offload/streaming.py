@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from switchx.hardware.spec import Hardware
 from switchx.models.config import ModelConfig
-from switchx.models.flops import experts_per_token
+from switchx.models.flops import attention_weights, experts_per_token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,11 +196,10 @@ def _expert_weights(config: ModelConfig) -> int:
 
 def _dense_weights(config: ModelConfig, stack: str) -> int:
     """Weights that each token of a stack meets outside of experts."""
-    D, HK = config.d_model, config.num_heads * config.d_head
-    layers = getattr(config, f"num_{stack}_layers")
+    D, layers = config.d_model, getattr(config, f"num_{stack}_layers")
     has_cross = stack == "decoder" and config.is_encoder_decoder
     matrices = 3 if config.is_gated else 2
     ffn = matrices * D * (layers - config.num_sparse_layers_of(stack)) * config.d_ff
     ffn += matrices * D * config.num_sparse_layers_of(stack) * (config.switch.shared_d_ff or 0)
     logits = D * config.vocab_size if stack == "decoder" else 0
-    return 4 * D * HK * layers * (2 if has_cross else 1) + ffn + logits
+    return attention_weights(config) * layers * (2 if has_cross else 1) + ffn + logits

@@ -1,0 +1,532 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoder-only models of transformers, dense and sparse: `config.json` and names of tensors.
+
+A family is a row of `DECODERS`; reading and writing go by the same row. All have RMSNorm,
+rotary positions and gated FFNs with SiLU; they differ in the norms of queries and keys, in
+biases, in where norms stand, and in their experts. In their files `gate_proj` (`w1`) is the
+activated matrix, our `w_in`, and `up_proj` (`w3`) the factor, our `w_gate`.
+
+Dims: V vocabulary, D model, E experts, F ffn, H heads, K head size, Z heads of keys and values
+"""
+
+import dataclasses
+import itertools
+import math
+import pathlib
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from switchx.fields import require
+from switchx.interop.huggingface_config import MOST_BLOCKS, MOST_EXPERTS, Fields, shown
+from switchx.interop.t5x import unexpected
+from switchx.interop.tensor_folder import (
+    TensorFolder,
+    read_parameters,
+    require_same_tensors,
+    torch_shapes,
+)
+from switchx.layers.rotary import RotaryConfig
+from switchx.models.config import (
+    ModelConfig,
+    RouterConfig,
+    SwitchConfig,
+    require_our_blocks,
+)
+
+TABLE, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_PROJECTIONS = {"query": "q", "key": "k", "value": "v"}
+_ROTARY = {"none": "default", "linear": "linear", "yarn": "yarn", "llama3": "llama3"}
+# Their name -> ours, of the values of a scaling.
+_SCALING = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_length",
+    "low_freq_factor": "low_frequency",
+    "high_freq_factor": "high_frequency",
+    "beta_slow": "beta_slow",
+    "beta_fast": "beta_fast",
+    "attention_factor": "attention_factor",
+    "truncate": "truncate",
+}
+_SCALED = {
+    "linear": ("factor",),
+    "yarn": (
+        "factor", "original_max_position_embeddings", "beta_slow", "beta_fast",
+        "attention_factor", "truncate",
+    ),
+    "llama3": (
+        "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
+    ),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """A family of decoder-only models, by what tells it from Llama.
+
+    Attributes:
+        model_type: its name in config.json.
+        architecture: its class in transformers.
+        qk_norm, norm_place: our fields of these names.
+        bias: biases of attention: a value of our `attention_bias`, or the flag of config.json
+            that turns all of them on.
+        has_head_size: whether a head may have another size than D / H.
+        epsilon, theta: values of `rms_norm_eps` and `rope_theta` where a file has none.
+        ffn: the module of an FFN in the names of tensors.
+        matrices: names of an expert's `w_in`, `w_gate` and `w_out`.
+        num_experts: the field that says how many experts there are; "" in a dense family.
+        expert_d_ff: the field of an expert's F.
+        normalizes: whether gates are always normalized; False reads `norm_topk_prob`.
+        sparse_step: whether `decoder_sparse_step` and `mlp_only_layers` name the sparse blocks.
+        shared_d_ff: the field of F of a gated shared expert; "" without one.
+        only: fields that switchx has one value of, and that value.
+    """
+
+    model_type: str
+    architecture: str
+    qk_norm: str = "none"
+    norm_place: str = "before"
+    bias: str = "attention_bias"
+    has_head_size: bool = True
+    epsilon: float = 1e-6
+    theta: float = 1e4
+    ffn: str = "mlp"
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    num_experts: str = ""
+    expert_d_ff: str = "intermediate_size"
+    normalizes: bool = False
+    sparse_step: bool = False
+    shared_d_ff: str = ""
+    only: tuple[tuple[str, Any], ...] = ()
+
+
+_NO_WINDOW = (("use_sliding_window", False),)
+DECODERS = {
+    each.model_type: each
+    for each in (
+        Decoder("llama", "LlamaForCausalLM", only=(("mlp_bias", False),)),
+        Decoder("qwen2", "Qwen2ForCausalLM", bias="qkv", has_head_size=False, only=_NO_WINDOW),
+        Decoder("qwen3", "Qwen3ForCausalLM", qk_norm="head", only=_NO_WINDOW),
+        Decoder(
+            "olmo2", "Olmo2ForCausalLM", qk_norm="all", norm_place="after", epsilon=1e-5,
+            has_head_size=False,
+        ),
+        Decoder(
+            "mixtral", "MixtralForCausalLM", bias="none", epsilon=1e-5, theta=1e6,
+            ffn="block_sparse_moe", matrices=("w1", "w3", "w2"),
+            num_experts="num_local_experts", normalizes=True,
+            only=(("sliding_window", None), ("router_jitter_noise", 0.0)),
+        ),
+        Decoder(
+            "olmoe", "OlmoeForCausalLM", qk_norm="all", epsilon=1e-5, num_experts="num_experts",
+            has_head_size=False, only=(("clip_qkv", None),),
+        ),
+        Decoder(
+            "qwen2_moe", "Qwen2MoeForCausalLM", bias="qkv", num_experts="num_experts",
+            expert_d_ff="moe_intermediate_size", sparse_step=True, has_head_size=False,
+            shared_d_ff="shared_expert_intermediate_size",
+            only=(("qkv_bias", True), *_NO_WINDOW),
+        ),
+        Decoder(
+            "qwen3_moe", "Qwen3MoeForCausalLM", qk_norm="head", num_experts="num_experts",
+            expert_d_ff="moe_intermediate_size", sparse_step=True, only=_NO_WINDOW,
+        ),
+    )
+}  # fmt: skip
+
+
+def read_config(
+    kin: Decoder, fields: Fields, tensors: Collection[str] = (), overflow: str = "dropless"
+) -> ModelConfig:
+    """The model that a `config.json` describes; tensors and `overflow` say nothing more.
+
+    Raises:
+        ValueError: a value is wrong, or asks for what switchx has not.
+    """
+    for name, expected in (("hidden_act", "silu"), *kin.only):
+        fields.only(name, expected, f"{kin.model_type} of switchx has nothing else")
+    D, H = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    if not kin.has_head_size or fields.values.get("head_dim") is None:
+        require(
+            D % H == 0,
+            f"{fields.where}: hidden_size={D} does not divide by num_attention_heads={H}",
+        )
+    K = fields.whole("head_dim", D // H) if kin.has_head_size else D // H
+    has_biases = kin.bias == "attention_bias" and fields.flag("attention_bias", False)
+    config = ModelConfig(
+        architecture="decoder_only",
+        vocab_size=fields.whole("vocab_size"),
+        d_model=D,
+        d_ff=fields.whole("intermediate_size"),
+        num_heads=H,
+        d_head=K,
+        num_kv_heads=fields.whole("num_key_value_heads", H),
+        num_decoder_layers=fields.whole("num_hidden_layers", most=MOST_BLOCKS),
+        activation="swiglu",
+        norm_epsilon=fields.number("rms_norm_eps", kin.epsilon),
+        norm_place=kin.norm_place,
+        qk_norm=kin.qk_norm,
+        attention_bias="all" if has_biases else "qkv" if kin.bias == "qkv" else None,
+        positions="rotary",
+        rotary=_read_rotary(kin, fields),
+        max_length=fields.whole("max_position_embeddings"),
+        scale_attention=True,
+        tie_embeddings=fields.flag("tie_word_embeddings", False),
+        scale_tied_logits=False,
+        dropout_rate=0.0,
+    )
+    return dataclasses.replace(config, switch=_read_switch(kin, fields, config))
+
+
+def _read_switch(kin: Decoder, fields: Fields, config: ModelConfig) -> SwitchConfig | None:
+    if not kin.num_experts:
+        return None
+    layers = range(config.num_decoder_layers)
+    where = {"every": 1}
+    if kin.sparse_step:
+        step = fields.whole("decoder_sparse_step", 1)
+        dense = fields.values.get("mlp_only_layers") or []
+        require(
+            isinstance(dense, list) and all(type(i) is int for i in dense),
+            f"{fields.where}: mlp_only_layers={shown(dense)}; expected a list of blocks",
+        )
+        sparse = tuple(i for i in layers if i not in dense and (i + 1) % step == 0)
+        if not sparse:
+            return None
+        where = {"encoder_layers": (), "decoder_layers": sparse}
+        if not config.num_decoder_layers % step and len(sparse) * step == len(layers):
+            where = {"every": step}
+    k = fields.whole("num_experts_per_tok")
+    is_normalized = kin.normalizes or fields.flag("norm_topk_prob", False)
+    names = (kin.num_experts, "num_experts", "num_local_experts")  # transformers 5 renames it
+    name = next((each for each in names if each in fields.values), kin.num_experts)
+    d_ff = fields.whole(kin.expert_d_ff)
+    return SwitchConfig(
+        num_experts=fields.whole(name, most=MOST_EXPERTS),
+        d_ff=None if d_ff == config.d_ff else d_ff,
+        shared_d_ff=fields.whole(kin.shared_d_ff) if kin.shared_d_ff else None,
+        shared_gate=bool(kin.shared_d_ff),
+        router=RouterConfig(
+            num_selected=k,
+            # Of one expert alone the gate would be 1, and switchx refuses it.
+            gate="normalized" if is_normalized else "softmax",
+            exploration="none",
+            overflow="dropless",
+        ),
+        **where,
+    )
+
+
+def _read_rotary(kin: Decoder, fields: Fields) -> RotaryConfig:
+    """The frequencies of `rope_parameters`, or of `rope_theta` and `rope_scaling`."""
+    old, new = (fields.values.get(name) or {} for name in ("rope_scaling", "rope_parameters"))
+    for name, value in (("rope_scaling", old), ("rope_parameters", new)):
+        require(
+            isinstance(value, dict) and not any(isinstance(v, dict) for v in value.values()),
+            f"{fields.where}: {name}={shown(value)}; expected one object of numbers for all "
+            "layers",
+        )
+    kinds = {_kind(values) for values in (old, new) if values}
+    require(
+        len(kinds) < 2 and not any(old[n] != new[n] for n in old.keys() & new.keys()),
+        f"{fields.where}: rope_scaling={shown(old)} and rope_parameters={shown(new)} differ; "
+        "keep the one that the model was trained with",
+    )
+    values = {"rope_theta": fields.values.get("rope_theta")} | new | old
+    own = Fields({n: v for n, v in values.items() if v is not None}, fields.where)
+    kind = kinds.pop() if kinds else "default"
+    scaling = next((ours for ours, theirs in _ROTARY.items() if theirs == kind), None)
+    needed = {"dynamic": "angles by the text's length", "longrope": "two tables of factors"}
+    require(
+        scaling is not None,
+        f"{fields.where}: rope type {shown(kind)} cannot be converted: switchx has not "
+        f"{needed.get(kind, 'this type')} (models of {kind} need it); expected one of "
+        f"{', '.join(_ROTARY.values())}",
+    )
+    found: dict[str, Any] = {"theta": own.number("rope_theta", kin.theta)}
+    fraction = fields.number("partial_rotary_factor", own.number("partial_rotary_factor", 1.0))
+    if scaling == "none":
+        return RotaryConfig(fraction=fraction, **found)
+    defaults = {each.name: each.default for each in dataclasses.fields(RotaryConfig)}
+    for theirs in _SCALED[scaling]:
+        ours = _SCALING[theirs]
+        if theirs == "original_max_position_embeddings":
+            most = fields.whole("max_position_embeddings")
+            found[ours] = own.whole(theirs, most)
+        elif theirs == "truncate":
+            found[ours] = own.flag(theirs, True)
+        elif theirs == "attention_factor":
+            found[ours] = _attention_factor(own)
+        else:
+            found[ours] = own.number(theirs, defaults[ours])
+    return RotaryConfig(fraction=fraction, scaling=scaling, **found)
+
+
+def _kind(values: dict[str, Any]):
+    return values.get("rope_type", values.get("type", "default"))
+
+
+def _attention_factor(own: Fields) -> float | None:
+    """yarn's, or the ratio of `mscale` and `mscale_all_dim` that DeepSeek's files have."""
+    if "attention_factor" in own.values:
+        return own.number("attention_factor", 1.0)
+    scales = own.number("mscale", 0.0), own.number("mscale_all_dim", 0.0)
+    if not all(scales):
+        return None
+    log = math.log(max(1.0, own.number("factor", 1.0)))
+    return (0.1 * scales[0] * log + 1) / (0.1 * scales[1] * log + 1)
+
+
+def tensor_names(kin: Decoder, config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """The name of each of our parameters -> theirs: one, or one an expert."""
+    names = {"embedding/embedding_VD": (TABLE,), "decoder/norm/scale_D": ("model.norm.weight",)}
+    if not config.tie_embeddings:
+        names["embedding/w_logits_DV"] = (LM_HEAD,)
+    norms = ("input_layernorm", "post_attention_layernorm")
+    if kin.norm_place == "after":
+        norms = ("post_attention_layernorm", "post_feedforward_layernorm")
+    shared = "HK" if config.kv_heads == config.num_heads else "ZK"
+    for layer in range(config.num_decoder_layers):
+        ours, theirs = f"decoder/blocks/layer_{layer}", f"model.layers.{layer}"
+        for our, their in zip(("self_attention_norm", "ffn_norm"), norms, strict=True):
+            names[f"{ours}/{our}/scale_D"] = (f"{theirs}.{their}.weight",)
+        attention, their = f"{ours}/self_attention", f"{theirs}.self_attn"
+        for name, letter in _PROJECTIONS.items():
+            dims = "HK" if name == "query" else shared
+            names[f"{attention}/w_{name}_D{dims}"] = (f"{their}.{letter}_proj.weight",)
+            if config.biases_of_attention != "none":
+                names[f"{attention}/b_{name}_{dims}"] = (f"{their}.{letter}_proj.bias",)
+            if config.qk_norm != "none" and name != "value":
+                dims = dims if config.qk_norm == "all" else "K"
+                names[f"{attention}/scale_{name}_{dims}"] = (f"{their}.{letter}_norm.weight",)
+        names[f"{attention}/w_out_HKD"] = (f"{their}.o_proj.weight",)
+        if config.biases_of_attention == "all":
+            names[f"{attention}/b_out_D"] = (f"{their}.o_proj.bias",)
+        if not config.is_sparse(layer, "decoder"):
+            names |= _ffn_names(f"{ours}/ffn", f"{theirs}.mlp", Decoder.matrices)
+            continue
+        ffn = f"{theirs}.{kin.ffn}"
+        names[f"{ours}/ffn/w_router_DE"] = (f"{ffn}.gate.weight",)
+        for parameter, matrix in zip(
+            ("in_EDF", "gate_EDF", "out_EFD"), kin.matrices, strict=True
+        ):
+            names[f"{ours}/ffn/experts/w_{parameter}"] = tuple(
+                f"{ffn}.experts.{expert}.{matrix}.weight"
+                for expert in range(config.switch.num_experts)
+            )
+        if config.switch.shared_d_ff is not None:
+            module = f"{ffn}.shared_expert"
+            names |= _ffn_names(f"{ours}/ffn/shared_expert", module, kin.matrices)
+            names[f"{ours}/ffn/shared_gate_D"] = (f"{ffn}.shared_expert_gate.weight",)
+    return names
+
+
+def _ffn_names(ours: str, theirs: str, matrices) -> dict[str, tuple[str, ...]]:
+    parameters = zip(("w_in_DF", "w_gate_DF", "w_out_FD"), matrices, strict=True)
+    return {f"{ours}/{our}": (f"{theirs}.{their}.weight",) for our, their in parameters}
+
+
+_WAY_OUT = "use the config.json that belongs to these files, and all of the files"
+# What releases before transformers 4.32 saved beside the weights: the frequencies.
+_UNREAD = ".rotary_emb.inv_freq"
+
+
+def read_params(
+    kin: Decoder,
+    fields: Fields,
+    tensors: TensorFolder,
+    config: ModelConfig,
+    ids: tuple[tuple[int, ...], int],
+    scratch: pathlib.Path | None,
+) -> tuple[dict, ModelConfig]:
+    """The parameters of a checkpoint, and the model, whose logits may turn out to be untied.
+
+    Raises:
+        ValueError: tensors are missing, unexpected or of another shape.
+    """
+    where = str(tensors.folder)
+    tensors = _SeparateExperts(kin, tensors)
+    found = {n: shape for n, shape in tensors.shapes.items() if not n.endswith(_UNREAD)}
+    if config.tie_embeddings and LM_HEAD in found:
+        # There and equal, or there and another matrix after fine-tuning.
+        if np.array_equal(tensors.read(LM_HEAD), tensors.read(TABLE)):
+            del found[LM_HEAD]
+        else:
+            config = dataclasses.replace(config, tie_embeddings=False)
+    names = tensor_names(kin, config)
+    require_same_tensors(torch_shapes(names, config), found, where, _WAY_OUT)
+    return read_parameters(tensors, names, config, ids, scratch), config
+
+
+class _SeparateExperts:
+    """A folder's tensors with those of each expert apart, as the hub's files have them.
+
+    transformers 5 has them fused in memory, and in files where `save_original_format` is false:
+    `mlp.experts.gate_up_proj` `[E, 2 F, D]` and `mlp.experts.down_proj` `[E, D, F]`.
+    """
+
+    def __init__(self, kin: Decoder, tensors: TensorFolder):
+        self._tensors, self._last = tensors, ("", None)
+        self.shapes, self._parts = {}, {}
+        is_fused = any(name.endswith(_FUSED) for name in tensors.shapes)
+        gate, up, down = kin.matrices
+        for name, shape in tensors.shapes.items():
+            # Mixtral's module has another name in memory.
+            own = name.replace(".mlp.", f".{kin.ffn}.") if is_fused else name
+            if not (name.endswith(_FUSED) and len(shape) == 3):
+                self.shapes[own], self._parts[own] = shape, (name, ...)
+                continue
+            E, rows, columns = shape
+            half, parts = rows // 2, {down: slice(rows)}
+            if name.endswith(_FUSED[0]):
+                parts = {gate: slice(half), up: slice(half, rows)}
+            for expert, (matrix, part) in itertools.product(range(E), parts.items()):
+                one = f"{own.rpartition('.')[0]}.{expert}.{matrix}.weight"
+                self.shapes[one] = part.stop - (part.start or 0), columns
+                self._parts[one] = name, (expert, part)
+
+    def read(self, name: str) -> np.ndarray:
+        """As `TensorFolder.read`; one tensor is held from one call to the next."""
+        whole, part = self._parts[name]
+        if self._last[0] != whole:
+            self._last = whole, self._tensors.read(whole)
+        return self._last[1][part]
+
+
+_FUSED = (".experts.gate_up_proj", ".experts.down_proj")
+
+
+def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
+    """The family that has this unrolled model, the content of its `config.json`, and notes.
+
+    Raises:
+        ValueError: no family has such a model; gives all reasons.
+    """
+    require_our_blocks(config, "conversion")
+    kin, switch, notes = _family_of(config), config.switch, []
+    sparse = _sparse_layers(config)
+    dense = [i for i in range(config.num_decoder_layers) if i not in sparse]
+    expert_d_ff = config.d_ff if switch is None else switch.d_ff or config.d_ff
+    if config.max_length is None:
+        notes.append(
+            f"the model has no limit of length; max_position_embeddings={_NO_LIMIT} is written"
+        )
+    values = {
+        "architectures": [kin.architecture],
+        "model_type": kin.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.d_model,
+        # An expert's where the family has one size for both.
+        "intermediate_size": config.d_ff if dense or kin.sparse_step else expert_d_ff,
+        "num_hidden_layers": config.num_decoder_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.kv_heads,
+        **({"head_dim": config.d_head} if kin.has_head_size else {}),
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_length or _NO_LIMIT,
+        "rms_norm_eps": config.norm_epsilon,
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_bias": config.biases_of_attention == "all",
+        **dict(kin.only),
+        **_describe_rotary(config.rotary),
+    }
+    if switch is not None and kin.num_experts:
+        values |= {
+            # transformers 5 has the second name for both.
+            "num_experts": switch.num_experts,
+            "num_local_experts": switch.num_experts,
+            "num_experts_per_tok": switch.router.num_selected,
+            "norm_topk_prob": switch.router.gate == "normalized",
+            kin.expert_d_ff: expert_d_ff,
+        }
+        if kin.sparse_step:
+            values |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+        if kin.shared_d_ff and switch.shared_d_ff:
+            values[kin.shared_d_ff] = switch.shared_d_ff
+        if switch.router.overflow != "dropless":
+            notes.append("transformers drops no token; here experts have a capacity")
+    try:
+        again = read_config(kin, Fields(values, "config.json"))
+        reasons = _differences(config, again)
+    except ValueError as error:
+        reasons = [str(error)]
+    require(
+        not reasons,
+        f"this model cannot be written for transformers as {kin.architecture}, which is the "
+        f"nearest of {', '.join(DECODERS)}: {'; '.join(reasons)}",
+    )
+    dtype = config.precision.params
+    return kin, values | {"torch_dtype": dtype, "dtype": dtype}, notes
+
+
+_NO_LIMIT = 32768  # positions, where a model has no limit
+
+
+def _family_of(config: ModelConfig) -> Decoder:
+    """The row that has most of a model's features."""
+    switch = config.switch
+    if switch is None:
+        if config.norm_place == "after":
+            return DECODERS["olmo2"]
+        if config.qk_norm == "head":
+            return DECODERS["qwen3"]
+        return DECODERS["qwen2" if config.biases_of_attention == "qkv" else "llama"]
+    if switch.shared_d_ff is not None:
+        return DECODERS["qwen2_moe"]
+    return DECODERS[{"head": "qwen3_moe", "all": "olmoe", "none": "mixtral"}[config.qk_norm]]
+
+
+def _sparse_layers(config: ModelConfig) -> list[int]:
+    layers = range(config.num_decoder_layers)
+    return [i for i in layers if config.is_sparse(i, "decoder")]
+
+
+def _differences(config: ModelConfig, again: ModelConfig) -> list[str]:
+    """Where a model is not the one that its description is read as."""
+
+    def traits(config: ModelConfig) -> dict[str, Any]:
+        """What computes a logit, by the names of our fields."""
+        found = {
+            **_fixed(config),
+            "num_kv_heads": config.kv_heads,
+            "attention_bias": config.biases_of_attention,
+            "rotary": config.rotary,
+            "sparse blocks": _sparse_layers(config),
+        }
+        unread = {"switch", "relative_buckets", "relative_max_distance"}
+        unread |= set() if config.tie_embeddings else {"scale_tied_logits"}
+        if (switch := config.switch) is not None:
+            found |= {f"RouterConfig.{n}": value for n, value in _fixed(switch.router).items()}
+            found |= {f"SwitchConfig.{n}": value for n, value in _fixed(switch).items()}
+            found["SwitchConfig.d_ff"] = switch.d_ff or config.d_ff
+            places = ("every", "encoder_layers", "decoder_layers", "router")
+            unread |= {f"SwitchConfig.{name}" for name in places}
+            if len(_sparse_layers(config)) == config.num_decoder_layers:
+                unread.add("d_ff")
+        return {name: value for name, value in found.items() if name not in unread}
+
+    ours, theirs = traits(config), traits(again)
+    names = sorted(ours.keys() | theirs.keys())
+    return unexpected(*((name, ours.get(name), theirs.get(name)) for name in names))
+
+
+def _fixed(config) -> dict[str, Any]:
+    """The fields that may not change when a trained model is evaluated."""
+    fields = dataclasses.fields(config)
+    return {each.name: getattr(config, each.name) for each in fields if not each.metadata}
+
+
+def _describe_rotary(rotary: RotaryConfig) -> dict[str, Any]:
+    """The frequencies in the fields of transformers 4 and of 5, with equal content."""
+    scaling = None
+    if rotary.scaling != "none":
+        scaling = {"rope_type": _ROTARY[rotary.scaling]} | {
+            theirs: getattr(rotary, _SCALING[theirs]) for theirs in _SCALED[rotary.scaling]
+        }
+        scaling = {name: value for name, value in scaling.items() if value is not None}
+    new = {"rope_type": "default", "rope_theta": rotary.theta} | (scaling or {})
+    found = {"rope_theta": rotary.theta, "rope_scaling": scaling, "rope_parameters": new}
+    if rotary.fraction != 1.0:
+        new["partial_rotary_factor"] = found["partial_rotary_factor"] = rotary.fraction
+    return found

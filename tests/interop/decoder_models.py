@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small random decoder-only models of transformers, one for each family and option."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from tests.torch_weights import randomize
+
+V, L, B = 96, 11, 2
+BASE = dict(
+    vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+    pad_token_id=None, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+SCALED = {
+    "linear": dict(factor=4.0),
+    "yarn": dict(factor=4.0, original_max_position_embeddings=16),
+    "yarn whole": dict(
+        factor=8.0, original_max_position_embeddings=32, truncate=False, beta_fast=24.0,
+        attention_factor=1.25,
+    ),
+    "llama3": dict(
+        factor=8.0, original_max_position_embeddings=16, low_freq_factor=1.0,
+        high_freq_factor=4.0,
+    ),
+}  # fmt: skip
+# model_type, and what differs from BASE.
+CASES = {
+    "llama": ("llama", dict(head_dim=12)),
+    "llama, all heads, biases, tied": (
+        "llama", dict(num_key_value_heads=4, attention_bias=True, tie_word_embeddings=True)
+    ),
+    "llama3": ("llama", dict(rope_parameters=dict(
+        rope_type="llama3", rope_theta=5e5, **SCALED["llama3"]
+    ))),
+    "yarn": ("llama", dict(rope_parameters=dict(
+        rope_type="yarn", rope_theta=1e4, **SCALED["yarn"]
+    ))),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", dict(head_dim=12)),
+    "olmo2": ("olmo2", {}),
+    "mixtral": ("mixtral", dict(num_local_experts=4, num_key_value_heads=1)),
+    "olmoe": ("olmoe", dict(num_experts=4, num_experts_per_tok=2)),
+    "qwen2_moe": ("qwen2_moe", dict(
+        EXPERTS, shared_expert_intermediate_size=40, decoder_sparse_step=2
+    )),
+    "qwen3_moe": ("qwen3_moe", dict(
+        EXPERTS, head_dim=12, norm_topk_prob=True, mlp_only_layers=[0]
+    )),
+}  # fmt: skip
+
+
+def theirs(case: str, **more):
+    """A random model of transformers; `more` values of its configuration."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, changes = CASES[case]
+    config = AutoConfig.for_model(kind, **BASE | changes | more)
+    eager = dict(attn_implementation="eager", experts_implementation="eager")
+    return randomize(AutoModelForCausalLM.from_config(config, **eager)).float()
+
+
+def batch_of(token_BL):
+    """Our features of texts that fill their rows."""
+    position_BL = np.broadcast_to(np.arange(token_BL.shape[1]), token_BL.shape)
+    return {
+        "decoder_input_tokens": jnp.asarray(token_BL),
+        "decoder_segment_ids": jnp.ones(token_BL.shape, jnp.int32),
+        "decoder_positions": jnp.asarray(position_BL),
+        "decoder_prefix_mask": jnp.zeros(token_BL.shape, jnp.int32),
+    }

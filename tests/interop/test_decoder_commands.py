@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoder-only families through the commands: read, generated with, written back.
+
+transformers is the oracle: greedy texts of prompts of three lengths, tensors bit by bit, logits
+of what was written.
+"""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import switchx
+from switchx.cli.main import main
+from switchx.interop.huggingface import read_checkpoint, write_decoder
+from switchx.models.params import forward
+from switchx.models.upcycle import upcycle, upcycled_config
+from switchx.tree import named_leaves
+from tests.data.tokenizer_files import tokenizer_folder
+from tests.interop.decoder_models import CASES, V, batch_of, theirs
+
+pytestmark = pytest.mark.hf
+
+PROMPTS = [[5, 9, 11, 4, 7], [6, 80, 31], [17]]
+NEW_TOKENS = 12
+
+
+def converted(folder, *more):
+    arguments = [str(folder / "theirs"), str(folder / "run"), *more]
+    status = main(["convert", "--from=huggingface", *arguments])
+    assert status == 0
+    return folder / "run"
+
+
+def their_texts(model, eos, prompts=PROMPTS):
+    import torch
+
+    found = []
+    for prompt in prompts:
+        row, greedy = torch.tensor([prompt]), dict(do_sample=False, max_new_tokens=NEW_TOKENS)
+        out = model.generate(row, eos_token_id=eos, pad_token_id=0, **greedy)
+        text = out[0, len(prompt) :].tolist()
+        found.append(text[:-1] if text[-1] in eos else text)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_family_is_read_writes_texts_and_is_written_back(case, tmp_path, capsys):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = theirs(case)
+    eos = [2, 40]
+    model.generation_config.eos_token_id = eos
+    model.save_pretrained(tmp_path / "theirs")
+    run = converted(tmp_path)
+    assert "no tokenizer.json" in capsys.readouterr().err
+    ours = switchx.load(str(run))
+    texts = ours.generate(
+        [" ".join(map(str, prompt)) for prompt in PROMPTS], max_new_tokens=NEW_TOKENS
+    )
+    assert [[int(i) for i in text.split()] for text in texts] == their_texts(model, eos)
+    assert main(["convert", "--to=huggingface", str(run), str(tmp_path / "back")]) == 0
+    want, got = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "back")
+    )
+    assert want.keys() == got.keys()
+    assert all(np.array_equal(want[name], got[name]) for name in want)
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", attn_implementation="eager", experts_implementation="eager"
+    )
+    assert type(again) is type(model)
+    assert again.generation_config.eos_token_id == eos
+    tokens = torch.tensor(PROMPTS[:1])
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+def test_bad_folders_are_refused_by_name(tmp_path, capsys):
+    """A model of another family, weights of another size, and a model that no family has."""
+    theirs("llama").save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs" / "config.json"
+    values = json.loads(file.read_text())
+    for changes, message in (
+        (dict(model_type="gpt_oss"), "model_type='gpt_oss' cannot be converted"),
+        (
+            dict(num_key_value_heads=4),
+            "k_proj.weight: expected shape [48, 32], got shape [24, 32]",
+        ),
+        (dict(vocab_size=V + 1), "lm_head.weight: expected shape [97, 32]"),
+        (dict(eos_token_id=None), "eos_token_id=[]"),
+    ):
+        file.write_text(json.dumps(values | changes))
+        (tmp_path / "theirs" / "generation_config.json").unlink(missing_ok=True)
+        arguments = [str(tmp_path / "theirs"), str(tmp_path / "run")]
+        assert main(["convert", "--from=huggingface", *arguments]) != 0
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen2_moe"])
+def test_fused_experts_are_read_as_those_apart(case, tmp_path):
+    model = theirs(case)
+    for name, options in (("theirs", {}), ("fused", dict(save_original_format=False))):
+        model.save_pretrained(tmp_path / name, **options)
+    fused = load_file(tmp_path / "fused" / "model.safetensors")
+    assert any(name.endswith("experts.gate_up_proj") for name in fused)
+    apart, together = (
+        named_leaves(read_checkpoint(tmp_path / name).params) for name in ("theirs", "fused")
+    )
+    assert apart.keys() == together.keys()
+    assert all(np.array_equal(apart[name], together[name]) for name in apart)
+
+
+def test_a_dense_llama_becomes_a_mixtral_of_equal_logits(tmp_path):
+    """Copies of the FFN, gates of sum 1, nothing dropped: in switchx and in transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = theirs("llama")
+    model.save_pretrained(tmp_path / "theirs")
+    dense, back = read_checkpoint(tmp_path / "theirs"), tmp_path / "back"
+    tokens = torch.tensor(PROMPTS[:1])
+    with torch.no_grad():
+        want_BLV = model(tokens).logits.numpy()
+    sparse = upcycled_config(dense.config, 4, every=1)
+    config, params = upcycle(sparse, dense.config, dense.params)[:2]
+    router = dataclasses.replace(config.switch.router, overflow="dropless")
+    switch = dataclasses.replace(config.switch, router=router)
+    dropless = dataclasses.replace(config, switch=switch)
+    got_BLV, _ = forward(dropless, params, batch_of(tokens.numpy()), is_training=False)
+    bound = 1e-5 * np.max(np.abs(want_BLV))
+    np.testing.assert_allclose(got_BLV, want_BLV, rtol=0, atol=bound)
+    back.mkdir()
+    notes = write_decoder(back, config, params, dense.ids)
+    assert any("experts have a capacity" in note for note in notes)
+    again = AutoModelForCausalLM.from_pretrained(back, attn_implementation="eager")
+    assert type(again).__name__ == "MixtralForCausalLM"
+    with torch.no_grad():
+        np.testing.assert_allclose(again(tokens).logits, want_BLV, rtol=0, atol=bound)
+
+
+def test_a_folder_with_a_tokenizer_keeps_it(tmp_path):
+    """Texts are tokenized as transformers does, and the file comes back byte for byte."""
+    tokenizers = pytest.importorskip("tokenizers")
+    model = theirs("qwen3", vocab_size=400)
+    model.save_pretrained(tmp_path / "theirs")
+    folder = tokenizer_folder(tmp_path / "theirs", "qwen")
+    ours, back = switchx.load(str(converted(tmp_path))), tmp_path / "back"
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_truncation()
+    ends = list(ours.vocabulary.eos_ids)
+    prompt = "hello there 日本"
+    (ids,) = their_texts(model, ends, [tokenizer.encode(prompt).ids])
+    assert ours.generate([prompt], max_new_tokens=NEW_TOKENS) == [ours.vocabulary.decode(ids)]
+    assert main(["convert", "--to=huggingface", str(tmp_path / "run"), str(back)]) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (folder / name).read_bytes() == (back / name).read_bytes()
+    generation = json.loads((back / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == ends and len(ends) == 2

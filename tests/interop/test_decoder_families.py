@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoder-only families: published configurations, what is refused, the round trip of tables.
+
+Logits and gradients beside transformers': tests/models/test_modern_decoder.py.
+"""
+
+import dataclasses
+
+import pytest
+
+from switchx.interop.decoder_families import DECODERS, read_config, tensor_names
+from switchx.interop.huggingface_config import Fields
+from switchx.interop.tensor_folder import torch_shapes
+from switchx.models.config import ModelConfig, Precision
+from switchx.models.flops import count_parameters
+from switchx.models.params import abstract_params
+from switchx.tree import named_leaves, num_elements
+from tests.data.refusals import refused
+from tests.planner.workloads import shipped_model
+
+# The published values that say what a model is, and the published number of its parameters.
+PUBLISHED = {
+    "llama_3_8b": (8_030_261_248, dict(
+        model_type="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336,
+        num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, rms_norm_eps=1e-5,
+        rope_theta=500000.0, max_position_embeddings=8192,
+    )),
+    "qwen3_0_6b": (596_049_920, dict(
+        model_type="qwen3", vocab_size=151936, hidden_size=1024, intermediate_size=3072,
+        num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
+        rope_theta=1000000, max_position_embeddings=40960, tie_word_embeddings=True,
+        use_sliding_window=False,
+    )),
+    "mixtral_8x7b": (46_702_792_704, dict(
+        model_type="mixtral", vocab_size=32000, hidden_size=4096, intermediate_size=14336,
+        num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, rope_theta=1e6,
+        max_position_embeddings=32768, num_local_experts=8, num_experts_per_tok=2,
+        sliding_window=None,
+    )),
+    "olmoe_1b_7b": (6_919_161_856, dict(
+        model_type="olmoe", vocab_size=50304, hidden_size=2048, intermediate_size=1024,
+        num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=16,
+        max_position_embeddings=4096, num_experts=64, num_experts_per_tok=8, clip_qkv=None,
+        norm_topk_prob=False,
+    )),
+    "qwen1_5_moe_a2_7b": (14_315_784_192, dict(
+        model_type="qwen2_moe", vocab_size=151936, hidden_size=2048, intermediate_size=5632,
+        num_hidden_layers=24, num_attention_heads=16, num_key_value_heads=16, rope_theta=1e6,
+        max_position_embeddings=8192, num_experts=60, num_experts_per_tok=4,
+        moe_intermediate_size=1408, shared_expert_intermediate_size=5632, norm_topk_prob=False,
+        decoder_sparse_step=1, use_sliding_window=False,
+    )),
+    "qwen3_30b_a3b": (30_532_122_624, dict(
+        model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144,
+        num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+        rope_theta=1e6, max_position_embeddings=40960, num_experts=128, num_experts_per_tok=8,
+        moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )),
+}  # fmt: skip
+
+
+def read(values: dict) -> ModelConfig:
+    return read_config(DECODERS[values["model_type"]], Fields(values, "config.json"))
+
+
+def counted(values: dict) -> int:
+    """The parameters that a config.json describes, by a formula of its own."""
+    D, N, V = (values[n] for n in ("hidden_size", "num_hidden_layers", "vocab_size"))
+    H, Z = values["num_attention_heads"], values["num_key_value_heads"]
+    K, kind = values.get("head_dim", D // H), values["model_type"]
+    block = 2 * D * K * (H + Z) + 2 * D
+    block += {"qwen3": 2 * K, "qwen3_moe": 2 * K, "olmoe": (H + Z) * K}.get(kind, 0)
+    block += (H + 2 * Z) * K if kind == "qwen2_moe" else 0
+    experts = values.get("num_experts", values.get("num_local_experts"))
+    F = values.get("moe_intermediate_size", values["intermediate_size"])
+    block += 3 * D * F * (experts or 1) + D * (experts or 0)
+    if shared := values.get("shared_expert_intermediate_size"):
+        block += 3 * D * shared + D
+    return N * block + D + V * D * (1 if values.get("tie_word_embeddings") else 2)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_are_the_gin_files_and_have_as_many_parameters(name):
+    parameters, values = PUBLISHED[name]
+    config, shipped = read(values), shipped_model(name)
+    assert counted(values) == parameters
+    assert count_parameters(config).total == parameters
+    assert num_elements(abstract_params(shipped)) == parameters
+    # How it is computed is the gin file's.
+    same = dict(scan_layers=False, remat="none", precision=Precision())
+    assert dataclasses.replace(shipped, **same) == config
+    unrolled = dataclasses.replace(config, num_decoder_layers=2)
+    names = tensor_names(DECODERS[values["model_type"]], unrolled)
+    assert names.keys() == named_leaves(abstract_params(unrolled)).keys()
+    theirs = [each for parts in names.values() for each in parts]
+    assert len(set(theirs)) == len(theirs) == len(torch_shapes(names, unrolled))
+
+
+LLAMA = PUBLISHED["llama_3_8b"][1]
+YARN = dict(type="yarn", factor=4.0, original_max_position_embeddings=2048)
+
+
+def test_old_and_new_fields_of_rotary_positions_are_read():
+    old = read(LLAMA | dict(rope_scaling=YARN)).rotary
+    new = dict(factor=4.0, original_max_position_embeddings=2048, rope_type="yarn")
+    new["rope_theta"] = 5e5
+    values = {n: v for n, v in LLAMA.items() if n != "rope_theta"}
+    assert read(values | dict(rope_parameters=new)).rotary == old
+    assert (old.theta, old.scaling, old.factor, old.original_length) == (5e5, "yarn", 4, 2048)
+    assert read(values).rotary.theta == 1e4
+    mixtral = {n: v for n, v in PUBLISHED["mixtral_8x7b"][1].items() if n != "rope_theta"}
+    assert read(mixtral).rotary.theta == 1e6
+    scales = dict(YARN, mscale=1.0, mscale_all_dim=0.5)
+    magnitude = read(LLAMA | dict(rope_scaling=scales)).rotary.magnitude
+    assert magnitude == pytest.approx(1.1386294 / 1.0693147)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        ("llama_3_8b", dict(hidden_act="gelu"), "hidden_act='gelu' cannot be converted"),
+        ("llama_3_8b", dict(mlp_bias=True), "mlp_bias=True cannot be converted"),
+        ("llama_3_8b", dict(num_key_value_heads=3), "num_kv_heads=3 with num_heads=32"),
+        ("llama_3_8b", dict(num_attention_heads=24), "hidden_size=4096 does not divide by"),
+        ("llama_3_8b", dict(num_hidden_layers=10**6), "num_hidden_layers=1000000"),
+        ("llama_3_8b", dict(hidden_size=[4096]), "hidden_size=[4096]"),
+        (
+            "llama_3_8b", dict(rope_scaling=dict(type="dynamic", factor=2.0)),
+            "rope type 'dynamic' cannot be converted: switchx has not angles by",
+        ),
+        (
+            "llama_3_8b", dict(rope_scaling=dict(rope_type="longrope")),
+            "rope type 'longrope' cannot be converted: switchx has not two tables of factors",
+        ),
+        (
+            "llama_3_8b", dict(rope_scaling=YARN, rope_parameters=dict(rope_type="default")),
+            "rope_parameters={'rope_type': 'default'} differ",
+        ),
+        (
+            "llama_3_8b", dict(rope_parameters=dict(full_attention=dict(rope_theta=1e4))),
+            "expected one object of numbers for all layers",
+        ),
+        ("llama_3_8b", dict(rope_scaling=7), "rope_scaling=7; expected one object"),
+        ("mixtral_8x7b", dict(sliding_window=4096), "sliding_window=4096 cannot be converted"),
+        ("mixtral_8x7b", dict(num_local_experts=10**9), "num_local_experts=1000000000"),
+        ("olmoe_1b_7b", dict(clip_qkv=8.0), "clip_qkv=8.0 cannot be converted"),
+        ("qwen3_30b_a3b", dict(use_sliding_window=True), "use_sliding_window=True"),
+        ("qwen3_30b_a3b", dict(mlp_only_layers=3), "mlp_only_layers=3; expected a list"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused_by_name(model, changes, message):
+    with refused(message):
+        read(PUBLISHED[model][1] | changes)

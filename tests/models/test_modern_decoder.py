@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Today's decoder-only block against transformers with the same weights: each option.
+
+Folders are written by `save_pretrained` from small random models, in float32 and eager mode.
+Frequencies of rotary positions are compared with transformers' own functions.
+"""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from switchx import tree
+from switchx.interop.decoder_families import DECODERS, read_config, tensor_names
+from switchx.interop.huggingface_config import Fields
+from switchx.interop.tensor_folder import (
+    TensorFolder,
+    from_torch,
+    read_parameters,
+    require_same_tensors,
+    to_torch,
+    torch_shapes,
+)
+from switchx.models.params import forward
+from tests.interop.decoder_models import BASE, CASES, SCALED, B, L, V, batch_of, theirs
+
+pytestmark = pytest.mark.hf
+
+
+def ours(folder):
+    """The model of a folder: configuration, parameters, the folder's tensors, names."""
+    values = json.loads((folder / "config.json").read_text())
+    kin, tensors = DECODERS[values["model_type"]], TensorFolder(folder)
+    config = read_config(kin, Fields(values, "config.json"))
+    names = tensor_names(kin, config)
+    require_same_tensors(torch_shapes(names, config), tensors.shapes, str(folder), "")
+    params = read_parameters(tensors, names, config, ((0, 1, 2), 0), None)
+    return config, params, tensors, names
+
+
+def close(got, want, bound, what=""):
+    got, want = np.asarray(got), np.asarray(want)
+    assert got.shape == want.shape, what
+    assert np.max(np.abs(got - want)) <= bound * np.max(np.abs(want)), what
+
+
+@pytest.fixture(scope="module")
+def token_BL():
+    return np.random.default_rng(0).integers(3, V, (B, L)).astype(np.int32)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_gradients_and_tensors_are_theirs(case, tmp_path, token_BL):
+    import torch
+
+    model = theirs(case)
+    model.save_pretrained(tmp_path)
+    config, params, tensors, names = ours(tmp_path)
+    tokens = torch.from_numpy(token_BL.astype(np.int64))
+    # Of the mean of sines all weights have a gradient that is not small.
+    logits = model(tokens).logits
+    torch.mean(torch.sin(logits)).backward()
+
+    def loss(params):
+        logits_BLV, _ = forward(config, params, batch_of(token_BL), is_training=False)
+        return jnp.mean(jnp.sin(logits_BLV)), logits_BLV
+
+    (_, logits_BLV), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    close(logits_BLV, logits.detach(), 1e-5)
+    # Experts are one tensor in memory and one each in files: the gradients go the same way.
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.grad)
+    model.save_pretrained(tmp_path / "gradients")
+    theirs_of = TensorFolder(tmp_path / "gradients")
+    leaves = tree.named_leaves(gradient)
+    assert leaves.keys() == names.keys()
+    for name, value in leaves.items():
+        want = from_torch(name, config, map(theirs_of.read, names[name]))
+        close(value, want, 1e-4, name)
+    for name, value in tree.named_leaves(params).items():
+        for their, part in zip(names[name], to_torch(name, np.asarray(value)), strict=True):
+            assert np.array_equal(part, tensors.read(their)), their
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_frequencies_are_those_of_transformers(name):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind = name.partition(" ")[0]
+    rope = dict(rope_type=kind, rope_theta=1e4, partial_rotary_factor=0.5, **SCALED[name])
+    config = LlamaConfig(**BASE | dict(head_dim=48, rope_parameters=rope))
+    want_K, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    rotary = read_config(DECODERS["llama"], Fields(config.to_dict(), "config.json")).rotary
+    np.testing.assert_allclose(rotary.frequencies(48), want_K.numpy(), rtol=1e-6)
+    assert rotary.magnitude == pytest.approx(factor, rel=1e-12)
+    assert len(want_K) == 12
+
+
+def test_mutants_of_the_table_are_caught(tmp_path, token_BL):
+    """A gate in the place of a factor, and norms of queries and keys that change places."""
+    import torch
+
+    model = theirs("olmoe")
+    model.save_pretrained(tmp_path)
+    config, params, *_ = ours(tmp_path)
+    with torch.no_grad():
+        want_BLV = model(torch.from_numpy(token_BL.astype(np.int64))).logits.numpy()
+
+    def error(config, params):
+        logits_BLV, _ = forward(config, params, batch_of(token_BL), is_training=False)
+        return np.max(np.abs(np.asarray(logits_BLV) - want_BLV)) / np.max(np.abs(want_BLV))
+
+    assert error(config, params) <= 1e-5
+    swapped = jax.tree.map(lambda leaf: leaf, params)
+    for block in swapped["decoder"]["blocks"].values():
+        experts = block["ffn"]["experts"]
+        experts["w_in_EDF"], experts["w_gate_EDF"] = experts["w_gate_EDF"], experts["w_in_EDF"]
+    assert error(config, swapped) > 1e-3
+    router = dataclasses.replace(config.switch.router, gate="normalized")
+    normalized = dataclasses.replace(config.switch, router=router)
+    assert error(dataclasses.replace(config, switch=normalized), params) > 1e-3
+    rotary = dataclasses.replace(config.rotary, theta=2e4)
+    assert error(dataclasses.replace(config, rotary=rotary), params) > 1e-3
