@@ -136,9 +136,10 @@ def train_all(study: Study, cells: Cells, runs: Runs) -> dict[str, Any]:
 
     Returns:
         As results.json has it: `curves` (the last step's quality alone, by contender and
-        seed), `seeds`, `steps`, `models` (FLOPs of a token over the first one's, rate, length,
-        share of tokens dropped at the end of training, skipped steps), and `validation`,
-        tokens and bytes of the split, of which a contender without a capacity is needed.
+        seed), `seeds`, `steps`, `models` (FLOPs of a token over the first one's, those of the
+        training, rate, length, share of tokens dropped at the end of training, skipped steps),
+        and `validation`, tokens and bytes of the split, of which a contender without a
+        capacity is needed.
     """
     if study.is_quick:
         last = [each for each in runs.contenders if not each.has_capacity][-1]
@@ -154,8 +155,10 @@ def train_all(study: Study, cells: Cells, runs: Runs) -> dict[str, Any]:
         bindings = study.placed(bindings_of(study, runs.rung, each, 0))
         job = job_from_gin([ROOT / runs.rung.gin_file], bindings)
         flops[each.name] = train_flops(job.model, *job.sequence_lengths)
+        rows_trained = job.batch_size * job.train_steps
         models[each.name] = {
             "flops": flops[each.name] / flops[runs.contenders[0].name],
+            "training_flops": flops[each.name] * rows_trained,
             "rate": None if study.is_quick else rate(runs.rung, each),
             "length": each.length,
             "dropped": statistics.mean(one["dropped"] for one in of_seeds),
@@ -227,19 +230,25 @@ def intervals(results: dict[str, Any]) -> dict[str, dict[str, float]]:
     }
 
 
+def bits_per_byte(results: dict[str, Any]) -> dict[str, list[float]]:
+    """Loss after the last step, by contender, one a seed."""
+    split = results["validation"]
+    scale = -split["tokens"] / split["bytes"] / math.log(2)
+    return {name: [scale * each for each in v] for name, v in finals_of(results).items()}
+
+
 def rows(results: dict[str, Any]) -> list[dict[str, Any]]:
     """A row each contender of what `train_all` returned, for a page."""
     finals, over = finals_of(results), intervals(results)
-    first, split = next(iter(finals)), results["validation"]
-    per_byte = split["tokens"] / split["bytes"] / math.log(2)
+    first, bits = next(iter(finals)), bits_per_byte(results)
     return [
         {
             "model": name,
             **{key: results["models"][name][key] for key in ("rate", "flops", "length")},
-            "negative log perplexity": (mean := statistics.mean(of_seeds)),
+            "negative log perplexity": statistics.mean(of_seeds),
             "lowest seed": min(of_seeds),
             "highest seed": max(of_seeds),
-            "bits per byte": -mean * per_byte,
+            "bits per byte": statistics.mean(bits[name]),
             f"over {first} (95%)": over.get(name),
             "dropped tokens": results["models"][name]["dropped"],
             "skipped steps": results["models"][name]["skipped_steps"],

@@ -4,21 +4,28 @@
 make experiments EXPERIMENT=switch_vs_dense DATA=FOLDER
 """
 
+import dataclasses
+import statistics
 from typing import Any
 
 from experiments import rules
+from experiments.comparison import step_times
 from experiments.experiment import ENGLISH
 from experiments.ladder import (
     DENSE,
+    R0,
     R1,
     OnLadder,
     Runs,
+    bindings_of,
+    bits_per_byte,
     finals_of,
     intervals,
     rows,
     train_all,
     wall_seconds,
 )
+from experiments.law import Point, speedups
 from experiments.rules import OF_COMPUTE, Rule
 from experiments.statistics import curvature, difference, estimate, trend
 from experiments.study import Study, main
@@ -63,6 +70,48 @@ RULES = (
 )
 
 
+def _points(results: dict[str, Any], kind: str) -> list[Point]:
+    """Cells of `dense` or of `16 experts`, by rung and length."""
+    parts = {"lengths": results["lengths"], "first": results, "second": results["second"]}
+    return [
+        Point(
+            f"{'second' if part == 'second' else 'first'} rung, length {model['length']:g}",
+            model["training_flops"],
+            tuple(bits_per_byte(found)[name]),
+        )
+        for part, found in parts.items()
+        for name, model in found["models"].items()
+        if name.partition(", ")[0] == kind
+    ]
+
+
+def by_law(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Tables of what 16 experts are worth in compute and in time."""
+    found, growth = speedups(_points(results, "dense"), _points(results, "16 experts"))
+    rungs = [
+        {
+            "cell": each.name,
+            "Linf, bits per byte": each.asymptote,
+            "speed-up in FLOPs (95%)": dataclasses.asdict(each.ratio),
+            "beyond the dense runs": "yes, at least this" if each.is_beyond else "",
+            "speed-up in time": each.ratio.mean
+            / statistics.median(results["step_time"]["second" in each.name]),
+        }
+        for each in found
+    ]
+    slopes = [
+        {
+            "Linf, bits per byte": asymptote,
+            "speed-up at ten times the compute, over this one (95%)": dataclasses.asdict(ratio),
+        }
+        for asymptote, ratio in growth.items()
+    ]
+    return [
+        {"title": "What 16 experts are worth at equal loss:", "rows": rungs},
+        {"title": "Whether that grows with scale:", "rows": slopes},
+    ]
+
+
 def judge(results: dict[str, Any]) -> dict[str, Any]:
     """By the rules; beside them whether the gain of a doubling ends."""
     finals = finals_of(results)
@@ -77,12 +126,14 @@ def judge(results: dict[str, Any]) -> dict[str, Any]:
             {"title": "The first rung:", "rows": rows(results)},
             {"title": "The second rung:", "rows": rows(results["second"])},
             {"title": "Half and double lengths:", "rows": rows(results["lengths"])},
+            *by_law(results),
         ],
     }
 
 
 def run(study: Study) -> None:
-    """Trains lengths first: the margin is of them."""
+    """Trains lengths first, as the margin is of them, and times steps last, which need a quiet
+    machine."""
     files, cells = study.files(*ENGLISH), study.cells()
     lengths = train_all(study, cells, LENGTHS)
     first = train_all(study, cells, study.at_look(FIRST, RULES[1]))
@@ -90,6 +141,11 @@ def run(study: Study) -> None:
     if study.is_quick:
         study.publish(cells, files, judge, seeds=[0])
         return
+    times = []
+    for rung in (R0, R1):
+        bindings = {e.name: bindings_of(study, rung, e, 0) for e in SECOND.contenders}
+        of_rung = step_times(study, cells, (rung.gin_file,), bindings)
+        times.append(of_rung[_SPARSE.name])
     dense = {"1.0": first["curves"]["dense"], **{
         str(each.length): lengths["curves"][each.name]
         for each in LENGTHS.contenders if each.rate_of == "dense"
@@ -106,6 +162,7 @@ def run(study: Study) -> None:
         second=second,
         lengths=lengths,
         dense_lengths=dense_lengths,
+        step_time=times,
         wall_seconds=wall_seconds(cells),
     )
 

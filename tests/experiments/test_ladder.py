@@ -116,16 +116,12 @@ def made(runs: Runs, seeds: tuple[int, ...], qualities: dict[str, float]) -> dic
         "seeds": list(seeds),
         "steps": 9,
         "models": {
-            name: {
-                "flops": 1.0,
-                "rate": 0.01,
-                "length": 1.0,
-                "dropped": 0.0,
-                "skipped_steps": 0,
-            }
-            for name in names
+            each.name: dict.fromkeys(("flops", "rate"), 1.0)
+            | {"training_flops": 1e12 * each.length, "length": each.length}
+            | {"dropped": 0.0, "skipped_steps": 0}
+            for each in runs.contenders
         },
-        "validation": {"tokens": 1000, "bytes": 3000},
+        "validation": {"tokens": 1000, "bytes": 2000},
     }
 
 
@@ -139,13 +135,24 @@ def test_switch_vs_dense_is_judged_by_both_its_rules():
         "second": made(run.SECOND, seeds[:4], {"16 experts": -1.9}),
         "lengths": made(run.LENGTHS, seeds[:3], {}),
         "dense_lengths": LENGTHS,
+        "step_time": [[1.1, 1.2, 1.1], [1.1, 1.1, 1.2]],
     }
+    for name, [loss] in {"dense, 0.5 lengths": [-2.2], "dense, 2.0 lengths": [-1.8]}.items():
+        results["lengths"]["curves"][name] = [{"9": loss + 0.001 * i} for i in range(3)]
+    for model in results["second"]["models"].values():
+        model["training_flops"] = 4e12
     judged = run.judge(results)
     assert [claim["verdict"] for claim in judged["claims"]] == [rules.REPRODUCED] * 2
     assert judged["claims"][1]["effect"]["mean"] == pytest.approx(0.02, abs=0.003)
+    cells = {row["cell"]: row for row in judged["tables"][3]["rows"]}
+    assert len(cells) == 4
+    one = cells["first rung, length 1"]
+    assert one["speed-up in time"] == pytest.approx(
+        one["speed-up in FLOPs (95%)"]["mean"] / 1.1
+    )
     row = judged["tables"][0]["rows"][0]
     assert row["bits per byte"] == pytest.approx(
-        -row["negative log perplexity"] / 3 / math.log(2)
+        -row["negative log perplexity"] / 2 / math.log(2)
     )
     results["second"] = made(run.SECOND, seeds[:4], {"16 experts": -2.0})
     assert run.judge(results)["verdict"] == rules.EQUIVALENT
