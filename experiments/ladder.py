@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from experiments.experiment import ENGLISH, Contender, run_name
-from experiments.measured import Cells
+from experiments.measured import Cells, finals_of
 from experiments.pages import ROOT, read_results
 from experiments.side_by_side import num_cores, on_each_core
 from experiments.statistics import difference, estimate, parabola
@@ -212,21 +212,20 @@ def wall_seconds(cells: Cells) -> int:
     return round(cells.seconds / num_cores())
 
 
-def finals_of(results: dict[str, Any]) -> dict[str, list[float]]:
-    """Quality after the last step, by contender, one a seed."""
-    return {
-        name: [seed[max(seed, key=int)] for seed in seeds]
-        for name, seeds in results["curves"].items()
-    }
+def finite_of(results: dict[str, Any]) -> dict[str, list[float]]:
+    """`finals_of` of the contenders none of whose runs diverged."""
+    finals = finals_of(results).items()
+    return {name: each for name, each in finals if all(map(math.isfinite, each))}
 
 
 def intervals(results: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Each contender less the first one, with 95% intervals by `statistics.estimate`."""
-    finals = finals_of(results)
-    first, *others = finals
+    """Each contender less the first one, with 95% intervals by `statistics.estimate`; none of
+    those that diverged."""
+    first, finals = next(iter(results["curves"])), finite_of(results)
     return {
         name: dataclasses.asdict(estimate(finals, difference(name, first)).interval())
-        for name in others
+        for name in finals
+        if first in finals and name != first
     }
 
 
@@ -238,7 +237,8 @@ def bits_per_byte(results: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def rows(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row each contender of what `train_all` returned, for a page."""
+    """A row each contender of what `train_all` returned, for a page; without a quality where it
+    diverged."""
     finals, over = finals_of(results), intervals(results)
     first, bits = next(iter(finals)), bits_per_byte(results)
     return [

@@ -4,7 +4,9 @@
 import dataclasses
 import datetime
 import functools
+import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -29,6 +31,16 @@ class Ratio(Interval):
     no_effect: float = 1.0
 
 
+def finals_of(results: dict[str, Any]) -> dict[str, list[float]]:
+    """Quality after the last step, never the best one, by contender, one a seed; NaN of a run
+    that diverged, where JSON has null."""
+    found = {
+        name: [seed[max(seed, key=int)] for seed in seeds]
+        for name, seeds in results["curves"].items()
+    }
+    return {name: [math.nan if v is None else v for v in each] for name, each in found.items()}
+
+
 def mean_of_tasks(scores: dict[str, Sequence[float]]) -> list[float]:
     """The mean over tasks, one per seed, of one value per task and seed."""
     return [sum(of_seed) / len(of_seed) for of_seed in zip(*scores.values(), strict=True)]
@@ -43,7 +55,7 @@ def verdict_of(is_reproduced: bool, is_refuted: bool) -> str:
 
 class Cells:
     """JSON lines of what has been done: `{"cell": settings, "value": found, "seconds": s,
-    "began": time, "device": name}`.
+    "began": time, "device": name, "jax": version}`.
 
     Settings say all that a value depends on, so that other settings are other cells.
     """
@@ -65,7 +77,11 @@ class Cells:
             began, begin = datetime.datetime.now(datetime.UTC).isoformat(), time.perf_counter()
             value = measure()
             line = {"cell": cell, "value": value, "seconds": time.perf_counter() - begin}
-            line |= {"began": began, "device": device()}
+            line |= {
+                "began": began,
+                "device": device(),
+                "jax": importlib.metadata.version("jax"),
+            }
             # A run that was killed and went on has lasted longer than this call.
             if isinstance(value, dict) and "seconds" in value:
                 line["seconds"] = value["seconds"]
@@ -84,15 +100,17 @@ class Cells:
         """When the first cell did; None of cells that do not say it."""
         return min((line["began"] for line in self.lines if "began" in line), default=None)
 
-    def require_one_card(self) -> None:
+    def require_one_machine(self) -> None:
         """
         Raises:
-            ValueError: cells are of two cards, whose numbers make no ratio.
+            ValueError: cells are of two cards, of a card and a CPU, or of two versions of JAX,
+                whose numbers do not compare.
         """
-        cards = sorted({line.get("device", CPU) for line in self.lines} - {CPU})
-        if len(cards) > 1:
+        said = [line for line in self.lines if "device" in line]
+        kinds = sorted({f"{e['device']} (JAX {e.get('jax', 'unknown')})" for e in said})
+        if len(kinds) > 1:
             raise ValueError(
-                f"{self._file} has cells of {' and '.join(cards)}, which do not compare; "
+                f"{self._file} has cells of {' and '.join(kinds)}, which do not compare; "
                 "take out the lines of one of them and run the same command on the other"
             )
 

@@ -17,6 +17,8 @@ from matplotlib.figure import Figure
 from experiments import rules
 from switchx.analysis import comparison_plots as plots
 from switchx.analysis.plots import write_svg
+from switchx.fields import json_text
+from switchx.files import write_atomically
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 HERE = ROOT / "experiments"
@@ -57,13 +59,13 @@ def write_results(
     if results["verdict"] not in rules.WORDS:
         raise ValueError(f"verdict={results['verdict']!r}; use one of {', '.join(rules.WORDS)}")
     text = json.dumps(results, indent=1)
-    (folder / "results.json").write_text(f"{text}\n", encoding="utf-8")
+    write_atomically(folder / "results.json", f"{text}\n".encode())
     return results
 
 
 def as_written(found: Any) -> Any:
-    """What JSON makes of it; Intervals become their fields, wherever they are."""
-    return json.loads(json.dumps(found, default=dataclasses.asdict))
+    """What JSON makes of it; Intervals become their fields, wherever they are, and NaN None."""
+    return json.loads(json_text(json.loads(json.dumps(found, default=dataclasses.asdict))))
 
 
 def judge_anew(folder: pathlib.Path) -> None:
@@ -243,7 +245,7 @@ def write_page(file: pathlib.Path, page: str, begin: str = BEGIN) -> None:
     """Puts a page between the marks of a file."""
     before, rest = file.read_text(encoding="utf-8").split(begin)
     after = rest.split(END)[1]
-    file.write_text(f"{before}{begin}\n\n{page.strip()}\n\n{END}{after}", encoding="utf-8")
+    write_atomically(file, f"{before}{begin}\n\n{page.strip()}\n\n{END}{after}".encode())
 
 
 def table(rows: Iterable[dict[str, Any]]) -> str:
@@ -256,6 +258,8 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
 
 def shown(value: Any) -> str:
     """A value of results.json on a page."""
+    if value is None or (isinstance(value, dict) and None in value.values()):
+        return ""
     if isinstance(value, dict):  # an Interval; of one value it has no width
         form = ".3f" if "no_effect" in value else "+.3f"  # a Ratio has no sign
         mean, low, high = (format(value[name], form) for name in ("mean", "low", "high"))
@@ -264,7 +268,7 @@ def shown(value: Any) -> str:
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    return "" if value is None else str(value)
+    return str(value)
 
 
 def provenance(results: dict[str, Any]) -> str:

@@ -11,12 +11,13 @@ import hashlib
 import importlib
 import itertools
 import json
+import math
 import pathlib
 import subprocess
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.measured import Interval
+from experiments.measured import Interval, finals_of
 from experiments.statistics import (
     ERROR,
     OUTCOMES,
@@ -29,6 +30,7 @@ from experiments.statistics import (
     pocock,
     simulate,
 )
+from switchx.files import write_atomically
 
 HERE = pathlib.Path(__file__).resolve().parent
 SEEN = HERE / "seeds_seen.json"
@@ -88,6 +90,8 @@ class Rule:
             )
         if isinstance(self.margin, str) and self.margin != OF_COMPUTE:
             raise ValueError(f"{self.margin=}; give nats per token, None or {OF_COMPUTE!r}")
+        if self.expected * {"ahead": 1, "behind": -1}.get(self.direction, 0) < 0:
+            raise ValueError(f"{self.expected=} is not {self.direction}; give another sign")
         if self.direction == EQUIVALENT and self.margin is None:
             raise ValueError(f"{self.claim}: what is to be equivalent has a margin; give one")
 
@@ -137,8 +141,8 @@ def begin(name: str) -> dict[str, Any]:
         and, for margins by formula, `dense_lengths`.
 
     Raises:
-        ValueError: run.py is not committed, a contender's rate is not found, or the dense
-            lengths are not measured.
+        ValueError: run.py or other code is not committed, a contender's rate is not found, or
+            the dense lengths are not measured.
     """
     constants = constants_of(name)
     if "RULES" not in constants:
@@ -150,6 +154,15 @@ def begin(name: str) -> dict[str, Any]:
         raise ValueError(
             f"{file} has rules and is {'changed' if commit else 'not committed'}: a rule is "
             f"committed before its first run; `git add {file} && git commit {file}`"
+        )
+    code = ("switchx/*.py", "pallas_kernels/*.py", "configs/*.gin", ":(glob)experiments/*.py")
+    status = ("status", "--porcelain", "--untracked-files=all", "--", *code)
+    changed = [line.split()[-1] for line in git(*status, f"experiments/{name}").splitlines()
+               if line.endswith((".py", ".gin"))]  # fmt: skip
+    if changed:
+        raise ValueError(
+            f"{', '.join(changed)}: not committed, and the contenders of {file}'s rules are "
+            "made by it; commit it, or put it aside by `git stash -u`"
         )
     noted = {"rule": digest(constants), "registered": commit, "registered_at": time}
     for each in constants["RULES"]:
@@ -228,11 +241,27 @@ def _claim(rule: Rule, results: dict[str, Any]) -> dict[str, Any]:
             f"of {list(rule.seeds)}; train a look to its end with ARGS=--look=NUMBER"
         )
     look = rule.looks.index(len(seeds)) + 1
-    # The last step, never the best one.
-    finals = {
-        name: [curve[max(curve, key=int)] for curve in curves]
-        for name, curves in runs["curves"].items()
-    }
+    finals = finals_of(runs)
+    lost = [name for name in finals if not all(map(math.isfinite, finals[name]))]
+    if stopped := [name for name in lost if name in rule.primary]:
+        return {
+            "claim": rule.claim,
+            "verdict": NOT_TESTABLE,
+            "because": f"runs of {', '.join(stopped)} have no finite quality.",
+            "effect": None,
+            "effect_of": rule.claim,
+            "p": 1.0,
+            **dict.fromkeys(("power", "margin")),
+            "look": look,
+            "looks": len(rule.looks),
+            **dict.fromkeys(("variance", "sd")),
+        }
+    finals = {name: values for name, values in finals.items() if name not in lost}
+    if len({tuple(finals.get(name, name)) for name in rule.primary}) < len(rule.primary):
+        raise ValueError(
+            f"{rule.claim}: of {', '.join(rule.primary)} two have the same quality with every "
+            "seed, to the bit: they are one model; give each the bindings that its name says"
+        )
     found, margin = estimate(finals, rule.primary), rule.margin
     if margin == OF_COMPUTE:
         lengths = results["dense_lengths"]
@@ -318,10 +347,13 @@ def _exploratory_because(results: dict[str, Any]) -> str:
     ]
     if times[0] >= times[1]:
         return "its rule was committed after its first run"
-    again = sorted(seeds_of(results) & seen_before(results["experiment"], rule))
+    again = sorted(seeds_of(results) & seen_before(**_seen_as(results)))
     if again:
         seeds = ", ".join(map(str, again))
-        return f"an earlier rule had seen seeds {seeds}; those from {next_seed()} are unseen"
+        return (
+            f"an earlier rule, or other code, had seen seeds {seeds}; those from {next_seed()} "
+            "are unseen"
+        )
     return ""
 
 
@@ -337,27 +369,33 @@ def seen() -> list[dict[str, Any]]:
     return json.loads(SEEN.read_text(encoding="utf-8"))
 
 
-def seen_before(experiment: str, rule: str) -> set[int]:
-    """Seeds that are no test of a rule: those of an earlier rule of this experiment, and those
-    that any experiment without a rule had published before it. Experiments whose rules were
-    registered may share runs, as those of a control."""
-    earlier = itertools.takewhile(
-        lambda each: (each["experiment"], each["rule"]) != (experiment, rule), seen()
-    )
-    used = [e["seeds"] for e in earlier if e["rule"] is None or e["experiment"] == experiment]
+def _seen_as(results: dict[str, Any]) -> dict[str, str | None]:
+    """What the seeds of results are noted under; the code makes the contenders of a rule."""
+    key = {"experiment": results["experiment"], "rule": results.get("rule")}
+    return key | ({"code": results["code"]} if key["rule"] and "code" in results else {})
+
+
+def seen_before(**key: str | None) -> set[int]:
+    """Seeds that are no test of a rule: those of an earlier rule of this experiment or of the
+    same rule by other code, and those that any experiment without a rule had published before
+    it. Experiments whose rules were registered may share runs, as those of a control."""
+    earlier = itertools.takewhile(lambda e: e != key | {"seeds": e["seeds"]}, seen())
+    used = [
+        e["seeds"] for e in earlier
+        if e["rule"] is None or e["experiment"] == key["experiment"]
+    ]  # fmt: skip
     return {seed for seeds in used for seed in seeds}
 
 
 def note_seeds(results: dict[str, Any]) -> None:
     """Adds the seeds of published results to those seen."""
-    key = {"experiment": results["experiment"], "rule": results.get("rule")}
-    entries = seen()
-    known = next((e for e in entries if e.items() >= key.items()), None)
+    key, entries = _seen_as(results), seen()
+    known = next((e for e in entries if e == key | {"seeds": e["seeds"]}), None)
     if known is None:
         entries.append(known := key | {"seeds": []})
     known["seeds"] = sorted({*known["seeds"], *seeds_of(results)})
     lines = ",\n ".join(json.dumps(each) for each in entries)
-    SEEN.write_text(f"[{lines}]\n", encoding="utf-8")
+    write_atomically(SEEN, f"[{lines}]\n".encode())
 
 
 def next_seed() -> int:

@@ -52,8 +52,8 @@ class Parabola:
 
 def open_sides(rates: Sequence[float], qualities: Sequence[float], sd: float = SD) -> list[str]:
     """`lower` and `higher`, where no rate on that side of the best one is worse by `sd`."""
-    y_N = np.asarray([quality for _, quality in sorted(zip(rates, qualities, strict=True))])
-    y_N = np.where(np.isfinite(y_N), y_N, -math.inf)
+    qualities_N = np.asarray(qualities, float)[np.argsort(rates)]  # None is NaN
+    y_N = np.where(np.isfinite(qualities_N), qualities_N, -math.inf)
     best = int(y_N.argmax())
     sides = {"lower": y_N[:best], "higher": y_N[best + 1 :]}
     return [name for name, side in sides.items() if not (side < y_N[best] - sd).any()]

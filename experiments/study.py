@@ -26,6 +26,7 @@ from experiments.measured import Cells, Interval, key_of
 from experiments.pages import ROOT, all_claims, publish_page, read_results, write_results
 from experiments.pretrained import pretrained
 from switchx.checkpoint.run_folder import RunFolder
+from switchx.files import write_atomically
 from switchx.manifest import git_commit
 from switchx.results import environment
 
@@ -48,8 +49,8 @@ class Study(Experiment):
         """What has been done; before the first cell, what it is begun with is noted.
 
         Raises:
-            ValueError: it was done by other code or by another rule, or may not begin
-                (`rules.begin`).
+            ValueError: it was done by other code or by another rule, what it was begun with
+                is lost, or it may not begin (`rules.begin`).
         """
         file, code = self.begun, code_fingerprint(self.name)
         now = {"commit": git_commit(), "code": code}
@@ -58,9 +59,14 @@ class Study(Experiment):
         if self.look > 1 and not (self.is_quick or "rule" in now):
             raise ValueError(f"--look={self.look}: {self.name} has no rule; leave that out")
         found = Cells(self.runs / "cells.jsonl")
-        has_runs = any(RunFolder(each).config.exists() for each in self.runs.iterdir())
-        if not file.exists() or not (found.lines or has_runs):
-            file.write_text(json.dumps(now) + "\n")
+        # Runs of a sweep lie a folder deeper.
+        if not (found.lines or any(self.runs.rglob(RunFolder(self.runs).config.name))):
+            write_atomically(file, f"{json.dumps(now)}\n".encode())
+        elif not file.exists():
+            raise ValueError(
+                f"{self.runs} has runs and no {file.name}, which says what they were begun "
+                f"with; begin anew: {self.again(output='OTHER')}"
+            )
         begun = json.loads(file.read_text())
         if begun.get("rule") != now.get("rule"):
             raise ValueError(
@@ -76,6 +82,13 @@ class Study(Experiment):
                 f"{now['commit']}, whose code is another one; {go_on}begin anew: "
                 f"{self.again(output='OTHER')}"
             )
+        changed = [key for key in now.keys() - {"commit"} if begun.get(key) != now[key]]
+        if changed:
+            raise ValueError(
+                f"{file} has another {' and '.join(sorted(changed))} than this checkout, whose "
+                f"rule can only judge what was begun with it; begin anew: "
+                f"{self.again(output='OTHER')}"
+            )
         return found
 
     def at_look(self, comparison: Comparison, rule: rules.Rule) -> Comparison:
@@ -83,24 +96,32 @@ class Study(Experiment):
 
         Raises:
             ValueError: the rule has no such look, or that before it is not published, or
-                decided all claims.
+                decided all claims, or a later one is published.
         """
-        seeds = rule.seeds_at(self.look)
-        found = read_results(self.folder) or {}
-        claims = all_claims().get(self.name, []) if found.get("rule") else []
-        before = self.look - 1
-        if before and found.get("rule") != rules.digest(rules.constants_of(self.name)):
+        comparison = dataclasses.replace(comparison, seeds=rule.seeds_at(self.look))
+        if self.is_quick:
+            return comparison
+        found, before = read_results(self.folder) or {}, self.look - 1
+        is_its_rule = found.get("rule") == rules.digest(rules.constants_of(self.name))
+        claims = all_claims().get(self.name, []) if is_its_rule else []
+        published = next((e["look"] for e in claims if e["claim"] == rule.claim), 0)
+        if before > published:
             raise ValueError(
                 f"look {self.look} of {self.name} before its time: look {before} is not "
                 f"published; end it first with ARGS=--look={before}"
             )
-        if before and all(each["verdict"] != rules.OPEN for each in claims):
+        if self.look < published:
+            raise ValueError(
+                f"look {self.look} of {self.name} is over: look {published} is published, and "
+                f"its verdict stands; leave it, or go on with ARGS=--look={published}"
+            )
+        if 0 < before == published and all(e["verdict"] != rules.OPEN for e in claims):
             raise ValueError(
                 f"look {before} of {self.name} left no claim open: more seeds are no test; "
                 "leave it, or register another rule for seeds from "
                 f"{rules.next_seed()}"
             )
-        return dataclasses.replace(comparison, seeds=seeds)
+        return comparison
 
     def train(
         self, cells: Cells, name: str, gin_files: Sequence[str], bindings: Sequence[str]
@@ -168,13 +189,20 @@ class Study(Experiment):
         return cells.get(cell, lambda: json.loads(self._switchx(name, *placed)))
 
     def _switchx(self, name: str, *arguments: str) -> str:
-        """Runs a command with a log of its own; the last line of what it printed."""
-        command = [sys.executable, "-m", "switchx", *arguments]
+        """Runs a command with a log of its own; the last line of what it printed. Training
+        saves and ends where this process is killed."""
+        ends = ["--stop_with_stdin"] * (arguments[0] == "train")
+        command = [sys.executable, "-m", "switchx", *arguments, *ends]
         print(f"[{self.name}] {shlex.join(command[1:])}", flush=True)
         log = self.runs / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as lines:
-            status = subprocess.run(command, cwd=ROOT, stdout=lines, stderr=lines).returncode
+        with (
+            log.open("ab") as lines,
+            subprocess.Popen(
+                command, cwd=ROOT, stdin=subprocess.PIPE, stdout=lines, stderr=lines
+            ) as process,
+        ):
+            status = process.wait()
         tail = log.read_text(errors="replace").splitlines()
         if status:
             said = "\n".join(tail[-5:])
@@ -202,9 +230,9 @@ class Study(Experiment):
                 which has not measured enough.
             measured: what the experiment measured; `seeds` is required.
         """
-        cells.require_one_card()
+        cells.require_one_machine()
         begun = json.loads(self.begun.read_text())
-        noted = ("rule", "registered", "registered_at", "dense_lengths")
+        noted = ("code", "rule", "registered", "registered_at", "dense_lengths")
         results = {
             "experiment": self.name,
             "first_cell": cells.began,
@@ -260,7 +288,9 @@ def main(file: str, description: str, run: Callable[[Study], Any]) -> None:
     given = parser.parse_args()
     name = path(file).resolve().parent.name
     try:
-        run(Study(name, given.output, given.data, given.quick, given.other_data, given.look))
+        study = Study(name, given.output, given.data, given.quick, given.other_data, given.look)
+        with RunFolder(study.runs).create().locked():  # two processes would measure all twice
+            run(study)
     except ValueError as error:
         parser.exit(2, f"{error}\n")
 

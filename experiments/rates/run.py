@@ -84,8 +84,9 @@ def sweep(study: Study, cells: Cells, swept: Swept) -> dict[str, float]:
             f"--output=<run {name}>",
         )
         quality = {
-            row["values"]["LEARNING_RATE"]: -row["losses"][str(SEED)]
+            row["values"]["LEARNING_RATE"]: loss and -loss  # null where it diverged
             for row in found["results"]
+            for loss in (row["losses"][str(SEED)],)
         }
         sides = open_sides([*map(float, quality)], [*quality.values()])
         if study.is_quick or not sides:
@@ -126,6 +127,10 @@ def found_rate(quality: dict[str, float]):
 def judge(results: dict[str, Any]) -> dict[str, Any]:
     """Nothing is claimed: rates that are not interior are said not to be found."""
     fits = {name: found_rate(quality) for name, quality in results["quality"].items()}
+    best = {
+        name: max(value for value in each.values() if value is not None)
+        for name, each in results["quality"].items()
+    }
     rows = [
         {
             "model": name,
@@ -134,13 +139,12 @@ def judge(results: dict[str, Any]) -> dict[str, Any]:
             "error of the vertex, a factor": fit.error and math.exp(fit.error),
             "nats lost at twice the rate": fit.curvature * math.log(2) ** 2,
             "residual, nats": fit.residual,
-            "best, nats": max(results["quality"][name].values()),
+            "best, nats": best[name],
             "problem": fit.problem,
         }
         for name, fit in fits.items()
     ]
-    names = {name: max(each.values()) for name, each in results["quality"].items()}
-    gains = {each: names["16 experts" + each] - names["dense" + each]
+    gains = {each: best["16 experts" + each] - best["dense" + each]
              for each in ("", ", Adafactor")}  # fmt: skip
     agree = "agree" if min(gains.values()) * max(gains.values()) > 0 else "disagree"
     missing = [name for name, fit in fits.items() if fit.problem]

@@ -17,7 +17,7 @@ from experiments.ladder import (
     OnLadder,
     Runs,
     bindings_of,
-    finals_of,
+    finite_of,
     rows,
     train_all,
     wall_seconds,
@@ -96,8 +96,10 @@ RULES = (
 
 
 def judge(results: dict[str, Any]) -> dict[str, Any]:
-    """By the rules; beside them each router over the control, by Dunnett's test."""
-    over = dunnett(finals_of(results), CONTROL)
+    """By the rules; beside them each router over the control, by Dunnett's test, but those
+    that diverged."""
+    finals = finite_of(results)
+    over = dunnett(finals, CONTROL) if CONTROL in finals else {}
     tested = [
         {"model": name, f"over {CONTROL} (95%, all together)": dataclasses.asdict(interval),
          "p": p}
@@ -108,7 +110,7 @@ def judge(results: dict[str, Any]) -> dict[str, Any]:
         "intervals_of": f"over {CONTROL}, nats per token; 95% of all together (Dunnett)",
         "tables": [
             {"title": "", "rows": rows(results)},
-            {"title": f"Each against {CONTROL} (Dunnett):", "rows": tested},
+            *[{"title": f"Each against {CONTROL} (Dunnett):", "rows": tested}] * bool(tested),
         ],
     }
 

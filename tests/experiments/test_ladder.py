@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from experiments import ladder, rules, side_by_side
+from experiments import ladder, pages, rules, side_by_side
 from experiments.ladder import R0, R1, OnLadder, Runs
 from experiments.measured import Cells
 from experiments.routing import run as routing
@@ -168,6 +168,22 @@ def test_routing_is_judged_by_its_four_rules():
     peek = made(run.RUNS, run.SEEDS[:5], found) | {"dense_lengths": LENGTHS}
     with pytest.raises(ValueError, match="a look before its time"):
         run.judge(peek)
+
+
+@pytest.mark.parametrize("lost", ["sampling", routing.CONTROL])
+def test_a_contender_that_diverged_judges_nothing(lost):
+    """Its claims are not testable, and the others are judged as without it."""
+    run = routing
+    results = made(run.RUNS, run.SEEDS[:4], {run.ONE: -1.95}) | {"dense_lengths": LENGTHS}
+    results["curves"][lost][2] = {"9": None}  # as JSON has NaN
+    judged = pages.as_written(run.judge(results))
+    words = [claim["verdict"] for claim in judged["claims"]]
+    assert words[0] == rules.REPRODUCED and words[1] == rules.NOT_TESTABLE
+    assert judged["claims"][1]["because"] == f"runs of {lost} have no finite quality."
+    assert ("sampling" in judged["intervals"]) is False
+    (row,) = [row for row in judged["tables"][0]["rows"] if row["model"] == lost]
+    assert row["negative log perplexity"] is None and "nan" not in json.dumps(judged).lower()
+    assert pages.table(map(pages._claim_row, [c | {"p_holm": 1.0} for c in judged["claims"]]))
 
 
 def test_hours_are_those_of_the_whole_machine(tmp_path):

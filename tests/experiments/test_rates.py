@@ -76,6 +76,18 @@ def test_rates_are_added_where_the_best_is_at_the_edge():
     assert rates.found_rate(quality).rate is None
 
 
+def test_a_rate_that_diverged_is_the_worst():
+    study = Swept(optimum=0.008)
+    found = study.command(None, "", "sweep", "--gin.LEARNING_RATE=0.004,0.008,0.016,0.032")
+    found["results"][3]["losses"] = {str(rates.SEED): None}  # as JSON has NaN
+    study.command = lambda *arguments: found
+    quality = rates.sweep(study, None, rates.Swept("dense"))
+    assert quality["0.032"] is None and rates.found_rate(quality).rate == pytest.approx(2**-7)
+    names = [each.name for each in rates.GATE]
+    said = rates.judge({"quality": dict.fromkeys(names, quality)})
+    assert said["tables"][0]["rows"][0]["best, nats"] == pytest.approx(-5)
+
+
 def test_the_next_rung_is_predicted_by_its_width():
     dense, experts = rates.next_rung({"dense": 0.012, "16 experts": 0.006})
     assert dense.rates == pytest.approx((0.004, 0.008, 0.016)) and dense.rung == rates.R1

@@ -154,7 +154,8 @@ def test_a_rule_is_registered_and_judged(checkout):
         text = (page / "README.md").read_text()
         assert "reproduced" in text and results["rule"][:8] in text and "97.1%" in text
     assert rules.seen()[-1] == {
-        "experiment": "asked", "rule": results["rule"], "seeds": [100, 101, 102, 103],
+        "experiment": "asked", "rule": results["rule"], "code": "code",
+        "seeds": [100, 101, 102, 103],
     }  # fmt: skip
     for wrong in ({"first_cell": "2025-01-01T00:00+00:00"}, {"rule": "other"}):
         with pytest.raises(AssertionError):
@@ -172,6 +173,65 @@ def test_a_rule_that_is_not_committed_is_refused(checkout):
         ValueError, match="is changed: .*`git add experiments/asked/run.py && git"
     ):
         checkout.study("runs").cells()
+
+
+def test_contenders_are_of_a_commit_too(checkout):
+    checkout.commit()
+    (checkout.run.parent.parent / "ladder.py").write_text("# The rungs.\n")
+    with pytest.raises(ValueError, match="^experiments/ladder.py: not committed, and the cont"):
+        checkout.study("runs").cells()
+
+
+def test_what_runs_were_begun_with_is_not_exchanged(checkout, monkeypatch):
+    checkout.commit()
+    checkout.study("runs").cells()
+    sweep = checkout.root / "runs/asked/dense/LEARNING_RATE=1,seed=100"
+    sweep.mkdir(parents=True)
+    (sweep / "config.json").write_text("{}")  # killed in its first cell
+    file = checkout.root / "runs/asked/begun.json"
+    begun = json.loads(file.read_text())
+    file.write_text(json.dumps(begun | {"dense_lengths": {"1": [-4.0], "2": [-3.9]}}))
+    with pytest.raises(ValueError, match="begun.json has another dense_lengths than this"):
+        checkout.study("runs").cells()
+    file.write_text(json.dumps(begun))
+    checkout.study("runs").cells()
+    monkeypatch.setattr(study, "code_fingerprint", lambda name: "other")
+    with pytest.raises(ValueError, match="whose code is another one"):
+        checkout.study("runs").cells()
+    file.unlink()
+    with pytest.raises(ValueError, match="has runs and no begun.json.*OUTPUT=OTHER"):
+        checkout.study("runs").cells()
+
+
+def test_the_same_seeds_by_other_code_are_exploratory(checkout, monkeypatch):
+    checkout.commit()
+    checkout.publish("runs", 0.0135, 4)
+    monkeypatch.setattr(study, "code_fingerprint", lambda name: "other")
+    again = checkout.publish("runs2", 0.1, 4)
+    assert (again["verdict"], again["verdict_before"]) == ("exploratory", "reproduced")
+    assert "or other code, had seen seeds 100, 101" in again["exploratory_because"]
+
+
+def test_two_processes_do_not_run_one_experiment(checkout, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["run.py", f"--output={checkout.root}/runs"])
+
+    def twice(mine):
+        with pytest.raises(SystemExit) as ended:
+            study.main(str(checkout.run), "", lambda mine: pytest.fail("both run"))
+        assert ended.value.code == 2
+
+    study.main(str(checkout.run), "", twice)
+    assert f"by process {os.getpid()}" in capsys.readouterr().err
+
+
+def test_training_ends_with_the_process_that_started_it(tmp_path, monkeypatch):
+    """Its standard input is a pipe that stays open."""
+    fake = tmp_path / "python"
+    fake.write_text("#!/bin/bash\nread -t 0.1\necho $? $@\n")
+    fake.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(fake))
+    status, *words = Study("asked", tmp_path, None)._switchx("a", "train", "--b").split()
+    assert int(status) > 128 and words[-1] == "--stop_with_stdin"  # no end of file yet
 
 
 def test_a_rule_that_was_changed_after_its_runs_is_exploratory(checkout):
@@ -192,7 +252,7 @@ def test_a_rule_that_was_changed_after_its_runs_is_exploratory(checkout):
     )
     assert "exploratory (was: reproduced)" in pages.overview()
     again = checkout.publish("runs2", 0.1, 4)
-    assert again["exploratory_because"].startswith("an earlier rule had seen seeds 100, 101,")
+    assert again["exploratory_because"].startswith("an earlier rule, or other code, had seen")
     checkout.run.write_text(RUN.replace("range(100, 107)", "range(200, 207)"))
     checkout.commit(day=3)
     unseen = checkout.publish("runs3", 0.1, 4, seeds=[200, 201, 202, 203])
@@ -215,12 +275,19 @@ def test_a_look_has_its_time(checkout):
         "open",
     )
     assert second.at_look(comparison, rule).seeds == tuple(range(100, 107))
+    three = dataclasses.replace(rule, looks=(2, 4, 7))
+    with pytest.raises(ValueError, match="look 2 is not published.*--look=2"):
+        checkout.study("runs", look=3).at_look(comparison, three)
     assert checkout.study("runs").at_look(comparison, rule).seeds == tuple(range(100, 104))
     with pytest.raises(ValueError, match="look=3; 'experts over dense' has looks 1 to 2"):
         checkout.study("runs", look=3).at_look(comparison, rule)
     assert checkout.publish("runs", 0.1, 4)["verdict"] == "reproduced"
     with pytest.raises(ValueError, match="left no claim open: .* seeds from 200"):
         second.at_look(comparison, rule)
+    checkout.publish("runs", 0.1, 7)
+    assert second.at_look(comparison, rule).seeds == tuple(range(100, 107))
+    with pytest.raises(ValueError, match="look 1 of asked is over: look 2 is published"):
+        checkout.study("runs").at_look(comparison, rule)
 
 
 def test_what_a_rule_takes_is_there_before_it_begins(checkout):
@@ -241,15 +308,24 @@ def test_a_look_without_a_rule_is_refused(tmp_path):
         Study("rates", tmp_path, None, look=2).cells()
 
 
-def test_cells_of_two_cards_make_no_ratio(checkout, monkeypatch):
+@pytest.mark.parametrize(
+    ("machines", "said"),
+    [
+        ((("H100", "1"), ("H100", "1"), ("H200", "1")), r"H100 \(JAX 1\) and H200"),
+        ((("H100", "1"), ("cpu", "1")), r"H100 \(JAX 1\) and cpu \(JAX 1\)"),
+        ((("cpu", "1"), ("cpu", "2")), r"cpu \(JAX 1\) and cpu \(JAX 2\)"),
+    ],
+)
+def test_cells_of_two_machines_do_not_compare(checkout, monkeypatch, machines, said):
     checkout.commit()
     cells = checkout.study("runs").cells()
-    for number, name in enumerate(("cpu", "H100", "H100", "H200")):
-        cells.require_one_card()
+    for number, (name, version) in enumerate(machines):
+        cells.require_one_machine()
         monkeypatch.setattr("experiments.measured.device", lambda name=name: name)
+        monkeypatch.setattr("importlib.metadata.version", lambda name, v=version: v)
         cells.get({"number": number}, dict)
-    with pytest.raises(ValueError, match="has cells of H100 and H200, which do not compare"):
-        checkout.publish("runs", 0.1, 4)
+    with pytest.raises(ValueError, match=f"has cells of {said}.*do not compare"):
+        cells.require_one_machine()
     monkeypatch.undo()
     assert isinstance(device(), str)
 
@@ -272,7 +348,6 @@ def results_of(gain: float, seeds: int = 4, sd: float = 0.004, **more) -> dict[s
         ({}, results_of(0.02, sd=0.02), "open"),
         ({}, results_of(0.02, sd=0.02, seeds=7), "undecided"),
         ({}, results_of(0.1, sd=0.5), "not testable"),
-        ({"direction": "behind"}, results_of(0.1), "not testable"),
         ({"direction": "behind", "expected": -0.1}, results_of(-0.1), "reproduced"),
         ({"direction": "equivalent", "expected": 0.0}, results_of(0.1), "not reproduced"),
         ({"gates": ("seen",)}, results_of(0.1, gates={"seen": False}), "not testable"),
@@ -283,6 +358,13 @@ def test_words_follow_the_rule(changes, found, word):
     said = rules.judged((dataclasses.replace(RULE, **changes),), found)
     assert said["verdict"].startswith(word) and said["verdict"] in rules.WORDS
     assert said["because"].endswith(".")
+
+
+def test_two_names_of_one_model_are_named():
+    found = results_of(0.0)
+    found["curves"]["sparse"] = found["curves"]["dense"]
+    with pytest.raises(ValueError, match="sparse, dense two have the same .*: they are one"):
+        rules.judged((RULE,), found)
 
 
 def test_claims_are_judged_together():
@@ -302,6 +384,7 @@ def test_claims_are_judged_together():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"direction": "behind"}, "self.expected=0.1 is not behind; give another sign"),
         ({"direction": "better"}, "use one of ahead, behind, equivalent"),
         ({"looks": (7, 4)}, "give rising numbers"),
         ({"looks": (4, 8)}, "the last of all seeds"),
