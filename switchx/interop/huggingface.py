@@ -120,7 +120,7 @@ def read_checkpoint(
     if vocabulary is None:
         files = (folder / name for name in family.vocabularies)
         vocabulary = next((each for each in files if each.is_file()), None)
-    elif vocabulary in ("none", "bytes"):
+    elif vocabulary == "none" or vocabulary == "bytes" and not family.keeps_ids:
         vocabulary = None
     vocabulary = vocabulary and pathlib.Path(vocabulary)
     generation = read_generation(folder, values)

@@ -97,6 +97,9 @@ def test_bad_folders_are_refused_by_name(tmp_path, capsys):
         arguments = [str(tmp_path / "theirs"), str(tmp_path / "run")]
         assert main(["convert", "--from=huggingface", *arguments]) != 0
         assert message in capsys.readouterr().err
+    file.write_text(json.dumps(values))
+    assert main(["convert", "--from=huggingface", "--vocabulary=bytes", *arguments]) == 2
+    assert "bytes: ids of a decoder-only model stay as they are" in capsys.readouterr().err
 
 
 def test_prompts_that_see_themselves_whole_are_no_model_of_transformers(tmp_path, capsys):
