@@ -23,6 +23,7 @@ from experiments.experiment import Comparison, run_name
 from experiments.measured import Cells, Interval, Ratio, paired
 from experiments.pages import ROOT
 from experiments.rules import Rule, judged
+from experiments.side_by_side import pin_to_one_core
 from experiments.statistics import dunnett
 from experiments.study import Study
 from pallas_kernels.bench.timing import Contender as Timed
@@ -240,21 +241,30 @@ def train_all(study: Study, cells: Cells, comparison: Comparison) -> Trained:
 
 
 def step_times(
-    study: Study, cells: Cells, gin_files: Sequence[str], bindings: dict[str, Sequence[str]]
+    study: Study,
+    cells: Cells,
+    gin_files: Sequence[str],
+    bindings: dict[str, Sequence[str]],
+    *,
+    on_one_core: bool = False,
 ) -> dict[str, list[float]]:
     """Times of a step relative to the first contender's, one each of TIMINGS processes.
 
     Args:
         bindings: all bindings of each contender, its places not yet placed.
+        on_one_core: whether the processes have a single core, as the ladder's cells have.
     """
     quick = study.quick_bindings
     placed = {name: study.placed((*each, *quick)) for name, each in bindings.items()}
     cell = {"step_times": list(bindings), "bindings": list(map(list, bindings.values()))}
+    cell |= {"cores": 1} if on_one_core else {}
     rounds = 2 if study.is_quick else 9
     timings = [
         cells.get(
             cell | {"timing": timing},
-            lambda: _in_a_process(_step_times, gin_files, placed, rounds),
+            lambda: _in_a_process(
+                _step_times, gin_files, placed, rounds, on_one_core=on_one_core
+            ),
         )
         for timing in range(1 if study.is_quick else TIMINGS)
     ]
@@ -268,10 +278,13 @@ def _jobs(
     return {name: job_from_gin(files, each) for name, each in bindings.items()}
 
 
-def _in_a_process(function: Callable, *arguments):
+def _in_a_process(function: Callable, *arguments, on_one_core: bool = False):
     """What a function returns that a process of its own calls."""
-    spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as executor:
+    spawn, begin = (
+        multiprocessing.get_context("spawn"),
+        pin_to_one_core if on_one_core else None,
+    )
+    with concurrent.futures.ProcessPoolExecutor(1, spawn, begin) as executor:
         return executor.submit(function, *arguments).result()
 
 

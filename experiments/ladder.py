@@ -31,7 +31,7 @@ DROPLESS = ("RouterConfig.overflow='dropless'", "SwitchConfig.dispatcher='drople
 # The ladder drops nothing in training either; these are over what has a capacity.
 WITH_CAPACITY = ("RouterConfig.overflow='drop'", "SwitchConfig.dispatcher='gather'")
 # Sweeps of experiments/rates by number of experts; other numbers are interpolated.
-SWEPT = {1: "dense", 4: "4 experts", 16: "16 experts", 32: "32 experts"}
+SWEPT = {1: "dense", **{n: f"{n} experts" for n in (2, 4, 16, 32)}}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,12 @@ def num_cores() -> int:
     return len(_cores())
 
 
+def pin_to_one_core() -> None:
+    """Leaves this process one of its cores, where the system can pin."""
+    if _CAN_PIN:
+        os.sched_setaffinity(0, {_cores()[0]})
+
+
 def on_each_core(work: Callable[[Item], Any], items: Iterable[Item]) -> list[Any]:
     """What `work` makes of each item, in their order.
 

@@ -46,10 +46,11 @@ GATE = (
     Swept("dense, Adafactor", (DENSE, *_PAPERS), ADAFACTOR),
     Swept("16 experts, Adafactor", _PAPERS, ADAFACTOR),
 )
-# k 2 of half the width: two experts of F/2, FLOPs of one of F.
+# k 2 of half the width: two experts of F/2, FLOPs of one of F; top-2 MoE has two of F.
+TWO_CHOICES = ("RouterConfig.num_selected=2", "RouterConfig.gate='normalized'")
 OTHERS = (
-    Swept("4 experts", ("NUM_EXPERTS=4",)),
-    Swept("32 experts", ("NUM_EXPERTS=32",)),
+    *(Swept(f"{n} experts", (f"NUM_EXPERTS={n}",)) for n in (2, 4, 32)),
+    Swept("16 experts, 2 choices", TWO_CHOICES, minutes=5.0),
     Swept("16 experts, 2 of half the width",
           ("RouterConfig.num_selected=2", "SwitchConfig.d_ff=192")),
 )  # fmt: skip

@@ -44,7 +44,7 @@ def _at(factor: float, selected: int = 1) -> tuple[str, ...]:
     )
 
 
-# All have 16 experts and the rate of 16 dropless ones.
+# All have 16 experts and the rate of 16 dropless ones of as many choices.
 RUNS = Runs(
     (
         _routed(CONTROL),
@@ -53,7 +53,7 @@ RUNS = Runs(
         _routed("input dropout", "RouterConfig.exploration='dropout'"),
         _routed(ONE, *_at(1.0)),
         _routed("Switch, factor 2", *_at(2.0)),
-        _routed(TWO, *_at(1.0, 2)),
+        OnLadder(TWO, _at(1.0, 2), "16 experts, 2 choices", has_capacity=True),
         _routed(
             "reroute, factor 1", *_at(1.0),
             "RouterConfig.overflow='reroute'", "RouterConfig.max_rounds=4",
@@ -120,7 +120,7 @@ def run(study: Study) -> None:
     files, cells = study.files(*ENGLISH), study.cells()
     timed = {each.name: each for each in RUNS.contenders if each.name in (ONE, TWO)}
     bindings = {name: bindings_of(study, R0, each, 0) for name, each in timed.items()}
-    times = step_times(study, cells, (R0.gin_file,), bindings)
+    times = step_times(study, cells, (R0.gin_file,), bindings, on_one_core=True)
     ratio = statistics.median(times[TWO])
     contenders = tuple(
         dataclasses.replace(each, length=1 / ratio) if each.name == TWO else each

@@ -145,7 +145,7 @@ def run(study: Study) -> None:
     times = []
     for rung in (R0, R1):
         bindings = {e.name: bindings_of(study, rung, e, 0) for e in SECOND.contenders}
-        of_rung = step_times(study, cells, (rung.gin_file,), bindings)
+        of_rung = step_times(study, cells, (rung.gin_file,), bindings, on_one_core=True)
         times.append(of_rung[_SPARSE.name])
     dense = {"1.0": first["curves"]["dense"], **{
         str(each.length): lengths["curves"][each.name]

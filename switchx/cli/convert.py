@@ -260,7 +260,13 @@ def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
 
     from switchx.checkpoint.items import abstract
     from switchx.checkpoint.restore import choose_step, restore_params
-    from switchx.checkpoint.run_folder import RunFolder, read_decoding, read_model_config
+    from switchx.checkpoint.run_folder import (
+        RunFolder,
+        read_config,
+        read_decoding,
+        read_model_config,
+    )
+    from switchx.data.tasks import TextFormat
     from switchx.data.vocabularies import load_vocabulary
     from switchx.interop.huggingface import write_decoder
     from switchx.manifest import new_folder
@@ -281,6 +287,15 @@ def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
     else:
         with new_folder(arguments.dst) as folder:
             notes = write_decoder(folder, config, params, vocabulary, decoding)
+        with contextlib.suppress(ValueError):  # an objective of a user's own is not imported
+            learnt = read_config(source).get("source")
+            text_format = TextFormat.of_training(learnt, is_encoder_decoder=False)
+            if text_format.is_prompt_bidirectional:
+                notes.append(
+                    "prompts of this run see themselves whole; transformers reads them "
+                    "causally and gives other logits: train with "
+                    "--gin.InputsToTargets.is_prefix_bidirectional=False"
+                )
     for note in notes:
         reporter.note(note)
     print(f"{arguments.dst}: written for transformers, from step {step}")

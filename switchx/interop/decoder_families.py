@@ -71,7 +71,6 @@ class Decoder:
         qk_norm, norm_place: our fields of these names.
         bias: biases of attention: a value of our `attention_bias`, or the flag of config.json
             that turns all of them on.
-        has_head_size: whether a head may have another size than D / H.
         epsilon, theta: values of `rms_norm_eps` and `rope_theta` where a file has none.
         ffn: the module of an FFN in the names of tensors.
         matrices: names of an expert's `w_in`, `w_gate` and `w_out`.
@@ -88,7 +87,6 @@ class Decoder:
     qk_norm: str = "none"
     norm_place: str = "before"
     bias: str = "attention_bias"
-    has_head_size: bool = True
     epsilon: float = 1e-6
     theta: float = 1e4
     ffn: str = "mlp"
@@ -106,11 +104,10 @@ DECODERS = {
     each.model_type: each
     for each in (
         Decoder("llama", "LlamaForCausalLM", only=(("mlp_bias", False),)),
-        Decoder("qwen2", "Qwen2ForCausalLM", bias="qkv", has_head_size=False, only=_NO_WINDOW),
+        Decoder("qwen2", "Qwen2ForCausalLM", bias="qkv", only=_NO_WINDOW),
         Decoder("qwen3", "Qwen3ForCausalLM", qk_norm="head", only=_NO_WINDOW),
         Decoder(
             "olmo2", "Olmo2ForCausalLM", qk_norm="all", norm_place="after", epsilon=1e-5,
-            has_head_size=False,
         ),
         Decoder(
             "mixtral", "MixtralForCausalLM", bias="none", epsilon=1e-5, theta=1e6,
@@ -120,11 +117,11 @@ DECODERS = {
         ),
         Decoder(
             "olmoe", "OlmoeForCausalLM", qk_norm="all", epsilon=1e-5, num_experts="num_experts",
-            has_head_size=False, only=(("clip_qkv", None),),
+            only=(("clip_qkv", None),),
         ),
         Decoder(
             "qwen2_moe", "Qwen2MoeForCausalLM", bias="qkv", num_experts="num_experts",
-            expert_d_ff="moe_intermediate_size", sparse_step=True, has_head_size=False,
+            expert_d_ff="moe_intermediate_size", sparse_step=True,
             shared_d_ff="shared_expert_intermediate_size",
             only=(("qkv_bias", True), *_NO_WINDOW),
         ),
@@ -147,12 +144,11 @@ def read_config(
     for name, expected in (("hidden_act", "silu"), *kin.only):
         fields.only(name, expected, f"{kin.model_type} of switchx has nothing else")
     D, H = fields.whole("hidden_size"), fields.whole("num_attention_heads")
-    if not kin.has_head_size or fields.values.get("head_dim") is None:
+    if fields.values.get("head_dim") is None:
         require(
             D % H == 0,
             f"{fields.where}: hidden_size={D} does not divide by num_attention_heads={H}",
         )
-    K = fields.whole("head_dim", D // H) if kin.has_head_size else D // H
     has_biases = kin.bias == "attention_bias" and fields.flag("attention_bias", False)
     config = ModelConfig(
         architecture="decoder_only",
@@ -160,7 +156,7 @@ def read_config(
         d_model=D,
         d_ff=fields.whole("intermediate_size"),
         num_heads=H,
-        d_head=K,
+        d_head=fields.whole("head_dim", D // H),
         num_kv_heads=fields.whole("num_key_value_heads", H),
         num_decoder_layers=fields.whole("num_hidden_layers", most=MOST_BLOCKS),
         activation="swiglu",
@@ -245,10 +241,16 @@ def _read_rotary(kin: Decoder, fields: Fields) -> RotaryConfig:
         f"{', '.join(_ROTARY.values())}",
     )
     found: dict[str, Any] = {"theta": own.number("rope_theta", kin.theta)}
-    fraction = fields.number("partial_rotary_factor", own.number("partial_rotary_factor", 1.0))
+    for each in (fields, own):
+        require(
+            each.number("partial_rotary_factor", 1.0) == 1,
+            f"{fields.where}: partial_rotary_factor={each.values.get('partial_rotary_factor')} "
+            f"cannot be converted: {kin.architecture} turns whole heads; remove the field if "
+            "the model was trained so",
+        )
     if scaling == "none":
-        return RotaryConfig(fraction=fraction, **found)
-    defaults = {each.name: each.default for each in dataclasses.fields(RotaryConfig)}
+        return RotaryConfig(**found)
+    defaults = {"beta_slow": RotaryConfig.beta_slow, "beta_fast": RotaryConfig.beta_fast}
     for theirs in _SCALED[scaling]:
         ours = _SCALING[theirs]
         if theirs == "original_max_position_embeddings":
@@ -259,8 +261,8 @@ def _read_rotary(kin: Decoder, fields: Fields) -> RotaryConfig:
         elif theirs == "attention_factor":
             found[ours] = _attention_factor(own)
         else:
-            found[ours] = own.number(theirs, defaults[ours])
-    return RotaryConfig(fraction=fraction, scaling=scaling, **found)
+            found[ours] = own.number(theirs, defaults.get(ours))  # others have to be there
+    return RotaryConfig(scaling=scaling, **found)
 
 
 def _kind(values: dict[str, Any]):
@@ -422,7 +424,7 @@ def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
         "num_hidden_layers": config.num_decoder_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.kv_heads,
-        **({"head_dim": config.d_head} if kin.has_head_size else {}),
+        "head_dim": config.d_head,
         "hidden_act": "silu",
         "max_position_embeddings": config.max_length or _NO_LIMIT,
         "rms_norm_eps": config.norm_epsilon,
@@ -526,7 +528,4 @@ def _describe_rotary(rotary: RotaryConfig) -> dict[str, Any]:
         }
         scaling = {name: value for name, value in scaling.items() if value is not None}
     new = {"rope_type": "default", "rope_theta": rotary.theta} | (scaling or {})
-    found = {"rope_theta": rotary.theta, "rope_scaling": scaling, "rope_parameters": new}
-    if rotary.fraction != 1.0:
-        new["partial_rotary_factor"] = found["partial_rotary_factor"] = rotary.fraction
-    return found
+    return {"rope_theta": rotary.theta, "rope_scaling": scaling, "rope_parameters": new}

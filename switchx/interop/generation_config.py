@@ -61,7 +61,12 @@ def end_ids(values: Mapping[str, Any]) -> list:
 
 
 def decoding_defaults(
-    values: Mapping[str, Any], special_ids: Sequence[int], vocab_size: int, where: str
+    values: Mapping[str, Any],
+    special_ids: Sequence[int],
+    vocab_size: int,
+    where: str,
+    *,
+    has_encoder: bool = True,
 ) -> tuple[dict[str, Any], list[str]]:
     """Returns fields of a `DecodingConfig` in JSON, and sentences on what is not used.
 
@@ -73,6 +78,10 @@ def decoding_defaults(
         ValueError: an id is none of the vocabulary. Values are not checked otherwise.
     """
     found, unused = {}, {}
+    if not has_encoder:  # their lengths count the prompt, and the token is forced without one
+        given = {n: values[n] for n in (*_LENGTHS, "forced_bos_token_id") if n in values}
+        unused = {n: v for n, v in given.items() if v and _LENGTHS.get(n) not in values}
+        values = {n: v for n, v in values.items() if n not in given}
     for theirs, ours in _LENGTHS.items():
         length = values.get(theirs)  # of a decoder's input, whose first token is the start
         if length and ours not in values:

@@ -120,7 +120,7 @@ def read_checkpoint(
     if vocabulary is None:
         files = (folder / name for name in family.vocabularies)
         vocabulary = next((each for each in files if each.is_file()), None)
-    elif vocabulary in ("none", "bytes"):
+    elif vocabulary == "none" or vocabulary == "bytes" and not family.keeps_ids:
         vocabulary = None
     vocabulary = vocabulary and pathlib.Path(vocabulary)
     generation = read_generation(folder, values)
@@ -160,7 +160,9 @@ def _read_decoder(
     config = dataclasses.replace(config, precision=Precision(params=dtype))
     params, config = family.read_params(fields, tensors, config, (OURS, 0), scratch)
     where = str(folder / GENERATION)
-    decoding, unused = decoding_defaults(generation, OURS, config.vocab_size, where)
+    decoding, unused = decoding_defaults(
+        generation, OURS, config.vocab_size, where, has_encoder=False
+    )
     decoding.pop("other_eos_ids", None)  # the vocabulary has all ends
     notes = (*_unread(tensors), *unused)
     if vocabulary is not None:

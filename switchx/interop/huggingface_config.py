@@ -187,7 +187,7 @@ class Fields:
 
         return self._take(name, default, expected, is_right)
 
-    def number(self, name: str, default: float) -> float:
+    def number(self, name: str, default: float | None = None) -> float:
         def is_number(value) -> bool:
             return type(value) in (int, float) and abs(value) < math.inf
 

@@ -433,7 +433,7 @@ def reshaped(
         layer = {
             leaf.removeprefix(path): np.asarray(leaves.pop(leaf))
             for leaf in list(leaves)
-            if leaf.startswith(path) and not leaf.startswith(f"{path}shared_expert/")
+            if leaf.startswith(path) and not leaf.startswith(f"{path}shared_")
         }
         changed, origin_E = change(layer, *of_layer)
         leaves |= {f"{path}{leaf}": value for leaf, value in changed.items()}

@@ -70,7 +70,7 @@ def _array_before(
     layers = found.config.sparse_layer_names  # none of a dense model, whose FFNs begin anew
     names = ["{}/blocks/layer_{}".format(*layer.split()) for layer in layers]
     block, _, rest = (param or "").partition("/ffn/")
-    if block not in names or rest.startswith("shared_expert/"):
+    if block not in names or rest.startswith("shared_"):
         return old.get(name)
     origin_E = found.origin_NE[names.index(block)]
     if before.switch is None:  # `experts/w_in_EDF/v_row_ED` was `w_in_DF/v_row_D`

@@ -12,8 +12,8 @@ from experiments.measured import Cells
 from experiments.routing import run as routing
 from experiments.switch_vs_dense import run as switch_vs_dense
 
-OPTIMA = {"dense": 0.016, "4 experts": 0.008, "16 experts": 0.004, "32 experts": 0.002,
-          "dense, R1": 0.012, "16 experts, R1": 0.003}  # fmt: skip
+OPTIMA = {"dense": 0.016, "2 experts": 0.012, "4 experts": 0.008, "16 experts": 0.004,
+          "32 experts": 0.002, "dense, R1": 0.012, "16 experts, R1": 0.003}  # fmt: skip
 
 
 @pytest.fixture

@@ -97,6 +97,36 @@ def test_bad_folders_are_refused_by_name(tmp_path, capsys):
         arguments = [str(tmp_path / "theirs"), str(tmp_path / "run")]
         assert main(["convert", "--from=huggingface", *arguments]) != 0
         assert message in capsys.readouterr().err
+    file.write_text(json.dumps(values))
+    assert main(["convert", "--from=huggingface", "--vocabulary=bytes", *arguments]) == 2
+    assert "bytes: ids of a decoder-only model stay as they are" in capsys.readouterr().err
+
+
+def test_prompts_that_see_themselves_whole_are_no_model_of_transformers(tmp_path, capsys):
+    """As INIT_FROM with pairs leaves it, unless is_prefix_bidirectional=False."""
+    theirs("llama").save_pretrained(tmp_path / "theirs")
+    run = converted(tmp_path)
+    values = json.loads((run / "config.json").read_text())
+    for i, choice in enumerate(({}, {"is_prefix_bidirectional": False})):
+        source = {"objective": {"type": "InputsToTargets"} | choice}
+        (run / "config.json").write_text(json.dumps(values | {"source": source}))
+        assert main(["convert", "--to=huggingface", str(run), str(tmp_path / f"back{i}")]) == 0
+        assert ("prompts of this run see themselves whole" in capsys.readouterr().err) != i
+
+
+@pytest.mark.slow
+def test_losses_drift_where_a_first_token_has_none(tmp_path, capsys):
+    """A text alone of a vocabulary without a start: nothing predicts its first token."""
+    theirs("mixtral").save_pretrained(tmp_path / "theirs")
+    run, pairs = str(converted(tmp_path)), tmp_path / "pairs.tsv"
+    pairs.write_text("5 9 11\n5\t6 7\n")
+    capsys.readouterr()
+    assert main(["drift", run, run, f"--input={pairs}", "--json"]) == 0
+    *_, losses = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert main(["score", f"--model_dir={run}", f"--input={pairs}", "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    want = -sum(x["log_likelihood"] for x in lines) / sum(x["num_tokens"] for x in lines)
+    assert losses["loss_a"] == losses["loss_b"] == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen2_moe"])

@@ -116,6 +116,12 @@ def test_old_and_new_fields_of_rotary_positions_are_read():
     assert magnitude == pytest.approx(1.1386294 / 1.0693147)
 
 
+def test_a_head_of_every_family_may_have_a_size_of_its_own():
+    """As transformers has it, whose qwen2 and olmoe read head_dim where a file has one."""
+    for _, values in PUBLISHED.values():
+        assert read(values | dict(head_dim=96)).d_head == 96
+
+
 @pytest.mark.parametrize(
     ("model", "changes", "message"),
     [
@@ -142,6 +148,19 @@ def test_old_and_new_fields_of_rotary_positions_are_read():
             "expected one object of numbers for all layers",
         ),
         ("llama_3_8b", dict(rope_scaling=7), "rope_scaling=7; expected one object"),
+        ("llama_3_8b", dict(rope_scaling=dict(type="linear")), "factor=None; expected a num"),
+        (
+            "llama_3_8b", dict(rope_scaling=dict(rope_type="llama3", factor=8.0)),
+            "low_freq_factor=None; expected a number",
+        ),
+        (
+            "llama_3_8b", dict(partial_rotary_factor=0.5),
+            "partial_rotary_factor=0.5 cannot be converted: LlamaForCausalLM turns whole heads",
+        ),
+        (
+            "qwen3_30b_a3b", dict(rope_parameters=dict(partial_rotary_factor=0.25)),
+            "partial_rotary_factor=0.25 cannot be converted",
+        ),
         ("mixtral_8x7b", dict(sliding_window=4096), "sliding_window=4096 cannot be converted"),
         ("mixtral_8x7b", dict(num_local_experts=10**9), "num_local_experts=1000000000"),
         ("olmoe_1b_7b", dict(clip_qkv=8.0), "clip_qkv=8.0 cannot be converted"),

@@ -7,7 +7,7 @@ import pytest
 
 import switchx
 from switchx.cli.main import main
-from switchx.data.special_ids import their_ids
+from switchx.data.special_ids import OURS, their_ids
 from switchx.fields import FieldError
 from switchx.inference.config import DecodingConfig, with_defaults
 from switchx.interop import huggingface
@@ -49,6 +49,19 @@ def test_what_a_file_says_in_our_names_and_back():
     assert sampled == {"temperature": 1.0, "top_k": None, "top_p": 0.9}
     again = write_generation(sampled, MADLAD, 0)
     assert (again["do_sample"], again["top_k"]) == (True, 0)
+
+
+def test_what_counts_the_prompt_is_named_and_not_used_where_no_encoder_reads_it():
+    """transformers: max_length=12 of a prompt of 6 tokens leaves 6."""
+    values = {"max_length": 4096, "min_length": 3, "forced_bos_token_id": 7, "num_beams": 2}
+    found, (note,) = decoding_defaults(values, OURS, 24, "file", has_encoder=False)
+    assert found == {"beam_size": 2}
+    assert "not used: max_length=4096, min_length=3, forced_bos_token_id=7;" in note
+    values = {"max_length": 4096, "min_length": 0, "max_new_tokens": 5}
+    assert decoding_defaults(values, OURS, 24, "file", has_encoder=False) == (
+        {"max_new_tokens": 5},
+        [],
+    )
 
 
 @pytest.mark.parametrize(("said", "end", "others"), [([9, 1], 1, [9]), ([9, 8], 9, [8])])

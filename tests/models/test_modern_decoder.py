@@ -92,11 +92,11 @@ def test_frequencies_are_those_of_transformers(name):
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     kind = name.partition(" ")[0]
-    rope = dict(rope_type=kind, rope_theta=1e4, partial_rotary_factor=0.5, **SCALED[name])
-    config = LlamaConfig(**BASE | dict(head_dim=48, rope_parameters=rope))
+    rope = dict(rope_type=kind, rope_theta=1e4, **SCALED[name])
+    config = LlamaConfig(**BASE | dict(head_dim=24, rope_parameters=rope))
     want_K, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
     rotary = read_config(DECODERS["llama"], Fields(config.to_dict(), "config.json")).rotary
-    np.testing.assert_allclose(rotary.frequencies(48), want_K.numpy(), rtol=1e-6)
+    np.testing.assert_allclose(rotary.frequencies(24), want_K.numpy(), rtol=1e-6)
     assert rotary.magnitude == pytest.approx(factor, rel=1e-12)
     assert len(want_K) == 12
 

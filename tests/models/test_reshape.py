@@ -5,6 +5,7 @@ Dims: B batch, L length, D model, E experts, R rows
 """
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -242,3 +243,19 @@ def test_a_novice_gives_its_mean_output_with_the_gate_that_it_had():
     assert chosen == {True, False}
     y_BLD = layer_of(novices, found)
     np.testing.assert_allclose(y_BLD, expected_BLD, rtol=1e-4, atol=1e-6)
+
+
+drop_by_frequency = functools.partial(drop_experts, score="frequency")
+
+
+@pytest.mark.parametrize("reduce", [drop_by_frequency, merge_experts])
+def test_a_shared_expert_and_its_gate_stay_as_they_are(reduce):
+    switch = dataclasses.replace(SWITCH, shared_d_ff=8, shared_gate=True)
+    config = dataclasses.replace(CONFIG, switch=switch)
+    params = make_params(config)
+    found = reduce(config, params, samples(config), 2)
+    before, after = tree.named_leaves(params), tree.named_leaves(found.params)
+    shapes = tree.named_leaves(abstract_params(found.config))
+    assert {n: x.shape for n, x in after.items()} == {n: x.shape for n, x in shapes.items()}
+    for name in (each for each in before if "shared_" in each):
+        assert np.array_equal(before[name], after[name])
