@@ -57,7 +57,7 @@ def test_default_sample_is_that_of_training():
         (["--input=empty", "--size=300"], "there is no file; put texts there that end in .txt"),
         (["--input=,", "--size=300"], "no text files are named"),
         (["--input=corpus.txt", "--size=100000"], "use at most"),
-        (["--input=corpus.txt", "--size=20"], "use more than"),
+        (["--input=corpus.txt", "--size=20"], "use at least"),
         (["--input=corpus.txt", "--size=0"], "use some thousands, and text to match"),
         (["--input=corpus.txt", "--size=many"], "argument --size: invalid int value: 'many'"),
         (["--input=corpus.txt", "--size=300", "--sample_characters=0"], "sample_characters=0"),

@@ -56,7 +56,7 @@ def extend(decoder, cache, rows: slice, mask_BLM, bias_HLM=None):
         place=jnp.int32(rows.start),
     )
     position_BL = jnp.broadcast_to(jnp.arange(T)[rows], token_BL.shape)
-    x_BLD, cache = decoder.decoder.extend(
+    x_BLD, _, cache = decoder.decoder.extend(
         decoder.embedding.embed(token_BL, position_BL), inputs, cache
     )
     return decoder.embedding.logits(x_BLD), cache

@@ -103,7 +103,7 @@ def test_tokens_and_their_experts_are_shown(page, address, tmp_path):
         layers = result["experts"]["layers"]
         assert list(layers) == ["decoder 0"] and result["experts"]["num_experts"] == 2
         assert [[cell[0] for cell in row] for row in rows] == [
-            ["+".join(map(str, chosen)) for chosen in layer] for layer in layers.values()
+            ["+".join(map(str, chosen)) or "–" for chosen in layer] for layer in layers.values()
         ]
         for text, colour in (cell for row in rows for cell in row):
             assert colours.setdefault(text, colour) == colour
