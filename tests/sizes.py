@@ -14,7 +14,7 @@ BUDGETS = {
     "switchx": 75_800,
     "pallas_kernels": 9_860,
     "experiments": 7_840,
-    "tests": 73_680,
+    "tests": 73_690,
     "tests/bench": 500,
 }
 
