@@ -9,18 +9,17 @@ import math
 from typing import Any
 
 from experiments.experiment import ENGLISH, QUICK
+from experiments.ladder import DENSE, R0, R1, Rung
 from experiments.measured import Cells, Interval
 from experiments.side_by_side import num_cores, on_each_core
 from experiments.statistics import open_sides, parabola
 from experiments.study import Study, main
 
 SEED = 900  # no other experiment has it
-R0, R1 = ("configs/runs/ladder_r0.gin", "configs/runs/ladder_r1.gin")
 # D of R1 over that of R0: AdamW's rate is predicted to fall by it.
 WIDTH = 96 / 64
 ADAMW, ADAFACTOR = (0.002, 0.004, 0.008, 0.016, 0.032), (0.03, 0.06, 0.12, 0.24, 0.48)
 MOST_ADDED = 3  # rates, two times apart, on a side where the best is at the edge
-DENSE = "ModelConfig.switch=None"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Swept:
     name: str
     bindings: tuple[str, ...] = ()
     rates: tuple[float, ...] = ADAMW
-    rung: str = R0
+    rung: Rung = R0
     minutes: float = 3.5
 
 
@@ -58,11 +57,15 @@ OTHERS = (
 
 def next_rung(rates: dict[str, float]) -> tuple[Swept, ...]:
     """Dense and 16 experts on the next rung, three rates each about the predicted one."""
-    swept = {"dense, R1": (DENSE,), "16 experts, R1": ()}
-    predicted = {name: rates[name.removesuffix(", R1")] / WIDTH for name in swept}
     return tuple(
-        Swept(name, bindings, tuple(predicted[name] * 2**i for i in (-1, 0, 1)), R1, 14.5)
-        for name, bindings in swept.items()
+        Swept(
+            name + R1.suffix,
+            bindings,
+            tuple(rates[name] / WIDTH * 2**i for i in (-1, 0, 1)),
+            R1,
+            minutes=14.5,
+        )
+        for name, bindings in {"dense": (DENSE,), "16 experts": ()}.items()
     )
 
 
@@ -77,7 +80,7 @@ def sweep(study: Study, cells: Cells, swept: Swept) -> dict[str, float]:
             cells,
             f"{name}_sweep",
             "sweep",
-            f"--gin_file={swept.rung}",
+            f"--gin_file={swept.rung.gin_file}",
             f"--gin.FILES=<data {' '.join(ENGLISH)}>",
             f"--gin.SEED={SEED}",
             *(f"--gin.{binding}" for binding in (*swept.bindings, *quick)),

@@ -22,6 +22,7 @@ from switchx.fields import require
 from switchx.interop.huggingface_config import MOST_BLOCKS, MOST_EXPERTS, Fields, shown
 from switchx.interop.t5x import unexpected
 from switchx.interop.tensor_folder import (
+    WAY_OUT,
     TensorFolder,
     read_parameters,
     require_same_tensors,
@@ -329,7 +330,6 @@ def _ffn_names(ours: str, theirs: str, matrices) -> dict[str, tuple[str, ...]]:
     return {f"{ours}/{our}": (f"{theirs}.{their}.weight",) for our, their in parameters}
 
 
-_WAY_OUT = "use the config.json that belongs to these files, and all of the files"
 # What releases before transformers 4.32 saved beside the weights: the frequencies.
 _UNREAD = ".rotary_emb.inv_freq"
 
@@ -357,7 +357,7 @@ def read_params(
         else:
             config = dataclasses.replace(config, tie_embeddings=False)
     names = tensor_names(kin, config)
-    require_same_tensors(torch_shapes(names, config), found, where, _WAY_OUT)
+    require_same_tensors(torch_shapes(names, config), found, where, WAY_OUT)
     return read_parameters(tensors, names, config, ids, scratch), config
 
 

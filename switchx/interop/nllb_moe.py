@@ -24,6 +24,7 @@ import numpy as np
 from switchx.fields import require
 from switchx.interop.huggingface_config import MOST_BLOCKS, MOST_EXPERTS, Fields, switch_layers
 from switchx.interop.tensor_folder import (
+    WAY_OUT,
     TensorFolder,
     read_parameters,
     require_same_tensors,
@@ -37,7 +38,6 @@ TABLE, LM_HEAD = "model.shared.weight", "lm_head.weight"
 _COPIES = (LM_HEAD, "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
 _UNREAD = ("model.encoder.embed_positions.weights", "model.decoder.embed_positions.weights")
 _PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj"}
-_WAY_OUT = "use the config.json that belongs to these files, and all of the files"
 
 
 def read_params(
@@ -58,7 +58,7 @@ def read_params(
     found = {name: shape for name, shape in tensors.shapes.items() if name not in _UNREAD}
     copies = [name for name in _COPIES if name in found]
     table = {"embedding/embedding_VD": (TABLE, *copies)}
-    require_same_tensors(torch_shapes(names | table, config), found, where, _WAY_OUT)
+    require_same_tensors(torch_shapes(names | table, config), found, where, WAY_OUT)
     table_VD = tensors.read(TABLE)
     different = [name for name in copies if not np.array_equal(tensors.read(name), table_VD)]
     require(

@@ -12,6 +12,7 @@ import numpy as np
 from switchx.fields import require
 from switchx.interop.huggingface_config import Fields, T5Kin
 from switchx.interop.tensor_folder import (
+    WAY_OUT,
     TensorFolder,
     read_parameters,
     require_same_tensors,
@@ -29,8 +30,8 @@ EMBEDDINGS = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 # T5's first checkpoints have it; no model ever read it.
 UNREAD = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
 _WAY_OUT = (
-    "use the config.json that belongs to these files, and all of the files; what other "
-    "classes of transformers add (classifiers, adapters) cannot be converted"
+    f"{WAY_OUT}; what other classes of transformers add (classifiers, adapters) cannot be "
+    "converted"
 )
 
 

@@ -38,6 +38,8 @@ _KINDS = {
     MODEL: (INDEX, ".safetensors"),
     "pytorch_model.bin": ("pytorch_model.bin.index.json", ".bin"),
 }
+# Where names or shapes are not those of config.json.
+WAY_OUT = "use the config.json that belongs to these files, and all of the files"
 _UNREAD = ("*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # More than any description of a model, and of the tensors of one, needs.

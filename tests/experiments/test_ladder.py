@@ -9,8 +9,11 @@ import pytest
 from experiments import ladder, pages, rules, side_by_side
 from experiments.ladder import R0, R1, OnLadder, Runs
 from experiments.measured import Cells
+from experiments.pages import ROOT
+from experiments.rates.run import WIDTH
 from experiments.routing import run as routing
 from experiments.switch_vs_dense import run as switch_vs_dense
+from switchx.gin_config.building import job_from_gin
 
 OPTIMA = {"dense": 0.016, "2 experts": 0.012, "4 experts": 0.008, "16 experts": 0.004,
           "32 experts": 0.002, "dense, R1": 0.012, "16 experts, R1": 0.003}  # fmt: skip
@@ -25,6 +28,12 @@ def swept(monkeypatch):
     }
     quality["4 experts"] = {"1": -3.0, "2": -2.0, "4": -1.0}
     monkeypatch.setattr(ladder, "read_results", lambda folder: {"quality": quality})
+
+
+def test_rungs_are_those_of_their_gin_files():
+    jobs = [job_from_gin([ROOT / rung.gin_file], ["FILES='text'"]) for rung in (R0, R1)]
+    assert [job.train_steps for job in jobs] == [R0.steps, R1.steps]
+    assert jobs[1].model.d_model / jobs[0].model.d_model == WIDTH
 
 
 def test_each_contender_has_its_own_rate(swept):
