@@ -24,9 +24,6 @@ NEWER_PYTHON ?=
 IN_PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 BIN := $(VENV)/bin
-# glibc's malloc with huge pages, and memory that is not given back (docs/command_line.md).
-MALLOC := glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=100000000000$\
-	:glibc.malloc.trim_threshold=100000000000:glibc.malloc.arena_max=1
 
 .PHONY: help train tiny picture notebooks test test-all test-aot promises scale experiments size \
 	lint clean
@@ -46,7 +43,7 @@ help:
 	@echo 'make clean     remove $(VENV), builds and caches; run folders stay'
 
 train: $(VENV)/.installed
-	GLIBC_TUNABLES=$(MALLOC) $(BIN)/switchx train --gin_file=configs/runs/pretrain_tiny.gin --model_dir=$(MODEL_DIR) $(ARGS)
+	$(BIN)/switchx train --gin_file=configs/runs/pretrain_tiny.gin --model_dir=$(MODEL_DIR) $(ARGS)
 
 # The model that ships; a new one is committed by hand.
 tiny: $(VENV)/.installed
@@ -83,7 +80,7 @@ scale: $(VENV)/.installed $(VENV)/aot_tpu/.installed
 experiments: $(VENV)/.installed
 	@test -z "$(EXPERIMENT)" || test -f experiments/$(EXPERIMENT)/run.py || { \
 		echo "no experiment $(EXPERIMENT); there are $(notdir $(patsubst %/run.py,%,$(wildcard experiments/*/run.py)))"; exit 2; }
-	GLIBC_TUNABLES=$(MALLOC) $(BIN)/python -m experiments.$(if $(EXPERIMENT),$(EXPERIMENT).run \
+	$(BIN)/python -m experiments.$(if $(EXPERIMENT),$(EXPERIMENT).run \
 		--output=$(OUTPUT) $(if $(DATA),--data=$(DATA)) $(if $(QUICK),--quick),pages) $(ARGS)
 	@test -n "$(EXPERIMENT)" || $(BIN)/python -m experiments.accelerator.pages
 

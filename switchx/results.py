@@ -13,6 +13,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from switchx import malloc
 from switchx.fields import json_text
 from switchx.manifest import git_commit
 
@@ -98,15 +99,15 @@ class Report:
 
 
 def environment() -> dict[str, Any]:
-    """Device, processor, cores, JAX and commit of a measurement, and glibc's tunables, which
-    change it."""
+    """Device, processor, cores, JAX and commit of a measurement, and what sets malloc, which
+    changes it."""
     return {
         "device": jax.devices()[0].device_kind,
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "jax": jax.__version__,
         "commit": git_commit(),
-        "glibc_tunables": os.environ.get("GLIBC_TUNABLES"),
+        **{name.lower(): os.environ.get(name) for name in ("GLIBC_TUNABLES", malloc.VARIABLE)},
     }
 
 

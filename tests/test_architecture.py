@@ -24,6 +24,7 @@ ARROWS = {
     "fields": ("own_code",),
     "distributed": (),
     "files": (),
+    "malloc": ("fields",),
     "object_store": (),
     "manifest": ("tree", "object_store"),
     "partitioning": ("axes", "tree", "fields"),
@@ -52,7 +53,10 @@ ARROWS = {
     "interop": ("models", "tree", "manifest", "data"),
     "analysis": ("routing_record", "moe", "pipeline.schedule", "npz"),
     "checkpoint": ("partitioning", "tree", "manifest", "storage", "models", "data"),
-    "training": ("models", "moe", "data", "optim", "checkpoint", "tree", "routing_record"),
+    "training": (
+        *("models", "moe", "data", "optim", "checkpoint", "tree", "routing_record"),
+        "malloc",
+    ),
     "inference": (
         *("models", "moe", "layers", "checkpoint", "hardware", "tree", "storage"),
         "routing_record",
@@ -63,7 +67,7 @@ ARROWS = {
     "api": ("gin_config", "training", "inference", "interop", "analysis", "shipped"),
     "text_evaluation": ("api",),
     "routing_atlas": ("api", "analysis", "progress"),
-    "results": ("fields", "manifest"),
+    "results": ("fields", "manifest", "malloc"),
     "compiled": ("training", "planner", "results"),
     "deploy": ("api", "compiled"),
     "serving": ("api", "inference"),

@@ -55,8 +55,9 @@ def test_copies_and_folders_without_git_have_no_commit(repository, tmp_path, mon
 
 
 def test_environment_says_whether_malloc_was_tuned(monkeypatch):
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    found = environment()
-    assert (found["jax"], found["glibc_tunables"]) == (jax.__version__, None)
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-    assert environment()["glibc_tunables"] == "glibc.malloc.hugetlb=1"
+    for name, value in ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"), ("SWITCHX_MALLOC", "keep"):
+        monkeypatch.delenv(name, raising=False)
+        found = environment()
+        assert (found["jax"], found[name.lower()]) == (jax.__version__, None)
+        monkeypatch.setenv(name, value)
+        assert environment()[name.lower()] == value

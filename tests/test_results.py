@@ -25,7 +25,8 @@ def test_a_report_is_json_or_a_table(capsys):
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert printed.keys() == {"command", "environment", "results", "checks"}
     assert printed["environment"].keys() == {
-        "device", "processor", "cores", "jax", "commit", "glibc_tunables"
+        "device", "processor", "cores", "jax", "commit", "glibc_tunables",
+        "switchx_malloc",
     }  # fmt: skip
     assert printed["results"] == [row]
     assert printed["checks"] == [{"name": "c", "value": 0.8, "bound": ">=0.9", "holds": False}]

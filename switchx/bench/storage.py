@@ -30,6 +30,7 @@ from pallas_kernels.bench.timing import Contender, speedup, take_turns
 from switchx.bench.small_job import small_job
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.features import Example
+from switchx.malloc import keep_freed_memory
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.own_code import python_words
 from switchx.partitioning.mesh import MeshSpec
@@ -56,21 +57,16 @@ MODEL = ModelConfig(
 CACHED = 0.25  # of the records, where the disk is used
 FILE_BYTES = 2**28
 MEBIBYTE = 2**20
-# As `make train` has it (docs/command_line.md). Otherwise the step with all experts cached is
-# a tenth slower: it maps twice the memory that the resident one does, and returns it.
-MALLOC = (
-    "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=100000000000"
-    ":glibc.malloc.trim_threshold=100000000000:glibc.malloc.arena_max=1"
-)
 
 
 def measured(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
-    """The results of `run`, in a new process whose malloc is tuned as in `make train`."""
-    found = of_child("switchx.bench.storage", rounds, GLIBC_TUNABLES=MALLOC)
+    """The results of `run`, in a new process, since a bound of memory sets its malloc anew."""
+    found = of_child("switchx.bench.storage", rounds)
     return found["rows"], [Check(**check) for check in found["checks"]]
 
 
 def main(rounds: int) -> None:
+    keep_freed_memory()
     rows, checks = run(rounds)
     print(json.dumps({"rows": rows, "checks": [dataclasses.asdict(each) for each in checks]}))
 

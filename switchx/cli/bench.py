@@ -117,6 +117,9 @@ def run_bench(arguments) -> int:
             raise ValueError(f"--{name} with {arguments.what}: it is for {what}; leave it out")
     if arguments.what == "soak":
         return _soak(arguments)
+    from switchx.malloc import keep_freed_memory
+
+    keep_freed_memory()  # before JAX
     from pallas_kernels.bench import kernels
     from switchx.bench import compiled_peers, decode, moe, train
     from switchx.progress import TerminalReporter

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from switchx.cli import arguments as shared
 from switchx.fields import json_text
 from switchx.inference.config import DecodingConfig
+from switchx.malloc import keep_freed_memory
 
 DESCRIPTION = """\
 Evaluates a checkpoint of a run folder on the validation split of its task: negative log
@@ -164,6 +165,7 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) is not None and is_table:
             arguments.parser.error(f"--{name} is for one checkpoint; give its --step")
     with TerminalReporter(unit="example") as reporter:
+        reporter.note(keep_freed_memory())
         reporter.note("loading JAX and the data libraries")
         job, metrics = _evaluate(arguments, reporter)
     if arguments.json:

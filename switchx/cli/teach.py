@@ -8,6 +8,7 @@ import pathlib
 from switchx.cli import arguments as shared
 from switchx.cli import hosts
 from switchx.fields import json_text
+from switchx.malloc import keep_freed_memory
 
 DESCRIPTION = """\
 Reads the batches that a student will be trained on, and writes what its teacher gives to them:
@@ -46,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     require_free(arguments.output)
     processes = hosts.processes_of(arguments)
     with hosts.reporter_of(processes) as reporter:
+        reporter.note(keep_freed_memory())
         reporter.note("loading JAX and the data libraries")
         prepare = functools.partial(_job_of, arguments)
         work = functools.partial(_write, arguments, reporter)

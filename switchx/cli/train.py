@@ -7,6 +7,7 @@ import time
 
 from switchx.cli import arguments as shared
 from switchx.cli import hosts
+from switchx.malloc import keep_freed_memory
 from switchx.manifest import git_commit
 
 DESCRIPTION = """\
@@ -121,6 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
     processes = hosts.processes_of(arguments)
     is_first = processes is None or processes.is_first
     with hosts.reporter_of(processes) as reporter:
+        keep_freed_memory()  # before JAX; `switchx.jobs.train` says so
         reporter.note("loading JAX and the data libraries")
         from switchx.gin_config import building
 

@@ -7,7 +7,6 @@ import shlex
 
 import pytest
 
-from switchx.bench import storage
 from switchx.cli import train
 from switchx.cli.arguments import gin_of
 from switchx.cli.main import _parse, _parser, main
@@ -15,7 +14,7 @@ from switchx.gin_config import building
 from tests.commands import parsers
 from tests.compilation import T5, TINY_RUN
 from tests.gin_files import describe_run
-from tests.processes import ROOT, dry_run
+from tests.processes import ROOT
 
 PAGE = (ROOT / "docs/command_line.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -130,12 +129,6 @@ def test_names_for_users_of_t5x_are_there(in_a_folder):
     here = " ".join(row.split("|")[2] for row in rows)
     for name, field in re.findall(r"`(\w+)\.([a-z_]+)`", here):
         assert hasattr(parts[name], field)
-
-
-def test_malloc_is_tuned_as_make_train_does():
-    (said,) = re.findall(r"GLIBC_TUNABLES=\S+", PAGE)
-    assert said == f"GLIBC_TUNABLES={storage.MALLOC}"
-    assert f"{said} .venv/bin/switchx train " in dry_run("train").stdout
 
 
 def test_macros_are_those_of_the_runs(in_a_folder):

@@ -8,7 +8,6 @@ as it is where experts are on the devices.
 """
 
 import contextlib
-import ctypes
 import functools
 
 import jax
@@ -19,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from switchx import tree
 from switchx.checkpoint.checkpointer import SaveError
 from switchx.checkpoint.run_folder import RunFolder
+from switchx.malloc import return_freed_memory
 from switchx.models.params import abstract_params, init_params
 from switchx.models.stages import (
     init_run_experts,
@@ -36,9 +36,6 @@ from switchx.training.offload.expert_records import ExpertRecords
 from switchx.training.program import TrainingProgram
 from switchx.training.step import TrainState, init_key, init_state, take_step
 
-# Parameters of glibc's mallopt, of malloc.h.
-_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
-
 
 class LayeredProgram(TrainingProgram):
     """The programs of a job with `storage.experts="disk"`; to be used within `scope`."""
@@ -51,7 +48,7 @@ class LayeredProgram(TrainingProgram):
         """
         job.require_storage({})
         if job.storage.host_bytes is not None:
-            _return_freed_memory()
+            return_freed_memory()
         self._run = run
         super().__init__(job, devices)
         job.require_storage(dict(self.mesh.shape))
@@ -171,19 +168,6 @@ class LayeredProgram(TrainingProgram):
     def _measure_batch(self, params, x_BLD, stats, batch):
         sums = self._layered.token_sums(params, x_BLD, batch, PLAIN_LOSS)
         return sampled(self.job.model, sums, stats, batch)
-
-
-def _return_freed_memory() -> None:
-    """Has malloc return records and banks to the system once they are freed.
-
-    glibc would keep them, in an arena a thread: more than twice `host_bytes` was measured
-    (`rss_over_budget` of `make promises`). It costs time, as new memory has to be mapped, so it
-    is for those who set a bound. Other C libraries have no such settings and are left alone.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 2**17)
-        mallopt(_M_ARENA_MAX, 1)
 
 
 @contextlib.contextmanager
