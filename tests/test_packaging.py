@@ -13,9 +13,12 @@ import tomllib
 import zipfile
 
 import pytest
+import yaml
+
+from tests import release
+from tests.release import PACKAGES
 
 ROOT = pathlib.Path(__file__).parents[1]
-PACKAGES = ("switchx", "pallas_kernels")
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +118,16 @@ def test_command_leads_to_main_and_kernels_are_a_distribution_of_their_own(confi
     assert callable(getattr(importlib.import_module(module), function))
 
 
+def test_versions_and_addresses_are_the_same_everywhere(config):
+    project = tomllib.loads((ROOT / "pallas_kernels/pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    about = config["metadata"]
+    assert about["version"] == project["version"] == citation["version"]
+    assert about["url"] == project["urls"]["Homepage"] == citation["repository-code"]
+    assert about["author"] == project["authors"][0]["name"] == citation["authors"][0]["name"]
+    assert f"## [{about['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
 @pytest.mark.slow
 def test_the_kernels_alone_are_installed_and_run(tmp_path):
     """Without switchx, gin, Orbax, Flax, and away from the checkout."""
@@ -171,6 +184,8 @@ def test_build_backend_ci_and_licence():
     lines = [line for line in script.read_text().splitlines() if not line.startswith("#")]
     assert lines[0] == "set -euo pipefail"
     assert lines[2:] == ["make lint test"]
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert workflow["jobs"]["ci"]["steps"][-1] == {"run": ".ci/run"}
     text = (ROOT / "LICENSE").read_text()
     assert "Apache License" in text
     assert "APPENDIX: How to apply the Apache License to your work." in text
@@ -180,15 +195,7 @@ def test_build_backend_ci_and_licence():
 def wheel(tmp_path_factory) -> pathlib.Path:
     """A wheel built from a copy: building leaves folders behind."""
     base = tmp_path_factory.mktemp("wheel")
-    source = base / "source"
-    skip = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in (*PACKAGES, "configs"):
-        shutil.copytree(ROOT / name, source / name, ignore=skip)
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", base]
-    result = subprocess.run([*command, source], capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
+    release.build(release.copied(base / "source"), base, "--wheel")
     (path,) = base.glob("*.whl")
     return path
 
@@ -198,8 +205,12 @@ def test_wheel_holds_all_code_and_configurations_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         licences = [name for name in archive.namelist() if name.endswith("/LICENSE")]
+        (about,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        about = archive.read(about).decode()
     assert names == package_files() | {f"switchx/{name}" for name in gin_files()}
     assert len(licences) == 1
+    assert re.search(r"\]\((?!https://)", about) is None  # README.md's links are absolute
+    assert "(https://github.com/switchx/switchx/raw/v" in about
 
 
 @pytest.mark.slow

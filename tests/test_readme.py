@@ -45,6 +45,7 @@ CHAIN = {
     f"switchx {TUNE} --model_dir=runs/finetuned": T5,
     "switchx report --model_dir=runs/pretrain_tiny": (),
     "switchx tasks glue_cola --manual_dir=data": (),
+    "switchx configs runs/pretrain_tiny.gin --copy=mine.gin": (),
     "switchx checkpoint inspect runs/pretrain_tiny": (),
     "switchx checkpoint verify runs/pretrain_tiny": (),
     "switchx show schedule --stages=4 --microbatches=8": (),
