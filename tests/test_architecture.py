@@ -77,6 +77,7 @@ ARROWS = {
         *("client", "compiled"),
     ),
     "cli": (ALL,),
+    "harness": ("api", "gin_config"),
     "jobs": ("text_evaluation", "progress"),
     "sweep": ("jobs",),
     "model_evaluation": ("text_evaluation", "progress"),

@@ -2,6 +2,7 @@
 """`switchx eval`: the validation metrics of a trained model and of what it writes."""
 
 import argparse
+import importlib.util
 from typing import Any, NamedTuple
 
 from switchx.cli import arguments as shared
@@ -36,6 +37,11 @@ wrote are printed with their libraries' signatures, by task and the mean of all:
 
   switchx eval --model_dir=DIR --metrics=bleu,chrf --split=test --beam_size=4 \\
     --bootstrap=1000 --predictions=FILE
+
+Tasks of lm-evaluation-harness are asked by it (`pip install 'switchx[harness]'`); those of
+local files are found in --harness_path:
+
+  switchx eval --model_dir=DIR --harness=hellaswag,my_task --harness_path=my_tasks
 
 A folder of `switchx quantize` is evaluated by its texts alone, on the tasks of gin files:
 
@@ -115,6 +121,14 @@ def add_command(commands) -> None:
         help="file to write: JSON lines of task, inputs, target, prediction, of tasks without "
         "metrics too",
     )
+    parser.add_argument(
+        "--harness",
+        type=shared.not_empty,
+        metavar="TASKS",
+        help="tasks of lm-evaluation-harness, with commas, in place of the validation split; "
+        "--max_examples and --batch_size are read, too",
+    )
+    parser.add_argument("--harness_path", metavar="FOLDER", help="of further tasks, YAML files")
     _add_record_arguments(parser)
     shared.add_json(parser, "print one JSON object, with the routing of each layer")
 
@@ -157,6 +171,8 @@ def run(arguments: argparse.Namespace) -> int:
     from switchx.progress import TerminalReporter
 
     is_table = isinstance(arguments.step, Every)
+    if arguments.harness is not None:
+        return _ask_harness(arguments)
     if arguments.output is not None and not is_table:
         arguments.parser.error(
             "--output is for --step=all or every:N; add that, or leave it out"
@@ -174,6 +190,39 @@ def run(arguments: argparse.Namespace) -> int:
         print_checkpoints(metrics)
     else:
         print_tables(job, metrics)
+    return 0
+
+
+def _ask_harness(arguments: argparse.Namespace) -> int:
+    from switchx.progress import TerminalReporter
+
+    others = ("output", "predictions", "record", "replay", "metrics", "split", "gin_file")
+    others = (*others, "tasks")
+    if given := [name for name in others if getattr(arguments, name) is not None]:
+        arguments.parser.error(
+            f"--{given[0]} with --harness, whose tasks say what is asked; leave one out"
+        )
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError("--harness needs lm_eval: pip install 'switchx[harness]'")
+    with TerminalReporter() as reporter:
+        reporter.note(keep_freed_memory())
+        reporter.note("loading JAX and the model")
+        from switchx.harness import results_of
+
+        results = results_of(
+            arguments.harness.split(","),
+            arguments.model_dir,
+            step=arguments.step,
+            folder=arguments.harness_path,
+            limit=arguments.max_examples,
+            batch_size=arguments.batch_size,
+        )
+    if arguments.json:
+        print(json_text(results["results"]))
+    else:
+        from lm_eval.utils import make_table
+
+        print(make_table(results))
     return 0
 
 

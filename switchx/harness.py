@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model as lm-evaluation-harness asks it: likelihoods of continuations, and texts.
+
+Gao et al. 2024, lm_eval. It finds the class by an entry point, `lm_eval --model switchx
+--model_args model_dir=runs/tiny`; `switchx eval --harness=TASKS` calls it by itself.
+
+A decoder-only model reads its start token, where its vocabulary has one, before every context
+(`add_bos_token=True` of the harness's own `hf`), and its end of text in place of none. Contexts
+that are too long lose tokens on the left, as in the harness's other models; a warning says how
+many do.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from datasets.exceptions import DatasetsError
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from switchx.api import Model, load
+from switchx.fields import require
+from switchx.gin_config.files import did_you_mean
+from switchx.inference.generate import Generated
+from switchx.inference.score import Scorer
+from switchx.inference.texts import token_lists
+from switchx.training.compilation_cache import compiled_programs_kept
+
+logger = logging.getLogger(__name__)
+
+Pair = tuple[list[int], list[int]]
+MAX_LENGTH = 2048  # of models without a limit; the harness's own default
+# Settings of generation by their names here; `do_sample` and `until` are read beside them.
+_SETTINGS = {
+    **dict.fromkeys(("max_gen_toks", "max_new_tokens", "max_tokens"), "max_new_tokens"),
+    **{name: name for name in ("temperature", "top_k", "top_p", "repetition_penalty")},
+    "num_beams": "beam_size",
+}
+
+
+@register_model("switchx")
+class SwitchxLM(LM):
+    """A run folder or a quantized model.
+
+    Attributes:
+        model: what `switchx.load` returned.
+        max_length: tokens of a context and its continuation.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | Model,
+        step: int | str | None = None,
+        batch_size: int | str = 32,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        **unused: Any,
+    ):
+        """Reads the model.
+
+        Args:
+            model_dir: folder, or a model that is loaded already.
+            batch_size: texts at a time; `auto` is 32.
+            max_length: by default the model's own, else 2048.
+            max_gen_toks: tokens of an answer where a task names none.
+            unused: what the harness says of devices and batches; it changes nothing.
+
+        Raises:
+            ValueError: the model has no vocabulary; or as `switchx.load` raises it.
+        """
+        super().__init__()
+        model = model_dir if isinstance(model_dir, Model) else load(model_dir, step=step)
+        require(
+            model.vocabulary is not None,
+            f"{model_dir} has no vocabulary, and tasks are texts; convert it with its own",
+        )
+        self.model, self.max_gen_toks = model, int(max_gen_toks)
+        self.batch_size = 32 if str(batch_size).startswith("auto") else int(batch_size)
+        self.max_length = max_length or model.config.max_length or MAX_LENGTH
+        self._has_encoder = model.config.is_encoder_decoder
+        start = model.ids.start_id
+        self._first = model.ids.eos_ids[0] if start is None or self._has_encoder else start
+
+    def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False):
+        """Log-likelihood of each continuation, and whether greedy decoding would write it."""
+        return self._scored([self._pair(*each.args) for each in requests])
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False):
+        """Log-likelihood of each whole text, by windows of `max_length` that do not overlap in
+        what they predict."""
+        pairs, owners = [], []
+        for owner, (text,) in enumerate(each.args for each in requests):
+            windows = get_rolling_token_windows(
+                self.model.vocabulary.encode(text), self._first, self.max_length, context_len=1
+            )
+            found = [make_disjoint_window(window) for window in windows]
+            pairs, owners = pairs + found, owners + [owner] * len(found)
+        sums = [0.0] * len(requests)
+        for owner, (log_likelihood, _) in zip(owners, self._scored(pairs), strict=True):
+            sums[owner] += log_likelihood
+        return sums
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False):
+        """The text that follows each context, up to the first of the texts that end it."""
+        answers = [""] * len(requests)
+        by_settings: dict[str, list[int]] = {}
+        for index, each in enumerate(requests):
+            by_settings.setdefault(repr(each.args[1]), []).append(index)
+        for indices in by_settings.values():
+            contexts = [requests[index].args[0] for index in indices]
+            texts = self._written(contexts, requests[indices[0]].args[1])
+            for index, text in zip(indices, texts, strict=True):
+                answers[index] = text
+        return answers
+
+    def _pair(self, context: str, continuation: str) -> Pair:
+        """Tokens of both. Spaces between them are the continuation's; a decoder reads the
+        tokens of the whole text."""
+        spaces = context[len(context.rstrip()) :]
+        context, continuation = context.removesuffix(spaces), spaces + continuation
+        encode = self.model.vocabulary.encode
+        if self._has_encoder:
+            return self._inputs(context), encode(continuation)
+        num_inputs = len(encode(context)) if context else 0
+        tokens = encode(context + continuation)
+        return self._inputs(context, tokens[:num_inputs]), tokens[num_inputs:]
+
+    def _inputs(self, context: str, tokens: list[int] | None = None) -> list[int]:
+        """Tokens that stand before what is predicted; at least one."""
+        model = self.model
+        if self._has_encoder:
+            of = model.config, model.vocabulary, model.text_format, model.ids
+            (read,), _ = token_lists([context], "inputs", *of) if context else ([[]], None)
+            return read or [self._first]
+        tokens = model.vocabulary.encode(context) if tokens is None else tokens
+        return model.prompt(tokens) or [self._first]
+
+    def _scored(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+        model = self.model
+        scorer = Scorer(
+            model._config(dropless=True),
+            model.params if model.experts is None else model.experts.params,
+            is_prompt_bidirectional=model.text_format.is_prompt_bidirectional,
+            batch_size=self.batch_size,
+            logprobs=1,
+            devices=model.devices,
+            experts=model.experts,
+            # A decoder's start token stands in the pairs.
+            start_id=model.ids.start_id if self._has_encoder else None,
+        )
+        # A place predicts a token, so the last one is not read.
+        pairs = [(self._cut(read, len(wanted) - 1), wanted) for read, wanted in pairs]
+        with compiled_programs_kept(None):
+            found = sorted(scorer(pairs), key=lambda each: each[0])
+        return [
+            (score.log_likelihood, [next(iter(top)) for top in score.top_logprobs] == wanted)
+            for (_, score), (_, wanted) in zip(found, pairs, strict=True)
+        ]
+
+    def _cut(self, tokens: list[int], num_further: int) -> list[int]:
+        """The last of a decoder's tokens that fit before so many further ones."""
+        room = self.max_length - num_further
+        require(
+            self._has_encoder or room > 0,
+            f"a continuation of {num_further} tokens, and max_length={self.max_length}; give a "
+            "larger max_length or a smaller max_gen_toks",
+        )
+        if self._has_encoder or len(tokens) <= room:
+            return tokens
+        logger.warning("a context of %s tokens loses all but the last %s", len(tokens), room)
+        return tokens[-room:]
+
+    def _written(self, contexts: Sequence[str], asked: dict[str, Any]) -> list[str]:
+        """Answers by the settings of a task."""
+        settings = {"max_new_tokens": self.max_gen_toks, "stop": (), "temperature": 0.0}
+        asked = dict(asked)
+        samples = asked.pop("do_sample", asked.get("temperature", 0.0) > 0)
+        stop = asked.pop("until", None) or ()
+        settings["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        for name, value in asked.items():
+            require(
+                name in _SETTINGS,
+                f"a task asks for {name}={value!r} in generation; known are do_sample, until, "
+                f"{', '.join(_SETTINGS)}",
+            )
+            settings[_SETTINGS[name]] = value
+        if not samples:
+            settings["temperature"] = 0.0
+        num_new = settings["max_new_tokens"]
+        prompts = [self._cut(self._inputs(context), num_new) for context in contexts]
+        generator = self.model.generator(batch_size=self.batch_size, **settings)
+        answers = [""] * len(prompts)
+        with compiled_programs_kept(None):
+            for index, (best, *_) in generator(prompts):
+                said = Generated.of(best, self.model.vocabulary, generator.stops)
+                answers[index] = said.output
+        return answers
+
+
+def results_of(
+    tasks: Sequence[str],
+    model_dir: str,
+    *,
+    step: int | str | None = None,
+    folder: str | None = None,
+    limit: int | None = None,
+    batch_size: int = 32,
+) -> dict[str, Any]:
+    """What the harness's `simple_evaluate` returns.
+
+    Args:
+        tasks: names of tasks or groups, or patterns of them.
+        folder: folder of further tasks; it may be that of YAML files on local data.
+        limit: examples of each task; None is all.
+
+    Raises:
+        ValueError: there is no such task, or its data cannot be had; or as in `SwitchxLM`.
+    """
+    manager = TaskManager(include_path=folder)
+    for name in tasks:
+        require(
+            bool(manager.match_tasks([name])),
+            f"lm_eval has no task {name}{did_you_mean(name, manager.all_tasks)}; "
+            "--harness_path=FOLDER adds those of YAML files",
+        )
+    try:
+        loaded = manager.load(manager.match_tasks(list(tasks)))
+    except (OSError, DatasetsError) as error:
+        raise ValueError(
+            f"the data of {','.join(tasks)} cannot be had: {error}; without a network, use "
+            "tasks whose dataset_path is json, csv or a folder (--harness_path), or the data "
+            "that a machine with one left in HF_HOME"
+        ) from error
+    model = SwitchxLM(model_dir, step, batch_size)
+    return simple_evaluate(
+        model, tasks=[*loaded["tasks"].values()], task_manager=manager, limit=limit
+    )
+
+
+if __name__ == "__main__":
+    # `python -m switchx.harness run --model switchx ...`, for versions without entry points.
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

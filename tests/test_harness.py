@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""lm-evaluation-harness on a converted model: the numbers of its own `hf` on transformers'.
+
+Tasks are local files; nothing is downloaded.
+"""
+
+import json
+
+import numpy as np
+import pytest
+
+from switchx.cli.main import main
+from tests.data.tokenizer_files import tokenizer_folder, trained
+from tests.interop.decoder_models import theirs
+
+pytestmark = pytest.mark.hf
+pytest.importorskip("lm_eval")
+
+QUESTIONS = [
+    {"question": "hello there", "choices": ["world", "日本", "hello hello"], "answer": 1},
+    {"question": "one two three ", "choices": ["four", "the the"], "answer": 0},
+    {"question": "", "choices": ["hello", "two"], "answer": 1},
+]
+DATA = {
+    "dataset_path": "json",
+    "dataset_kwargs": {"data_files": {"test": "questions.jsonl"}},
+    "test_split": "test",
+    "metadata": {"version": 1},
+}
+TASKS = {
+    "local_choices": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "choices",
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "local_texts": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{question}} {{choices | join(' ') * 9}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "byte_perplexity"}],
+    },
+    "local_answers": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}?",
+        "doc_to_target": "{{choices[0]}}",
+        "generation_kwargs": {"until": ["e", "\n\n"], "max_gen_toks": 8, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+@pytest.fixture(params=["qwen", "llama_2"])
+def folder(request, tmp_path, monkeypatch):
+    """A converted model in `run`, transformers' in `theirs`, tasks in `tasks`."""
+    kind = {"qwen": "qwen3", "llama_2": "llama"}[request.param]
+    theirs(kind, vocab_size=trained(request.param).get_vocab_size()).save_pretrained(
+        tmp_path / "theirs"
+    )
+    tokenizer_folder(tmp_path / "theirs", request.param)
+    monkeypatch.chdir(tmp_path)
+    lines = "".join(json.dumps(each) + "\n" for each in QUESTIONS)
+    (tmp_path / "questions.jsonl").write_text(lines)
+    (tmp_path / "tasks").mkdir()
+    for name, about in TASKS.items():  # JSON is YAML
+        text = json.dumps({"task": name, **DATA, **about})
+        (tmp_path / f"tasks/{name}.yaml").write_text(text)
+    assert main(["convert", "--from=huggingface", "theirs", "run"]) == 0
+    return tmp_path
+
+
+def asked(lm):
+    """Results of all tasks, and what was answered to each request."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    found = simple_evaluate(
+        model=lm, tasks=[*TASKS], task_manager=TaskManager(include_path="tasks"),
+        bootstrap_iters=0,
+    )  # fmt: skip
+    answers = {
+        name: [each["resps"] for each in samples] for name, samples in found["samples"].items()
+    }
+    return found["results"], answers
+
+
+def test_numbers_are_those_of_transformers(folder, capsys):
+    from lm_eval.models.huggingface import HFLM
+    from transformers import PreTrainedTokenizerFast
+
+    from switchx.harness import SwitchxLM
+
+    ours = SwitchxLM("run", batch_size=2, max_length=24)
+    start = ours.model.ids.start_id
+    piece = None if start is None else ours.model.vocabulary.piece(start).text
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file="theirs/tokenizer.json", eos_token="<|im_end|>", bos_token=piece,
+        pad_token="<|endoftext|>",
+    )  # fmt: skip
+    their = HFLM(
+        "theirs", tokenizer=tokenizer, device="cpu", dtype="float32", batch_size=1,
+        max_length=24, add_bos_token=start is not None,
+    )  # fmt: skip
+    (want, their_answers), (got, our_answers) = asked(their), asked(ours)
+    assert our_answers["local_answers"] == their_answers["local_answers"]
+    for name in ("local_choices", "local_texts"):
+        got_values, want_values = (
+            np.hstack([np.hstack(list(map(np.hstack, each))) for each in answers[name]])
+            for answers in (our_answers, their_answers)
+        )
+        np.testing.assert_allclose(got_values, want_values, rtol=1e-4, atol=1e-4)
+    for name, metrics in want.items():
+        for metric, value in metrics.items():
+            if isinstance(value, float):
+                assert got[name][metric] == pytest.approx(value, rel=1e-4)
+    capsys.readouterr()
+    words = ["eval", "--model_dir=run", "--json", "--harness_path=tasks"]
+    assert main([*words, "--harness=local_choices"]) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["local_choices"]["acc,none"] == want["local_choices"]["acc,none"]
+    assert main([*words, "--harness=no_such_task"]) == 2
+    assert "no task no_such_task; --harness_path" in capsys.readouterr().err
