@@ -220,7 +220,10 @@ def results_of(
     Raises:
         ValueError: there is no such task, or its data cannot be had; or as in `SwitchxLM`.
     """
-    manager = TaskManager(include_path=folder)
+    # Thousands of its own are not looked through where the folder has them all.
+    manager = folder and TaskManager(include_path=folder, include_defaults=False)
+    if not (manager and all(manager.match_tasks([name]) for name in tasks)):
+        manager = TaskManager(include_path=folder)
     for name in tasks:
         require(
             bool(manager.match_tasks([name])),

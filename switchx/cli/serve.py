@@ -124,10 +124,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
     from switchx.serving.app import is_loopback
+    from switchx.serving.history import history_of, write_groups
     from switchx.serving.metrics import Metrics
     from switchx.serving.models import Models, Reloader
     from switchx.serving.server import Server, open_socket
-    from switchx.serving.service import Service
 
     limits = Limits(**shared.options_of(arguments, Limits))
     folders = model_folders(arguments)
@@ -146,12 +146,23 @@ def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
         hosts = [name.strip() for name in arguments.allowed_hosts.lower().split(",") if name]
         metrics = Metrics()
         # `loaded` keeps none: a model that is replaced goes.
-        models = Models([Service(loaded.pop(name), limits, name, metrics) for name in folders])
+        models = Models([_service(loaded.pop(name), limits, name, metrics) for name in folders])
         reloader = Reloader(models, folders)
         hosts = None if token or not is_here_alone else hosts
         is_all_answered = Server(models, token, hosts, reloader).run_until_stopped(listener)
+    for each in models.services.values():
+        write_groups(history_of(each.model.fingerprint), each.worker.asked)
     threads = [part for each in models.all for part in (each.worker, each.worker.compiler)]
     return _leave([*threads, reloader], 0 if is_all_answered else 1)
+
+
+def _service(model, *about):
+    """A service that first compiles what the model's last one was asked for."""
+    from switchx.serving.history import history_of, read_groups
+    from switchx.serving.service import Service
+
+    asked_before = read_groups(history_of(model.fingerprint), about[0])
+    return Service(model, *about, asked_before=asked_before)
 
 
 def _loaded(name: str, folder, reporter):

@@ -143,9 +143,22 @@ def _model_json(service: Service) -> dict:
 
 def _health_routes(models: Models) -> list[Route]:
     async def show_health(request: Request) -> Response:
-        """200 while the workers live; what they are doing."""
+        """200 while the workers live; what they are doing.
+
+        Of each model the programs that are compiled, with most inputs at a time, and the
+        number of groups whose further ones are compiled without being asked for.
+        """
         is_alive = models.is_alive
         status = {"alive": is_alive, "ready": models.is_ready, "draining": models.is_draining}
+        status["models"] = {
+            name: {
+                "compiled": {
+                    str(group): size for group, size in service.worker.compiled.items()
+                },
+                "planned": len(service.worker.compiler.planned),
+            }
+            for name, service in models.services.items()
+        }
         return JSONResponse(status, 200 if is_alive else 503)
 
     async def show_readiness(request: Request) -> Response:

@@ -40,7 +40,9 @@ class Limits:
     )
     drain_timeout_s: float = option(25.0, "for requests that run when it is stopped", 0.01)
     warm_up_tokens: int = option(
-        64, "programs for inputs of up to so many tokens are compiled before it is ready", 0
+        64,
+        "programs for inputs of up to so many tokens are compiled unasked",
+        0,
     )
 
     decodings: str | None = option(

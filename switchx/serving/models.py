@@ -29,6 +29,7 @@ from switchx.inference.artifact import is_artifact
 from switchx.inference.config import ExpertSlots
 from switchx.partitioning.compiler_options import CompilerOptions
 from switchx.partitioning.mesh import MeshSpec
+from switchx.serving.history import MOST_GROUPS
 from switchx.serving.limits import Limits
 from switchx.serving.metrics import Metrics
 from switchx.serving.requests import Refusal, shown
@@ -297,9 +298,11 @@ class Reloader(threading.Thread):
         Raises:
             Exception: whatever its worker failed with.
         """
-        service = Service(model, running.limits, running.name, running.metrics.server)
+        asked = [group for group, _ in running.worker.asked.most_common(MOST_GROUPS)]
+        service = Service(model, running.limits, running.name, running.metrics.server, asked)
         try:
-            self._wait(lambda: service.worker.is_ready or service.worker.error)
+            # The running one answers meanwhile.
+            self._wait(lambda: service.worker.is_warm or service.worker.error)
             if service.worker.error is not None:
                 raise service.worker.error
             self._models.replace(service)

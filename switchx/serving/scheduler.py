@@ -8,11 +8,13 @@ event loop (service.py).
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import math
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from switchx.api import Model
@@ -36,6 +38,8 @@ LOG = logging.getLogger(__name__)
 
 # Decode steps between two checks for new and abandoned inputs: without streams, and with some.
 STEPS = (8, 4)
+# What the compiler takes first.
+_ENDING, _ASKED, _PLANNED = range(3)
 # Inputs that are read at once, so that the others' next tokens do not wait for long.
 MOST_JOINING = 8
 
@@ -49,14 +53,28 @@ class Worker(threading.Thread):
 
     Attributes:
         queue: the request queue, with the inputs that wait.
-        is_ready: whether the programs of short prompts are compiled.
+        is_ready: whether the first programs are compiled, and inputs are taken.
+        asked: number of inputs that were answered, by group.
         error: the error that ended the thread.
         compiler: the thread that compiles the programs that inputs wait for.
         heartbeat_s: time of its last decode steps, by the clock `time.monotonic`.
     """
 
-    def __init__(self, model: Model, limits: Limits, metrics: ModelMetrics):
+    def __init__(
+        self,
+        model: Model,
+        limits: Limits,
+        metrics: ModelMetrics,
+        asked_before: Sequence[Group] = (),
+    ):
+        """Compiles nothing yet.
+
+        Args:
+            asked_before: groups that an earlier server was asked for, the most wanted first;
+                their programs are compiled before those of other short prompts.
+        """
         super().__init__(name="switchx-worker", daemon=True)
+        self._asked_before, self.asked = asked_before, Counter()
         self._model, self._limits, self._metrics = model, limits, metrics
         self.queue, self.compiler = RequestQueue(limits), Compiler(self)
         self._generators: dict[Group, Generator] = {}
@@ -83,6 +101,16 @@ class Worker(threading.Thread):
     def running(self) -> list[QueuedInput]:
         """The inputs being answered."""
         return [each for batch in list(self._batches.values()) for each in batch.inputs]
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether all programs are compiled that are without being asked for."""
+        return self.is_ready and not self.compiler.planned
+
+    @property
+    def compiled(self) -> dict[Group, int]:
+        """Groups whose programs are compiled, with most inputs that are decoded together."""
+        return {group: size for group, size in list(self._compiled.items()) if size}
 
     def run(self) -> None:
         try:
@@ -140,6 +168,7 @@ class Worker(threading.Thread):
 
     def _join(self, kind, inputs: list[QueuedInput], group: Group) -> None:
         self._metrics.count_waits(self._metrics.queue_s, inputs)
+        self.asked.update(each.group for each in inputs)
         with self._failing(kind, inputs), self._moving_experts():
             if kind not in self._batches:
                 self._batches[kind] = Batch(self._running_batch(group), group)
@@ -235,19 +264,24 @@ class Worker(threading.Thread):
         each.deliver(Answer(each.number, best, others))
 
     def _warm_up(self) -> None:
-        """Compiles the model's own way of decoding of short prompts, for all batches and ways
-        to shrink."""
+        """Compiles the first of the programs that are wanted for sure; the compiler goes on.
+
+        They are those of groups that were asked for before, and of the model's own way of
+        decoding of short prompts, for all batches and ways to shrink.
+        """
         limits = self._limits
         lengths = [length for length in PROMPT_LENGTHS if length <= limits.warm_up_tokens]
         settings = self._model.decoding_config(**limits.defaults(self._model.decoding))
-        total = len(lengths)
-        for number, length in enumerate(lengths, 1):
-            LOG.info("compiling for prompts up to %d tokens (%d of %d)", length, number, total)
-            group = Group.of([0] * length, settings, limits)
-            while self._compiled.get(group, 0) < limits.batch_size:
-                if self.queue.is_closed:
-                    return
-                self.compile_more(group)
+        groups = [Group.of([0] * length, settings, limits) for length in lengths]
+        if groups:  # nothing is compiled ahead with warm_up_tokens=0
+            groups = list(dict.fromkeys((*self._asked_before, *groups)))
+            LOG.info("compiling for one input: %s", groups[0])
+            self.compile_more(groups[0])
+        self.compiler.plan(groups)
+
+    def is_whole(self, group: Group) -> bool:
+        """Whether no larger batch of a group is to be compiled."""
+        return self._compiled.get(group, 0) >= self._most_inputs(group)
 
     def _most_inputs(self, group: Group) -> int:
         """Most inputs of a group that are decoded together, once that is compiled."""
@@ -357,34 +391,62 @@ class Compiler(threading.Thread):
     """Compiles what inputs wait for, while the worker answers those that have programs.
 
     A group begins with the programs of one input, and gets those of larger batches when more
-    inputs wait than its programs take.
+    inputs wait than its programs take. While none waits, the groups that are planned get
+    theirs, the next larger batch of each in turn.
+
+    Attributes:
+        planned: groups whose programs are compiled without being asked for.
     """
 
     def __init__(self, worker: Worker):
         super().__init__(name="switchx-compiler", daemon=True)
         self._worker = worker
-        self._wanted: queue.Queue[Group | None] = queue.Queue()
+        # The lowest numbers go first; the second ones keep the order of what was put.
+        self._wanted: queue.PriorityQueue[tuple[int, int, Group | None]] = queue.PriorityQueue()
+        self._count = itertools.count()
         self._asked: set[Group] = set()
+        self.planned: set[Group] = set()
 
     def ask(self, group: Group) -> None:
         """Has the programs of the group's next larger batch compiled, if they are not being."""
         if group not in self._asked:
             self._asked.add(group)
-            self._wanted.put(group)
+            self._put(_ASKED, group)
+
+    def plan(self, groups: Sequence[Group]) -> None:
+        """Has all programs of these groups compiled."""
+        self.planned.update(groups)
+        for group in groups:
+            self._put(_PLANNED, group)
 
     def close(self) -> None:
         """Ends it after its program."""
-        self._wanted.put(None)
+        self._put(_ENDING, None)
+
+    def _put(self, priority: int, group: Group | None) -> None:
+        self._wanted.put((priority, next(self._count), group))
 
     def run(self) -> None:
-        while (group := self._wanted.get()) is not None:
-            LOG.info("compiling for a larger batch: %s", group)
-            try:
-                self._worker.compile_more(group)
-            except Exception:
-                waiting = [x for x in self._worker.queue.waiting() if x.group == group]
-                of = of_requests(waiting)
-                LOG.exception("no program could be compiled for %s%s", group, of)
-                self._worker.give_up(group)
-            self._asked.discard(group)
+        while (wanted := self._wanted.get())[-1] is not None:
+            priority, _, group = wanted
+            is_done = self._compile(group)
+            if priority == _ASKED:
+                self._asked.discard(group)
+            elif is_done:
+                self.planned.discard(group)
+            else:
+                self._put(_PLANNED, group)
             self._worker.queue.notify()
+
+    def _compile(self, group: Group) -> bool:
+        """Compiles the programs of a group's next larger batch; says whether it is the last."""
+        LOG.info("compiling for a larger batch: %s", group)
+        try:
+            self._worker.compile_more(group)
+        except Exception:
+            waiting = [x for x in self._worker.queue.waiting() if x.group == group]
+            of = of_requests(waiting)
+            LOG.exception("no program could be compiled for %s%s", group, of)
+            self._worker.give_up(group)
+            return True
+        return self._worker.is_whole(group)

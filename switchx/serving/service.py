@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from switchx.api import Model
 from switchx.fields import require
@@ -34,11 +34,13 @@ class Service:
         limits: Limits,
         name: str = "switchx",
         metrics: Metrics | None = None,
+        asked_before: Sequence[Group] = (),
     ):
         """Starts the worker, which compiles first.
 
         Args:
             metrics: the server's metrics; None makes new ones.
+            asked_before: see `Worker`.
 
         Raises:
             ValueError: the model cannot generate.
@@ -51,7 +53,7 @@ class Service:
         )
         self.model, self.limits, self.name, self.created = model, limits, name, int(time.time())
         self.metrics = (metrics or Metrics()).of(name)
-        self.worker = Worker(model, limits, self.metrics)
+        self.worker = Worker(model, limits, self.metrics, asked_before)
         self._queue = self.worker.queue
         self.num_open = 0
         self._open: set[Events] = set()

@@ -49,9 +49,9 @@ def model() -> Model:
 
 
 def start(limits: Limits = LIMITS, a_model: Model | None = None, **keywords) -> Service:
-    """A service that is ready."""
+    """A service that compiles nothing any more without being asked."""
     service = Service(a_model or model(), limits, **keywords)
-    while not service.worker.is_ready:
+    while not service.worker.is_warm:
         assert service.worker.error is None, service.worker.error
         time.sleep(0.01)
     return service

@@ -189,12 +189,16 @@ TOKEN = "0123456789abcdef"
 
 
 def test_health_says_what_it_does(client, models, service, monkeypatch):
-    assert client.get("/healthz").json() == {"alive": True, "ready": True, "draining": False}
+    state = client.get("/healthz").json()
+    (programs,) = state.pop("models").values()
+    assert state == {"alive": True, "ready": True, "draining": False}
+    short = "prompts up to 16 tokens, answers up to 8, the likeliest token"
+    assert programs["compiled"][short] == 4 and programs["planned"] == 0
     assert client.get("/healthz/ready").status_code == 200
     monkeypatch.setattr(models, "is_draining", True)
     response = client.get("/healthz")
     assert response.status_code == 200
-    assert response.json() == {"alive": True, "ready": False, "draining": True}
+    assert response.json()["draining"] and not response.json()["ready"]
     assert client.get("/healthz/ready").status_code == 503
     with monkeypatch.context() as patch:
         patch.setattr(service.worker, "error", MemoryError())

@@ -6,6 +6,7 @@ import dataclasses
 import queue
 import threading
 import time
+from collections import Counter
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ from switchx.inference.programs import COMPILATIONS, PROGRAMS
 from switchx.inference.running_batch import Hypothesis, RunningBatch
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
+from switchx.serving import history, scheduler
 from switchx.serving.answers import GrowingAnswer
 from switchx.serving.limits import Limits
 from switchx.serving.metrics import INTER_TOKEN
@@ -360,6 +362,67 @@ def test_a_decoder_only_model_with_few_positions():
     assert got == model.generate(["ab", "c"], max_length=9)
     with pytest.raises(Refusal, match="needs 13 positions, the model has 12"):
         read_request({"inputs": "ab", "max_new_tokens": 10}, model, limits)
+
+
+def test_inputs_are_answered_once_the_first_programs_are_there(monkeypatch):
+    """The other ones are compiled behind those that inputs wait for."""
+    worker, goes_on, compiled = scheduler.Worker, threading.Event(), []
+    compile_more = worker.compile_more
+
+    def compile_later(self, group):
+        if compiled:
+            assert goes_on.wait(60)
+        compile_more(self, group)
+        compiled.append((group.beam_size, self.compiled[group]))
+
+    monkeypatch.setattr(worker, "compile_more", compile_later)
+    service = Service(served.model(), served.LIMITS)
+    try:
+        while not service.worker.is_ready:
+            time.sleep(0.01)
+        (event,) = asyncio.run(all_events(service, request_of(["gate"])))
+        assert served.model().vocabulary.decode(event.hypothesis.tokens) == (
+            served.said()["gate"].output
+        )
+        assert compiled == [(1, 1)] and not service.worker.is_warm
+        prompts = served.model().prompts(["of"])
+        searched = GenerateRequest(prompts, DecodingConfig(8, beam_size=2), False)
+
+        async def searched_late():
+            asking = asyncio.create_task(all_events(service, searched))
+            while not service.worker.compiler._asked:
+                await asyncio.sleep(0.01)
+            goes_on.set()
+            return await asking
+
+        assert len(asyncio.run(searched_late())) == 1
+        while not service.worker.is_warm:
+            time.sleep(0.01)
+        # One that was begun before it was asked, and then that which was waited for.
+        assert (2, 1) in compiled[1:3] and compiled[-1] == (1, 4)
+        assert [group.beam_size for group, _ in service.worker.asked.most_common()] == [1, 2]
+    finally:
+        goes_on.set()
+        served.stop(service)
+
+
+def test_what_was_asked_for_is_compiled_first_at_the_next_start(tmp_path, caplog):
+    limits, path = served.LIMITS, tmp_path / "served/a.json"
+    greedy, beams = (
+        Group.of([1], DecodingConfig(8, beam_size=size), limits) for size in (1, 2)
+    )
+    assert history.read_groups(path, limits) == []
+    history.write_groups(path, Counter({greedy: 1, beams: 5}))
+    assert history.read_groups(path, limits) == [beams, greedy]
+    narrow = dataclasses.replace(limits, max_beam_size=1)
+    assert history.read_groups(path, narrow) == [greedy]
+    assert history.read_groups(path, dataclasses.replace(limits, decodings="beam2")) == [beams]
+    with served.started(asked_before=[beams]) as service:
+        assert list(service.worker.compiled)[0] == beams and len(service.worker.compiled) == 2
+    for text in ("[{}]", "nothing", '[{"prompt_length": "a"}]'):
+        path.write_text(text)
+        assert history.read_groups(path, limits) == []
+    assert caplog.text.count("is not read") == 3
 
 
 def request_of(texts, is_streaming=False):

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server was asked for, for the next one of the same model to compile first."""
+
+import dataclasses
+import json
+import logging
+import pathlib
+from collections import Counter
+
+from switchx.data.data_dir import cache_dir
+from switchx.files import write_atomically
+from switchx.inference.config import DecodingConfig
+from switchx.serving.limits import Limits
+from switchx.serving.request_queue import Group
+
+LOG = logging.getLogger(__name__)
+MOST_GROUPS = 16
+
+
+def history_of(fingerprint: str) -> pathlib.Path:
+    """The file of a model, in the user's own cache."""
+    return cache_dir() / "served" / f"{fingerprint[:32]}.json"
+
+
+def read_groups(path: pathlib.Path, limits: Limits) -> list[Group]:
+    """Groups that a server was asked for and that these limits allow, the most wanted first.
+
+    There are none where the file is missing or none of ours: it saves time alone.
+    """
+    try:
+        groups = [Group(**each) for each in json.loads(path.read_text(encoding="utf-8"))]
+        return [group for group in groups if _is_allowed(group, limits)]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError) as error:
+        LOG.warning("%s is not read, and says what is compiled first: %s", path, error)
+        return []
+
+
+def write_groups(path: pathlib.Path, asked: Counter[Group]) -> None:
+    """Writes the groups that were asked for most, if any was."""
+    groups = [dataclasses.asdict(group) for group, _ in asked.most_common(MOST_GROUPS)]
+    if not groups:
+        return
+    try:
+        write_atomically(path, json.dumps(groups).encode())
+    except OSError as error:
+        LOG.warning("what was asked for is not kept for the next start: %s", error)
+
+
+def _is_allowed(group: Group, limits: Limits) -> bool:
+    settings = DecodingConfig(**group.settings)
+    longest = limits.prompt_length(limits.max_input_tokens)
+    return (
+        group.prompt_length == limits.prompt_length(group.prompt_length) <= longest
+        and group.answer_length == limits.answer_length(group.answer_length)
+        and group.beam_size <= limits.max_beam_size
+        and limits.refusal(settings) is None
+    )
