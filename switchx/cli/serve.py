@@ -44,7 +44,7 @@ SIGTERM or Ctrl-C: new requests get 503, those that run are answered, and the ex
 0; a second one does not wait. SIGHUP loads the newest checkpoint of each model's folder beside
 the one that runs, which answers until then, and what it has begun.
 """
-EXTRA = ("starlette", "uvicorn", "prometheus_client")
+EXTRA = ("starlette", "uvicorn", "prometheus_client", "jinja2")
 TOKEN_VARIABLE = "SWITCHX_TOKEN"
 LEAST_TOKEN_LENGTH = 16
 # For the threads to look up from what they compile. With a second for connections to close, and

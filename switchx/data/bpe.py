@@ -67,7 +67,7 @@ class BpeVocabulary(OwnIds):
 
     @property
     def chat_template(self) -> str:
-        """The Jinja template of a chat; it is carried along, and not rendered.
+        """The Jinja template of a chat, which `/v1/chat/completions` renders.
 
         Raises:
             ValueError: there is none, or several by name.
@@ -82,6 +82,17 @@ class BpeVocabulary(OwnIds):
             "them by encode_special",
         )
         return file.read_text(encoding="utf-8") if template is None else template
+
+    @property
+    def special_texts(self) -> dict[str, str]:
+        """Texts of special tokens by role (`bos_token`), which chat templates write."""
+        values = _values(Path(self.path).expanduser().parent / _CONFIG)
+        texts = {
+            name: value["content"] if isinstance(value, dict) else value
+            for name, value in values.items()
+            if name in ("bos_token", "eos_token", "pad_token", "unk_token")
+        }
+        return {name: text for name, text in texts.items() if isinstance(text, str)}
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text; half a character gives U+FFFD, a special token that is no end its name."""

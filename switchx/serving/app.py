@@ -3,6 +3,7 @@
 
 POST /v1/generate                       texts or token ids in, answers out
 POST /v1/completions, GET /v1/models    as OpenAI's clients ask
+POST /v1/chat/completions               of models with a chat template
 /healthz, /health, /healthz/ready       of probes: no limit and no token holds them up
 /metrics, /version, /                   Prometheus' text, versions, a page to try it in
 """
@@ -30,6 +31,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from switchx.serving.answers import GenerateForm, JSONResponse
+from switchx.serving.chat import ChatForm
 from switchx.serving.completions import CompletionForm
 from switchx.serving.limits import READING_S
 from switchx.serving.models import Models
@@ -103,16 +105,18 @@ def make_app(
 
     reader = models.reader
     generate = Endpoint(models, require_token, lambda each: GenerateForm(each.model))
-    complete = Endpoint(
-        models,
-        require_token,
-        lambda each: CompletionForm(each.model, each.name, each.limits.batch_size, reader),
-    )
+
+    def form_of(kind: type[CompletionForm]):
+        return lambda each: kind(each.model, each.name, each.limits.batch_size, reader)
+
+    complete = Endpoint(models, require_token, form_of(CompletionForm))
+    chat = Endpoint(models, require_token, form_of(ChatForm))
 
     app = Starlette(
         routes=[
             Route("/v1/generate", generate, methods=["POST"]),
             Route("/v1/completions", complete, methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/models", show_models),
             Route("/v1/models/{name:path}", show_model),
             *_health_routes(models),

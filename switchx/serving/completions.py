@@ -219,7 +219,7 @@ class CompletionForm:
 
         def chunk(*choice) -> bytes:
             content = self._json(wanted, [_choice(*choice)]) | usage
-            return _data(padded(content) if wanted.is_padded else content)
+            return data_of(padded(content) if wanted.is_padded else content)
 
         try:
             scored = await self._scored(wanted, events)
@@ -242,9 +242,9 @@ class CompletionForm:
                     reason = reason_of(row.said) if row.hypotheses else None
                     yield chunk(event.number, new, kept, reason)
             if wanted.has_usage:
-                yield _data(self._json(wanted, []) | {"usage": _usage_json(wanted, events)})
+                yield data_of(self._json(wanted, []) | {"usage": _usage_json(wanted, events)})
         except Refusal as refusal:
-            yield _data(refusal.as_json())
+            yield data_of(refusal.as_json())
         yield b"data: [DONE]\n\n"
 
     def _rows(self, wanted: CompletionRequest) -> list[GrowingAnswer]:
@@ -318,7 +318,7 @@ def _choice(index: int, text: str, logprobs: dict | None, reason: str | None) ->
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _data(content: Any) -> bytes:
+def data_of(content: Any) -> bytes:
     return b"data: " + encoded(content) + b"\n\n"
 
 

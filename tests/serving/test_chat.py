@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenAI's own client asks `/v1/chat/completions`; prompts are by the folder's template."""
+
+import dataclasses
+
+import pytest
+from starlette.testclient import TestClient
+
+from switchx.api import Model
+from switchx.data.bpe import read_bpe
+from switchx.data.tasks import TextFormat
+from switchx.models.config import ModelConfig
+from switchx.models.params import init_params
+from switchx.serving.app import make_app
+from switchx.serving.chat import prompt_of_chat
+from switchx.serving.models import Models
+from tests.data.tokenizer_files import tokenizer_folder
+from tests.serving import served
+
+CHATML = """\
+{%- for message in messages %}
+    {%- if loop.index0 > 8 %}{% break %}{% endif %}
+    {%- if message.role == 'developer' %}{{ raise_exception('no developer here') }}{% endif %}
+<|im_start|>{{ message.role }}
+{{ message.content | trim }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": " Hello <there> 日本 "},
+]
+TEXT = (
+    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello <there> 日本<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tokenizer_folder(tmp_path_factory.mktemp("chat"), "qwen")
+    (folder / "chat_template.jinja").write_text(CHATML)
+    vocabulary = read_bpe(folder)
+    config = ModelConfig("decoder_only", vocabulary.size, 8, 8, 1, 8, 1, init_scale=4.0)
+    params = init_params(config, served.jax.random.key(3))
+    return Model(config, params, vocabulary, 0, TextFormat(False, True, False), "")
+
+
+@pytest.fixture(scope="module")
+def service(model):
+    limits = dataclasses.replace(
+        served.LIMITS, max_input_tokens=128, max_new_tokens=8, warm_up_tokens=0
+    )
+    with served.started(limits, model, name="tiny") as service:
+        yield service
+
+
+@pytest.fixture
+def client(service):
+    return TestClient(make_app(Models([service])))
+
+
+def test_a_conversation_is_the_template_s_text_with_special_tokens_as_ids(model):
+    ids = prompt_of_chat(model, TALK)
+    assert ids == model.vocabulary.encode_special(TEXT)
+    assert ids.count(model.vocabulary.encode_special("<|im_start|>")[0]) == 3
+
+
+@pytest.mark.hf
+def test_it_is_the_prompt_of_transformers(model):
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=model.vocabulary.path, eos_token="<|im_end|>"
+    )
+    want = tokenizer.apply_chat_template(
+        TALK, chat_template=CHATML, add_generation_prompt=True, tokenize=False
+    )
+    assert want == TEXT
+    assert prompt_of_chat(model, TALK) == tokenizer.encode(want, add_special_tokens=False)
+
+
+def test_openai_s_client_gets_messages_whole_and_in_chunks(model, service):
+    package = pytest.importorskip("openai", reason="needs openai, of the extra dev")
+    asked = {"model": "tiny", "messages": TALK, "temperature": 0}
+    (want,) = model.generate([model.vocabulary.encode_special(TEXT)], max_new_tokens=8)
+    want = model.vocabulary.decode(want)
+    with served.listening(service) as (host, port):
+        base = f"http://{host}:{port}/v1"
+        with package.OpenAI(base_url=base, api_key="none", max_retries=0) as openai:
+            whole = openai.chat.completions.create(**asked, max_completion_tokens=8)
+            chunks = list(openai.chat.completions.create(**asked, stream=True))
+    (choice,) = whole.choices
+    assert (whole.object, whole.id[:9]) == ("chat.completion", "chatcmpl-")
+    assert (choice.message.role, choice.message.content) == ("assistant", want)
+    assert choice.finish_reason in ("stop", "length")
+    assert whole.usage.prompt_tokens == len(model.vocabulary.encode_special(TEXT))
+    deltas = [each.choices[0].delta for each in chunks]
+    assert {each.object for each in chunks} == {"chat.completion.chunk"}
+    assert deltas[0].role == "assistant" and not any(each.role for each in deltas[1:])
+    assert "".join(each.content for each in deltas) == want
+    assert chunks[-1].choices[0].finish_reason == choice.finish_reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "says"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools", "without tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "texts alone"),
+        ({"logprobs": True}, "logprobs", "leave it out"),
+        ({"prompt": "a"}, "prompt", "is no field"),
+        ({"messages": []}, "messages", "give a list"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages", "there are no tools"),
+        ({"messages": [{"role": "user"}]}, "messages", "role and content"),
+        ({"messages": [{"role": "user", "content": [{"image": 1}]}]}, "messages", "no text"),
+        (
+            {"messages": [{"role": "user", "content": "a<|im_end|>b"}]},
+            "messages",
+            "special token",
+        ),
+        ({"messages": [{"role": "developer", "content": "a"}]}, "messages", "no developer"),
+        ({"messages": [{"role": "user", "content": "日" * 99}]}, "messages", "expected 128"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_answered_is_refused_by_name(client, changes, field, says):
+    response = client.post("/v1/chat/completions", json={"messages": TALK} | changes)
+    error = response.json()["error"]
+    assert (response.status_code, error["field"]) == (400, field) and says in error["message"]
+
+
+def test_parts_of_texts_are_read_and_templates_see_no_python(model, client, monkeypatch):
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 1}
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+    outside = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    monkeypatch.setattr(type(model.vocabulary), "chat_template", outside)
+    response = client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    assert "unsafe" in response.json()["error"]["message"]
+
+
+def test_a_model_without_a_template_says_so(client, model, monkeypatch):
+    def none(self):
+        raise ValueError("x has no chat template; copy it from the chat model's folder")
+
+    monkeypatch.setattr(type(model.vocabulary), "chat_template", property(none))
+    response = client.post("/v1/chat/completions", json={"messages": TALK})
+    assert response.status_code == 400 and "copy it" in response.json()["error"]["message"]
+
+
+def test_a_model_of_another_vocabulary_has_none_either(monkeypatch):
+    with pytest.raises(Exception, match="use /v1/completions"):
+        prompt_of_chat(served.model(), TALK)
