@@ -92,7 +92,7 @@ def make_app(
         return JSONResponse(versions())
 
     async def show_page(request: Request) -> Response:
-        return page_of(next(iter(models.services.values())).model)
+        return page_of(models.first)
 
     async def show_models(request: Request) -> Response:
         require_token(request)

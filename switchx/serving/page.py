@@ -9,34 +9,56 @@ import base64
 import hashlib
 import html
 import importlib.resources
+import json
 import re
 
 from starlette.responses import HTMLResponse
 
 from switchx.api import Model
+from switchx.data.tokenizers import TokenIdVocabulary
 from switchx.fields import Option
+from switchx.inference.config import DecodingConfig
 from switchx.serving.requests import OPTIONS, fault_of_experts
+from switchx.serving.service import Service
 
 FILE = importlib.resources.files("switchx.serving").joinpath("page.html").read_text("utf-8")
 SETTINGS = "    <!-- a label and an input of each setting -->\n"
 EXPERTS = '    <label><input id="experts" type="checkbox"> experts of each token</label>\n'
 
 
-def page_of(model: Model) -> HTMLResponse:
+def page_of(service: Service) -> HTMLResponse:
     """The page for a model; it asks for experts where answers can say which were chosen."""
-    text = FILE.replace(SETTINGS, "".join(map(_setting, OPTIONS.values())))
+    model = service.model
+    own = DecodingConfig(**service.limits.defaults(model.decoding))
+    inputs = "".join(_setting(each, getattr(own, each.name)) for each in OPTIONS.values())
+    about = f"{model.num_params:,} parameters, step {model.step};"
+    texts = {"TITLE": f"{service.name} - switchx", "NAME": service.name, "ABOUT": about}
+    text = FILE.replace(SETTINGS, inputs)
+    for place, said in (texts | {"EXAMPLE": example_of(model)}).items():
+        text = text.replace(f">{place}", f">{html.escape(said)}", 1)
     if fault_of_experts(model) is not None:
         text = text.replace(EXPERTS, "")
     return HTMLResponse(text, headers={"content-security-policy": POLICY})
 
 
-def _setting(option: Option) -> str:
+def example_of(model: Model) -> str:
+    """An input that a model was trained to read the like of."""
+    if isinstance(model.vocabulary or model.ids, TokenIdVocabulary):
+        return " ".join(map(str, range(5, 8)))
+    if model.text_format.names_sentinels:
+        return "import <extra_id_0> as np"
+    return "The " if not model.config.is_encoder_decoder else "A man is riding a bicycle."
+
+
+def _setting(option: Option, default) -> str:
     """A label and an input; one that is no number takes JSON, or a text."""
     attributes = {"id": option.name, "data-setting": "", "title": option.help}
     if option.type in (int, float) and not option.choices:
         attributes |= {"type": "number", "step": "1" if option.type is int else "any"}
         bounds = {"min": option.least, "max": option.most}
         attributes |= {name: n for name, n in bounds.items() if n is not None}
+    shown = json.dumps(default) if default not in (None, ()) else "none"
+    attributes["placeholder"] = shown.strip('"')
     written = " ".join(f'{name}="{html.escape(str(v))}"' for name, v in attributes.items())
     return f"    <label>{option.name.replace('_', ' ')} <input {written}></label>\n"
 

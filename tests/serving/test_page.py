@@ -8,14 +8,15 @@ import hashlib
 import os
 import pathlib
 import re
+import types
 
 import pytest
 from starlette.testclient import TestClient
 
-from switchx.api import Model
+from switchx.data.tasks import TextFormat
 from switchx.serving.app import make_app
 from switchx.serving.models import Models
-from switchx.serving.page import EXPERTS, FILE, page_of
+from switchx.serving.page import EXPERTS, FILE, example_of, page_of
 from switchx.serving.requests import OPTIONS
 from tests.serving import chromium, served
 
@@ -35,8 +36,20 @@ def test_the_page_runs_what_it_holds_and_loads_nothing(service):
     assert EXPERTS in response.text
     config = dataclasses.replace(served.CONFIG, switch=None)
     dense = dataclasses.replace(served.model(), config=config)
-    assert isinstance(dense, Model) and EXPERTS in FILE
-    assert b'id="experts"' not in page_of(dense).body
+    other = types.SimpleNamespace(model=dense, limits=served.LIMITS, name="<b>")
+    assert EXPERTS in FILE
+    body = page_of(other).body
+    assert b'id="experts"' not in body and b"<h1>&lt;b&gt;</h1>" in body
+    assert b'placeholder="8"' in body  # max_new_tokens, within the limits
+
+
+def test_examples_are_what_models_read(service):
+    model = service.model
+    assert example_of(model) == "import <extra_id_0> as np"
+    plain = TextFormat(False, False, False)
+    assert example_of(dataclasses.replace(model, text_format=plain)).endswith("bicycle.")
+    ids = dataclasses.replace(model, vocabulary=None)
+    assert example_of(ids) == "5 6 7"
 
 
 @pytest.fixture
@@ -82,6 +95,8 @@ CELLS = """
 def test_tokens_and_their_experts_are_shown(page, address, tmp_path):
     texts = served.TEXTS[:2]
     page.value(RECORD)
+    page.wait_for("document.getElementById('state').textContent === 'ready'")
+    page.value("document.getElementById('inputs').select()")
     page.write("\n".join(texts))  # the inputs have the focus
     page.value("document.getElementById('experts').focus()")
     page.press("Space")
@@ -92,7 +107,9 @@ def test_tokens_and_their_experts_are_shown(page, address, tmp_path):
     status, body = served.post(address, settings)
     assert status == 200
     answers = page.value("[...document.querySelectorAll('.answer')].map((e) => e.textContent)")
-    assert answers == [each["text"] for each in body["results"]]
+    assert answers == [each["text"].replace("\n", "\u21b5") for each in body["results"]]
+    order = "[...document.querySelector('article').children].map((e) => e.className)"
+    assert page.value(order) == ["note", "strip", "answer", "note"]
     assert all(map(served.is_said, body["results"], texts))
     for number in range(2):
         *grown, last = [each for each in page.value("shown") if each[1] == number]
@@ -114,11 +131,23 @@ def test_tokens_and_their_experts_are_shown(page, address, tmp_path):
     folder = pathlib.Path(os.environ.get("SWITCHX_SCREENSHOTS", tmp_path))
     page.screenshot(folder / "colour.png")
     page.screenshot(folder / "grey.png", in_grey=True)
+    page.call("Emulation.setDeviceMetricsOverride", width=360, height=740, mobile=True,
+              deviceScaleFactor=2)  # fmt: skip
+    page.value("document.querySelector('details').open = true")
+    assert page.value("document.documentElement.scrollWidth") <= 360
+    dark = {"name": "prefers-color-scheme", "value": "dark"}
+    page.call("Emulation.setEmulatedMedia", features=[dark])
+    colours = "getComputedStyle(document.body)"
+    assert page.value(f"{colours}.backgroundColor") == "rgb(24, 26, 27)"
+    assert page.value(f"{colours}.color") == "rgb(221, 221, 221)"
+    page.screenshot(folder / "phone.png")
 
 
 def test_keys_reach_everything_and_everything_has_a_name(page):
+    assert not page.value("document.querySelector('details').open")
+    page.value("document.querySelector('details').open = true")
     reached = ["inputs"]
-    for _ in range(len(OPTIONS) + 4):
+    for _ in range(len(OPTIONS) + 5):
         page.press("Tab")
         reached.append(page.value("document.activeElement.id || document.activeElement.type"))
     assert set(reached) >= {"inputs", *OPTIONS, "experts", "token", "submit"}
@@ -145,7 +174,9 @@ def test_settings_are_sent_and_refusals_shown(page):
           return fetch_(url, options);
         };
     """)
+    page.value("document.getElementById('inputs').select()")
     page.write("gate")
+    page.value("document.querySelector('details').open = true")
     for name, text in (("temperature", "0.5"), ("seed", "7"), ("beam_size", "2")):
         page.value(f"document.getElementById('{name}').focus()")
         page.write(text)
@@ -156,11 +187,11 @@ def test_settings_are_sent_and_refusals_shown(page):
     assert page.value("sent") == [wanted]
 
 
-def test_an_answer_can_be_broken_off(page, limited, service):
+def test_an_answer_can_be_stopped(page, limited, service):
     limited(batch_wait_ms=60_000.0)
     page.write("gate")
     page.press("Enter", chromium.CONTROL)
-    page.wait_for("!document.getElementById('break').disabled")
+    page.wait_for("!document.getElementById('stop').disabled")
     page.press("Escape")
-    page.wait_for(f"{STATUS} === 'broken off'")
-    assert page.value("document.getElementById('break').disabled")
+    page.wait_for(f"{STATUS} === 'stopped'")
+    assert page.value("document.getElementById('stop').disabled")
