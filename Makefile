@@ -26,7 +26,7 @@ IN_PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 BIN := $(VENV)/bin
 
 .PHONY: help train tiny picture notebooks test test-all test-aot promises scale experiments size \
-	release lint clean
+	docs release lint clean
 
 help:
 	@echo 'make train     pretrain a small Switch T5 on real text (MODEL_DIR=$(MODEL_DIR))'
@@ -39,6 +39,7 @@ help:
 	@echo 'make picture   what README.md shows of the model that ships, made anew (4 minutes)'
 	@echo 'make notebooks both notebooks of experiments/first_steps, run, with outputs'
 	@echo 'make size      Python lines by folder, against a committed budget'
+	@echo 'make docs      the manual as a site, in site/ (2 minutes)'
 	@echo 'make release   sdists and wheels in dist/, used in environments of their own (10 minutes)'
 	@echo 'make lint      ruff: errors and formatting'
 	@echo 'make clean     remove $(VENV), builds and caches; run folders stay'
@@ -91,6 +92,9 @@ lint: $(VENV)/.installed-dev
 
 size: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.sizes
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build $(ARGS)
 
 release: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.release dist

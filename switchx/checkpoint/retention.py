@@ -50,7 +50,7 @@ class Retention:
             cross-entropies and shares of dropped tokens, the largest for all others.
         local_dir: folder on a disk of each machine for copies of the state, which a run resumes
             from where they are newer than its checkpoints (local_copies.py). None: no copies.
-            local_every: steps between two copies.
+        local_every: steps between two copies.
         grace_s: seconds from SIGTERM or Ctrl-C until the system kills the process: Slurm's
             `KillWait`, Kubernetes' `terminationGracePeriodSeconds`, 30 of a spot machine of
             Google Cloud. A save that would take longer, judged by earlier ones, is not begun.
