@@ -15,18 +15,29 @@ from switchx.models.params import abstract_params, forward
 from switchx.moe.plan import make_plan
 from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant
+from switchx.partitioning.constrain import use_mesh
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.rules import param_shardings
 from switchx.training.step import StepConfig, gradients, init_state, train_step
 from switchx.training.switch_layers import balanced_bias, layers_of, with_balanced_routers
 from tests.cases import slow, slow_unless
 from tests.compare import assert_close_to_largest
 from tests.training.jobs import (
     ENCODER_DECODER,
+    LENGTH,
     LOSS,
     SPARSE,
     make_batch,
     make_params,
     with_padded_rows,
     with_switch,
+)
+from tests.training.pipelines import (
+    WEIGHTY,
+    assert_equal,
+    pipelined,
+    stacked,
+    unpipelined,
 )
 from tests.training.routing_stats import with_loads
 
@@ -185,7 +196,6 @@ def test_evaluation_counts_nothing_for_a_bias():
 
 
 BATCH = routed(num_selected=2, balance_scope="batch")
-WEIGHTY = dataclasses.replace(LOSS, balance_weight=0.5)
 
 
 def gradients_of(config, num_microbatches, params=None):
@@ -224,3 +234,30 @@ def test_the_load_of_the_step_before_is_exact_where_it_is_this_steps():
     own = tree.named_leaves(got)
     assert not np.any(own.pop(name))
     assert_close_to_largest(own, tree.named_leaves(want), 1e-5)
+
+
+SEQUENCES = routed(
+    num_selected=2, score="sigmoid", gate="normalized", num_expert_groups=4,
+    expert_groups_per_token=2, balance_scope="sequence", bias_update_rate=0.1,
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [*RULES, "sequence", "batch"])
+def test_stages_and_replicas_give_the_gradients_and_counts_of_one_device(rule):
+    """Raw gradients, loss and what routers move by: stages, replicas, four microbatches."""
+    changes = (RULES | {"sequence": SEQUENCES, "batch": BATCH})[rule]
+    config = with_switch(stacked(SPARSE, 4), **changes)
+    batch = with_padded_rows(make_batch(config, 16), 1, 6, 7)
+    # Rows of two sequences, as far as they are long enough.
+    segments = batch["decoder_segment_ids"]
+    batch["decoder_segment_ids"] = segments * (1 + (np.arange(LENGTH) >= 3))
+    want = unpipelined(config, batch=batch)
+    if rule != "batch":  # refused with stages
+        assert_equal(pipelined(config, MeshSpec(pipe=2, data=4), batch=batch), want)
+    mesh, params = MeshSpec(data=4, expert=2), make_params(config)
+    step, built = StepConfig(num_microbatches=4), mesh.build()
+    with use_mesh(built, mesh.rules):
+        placed = jax.device_put(params, param_shardings(mesh.rules, built, params))
+        compute = jax.jit(functools.partial(gradients, config, WEIGHTY, step))
+        assert_equal(jax.device_get(compute(placed, batch, key=jax.random.key(1))), want)
