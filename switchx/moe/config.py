@@ -472,6 +472,7 @@ class SwitchConfig:
         require_above_zero(self, "buffer_factor", "router_init_scale")
         require_below_one(self, "expert_dropout_rate")
         self._check_layers()
+        self._check_choices()
         require(
             self.shared_d_ff is None or self.has_ffn,
             f"SwitchConfig.shared_d_ff={self.shared_d_ff} with sublayers={self.sublayers!r}; "
@@ -529,6 +530,18 @@ class SwitchConfig:
             f"{self.num_experts} and num_selected={num_selected}: a token chooses several "
             "experts, each in one of its copies; use num_copies=1, or a divisor of num_experts",
         )
+        tried = self.router.max_rounds if self.router.overflow == "reroute" else 1
+        for name, count in (("num_selected", self.router.num_selected), ("max_rounds", tried)):
+            among = f" divided among {self.router.num_tasks} tasks"
+            require(
+                count <= self.num_candidates,
+                f"RouterConfig.{name}={count} with num_experts={self.num_experts}"
+                f"{among if self.router.num_tasks > 1 else ''}: a token chooses an expert "
+                f"once; use {name}={self.num_candidates} at most",
+            )
+
+    def _check_choices(self) -> None:
+        """Refuses choices of experts that these are too few for."""
         router, groups = self.router, self.router.num_expert_groups
         size, rest = divmod(self.num_experts, groups)
         require(
@@ -544,20 +557,11 @@ class SwitchConfig:
             "fewer groups, or more of them for a token",
         )
         require(
-            not router.has_quantiles or num_selected < self.num_experts,
-            f"RouterConfig.bias_rule={router.bias_rule!r} with num_selected={num_selected} of "
-            f"{self.num_experts} experts: all are chosen, and nothing is to balance; use "
-            "bias_update_rate=None",
+            not router.has_quantiles or router.num_selected < self.num_experts,
+            f"RouterConfig.bias_rule={router.bias_rule!r} with num_selected="
+            f"{router.num_selected} of {self.num_experts} experts: all are chosen, and nothing "
+            "is to balance; use bias_update_rate=None",
         )
-        tried = self.router.max_rounds if self.router.overflow == "reroute" else 1
-        for name, count in (("num_selected", self.router.num_selected), ("max_rounds", tried)):
-            among = f" divided among {self.router.num_tasks} tasks"
-            require(
-                count <= self.num_candidates,
-                f"RouterConfig.{name}={count} with num_experts={self.num_experts}"
-                f"{among if self.router.num_tasks > 1 else ''}: a token chooses an expert "
-                f"once; use {name}={self.num_candidates} at most",
-            )
 
     def _check_layers(self) -> None:
         require(
