@@ -123,7 +123,7 @@ class StackRecord:
     Attributes:
         token_BL, segment_BL: what the stack reads; segment 0 is padding.
         rank_NBLR: int16 experts, those of the highest scores first.
-        prob_NBLR: float32 router probabilities of these.
+        prob_NBLR: float32 router probabilities of these; with `gate="score"` their scores.
         margin_NBL: float32 score of the last choice over that of the next expert.
         is_dropped_NBLS: whether a choice asked for a slot and got none.
         expert_NBLS: int16 experts that choices asked for; `num_experts` for none.

@@ -33,7 +33,7 @@ class Choices:
         gate_BLS: weights of the choices.
         dropped_BLS: int8, 1 where a choice asked for a slot and got none: stages add it up.
         rank_BLR: experts of the highest scores, the highest first, R of `num_ranks`.
-        prob_BLR: router probabilities of these.
+        prob_BLR: router probabilities of these; with `gate="score"` their scores.
         margin_BL: score of the last choice over the next expert's; 0 without a next one.
     """
 
