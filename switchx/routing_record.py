@@ -123,7 +123,7 @@ class StackRecord:
     Attributes:
         token_BL, segment_BL: what the stack reads; segment 0 is padding.
         rank_NBLR: int16 experts, those of the highest scores first.
-        prob_NBLR: float32 router probabilities of these.
+        prob_NBLR: float32 router probabilities of these; with `gate="score"` their scores.
         margin_NBL: float32 score of the last choice over that of the next expert.
         is_dropped_NBLS: whether a choice asked for a slot and got none.
         expert_NBLS: int16 experts that choices asked for; `num_experts` for none.
@@ -218,9 +218,10 @@ def gates(switch: SwitchConfig, rank_R, prob_R, expert_S) -> np.ndarray:
     """
     is_rank_SR = expert_S[..., :, None] == rank_R[..., None, :]
     gate_S = np.sum(np.where(is_rank_SR, prob_R[..., None, :], 0), axis=-1, dtype=np.float32)
-    if switch.router.gate == "softmax":
-        return gate_S
-    return gate_S / np.maximum(gate_S.sum(axis=-1, keepdims=True), 1e-9)
+    if switch.router.gate == "normalized":
+        floor = np.finfo(np.float32).tiny
+        gate_S = gate_S / np.maximum(gate_S.sum(axis=-1, keepdims=True), floor)
+    return gate_S * np.float32(switch.router.gate_scale)
 
 
 class RecordWriter:

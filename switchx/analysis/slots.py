@@ -167,7 +167,7 @@ def setting_of(
     router = dataclasses.replace(
         router,
         num_selected=S,
-        gate=router.gate if S > 1 else "softmax",
+        gate=router.gate if S > 1 else router.undivided_gate,
         priority=priority or ("gate" if rule == "megatron" else router.priority),
         overflow=overflow,
         max_rounds=tried,

@@ -36,6 +36,8 @@ from switchx.results import Check, Report
 NUM_DEVICES = 8
 ROWS, LENGTH, EXPERTS, D_MODEL, D_FF = 8, 16, 8, 8, 16
 
+SHARED = "top 2, gated shared expert"
+SIGMOID = RouterConfig(num_selected=2, score="sigmoid", gate="normalized", gate_scale=2.5)
 ROUTERS = {
     "top 1": RouterConfig(),
     "top 1, loads of the batch": RouterConfig(balance_scope="batch"),
@@ -50,11 +52,31 @@ ROUTERS = {
     "top 2, replayed": RouterConfig(
         num_selected=2, bias_update_rate=0.001, replay=True, replay_drops=True
     ),
+    "top 2, sigmoid": dataclasses.replace(
+        SIGMOID, bias_update_rate=0.001, bias_rule="sign_centered"
+    ),
+    "top 2, sqrt-softplus": RouterConfig(num_selected=2, score="sqrt_softplus", gate="score"),
+    "top 2, expert groups": dataclasses.replace(
+        SIGMOID, num_expert_groups=4, expert_groups_per_token=2, bias_update_rate=0.001
+    ),
+    "top 2, by sequence": dataclasses.replace(
+        SIGMOID, balance_scope="sequence", balance_counts="unbiased", bias_update_rate=0.001
+    ),
+    "top 2, load of the step before": RouterConfig(
+        num_selected=2, balance_scope="batch", balance_load="previous_step"
+    ),
+    "top 2, quantiles": dataclasses.replace(
+        SIGMOID, bias_rule="quantile", bias_update_rate=1.0
+    ),
+    "top 2, quantiles of logits": dataclasses.replace(
+        SIGMOID, bias_rule="quantile_logits", bias_update_rate=1.0
+    ),
+    SHARED: RouterConfig(num_selected=2, gate="normalized"),
     "expert choice": RouterConfig(kind="expert_choice", exploration="none"),
     "hash": RouterConfig(kind="hash", exploration="none"),
 }
 # The number of cells: a combination that is newly refused fails its check.
-ALL_CELLS = 2145
+ALL_CELLS = 3465
 SAMPLE_CELLS = len(ROUTERS) * len(DISPATCHERS)
 
 # Largest error over the largest number of the array, in float32: tens of roundings.
@@ -120,6 +142,8 @@ def layer_of(router: str, dispatcher: str) -> SwitchFFN:
         min_capacity=1,
         group_size=LENGTH,
         expert_bias=True,
+        shared_d_ff=D_FF if router == SHARED else None,
+        shared_gate=router == SHARED,
         dispatcher=dispatcher,
         router=ROUTERS[router],
     )
@@ -130,8 +154,8 @@ def layer_of(router: str, dispatcher: str) -> SwitchFFN:
 
 
 def make_inputs() -> dict[str, jax.Array]:
-    """Fixed numbers; the last tokens of every other row are padding, and every fourth token has
-    no choices to replay."""
+    """Fixed numbers; the last tokens of every other row are padding, every fourth token has no
+    choices to replay, and a row has two sequences."""
     rng = np.random.default_rng(0)
     x_BLD, dy_BLD = rng.normal(size=(2, ROWS, LENGTH, D_MODEL)).astype(np.float32)
     is_token_BL = np.ones((ROWS, LENGTH), bool)
@@ -140,7 +164,8 @@ def make_inputs() -> dict[str, jax.Array]:
     replay_BLS = np.argsort(rng.random((ROWS, LENGTH, EXPERTS)))[..., :2].astype(np.int16)
     replay_BLS[:, ::4] = UNSET
     inputs = dict(x_BLD=x_BLD, dy_BLD=dy_BLD, is_token_BL=is_token_BL, token_BL=token_BL)
-    inputs |= dict(replay_BLS=replay_BLS)
+    segment_BL = is_token_BL * (1 + (np.arange(LENGTH) >= 5)).astype(np.int32)
+    inputs |= dict(replay_BLS=replay_BLS, segment_BL=segment_BL)
     return {name: jnp.array(value) for name, value in inputs.items()}
 
 
@@ -153,13 +178,16 @@ def make_params(layer: SwitchFFN) -> dict:
 
 
 def evaluate(layer: SwitchFFN, params, inputs, expert_of_slot_R=None) -> dict[str, Any]:
-    """Computes output, auxiliary losses, raw gradients of inputs and parameters, their norm.
+    """Computes output, auxiliary losses and what biases are computed from, raw gradients of
+    inputs and parameters, and their norm.
 
     The gradients are of the output's product with fixed numbers, plus the auxiliary losses.
 
     Args:
         expert_of_slot_R: see `moe/expert_copies.py`; None, there are no replicas.
     """
+
+    router = layer.config.switch.router
 
     def loss(params, x_BLD):
         if expert_of_slot_R is not None:
@@ -170,12 +198,15 @@ def evaluate(layer: SwitchFFN, params, inputs, expert_of_slot_R=None) -> dict[st
             x_BLD,
             inputs["is_token_BL"],
             inputs["token_BL"],
-            replay_BLS=inputs["replay_BLS"] if layer.config.switch.router.replay else None,
+            replay_BLS=inputs["replay_BLS"] if router.replay else None,
+            segment_BL=inputs["segment_BL"] if router.balance_scope == "sequence" else None,
             is_training=True,
             key=jax.random.key(2),
         )
         aux = {"balance": stats.balance_loss, "router_z": stats.router_z_loss}
-        return jnp.sum(y_BLD * inputs["dy_BLD"]) + sum(aux.values()), (y_BLD, aux)
+        value = jnp.sum(y_BLD * inputs["dy_BLD"]) + sum(aux.values())
+        counts = stats.load_E, stats.margin_EW, stats.margin_E
+        return value, (y_BLD, aux | {"counts": counts})
 
     gradients, (y_BLD, aux) = jax.grad(loss, argnums=(0, 1), has_aux=True)(
         params, inputs["x_BLD"]

@@ -392,6 +392,10 @@ def not_t5(config: ModelConfig) -> list[str]:
             ("SwitchConfig.shared_d_ff", switch.shared_d_ff, None),
             ("SwitchConfig.expert_bias", switch.expert_bias, False),
             ("RouterConfig.bias_update_rate", switch.router.bias_update_rate, None),
+            ("RouterConfig.score", switch.router.score, "softmax"),
+            ("RouterConfig.gate_scale", switch.router.gate_scale, 1.0),
+            ("RouterConfig.num_expert_groups", switch.router.num_expert_groups, 1),
+            ("RouterConfig.balance_load", switch.router.balance_load, "current"),
             ("RouterConfig.counts_merged", switch.router.counts_merged, False),
             ("RouterConfig.num_copies", switch.router.num_copies, 1),
         ]

@@ -60,6 +60,12 @@ class KeysValues:
         return KeysValues(self.key_BHKM[..., :places], self.value_BHMK[:, :, :places])
 
 
+def segment_mask(query_segment_BL, key_segment_BM):
+    """True where query and key belong to one packed example; segment 0 is padding."""
+    is_same_BLM = query_segment_BL[:, :, None] == key_segment_BM[:, None, :]
+    return is_same_BLM & (key_segment_BM[:, None, :] > 0)
+
+
 def attend(
     query_BLHK,
     memory: KeysValues,

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from switchx.layers.attention import Attention, KeysValues
+from switchx.layers.attention import Attention, KeysValues, segment_mask
 from switchx.layers.dense import DenseFFN, Norm, dropout, split_key
 from switchx.layers.positions import Rotation
 from switchx.moe.attention import SwitchAttention
@@ -35,6 +35,8 @@ class BlockInputs:
             to it; None in a stack without cross-attention.
         token_BL: ids of the tokens, for routers that hash them.
         task_B: task of each row, for routers by task; None where rows have none.
+        segment_BL: sequence of each token in its row, 0 of padding, where the balance loss is
+            by sequence; None elsewhere.
         row_bias_BHLM: bias of positions in the scores of self-attention, one for each row, or
             None.
         rotation: rotation of the queries and keys of self-attention, or None.
@@ -50,6 +52,7 @@ class BlockInputs:
     memory_mask_BLM: jax.Array | None = None
     token_BL: jax.Array | None = None
     task_B: jax.Array | None = None
+    segment_BL: jax.Array | None = None
     row_bias_BHLM: jax.Array | None = None
     rotation: Rotation | None = None
     replay_BLNS: jax.Array | None = None
@@ -133,6 +136,7 @@ class Block(nnx.Module):
                 inputs.is_token_BL,
                 inputs.token_BL,
                 inputs.task_B,
+                inputs.segment_BL,
                 is_training=is_training,
                 **reads,
             )
@@ -166,6 +170,7 @@ class Block(nnx.Module):
                 inputs.token_BL,
                 inputs.task_B,
                 None if replay_BLNS is None else replay_BLNS[:, :, 0],
+                inputs.segment_BL,
                 is_training=is_training,
                 key=keys[4],
             )
@@ -181,12 +186,6 @@ class Block(nnx.Module):
         past = KeysValues.empty(shape_BHMK, config.precision.compute_dtype)
         memory = self.cross_attention.project_memory(memory_BMD) if self.has_memory else None
         return BlockCache(past, memory)
-
-
-def segment_mask(query_segment_BL, key_segment_BM):
-    """True where query and key belong to one packed example; segment 0 is padding."""
-    is_same_BLM = query_segment_BL[:, :, None] == key_segment_BM[:, None, :]
-    return is_same_BLM & (key_segment_BM[:, None, :] > 0)
 
 
 def causal_mask(segment_BL, prefix_mask_BL=None):

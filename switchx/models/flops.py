@@ -106,7 +106,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         one_expert = num_ffns * (_ffn_weights(config, _expert_d_ff(config)) + expert_bias)
         one_expert += num_attentions * _attention_expert_weights(config)
         own = switch.router
-        biases = own.has_bias + own.counts_merged + own.has_logit_bias
+        biases = own.has_bias + own.keeps_load + own.counts_merged + own.has_logit_bias
         per_router = D * switch.router.has_weights + biases
         router = (num_ffns + num_attentions) * per_router * num_experts
         # Experts take the places of FFNs, and of all of attention but its output.

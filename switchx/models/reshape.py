@@ -35,7 +35,8 @@ from switchx.fields import require, require_choice
 from switchx.layers.dense import activate
 from switchx.models.config import ModelConfig, require_our_blocks
 from switchx.models.unroll import unrolled
-from switchx.moe.plan import best_copies
+from switchx.moe.plan import choice_scores
+from switchx.moe.router import router_scores
 
 # Penalty of a change of a router's weights, over the mean square of its inputs.
 RIDGE = 1e-2
@@ -104,6 +105,12 @@ def check_num_experts(config: ModelConfig, num_experts: int) -> None:
         switch.router.kind == "top_k",
         f"experts={num_experts} with RouterConfig.kind={switch.router.kind!r}: "
         "only experts that tokens choose by a router can be others; leave it out",
+    )
+    groups = switch.router.num_expert_groups
+    require(
+        groups == 1,
+        f"experts={num_experts} with RouterConfig.num_expert_groups={groups}: groups of "
+        "experts are not changed; leave it out",
     )
     copies = switch.router.num_copies
     require(
@@ -355,10 +362,11 @@ def to_dense(
 
 def _mean_gate(config: ModelConfig, layer: Layer, x_RD) -> float:
     """The sum of a token's gates, averaged over the sample."""
+    scale = config.switch.router.gate_scale
     if config.switch.router.gate == "normalized":
-        return 1.0
-    prob_RE, order_RS = _probabilities(config, layer, x_RD)
-    return float(np.take_along_axis(prob_RE, order_RS, axis=-1).sum(axis=-1).mean())
+        return scale
+    score_RE, order_RS = _scores(config, layer, x_RD)
+    return scale * float(np.take_along_axis(score_RE, order_RS, axis=-1).sum(axis=-1).mean())
 
 
 def gates_of_rows(config: ModelConfig, layer: Layer, x_RD, expert_R) -> np.ndarray:
@@ -367,23 +375,27 @@ def gates_of_rows(config: ModelConfig, layer: Layer, x_RD, expert_R) -> np.ndarr
     Args:
         layer: arrays of the router, without the layer's path.
     """
-    prob_RE, order_RS = _probabilities(config, layer, x_RD)
-    gate_R = np.take_along_axis(prob_RE, expert_R[:, None], axis=-1)[:, 0]
+    score_RE, order_RS = _scores(config, layer, x_RD)
+    gate_R = np.take_along_axis(score_RE, expert_R[:, None], axis=-1)[:, 0]
     if config.switch.router.gate == "normalized":
-        gate_R = gate_R / np.take_along_axis(prob_RE, order_RS, axis=-1).sum(axis=-1)
-    return gate_R
+        gate_R = gate_R / np.take_along_axis(score_RE, order_RS, axis=-1).sum(axis=-1)
+    return config.switch.router.gate_scale * gate_R
 
 
-def _probabilities(config: ModelConfig, layer: Layer, x_RD) -> tuple[np.ndarray, np.ndarray]:
-    """The router's probabilities `[R, E]`, and the experts that rows choose, `[R, S]`."""
+def _scores(config: ModelConfig, layer: Layer, x_RD) -> tuple[np.ndarray, np.ndarray]:
+    """The router's scores `[R, E]`, and the experts that rows choose, `[R, S]`."""
+    router = config.switch.router
     logits_RE = np.asarray(x_RD, np.float64) @ layer["w_router_DE"].astype(np.float64)
     logits_RE = logits_RE + np.asarray(layer.get("b_router_E", 0.0), np.float64)
     log_count_E = np.asarray(layer.get("router_log_count_E", 0.0), np.float64)
-    prob_RE = scipy.special.softmax(logits_RE + log_count_E, axis=-1) * np.exp(-log_count_E)
-    score_RE = prob_RE + layer.get("router_bias_E", 0.0)
-    score_RE = np.asarray(best_copies(score_RE, config.switch.router.num_copies))
-    order_RE = np.argsort(-score_RE, axis=-1)
-    return prob_RE, order_RE[:, : config.switch.router.num_selected]
+    if router.score == "softmax":
+        score_RE = scipy.special.softmax(logits_RE + log_count_E, axis=-1)
+        score_RE = score_RE * np.exp(-log_count_E)
+    else:
+        score_RE = np.asarray(router_scores(router.score, logits_RE), np.float64)
+    bias_E = layer.get("router_bias_E")
+    biased_RE = np.asarray(choice_scores(router, logits_RE, score_RE, bias_E=bias_E))
+    return score_RE, np.argsort(-biased_RE, axis=-1)[:, : router.num_selected]
 
 
 def cluster_experts(y_ERD, num_clusters: int) -> list[list[int]]:
@@ -503,6 +515,9 @@ def _merged(layer: Layer, sample: LayerSample, hidden_ERF, clusters) -> Layer:
     if "router_bias_E" in layer:
         balance_E = layer["router_bias_E"]
         merged["router_bias_E"] = np.array([balance_E[m].mean() for m in clusters], np.float32)
+    if "router_load_E" in layer:
+        load_E = layer["router_load_E"]
+        merged["router_load_E"] = np.array([load_E[m].sum() for m in clusters], np.float32)
     if "b_router_E" in layer:
         merged["b_router_E"] = np.array(biases).astype(layer["b_router_E"].dtype)
     for name in experts[0]:

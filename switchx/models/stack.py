@@ -185,7 +185,8 @@ class Stack(nnx.Module):
 
     def inputs(self, token_BL, segment_BL, position_BL, mask_BLM, **others) -> BlockInputs:
         """The blocks' inputs for whole sequences; `others` are further fields of them."""
-        length = token_BL.shape[1]
+        length, switch = token_BL.shape[1], self.config.switch
+        is_by_sequence = switch is not None and switch.router.balance_scope == "sequence"
         return BlockInputs(
             is_token_BL=segment_BL > 0,
             mask_BLM=mask_BLM,
@@ -193,6 +194,7 @@ class Stack(nnx.Module):
             row_bias_BHLM=self.row_bias(position_BL, position_BL),
             rotation=self.rotation(position_BL),
             token_BL=token_BL,
+            segment_BL=segment_BL if is_by_sequence else None,
             **others,
         )
 

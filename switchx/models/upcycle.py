@@ -216,12 +216,14 @@ def multiply_experts(config: ModelConfig, params: dict, num_experts: int, way: s
     Args, Raises: as `multiplied_config`.
     """
     grown, E = multiplied_config(config, num_experts, way), config.switch.num_experts
+    router = grown.switch.router
     origin_E, m = np.tile(np.arange(E), num_experts // E), num_experts // E
     rng = np.random.default_rng(SEED)
 
     def copy(layer: Layer) -> tuple[Layer, np.ndarray]:
         copies = taken(layer, origin_E)
-        if way == "more_choices" and "router_bias_E" in copies:
+        is_divided = way == "more_choices" and router.score == "softmax"
+        if is_divided and "router_bias_E" in copies and router.bias_rule != "quantile_logits":
             # It is added to probabilities, which are divided by m.
             copies["router_bias_E"] = copies["router_bias_E"] / m
         if way in ("counts_merged", "exclusive"):

@@ -98,6 +98,7 @@ class SwitchAttention(RoutedLayer, AttentionOutput):
         is_token_BL,
         token_BL=None,
         task_B=None,
+        segment_BL=None,
         *,
         is_training: bool,
         key=None,
@@ -109,13 +110,20 @@ class SwitchAttention(RoutedLayer, AttentionOutput):
             is_token_BL: false for padding.
             token_BL: ids of the tokens, for a router that hashes them.
             task_B: task of each row, for a router by task.
+            segment_BL: sequence of each token in its row; None, each row is one.
             biases: see `AttentionOutput.read`.
         """
         config = self.config
         B, L, _ = x_BLD.shape
         key_router, key_experts, key_weights = split_key(key, 3)
         routed = self.route(
-            x_BLD, is_token_BL, token_BL, task_B, is_training=is_training, key=key_router
+            x_BLD,
+            is_token_BL,
+            token_BL,
+            task_B,
+            segment_BL=segment_BL,
+            is_training=is_training,
+            key=key_router,
         )
 
         def run_experts(x_ERD):

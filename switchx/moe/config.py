@@ -50,6 +50,8 @@ DISPATCHERS = {
     "sliced_scatter": DispatcherTraits(has_equal_blocks=False, is_sliced=True),
 }
 
+BIAS_RULES = ("sign", "sign_centered", "proportional", "quantile", "quantile_logits")
+
 _REASONS = {
     "expert_choice": "the experts choose, each as many tokens as it has slots",
     "hash": "a token's id alone decides, and there is no router",
@@ -71,8 +73,19 @@ class RouterConfig:
         num_tasks: number of tasks that the experts are divided among with kind `task`, in the
             order of the mixture, whose `rows` say which row belongs to which task.
         num_selected: k, the number of experts that a token chooses.
+        score: function of the logits by which experts are chosen and gated: `softmax` over all
+            experts; `sigmoid` of each (DeepSeek-V3, arXiv:2412.19437, eq. 15); `sqrt_softplus`,
+            sqrt(log(1 + exp(z))) (DeepSeek-V4). Balance loss, entropy and gate mass are of the
+            scores over their sum, which are probabilities.
         gate: `softmax`, the probability of each chosen expert under all experts (Switch);
-            `normalized`, divided by the sum over the chosen ones (GShard).
+            `score`, the same of the other scores; `normalized`, the score divided by the sum
+            over the chosen ones (GShard).
+        gate_scale: factor of the gates (DeepSeek-V3's routed scaling factor, 2.5).
+        num_expert_groups: groups of as many neighbouring experts, such as those of a node; 1
+            makes no groups.
+        expert_groups_per_token: groups that a token's experts are from, at most: those with the
+            largest sums of their two best biased scores (DeepSeek-V3, section 2.1.2; its code
+            adds two up).
         priority: order in which choices get slots: by `position` in the group, or by `gate`,
             the surest token first (batch-prioritized routing, Riquelme et al. 2021,
             arXiv:2106.05974). First choices come before second ones either way.
@@ -85,14 +98,25 @@ class RouterConfig:
             slots as the group has tokens; `identity` adds the layer's input times the gate, as
             transformers did up to 4.51.
         max_rounds: number of experts that a token tries with `reroute`, the first one included.
-        balance_counts: choices that the balance loss counts with `reroute`: each token's
-            `first_choice`, as without rerouting, or `all_rounds`, each token's `max_rounds`
-            best experts (Mesh-TensorFlow).
-        balance_scope: tokens that the balance loss compares: the tokens of each `group`,
-            averaged over groups, or of the whole `batch` together.
+        balance_counts: choices that the balance loss counts: each token's `first_choice`, all
+            k of them without rerouting; with `reroute` also `all_rounds`, each token's
+            `max_rounds` best experts (Mesh-TensorFlow); `unbiased`, its k best experts by score
+            alone, without bias, noise and expert groups (DeepSeek-V3, eq. 18).
+        balance_scope: tokens that the balance loss compares: the tokens of each `group` or of
+            each `sequence`, packed ones apart (DeepSeek-V3, eq. 17-20), averaged over these; or
+            of the whole `batch` together, microbatches included (Qiu et al. 2025,
+            arXiv:2501.11873).
+        balance_load: load that the loss of the `batch` compares with: the `current` batch's,
+            which a first forward pass counts where there are microbatches; or the
+            `previous_step`'s, an approximation, kept as a parameter, without that pass.
         bias_update_rate: step by which, after every training step, the bias that balances the
-            load moves (Wang et al. 2024, arXiv:2408.15664: 0.001). The bias is added to the
-            probabilities for choosing experts, not for gating. None has no bias.
+            load moves (Wang et al. 2024, arXiv:2408.15664: 0.001); with a quantile rule the
+            share of the way to the new bias, 1 as published. The bias is added to the scores
+            for choosing experts, not for gating. None has no bias; with 0 it stays as it is.
+        bias_rule: rule by which it moves, the load n being that of the whole batch. `sign`:
+            rate times sign(mean n - n_e). `sign_centered`: that, less its mean over the experts
+            (torchtitan). `proportional`: rate times (mean n - n_e) over the batch's tokens.
+            `quantile`, `quantile_logits`: see `moe/quantile_balance.py`.
         padding: treatment of padding. `ignored`: neither routed nor counted. `counted`: routed
             and counted as tokens are, for parity with Hugging Face's and flaxformer's Switch
             models.
@@ -113,7 +137,11 @@ class RouterConfig:
     kind: Literal["top_k", "expert_choice", "hash", "task"] = "top_k"
     num_tasks: int = 1
     num_selected: int = 1
-    gate: Literal["softmax", "normalized"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
+    gate: Literal["softmax", "score", "normalized"] = "softmax"
+    gate_scale: float = 1.0
+    num_expert_groups: int = 1
+    expert_groups_per_token: int = 1
     priority: Literal["position", "gate"] = at_evaluation("position")
     exploration: Literal["none", "jitter", "sample", "dropout"] = at_evaluation("jitter")
     jitter: float = at_evaluation(0.01)
@@ -121,9 +149,13 @@ class RouterConfig:
     input_dropout_rate: float = at_evaluation(0.1)
     overflow: Literal["drop", "reroute", "dropless", "identity"] = at_evaluation("drop")
     max_rounds: int = at_evaluation(4)
-    balance_counts: Literal["first_choice", "all_rounds"] = at_evaluation("first_choice")
-    balance_scope: Literal["group", "batch"] = at_evaluation("group")
+    balance_counts: Literal["first_choice", "all_rounds", "unbiased"] = at_evaluation(
+        "first_choice"
+    )
+    balance_scope: Literal["group", "sequence", "batch"] = at_evaluation("group")
+    balance_load: Literal["current", "previous_step"] = "current"
     bias_update_rate: float | None = None
+    bias_rule: Literal[*BIAS_RULES] = "sign"
     padding: Literal["ignored", "counted"] = at_evaluation("ignored")
     has_logit_bias: bool = False
     counts_merged: bool = False
@@ -136,7 +168,8 @@ class RouterConfig:
         require_at_least(self, 1, "num_selected", "max_rounds", "num_tasks", "num_copies")
         require_at_least(self, 0, "bias_update_rate")
         require_below_one(self, "jitter", "input_dropout_rate")
-        require_above_zero(self, "temperature")
+        require_at_least(self, 1, "num_expert_groups", "expert_groups_per_token")
+        require_above_zero(self, "temperature", "gate_scale")
         require(
             (self.kind == "task") == (self.num_tasks > 1),
             f"RouterConfig.num_tasks={self.num_tasks} with kind={self.kind!r}; use two tasks "
@@ -146,7 +179,70 @@ class RouterConfig:
             self._check_top_k()
         else:
             self._check_other_kinds()
+        self._check_scores()
+        self._check_balance()
         self._check_replay()
+
+    def _check_scores(self) -> None:
+        require(
+            self.gate in ("normalized", self.undivided_gate),
+            f"RouterConfig.gate={self.gate!r} with score={self.score!r}; use gate="
+            f"{self.undivided_gate!r}, or gate='normalized'",
+        )
+        require(
+            self.score == "softmax" or not self.counts_merged,
+            f"RouterConfig.counts_merged=True with score={self.score!r}: only a softmax can "
+            "count an expert several times; use counts_merged=False, or score='softmax'",
+        )
+        require(
+            self.expert_groups_per_token <= self.num_expert_groups,
+            f"RouterConfig.expert_groups_per_token={self.expert_groups_per_token} with "
+            f"num_expert_groups={self.num_expert_groups}; use at most {self.num_expert_groups}",
+        )
+
+    def _check_balance(self) -> None:
+        require(
+            self.balance_load == "current" or self.balance_scope == "batch",
+            f"RouterConfig.balance_load={self.balance_load!r} with balance_scope="
+            f"{self.balance_scope!r}, whose load every microbatch knows; use "
+            "balance_load='current', or balance_scope='batch'",
+        )
+        require(
+            self.balance_scope != "sequence"
+            or (self.padding == "ignored" and self.overflow != "reroute"),
+            f"RouterConfig.balance_scope='sequence' with overflow={self.overflow!r} and "
+            f"padding={self.padding!r}: it counts what each token of a sequence chose; use "
+            "overflow='drop' and padding='ignored', or balance_scope='group'",
+        )
+        require(
+            self.has_bias or self.bias_rule == "sign",
+            f"RouterConfig.bias_rule={self.bias_rule!r} with bias_update_rate=None: there is "
+            f"no bias; use bias_update_rate={1.0 if self.has_quantiles else 0.001}",
+        )
+        if not self.has_quantiles:
+            return
+        rule = f"RouterConfig.bias_rule={self.bias_rule!r}"
+        require(
+            self.bias_update_rate <= 1,
+            f"{rule} with bias_update_rate={self.bias_update_rate}, a share of the way to the "
+            "new bias; use 1.0, which takes it as it is, or less",
+        )
+        require(
+            self.num_expert_groups == 1 and self.num_copies == 1,
+            f"{rule} with num_expert_groups={self.num_expert_groups} and num_copies="
+            f"{self.num_copies}: it balances choices among all experts; use "
+            "bias_rule='sign_centered', or 1 of both",
+        )
+        require(
+            self.overflow != "reroute",
+            f"{rule} with overflow='reroute': the bias balances first choices and rerouting "
+            "others; use overflow='drop'",
+        )
+        require(
+            self.bias_rule == "quantile_logits" or self.score != "sqrt_softplus",
+            f"{rule} with score='sqrt_softplus': its histogram is of scores from 0 to 1; use "
+            "bias_rule='quantile_logits', or score='sigmoid'",
+        )
 
     def _check_replay(self) -> None:
         require(
@@ -175,10 +271,10 @@ class RouterConfig:
 
     def _check_top_k(self) -> None:
         require(
-            self.gate == "softmax" or self.num_selected > 1,
+            self.gate != "normalized" or self.num_selected > 1,
             "RouterConfig.gate='normalized' with num_selected=1: the gate would be 1 whatever "
-            "the router says, and the router would get no gradient; use gate='softmax', or "
-            "num_selected=2",
+            "the router says, and the router would get no gradient; use gate="
+            f"{self.undivided_gate!r}, or num_selected=2",
         )
         require(
             self.overflow != "reroute" or self.num_selected == 1,
@@ -186,10 +282,16 @@ class RouterConfig:
             "is rerouted to one expert; use num_selected=1, or overflow='drop'",
         )
         require(
-            self.balance_counts == "first_choice" or self.overflow == "reroute",
+            self.balance_counts != "all_rounds" or self.overflow == "reroute",
             f"RouterConfig.balance_counts={self.balance_counts!r} with "
             f"overflow={self.overflow!r}: there are no rounds to count; use "
             "balance_counts='first_choice', or overflow='reroute'",
+        )
+        require(
+            self.num_expert_groups == 1 or self.kind != "task" and self.num_copies == 1,
+            f"RouterConfig.num_expert_groups={self.num_expert_groups} with kind={self.kind!r} "
+            f"and num_copies={self.num_copies}, which limit a token's experts in another way; "
+            "use num_expert_groups=1, or kind='top_k' with num_copies=1",
         )
         require(
             self.bias_update_rate is None or self.kind != "task",
@@ -208,8 +310,14 @@ class RouterConfig:
         is_hash = self.kind == "hash"
         only = {
             "num_selected": (1,),
+            "score": ("softmax",),
             "gate": ("softmax",),
+            "gate_scale": (1.0,),
+            "num_expert_groups": (1,),
             "priority": ("position",),
+            "balance_counts": ("first_choice",),
+            "balance_scope": ("group", "batch"),
+            "balance_load": ("current",),
             "bias_update_rate": (None,),
             "num_copies": (1,),
             "overflow": ("drop", "dropless") if is_hash else ("drop",),
@@ -233,8 +341,28 @@ class RouterConfig:
         return self.kind != "hash"
 
     @property
+    def undivided_gate(self) -> str:
+        """The name of the gate that is the score itself."""
+        return "softmax" if self.score == "softmax" else "score"
+
+    @property
     def has_bias(self) -> bool:
         return self.bias_update_rate is not None
+
+    @property
+    def has_quantiles(self) -> bool:
+        """Whether the bias is computed from quantiles of the scores."""
+        return self.bias_rule in ("quantile", "quantile_logits")
+
+    @property
+    def counts_first(self) -> bool:
+        """Whether the balance loss of a microbatch needs the load of all of the batch."""
+        return (self.balance_scope, self.balance_load) == ("batch", "current")
+
+    @property
+    def keeps_load(self) -> bool:
+        """Whether layers keep the load of the step before."""
+        return self.balance_load == "previous_step"
 
     @property
     def has_margin(self) -> bool:
@@ -344,6 +472,7 @@ class SwitchConfig:
         require_above_zero(self, "buffer_factor", "router_init_scale")
         require_below_one(self, "expert_dropout_rate")
         self._check_layers()
+        self._check_choices()
         require(
             self.shared_d_ff is None or self.has_ffn,
             f"SwitchConfig.shared_d_ff={self.shared_d_ff} with sublayers={self.sublayers!r}; "
@@ -410,6 +539,29 @@ class SwitchConfig:
                 f"{among if self.router.num_tasks > 1 else ''}: a token chooses an expert "
                 f"once; use {name}={self.num_candidates} at most",
             )
+
+    def _check_choices(self) -> None:
+        """Refuses choices of experts that these are too few for."""
+        router, groups = self.router, self.router.num_expert_groups
+        size, rest = divmod(self.num_experts, groups)
+        require(
+            groups == 1
+            or (
+                rest == 0
+                and size >= 2
+                and self.num_ranks <= size * router.expert_groups_per_token
+            ),
+            f"RouterConfig.num_expert_groups={groups} with num_experts={self.num_experts} and "
+            f"expert_groups_per_token={router.expert_groups_per_token}: groups have as many "
+            f"experts each, two or more, and those of a token {self.num_ranks} in all; use "
+            "fewer groups, or more of them for a token",
+        )
+        require(
+            not router.has_quantiles or router.num_selected < self.num_experts,
+            f"RouterConfig.bias_rule={router.bias_rule!r} with num_selected="
+            f"{router.num_selected} of {self.num_experts} experts: all are chosen, and nothing "
+            "is to balance; use bias_update_rate=None",
+        )
 
     def _check_layers(self) -> None:
         require(

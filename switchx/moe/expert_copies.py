@@ -77,7 +77,7 @@ def local_slots(expert_of_slot_R) -> Dispatcher:
             plan,
             expert_GTS=slot_E[plan.expert_GTS].astype(jnp.int32),
             num_experts=count,
-            balance_GE=None,
+            counted_GTS=None,
         )
         token_GQ = token_of_slot(own)
         y_ERD = slots(gather_into_slots(x_GTD, own, token_GQ))
@@ -103,7 +103,7 @@ def plan_over_slots(plan: RoutingPlan, expert_of_slot_R) -> RoutingPlan:
         slot_GTS=queue_GTS.astype(jnp.int32),
         count_GE=count_choices(expert_GTS, R),
         num_experts=R,
-        balance_GE=None,
+        counted_GTS=None,
     )
 
 

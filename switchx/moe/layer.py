@@ -22,7 +22,15 @@ from switchx.moe.dispatchers import choose_dispatcher
 from switchx.moe.expert_copies import local_slots, replicated
 from switchx.moe.experts import Experts
 from switchx.moe.plan import RoutingPlan, choice_scores, make_plan, rank_experts
-from switchx.moe.router import explored_inputs, hash_logits, router_logits, task_logits
+from switchx.moe.quantile_balance import margin_counts, margin_quantiles
+from switchx.moe.router import (
+    explored_inputs,
+    hash_logits,
+    normalized_scores,
+    router_logits,
+    router_scores,
+    task_logits,
+)
 from switchx.moe.shared_groups import assign_shared_slots, constrain_groups, shared_axes
 from switchx.moe.stats import Choices, RoutingStats, measure_routing
 
@@ -34,17 +42,23 @@ class RoutedTokens:
     Attributes:
         x_GTD: the layer's input.
         is_token_GT: true for the tokens that are routed.
-        logits_GTE, prob_GTE: the router's logits and probabilities, in `Precision.router`.
-        score_GTE: scores by which the tokens chose.
+        logits_GTE, score_GTE: the router's logits and their scores, in `Precision.router`.
+        biased_GTE: scores by which the tokens chose, with bias and noise.
         plan: expert, gate and slot of each choice.
+        segment_BL: sequence of each token, 0 of padding; None where no loss is by sequence.
+        margin_EW, margin_E: sums for a bias by quantiles (`moe/quantile_balance.py`); None
+            without one, and where nothing is trained.
     """
 
     x_GTD: jax.Array
     is_token_GT: jax.Array
     logits_GTE: jax.Array
-    prob_GTE: jax.Array
     score_GTE: jax.Array
+    biased_GTE: jax.Array
     plan: RoutingPlan
+    segment_BL: jax.Array | None = None
+    margin_EW: jax.Array | None = None
+    margin_E: jax.Array | None = None
 
 
 class RoutedLayer(nnx.Module):
@@ -52,7 +66,8 @@ class RoutedLayer(nnx.Module):
 
     Parameters: `w_router_DE`, unless a hash routes; `b_router_E` where the logits have a bias;
     `router_log_count_E` where experts were merged; `router_bias_E` in float32 where a bias
-    balances the load. `router_bias_E` gets no gradient; `training/step.py` updates it.
+    balances the load; `router_load_E`, of the step before, where the balance loss compares with
+    it. The last two get no gradient; `training/switch_layers.py` updates them.
     """
 
     def __init__(self, config, *, key):
@@ -68,6 +83,8 @@ class RoutedLayer(nnx.Module):
             self.router_log_count_E = zeros(config, E)
         if config.switch.router.has_bias:
             self.router_bias_E = nnx.Param(jnp.zeros((E,), jnp.float32))
+        if config.switch.router.keeps_load:
+            self.router_load_E = nnx.Param(jnp.full((E,), 1 / E, jnp.float32))
 
     def route(
         self,
@@ -76,6 +93,7 @@ class RoutedLayer(nnx.Module):
         token_BL,
         task_B=None,
         replay_BLS=None,
+        segment_BL=None,
         *,
         is_training: bool,
         key=None,
@@ -87,6 +105,8 @@ class RoutedLayer(nnx.Module):
             token_BL: ids of the tokens; only a hash router reads them, others take None.
             task_B: task of each row; only a router by task reads it.
             replay_BLS: experts given in place of the router's choices; None gives none.
+            segment_BL: sequence of each token in its row, 0 of padding, where the balance loss
+                is by sequence; None, each row is one.
             key: random key of exploration, used in training alone.
         """
         switch, router = self.config.switch, self.config.switch.router
@@ -117,10 +137,10 @@ class RoutedLayer(nnx.Module):
                 logits_GTE = task_logits(logits_GTE, task_GT, router.num_tasks)
         else:
             logits_GTE = hash_logits(into_groups(token_BL, G, T), switch.num_experts)
-        prob_GTE = jax.nn.softmax(logits_GTE, axis=-1)
+        score_GTE = router_scores(router.score, logits_GTE)
         if router.counts_merged:
             count_GTE = along_last(self.router_log_count_E[...], logits_GTE)
-            prob_GTE = jax.nn.softmax(logits_GTE + count_GTE, axis=-1) * jnp.exp(-count_GTE)
+            score_GTE = jax.nn.softmax(logits_GTE + count_GTE, axis=-1) * jnp.exp(-count_GTE)
         require(
             replay_BLS is not None or not (router.replay and is_training),
             "RouterConfig.replay=True and a training batch without encoder_replay or "
@@ -134,15 +154,26 @@ class RoutedLayer(nnx.Module):
         plan = make_plan(
             router,
             logits_GTE,
-            prob_GTE,
+            score_GTE,
             is_token_GT,
             layer_capacity(switch, T, is_training=is_training),
             **choice,
             given_GTS=given_GTS,
             assign=functools.partial(assign_shared_slots, shared=shared),
         )
-        score_GTE = choice_scores(router, logits_GTE, prob_GTE, **choice)
-        return RoutedTokens(x_GTD, is_token_GT, logits_GTE, prob_GTE, score_GTE, plan)
+        biased_GTE = choice_scores(router, logits_GTE, score_GTE, **choice)
+        routed = RoutedTokens(x_GTD, is_token_GT, logits_GTE, score_GTE, biased_GTE, plan)
+        if router.balance_scope == "sequence":
+            segment_BL = is_token_BL if segment_BL is None else segment_BL
+            routed = dataclasses.replace(routed, segment_BL=segment_BL.astype(jnp.int32))
+        if router.has_quantiles and is_training:
+            of_choice = self.router_bias_E[...], is_token_GT, router.num_selected
+            if router.bias_rule == "quantile":
+                sums = {"margin_EW": margin_counts(score_GTE, *of_choice)}
+            else:
+                sums = {"margin_E": margin_quantiles(logits_GTE, *of_choice)}
+            routed = dataclasses.replace(routed, **sums)
+        return routed
 
     @property
     def selection_bias_E(self):
@@ -151,16 +182,20 @@ class RoutedLayer(nnx.Module):
 
     def measure(self, routed: RoutedTokens, batch: int, length: int) -> RoutingStats:
         """The routing statistics, with the choices as `[batch, length, S]`."""
+        switch, bias_E = self.config.switch, self.selection_bias_E
         stats = measure_routing(
             routed.logits_GTE,
-            routed.prob_GTE,
+            normalized_scores(switch.router.score, routed.score_GTE),
             routed.plan,
             routed.is_token_GT,
-            self.config.switch.router,
-            score_GTE=routed.score_GTE,
-            bias_E=self.selection_bias_E,
+            switch.router,
+            score_GTE=routed.biased_GTE,
+            bias_E=bias_E,
+            load_E=self.router_load_E[...] if switch.router.keeps_load else None,
+            segment_BL=routed.segment_BL,
         )
-        ranked = rank_experts(routed.prob_GTE, self.selection_bias_E, self.config.switch)
+        stats = dataclasses.replace(stats, margin_EW=routed.margin_EW, margin_E=routed.margin_E)
+        ranked = rank_experts(routed.logits_GTE, routed.score_GTE, bias_E, switch)
         plan, dropped_GTS = routed.plan, routed.plan.is_dropped_GTS.astype(jnp.int8)
         of_groups = jax.lax.stop_gradient(
             (plan.expert_GTS, plan.gate_GTS, dropped_GTS, *ranked)
@@ -193,6 +228,7 @@ class SwitchFFN(RoutedLayer):
         token_BL=None,
         task_B=None,
         replay_BLS=None,
+        segment_BL=None,
         *,
         is_training: bool,
         key=None,
@@ -204,6 +240,7 @@ class SwitchFFN(RoutedLayer):
             token_BL: ids of the tokens, for a hash router.
             task_B: task of each row, for a router by task.
             replay_BLS: experts given in place of the router's choices (`moe/replay.py`).
+            segment_BL: sequence of each token in its row; None, each row is one.
         """
         switch = self.config.switch
         B, L, _ = x_BLD.shape
@@ -215,6 +252,7 @@ class SwitchFFN(RoutedLayer):
             token_BL,
             task_B,
             replay_BLS,
+            segment_BL,
             is_training=is_training,
             key=key_router,
         )

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels.sorted_rows import stable_argsort
 from switchx.layers.dense import along_last
 from switchx.moe.capacity import assign_slots, reroute
-from switchx.moe.router import sampling_scores
+from switchx.moe.router import normalized_scores, sampling_scores
 
 # The name of arrays that every remat policy keeps (`models/stack.py`): were they computed again
 # in the backward pass, a near tie might be decided in another way there.
@@ -35,8 +35,8 @@ class RoutingPlan:
         slot_GTS: int32 place in the expert's queue; a place of `capacity` or more is dropped.
         count_GE: int32 tokens that asked for each expert, before capacity.
         num_experts, capacity: E and C.
-        balance_GE: int32 choices that the balance loss counts, where they differ from
-            `count_GE`; None where they are the same.
+        counted_GTS: int32 choices that the balance loss counts, where they differ from those
+            that `count_GE` counts; None where they are the same.
     """
 
     expert_GTS: jax.Array
@@ -45,12 +45,14 @@ class RoutingPlan:
     count_GE: jax.Array
     num_experts: int = dataclasses.field(metadata={"static": True})
     capacity: int = dataclasses.field(metadata={"static": True})
-    balance_GE: jax.Array | None = None
+    counted_GTS: jax.Array | None = None
 
     @property
     def counted_GE(self):
-        """The choices that the balance loss counts."""
-        return self.count_GE if self.balance_GE is None else self.balance_GE
+        """The number of choices that the balance loss counts, of each expert."""
+        if self.counted_GTS is None:
+            return self.count_GE
+        return count_choices(self.counted_GTS, self.num_experts)
 
     @property
     def is_routed_GTS(self):
@@ -77,7 +79,7 @@ class RoutingPlan:
 def make_plan(
     router,
     logits_GTE,
-    prob_GTE,
+    score_GTE,
     is_token_GT,
     capacity: int,
     *,
@@ -90,12 +92,12 @@ def make_plan(
 
     Args:
         router: a `RouterConfig`.
-        prob_GTE: softmax of the logits; gates and balance loss get their gradient from it.
+        score_GTE: `router_scores` of the logits; gates get their gradient from it.
         is_token_GT: false for tokens that are neither routed nor counted.
-        bias_E: bias added to the probabilities for choosing experts, not for gating
+        bias_E: bias added to the scores for choosing experts, not for gating
             (arXiv:2408.15664, eq. 3).
         given_GTS: experts to go to, in place of the chosen ones; -1 leaves the choice to the
-            router (`moe/replay.py`). Gates are the probabilities of the experts given. The
+            router (`moe/replay.py`). Gates are the scores of the experts given. The
             balance loss counts what the router chooses.
         assign: function that places choices in the experts' queues: `assign_slots`, or its
             equivalent for groups that several devices share.
@@ -103,17 +105,17 @@ def make_plan(
             experts.
     """
     if router.kind == "expert_choice":
-        return route_by_experts(prob_GTE, is_token_GT, capacity)
-    score_GTE = choice_scores(router, logits_GTE, prob_GTE, bias_E=bias_E, key=key)
+        return route_by_experts(score_GTE, is_token_GT, capacity)
+    biased_GTE = choice_scores(router, logits_GTE, score_GTE, bias_E=bias_E, key=key)
     rounds = router.max_rounds if router.overflow == "reroute" else router.num_selected
-    E = prob_GTE.shape[-1]
+    E = score_GTE.shape[-1]
 
     def of_tokens(expert_GTS):
         return jnp.where(is_token_GT[..., None], expert_GTS, E)
 
-    chosen_GTS, balance_GE = choose_experts(score_GTE, rounds), None  # the best first
+    chosen_GTS, counted_GTS = choose_experts(biased_GTE, rounds), None  # the best first
     if given_GTS is not None:
-        balance_GE = count_choices(decided(of_tokens(chosen_GTS)), E)
+        counted_GTS = decided(of_tokens(chosen_GTS))
         chosen_GTS = jnp.where(given_GTS >= 0, given_GTS.astype(jnp.int32), chosen_GTS)
     asked_GTS = decided(of_tokens(chosen_GTS))
     is_rerouted = router.overflow == "reroute"
@@ -125,21 +127,27 @@ def make_plan(
         return expert_GT[..., None], slot_GT[..., None]
 
     if router.priority == "gate":
-        place = by_gate(chosen_gates(prob_GTE, chosen_GTS[..., :1])[..., 0], place)
+        place = by_gate(chosen_gates(score_GTE, chosen_GTS[..., :1])[..., 0], place)
     expert_GTS, slot_GTS = place(asked_GTS)
     if expert_GTS is not asked_GTS:  # in the order of gates, or rerouted
         expert_GTS = decided(expert_GTS)
     if is_rerouted and router.balance_counts == "all_rounds":
-        balance_GE = count_choices(asked_GTS, E)
+        counted_GTS = asked_GTS
+    if router.balance_counts == "unbiased":
+        best_GTS = choose_experts(
+            best_copies(score_GTE, router.num_copies), router.num_selected
+        )
+        counted_GTS = decided(of_tokens(best_GTS))
+    gate_GTS = chosen_gates(score_GTE, expert_GTS, router.gate)
     return RoutingPlan(
         expert_GTS=expert_GTS,
-        gate_GTS=chosen_gates(prob_GTE, expert_GTS, router.gate),
+        gate_GTS=gate_GTS if router.gate_scale == 1 else router.gate_scale * gate_GTS,
         slot_GTS=decided(slot_GTS),
         # First choices alone: rerouted tokens are no demand for an expert.
         count_GE=count_choices(asked_GTS[..., :1] if is_rerouted else asked_GTS, E),
         num_experts=E,
         capacity=capacity,
-        balance_GE=balance_GE,
+        counted_GTS=counted_GTS,
     )
 
 
@@ -148,13 +156,37 @@ def decided(index):
     return checkpoint_name(index, DECISION)
 
 
-def choice_scores(router, logits_GTE, prob_GTE, *, bias_E=None, key=None):
-    """The scores by which tokens choose experts; arguments are those of `make_plan`."""
-    score_GTE = prob_GTE
+def choice_scores(router, logits_GTE, score_GTE, *, bias_E=None, key=None):
+    """The scores by which tokens choose experts; arguments are those of `make_plan`.
+
+    A bias is added in float32, whatever the router's dtype: in bfloat16, biases that differ
+    would be equal. Experts that a token may not have get -inf.
+    """
     if router.exploration == "sample" and key is not None:
         score_GTE = sampling_scores(logits_GTE, router.temperature, key=key)
-    score_GTE = score_GTE if bias_E is None else score_GTE + along_last(bias_E, score_GTE)
-    return best_copies(score_GTE, router.num_copies)
+    if bias_E is not None:
+        base_GTE = logits_GTE if router.bias_rule == "quantile_logits" else score_GTE
+        base_GTE = base_GTE.astype(jnp.promote_types(base_GTE.dtype, jnp.float32))
+        score_GTE = base_GTE + along_last(bias_E, base_GTE)
+    score_GTE = best_copies(score_GTE, router.num_copies)
+    return best_expert_groups(
+        score_GTE, router.num_expert_groups, router.expert_groups_per_token
+    )
+
+
+def best_expert_groups(score_GTE, num_expert_groups: int, per_token: int):
+    """The scores, -inf outside of each token's best groups of experts, the first of equal ones.
+
+    DeepSeek-V3 (arXiv:2412.19437), section 2.1.2: a group counts as the sum of its two best
+    scores. Not 0 but -inf: a biased score may be negative.
+    """
+    if per_token == num_expert_groups:
+        return score_GTE
+    groups = score_GTE.reshape(*score_GTE.shape[:-1], num_expert_groups, -1)
+    two_best, _ = jax.lax.top_k(groups, 2)
+    _, best = jax.lax.top_k(jnp.sum(two_best, axis=-1), per_token)
+    is_best = jnp.any(jax.nn.one_hot(best, num_expert_groups, dtype=jnp.bool_), axis=-2)
+    return jnp.where(is_best[..., None], groups, -jnp.inf).reshape(score_GTE.shape)
 
 
 def best_copies(score_GTE, num_copies: int):
@@ -178,23 +210,25 @@ def choose_experts(score_GTE, num_selected: int):
     return jax.lax.top_k(score_GTE, num_selected)[1].astype(jnp.int32)
 
 
-def rank_experts(prob_GTE, bias_E, switch):
+def rank_experts(logits_GTE, score_GTE, bias_E, switch):
     """The order in which tokens would choose experts, without noise.
 
     Args:
-        bias_E: bias added to the probabilities for choosing; None without one.
+        bias_E: bias added to the scores for choosing; None without one.
         switch: a `SwitchConfig`.
 
     Returns:
         rank_GTR: int32 experts, the best first, as many as `num_ranks` says.
-        prob_GTR: their probabilities.
+        prob_GTR: their probabilities (`normalized_scores`); with `gate="score"` their scores.
         margin_GT: score of the last choice over that of the next expert; 0 without a next one.
     """
-    score_GTE = prob_GTE if bias_E is None else prob_GTE + along_last(bias_E, prob_GTE)
-    score_GTE = best_copies(score_GTE, switch.router.num_copies)
-    rank_GTR = choose_experts(score_GTE, switch.num_ranks)
-    margin_GT = choice_margin(score_GTE, rank_GTR[..., : switch.router.num_selected])
-    return rank_GTR, chosen_gates(prob_GTE, rank_GTR), margin_GT
+    biased_GTE = choice_scores(switch.router, logits_GTE, score_GTE, bias_E=bias_E)
+    rank_GTR = choose_experts(biased_GTE, switch.num_ranks)
+    margin_GT = choice_margin(biased_GTE, rank_GTR[..., : switch.router.num_selected])
+    router = switch.router
+    if router.gate != "score":
+        score_GTE = normalized_scores(router.score, score_GTE)
+    return rank_GTR, chosen_gates(score_GTE, rank_GTR), margin_GT
 
 
 def choice_margin(score_GTE, chosen_GTS):
@@ -212,26 +246,27 @@ def choice_margin(score_GTE, chosen_GTS):
     return jnp.where(next_GT > -jnp.inf, last_GT - next_GT, 0.0)
 
 
-def chosen_gates(prob_GTE, expert_GTS, convention: str = "softmax"):
+def chosen_gates(score_GTE, expert_GTS, convention: str = "softmax"):
     """Weight of each chosen expert's output, with the router's gradient.
 
     Args:
         expert_GTS: int32; a choice of none (`num_experts`) has a gate of 0.
-        convention: `softmax`, the expert's probability under the softmax over all experts
-            (Switch); `normalized`, divided by the sum over the chosen ones (GShard).
-            Normalized over one chosen expert it would be 1, without a gradient.
+        convention: `softmax` (Switch) and `score`, the expert's score without bias;
+            `normalized`, divided by the sum over the chosen ones (GShard). Normalized over one
+            chosen expert it would be 1, without a gradient.
     """
 
     def gate_of(expert_GT):  # a sum over a mask, not a gather: its gradient is no scatter
-        is_expert_GTE = jax.nn.one_hot(expert_GT, prob_GTE.shape[-1], dtype=jnp.bool_)
-        return jnp.sum(jnp.where(is_expert_GTE, prob_GTE, 0.0), axis=-1)
+        is_expert_GTE = jax.nn.one_hot(expert_GT, score_GTE.shape[-1], dtype=jnp.bool_)
+        return jnp.sum(jnp.where(is_expert_GTE, score_GTE, 0.0), axis=-1)
 
     gates = [gate_of(expert_GTS[..., s]) for s in range(expert_GTS.shape[-1])]
     gate_GTS = jnp.stack(gates, axis=-1)
-    if convention == "softmax":
+    if convention != "normalized":
         return gate_GTS
     # The floor keeps a token that chooses nothing at 0.
-    return gate_GTS / jnp.maximum(jnp.sum(gate_GTS, axis=-1, keepdims=True), 1e-9)
+    floor = jnp.finfo(gate_GTS.dtype).tiny
+    return gate_GTS / jnp.maximum(jnp.sum(gate_GTS, axis=-1, keepdims=True), floor)
 
 
 def count_choices(expert_GTS, num_experts: int):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router: logits in float32, exploration noise, and hash routing, which has neither.
+"""The router: logits in float32, their scores, exploration noise, and hash routing.
 
 Fedus et al. 2021 (arXiv:2101.03961), section 2.1 eq. 1, section 2.4 (float32), appendix C
 (exploration: argmax, sampling from the softmax, input dropout, input jitter, which the paper
@@ -24,6 +24,26 @@ def router_logits(x_GTD, w_router_DE, *, dtype="float32"):
     """
     x_GTD, w_router_DE = x_GTD.astype(dtype), w_router_DE.astype(dtype)
     return jnp.einsum("GTD,DE->GTE", x_GTD, w_router_DE, precision=jax.lax.Precision.HIGHEST)
+
+
+def router_scores(score: str, logits_GTE):
+    """The scores of experts, by the function that `RouterConfig.score` names."""
+    if score == "softmax":
+        return jax.nn.softmax(logits_GTE, axis=-1)
+    if score == "sigmoid":
+        return jax.nn.sigmoid(logits_GTE)
+    # Below -20 it is exp(z / 2) to the last bit of float32; the root's derivative would be
+    # infinite times 0 where softplus underflows.
+    root_GTE = jnp.sqrt(jax.nn.softplus(jnp.maximum(logits_GTE, -20.0)))
+    return jnp.where(logits_GTE < -20.0, jnp.exp(logits_GTE / 2), root_GTE)
+
+
+def normalized_scores(score: str, score_GTE):
+    """Scores over their sum: the probabilities that balance losses and statistics are of."""
+    if score == "softmax":
+        return score_GTE
+    floor = jnp.finfo(score_GTE.dtype).tiny
+    return score_GTE / jnp.maximum(jnp.sum(score_GTE, axis=-1, keepdims=True), floor)
 
 
 def explored_inputs(router, x_GTD, *, key: jax.Array | None):

@@ -7,7 +7,7 @@ numerators and denominators, and its properties the quotients that are reported;
 `training/losses.py` divides by the whole batch's. A new auxiliary loss is a numerator here, its
 quotient in `means`, and its weight there.
 Dims: B batch, L length, N Switch layers, G groups, T tokens of a group, E experts, S choices,
-U tasks that experts are divided among, W experts of a task
+M length once more, U tasks that experts are divided among, W experts of a task
 """
 
 import dataclasses
@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from switchx.layers.attention import segment_mask
 from switchx.moe.balance import expected_drops
+from switchx.moe.capacity import out_of_groups
 from switchx.moe.config import RouterConfig
 from switchx.moe.plan import RoutingPlan, choice_margin, choose_experts, chosen_gates
 
@@ -31,7 +33,7 @@ class Choices:
         gate_BLS: weights of the choices.
         dropped_BLS: int8, 1 where a choice asked for a slot and got none: stages add it up.
         rank_BLR: experts of the highest scores, the highest first, R of `num_ranks`.
-        prob_BLR: router probabilities of these.
+        prob_BLR: router probabilities of these; with `gate="score"` their scores.
         margin_BL: score of the last choice over the next expert's; 0 without a next one.
     """
 
@@ -50,19 +52,26 @@ class RoutingStats:
 
     Attributes:
         tokens: real tokens routed.
-        groups: routing groups that have a real token; 1 where the whole batch is one group.
-        balance: sum over groups of `E sum_e f_e P_e`, with its gradient.
+        groups: number of groups of the balance loss that have a real token; 1 where the whole
+            batch is one.
+        balance: sum over groups of `E sum_e f_e P_e`, with its gradient. By sequence, a group
+            is a sequence; by the load of the step before, each token is one.
         router_z: sum over tokens of logsumexp(logits)^2, with its gradient.
         load_E: tokens that asked for each expert, before capacity.
         dropped: choices that got no slot.
         entropy: sum over tokens of the router's entropy, in nats.
         gate: sum over tokens of the largest gate of each token.
-        prob_E: sum over tokens of the router's probability of each expert.
+        prob_E: sum over tokens of the router's probability of each expert; with its gradient
+            where the balance loss is of the batch.
         mass: sum over tokens of the probabilities of their S best experts, before any
             normalising; None where experts choose or a hash does, as `margin`.
         margin: sum over tokens of the S-th best score less the next one, by the scores of the
             choice (with bias and noise).
         bias: tokens times the mean of the bias of the choice; None without one.
+        counted_E: choices of each expert that the balance loss counts, where it is of the
+            batch; None elsewhere.
+        margin_EW, margin_E: `quantile_balance.margin_counts` and `margin_quantiles`, in
+            training with such a bias; None elsewhere.
         expected_dropped: choices that a balanced router would drop in these groups
             (`balance.expected_drops`); None where that is not the law of its drops.
         choices: the choices of every token, one item for each stack (the encoder's first). A
@@ -82,12 +91,32 @@ class RoutingStats:
     margin: jax.Array | None = None
     bias: jax.Array | None = None
     expected_dropped: jax.Array | None = None
+    counted_E: jax.Array | None = None
+    margin_EW: jax.Array | None = None
+    margin_E: jax.Array | None = None
     choices: tuple[Choices, ...] = ()
 
     @property
     def summed(self) -> "RoutingStats":
         """The statistics without `choices`, which may be added up over batches."""
         return dataclasses.replace(self, choices=())
+
+    @property
+    def reported(self) -> "RoutingStats":
+        """The statistics without what a step's update of the routers alone reads."""
+        return dataclasses.replace(self, counted_E=None, margin_EW=None, margin_E=None)
+
+    def with_load(self, share_NE, tokens) -> "RoutingStats":
+        """The statistics of a part of a batch whose balance loss is by the whole batch's load.
+
+        `E sum_e f_e P_e` is linear in P, so with f known the parts add up to it exactly.
+
+        Args:
+            share_NE: f, shares of the choices of the whole batch, per layer.
+            tokens: number of tokens of the whole batch.
+        """
+        balance = share_NE.shape[-1] * jnp.sum(share_NE * self.prob_E, axis=-1) / tokens
+        return dataclasses.replace(self, balance=balance, groups=self.tokens / tokens)
 
     @property
     def balance_loss(self) -> jax.Array:
@@ -135,24 +164,33 @@ def measure_routing(
     *,
     score_GTE=None,
     bias_E=None,
+    load_E=None,
+    segment_BL=None,
 ) -> RoutingStats:
     """The statistics of one layer, in float32.
 
     Args:
+        prob_GTE: scores over their sum (`normalized_scores`).
         score_GTE: scores by which the tokens chose (`choice_scores`); None is `prob_GTE`.
         bias_E: the bias in them; None without one.
+        load_E: shares of the choices in the step before, which the balance loss compares with;
+            None compares with these.
+        segment_BL: sequence of each token, which the balance loss is of; None is of the groups.
     """
     logits_GTE, prob_GTE = logits_GTE.astype(jnp.float32), prob_GTE.astype(jnp.float32)
     token_GT = is_token_GT.astype(jnp.float32)
     tokens, frozen_GTE = jnp.sum(token_GT), jax.lax.stop_gradient(prob_GTE)
     entropy_GT = _entropy(frozen_GTE)
-    balance, groups = balance_sums(
-        prob_GTE,
-        plan.counted_GE,
-        is_token_GT,
-        scope=router.balance_scope,
-        num_tasks=router.num_tasks,
-    )
+    if segment_BL is not None:
+        balance, groups = sequence_sums(prob_GTE, plan, segment_BL)
+    else:
+        balance, groups = balance_sums(
+            prob_GTE,
+            plan.counted_GE,
+            is_token_GT,
+            scope=router.balance_scope,
+            num_tasks=router.num_tasks,
+        )
     mass = margin = None
     if router.has_margin:
         score_GTE = frozen_GTE if score_GTE is None else score_GTE.astype(jnp.float32)
@@ -160,7 +198,14 @@ def measure_routing(
         mass = jnp.sum(jnp.sum(chosen_gates(frozen_GTE, chosen_GTS), axis=-1) * token_GT)
         margin = jnp.sum(choice_margin(score_GTE, chosen_GTS) * token_GT)
     floor = _expected_dropped(plan, is_token_GT) if router.has_drop_floor else None
-    prob_GE = jnp.sum(jnp.where(is_token_GT[..., None], frozen_GTE, 0), axis=1)
+    is_of_batch, counted_E = router.balance_scope == "batch", None
+    summed_GTE = jnp.where(is_token_GT[..., None], prob_GTE if is_of_batch else frozen_GTE, 0)
+    prob_E = jnp.sum(jnp.sum(summed_GTE, axis=1), axis=0)
+    if is_of_batch:
+        counted_E = jnp.sum(plan.counted_GE, axis=0).astype(jnp.float32)
+    if load_E is not None:
+        share_E, groups = jax.lax.stop_gradient(load_E), tokens
+        balance = plan.num_experts * jnp.sum(share_E * prob_E)
     return RoutingStats(
         tokens=tokens,
         groups=groups,
@@ -170,11 +215,12 @@ def measure_routing(
         dropped=jnp.sum(plan.is_dropped_GTS).astype(jnp.float32),
         entropy=jnp.sum(entropy_GT * token_GT),
         gate=jnp.sum(jax.lax.stop_gradient(jnp.max(plan.gate_GTS, axis=-1)) * token_GT),
-        prob_E=jnp.sum(prob_GE, axis=0),
+        prob_E=prob_E,
         mass=mass,
         margin=margin,
         bias=None if bias_E is None else tokens * jnp.mean(jax.lax.stop_gradient(bias_E)),
         expected_dropped=floor,
+        counted_E=counted_E,
     )
 
 
@@ -224,6 +270,35 @@ def balance_sums(prob_GTE, count_GE, is_token_GT, *, scope: str = "group", num_t
     mean_prob_GE = prob_GE / jnp.maximum(tokens_G, 1)[:, None]
     balance_G = W * jnp.sum(share_GUW.reshape(mean_prob_GE.shape) * mean_prob_GE, axis=-1)
     return jnp.sum(balance_G), jnp.sum(tokens_G > 0).astype(dtype)
+
+
+def sequence_sums(prob_GTE, plan: RoutingPlan, segment_BL):
+    """Sum over sequences of `E sum_e f_e P_e`, and the number of sequences.
+
+    DeepSeek-V3 (arXiv:2412.19437), eq. 17-20. A packed row has several sequences; f and P are
+    of the tokens of one.
+
+    Args:
+        segment_BL: number of each token's sequence in its row; 0 where there is no token.
+    """
+    B, L = segment_BL.shape
+    counted_GTS = plan.expert_GTS if plan.counted_GTS is None else plan.counted_GTS
+    is_chosen_GTSE = jax.nn.one_hot(counted_GTS, plan.num_experts, dtype=jnp.float32)
+    chosen_BLE = out_of_groups(jnp.sum(is_chosen_GTSE, axis=-2), B, L)
+    prob_BLE, is_token_BL = out_of_groups(prob_GTE, B, L), segment_BL > 0
+    is_same_BLM = segment_mask(segment_BL, segment_BL)
+    count_BLE = jnp.einsum("BLM,BME->BLE", is_same_BLM.astype(jnp.float32), chosen_BLE)
+    share_BLE = count_BLE / jnp.maximum(jnp.sum(count_BLE, axis=-1, keepdims=True), 1)
+    length_BL = jnp.maximum(jnp.sum(is_same_BLM, axis=-1), 1)
+    term_BL = plan.num_experts * jnp.sum(share_BLE * prob_BLE, axis=-1) / length_BL
+    return jnp.sum(jnp.where(is_token_BL, term_BL, 0)), count_sequences(segment_BL)
+
+
+def count_sequences(segment_BL):
+    """The number of sequences in rows, float32."""
+    is_same_BLM = segment_mask(segment_BL, segment_BL)
+    is_first_BL = (segment_BL > 0) & ~jnp.any(jnp.tril(is_same_BLM, -1), axis=-1)
+    return jnp.sum(is_first_BL, dtype=jnp.float32)
 
 
 def join_stacks(encoder: RoutingStats | None, decoder: RoutingStats | None):

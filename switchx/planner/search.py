@@ -202,8 +202,8 @@ def _indivisible(workload: Workload, hardware: Hardware, mesh: Layout) -> str | 
         return "a pipeline needs ModelConfig.scan_layers=True"
     if workload.batch_size % (math.prod(map(mesh.shape.get, BATCH)) * mesh.num_microbatches):
         return "the batch does not divide over the devices that split it"
-    if mesh.num_microbatches > 1 and switch and switch.router.balance_scope == "batch":
-        return "balance_scope='batch' takes one microbatch"
+    if mesh.num_microbatches > 1 and switch and switch.router.counts_first:
+        return "balance_scope='batch' counts first where there are microbatches: not planned"
     return None
 
 
@@ -250,7 +250,7 @@ def _microbatches(workload: Workload, layout: Layout) -> Iterator[int]:
     parts = math.prod(map(layout.shape.get, BATCH))
     while workload.batch_size % (number * parts) == 0:
         yield number
-        if switch is not None and switch.router.balance_scope == "batch":
+        if switch is not None and switch.router.counts_first:
             return
         number *= 2
 

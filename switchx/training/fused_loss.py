@@ -125,10 +125,11 @@ def check_fused(
         )
     if config.switch is None:
         return
-    if config.switch.router.balance_scope == "batch":
+    if config.switch.router.counts_first:
         raise ValueError(
             f"{asked} with RouterConfig.balance_scope='batch': every device would need the "
-            "load of all; use balance_scope='group', or bucket_bytes=None"
+            "load of all; use balance_load='previous_step', balance_scope='group', or "
+            "bucket_bytes=None"
         )
     parts = math.prod(mesh.shape[axis] for axis in slicing.varying)
     for length in lengths:

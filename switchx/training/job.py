@@ -161,11 +161,15 @@ class TrainingJob:
                 f"microbatches that divides {self.batch_size}"
             )
         switch, parts = self.model.switch, self.step.num_microbatches
-        if switch is not None and switch.router.balance_scope == "batch" and parts > 1:
-            raise ValueError(
-                f"RouterConfig.balance_scope='batch' with num_microbatches={parts}: the first "
-                "microbatch's gradient would need the load of all; use one microbatch, or "
-                "balance_scope='group', which is exact under any split"
+        if switch is not None and switch.router.counts_first and parts > 1:
+            require(
+                self.mesh.pipe == 1 and self.storage.experts == "device",
+                f"RouterConfig.balance_scope='batch' with num_microbatches={parts}, "
+                f"MeshSpec.pipe={self.mesh.pipe} and StorageSpec.experts="
+                f"{self.storage.experts!r}: the load of all is counted by a first forward pass "
+                "of the whole model; use "
+                "balance_load='previous_step' (an approximation), one microbatch, or "
+                "balance_scope='group', which is exact under any split",
             )
         self._check_tasks()
         require(

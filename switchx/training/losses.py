@@ -18,7 +18,7 @@ from switchx.layers.embedding import Embedding, summed_over_tokens
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import bind, forward
 from switchx.moe.capacity import into_groups, layer_groups
-from switchx.moe.stats import RoutingStats
+from switchx.moe.stats import RoutingStats, count_sequences
 from switchx.partitioning.collectives import vary_alike
 from switchx.partitioning.rules import MeshAxes
 from switchx.training.microbatches import into_microbatches, sparse_stacks
@@ -215,12 +215,16 @@ class LossDenominators:
 
     Attributes:
         target_tokens: the sum of the loss weights.
-        tokens, groups: number of real tokens, and of routing groups that have any, by stack.
+        tokens, groups: number of real tokens, and of groups of the balance loss that have any,
+            by stack.
+        share_NE: shares of the choices of the whole batch, which the balance loss of its parts
+            compares with (`RoutingStats.with_load`); None where each part has its own.
     """
 
     target_tokens: jax.Array
     tokens: dict[str, jax.Array]
     groups: dict[str, jax.Array]
+    share_NE: jax.Array | None = None
 
 
 def loss_denominators(
@@ -234,7 +238,12 @@ def loss_denominators(
         if model.switch.router.padding == "counted":
             is_token_BML = jnp.ones_like(is_token_BML)
         tokens[stack] = jnp.sum(is_token_BML, dtype=jnp.float32)
-        groups[stack] = _count_groups(model.switch, is_token_BML)
+        if model.switch.router.balance_scope == "sequence":
+            groups[stack] = count_sequences(batch[f"{stack}_segment_ids"])
+        elif model.switch.router.keeps_load:
+            groups[stack] = tokens[stack]
+        else:
+            groups[stack] = _count_groups(model.switch, is_token_BML)
     return LossDenominators(jnp.sum(batch["decoder_loss_weights"]), tokens, groups)
 
 
@@ -274,9 +283,9 @@ def loss_terms(
         value = sums.loss / jnp.maximum(denominators.target_tokens, 1)
     if stats is None:
         return value
-    layers = [name.split()[0] for name in model.sparse_layer_names]
+    layers = model.sparse_layer_names
     tokens, groups = (
-        jnp.stack([counts[name] for name in layers]) if stack is None else counts[stack]
+        _by_layer(model, counts) if stack is None else counts[stack]
         for counts in (denominators.tokens, denominators.groups)
     )
     auxiliary = jnp.sum(
@@ -284,6 +293,47 @@ def loss_terms(
         + loss.router_z_weight * stats.router_z / jnp.maximum(tokens, 1)
     )
     return value + auxiliary / (len(layers) if loss.layer_reduction == "mean" else 1)
+
+
+def _by_layer(model: ModelConfig, counts: dict[str, jax.Array]):
+    """Counts by stack as `[N]`, one for each Switch layer."""
+    return jnp.stack([counts[name.split()[0]] for name in model.sparse_layer_names])
+
+
+def whole_load(model: ModelConfig, params, rows: dict, keys, denominators: LossDenominators):
+    """The denominators with the load of the whole batch, which a first forward pass counts.
+
+    Args:
+        rows: the batch, as `into_microbatches` returns it.
+        keys: keys of the microbatches, those of the gradients: noise and so choices are equal.
+    """
+
+    def counted(params, batch, key):
+        if model.build is not None:
+            _, stats = forward(model, params, batch, is_training=True, key=key)
+        else:
+            _, stats = bind(model, params).activations(batch, is_training=True, key=key)
+        return stats.counted_E
+
+    batches = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), rows)
+    counts_MNE = jax.lax.map(lambda each: counted(params, *each), (batches, keys))
+    count_NE = jnp.sum(counts_MNE, axis=0)
+    share_NE = count_NE / jnp.maximum(jnp.sum(count_NE, axis=-1, keepdims=True), 1)
+    return dataclasses.replace(
+        denominators,
+        groups=jax.tree.map(jnp.ones_like, denominators.groups),
+        share_NE=jax.lax.stop_gradient(share_NE),
+    )
+
+
+def with_whole_load(
+    model: ModelConfig, denominators: LossDenominators, stats: RoutingStats | None
+) -> RoutingStats | None:
+    """A microbatch's statistics, whose balance loss is by the whole batch's load if known."""
+    if stats is None or denominators.share_NE is None:
+        return stats
+    tokens_N = jnp.maximum(_by_layer(model, denominators.tokens), 1)
+    return stats.with_load(denominators.share_NE, tokens_N)
 
 
 def token_sums(
@@ -314,5 +364,6 @@ def batch_loss(
         The loss and (token sums, routing statistics).
     """
     sums, stats = token_sums(config, loss, params, batch, is_training=True, key=key)
+    stats = with_whole_load(config, denominators, stats)
     value = loss_terms(loss, config, denominators, sums, stats)
     return value, (sums, None if stats is None else stats.summed)

@@ -148,7 +148,7 @@ def has_whole_groups(model: ModelConfig, rows: int, lengths: list[int], parts: i
     """
     if not lengths or parts == 1:
         return rows % parts == 0
-    is_one_group = model.switch.router.balance_scope == "batch"
+    is_one_group = model.switch.router.counts_first
     return not is_one_group and rows_of_groups(model.switch, rows, lengths, parts) is not None
 
 

@@ -37,9 +37,15 @@ from switchx.optim.updates import (
 from switchx.partitioning.buckets import require_bucket_bytes
 from switchx.partitioning.optimizer_slices import has_slices, into_slices, out_of_slices
 from switchx.training.fused_loss import fused_batch_loss
-from switchx.training.losses import LossConfig, TokenSums, batch_loss, loss_denominators
-from switchx.training.microbatches import summed_gradients
-from switchx.training.switch_layers import with_balanced_biases
+from switchx.training.losses import (
+    LossConfig,
+    TokenSums,
+    batch_loss,
+    loss_denominators,
+    whole_load,
+)
+from switchx.training.microbatches import into_microbatches, summed_gradients
+from switchx.training.switch_layers import with_balanced_routers
 
 # Dynamic loss scaling (Micikevicius et al. 2018): doubled after this many good steps.
 LOSS_SCALE_PATIENCE = 2000
@@ -228,6 +234,9 @@ def gradients(
     """
     seam, M = seam or seam_of(step), step.num_microbatches
     denominators = loss_denominators(config, batch, M)
+    if M > 1 and config.switch is not None and config.switch.router.counts_first:
+        rows, keys = into_microbatches(config, batch, M), jax.random.split(key, M)
+        denominators = whole_load(config, params, rows, keys, denominators)
 
     def scaled_loss(params, batch, key):
         value, aux = seam.loss_of(
@@ -320,8 +329,8 @@ def take_step(
             grads, opt_state, own, gradient_scale=unscale * clip
         )
         updated = out_of_slices(into_slices(apply_updates(own, updates)))
-        if stats is not None and config.switch.router.has_bias:
-            updated = with_balanced_biases(config, params, updated, stats.load_E)
+        if stats is not None:
+            updated = with_balanced_routers(config.switch.router, params, updated, stats)
         updated = keep_frozen(step.rate_multipliers, params, updated)
         if average is not None:
             average = moved_average(average, into_slices(updated), step.ema_decay)
@@ -356,7 +365,8 @@ def take_step(
         loss_scale=loss_scale,
         good_steps=good_steps,
     )
-    metrics = StepMetrics(sums, value, stats, grad_norm, is_skipped, skipped_in_a_row, rms)
+    routing = None if stats is None else stats.reported
+    metrics = StepMetrics(sums, value, routing, grad_norm, is_skipped, skipped_in_a_row, rms)
     return next_state, metrics, jnp.asarray(unscale * clip, jnp.float32)
 
 

@@ -1,46 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Switch layer that each parameter belongs to, and balancing by a bias of the router.
+"""The Switch layer that each parameter belongs to, and what balances routers after a step.
 
 Dims: N Switch layers, E experts
 """
 
+import functools
 import re
 
+import jax
 import jax.numpy as jnp
 
 from switchx import tree
-from switchx.models.config import ModelConfig
+from switchx.moe.config import RouterConfig
+from switchx.moe.quantile_balance import bias_of_counts, bias_of_quantiles
+from switchx.moe.stats import RoutingStats
 
 # Loss-free balancing (Wang et al. 2024, arXiv:2408.15664, algorithm 1; DeepSeek-V3,
 # arXiv:2412.19437, section 2.1.2). The bias enters the choice of experts and no gate, so it
 # adds nothing to the gradient. It is a parameter, so that it is kept, sharded and restored as
-# all parameters are, but the optimizer's update of it is thrown away.
+# all parameters are, but the optimizer's update of it is thrown away. So is the load of the
+# step before, which a balance loss may compare with.
 
 
-def balanced_bias(bias_E, load_E, rate: float):
-    """`bias + rate * sign(mean(load) - load)`, the load being that of one batch, per layer."""
-    gap_E = jnp.mean(load_E, axis=-1, keepdims=True) - load_E
-    return bias_E + rate * jnp.sign(gap_E).astype(bias_E.dtype)
+def balanced_bias(router: RouterConfig, bias_NE, stats: RoutingStats):
+    """The bias after a step, by `RouterConfig.bias_rule`, from the load of its whole batch."""
+    rate = router.bias_update_rate
+    if router.has_quantiles:
+        if router.bias_rule == "quantile":
+            new_NE = bias_of_counts(stats.margin_EW, bias_NE, router.num_selected)
+        else:
+            new_NE = bias_of_quantiles(stats.margin_E, stats.tokens, bias_NE)
+        return bias_NE + rate * (new_NE - bias_NE) if rate < 1 else new_NE
+    gap_NE = jnp.mean(stats.load_E, axis=-1, keepdims=True) - stats.load_E
+    if router.bias_rule == "proportional":
+        step_NE = gap_NE / jnp.maximum(stats.tokens, 1)[..., None]
+    else:
+        step_NE = jnp.sign(gap_NE)
+    if router.bias_rule == "sign_centered":
+        # With a skewed load more experts are under the mean than over it: the bias would grow.
+        step_NE -= jnp.mean(step_NE, axis=-1, keepdims=True)
+    return bias_NE + rate * step_NE.astype(bias_NE.dtype)
 
 
-def with_balanced_biases(config: ModelConfig, params, updated, load_NE):
-    """`updated`, with every router's bias moved from where it was in `params`.
+def with_balanced_routers(router: RouterConfig, params, updated, stats: RoutingStats):
+    """`updated`, with the selection biases moved from where they were in `params`, and loads of
+    this step where routers keep them.
 
     Args:
         params, updated: parameters before and after the optimizer's update.
-        load_NE: choices of each expert in the whole batch, for all Switch layers in the order
-            of the routing statistics: the encoder's first.
+        stats: routing of the whole batch in all Switch layers, the encoder's first.
     """
-    rate = config.switch.router.bias_update_rate
-    rows = layers_of(params, "router_bias_E")
+    if router.keeps_load:
+        updated = _replaced("router_load_E", params, updated, stats, _shares)
+    if router.has_bias:
+        move = functools.partial(balanced_bias, router)
+        updated = _replaced("router_bias_E", params, updated, stats, move)
+    return updated
 
-    def balance(name, old, new):
+
+def _shares(load_NE, stats: RoutingStats):
+    """The shares of the step's choices; the old ones of a layer that had none."""
+    total_N1 = jnp.sum(stats.counted_E, axis=-1, keepdims=True)
+    return jnp.where(total_N1 > 0, stats.counted_E / jnp.maximum(total_N1, 1), load_NE)
+
+
+def _replaced(parameter: str, params, updated, stats: RoutingStats, move):
+    """`updated` with `move(old, statistics of its layers)` in the place of a parameter."""
+    rows = layers_of(params, parameter)
+
+    def one(name, old, new):
         if name not in rows:
             return new
-        load_E = load_NE[jnp.asarray(rows[name])].reshape(old.shape)
-        return balanced_bias(old, load_E, rate)
+        index = jnp.asarray(rows[name])
+        own = jax.tree.map(lambda sums: sums[index], stats.summed)
+        return move(old.reshape(len(index), -1), own).reshape(old.shape)
 
-    return tree.map_named(balance, params, updated)
+    return tree.map_named(one, params, updated)
 
 
 def layers_of(params, parameter: str) -> dict[str, list[int]]:

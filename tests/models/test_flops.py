@@ -245,6 +245,7 @@ BASE = ModelConfig(
 VARIANTS = {
     "top2": dict(router=RouterConfig(num_selected=2)),
     "bias": dict(router=RouterConfig(bias_update_rate=0.1)),
+    "load": dict(router=RouterConfig(balance_scope="batch", balance_load="previous_step")),
     "logit_bias": dict(router=RouterConfig(has_logit_bias=True)),
     "merged": dict(router=RouterConfig(counts_merged=True)),
     "hash": dict(router=RouterConfig(kind="hash", exploration="none")),

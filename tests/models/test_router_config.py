@@ -2,11 +2,11 @@
 """Router descriptions: Switch's router by default, and every refusal's message in full."""
 
 import dataclasses
+import re
 
 import pytest
 
-from switchx.moe.config import RouterConfig
-from tests.data.refusals import refused
+from switchx.moe.config import RouterConfig, SwitchConfig
 
 
 def test_the_default_is_the_papers_router():
@@ -21,6 +21,9 @@ def test_what_a_router_owns():
     assert not RouterConfig(kind="hash", exploration="none").has_weights
     assert RouterConfig(bias_update_rate=0.0).has_bias  # a bias that stays as it is
     assert RouterConfig(kind="expert_choice").has_weights
+
+
+QUANTILE = {"bias_rule": "quantile", "bias_update_rate": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -58,6 +61,48 @@ def test_what_a_router_owns():
             "bias_update_rate=0.001 with exploration='sample': the bias is added to "
             "probabilities that are compared, not drawn from",
         ),
+        ({"gate": "score"}, "gate='score' with score='softmax'; use gate='softmax', or gate="),
+        (
+            {"score": "sigmoid"},
+            "gate='softmax' with score='sigmoid'; use gate='score', or gate",
+        ),
+        (
+            {"score": "sigmoid", "gate": "normalized"},
+            "gate='normalized' with num_selected=1: the gate would be 1 whatever the router "
+            "says, and the router would get no gradient; use gate='score', or num_selected=2",
+        ),
+        (
+            {"score": "sigmoid", "gate": "score", "counts_merged": True},
+            "counts_merged=True with score='sigmoid': only a softmax can count an expert",
+        ),
+        ({"gate_scale": 0.0}, "gate_scale=0.0"),
+        ({"expert_groups_per_token": 2}, "expert_groups_per_token=2 with num_expert_groups=1"),
+        (
+            {"num_expert_groups": 2, "num_tasks": 2, "kind": "task"},
+            "num_expert_groups=2 with kind='task' and num_copies=1, which limit a token's",
+        ),
+        (
+            {"balance_load": "previous_step"},
+            "balance_load='previous_step' with balance_scope='group', whose load every",
+        ),
+        (
+            {"balance_scope": "sequence", "overflow": "reroute"},
+            "balance_scope='sequence' with overflow='reroute' and padding='ignored'",
+        ),
+        ({"bias_rule": "quantile"}, "bias_rule='quantile' with bias_update_rate=None"),
+        (
+            QUANTILE | {"bias_update_rate": 1.5},
+            "bias_rule='quantile' with bias_update_rate=1.5, a share of the way",
+        ),
+        (
+            QUANTILE | {"num_expert_groups": 4},
+            "bias_rule='quantile' with num_expert_groups=4 and num_copies=1",
+        ),
+        (QUANTILE | {"overflow": "reroute"}, "bias_rule='quantile' with overflow='reroute'"),
+        (
+            QUANTILE | {"score": "sqrt_softplus", "gate": "score"},
+            "bias_rule='quantile' with score='sqrt_softplus': its histogram is of scores",
+        ),
         ({"replay_drops": True}, "replay_drops=True with replay=False: nothing is replayed"),
         ({"replay": True}, "replay=True with overflow='drop': full experts would drop tokens"),
         (
@@ -71,8 +116,27 @@ def test_what_a_router_owns():
     ],
 )
 def test_a_router_that_cannot_be_is_refused(changes, message):
-    with refused(f"RouterConfig.{message}"):
+    with pytest.raises(ValueError, match=f"RouterConfig.{re.escape(message)}"):
         RouterConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "changes", "message"),
+    [
+        (6, {"num_expert_groups": 4}, "num_expert_groups=4 with num_experts=6"),
+        (4, {"num_expert_groups": 4}, "num_expert_groups=4 with num_experts=4"),
+        (
+            8,
+            {"num_expert_groups": 4, "num_selected": 3},
+            "num_expert_groups=4 with num_experts=8 and expert_groups_per_token=1: groups have "
+            "as many experts each, two or more, and those of a token 3 in all; use fewer",
+        ),
+        (2, QUANTILE | {"num_selected": 2}, "bias_rule='quantile' with num_selected=2 of 2"),
+    ],
+)
+def test_a_choice_that_experts_are_too_few_for_is_refused(num_experts, changes, message):
+    with pytest.raises(ValueError, match=f"RouterConfig.{message}"):
+        SwitchConfig(num_experts, router=RouterConfig(**changes))
 
 
 CHOOSE = "the experts choose, each as many tokens as it has slots"

@@ -280,5 +280,6 @@ def test_sizes_are_static_under_jit():
 def test_the_balance_loss_counts_the_choices_unless_it_is_told_others():
     plan = hand_plan()
     assert plan.counted_GE is plan.count_GE
-    rounds_GE = plan.count_GE * 2
-    assert dataclasses.replace(plan, balance_GE=rounds_GE).counted_GE is rounds_GE
+    others_GTS = jnp.zeros_like(plan.expert_GTS)
+    counted_GE = dataclasses.replace(plan, counted_GTS=others_GTS).counted_GE
+    assert counted_GE.tolist() == [[others_GTS.size, 0, 0]]

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routing statistics whose shares are easily worked out."""
 
+import dataclasses
+
+import jax.numpy as jnp
 import numpy as np
 
 from switchx.moe.stats import RoutingStats
@@ -25,3 +28,11 @@ def two_layers() -> RoutingStats:
     return RoutingStats(
         **{name: np.array(value, np.float32) for name, value in numbers.items()}
     )
+
+
+def with_loads(load_NE) -> RoutingStats:
+    """Statistics of layers with these loads, of one choice a token; all else is 0."""
+    load_NE = jnp.asarray(load_NE, jnp.float32)
+    fields = [each.name for each in dataclasses.fields(RoutingStats)[:8]]
+    stats = RoutingStats(**dict.fromkeys(fields, jnp.zeros(load_NE.shape[:-1])))
+    return dataclasses.replace(stats, load_E=load_NE, counted_E=load_NE, tokens=load_NE.sum(-1))

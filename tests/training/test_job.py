@@ -9,6 +9,8 @@ from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures
 from switchx.data.loader import BatchConfig
 from switchx.data.mixtures import Mixture
 from switchx.models.config import RouterConfig
+from switchx.partitioning.mesh import MeshSpec
+from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.step import StepConfig
 from tests.data.refusals import refused
 from tests.training.jobs import DENSE, ENCODER_DECODER, SPARSE, TASK, make_job, with_switch
@@ -57,12 +59,12 @@ def test_rows_fit_the_learned_positions(model, lengths):
     make_job(model, inputs_length=4, targets_length=4)
 
 
-def test_a_balance_loss_over_the_batch_needs_the_whole_batch_at_once():
-    router = RouterConfig(balance_scope="batch")
+def test_the_load_of_the_batch_is_counted_first_by_whole_models():
+    router, step = RouterConfig(balance_scope="batch"), StepConfig(num_microbatches=2)
     model = with_switch(SPARSE, router=router)
-    make_job(model)
-    with refused(
-        "RouterConfig.balance_scope='batch' with num_microbatches=2: the first "
-        "microbatch's gradient would need the load of all"
-    ):
-        make_job(model, step=StepConfig(num_microbatches=2))
+    make_job(model, step=step)
+    for changes in ({"mesh": MeshSpec(pipe=2)}, {"storage": StorageSpec("host")}):
+        with refused("RouterConfig.balance_scope='batch' with num_microbatches=2, MeshSpec"):
+            make_job(model, step=step, **changes)
+    before = dataclasses.replace(router, balance_load="previous_step")
+    make_job(with_switch(SPARSE, router=before), step=step, mesh=MeshSpec(pipe=2))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loss-free balancing: the rule, whose load is whose bias, and that nothing else moves it."""
+"""Loss-free balancing: the rules, whose load is whose bias, and that nothing else moves it."""
 
 import dataclasses
 import functools
@@ -11,21 +11,35 @@ import pytest
 
 from switchx import tree
 from switchx.models.config import RouterConfig
-from switchx.models.params import abstract_params
+from switchx.models.params import abstract_params, forward
 from switchx.moe.plan import make_plan
 from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant
-from switchx.training.step import StepConfig, init_state, train_step
-from switchx.training.switch_layers import balanced_bias, layers_of, with_balanced_biases
-from tests.cases import slow
+from switchx.partitioning.constrain import use_mesh
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.rules import param_shardings
+from switchx.training.step import StepConfig, gradients, init_state, train_step
+from switchx.training.switch_layers import balanced_bias, layers_of, with_balanced_routers
+from tests.cases import slow, slow_unless
+from tests.compare import assert_close_to_largest
 from tests.training.jobs import (
     ENCODER_DECODER,
+    LENGTH,
     LOSS,
     SPARSE,
     make_batch,
     make_params,
+    with_padded_rows,
     with_switch,
 )
+from tests.training.pipelines import (
+    WEIGHTY,
+    assert_equal,
+    pipelined,
+    stacked,
+    unpipelined,
+)
+from tests.training.routing_stats import with_loads
 
 RATE = 0.25
 ROUTER = RouterConfig(jitter=0.0, bias_update_rate=RATE)
@@ -35,13 +49,22 @@ def biased(config, **changes):
     return dataclasses.replace(with_switch(config, router=ROUTER), **changes)
 
 
-def test_the_rule_by_hand():
-    # Mean 4: the busy expert goes down, the idle ones up, the one at the mean stays.
-    got = balanced_bias(jnp.array([0.0, 1.0, -1.0, 0.5]), jnp.array([9.0, 2.0, 4.0, 1.0]), 0.25)
-    assert got.tolist() == [-0.25, 1.25, -1.0, 0.75]
+@pytest.mark.parametrize(
+    ("rule", "steps"),
+    [
+        # Mean 4: the busy expert goes down, the idle ones up, the one at the mean stays.
+        ("sign", [-1, 1, 0, 1]),
+        ("sign_centered", [-1.25, 0.75, -0.25, 0.75]),
+        ("proportional", [-5 / 16, 2 / 16, 0, 3 / 16]),
+    ],
+)
+def test_the_rules_by_hand(rule, steps):
+    router = RouterConfig(bias_update_rate=0.25, bias_rule=rule)
+    old_NE = jnp.array([[0.0, 1.0, -1.0, 0.5]] * 2)
     # Two stacked layers have a mean each.
-    load_NE = jnp.array([[3.0, 1.0], [10.0, 30.0]])
-    assert balanced_bias(jnp.zeros((2, 2)), load_NE, 1.0).tolist() == [[-1, 1], [1, -1]]
+    got_NE = balanced_bias(router, old_NE, with_loads([[9, 2, 4, 1], [4, 4, 4, 4]]))
+    np.testing.assert_allclose(got_NE[0], old_NE[0] + 0.25 * np.array(steps), rtol=1e-6)
+    np.testing.assert_array_equal(got_NE[1], old_NE[1])
 
 
 def test_rows_are_in_the_order_of_the_statistics():
@@ -93,16 +116,23 @@ def test_a_rate_of_zero_keeps_the_bias():
     config = with_switch(SPARSE, router=RouterConfig(bias_update_rate=0.0))
     params = make_params(config)
     updated = jax.tree.map(lambda w: w + 1, params)
-    load_NE = np.arange(8.0)[None]
-    got = tree.named_leaves(with_balanced_biases(config, params, updated, load_NE))
+    stats = with_loads([np.arange(8.0)])
+    router = config.switch.router
+    got = tree.named_leaves(with_balanced_routers(router, params, updated, stats))
     (name,) = (name for name in got if name.endswith("router_bias_E"))
     wanted = tree.named_leaves(updated) | {name: tree.named_leaves(params)[name]}
     for each, leaf in wanted.items():
         np.testing.assert_array_equal(got[each], leaf)
 
 
-def test_the_bias_balances_a_router_that_does_not_learn():
-    """Tokens that all prefer experts 0 and 1, until their bias has gone down."""
+@pytest.mark.parametrize("rule", ["sign", "sign_centered", "proportional"])
+def test_the_bias_balances_a_router_that_does_not_learn(rule):
+    """Tokens that all prefer experts 0 and 1, until their bias has gone down.
+
+    More experts are under the mean than over it: by the sign alone the mean grows.
+    """
+    router, rate = ROUTER, 0.02 if rule == "proportional" else 0.002
+    router = dataclasses.replace(ROUTER, bias_rule=rule, bias_update_rate=rate)
     rng = np.random.default_rng(0)
     logits_GTE = jnp.asarray(rng.normal(size=(1, 512, 8)) + np.array([2.0, 1.5] + [0.0] * 6))
     prob_GTE = jax.nn.softmax(logits_GTE, axis=-1)
@@ -110,11 +140,124 @@ def test_the_bias_balances_a_router_that_does_not_learn():
 
     @jax.jit
     def load(bias_E):
-        plan = make_plan(ROUTER, logits_GTE, prob_GTE, is_token_GT, 512, bias_E=bias_E)
+        plan = make_plan(router, logits_GTE, prob_GTE, is_token_GT, 512, bias_E=bias_E)
         return plan.count_GE[0].astype(jnp.float32)
 
     bias_E = jnp.zeros(8)
     assert load(bias_E).max() > 2 * 64
     for _ in range(300):
-        bias_E = balanced_bias(bias_E, load(bias_E), 0.002)
+        bias_E = balanced_bias(router, bias_E, with_loads(load(bias_E)))
     assert load(bias_E).max() < 1.1 * 64
+    assert (abs(jnp.mean(bias_E)) > 0.02) == (rule == "sign")
+
+
+def routed(**router) -> dict:
+    """The router of a model, without noise, in which experts have a slot for every token."""
+    return dict(router=RouterConfig(jitter=0.0, overflow="dropless", **router))
+
+
+QUANTILES = {"num_selected": 2, "bias_update_rate": 1.0}
+RULES = {
+    "quantile": routed(bias_rule="quantile", **QUANTILES),
+    "quantile_logits": routed(bias_rule="quantile_logits", **QUANTILES),
+    "proportional": routed(bias_rule="proportional", bias_update_rate=0.1),
+    "previous_step": routed(balance_scope="batch", balance_load="previous_step"),
+}
+
+
+@pytest.mark.parametrize("name", [slow_unless(name == "quantile", name) for name in RULES])
+def test_routers_move_once_a_step_whatever_microbatches_and_remat(name):
+    """Counts of microbatches add up, and what is computed again for gradients counts once."""
+    config = with_switch(SPARSE, **RULES[name])
+    batch = with_padded_rows(make_batch(config, 8), 1, 2)
+    parameter = "router_load_E" if config.switch.router.keeps_load else "router_bias_E"
+    moved = []
+    for remat, num in (("none", 1), ("full", 4)):
+        own = dataclasses.replace(config, remat=remat)
+        before, after, metrics = stepped(own, batch, num_microbatches=num)
+        (each,) = (each for each in before if each.endswith(parameter))
+        assert after[each].dtype == jnp.float32
+        moved.append(np.asarray(after[each]))
+        assert np.abs(moved[-1] - before[each]).max() > 1e-3
+        assert metrics.routing.margin_EW is metrics.routing.counted_E is None
+    np.testing.assert_allclose(moved[1], moved[0], atol=1e-6)
+    load_E = np.asarray(metrics.routing.load_E)[0]
+    if name == "previous_step":
+        np.testing.assert_allclose(moved[0].reshape(-1), load_E / load_E.sum(), rtol=1e-6)
+
+
+def test_evaluation_counts_nothing_for_a_bias():
+    config = with_switch(SPARSE, **RULES["quantile"])
+    batch = make_batch(config, 2)
+    _, stats = jax.eval_shape(
+        functools.partial(forward, config, is_training=False), make_params(config), batch
+    )
+    assert stats.margin_EW is stats.margin_E is None
+
+
+BATCH = routed(num_selected=2, balance_scope="batch")
+
+
+def gradients_of(config, num_microbatches, params=None):
+    step = StepConfig(num_microbatches=num_microbatches)
+    batch = with_padded_rows(make_batch(config, 8), 1, 2)
+    compute = jax.jit(functools.partial(gradients, config, WEIGHTY, step))
+    return compute(params or make_params(config), batch, key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("config", [SPARSE, slow(ENCODER_DECODER)], ids=["decoder", "both"])
+def test_the_load_of_the_batch_is_exact_in_microbatches(config):
+    """Raw gradients, loss and the logged balance loss, of 4 microbatches and of one."""
+    config = dataclasses.replace(with_switch(config, **BATCH), dropout_rate=0.0)
+    (want, value, _, stats), (got, got_value, _, got_stats) = (
+        gradients_of(config, num) for num in (1, 4)
+    )
+    assert_close_to_largest(got, want, 1e-5)
+    np.testing.assert_allclose(got_value, value, rtol=1e-6)
+    np.testing.assert_allclose(got_stats.balance_loss, stats.balance_loss, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_load_of_the_step_before_is_exact_where_it_is_this_steps():
+    """So it is approximate by that load alone, whatever the microbatches."""
+    now = with_switch(SPARSE, **BATCH)
+    router = dataclasses.replace(now.switch.router, balance_load="previous_step")
+    before = with_switch(SPARSE, router=router)
+    want, value, _, stats = gradients_of(now, 1)
+    shapes = tree.named_leaves(abstract_params(before))
+    (name,) = (each for each in shapes if each.endswith("router_load_E"))
+    counted = np.asarray(stats.counted_E[0])
+    load = (counted / counted.sum()).reshape(shapes[name].shape)
+    params = tree.nested(tree.named_leaves(make_params(now)) | {name: load})
+    got, got_value, *_ = gradients_of(before, 4, params)
+    np.testing.assert_allclose(got_value, value, rtol=1e-6)
+    own = tree.named_leaves(got)
+    assert not np.any(own.pop(name))
+    assert_close_to_largest(own, tree.named_leaves(want), 1e-5)
+
+
+SEQUENCES = routed(
+    num_selected=2, score="sigmoid", gate="normalized", num_expert_groups=4,
+    expert_groups_per_token=2, balance_scope="sequence", bias_update_rate=0.1,
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [*RULES, "sequence", "batch"])
+def test_stages_and_replicas_give_the_gradients_and_counts_of_one_device(rule):
+    """Raw gradients, loss and what routers move by: stages, replicas, four microbatches."""
+    changes = (RULES | {"sequence": SEQUENCES, "batch": BATCH})[rule]
+    config = with_switch(stacked(SPARSE, 4), **changes)
+    batch = with_padded_rows(make_batch(config, 16), 1, 6, 7)
+    # Rows of two sequences, as far as they are long enough.
+    segments = batch["decoder_segment_ids"]
+    batch["decoder_segment_ids"] = segments * (1 + (np.arange(LENGTH) >= 3))
+    want = unpipelined(config, batch=batch)
+    if rule != "batch":  # refused with stages
+        assert_equal(pipelined(config, MeshSpec(pipe=2, data=4), batch=batch), want)
+    mesh, params = MeshSpec(data=4, expert=2), make_params(config)
+    step, built = StepConfig(num_microbatches=4), mesh.build()
+    with use_mesh(built, mesh.rules):
+        placed = jax.device_put(params, param_shardings(mesh.rules, built, params))
+        compute = jax.jit(functools.partial(gradients, config, WEIGHTY, step))
+        assert_equal(jax.device_get(compute(placed, batch, key=jax.random.key(1))), want)

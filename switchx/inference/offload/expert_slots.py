@@ -17,7 +17,8 @@ from switchx.inference.quantize import native
 from switchx.models.config import ModelConfig
 from switchx.moe.dropless import sort_into_rows
 from switchx.moe.experts import WEIGHTS, ExpertFFN
-from switchx.moe.router import router_logits
+from switchx.moe.plan import choice_scores
+from switchx.moe.router import router_logits, router_scores
 from switchx.storage.cache import Cache, Place
 
 
@@ -116,10 +117,11 @@ def slotted(config: ModelConfig) -> ModelConfig:
 def predicted(config: ModelConfig, w_router_DE, bias_E, x_RD, count_E):
     """Number of rows that would choose each expert, by this router; rows of no expert do
     not count."""
-    logits_RE = router_logits(x_RD[None], w_router_DE, dtype=config.precision.router)[0]
-    if bias_E is not None:
-        logits_RE = jax.nn.softmax(logits_RE, axis=-1) + bias_E
-    _, expert_RS = jax.lax.top_k(logits_RE, config.switch.router.num_selected)
+    router = config.switch.router
+    logits_GRE = router_logits(x_RD[None], w_router_DE, dtype=config.precision.router)
+    score_GRE = router_scores(router.score, logits_GRE)
+    score_GRE = choice_scores(router, logits_GRE, score_GRE, bias_E=bias_E)
+    _, expert_RS = jax.lax.top_k(score_GRE[0], router.num_selected)
     is_used_R = jnp.arange(len(x_RD)) < jnp.sum(count_E)
     used_RS = jnp.broadcast_to(is_used_R[:, None], expert_RS.shape)
     return jnp.zeros_like(count_E).at[expert_RS].add(used_RS.astype(count_E.dtype))

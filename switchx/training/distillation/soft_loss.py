@@ -34,6 +34,7 @@ from switchx.training.losses import (
     TokenSums,
     cross_entropy,
     loss_terms,
+    with_whole_load,
 )
 from switchx.training.microbatches import summed_gradients
 from switchx.training.step import Seam
@@ -155,6 +156,7 @@ def distilled_batch_loss(
     """
     logits_BLV, stats = forward(config, params, batch, is_training=True, key=key)
     sums = distilled_sums(logits_BLV, batch, loss, teacher)
+    stats = with_whole_load(config, denominators, stats)
     value = loss_terms(loss, config, denominators, sums, stats)
     return value, (sums, None if stats is None else stats.summed)
 
