@@ -26,6 +26,7 @@ from switchx.layers.dense import (
     weight,
     zeros,
 )
+from switchx.partitioning.constrain import constrain
 
 MASKED = -1e9
 
@@ -277,6 +278,8 @@ class Attention(AttentionOutput):
         # Not an einsum to BHKM: XLA then would transpose the weights, in every decode step.
         key_BMHK = self._project("key", x_BMD, rotation)
         value_BMHK = self._project("value", x_BMD)
+        if self.config.kv_heads != self.config.num_heads:
+            key_BMHK, value_BMHK = (constrain(x, "BMHK") for x in (key_BMHK, value_BMHK))
         return KeysValues(jnp.moveaxis(key_BMHK, 1, 3), jnp.moveaxis(value_BMHK, 1, 2))
 
     def __call__(self, x_BLD, memory: KeysValues, rotation=None, *, key=None, **biases):
