@@ -112,8 +112,10 @@ class ModelConfig:
         init_scale: variance scale of every matrix's initializer (the paper's 0.1,
             section 2.4, Table 3).
         dropout_rate: dropout rate of embeddings, attention weights and each sub-layer's output.
-        training_attention: implementation of attention in training steps alone: `einsum`, or
-            `cudnn`, flash attention on NVIDIA GPUs (docs/compiled.md).
+        training_attention: implementation of attention in training steps alone: `einsum`;
+            `cudnn`, flash attention on NVIDIA GPUs; `splash`, the same on TPUs, of decoder-only
+            models without biases of positions and without bidirectional inputs; or `auto`, the
+            device's where attention is such, else einsum (docs/compiled.md).
         scan_layers: whether one `lax.scan` runs over the repeated blocks, with parameters
             stacked over N; otherwise the blocks are unrolled.
         remat: activations that the backward pass recomputes: `none`, `minimal` (all but matmul
@@ -153,7 +155,7 @@ class ModelConfig:
     init_scale: float = at_evaluation(1.0)
     dropout_rate: float = at_evaluation(0.0)
     switch: SwitchConfig | None = None
-    training_attention: Literal["einsum", "cudnn"] = at_resume("einsum")
+    training_attention: Literal["einsum", "cudnn", "splash", "auto"] = at_resume("einsum")
     scan_layers: bool = at_resume(False)
     remat: Literal["none", "minimal", "full"] = at_resume("none")
     precision: Precision = at_evaluation(Precision())
@@ -232,6 +234,12 @@ class ModelConfig:
             self.positions == "rotary" or self.rotary == RotaryConfig(),
             f"ModelConfig.rotary={self.rotary} with positions={self.positions!r}, which reads "
             "no frequencies; use positions='rotary'",
+        )
+        require(
+            self.training_attention != "splash" or self.has_plain_scores,
+            f"ModelConfig.training_attention='splash' with architecture={self.architecture!r} "
+            f"and positions={self.positions!r}: it takes decoder-only models whose positions "
+            "add nothing to scores; use 'einsum' or 'auto'",
         )
         own = {
             "positions": self.positions == "rotary",
@@ -343,6 +351,17 @@ class ModelConfig:
         """Whether `scan_layers` may be True: blocks repeat one pattern and share their bias."""
         has_named_layers = self.switch is not None and self.switch.has_named_layers
         return not (has_named_layers or self.relative_bias_per_layer)
+
+    @property
+    def has_plain_scores(self) -> bool:
+        """Whether scores are products of queries and keys alone, in one causal stack."""
+        has_bias = self.has_relative_bias or self.has_untied_positions
+        return not (self.is_encoder_decoder or has_bias)
+
+    @property
+    def may_skip_scores(self) -> bool:
+        """Whether training may run flash attention that knows causal masks alone."""
+        return self.training_attention in ("splash", "auto") and self.has_plain_scores
 
     def num_logit_parts(self, tokens: int) -> int:
         """In how many equal parts the loss takes a device's tokens, for fewer logits at a time.
