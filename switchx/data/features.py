@@ -103,7 +103,8 @@ class DecoderOnlyFeatures:
     """
 
     length: int
-    has_prefix: bool = True
+    # Not of a saved reader's description: a run may resume with another attention.
+    has_prefix: bool = dataclasses.field(default=True, repr=False)
 
     def __post_init__(self):
         require_at_least(self, 2, "length")
