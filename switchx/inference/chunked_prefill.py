@@ -12,12 +12,9 @@ import jax.numpy as jnp
 
 from switchx.inference.model_mesh import has_capacity
 from switchx.models.block import BlockInputs
-from switchx.models.config import ModelConfig
+from switchx.models.config import PREFILL_CHUNK, ModelConfig
 from switchx.moe.experts import AbsentExperts
 from switchx.partitioning.constrain import constrain
-
-# Rows enough for the products; at 2^15 places, scores of 64 MiB a head and row.
-CHUNK = 512
 
 
 def chunk_size(config: ModelConfig, params, length: int, *, is_bidirectional: bool) -> int:
@@ -39,7 +36,7 @@ def chunk_size(config: ModelConfig, params, length: int, *, is_bidirectional: bo
         or (switch is not None and switch.has_attention)
         or any(map(is_absent, jax.tree.leaves(params, is_leaf=is_absent)))
     )
-    return length if is_whole else min(CHUNK, length)
+    return length if is_whole else min(PREFILL_CHUNK, length)
 
 
 def read_in_chunks(

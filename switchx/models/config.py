@@ -42,6 +42,9 @@ MOST_OF_SWITCH = {"num_experts": 1 << 16, "every": 1000}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Tokens whose logits are there at a time, at least: those of 4,096 words are 8 MB.
 LEAST_TOKENS_OF_LOGITS = 512
+# Tokens of a decoder-only model's text that are read at a time (inference/chunked_prefill.py):
+# rows enough for the products; at 2^15 places, scores of 64 MiB a head and row.
+PREFILL_CHUNK = 512
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,9 +20,8 @@ from switchx import tree
 from switchx.axes import dims_of
 from switchx.fields import require, require_at_least
 from switchx.hardware.spec import Hardware
-from switchx.inference.chunked_prefill import CHUNK
 from switchx.inference.offload.streaming import most_slots, streamed_layers
-from switchx.models.config import ModelConfig
+from switchx.models.config import PREFILL_CHUNK, ModelConfig
 from switchx.partitioning.mesh import AXES
 from switchx.planner.layout import Layout, StateArray, local_bytes
 
@@ -313,7 +312,7 @@ def _working_bytes(served: ServedModel, layout: Layout) -> float:
     logits."""
     config, rows = served.config, _rows(served, layout)
     M, heads = served.input_length, config.num_heads // layout.model
-    Q = M if config.is_encoder_decoder else min(CHUNK, M)
+    Q = M if config.is_encoder_decoder else min(PREFILL_CHUNK, M)
     d_ff = config.d_ff if config.switch is None else config.switch.d_ff or config.d_ff
     hidden = (3 if config.is_gated else 2) * d_ff // layout.model
     projected = 2 * (heads + layout.kv_heads(config)) * config.d_head

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.inference.chunked_prefill import CHUNK, chunk_size, read_in_chunks
+from switchx.inference.chunked_prefill import chunk_size, read_in_chunks
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import prefill
 from switchx.inference.generate import Generator, for_decoding
 from switchx.inference.rows import Rows, RowSettings
 from switchx.inference.score import Scorer, features, logits_of
+from switchx.models.config import PREFILL_CHUNK as CHUNK
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import abstract_params, bind, forward, init_params
 

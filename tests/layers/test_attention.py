@@ -313,7 +313,7 @@ print(json.dumps([sorted(set(seen)), temporaries]))
 
 
 @pytest.mark.aot
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("topology", "name"), [("v5e:2x2", "splash"), ("h200:4", "cudnn")])
 def test_auto_is_the_flash_attention_of_the_device(topology, name):
     """Compiled, not run: a step's temporaries have no scores of 2,048 tokens on a TPU."""
