@@ -225,7 +225,8 @@ def attend_by_splash(
     value_BHMK = dropout(memory.value_BHMK, dropout_rate, key=key, shared_dims=(3,))
 
     def local(query_BHLK, key_BHMK, value_BHMK, segment_BL):
-        sizes = {each.name: block for each in dataclasses.fields(splash.BlockSizes)[:8]}
+        names = (each.name for each in dataclasses.fields(splash.BlockSizes))
+        sizes = {name: block for name in names if name.startswith("block_")}
         kernel = splash.make_splash_mha(
             splash.MultiHeadMask([splash.CausalMask((L, L))] * query_BHLK.shape[1]),
             block_sizes=splash.BlockSizes(**sizes),

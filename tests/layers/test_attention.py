@@ -19,6 +19,8 @@ from switchx.layers.attention import (
     attend_by_splash,
 )
 from switchx.models.config import ModelConfig
+from switchx.partitioning.constrain import use_mesh
+from switchx.partitioning.mesh import MeshSpec
 from tests.absent_devices import compute_cudnn_by_xla, mesh_of
 from tests.compare import assert_slope
 from tests.layers.weights import numbers_for, with_params
@@ -242,9 +244,10 @@ def test_cudnns_attention_is_lowered_for_a_gpu_that_is_not_there():
 
 
 @pytest.mark.slow  # interprets a TPU's kernels
-def test_splash_attention_equals_attend():
+@pytest.mark.parametrize("mesh", [MeshSpec(data=1), MeshSpec(data=2, model=4)])
+def test_splash_attention_equals_attend(mesh):
     """Values and raw gradients of packed rows with padding and dropout, two heads of queries a
-    head of keys."""
+    head of keys; over four devices the two heads of keys do not divide."""
     rng, (B, L, H, Z, K) = np.random.default_rng(0), (2, 256, 4, 2, 16)
     shapes = (B, L, H, K), (B, Z, K, L), (B, Z, L, K)
     arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
@@ -263,7 +266,9 @@ def test_splash_attention_equals_attend():
 
         return jax.tree.leaves(jax.grad(loss, (0, 1, 2), has_aux=True)(*arrays))
 
-    got = values(attend_by_splash, segment_BL=jnp.asarray(segment_BL), interpret=True)
+    how = dict(segment_BL=jnp.asarray(segment_BL), interpret=True)
+    with use_mesh(mesh.build(jax.devices()[: mesh.num_devices(1)]), mesh.rules):
+        got = jax.jit(lambda: values(attend_by_splash, **how))()
     for g, w in zip(got, values(attend, mask_BLM=mask_BLM), strict=True):
         assert np.linalg.norm(g - w) / np.linalg.norm(w) < 2e-6
 
