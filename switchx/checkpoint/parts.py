@@ -26,6 +26,7 @@ import concurrent.futures
 import dataclasses
 import json
 import math
+import mmap
 import os
 import zlib
 from collections.abc import Iterator
@@ -67,7 +68,35 @@ class DamagedCheckpoint(ValueError):
 
 def crc32_of(array: np.ndarray) -> int:
     """CRC-32 of the values, in row-major order."""
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    checksum = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    release(array)
+    return checksum
+
+
+def release(array: np.ndarray) -> None:
+    """Gives the memory of an array that is mapped from a file back; a later use reads it again
+    from there. Others stay as they are."""
+    base = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap.mmap):
+        base.madvise(mmap.MADV_DONTNEED)
+
+
+class OneByOne(ocp.type_handlers.NumpyHandler):
+    """Orbax' handler of NumPy arrays that do not change: they are written one after the other,
+    where Orbax copies all of them, and has the files of all in memory."""
+
+    def __init__(self):
+        super().__init__(deepcopy_host_arrays=False)
+
+    async def serialize(self, values, infos, args=None):
+        args = [ocp.SaveArgs()] * len(values) if args is None else args
+        for value, info, one in zip(values, infos, args, strict=True):
+            for written in await super().serialize([value], [info], [one]):
+                written.result()
+            release(value)
+        return []
 
 
 def own_parts(leaf: jax.Array | np.ndarray) -> list[tuple[Index, Any]]:
@@ -123,10 +152,17 @@ class ChecksummedArrays(ocp.handlers.StandardCheckpointHandler):
             joint index besides.
     """
 
-    def __init__(self):
+    def __init__(self, numpy: ocp.type_handlers.NumpyHandler | None = None):
+        """Writes NumPy arrays by a handler of their own, or as Orbax does."""
         super().__init__()
+        if numpy is not None:
+            own = (np.ndarray, numpy), (jax.Array, ocp.type_handlers.ArrayHandler())
+            registry = ocp.type_handlers.create_type_handler_registry(*own)
+            self._impl = ocp.handlers.PyTreeCheckpointHandler(type_handler_registry=registry)
         self.hashed_bytes = self.written_bytes = 0
-        self._pool = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS)
+        # One array after the other, where they are written so.
+        threads = _NUM_THREADS if numpy is None else 1
+        self._pool = concurrent.futures.ThreadPoolExecutor(threads)
         self._lists = concurrent.futures.ThreadPoolExecutor()
         self._writing: list[concurrent.futures.Future] = []  # a list of each item
 

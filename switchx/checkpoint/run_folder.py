@@ -24,7 +24,7 @@ from jax.experimental import multihost_utils
 
 from switchx.checkpoint.items import require_same_leaves
 from switchx.checkpoint.manifest import Manifest, write_manifest
-from switchx.checkpoint.parts import ChecksummedArrays, SaveArrays
+from switchx.checkpoint.parts import ChecksummedArrays, OneByOne, SaveArrays
 from switchx.data.vocabularies import save_vocabulary
 from switchx.fields import describe, require
 from switchx.files import write_atomically
@@ -309,18 +309,6 @@ def require_shared(run: RunFolder, patience_s: float = PATIENCE_S) -> None:
         )
 
 
-class _Unchanging(np.ndarray):
-    """An array that need not be copied: Orbax copies all NumPy arrays before it writes them, as
-    they might change meanwhile, and so holds a model twice."""
-
-    def __deepcopy__(self, memo):
-        return self
-
-
-def _kept(leaf):
-    return leaf.view(_Unchanging) if isinstance(leaf, np.ndarray) else leaf
-
-
 def write_converted(
     run: RunFolder,
     config: ModelConfig,
@@ -357,9 +345,9 @@ def write_converted(
     folder = run.checkpoints / "0"
     folder.mkdir(parents=True)
     items = {"params": params} | ({} if train_state is None else {"train_state": train_state})
-    with ocp.Checkpointer(ChecksummedArrays()) as writer:
+    with ocp.Checkpointer(ChecksummedArrays(OneByOne())) as writer:
         for item, arrays in items.items():
-            writer.save(folder / item, args=SaveArrays(jax.tree.map(_kept, arrays)))
+            writer.save(folder / item, args=SaveArrays(arrays))
     write_manifest(folder, Manifest(0, None, {}))
     description = {"type": "ConvertedModel", "origin": origin, "model": describe(config)}
     description |= {} if source is None else {"source": source}

@@ -259,6 +259,10 @@ def _share(conditional: Instruction, shares: Mapping[str, Fraction]) -> Fraction
     return next((share for name, share in shares.items() if name in own), 1)
 
 
+# Metadata of a Pallas kernel is JSON of several lines.
+_CONTINUED = re.compile(r'\n(?="|\}\})')
+
+
 @functools.lru_cache(maxsize=1)  # several readers of one text follow each other
 def parse(text: str) -> Program:
     """Reads the HLO text of one compiled program.
@@ -268,7 +272,7 @@ def parse(text: str) -> Program:
     """
     sizes = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
     computations, entry, current = {}, None, None
-    for line in text.splitlines():
+    for line in _CONTINUED.sub(" ", text).splitlines():
         if current is None:
             if match := _COMPUTATION.match(line):
                 current = computations[match[2]] = Computation(match[2], computations)

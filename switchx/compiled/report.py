@@ -6,6 +6,7 @@ collectives are those of the program that a pod would run. Nothing is run: there
 """
 
 import collections
+import math
 from typing import Any
 
 from rich.console import Console
@@ -57,7 +58,7 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
             kind: {"count_per_step": count, "bytes_per_device": size}
             for kind, (count, size) in step.collectives.items()
         },
-        **planned_step(job, topology),
+        **(planned := planned_step(job, topology)),
         "compile_s": round(step.seconds, 1),
     }
     if step.overlapped_exchanges is not None:
@@ -68,6 +69,9 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
             "argument_bytes_without_storage": step.host.without.arguments,
             "needed_bytes_without_storage": step.host.without.needed,
         }
+    arguments = planned.get("planned_argument_bytes_per_device", 0)
+    if temporaries := planned.get("planned_temporary_bytes_per_device"):
+        row["temporaries_vs_planned"] = round(memory.temporaries / temporaries, 3)
     if memory.excess:
         row["way_out"] = way_out(step)
     counted = count_parameters(job.model).total
@@ -80,6 +84,9 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
         Check("devices", step.devices, f"=={topology.num_devices}"),
         Check("tokens_per_batch", step.tokens_per_batch, f"=={tokens}"),
     ]
+    if arguments and step.host is None and not step.teacher_parameters:
+        error = abs(memory.arguments - step.batch_bytes - arguments) / arguments
+        checks.append(Check("argument_error_vs_planned", error, "<=0.01"))
     if step.slots_per_token is not None:
         factor = job.model.switch.capacity_factor * job.model.switch.router.num_selected
         bound = f"<={MOST_PADDING * factor:g}"
@@ -103,11 +110,16 @@ def planned_step(job: TrainingJob, topology: Topology) -> dict[str, Any]:
         collectives = step_collectives(workload, layout, hardware.compute)
     except ValueError:
         return {}
-    sizes = collections.Counter()
+    sizes, arguments = collections.Counter(), plan.memory.state
     for each in collectives:
         sizes[each.kind] += each.total_bytes
     return {
         "planned_step_s": plan.time.step_s,
+        "planned_parameters": sum(
+            math.prod(each.shape) for each in workload.state if each.kind == "params"
+        ),
+        "planned_argument_bytes_per_device": round(arguments),
+        "planned_temporary_bytes_per_device": round(plan.memory.total - arguments),
         "planned_matrix_flops_per_device": round(executed_flops(workload, layout)),
         "planned_bytes_per_device": {kind: round(sizes[kind]) for kind in sorted(sizes)},
     }

@@ -116,6 +116,7 @@ class CompiledStep:
         host: host memory that experts take there; None where they are not in host memory.
         teacher_parameters: number of parameters of a teacher beside the student.
         overlapped_exchanges: number of all-to-alls that run beside the experts' products.
+        batch_bytes: bytes of the batch among the arguments of one device.
         others: memory of the run's other programs, `evaluation` and `initialization`, with what
             stays on the device beside them; empty where they were not compiled.
     """
@@ -132,6 +133,7 @@ class CompiledStep:
     host: HostMemory | None = None
     teacher_parameters: int = 0
     overlapped_exchanges: int | None = None
+    batch_bytes: int = 0
     others: dict[str, Memory] = dataclasses.field(default_factory=dict)
 
 
@@ -213,6 +215,7 @@ def compile_step(
         host=host,
         teacher_parameters=program.teacher_parameters,
         overlapped_exchanges=None if text is None else overlapped_exchanges(text, BLOCKS),
+        batch_bytes=bytes_on_one_device(batch),
         others=others,
     )
 

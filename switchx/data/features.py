@@ -95,9 +95,16 @@ class EncoderDecoderFeatures:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderOnlyFeatures:
-    """Rows of `length` tokens in which an example is its inputs and then its targets."""
+    """Rows of `length` tokens in which an example is its inputs and then its targets.
+
+    Attributes:
+        has_prefix: whether batches have `decoder_prefix_mask`; without it no inputs are
+            bidirectional.
+    """
 
     length: int
+    # Not of a saved reader's description: a run may resume with another attention.
+    has_prefix: bool = dataclasses.field(default=True, repr=False)
 
     def __post_init__(self):
         require_at_least(self, 2, "length")
@@ -129,8 +136,9 @@ class DecoderOnlyFeatures:
 
         Returns:
             [B, length] each: the `decoder_` features of an encoder-decoder, where only
-            targets have loss weight, and `decoder_prefix_mask`, 1 where the token read is
-            part of bidirectional inputs (or the start that stands before them), else 0.
+            targets have loss weight, and with `has_prefix` `decoder_prefix_mask`, 1 where the
+            token read is part of bidirectional inputs (or the start that stands before them),
+            else 0.
         """
         joined = [[np.concatenate([e.inputs, e.targets]) for e in row] for row in rows]
         batch = _decoder_features(joined, self.length, start_id)
@@ -139,6 +147,8 @@ class DecoderOnlyFeatures:
         # The last input stands at position `num_inputs` behind a start, else one before.
         last_BL = num_inputs_BL - (start_id is None)
         batch["decoder_loss_weights"] *= positions_BL >= last_BL
+        if not self.has_prefix:
+            return batch
         is_seen_BL = (num_inputs_BL > 0) & (positions_BL <= last_BL)
         is_seen_BL &= self._per_token(rows, lambda example: example.is_prefix_bidirectional) > 0
         batch["decoder_prefix_mask"] = is_seen_BL.astype(np.int32)

@@ -25,9 +25,10 @@ import jax.numpy as jnp
 from switchx import tree
 from switchx.axes import dims_of
 from switchx.inference.beam_search import Beams
+from switchx.inference.chunked_prefill import chunk_size, read_in_chunks
 from switchx.inference.config import DecodingProgram
 from switchx.inference.prompt_lookup import Drafted
-from switchx.inference.read_routing import ReadRouting
+from switchx.inference.read_routing import ReadRouting, prompt_numbers, with_numbers
 from switchx.inference.rows import Rows
 from switchx.inference.sampling import Greedy
 from switchx.models.block import BlockCache, BlockInputs
@@ -95,29 +96,27 @@ def prefill(
     L, T = decoding.num_lanes, decoding.max_new_tokens
     if decoding.has_processors:
         rows = dataclasses.replace(rows, read_BP=jnp.where(is_prompt_BP, prompt_BP, -1))
-    memory_BMD = source_stats = prompt_stats = None
+    memory_BMD = source_stats = prompt_routing = None
     if source_BM is not None:
         position_BM = jnp.broadcast_to(jnp.arange(source_BM.shape[1]), source_BM.shape)
         segment_BM = is_source_BM.astype(jnp.int32)
         memory_BMD, source_stats = model.encode(source_BM, segment_BM, position_BM)
     cache = model.decoder.new_cache(B, P + T * L, memory_BMD)
     if P:
-        sees_PP = jnp.tril(jnp.ones((P, P), bool))
-        if decoding.is_prompt_bidirectional:
-            sees_PP = jnp.ones((P, P), bool)
         position_BP = jnp.maximum(jnp.cumsum(is_prompt_BP, axis=1) - 1, 0)
-        inputs = BlockInputs(
-            is_token_BL=is_prompt_BP & rows.is_live_B[:, None],
-            mask_BLM=sees_PP[None] & is_prompt_BP[:, None],
-            bias_HLM=model.decoder.position_bias(P, P),
-            memory_mask_BLM=None if is_source_BM is None else is_source_BM[:, None],
-            token_BL=prompt_BP,
-            row_bias_BHLM=model.decoder.row_bias(position_BP, position_BP),
-            rotation=model.decoder.rotation(position_BP),
-            place=jnp.int32(0),
+        is_bidirectional = decoding.is_prompt_bidirectional
+        if decoding.is_recorded:
+            prompt_routing = prompt_numbers(config, B, P)
+        cache, prompt_routing = read_in_chunks(
+            model,
+            (prompt_BP, position_BP, is_prompt_BP),
+            cache,
+            prompt_routing,
+            with_numbers,
+            size=chunk_size(config, params, P, is_bidirectional=is_bidirectional),
+            is_routed_BP=is_prompt_BP & rows.is_live_B[:, None],
+            is_bidirectional=is_bidirectional,
         )
-        x_BPD = constrain(model.embedding.embed(prompt_BP, position_BP), "BLD")
-        _, prompt_stats, cache = model.decoder.extend(x_BPD, inputs, cache)
     token_BL = jnp.broadcast_to(prompt_BP[:, -1:], (B, L))
     if decoding.num_drafts:
         texts = (source_BM, is_source_BM), (prompt_BP, is_prompt_BP)
@@ -127,7 +126,7 @@ def prefill(
         hypotheses = (Beams if L > 1 else Greedy).start(B, decoding)
     routing = None
     if decoding.is_recorded:
-        routing = ReadRouting.start(config, decoding, B, source_stats, prompt_stats)
+        routing = ReadRouting.start(config, decoding, B, source_stats, prompt_routing)
     return constrain_named(
         Decoding(
             cache,

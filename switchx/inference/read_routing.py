@@ -41,15 +41,15 @@ class ReadRouting:
         """Before the first step.
 
         Args:
-            source, prompt: `RoutingStats` of the encoder and of a prompt of the decoder; None
-                where there are none.
+            source: `RoutingStats` of the encoder; None without any.
+            prompt: numbers of a prompt of the decoder; None without a prompt.
         """
-        step_NBTLS = prompt_NBPS = None
-        if N := config.num_sparse_layers_of("decoder"):
-            S, T = 2 * config.switch.num_ranks + 1, program.max_new_tokens
-            step_NBTLS = jnp.zeros((N, batch, T, program.num_lanes, S))
-            prompt_NBPS = step_NBTLS[:, :, :0, 0] if prompt is None else _numbers(prompt)
-        return cls(None if source is None else _numbers(source), prompt_NBPS, step_NBTLS)
+        step_NBTLS = None
+        if config.num_sparse_layers_of("decoder"):
+            T, L = program.max_new_tokens, program.num_lanes
+            prompt = prompt_numbers(config, batch, 0) if prompt is None else prompt
+            step_NBTLS = jnp.zeros((*prompt.shape[:2], T, L, prompt.shape[3]))
+        return cls(None if source is None else _numbers(source), prompt, step_NBTLS)
 
     def with_step(self, stats, place, is_live_B) -> "ReadRouting":
         """A copy with what a step has read, of live sentences: others keep all of the ring."""
@@ -82,6 +82,20 @@ class ReadRouting:
             new_NTS = self.step_NBTLS[:, row][:, place_T, lane_T[place_T]]
             found["decoder"] = np.concatenate([prompt_NPS, new_NTS], axis=1)
         return found
+
+
+def prompt_numbers(config: ModelConfig, batch: int, length: int) -> jax.Array | None:
+    """Zeros for the numbers `[N, B, P, S]` of prompts; None without Switch layers there."""
+    N = config.num_sparse_layers_of("decoder")
+    return jnp.zeros((N, batch, length, 2 * config.switch.num_ranks + 1)) if N else None
+
+
+def with_numbers(number_NBPS, first, y_BQD, stats):
+    """A copy with what was found of Q places from `first` on; None stays None."""
+    if number_NBPS is None:
+        return None
+    new_NBQS = _numbers(stats)
+    return jax.lax.dynamic_update_slice_in_dim(number_NBPS, new_NBQS, first, axis=2)
 
 
 def _numbers(stats) -> jax.Array:

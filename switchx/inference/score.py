@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How likely texts are: log-likelihoods of targets given inputs, by whole forward passes.
 
+Of a decoder-only model long texts are read a chunk at a time (chunked_prefill.py).
+
 log p(y | x) is the sum over the target's tokens of log p(y_l | x, y_1 .. y_{l-1}), natural
 logarithms.
 
@@ -17,15 +19,17 @@ import numpy as np
 
 from switchx.data.features import read_and_predicted
 from switchx.data.special_ids import PAD_ID
+from switchx.inference.chunked_prefill import chunk_size, read_in_chunks
 from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig, rounded_up
-from switchx.inference.generate import check_tokens, token_fault
+from switchx.inference.generate import check_tokens, token_fault, without_capacity
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.offload.chosen_experts import ChosenExperts
 from switchx.inference.offload.expert_slots import slotted
 from switchx.inference.running_batch import padded
 from switchx.inference.sampling import likeliest_tokens
 from switchx.models.config import ModelConfig
-from switchx.models.params import forward
+from switchx.models.params import bind, forward
+from switchx.partitioning.constrain import constrain
 from switchx.routing_record import RecordWriter, recorded
 
 Pair = tuple[Sequence[int], Sequence[int]]
@@ -158,7 +162,12 @@ class Scorer:
         return num_inputs + len(self.forced_prefix) - (self.start_id is None)
 
     def _log_likelihoods(self, batch: dict) -> tuple:
-        settings = self.config, self._num_kept, self.record is not None
+        size, length = None, batch["decoder_input_tokens"].shape[1]
+        if not self.config.is_encoder_decoder and self.record is None:
+            whole = self.config, self.params, length
+            size = chunk_size(*whole, is_bidirectional=self.is_prompt_bidirectional)
+            size = None if size == length else size
+        settings = self.config, self._num_kept, self.record is not None, size
         if self.experts is not None:
             arrays = {"params": self.params, "batch": batch}
             options = self.devices.options
@@ -219,23 +228,57 @@ class Scorer:
         return {name: jnp.array(value, jnp.int32) for name, value in batch.items()}
 
 
-@functools.partial(jax.jit, static_argnames=("config", "num_kept", "is_recorded"))
+@functools.partial(jax.jit, static_argnames=("config", "num_kept", "is_recorded", "size"))
 def _log_likelihoods(
-    config: ModelConfig, num_kept: int | None, is_recorded: bool, params, batch
+    config: ModelConfig, num_kept: int | None, is_recorded: bool, size, params, batch
 ) -> tuple:
     """The log-likelihood of each row, where `num_kept` is not None also `LogProbs`; and the
-    routing by stack where it `is_recorded`."""
-    logits_BLV, stats = forward(config, params, batch, is_training=False)
-    routing = recorded(config, stats, batch) if is_recorded else {}
-    log_prob_BLV = jax.nn.log_softmax(logits_BLV.astype(jnp.float32), axis=-1)
-    target_BL1 = batch["decoder_target_tokens"][..., None]
-    log_prob_BL = jnp.take_along_axis(log_prob_BLV, target_BL1, axis=-1)[..., 0]
+    routing by stack where it `is_recorded`. `size` is a chunk's, or None for whole passes."""
+    routing = {}
+    if size is None:
+        logits_BLV, stats = forward(config, params, batch, is_training=False)
+        routing = recorded(config, stats, batch) if is_recorded else {}
+        found = _log_probs(logits_BLV, batch["decoder_target_tokens"], num_kept)
+    else:
+        found = _log_probs_in_chunks(config, num_kept, size, params, batch)
+    log_prob_BL = found[0]
     is_scored_BL = batch["decoder_loss_weights"] > 0
     log_likelihood_B = jnp.sum(jnp.where(is_scored_BL, log_prob_BL, 0), axis=1)
-    if num_kept is None:
-        return (log_likelihood_B,), routing
-    likeliest = likeliest_tokens(log_prob_BLV, num_kept)
-    return (log_likelihood_B, log_prob_BL, *likeliest), routing
+    return (log_likelihood_B, *(() if num_kept is None else found)), routing
+
+
+def _log_probs(logits_BLV, target_BL, num_kept: int | None) -> tuple:
+    """Log-probabilities of the targets, and where `num_kept` is not None the likeliest."""
+    log_prob_BLV = jax.nn.log_softmax(logits_BLV.astype(jnp.float32), axis=-1)
+    log_prob_BL = jnp.take_along_axis(log_prob_BLV, target_BL[..., None], axis=-1)[..., 0]
+    likeliest = () if num_kept is None else likeliest_tokens(log_prob_BLV, num_kept)
+    return log_prob_BL, *likeliest
+
+
+def _log_probs_in_chunks(config: ModelConfig, num_kept, size: int, params, batch) -> tuple:
+    """`_log_probs` of a decoder-only model without capacity, of `size` places at a time."""
+    model, target_BL = bind(without_capacity(config), params), batch["decoder_target_tokens"]
+    text_BL = batch["decoder_input_tokens"], batch["decoder_positions"]
+    shapes = jax.eval_shape(
+        functools.partial(_log_probs, num_kept=num_kept),
+        jax.ShapeDtypeStruct((*target_BL.shape, config.vocab_size), jnp.float32),
+        target_BL,
+    )
+
+    def keep(kept, first, y_BQD, stats):
+        target_BQ = jax.lax.dynamic_slice_in_dim(target_BL, first, size, axis=1)
+        logits_BQV = constrain(model.embedding.logits(y_BQD), "BLV")
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=1)
+        return jax.tree.map(put, kept, _log_probs(logits_BQV, target_BQ, num_kept))
+
+    return read_in_chunks(
+        model,
+        (*text_BL, batch["decoder_segment_ids"] > 0),
+        model.decoder.new_cache(*target_BL.shape),
+        jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+        keep,
+        size=size,
+    )[1]
 
 
 def features(stack: str, token_BL, is_token_BL) -> dict:

@@ -45,6 +45,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 # More than any description of a model, and of the tensors of one, needs.
 MOST_CONFIG_BYTES = 1 << 20
 _MOST_INDEX_BYTES = 1 << 28
+_MOST_MAPPED_BYTES = 1 << 25
 
 
 class TensorFolder:
@@ -161,6 +162,7 @@ class _SafetensorsFile:
     """One file, of which `headers` has each tensor's type and shape."""
 
     def __init__(self, path: pathlib.Path):
+        self._path, self._num_read = path, 0
         try:
             self._file = safe_open(path, framework="np")
         except (SafetensorError, OSError) as error:
@@ -174,7 +176,11 @@ class _SafetensorsFile:
             self.headers[name] = part.get_dtype(), tuple(part.get_shape())
 
     def read(self, name: str) -> np.ndarray:
-        return self._file.get_tensor(name)
+        tensor = self._file.get_tensor(name)
+        self._num_read += tensor.nbytes
+        if self._num_read > _MOST_MAPPED_BYTES:  # what was read stays mapped until then
+            self._file, self._num_read = safe_open(self._path, framework="np"), 0
+        return tensor
 
 
 def read_json(path: pathlib.Path, most_bytes: int = MOST_CONFIG_BYTES) -> dict[str, Any]:

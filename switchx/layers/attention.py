@@ -26,6 +26,7 @@ from switchx.layers.dense import (
     weight,
     zeros,
 )
+from switchx.partitioning.constrain import constrain, current_rules, num_devices
 
 MASKED = -1e9
 
@@ -178,6 +179,13 @@ def attend_by_cudnn(
 
 
 def _require_cudnn(dtype, L: int, M: int) -> None:
+    if found := _cudnn_refusals(dtype, L, M):
+        raise ValueError(
+            f"ModelConfig.training_attention='cudnn': {', '.join(found)}; use 'einsum'"
+        )
+
+
+def _cudnn_refusals(dtype, L: int, M: int) -> list[str]:
     device = current_device()
     refusals = {
         f"JAX runs on {device.kind}": not device.is_nvidia,
@@ -186,13 +194,93 @@ def _require_cudnn(dtype, L: int, M: int) -> None:
         # Where JAX fails to divide cuDNN's calls: stages, microbatches of replicas, buckets.
         "is inside of a shard_map": jax.sharding.get_abstract_mesh().manual_axes,
     }
-    if found := [reason for reason, holds in refusals.items() if holds]:
+    return [reason for reason, holds in refusals.items() if holds]
+
+
+# Places of a tile of splash attention, the largest that divides a row's.
+_SPLASH_BLOCKS = (512, 256, 128)
+
+
+def attend_by_splash(
+    query_BLHK,
+    memory: KeysValues,
+    *,
+    segment_BL,
+    dropout_rate: float = 0.0,
+    key=None,
+    interpret: bool = False,
+):
+    """`attend` to earlier places of the same segment by JAX' splash attention on TPUs.
+
+    It keeps no scores, and skips the tiles above the diagonal. Padding, segment 0, attends to
+    padding.
+
+    Raises:
+        ValueError: it cannot run here, or not on rows of this length.
+    """
+    # Imported where it is used: its import takes as long as a small model's.
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    (_, L, H, _), Z = query_BLHK.shape, memory.key_BHKM.shape[1]
+    if not interpret and (found := _splash_refusals(L)):
         raise ValueError(
-            f"ModelConfig.training_attention='cudnn': {', '.join(found)}; use 'einsum'"
+            f"ModelConfig.training_attention='splash': {', '.join(found)}; use 'einsum'"
         )
+    query_BHLK = jnp.swapaxes(query_BLHK, 1, 2)
+    key_BHMK = jnp.swapaxes(memory.key_BHKM, 2, 3)
+    value_BHMK = dropout(memory.value_BHMK, dropout_rate, key=key, shared_dims=(3,))
+
+    def local(query_BHLK, key_BHMK, value_BHMK, segment_BL):
+        names = (each.name for each in dataclasses.fields(splash.BlockSizes))
+        sizes = {name: block for name in names if name.startswith("block_")}
+        kernel = splash.make_splash_mha(
+            splash.MultiHeadMask([splash.CausalMask((L, L))] * query_BHLK.shape[1]),
+            block_sizes=splash.BlockSizes(**sizes),
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=interpret,
+        )
+        segments = splash.SegmentIds(segment_BL, segment_BL)
+        return jax.vmap(kernel)(query_BHLK, key_BHMK, value_BHMK, segments)
+
+    block = next(size for size in _SPLASH_BLOCKS if L % size == 0)
+    if num_devices() > 1:  # no compiler divides the kernel
+        mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
+        specs = {
+            heads: rules.spec("BHLK", (len(segment_BL), heads, L, 1), mesh, table="activations")
+            for heads in (H, Z)
+        }
+        if specs[Z] != specs[H]:  # heads of keys that do not divide
+            key_BHMK, value_BHMK = (jnp.repeat(x, H // Z, 1) for x in (key_BHMK, value_BHMK))
+        spec, rows = specs[H], jax.sharding.PartitionSpec(specs[H][0])
+        local = jax.shard_map(
+            local, in_specs=(spec, spec, spec, rows), out_specs=spec, check_vma=False
+        )
+    return local(query_BHLK, key_BHMK, value_BHMK, segment_BL)
 
 
-ATTENDS = {"einsum": attend, "cudnn": attend_by_cudnn}
+def _splash_refusals(L: int) -> list[str]:
+    device, least = current_device(), _SPLASH_BLOCKS[-1]
+    refusals = {
+        f"JAX runs on {device.kind}": device.platform != "tpu",
+        f"rows have {L} tokens, no multiple of {least}": L % least,
+        "is inside of a shard_map": jax.sharding.get_abstract_mesh().manual_axes,
+    }
+    return [reason for reason, holds in refusals.items() if holds]
+
+
+def _automatic(query_BLHK, memory: KeysValues, causal_segment_BL) -> str:
+    """The implementation of `auto`: flash attention of the device where attention is plainly
+    causal and it can run, else `einsum`."""
+    L, M = query_BLHK.shape[1], memory.key_BHKM.shape[3]
+    if causal_segment_BL is None:
+        return "einsum"
+    if not _splash_refusals(L):
+        return "splash"
+    return "einsum" if _cudnn_refusals(query_BLHK.dtype, L, M) else "cudnn"
+
+
+ATTENDS = {"einsum": attend, "cudnn": attend_by_cudnn, "splash": attend_by_splash}
 
 
 class AttentionOutput(nnx.Module):
@@ -216,14 +304,28 @@ class AttentionOutput(nnx.Module):
         if config.biases_of_attention == "all":
             self.b_out_D = zeros(config, D)
 
-    def read(self, query_BLHK, memory: KeysValues, *, by="einsum", key=None, **biases):
+    def read(
+        self,
+        query_BLHK,
+        memory: KeysValues,
+        *,
+        by="einsum",
+        causal_segment_BL=None,
+        key=None,
+        **biases,
+    ):
         """Output `[B, L, D]` of queries that read the memory.
 
         Args:
-            by: implementation, `einsum` (`attend`) or `cudnn`.
+            by: implementation, of `ATTENDS`, or `auto`.
+            causal_segment_BL: see `BlockInputs`; only flash attention reads it.
             key: random key of dropout; None for no dropout.
             biases: `bias_HLM`, `row_bias_BHLM` and `mask_BLM` of `attend`.
         """
+        if by == "auto":
+            by = _automatic(query_BLHK, memory, causal_segment_BL)
+        if by == "splash":
+            biases = {"segment_BL": causal_segment_BL}
         if self.config.scale_attention:
             query_BLHK = query_BLHK * jnp.asarray(self.score_scale, query_BLHK.dtype)
         rate = self.config.dropout_rate
@@ -283,6 +385,8 @@ class Attention(AttentionOutput):
         # Not an einsum to BHKM: XLA then would transpose the weights, in every decode step.
         key_BMHK = self._project("key", x_BMD, rotation)
         value_BMHK = self._project("value", x_BMD)
+        if self.config.kv_heads != self.config.num_heads:
+            key_BMHK, value_BMHK = (constrain(x, "BMHK") for x in (key_BMHK, value_BMHK))
         return KeysValues(jnp.moveaxis(key_BMHK, 1, 3), jnp.moveaxis(value_BMHK, 1, 2))
 
     def __call__(self, x_BLD, memory: KeysValues, rotation=None, *, key=None, **biases):

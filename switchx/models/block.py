@@ -42,6 +42,8 @@ class BlockInputs:
         rotation: rotation of the queries and keys of self-attention, or None.
         replay_BLNS: experts given for the Switch layers among the blocks, in their order, in
             place of the routers' choices; None gives none.
+        causal_segment_BL: segments of a mask that is causal within them, for flash attention;
+            None where the mask may be another, or einsum computes all attention.
         place: index in the cache of the first of these L tokens; None without a cache.
     """
 
@@ -56,6 +58,7 @@ class BlockInputs:
     row_bias_BHLM: jax.Array | None = None
     rotation: Rotation | None = None
     replay_BLNS: jax.Array | None = None
+    causal_segment_BL: jax.Array | None = None
     place: jax.Array | None = None
 
 
@@ -128,6 +131,7 @@ class Block(nnx.Module):
             bias_HLM=inputs.bias_HLM,
             row_bias_BHLM=inputs.row_bias_BHLM,
             mask_BLM=inputs.mask_BLM,
+            causal_segment_BL=inputs.causal_segment_BL,
             key=keys[0],
         )
         if self.is_attention_sparse:

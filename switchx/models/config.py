@@ -42,6 +42,9 @@ MOST_OF_SWITCH = {"num_experts": 1 << 16, "every": 1000}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Tokens whose logits are there at a time, at least: those of 4,096 words are 8 MB.
 LEAST_TOKENS_OF_LOGITS = 512
+# Tokens of a decoder-only model's text that are read at a time (inference/chunked_prefill.py):
+# rows enough for the products; at 2^15 places, scores of 64 MiB a head and row.
+PREFILL_CHUNK = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +115,10 @@ class ModelConfig:
         init_scale: variance scale of every matrix's initializer (the paper's 0.1,
             section 2.4, Table 3).
         dropout_rate: dropout rate of embeddings, attention weights and each sub-layer's output.
-        training_attention: implementation of attention in training steps alone: `einsum`, or
-            `cudnn`, flash attention on NVIDIA GPUs (docs/compiled.md).
+        training_attention: implementation of attention in training steps alone: `einsum`;
+            `cudnn`, flash attention on NVIDIA GPUs; `splash`, the same on TPUs, of decoder-only
+            models without biases of positions and without bidirectional inputs; or `auto`, the
+            device's where attention is such, else einsum (docs/compiled.md).
         scan_layers: whether one `lax.scan` runs over the repeated blocks, with parameters
             stacked over N; otherwise the blocks are unrolled.
         remat: activations that the backward pass recomputes: `none`, `minimal` (all but matmul
@@ -153,7 +158,7 @@ class ModelConfig:
     init_scale: float = at_evaluation(1.0)
     dropout_rate: float = at_evaluation(0.0)
     switch: SwitchConfig | None = None
-    training_attention: Literal["einsum", "cudnn"] = at_resume("einsum")
+    training_attention: Literal["einsum", "cudnn", "splash", "auto"] = at_resume("einsum")
     scan_layers: bool = at_resume(False)
     remat: Literal["none", "minimal", "full"] = at_resume("none")
     precision: Precision = at_evaluation(Precision())
@@ -232,6 +237,12 @@ class ModelConfig:
             self.positions == "rotary" or self.rotary == RotaryConfig(),
             f"ModelConfig.rotary={self.rotary} with positions={self.positions!r}, which reads "
             "no frequencies; use positions='rotary'",
+        )
+        require(
+            self.training_attention != "splash" or self.has_plain_scores,
+            f"ModelConfig.training_attention='splash' with architecture={self.architecture!r} "
+            f"and positions={self.positions!r}: it takes decoder-only models whose positions "
+            "add nothing to scores; use 'einsum' or 'auto'",
         )
         own = {
             "positions": self.positions == "rotary",
@@ -343,6 +354,17 @@ class ModelConfig:
         """Whether `scan_layers` may be True: blocks repeat one pattern and share their bias."""
         has_named_layers = self.switch is not None and self.switch.has_named_layers
         return not (has_named_layers or self.relative_bias_per_layer)
+
+    @property
+    def has_plain_scores(self) -> bool:
+        """Whether scores are products of queries and keys alone, in one causal stack."""
+        has_bias = self.has_relative_bias or self.has_untied_positions
+        return not (self.is_encoder_decoder or has_bias)
+
+    @property
+    def may_skip_scores(self) -> bool:
+        """Whether training may run flash attention that knows causal masks alone."""
+        return self.training_attention in ("splash", "auto") and self.has_plain_scores
 
     def num_logit_parts(self, tokens: int) -> int:
         """In how many equal parts the loss takes a device's tokens, for fewer logits at a time.

@@ -39,7 +39,8 @@ class Transformer(nnx.Module):
 
         Args:
             batch: T5X's feature names, as `data/features.py` makes them; where a decoder-only
-                model's `decoder_prefix_mask` is 1, attention is bidirectional; `task_ids` `[B]`
+                model's `decoder_prefix_mask` is 1, attention is bidirectional, and without it
+                it is causal; `task_ids` `[B]`
                 where experts are those of tasks; `encoder_replay`, `decoder_replay`
                 `[B, L, N, S]` where choices are replayed (`moe/replay.py`).
         """
@@ -86,11 +87,14 @@ class Transformer(nnx.Module):
 
     def decoder_inputs(self, batch: dict, memory_BMD=None) -> BlockInputs:
         """The inputs of every decoder block."""
-        segment_BL, prefix_mask_BL, memory_mask_BLM = batch["decoder_segment_ids"], None, None
+        segment_BL, prefix_mask_BL = batch["decoder_segment_ids"], None
+        memory_mask_BLM = causal_segment_BL = None
         if self.has_encoder:
             memory_mask_BLM = segment_mask(segment_BL, batch["encoder_segment_ids"])
         else:
-            prefix_mask_BL = batch["decoder_prefix_mask"]
+            prefix_mask_BL = batch.get("decoder_prefix_mask")
+            if prefix_mask_BL is None and self.decoder.config.may_skip_scores:
+                causal_segment_BL = segment_BL
         return self.decoder.inputs(
             batch["decoder_input_tokens"],
             segment_BL,
@@ -98,6 +102,7 @@ class Transformer(nnx.Module):
             causal_mask(segment_BL, prefix_mask_BL),
             memory_BMD=memory_BMD,
             memory_mask_BLM=memory_mask_BLM,
+            causal_segment_BL=causal_segment_BL,
             task_B=batch.get("task_ids"),
             replay_BLNS=given_choices(self.decoder.config, batch, "decoder"),
         )

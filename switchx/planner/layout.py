@@ -232,10 +232,14 @@ class Layout:
         """The number of parts that a dimension is split into."""
         return self.parts(self.rules.axes(letter, self, table=table))
 
+    def has_whole_kv_heads(self, model: ModelConfig) -> bool:
+        """Whether each device projects all keys and values, whose heads do not divide."""
+        return model.kv_heads % self.parts_of("H") != 0
+
     def kv_heads(self, model: ModelConfig) -> int:
         """Heads of keys and values on one device: all where the axis does not divide them."""
-        heads, parts = model.kv_heads, self.parts_of("H")
-        return heads if heads % parts else heads // parts
+        parts = 1 if self.has_whole_kv_heads(model) else self.parts_of("H")
+        return model.kv_heads // parts
 
     @property
     def batch_axes(self) -> MeshAxes:

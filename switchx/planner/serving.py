@@ -5,7 +5,8 @@ Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 3.1, step 4. A step of deco
 weights and the cache once, so its time is their bytes on a device over the memory's bandwidth
 (Kim et al. 2022, arXiv:2211.10017, section 3.4, has this bound), and its collectives. Weights
 and cache are counted array by array, the buffers of reading a prompt by a formula.
-Dims: B batch, L beams, M input length, D model, H heads, K head size, F ffn, V vocabulary
+Dims: B batch, L beams, M input length, Q places of a chunk, D model, H heads, K head size,
+F ffn, V vocabulary
 """
 
 import collections
@@ -20,7 +21,7 @@ from switchx.axes import dims_of
 from switchx.fields import require, require_at_least
 from switchx.hardware.spec import Hardware
 from switchx.inference.offload.streaming import most_slots, streamed_layers
-from switchx.models.config import ModelConfig
+from switchx.models.config import PREFILL_CHUNK, ModelConfig
 from switchx.partitioning.mesh import AXES
 from switchx.planner.layout import Layout, StateArray, local_bytes
 
@@ -307,17 +308,18 @@ def _cache_bytes(served: ServedModel, layout: Layout) -> float:
 
 
 def _working_bytes(served: ServedModel, layout: Layout) -> float:
-    """The bytes of one block's activations while it reads the prompts, and of the logits."""
+    """The bytes of one block's activations while it reads a chunk of the prompts, and of the
+    logits."""
     config, rows = served.config, _rows(served, layout)
     M, heads = served.input_length, config.num_heads // layout.model
+    Q = M if config.is_encoder_decoder else min(PREFILL_CHUNK, M)
     d_ff = config.d_ff if config.switch is None else config.switch.d_ff or config.d_ff
     hidden = (3 if config.is_gated else 2) * d_ff // layout.model
     projected = 2 * (heads + layout.kv_heads(config)) * config.d_head
     per_token = 4 * config.d_model + projected + hidden
-    block = rows * M * per_token * config.precision.compute_dtype.itemsize
-    scores = rows * heads * M * M * _LOGIT_BYTES
-    read = 1 if config.is_encoder_decoder else M
-    logits = rows * max(read, served.num_beams) * config.vocab_size * _LOGIT_BYTES
+    block = rows * Q * per_token * config.precision.compute_dtype.itemsize
+    scores = rows * heads * Q * M * _LOGIT_BYTES
+    logits = rows * served.num_beams * config.vocab_size * _LOGIT_BYTES
     return block + scores + logits
 
 

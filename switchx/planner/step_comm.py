@@ -11,6 +11,7 @@ N layers
 
 import dataclasses
 import functools
+import math
 
 from switchx.hardware.spec import Compute
 from switchx.moe.config import DISPATCHERS
@@ -130,10 +131,14 @@ def _passes(layout: Layout, layers: float) -> float:
 
 
 def _attention(workload: Workload, layout: Layout, stack: str) -> list[StepCollective]:
-    """A sum after the heads; before them the gradient's, of queries, keys and values."""
+    """A sum after the heads; before them the gradient's, of queries, keys and values.
+
+    Where each device projects all keys and values, the gradients of these are summed instead.
+    """
+    model = workload.model
     axes = layout.rules.axes("H", layout, table="params")
     count = _passes(layout, workload.num_layers(stack))
-    again = count * (layout.forwards + (workload.model.remat == "full"))
+    again = count * (layout.forwards + (model.remat == "full"))
     own = activation_bytes(workload, layout, stack)
 
     def summed(what, num_bytes, times, terms=1, forward=0.0):
@@ -141,17 +146,33 @@ def _attention(workload: Workload, layout: Layout, stack: str) -> list[StepColle
             "all-reduce", what, axes, num_bytes, times, "layers", terms, forward=forward
         )
 
+    def keys_and_values(num_bytes):
+        """Their gradients, which devices have of the heads that their queries read."""
+        num_bytes *= 2 * model.kv_heads * model.d_head / model.d_model
+        heads = math.gcd(model.kv_heads, layout.parts_of("H"))
+        what = "gradients of keys and values"
+        found = [summed(what, num_bytes / heads, count)]
+        if heads > 1:
+            found += [StepCollective("all-gather", what, axes, num_bytes, count, "layers")]
+        return found
+
+    is_whole = layout.has_whole_kv_heads(model)
+    terms = 1 if is_whole else 3
     found = [
         summed("attention outputs", own, again, forward=count),
-        summed("gradients of attention inputs", own, count, terms=3),
+        summed("gradients of attention inputs", own, count, terms=terms),
+        *(keys_and_values(own) if is_whole else ()),
     ]
-    if stack == "decoder" and workload.model.is_encoder_decoder:
+    if stack == "decoder" and model.is_encoder_decoder:
         memory = activation_bytes(workload, layout, "encoder")
         found += [
             summed("cross-attention outputs", own, again, forward=count),
             summed("gradients of queries", own, count),
-            summed("gradients of the memory", memory, count, terms=2),
         ]
+        if is_whole:
+            found += keys_and_values(memory)
+        else:
+            found += [summed("gradients of the memory", memory, count, terms=2)]
     return found
 
 

@@ -171,6 +171,9 @@ def _flops(workload: Workload, layout: Layout, passes: int, passes_of_logits: in
     # Full slots and empty ones are computed alike.
     blocks = flops.attention + flops.scores + flops.weighted_values + flops.cross_memory
     blocks += flops.dense_ffn
+    if layout.has_whole_kv_heads(model):
+        again = layout.parts_of("H") - 1
+        blocks += flops.attention * model.kv_heads / (model.num_heads + model.kv_heads) * again
     if layout.has_equal_blocks:
         slots = 1 + model.switch.num_replicas / model.switch.num_experts
         blocks += flops.expert_slots * slots

@@ -180,6 +180,12 @@ class TrainingJob:
             "both say what the student begins with; use starts_from_teacher=False, or leave "
             "init_from out",
         )
+        require(
+            self.model.training_attention != "splash" or not self._has_bidirectional_inputs,
+            "ModelConfig.training_attention='splash' with a task whose inputs attend to all "
+            "inputs: its mask is causal; use is_prefix_bidirectional=False of the objective, "
+            "or training_attention='einsum' or 'auto'",
+        )
         longest = max(self.sequence_lengths)
         if self.model.max_length is not None and longest > self.model.max_length:
             raise ValueError(
@@ -263,7 +269,14 @@ class TrainingJob:
     def features(self) -> Features:
         if self.model.is_encoder_decoder:
             return EncoderDecoderFeatures(self.inputs_length, self.targets_length)
-        return DecoderOnlyFeatures(self.inputs_length + self.targets_length)
+        is_causal = self.model.may_skip_scores and not self._has_bidirectional_inputs
+        length = self.inputs_length + self.targets_length
+        return DecoderOnlyFeatures(length, has_prefix=not is_causal)
+
+    @property
+    def _has_bidirectional_inputs(self) -> bool:
+        tasks = as_mixture(self.source).tasks
+        return any(task.objective.is_prefix_bidirectional for task in tasks)
 
     @property
     def batches(self) -> BatchConfig:

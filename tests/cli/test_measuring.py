@@ -203,7 +203,7 @@ def test_compiled_step_is_reported(simulated, in_a_folder, capsys):
     checks = {check["name"]: check for check in report["checks"]}
     assert list(checks) == [
         "fits", "evaluation_fits", "initialization_fits", "parameters", "devices",
-        "tokens_per_batch", "slots_per_token",
+        "tokens_per_batch", "argument_error_vs_planned", "slots_per_token",
     ]  # fmt: skip
     assert all(one["holds"] for one in checks.values())
     assert checks["devices"]["value"] == 8

@@ -31,7 +31,9 @@ FileLocations
 ENTRY %main.3 (x: f32[4,3], w: f8e4m3fn[3,2]) -> f32[4,3] {
   %x = f32[4,3]{1,0:T(8,128)S(5)} parameter(0), metadata={op_name="blocks['w, x']" line=1}
   %copy-start = ((f32[4,3]{1,0:T(8,128)}), f32[4,3]{1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}) copy-start(f32[4,3]{1,0:T(8,128)} %x)
-  %copy-done = f32[4,3]{1,0} copy-done(%copy-start)
+  %copy-done = f32[4,3]{1,0} copy-done(%copy-start), frontend_attributes={kernel_metadata={
+"block": "512"
+}}, metadata={op_name="of several lines"}
   %r = f32[4,3] all-reduce(%x), replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}, to_apply=%less, frontend_attributes={chain_id="3",note="a, (b"}
   %c = f32[4,3] conditional(%p, %x, %x), branch_computations={%less, %body}
   ROOT %w.1 = (s32[], f32[4,3]) while(%c), condition=%less, body=%body
@@ -48,6 +50,7 @@ def test_a_program_and_its_instructions():
     assert program.entry.root is made["w.1"] and made["x"].arguments == "0"
     assert made["x"].arrays == (Array("f32", (4, 3), "1,0:T(8,128)S(5)"),)
     assert made["x"].op_name == "blocks['w, x']"
+    assert made["copy-done"].op_name == "of several lines"
     start = made["copy-start"]
     assert (start.opcode, start.operands, start.is_end) == ("copy-start", (made["x"],), False)
     assert [array.num_bytes for array in start.arrays] == [48, 48, 4]

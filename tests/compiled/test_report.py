@@ -13,6 +13,7 @@ from tests.training.jobs import ENCODER_DECODER, LENGTH, make_job
 
 JOB = make_job(ENCODER_DECODER)
 V4 = Topology.parse("v4:8x8x16")
+STATE = compiled.planned_step(JOB, V4)["planned_argument_bytes_per_device"]
 TOO_LARGE = Memory(3 * GIB, 97 * GIB, 100 * GIB, 15 * GIB)
 STEP = CompiledStep(
     devices=1024,
@@ -20,7 +21,8 @@ STEP = CompiledStep(
     tokens_per_batch=8 * LENGTH // 2,  # of the job's 8 rows
     target_tokens_per_batch=1 << 17,
     slots_per_token=2.4,
-    memory=Memory(3 * GIB, 5 * GIB, 8 * GIB, 15 * GIB),
+    memory=Memory(STATE + 1000, 5 * GIB, 8 * GIB, 15 * GIB),
+    batch_bytes=1000,
     flops=7,
     collectives={"all-to-all": (3, 5)},
     seconds=1.0,
@@ -34,7 +36,8 @@ def verdicts(step: CompiledStep, job=JOB) -> dict[str, bool]:
 
 HOST = HostMemory(4 * GIB, Memory(30 * GIB, 0, 30 * GIB, 15 * GIB), 4 * GIB, 0.9, (1 << 20,))
 FAULTS = {
-    "fits": {"memory": TOO_LARGE},
+    "fits": {"memory": dataclasses.replace(TOO_LARGE, arguments=STATE)},
+    "argument_error_vs_planned": {"host": None, "batch_bytes": 1000 - STATE // 50},
     "parameters": {"parameters": STEP.parameters - 1},
     "devices": {"devices": 2048},
     "tokens_per_batch": {"tokens_per_batch": STEP.tokens_per_batch // 2},

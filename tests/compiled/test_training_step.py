@@ -15,6 +15,7 @@ from pallas_kernels.aot import gpu_compiler, tpu_compiler
 from switchx.compiled.devices import (
     CHILD_VARIABLE,
     has_compiler,
+    json_of_child,
     require_mesh_fits,
     run_with_compiler,
 )
@@ -374,6 +375,27 @@ def test_experts_compute_while_another_part_travels():
     whole, halves = (line.split() for line in done.stdout.splitlines()[-2:])
     assert int(halves[1]) >= 4 > int(whole[1])
     assert halves[2] == whole[2]  # the same bytes
+
+
+@pytest.mark.aot
+@pytest.mark.slow  # 3 and 7 minutes on an idle core
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize(
+    ("run", "topology"), [("pretrain_olmoe", "v5e:4x4"), ("pretrain_mixtral", "v5p:4x4x4")]
+)
+def test_todays_decoders_fit(run, topology):
+    """Every check of the command holds, the planner's among them."""
+    try:
+        tpu_compiler.compiler_variables()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    words = ["compile", f"--gin_file=configs/runs/{run}.gin", f"--topology={topology}"]
+    report = json_of_child([*words, "--json"], Topology.parse(topology))
+    verdicts = {check["name"]: check["holds"] for check in report["checks"]}
+    assert all(verdicts.values()) and {"fits", "argument_error_vs_planned"} <= verdicts.keys()
+    (row,) = report["results"]
+    assert row["parameters"] == row["planned_parameters"]
+    assert 0.5 < row["temporaries_vs_planned"] < 1
 
 
 IN_A_LOOP = """

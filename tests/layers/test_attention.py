@@ -10,9 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.aot import gpu_compiler
-from switchx.layers.attention import Attention, KeysValues, attend, attend_by_cudnn
+from pallas_kernels.aot import gpu_compiler, tpu_compiler
+from switchx.layers.attention import (
+    Attention,
+    KeysValues,
+    attend,
+    attend_by_cudnn,
+    attend_by_splash,
+)
 from switchx.models.config import ModelConfig
+from switchx.partitioning.constrain import use_mesh
+from switchx.partitioning.mesh import MeshSpec
 from tests.absent_devices import compute_cudnn_by_xla, mesh_of
 from tests.compare import assert_slope
 from tests.layers.weights import numbers_for, with_params
@@ -233,6 +241,93 @@ def test_cudnns_attention_is_lowered_for_a_gpu_that_is_not_there():
     assert counts == [2, 2]
     workspace = 2 * 2 * 16 * 12 * 512 * 512  # bytes that cuDNN writes and reads
     assert 0.35 < (flash + workspace) / ours < 0.55
+
+
+@pytest.mark.slow  # interprets a TPU's kernels
+@pytest.mark.parametrize("mesh", [MeshSpec(data=1), MeshSpec(data=2, model=4)])
+def test_splash_attention_equals_attend(mesh):
+    """Values and raw gradients of packed rows with padding and dropout, two heads of queries a
+    head of keys; over four devices the two heads of keys do not divide."""
+    rng, (B, L, H, Z, K) = np.random.default_rng(0), (2, 256, 4, 2, 16)
+    shapes = (B, L, H, K), (B, Z, K, L), (B, Z, L, K)
+    arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+    segment_BL = np.ones((B, L), np.int32)
+    segment_BL[0, 100:], segment_BL[1, 200:] = 2, 0
+    is_text_BL = segment_BL > 0
+    is_same_BLM = (segment_BL[:, :, None] == segment_BL[:, None]) & is_text_BL[:, None]
+    mask_BLM = jnp.asarray(is_same_BLM & np.tril(np.ones((L, L), bool)))
+    target = rng.normal(size=(B, H, L, K)) * is_text_BL[:, None, :, None]
+    options = dict(dropout_rate=0.3, key=jax.random.key(0))
+
+    def values(attend, **how):
+        def loss(q, k, v):
+            out_BHLK = attend(q, KeysValues(k, v), **how, **options)
+            return jnp.sum(out_BHLK * target), out_BHLK * is_text_BL[:, None, :, None]
+
+        return jax.tree.leaves(jax.grad(loss, (0, 1, 2), has_aux=True)(*arrays))
+
+    how = dict(segment_BL=jnp.asarray(segment_BL), interpret=True)
+    with use_mesh(mesh.build(jax.devices()[: mesh.num_devices(1)]), mesh.rules):
+        got = jax.jit(lambda: values(attend_by_splash, **how))()
+    for g, w in zip(got, values(attend, mask_BLM=mask_BLM), strict=True):
+        assert np.linalg.norm(g - w) / np.linalg.norm(w) < 2e-6
+
+
+def test_splash_attention_is_refused_where_it_cannot_run():
+    query_BLHK, memory = jnp.zeros((1, 100, H, K)), KeysValues.empty((1, H, 100, K), "float32")
+    reason = "'splash': JAX runs on cpu, rows have 100 tokens, no multiple of 128; use 'einsum'"
+    with pytest.raises(ValueError, match=reason):
+        attend_by_splash(query_BLHK, memory, segment_BL=jnp.ones((1, 100), jnp.int32))
+    with pytest.raises(ValueError, match="positions='relative': it takes decoder-only models"):
+        dataclasses.replace(CONFIG, training_attention="splash")
+
+
+# A step by each implementation for four chips, whose heads and rows are divided.
+BY_DEVICE = """
+import dataclasses, json, sys
+from switchx.compiled.devices import describe_devices
+from switchx.compiled.training_step import compile_step
+from switchx.layers import attention
+from switchx.models.config import ModelConfig, Precision
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.topology import Topology
+from tests.training.jobs import make_job
+
+topology = Topology.parse(sys.argv[1])
+if topology.generation.platform == "gpu":
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+    cudnn.check_cudnn_version = lambda: 91200
+seen, temporaries = [], []
+for name in ("splash", "cudnn"):
+    def watched(*arguments, name=name, found=attention.ATTENDS[name], **options):
+        seen.append(name)
+        return found(*arguments, **options)
+    attention.ATTENDS[name] = watched
+for by in ("einsum", "auto"):
+    model = ModelConfig(
+        "decoder_only", 512, 256, 256, 4, 128, 2, positions="rotary", num_kv_heads=2,
+        scale_attention=True, remat="full", scan_layers=True, training_attention=by,
+        precision=Precision(compute="bfloat16"),
+    )
+    job = make_job(model, mesh=MeshSpec(data=2, model=2), batch_size=4)
+    job = dataclasses.replace(job, inputs_length=1024, targets_length=1024)
+    step = compile_step(job, describe_devices(topology), 1 << 40)
+    temporaries.append(step.memory.temporaries)
+print(json.dumps([sorted(set(seen)), temporaries]))
+"""
+
+
+@pytest.mark.aot
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("topology", "name"), [("v5e:2x2", "splash"), ("h200:4", "cudnn")])
+def test_auto_is_the_flash_attention_of_the_device(topology, name):
+    """Compiled, not run: a step's temporaries have no scores of 2,048 tokens on a TPU."""
+    compiler = tpu_compiler if name == "splash" else gpu_compiler
+    done = script_with_compiler(compiler, BY_DEVICE, topology)
+    seen, (by_einsum, by_flash) = json.loads(done.stdout.splitlines()[-1])
+    assert seen == [name]
+    scores = 2 * 2 * 2048 * 2048 * 4  # of two rows and two heads of a device
+    assert name == "cudnn" or by_einsum - by_flash > scores
 
 
 def test_entries_of_a_cache_go_where_they_are_put():

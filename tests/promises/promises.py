@@ -11,6 +11,7 @@ import numpy as np
 from switchx.results import Check
 from tests.promises import (
     collectives,
+    convert_memory,
     decoding_programs,
     elastic,
     gradient_bytes,
@@ -124,6 +125,7 @@ PROMISES = (
     Promise(storage_order.bytes_of_files, {"bytes_vs_formula": "==1"}),
     Promise(storage_order.order_of_steps, {"order_violations": "==0"}),
     Promise(storage_memory.resident_set, {"rss_over_budget": "<=1.2"}),
+    Promise(convert_memory.conversion, {"convert_rss_over_budget": "<=1.3"}),
     Promise(
         training_kills.killed,
         {"kill9_differing": "==0"},

@@ -56,6 +56,7 @@ class Case:
     rows: int = ROWS
     num_microbatches: int = 1
     pipeline: ScheduleSpec = ScheduleSpec()
+    num_kv_heads: int | None = None
 
 
 SCANNED = dict(scan_layers=True, num_layers=4)
@@ -70,6 +71,11 @@ CASES = (
     Case("dense data=2 fsdp=2 model=2", MeshSpec(data=2, fsdp=2, model=2)),
     Case("dense model=8 full remat", MeshSpec(data=1, model=8), remat="full"),
     Case("dense model=8 minimal remat", MeshSpec(data=1, model=8), remat="minimal"),
+    Case("grouped heads data=4 model=2", MeshSpec(model=2), num_kv_heads=2),
+    Case("whole heads of keys model=8", MeshSpec(data=1, model=8), num_kv_heads=2),
+    Case("one head of keys data=2 model=4", MeshSpec(model=4), num_kv_heads=1),
+    Case("whole heads of keys data=2 model=4 full remat", MeshSpec(model=4), remat="full",
+         num_kv_heads=2),
     Case("T5 model=8", MeshSpec(data=1, model=8), is_encoder_decoder=True),
     Case("gather data=4 model=2", MeshSpec(model=2), "gather"),
     Case("all_to_all data=2 expert=4", MeshSpec(expert=4), "all_to_all"),
@@ -199,7 +205,7 @@ def make_job(case: Case, sizes: Sizes = SMALL) -> TrainingJob:
     length, compute = widths.pop("length"), widths.pop("compute")
     shared = dict(**widths, precision=Precision(compute=compute), remat=case.remat,
                   num_decoder_layers=case.num_layers, scan_layers=case.scan_layers,
-                  switch=switch)  # fmt: skip
+                  switch=switch, num_kv_heads=case.num_kv_heads)  # fmt: skip
     model = ModelConfig(
         "decoder_only", activation="gelu", norm="layer", positions="learned",
         max_length=2 * length, scale_attention=True, **shared,

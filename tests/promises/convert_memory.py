@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of `switchx convert` on a model of a GiB: of a process of its own.
+
+`convert_rss_over_budget` is the most memory that the process had while it converted, less what
+it had before reading, over the model's largest array and the arrays of one stacked layer.
+`python -m tests.promises.convert_memory FOLDER` makes the model there and converts it.
+Dims: D model, E experts, F ffn, V vocabulary
+"""
+
+import json
+import math
+import pathlib
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import numpy as np
+
+from switchx.bench.storage import of_child
+from switchx.cli.main import main as switchx
+from switchx.interop.decoder_families import describe, tensor_names
+from switchx.interop.tensor_folder import torch_shapes, write_json, write_safetensors
+from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
+from tests.promises.storage_memory import MEBIBYTE, peak_rss_bytes
+
+# A layer of 384 MiB in float32, its largest array 128: beside Orbax' cache of 100.
+ROUTER = RouterConfig(num_selected=2, gate="normalized", overflow="dropless")
+MODEL = ModelConfig(
+    "decoder_only", 4096, 1024, 2048, 8, 128, 3, activation="swiglu", positions="rotary",
+    num_kv_heads=4, max_length=4096, norm_epsilon=1e-5, scale_attention=True,
+    tie_embeddings=False, scale_tied_logits=False,
+    switch=SwitchConfig(16, every=1, router=ROUTER, expert_bias=False),
+)  # fmt: skip
+SHARD_BYTES = 200 * MEBIBYTE
+
+
+def conversion() -> Iterator[tuple]:
+    """Memory of `convert --from=huggingface` above the process's, over the budget."""
+    with tempfile.TemporaryDirectory() as folder:
+        row = of_child(__name__, folder)
+    for name, value in row.items():
+        yield name, "Mixtral's form", value
+    yield "convert_rss_over_budget", "Mixtral's form", row["more_mib"] / row["budget_mib"]
+
+
+def main(folder: str) -> None:
+    folder = pathlib.Path(folder)
+    kin, values, _ = describe(MODEL)
+    shapes = torch_shapes(tensor_names(kin, MODEL), MODEL)
+    (theirs := folder / "theirs").mkdir()
+    write_json(theirs / "config.json", values | {"eos_token_id": 2, "pad_token_id": 0})
+    rng = np.random.default_rng(0)
+    tensors = ((name, rng.random(shape, np.float32)) for name, shape in shapes.items())
+    write_safetensors(theirs, tensors, SHARD_BYTES)
+    num_bytes = {name: 4 * math.prod(shape) for name, shape in shapes.items()}
+    stacked = {}  # of our parameters in the first layer, experts together
+    for parameter, names in tensor_names(kin, MODEL).items():
+        stacked[parameter] = sum(num_bytes[name] for name in names)
+    layer = sum(size for name, size in stacked.items() if "/layer_0/" in name)
+    row = {
+        "model_mib": sum(num_bytes.values()) / MEBIBYTE,
+        "budget_mib": (max(stacked.values()) + layer) / MEBIBYTE,
+    }
+    before = reset_peak()
+    words = ["convert", "--from=huggingface", str(theirs), str(folder / "ours")]
+    assert switchx(words) == 0, words
+    row["more_mib"] = (peak_rss_bytes() - before) / MEBIBYTE
+    print(json.dumps(row))
+
+
+def reset_peak() -> int:
+    """Has Linux count the peak from now on, and returns the bytes of now."""
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    return peak_rss_bytes()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
