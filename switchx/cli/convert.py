@@ -54,9 +54,9 @@ def add_command(commands) -> None:
     parser.add_argument(
         "--overflow",
         choices=["drop", "dropless", "identity"],
-        help="with --from=huggingface: what becomes of a token whose expert is full. drop: "
-        "transformers 4.52 to 4.57, and from 5.19 on (default); dropless: 5.0 to 5.17; "
-        "identity: to 4.51",
+        help="with --from=huggingface, of Switch Transformers: what becomes of a token whose "
+        "expert is full. drop: transformers 4.52 to 4.57, and from 5.19 on (default); dropless: "
+        "5.0 to 5.17; identity: to 4.51",
     )
     parser.add_argument(
         "--dtype",
@@ -113,7 +113,7 @@ def _from_huggingface(arguments: argparse.Namespace, reporter) -> None:
     with _scratch(pathlib.Path(arguments.dst)) as scratch:
         checkpoint = read_checkpoint(
             arguments.src,
-            overflow=arguments.overflow or "drop",
+            overflow=arguments.overflow,
             dtype=arguments.dtype or "float32",
             scratch=scratch,
             vocabulary=arguments.vocabulary,

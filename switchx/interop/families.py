@@ -32,6 +32,8 @@ class Family:
             none. It has no unknown: where a tokenizer has another one, that is.
         vocabularies: files of a vocabulary, of which the first that is there is read.
         keeps_ids: whether ids stay as they are in the files (bpe.py).
+        overflows: what becomes of a token whose expert is full, by release of transformers,
+            the default first; the families with one drop none or have no experts.
     """
 
     read_config: Callable[..., ModelConfig]
@@ -40,6 +42,7 @@ class Family:
     special_ids: tuple[int, int, int, int] = (0, 1, 2, 0)
     vocabularies: tuple[str, ...] = (PIECES, "tokenizer.model", TOKENIZER)
     keeps_ids: bool = False
+    overflows: tuple[str, ...] = ("dropless",)
 
     @classmethod
     def of_decoder(cls, kin: Decoder) -> "Family":
@@ -59,6 +62,7 @@ class Family:
             functools.partial(huggingface_config.read_config, kin),
             functools.partial(t5_tensors.tensor_names, kin),
             functools.partial(t5_tensors.read_params, kin),
+            overflows=("drop", "dropless", "identity") if kin.has_experts else ("dropless",),
         )
 
     def read_ids(
