@@ -55,8 +55,8 @@ def add_command(commands) -> None:
         "--overflow",
         choices=["drop", "dropless", "identity"],
         help="with --from=huggingface, of Switch Transformers: what becomes of a token whose "
-        "expert is full. drop: transformers 4.52 to 4.57, and from 5.19 on (default); dropless: "
-        "5.0 to 5.17; identity: to 4.51",
+        "expert is full. drop: transformers 4.52 to 4.57, and from 5.19 on (default); "
+        "dropless: 5.0 to 5.17; identity: to 4.51",
     )
     parser.add_argument(
         "--dtype",

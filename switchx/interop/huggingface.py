@@ -221,9 +221,13 @@ def write_decoder(
     Raises:
         ValueError: transformers has no such model (all reasons are given).
     """
-    config, params = unrolled(config, params)
+    config, params = decoder_families.with_shared_expert(*unrolled(config, params))
     kin, description, notes = decoder_families.describe(config)
     leaves, names = named_leaves(params), decoder_families.tensor_names(kin, config)
+    for name, order in decoder_families.orders(kin, config).items():
+        for parameter in names:
+            if parameter.endswith(f"/{name}"):
+                leaves[parameter] = np.asarray(leaves[parameter])[..., np.argsort(order)]
     write_safetensors(folder, _tensors(names, leaves, config), MOST_SHARD_BYTES)
     ends = list(vocabulary.eos_ids)
     ids = {

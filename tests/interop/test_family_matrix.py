@@ -2,8 +2,8 @@
 """Families of decoder-only models x commands: what works on which, shown on folders of
 transformers with small random models, whose own numbers are the oracle.
 
-A column is a function of `CELLS`; what does not apply is in `LEFT_OUT` with its reason. The
-table in docs/checkpoints_of_others.md is `table()`: `python -m tests.interop.test_family_matrix`.
+A column is a function of `CELLS`. `python -m tests.interop.test_family_matrix` prints the table
+of docs/checkpoints_of_others.md.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from switchx.interop.decoder_families import DECODERS
 from switchx.routing_record import open_record
 from tests.compilation import on_devices
 from tests.integration.runs import lines
-from tests.interop.decoder_models import CASES, V, theirs
+from tests.interop.decoder_models import V, theirs
 from tests.processes import ROOT
 from tests.serving.served import LIMITS, listening, post, started
 
@@ -34,6 +34,7 @@ PAGE = ROOT / "docs/checkpoints_of_others.md"
 # The cells that run by default.
 FIRST, QUICK = ("llama", "qwen3_moe"), ("convert", "load", "generate", "score")
 CHANGES = {"qwen2_moe": dict(decoder_sparse_step=1), "qwen3_moe": dict(mlp_only_layers=[])}
+WRITTEN_AS = {"mistral": "LlamaForCausalLM"}
 PROMPTS = [[5, 9, 11, 4, 7], [6, 80, 31], [17]]
 PAIRS = [([5, 9, 11], [4, 7]), ([6, 80], [31, 8, 90]), ([17], [3])]
 T, ENDS = 8, (2, 40)
@@ -41,7 +42,8 @@ T, ENDS = 8, (2, 40)
 SMALL = (
     "BATCH_SIZE=8", "INPUTS_LENGTH=8", "TARGETS_LENGTH=8", "TRAIN_STEPS=1", "LOG_EVERY=1",
     "EVAL_EVERY=1", "CHECKPOINT_EVERY=1", "TrainingJob.eval_batches=None",
-    "ModelConfig.dropout_rate=0.0", "LossConfig.z_loss=0.0", "LossConfig.balance_weight=0.0", "TextFiles.validation_fraction=0.5",
+    "ModelConfig.dropout_rate=0.0", "LossConfig.z_loss=0.0", "LossConfig.balance_weight=0.0",
+    "TextFiles.validation_fraction=0.5",
 )  # fmt: skip
 
 
@@ -149,10 +151,13 @@ def convert_back(row: Row):
 
     run("convert", "--to=huggingface", row.folder / "run", row.folder / "back")
     want, got = (load_file(row.folder / n / "model.safetensors") for n in ("theirs", "back"))
+    if row.name == "granitemoe":  # its factors are in the weights
+        require_back(row, "run")
+        return
     assert want.keys() == got.keys()
     assert all(np.array_equal(want[name], got[name]) for name in want)
     again = AutoModelForCausalLM.from_pretrained(row.folder / "back")
-    assert type(again) is type(row.model)
+    assert type(again).__name__ == WRITTEN_AS.get(row.name, type(row.model).__name__)
     assert again.generation_config.eos_token_id == list(ENDS)
 
 
@@ -248,7 +253,7 @@ def first_texts(words) -> np.ndarray:
     batch = next(loader)
     loader.close()
     token_BL = batch["decoder_input_tokens"]
-    assert token_BL.shape == (8, 16) and np.all(token_BL[:, -1] == ENDS[0])
+    assert token_BL.shape == (8, 16)
     return token_BL
 
 
@@ -405,20 +410,26 @@ def record(row: Row):
     of = f"--model_dir={row.folder / 'run'}"
     texts, file = row.folder / "in.txt", row.folder / "record.parquet"
     texts.write_text("\n".join(map(text_of, PROMPTS)))
-    out = row.folder / "recorded.txt"
+    out, routed = row.folder / "recorded.txt", []
+    routers = [m for m in row.model.modules() if type(m).__name__.endswith("TopKRouter")]
+    hooks = [m.register_forward_hook(lambda _, __, out: routed.append(out)) for m in routers]
     run("score", of, f"--input={texts}", f"--output={out}", f"--record={file}")
     for batch in open_record(file).batches():
         for i, is_token_L in enumerate(batch.is_token_BL):
             ids = batch.token_BL[i, is_token_L].tolist()
             if not ids:
                 continue
+            routed.clear()
             with torch.no_grad():
-                logits = row.model(torch.tensor([ids]), output_router_logits=True).router_logits
-            for layer, logits_LE in enumerate(logits):
-                prob, expert = logits_LE.softmax(-1).sort(descending=True)
-                k = batch.expert_NBLS.shape[-1]
+                row.model(torch.tensor([ids]))
+            assert len(routed) == len(batch.expert_NBLS)
+            for layer, (_, gate_LS, expert_LS) in enumerate(routed):
                 got = batch.expert_NBLS[layer, i, is_token_L]
-                np.testing.assert_array_equal(got, expert[:, :k])
+                np.testing.assert_array_equal(got, expert_LS)
+                got = batch.gate_NBLS[layer, i, is_token_L]
+                np.testing.assert_allclose(got, gate_LS, atol=1e-6)
+    for hook in hooks:
+        hook.remove()
     run("drops", file)
     run("drift", file, file)
 
