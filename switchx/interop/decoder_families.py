@@ -424,6 +424,12 @@ def read_params(
     where = str(tensors.folder)
     tensors = _SeparateExperts(kin, tensors)
     found = {n: shape for n, shape in tensors.shapes.items() if not n.endswith(_UNREAD)}
+    said, there = _sparse_layers(config), _routed_blocks(kin, found, config)
+    require(
+        not there or there == said,
+        f"{where}: config.json says that of {config.num_decoder_layers} blocks {shown(said)} "
+        f"have experts; of the tensors {shown(there)} have: {WAY_OUT}",
+    )
     if config.tie_embeddings and LM_HEAD in found:
         # There and equal, or there and another matrix after fine-tuning.
         if np.array_equal(tensors.read(LM_HEAD), tensors.read(TABLE)):
@@ -439,6 +445,12 @@ def read_params(
     require_same_tensors(torch_shapes(names, config), found, where, WAY_OUT)
     of = factors, orders(kin, config)
     return read_parameters(tensors, names, config, ids, scratch, *of), config
+
+
+def _routed_blocks(kin: Decoder, found: Collection[str], config: ModelConfig) -> list[int]:
+    """The blocks whose routers are among the tensors."""
+    name = f"model.layers.{{}}.{kin.ffn}.{kin.router}.weight"
+    return [i for i in range(config.num_decoder_layers) if name.format(i) in found]
 
 
 def _factors(kin: Decoder, fields: Fields, config: ModelConfig) -> dict[str, float]:

@@ -103,6 +103,24 @@ FAMILIES = {kin.model_type: Family.of_t5(kin) for kin in (T5, MT5, UMT5, SWITCH)
 }
 
 
+# What other families have that switchx has not.
+_MISSING = {
+    "deepseek_v2": "latent attention (MLA)",
+    "deepseek_v3": "latent attention (MLA)",
+    "dots1": "sigmoid scores and groups of experts",
+    "glm4_moe": "sigmoid scores, groups of experts and partly turned heads",
+    "gpt_oss": "attention sinks, windows in every other block and MXFP4 weights",
+    "granitemoehybrid": "state-space layers",
+    "granitemoeshared": "shared experts beside multipliers",
+    "hunyuan_v1_moe": "norms of queries and keys behind rotary positions",
+    "jetmoe": "these experts in attention",
+    "minimax": "linear attention",
+    "minimax_m2": "sigmoid scores and partly turned heads",
+    "phimoe": "routing by SparseMixer",
+    "qwen3_next": "linear attention",
+}
+
+
 def family_of(fields: Fields) -> Family:
     """The family that a `config.json` names.
 
@@ -110,9 +128,10 @@ def family_of(fields: Fields) -> Family:
         ValueError: it names none of ours; lists these.
     """
     name = fields.text("model_type", "")
+    missing = f": switchx has no {_MISSING[name]}" if name in _MISSING else ""
     require(
         name in FAMILIES,
-        f"{fields.where}: model_type={shown(name)} cannot be converted; expected one of "
-        f"{', '.join(FAMILIES)}",
+        f"{fields.where}: model_type={shown(name)} cannot be converted{missing}; expected one "
+        f"of {', '.join(FAMILIES)}",
     )
     return FAMILIES[name]

@@ -138,7 +138,8 @@ class TensorFolder:
             require(
                 dtype in _FLOATS,
                 f"{path}: tensor {name} has the type {dtype}; expected one of "
-                f"{', '.join(_FLOATS)}: export the model without quantization",
+                f"{', '.join(_FLOATS)}: switchx reads no scales of quantized weights (FP8, "
+                "MXFP4, AWQ, GPTQ); export the model without quantization",
             )
             require(
                 name not in self.shapes,

@@ -91,15 +91,43 @@ def test_bad_folders_are_refused_by_name(tmp_path, capsys):
         ),
         (dict(vocab_size=V + 1), "lm_head.weight: expected shape [97, 32]"),
         (dict(eos_token_id=None), "eos_token_id=[]"),
+        (dict(model_type="deepseek_v3"), "switchx has no latent attention (MLA); expected one"),
+        (dict(model_type="deepseek_v9"), "model_type='deepseek_v9' cannot be converted; exp"),
     ):
         file.write_text(json.dumps(values | changes))
         (tmp_path / "theirs" / "generation_config.json").unlink(missing_ok=True)
         arguments = [str(tmp_path / "theirs"), str(tmp_path / "run")]
         assert main(["convert", "--from=huggingface", *arguments]) != 0
         assert message in capsys.readouterr().err
-    file.write_text(json.dumps(values))
+    file.write_text(json.dumps(values | dict(pad_token_id=-1)))  # Llama's of none
+    assert main(["convert", "--from=huggingface", *arguments]) == 0
+    assert switchx.load(arguments[1]).vocabulary.pad_id is None
+    capsys.readouterr()
+    assert main(["convert", "--from=huggingface", "--overflow=drop", *arguments]) == 2
+    assert "overflow='drop' of a llama: expected dropless, as" in capsys.readouterr().err
     assert main(["convert", "--from=huggingface", "--vocabulary=bytes", *arguments]) == 2
     assert "bytes: ids of a decoder-only model stay as they are" in capsys.readouterr().err
+
+
+def test_tensors_of_other_kinds_are_refused_in_a_line(tmp_path, capsys):
+    """Blocks that are dense where all have experts, and FP8 weights."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    theirs("qwen3_moe").save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(mlp_only_layers=[])))
+    arguments = ["convert", "--from=huggingface", str(tmp_path / "theirs"), str(tmp_path / "r")]
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert "says that of 2 blocks [0, 1] have experts; of the tensors [1] have" in said
+    weights = tmp_path / "theirs/model.safetensors"
+    tensors = load_file(weights)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
+    save_file(tensors, weights)
+    assert main(arguments) == 2
+    assert "lm_head.weight has the type F8_E4M3" in (said := capsys.readouterr().err)
+    assert "switchx reads no scales of quantized weights (FP8, MXFP4, AWQ, GPTQ)" in said
 
 
 def test_prompts_that_see_themselves_whole_are_no_model_of_transformers(tmp_path, capsys):

@@ -116,6 +116,19 @@ def test_old_and_new_fields_of_rotary_positions_are_read():
     assert magnitude == pytest.approx(1.1386294 / 1.0693147)
 
 
+def test_a_window_as_long_as_the_context_hides_nothing():
+    """Mistral has one of 4,096 where its file has none."""
+    mistral = {n: v for n, v in PUBLISHED["llama_3_8b"][1].items() if n != "model_type"}
+    mistral |= dict(model_type="mistral", max_position_embeddings=4096)
+    for more in ({}, dict(sliding_window=4096), dict(sliding_window=None)):
+        assert read(mistral | more).max_length == 4096
+    mistral["max_position_embeddings"] = 8192
+    assert read(mistral | dict(sliding_window=None)).max_length == 8192
+    for more in ({}, dict(sliding_window=4096)):
+        with refused("sliding_window=4096 cannot be converted: switchx has no windows, and"):
+            read(mistral | more)
+
+
 def test_a_head_of_every_family_may_have_a_size_of_its_own():
     """As transformers has it, whose qwen2 and olmoe read head_dim where a file has one."""
     for _, values in PUBLISHED.values():
@@ -163,6 +176,7 @@ def test_a_head_of_every_family_may_have_a_size_of_its_own():
         ),
         ("mixtral_8x7b", dict(sliding_window=4096), "sliding_window=4096 cannot be converted"),
         ("mixtral_8x7b", dict(num_local_experts=10**9), "num_local_experts=1000000000"),
+        ("mixtral_8x7b", dict(sliding_window=[1]), "sliding_window=[1] cannot be converted"),
         ("olmoe_1b_7b", dict(clip_qkv=8.0), "clip_qkv=8.0 cannot be converted"),
         ("qwen3_30b_a3b", dict(use_sliding_window=True), "use_sliding_window=True"),
         ("qwen3_30b_a3b", dict(mlp_only_layers=3), "mlp_only_layers=3; expected a list"),
