@@ -98,6 +98,7 @@ class Decoder:
         shared_d_ff: the field of F of a gated shared expert; "" without one.
         shared_count: the field of the number of shared experts without a gate, which are one
             FFN of as many times an expert's F; "" without them.
+        unread: part of the names of tensors that transformers leaves out, too; "" for none.
         only: fields that switchx has one value of, and that value.
     """
 
@@ -124,6 +125,7 @@ class Decoder:
     sparse: Literal["all", "step", "range"] = "all"
     shared_d_ff: str = ""
     shared_count: str = ""
+    unread: str = ""
     only: tuple[tuple[str, Any], ...] = ()
 
 
@@ -171,7 +173,8 @@ DECODERS = {
             "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", bias="none", epsilon=1e-5, theta=5e5,
             tied=True, has_pairs=True, num_experts="moe_num_experts", num_selected="moe_k",
             expert_d_ff="moe_intermediate_size", normalizes=True, has_router_bias=True,
-            sparse="range", shared_count="moe_num_shared_experts", only=(("use_bias", False),),
+            sparse="range", shared_count="moe_num_shared_experts", unread="mtp",
+            only=(("use_bias", False),),
         ),
     )
 }  # fmt: skip
@@ -421,9 +424,12 @@ def read_params(
     Raises:
         ValueError: tensors are missing, unexpected or of another shape.
     """
-    where = str(tensors.folder)
+    where, left_out = str(tensors.folder), tensors.unread
     tensors = _SeparateExperts(kin, tensors)
     found = {n: shape for n, shape in tensors.shapes.items() if not n.endswith(_UNREAD)}
+    if kin.unread and (others := [name for name in found if kin.unread in name]):
+        left_out.append(f"{len(others)} tensors of {kin.unread}")
+        found = {name: found[name] for name in found.keys() - set(others)}
     said, there = _sparse_layers(config), _routed_blocks(kin, found, config)
     require(
         not there or there == said,
@@ -492,8 +498,9 @@ class _SeparateExperts:
         is_fused = any(name.endswith(_FUSED) for name in tensors.shapes)
         gate, up, down = kin.matrices
         for name, shape in tensors.shapes.items():
-            # Mixtral's module has another name in memory.
-            own = name.replace(".mlp.", f".{kin.ffn}.") if is_fused else name
+            own = name
+            for their, our in ((".mlp.", f".{kin.ffn}."), *_IN_MEMORY) if is_fused else ():
+                own = own.replace(their, our)
             kind = next((each for each in (*_FUSED, *kin.fused) if own.endswith(each)), None)
             if kind is None or len(shape) != 3:
                 self.shapes[own], self._parts[own] = shape, (name, ...)
@@ -515,7 +522,12 @@ class _SeparateExperts:
         return self._last[1][part]
 
 
-_FUSED = Decoder.fused  # names in the memory of transformers 5
+# Names in the memory of transformers 5, and those of files.
+_FUSED = Decoder.fused
+_IN_MEMORY = (
+    (".gate.moe_statics.", ".moe_statics."),
+    (".router.weight", ".router.layer.weight"),
+)
 
 
 def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:

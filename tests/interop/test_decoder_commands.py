@@ -11,7 +11,7 @@ import json
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import switchx
 from switchx.cli.main import main
@@ -109,10 +109,20 @@ def test_bad_folders_are_refused_by_name(tmp_path, capsys):
     assert "bytes: ids of a decoder-only model stay as they are" in capsys.readouterr().err
 
 
+def test_tensors_that_transformers_leaves_out_are_named(tmp_path, capsys):
+    """Multi-token prediction of ERNIE-4.5."""
+    theirs("ernie4_5_moe").save_pretrained(tmp_path / "theirs")
+    weights = tmp_path / "theirs/model.safetensors"
+    one = {"model.mtp_block.0.input_layernorm.weight": np.ones(32, np.float32)}
+    save_file(load_file(weights) | one, weights, {"format": "pt"})
+    assert switchx.load(str(converted(tmp_path))).config.switch.router.has_bias
+    assert "not read: 1 tensors of mtp" in capsys.readouterr().err
+
+
 def test_tensors_of_other_kinds_are_refused_in_a_line(tmp_path, capsys):
     """Blocks that are dense where all have experts, and FP8 weights."""
     import torch
-    from safetensors.torch import load_file, save_file
+    from safetensors import torch as tensors_of
 
     theirs("qwen3_moe").save_pretrained(tmp_path / "theirs")
     file = tmp_path / "theirs/config.json"
@@ -122,9 +132,9 @@ def test_tensors_of_other_kinds_are_refused_in_a_line(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "says that of 2 blocks [0, 1] have experts; of the tensors [1] have" in said
     weights = tmp_path / "theirs/model.safetensors"
-    tensors = load_file(weights)
+    tensors = tensors_of.load_file(weights)
     tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
-    save_file(tensors, weights)
+    tensors_of.save_file(tensors, weights)
     assert main(arguments) == 2
     assert "lm_head.weight has the type F8_E4M3" in (said := capsys.readouterr().err)
     assert "switchx reads no scales of quantized weights (FP8, MXFP4, AWQ, GPTQ)" in said
@@ -157,7 +167,7 @@ def test_losses_drift_where_a_first_token_has_none(tmp_path, capsys):
     assert losses["loss_a"] == losses["loss_b"] == pytest.approx(want, rel=1e-5)
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen2_moe", "granitemoe", "ernie4_5_moe"])
 def test_fused_experts_are_read_as_those_apart(case, tmp_path):
     model = theirs(case)
     for name, options in (("theirs", {}), ("fused", dict(save_original_format=False))):
