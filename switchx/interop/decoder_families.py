@@ -664,8 +664,10 @@ def _differences(config: ModelConfig, again: ModelConfig) -> list[str]:
             found |= {f"RouterConfig.{n}": value for n, value in _fixed(switch.router).items()}
             found |= {f"SwitchConfig.{n}": value for n, value in _fixed(switch).items()}
             found["SwitchConfig.d_ff"] = switch.d_ff or config.d_ff
+            found["router bias"] = switch.router.has_bias  # whatever rate it was trained with
             places = ("every", "encoder_layers", "decoder_layers", "router")
             unread |= {f"SwitchConfig.{name}" for name in places}
+            unread.add("RouterConfig.bias_update_rate")
             if len(_sparse_layers(config)) == config.num_decoder_layers:
                 unread.add("d_ff")
         return {name: value for name, value in found.items() if name not in unread}

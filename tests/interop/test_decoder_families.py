@@ -4,11 +4,12 @@
 Logits and gradients beside transformers': tests/models/test_modern_decoder.py.
 """
 
+import contextlib
 import dataclasses
 
 import pytest
 
-from switchx.interop.decoder_families import DECODERS, read_config, tensor_names
+from switchx.interop.decoder_families import DECODERS, describe, read_config, tensor_names
 from switchx.interop.huggingface_config import Fields
 from switchx.interop.tensor_folder import torch_shapes
 from switchx.models.config import ModelConfig, Precision
@@ -185,3 +186,19 @@ def test_a_head_of_every_family_may_have_a_size_of_its_own():
 def test_what_cannot_be_read_is_refused_by_name(model, changes, message):
     with refused(message):
         read(PUBLISHED[model][1] | changes)
+
+
+def test_a_bias_is_written_whatever_rate_it_was_trained_with():
+    ernie = dict(
+        model_type="ernie4_5_moe", vocab_size=99, hidden_size=32, intermediate_size=48,
+        num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=64,
+        moe_num_experts=4, moe_k=2, moe_intermediate_size=24, moe_layer_start_index=1,
+    )  # fmt: skip
+    config = read(ernie)
+    assert config.switch.decoder_layers == (1, 2, 3)
+    for rate, refusal in ((0.001, None), (None, "router bias=False (expected True)")):
+        router = dataclasses.replace(config.switch.router, bias_update_rate=rate)
+        switch = dataclasses.replace(config.switch, router=router)
+        with refused(refusal) if refusal else contextlib.nullcontext():
+            kin, values, _ = describe(dataclasses.replace(config, switch=switch))
+    assert read(values) == config and kin.model_type == "ernie4_5_moe"
