@@ -221,8 +221,11 @@ def write_decoder(
     Raises:
         ValueError: transformers has no such model (all reasons are given).
     """
-    config, params = decoder_families.with_shared_expert(*unrolled(config, params))
+    own, params = unrolled(config, params)
+    config, params = decoder_families.with_shared_expert(own, params)
     kin, description, notes = decoder_families.describe(config)
+    if config != own:
+        notes.append(f"{kin.architecture} has a shared expert: one of zeros is written")
     leaves, names = named_leaves(params), decoder_families.tensor_names(kin, config)
     for name, order in decoder_families.orders(kin, config).items():
         for parameter in names:

@@ -107,7 +107,7 @@ class Row:
 
     def generated(self, *options, folder="run") -> list[dict]:
         (self.folder / "in.txt").write_text("\n".join(map(text_of, PROMPTS)))
-        out = self.folder / f"out_{abs(hash((options, folder)))}.txt"
+        out = self.folder / f"out_{'_'.join([folder, *options]).replace('-', '')}.jsonl"
         words = f"--model_dir={self.folder / folder}", f"--input={self.folder / 'in.txt'}"
         run("generate", *words, f"--max_new_tokens={T}", "--json", f"--output={out}", *options)
         return lines(out)
@@ -174,7 +174,11 @@ def load(row: Row):
 
 
 def greedy(row: Row):
+    """Tokens are theirs, and the likeliest of whole texts, which are read without a cache."""
     assert [each["tokens"] for each in row.generated()] == row.greedy
+    prompt, text = PROMPTS[0], row.greedy[0]
+    logits = switchx.load(row.folder / "run").logits(np.array([[*prompt, *text]]))[0]
+    assert np.argmax(logits, -1)[len(prompt) - 1 : -1].tolist() == text
 
 
 def beams(row: Row):
