@@ -20,9 +20,10 @@ from switchx.models import config
 """
 DESCRIPTION = """\
 Converts a model of T5, T5 1.1, mT5, UMT5, ByT5 or Switch Transformers, or of Llama, Qwen2,
-Qwen3, OLMo2, Mixtral, OLMoE, Qwen2-MoE or Qwen3-MoE, from or to a folder of Hugging Face's
-transformers, NLLB-MoE from one, or T5 and Switch from a T5X checkpoint. Nothing is fetched and
-nothing in a checkpoint is run; pytorch_model.bin is read without unpickling it.
+Qwen3, OLMo2, Mixtral, OLMoE, FlexOlmo, Qwen2-MoE, Qwen3-MoE or ERNIE-4.5-MoE, from or to a
+folder of Hugging Face's transformers, Mistral, Granite-MoE and NLLB-MoE from one, or T5 and
+Switch from a T5X checkpoint. Nothing is fetched and nothing in a checkpoint is run;
+pytorch_model.bin is read without unpickling it.
 
   switchx convert --from=huggingface SRC DST   SRC has config.json and the weights
   switchx convert --to=huggingface SRC DST     SRC is a run folder or a converted model
@@ -54,9 +55,9 @@ def add_command(commands) -> None:
     parser.add_argument(
         "--overflow",
         choices=["drop", "dropless", "identity"],
-        help="with --from=huggingface: what becomes of a token whose expert is full. drop: "
-        "transformers 4.52 to 4.57, and from 5.19 on (default); dropless: 5.0 to 5.17; "
-        "identity: to 4.51",
+        help="with --from=huggingface, of Switch Transformers: what becomes of a token whose "
+        "expert is full. drop: transformers 4.52 to 4.57, and from 5.19 on (default); "
+        "dropless: 5.0 to 5.17; identity: to 4.51",
     )
     parser.add_argument(
         "--dtype",
@@ -113,7 +114,7 @@ def _from_huggingface(arguments: argparse.Namespace, reporter) -> None:
     with _scratch(pathlib.Path(arguments.dst)) as scratch:
         checkpoint = read_checkpoint(
             arguments.src,
-            overflow=arguments.overflow or "drop",
+            overflow=arguments.overflow,
             dtype=arguments.dtype or "float32",
             scratch=scratch,
             vocabulary=arguments.vocabulary,

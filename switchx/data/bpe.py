@@ -237,7 +237,8 @@ def read_bpe(folder: str | Path) -> BpeVocabulary:
                 f"{folder}: {name}_token={text!r:.60} is no token of {TOKENIZER_FILE}; restore "
                 "the files of one tokenizer",
             )
-        found = found if isinstance(found, list) else [] if found is None else [found]
+        # Of none, Llama's files have -1.
+        found = found if isinstance(found, list) else [] if found in (None, -1) else [found]
         are_ids = all(type(each) is int and 0 <= each < 1 << 31 for each in found)
         require(are_ids, f"{folder}: {name}_token_id={found!r:.80}; expected ids of tokens")
         return found

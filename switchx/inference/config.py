@@ -118,6 +118,8 @@ class DecodingConfig:
             `start_id` begins a decoder's input; None where nothing does, without an encoder.
         other_eos_ids: further tokens that end an output, and are not part of it.
         suppressed_ids: tokens that are never chosen.
+        num_ids: number of ids that the vocabulary has; those of the table from there on, which
+            have no text, are never chosen. None has no limit.
         is_prompt_bidirectional: whether each token of a decoder-only model's prompt attends to
             the whole prompt (prefix LM).
     """
@@ -170,6 +172,7 @@ class DecodingConfig:
     is_prompt_bidirectional: bool = False
     other_eos_ids: tuple[int, ...] = ()
     suppressed_ids: tuple[int, ...] = ()
+    num_ids: int | None = None
 
     def __post_init__(self):
         """Raises FieldError: a value is out of its bounds, or contradicts another one."""
@@ -290,6 +293,7 @@ class DecodingConfig:
             self.other_eos_ids,
             self.suppressed_ids,
             is_recorded,
+            self.num_ids,
         )
 
 
@@ -345,6 +349,7 @@ class DecodingProgram:
     other_eos_ids: tuple[int, ...] = ()
     suppressed_ids: tuple[int, ...] = ()
     is_recorded: bool = False
+    num_ids: int | None = None
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

@@ -124,6 +124,8 @@ class Rows:
         """
         if program.suppressed_ids:
             x_BLV = x_BLV.at[:, :, jnp.array(program.suppressed_ids)].set(-jnp.inf)
+        if program.num_ids is not None and program.num_ids < x_BLV.shape[-1]:
+            x_BLV = x_BLV.at[:, :, program.num_ids :].set(-jnp.inf)
         if not program.has_processors:
             return self._without_early_end(x_BLV, number_B, program)
         read_BLP = jnp.broadcast_to(

@@ -16,7 +16,7 @@ import numpy as np
 
 from switchx.characters import require_characters
 from switchx.data.tasks import TextFormat
-from switchx.data.tokenizers import PAD_ID, Vocabulary
+from switchx.data.tokenizers import PAD_ID, OwnIds, Vocabulary
 from switchx.models.config import ModelConfig
 
 Texts = Sequence[str] | Sequence[Sequence[int]]
@@ -67,13 +67,17 @@ def token_lists(
 
 
 def decoding_ids(vocabulary: Vocabulary) -> dict:
-    """The fields of a `DecodingConfig` that are a vocabulary's special ids."""
+    """The fields of a `DecodingConfig` that a vocabulary says: its special ids, and how many.
+
+    Models of T5 choose among all rows of their table, as T5X and transformers have it.
+    """
     first, *others = vocabulary.eos_ids
     return {
         "eos_id": first,
         "other_eos_ids": tuple(others),
         "pad_id": PAD_ID if vocabulary.pad_id is None else vocabulary.pad_id,
         "start_id": vocabulary.start_id,
+        "num_ids": vocabulary.size if isinstance(vocabulary, OwnIds) else None,
     }
 
 

@@ -14,10 +14,11 @@ import itertools
 import math
 import pathlib
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from switchx import tree
 from switchx.fields import require
 from switchx.interop.huggingface_config import MOST_BLOCKS, MOST_EXPERTS, Fields, shown
 from switchx.interop.t5x import unexpected
@@ -35,6 +36,7 @@ from switchx.models.config import (
     SwitchConfig,
     require_our_blocks,
 )
+from switchx.models.params import abstract_params
 
 TABLE, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _PROJECTIONS = {"query": "q", "key": "k", "value": "v"}
@@ -72,14 +74,31 @@ class Decoder:
         qk_norm, norm_place: our fields of these names.
         bias: biases of attention: a value of our `attention_bias`, or the flag of config.json
             that turns all of them on.
-        epsilon, theta: values of `rms_norm_eps` and `rope_theta` where a file has none.
+        epsilon, theta, tied: values of `rms_norm_eps`, `rope_theta` and `tie_word_embeddings`
+            where a file has none.
+        window: `sliding_window` where a file has none, in a family that reads it; one as long
+            as the context hides nothing.
+        has_pairs: whether rotary positions turn features 2 i and 2 i + 1 together; ours are
+            halves, and rows of queries and keys are put in that order.
+        has_multipliers: whether embeddings, scores, sublayers and logits have factors, which
+            are multiplied into the weights as they are read; written as Mixtral.
         ffn: the module of an FFN in the names of tensors.
         matrices: names of an expert's `w_in`, `w_gate` and `w_out`.
+        router: name of the router in a sparse FFN.
+        fused: names in files of a layer's `gate_proj` above `up_proj`, and of `down_proj`, of
+            all experts, where they are not apart.
         num_experts: the field that says how many experts there are; "" in a dense family.
+        num_selected: the field of k.
         expert_d_ff: the field of an expert's F.
         normalizes: whether gates are always normalized; False reads `norm_topk_prob`.
-        sparse_step: whether `decoder_sparse_step` and `mlp_only_layers` name the sparse blocks.
+        has_router_bias: whether a bias is added to probabilities as experts are chosen.
+        sparse: fields that name the sparse blocks: none for `all`, `decoder_sparse_step` and
+            `mlp_only_layers` for `step`, `moe_layer_interval` and the indices of the first and
+            the last for `range`.
         shared_d_ff: the field of F of a gated shared expert; "" without one.
+        shared_count: the field of the number of shared experts without a gate, which are one
+            FFN of as many times an expert's F; "" without them.
+        unread: part of the names of tensors that transformers leaves out, too; "" for none.
         only: fields that switchx has one value of, and that value.
     """
 
@@ -90,13 +109,23 @@ class Decoder:
     bias: str = "attention_bias"
     epsilon: float = 1e-6
     theta: float = 1e4
+    tied: bool = False
+    window: tuple[int | None, ...] = ()
+    has_pairs: bool = False
+    has_multipliers: bool = False
     ffn: str = "mlp"
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str = "gate"
+    fused: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
     num_experts: str = ""
+    num_selected: str = "num_experts_per_tok"
     expert_d_ff: str = "intermediate_size"
     normalizes: bool = False
-    sparse_step: bool = False
+    has_router_bias: bool = False
+    sparse: Literal["all", "step", "range"] = "all"
     shared_d_ff: str = ""
+    shared_count: str = ""
+    unread: str = ""
     only: tuple[tuple[str, Any], ...] = ()
 
 
@@ -105,6 +134,7 @@ DECODERS = {
     each.model_type: each
     for each in (
         Decoder("llama", "LlamaForCausalLM", only=(("mlp_bias", False),)),
+        Decoder("mistral", "MistralForCausalLM", bias="none", window=(4096,)),
         Decoder("qwen2", "Qwen2ForCausalLM", bias="qkv", only=_NO_WINDOW),
         Decoder("qwen3", "Qwen3ForCausalLM", qk_norm="head", only=_NO_WINDOW),
         Decoder(
@@ -113,22 +143,38 @@ DECODERS = {
         Decoder(
             "mixtral", "MixtralForCausalLM", bias="none", epsilon=1e-5, theta=1e6,
             ffn="block_sparse_moe", matrices=("w1", "w3", "w2"),
+            num_experts="num_local_experts", normalizes=True, window=(None,),
+            only=(("router_jitter_noise", 0.0),),
+        ),
+        Decoder(
+            "granitemoe", "GraniteMoeForCausalLM", has_multipliers=True, ffn="block_sparse_moe",
+            router="router.layer", fused=("input_linear.weight", "output_linear.weight"),
             num_experts="num_local_experts", normalizes=True,
-            only=(("sliding_window", None), ("router_jitter_noise", 0.0)),
         ),
         Decoder(
             "olmoe", "OlmoeForCausalLM", qk_norm="all", epsilon=1e-5, num_experts="num_experts",
             only=(("clip_qkv", None),),
         ),
         Decoder(
+            "flex_olmo", "FlexOlmoForCausalLM", qk_norm="all", norm_place="after", theta=5e5,
+            num_experts="num_experts",
+        ),
+        Decoder(
             "qwen2_moe", "Qwen2MoeForCausalLM", bias="qkv", num_experts="num_experts",
-            expert_d_ff="moe_intermediate_size", sparse_step=True,
+            expert_d_ff="moe_intermediate_size", sparse="step",
             shared_d_ff="shared_expert_intermediate_size",
             only=(("qkv_bias", True), *_NO_WINDOW),
         ),
         Decoder(
             "qwen3_moe", "Qwen3MoeForCausalLM", qk_norm="head", num_experts="num_experts",
-            expert_d_ff="moe_intermediate_size", sparse_step=True, only=_NO_WINDOW,
+            expert_d_ff="moe_intermediate_size", sparse="step", only=_NO_WINDOW,
+        ),
+        Decoder(
+            "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", bias="none", epsilon=1e-5, theta=5e5,
+            tied=True, has_pairs=True, num_experts="moe_num_experts", num_selected="moe_k",
+            expert_d_ff="moe_intermediate_size", normalizes=True, has_router_bias=True,
+            sparse="range", shared_count="moe_num_shared_experts", unread="mtp",
+            only=(("use_bias", False),),
         ),
     )
 }  # fmt: skip
@@ -144,6 +190,15 @@ def read_config(
     """
     for name, expected in (("hidden_act", "silu"), *kin.only):
         fields.only(name, expected, f"{kin.model_type} of switchx has nothing else")
+    length, window = fields.whole("max_position_embeddings"), None
+    if kin.window:
+        window = fields.values.get("sliding_window", *kin.window)
+    require(
+        window is None or (type(window) is int and window >= length),
+        f"{fields.where}: sliding_window={shown(window)} cannot be converted: switchx has no "
+        f"windows, and positions go up to {length}; expected null, where the model was trained "
+        "so, or a max_position_embeddings of the window at most, which limits texts",
+    )
     D, H = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     if fields.values.get("head_dim") is None:
         require(
@@ -167,9 +222,9 @@ def read_config(
         attention_bias="all" if has_biases else "qkv" if kin.bias == "qkv" else None,
         positions="rotary",
         rotary=_read_rotary(kin, fields),
-        max_length=fields.whole("max_position_embeddings"),
+        max_length=length,
         scale_attention=True,
-        tie_embeddings=fields.flag("tie_word_embeddings", False),
+        tie_embeddings=fields.flag("tie_word_embeddings", kin.tied),
         scale_tied_logits=False,
         dropout_rate=0.0,
     )
@@ -179,40 +234,58 @@ def read_config(
 def _read_switch(kin: Decoder, fields: Fields, config: ModelConfig) -> SwitchConfig | None:
     if not kin.num_experts:
         return None
-    layers = range(config.num_decoder_layers)
-    where = {"every": 1}
-    if kin.sparse_step:
-        step = fields.whole("decoder_sparse_step", 1)
-        dense = fields.values.get("mlp_only_layers") or []
-        require(
-            isinstance(dense, list) and all(type(i) is int for i in dense),
-            f"{fields.where}: mlp_only_layers={shown(dense)}; expected a list of blocks",
-        )
-        sparse = tuple(i for i in layers if i not in dense and (i + 1) % step == 0)
-        if not sparse:
-            return None
-        where = {"encoder_layers": (), "decoder_layers": sparse}
-        if not config.num_decoder_layers % step and len(sparse) * step == len(layers):
-            where = {"every": step}
-    k = fields.whole("num_experts_per_tok")
+    N, E = config.num_decoder_layers, kin.num_experts
+    sparse = _sparse_blocks(kin, fields, N)
+    if not sparse:
+        return None
+    step = N // len(sparse)
+    where = {"encoder_layers": (), "decoder_layers": sparse}
+    if sparse == tuple(range(step - 1, N, step)):
+        where = {"every": step}
     is_normalized = kin.normalizes or fields.flag("norm_topk_prob", False)
-    names = (kin.num_experts, "num_experts", "num_local_experts")  # transformers 5 renames it
-    name = next((each for each in names if each in fields.values), kin.num_experts)
-    d_ff = fields.whole(kin.expert_d_ff)
+    names = (E, "num_experts", "num_local_experts")  # transformers 5 renames it
+    name = next((each for each in names if each in fields.values), E)
+    d_ff, shared = fields.whole(kin.expert_d_ff), None
+    if kin.shared_d_ff:
+        shared = fields.whole(kin.shared_d_ff)
+    elif kin.shared_count:
+        shared = fields.whole(kin.shared_count, 2, least=0) * d_ff or None
     return SwitchConfig(
         num_experts=fields.whole(name, most=MOST_EXPERTS),
         d_ff=None if d_ff == config.d_ff else d_ff,
-        shared_d_ff=fields.whole(kin.shared_d_ff) if kin.shared_d_ff else None,
+        shared_d_ff=shared,
         shared_gate=bool(kin.shared_d_ff),
         router=RouterConfig(
-            num_selected=k,
+            num_selected=fields.whole(kin.num_selected),
             # Of one expert alone the gate would be 1, and switchx refuses it.
             gate="normalized" if is_normalized else "softmax",
             exploration="none",
             overflow="dropless",
+            bias_update_rate=0.0 if kin.has_router_bias else None,  # it stays as it is
         ),
         **where,
     )
+
+
+def _sparse_blocks(kin: Decoder, fields: Fields, N: int) -> tuple[int, ...]:
+    """Numbers of the blocks with experts, of N."""
+    if kin.sparse == "range":
+        step, first = (
+            fields.whole(f"moe_layer_{name}", 1, least=least)
+            for name, least in (("interval", 1), ("start_index", 0))
+        )
+        last = fields.values.get("moe_layer_end_index", -1)
+        last = N - 1 if last in (-1, None) else fields.whole("moe_layer_end_index", least=0)
+        return tuple(i for i in range(N) if first <= i <= last and (i + 1) % step == 0)
+    if kin.sparse == "all":
+        return tuple(range(N))
+    step = fields.whole("decoder_sparse_step", 1)
+    dense = fields.values.get("mlp_only_layers") or []
+    require(
+        isinstance(dense, list) and all(type(i) is int for i in dense),
+        f"{fields.where}: mlp_only_layers={shown(dense)}; expected a list of blocks",
+    )
+    return tuple(i for i in range(N) if i not in dense and (i + 1) % step == 0)
 
 
 def _read_rotary(kin: Decoder, fields: Fields) -> RotaryConfig:
@@ -310,7 +383,10 @@ def tensor_names(kin: Decoder, config: ModelConfig) -> dict[str, tuple[str, ...]
             names |= _ffn_names(f"{ours}/ffn", f"{theirs}.mlp", Decoder.matrices)
             continue
         ffn = f"{theirs}.{kin.ffn}"
-        names[f"{ours}/ffn/w_router_DE"] = (f"{ffn}.gate.weight",)
+        names[f"{ours}/ffn/w_router_DE"] = (f"{ffn}.{kin.router}.weight",)
+        if config.switch.router.has_bias:
+            bias = f"{ffn}.moe_statics.e_score_correction_bias"
+            names[f"{ours}/ffn/router_bias_E"] = (bias,)
         for parameter, matrix in zip(
             ("in_EDF", "gate_EDF", "out_EFD"), kin.matrices, strict=True
         ):
@@ -319,9 +395,10 @@ def tensor_names(kin: Decoder, config: ModelConfig) -> dict[str, tuple[str, ...]
                 for expert in range(config.switch.num_experts)
             )
         if config.switch.shared_d_ff is not None:
-            module = f"{ffn}.shared_expert"
+            module = f"{ffn}.shared_expert{'s' * bool(kin.shared_count)}"
             names |= _ffn_names(f"{ours}/ffn/shared_expert", module, kin.matrices)
-            names[f"{ours}/ffn/shared_gate_D"] = (f"{ffn}.shared_expert_gate.weight",)
+            if config.switch.shared_gate:
+                names[f"{ours}/ffn/shared_gate_D"] = (f"{ffn}.shared_expert_gate.weight",)
     return names
 
 
@@ -347,18 +424,65 @@ def read_params(
     Raises:
         ValueError: tensors are missing, unexpected or of another shape.
     """
-    where = str(tensors.folder)
+    where, left_out = str(tensors.folder), tensors.unread
     tensors = _SeparateExperts(kin, tensors)
     found = {n: shape for n, shape in tensors.shapes.items() if not n.endswith(_UNREAD)}
+    if kin.unread and (others := [name for name in found if kin.unread in name]):
+        left_out.append(f"{len(others)} tensors of {kin.unread}")
+        found = {name: found[name] for name in found.keys() - set(others)}
+    said, there = _sparse_layers(config), _routed_blocks(kin, found, config)
+    require(
+        not there or there == said,
+        f"{where}: config.json says that of {config.num_decoder_layers} blocks {shown(said)} "
+        f"have experts; of the tensors {shown(there)} have: {WAY_OUT}",
+    )
     if config.tie_embeddings and LM_HEAD in found:
         # There and equal, or there and another matrix after fine-tuning.
         if np.array_equal(tensors.read(LM_HEAD), tensors.read(TABLE)):
             del found[LM_HEAD]
         else:
             config = dataclasses.replace(config, tie_embeddings=False)
-    names = tensor_names(kin, config)
+    factors = _factors(kin, fields, config)
+    if config.tie_embeddings and factors["embedding_VD"] != factors["w_logits_DV"]:
+        config = dataclasses.replace(config, tie_embeddings=False)
+        names = tensor_names(kin, config) | {"embedding/w_logits_DV": (TABLE,)}
+    else:
+        names = tensor_names(kin, config)
     require_same_tensors(torch_shapes(names, config), found, where, WAY_OUT)
-    return read_parameters(tensors, names, config, ids, scratch), config
+    of = factors, orders(kin, config)
+    return read_parameters(tensors, names, config, ids, scratch, *of), config
+
+
+def _routed_blocks(kin: Decoder, found: Collection[str], config: ModelConfig) -> list[int]:
+    """The blocks whose routers are among the tensors."""
+    name = f"model.layers.{{}}.{kin.ffn}.{kin.router}.weight"
+    return [i for i in range(config.num_decoder_layers) if name.format(i) in found]
+
+
+def _factors(kin: Decoder, fields: Fields, config: ModelConfig) -> dict[str, float]:
+    """What parameters are multiplied by, by the last part of their names: Granite's factors."""
+
+    def factor(name: str) -> float:
+        return fields.number(name, 1.0) if kin.has_multipliers else 1.0
+
+    scores = config.d_head**0.5 * factor("attention_multiplier") if kin.has_multipliers else 1.0
+    scores = 1.0 if abs(scores - 1) < 1e-6 else scores
+    rest, logits = factor("residual_multiplier"), factor("logits_scaling")
+    require(logits != 0, f"{fields.where}: logits_scaling=0; expected what divides logits")
+    names = ("w_out_HKD", "b_out_D", "w_out_EFD"), ("w_query_DHK", "b_query_HK")
+    found = dict.fromkeys(names[0], rest) | dict.fromkeys(names[1], scores)
+    return found | {
+        "embedding_VD": factor("embedding_multiplier"),
+        "w_logits_DV": 1 / logits,
+    }
+
+
+def orders(kin: Decoder, config: ModelConfig) -> dict[str, np.ndarray]:
+    """The order of K of our parameters in their tensors, by the last part of their names."""
+    if not kin.has_pairs:
+        return {}
+    order_K = np.arange(config.d_head).reshape(-1, 2).T.reshape(-1)
+    return dict.fromkeys(("w_query_DHK", "w_key_DHK", "w_key_DZK"), order_K)
 
 
 class _SeparateExperts:
@@ -374,17 +498,19 @@ class _SeparateExperts:
         is_fused = any(name.endswith(_FUSED) for name in tensors.shapes)
         gate, up, down = kin.matrices
         for name, shape in tensors.shapes.items():
-            # Mixtral's module has another name in memory.
-            own = name.replace(".mlp.", f".{kin.ffn}.") if is_fused else name
-            if not (name.endswith(_FUSED) and len(shape) == 3):
+            own = name
+            for their, our in ((".mlp.", f".{kin.ffn}."), *_IN_MEMORY) if is_fused else ():
+                own = own.replace(their, our)
+            kind = next((each for each in (*_FUSED, *kin.fused) if own.endswith(each)), None)
+            if kind is None or len(shape) != 3:
                 self.shapes[own], self._parts[own] = shape, (name, ...)
                 continue
             E, rows, columns = shape
             half, parts = rows // 2, {down: slice(rows)}
-            if name.endswith(_FUSED[0]):
+            if kind in (_FUSED[0], kin.fused[0]):
                 parts = {gate: slice(half), up: slice(half, rows)}
             for expert, (matrix, part) in itertools.product(range(E), parts.items()):
-                one = f"{own.rpartition('.')[0]}.{expert}.{matrix}.weight"
+                one = f"{own.removesuffix(kind)}experts.{expert}.{matrix}.weight"
                 self.shapes[one] = part.stop - (part.start or 0), columns
                 self._parts[one] = name, (expert, part)
 
@@ -396,7 +522,12 @@ class _SeparateExperts:
         return self._last[1][part]
 
 
-_FUSED = (".experts.gate_up_proj", ".experts.down_proj")
+# Names in the memory of transformers 5, and those of files.
+_FUSED = Decoder.fused
+_IN_MEMORY = (
+    (".gate.moe_statics.", ".moe_statics."),
+    (".router.weight", ".router.layer.weight"),
+)
 
 
 def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
@@ -420,7 +551,7 @@ def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
         "vocab_size": config.vocab_size,
         "hidden_size": config.d_model,
         # An expert's where the family has one size for both.
-        "intermediate_size": config.d_ff if dense or kin.sparse_step else expert_d_ff,
+        "intermediate_size": config.d_ff if dense or kin.sparse != "all" else expert_d_ff,
         "num_hidden_layers": config.num_decoder_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.kv_heads,
@@ -431,6 +562,7 @@ def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": config.biases_of_attention == "all",
         **dict(kin.only),
+        **({"sliding_window": None} if kin.window else {}),
         **_describe_rotary(config.rotary),
     }
     if switch is not None and kin.num_experts:
@@ -438,12 +570,20 @@ def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
             # transformers 5 has the second name for both.
             "num_experts": switch.num_experts,
             "num_local_experts": switch.num_experts,
-            "num_experts_per_tok": switch.router.num_selected,
+            kin.num_experts: switch.num_experts,
+            kin.num_selected: switch.router.num_selected,
             "norm_topk_prob": switch.router.gate == "normalized",
             kin.expert_d_ff: expert_d_ff,
         }
-        if kin.sparse_step:
+        if kin.sparse == "step":
             values |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+        elif kin.sparse == "range":
+            values |= {
+                "moe_layer_start_index": sparse[0],
+                "moe_layer_end_index": sparse[-1],
+                "moe_layer_interval": sparse[1] - sparse[0] if sparse[1:] else sparse[0] + 1,
+                kin.shared_count: (switch.shared_d_ff or 0) // expert_d_ff,
+            }
         if kin.shared_d_ff and switch.shared_d_ff:
             values[kin.shared_d_ff] = switch.shared_d_ff
         if switch.router.overflow != "dropless":
@@ -463,6 +603,23 @@ def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
 
 
 _NO_LIMIT = 32768  # positions, where a model has no limit
+_NO_SHARED_D_FF = 128  # tensor parallelism divides it
+
+
+def with_shared_expert(config: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
+    """The same model, with a gated shared expert of zeros where its family has always one.
+
+    So an upcycled Qwen2 is a Qwen2-MoE.
+    """
+    switch = config.switch
+    if switch is None or switch.shared_d_ff is not None or not _family_of(config).shared_d_ff:
+        return config, params
+    switch = dataclasses.replace(switch, shared_d_ff=_NO_SHARED_D_FF, shared_gate=True)
+    config, leaves = dataclasses.replace(config, switch=switch), tree.named_leaves(params)
+    for name, leaf in tree.named_leaves(abstract_params(config)).items():
+        if name not in leaves:
+            leaves[name] = np.zeros(leaf.shape, leaf.dtype)
+    return config, tree.nested(leaves)
 
 
 def _family_of(config: ModelConfig) -> Decoder:
@@ -474,7 +631,12 @@ def _family_of(config: ModelConfig) -> Decoder:
         if config.qk_norm == "head":
             return DECODERS["qwen3"]
         return DECODERS["qwen2" if config.biases_of_attention == "qkv" else "llama"]
-    if switch.shared_d_ff is not None:
+    if config.norm_place == "after":
+        return DECODERS["flex_olmo"]
+    is_shared = switch.shared_d_ff is not None
+    if switch.router.has_bias or (is_shared and not switch.shared_gate):
+        return DECODERS["ernie4_5_moe"]
+    if is_shared or config.biases_of_attention == "qkv":
         return DECODERS["qwen2_moe"]
     return DECODERS[{"head": "qwen3_moe", "all": "olmoe", "none": "mixtral"}[config.qk_norm]]
 
@@ -502,8 +664,10 @@ def _differences(config: ModelConfig, again: ModelConfig) -> list[str]:
             found |= {f"RouterConfig.{n}": value for n, value in _fixed(switch.router).items()}
             found |= {f"SwitchConfig.{n}": value for n, value in _fixed(switch).items()}
             found["SwitchConfig.d_ff"] = switch.d_ff or config.d_ff
+            found["router bias"] = switch.router.has_bias  # whatever rate it was trained with
             places = ("every", "encoder_layers", "decoder_layers", "router")
             unread |= {f"SwitchConfig.{name}" for name in places}
+            unread.add("RouterConfig.bias_update_rate")
             if len(_sparse_layers(config)) == config.num_decoder_layers:
                 unread.add("d_ff")
         return {name: value for name, value in found.items() if name not in unread}

@@ -32,6 +32,8 @@ class Family:
             none. It has no unknown: where a tokenizer has another one, that is.
         vocabularies: files of a vocabulary, of which the first that is there is read.
         keeps_ids: whether ids stay as they are in the files (bpe.py).
+        overflows: what becomes of a token whose expert is full, by release of transformers,
+            the default first; the families with one drop none or have no experts.
     """
 
     read_config: Callable[..., ModelConfig]
@@ -40,6 +42,7 @@ class Family:
     special_ids: tuple[int, int, int, int] = (0, 1, 2, 0)
     vocabularies: tuple[str, ...] = (PIECES, "tokenizer.model", TOKENIZER)
     keeps_ids: bool = False
+    overflows: tuple[str, ...] = ("dropless",)
 
     @classmethod
     def of_decoder(cls, kin: Decoder) -> "Family":
@@ -59,6 +62,7 @@ class Family:
             functools.partial(huggingface_config.read_config, kin),
             functools.partial(t5_tensors.tensor_names, kin),
             functools.partial(t5_tensors.read_params, kin),
+            overflows=("drop", "dropless", "identity") if kin.has_experts else ("dropless",),
         )
 
     def read_ids(
@@ -99,6 +103,24 @@ FAMILIES = {kin.model_type: Family.of_t5(kin) for kin in (T5, MT5, UMT5, SWITCH)
 }
 
 
+# What other families have that switchx has not.
+_MISSING = {
+    "deepseek_v2": "latent attention (MLA)",
+    "deepseek_v3": "latent attention (MLA)",
+    "dots1": "sigmoid scores and groups of experts",
+    "glm4_moe": "sigmoid scores, groups of experts and partly turned heads",
+    "gpt_oss": "attention sinks, windows in every other block and MXFP4 weights",
+    "granitemoehybrid": "state-space layers",
+    "granitemoeshared": "shared experts beside multipliers",
+    "hunyuan_v1_moe": "norms of queries and keys behind rotary positions",
+    "jetmoe": "these experts in attention",
+    "minimax": "linear attention",
+    "minimax_m2": "sigmoid scores and partly turned heads",
+    "phimoe": "routing by SparseMixer",
+    "qwen3_next": "linear attention",
+}
+
+
 def family_of(fields: Fields) -> Family:
     """The family that a `config.json` names.
 
@@ -106,9 +128,10 @@ def family_of(fields: Fields) -> Family:
         ValueError: it names none of ours; lists these.
     """
     name = fields.text("model_type", "")
+    missing = f": switchx has no {_MISSING[name]}" if name in _MISSING else ""
     require(
         name in FAMILIES,
-        f"{fields.where}: model_type={shown(name)} cannot be converted; expected one of "
-        f"{', '.join(FAMILIES)}",
+        f"{fields.where}: model_type={shown(name)} cannot be converted{missing}; expected one "
+        f"of {', '.join(FAMILIES)}",
     )
     return FAMILIES[name]

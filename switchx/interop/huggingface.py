@@ -22,7 +22,7 @@ from switchx.data.added_tokens import AddedToken
 from switchx.data.bpe import CARRIED, TOKENIZER_FILE, BpeVocabulary, read_bpe
 from switchx.data.special_ids import EOS_ID, OURS, in_their_order, their_ids
 from switchx.data.tokenizers import TokenIdVocabulary, Vocabulary
-from switchx.fields import require, require_choice
+from switchx.fields import require
 from switchx.interop import decoder_families
 from switchx.interop.families import FAMILIES, family_of
 from switchx.interop.folder_tokenizer import (
@@ -85,7 +85,7 @@ class Checkpoint:
 def read_checkpoint(
     folder: str | os.PathLike,
     *,
-    overflow: str = "drop",
+    overflow: str | None = None,
     dtype: str = "float32",
     scratch: pathlib.Path | None = None,
     vocabulary: str | os.PathLike | None = None,
@@ -93,10 +93,11 @@ def read_checkpoint(
     """Reads a folder that `save_pretrained` wrote; never runs code from it.
 
     Args:
-        overflow: what a Switch layer gives for a token whose expert is full. `drop`: the
-            residual connection alone, as in transformers 4.52 to 4.57 and from 5.19 on;
-            `dropless`: no expert is ever full, as in 5.0 to 5.17; `identity`: its normed input
-            times its probability, as up to 4.51.
+        overflow: what a layer of Switch Transformers gives for a token whose expert is full.
+            `drop`, the default: the residual connection alone, as in transformers 4.52 to 4.57
+            and from 5.19 on; `dropless`: no expert is ever full, as in 5.0 to 5.17; `identity`:
+            its normed input times its probability, as up to 4.51. Other families have
+            `dropless` alone.
         dtype: dtype of the parameters; each is converted as it is read.
         scratch: folder for files from which parameters are memory-mapped; only the largest one
             is in memory at a time. The parameters are valid as long as the folder exists.
@@ -106,7 +107,6 @@ def read_checkpoint(
         ValueError: a file is missing or damaged; we do not have the configuration; tensors are
             missing, unexpected or of another shape (the message names all).
     """
-    require_choice("overflow", overflow, ("drop", "dropless", "identity"))
     folder = pathlib.Path(folder).expanduser()
     require(
         folder.is_dir(),
@@ -117,6 +117,13 @@ def read_checkpoint(
     values, tensors = read_json(file), TensorFolder(folder)
     fields = Fields(values, str(file))
     family = family_of(fields)
+    overflow = family.overflows[0] if overflow is None else overflow
+    require(
+        overflow in family.overflows,
+        f"overflow={overflow!r} of a {fields.text('model_type', '')}: expected "
+        f"{' or '.join(family.overflows)}, as transformers has it; leave it out, and for "
+        "training give RouterConfig.overflow",
+    )
     if vocabulary is None:
         files = (folder / name for name in family.vocabularies)
         vocabulary = next((each for each in files if each.is_file()), None)
@@ -180,6 +187,7 @@ def _read_decoder(
         return Checkpoint(config, params, None, notes=notes, ids=ids, decoding=decoding)
     said = fields.values | generation
     ends, pad = end_ids(said), said.get("pad_token_id")
+    pad = None if pad == -1 else pad  # Llama's files have it for none
     require(
         bool(ends) and all(type(i) is int for i in [*ends, pad or 0]),
         f"{fields.where}: eos_token_id={ends!r:.80}, pad_token_id={pad!r:.80}; expected ids of "
@@ -213,9 +221,16 @@ def write_decoder(
     Raises:
         ValueError: transformers has no such model (all reasons are given).
     """
-    config, params = unrolled(config, params)
+    own, params = unrolled(config, params)
+    config, params = decoder_families.with_shared_expert(own, params)
     kin, description, notes = decoder_families.describe(config)
+    if config != own:
+        notes.append(f"{kin.architecture} has a shared expert: one of zeros is written")
     leaves, names = named_leaves(params), decoder_families.tensor_names(kin, config)
+    for name, order in decoder_families.orders(kin, config).items():
+        for parameter in names:
+            if parameter.endswith(f"/{name}"):
+                leaves[parameter] = np.asarray(leaves[parameter])[..., np.argsort(order)]
     write_safetensors(folder, _tensors(names, leaves, config), MOST_SHARD_BYTES)
     ends = list(vocabulary.eos_ids)
     ids = {

@@ -139,7 +139,8 @@ class TensorFolder:
             require(
                 dtype in _FLOATS,
                 f"{path}: tensor {name} has the type {dtype}; expected one of "
-                f"{', '.join(_FLOATS)}: export the model without quantization",
+                f"{', '.join(_FLOATS)}: switchx reads no scales of quantized weights (FP8, "
+                "MXFP4, AWQ, GPTQ); export the model without quantization",
             )
             require(
                 name not in self.shapes,
@@ -243,6 +244,10 @@ def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
 MOST_LINES = 1000
 
 
+# A linear map to one number, and a bias of one group of experts.
+_ROWS = ("/shared_gate_D", "/router_bias_E")
+
+
 def letters_of(parameter: str) -> str:
     """`D`, `HK`, ... of a parameter's name."""
     return parameter.rpartition("_")[2]
@@ -290,8 +295,8 @@ def torch_shape(parameter: str, config: ModelConfig) -> tuple[int, ...]:
     shape = shape_of(parameter, config)
     if is_linear(parameter):
         return _matrix_shape(parameter, shape)[::-1]
-    if parameter.endswith("/shared_gate_D"):
-        return 1, *shape  # a linear map to one number
+    if parameter.endswith(_ROWS):
+        return 1, *shape
     letters = letters_of(parameter)
     is_of_experts = len(letters) > 1 and letters[0] == "E"
     return (math.prod(shape[is_of_experts:]),) if is_vector(parameter) else shape
@@ -309,11 +314,12 @@ def torch_shapes(
 
 
 def in_dtype(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
-    """The array in another dtype.
+    """The array in another dtype; a bias that chooses experts stays in float32.
 
     Raises:
         ValueError: the array has finite numbers that are not finite in that dtype.
     """
+    dtype = "float32" if name.endswith("/router_bias_E") else dtype
     with np.errstate(over="ignore"):
         result = array.astype(np.dtype(dtype), copy=False)
     if dtype == "float16" and np.any(np.isinf(result) & np.isfinite(array)):
@@ -359,6 +365,7 @@ def read_parameters(
     ids: tuple[tuple[int, ...], int],
     scratch: pathlib.Path | None,
     factors: Mapping[str, float] = types.MappingProxyType({}),
+    orders: Mapping[str, np.ndarray] = types.MappingProxyType({}),
 ) -> dict:
     """Parameters by our ids, in the dtype of `config.precision.params`.
 
@@ -367,6 +374,7 @@ def read_parameters(
         ids: their special ids, and the one whose row a decoder's input begins with.
         scratch: a folder for their files; None holds them in memory.
         factors: what parameters are multiplied by, by the last part of their names.
+        orders: the order in which the last dimension is read, likewise.
     """
     (special_ids, start), params = ids, {}
     for parameter, theirs in names.items():
@@ -378,6 +386,8 @@ def read_parameters(
         if (factor := factors.get(parameter.rpartition("/")[2], 1.0)) != 1.0:
             own = value if value.flags.writeable else None  # all experts are large
             value = np.multiply(value, np.float32(factor), out=own)
+        if (order := orders.get(parameter.rpartition("/")[2])) is not None:
+            value = value[..., order]
         value = in_dtype(parameter, value, config.precision.params)
         params[parameter] = on_disk(value, scratch)
     return nested(params)
@@ -387,7 +397,7 @@ def to_torch(parameter: str, value: np.ndarray) -> list[np.ndarray]:
     """The tensors in PyTorch's layout that a parameter is: one, or one an expert or layer."""
     if value.ndim > len(letters_of(parameter)):
         return [np.ascontiguousarray(each) for each in value]
-    if parameter.endswith("/shared_gate_D"):
+    if parameter.endswith(_ROWS):
         return [np.ascontiguousarray(value)[None]]
     if not is_linear(parameter):
         value = np.ascontiguousarray(value)

@@ -85,9 +85,10 @@ def upcycled_config(
             "many copies; use a num_selected of 2 or more that divides both",
         )
         d_ff = config.d_ff // num_selected
-    router = RouterConfig(
-        num_selected=num_selected, gate="softmax" if num_selected == 1 else "normalized"
-    )
+    gate = "softmax" if num_selected == 1 else "normalized"
+    router = RouterConfig(num_selected=num_selected, gate=gate)
+    if config.positions == "rotary":  # as sparse models of this block are: equal from the start
+        router = dataclasses.replace(router, overflow="dropless", exploration="none")
     switch = SwitchConfig(
         num_experts, every=every, expert_bias=config.use_bias, d_ff=d_ff, router=router
     )

@@ -37,10 +37,19 @@ CASES = {
     "yarn": ("llama", dict(rope_parameters=dict(
         rope_type="yarn", rope_theta=1e4, **SCALED["yarn"]
     ))),
+    "mistral": ("mistral", dict(head_dim=12, sliding_window=64)),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", dict(head_dim=12)),
     "olmo2": ("olmo2", {}),
     "mixtral": ("mixtral", dict(num_local_experts=4, num_key_value_heads=1)),
+    "granitemoe": ("granitemoe", dict(
+        num_local_experts=4, tie_word_embeddings=True, embedding_multiplier=3.0,
+        attention_multiplier=0.25, residual_multiplier=0.5, logits_scaling=2.0,
+    )),
+    "flex_olmo": ("flex_olmo", dict(num_experts=4, num_experts_per_tok=2)),
+    "ernie4_5_moe": ("ernie4_5_moe", dict(
+        moe_num_experts=4, moe_k=2, moe_intermediate_size=24, moe_layer_start_index=0,
+    )),
     "olmoe": ("olmoe", dict(num_experts=4, num_experts_per_tok=2)),
     "qwen2_moe": ("qwen2_moe", dict(
         EXPERTS, shared_expert_intermediate_size=40, decoder_sparse_step=2

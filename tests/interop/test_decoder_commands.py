@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoder-only families through the commands: read, generated with, written back.
+"""Options of decoder-only models through the commands: read, generated with, written back.
+
+Families: test_family_matrix.py.
 
 transformers is the oracle: greedy texts of prompts of three lengths, tensors bit by bit, logits
 of what was written.
 """
 
-import dataclasses
 import json
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import switchx
 from switchx.cli.main import main
-from switchx.interop.huggingface import read_checkpoint, write_decoder
-from switchx.models.params import forward
-from switchx.models.upcycle import upcycle, upcycled_config
+from switchx.interop.decoder_families import DECODERS
+from switchx.interop.huggingface import read_checkpoint
 from switchx.tree import named_leaves
 from tests.data.tokenizer_files import tokenizer_folder
-from tests.interop.decoder_models import CASES, V, batch_of, theirs
+from tests.interop.decoder_models import CASES, V, theirs
 
 pytestmark = pytest.mark.hf
 
@@ -34,20 +34,20 @@ def converted(folder, *more):
     return folder / "run"
 
 
-def their_texts(model, eos, prompts=PROMPTS):
+def their_texts(model, eos, prompts=PROMPTS, **more):
     import torch
 
     found = []
     for prompt in prompts:
         row, greedy = torch.tensor([prompt]), dict(do_sample=False, max_new_tokens=NEW_TOKENS)
-        out = model.generate(row, eos_token_id=eos, pad_token_id=0, **greedy)
+        out = model.generate(row, eos_token_id=eos, pad_token_id=0, **greedy, **more)
         text = out[0, len(prompt) :].tolist()
         found.append(text[:-1] if text[-1] in eos else text)
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_family_is_read_writes_texts_and_is_written_back(case, tmp_path, capsys):
+@pytest.mark.parametrize("case", [each for each in CASES if each not in DECODERS])
+def test_an_option_is_read_writes_texts_and_is_written_back(case, tmp_path, capsys):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -91,15 +91,53 @@ def test_bad_folders_are_refused_by_name(tmp_path, capsys):
         ),
         (dict(vocab_size=V + 1), "lm_head.weight: expected shape [97, 32]"),
         (dict(eos_token_id=None), "eos_token_id=[]"),
+        (dict(model_type="deepseek_v3"), "switchx has no latent attention (MLA); expected one"),
+        (dict(model_type="deepseek_v9"), "model_type='deepseek_v9' cannot be converted; exp"),
     ):
         file.write_text(json.dumps(values | changes))
         (tmp_path / "theirs" / "generation_config.json").unlink(missing_ok=True)
         arguments = [str(tmp_path / "theirs"), str(tmp_path / "run")]
         assert main(["convert", "--from=huggingface", *arguments]) != 0
         assert message in capsys.readouterr().err
-    file.write_text(json.dumps(values))
+    file.write_text(json.dumps(values | dict(pad_token_id=-1)))  # Llama's of none
+    assert main(["convert", "--from=huggingface", *arguments]) == 0
+    assert switchx.load(arguments[1]).vocabulary.pad_id is None
+    capsys.readouterr()
+    assert main(["convert", "--from=huggingface", "--overflow=drop", *arguments]) == 2
+    assert "overflow='drop' of a llama: expected dropless, as" in capsys.readouterr().err
     assert main(["convert", "--from=huggingface", "--vocabulary=bytes", *arguments]) == 2
     assert "bytes: ids of a decoder-only model stay as they are" in capsys.readouterr().err
+
+
+def test_tensors_that_transformers_leaves_out_are_named(tmp_path, capsys):
+    """Multi-token prediction of ERNIE-4.5."""
+    theirs("ernie4_5_moe").save_pretrained(tmp_path / "theirs")
+    weights = tmp_path / "theirs/model.safetensors"
+    one = {"model.mtp_block.0.input_layernorm.weight": np.ones(32, np.float32)}
+    save_file(load_file(weights) | one, weights, {"format": "pt"})
+    assert switchx.load(str(converted(tmp_path))).config.switch.router.has_bias
+    assert "not read: 1 tensors of mtp" in capsys.readouterr().err
+
+
+def test_tensors_of_other_kinds_are_refused_in_a_line(tmp_path, capsys):
+    """Blocks that are dense where all have experts, and FP8 weights."""
+    import torch
+    from safetensors import torch as tensors_of
+
+    theirs("qwen3_moe").save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(mlp_only_layers=[])))
+    arguments = ["convert", "--from=huggingface", str(tmp_path / "theirs"), str(tmp_path / "r")]
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert "says that of 2 blocks [0, 1] have experts; of the tensors [1] have" in said
+    weights = tmp_path / "theirs/model.safetensors"
+    tensors = tensors_of.load_file(weights)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
+    tensors_of.save_file(tensors, weights)
+    assert main(arguments) == 2
+    assert "lm_head.weight has the type F8_E4M3" in (said := capsys.readouterr().err)
+    assert "switchx reads no scales of quantized weights (FP8, MXFP4, AWQ, GPTQ)" in said
 
 
 def test_prompts_that_see_themselves_whole_are_no_model_of_transformers(tmp_path, capsys):
@@ -129,7 +167,7 @@ def test_losses_drift_where_a_first_token_has_none(tmp_path, capsys):
     assert losses["loss_a"] == losses["loss_b"] == pytest.approx(want, rel=1e-5)
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen2_moe", "granitemoe", "ernie4_5_moe"])
 def test_fused_experts_are_read_as_those_apart(case, tmp_path):
     model = theirs(case)
     for name, options in (("theirs", {}), ("fused", dict(save_original_format=False))):
@@ -143,36 +181,11 @@ def test_fused_experts_are_read_as_those_apart(case, tmp_path):
     assert all(np.array_equal(apart[name], together[name]) for name in apart)
 
 
-def test_a_dense_llama_becomes_a_mixtral_of_equal_logits(tmp_path):
-    """Copies of the FFN, gates of sum 1, nothing dropped: in switchx and in transformers."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = theirs("llama")
-    model.save_pretrained(tmp_path / "theirs")
-    dense, back = read_checkpoint(tmp_path / "theirs"), tmp_path / "back"
-    tokens = torch.tensor(PROMPTS[:1])
-    with torch.no_grad():
-        want_BLV = model(tokens).logits.numpy()
-    sparse = upcycled_config(dense.config, 4, every=1)
-    config, params = upcycle(sparse, dense.config, dense.params)[:2]
-    router = dataclasses.replace(config.switch.router, overflow="dropless")
-    switch = dataclasses.replace(config.switch, router=router)
-    dropless = dataclasses.replace(config, switch=switch)
-    got_BLV, _ = forward(dropless, params, batch_of(tokens.numpy()), is_training=False)
-    bound = 1e-5 * np.max(np.abs(want_BLV))
-    np.testing.assert_allclose(got_BLV, want_BLV, rtol=0, atol=bound)
-    back.mkdir()
-    notes = write_decoder(back, config, params, dense.ids)
-    assert any("experts have a capacity" in note for note in notes)
-    again = AutoModelForCausalLM.from_pretrained(back, attn_implementation="eager")
-    assert type(again).__name__ == "MixtralForCausalLM"
-    with torch.no_grad():
-        np.testing.assert_allclose(again(tokens).logits, want_BLV, rtol=0, atol=bound)
-
-
 def test_a_folder_with_a_tokenizer_keeps_it(tmp_path):
-    """Texts are tokenized as transformers does, and the file comes back byte for byte."""
+    """Texts are tokenized as transformers does, and the file comes back byte for byte.
+
+    Ids of the table beyond the tokenizer have no text, and are never chosen.
+    """
     tokenizers = pytest.importorskip("tokenizers")
     model = theirs("qwen3", vocab_size=400)
     model.save_pretrained(tmp_path / "theirs")
@@ -182,7 +195,13 @@ def test_a_folder_with_a_tokenizer_keeps_it(tmp_path):
     tokenizer.no_truncation()
     ends = list(ours.vocabulary.eos_ids)
     prompt = "hello there 日本"
-    (ids,) = their_texts(model, ends, [tokenizer.encode(prompt).ids])
+    ids, size = tokenizer.encode(prompt).ids, ours.vocabulary.size
+    unknown = list(range(size, 400))
+    assert max(their_texts(model, ends, [ids])[0]) >= size
+    for way in ({"temperature": 100.0}, {"beam_size": 3}):
+        (tokens,) = ours.generate([ids], max_new_tokens=40, **way)
+        assert max(tokens) < size
+    (ids,) = their_texts(model, ends, [ids], suppress_tokens=unknown)
     assert ours.generate([prompt], max_new_tokens=NEW_TOKENS) == [ours.vocabulary.decode(ids)]
     assert main(["convert", "--to=huggingface", str(tmp_path / "run"), str(back)]) == 0
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

@@ -4,11 +4,12 @@
 Logits and gradients beside transformers': tests/models/test_modern_decoder.py.
 """
 
+import contextlib
 import dataclasses
 
 import pytest
 
-from switchx.interop.decoder_families import DECODERS, read_config, tensor_names
+from switchx.interop.decoder_families import DECODERS, describe, read_config, tensor_names
 from switchx.interop.huggingface_config import Fields
 from switchx.interop.tensor_folder import torch_shapes
 from switchx.models.config import ModelConfig, Precision
@@ -116,6 +117,19 @@ def test_old_and_new_fields_of_rotary_positions_are_read():
     assert magnitude == pytest.approx(1.1386294 / 1.0693147)
 
 
+def test_a_window_as_long_as_the_context_hides_nothing():
+    """Mistral has one of 4,096 where its file has none."""
+    mistral = {n: v for n, v in PUBLISHED["llama_3_8b"][1].items() if n != "model_type"}
+    mistral |= dict(model_type="mistral", max_position_embeddings=4096)
+    for more in ({}, dict(sliding_window=4096), dict(sliding_window=None)):
+        assert read(mistral | more).max_length == 4096
+    mistral["max_position_embeddings"] = 8192
+    assert read(mistral | dict(sliding_window=None)).max_length == 8192
+    for more in ({}, dict(sliding_window=4096)):
+        with refused("sliding_window=4096 cannot be converted: switchx has no windows, and"):
+            read(mistral | more)
+
+
 def test_a_head_of_every_family_may_have_a_size_of_its_own():
     """As transformers has it, whose qwen2 and olmoe read head_dim where a file has one."""
     for _, values in PUBLISHED.values():
@@ -163,6 +177,7 @@ def test_a_head_of_every_family_may_have_a_size_of_its_own():
         ),
         ("mixtral_8x7b", dict(sliding_window=4096), "sliding_window=4096 cannot be converted"),
         ("mixtral_8x7b", dict(num_local_experts=10**9), "num_local_experts=1000000000"),
+        ("mixtral_8x7b", dict(sliding_window=[1]), "sliding_window=[1] cannot be converted"),
         ("olmoe_1b_7b", dict(clip_qkv=8.0), "clip_qkv=8.0 cannot be converted"),
         ("qwen3_30b_a3b", dict(use_sliding_window=True), "use_sliding_window=True"),
         ("qwen3_30b_a3b", dict(mlp_only_layers=3), "mlp_only_layers=3; expected a list"),
@@ -171,3 +186,19 @@ def test_a_head_of_every_family_may_have_a_size_of_its_own():
 def test_what_cannot_be_read_is_refused_by_name(model, changes, message):
     with refused(message):
         read(PUBLISHED[model][1] | changes)
+
+
+def test_a_bias_is_written_whatever_rate_it_was_trained_with():
+    ernie = dict(
+        model_type="ernie4_5_moe", vocab_size=99, hidden_size=32, intermediate_size=48,
+        num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=64,
+        moe_num_experts=4, moe_k=2, moe_intermediate_size=24, moe_layer_start_index=1,
+    )  # fmt: skip
+    config = read(ernie)
+    assert config.switch.decoder_layers == (1, 2, 3)
+    for rate, refusal in ((0.001, None), (None, "router bias=False (expected True)")):
+        router = dataclasses.replace(config.switch.router, bias_update_rate=rate)
+        switch = dataclasses.replace(config.switch, router=router)
+        with refused(refusal) if refusal else contextlib.nullcontext():
+            kin, values, _ = describe(dataclasses.replace(config, switch=switch))
+    assert read(values) == config and kin.model_type == "ernie4_5_moe"

@@ -275,5 +275,8 @@ def test_a_folder_that_is_none_and_what_becomes_of_tokens_without_a_slot(tmp_pat
     for overflow in ("dropless", "identity"):
         config = read_checkpoint(folder, overflow=overflow).config
         assert config.switch.router.overflow == overflow
-    with refused("overflow='keep' is unknown"):
+    with refused("overflow='keep' of a switch_transformers: expected drop or dropless or"):
         read_checkpoint(folder, overflow="keep")
+    dense, _ = huggingface_folder(tmp_path / "dense", dataclasses.replace(SWITCH, switch=None))
+    with refused("overflow='drop' of a t5: expected dropless, as transformers has it; leave"):
+        read_checkpoint(dense, overflow="drop")
