@@ -72,6 +72,7 @@ class RunFolder:
     git_commit = _inside("git_commit.txt")  # the code that ran
     initialization = _inside("initialization.json")  # what INIT_FROM took from where
     taught_by = _inside("taught_by.json")  # the one teacher of a student, training/start.py
+    adapter = _inside("adapter.json")  # the base of a run of adapters, adapter_run.py
     corpora = _inside("corpora.json")  # what of the files of the data was read, and left out
     # The vocabulary's copy is in vocabulary.*, see data/vocabularies.py.
     metrics = _inside("metrics.jsonl")  # one line a logged step

@@ -171,6 +171,11 @@ def compile_step(
     mesh = job.mesh.build(devices)
     job.require_storage(dict(mesh.shape))
     require(
+        job.lora is None,
+        "TrainingJob.lora: compile and plan know steps that train all parameters; use "
+        "LORA=None, which needs more memory than adapters do",
+    )
+    require(
         job.storage.experts != "disk",
         "StorageSpec.experts='disk': a step is a program for each run of blocks, and compile "
         "compiles one for all of it; use experts='host' or 'device', or "

@@ -107,13 +107,14 @@ class TrainingProgram:
         train = functools.partial(train_step, job.model, job.loss, job.step, self.optimizer)
         return self._jitted(train, functools.partial(eval_step, job.model))
 
-    def _jitted(self, train, evaluate, *beside):
-        """Jits `train(state, batch, *beside)` and `evaluate(params, batch)`.
+    def _jitted(self, train, evaluate, *beside, beside_evaluation=()):
+        """Jits `train(state, batch, *beside)` and `evaluate(params, batch, *beside_evaluation)`.
 
         Args:
             train: function that returns the next state and the step's metrics.
             evaluate: function that returns sums over the batch.
-            beside: shardings of the arguments that `train` takes after the batch.
+            beside, beside_evaluation: shardings of the arguments that `train` and `evaluate`
+                take after the batch.
         """
         whole = NamedSharding(self.mesh, PartitionSpec())
         jitted_train = jax.jit(
@@ -125,7 +126,7 @@ class TrainingProgram:
         )
         jitted_eval = jax.jit(
             evaluate,
-            in_shardings=(self.shardings.params, self.batch_sharding),
+            in_shardings=(self.shardings.params, self.batch_sharding, *beside_evaluation),
             out_shardings=whole,
             compiler_options=self.compiler_options,
         )
@@ -214,6 +215,10 @@ class TrainingProgram:
         Args:
             load_NE: number or share of the tokens that asked for each expert.
         """
+
+    def whole_params(self, params):
+        """The model's parameters, of those that are trained: these."""
+        return params
 
     def trace_step(self, batch: dict) -> jax.stages.Traced:
         """Traces the training step, without allocating an array.
