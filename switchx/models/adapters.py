@@ -24,8 +24,14 @@ from pallas_kernels import QTensor, dequantize, quantize
 from pallas_kernels.implementations import form_of_int4
 from switchx import tree
 from switchx.axes import dims_of
-from switchx.fields import at_resume, require, require_above_zero, require_at_least
-from switchx.fields import require_below_one, require_choice
+from switchx.fields import (
+    at_resume,
+    require,
+    require_above_zero,
+    require_at_least,
+    require_below_one,
+    require_choice,
+)
 from switchx.layers.adapted_weight import AdaptedWeight, adapter_dims
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params

@@ -19,9 +19,9 @@ from jax.extend.core import Primitive
 from pallas_kernels import (
     QTensor,
     SeparateMatrices,
+    dequantize,
     grouped_matmul,
     quantized_grouped_matmul,
-    dequantize,
     separate_matmul,
 )
 from pallas_kernels.epilogue import apply_epilogue
