@@ -83,11 +83,8 @@ def checkpoint_faults(run: RunFolder, step: int) -> list[str]:
         expected = abstract_params(stored_model(path, read_model_config(run)))
         if (record := AdapterRecord.read(run)) is not None:
             expected = abstract_adapters(expected, record.spec)
-        require_same_leaves(
-            named_leaves(expected),
-            named_leaves(stored["params"]),
-            "it is not of the run's model: it",
-        )
+        where = "it is not of the run's model: it"
+        require_same_leaves(named_leaves(expected), named_leaves(stored["params"]), where)
     except ValueError as error:
         faults += str(error).splitlines()
     faults += _array_faults(path, stored)

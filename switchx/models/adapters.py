@@ -134,9 +134,8 @@ def abstract_adapters(params: dict, spec: LoRASpec) -> dict:
     missing = [target for target in spec.targets or () if target not in matched]
     require(
         not missing and bool(found),
-        f"LoRASpec.targets={spec.targets} matches no weight of {', '.join(missing) or 'these'}: "
-        f"this model has {', '.join(t for t in TARGETS if t in matched) or 'none of them'}; "
-        "use these",
+        f"LoRASpec.targets={spec.targets} matches no weight of {', '.join(missing) or 'them'}: "
+        f"this model has {', '.join(t for t in TARGETS if t in matched) or 'none'}; use these",
     )
     return tree.nested(found)
 
@@ -160,12 +159,9 @@ def init_adapters(config: ModelConfig, spec: LoRASpec, key) -> dict:
         if dims[0] != "N":
             return uniform(_key_of(key, name), leaf.shape)
         layer = int(re.search(r"/layer_(\d+)/", name)[1])
-        keys = [
-            _key_of(
-                key, name.replace(f"/layer_{layer}/", f"/layer_{n * config.period + layer}/")
-            )
-            for n in range(leaf.shape[0])
-        ]
+        layers = (n * config.period + layer for n in range(leaf.shape[0]))
+        names = (name.replace(f"/layer_{layer}/", f"/layer_{each}/") for each in layers)
+        keys = [_key_of(key, each) for each in names]
         return jnp.stack([uniform(each, leaf.shape[1:]) for each in keys])
 
     return tree.map_named(draw, abstract_adapters(abstract_params(config), spec))

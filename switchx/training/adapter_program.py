@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A job with `lora` as programs: adapters are trained beside a base that stays as it is.
 
-Hu et al. 2021 (LoRA, arXiv:2106.09685). The training state has the adapters alone, so gradients,
-the optimizer's state and checkpoints are theirs. The base is an argument of the step, split over
-the mesh by the rules of all parameters.
+Hu et al. 2021 (LoRA, arXiv:2106.09685). The training state has the adapters alone, so
+gradients, the optimizer's state and checkpoints are theirs. The base is an argument of the step,
+split over the mesh by the rules of all parameters.
 """
 
 import dataclasses
@@ -138,8 +138,8 @@ class AdapterProgram(TrainingProgram):
         whole = tree.num_elements(abstract_params(self.job.model))
         bits = "" if spec.bits is None else f", its experts in int{spec.bits}"
         said = (
-            f"adapters: {trained:,} parameters of rank {spec.rank} are trained; the {whole:,} of "
-            f"checkpoint {spec.step} of {spec.base}{bits} stay"
+            f"adapters: {trained:,} parameters of rank {spec.rank} are trained; the {whole:,} "
+            f"of checkpoint {spec.step} of {spec.base}{bits} stay as they are"
         )
         return (*super().notes, said)
 

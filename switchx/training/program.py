@@ -108,7 +108,7 @@ class TrainingProgram:
         return self._jitted(train, functools.partial(eval_step, job.model))
 
     def _jitted(self, train, evaluate, *beside, beside_evaluation=()):
-        """Jits `train(state, batch, *beside)` and `evaluate(params, batch, *beside_evaluation)`.
+        """Jits `train(state, batch, *beside)` and `evaluate(params, batch, ...)`.
 
         Args:
             train: function that returns the next state and the step's metrics.

@@ -47,9 +47,10 @@ def program_of(job: TrainingJob, run: RunFolder, devices) -> TrainingProgram:
 
 
 def compiled_program(job: TrainingJob, devices=None) -> TrainingProgram:
-    """The program of a job without a teacher and without adapters: that of the special tier it asks for, if any.
+    """The program of a job without a teacher: that of the special tier it asks for, if any.
 
-    Experts that training has on a disk are on the devices here, for evaluation.
+    Experts that training has on a disk are on the devices here, for evaluation, and adapters
+    are merged.
 
     Raises:
         ValueError: something in the job does not go together.
