@@ -2,8 +2,8 @@
 """A job with `lora` as programs: adapters are trained beside a base that stays as it is.
 
 Hu et al. 2021 (LoRA, arXiv:2106.09685). The training state has the adapters alone, so
-gradients, the optimizer's state and checkpoints are theirs. The base is an argument of the step,
-split over the mesh by the rules of all parameters.
+gradients, the optimizer's state and checkpoints are theirs. The base is an argument of the
+step, split over the mesh by the rules of all parameters.
 """
 
 import dataclasses
