@@ -331,6 +331,7 @@ def write_converted(
     source=None,
     decoding: dict[str, Any] | None = None,
     train_state: dict | None = None,
+    shapes: dict | None = None,
 ) -> None:
     """Writes a model of another library into an existing, empty folder, as checkpoint 0.
 
@@ -341,13 +342,16 @@ def write_converted(
             its inputs; None where they are not known.
         decoding: defaults of decoding, where the model has some.
         train_state: the rest of a training state, as items.py has it; None writes none.
+        shapes: shape structs of `params` where they are adapters; None is the model's.
 
     Raises:
         ValueError: the parameters are not those of the configuration (all that differ are
             named), or the vocabulary is larger than the embedding.
     """
     require_same_leaves(
-        named_leaves(abstract_params(config)), named_leaves(params), "the converted model"
+        named_leaves(shapes or abstract_params(config)),
+        named_leaves(params),
+        "the converted model",
     )
     if vocabulary.size > config.vocab_size:
         raise ValueError(

@@ -105,6 +105,11 @@ class LoRASpec:
         return self.alpha / self.rank
 
 
+def target_of(name: str) -> str | None:
+    """The target that a weight of this path belongs to, or None."""
+    return next((t for t, pattern in TARGETS.items() if re.fullmatch(pattern, name)), None)
+
+
 def abstract_adapters(params: dict, spec: LoRASpec) -> dict:
     """The names and shapes of a model's adapters.
 
@@ -116,7 +121,7 @@ def abstract_adapters(params: dict, spec: LoRASpec) -> dict:
     """
     leaves, found, matched = tree.named_leaves(params), {}, set()
     for name, leaf in leaves.items():
-        target = next((t for t in TARGETS if re.fullmatch(TARGETS[t], name)), None)
+        target = target_of(name)
         if target is None:
             continue
         matched.add(target)
