@@ -180,7 +180,7 @@ EXCLUSIONS = (
     (
         "TrainingJob.init_from",
         lambda job: job.init_from is not None,
-        "adapters begin at LoRASpec.base; give that, and INIT_FROM=None",
+        "adapters begin beside LoRASpec.base, and parameters at init_from",
     ),
     (
         "model",
