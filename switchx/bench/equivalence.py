@@ -153,7 +153,7 @@ def make_inputs() -> dict[str, jax.Array]:
 
 
 def make_params(layer: SwitchFFN, adapters: LoRASpec | None = None) -> dict:
-    """Fixed numbers in the shapes of a layer's parameters, and of its adapters if it has any."""
+    """Fixed numbers in the shapes of a layer's parameters, and of its adapters if any."""
     rng, shapes = np.random.default_rng(1), params_of(layer)
     if adapters is not None:
         shapes = {"base": shapes, "adapters": abstract_adapters(shapes, adapters)}
