@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels import QTensor, dequantize
 from switchx.layers.adapted_weight import AdaptedWeight
 from switchx.partitioning.replicas import random_rows
 
@@ -73,7 +74,9 @@ def times(dimensions: str, x, w):
         seen = dropout(x, w.dropout_rate, key=w.key, rows=int(dimensions[0] == "E"))
         x_J = jnp.einsum(to_rank, seen, w.a.astype(x.dtype))
         y = jnp.einsum(to_outputs, x_J, w.b.astype(x.dtype))
-        return jnp.einsum(dimensions, x, w.base.astype(x.dtype)) + w.scale * y
+        # Dequantized whole: compilers split an einsum over a mesh, and no product by rows.
+        base = dequantize(w.base) if isinstance(w.base, QTensor) else w.base
+        return jnp.einsum(dimensions, x, base.astype(x.dtype)) + w.scale * y
     return jnp.einsum(dimensions, x, w.astype(x.dtype))
 
 

@@ -202,8 +202,7 @@ def blocks_product(x_ERD, w: Weight, *, w_gate=None, bias_EF=None, activation=No
 
     Einsums, which the compiler splits over a mesh and fuses with what follows them.
     """
-    base = w.base if isinstance(w, AdaptedWeight) else w
-    if isinstance(base, QTensor | SeparateMatrices):
+    if isinstance(w, QTensor | SeparateMatrices):
         E, R, D = x_ERD.shape
         y_RF = rows_product(
             x_ERD.reshape(E * R, D),

@@ -165,14 +165,14 @@ def test_gradients_of_a_quantized_product_are_those_of_the_dequantized_one(bits)
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
-def raw_gradients(config, base, adapters, spec, **changes):
-    def compute(adapters):
+def raw_gradients(config, base, adapters, spec):
+    def compute(adapters, base):  # not a constant: XLA folds int4 constants to other numbers
         return gradients(
-            config, WEIGHTY, StepConfig(**changes), adapters, make_batch(config, ROWS),
+            config, WEIGHTY, StepConfig(), adapters, make_batch(config, ROWS),
             key=jax.random.key(0), seam=adapted_by(base, spec),
         )  # fmt: skip
 
-    return jax.device_get(jax.jit(compute)(adapters))
+    return jax.device_get(jax.jit(compute)(adapters, base))
 
 
 def product(dims_of_result: str, *factors):
@@ -268,6 +268,7 @@ KINDS = {
     "shared": {"shared_by_experts": True},
     "routers": {"targets": ("attention", "experts", "routers")},
     "int4": {"bits": 4},
+    "int8, dropless": {"bits": 8},
 }
 CELLS = [(mesh, "each", parts) for mesh in MESHES for parts in (1, 2)]
 CELLS += [(mesh, kind, 1) for mesh in ("all", "fsdp") for kind in KINDS if kind != "each"]
@@ -276,12 +277,15 @@ CELLS += [(mesh, kind, 1) for mesh in ("all", "fsdp") for kind in KINDS if kind 
 @pytest.mark.slow  # two programs each; `switchx check equivalence` has a layer on every mesh
 @pytest.mark.parametrize(("mesh", "kind", "parts"), CELLS)
 def test_raw_gradients_on_a_mesh_are_those_of_one_device(bases, mesh, kind, parts):
+    dispatcher = "dropless" if "dropless" in kind and mesh == "fsdp" else "gather"
+    model = with_switch(SPARSE, dispatcher=dispatcher)
     spec = LoRASpec(bases(SPARSE), rank=2, **KINDS[kind])
-    adapters = make_adapters(SPARSE, spec)
-    alone = quantized_base(make_params(SPARSE, seed=9), spec)
-    want, value, *_ = raw_gradients(SPARSE, alone, adapters, spec)
+    # Small, so that no softmax is sure of itself and rounding counts for little.
+    adapters = jax.tree.map(lambda x: x / 4, make_adapters(model, spec))
+    alone = quantized_base(make_params(model, seed=9), spec)
+    want, value, *_ = raw_gradients(model, alone, adapters, spec)
     job = make_job(
-        SPARSE, mesh=MESHES[mesh], loss=WEIGHTY, batch_size=ROWS, lora=spec,
+        model, mesh=MESHES[mesh], loss=WEIGHTY, batch_size=ROWS, lora=spec,
         step=StepConfig(num_microbatches=parts),
     )  # fmt: skip
     devices = jax.devices()[: MESHES[mesh].num_devices(1)]
@@ -289,19 +293,20 @@ def test_raw_gradients_on_a_mesh_are_those_of_one_device(bases, mesh, kind, part
 
     def compute(adapters, batch, base):
         return gradients(
-            SPARSE, WEIGHTY, job.step, adapters, batch,
+            model, WEIGHTY, job.step, adapters, batch,
             key=jax.random.key(0), seam=adapted_by(base, spec),
         )  # fmt: skip
 
     with program.scope():
         placed = jax.device_put(adapters, program.shardings.params)
-        batch = program.place(make_batch(SPARSE, ROWS))
+        batch = program.place(make_batch(model, ROWS))
         got, loss, *_ = jax.device_get(jax.jit(compute)(placed, batch, *program.beside))
     np.testing.assert_allclose(loss, value, rtol=3e-6)
-    np.testing.assert_allclose(global_norm(got), global_norm(want), rtol=2e-6)
+    np.testing.assert_allclose(global_norm(got), global_norm(want), rtol=1e-5)
     for name, leaf in tree.named_leaves(want).items():
         error = np.linalg.norm(tree.named_leaves(got)[name] - leaf)
-        assert error <= 2e-6 * np.linalg.norm(leaf), name
+        # Gradients of keys are differences of larger numbers, in float32.
+        assert error <= (1e-4 if "key" in name else 1e-5) * np.linalg.norm(leaf), name
 
 
 @pytest.mark.slow
@@ -455,10 +460,9 @@ def test_the_commands_read_a_run_of_adapters_and_merge_it(finished_run, in_a_fol
     found = []
     for folder in ("lora", "whole"):
         capsys.readouterr()
-        words = [*arguments(folder, files), "--json"]
-        assert main(["eval", *words]) == 0
-        found.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
-    logged = lines(run.validation)[-1]
-    assert found[0]["loss"] == found[1]["loss"] == pytest.approx(logged["loss"], rel=1e-5)
+        assert main(["eval", *arguments(folder, files), "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out.splitlines()[-1])["cross_entropy"])
+    logged = lines(run.validation)[-1]["cross_entropy"]
+    assert found == [pytest.approx(logged, rel=1e-5)] * 2
     assert main(["reshape", "--model_dir=whole", "--output=x", "--merge_adapter"]) == 2
     assert "has no adapters to merge" in capsys.readouterr().err
