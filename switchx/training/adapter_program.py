@@ -32,7 +32,6 @@ from switchx.models.adapters import (
 )
 from switchx.models.params import abstract_params
 from switchx.partitioning.mesh import PIPE, platform_of
-from switchx.partitioning.rules import param_sharding
 from switchx.training.evaluate import eval_step
 from switchx.training.expert_copies import has_copies
 from switchx.training.job import TrainingJob
@@ -66,7 +65,7 @@ class AdapterProgram(TrainingProgram):
         platform = platform_of(self.mesh)
         self._quantized = functools.partial(quantized_base, spec=spec, platform=platform)
         base = jax.eval_shape(self._quantized, abstract_params(job.model))
-        self._abstract_base = tree.map_named(self._placed, base)
+        self._abstract_base = self.placed(base)
         at = jax.tree.map(lambda leaf: leaf.sharding, self._abstract_base)
 
         def train(state, batch, base):
@@ -82,10 +81,6 @@ class AdapterProgram(TrainingProgram):
 
         jitted_train, jitted_eval = self._jitted(train, evaluate, at, beside_evaluation=(at,))
         return jitted_train, lambda params, batch: jitted_eval(params, batch, self.base_params)
-
-    def _placed(self, name: str, leaf) -> jax.ShapeDtypeStruct:
-        sharding = param_sharding(self.job.mesh.rules, self.mesh, name, leaf)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     def _init(self, params=None) -> TrainState:
         job = self.job
@@ -103,7 +98,7 @@ class AdapterProgram(TrainingProgram):
 
     def _read(self) -> tree.Tree:
         spec, model = self.record.spec, self.job.model
-        target = tree.map_named(self._placed, abstract_params(model))
+        target = self.placed(abstract_params(model))
         return restore_params(spec.base, spec.step, target, model=model)
 
     def whole_params(self, params) -> tree.Tree:
@@ -120,17 +115,6 @@ class AdapterProgram(TrainingProgram):
     def abstract_beside(self) -> tuple:
         """Shape structs of `beside`; the base's checkpoint is not read."""
         return (self._abstract_base,)
-
-    def state_bytes(self, *, is_on_host: bool) -> int:
-        """Bytes of the state on one device or on the host; on a device, with the base's."""
-        own = super().state_bytes(is_on_host=is_on_host)
-        if is_on_host:
-            return own
-        parts = (
-            jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
-            for leaf in jax.tree.leaves(self._abstract_base)
-        )
-        return own + tree.num_bytes(list(parts))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -154,47 +138,19 @@ def adapted_by(base, spec: LoRASpec) -> Seam:
     return Seam(loss_of)
 
 
-# What adapters exclude: the setting, whether a job has it, and the reason.
-EXCLUSIONS = (
-    ("MeshSpec." + PIPE, lambda job: job.mesh.pipe > 1, "stages are runs of whole parameters"),
-    (
-        "StepConfig.bucket_bytes",
-        lambda job: job.step.bucket_bytes is not None,
-        "buckets are of parameters that are trained",
-    ),
-    (
-        "StorageSpec.experts",
-        lambda job: job.storage.experts != "device",
-        "the base is on the devices; LoRASpec.bits makes it smaller",
-    ),
-    (
-        "SwitchConfig.num_replicas",
-        lambda job: has_copies(job.model),
-        "copies of experts have no adapters",
-    ),
-    (
-        "TrainingJob.distillation",
-        lambda job: job.distillation is not None,
-        "a teacher is beside a student whose parameters are all trained",
-    ),
-    (
-        "TrainingJob.init_from",
-        lambda job: job.init_from is not None,
-        "adapters begin beside LoRASpec.base, and parameters at init_from",
-    ),
-    (
-        "model",
-        lambda job: job.model.build is not None,
-        "a module of your own names its weights as it likes",
-    ),
-)
-
-
 def require_beside_base(job: TrainingJob) -> None:
-    """Raises ValueError where a job has what adapters exclude, or bits that its mesh splits."""
-    for name, is_used, reason in EXCLUSIONS:
+    """Raises ValueError where a job has what adapters exclude."""
+    for name, is_used, reason in (
+        (f"MeshSpec.{PIPE}", job.mesh.pipe > 1, "stages are runs of whole parameters"),
+        ("StepConfig.bucket_bytes", job.step.bucket_bytes, "buckets are of trained parameters"),
+        ("StorageSpec.experts", job.storage.experts != "device", "the base is on the devices"),
+        ("SwitchConfig.num_replicas", has_copies(job.model), "copies have no adapters"),
+        ("TrainingJob.distillation", job.distillation, "all of a student is trained"),
+        ("TrainingJob.init_from", job.init_from, "adapters begin beside LoRASpec.base"),
+        ("model", job.model.build is not None, "a module of your own has other names"),
+    ):
         require(
-            not is_used(job),
+            not is_used,
             f"TrainingJob.lora with {name}: {reason}; leave out one of the two",
         )
 

@@ -31,7 +31,7 @@ from switchx.partitioning.mesh import (
 )
 from switchx.partitioning.optimizer_slices import optimizer_slices, whole_notes, with_slice
 from switchx.partitioning.replicas import replica_axes
-from switchx.partitioning.rules import param_spec
+from switchx.partitioning.rules import param_shardings, param_spec
 from switchx.training.evaluate import eval_step
 from switchx.training.fused_loss import check_fused
 from switchx.training.job import TrainingJob
@@ -192,11 +192,21 @@ class TrainingProgram:
         )
 
     def state_bytes(self, *, is_on_host: bool) -> int:
-        """Bytes of one device's part of the state, in its own memory or in the host's."""
+        """Bytes of one device's part of the state and of the parameters beside it, in its own
+        memory or in the host's."""
         return sum(
             math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(self.abstract_state)
-            if (leaf.sharding.memory_kind == HOST) == is_on_host
+            for leaf in jax.tree.leaves((self.abstract_state, self.abstract_beside))
+            if leaf.sharding is not None and (leaf.sharding.memory_kind == HOST) == is_on_host
+        )
+
+    def placed(self, params):
+        """Shape structs of parameters, with the shardings that the rules give them."""
+        at = param_shardings(self.job.mesh.rules, self.mesh, params)
+        return jax.tree.map(
+            lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
+            params,
+            at,
         )
 
     @property
