@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 def adapter_dims(dims: str, *, is_shared: bool = False) -> tuple[str, str]:
@@ -40,7 +41,7 @@ class AdaptedWeight:
         base: W, an array or a `QTensor`; it gets no gradient.
         a, b: A and B.
         key: random key of the dropout; None where nothing is random.
-        dims: letters of base, a and b, such as `("EDF", "EDJ", "EJF")`.
+        dims: letters of base, a and b, without N, such as `("EDF", "EDJ", "EJF")`.
         scale: alpha over the rank.
         dropout_rate: dropout rate of the inputs of A.
     """
@@ -81,3 +82,15 @@ class AdaptedWeight:
         a, b = ("".join(own.get(letter, letter) for letter in each) for each in (a, b))
         middle = "".join(letter for letter in x if letter in y) + "J"
         return f"{x},{a}->{middle}", f"{middle},{b}->{y}"
+
+    def product(self) -> jax.Array:
+        """s A B in float32, as large as the weight, to merge them."""
+        w, a, b = self.dims
+        is_shared = w.startswith("E") and not a.startswith("E")
+        y = jnp.einsum(
+            f"...{a},...{b}->...{w.removeprefix('E') if is_shared else w}",
+            jnp.asarray(self.a, jnp.float32),
+            jnp.asarray(self.b, jnp.float32),
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        return self.scale * (y[..., None, :, :] if is_shared else y)

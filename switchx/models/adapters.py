@@ -9,12 +9,11 @@ Dims: N stacked layers, E experts, D model, F ffn, J rank
 """
 
 import dataclasses
-import functools
 import math
 import os
 import re
 import zlib
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +34,7 @@ from switchx.fields import (
 from switchx.layers.adapted_weight import AdaptedWeight, adapter_dims
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
+from switchx.models.unroll import scanned_blocks
 
 # Weights by what they are of; patterns of whole paths.
 TARGETS = {
@@ -121,21 +121,16 @@ def abstract_adapters(params: dict, spec: LoRASpec) -> dict:
     """
     leaves, found, matched = tree.named_leaves(params), {}, set()
     for name, leaf in leaves.items():
-        target = target_of(name)
-        if target is None:
-            continue
-        matched.add(target)
+        matched.add(target := target_of(name))
         if target not in (spec.targets or ALL_BUT_ROUTERS):
             continue
         dims = dims_of(name.rpartition("/")[2], leaf.ndim)
         sizes = dict(zip(dims, leaf.shape, strict=True)) | {"J": spec.rank}
-        is_shared = spec.shared_by_experts and target == "experts"
-        for letter, own in zip(
-            "ab", adapter_dims(dims.lstrip("N"), is_shared=is_shared), strict=True
-        ):
-            stacked = "N" * (dims[0] == "N") + own
+        own = adapter_dims(dims.removeprefix("N"), is_shared=spec.shared_by_experts)
+        for letter, letters in zip("ab", own, strict=True):
+            stacked = ("N" if dims.startswith("N") else "") + letters
             shape = tuple(sizes[each] for each in stacked)
-            found[f"{name}/{letter}_{own}"] = jax.ShapeDtypeStruct(shape, leaf.dtype)
+            found[f"{name}/{letter}_{letters}"] = jax.ShapeDtypeStruct(shape, leaf.dtype)
     missing = [target for target in spec.targets or () if target not in matched]
     require(
         not missing and bool(found),
@@ -152,24 +147,18 @@ def init_adapters(config: ModelConfig, spec: LoRASpec, key) -> dict:
     """
 
     def draw(name: str, leaf):
-        last = name.rpartition("/")[2]
-        if last.startswith("b_"):
+        dims = name.rpartition("_")[2]
+        if not dims.endswith("J"):
             return jnp.zeros(leaf.shape, leaf.dtype)
-        dims = dims_of(last, leaf.ndim)
-        inputs = (size for d, size in zip(dims, leaf.shape, strict=True) if d not in "NEJ")
-        bound = 1 / math.sqrt(math.prod(inputs))
-        uniform = functools.partial(
-            jax.random.uniform, dtype=leaf.dtype, minval=-bound, maxval=bound
-        )
-        if dims[0] != "N":
-            return uniform(_key_of(key, name), leaf.shape)
-        layer = int(re.search(r"/layer_(\d+)/", name)[1])
-        layers = (n * config.period + layer for n in range(leaf.shape[0]))
-        names = (name.replace(f"/layer_{layer}/", f"/layer_{each}/") for each in layers)
-        keys = [_key_of(key, each) for each in names]
-        return jnp.stack([uniform(each, leaf.shape[1:]) for each in keys])
+        sizes = zip(dims, leaf.shape, strict=True)
+        bound = math.prod(size for letter, size in sizes if letter not in "EJ") ** -0.5
+        return jax.random.uniform(_key_of(key, name), leaf.shape, leaf.dtype, -bound, bound)
 
-    return tree.map_named(draw, abstract_adapters(abstract_params(config), spec))
+    alone = dataclasses.replace(config, scan_layers=False)
+    adapters = tree.map_named(draw, abstract_adapters(abstract_params(alone), spec))
+    return (
+        scanned_blocks(adapters, config.period, jnp.stack) if config.scan_layers else adapters
+    )
 
 
 def _key_of(key, name: str):
@@ -189,17 +178,15 @@ def quantized_base(params: dict, spec: LoRASpec, platform: str | None = None) ->
         f"LoRASpec.bits={spec.bits} of a model without experts, whose matrices alone are "
         "quantized; use bits=None, or a sparse model",
     )
-    one_layer = functools.partial(quantize, bits=spec.bits, group_size=spec.group_size)
+    form = form_of_int4(platform or jax.default_backend())
+
+    def as_read(w_EDF):
+        return getattr(quantize(w_EDF, spec.bits, group_size=spec.group_size), form)()
 
     def convert(name, leaf):
         if not re.fullmatch(_QUANTIZED, name):
             return leaf
-        form = form_of_int4(platform or jax.default_backend())
-
-        def as_read(w_EDF):
-            return getattr(one_layer(w_EDF), form)()
-
-        return as_read(leaf) if leaf.ndim == 3 else jax.vmap(as_read)(leaf)
+        return as_read(leaf) if leaf.ndim == 3 else jax.vmap(as_read)(jnp.asarray(leaf))
 
     return tree.map_named(convert, params)
 
@@ -212,21 +199,26 @@ def with_adapters(base: dict, adapters: dict, spec: LoRASpec, key=None) -> dict:
         key: random key of dropout; None is deterministic.
     """
 
+    pairs: dict[str, list] = {}
+    for name, leaf in tree.named_leaves(adapters).items():  # A before B
+        path, _, last = name.rpartition("/")
+        pairs.setdefault(path, []).append((last.rpartition("_")[2], leaf))
+
     def put(path, leaf):
-        name = tree.path_name(path)
-        if (pair := pairs.get(name)) is None:
+        if (name := tree.path_name(path)) not in pairs:
             return leaf
-        (a_name, a), (b_name, b) = sorted(pair.items())
-        if re.fullmatch(TARGETS["routers"], name):  # D by E numbers, of which no product is cut
+        (a_dims, a), (b_dims, b) = pairs[name]
+        if target_of(name) == "routers":  # small, and read by no product that takes an adapter
             return leaf + spec.scale * (a @ b).astype(leaf.dtype)
-        stacked = a.ndim - len(a_name.rpartition("_")[2])
         own = None if key is None or not spec.dropout else _key_of(key, name)
-        own = jax.random.split(own, a.shape[0]) if own is not None and stacked else own
-        dims = tuple(each.rpartition("_")[2] for each in (name, a_name, b_name))
+        if own is not None and a.ndim > len(a_dims):
+            own = jax.random.split(own, a.shape[0])
+        dims = name.rpartition("_")[2], a_dims, b_dims
         return AdaptedWeight(leaf, a, b, own, dims, spec.scale, spec.dropout)
 
-    pairs = _pairs(adapters)
-    return jax.tree_util.tree_map_with_path(put, base, is_leaf=_is_quantized)
+    return jax.tree_util.tree_map_with_path(
+        put, base, is_leaf=lambda leaf: isinstance(leaf, QTensor)
+    )
 
 
 def merged(params: dict, adapters: dict, spec: LoRASpec) -> dict:
@@ -236,51 +228,24 @@ def merged(params: dict, adapters: dict, spec: LoRASpec) -> dict:
         params: the base's parameters, not quantized: with `LoRASpec.bits` each of its experts
             is quantized and dequantized, so that the model is the one that was trained.
     """
-    pairs = _pairs(adapters)
 
-    def merge(name, leaf):
-        pair = pairs.get(name)
-        is_rounded = spec.bits is not None and re.fullmatch(_QUANTIZED, name)
-        if pair is None and not is_rounded:
+    def merge(leaf, changed):
+        if changed is leaf:
             return leaf
-        one = functools.partial(_merge, name.rpartition("_")[2], spec, bool(is_rounded))
         if isinstance(leaf, jax.Array):
-            return jax.jit(one, out_shardings=leaf.sharding)(leaf, pair)
-        return np.asarray(one(jnp.asarray(leaf), pair))
+            whole = jax.jit(_whole, out_shardings=leaf.sharding, static_argnums=1)
+            return whole(changed, leaf.dtype)
+        return np.asarray(_whole(changed, leaf.dtype))
 
-    return tree.map_named(merge, params)
-
-
-def _merge(dims: str, spec: LoRASpec, is_rounded: bool, w, pair: dict | None):
-    total = w.astype(jnp.float32)
-    if is_rounded:
-
-        def rounded(w_EDF):
-            return dequantize(quantize(w_EDF, spec.bits, group_size=spec.group_size))
-
-        total = (rounded if w.ndim == 3 else jax.vmap(rounded))(w)
-    if pair is not None:
-        (a_name, a), (b_name, b) = sorted(pair.items())
-        a_dims, b_dims = (each.rpartition("_")[2] for each in (a_name, b_name))
-        is_shared = dims.startswith("E") and not a_dims.startswith("E")
-        product = jnp.einsum(
-            f"...{a_dims},...{b_dims}->...{dims.removeprefix('E') if is_shared else dims}",
-            jnp.asarray(a, jnp.float32),
-            jnp.asarray(b, jnp.float32),
-            precision=jax.lax.Precision.HIGHEST,
-        )
-        total = total + spec.scale * (product[..., None, :, :] if is_shared else product)
-    return total.astype(w.dtype)
+    base = quantized_base(params, spec)
+    return jax.tree.map(merge, params, with_adapters(base, adapters, spec))
 
 
-def _pairs(adapters: dict) -> dict[str, dict[str, Any]]:
-    """A and B by the path of their weight."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, leaf in tree.named_leaves(adapters).items():
-        path, _, own = name.rpartition("/")
-        found.setdefault(path, {})[own] = leaf
-    return found
-
-
-def _is_quantized(leaf) -> bool:
-    return isinstance(leaf, QTensor)
+def _whole(changed, dtype):
+    """The matrix that an adapted or a quantized weight stands for."""
+    if isinstance(changed, AdaptedWeight):
+        return (_whole(changed.base, jnp.float32) + changed.product()).astype(dtype)
+    if isinstance(changed, QTensor):
+        stacked = changed.values.ndim > 3
+        changed = (jax.vmap(dequantize) if stacked else dequantize)(changed)
+    return jnp.asarray(changed, dtype)
