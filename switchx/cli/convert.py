@@ -354,50 +354,32 @@ def _write_t5(arguments, reporter, config, params, vocabulary, decoding) -> list
 
 
 def _from_peft(arguments: argparse.Namespace, reporter) -> None:
-    import jax
-
+    from switchx.checkpoint import run_folder
     from switchx.checkpoint.adapter_run import AdapterRecord, require_merged
     from switchx.checkpoint.restore import checkpoint_fingerprint, choose_step
-    from switchx.checkpoint.run_folder import (
-        RunFolder,
-        read_config,
-        read_decoding,
-        read_model_config,
-        write_converted,
-    )
     from switchx.data.vocabularies import load_vocabulary
     from switchx.interop.peft import read_adapters
     from switchx.manifest import new_folder
-    from switchx.models.adapters import abstract_adapters, init_adapters
+    from switchx.models.adapters import abstract_adapters
     from switchx.models.params import abstract_params
-    from switchx.tree import num_elements
 
-    base = RunFolder(arguments.base)
+    base = run_folder.RunFolder(arguments.base)
     require_merged(base, "--base")
     step, vocabulary = choose_step(base), load_vocabulary(base.root)
-    config = dataclasses.replace(read_model_config(base), scan_layers=False)
-    reporter.note(f"reading {arguments.src}")
-    spec, adapters, notes = read_adapters(
-        arguments.src,
-        config,
-        lambda spec: init_adapters(config, spec, jax.random.key(0)),
-        base=str(base.path),
-        step=step,
-    )
+    config = dataclasses.replace(run_folder.read_model_config(base), scan_layers=False)
+    of_base = {"base": str(base.path), "step": step}
+    spec, adapters, notes = read_adapters(arguments.src, config, **of_base)
     for note in notes:
         reporter.note(note)
+    source = run_folder.read_config(base).get("source")
+    about = f"peft: {pathlib.Path(arguments.src).name}", source, run_folder.read_decoding(base)
+    shapes = abstract_adapters(abstract_params(config), spec)
     with new_folder(arguments.dst) as folder:
-        run = RunFolder(folder)
-        origin = f"peft: {pathlib.Path(arguments.src).name}"
-        source, decoding = read_config(base).get("source"), read_decoding(base)
-        shapes = abstract_adapters(abstract_params(config), spec)
-        of = config, adapters, vocabulary, origin, source, decoding
-        write_converted(run, *of, shapes=shapes)
+        run = run_folder.RunFolder(folder)
+        written = config, adapters, vocabulary, *about
+        run_folder.write_converted(run, *written, shapes=shapes)
         AdapterRecord(spec, checkpoint_fingerprint(base, step, vocabulary)).write(run)
-    said = (
-        f"{num_elements(adapters):,} parameters beside {base.path}; open it with switchx.load"
-    )
-    print(f"{arguments.dst}: {said}")
+    print(f"{arguments.dst}: adapters beside {base.path}; open it with switchx.load")
 
 
 def _to_peft(arguments: argparse.Namespace, reporter) -> None:

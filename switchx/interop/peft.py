@@ -14,7 +14,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.flax import load_file
@@ -25,7 +25,7 @@ from switchx.fields import require
 from switchx.interop import decoder_families, huggingface_config
 from switchx.interop.families import FAMILIES
 from switchx.interop.tensor_folder import read_json, require_same_tensors, write_json
-from switchx.models.adapters import LoRASpec, abstract_adapters, target_of
+from switchx.models.adapters import LoRASpec, abstract_adapters, init_adapters, target_of
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
 
@@ -81,14 +81,12 @@ def write_adapters(
 
 
 def read_adapters(
-    folder: str | os.PathLike, config: ModelConfig, fresh, **base
+    folder: str | os.PathLike, config: ModelConfig, **base
 ) -> tuple[LoRASpec, dict, list[str]]:
     """Reads what `save_pretrained` of a PEFT model wrote.
 
     Args:
         config: configuration of the unrolled base.
-        fresh: function of a `LoRASpec` that returns its first adapters: those of weights that
-            have none in the folder.
         base: the fields `base` and `step` of the `LoRASpec`.
 
     Returns:
@@ -101,26 +99,27 @@ def read_adapters(
     folder = pathlib.Path(folder).expanduser()
     values = read_json(folder / CONFIG)
     for name, known in _PLAIN.items():
-        value = values.get(name, known[-1])
         require(
-            value in known,
-            f"{folder / CONFIG}: {name}={value!r:.80} cannot be read; expected {known[0]!r}: "
-            "save plain LoRA of whole modules, each expert a module, or merge it with PEFT and "
-            "convert the whole model",
+            values.get(name, known[-1]) in known,
+            f"{folder / CONFIG}: {name}={values.get(name)!r:.80} cannot be read; expected "
+            f"{known[0]!r}: save plain LoRA of modules, each expert one, or merge it with PEFT "
+            "and convert the whole model",
         )
-    rank, alpha = values.get("r"), values.get("lora_alpha")
     try:
         found = {
-            name.removeprefix(_PREFIX): np.asarray(array, jnp.float32)
+            name.removeprefix(_PREFIX): np.asarray(array, np.float32)
             for name, array in load_file(folder / WEIGHTS).items()
         }
         # rsLoRA divides by the root of the rank (arXiv:2312.03732).
-        alpha = alpha * math.sqrt(rank) if values.get("use_rslora") else alpha
-        spec = LoRASpec(rank=rank, alpha=alpha, dropout=values.get("lora_dropout", 0.0), **base)
-    except (OSError, SafetensorError, TypeError) as error:
-        raise ValueError(f"{folder} cannot be read: {error}; save it again") from error
-    all_targets = _spec_of(spec, ("attention", "dense_ffn", "experts", "routers"), config)
-    shapes = tree.named_leaves(abstract_adapters(abstract_params(config), all_targets))
+        factor = math.sqrt(values["r"]) if values.get("use_rslora") else 1.0
+        alpha, dropout = values["lora_alpha"] * factor, values.get("lora_dropout", 0.0)
+        spec = LoRASpec(rank=values["r"], alpha=alpha, dropout=dropout, **base)
+    except (OSError, SafetensorError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder} cannot be read: {error!r}; save it again") from error
+    params = abstract_params(config)
+    there = {target_of(name) for name in tree.named_leaves(params)} - {None}
+    everything = dataclasses.replace(spec, targets=tuple(there))
+    shapes = tree.named_leaves(abstract_adapters(params, everything))
     places = {
         f"{module}.lora_{letter}.weight": (name, letter, part)
         for name, module, letter, part in _places(config, shapes)
@@ -130,28 +129,20 @@ def read_adapters(
         for name, (path, letter, part) in places.items()
         if name in found
     }
-    there = {name: array.shape for name, array in found.items()}
-    require_same_tensors(expected, there, str(folder), "give the base that it was made for")
+    given = {name: array.shape for name, array in found.items()}
+    require_same_tensors(expected, given, str(folder), "give the base that it was made for")
     targets = {target_of(places[name][0].rpartition("/")[0]) for name in found}
-    spec = _spec_of(spec, targets, config)
-    leaves = {
-        name: np.array(leaf, np.float32)
-        for name, leaf in tree.named_leaves(fresh(spec)).items()
-    }
-    own = [name for name in places if places[name][0] in leaves]
-    for name in found.keys() & set(own):
-        path, letter, part = places[name]
-        array = leaves[path][part]
-        leaves[path][part] = found[name].T.reshape(array.shape)
-    missing = sorted({name.split(".lora_")[0] for name in own if name not in found})
-    notes = [f"without adapters there, and with fresh ones here: {', '.join(missing)}"]
-    return spec, tree.nested(leaves), notes if missing else []
-
-
-def _spec_of(spec: LoRASpec, targets, config: ModelConfig) -> LoRASpec:
-    """The spec with those of `targets` that the model has."""
-    there = {target_of(name) for name in tree.named_leaves(abstract_params(config))}
-    return dataclasses.replace(spec, targets=tuple(sorted(there & set(targets))))
+    spec = dataclasses.replace(spec, targets=tuple(sorted(targets)))
+    fresh = tree.named_leaves(init_adapters(config, spec, jax.random.key(0)))
+    leaves, missing = {name: np.array(leaf, np.float32) for name, leaf in fresh.items()}, set()
+    for name, (path, _, part) in places.items():
+        if name in found:
+            array = leaves[path][part]
+            leaves[path][part] = found[name].T.reshape(array.shape)
+        elif path in leaves:
+            missing.add(name.split(".lora_")[0])
+    note = f"without adapters there, and with fresh ones here: {', '.join(sorted(missing))}"
+    return spec, tree.nested(leaves), [note] if missing else []
 
 
 def _places(config: ModelConfig, leaves) -> Iterator[tuple[str, str, str, Any]]:
