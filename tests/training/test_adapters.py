@@ -22,6 +22,7 @@ from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.checkpoint.verify import checkpoint_faults
 from switchx.cli.main import main
+from switchx.compiled.workload import workload_of
 from switchx.layers.adapted_weight import AdaptedWeight, adapter_dims
 from switchx.layers.dense import times
 from switchx.models.adapters import (
@@ -407,6 +408,8 @@ def test_what_adapters_exclude_is_refused_by_name(bases):
     refuse("lora with SwitchConfig.num_replicas: ", with_switch(SPARSE, num_replicas=8))
     refuse("lora with TrainingJob.init_from: ", init_from="runs/a")
     refuse("lora with TrainingJob.distillation: ", distillation=Distillation("runs/a"))
+    with refused("TrainingJob.lora: plan and compile know steps that train all parameters"):
+        workload_of(make_job(SPARSE, lora=LoRASpec(bases(SPARSE))))
 
 
 @pytest.mark.slow
