@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from switchx.checkpoint.adapter_run import require_merged
 from switchx.checkpoint.restore import checkpoint_fingerprint, choose_step, restore_params
 from switchx.checkpoint.run_folder import (
     RunFolder,
@@ -471,6 +472,7 @@ def _load_with_slots(model_dir, step, mesh, expert_slots: int | ExpertSlots) -> 
             read = slices_of(model.config, model.params)
         else:
             run = RunFolder(model_dir)
+            require_merged(run, "model_dir")
             checkpoint = run.checkpoints / str(choose_step(run, step))
             read = experts_of_checkpoint(read_model_config(run), checkpoint, asked.slots)
             model = _load_run(model_dir, step, ModelMesh.of(None), without_experts)

@@ -29,6 +29,7 @@ DIMENSIONS = {
     "P": "stages",
     "U": "relative_buckets",
     "Z": "kv_heads",
+    "J": "rank",
 }
 
 _SUFFIX = re.compile(r"_([A-Z]+)$")

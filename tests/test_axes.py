@@ -52,7 +52,7 @@ def test_a_name_that_does_not_fit_is_refused(name, ndim, letters):
         dims_of(name, ndim)
     assert str(error.value) == (
         f"parameter {name!r} has {ndim} dimensions but its name says {letters!r}; end the "
-        "name in one known letter a dimension (BLMDHKFVNTECSRGPUZ)"
+        "name in one known letter a dimension (BLMDHKFVNTECSRGPUZJ)"
     )
 
 

@@ -97,6 +97,9 @@ VARIANTS = {
     "switchx train --gin_file=configs/runs/finetune_task.gin "
     "--gin_file=configs/tasks/glue_cola.gin --gin.INIT_FROM=runs/pretrain_tiny "
     "--gin.MANUAL_DIR=data --model_dir=runs/cola": T5,
+    f"switchx {TUNE} --model_dir=runs/lora".replace("finetune.gin", "finetune_lora.gin"): (
+        *T5, "--gin.WARMUP_STEPS=1",
+    ),
     f"switchx {TUNE} --gin.INIT_STEP=best "
     "--gin.INIT_RULES=\"[('.*/w_router_DE', None)]\" "
     "--model_dir=runs/fresh_routers": T5,
@@ -112,6 +115,12 @@ VARIANTS = {
 # Command -> the test that runs it.
 MEASURING = "tests/cli/test_measuring.py"
 TESTED_ELSEWHERE = {
+    "switchx reshape --merge_adapter --model_dir=runs/lora --output=runs/lora_merged": (
+        "tests/training/test_adapters.py::test_the_commands_read_a_run_of_adapters_and_merge_it"
+    ),
+    "switchx convert --to=peft runs/lora runs/lora_peft": (
+        "tests/interop/test_peft.py::test_peft_computes_what_a_run_of_adapters_does"
+    ),
     "switchx report runs/pretrain_tiny runs/experts_32": (
         "tests/analysis/test_comparison.py::test_the_page_runs"
     ),

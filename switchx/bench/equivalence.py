@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from switchx.models.adapters import LoRASpec, abstract_adapters, with_adapters
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import params_of, with_params
 from switchx.moe.config import DISPATCHERS
@@ -74,9 +75,16 @@ ROUTERS = {
     SHARED: RouterConfig(num_selected=2, gate="normalized"),
     "expert choice": RouterConfig(kind="expert_choice", exploration="none"),
     "hash": RouterConfig(kind="hash", exploration="none"),
+    "top 1, adapted": RouterConfig(),
+    "top 2, adapted alike": RouterConfig(num_selected=2),
+}
+# Layers whose experts have low-rank adapters: each its own, or one for all.
+ADAPTERS = {
+    "top 1, adapted": LoRASpec("none", rank=2),
+    "top 2, adapted alike": LoRASpec("none", rank=2, shared_by_experts=True),
 }
 # The number of cells: a combination that is newly refused fails its check.
-ALL_CELLS = 3465
+ALL_CELLS = 3795
 SAMPLE_CELLS = len(ROUTERS) * len(DISPATCHERS)
 
 # Largest error over the largest number of the array, in float32: tens of roundings.
@@ -169,15 +177,19 @@ def make_inputs() -> dict[str, jax.Array]:
     return {name: jnp.array(value) for name, value in inputs.items()}
 
 
-def make_params(layer: SwitchFFN) -> dict:
-    """Fixed numbers in the shapes of a layer's parameters."""
-    rng = np.random.default_rng(1)
+def make_params(layer: SwitchFFN, adapters: LoRASpec | None = None) -> dict:
+    """Fixed numbers in the shapes of a layer's parameters, and of its adapters if any."""
+    rng, shapes = np.random.default_rng(1), params_of(layer)
+    if adapters is not None:
+        shapes = {"base": shapes, "adapters": abstract_adapters(shapes, adapters)}
     return jax.tree.map(
-        lambda leaf: jnp.array(rng.normal(size=leaf.shape), jnp.float32), params_of(layer)
+        lambda leaf: jnp.array(rng.normal(size=leaf.shape), jnp.float32), shapes
     )
 
 
-def evaluate(layer: SwitchFFN, params, inputs, expert_of_slot_R=None) -> dict[str, Any]:
+def evaluate(
+    layer: SwitchFFN, params, inputs, expert_of_slot_R=None, adapters: LoRASpec | None = None
+) -> dict[str, Any]:
     """Computes output, auxiliary losses and what biases are computed from, raw gradients of
     inputs and parameters, and their norm.
 
@@ -185,11 +197,14 @@ def evaluate(layer: SwitchFFN, params, inputs, expert_of_slot_R=None) -> dict[st
 
     Args:
         expert_of_slot_R: see `moe/expert_copies.py`; None, there are no replicas.
+        adapters: the adapters that are among `params`; None, there are none.
     """
 
     router = layer.config.switch.router
 
     def loss(params, x_BLD):
+        if adapters is not None:
+            params = with_adapters(params["base"], params["adapters"], adapters)
         if expert_of_slot_R is not None:
             experts = params["experts"]
             weight = ReplicatedWeight(experts["w_in_EDF"], expert_of_slot_R)
@@ -221,28 +236,31 @@ def evaluate(layer: SwitchFFN, params, inputs, expert_of_slot_R=None) -> dict[st
 
 def run_on_one_device(router: str) -> dict[str, Any]:
     """Evaluates the oracle: the one-hot einsum on one device."""
-    layer = layer_of(router, "einsum")
-    return _run(layer, make_params(layer), make_inputs())
+    layer, adapters = layer_of(router, "einsum"), ADAPTERS.get(router)
+    return _run(layer, make_params(layer, adapters), make_inputs(), adapters=adapters)
 
 
 def run_cell(cell: Cell, expert_of_slot_R=None) -> dict[str, Any]:
     """Evaluates a cell, parameters and tokens placed by the mesh's rules."""
     layer, mesh = layer_of(cell.router, cell.dispatcher), cell.mesh.build()
-    params, inputs = make_params(layer), make_inputs()
+    adapters = ADAPTERS.get(cell.router)
+    params, inputs = make_params(layer, adapters), make_inputs()
     rows = cell.mesh.rules.axes("B", mesh, table="activations")
     shardings = (
         param_shardings(cell.mesh.rules, mesh, params),
         jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec(rows)), inputs),
     )
     with use_mesh(mesh, cell.mesh.rules):
-        return _run(layer, params, inputs, expert_of_slot_R, in_shardings=shardings)
+        return _run(layer, params, inputs, expert_of_slot_R, adapters, in_shardings=shardings)
 
 
 def _run(
-    layer: SwitchFFN, params, inputs, expert_of_slot_R=None, **placement
+    layer: SwitchFFN, params, inputs, expert_of_slot_R=None, adapters=None, **placement
 ) -> dict[str, Any]:
     """Compiles and runs `evaluate` without LLVM's optimizations, which take longer than it."""
-    function = functools.partial(evaluate, layer, expert_of_slot_R=expert_of_slot_R)
+    function = functools.partial(
+        evaluate, layer, expert_of_slot_R=expert_of_slot_R, adapters=adapters
+    )
     jitted = jax.jit(function, **placement)
     is_cpu = jax.default_backend() == "cpu"
     options = {"xla_backend_optimization_level": "0"} if is_cpu else {}

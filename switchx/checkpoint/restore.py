@@ -18,10 +18,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from switchx.checkpoint.adapter_run import AdapterRecord
 from switchx.checkpoint.items import read_items, stored_items
 from switchx.checkpoint.manifest import MANIFEST, find_damage, read_manifest
 from switchx.checkpoint.run_folder import RunFolder, read_config
 from switchx.data.tokenizers import Vocabulary
+from switchx.data.vocabularies import load_vocabulary
+from switchx.fields import require
+from switchx.models.adapters import LoRASpec, abstract_adapters, merged
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
 from switchx.models.unroll import scanned_blocks, unrolled_blocks
@@ -111,6 +115,8 @@ def restore_params(
 ) -> Tree:
     """Restores the parameters alone; the optimizer need not be known.
 
+    Of a run of adapters they are the base's with the adapters merged into them.
+
     Args:
         run: the run folder.
         step: step of the checkpoint; None is the newest complete one, "best" the one with the
@@ -124,11 +130,49 @@ def restore_params(
 
     Raises:
         ValueError: there is no such checkpoint, or it does not fit `target`; the message lists
-            all differences.
+            all differences. The base of adapters is not there, or is another one.
     """
     folder = RunFolder(run)
     path = folder.checkpoints / str(choose_step(folder, step))
-    return restore_items(path, {"params": target}, model)["params"]
+    if (record := AdapterRecord.read(folder)) is None:
+        return restore_items(path, {"params": target}, model)["params"]
+    require_base(folder, record)
+    params = restore_params(record.spec.base, record.spec.step, target, model=model)
+    adapters = read_items(path, {"params": None})["params"]
+    if model is not None:
+        adapters = _in_layout_of(adapters, model, record.spec)
+    return merged(params, adapters, record.spec)
+
+
+def require_base(run: RunFolder, record: AdapterRecord) -> None:
+    """Checks that the base of a run of adapters is the one that they were trained beside.
+
+    Raises:
+        ValueError: it is not there, or is another one.
+    """
+    spec, base = record.spec, RunFolder(record.spec.base)
+    way_out = f"put it back, or write the folder of a copy into {run.adapter} as its base"
+    named = f"{run.where} has adapters of checkpoint {spec.step} of {spec.base}"
+    try:
+        choose_step(base, spec.step)
+        found = checkpoint_fingerprint(base, spec.step, load_vocabulary(base.root))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{named}, which is not there: {error}; {way_out}") from error
+    require(
+        found == record.fingerprint,
+        f"{named}, whose fingerprint was {record.fingerprint[:12]}; that folder has another "
+        f"model now, of {found[:12]}: {way_out}",
+    )
+
+
+def _in_layout_of(adapters: Tree, model: ModelConfig, spec: LoRASpec) -> Tree:
+    """NumPy adapters with layers stacked or unrolled as those of the model are."""
+    wanted = abstract_adapters(abstract_params(model), spec)
+    if _shapes(adapters) == _shapes(wanted):
+        return adapters
+    if model.scan_layers:
+        return scanned_blocks(adapters, model.period)
+    return unrolled_blocks(adapters)
 
 
 def restore_items(

@@ -72,6 +72,7 @@ class RunFolder:
     git_commit = _inside("git_commit.txt")  # the code that ran
     initialization = _inside("initialization.json")  # what INIT_FROM took from where
     taught_by = _inside("taught_by.json")  # the one teacher of a student, training/start.py
+    adapter = _inside("adapter.json")  # the base of a run of adapters, adapter_run.py
     corpora = _inside("corpora.json")  # what of the files of the data was read, and left out
     # The vocabulary's copy is in vocabulary.*, see data/vocabularies.py.
     metrics = _inside("metrics.jsonl")  # one line a logged step
@@ -318,6 +319,7 @@ def write_converted(
     source=None,
     decoding: dict[str, Any] | None = None,
     train_state: dict | None = None,
+    shapes: dict | None = None,
 ) -> None:
     """Writes a model of another library into an existing, empty folder, as checkpoint 0.
 
@@ -328,13 +330,16 @@ def write_converted(
             its inputs; None where they are not known.
         decoding: defaults of decoding, where the model has some.
         train_state: the rest of a training state, as items.py has it; None writes none.
+        shapes: shape structs of `params` where they are adapters; None is the model's.
 
     Raises:
         ValueError: the parameters are not those of the configuration (all that differ are
             named), or the vocabulary is larger than the embedding.
     """
     require_same_leaves(
-        named_leaves(abstract_params(config)), named_leaves(params), "the converted model"
+        named_leaves(shapes or abstract_params(config)),
+        named_leaves(params),
+        "the converted model",
     )
     if vocabulary.size > config.vocab_size:
         raise ValueError(

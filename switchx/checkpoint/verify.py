@@ -19,6 +19,7 @@ import numpy as np
 import tensorstore
 
 from switchx import manifest
+from switchx.checkpoint.adapter_run import AdapterRecord
 from switchx.checkpoint.items import (
     EXPERTS,
     has_records,
@@ -42,6 +43,7 @@ from switchx.checkpoint.parts import (
 from switchx.checkpoint.restore import stored_model
 from switchx.checkpoint.run_folder import RunFolder, read_config, read_model_config
 from switchx.data.loader import merge_states
+from switchx.models.adapters import abstract_adapters
 from switchx.models.params import abstract_params
 from switchx.object_store import Folder, kvstore
 from switchx.storage.record import RecordError
@@ -78,10 +80,11 @@ def checkpoint_faults(run: RunFolder, step: int) -> list[str]:
     if faults:
         return faults
     try:
-        expected = named_leaves(abstract_params(stored_model(path, read_model_config(run))))
-        require_same_leaves(
-            expected, named_leaves(stored["params"]), "it is not of the run's model: it"
-        )
+        expected = abstract_params(stored_model(path, read_model_config(run)))
+        if (record := AdapterRecord.read(run)) is not None:
+            expected = abstract_adapters(expected, record.spec)
+        where = "it is not of the run's model: it"
+        require_same_leaves(named_leaves(expected), named_leaves(stored["params"]), where)
     except ValueError as error:
         faults += str(error).splitlines()
     faults += _array_faults(path, stored)

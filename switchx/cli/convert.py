@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx convert`: models of Hugging Face and T5X into run folders, and back."""
+"""`switchx convert`: models of Hugging Face, PEFT and T5X into run folders, and back."""
 
 import argparse
 import contextlib
@@ -29,6 +29,8 @@ pytorch_model.bin is read without unpickling it.
   switchx convert --to=huggingface SRC DST     SRC is a run folder or a converted model
   switchx convert --from=t5x SRC DST --gin_file=configs/models/switch_base_released.gin \\
     --vocabulary=spiece.model                  SRC is .../checkpoint_<step>
+  switchx convert --from=peft SRC DST --base=DIR   SRC has adapters of LoRA, DIR their base
+  switchx convert --to=peft SRC DST                SRC is a run of adapters
 
 DST is a new folder. A converted model reads as a run folder does: `switchx.load(DST)`, and to
 fine-tune it
@@ -44,10 +46,16 @@ def add_command(commands) -> None:
     shared.add_gin_arguments(parser, default="none; --from=t5x needs the model's")
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument(
-        "--from", dest="source", choices=["huggingface", "t5x"], help="what SRC is"
+        "--from", dest="source", choices=["huggingface", "t5x", "peft"], help="what SRC is"
     )
     direction.add_argument(
-        "--to", dest="target", choices=["huggingface"], help="what DST is to be"
+        "--to", dest="target", choices=["huggingface", "peft"], help="what DST is to be"
+    )
+    parser.add_argument(
+        "--base",
+        metavar="DIR",
+        help="with --from=peft: run folder of the base, as `switchx convert` wrote it of the "
+        "model that the adapters were trained beside",
     )
     shared.add_trust(parser)
     parser.add_argument("src", metavar="SRC", help="folder to read")
@@ -80,7 +88,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     _check(arguments)
     with TerminalReporter() as reporter:
-        if arguments.target:
+        if arguments.target == "peft":
+            _to_peft(arguments, reporter)
+        elif arguments.source == "peft":
+            _from_peft(arguments, reporter)
+        elif arguments.target:
             _to_huggingface(arguments, reporter)
         elif arguments.source == "huggingface":
             _from_huggingface(arguments, reporter)
@@ -97,6 +109,16 @@ def _check(arguments: argparse.Namespace) -> None:
             "--from=t5x needs the model's configuration, such as "
             "--gin_file=configs/models/switch_base_released.gin"
         )
+    if (arguments.source == "peft") != bool(arguments.base):
+        error(
+            "--from=peft needs --base=DIR, the run folder of its base"
+            if arguments.source == "peft"
+            else "--base is for --from=peft; leave it out"
+        )
+    if "peft" in (arguments.source, arguments.target) and (
+        arguments.dtype or arguments.vocabulary
+    ):
+        error("--dtype and --vocabulary are the base's; leave them out")
     if arguments.gin_file and not is_t5x:
         error("--gin_file is for --from=t5x; a folder of transformers describes its model")
     if arguments.overflow and arguments.source != "huggingface":
@@ -330,3 +352,61 @@ def _write_t5(arguments, reporter, config, params, vocabulary, decoding) -> list
             special_ids=getattr(vocabulary, "special_ids", (0, 1, 2)),
             decoding=decoding,
         )
+
+
+def _from_peft(arguments: argparse.Namespace, reporter) -> None:
+    from switchx.checkpoint import run_folder
+    from switchx.checkpoint.adapter_run import AdapterRecord, require_merged
+    from switchx.checkpoint.restore import checkpoint_fingerprint, choose_step
+    from switchx.data.vocabularies import load_vocabulary
+    from switchx.interop.peft import read_adapters
+    from switchx.manifest import new_folder
+    from switchx.models.adapters import abstract_adapters
+    from switchx.models.params import abstract_params
+
+    base = run_folder.RunFolder(arguments.base)
+    require_merged(base, "--base")
+    step, vocabulary = choose_step(base), load_vocabulary(base.root)
+    config = dataclasses.replace(run_folder.read_model_config(base), scan_layers=False)
+    of_base = {"base": str(base.path), "step": step}
+    spec, adapters, notes = read_adapters(arguments.src, config, **of_base)
+    for note in notes:
+        reporter.note(note)
+    source = run_folder.read_config(base).get("source")
+    about = f"peft: {pathlib.Path(arguments.src).name}", source, run_folder.read_decoding(base)
+    shapes = abstract_adapters(abstract_params(config), spec)
+    with new_folder(arguments.dst) as folder:
+        run = run_folder.RunFolder(folder)
+        written = config, adapters, vocabulary, *about
+        run_folder.write_converted(run, *written, shapes=shapes)
+        AdapterRecord(spec, checkpoint_fingerprint(base, step, vocabulary)).write(run)
+    print(f"{arguments.dst}: adapters beside {base.path}; open it with switchx.load")
+
+
+def _to_peft(arguments: argparse.Namespace, reporter) -> None:
+    from switchx.checkpoint.adapter_run import AdapterRecord
+    from switchx.checkpoint.items import read_items
+    from switchx.checkpoint.restore import choose_step
+    from switchx.checkpoint.run_folder import RunFolder, read_model_config
+    from switchx.interop.peft import write_adapters
+    from switchx.manifest import new_folder
+    from switchx.models.unroll import unrolled
+
+    source = RunFolder(arguments.src)
+    record = AdapterRecord.read(source)
+    require(
+        record is not None,
+        f"{arguments.src} has no adapters; give a run of configs/runs/finetune_lora.gin, or "
+        "--to=huggingface for a whole model",
+    )
+    path = source.checkpoints / str(choose_step(source, arguments.step))
+    adapters = read_items(path, {"params": None})["params"]
+    config, adapters = unrolled(read_model_config(source), adapters)
+    if record.spec.bits is not None:
+        reporter.note(
+            f"trained beside experts of {record.spec.bits} bits: beside others, such as those "
+            "of the base in its own dtype, the model is another one"
+        )
+    with new_folder(arguments.dst) as folder:
+        write_adapters(folder, config, adapters, record.spec, str(record.spec.base))
+    print(f"{arguments.dst}: written for PEFT, from {path}")

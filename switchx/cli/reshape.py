@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx reshape`: the same model with fewer experts, with experts, or without any."""
+"""`switchx reshape`: the same model with fewer experts, with experts, without any, or with its
+adapters merged."""
 
 import argparse
 from typing import Any
@@ -13,6 +14,7 @@ Writes a model with another number of experts, as a folder to load, train on and
   switchx reshape --model_dir=runs/tiny --output=more --experts=16      two copies of each
   switchx reshape --model_dir=runs/tiny --output=dense --experts=0      one FFN a layer
   switchx reshape --model_dir=runs/dense --output=sparse --experts=8    copies of its FFNs
+  switchx reshape --model_dir=runs/lora --output=whole --merge_adapter  base and adapters
 
 With fewer experts, like ones are merged (--reduce=merge) or those of the lowest --score are
 dropped (--reduce=drop) or become vectors (--novice), by what the layers read of the run's
@@ -40,11 +42,17 @@ def add_command(commands) -> None:
     shared.add_output(parser, "folder to write; nothing may be there", "DIR", required=True)
     shared.add_gin_arguments(parser, default="those of the run, for its validation text")
     shared.add_step(parser, "checkpoint to reshape")
-    parser.add_argument(
+    change = parser.add_mutually_exclusive_group(required=True)
+    change.add_argument(
+        "--merge_adapter",
+        action="store_true",
+        help="of a run of adapters (configs/runs/finetune_lora.gin): its base with the "
+        "adapters merged into the weights",
+    )
+    change.add_argument(
         "--experts",
         type=int,
         metavar="N",
-        required=True,
         help="of each Switch layer: a divisor or a multiple of those there are, 0 for a dense "
         "model, or of a dense model at least 2",
     )
@@ -118,8 +126,10 @@ def _reshape(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, An
     import dataclasses
 
     from switchx import api
+    from switchx.checkpoint.adapter_run import AdapterRecord
     from switchx.checkpoint.run_folder import RunFolder, read_model_config
     from switchx.deploy.measure import ValidationText
+    from switchx.fields import require
     from switchx.gin_config import building
     from switchx.inference.artifact import is_artifact
     from switchx.training.reshaped_state import reshaped_state
@@ -132,11 +142,27 @@ def _reshape(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, An
         )
     folder = RunFolder(arguments.model_dir)
     config = read_model_config(folder)
-    made = _check(arguments, config)
+    record = AdapterRecord.read(folder)
+    require(
+        (record is None) != arguments.merge_adapter,
+        f"{arguments.model_dir} has adapters; merge them first, with --merge_adapter"
+        if record
+        else f"{arguments.model_dir} has no adapters to merge; leave out --merge_adapter",
+    )
+    if record is not None:
+        for name in ("reduce", "score", "novice", "upcycle", "share", "num_selected", "every"):
+            value = getattr(arguments, name)
+            said = f"--{name}={value} with --merge_adapter has no effect; leave it out"
+            require(value is None or value is False, said)
+    made = None if record else _check(arguments, config)
     job = check_same_model(folder, building.parse_job(*shared.gin_of(arguments, folder)))
     reporter.note(f"reading {folder.root} and its validation text")
     model = api.load(folder.path, arguments.step)
     text = ValidationText.of(job, num_prompts=0, input_length=1)
+    if record is not None:
+        _write(arguments, model, model, None)
+        said = f"adapters of rank {record.spec.rank} merged into {record.spec.base}"
+        return [_row("merged", model, text)], said
     rows = [_row("before", model, text)]
     found, said = _changed(arguments, made, model, text, reporter)
     reshaped = dataclasses.replace(model, config=found.config, params=found.params)

@@ -23,7 +23,7 @@ from switchx.compiled.expert_slots import executed_slots
 from switchx.compiled.flops import matrix_flops
 from switchx.compiled.hlo import NO_SHARES
 from switchx.compiled.host_copies import host_copies, noted_strides, share_overlapped
-from switchx.compiled.workload import state_arrays
+from switchx.compiled.workload import require_all_trained, state_arrays
 from switchx.data.loader import with_task_ids
 from switchx.data.mixtures import as_mixture
 from switchx.fields import require
@@ -172,6 +172,7 @@ def compile_step(
     """
     mesh = job.mesh.build(devices)
     job.require_storage(dict(mesh.shape))
+    require_all_trained(job)
     require(
         job.storage.experts != "disk",
         "StorageSpec.experts='disk': a step is a program for each run of blocks, and compile "

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import jax
 
 from switchx import tree
+from switchx.fields import require
 from switchx.models.config import require_our_blocks
 from switchx.models.params import abstract_params
 from switchx.moe.capacity import layer_groups, layer_shape
@@ -36,8 +37,10 @@ def workload_of(job: TrainingJob) -> Workload:
     """The workload of one step of `job`, apart from its mesh and dispatcher.
 
     Raises:
-        ValueError: the model or its teacher is not of our blocks, or there is no such teacher.
+        ValueError: the model or its teacher is not of our blocks, there is no such teacher, or
+            the job trains adapters.
     """
+    require_all_trained(job)
     require_our_blocks(job.model, "the planner")
     encoder_length, decoder_length = job.sequence_lengths
 
@@ -67,6 +70,15 @@ def workload_of(job: TrainingJob) -> Workload:
         task_slots=task_slots,
         teacher=_teacher_of(job),
         has_whole_logits=job.distillation is not None,
+    )
+
+
+def require_all_trained(job: TrainingJob) -> None:
+    """Raises ValueError where a job trains adapters alone."""
+    require(
+        job.lora is None,
+        "TrainingJob.lora: plan and compile know steps that train all parameters, which need "
+        "more memory than adapters do; use LORA=None, or train",
     )
 
 

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels import QTensor, dequantize
+from switchx.layers.adapted_weight import AdaptedWeight
 from switchx.partitioning.replicas import random_rows
 
 # Standard deviation of a standard normal truncated to [-2, 2].
@@ -67,10 +69,25 @@ cheap_again = functools.partial(jax.checkpoint, prevent_cse=False)
 @functools.partial(cheap_again, static_argnums=0)
 def times(dimensions: str, x, w):
     """The einsum of x and a weight that is rounded to x's dtype, here and for the gradient."""
+    if isinstance(w, AdaptedWeight):
+        to_rank, to_outputs = w.einsums(dimensions)
+        seen = dropout(x, w.dropout_rate, key=w.key, rows=int(dimensions[0] == "E"))
+        x_J = jnp.einsum(to_rank, seen, w.a.astype(x.dtype))
+        y = jnp.einsum(to_outputs, x_J, w.b.astype(x.dtype))
+        # Dequantized whole: compilers split an einsum over a mesh, and no product by rows.
+        base = dequantize(w.base) if isinstance(w.base, QTensor) else w.base
+        return jnp.einsum(dimensions, x, base.astype(x.dtype)) + w.scale * y
     return jnp.einsum(dimensions, x, w.astype(x.dtype))
 
 
-def dropout(x, rate: float, *, key: jax.Array | None, shared_dims: tuple[int, ...] = ()):
+def dropout(
+    x,
+    rate: float,
+    *,
+    key: jax.Array | None,
+    shared_dims: tuple[int, ...] = (),
+    rows: int = 0,
+):
     """Zeroes entries with probability `rate` and scales the others by 1/(1-rate).
 
     Args:
@@ -78,11 +95,14 @@ def dropout(x, rate: float, *, key: jax.Array | None, shared_dims: tuple[int, ..
             batch (`partitioning/replicas.py`).
         key: random key; None leaves x as it is (evaluation).
         shared_dims: dimensions along which one mask is shared; T5 shares it over length.
+        rows: the dimension of the rows.
     """
     if key is None or rate == 0.0:
         return x
     mask_shape = [1 if dim in shared_dims else size for dim, size in enumerate(x.shape)]
-    return kept(x, random_rows(bernoulli(1.0 - rate), key, mask_shape), rate)
+    mask_shape.insert(0, mask_shape.pop(rows))
+    is_kept = random_rows(bernoulli(1.0 - rate), key, mask_shape)
+    return kept(x, jnp.moveaxis(is_kept, 0, rows), rate)
 
 
 def bernoulli(share: float):

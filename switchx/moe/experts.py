@@ -19,15 +19,25 @@ from jax.extend.core import Primitive
 from pallas_kernels import (
     QTensor,
     SeparateMatrices,
+    dequantize,
     grouped_matmul,
     quantized_grouped_matmul,
     separate_matmul,
 )
-from switchx.layers.dense import activate, bernoulli, kept, plus, times, weight, zeros
+from pallas_kernels.epilogue import apply_epilogue
+from pallas_kernels.sorted_rows import rows_of_groups
+from switchx.layers.adapted_weight import AdaptedWeight
+from switchx.layers.dense import (
+    activate,
+    dropout,
+    plus,
+    times,
+    weight,
+    zeros,
+)
 from switchx.moe.dispatch import gated
-from switchx.partitioning.replicas import random_rows
 
-Weight = jax.Array | QTensor | SeparateMatrices
+Weight = jax.Array | QTensor | SeparateMatrices | AdaptedWeight
 # In the order of `ExpertFFN`.
 WEIGHTS = ("w_in_EDF", "w_out_EFD", "w_gate_EDF", "b_in_EF", "b_out_ED")
 
@@ -124,8 +134,8 @@ class ExpertFFN:
     """E networks `act(x w_in + b_in) w_out + b_out`, gated where there is a `w_gate_EDF`.
 
     Attributes:
-        w_in_EDF, w_gate_EDF, w_out_EFD: arrays, or, where nothing is trained, `QTensor`s or
-            `SeparateMatrices`.
+        w_in_EDF, w_gate_EDF, w_out_EFD: arrays, `AdaptedWeight`s, or, where nothing is
+            trained, `QTensor`s or `SeparateMatrices`.
         b_in_EF, b_out_ED: biases, or None.
         key: random key of dropout; None where nothing is random.
         activation, dropout_rate: activation and dropout rate of the hidden layer.
@@ -163,12 +173,16 @@ class ExpertFFN:
 
     def on_device(self, index, is_first_part) -> "ExpertFFN":
         """The experts of device `index`: dropout of its own, `b_out_ED` added by one part."""
-        changes = {}
-        if self.key is not None:
-            changes["key"] = jax.random.fold_in(self.key, index)
-        if self.b_out_ED is not None:
-            changes["b_out_ED"] = jnp.where(is_first_part, self.b_out_ED, 0)
-        return dataclasses.replace(self, **changes)
+
+        def own(leaf):
+            is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            return jax.random.fold_in(leaf, index) if is_key else leaf
+
+        bank = jax.tree.map(own, self)
+        if self.b_out_ED is None:
+            return bank
+        b_out_ED = jnp.where(is_first_part, self.b_out_ED, 0)
+        return dataclasses.replace(bank, b_out_ED=b_out_ED)
 
     def _run(self, x, product, **combined):
         h = product(
@@ -178,11 +192,8 @@ class ExpertFFN:
             bias_EF=self.b_in_EF,
             activation=self.activation,
         )
-        if self.key is not None:
-            # Groups follow each other along R, so a slot's mask is that of its group and place.
-            shape_RX = h.shape[-2], *h.shape[:-2], h.shape[-1]
-            is_kept = random_rows(bernoulli(1.0 - self.dropout_rate), self.key, shape_RX)
-            h = kept(h, jnp.moveaxis(is_kept, 0, -2), self.dropout_rate)
+        # Groups follow each other along R, so a slot's mask is that of its group and place.
+        h = dropout(h, self.dropout_rate, key=self.key, rows=-2)
         return product(h, self.w_out_EFD, bias_EF=self.b_out_ED, **combined)
 
 
@@ -218,8 +229,52 @@ def rows_product(
         "activation": GATED.get(activation, activation),
         "gate_R": gate_R,
     }
+    if isinstance(w, AdaptedWeight):
+        matrices = [w] if w_gate is None else [w, w_gate]
+        sums = [_adapted_product(x_RD, each, count_E) for each in matrices]
+        groups = rows_of_groups(count_E, len(x_RD))
+        y_RF, _ = apply_epilogue(sums, *groups, **epilogue)
+        return y_RF.astype(x_RD.dtype)
     if isinstance(w, QTensor):
         return quantized_grouped_matmul(x_RD, w, count_E, w_gate=w_gate, **epilogue)
     if isinstance(w, SeparateMatrices):
         return separate_matmul(x_RD, w, count_E, w_gate=w_gate, **epilogue)
     return grouped_matmul(x_RD, w, count_E, w_gate_EDF=w_gate, **epilogue)
+
+
+def _adapted_product(x_RD, w: AdaptedWeight, count_E):
+    """`x_r W_e + s (x_r A_e) B_e` of rows sorted by expert, summed in float32."""
+    is_quantized = isinstance(w.base, QTensor)
+    multiply = _quantized_product if is_quantized else _product
+    seen_RD = dropout(x_RD, w.dropout_rate, key=w.key)
+    if w.a.ndim == 2:  # shared by all experts
+        y_RF = (seen_RD @ w.a.astype(x_RD.dtype)) @ w.b.astype(x_RD.dtype)
+    else:
+        y_RF = _product(_product(seen_RD, w.a, count_E).astype(x_RD.dtype), w.b, count_E)
+    return multiply(x_RD, w.base, count_E) + w.scale * y_RF.astype(jnp.float32)
+
+
+def _product(x_RD, w_EDF, count_E):
+    return grouped_matmul(x_RD, w_EDF, count_E, preferred_element_type=jnp.float32)
+
+
+@jax.custom_vjp
+def _quantized_product(x_RD, w: QTensor, count_E):
+    """The product of rows and quantized experts; its gradient of x is that of `dequantize(w)`.
+
+    Dettmers et al. 2023 (QLoRA, arXiv:2305.14314), section 3: the weights get no gradient.
+    """
+    return quantized_grouped_matmul(x_RD, w, count_E, preferred_element_type=jnp.float32)
+
+
+def _quantized_backward(saved, dy_RF):
+    like_RD, w, count_E = saved
+    w_EDF = dequantize(w).astype(like_RD.dtype)
+    dy_RF = dy_RF.astype(like_RD.dtype)
+    return grouped_matmul(dy_RF, w_EDF, count_E, transpose_w=True), None, None
+
+
+_quantized_product.defvjp(
+    lambda x_RD, w, count_E: (_quantized_product(x_RD, w, count_E), (x_RD[:0], w, count_E)),
+    _quantized_backward,
+)

@@ -221,10 +221,11 @@ def param_dims(name: str, shape) -> str:
     """
     *_, owner, last = "", *name.split("/")
     if last == "values" or (last in ("scales_EFG", "zeros_EFG") and shape[-1] > 1):
-        letters = dims_of(owner, len(shape))
-        return letters[0] + letters[2] + letters[1]
+        *batch, inputs, outputs = dims_of(owner, len(shape))
+        return "".join((*batch, outputs, inputs))
     if last in ("scales_EFG", "zeros_EFG"):
-        return dims_of(owner, len(shape))[::2] + "G"
+        *batch, _, outputs = dims_of(owner, len(shape))
+        return "".join((*batch, outputs, "G"))
     return dims_of(last, len(shape))
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import jax
 
+from switchx.checkpoint.adapter_run import require_merged
 from switchx.checkpoint.items import read_leaves, require_same_leaves, stored_items
 from switchx.checkpoint.restore import (
     checkpoint_paths,
@@ -293,6 +294,7 @@ def _like(name: str | None, names: Collection[str]) -> str:
 
 def _checked_folder(job: TrainingJob) -> RunFolder:
     source = RunFolder(job.init_from)
+    require_merged(source, "init_from")
     require_vocabulary_of(source, job, "init_from")
     return source
 

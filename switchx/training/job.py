@@ -23,6 +23,7 @@ from switchx.fields import (
     require_pairs,
     require_patterns,
 )
+from switchx.models.adapters import LoRASpec
 from switchx.models.config import ModelConfig
 from switchx.models.stored_experts import storage_refusal
 from switchx.moe.capacity import rows_of_groups
@@ -108,6 +109,8 @@ class TrainingJob:
         metric_writers: writers of the metrics beside the run folder.
         alarms: conditions of the routing that raise an alarm; None has no alarms.
         distillation: the teacher that the model learns from beside the text; None has none.
+        lora: low-rank adapters that are trained in the place of the parameters, and the base
+            that they stand beside; None trains the parameters.
     """
 
     model: ModelConfig
@@ -141,6 +144,7 @@ class TrainingJob:
     metric_writers: tuple[Writer, ...] = at_resume(())
     alarms: RoutingAlarms | None = at_resume(RoutingAlarms())
     distillation: Distillation | None = None
+    lora: LoRASpec | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "metric_writers", checked_writers(self.metric_writers))

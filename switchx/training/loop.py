@@ -363,7 +363,9 @@ class _Loop:
             params = state.evaluated_params
             metrics = evaluate_job(self.job, self.program, params, sample)
             if self.texts is not None:
-                metrics["texts"] = self.texts.evaluate(params, step, self.watch.read())
+                metrics["texts"] = self.texts.evaluate(
+                    self.program.whole_params(params), step, self.watch.read()
+                )
             # Fails at step 0 already if no metric has the name that `retention` selects by.
             self.job.retention.score(metrics)
             self.validation.write(step, metrics)

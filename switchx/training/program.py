@@ -31,7 +31,7 @@ from switchx.partitioning.mesh import (
 )
 from switchx.partitioning.optimizer_slices import optimizer_slices, whole_notes, with_slice
 from switchx.partitioning.replicas import replica_axes
-from switchx.partitioning.rules import param_spec
+from switchx.partitioning.rules import param_shardings, param_spec
 from switchx.training.evaluate import eval_step
 from switchx.training.fused_loss import check_fused
 from switchx.training.job import TrainingJob
@@ -107,13 +107,14 @@ class TrainingProgram:
         train = functools.partial(train_step, job.model, job.loss, job.step, self.optimizer)
         return self._jitted(train, functools.partial(eval_step, job.model))
 
-    def _jitted(self, train, evaluate, *beside):
-        """Jits `train(state, batch, *beside)` and `evaluate(params, batch)`.
+    def _jitted(self, train, evaluate, *beside, beside_evaluation=()):
+        """Jits `train(state, batch, *beside)` and `evaluate(params, batch, ...)`.
 
         Args:
             train: function that returns the next state and the step's metrics.
             evaluate: function that returns sums over the batch.
-            beside: shardings of the arguments that `train` takes after the batch.
+            beside, beside_evaluation: shardings of the arguments that `train` and `evaluate`
+                take after the batch.
         """
         whole = NamedSharding(self.mesh, PartitionSpec())
         jitted_train = jax.jit(
@@ -125,7 +126,7 @@ class TrainingProgram:
         )
         jitted_eval = jax.jit(
             evaluate,
-            in_shardings=(self.shardings.params, self.batch_sharding),
+            in_shardings=(self.shardings.params, self.batch_sharding, *beside_evaluation),
             out_shardings=whole,
             compiler_options=self.compiler_options,
         )
@@ -191,11 +192,21 @@ class TrainingProgram:
         )
 
     def state_bytes(self, *, is_on_host: bool) -> int:
-        """Bytes of one device's part of the state, in its own memory or in the host's."""
+        """Bytes of one device's part of the state and of the parameters beside it, in its own
+        memory or in the host's."""
         return sum(
             math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(self.abstract_state)
-            if (leaf.sharding.memory_kind == HOST) == is_on_host
+            for leaf in jax.tree.leaves((self.abstract_state, self.abstract_beside))
+            if leaf.sharding is not None and (leaf.sharding.memory_kind == HOST) == is_on_host
+        )
+
+    def placed(self, params):
+        """Shape structs of parameters, with the shardings that the rules give them."""
+        at = param_shardings(self.job.mesh.rules, self.mesh, params)
+        return jax.tree.map(
+            lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
+            params,
+            at,
         )
 
     @property
@@ -214,6 +225,10 @@ class TrainingProgram:
         Args:
             load_NE: number or share of the tokens that asked for each expert.
         """
+
+    def whole_params(self, params):
+        """The model's parameters, of those that are trained: these."""
+        return params
 
     def trace_step(self, batch: dict) -> jax.stages.Traced:
         """Traces the training step, without allocating an array.

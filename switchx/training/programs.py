@@ -10,6 +10,7 @@ from switchx.checkpoint.run_folder import RunFolder
 from switchx.fields import require
 from switchx.object_store import read_json_object
 from switchx.partitioning.collectives import connect_processes
+from switchx.training.adapter_program import AdapterProgram
 from switchx.training.distillation.student import DistilledProgram
 from switchx.training.distillation.written_teacher import (
     WrittenTeacherProgram,
@@ -33,7 +34,9 @@ def program_of(job: TrainingJob, run: RunFolder, devices) -> TrainingProgram:
         ValueError: something in the job does not go together, or the run has begun with a
             teacher that is not there any more.
     """
-    if job.distillation is not None:
+    if job.lora is not None:
+        program = AdapterProgram(job, run, devices)
+    elif job.distillation is not None:
         program = _student_program(job, run, devices)
     elif job.storage.experts == "disk":
         program = LayeredProgram(job, run, devices)
@@ -46,7 +49,8 @@ def program_of(job: TrainingJob, run: RunFolder, devices) -> TrainingProgram:
 def compiled_program(job: TrainingJob, devices=None) -> TrainingProgram:
     """The program of a job without a teacher: that of the special tier it asks for, if any.
 
-    Experts that training has on a disk are on the devices here, for evaluation.
+    Experts that training has on a disk are on the devices here, for evaluation, and adapters
+    are merged.
 
     Raises:
         ValueError: something in the job does not go together.

@@ -80,6 +80,8 @@ def first_state(
     """
     if jax.process_index() == 0:
         write_run_config(run, job)
+        if job.lora is not None:
+            program.record.write(run)
         if job.distillation is not None:
             record = json.dumps(program.teacher_record, indent=2) + "\n"
             write_atomically(run.taught_by, record.encode())
@@ -184,6 +186,11 @@ def params_of_job(
         job.distillation is None or not job.distillation.starts_from_teacher,
         "TrainingJob.distillation: a student that starts from its teacher gets its parameters "
         "in training; give the model_dir of its run, or DISTILLATION=None",
+    )
+    require(
+        job.lora is None,
+        "TrainingJob.lora without model_dir: before training the model is its base; give the "
+        "model_dir of the run of adapters, or LORA=None with INIT_FROM",
     )
     job.check_vocabulary()
     if job.init_from is None:

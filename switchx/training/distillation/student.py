@@ -26,7 +26,6 @@ from switchx.models.params import abstract_params, init_params
 from switchx.models.stored_experts import TEACHER_IN_STORAGE
 from switchx.moe.capacity import rows_of_groups
 from switchx.partitioning.mesh import PIPE
-from switchx.partitioning.rules import param_sharding
 from switchx.training.distillation.soft_loss import (
     Teacher,
     check_teacher,
@@ -66,7 +65,7 @@ class DistilledProgram(CopiesProgram):
 
     def _steps(self):
         job = self.job
-        self._abstract_teacher = tree.map_named(self._placed, abstract_params(self.teacher))
+        self._abstract_teacher = self.placed(abstract_params(self.teacher))
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self._abstract_teacher)
 
         def train_step(state, batch, teacher_params, *tables):
@@ -76,10 +75,6 @@ class DistilledProgram(CopiesProgram):
         self.slot_tables = self._initial_tables()
         evaluate = functools.partial(eval_step, job.model)
         return self._jitted(train_step, evaluate, shardings, *self._table_shardings)
-
-    def _placed(self, name: str, leaf) -> jax.ShapeDtypeStruct:
-        sharding = param_sharding(self.job.mesh.rules, self.mesh, name, leaf)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     @property
     def teacher_record(self) -> dict[str, Any]:
@@ -128,17 +123,6 @@ class DistilledProgram(CopiesProgram):
     @property
     def teacher_parameters(self) -> int:
         return tree.num_elements(self._abstract_teacher)
-
-    def state_bytes(self, *, is_on_host: bool) -> int:
-        """Bytes of the state on one device or on the host; on a device, with the teacher's."""
-        own = super().state_bytes(is_on_host=is_on_host)
-        if is_on_host:
-            return own
-        parts = (
-            jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
-            for leaf in jax.tree.leaves(self._abstract_teacher)
-        )
-        return own + tree.num_bytes(list(parts))
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters as PEFT saves them: `adapter_config.json` and `adapter_model.safetensors`.
+
+Hugging Face's PEFT (github.com/huggingface/peft), format of LoRA: `lora_A` is `[rank, inputs]`,
+`lora_B` `[outputs, rank]`, by the name of the module in the base as transformers has it. Every
+expert is a module of its own: PEFT fuses them where transformers does.
+Dims: E experts, J rank
+"""
+
+import dataclasses
+import math
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.flax import load_file
+from safetensors.numpy import save_file
+
+from switchx import tree
+from switchx.fields import require
+from switchx.interop import decoder_families, huggingface_config
+from switchx.interop.families import FAMILIES
+from switchx.interop.tensor_folder import read_json, require_same_tensors, write_json
+from switchx.models.adapters import LoRASpec, abstract_adapters, init_adapters, target_of
+from switchx.models.config import ModelConfig
+from switchx.models.params import abstract_params
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+# Settings that make of A and B what ours do not, and the only values that are read.
+_PLAIN = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False, None),
+    "fan_in_fan_out": (False, None),
+    "lora_bias": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": ([], None),
+    "target_parameters": ([], None),
+    "trainable_token_indices": (None,),
+}
+
+
+def write_adapters(
+    folder: pathlib.Path, config: ModelConfig, adapters: dict, spec: LoRASpec, base: str
+) -> None:
+    """Writes adapters for `PeftModel.from_pretrained` into an existing folder.
+
+    Args:
+        config, adapters: an unrolled model, and its adapters.
+        base: name or folder of the base in transformers, for whom PEFT is to find it.
+
+    Raises:
+        ValueError: transformers has no such model (all reasons are given).
+    """
+    leaves = tree.named_leaves(adapters)
+    tensors = {
+        f"{_PREFIX}{module}.lora_{letter}.weight": np.ascontiguousarray(matrix)
+        for name, module, letter, part in _places(config, leaves)
+        for matrix in [_to_torch(letter, np.asarray(leaves[name], np.float32)[part])]
+    }
+    modules = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    content = {
+        "peft_type": "LORA",
+        "task_type": "SEQ_2_SEQ_LM" if config.is_encoder_decoder else "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": spec.rank,
+        "lora_alpha": spec.alpha,
+        "lora_dropout": spec.dropout,
+        "target_modules": sorted(modules),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    write_json(folder / CONFIG, content)
+
+
+def read_adapters(
+    folder: str | os.PathLike, config: ModelConfig, **base
+) -> tuple[LoRASpec, dict, list[str]]:
+    """Reads what `save_pretrained` of a PEFT model wrote.
+
+    Args:
+        config: configuration of the unrolled base.
+        base: the fields `base` and `step` of the `LoRASpec`.
+
+    Returns:
+        The spec, the adapters, and sentences that a reader should know.
+
+    Raises:
+        ValueError: a file is missing or damaged, PEFT's settings are not of plain LoRA, or
+            tensors are not of this base (all are named).
+    """
+    folder = pathlib.Path(folder).expanduser()
+    values = read_json(folder / CONFIG)
+    for name, known in _PLAIN.items():
+        require(
+            values.get(name, known[-1]) in known,
+            f"{folder / CONFIG}: {name}={values.get(name)!r:.80} cannot be read; expected "
+            f"{known[0]!r}: save plain LoRA of modules, each expert one, or merge it with PEFT "
+            "and convert the whole model",
+        )
+    try:
+        found = {
+            name.removeprefix(_PREFIX): np.asarray(array, np.float32)
+            for name, array in load_file(folder / WEIGHTS).items()
+        }
+        # rsLoRA divides by the root of the rank (arXiv:2312.03732).
+        factor = math.sqrt(values["r"]) if values.get("use_rslora") else 1.0
+        alpha, dropout = values["lora_alpha"] * factor, values.get("lora_dropout", 0.0)
+        spec = LoRASpec(rank=values["r"], alpha=alpha, dropout=dropout, **base)
+    except (OSError, SafetensorError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder} cannot be read: {error!r}; save it again") from error
+    params = abstract_params(config)
+    there = {target_of(name) for name in tree.named_leaves(params)} - {None}
+    everything = dataclasses.replace(spec, targets=tuple(there))
+    shapes = tree.named_leaves(abstract_adapters(params, everything))
+    places = {
+        f"{module}.lora_{letter}.weight": (name, letter, part)
+        for name, module, letter, part in _places(config, shapes)
+    }
+    expected = {
+        name: _to_torch(letter, np.empty(shapes[path].shape)[part]).shape
+        for name, (path, letter, part) in places.items()
+        if name in found
+    }
+    given = {name: array.shape for name, array in found.items()}
+    require_same_tensors(expected, given, str(folder), "give the base that it was made for")
+    targets = {target_of(places[name][0].rpartition("/")[0]) for name in found}
+    spec = dataclasses.replace(spec, targets=tuple(sorted(targets)))
+    fresh = tree.named_leaves(init_adapters(config, spec, jax.random.key(0)))
+    leaves, missing = {name: np.array(leaf, np.float32) for name, leaf in fresh.items()}, set()
+    for name, (path, _, part) in places.items():
+        if name in found:
+            array = leaves[path][part]
+            leaves[path][part] = found[name].T.reshape(array.shape)
+        elif path in leaves:
+            missing.add(name.split(".lora_")[0])
+    note = f"without adapters there, and with fresh ones here: {', '.join(sorted(missing))}"
+    return spec, tree.nested(leaves), [note] if missing else []
+
+
+def _places(config: ModelConfig, leaves) -> Iterator[tuple[str, str, str, Any]]:
+    """Each matrix A or B: our array's name, the module in transformers, the letter, its part.
+
+    An expert's part is its index, also where all experts share the array; else it is `...`.
+    """
+    names = _tensor_names(config)
+    for name in leaves:
+        path, _, last = name.rpartition("/")
+        is_of_experts = last[2] == "E"
+        for expert, tensor in enumerate(names[path]):
+            part = expert if is_of_experts else ...
+            yield name, tensor.removesuffix(".weight"), last[0].upper(), part
+
+
+def _tensor_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    if config.is_encoder_decoder:
+        description, _ = huggingface_config.describe(config)
+        return FAMILIES[description["model_type"]].tensor_names(config)
+    kin, *_ = decoder_families.describe(config)
+    return decoder_families.tensor_names(kin, config)
+
+
+def _to_torch(letter: str, array: np.ndarray) -> np.ndarray:
+    """A as `[rank, inputs]`, B as `[outputs, rank]`; heads are joined."""
+    rank = array.shape[-1] if letter == "A" else array.shape[0]
+    shape = (-1, rank) if letter == "A" else (rank, -1)
+    return array.reshape(shape).T

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters in PEFT's format, through the commands: PEFT on small models is the oracle."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import switchx
+from switchx.checkpoint.adapter_run import AdapterRecord
+from switchx.checkpoint.restore import checkpoint_fingerprint
+from switchx.checkpoint.run_folder import RunFolder, read_model_config, write_converted
+from switchx.cli.main import main
+from switchx.data.vocabularies import load_vocabulary
+from switchx.models.adapters import LoRASpec, abstract_adapters
+from switchx.models.params import abstract_params
+from tests.interop import decoder_models, transformers_models
+
+pytestmark = [pytest.mark.hf, pytest.mark.slow]
+peft = pytest.importorskip("peft")
+
+TOKENS = np.array([[5, 9, 11, 4, 7], [6, 8, 31, 3, 17]])
+
+
+def base_of(case: str, folder):
+    """A random model of transformers, and the run folder that it is converted to."""
+    if case in decoder_models.CASES:
+        model = decoder_models.theirs(case)
+    else:
+        model = transformers_models.build(*transformers_models.MODELS[case])
+    model.eval().save_pretrained(folder / "theirs")
+    words = ["convert", "--from=huggingface", str(folder / "theirs"), str(folder / "base")]
+    assert main(words) == 0
+    return model, RunFolder(folder / "base")
+
+
+def their_logits(model):
+    import torch
+
+    tokens = {"input_ids": torch.tensor(TOKENS)}
+    if model.config.is_encoder_decoder:
+        tokens["decoder_input_ids"] = torch.tensor(TOKENS)
+    with torch.no_grad():
+        return model(**tokens).logits.numpy()
+
+
+def our_logits(folder):
+    model = switchx.load(str(folder))
+    given = (TOKENS, TOKENS) if model.config.is_encoder_decoder else (TOKENS,)
+    return np.asarray(model.logits(*given))
+
+
+def require_close(ours, theirs, plain):
+    assert np.abs(ours - plain).max() > 0.1  # the adapters do something
+    np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
+
+
+def write_run(base: RunFolder, folder, spec: LoRASpec) -> None:
+    """A run of random adapters."""
+    config = dataclasses.replace(read_model_config(base), scan_layers=False)
+    shapes = abstract_adapters(abstract_params(config), spec)
+    rng = np.random.default_rng(0)
+    adapters = jax.tree.map(lambda leaf: np.float32(rng.normal(size=leaf.shape) * 0.2), shapes)
+    folder.mkdir()
+    vocabulary = load_vocabulary(base.root)
+    write_converted(RunFolder(folder), config, adapters, vocabulary, "test", shapes=shapes)
+    found = checkpoint_fingerprint(base, 0, vocabulary)
+    AdapterRecord(spec, found).write(RunFolder(folder))
+
+
+@pytest.mark.parametrize(
+    ("case", "targets", "is_shared"),
+    [
+        ("llama", None, False),
+        ("t5_1_1", None, False),
+        ("mixtral", ("attention", "experts"), False),
+        ("qwen3_moe", ("experts",), True),
+        ("switch_all_sparse", None, False),
+    ],
+)
+def test_peft_computes_what_a_run_of_adapters_does(case, targets, is_shared, tmp_path):
+    model, base = base_of(case, tmp_path)
+    plain = our_logits(base.path)
+    spec = LoRASpec(str(base.path), 0, 3, 5.0, targets=targets, shared_by_experts=is_shared)
+    write_run(base, tmp_path / "run", spec)
+    assert main(["convert", "--to=peft", str(tmp_path / "run"), str(tmp_path / "peft")]) == 0
+    with_adapters = peft.PeftModel.from_pretrained(model, tmp_path / "peft").eval()
+    ours = our_logits(tmp_path / "run")
+    require_close(ours, their_logits(with_adapters), plain)
+    words = ["convert", "--from=peft", str(tmp_path / "peft"), str(tmp_path / "again")]
+    assert main([*words, f"--base={base.path}"]) == 0
+    np.testing.assert_allclose(our_logits(tmp_path / "again"), ours, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("case", "modules"), [("llama", ["q_proj", "v_proj", "down_proj"]), ("t5", ["q", "v"])]
+)
+def test_what_peft_saved_is_read(case, modules, tmp_path, capsys):
+    import torch
+
+    model, base = base_of(case, tmp_path)
+    plain = our_logits(base.path)
+    kind = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
+    config = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules=modules, task_type=kind, use_rslora=case == "llama"
+    )
+    theirs = peft.get_peft_model(model, config).eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape) * 0.3)
+    theirs.save_pretrained(tmp_path / "peft")
+    words = ["convert", "--from=peft", str(tmp_path / "peft"), str(tmp_path / "run")]
+    assert main(words) == 2
+    assert "--from=peft needs --base=DIR" in capsys.readouterr().err
+    assert main([*words, f"--base={base.path}"]) == 0
+    assert "without adapters there, and with fresh ones here" in capsys.readouterr().err
+    require_close(our_logits(tmp_path / "run"), their_logits(theirs), plain)
+    spec = AdapterRecord.read(RunFolder(tmp_path / "run")).spec
+    assert spec.rank == 4 and "attention" in spec.targets and len(spec.targets) < 3
+    file = tmp_path / "peft/adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dora": True}))
+    assert main([*words[:-1], str(tmp_path / "x"), f"--base={base.path}"]) == 2
+    assert "use_dora=True cannot be read" in capsys.readouterr().err
