@@ -10,12 +10,13 @@ Dims: N rates, C contenders, S seeds, R simulated experiments
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import scipy.optimize
 import scipy.stats
 
-from experiments.measured import Interval, Ratio
+from experiments.measured import Interval, Ratio, finite_of
 
 # Standard deviation of a run's quality over seeds: the mean of twelve experiments.
 SD = 0.015
@@ -224,6 +225,17 @@ def estimate(finals: dict[str, Sequence[float]], weights: dict[str, float]) -> E
             return Estimate(mean, error, block_freedom, math.sqrt(rest), "seeds as blocks")
     error = math.sqrt(pooled * spread)
     return Estimate(mean, error, freedom, math.sqrt(pooled), "one variance")
+
+
+def intervals(results: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Each contender less the first one, of the `curves` of results.json, with 95% intervals by
+    `estimate`; none of those that diverged."""
+    first, finals = next(iter(results["curves"])), finite_of(results)
+    return {
+        name: dataclasses.asdict(estimate(finals, difference(name, first)).interval())
+        for name in finals
+        if first in finals and name != first
+    }
 
 
 def pocock(seeds: Sequence[int]) -> float:

@@ -11,7 +11,6 @@ import dataclasses
 import statistics
 from typing import Any
 
-from experiments.comparison import first_step_at
 from experiments.experiment import Contender, run_name
 from experiments.measured import Cells, Ratio, interval_of, paired, verdict_of
 from experiments.study import Study, main
@@ -73,6 +72,18 @@ def speedup_in_steps(dense: dict[int, float], sparse: dict[int, float]) -> float
     which gives a number below 1."""
     quality = min(*final([dense]), *final([sparse]))
     return first_step_at(dense, quality) / first_step_at(sparse, quality)
+
+
+def first_step_at(curve: dict[int, float], quality: float) -> float | None:
+    """Step at which a curve first reaches a quality, interpolated between evaluations; None
+    where it never does."""
+    points = sorted(curve.items())
+    if points[0][1] >= quality:
+        return points[0][0]
+    for (step_0, value_0), (step_1, value_1) in zip(points, points[1:], strict=False):
+        if value_0 < quality <= value_1:
+            return step_0 + (quality - value_0) / (value_1 - value_0) * (step_1 - step_0)
+    return None
 
 
 def row_of(
