@@ -94,7 +94,7 @@ def tuned(study: Study, cells: Cells, model: str, name: str, seed: int, *more: s
     task, begin = TASKS[name], run_name(model + R1.suffix, seed)
     bindings = [
         f"INIT_FROM='<pretrained {begin}>'",
-        "SwitchConfig.expert_dropout_rate=0.1",
+        *("SwitchConfig.expert_dropout_rate=0.1",) * (model == SPARSE),
         *task.bindings,
         *(("MANUAL_DIR='<data>'",) if task.gin_file == name else ()),
         *MODELS[model],
