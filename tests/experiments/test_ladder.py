@@ -216,9 +216,6 @@ def test_the_picture_shows_what_experts_are_worth():
     """Cells where their compute and loss are; the arrow ends on the dense frontier."""
     results = ladder_results()
     by_flops, by_time, strip = switch_vs_dense.picture(results).axes
-    dense, sparse = (
-        by_flops.containers[i][0].get_xdata() for i in (0, len(by_flops.containers) // 2)
-    )
     assert by_flops.get_xscale() == by_time.get_xscale() == "log"
     arrows = [t for t in by_flops.texts + by_time.texts if t.arrow_patch is not None]
     (x_N, line_N), *_ = (line.get_data() for line in by_flops.lines)
