@@ -9,7 +9,7 @@ import pytest
 
 import switchx
 from experiments import card
-from switchx.bench.accelerator import ladder
+from switchx.bench.accelerator import command, ladder
 from switchx.bench.accelerator.command import parts_named
 from switchx.bench.accelerator.parts import Session
 from switchx.checkpoint.run_folder import RunFolder
@@ -50,8 +50,8 @@ def test_cells_that_do_not_fit_are_left(session):
     """The part is not run unasked."""
     with pytest.raises(SystemExit, match="2 cells are left for a next call with --after"):
         next(ladder.ladder(dataclasses.replace(session, limit_s=0.0)))
-    with pytest.raises(SystemExit, match="needs --ladder=FILE of cells; `python -m exper"):
-        next(ladder.ladder(dataclasses.replace(session, ladder=None)))
+    with pytest.raises(ValueError, match="--ladder=FILE of .* go together"):
+        command.run(session.output / "out", only=["ladder"], is_rehearsal=True)
     assert "ladder" not in [part.name for part in parts_named(())]
     assert [part.name for part in parts_named(["ladder"])] == ["ladder"]
 

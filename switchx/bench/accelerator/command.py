@@ -126,6 +126,11 @@ def run(
     deadline_s = time.time() + seconds - RESERVE_S
     card = Card(REHEARSAL) if is_rehearsal else find_card()
     wanted = parts_named(only)
+    if ("ladder" in only) != (ladder is not None):
+        raise ValueError(
+            "--only=ladder and --ladder=FILE of `python -m experiments.card` go together; give "
+            "both or none"
+        )
     if seconds < (least := wanted[0].seconds + RESERVE_S):
         raise ValueError(
             f"--seconds={seconds}: the first part, {wanted[0].name}, takes {least}; give at "

@@ -40,10 +40,8 @@ def ladder(session: Session) -> Iterator[dict[str, Any]]:
     last step, and seconds.
 
     Raises:
-        SystemExit: there is no file, or cells are left for a next call.
+        SystemExit: cells are left for a next call.
     """
-    if session.ladder is None:
-        sys.exit("needs --ladder=FILE of cells; `python -m experiments.card` makes it")
     start_s, longest_s = time.perf_counter(), 0.0
     with np.load(session.ladder) as file:
         cells = json.loads(str(file["cells"]))
