@@ -152,8 +152,8 @@ def publish_overview() -> None:
     for name in all_claims():
         write_page(HERE / name / "README.md", page(read_results(HERE / name)))
     results = read_results(HERE / LADDER)
-    if results and "second" in results:
-        write_svg(rules.constants_of(LADDER)["picture"](results), HERE / PICTURE)
+    if results and (figure := rules.constants_of(LADDER)["picture"](results)):
+        write_svg(figure, HERE / PICTURE)
         write_page(HERE / "README.md", f"![what experts are worth]({PICTURE})", OF_LADDER)
     write_page(HERE / "README.md", overview())
 

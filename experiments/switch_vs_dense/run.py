@@ -115,8 +115,17 @@ def by_law(results: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def picture(results: dict[str, Any]) -> Figure:
-    """Loss by FLOPs and by time, and the gain of each doubling of experts."""
+def is_whole(results: dict[str, Any]) -> bool:
+    """Whether results are of these rungs and no run diverged."""
+    parts = (results, results.get("second"), results.get("lengths"))
+    return all(part and len(finite_of(part)) == len(part["curves"]) for part in parts)
+
+
+def picture(results: dict[str, Any]) -> Figure | None:
+    """Loss by FLOPs and by time, and the gain of each doubling of experts; None where a run
+    diverged, or of results before the ladder's."""
+    if not is_whole(results):
+        return None
     dense, sparse = (_points(results, kind) for kind in ("dense", "16 experts"))
     fan = [p for n in EXPERTS for p in _points(results, f"{n} experts") if p.name == _FAN]
     asymptote = ASYMPTOTES[1]
@@ -167,8 +176,7 @@ def picture(results: dict[str, Any]) -> Figure:
 def judge(results: dict[str, Any]) -> dict[str, Any]:
     """By the rules; beside them whether the gain of a doubling ends."""
     found, finals, law = rules.judged(RULES, results), finite_of(results), []
-    parts = (results, results["second"], results["lengths"])
-    if all(len(finite_of(part)) == len(part["curves"]) for part in parts):  # none diverged
+    if is_whole(results):
         law = by_law(results)
         bend = estimate(finals, curvature({f"{n} experts": n for n in EXPERTS})).interval()
         found["because"] += f" The gain of a doubling changes by {bend} with each further one."

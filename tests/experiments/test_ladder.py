@@ -212,10 +212,24 @@ def test_hours_are_those_of_the_whole_machine(tmp_path):
     assert ladder.wall_seconds(cells) == round(600 / side_by_side.num_cores())
 
 
-def test_the_picture_shows_what_experts_are_worth():
-    """Cells where their compute and loss are; the arrow ends on the dense frontier."""
-    results = ladder_results()
-    by_flops, by_time, strip = switch_vs_dense.picture(results).axes
+def test_the_picture_shows_what_experts_are_worth(tmp_path, monkeypatch):
+    """Cells where their compute and loss are; the arrow ends on the dense frontier. It stands
+    at the top of the page once there are results of the ladder in which no run diverged."""
+    results, page = ladder_results(), tmp_path / "README.md"
+    monkeypatch.setattr(pages, "HERE", tmp_path)
+    monkeypatch.setattr(pages, "folders", lambda: [])
+    monkeypatch.setattr(pages, "overview", lambda: "All.")
+    drawn = []
+    monkeypatch.setattr(pages, "write_svg", lambda figure, file: drawn.append(figure))
+    page.write_text(f"# Top\n{pages.OF_LADDER}\n{pages.END}\n{pages.BEGIN}\n{pages.END}\nEnd.")
+    monkeypatch.setattr(pages, "read_results", lambda folder: {"curves": {}})
+    pages.publish_overview()
+    assert not drawn and "law.svg" not in page.read_text()
+    monkeypatch.setattr(pages, "read_results", lambda folder: results)
+    pages.publish_overview()
+    assert page.read_text().partition(pages.BEGIN)[0].count("(law.svg)") == 1
+    assert page.read_text().endswith(f"All.\n\n{pages.END}\nEnd.")
+    by_flops, by_time, strip = drawn[0].axes
     assert by_flops.get_xscale() == by_time.get_xscale() == "log"
     arrows = [t for t in by_flops.texts + by_time.texts if t.arrow_patch is not None]
     (x_N, line_N), *_ = (line.get_data() for line in by_flops.lines)
@@ -231,6 +245,8 @@ def test_the_picture_shows_what_experts_are_worth():
     faces = [c[0].get_markerfacecolor() for c in by_flops.containers]
     assert "white" in faces and len({str(face) for face in faces}) == 3
     assert [t.get_text() for t in strip.get_xticklabels()][0] == "2 to 4"
+    results["lengths"]["curves"]["dense, 0.5 lengths"][0] = {"9": None}
+    assert switch_vs_dense.picture(results) is None
 
 
 def test_what_sweeps_found_is_printed(monkeypatch, capsys):

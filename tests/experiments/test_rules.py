@@ -109,7 +109,7 @@ def checkout(tmp_path, monkeypatch):
         (rules, "HERE", here), (rules, "SEEN", here / "seeds_seen.json"), (pages, "HERE", here),
         (experiment, "ROOT", tmp_path),
         (rules, "constants_of", lambda name: runpy.run_path(str(mine.run))),
-        (pages, "write_svg", lambda *of: None), (pages, "LADDER", "asked"),
+        (pages, "write_svg", lambda *of: None), (pages, "LADDER", "other"),
         (study, "code_fingerprint", lambda name: "code"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
