@@ -346,7 +346,7 @@ def runs_of_experiments() -> dict[str, ladder.Runs]:
     for folder in NAMES:
         run = importlib.import_module(f"experiments.{folder}.run")
         for name, value in vars(run).items():
-            if isinstance(value, ladder.Runs) and folder != "fine_tuning":
+            if isinstance(value, ladder.Runs) and value not in found.values():
                 found[f"{folder}.{name}"] = value
     return found
 
