@@ -20,6 +20,9 @@ from experiments.side_by_side import on_each_core
 from experiments.study import Study
 
 
+RATES = "rates"
+
+
 def with_own_rates(
     study: Study, cells: Cells, runs: Runs, names: Sequence[str]
 ) -> tuple[Runs, dict[str, dict[str, float]]]:
@@ -69,15 +72,17 @@ def own_rates(qualities: dict[str, dict[str, float]]) -> dict[str, float]:
 
 def all_rates() -> list[dict[str, Any]]:
     """A row each contender that was swept, of all published results."""
+    published = ((folder.name, read_results(folder) or {}) for folder in folders())
     return [
         {
-            "experiment": folder.name,
-            "model": name,
+            "experiment": name,
+            "model": model,
             "rate": fit.rate,
             "interior": "no: " + fit.problem if fit.problem else "yes",
         }
-        for folder in folders()
-        for name, quality in (read_results(folder) or {}).get("quality", {}).items()
+        for name, results in published
+        if name == RATES or "rule" in results
+        for model, quality in results.get("quality", {}).items()
         for fit in (found_rate(quality),)
     ]
 
