@@ -19,7 +19,6 @@ from experiments.rates.run import SEED, Swept, found_rate, sweep
 from experiments.side_by_side import on_each_core
 from experiments.study import Study
 
-
 RATES = "rates"
 
 
