@@ -11,6 +11,7 @@ another card. The card's machine reads no text and needs neither gin nor Grain.
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import pathlib
 
@@ -50,19 +51,27 @@ def cells_of(files: tuple[str, ...], rates: list[float], seeds: list[int], *bind
 
 
 def write(output: pathlib.Path, jobs: dict[str, TrainingJob]) -> None:
-    """Writes cells, and the rows of training and validation."""
-    job = next(iter(jobs.values()))
-    keys = ("model", "optimizer", "schedule", "loss", "step")
-    cells = [
-        {"case": name, "seed": each.seed, "steps": each.train_steps, "rows": each.batch_size}
-        | {key: describe(getattr(each, key)) for key in keys}
-        for name, each in jobs.items()
-    ]
+    """Writes cells, and the rows of training and validation.
+
+    A cell's case ends in a hash of its configuration and of the text, so that a call goes on
+    only with cells that are the same.
+    """
+    job, digest = next(iter(jobs.values())), hashlib.sha256()
     arrays = {
         f"{split}/{name}": array.astype(np.uint16 if array.dtype == np.int32 else array.dtype)
         for split in ("train", "validation")
         for name, array in rows_of(job, split).items()
     }
+    for array in arrays.values():
+        digest.update(array)
+    cells = []
+    for name, each in jobs.items():
+        cell = {"seed": each.seed, "steps": each.train_steps, "rows": each.batch_size}
+        for key in ("model", "optimizer", "schedule", "loss", "step"):
+            cell[key] = describe(getattr(each, key))
+        own = digest.copy()
+        own.update(json.dumps(cell).encode())
+        cells.append({"case": f"{name}, {own.hexdigest()[:8]}"} | cell)
     np.savez_compressed(output, cells=json.dumps(cells), **arrays)
 
 

@@ -146,7 +146,7 @@ def run(
                 records.write_all(kept[part.name])
         for i, part in enumerate(wanted):
             before = kept[part.name]
-            if is_done(before):
+            if is_done(before) and not part.is_asked:  # which may be asked for more
                 note(f"{part.name}: measured before")
                 continue
             limit_s = limit_of(part, wanted[i + 1 :], deadline_s - time.time(), is_rehearsal)
