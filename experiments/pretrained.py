@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import threading
 
 from experiments import rules
 from experiments.experiment import HASHES, Experiment
@@ -13,6 +14,8 @@ from switchx.fields import differences
 from switchx.gin_config.building import job_from_gin
 
 SOURCE = "switch_vs_dense"
+# Gin has one configuration, and cells begin side by side.
+_GIN = threading.Lock()
 
 
 def pretrained(experiment: Experiment, name: str) -> RunFolder:
@@ -38,8 +41,12 @@ def pretrained(experiment: Experiment, name: str) -> RunFolder:
         for file in (runs / "begun.json", runs / "data.json")
     )
     cell = line["cell"]
-    job = job_from_gin([ROOT / file for file in cell["gin_files"]],
-                       experiment.placed(cell["bindings"]))  # fmt: skip
+    files, placed = (
+        [ROOT / file for file in cell["gin_files"]],
+        experiment.placed(cell["bindings"]),
+    )
+    with _GIN:
+        job = job_from_gin(files, placed)
     differing = list(differences(read_config(run), job, "resume"))  # gin files are edited
     rule = rules.digest(rules.constants_of(SOURCE))
     if not experiment.is_quick and begun.get("rule") != rule:
