@@ -11,8 +11,10 @@ import re
 import statistics
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -329,6 +331,17 @@ def test_a_pretrained_run_of_another_configuration_is_named(tmp_path, monkeypatc
     rule = rules.digest(rules.constants_of("switch_vs_dense"))
     (runs / "begun.json").write_text(json.dumps({"rule": rule}))
     assert pretrained.pretrained(mine, name).root == runs / name
+    running = []
+
+    def build(files, bindings):
+        running.append(1)
+        time.sleep(0.05)
+        assert running.pop() and not running  # gin has one configuration
+        return job
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as threads:
+        patch.setattr(pretrained, "job_from_gin", build)
+        list(threads.map(pretrained.pretrained, [mine] * 2, [name] * 2))
     edited = dataclasses.replace(job, model=dataclasses.replace(job.model, d_ff=128))
     config.write_text(json.dumps(fields.describe(edited)))
     with pytest.raises(ValueError, match=r"another configuration \(model.d_ff.*OUTPUT=OTHER`"):
