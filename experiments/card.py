@@ -57,6 +57,8 @@ def write(output: pathlib.Path, jobs: dict[str, TrainingJob]) -> None:
     only with cells that are the same.
     """
     job, digest = next(iter(jobs.values())), hashlib.sha256()
+    texts = job.source.corpus.open("validation", job.data_dir)
+    size = sum(len(example[field].encode()) for example in texts for field in texts.fields)
     arrays = {
         f"{split}/{name}": array.astype(np.uint16 if array.dtype == np.int32 else array.dtype)
         for split in ("train", "validation")
@@ -67,6 +69,7 @@ def write(output: pathlib.Path, jobs: dict[str, TrainingJob]) -> None:
     cells = []
     for name, each in jobs.items():
         cell = {"seed": each.seed, "steps": each.train_steps, "rows": each.batch_size}
+        cell["validation_bytes"] = size
         for key in ("model", "optimizer", "schedule", "loss", "step"):
             cell[key] = describe(getattr(each, key))
         own = digest.copy()

@@ -133,40 +133,32 @@ def swept(study: Study, cells: Cells, model: str) -> dict[str, float]:
     return quality
 
 
-def of_tasks(results: dict[str, Any], key: str) -> dict[str, dict[str, list[float]]]:
-    """`right` or `nats` of the tasks that the dense model learns, by task and model."""
-    learnt = [
-        name for name, by in results["tasks"].items()
-        if statistics.mean(e["right"] for e in by[DENSE]) > TASKS[name].chance + ABOVE
-    ]  # fmt: skip
-    return {
-        name: {model: [e[key] for e in seen] for model, seen in results["tasks"][name].items()}
-        for name in learnt
-    }
-
-
 def judge(results: dict[str, Any]) -> dict[str, Any]:
     """By the rule, of the mean over tasks that the dense model learns."""
-    counted = of_tasks(results, "nats")
-    of_all = counted or {
-        name: {model: [e["nats"] for e in seen] for model, seen in by.items()}
+
+    def right(name: str, model: str) -> float:
+        return statistics.mean(each["right"] for each in results["tasks"][name][model])
+
+    nats = {
+        name: {model: [each["nats"] for each in seen] for model, seen in by.items()}
         for name, by in results["tasks"].items()
     }
-    curves = {
-        model: [{"1": statistics.mean(v)} for v in zip(*(t[model] for t in of_all.values()),
-                                                       strict=True)]
+    counted = [name for name in nats if right(name, DENSE) > TASKS[name].chance + ABOVE]
+    of_seeds = {
+        model: zip(*(nats[name][model] for name in counted or nats), strict=True)
         for model in MODELS
-    }  # fmt: skip
+    }
+    curves = {m: [{"1": statistics.mean(each)} for each in v] for m, v in of_seeds.items()}
     gains = {
         name: dataclasses.asdict(estimate(by, difference(SPARSE, DENSE)).interval())
-        for name, by in of_all.items()
+        for name, by in nats.items()
     }
     rows = [
         {"task": name, "counts": "yes" if name in counted else "no"}
-        | {f"{model}, right, %": statistics.mean(e["right"] for e in by[model]) for model in by}
-        | {f"{model}, nats": statistics.mean(e["nats"] for e in by[model]) for model in by}
-        | {"gain, nats per token (95%)": gains.get(name)}
-        for name, by in results["tasks"].items()
+        | {f"{model}, right, %": right(name, model) for model in by}
+        | {f"{model}, nats": statistics.mean(by[model]) for model in by}
+        | {"gain, nats per token (95%)": gains[name]}
+        for name, by in nats.items()
     ]
     fits = [
         {"model": model, "rate": found_rate(quality).rate} | quality

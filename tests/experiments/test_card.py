@@ -76,6 +76,11 @@ def test_a_next_call_trains_what_a_next_file_asks_for(monkeypatch, jobs, session
         )  # fmt: skip
         assert len(found.rows) == len(trained) == num_cells
         assert len({row["case"] for row in found.rows}) == num_cells
+    with np.load(session.ladder) as cells:
+        tokens = cells["validation/decoder_loss_weights"].sum()
+    opened = next(iter(jobs.values())).source.corpus.open("validation", None)
+    size = sum(len(each["text"].encode()) for each in opened)
+    assert found.rows[0]["bits_per_byte"] == pytest.approx(4 * tokens / size / np.log(2))
 
 
 @pytest.mark.slow

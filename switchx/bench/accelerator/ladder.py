@@ -37,7 +37,7 @@ CLASSES = {"model": ModelConfig, "optimizer": AdamW, "schedule": WarmupCosine,
 
 def ladder(session: Session) -> Iterator[dict[str, Any]]:
     """A row for each cell: the negative log perplexity of the whole validation split after the
-    last step, and seconds.
+    last step, also in bits per byte, and seconds.
 
     Raises:
         SystemExit: cells are left for a next call.
@@ -57,9 +57,12 @@ def ladder(session: Session) -> Iterator[dict[str, Any]]:
         found = trained(cell, text["train"], text["validation"], steps)
         longest_s = max(longest_s, seconds := time.perf_counter() - begin_s)
         quality = found if math.isfinite(found) else "diverged"
+        tokens = float(text["validation"]["decoder_loss_weights"].sum())
+        bits = -found * tokens / cell["validation_bytes"] / math.log(2)
         config = from_description(ModelConfig, cell["model"], "the cell")
         flops = train_flops(config, 0, text["train"]["decoder_input_tokens"].shape[1])
         yield row(cell["case"], quality, "nats per token", seconds=seconds, steps=steps,
+                  bits_per_byte=bits if math.isfinite(bits) else None,
                   training_flops=flops * cell["rows"] * steps)  # fmt: skip
 
 
