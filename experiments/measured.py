@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 # Experiments take all that they measure by from here.
-from switchx.analysis.comparison import Interval, interval_of, paired  # noqa: F401
+from switchx.analysis.comparison import Interval, interval_of  # noqa: F401
 
 CPU = "cpu"
 
@@ -42,13 +42,6 @@ def finite_of(results: dict[str, Any]) -> dict[str, list[float]]:
     """`finals_of` of the contenders none of whose runs diverged."""
     finals = finals_of(results).items()
     return {name: each for name, each in finals if all(map(math.isfinite, each))}
-
-
-def verdict_of(is_reproduced: bool, is_refuted: bool) -> str:
-    """`reproduced`, else `not reproduced`, else `undecided`."""
-    if is_reproduced:
-        return "reproduced"
-    return "not reproduced" if is_refuted else "undecided"
 
 
 class Cells:

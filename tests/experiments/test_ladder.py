@@ -12,6 +12,7 @@ from experiments.fine_tuning import run as fine_tuning
 from experiments.initialization import run as initialization
 from experiments.ladder import R0, R1, OnLadder, Runs
 from experiments.measured import Cells
+from experiments.multilingual import run as multilingual
 from experiments.pages import ROOT
 from experiments.quantization import run as quantization
 from experiments.rates.run import WIDTH
@@ -308,6 +309,22 @@ def test_fine_tuning_counts_what_the_dense_model_learns():
     assert judged["claims"][0]["effect"]["mean"] == pytest.approx(0.1)
     tasks["trec"][run.DENSE] = peaks(30.0, -0.3)
     assert run.judge(results)["verdict"] == rules.NOT_TESTABLE
+
+
+def test_languages_are_judged_in_the_mean():
+    run, noise = multilingual, np.array([0.004, -0.003, 0.002, -0.005])
+    by = {
+        name: {run.DENSE: list(-2.0 + noise), run.SPARSE: list(gain - 2.0 + np.roll(noise, 1))}
+        for name, gain in {"en": 0.2, "de": 0.0}.items()
+    }
+    ends = {model: np.mean([of[model] for of in by.values()], 0) for model in by["en"]}
+    curves = {model: [{"1": each} for each in of_seeds] for model, of_seeds in ends.items()}
+    seeds = list(run.SEEDS[:4])
+    results = {"seeds": seeds, "curves": curves, "languages": by, "dense_lengths": LENGTHS}
+    judged = run.judge(results)
+    assert judged["claims"][0]["effect"]["mean"] == pytest.approx(0.1)
+    means = [each["mean"] for each in judged["intervals"].values()]
+    assert means == pytest.approx([0.2, 0.0]) and judged["verdict"] == rules.REPRODUCED
 
 
 def test_quantization_is_judged_within_models():

@@ -137,17 +137,6 @@ def test_a_number_that_no_result_has_is_found():
     assert {3.0, 0.5} <= set(found) and 2.5 not in found
 
 
-def test_a_speedup_of_a_language_is_to_the_quality_that_both_have():
-    run = importlib.import_module("experiments.multilingual.run")
-    slow, fast = {0: -9.0, 100: -5.0}, {0: -9.0, 100: -4.0}
-    lost = {0: -9.0, 50: -4.5, 100: -5.5}
-    assert run.speedup_in_steps(slow, fast) == pytest.approx(5 / 4)
-    assert run.speedup_in_steps(fast, slow) == pytest.approx(4 / 5)
-    # Both have -5.5, one after 7/8 of its steps, the other after 7/9 of the first half.
-    assert run.speedup_in_steps(slow, lost) == pytest.approx(9 / 4)
-    assert run.speedup_in_steps(lost, lost) == 1
-
-
 @pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
 def test_published_verdicts_are_those_of_the_rules(folder):
     """What follows from what results.json has as measured is what stands beside it."""
@@ -164,20 +153,20 @@ def test_published_verdicts_are_those_of_the_rules(folder):
 
 def test_what_another_rule_changes_is_dated(tmp_path, monkeypatch):
     """Pages made anew are judged by the rule as it stands."""
-    run = importlib.import_module("experiments.multilingual.run")
-    folder = tmp_path / "multilingual"
+    run = importlib.import_module("experiments.expert_offload.run")
+    folder = tmp_path / "expert_offload"
     folder.mkdir()
-    before = pages.read_results(ROOT / "experiments/multilingual")
+    before = pages.read_results(ROOT / "experiments/expert_offload")
     before.pop("judged", None)
     pages.write_results(folder, before, run.judge)
     pages.judge_anew(folder)
     assert pages.read_results(folder) == before
-    changed = {"because": "Another sentence.", "verdict": "not reproduced"}
+    changed = {"because": "Another sentence.", "verdict": "reproduced"}
     monkeypatch.setattr(run, "judge", lambda results: changed)
     pages.judge_anew(folder)
     after = pages.read_results(folder)
     words = before["verdict_before"], after["verdict_before"]
-    assert words == ("reproduced", "not reproduced")
+    assert words == ("not reproduced", "reproduced")
     assert before["verdict"] == after["verdict"] == "exploratory"
     assert "; judged anew on 20" in pages.provenance(after)
 
