@@ -10,7 +10,9 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import statistics
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,9 @@ import numpy as np
 from experiments.experiment import ENGLISH, Contender, run_name
 from experiments.measured import Cells, finals_of
 from experiments.pages import ROOT, read_results
+from experiments.rules import Rule, judged
 from experiments.side_by_side import num_cores, on_each_core
-from experiments.statistics import difference, estimate, parabola
+from experiments.statistics import intervals, parabola
 from experiments.study import Study
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.gin_config.building import job_from_gin
@@ -58,14 +61,14 @@ class OnLadder(Contender):
 
     Attributes:
         rate_of: model of experiments/rates whose rate it has, or a number of experts, which
-            is interpolated in its logarithm where it was not swept.
+            is interpolated in its logarithm where it was not swept; a float is the rate.
         length: steps over those of the rung. The rate goes with its root: rate * length^-0.5
             is assumed, and the same for all.
         has_capacity: whether training may drop tokens; it is then evaluated without a capacity
             by a command of its own.
     """
 
-    rate_of: str | int = 16
+    rate_of: str | int | float = 16
     length: float = 1.0
     has_capacity: bool = False
 
@@ -85,6 +88,8 @@ def rate(rung: Rung, contender: OnLadder) -> float:
     Raises:
         ValueError: experiments/rates has not been run, or found no rate for it.
     """
+    if isinstance(contender.rate_of, float):
+        return contender.rate_of * contender.length**-0.5
     found = read_results(ROOT / "experiments/rates")
     if found is None:
         raise ValueError(
@@ -127,8 +132,17 @@ def bindings_of(study: Study, rung: Rung, contender: OnLadder, seed: int) -> lis
         "checkpointer.Retention.keep_period=None",
         *WITH_CAPACITY * contender.has_capacity,
         *("TrainingJob.eval_batches=1",) * contender.has_capacity,
-        *contender.bindings,
+        *of_seed(contender.bindings, seed),
     ]
+
+
+def of_seed(bindings: Sequence[str], seed: int) -> list[str]:
+    """The bindings with the folder of this seed's run in `<pretrained NAME>`."""
+
+    def folder(match: re.Match) -> str:
+        return f"<pretrained {run_name(match[1], seed)}>"
+
+    return [re.sub("<pretrained ([^>]*)>", folder, each) for each in bindings]
 
 
 def train_all(study: Study, cells: Cells, runs: Runs) -> dict[str, Any]:
@@ -175,6 +189,34 @@ def train_all(study: Study, cells: Cells, runs: Runs) -> dict[str, Any]:
     }
 
 
+def run_by(
+    study: Study, runs: Runs, claims: Sequence[Rule], judge: Callable, **measured
+) -> None:
+    """Trains all contenders at the study's look, writes results, figure and page.
+
+    Args:
+        judge: what follows from what was measured (`Study.publish`), such as `judge_by`'s.
+        measured: beside what `train_all` returns.
+    """
+    files, cells = study.files(*ENGLISH), study.cells()
+    trained = train_all(study, cells, study.at_look(runs, claims[0]))
+    seconds = wall_seconds(cells)
+    study.publish(cells, files, judge, **trained, **measured, wall_seconds=seconds)
+
+
+def judge_by(claims: Sequence[Rule]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """`judge` of an experiment that has nothing but the runs of a rung, by its rules."""
+
+    def judge(results: dict[str, Any]) -> dict[str, Any]:
+        return judged(claims, results) | {
+            "intervals": intervals(results),
+            "intervals_of": f"over {next(iter(results['curves']))}, nats per token",
+            "tables": [{"title": "", "rows": rows(results)}],
+        }
+
+    return judge
+
+
 def _trained(study: Study, cells: Cells, rung: Rung, seed: int, each: OnLadder) -> dict:
     """What `Study.train` found, with `quality`."""
     name = run_name(each.name + rung.suffix, seed)
@@ -210,23 +252,6 @@ def _validation(study: Study, runs: Runs) -> dict[str, int]:
 def wall_seconds(cells: Cells) -> int:
     """Of the whole machine: a cell has one of its cores."""
     return round(cells.seconds / num_cores())
-
-
-def finite_of(results: dict[str, Any]) -> dict[str, list[float]]:
-    """`finals_of` of the contenders none of whose runs diverged."""
-    finals = finals_of(results).items()
-    return {name: each for name, each in finals if all(map(math.isfinite, each))}
-
-
-def intervals(results: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Each contender less the first one, with 95% intervals by `statistics.estimate`; none of
-    those that diverged."""
-    first, finals = next(iter(results["curves"])), finite_of(results)
-    return {
-        name: dataclasses.asdict(estimate(finals, difference(name, first)).interval())
-        for name in finals
-        if first in finals and name != first
-    }
 
 
 def bits_per_byte(results: dict[str, Any]) -> dict[str, list[float]]:

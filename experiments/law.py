@@ -79,12 +79,30 @@ def _ln_speedup(dense_flops, dense_losses, flops: float, loss: float, asymptote:
 def _drawn(points: Sequence[Point], random: np.random.Generator) -> np.ndarray:
     """Means of cells, as they would be of other seeds: normal, with one variance of all, as
     four seeds are too few to draw from."""
+    return random.normal([np.mean(point.losses) for point in points], errors_of(points))
+
+
+def errors_of(points: Sequence[Point]) -> list[float]:
+    """Standard errors of the cells' means, by one variance; 0 where each has one seed."""
     freedom = sum(len(point.losses) - 1 for point in points)
     squares = sum((len(point.losses) - 1) * np.var(point.losses, ddof=1) for point in points
                   if len(point.losses) > 1)  # fmt: skip
     sd = math.sqrt(squares / freedom) if freedom else 0.0
-    errors = [sd / math.sqrt(len(point.losses)) for point in points]
-    return random.normal([np.mean(point.losses) for point in points], errors)
+    return [sd / math.sqrt(len(point.losses)) for point in points]
+
+
+def band(dense: Sequence[Point], asymptote: float, num: int = 40) -> np.ndarray:
+    """FLOPs, the frontier, and the ends of its 95% band by the bootstrap, [4, N]."""
+    flops = [point.flops for point in dense]
+    x_N, random = np.geomspace(min(flops), max(flops), num), np.random.default_rng(0)
+
+    def line(losses) -> np.ndarray:
+        log_scale, exponent = frontier(flops, losses, asymptote)
+        return asymptote + np.exp(log_scale) * x_N**-exponent
+
+    drawn = np.array([line(_drawn(dense, random)) for _ in range(DRAWS)])
+    ends = np.percentile(drawn, (2.5, 97.5), axis=0)
+    return np.array([x_N, line([np.mean(point.losses) for point in dense]), *ends])
 
 
 def speedups(

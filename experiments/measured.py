@@ -12,15 +12,12 @@ import pathlib
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 # Experiments take all that they measure by from here.
-from switchx.analysis.comparison import Interval, interval_of, paired  # noqa: F401
+from switchx.analysis.comparison import Interval, interval_of  # noqa: F401
 
-# Nats per token by which models may differ and count as equal: what seeds of one model differ
-# by (routers/README.md), an eighth of what 32 experts gain over a dense model in 1,000 steps.
-NOISE = 0.02
 CPU = "cpu"
 
 
@@ -41,16 +38,10 @@ def finals_of(results: dict[str, Any]) -> dict[str, list[float]]:
     return {name: [math.nan if v is None else v for v in each] for name, each in found.items()}
 
 
-def mean_of_tasks(scores: dict[str, Sequence[float]]) -> list[float]:
-    """The mean over tasks, one per seed, of one value per task and seed."""
-    return [sum(of_seed) / len(of_seed) for of_seed in zip(*scores.values(), strict=True)]
-
-
-def verdict_of(is_reproduced: bool, is_refuted: bool) -> str:
-    """`reproduced`, else `not reproduced`, else `undecided`."""
-    if is_reproduced:
-        return "reproduced"
-    return "not reproduced" if is_refuted else "undecided"
+def finite_of(results: dict[str, Any]) -> dict[str, list[float]]:
+    """`finals_of` of the contenders none of whose runs diverged."""
+    finals = finals_of(results).items()
+    return {name: each for name, each in finals if all(map(math.isfinite, each))}
 
 
 class Cells:

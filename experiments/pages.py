@@ -8,13 +8,13 @@ import dataclasses
 import datetime
 import json
 import pathlib
-import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from experiments import rules
+from experiments.statistics import intervals
 from switchx.analysis import comparison_plots as plots
 from switchx.analysis.plots import write_svg
 from switchx.fields import json_text
@@ -24,7 +24,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 HERE = ROOT / "experiments"
 BEGIN, END = "<!-- made of results.json -->", "<!-- end -->"
 NOT_RUN = "Not run."
-PICTURE = "experts.svg"
+# The picture at the top of README.md, and whose results it shows.
+PICTURE, LADDER, OF_LADDER = "law.svg", "switch_vs_dense", "<!-- made of switch_vs_dense -->"
 # Folders that claim nothing.
 NO_CLAIM = {
     "accelerator": "measurements of cards: no claim",
@@ -91,7 +92,7 @@ def all_claims() -> dict[str, list[dict[str, Any]]]:
 
 
 def overview() -> str:
-    """One table of all, a row each claim; the hours; the picture."""
+    """One table of all, a row each claim; the hours."""
     rows, claims = [], all_claims()
     for folder in folders():
         text = (folder / "README.md").read_text(encoding="utf-8")
@@ -107,11 +108,10 @@ def overview() -> str:
             continue
         for each in claims.get(folder.name, [found]):
             rows.append(row | _numbers(each) | _cost(found))
-    text = (
+    return (
         f"{table(rows)}\n\nTime: {hours_of_all():.1f} hours on two cores; an experiment that "
         "had one of them counts half."
     )
-    return f"{text}\n\n![quality by number of experts]({PICTURE})" if experts() else text
 
 
 def _numbers(found: dict[str, Any]) -> dict[str, Any]:
@@ -137,21 +137,6 @@ def hours_of_all() -> float:
     return sum(e["wall_seconds"] * min(e["environment"]["cores"], 2) / 2 for e in every) / 3600
 
 
-def experts() -> tuple[dict[int, list[float]], dict[str, float]] | None:
-    """Of switch_vs_dense: quality after the last step, a seed each, by number of experts, and
-    the means of the dense models; None before it was run."""
-    results = read_results(HERE / "switch_vs_dense")
-    if results is None:
-        return None
-    final = {
-        name: [seed[str(results["steps"])] for seed in seeds]
-        for name, seeds in results["curves"].items()
-    }
-    sizes = {int(n.split()[0]): each for n, each in final.items() if n.endswith("experts")}
-    means = {n: statistics.mean(each) for n, each in final.items() if n.startswith("dense")}
-    return sizes, means
-
-
 def publish_page(folder: pathlib.Path) -> None:
     """Figure and page of a folder, of its results.json, and the table of all."""
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
@@ -166,14 +151,15 @@ def publish_overview() -> None:
     """The table of all and its picture, and the pages that give a p over all claims."""
     for name in all_claims():
         write_page(HERE / name / "README.md", page(read_results(HERE / name)))
-    if found := experts():
-        labels = "experts, equal FLOPs per token", "validation negative log perplexity"
-        write_svg(plots.sizes_figure(*found, *labels), HERE / PICTURE)
+    results = read_results(HERE / LADDER)
+    if results and (figure := rules.constants_of(LADDER)["picture"](results)):
+        write_svg(figure, HERE / PICTURE)
+        write_page(HERE / "README.md", f"![what experts are worth]({PICTURE})", OF_LADDER)
     write_page(HERE / "README.md", overview())
 
 
 def figure_of(results: dict[str, Any]) -> Figure | None:
-    """Gains by step, differences with their intervals, or losses by bytes; else none."""
+    """Differences with their intervals, or losses by bytes; else none."""
     if "points" in results:
         return plots.points_figure(results["points"])
     if "intervals" in results:
@@ -181,23 +167,9 @@ def figure_of(results: dict[str, Any]) -> Figure | None:
         label = results.get("intervals_of", results["effect_of"])
         return plots.intervals_figure(results["intervals"], label, first.get("no_effect", 0.0))
     if "curves" in results:
-        curves = {
-            name: [{int(step): value for step, value in curve.items()} for curve in seeds]
-            for name, seeds in results["curves"].items()
-        }
-        times = step_times(results)
-        return plots.gains_figure(curves, "nats per token", times)
+        label = f"over {next(iter(results['curves']))} after the last step, nats per token"
+        return plots.intervals_figure(intervals(results), label)
     return None
-
-
-def step_times(results: dict[str, Any]) -> dict[str, float] | None:
-    """Of models, over the first one's: the median of the times that they were timed; None
-    where they were not."""
-    if not all("step_times" in each for each in results["models"].values()):
-        return None
-    return {
-        name: statistics.median(each["step_times"]) for name, each in results["models"].items()
-    }
 
 
 def page(results: dict[str, Any]) -> str:
@@ -244,7 +216,7 @@ def seeds_of(results: dict[str, Any]) -> str:
 def write_page(file: pathlib.Path, page: str, begin: str = BEGIN) -> None:
     """Puts a page between the marks of a file."""
     before, rest = file.read_text(encoding="utf-8").split(begin)
-    after = rest.split(END)[1]
+    after = rest.split(END, 1)[1]
     write_atomically(file, f"{before}{begin}\n\n{page.strip()}\n\n{END}{after}".encode())
 
 

@@ -10,12 +10,13 @@ Dims: N rates, C contenders, S seeds, R simulated experiments
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import scipy.optimize
 import scipy.stats
 
-from experiments.measured import Interval, Ratio
+from experiments.measured import Interval, Ratio, finite_of
 
 # Standard deviation of a run's quality over seeds: the mean of twelve experiments.
 SD = 0.015
@@ -62,8 +63,12 @@ def open_sides(rates: Sequence[float], qualities: Sequence[float], sd: float = S
 def parabola(rates: Sequence[float], qualities: Sequence[float], sd: float = SD) -> Parabola:
     """Fits quality over ln(rate), by least squares of the five rates nearest to the best one.
 
+    Where these leave the parabola by 2 `sd` or more, as where quality falls steeply above the
+    best rate, and yet quality rises to the best rate and falls from there, the parabola goes
+    through the best rate and those on each side of it.
+
     The rate is found where some rate on each side of the best one is worse by more than `sd`,
-    the residual is below 2 `sd`, and the vertex lies between the rates that were tried. Not
+    one of the two parabolas fits, and the vertex lies between the rates that were tried. Not
     the next rate alone: two rates about the vertex are equally good. A quality that is not
     finite is worse than any other and is not fitted.
 
@@ -88,15 +93,16 @@ def parabola(rates: Sequence[float], qualities: Sequence[float], sd: float = SD)
         )
     y_N = np.where(is_finite_N, y_N, -math.inf)
     best, sides = int(y_N.argmax()), open_sides(rates, qualities, sd)
-    near = [i for i in np.argsort(abs(x_N - x_N[best]), kind="stable") if is_finite_N[i]][:5]
+    nearest = np.argsort(abs(x_N - x_N[best]), kind="stable")
+    near = sorted([i for i in nearest if is_finite_N[i]][:5])
     least, best_x, most = x_N[[0, best, -1]]
-    x_N, y_N = x_N[near], y_N[near]
-    powers = np.vander(x_N - best_x, 3)
-    a, b, c = coefficients = np.linalg.lstsq(powers, y_N, rcond=None)[0]
-    freedom = len(near) - 3
-    residual = (
-        math.sqrt(np.sum((y_N - powers @ coefficients) ** 2) / freedom) if freedom else None
-    )
+    powers, coefficients, residual = _fit(x_N[near] - best_x, y_N[near])
+    at_best, steps = near.index(best), np.diff(y_N[near])
+    has_one_peak = (steps[:at_best] > -sd).all() and (steps[at_best:] < sd).all()
+    beside = near[max(at_best - 1, 0) : at_best + 2]
+    if residual is not None and residual >= 2 * sd and has_one_peak and len(beside) == 3:
+        powers, coefficients, residual = _fit(x_N[beside] - best_x, y_N[beside])
+    a, b, _ = coefficients
     at = f"the best rate is {math.exp(best_x):.4g}"
     if sides:
         problem = f"{at} and none is worse by {sd} beside it; add {' and '.join(sides)} rates"
@@ -141,6 +147,15 @@ def _of_power(sizes: dict[str, float], power: int) -> dict[str, float]:
         raise ValueError(f"{sizes=}; give more than {power} different sizes")
     powers = np.vander(np.log2([*sizes.values()]), power + 1)
     return dict(zip(sizes, np.linalg.pinv(powers)[0].tolist(), strict=True))
+
+
+def _fit(x_N: np.ndarray, y_N: np.ndarray):
+    """The matrix of powers, the coefficients of the parabola from the highest on, and the
+    residual; None of three points."""
+    powers, freedom = np.vander(x_N, 3), len(x_N) - 3
+    coefficients = np.linalg.lstsq(powers, y_N, rcond=None)[0]
+    squares = np.sum((y_N - powers @ coefficients) ** 2)
+    return powers, coefficients, math.sqrt(squares / freedom) if freedom else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,6 +239,17 @@ def estimate(finals: dict[str, Sequence[float]], weights: dict[str, float]) -> E
             return Estimate(mean, error, block_freedom, math.sqrt(rest), "seeds as blocks")
     error = math.sqrt(pooled * spread)
     return Estimate(mean, error, freedom, math.sqrt(pooled), "one variance")
+
+
+def intervals(results: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Each contender less the first one, of the `curves` of results.json, with 95% intervals by
+    `estimate`; none of those that diverged."""
+    first, finals = next(iter(results["curves"])), finite_of(results)
+    return {
+        name: dataclasses.asdict(estimate(finals, difference(name, first)).interval())
+        for name in finals
+        if first in finals and name != first
+    }
 
 
 def pocock(seeds: Sequence[int]) -> float:

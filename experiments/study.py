@@ -17,18 +17,20 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from experiments import rules
-from experiments.experiment import Comparison, Experiment, run_name
+from experiments.experiment import Experiment
 from experiments.fingerprints import code_fingerprint, sha256
 from experiments.measured import Cells, Interval, key_of
 from experiments.pages import ROOT, all_claims, publish_page, read_results, write_results
-from experiments.pretrained import pretrained
+from experiments.pretrained import SOURCE, pretrained
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.files import write_atomically
 from switchx.manifest import git_commit
 from switchx.results import environment
+
+Runs = TypeVar("Runs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,16 +93,19 @@ class Study(Experiment):
             )
         return found
 
-    def at_look(self, comparison: Comparison, rule: rules.Rule) -> Comparison:
-        """The comparison with the seeds of this look.
+    def at_look(self, runs: Runs, rule: rules.Rule) -> Runs:
+        """The runs with the seeds of this look.
+
+        Args:
+            runs: a dataclass with `seeds`, as `ladder.Runs`.
 
         Raises:
             ValueError: the rule has no such look, or that before it is not published, or
                 decided all claims, or a later one is published.
         """
-        comparison = dataclasses.replace(comparison, seeds=rule.seeds_at(self.look))
+        runs = dataclasses.replace(runs, seeds=rule.seeds_at(self.look))
         if self.is_quick:
-            return comparison
+            return runs
         found, before = read_results(self.folder) or {}, self.look - 1
         is_its_rule = found.get("rule") == rules.digest(rules.constants_of(self.name))
         claims = all_claims().get(self.name, []) if is_its_rule else []
@@ -121,7 +126,7 @@ class Study(Experiment):
                 "leave it, or register another rule for seeds from "
                 f"{rules.next_seed()}"
             )
-        return comparison
+        return runs
 
     def train(
         self, cells: Cells, name: str, gin_files: Sequence[str], bindings: Sequence[str]
@@ -151,7 +156,7 @@ class Study(Experiment):
         return cells.get(cell, lambda: self._trained(run, arguments))
 
     def placed(self, texts: Sequence[str]) -> list[str]:
-        """As of `Experiment`; `<pretrained NAME>` is a run of experiments/pretraining."""
+        """As of `Experiment`; `<pretrained NAME>` is a run of experiments/switch_vs_dense."""
 
         def place(match: re.Match) -> str:
             return str(pretrained(self, match[1]).root)
@@ -254,11 +259,11 @@ class Study(Experiment):
         return results
 
     def began_with(self, cells: Cells) -> dict[str, list[str]]:
-        """The commits of the runs of pretraining that any of the runs began with."""
+        """The commits of the runs of switch_vs_dense that any of the runs began with."""
         keys = " ".join(key_of(line["cell"]) for line in cells.lines)
-        runs = dataclasses.replace(self, name="pretraining").runs
+        runs = dataclasses.replace(self, name=SOURCE).runs
         names = set(re.findall("<pretrained ([^>]*)>", keys))
-        return _commits("pretraining", [runs / run_name(name, seed=0) for name in names])
+        return _commits("pretraining", [runs / name for name in names])
 
     def trained_by(self, cells: Cells) -> dict[str, list[str]]:
         """The commits that trained the runs, where their folders are still there."""

@@ -79,6 +79,12 @@ def test_no_file_is_outside_the_folders_and_each_says_what_it_is_for():
     assert [name for name in files if not header(name).strip()] == []
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_says_the_score_that_it_reached_or_that_none_is_known(name):
+    said = header(name).replace("\n", " ")
+    assert bool(re.search(r"reached: -?\d", said)) != ("no score has been measured" in said)
+
+
 @pytest.mark.parametrize("name", names("models"))
 def test_model_builds(name, tmp_path):
     """The whole model is traced without allocating it, and has the planner's size."""

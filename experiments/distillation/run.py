@@ -1,103 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a sparse teacher's gain a dense student keeps, by technique and by the teacher's
-size (Switch Transformers, Tables 6 and 7).
+"""What a dense student gains by a sparse teacher, and what by beginning with a trained model.
 
     make experiments EXPERIMENT=distillation DATA=FOLDER
 
-Teachers are those of experiments/pretraining after as many steps as a student takes.
+Teachers are those of experiments/switch_vs_dense, each the teacher of its seed's student.
 """
 
-import dataclasses
-import functools
-import statistics
-from typing import Any
-
-from experiments.comparison import Trained, judge_of, run_comparison
-from experiments.experiment import Comparison, Contender
-from experiments.pretrained import pretrained_curve
+from experiments.ladder import DENSE, OnLadder, Runs, judge_by, run_by
+from experiments.rules import OF_COMPUTE, Rule
+from experiments.statistics import difference
 from experiments.study import Study, main
+from experiments.sweeps import with_own_rates
 
-# A step of which pretraining keeps the checkpoint.
-STEPS = 500
-TEACHER, SMALL_TEACHER = "32 experts", "8 experts"
-_DENSE = "ModelConfig.switch=None"
-STEP = f"Distillation.step={STEPS}"
+TEACHER = "32 experts"
+SEEDS = tuple(range(100, 104))
+BOTH = "0.75 mix, from non-experts"
 
 
-def _mixed(name: str, teacher: str, is_initialized: bool) -> Contender:
-    """A quarter of the loss is the teacher's probabilities, the rest the text."""
-    bindings = (
-        _DENSE,
-        "DISTILLATION=@Distillation()",
-        f"Distillation.teacher='<pretrained {teacher}>'",
-        STEP,
-        "Distillation.soft_weight=0.25",
-        f"Distillation.starts_from_teacher={is_initialized}",
+def _begun(name: str, model: str, *bindings: str) -> OnLadder:
+    """A dense model that begins with a trained one's embeddings, attention and norms."""
+    begin = (
+        f"INIT_FROM='<pretrained {model}>'",
+        r"INIT_RULES=((r'.*/ffn/w_(in|out)_\w+', None),)",
+        "INIT_DROP=('.*/ffn/.*',)",
     )
-    return Contender(name, bindings)
+    return OnLadder(name, (DENSE, *begin, *bindings), rate_of="dense")
 
 
-MIX, ALONE = "0.75 mix", "from non-experts alone"
-BOTH = f"{MIX}, from non-experts"
-COMPARISON = Comparison(
-    contenders=(
-        Contender("dense", (_DENSE,)),
-        _mixed(BOTH, TEACHER, True),
-        _mixed(MIX, TEACHER, False),
-        Contender(
-            ALONE,
-            (
-                _DENSE,
-                f"INIT_FROM='<pretrained {TEACHER}>'",
-                f"INIT_STEP={STEPS}",
-                r"INIT_RULES=((r'.*/ffn/w_(in|out)_\w+', None),)",
-                "INIT_DROP=('.*/ffn/.*',)",
-            ),
-        ),
-        _mixed(f"{BOTH}, of {SMALL_TEACHER}", SMALL_TEACHER, True),
-    ),
-    steps=STEPS,
-    # Teachers were evaluated on as many batches.
-    bindings=("TrainingJob.eval_batches=20",),
-    times=False,
+_TAUGHT = (
+    "DISTILLATION=@Distillation()",
+    f"Distillation.teacher='<pretrained {TEACHER}>'",
+    "Distillation.soft_weight=0.25",
+    "Distillation.starts_from_teacher=True",
 )
+RUNS = Runs(
+    (
+        OnLadder("dense", (DENSE,), rate_of="dense"),
+        _begun("from non-experts alone", TEACHER),
+        # As much training before it began, and no experts.
+        _begun("from a dense model's", "dense"),
+        OnLadder(BOTH, (DENSE, *_TAUGHT), rate_of="dense"),
+    ),
+    seeds=SEEDS,
+)
+RULES = (
+    Rule(
+        "a student of a sparse teacher is ahead of the dense model",
+        difference(BOTH, "dense"),
+        "ahead",
+        margin=OF_COMPUTE,
+        looks=(4,),
+        seeds=SEEDS,
+        expected=0.04,
+    ),
+)
+judge = judge_by(RULES)
 
 
-def found(trained: Trained, teachers: dict[str, float]) -> dict:
-    """What was found."""
-    gains = {name: trained.gain(name, "dense") for name in trained.curves if name != "dense"}
-    both, mix, init, of_small = gains.values()
-    over_init = trained.gain(BOTH, ALONE)
-    dense = statistics.mean(trained.final("dense"))
-    of_teachers = {name: quality - dense for name, quality in teachers.items()}
-    return {
-        "because": f"Over the dense model, in nats per token: mix and initialization "
-        f"{both.mean:+.3f} with {TEACHER} as the teacher (itself {of_teachers[TEACHER]:+.3f}) "
-        f"and {of_small.mean:+.3f} with {SMALL_TEACHER} ({of_teachers[SMALL_TEACHER]:+.3f}), "
-        f"the mix alone {mix.mean:+.3f}, initialization alone {init.mean:+.3f}. Both together "
-        f"over initialization alone: {over_init}.",
-        "effect": over_init,
-        "effect_of": "mix and initialization over initialization alone, nats per token",
-    }
-
-
-def judge(results: dict[str, Any]) -> dict[str, Any]:
-    return judge_of(functools.partial(found, teachers=results["teachers"]))(results)
-
-
-def run(study: Study) -> dict:
-    comparison, teachers = COMPARISON, {}
-    if study.is_quick:  # its teacher has no such step
-        contenders = [
-            dataclasses.replace(each, bindings=tuple(b for b in each.bindings if b != STEP))
-            for each in comparison.contenders
-        ]
-        comparison = dataclasses.replace(comparison, contenders=tuple(contenders))
-    else:
-        teachers = {
-            name: pretrained_curve(study, name)[STEPS] for name in (TEACHER, SMALL_TEACHER)
-        }
-    return run_comparison(study, comparison, judge, teachers=teachers)
+def run(study: Study) -> None:
+    begun = [each.name for each in RUNS.contenders[1:]]
+    runs, quality = with_own_rates(study, study.cells(), RUNS, begun)
+    run_by(study, runs, RULES, judge, quality=quality)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import numpy as np
 from sacrebleu.metrics import BLEU
 
 from experiments.elephants.precision import (
-    BITS,
+    PRECISIONS,
     arguments_parser,
     open_model,
     read_sentences,
@@ -64,7 +64,7 @@ def translate(arguments, model, finished: Cells) -> dict[tuple[str, int, str], d
         for direction in arguments.directions
     }
     found = {}
-    for precision in BITS:
+    for precision in PRECISIONS:
         variant = functools.cache(functools.partial(with_experts, model, precision))
         for beams in BEAMS:
             jax.clear_caches()  # a process has only so many memory maps, programs take them
@@ -105,7 +105,7 @@ def tabulate(found: dict[tuple[str, int, str], dict], samples: int) -> list[dict
     for cell, value in found.items():
         scores[cell] = resampled_bleu(value["texts"], value["targets"], indices)
     for beams in BEAMS:
-        for precision in BITS:
+        for precision in PRECISIONS:
             each = [scores[direction, beams, precision] for direction in directions]
             scores["mean", beams, precision] = list(
                 map(statistics.fmean, zip(*each, strict=True))
@@ -115,10 +115,10 @@ def tabulate(found: dict[tuple[str, int, str], dict], samples: int) -> list[dict
         for beams in BEAMS:
             base = scores[direction, beams, "float32"]
             row = {"direction": direction, "beams": beams, "float32": base[0]}
-            for precision in list(BITS)[1:]:
+            for precision in list(PRECISIONS)[1:]:
                 row[precision] = change_and_interval(base, scores[direction, beams, precision])
             if direction != "mean":
-                cells = {name: found[direction, beams, name] for name in BITS}
+                cells = {name: found[direction, beams, name] for name in PRECISIONS}
                 row["unfinished"] = {name: each["unfinished"] for name, each in cells.items()}
             rows.append(row)
     return rows

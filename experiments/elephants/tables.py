@@ -36,14 +36,14 @@ def quality(section: dict[str, Any]) -> dict[str, Any]:
             "beams": each["beams"],
             "BLEU, float32": each["float32"],
         }
-        for name in ("int8", "int4"):
+        for name in (name for name in each if name.startswith("int")):
             row[f"change by {name} (95%)"] = change(each[name])
         paper = PAPER_CHANGES.get((each["direction"], each["beams"]))
         row["the paper's changes"] = paper and f"{paper[0]:+.3f}, {paper[1]:+.3f}"
         rows.append(row)
     named = [row for row in section["rows"] if row["direction"] != "mean"]
     unfinished = sum(sum(row["unfinished"].values()) for row in named)
-    total = section["sentences"] * 3 * len(named)
+    total = section["sentences"] * sum(len(row["unfinished"]) for row in named)
     title = (
         f"BLEU after quantization (Table 2): checkpoint {section['step']:,}, "
         f"{section['sentences']:,} sentences a direction, {unfinished:,} of {total:,} "

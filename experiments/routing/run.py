@@ -9,7 +9,6 @@ import statistics
 from typing import Any
 
 from experiments import rules
-from experiments.comparison import step_times
 from experiments.experiment import ENGLISH
 from experiments.ladder import (
     DROPLESS,
@@ -17,13 +16,14 @@ from experiments.ladder import (
     OnLadder,
     Runs,
     bindings_of,
-    finite_of,
     rows,
     train_all,
     wall_seconds,
 )
+from experiments.measured import finite_of
 from experiments.rules import OF_COMPUTE, Rule
 from experiments.statistics import difference, dunnett
+from experiments.step_times import step_times
 from experiments.study import Study, main
 
 CONTROL, ONE, TWO = "argmax", "Switch, factor 1", "MoE, factor 1, equal time"
@@ -120,7 +120,7 @@ def run(study: Study) -> None:
     files, cells = study.files(*ENGLISH), study.cells()
     timed = {each.name: each for each in RUNS.contenders if each.name in (ONE, TWO)}
     bindings = {name: bindings_of(study, R0, each, 0) for name, each in timed.items()}
-    times = step_times(study, cells, (R0.gin_file,), bindings, on_one_core=True)
+    times = step_times(study, cells, (R0.gin_file,), bindings)
     ratio = statistics.median(times[TWO])
     contenders = tuple(
         dataclasses.replace(each, length=1 / ratio) if each.name == TWO else each

@@ -3,10 +3,9 @@
 
     make experiments EXPERIMENT=routing_statistics DATA=FOLDER
 
-Books and kinds of words: the 32 experts of experiments/pretraining. Languages: a model of the
-same size that is trained here. A token's expert and its label
-are compared by their mutual information, as a share of the label's entropy: 0 tells nothing of
-it, 1 all.
+Books and kinds of words: the 16 experts of the second rung of experiments/switch_vs_dense.
+Languages: a model that is trained here. A token's expert and its label are compared by their
+mutual information, as a share of the label's entropy: 0 tells nothing of it, 1 all.
 
 Dims: N Switch layers, T tokens, S experts selected by a token, E experts, V vocabulary
 """
@@ -21,10 +20,12 @@ from typing import Any
 import numpy as np
 
 import switchx
+from experiments.experiment import ENGLISH, run_name
 from experiments.measured import Interval
 from experiments.multilingual.run import LANGUAGES
 from experiments.pretrained import pretrained
 from experiments.study import Study, main
+from experiments.switch_vs_dense.run import SEEDS
 from switchx.analysis.plots import class_figure, write_svg
 from switchx.analysis.report import Section
 from switchx.analysis.routing import class_counts, information, rows_to_shares
@@ -32,8 +33,8 @@ from switchx.data.corpora.text_files import TextFiles
 from switchx.data.token_classes import token_classes
 from switchx.data.tokenizers import PAD_ID, Vocabulary
 
-MODEL = "32 experts"
-BOOKS = ("openstax/*.txt.gz", "movie_reviews/*.txt.gz")
+MODEL = "16 experts, R1"  # of experiments/switch_vs_dense
+BOOKS = ENGLISH
 LANGUAGE_MODEL = "14_languages_seed0"
 LANGUAGE_STEPS = 300
 # Of each book or language, at most: documents, rows of a document, tokens of a row as trained.
@@ -195,7 +196,7 @@ def of_kinds(sample: Sample, vocabulary: Vocabulary) -> dict[str, Any]:
 def read_books(study: Study, documents: int) -> dict[str, dict]:
     """By the pretrained experts: books and reviews, and kinds of words, each as `compared`."""
     files = study.files(*BOOKS)
-    model = switchx.load(pretrained(study, MODEL).root)
+    model = switchx.load(pretrained(study, pretrained_name(study)).root)
     sample = read_sample(model, list(files.values()), documents)
     names = [pathlib.PurePath(name).name.partition(".")[0] for name in files]
     return {
@@ -209,6 +210,10 @@ def read_languages(study: Study, documents: int) -> dict[str, dict]:
     model = switchx.load(study.runs / LANGUAGE_MODEL)
     files = [study.data / f"python_docs/{name}.txt.gz" for name in LANGUAGES]
     return {"language": of_sources(read_sample(model, files, documents), LANGUAGES)}
+
+
+def pretrained_name(study: Study) -> str:
+    return run_name(MODEL, 0 if study.is_quick else SEEDS[0])
 
 
 def row_of(label: str, names: Sequence[str], layer: dict) -> dict[str, Any]:
@@ -272,7 +277,7 @@ def run(study: Study) -> None:
     cells, files = study.cells(), study.files(*BOOKS, "python_docs/*.txt.gz")
     documents = 2 if study.is_quick else DOCUMENTS
     settings = {"documents": documents, "rows": ROWS, "permutations": PERMUTATIONS}
-    books = {"labels": "books", "model": f"<pretrained {MODEL}>"} | settings
+    books = {"labels": "books", "model": f"<pretrained {pretrained_name(study)}>"} | settings
     labels = cells.get(books, lambda: read_books(study, documents))
     bindings = [
         "FOLDER='<data>/python_docs'", f"LANGUAGES={LANGUAGES}", "EVAL_EVERY=150",

@@ -1,53 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts in the FFN, in the attention, in both; in float32 and in bfloat16.
+"""Experts in the FFN, in the attention and in both, each at its own rate, in float32.
 
 make experiments EXPERIMENT=switch_attention DATA=FOLDER
 """
 
-from experiments.comparison import Trained, judge_of, run_comparison
-from experiments.experiment import Comparison, Contender
-from experiments.study import main
+from experiments.ladder import WITH_CAPACITY, OnLadder, Runs, judge_by, run_by
+from experiments.rules import OF_COMPUTE, Rule
+from experiments.statistics import difference
+from experiments.study import Study, main
+from experiments.sweeps import with_own_rates
 
-_WHERE = ("ffn", "attention", "both")
-_SELECTIVE = (
-    "ModelConfig.precision=@config.Precision()",
-    "config.Precision.compute='bfloat16'",
+FFN, ATTENTION, BOTH = "FFN", "attention", "both"
+SEEDS = tuple(range(100, 107))
+# Experts in the attention have slots: twice those of an even share in training, and one for
+# every token in evaluation.
+_SLOTS = (
+    *WITH_CAPACITY,
+    "SwitchConfig.capacity_factor=2.0",
+    "SwitchConfig.eval_capacity_factor=16.0",
 )
-
-COMPARISON = Comparison(
-    contenders=(
-        *(Contender(f"{w} float32", (f"SwitchConfig.sublayers='{w}'",)) for w in _WHERE),
-        *(
-            Contender(f"{w} bfloat16", (f"SwitchConfig.sublayers='{w}'", *_SELECTIVE))
-            for w in _WHERE
-        ),
+RUNS = Runs(
+    tuple(
+        OnLadder(name, (f"SwitchConfig.sublayers='{where}'", *_SLOTS))
+        for name, where in ((FFN, "ffn"), (ATTENTION, "attention"), (BOTH, "both"))
     ),
-    steps=250,
-    # A run that diverges is a result.
-    bindings=("TrainingJob.max_skipped_in_a_row=1000000",),
+    seeds=SEEDS,
 )
+RULES = (
+    Rule(
+        "experts in the FFN and the attention are ahead of experts in the FFN",
+        difference(BOTH, FFN),
+        "ahead",
+        margin=OF_COMPUTE,
+        looks=(4, 7),
+        seeds=SEEDS,
+        expected=0.035,  # Table 10
+    ),
+)
+judge = judge_by(RULES)
 
 
-def found(trained: Trained) -> dict:
-    """What was found."""
-    order = [("attention", "ffn"), ("both", "ffn"), ("both", "attention")]
-    gains = {pair: trained.gain(*(f"{where} float32" for where in pair)) for pair in order}
-    said = ", ".join(f"{a} over {b} {gain.mean:+.3f}" for (a, b), gain in gains.items())
-    lower = []
-    for where in _WHERE:
-        name = f"{where} bfloat16"
-        gain = trained.gain(name, f"{where} float32")
-        lower.append(f"{where} {str(gain)[:-1]}, {trained.skipped[name]} steps skipped)")
-    return {
-        "because": f"Nats per token, float32: {said}; bfloat16 over float32: "
-        f"{', '.join(lower)}.",
-        "effect": gains["both", "ffn"],
-        "effect_of": "experts in both over experts in the FFN, nats per token",
-    }
-
-
-judge = judge_of(found)
+def run(study: Study) -> None:
+    runs, quality = with_own_rates(study, study.cells(), RUNS, [ATTENTION, BOTH])
+    run_by(study, runs, RULES, judge, quality=quality)
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, lambda study: run_comparison(study, COMPARISON, judge))
+    main(__file__, __doc__, run)

@@ -8,8 +8,9 @@ import dataclasses
 import statistics
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from experiments import rules
-from experiments.comparison import step_times
 from experiments.experiment import ENGLISH
 from experiments.ladder import (
     DENSE,
@@ -19,19 +20,21 @@ from experiments.ladder import (
     Runs,
     bindings_of,
     bits_per_byte,
-    finite_of,
-    intervals,
     rows,
     train_all,
     wall_seconds,
 )
-from experiments.law import Point, speedups
+from experiments.law import ASYMPTOTES, Point, band, errors_of, speedups
+from experiments.measured import finite_of
 from experiments.rules import OF_COMPUTE, Rule
-from experiments.statistics import curvature, difference, estimate, trend
+from experiments.statistics import curvature, difference, estimate, intervals, trend
+from experiments.step_times import step_times
 from experiments.study import Study, main
+from switchx.analysis.comparison_plots import Cell, Frontier, frontier_figure
 
 EXPERTS = (2, 4, 8, 16, 32)
 SEEDS = tuple(range(100, 107))
+_FAN = "first rung, length 1"
 _DENSE = OnLadder("dense", (DENSE,), rate_of="dense")
 _SPARSE = OnLadder("16 experts")
 
@@ -112,11 +115,68 @@ def by_law(results: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def is_whole(results: dict[str, Any]) -> bool:
+    """Whether results are of these rungs and no run diverged."""
+    parts = (results, results.get("second"), results.get("lengths"))
+    return all(part and len(finite_of(part)) == len(part["curves"]) for part in parts)
+
+
+def picture(results: dict[str, Any]) -> Figure | None:
+    """Loss by FLOPs and by time, and the gain of each doubling of experts; None where a run
+    diverged, or of results before the ladder's."""
+    if not is_whole(results):
+        return None
+    dense, sparse = (_points(results, kind) for kind in ("dense", "16 experts"))
+    fan = [p for n in EXPERTS for p in _points(results, f"{n} experts") if p.name == _FAN]
+    asymptote = ASYMPTOTES[1]
+    found, _ = speedups(dense, sparse, (asymptote,))
+    by_name = {point.name: point for point in sparse}
+    # What is read off: the largest sparse cell whose loss a dense run has.
+    inside = [each for each in found if not each.is_beyond] or found
+    read = max(inside, key=lambda each: by_name[each.name].flops)
+    at = by_name[read.name]
+    times = [*map(statistics.median, results["step_time"])]
+    ratios = {point.name: times["second" in point.name] for point in sparse}
+
+    def cells(points: list[Point], over: dict[str, float]) -> list[Cell]:
+        errors = [1.96 * each for each in errors_of(points)]
+        return [
+            Cell(point.flops * over.get(point.name, 1.0), point.losses, error)
+            for point, error in zip(points, errors, strict=True)
+        ]
+
+    def panel(x: str, over: dict[str, float], others: dict[str, Cell]) -> Frontier:
+        start, loss = at.flops * over.get(at.name, 1.0), statistics.mean(at.losses)
+        ratio = read.ratio
+        worth, low, high = (v * at.flops / start for v in (ratio.mean, ratio.low, ratio.high))
+        text = f"{'at least ' * read.is_beyond}{worth:.2f} ({low:.2f}-{high:.2f}) times"
+        arrow = (start, start * worth, loss, text)
+        lines = band(dense, asymptote)
+        return Frontier(x, cells(dense, {}), cells(sparse, over), others, lines, arrow)
+
+    finals = finite_of(results)
+    pairs = list(zip(EXPERTS, EXPERTS[1:], strict=False))
+    gains = {
+        f"{a} to {b}": estimate(finals, difference(f"{b} experts", f"{a} experts")).interval()
+        for a, b in pairs
+    }
+    others = dict(zip(map(str, EXPERTS), cells(fan, {}), strict=True))
+    return frontier_figure(
+        [
+            panel("training FLOPs", {}, others),
+            panel("training time, in FLOPs of the dense model in it", ratios, {}),
+        ],
+        ("dense", "16 experts"),
+        "validation loss, bits per byte",
+        {name: dataclasses.asdict(each) for name, each in gains.items()},
+        "gain of a doubling,\nnats per token",
+    )
+
+
 def judge(results: dict[str, Any]) -> dict[str, Any]:
     """By the rules; beside them whether the gain of a doubling ends."""
     found, finals, law = rules.judged(RULES, results), finite_of(results), []
-    parts = (results, results["second"], results["lengths"])
-    if all(len(finite_of(part)) == len(part["curves"]) for part in parts):  # none diverged
+    if is_whole(results):
         law = by_law(results)
         bend = estimate(finals, curvature({f"{n} experts": n for n in EXPERTS})).interval()
         found["because"] += f" The gain of a doubling changes by {bend} with each further one."
@@ -145,7 +205,7 @@ def run(study: Study) -> None:
     times = []
     for rung in (R0, R1):
         bindings = {e.name: bindings_of(study, rung, e, 0) for e in SECOND.contenders}
-        of_rung = step_times(study, cells, (rung.gin_file,), bindings, on_one_core=True)
+        of_rung = step_times(study, cells, (rung.gin_file,), bindings)
         times.append(of_rung[_SPARSE.name])
     dense = {"1.0": first["curves"]["dense"], **{
         str(each.length): lengths["curves"][each.name]

@@ -1,124 +1,126 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of runs that are compared: courses, gains by step and time, one number by size,
-differences.
+"""Plots of runs that are compared: courses, losses by compute and by bytes, differences.
 
 In the style of `plots.py`: later runs are darker, and dashes and names at the ends tell apart
 what grey does not.
 
-Dims: S seeds, N steps
+Dims: N points of a line
 """
 
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
-from switchx.analysis.plots import COLOURS, STYLE, name_ends
+from switchx.analysis.plots import COLOURS, STYLE
 
 DASHES = ("-", (0, (5, 1.5)), (0, (2, 1)), (0, (6, 1.5, 1, 1.5)))
 
 
-def gains_figure(
-    curves: Mapping[str, Sequence[Mapping[int, float]]],
-    unit: str,
-    step_times: Mapping[str, float] | None = None,
-) -> Figure:
-    """Plots how far runs are ahead of the first one, by step: the mean over seeds, and a band
-    from the least to the most. A second panel has the same by time, where times are known.
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """The runs of one model at one compute.
 
-    Later names are darker; dashes, and names at the ends, tell apart what grey does not.
+    Attributes:
+        x: its place on the horizontal axis.
+        losses: losses of its runs, one a seed.
+        error: half of the 95% interval of their mean.
+    """
+
+    x: float
+    losses: Sequence[float]
+    error: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Frontier:
+    """A panel of `frontier_figure`.
+
+    Attributes:
+        x: label of the horizontal axis.
+        dense, sparse: cells that the frontier goes through, and those read against it.
+        others: further sparse cells by name.
+        band_4N: x, line, lower and upper end of the dense frontier.
+        arrow: a sparse cell's x, the x of the frontier at its loss, that loss, and what the
+            quotient is; None where nothing is read.
+    """
+
+    x: str
+    dense: Sequence[Cell]
+    sparse: Sequence[Cell]
+    others: Mapping[str, Cell]
+    band_4N: np.ndarray
+    arrow: tuple[float, float, float, str] | None = None
+
+
+def frontier_figure(
+    panels: Sequence[Frontier],
+    names: tuple[str, str],
+    y: str,
+    gains: Mapping[str, Mapping[str, float]],
+    gains_label: str,
+) -> Figure:
+    """Plots losses by compute: hollow dense cells on their frontier, filled sparse ones, every
+    seed a small dot; below, gains with intervals.
 
     Args:
-        curves: for each name, one `{step: number}` for each seed, with the same steps; seeds
-            are paired.
-        unit: unit of the numbers.
-        step_times: time of a step over the first run's, by name.
+        names: what dense and sparse cells are called.
+        gains: `mean`, `low` and `high` by name, from left to right.
     """
+    dark, grey = COLOURS(0.9), "0.55"
     with matplotlib.rc_context(STYLE):
-        panels = 1 if step_times is None else 2
-        figure = Figure(figsize=(6.4 if panels == 1 else 11.0, 3.8))
-        axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
-    baseline, *names = curves
-    for axis, times in zip(axes, (dict.fromkeys(curves, 1.0), step_times), strict=False):
-        shown, ends = [], []
-        for i, name in enumerate(names):
-            steps_N, gains_SN = _gains(curves[name], curves[baseline], times[name])
-            shade = COLOURS(0.35 + 0.65 * (i + 1) / len(names))
-            mean_N = gains_SN.mean(0)
-            axis.plot(steps_N, mean_N, color=shade, linestyle=DASHES[i % len(DASHES)])
-            low_N, high_N = gains_SN.min(0), gains_SN.max(0)
-            axis.fill_between(steps_N, low_N, high_N, color=shade, alpha=0.15, linewidth=0)
-            shown.append(mean_N[len(steps_N) // 4 :])
-            ends.append((float(mean_N[-1]), name, shade))
-        axis.set_xlim(0, max(curves[baseline][0]))
-        axis.axhline(0, color="0.4", linewidth=1)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-        if axis is axes[0]:
-            # The first quarter of training would leave no room for what tells runs apart.
-            every = np.concatenate([*shown, [0.0]])
-            low, high = float(every.min()), float(every.max())
-            room = 0.06 * (high - low) or 1.0
-            axis.set_ylim(low - room, high + room)
-            axis.set_ylabel(f"gain over {baseline}, {unit}")
-            axis.set_xlabel("step")
-        else:
-            axis.set_xlabel(f"time, in steps of {baseline}")
-        low, high = axis.get_ylim()
-        name_ends(axis, [end for end in ends if low < end[0] < high], least_gap=0.055)
+        figure = Figure(figsize=(11.0, 5.6))
+        grid = figure.add_gridspec(2, len(panels), height_ratios=(3.2, 1))
+    first = None
+    for column, panel in enumerate(panels):
+        axis = first = figure.add_subplot(grid[0, column], sharey=first)
+        x_N, line_N, low_N, high_N = panel.band_4N
+        axis.plot(x_N, line_N, color=grey, linestyle=DASHES[1])
+        axis.fill_between(x_N, low_N, high_N, color=grey, alpha=0.2, linewidth=0)
+        styles = {names[0]: (panel.dense, "white"), names[1]: (panel.sparse, dark)}
+        for name, (cells, face) in styles.items():
+            for i, cell in enumerate(cells):
+                _draw(axis, cell, dark, face, None if i else name)
+        for name, cell in panel.others.items():
+            _draw(axis, cell, grey, grey, None, size=3)
+            place = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
+            axis.annotate(
+                name, (cell.x, np.mean(cell.losses)), **place, fontsize=7, color="0.3"
+            )
+        if panel.arrow is not None:
+            start, end, loss, text = panel.arrow
+            style = {"arrowstyle": "->", "color": dark}
+            axis.annotate("", (end, loss), (start, loss), arrowprops=style)
+            middle = (math.sqrt(start * end), loss)
+            place = {"xytext": (0, -12), "textcoords": "offset points", "ha": "center"}
+            axis.annotate(text, middle, **place, fontsize=8)
+        axis.set_xscale("log")
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        axis.set(xlabel=panel.x, ylabel=y if column == 0 else "")
+        if column == 0:
+            axis.legend(frameon=False)
+    strip = figure.add_subplot(grid[1, :])
+    for column, each in enumerate(gains.values()):
+        strip.plot([column] * 2, [each["low"], each["high"]], color=dark, linewidth=1.5)
+        face = dark if each["low"] > 0 or each["high"] < 0 else "white"
+        strip.plot(column, each["mean"], "o", color=dark, markerfacecolor=face)
+    strip.axhline(0, color="0.4", linestyle=":", linewidth=1)
+    strip.set_xticks(range(len(gains)), list(gains))
+    strip.set_ylabel(gains_label)
     return figure
 
 
-def _gains(
-    mine: Sequence[Mapping[int, float]], others: Sequence[Mapping[int, float]], time: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Steps of the others (N), and how far a run whose steps take `time` of theirs is ahead
-    when they have done so many (S, N)."""
-    steps_N = np.array(sorted(others[0]))
-    steps_N = steps_N[steps_N <= time * max(mine[0])]
-    gains = []
-    for my, other in zip(mine, others, strict=True):
-        my_steps = sorted(my)
-        mine_N = np.interp(steps_N / time, my_steps, [my[step] for step in my_steps])
-        gains.append(mine_N - np.array([other[step] for step in steps_N]))
-    return steps_N, np.array(gains)
-
-
-def sizes_figure(
-    values: Mapping[int, Sequence[float]], levels: Mapping[str, float], x: str, y: str
-) -> Figure:
-    """Plots a number by size, on a logarithmic axis: a dot for each seed, a line through means.
-
-    Args:
-        values: for each size, one number for each seed.
-        levels: heights of horizontal lines, by name, for runs that have no such size.
-        x, y: labels of the axes.
-    """
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(6.4, 3.8))
-        axis = figure.subplots()
-    dark, light = COLOURS(0.9), COLOURS(0.5)
-    for size, seeds in values.items():
-        axis.plot([size] * len(seeds), seeds, "o", color=light, markersize=4)
-    axis.plot(list(values), [np.mean(seeds) for seeds in values.values()], "-", color=dark)
-    for i, (name, level) in enumerate(levels.items()):
-        axis.axhline(level, color="0.4", linestyle=DASHES[1 + i % 3], linewidth=1)
-        axis.annotate(
-            name,
-            (1.0, level),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="right",
-            fontsize=8,
-            color="0.3",
-        )
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(list(values), [str(size) for size in values])
-    axis.set_xlabel(x)
-    axis.set_ylabel(y)
-    return figure
+def _draw(axis, cell: Cell, color, face, label: str | None, size: float = 6) -> None:
+    """Seeds as small dots, their mean with its interval."""
+    axis.plot(
+        [cell.x] * len(cell.losses), cell.losses, ".", color=color, alpha=0.35, markersize=3
+    )
+    style = {"color": color, "markerfacecolor": face, "markersize": size, "label": label}
+    axis.errorbar(cell.x, np.mean(cell.losses), cell.error, fmt="o", linewidth=1, **style)
 
 
 def points_figure(points: Sequence[Mapping[str, float | str | None]]) -> Figure:

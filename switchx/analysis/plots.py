@@ -284,10 +284,10 @@ def _label_ends(axis, ends) -> None:
     """Block numbers behind the ends of the graphs."""
     if len(ends) > 4:  # the order is in the shades; first and last say which way
         ends = [ends[0], ends[-1]]
-    name_ends(axis, ends, least_gap=0.13)
+    _name_ends(axis, ends, least_gap=0.13)
 
 
-def name_ends(axis, ends, least_gap: float) -> None:
+def _name_ends(axis, ends, least_gap: float) -> None:
     """Writes names behind the ends of graphs, moved apart where they would overlap.
 
     Args:

@@ -172,7 +172,11 @@ def test_what_is_no_card_for_it(
     ("words", "message"),
     [
         (["--seconds=10"], "--seconds=10: the first part, card, takes 20"),
-        (["--only=card,ladder"], "--only=ladder: no such part; use card, profile"),
+        (["--only=card,ladders"], "--only=ladders: no such part; use card, profile"),
+        (
+            ["--only=ladder"],
+            "--only=ladder and --ladder=FILE of `python -m experiments.card` go",
+        ),
         (["--output=full"], "--output=full has something in it"),
         (["--after=nowhere"], "--after=nowhere: nowhere/results.jsonl cannot be read"),
         (["--after=other"], "was measured on NVIDIA H100, this is rehearsal; cards are never"),

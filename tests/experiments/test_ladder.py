@@ -4,14 +4,20 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
-from experiments import ladder, pages, rules, side_by_side
+from experiments import ladder, measured, pages, rules, side_by_side, sweeps
+from experiments.fine_tuning import run as fine_tuning
+from experiments.initialization import run as initialization
 from experiments.ladder import R0, R1, OnLadder, Runs
 from experiments.measured import Cells
+from experiments.multilingual import run as multilingual
 from experiments.pages import ROOT
+from experiments.quantization import run as quantization
 from experiments.rates.run import WIDTH
 from experiments.routing import run as routing
+from experiments.selective_precision import run as selective_precision
 from experiments.switch_vs_dense import run as switch_vs_dense
 from switchx.gin_config.building import job_from_gin
 
@@ -137,7 +143,8 @@ def made(runs: Runs, seeds: tuple[int, ...], qualities: dict[str, float]) -> dic
 LENGTHS = {"0.5": [-2.1, -2.09], "1.0": [-2.0, -2.01], "2.0": [-1.9, -1.91]}
 
 
-def test_switch_vs_dense_is_judged_by_both_its_rules():
+def ladder_results() -> dict:
+    """Of switch_vs_dense after its first look."""
     run, seeds = switch_vs_dense, switch_vs_dense.SEEDS
     gains = {f"{n} experts": -2.0 + 0.02 * i for i, n in enumerate(run.EXPERTS)}
     results = made(run.FIRST, seeds[:4], gains) | {
@@ -150,6 +157,11 @@ def test_switch_vs_dense_is_judged_by_both_its_rules():
         results["lengths"]["curves"][name] = [{"9": loss + 0.001 * i} for i in range(3)]
     for model in results["second"]["models"].values():
         model["training_flops"] = 4e12
+    return results
+
+
+def test_switch_vs_dense_is_judged_by_both_its_rules():
+    run, seeds, results = switch_vs_dense, switch_vs_dense.SEEDS, ladder_results()
     judged = run.judge(results)
     assert [claim["verdict"] for claim in judged["claims"]] == [rules.REPRODUCED] * 2
     assert judged["claims"][1]["effect"]["mean"] == pytest.approx(0.02, abs=0.003)
@@ -199,3 +211,132 @@ def test_hours_are_those_of_the_whole_machine(tmp_path):
     cells = Cells(tmp_path / "cells.jsonl")
     cells.get({"a": 1}, lambda: {"seconds": 600})
     assert ladder.wall_seconds(cells) == round(600 / side_by_side.num_cores())
+
+
+def test_the_picture_shows_what_experts_are_worth(tmp_path, monkeypatch):
+    """Cells where their compute and loss are; the arrow ends on the dense frontier. It stands
+    at the top of the page once there are results of the ladder in which no run diverged."""
+    results, page = ladder_results(), tmp_path / "README.md"
+    monkeypatch.setattr(pages, "HERE", tmp_path)
+    monkeypatch.setattr(pages, "folders", lambda: [])
+    monkeypatch.setattr(pages, "overview", lambda: "All.")
+    drawn = []
+    monkeypatch.setattr(pages, "write_svg", lambda figure, file: drawn.append(figure))
+    page.write_text(f"# Top\n{pages.OF_LADDER}\n{pages.END}\n{pages.BEGIN}\n{pages.END}\nEnd.")
+    monkeypatch.setattr(pages, "read_results", lambda folder: {"curves": {}})
+    pages.publish_overview()
+    assert not drawn and "law.svg" not in page.read_text()
+    monkeypatch.setattr(pages, "read_results", lambda folder: results)
+    pages.publish_overview()
+    assert page.read_text().partition(pages.BEGIN)[0].count("(law.svg)") == 1
+    assert page.read_text().endswith(f"All.\n\n{pages.END}\nEnd.")
+    by_flops, by_time, strip = drawn[0].axes
+    assert by_flops.get_xscale() == by_time.get_xscale() == "log"
+    arrows = [t for t in by_flops.texts + by_time.texts if t.arrow_patch is not None]
+    (x_N, line_N), *_ = (line.get_data() for line in by_flops.lines)
+    end, loss = arrows[0].xy
+    assert np.interp(end, x_N, line_N) == pytest.approx(loss, abs=0.002)
+    # Its name says the quotient; in time it is less by the steps' times, 1.1.
+    said = [float(t.get_text().split()[0]) for t in by_flops.texts + by_time.texts
+            if t.get_text().endswith("times")]  # fmt: skip
+    start = arrows[0].xyann[0]
+    assert said[0] == pytest.approx(end / start, abs=0.006)
+    assert said[0] / said[1] == pytest.approx(1.1, abs=0.02)
+    # What grey does not tell apart, fillings do.
+    faces = [c[0].get_markerfacecolor() for c in by_flops.containers]
+    assert "white" in faces and len({str(face) for face in faces}) == 3
+    assert [t.get_text() for t in strip.get_xticklabels()][0] == "2 to 4"
+    results["lengths"]["curves"]["dense, 0.5 lengths"][0] = {"9": None}
+    assert switch_vs_dense.picture(results) is None
+
+
+def test_what_sweeps_found_is_printed(monkeypatch, capsys):
+    found = {"quality": {"dense": {"1": -5.1, "2": -5.0, "4": -5.1}}}
+    assert sweeps.main() in (0, 1)  # of what is published
+    capsys.readouterr()
+    monkeypatch.setattr(sweeps, "folders", lambda: [ROOT / "experiments/rates"])
+    monkeypatch.setattr(sweeps, "read_results", lambda folder: found)
+    assert sweeps.main() == 0
+    assert "| rates | dense | 2 | yes |" in capsys.readouterr().out
+    found["quality"]["16 experts"] = {"1": -5.2, "2": -5.1, "4": -5.0}
+    assert sweeps.main() == 1
+    assert "| 16 experts |  | no: the best rate is 4 and none" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="16 experts: rate not found on seed 900: .* higher"):
+        sweeps.own_rates(found["quality"])
+    monkeypatch.setattr(sweeps, "read_results", lambda folder: None)
+    assert sweeps.main() == 1 and "no rate was swept yet" in capsys.readouterr().out
+
+
+def test_a_precision_is_judged_where_its_harm_is_seen():
+    run, seeds = selective_precision, selective_precision.SEEDS[:4]
+    harmed = made(run.RUNS, seeds, {run.HURT: -2.5}) | {"dense_lengths": LENGTHS}
+    assert run.judge(harmed)["verdict"] == rules.EQUIVALENT
+    unharmed = made(run.RUNS, seeds, {}) | {"dense_lengths": LENGTHS}
+    judged = run.judge(unharmed)
+    assert judged["verdict"] == rules.NOT_TESTABLE and run.SEEN in judged["because"]
+    harmed["curves"][run.HURT][0] = {"9": None}  # diverged
+    assert run.judge(harmed)["verdict"] == rules.EQUIVALENT
+
+
+def test_spreads_are_reported_beside_the_claim():
+    run = initialization
+    results = made(run.RUNS, run.SEEDS[:5], {run.SMALL: -1.9}) | {"dense_lengths": LENGTHS}
+    judged = run.judge(results)
+    assert judged["verdict"] == rules.REPRODUCED
+    (row,) = judged["tables"][1]["rows"]
+    finals = measured.finals_of(results)
+    ratio = np.std(finals[run.SMALL], ddof=1) / np.std(finals[run.LARGE], ddof=1)
+    assert next(iter(row.values()))["mean"] == pytest.approx(ratio)
+
+
+def test_fine_tuning_counts_what_the_dense_model_learns():
+    run, noise = fine_tuning, (0.004, -0.003, 0.002, -0.005)
+
+    def peaks(right: float, nats: float):
+        return [{"right": right, "nats": nats + e} for e in noise]
+
+    tasks = {
+        "trec": {run.DENSE: peaks(80.0, -0.3), run.SPARSE: peaks(81.0, -0.2)},
+        "glue_sst2": {run.DENSE: peaks(51.0, -0.7), run.SPARSE: peaks(51.0, -5.0)},
+    }
+    results = {"seeds": list(run.SEEDS[:4]), "tasks": tasks, "quality": {}}
+    for model, shift in ((run.SPARSE, 1), (run.DENSE, 0)):
+        seen = tasks["trec"][model]
+        tasks["trec"][model] = seen[shift:] + seen[:shift]
+    judged = run.judge(results)
+    assert judged["verdict"] == rules.REPRODUCED
+    assert [row["counts"] for row in judged["tables"][0]["rows"]] == ["yes", "no"]
+    assert judged["claims"][0]["effect"]["mean"] == pytest.approx(0.1)
+    tasks["trec"][run.DENSE] = peaks(30.0, -0.3)
+    assert run.judge(results)["verdict"] == rules.NOT_TESTABLE
+
+
+def test_languages_are_judged_in_the_mean():
+    run, noise = multilingual, np.array([0.004, -0.003, 0.002, -0.005])
+    by = {
+        name: {run.DENSE: list(-2.0 + noise), run.SPARSE: list(gain - 2.0 + np.roll(noise, 1))}
+        for name, gain in {"en": 0.2, "de": 0.0}.items()
+    }
+    ends = {model: np.mean([of[model] for of in by.values()], 0) for model in by["en"]}
+    curves = {model: [{"1": each} for each in of_seeds] for model, of_seeds in ends.items()}
+    seeds = list(run.SEEDS[:4])
+    results = {"seeds": seeds, "curves": curves, "languages": by, "dense_lengths": LENGTHS}
+    judged = run.judge(results)
+    assert judged["claims"][0]["effect"]["mean"] == pytest.approx(0.1)
+    means = [each["mean"] for each in judged["intervals"].values()]
+    assert means == pytest.approx([0.2, 0.0]) and judged["verdict"] == rules.REPRODUCED
+
+
+def test_quantization_is_judged_within_models():
+    """Seeds are blocks: models differ by far more than precisions."""
+    run, of_models = quantization, (-2.0, -2.05, -1.9, -2.1)
+    tiny = (1e-5, -2e-5, 3e-5, 0.0)
+    curves = {
+        name: [{"1": m - cost + e * (i + 1)} for m, e in zip(of_models, tiny, strict=True)]
+        for i, (name, cost) in enumerate(dict.fromkeys(run.EXPERTS, 0.0).items())
+    }
+    results = {"seeds": list(run.SEEDS[:4]), "curves": curves, "dense_lengths": LENGTHS}
+    assert [c["verdict"] for c in run.judge(results)["claims"]] == [rules.EQUIVALENT] * 2
+    curves["int8"] = [{"1": m - 0.002 + e} for m, e in zip(of_models, tiny[::-1], strict=True)]
+    words = [c["verdict"] for c in run.judge(results)["claims"]]
+    assert words == [rules.REFUTED, rules.EQUIVALENT]

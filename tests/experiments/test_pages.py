@@ -5,23 +5,22 @@ import dataclasses
 import importlib
 import itertools
 import json
-import math
 import os
 import pathlib
 import re
 import statistics
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import scipy.stats
 
-from experiments import experiment, pages, pretrained, rules, study
-from experiments.comparison import Trained, first_step_at
-from experiments.experiment import Comparison
+from experiments import experiment, ladder, pages, pretrained, rules, study
 from experiments.measured import Cells, Interval, Ratio, interval_of
 from experiments.pages import BEGIN, END, ROOT, page
 from experiments.study import Study
@@ -49,9 +48,7 @@ def test_pages_are_made_of_results(folder):
     expected = pages.NOT_RUN if results is None else page(results)
     assert made_of_results(folder) == expected
     text = (folder / "README.md").read_text(encoding="utf-8")
-    assert (
-        "**Question.**" in text and "arXiv:" in text or folder.name in ("pretraining", "rates")
-    )
+    assert "**Question.**" in text and "arXiv:" in text or folder.name == "rates"
     assert f"make experiments EXPERIMENT={folder.name} DATA=data\n" in text
 
 
@@ -140,84 +137,6 @@ def test_a_number_that_no_result_has_is_found():
     assert {3.0, 0.5} <= set(found) and 2.5 not in found
 
 
-def trained(dense: list[float], sparse: list[float]) -> Trained:
-    """Two contenders, a seed each value, whose quality is reached on a straight line."""
-
-    def curves(finals):
-        return [{0: -9.0, 100: final} for final in finals]
-
-    names = ("dense", "sparse")
-    return Trained(
-        dict(zip(names, (curves(dense), curves(sparse)), strict=True)),
-        {"dense": [1.0, 1.0, 1.0], "sparse": [1.25, 2.0, 1.0]}, dict.fromkeys(names, 1.0),
-        dict.fromkeys(names, 0), dict.fromkeys(names, 0.0),
-    )  # fmt: skip
-
-
-def test_gains_are_paired_by_seed():
-    found = trained([-4.0, -5.0], [-3.9, -4.8])
-    gain = found.gain("sparse", "dense")
-    # Of two values the interval is 12.706 standard errors to each side.
-    assert gain.mean == pytest.approx(0.15) and not gain.excludes(0)
-    assert gain.high - gain.mean == pytest.approx(12.706 * 0.05, rel=1e-4)
-    # The lines from -9 reach -4 and -5 after 5/5.1 and 4/4.2 of their steps.
-    speedup = (5.1 / 5 + 4.2 / 4) / 2
-    assert found.speedup_in_steps("sparse", "dense") == pytest.approx(speedup)
-    _, row = found.rows()
-    assert row["speed-up in time"] == pytest.approx(speedup / 1.25)
-    assert row["step time (range)"] == dataclasses.asdict(Ratio(1.25, 1.0, 2.0))
-    in_time = found.speedup_in_time("sparse", "dense")
-    assert (in_time.low, in_time.high) == pytest.approx((speedup / 2, speedup))
-
-
-def test_what_never_reaches_a_quality_has_no_speedup():
-    found = trained([-4.0, -5.0], [-4.1, -4.8])
-    assert math.isnan(found.speedup_in_steps("sparse", "dense"))
-    assert found.rows()[1]["speed-up in steps"] is None
-    assert not found.gain("sparse", "dense").excludes(0)
-    assert first_step_at({0: -9.0, 10: -8.0}, -7.0) is None
-    assert first_step_at({5: -6.0, 10: -8.0}, -7.0) == 5
-
-
-def test_a_speedup_is_over_what_the_other_took_itself():
-    """Not over all its steps, where it had its final quality before and lost it."""
-    of = ended(dense=[-5.0], sparse=[-4.0])
-    of.curves["dense"] = [{0: -9.0, 50: -4.0, 100: -5.0}]
-    assert of.speedup_in_steps("dense", "dense") == 1
-    assert of.speedup_in_steps("sparse", "dense") == pytest.approx(40 / 80)
-
-
-def ended(**finals: list[float]) -> Trained:
-    """Contenders, `_` for a space, that end at these qualities, a seed each value."""
-    names = {name.replace("_", " "): values for name, values in finals.items()}
-    times = {name: [2.0 if name.startswith("MoE") else 1.0] * 5 for name in names}
-    return Trained(
-        {name: [{0: -9.0, 100: each} for each in values] for name, values in names.items()},
-        times, dict.fromkeys(names, 1.0), dict.fromkeys(names, 0), dict.fromkeys(names, 0.0),
-    )  # fmt: skip
-
-
-def test_a_speedup_of_a_language_is_to_the_quality_that_both_have():
-    run = importlib.import_module("experiments.multilingual.run")
-    slow, fast = {0: -9.0, 100: -5.0}, {0: -9.0, 100: -4.0}
-    lost = {0: -9.0, 50: -4.5, 100: -5.5}
-    assert run.speedup_in_steps(slow, fast) == pytest.approx(5 / 4)
-    assert run.speedup_in_steps(fast, slow) == pytest.approx(4 / 5)
-    # Both have -5.5, one after 7/8 of its steps, the other after 7/9 of the first half.
-    assert run.speedup_in_steps(slow, lost) == pytest.approx(9 / 4)
-    assert run.speedup_in_steps(lost, lost) == 1
-
-
-def test_a_glossary_lies_where_templates_read_it(tmp_path, monkeypatch):
-    run = importlib.import_module("experiments.fine_tuning.run")
-    given = tmp_path / "data/openstax/glossary.train.jsonl.gz"
-    monkeypatch.setattr(Study, "files", lambda *of: {"openstax/glossary.train.jsonl.gz": given})
-    mine = Study("fine_tuning", tmp_path, tmp_path / "data")
-    for _ in range(2):
-        run.files_of(mine, (run.GLOSSARY,))
-    assert (mine.runs / run.GLOSSARY / "train.jsonl.gz").readlink() == given
-
-
 @pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
 def test_published_verdicts_are_those_of_the_rules(folder):
     """What follows from what results.json has as measured is what stands beside it."""
@@ -230,16 +149,14 @@ def test_published_verdicts_are_those_of_the_rules(folder):
         assert {"because", "effect", "effect_of"} <= set(judged)
         judged = rules.standing(results | judged)
         assert judged == results
-    if folder.name == "fine_tuning":
-        assert run.SETTINGS[results["chosen"]] == run.CHOSEN
 
 
 def test_what_another_rule_changes_is_dated(tmp_path, monkeypatch):
     """Pages made anew are judged by the rule as it stands."""
-    run = importlib.import_module("experiments.selective_precision.run")
-    folder = tmp_path / "selective_precision"
+    run = importlib.import_module("experiments.expert_offload.run")
+    folder = tmp_path / "expert_offload"
     folder.mkdir()
-    before = pages.read_results(ROOT / "experiments/selective_precision")
+    before = pages.read_results(ROOT / "experiments/expert_offload")
     before.pop("judged", None)
     pages.write_results(folder, before, run.judge)
     pages.judge_anew(folder)
@@ -248,10 +165,8 @@ def test_what_another_rule_changes_is_dated(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "judge", lambda results: changed)
     pages.judge_anew(folder)
     after = pages.read_results(folder)
-    assert (before["verdict_before"], after["verdict_before"]) == (
-        "not reproduced",
-        "reproduced",
-    )
+    words = before["verdict_before"], after["verdict_before"]
+    assert words == ("not reproduced", "reproduced")
     assert before["verdict"] == after["verdict"] == "exploratory"
     assert "; judged anew on 20" in pages.provenance(after)
 
@@ -383,64 +298,72 @@ def test_bad_input_ends_with_a_line_and_status_2(tmp_path):
     assert process.stderr.count("\n") == 1
 
 
-def test_pretraining_that_is_not_there_is_named(tmp_path):
+def test_a_pretrained_run_that_is_not_there_is_named(tmp_path):
     mine = Study("fine_tuning", tmp_path, None)
-    with pytest.raises(ValueError, match="make experiments EXPERIMENT=pretraining"):
-        pretrained.pretrained(mine, "32 experts")
+    with pytest.raises(ValueError, match="make experiments EXPERIMENT=switch_vs_dense"):
+        pretrained.pretrained(mine, "16_experts_R1_seed100")
 
 
-def test_pretraining_of_another_configuration_is_named(tmp_path, monkeypatch):
+def test_a_pretrained_run_of_another_configuration_is_named(tmp_path, monkeypatch):
     mine = Study("fine_tuning", tmp_path, None)
-    comparison = importlib.import_module("experiments.pretraining.run").COMPARISON
-    of = comparison.bindings_of(comparison.contenders[1], seed=0)
-    cells = Cells(tmp_path / "pretraining/cells.jsonl")
-    name = experiment.run_name("32 experts", seed=0)
-    short = [each.replace("TRAIN_STEPS=1000", "TRAIN_STEPS=7") for each in of]
-    cells.get({"run": name, "bindings": short}, lambda: {"curve": {"1000": -4.0}})
-    with pytest.raises(ValueError, match=r"another configuration \(.*TRAIN_STEPS=7\).*OTHER`"):
-        pretrained.pretrained(mine, "32 experts")
-    (tmp_path / "pretraining/cells.jsonl").unlink()
-    cells = Cells(tmp_path / "pretraining/cells.jsonl")
-    cells.get({"run": name, "bindings": of}, lambda: {"curve": {"1000": -4.0}})
-    job = job_from_gin([ROOT / file for file in comparison.gin_files], placed_texts(of))
-    folder = tmp_path / "pretraining" / name
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(fields.describe(job)))
     monkeypatch.setattr(Study, "placed", lambda self, texts: placed_texts(texts))
-    assert pretrained.pretrained(mine, "32 experts").root.name == name
-    assert pretrained.pretrained_curve(mine, "32 experts") == {1000: -4.0}
+    runs, name = tmp_path / "switch_vs_dense", "16_experts_R1_seed100"
+    bindings = ["FILES=<data text>", "LEARNING_RATE=0.01", "SEED=100"]
+    cell = {"run": name, "gin_files": [ladder.R1.gin_file], "bindings": bindings}
+    Cells(runs / "cells.jsonl").get(cell, lambda: {"curve": {"2880": -4.0}})
+    job = job_from_gin([ROOT / ladder.R1.gin_file], placed_texts(bindings))
+    (runs / name).mkdir()
+    config = runs / name / "config.json"
+    config.write_text(json.dumps(fields.describe(job)))
+    with pytest.raises(ValueError, match=r"another configuration \(rule: None != .*OTHER`"):
+        pretrained.pretrained(mine, name)
+    rule = rules.digest(rules.constants_of("switch_vs_dense"))
+    (runs / "begun.json").write_text(json.dumps({"rule": rule}))
+    assert pretrained.pretrained(mine, name).root == runs / name
+    running = []
+
+    def build(files, bindings):
+        running.append(1)
+        time.sleep(0.05)
+        assert running.pop() and not running  # gin has one configuration
+        return job
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as threads:
+        patch.setattr(pretrained, "job_from_gin", build)
+        list(threads.map(pretrained.pretrained, [mine] * 2, [name] * 2))
     edited = dataclasses.replace(job, model=dataclasses.replace(job.model, d_ff=128))
-    (folder / "config.json").write_text(json.dumps(fields.describe(edited)))
+    config.write_text(json.dumps(fields.describe(edited)))
     with pytest.raises(ValueError, match=r"another configuration \(model.d_ff.*OUTPUT=OTHER`"):
-        pretrained.pretrained(mine, "32 experts")
-    (folder / "config.json").write_text(json.dumps(fields.describe(job)))
-    data = tmp_path / "pretraining/data.json"
-    data.write_text('{"movie_reviews/reviews.txt.gz": "other"}')
+        pretrained.pretrained(mine, name)
+    config.write_text(json.dumps(fields.describe(job)))
+    (runs / "data.json").write_text('{"movie_reviews/reviews.txt.gz": "other"}')
     with pytest.raises(ValueError, match=r"is of other data: .* ARGS=--other_data`"):
-        pretrained.pretrained(mine, "32 experts")
-    assert pretrained.pretrained(dataclasses.replace(mine, takes_other_data=True), "32 experts")
+        pretrained.pretrained(mine, name)
+    assert pretrained.pretrained(dataclasses.replace(mine, takes_other_data=True), name)
 
 
-def comparisons() -> dict[str, Comparison]:
+def runs_of_experiments() -> dict[str, ladder.Runs]:
     """Of the experiments that train contenders, by folder and name."""
     found = {}
     for folder in NAMES:
         run = importlib.import_module(f"experiments.{folder}.run")
         for name, value in vars(run).items():
-            if isinstance(value, Comparison):
+            if isinstance(value, ladder.Runs) and value not in found.values():
                 found[f"{folder}.{name}"] = value
     return found
 
 
-@pytest.mark.parametrize(("name", "comparison"), comparisons().items(), ids=comparisons())
-def test_all_contenders_are_jobs_of_their_own(name, comparison):
+@pytest.mark.parametrize(
+    ("name", "runs"), runs_of_experiments().items(), ids=runs_of_experiments()
+)
+def test_all_contenders_are_jobs_of_their_own(name, runs):
     """Their bindings are built, none is without effect, and no two are the same job."""
-    jobs = []
-    for each in comparison.contenders:
-        texts = placed_texts((*comparison.bindings_of(each, seed=0), *experiment.QUICK))
-        jobs.append(job_from_gin([ROOT / file for file in comparison.gin_files], texts))
+    jobs, quick = [], Study("rates", pathlib.Path("runs"), None, is_quick=True)
+    for each in runs.contenders:
+        bindings = ladder.bindings_of(quick, runs.rung, each, seed=0)
+        texts = placed_texts((*bindings, *experiment.QUICK[1:]))
+        jobs.append(job_from_gin([ROOT / runs.rung.gin_file], texts))
         assert jobs[-1] not in jobs[:-1], each.name
-        assert jobs[-1].train_steps == 2
 
 
 def placed_texts(texts: Sequence[str]) -> list[str]:
@@ -454,9 +377,9 @@ def placed(match: re.Match) -> str:
 
 @pytest.fixture(scope="module")
 def quick_output(tmp_path_factory):
-    """Where quick runs are, those of pretraining first: others begin with them."""
+    """Where quick runs are, those of switch_vs_dense first: others begin with them."""
     output = tmp_path_factory.mktemp("experiments")
-    run_quick("pretraining", output)
+    run_quick("switch_vs_dense", output)
     return output
 
 

@@ -42,10 +42,30 @@ def test_the_vertex_errs_as_its_standard_error_says():
     random, x = np.random.default_rng(0), np.log(2) * np.arange(-2, 3)
     drawn = -0.118 * x**2 + random.normal(0, 0.015, (2000, 5))
     found = [statistics.parabola(np.exp(x), y) for y in drawn]
-    spread = np.std([math.log(each.vertex) for each in found])
+    fitted = [each for each in found if each.residual is not None]  # by all five
+    spread = np.std([math.log(each.vertex) for each in fitted])
+    assert 1900 < len(fitted) <= 2000
     exact = statistics.parabola(np.exp(x), -0.118 * x**2)
     assert spread == pytest.approx(exact.error, rel=0.05)
     assert exact.error / math.log(2) == pytest.approx(0.04, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    "qualities",
+    [
+        [-4.135, -3.771, -3.488, -3.428, -4.444],  # dense on the first rung, as it was swept
+        [-4.128, -3.669, -3.362, -3.283, -3.239, -4.979],
+    ],
+)
+def test_a_cliff_is_fitted_about_the_best_rate(qualities):
+    """Five rates leave the parabola; it goes through three, by Newton's divided differences."""
+    found = statistics.parabola([0.002 * 2**i for i in range(len(qualities))], qualities)
+    best = int(np.argmax(qualities))
+    low, y, high = qualities[best - 1 : best + 2]
+    steps = (low - high) / (2 * (low - 2 * y + high))
+    assert found.vertex == pytest.approx(0.002 * 2 ** (best + steps))
+    assert not found.problem and found.residual is None
+    assert 0.002 * 2 ** (best - 1) < found.rate < 0.002 * 2**best
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ HELP = {
     "after": "the folder of an earlier call on the same card: what it measured is not measured "
     "again where its code is the same",
     "only": "names of parts, apart by commas",
+    "ladder": "cells of `python -m experiments.card`, which --only=ladder trains",
     "rehearsal": "all parts on a CPU, with tiny shapes, through the same code",
 }
 
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser, positive) -> None:
     parser.add_argument("--output", metavar="DIR", help=HELP["output"])
     parser.add_argument("--after", metavar="DIR", help=HELP["after"])
     parser.add_argument("--only", metavar="PART,...", help=HELP["only"])
+    parser.add_argument("--ladder", metavar="FILE", help=HELP["ladder"])
     parser.add_argument("--rehearsal", action="store_true", help=HELP["rehearsal"])
 
 
@@ -59,6 +61,7 @@ def report_of(arguments, note):
         seconds=SECONDS if arguments.seconds is None else arguments.seconds,
         only=arguments.only.split(",") if arguments.only else (),
         after=arguments.after,
+        ladder=arguments.ladder,
         is_rehearsal=arguments.rehearsal,
         note=note,
     )
@@ -102,6 +105,7 @@ def run(
     seconds: int = SECONDS,
     only: Sequence[str] = (),
     after: str | pathlib.Path | None = None,
+    ladder: str | None = None,
     is_rehearsal: bool = False,
     note: Callable[[str], Any] = print,
 ) -> Outcome:
@@ -112,6 +116,7 @@ def run(
         only: names of parts; all others are left out.
         after: the folder of an earlier call on the same card. Cases whose part's code is the
             same are taken from it.
+        ladder: the file of cells that the part `ladder` trains.
 
     Raises:
         ValueError: there is no card, or none that can run this; fewer seconds than the first
@@ -121,6 +126,11 @@ def run(
     deadline_s = time.time() + seconds - RESERVE_S
     card = Card(REHEARSAL) if is_rehearsal else find_card()
     wanted = parts_named(only)
+    if ("ladder" in only) != (ladder is not None):
+        raise ValueError(
+            "--only=ladder and --ladder=FILE of `python -m experiments.card` go together; give "
+            "both or none"
+        )
     if seconds < (least := wanted[0].seconds + RESERVE_S):
         raise ValueError(
             f"--seconds={seconds}: the first part, {wanted[0].name}, takes {least}; give at "
@@ -136,7 +146,7 @@ def run(
                 records.write_all(kept[part.name])
         for i, part in enumerate(wanted):
             before = kept[part.name]
-            if is_done(before):
+            if is_done(before) and not part.is_asked:  # which may be asked for more
                 note(f"{part.name}: measured before")
                 continue
             limit_s = limit_of(part, wanted[i + 1 :], deadline_s - time.time(), is_rehearsal)
@@ -147,7 +157,7 @@ def run(
                 note(f"{part.name}: {left[part.name]}")
                 continue
             note(f"{part.name}, {limit_s:.0f} s at most, decides: {part.decides}")
-            if why := measure(part, before, limit_s, card, records, note):
+            if why := measure(part, before, limit_s, card, records, note, ladder):
                 failed[part.name] = why
                 note(f"{part.name}: {why}")
     if records.fault:
@@ -184,6 +194,7 @@ def measure(
     card: Card,
     records: Records,
     note: Callable[[str], Any],
+    ladder: str | None = None,
 ) -> str | None:
     """Runs a part but for the cases that were measured before; None, or why it is not done."""
     settings = {
@@ -192,6 +203,8 @@ def measure(
         "output": str(records.folder.absolute()),
         "done": done_before(part, before, records),
         "rates": records.rates(),
+        "limit_s": limit_s,
+        "ladder": ladder and str(pathlib.Path(ladder).absolute()),
     }
     labels, start_s = {"part": part.name, "code": part.code}, time.time()
 
@@ -290,4 +303,4 @@ def parts_named(names: Sequence[str]) -> list[Part]:
     known = [part.name for part in PARTS]
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"--only={','.join(unknown)}: no such part; use {', '.join(known)}")
-    return [part for part in PARTS if not names or part.name in names]
+    return [part for part in PARTS if part.name in names or not (names or part.is_asked)]

@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import json
+import math
 import pathlib
 import sys
 from typing import Any
@@ -32,6 +33,7 @@ class Part:
         sources: files and folders whose code it measures.
         goes_on: whether the next call keeps the cases of a part that was ended, and measures
             the others; otherwise it begins anew.
+        is_asked: whether it runs only where it is named.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Part:
     run: str
     sources: tuple[str, ...]
     goes_on: bool = False
+    is_asked: bool = False
 
     @property
     def code(self) -> str:
@@ -84,6 +87,9 @@ PARTS = (
          (*_DECODING, f"{_OWN}/training.py", "switchx/bench/offload.py", "switchx/storage")),
     Part(REST, 480, "whether the kernels may be released, the whole of it",
          f"{_HERE}.kernel_tests:rest", _TESTS, goes_on=True),
+    Part("ladder", 130, "what experts are worth at the sizes of a card (experiments/README.md)",
+         f"{_HERE}.ladder:ladder", (*_MODEL, "switchx/training", "switchx/optim"),
+         goes_on=True, is_asked=True),
 )  # fmt: skip
 
 
@@ -96,12 +102,16 @@ class Session:
         output: the folder of the run.
         done: cases that need not be measured again.
         rates: rates that the part `card` measured, by name; empty before it ran.
+        limit_s: seconds after which the part is ended.
+        ladder: the file of cells that the part `ladder` trains.
     """
 
     is_rehearsal: bool
     output: pathlib.Path
     done: frozenset[str] = frozenset()
     rates: dict[str, float] = dataclasses.field(default_factory=dict)
+    limit_s: float = math.inf
+    ladder: str | None = None
 
     def is_wanted(self, case: str) -> bool:
         return case not in self.done
