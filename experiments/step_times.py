@@ -16,6 +16,7 @@ from pallas_kernels.bench.timing import speedup, take_turns
 from switchx.data.loader import evaluation_batches
 from switchx.data.mixtures import as_mixture
 from switchx.gin_config.building import job_from_gin
+from switchx.malloc import keep_freed_memory
 from switchx.training.job import TrainingJob
 from switchx.training.programs import compiled_program
 
@@ -60,6 +61,7 @@ def _step_times(
     gin_files: Sequence[str], bindings: dict[str, Sequence[str]], rounds: int
 ) -> dict[str, float]:
     """Seconds of a training step relative to the first job's, measured in turns."""
+    keep_freed_memory()  # as runs do
     files = [ROOT / file for file in gin_files]
     timed = {name: _timed(name, job_from_gin(files, each)) for name, each in bindings.items()}
     take_turns(list(timed.values()), rounds, num_steps=5)
