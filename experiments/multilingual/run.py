@@ -19,7 +19,7 @@ from experiments.study import Study, main
 from experiments.switch_vs_dense.run import SECOND, SEEDS
 
 LANGUAGES = tuple("en uk es zh_cn ja pt_br ko fr zh_tw tr it ro pl id".split())
-GIN_FILES = (R1.gin_file, "configs/tasks/text_languages.gin")
+GIN_FILE = "configs/runs/ladder_languages.gin"
 DENSE, SPARSE = (each.name for each in SECOND.contenders)
 RULES = (
     Rule(
@@ -61,12 +61,10 @@ def run(study: Study) -> None:
     def trained(pair: tuple[int, OnLadder]) -> dict[str, float]:
         """Quality after the last step, by language."""
         seed, contender = pair
-        ours = [
-            b for b in bindings_of(study, R1, contender, seed) if not b.startswith("FILES=")
-        ]
-        ours += [f"LANGUAGES={languages}", "FOLDER='<data>/python_docs'", "VOCAB_SIZE=4096",
-                 "languages.text_languages.objective=@objectives.CausalLM()"]  # fmt: skip
-        found = study.train(cells, run_name(contender.name, seed), GIN_FILES, ours)
+        asked = bindings_of(study, R1, contender, seed)
+        ours = [each for each in asked if not each.startswith("FILES=")]
+        ours += [f"LANGUAGES={languages}", "FOLDER='<data>/python_docs'"]
+        found = study.train(cells, run_name(contender.name, seed), [GIN_FILE], ours)
         ends = {task: curve[max(curve, key=int)] for task, curve in found["tasks"].items()}
         return {task.removeprefix("text_"): quality for task, quality in ends.items()}
 
