@@ -154,15 +154,16 @@ def _reshape(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, An
             value = getattr(arguments, name)
             said = f"--{name}={value} with --merge_adapter has no effect; leave it out"
             require(value is None or value is False, said)
-    made = None if record else _check(arguments, config)
+        reporter.note(f"reading {folder.root} and its base {record.spec.base}")
+        model = api.load(folder.path, arguments.step)
+        _write(arguments, model, model, None)
+        said = f"adapters of rank {record.spec.rank} merged into {record.spec.base}"
+        return [_row("merged", model)], said
+    made = _check(arguments, config)
     job = check_same_model(folder, building.parse_job(*shared.gin_of(arguments, folder)))
     reporter.note(f"reading {folder.root} and its validation text")
     model = api.load(folder.path, arguments.step)
     text = ValidationText.of(job, num_prompts=0, input_length=1)
-    if record is not None:
-        _write(arguments, model, model, None)
-        said = f"adapters of rank {record.spec.rank} merged into {record.spec.base}"
-        return [_row("merged", model, text)], said
     rows = [_row("before", model, text)]
     found, said = _changed(arguments, made, model, text, reporter)
     reshaped = dataclasses.replace(model, config=found.config, params=found.params)
@@ -262,7 +263,7 @@ def _check(arguments: argparse.Namespace, config):
     return reduced_config(config, experts, is_merged=arguments.reduce != "drop")
 
 
-def _row(name: str, model, text) -> dict[str, Any]:
+def _row(name: str, model, text=None) -> dict[str, Any]:
     from switchx.deploy.measure import validation_loss
     from switchx.inference.quantize import model_bytes
     from switchx.tree import num_elements
@@ -273,7 +274,7 @@ def _row(name: str, model, text) -> dict[str, Any]:
         "experts": 0 if switch is None else switch.num_experts,
         "parameters": num_elements(model.params),
         "bytes": model_bytes(model.params),
-        "loss_nats": validation_loss(model, text),
+        **({} if text is None else {"loss_nats": validation_loss(model, text)}),
     }
 
 
