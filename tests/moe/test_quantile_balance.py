@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantile balancing against sorted margins, a transport problem of scipy and split batches."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.optimize
 
+from switchx.moe import quantile_balance
 from switchx.moe.balance import max_violation
-from switchx.moe.quantile_balance import (
-    BINS,
-    bias_of_counts,
-    bias_of_quantiles,
-    margin_counts,
-    margin_quantiles,
-)
+from switchx.moe.quantile_balance import BINS, bias_of_quantiles
 
+margin_counts = jax.jit(quantile_balance.margin_counts, static_argnums=3)
+margin_quantiles = jax.jit(quantile_balance.margin_quantiles, static_argnums=3)
+bias_of_counts = jax.jit(quantile_balance.bias_of_counts, static_argnums=2)
 G, T, E, S = 4, 50, 8, 2
 
 

@@ -152,7 +152,8 @@ def test_the_loss_by_sequence_equals_a_loop_and_counts_unbiased_choices():
                 number += 1
         return total, number
 
-    (got, groups), slope = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(z_BLE))
+    compute = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (got, groups), slope = compute(jnp.asarray(z_BLE))
     want, number = loop(z_BLE)
     np.testing.assert_allclose(got, want, rtol=1e-6)
     assert groups == number == 6
@@ -165,14 +166,17 @@ def test_one_sequence_a_row_is_the_loss_of_groups_of_a_row():
     rng = np.random.default_rng(2)
     prob_GTE = softmax(rng.normal(size=(G, T, E))).astype(np.float32)
     router, is_token_GT = RouterConfig(num_selected=2), jnp.ones((G, T), bool)
-    plan = make_plan(router, prob_GTE, jnp.asarray(prob_GTE), is_token_GT, T)
-    want = balance_sums(prob_GTE, plan.count_GE, is_token_GT)
     by_row = RouterConfig(num_selected=2, balance_scope="sequence")
-    segment_BL = jnp.ones((G, T), jnp.int32)
-    stats = measure_routing(
-        prob_GTE, prob_GTE, plan, is_token_GT, by_row, segment_BL=segment_BL
-    )
-    np.testing.assert_allclose((stats.balance, stats.groups), want, rtol=1e-6)
+
+    @jax.jit
+    def both(prob_GTE):
+        plan = make_plan(router, prob_GTE, prob_GTE, is_token_GT, T)
+        measured = prob_GTE, prob_GTE, plan, is_token_GT, by_row
+        stats = measure_routing(*measured, segment_BL=jnp.ones((G, T), jnp.int32))
+        of_groups = balance_sums(prob_GTE, plan.count_GE, is_token_GT)
+        return (stats.balance, stats.groups), of_groups
+
+    np.testing.assert_allclose(*both(prob_GTE), rtol=1e-6)
 
 
 @pytest.mark.hf
