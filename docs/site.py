@@ -27,6 +27,11 @@ MOVED = {
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
 }
+# Dataclasses of modules that gin files import, which say what was found and set nothing.
+RESULTS = (
+    *("Account", "Alarm", "CorpusSource", "MetricResult", "OpenTask", "Schedule", "SpanCounts"),
+    *("StepMetrics", "TrainState", "WrittenTeacher"),
+)
 _LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -192,7 +197,8 @@ def configured_classes() -> list[type]:
             for name, cls in vars(there).items():
                 if inspect.isclass(cls) and cls.__module__ == there.__name__ and name[0] != "_":
                     add(cls)
-    return sorted(found, key=lambda cls: (cls.__module__, cls.__name__))
+    settings = (cls for cls in found if cls.__name__ not in RESULTS)
+    return sorted(settings, key=lambda cls: (cls.__module__, cls.__name__))
 
 
 def _hints(cls: type) -> dict:

@@ -55,6 +55,9 @@ def test_the_gin_page_has_the_parameters_of_the_dataclasses(site):
         ]
         rows = [line.split("|")[1].strip() for line in part.splitlines() if line[:3] == "| `"]
         assert rows == [f"`{field.name}`" for field in dataclasses.fields(cls) if field.init]
+        _, meanings = site.documented(cls)
+        assert [field.name for field in dataclasses.fields(cls) if field.name not in meanings
+                and field.init] == [], cls  # fmt: skip
     _, meanings = site.documented(RouterConfig)
     assert meanings["num_selected"].startswith("k, the number of experts")
 

@@ -40,7 +40,11 @@ Rows = Sequence[Sequence[Example]]
 
 @dataclasses.dataclass(frozen=True)
 class EncoderDecoderFeatures:
-    """Rows of `inputs_length` tokens for the encoder and `targets_length` for the decoder."""
+    """Rows of tokens for the encoder, and for the decoder.
+
+    Attributes:
+        inputs_length, targets_length: tokens of a row of each.
+    """
 
     inputs_length: int
     targets_length: int
@@ -98,6 +102,7 @@ class DecoderOnlyFeatures:
     """Rows of `length` tokens in which an example is its inputs and then its targets.
 
     Attributes:
+        length: tokens of a row.
         has_prefix: whether batches have `decoder_prefix_mask`; without it no inputs are
             bidirectional.
     """

@@ -34,6 +34,7 @@ class BatchConfig:
 
     Attributes:
         batch_size: rows of the global batch, over all processes.
+        features: the form of a row, of a model with an encoder or without.
         packed: whether a row has several examples; otherwise it has one.
     """
 

@@ -109,6 +109,10 @@ class SpanCorruption(TextObjective):
 
     Documents are joined without EOS between them, as T5's `span_corruption` does: its EOS
     only ever ends inputs and targets.
+
+    Attributes:
+        noise_density: share of the tokens that spans replace.
+        mean_span_length: tokens of a span, on average.
     """
 
     ends_inputs_with_eos = True

@@ -27,6 +27,9 @@ class Task:
 
     Attributes:
         name: name of the task in metrics and in the loader's state.
+        corpus: source of the examples.
+        vocabulary: vocabulary of the token ids.
+        objective: what is made of an example: inputs and targets.
         too_long: treatment of an example of a `RecordObjective` that no row holds: `drop` and
             `truncate` are counted (`TrainLoader.counts`), `error` stops. (T5X truncates and
             does not say so.) Text is cut into chunks that fit.

@@ -126,6 +126,7 @@ class Bleu:
         tokenize: 13a is WMT's; intl splits at all punctuation of Unicode; zh and char are
             for Chinese, and for texts without spaces. Those of sacreBLEU that need no further
             package and download nothing.
+        lowercase: whether upper and lower case are the same.
     """
 
     tokenize: Literal["13a", "intl", "char", "zh", "none"] = "13a"

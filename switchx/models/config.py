@@ -54,6 +54,12 @@ class Precision:
     Selective precision (Fedus et al. 2021, arXiv:2101.03961, section 2.4): the router computes
     in float32 whatever dtype the layers around it use, and only its gates leave the device in
     float32.
+
+    Attributes:
+        params: dtype of the parameters.
+        compute: dtype of activations and of weights in products.
+        router: dtype of the router's product and probabilities.
+        logits: dtype of the logits.
     """
 
     params: Literal[DTYPES] = "float32"
@@ -89,6 +95,8 @@ class ModelConfig:
     or RoutingStats (docs/own_code.md).
 
     Attributes:
+        architecture: `encoder_decoder` or `decoder_only`.
+        vocab_size: V, rows of the embedding table.
         d_model, d_ff, num_heads, d_head: D, F, H and K.
         num_kv_heads: Z, heads of keys and values; each is read by H / Z heads of queries
             (arXiv:2305.13245). None takes H.
@@ -99,7 +107,14 @@ class ModelConfig:
         norm_place: place of a block's norms: `before` its sublayers, or `after` them, where
             their outputs join the residual stream.
         rotary: frequencies of `rotary` positions.
-        num_encoder_layers: 0 in a decoder-only model.
+        num_encoder_layers: blocks of the encoder; 0 in a decoder-only model.
+        num_decoder_layers: blocks of the decoder.
+        activation: activation of the FFNs, with a gate (`geglu`, `swiglu`) or without.
+        norm: RMSNorm (`rms`) or LayerNorm (`layer`).
+        positions: what tells positions apart, as above.
+        use_bias: whether FFNs, and by default attention, have biases.
+        scale_attention: whether scores are divided by sqrt(K); T5's are not.
+        precision: dtypes of parameters, computation, routers and logits.
         switch: the Switch layers, or None for a dense model.
         norm_epsilon: epsilon that is added to the variance in norms.
         max_length: rows of the position table, where there is one: `learned` and TUPE's; with

@@ -92,6 +92,7 @@ class RouterConfig:
         exploration: noise in training (Switch, appendix C): `none`; `jitter` multiplies the
             router's inputs by U[1-jitter, 1+jitter]; `sample` draws experts from the softmax
             with `temperature`; `dropout` drops `input_dropout_rate` of the router's inputs.
+        jitter, temperature, input_dropout_rate: settings of these three.
         overflow: treatment of a token whose expert is full. `drop` leaves the token to the
             residual connection; `reroute` sends it to its next expert that has a slot
             (No-Token-Left-Behind, Switch, appendix B); `dropless` gives every expert as many
@@ -391,7 +392,8 @@ class SwitchConfig:
             appendix A) or `both`.
         attention_experts: experts of a Switch attention are `linear` maps, or each an `ffn`.
         capacity_factor: slots of an expert over its even share of tokens, in training
-            (section 2.2, eq. 3); `eval_capacity_factor` where nothing is trained.
+            (section 2.2, eq. 3).
+        eval_capacity_factor: the same where nothing is trained.
         min_capacity: fewest slots an expert has.
         expert_capacity: slots that an expert has for each row of a batch, whatever the row's
             length, where rows are routed apart as Hugging Face does; then no factor, no

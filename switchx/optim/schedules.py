@@ -25,7 +25,11 @@ def require_schedule(schedule) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """A constant learning rate; T5 fine-tunes with 1e-3."""
+    """A constant learning rate; T5 fine-tunes with 1e-3.
+
+    Attributes:
+        value: the rate.
+    """
 
     value: float
 
@@ -43,6 +47,10 @@ class InverseSquareRoot:
 
     Raffel et al. 2020 (arXiv:1910.10683), section 3.1.2. With the default 10000 the rate is
     0.01 for that long and falls from there: there is no ramp from zero.
+
+    Attributes:
+        base: the rate times the square root of the step.
+        warmup_steps: steps at the first rate.
     """
 
     base: float = 1.0
@@ -59,7 +67,12 @@ class InverseSquareRoot:
 
 @dataclasses.dataclass(frozen=True)
 class LinearWarmup:
-    """`peak * min(1, step / warmup_steps)`: from 0 up, then constant."""
+    """`peak * min(1, step / warmup_steps)`: from 0 up, then constant.
+
+    Attributes:
+        peak: the last rate.
+        warmup_steps: steps until it is reached.
+    """
 
     peak: float
     warmup_steps: int
@@ -78,6 +91,9 @@ class WarmupCosine:
     """Linear from 0 to `peak`, then half a cosine down to `final`, then constant.
 
     Attributes:
+        peak: the largest rate.
+        warmup_steps: steps until it is reached.
+        final: the last rate.
         total_steps: the step at which `final` is reached, warm-up included.
     """
 

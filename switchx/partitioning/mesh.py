@@ -45,6 +45,7 @@ class MeshSpec:
         model: parts of heads, F and vocabulary; they share the batch.
         pipe: stages, each with its own part of every stack's blocks; microbatches go from
             one to the next (`pipeline/schedule.py`). They share the batch.
+        rules: the axes that each dimension of an array is split over.
     """
 
     data: int | None = None

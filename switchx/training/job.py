@@ -82,7 +82,9 @@ class TrainingJob:
     """The model, data, optimizer and schedule of training, and what is written during it.
 
     Attributes:
+        model: configuration of the model.
         source: the task or the mixture of tasks to learn.
+        optimizer: optimizer of the parameters.
         schedule: learning rate by step.
         inputs_length, targets_length: tokens of a row, for the encoder and the decoder; a
             decoder-only model has rows of `inputs_length + targets_length`.
@@ -96,6 +98,10 @@ class TrainingJob:
         eval_at_start: whether there is an evaluation before the first step.
         retention: policy of keeping checkpoints: the newest ones, and the best by validation.
         max_skipped_in_a_row: non-finite steps in a row after which training stops.
+        loss: terms of the loss.
+        step: microbatches, clipping, averages and rates by parameter of a step.
+        mesh: mesh of the devices.
+        prefetch: batches that are made ahead of the step that reads them.
         init_from: run folder whose parameters training starts from (fine-tuning); read at
             step 0 alone.
         init: which checkpoint of `init_from` is read, and which parts of it.

@@ -139,6 +139,7 @@ class Texts:
     """Files of text, and the fields of their records.
 
     Attributes:
+        files: the files, in their order.
         fields: fields of an example, `text`, or `inputs` and `targets`.
         keys: keys of a record for these fields.
     """
