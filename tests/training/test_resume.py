@@ -19,6 +19,7 @@ from switchx.data.text_metrics import Accuracy
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.data.vocabularies import SavedVocabulary, save_vocabulary
 from switchx.fields import describe
+from switchx.models.adapters import LoRASpec
 from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant, WarmupCosine
@@ -92,6 +93,7 @@ FIXED = {
     "seed": (1, "seed: 0 there, 1 here"),
     "packed": (False, "packed: True there, False here"),
     "distillation": (Distillation("teacher"), "distillation: None there, {<any>} here"),
+    "lora": (LoRASpec("base"), "lora: None there, {<any>} here"),
     "step": (StepConfig(clip_norm=1.0), "step.clip_norm: None there, 1.0 here"),
 }
 
