@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import logging
 import math
+import operator
 import queue
 import threading
 import time
@@ -155,7 +156,9 @@ class Worker(threading.Thread):
                 continue
             if self._num_compiled(group) < size:
                 self.compiler.ask(group)
-                continue
+                if (larger := self._covering(group, size)) is None:
+                    continue
+                group = larger
             groups[kind] = group
             others.append(each)
         for kind, batch in self._batches.items():
@@ -286,6 +289,18 @@ class Worker(threading.Thread):
     def _most_inputs(self, group: Group) -> int:
         """Most inputs of a group that are decoded together, once that is compiled."""
         return min(self._limits.batch_size, self._most.get(group, self._limits.batch_size))
+
+    def _covering(self, group: Group, size: int) -> Group | None:
+        """The smallest group with compiled programs for so many inputs of a group, which are
+        padded further; None where there is none."""
+        fits = [
+            each
+            for each in self.compiled
+            if each.kind == group.kind and each.joined(group) == each
+            and self._num_compiled(each) >= size
+        ]  # fmt: skip
+        sizes = operator.attrgetter("prompt_length", "answer_length")
+        return min(fits, key=sizes, default=None)
 
     def _num_compiled(self, group: Group) -> int:
         """Number of inputs of a group that the compiled and kept programs take.

@@ -406,6 +406,20 @@ def test_inputs_are_answered_once_the_first_programs_are_there(monkeypatch):
         served.stop(service)
 
 
+def test_what_fits_larger_programs_does_not_wait_for_its_own(monkeypatch):
+    limits = dataclasses.replace(served.LIMITS, max_new_tokens=64)
+    with served.started(limits) as service:
+        (long,) = service.worker.compiled
+        monkeypatch.setattr(service.worker.compiler, "ask", lambda group: None)
+        short = dataclasses.replace(request_of(["gate"]), settings=DecodingConfig(8))
+        assert Group.of([1], short.settings, limits).answer_length < long.answer_length
+        (event,) = asyncio.run(all_events(service, short))
+        assert list(service.worker.compiled) == [long]
+        assert service.worker._covering(dataclasses.replace(long, beam_size=2), 1) is None
+    want = served.said()["gate"]
+    assert served.model().vocabulary.decode(event.hypothesis.tokens) == want.output
+
+
 def test_what_was_asked_for_is_compiled_first_at_the_next_start(tmp_path, caplog):
     limits, path = served.LIMITS, tmp_path / "served/a.json"
     greedy, beams = (
