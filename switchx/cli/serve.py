@@ -159,9 +159,12 @@ def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
 def _service(model, *about):
     """A service that first compiles what the model's last one was asked for."""
     from switchx.serving.history import history_of, read_groups
+    from switchx.serving.requests import fault_of_experts
     from switchx.serving.service import Service
 
     asked_before = read_groups(history_of(model.fingerprint), about[0])
+    if fault_of_experts(model) is not None:  # as on a mesh, where the last one was not
+        asked_before = [group for group in asked_before if not group.is_recorded]
     return Service(model, *about, asked_before=asked_before)
 
 

@@ -3,6 +3,7 @@
 
 import asyncio
 import dataclasses
+import json
 import queue
 import threading
 import time
@@ -419,10 +420,13 @@ def test_what_was_asked_for_is_compiled_first_at_the_next_start(tmp_path, caplog
     assert history.read_groups(path, dataclasses.replace(limits, decodings="beam2")) == [beams]
     with served.started(asked_before=[beams]) as service:
         assert list(service.worker.compiled)[0] == beams and len(service.worker.compiled) == 2
-    for text in ("[{}]", "nothing", '[{"prompt_length": "a"}]'):
+    whole = json.dumps([dataclasses.asdict(greedy)])
+    flags = (whole.replace('"is_recorded": false', f'"is_recorded": {x}') for x in ("[1]", "2"))
+    others = whole.replace('": 16', '": 16.0'), whole.replace("null", "0.5"), "[" * 10**5
+    for text in ("[{}]", "nothing", '[{"prompt_length": "a"}]', "[[]]", *flags, *others):
         path.write_text(text)
         assert history.read_groups(path, limits) == []
-    assert caplog.text.count("is not read") == 3
+    assert caplog.text.count("is not read") == 9
 
 
 def request_of(texts, is_streaming=False):
