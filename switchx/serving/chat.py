@@ -111,7 +111,7 @@ class ChatForm(CompletionForm):
 
 
 def prompt_of_chat(model: Model, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation, and of the head of the answer.
+    """Token ids of a conversation, and of the head of the answer, behind a start token.
 
     Raises:
         Refusal: 400, the model has no template, or its template refuses the messages.
@@ -126,7 +126,9 @@ def prompt_of_chat(model: Model, messages: list[dict[str, str]]) -> list[int]:
         )
     except (jinja2.TemplateError, ValueError, TypeError) as error:
         raise wrong("messages", f"the chat template: {str(error)[:300]}") from None
-    return vocabulary.encode_special(text)
+    tokens, start = vocabulary.encode_special(text), model.prompt([])
+    # Templates write the start that is put before every prompt.
+    return tokens[len(start) :] if start and tokens[: len(start)] == start else tokens
 
 
 @functools.lru_cache(maxsize=8)
@@ -173,7 +175,12 @@ def _message(value, name: str, model: Model) -> dict[str, str]:
         if value[field]:
             raise wrong("messages", f"{name}.{field} is {shown(value[field])}; leave it out")
     if isinstance(content, list):  # of parts, as newer clients send them
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        parts = [
+            part.get("text")
+            if isinstance(part, dict) and part.get("type", "text") == "text"
+            else None
+            for part in content
+        ]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     if not isinstance(content, str):
         expected = "expected a text, or parts of texts"
