@@ -70,10 +70,14 @@ class ChatForm(CompletionForm):
         messages = _messages(values.pop("messages", None), self._model)
         most = [values.pop(name, None) for name in ("max_completion_tokens", "max_tokens")]
         number = next((each for each in most if each is not None), limits.max_new_tokens)
+        most_name = "max_tokens" if most[0] is None else "max_completion_tokens"
         prompt = prompt_of_chat(self._model, messages)
         try:
             return super().read(values | {"prompt": prompt, "max_tokens": number}, limits)
         except Refusal as refusal:
+            if refusal.field == "max_tokens":
+                message = refusal.message.replace(refusal.field, most_name, 1)
+                raise wrong(most_name, message) from None
             if refusal.field != _PROMPT:
                 raise
             message = refusal.message.replace(_PROMPT, "the conversation", 1)

@@ -121,6 +121,8 @@ def test_openai_s_client_gets_messages_whole_and_in_chunks(model, service):
         ({"response_format": {"type": "json_object"}}, "response_format", "texts alone"),
         ({"logprobs": True}, "logprobs", "leave it out"),
         ({"prompt": "a"}, "prompt", "is no field"),
+        ({"max_tokens": 9}, "max_tokens", "max_tokens is a number (9)"),
+        ({"max_completion_tokens": 9}, "max_completion_tokens", "max_completion_tokens is"),
         ({"messages": []}, "messages", "give a list"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages", "there are no tools"),
         ({"messages": [{"role": "user"}]}, "messages", "role and content"),
