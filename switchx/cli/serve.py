@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
     from switchx.serving.app import is_loopback
-    from switchx.serving.history import history_of, write_groups
+    from switchx.serving.history import keep_asked
     from switchx.serving.metrics import Metrics
     from switchx.serving.models import Models, Reloader
     from switchx.serving.server import Server, open_socket
@@ -150,8 +150,8 @@ def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
         reloader = Reloader(models, folders)
         hosts = None if token or not is_here_alone else hosts
         is_all_answered = Server(models, token, hosts, reloader).run_until_stopped(listener)
-    for each in models.services.values():
-        write_groups(history_of(each.model.fingerprint), each.worker.asked)
+    services = models.services.values()
+    keep_asked((each.model.fingerprint, each.worker.asked) for each in services)
     threads = [part for each in models.all for part in (each.worker, each.worker.compiler)]
     return _leave([*threads, reloader], 0 if is_all_answered else 1)
 

@@ -6,6 +6,7 @@ import json
 import logging
 import pathlib
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from switchx.data.data_dir import cache_dir
@@ -49,6 +50,15 @@ def write_groups(path: pathlib.Path, asked: Counter[Group]) -> None:
         write_atomically(path, json.dumps(groups).encode())
     except OSError as error:
         LOG.warning("what was asked for is not kept for the next start: %s", error)
+
+
+def keep_asked(asked: Iterable[tuple[str, Counter[Group]]]) -> None:
+    """Writes what each model was asked for, by fingerprint; one may have several names."""
+    by_model: dict[str, Counter[Group]] = {}
+    for fingerprint, groups in asked:
+        by_model.setdefault(fingerprint, Counter()).update(groups)
+    for fingerprint, groups in by_model.items():
+        write_groups(history_of(fingerprint), groups)
 
 
 def _checked(values: dict[str, Any]) -> dict[str, Any]:
