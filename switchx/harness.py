@@ -11,6 +11,7 @@ many do.
 """
 
 import logging
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,10 +37,15 @@ Pair = tuple[list[int], list[int]]
 MAX_LENGTH = 2048  # of models without a limit; the harness's own default
 # Settings of generation by their names here; `do_sample` and `until` are read beside them.
 _SETTINGS = {
-    **dict.fromkeys(("max_gen_toks", "max_new_tokens", "max_tokens"), "max_new_tokens"),
+    **dict.fromkeys(
+        ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"),
+        "max_new_tokens",
+    ),
     **{name: name for name in ("temperature", "top_k", "top_p", "repetition_penalty")},
     "num_beams": "beam_size",
 }
+# Settings of samples alone, and values of them that leave all tokens to draw from.
+_OF_SAMPLES = {"top_k": 0, "top_p": 1}
 
 
 @register_model("switchx")
@@ -91,11 +97,12 @@ class SwitchxLM(LM):
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False):
         """Log-likelihood of each whole text, by windows of `max_length` that do not overlap in
-        what they predict."""
+        what they predict; a start token is among it, as the harness's `hf` has it."""
         pairs, owners = [], []
         for owner, (text,) in enumerate(each.args for each in requests):
+            tokens = self.model.prompt(self.model.vocabulary.encode(text))
             windows = get_rolling_token_windows(
-                self.model.vocabulary.encode(text), self._first, self.max_length, context_len=1
+                tokens, self._first, self.max_length, context_len=1
             )
             found = [make_disjoint_window(window) for window in windows]
             pairs, owners = pairs + found, owners + [owner] * len(found)
@@ -118,16 +125,16 @@ class SwitchxLM(LM):
         return answers
 
     def _pair(self, context: str, continuation: str) -> Pair:
-        """Tokens of both. Spaces between them are the continuation's; a decoder reads the
-        tokens of the whole text."""
+        """Tokens of both, as the harness's own models have them. Spaces between them are the
+        continuation's. A decoder reads the context's tokens, and predicts as many of the whole
+        text's as are behind so many: where a token spans both, they are not the text's."""
         spaces = context[len(context.rstrip()) :]
         context, continuation = context.removesuffix(spaces), spaces + continuation
         encode = self.model.vocabulary.encode
         if self._has_encoder:
             return self._inputs(context), encode(continuation)
-        num_inputs = len(encode(context)) if context else 0
-        tokens = encode(context + continuation)
-        return self._inputs(context, tokens[:num_inputs]), tokens[num_inputs:]
+        read = encode(context) if context else []
+        return self._inputs(context, read), encode(context + continuation)[len(read) :]
 
     def _inputs(self, context: str, tokens: list[int] | None = None) -> list[int]:
         """Tokens that stand before what is predicted; at least one."""
@@ -190,6 +197,14 @@ class SwitchxLM(LM):
             settings[_SETTINGS[name]] = value
         if not samples:
             settings["temperature"] = 0.0
+        require(
+            not samples or settings["temperature"] > 0,
+            "a task asks for do_sample=True without a temperature above 0; add one, or leave "
+            "do_sample out for the likeliest tokens",
+        )
+        for name, all_tokens in _OF_SAMPLES.items():
+            if not samples or settings.get(name) == all_tokens:
+                settings.pop(name, None)
         num_new = settings["max_new_tokens"]
         prompts = [self._cut(self._inputs(context), num_new) for context in contexts]
         generator = self.model.generator(batch_size=self.batch_size, **settings)
@@ -220,6 +235,10 @@ def results_of(
     Raises:
         ValueError: there is no such task, or its data cannot be had; or as in `SwitchxLM`.
     """
+    require(
+        folder is None or pathlib.Path(folder).is_dir(),
+        f"there is no folder {folder} of tasks; give the one of the YAML files",
+    )
     # Thousands of its own are not looked through where the folder has them all.
     manager = folder and TaskManager(include_path=folder, include_defaults=False)
     if not (manager and all(manager.match_tasks([name]) for name in tasks)):
@@ -239,9 +258,13 @@ def results_of(
             "that a machine with one left in HF_HOME"
         ) from error
     model = SwitchxLM(model_dir, step, batch_size)
-    return simple_evaluate(
-        model, tasks=[*loaded["tasks"].values()], task_manager=manager, limit=limit
-    )
+    # What is in a group comes with it, and its means are computed where it is asked for itself.
+    groups = loaded["groups"].values()
+    inner = {task.task_name for group in groups for task in group.get_all_tasks()}
+    inner |= {each.name for group in groups for each in group.get_all_groups()}
+    found = {**loaded["groups"], **loaded["tasks"]}
+    asked = [each for name, each in found.items() if name not in inner]
+    return simple_evaluate(model, tasks=asked, task_manager=manager, limit=limit)
 
 
 if __name__ == "__main__":

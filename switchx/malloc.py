@@ -16,12 +16,18 @@ VARIABLE = "SWITCHX_MALLOC"
 # Parameters of mallopt(3), of malloc.h.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -2, -3, -4, -8
 
+# What mallopt(3) reads from the environment; GLIBC_TUNABLES is newer.
+_OF_GLIBC = (
+    *("MALLOC_ARENA_MAX", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_"),
+    *("MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_"),
+)
+
 
 def keep_freed_memory() -> str:
     """Has malloc keep what is freed, in one arena; to be called before JAX is first used.
 
     Nothing changes where an accelerator holds the arrays, where the C library is not glibc,
-    where GLIBC_TUNABLES sets malloc, or with SWITCHX_MALLOC=system.
+    where GLIBC_TUNABLES or a variable of mallopt(3) sets malloc, or with SWITCHX_MALLOC=system.
 
     Returns:
         A sentence that says which it is.
@@ -38,6 +44,8 @@ def keep_freed_memory() -> str:
         return f"malloc gives freed memory to the system ({VARIABLE}=system)"
     if "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return "malloc is set by GLIBC_TUNABLES"
+    if given := [name for name in _OF_GLIBC if os.environ.get(name)]:
+        return f"malloc is set by {given[0]}"
     if not _on_cpu() or not _set(
         {_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1, _ARENA_MAX: 1, _TOP_PAD: 2**26}
     ):

@@ -4,6 +4,7 @@
 Tasks are local files; nothing is downloaded.
 """
 
+import functools
 import json
 
 import numpy as np
@@ -119,3 +120,38 @@ def test_numbers_are_those_of_transformers(folder, capsys):
     assert said["local_choices"]["acc,none"] == want["local_choices"]["acc,none"]
     assert main([*words, "--harness=no_such_task"]) == 2
     assert "lm_eval has no task no_such_task" in capsys.readouterr().err
+    group = {"group": "local_group", "task": ["local_choices"]}
+    group["aggregate_metric_list"] = [{"metric": "acc", "weight_by_size": True}]
+    (folder / "tasks/group.yaml").write_text(json.dumps(group))
+    capsys.readouterr()
+    assert main([*words, "--harness=local_group"]) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["local_group"]["acc,none"] == said["local_choices"]["acc,none"]
+    assert main([*words[:-1], "--harness_path=nowhere", "--harness=local_choices"]) == 2
+    assert "no folder nowhere" in capsys.readouterr().err
+    # As tasks write them: a greedy choice with settings of samples, and neutral ones.
+    write = functools.partial(ours._written, ["hello", "one"])
+    likeliest = write({"max_gen_toks": 4})
+    greedy = {"do_sample": False, "temperature": 0.0, "top_p": 0.95, "top_k": 50}
+    assert write({"max_completion_tokens": 4, **greedy}) == likeliest
+    sampled = {"do_sample": True, "temperature": 0.7, "max_gen_toks": 4}
+    assert write({**sampled, "top_p": 1.0, "top_k": 0}) == write(sampled)
+    with pytest.raises(ValueError, match="do_sample=True without a temperature"):
+        write({"do_sample": True})
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--beam_size=4", "--max_new_tokens=3", "--length_penalty=2.0", "--bootstrap=10"]
+    + ["--rank_choices", "--gin.NUM_EXPERTS=3", "--step=all", "--metrics=bleu"],
+)
+def test_what_the_harness_does_not_read_is_refused(flag, tmp_path, capsys):
+    words = ["eval", f"--model_dir={tmp_path}", flag]
+    assert main([*words, "--harness=local_choices"]) == 2
+    error = capsys.readouterr().err
+    assert "--harness" in error and flag.partition("=")[0] in error
+
+
+def test_a_folder_of_tasks_needs_the_harness(tmp_path, capsys):
+    assert main(["eval", f"--model_dir={tmp_path}", "--harness_path=tasks"]) == 2
+    assert "--harness_path is for --harness" in capsys.readouterr().err

@@ -52,6 +52,9 @@ def test_fresh_arrays_fault_no_page_in_where_memory_is_kept(changes, says, tmp_p
 def test_other_settings_of_malloc_are_left_alone_or_named(monkeypatch):
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")
     assert keep_freed_memory() == "malloc is set by GLIBC_TUNABLES"
+    monkeypatch.delenv("GLIBC_TUNABLES")
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+    assert keep_freed_memory() == "malloc is set by MALLOC_TRIM_THRESHOLD_"
     monkeypatch.setenv("SWITCHX_MALLOC", "jemalloc")
     with pytest.raises(ValueError, match="SWITCHX_MALLOC='jemalloc'; use 'keep', or 'system'"):
         keep_freed_memory()

@@ -47,6 +47,12 @@ A folder of `switchx quantize` is evaluated by its texts alone, on the tasks of 
 
   switchx eval --gin_file=DIR/operative_config.gin --model_dir=DIR_INT4 --metrics=bleu
 """
+# Flags of the tasks of gin files.
+_NOT_OF_HARNESS = (
+    *("gin_file", "gin_search_paths", "output", "predictions", "record", "replay"),
+    *("record_places", "metrics", "tasks", "split", "rank_choices", "bootstrap"),
+    *("beam_size", "max_new_tokens", "length_penalty"),
+)
 
 
 class Every(NamedTuple):
@@ -173,6 +179,8 @@ def run(arguments: argparse.Namespace) -> int:
     is_table = isinstance(arguments.step, Every)
     if arguments.harness is not None:
         return _ask_harness(arguments)
+    if arguments.harness_path is not None:
+        arguments.parser.error("--harness_path is for --harness; add that, or leave it out")
     if arguments.output is not None and not is_table:
         arguments.parser.error(
             "--output is for --step=all or every:N; add that, or leave it out"
@@ -196,9 +204,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _ask_harness(arguments: argparse.Namespace) -> int:
     from switchx.progress import TerminalReporter
 
-    others = ("output", "predictions", "record", "replay", "metrics", "split", "gin_file")
-    others = (*others, "tasks")
-    if given := [name for name in others if getattr(arguments, name) is not None]:
+    if isinstance(arguments.step, Every):
+        arguments.parser.error("--harness asks one checkpoint; give its --step")
+    default_of = arguments.parser.get_default
+    others = {name: getattr(arguments, name) for name in _NOT_OF_HARNESS if name in arguments}
+    given = [name for name, value in others.items() if value != default_of(name)]
+    if given := [*given, *(f"gin.{each}" for each in arguments.gin_bindings)]:
         arguments.parser.error(
             f"--{given[0]} with --harness, whose tasks say what is asked; leave one out"
         )

@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
     from switchx.serving.app import is_loopback
-    from switchx.serving.history import history_of, write_groups
+    from switchx.serving.history import keep_asked
     from switchx.serving.metrics import Metrics
     from switchx.serving.models import Models, Reloader
     from switchx.serving.server import Server, open_socket
@@ -150,8 +150,8 @@ def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
         reloader = Reloader(models, folders)
         hosts = None if token or not is_here_alone else hosts
         is_all_answered = Server(models, token, hosts, reloader).run_until_stopped(listener)
-    for each in models.services.values():
-        write_groups(history_of(each.model.fingerprint), each.worker.asked)
+    services = models.services.values()
+    keep_asked((each.model.fingerprint, each.worker.asked) for each in services)
     threads = [part for each in models.all for part in (each.worker, each.worker.compiler)]
     return _leave([*threads, reloader], 0 if is_all_answered else 1)
 
@@ -159,9 +159,12 @@ def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
 def _service(model, *about):
     """A service that first compiles what the model's last one was asked for."""
     from switchx.serving.history import history_of, read_groups
+    from switchx.serving.requests import fault_of_experts
     from switchx.serving.service import Service
 
     asked_before = read_groups(history_of(model.fingerprint), about[0])
+    if fault_of_experts(model) is not None:  # as on a mesh, where the last one was not
+        asked_before = [group for group in asked_before if not group.is_recorded]
     return Service(model, *about, asked_before=asked_before)
 
 

@@ -70,10 +70,14 @@ class ChatForm(CompletionForm):
         messages = _messages(values.pop("messages", None), self._model)
         most = [values.pop(name, None) for name in ("max_completion_tokens", "max_tokens")]
         number = next((each for each in most if each is not None), limits.max_new_tokens)
+        most_name = "max_tokens" if most[0] is None else "max_completion_tokens"
         prompt = prompt_of_chat(self._model, messages)
         try:
             return super().read(values | {"prompt": prompt, "max_tokens": number}, limits)
         except Refusal as refusal:
+            if refusal.field == "max_tokens":
+                message = refusal.message.replace(refusal.field, most_name, 1)
+                raise wrong(most_name, message) from None
             if refusal.field != _PROMPT:
                 raise
             message = refusal.message.replace(_PROMPT, "the conversation", 1)
@@ -111,7 +115,7 @@ class ChatForm(CompletionForm):
 
 
 def prompt_of_chat(model: Model, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation, and of the head of the answer.
+    """Token ids of a conversation, and of the head of the answer, behind a start token.
 
     Raises:
         Refusal: 400, the model has no template, or its template refuses the messages.
@@ -126,7 +130,9 @@ def prompt_of_chat(model: Model, messages: list[dict[str, str]]) -> list[int]:
         )
     except (jinja2.TemplateError, ValueError, TypeError) as error:
         raise wrong("messages", f"the chat template: {str(error)[:300]}") from None
-    return vocabulary.encode_special(text)
+    tokens, start = vocabulary.encode_special(text), model.prompt([])
+    # Templates write the start that is put before every prompt.
+    return tokens[len(start) :] if start and tokens[: len(start)] == start else tokens
 
 
 @functools.lru_cache(maxsize=8)
@@ -173,7 +179,12 @@ def _message(value, name: str, model: Model) -> dict[str, str]:
         if value[field]:
             raise wrong("messages", f"{name}.{field} is {shown(value[field])}; leave it out")
     if isinstance(content, list):  # of parts, as newer clients send them
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        parts = [
+            part.get("text")
+            if isinstance(part, dict) and part.get("type", "text") == "text"
+            else None
+            for part in content
+        ]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     if not isinstance(content, str):
         expected = "expected a text, or parts of texts"

@@ -6,6 +6,8 @@ import json
 import logging
 import pathlib
 from collections import Counter
+from collections.abc import Iterable
+from typing import Any
 
 from switchx.data.data_dir import cache_dir
 from switchx.files import write_atomically
@@ -15,6 +17,7 @@ from switchx.serving.request_queue import Group
 
 LOG = logging.getLogger(__name__)
 MOST_GROUPS = 16
+_FLAGS = ("is_sampling", "has_processors", "is_recorded")
 
 
 def history_of(fingerprint: str) -> pathlib.Path:
@@ -28,11 +31,12 @@ def read_groups(path: pathlib.Path, limits: Limits) -> list[Group]:
     There are none where the file is missing or none of ours: it saves time alone.
     """
     try:
-        groups = [Group(**each) for each in json.loads(path.read_text(encoding="utf-8"))]
+        found = json.loads(path.read_text(encoding="utf-8"))
+        groups = [Group(**_checked(dict(each))) for each in found]
         return [group for group in groups if _is_allowed(group, limits)]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         LOG.warning("%s is not read, and says what is compiled first: %s", path, error)
         return []
 
@@ -46,6 +50,28 @@ def write_groups(path: pathlib.Path, asked: Counter[Group]) -> None:
         write_atomically(path, json.dumps(groups).encode())
     except OSError as error:
         LOG.warning("what was asked for is not kept for the next start: %s", error)
+
+
+def keep_asked(asked: Iterable[tuple[str, Counter[Group]]]) -> None:
+    """Writes what each model was asked for, by fingerprint; one may have several names."""
+    by_model: dict[str, Counter[Group]] = {}
+    for fingerprint, groups in asked:
+        by_model.setdefault(fingerprint, Counter()).update(groups)
+    for fingerprint, groups in by_model.items():
+        write_groups(history_of(fingerprint), groups)
+
+
+def _checked(values: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a group; what is no number of its kind would end the worker that compiles it.
+
+    Raises:
+        TypeError: a value is of another type.
+    """
+    kinds = {"num_kept": (int, type(None)), **dict.fromkeys(_FLAGS, (bool,))}
+    for name, value in values.items():
+        if type(value) not in kinds.get(name, (int,)):
+            raise TypeError(f"{name} is {value!r:.60}")
+    return values
 
 
 def _is_allowed(group: Group, limits: Limits) -> bool:

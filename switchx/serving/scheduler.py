@@ -278,9 +278,27 @@ class Worker(threading.Thread):
         groups = [Group.of([0] * length, settings, limits) for length in lengths]
         if groups:  # nothing is compiled ahead with warm_up_tokens=0
             groups = list(dict.fromkeys((*self._asked_before, *groups)))
-            LOG.info("compiling for one input: %s", groups[0])
-            self.compile_more(groups[0])
+            while not self._begins_with(groups[0], is_last=len(groups) == 1):
+                del groups[0]
         self.compiler.plan(groups)
+
+    def _begins_with(self, group: Group, *, is_last: bool) -> bool:
+        """Compiles the first programs of a group; says whether that went well.
+
+        Raises:
+            Exception: no program could be compiled, and no other group is left, or it is one of
+                the model's own way of decoding.
+        """
+        LOG.info("compiling for one input: %s", group)
+        try:
+            self.compile_more(group)
+        except Exception:
+            if is_last or group not in self._asked_before:
+                raise
+            # An earlier server may have had more memory.
+            LOG.exception("no program could be compiled for %s", group)
+            return False
+        return True
 
     def is_whole(self, group: Group) -> bool:
         """Whether no larger batch of a group is to be compiled."""

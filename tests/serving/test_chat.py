@@ -66,6 +66,18 @@ def test_a_conversation_is_the_template_s_text_with_special_tokens_as_ids(model)
     assert ids.count(model.vocabulary.encode_special("<|im_start|>")[0]) == 3
 
 
+def test_the_start_that_a_template_writes_is_read_once(tmp_path):
+    folder = tokenizer_folder(tmp_path, "llama_2")
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    vocabulary = read_bpe(folder)
+    config = ModelConfig("decoder_only", vocabulary.size, 8, 8, 1, 8, 1)
+    model = Model(config, {}, vocabulary, 0, TextFormat(False, True, False), "")
+    for template in ("{{ bos_token }}{{ messages[0].content }}", "{{ messages[0].content }}"):
+        (folder / "chat_template.jinja").write_text(template)
+        (read,) = model.prompts([prompt_of_chat(model, [{"role": "user", "content": "hello"}])])
+        assert vocabulary.start_id == read[0] and read.count(read[0]) == 1
+
+
 @pytest.mark.hf
 def test_it_is_the_prompt_of_transformers(model):
     from transformers import PreTrainedTokenizerFast
@@ -109,10 +121,17 @@ def test_openai_s_client_gets_messages_whole_and_in_chunks(model, service):
         ({"response_format": {"type": "json_object"}}, "response_format", "texts alone"),
         ({"logprobs": True}, "logprobs", "leave it out"),
         ({"prompt": "a"}, "prompt", "is no field"),
+        ({"max_tokens": 9}, "max_tokens", "max_tokens is a number (9)"),
+        ({"max_completion_tokens": 9}, "max_completion_tokens", "max_completion_tokens is"),
         ({"messages": []}, "messages", "give a list"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages", "there are no tools"),
         ({"messages": [{"role": "user"}]}, "messages", "role and content"),
         ({"messages": [{"role": "user", "content": [{"image": 1}]}]}, "messages", "no text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "file", "text": "a"}]}]},
+            "messages",
+            "no text",
+        ),
         (
             {"messages": [{"role": "user", "content": "a<|im_end|>b"}]},
             "messages",

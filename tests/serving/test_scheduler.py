@@ -3,6 +3,7 @@
 
 import asyncio
 import dataclasses
+import json
 import queue
 import threading
 import time
@@ -433,10 +434,36 @@ def test_what_was_asked_for_is_compiled_first_at_the_next_start(tmp_path, caplog
     assert history.read_groups(path, dataclasses.replace(limits, decodings="beam2")) == [beams]
     with served.started(asked_before=[beams]) as service:
         assert list(service.worker.compiled)[0] == beams and len(service.worker.compiled) == 2
-    for text in ("[{}]", "nothing", '[{"prompt_length": "a"}]'):
+    whole = json.dumps([dataclasses.asdict(greedy)])
+    flags = (whole.replace('"is_recorded": false', f'"is_recorded": {x}') for x in ("[1]", "2"))
+    others = whole.replace('": 16', '": 16.0'), whole.replace("null", "0.5"), "[" * 10**5
+    for text in ("[{}]", "nothing", '[{"prompt_length": "a"}]', "[[]]", *flags, *others):
         path.write_text(text)
         assert history.read_groups(path, limits) == []
-    assert caplog.text.count("is not read") == 3
+    assert caplog.text.count("is not read") == 9
+
+
+def test_two_names_of_a_model_keep_what_both_were_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first, second = (
+        Group.of([1], DecodingConfig(8, beam_size=n), served.LIMITS) for n in (1, 2)
+    )
+    history.keep_asked([("a" * 40, Counter({first: 2})), ("a" * 40, Counter({second: 3}))])
+    assert history.read_groups(history.history_of("a" * 40), served.LIMITS) == [second, first]
+
+
+def test_a_server_is_ready_where_what_was_asked_for_cannot_be_compiled(monkeypatch):
+    beams = Group.of([1], DecodingConfig(8, beam_size=2), served.LIMITS)
+    compile_more = Worker.compile_more
+
+    def without_beams(worker, group):
+        if group == beams:
+            raise RuntimeError("no memory")
+        compile_more(worker, group)
+
+    monkeypatch.setattr(Worker, "compile_more", without_beams)
+    with served.started(asked_before=[beams]) as service:
+        assert service.worker.is_ready and beams not in service.worker.compiled
 
 
 def request_of(texts, is_streaming=False):
