@@ -370,7 +370,7 @@ def _from_peft(arguments: argparse.Namespace, reporter) -> None:
     require_merged(base, "--base")
     step, vocabulary = choose_step(base), load_vocabulary(base.root)
     config = dataclasses.replace(run_folder.read_model_config(base), scan_layers=False)
-    of_base = {"base": str(base.path), "step": step}
+    of_base = {"base": str(base.where), "step": step}  # found from any directory
     rescaled = run_folder.read_config(base).get("rescaled")
     require(
         rescaled is None or is_made_for(arguments.src, base.path),

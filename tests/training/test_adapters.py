@@ -414,11 +414,18 @@ def test_what_adapters_exclude_is_refused_by_name(bases):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
-def test_the_commands_read_a_run_of_adapters_and_merge_it(finished_run, in_a_folder, capsys):
+def test_the_commands_read_a_run_of_adapters_and_merge_it(
+    finished_run, in_a_folder, capsys, monkeypatch
+):
     base, files = finished_run.folder, finished_run.files
     bindings = ("LORA=@LoRASpec()", f"LoRASpec.base='{base}'", "LoRASpec.rank=2")
     bindings += ("LoRASpec.bits=4", "TRAIN_STEPS=4")
-    assert main(["train", *arguments("lora", files, *bindings)]) == 0
+    monkeypatch.chdir(base.parent)  # a relative base is found from another directory, too
+    bindings = (bindings[0], f"LoRASpec.base='{base.name}'", *bindings[2:])
+    assert main(["train", *arguments(str(in_a_folder / "lora"), files, *bindings)]) == 0
+    printed = capsys.readouterr().out
+    assert "reshape --merge_adapter" in printed and "INIT_FROM" not in printed
+    monkeypatch.chdir(in_a_folder)
     run = RunFolder(in_a_folder / "lora")
     assert AdapterRecord.read(run).spec.bits == 4
     assert main(["reshape", "--model_dir=lora", "--output=whole", "--experts=2"]) == 2
