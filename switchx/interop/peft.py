@@ -136,10 +136,18 @@ def read_adapters(
             name.removeprefix(_PREFIX): np.asarray(array, np.float32)
             for name, array in load_file(folder / WEIGHTS).items()
         }
+        rows = {array.shape[:1] for name, array in found.items() if ".lora_A." in name}
+        rank, alpha = values["r"], values["lora_alpha"]
+        require(
+            type(rank) is int and rows == {(rank,)} and type(alpha) in (int, float),
+            f"{folder}: {CONFIG} says r={rank!r:.80} and lora_alpha={alpha!r:.80}, matrices A "
+            f"in {WEIGHTS} have {sorted(rows)} rows; expected an integer, as many rows, and a "
+            "number: save it again",
+        )
         # rsLoRA divides by the root of the rank (arXiv:2312.03732).
-        factor = math.sqrt(values["r"]) if values.get("use_rslora") else 1.0
-        alpha, dropout = values["lora_alpha"] * factor, values.get("lora_dropout", 0.0)
-        spec = LoRASpec(rank=values["r"], alpha=alpha, dropout=dropout, **base)
+        alpha *= math.sqrt(rank) if values.get("use_rslora") else 1.0
+        dropout = values.get("lora_dropout") or 0.0
+        spec = LoRASpec(rank=rank, alpha=alpha, dropout=dropout, **base)
     except (OSError, SafetensorError, KeyError, TypeError) as error:
         raise ValueError(f"{folder} cannot be read: {error!r}; save it again") from error
     params = abstract_params(config)

@@ -134,6 +134,11 @@ def test_what_peft_saved_is_read(case, modules, tmp_path, capsys):
     file.write_text(json.dumps(values))
     assert main([*words[:-1], str(tmp_path / "x"), f"--base={base.path}"]) == 2
     assert "init_lora_weights='pissa' cannot be read" in capsys.readouterr().err
+    values["init_lora_weights"] = True
+    for wrong in ({"r": 10**9}, {"r": 4.0}, {"lora_alpha": "x"}):
+        file.write_text(json.dumps(values | wrong))
+        assert main([*words[:-1], str(tmp_path / "x"), f"--base={base.path}"]) == 2
+        assert "have [(4,)] rows; expected" in capsys.readouterr().err
 
 
 def test_adapters_of_granite_do_not_fit_weights_with_its_factors(tmp_path, capsys):

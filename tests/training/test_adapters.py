@@ -370,6 +370,10 @@ def test_a_run_goes_on_with_its_base_and_refuses_another(bases, tmp_path):
     base.rename(tmp_path / "moved")
     with refused("which is not there: <any>; put it back, or write the folder of a copy"):
         restore_params(run.root)
+    for wrong in ({"base": 5}, {"step": "1"}, {"fingerprint": None}):
+        run.adapter.write_text(json.dumps(record | wrong))
+        with refused("adapter.json cannot be read"):
+            restore_params(run.root)
     run.adapter.write_text(json.dumps(record | {"base": str(tmp_path / "moved")}))
     jax.tree.map(np.testing.assert_array_equal, restore_params(run.root), params)
     with refused("has adapters alone, and a whole model is read here; merge them first"):
