@@ -44,7 +44,11 @@ class AdapterRecord:
         try:
             content = read_json_object(run.adapter)
             fingerprint = content.pop("fingerprint")
-            return cls(LoRASpec(**content), fingerprint)
+            spec = LoRASpec(**content)
+            own = (spec.base, str), (spec.step, int), (spec.rank, int), (fingerprint, str)
+            for value, kind in own:
+                require(type(value) is kind, f"{value!r:.80} is no {kind.__name__}")
+            return cls(spec, fingerprint)
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{run.adapter} cannot be read ({error!r:.200}); copy the run again"

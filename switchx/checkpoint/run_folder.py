@@ -320,6 +320,7 @@ def write_converted(
     decoding: dict[str, Any] | None = None,
     train_state: dict | None = None,
     shapes: dict | None = None,
+    rescaled: str | None = None,
 ) -> None:
     """Writes a model of another library into an existing, empty folder, as checkpoint 0.
 
@@ -331,6 +332,8 @@ def write_converted(
         decoding: defaults of decoding, where the model has some.
         train_state: the rest of a training state, as items.py has it; None writes none.
         shapes: shape structs of `params` where they are adapters; None is the model's.
+        rescaled: family whose factors were multiplied into `params`, which adapters made for
+            its own weights do not fit; None of all others.
 
     Raises:
         ValueError: the parameters are not those of the configuration (all that differ are
@@ -356,5 +359,6 @@ def write_converted(
     write_manifest(folder, Manifest(0, None, {}))
     description = {"type": "ConvertedModel", "origin": origin, "model": describe(config)}
     description |= {} if source is None else {"source": source}
+    description |= {} if rescaled is None else {"rescaled": rescaled}
     description |= {"decoding": decoding} if decoding else {}
     write_atomically(run.config, (json.dumps(description, indent=2) + "\n").encode())

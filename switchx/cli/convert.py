@@ -174,7 +174,7 @@ def _write_read(arguments: argparse.Namespace, reporter, checkpoint) -> None:
     file = arguments.vocabulary or (
         "bytes" if checkpoint.is_of_bytes else checkpoint.vocabulary
     )
-    of = checkpoint.special_ids, checkpoint.decoding, checkpoint.ids
+    of = checkpoint.special_ids, checkpoint.decoding, checkpoint.ids, checkpoint.rescaled
     _write(arguments, reporter, checkpoint.config, checkpoint.params, file, *of)
 
 
@@ -214,6 +214,7 @@ def _write(
     special_ids=(0, 1, 2),
     decoding=None,
     vocabulary=None,
+    rescaled=None,
 ) -> None:
     from switchx.checkpoint.run_folder import RunFolder, write_converted
     from switchx.data.tokenizers import ByteVocabulary, TokenIdVocabulary
@@ -249,7 +250,8 @@ def _write(
         folder = stack.enter_context(new_folder(arguments.dst))
         origin = f"{arguments.source}: {pathlib.Path(arguments.src).name}"
         run = RunFolder(folder)
-        write_converted(run, config, params, vocabulary, origin, decoding=decoding)
+        of = {"decoding": decoding, "rescaled": rescaled}
+        write_converted(run, config, params, vocabulary, origin, **of)
         run.model_gin.write_text(model_gin(config), encoding="utf-8")
     print(f"{arguments.dst}: {num_elements(params):,} parameters; open it with switchx.load")
 
@@ -359,7 +361,7 @@ def _from_peft(arguments: argparse.Namespace, reporter) -> None:
     from switchx.checkpoint.adapter_run import AdapterRecord, require_merged
     from switchx.checkpoint.restore import checkpoint_fingerprint, choose_step
     from switchx.data.vocabularies import load_vocabulary
-    from switchx.interop.peft import read_adapters
+    from switchx.interop.peft import is_made_for, read_adapters
     from switchx.manifest import new_folder
     from switchx.models.adapters import abstract_adapters
     from switchx.models.params import abstract_params
@@ -368,7 +370,14 @@ def _from_peft(arguments: argparse.Namespace, reporter) -> None:
     require_merged(base, "--base")
     step, vocabulary = choose_step(base), load_vocabulary(base.root)
     config = dataclasses.replace(run_folder.read_model_config(base), scan_layers=False)
-    of_base = {"base": str(base.path), "step": step}
+    of_base = {"base": str(base.where), "step": step}  # found from any directory
+    rescaled = run_folder.read_config(base).get("rescaled")
+    require(
+        rescaled is None or is_made_for(arguments.src, base.path),
+        f"--base={arguments.base} has the factors of {rescaled} multiplied into its weights, "
+        f"and adapters of {rescaled} do not fit these; merge them with PEFT and convert the "
+        "whole model. For adapters of what --to=huggingface wrote, convert that and give it",
+    )
     spec, adapters, notes = read_adapters(arguments.src, config, **of_base)
     for note in notes:
         reporter.note(note)

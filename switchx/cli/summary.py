@@ -69,7 +69,7 @@ def print_summary(
 def next_commands(
     job: TrainingJob, run: RunFolder, outcome: Outcome, arguments: argparse.Namespace
 ) -> list[str]:
-    """Commands to run next: evaluate, go on, fine-tune, look at the routing."""
+    """Commands to run next: evaluate, go on, fine-tune or merge, look at the routing."""
     folder = f"--model_dir={run.path}"
     given = ((name, getattr(arguments, name)) for name in ("mesh", "hardware"))
     mesh = [f"--{name}={value}" for name, value in given if value is not None]
@@ -88,6 +88,9 @@ def next_commands(
         command_line("train", *same, *steps, *mesh, folder),
         command_line("train", *finetune, *mesh),
     ]
+    if job.lora is not None:  # what learns on needs a whole model
+        merged = f"--output={str(run.path).rstrip(os.sep)}_merged"
+        commands[2] = command_line("reshape", "--merge_adapter", folder, merged)
     return commands if job.model.switch is None else [*commands, command_line("report", folder)]
 
 

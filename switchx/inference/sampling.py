@@ -65,7 +65,9 @@ def largest(x_BV, k: int):
     """`jax.lax.top_k`, sorted whole rows of which the compiler does not see."""
     # Do not simplify: a slice of the result would be merged with top-k's own, and XLA's CPU
     # compiler then sorts whole rows, 160 ms for 8 of 32,128 instead of 1.
-    return jax.lax.optimization_barrier(jax.lax.top_k(x_BV, k))
+    # One barrier each: of both together it is of the tuple, where XLA's partitioner, which
+    # reads a split top_k's results by element, ends the process.
+    return tuple(map(jax.lax.optimization_barrier, jax.lax.top_k(x_BV, k)))
 
 
 def drawn(logits_BV, least_B, uniform_B):

@@ -70,6 +70,7 @@ class Checkpoint:
         decoding: fields of `DecodingConfig` that are the model's defaults.
         notes: sentences that a reader should know.
         ids: the vocabulary where ids stay as they are in the files (decoder-only models).
+        rescaled: family whose factors were multiplied into `params`; None of all others.
     """
 
     config: ModelConfig
@@ -80,6 +81,7 @@ class Checkpoint:
     special_ids: tuple[int, ...] = OURS
     decoding: dict[str, Any] = dataclasses.field(default_factory=dict)
     ids: Vocabulary | None = None
+    rescaled: str | None = None
 
 
 def read_checkpoint(
@@ -172,6 +174,9 @@ def _read_decoder(
     )
     decoding.pop("other_eos_ids", None)  # the vocabulary has all ends
     notes = (*_unread(tensors), *unused)
+    kin = decoder_families.DECODERS[fields.text("model_type", "")]
+    rescaled = kin.model_type if kin.has_multipliers else None
+    of = {"notes": notes, "decoding": decoding, "rescaled": rescaled}
     if vocabulary is not None:
         require(
             vocabulary.name == TOKENIZER_FILE,
@@ -184,7 +189,7 @@ def _read_decoder(
             f"{vocabulary} has ids up to {ids.size - 1}, the model has {config.vocab_size}; "
             "give the tokenizer.json that belongs to the model",
         )
-        return Checkpoint(config, params, None, notes=notes, ids=ids, decoding=decoding)
+        return Checkpoint(config, params, None, ids=ids, **of)
     said = fields.values | generation
     ends, pad = end_ids(said), said.get("pad_token_id")
     pad = None if pad == -1 else pad  # Llama's files have it for none
@@ -199,7 +204,7 @@ def _read_decoder(
         eos_ids=tuple(dict.fromkeys(ends)),
         start_id=None,
     )
-    return Checkpoint(config, params, None, notes=notes, ids=ids, decoding=decoding)
+    return Checkpoint(config, params, None, ids=ids, **of)
 
 
 def write_decoder(

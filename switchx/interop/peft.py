@@ -43,7 +43,14 @@ _PLAIN = {
     "modules_to_save": ([], None),
     "target_parameters": ([], None),
     "trainable_token_indices": (None,),
+    "layer_replication": (None,),
+    "alora_invocation_tokens": (None,),
+    "use_qalora": (False, None),
+    "use_bdlora": (None,),
+    "arrow_config": (None,),
 }
+# First values that PEFT takes out of the base's weights, also as it loads (PiSSA, OLoRA, ...).
+_CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 
 def write_adapters(
@@ -58,11 +65,12 @@ def write_adapters(
     Raises:
         ValueError: transformers has no such model (all reasons are given).
     """
-    leaves = tree.named_leaves(adapters)
+    leaves, orders = tree.named_leaves(adapters), _orders(config)
     tensors = {
         f"{_PREFIX}{module}.lora_{letter}.weight": np.ascontiguousarray(matrix)
         for name, module, letter, part in _places(config, leaves)
-        for matrix in [_to_torch(letter, np.asarray(leaves[name], np.float32)[part])]
+        for own in [np.asarray(leaves[name], np.float32)[part]]
+        for matrix in [_to_torch(letter, _reordered(orders, name, own, np.argsort))]
     }
     modules = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
@@ -78,6 +86,17 @@ def write_adapters(
         "inference_mode": True,
     }
     write_json(folder / CONFIG, content)
+
+
+def is_made_for(folder: str | os.PathLike, base: str | os.PathLike) -> bool:
+    """Whether `write_adapters` wrote the folder for this base.
+
+    Raises:
+        ValueError: its description is missing or damaged.
+    """
+    values = read_json(pathlib.Path(folder).expanduser() / CONFIG)
+    named = values.get("base_model_name_or_path")
+    return isinstance(named, str) and os.path.abspath(named) == os.path.abspath(base)
 
 
 def read_adapters(
@@ -105,15 +124,30 @@ def read_adapters(
             f"{known[0]!r}: save plain LoRA of modules, each expert one, or merge it with PEFT "
             "and convert the whole model",
         )
+    first = values.get("init_lora_weights")
+    require(
+        not (isinstance(first, str) and first.lower().startswith(_CHANGES_BASE)),
+        f"{folder / CONFIG}: init_lora_weights={first!r:.80} cannot be read: PEFT changes the "
+        "base's weights with it; save plain LoRA (path_initial_model_for_weight_conversion of "
+        "save_pretrained), or merge it with PEFT and convert the whole model",
+    )
     try:
         found = {
             name.removeprefix(_PREFIX): np.asarray(array, np.float32)
             for name, array in load_file(folder / WEIGHTS).items()
         }
+        rows = {array.shape[:1] for name, array in found.items() if ".lora_A." in name}
+        rank, alpha = values["r"], values["lora_alpha"]
+        require(
+            type(rank) is int and rows == {(rank,)} and type(alpha) in (int, float),
+            f"{folder}: {CONFIG} says r={rank!r:.80} and lora_alpha={alpha!r:.80}, matrices A "
+            f"in {WEIGHTS} have {sorted(rows)} rows; expected an integer, as many rows, and a "
+            "number: save it again",
+        )
         # rsLoRA divides by the root of the rank (arXiv:2312.03732).
-        factor = math.sqrt(values["r"]) if values.get("use_rslora") else 1.0
-        alpha, dropout = values["lora_alpha"] * factor, values.get("lora_dropout", 0.0)
-        spec = LoRASpec(rank=values["r"], alpha=alpha, dropout=dropout, **base)
+        alpha *= math.sqrt(rank) if values.get("use_rslora") else 1.0
+        dropout = values.get("lora_dropout") or 0.0
+        spec = LoRASpec(rank=rank, alpha=alpha, dropout=dropout, **base)
     except (OSError, SafetensorError, KeyError, TypeError) as error:
         raise ValueError(f"{folder} cannot be read: {error!r}; save it again") from error
     params = abstract_params(config)
@@ -135,10 +169,12 @@ def read_adapters(
     spec = dataclasses.replace(spec, targets=tuple(sorted(targets)))
     fresh = tree.named_leaves(init_adapters(config, spec, jax.random.key(0)))
     leaves, missing = {name: np.array(leaf, np.float32) for name, leaf in fresh.items()}, set()
+    orders = _orders(config)
     for name, (path, _, part) in places.items():
         if name in found:
             array = leaves[path][part]
-            leaves[path][part] = found[name].T.reshape(array.shape)
+            array = found[name].T.reshape(array.shape)
+            leaves[path][part] = _reordered(orders, path, array)
         elif path in leaves:
             missing.add(name.split(".lora_")[0])
     note = f"without adapters there, and with fresh ones here: {', '.join(sorted(missing))}"
@@ -165,6 +201,21 @@ def _tensor_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
         return FAMILIES[description["model_type"]].tensor_names(config)
     kin, *_ = decoder_families.describe(config)
     return decoder_families.tensor_names(kin, config)
+
+
+def _orders(config: ModelConfig) -> dict[str, np.ndarray]:
+    """`decoder_families.orders`: rows of B are those of its weight."""
+    if config.is_encoder_decoder:
+        return {}
+    kin, *_ = decoder_families.describe(config)
+    return decoder_families.orders(kin, config)
+
+
+def _reordered(orders, name: str, array: np.ndarray, of_order=np.asarray) -> np.ndarray:
+    """A or B of this name with K in our order, or by `np.argsort` in that of files."""
+    path, _, last = name.rpartition("/")
+    order = orders.get(path.rpartition("/")[2]) if last.startswith("b_") else None
+    return array if order is None else array[..., of_order(order)]
 
 
 def _to_torch(letter: str, array: np.ndarray) -> np.ndarray:

@@ -169,7 +169,8 @@ def _record_of(job: TrainingJob, run: RunFolder) -> AdapterRecord:
     before = AdapterRecord.read(run) if checkpoint_paths(run.checkpoints) else None
     step = choose_step(base, spec.step if before is None else before.spec.step)
     found = checkpoint_fingerprint(base, step, load_vocabulary(base.root))
-    spec = dataclasses.replace(spec, base=str(spec.base), step=step)
+    # Absolute: a run is read from other working directories, too.
+    spec = dataclasses.replace(spec, base=str(base.where), step=step)
     if before is None:
         return AdapterRecord(spec, found)
     record = dataclasses.replace(before, spec=spec)

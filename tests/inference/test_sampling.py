@@ -16,6 +16,7 @@ from switchx.inference.sampling import (
     Rows,
     RowSettings,
     drawn,
+    largest,
     least_likely,
     next_token,
     top_k,
@@ -319,3 +320,12 @@ def test_a_sample_is_its_sentences_own():
 def test_settings_that_mean_nothing_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         DecodingConfig(**settings)
+
+
+def test_largest_of_rows_that_are_split_over_devices():
+    """XLA's partitioner ended the process where one barrier had both results."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("model",))
+    columns = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "model"))
+    x_BV = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
+    _, index_BK = jax.jit(largest, static_argnums=1)(jax.device_put(x_BV, columns), 4)
+    np.testing.assert_array_equal(index_BK, np.argsort(-x_BV, axis=1)[:, :4])

@@ -77,6 +77,7 @@ def write_run(base: RunFolder, folder, spec: LoRASpec) -> None:
         ("t5_1_1", None, False),
         ("mixtral", ("attention", "experts"), False),
         ("qwen3_moe", ("experts",), True),
+        ("ernie4_5_moe", ("attention",), False),
         ("switch_all_sparse", None, False),
     ],
 )
@@ -95,7 +96,12 @@ def test_peft_computes_what_a_run_of_adapters_does(case, targets, is_shared, tmp
 
 
 @pytest.mark.parametrize(
-    ("case", "modules"), [("llama", ["q_proj", "v_proj", "down_proj"]), ("t5", ["q", "v"])]
+    ("case", "modules"),
+    [
+        ("llama", ["q_proj", "v_proj", "down_proj"]),
+        ("t5", ["q", "v"]),
+        ("ernie4_5_moe", ["q_proj", "k_proj"]),
+    ],
 )
 def test_what_peft_saved_is_read(case, modules, tmp_path, capsys):
     import torch
@@ -124,3 +130,28 @@ def test_what_peft_saved_is_read(case, modules, tmp_path, capsys):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dora": True}))
     assert main([*words[:-1], str(tmp_path / "x"), f"--base={base.path}"]) == 2
     assert "use_dora=True cannot be read" in capsys.readouterr().err
+    values = json.loads(file.read_text()) | {"use_dora": False, "init_lora_weights": "pissa"}
+    file.write_text(json.dumps(values))
+    assert main([*words[:-1], str(tmp_path / "x"), f"--base={base.path}"]) == 2
+    assert "init_lora_weights='pissa' cannot be read" in capsys.readouterr().err
+    values["init_lora_weights"] = True
+    for wrong in ({"r": 10**9}, {"r": 4.0}, {"lora_alpha": "x"}):
+        file.write_text(json.dumps(values | wrong))
+        assert main([*words[:-1], str(tmp_path / "x"), f"--base={base.path}"]) == 2
+        assert "have [(4,)] rows; expected" in capsys.readouterr().err
+
+
+def test_adapters_of_granite_do_not_fit_weights_with_its_factors(tmp_path, capsys):
+    """Those of a run beside them do, and come back."""
+    model, base = base_of("granitemoe", tmp_path)
+    write_run(base, tmp_path / "run", LoRASpec(str(base.path), 0, 3, targets=("attention",)))
+    assert main(["convert", "--to=peft", str(tmp_path / "run"), str(tmp_path / "peft")]) == 0
+    words = ["convert", "--from=peft", str(tmp_path / "peft"), str(tmp_path / "again")]
+    assert main([*words, f"--base={base.path}"]) == 0
+    ours = our_logits(tmp_path / "run")
+    np.testing.assert_allclose(our_logits(tmp_path / "again"), ours, rtol=1e-6, atol=1e-6)
+    theirs = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    theirs.save_pretrained(tmp_path / "theirs_peft")
+    words = ["convert", "--from=peft", str(tmp_path / "theirs_peft"), str(tmp_path / "x")]
+    assert main([*words, f"--base={base.path}"]) == 2
+    assert "has the factors of granitemoe" in capsys.readouterr().err

@@ -370,6 +370,10 @@ def test_a_run_goes_on_with_its_base_and_refuses_another(bases, tmp_path):
     base.rename(tmp_path / "moved")
     with refused("which is not there: <any>; put it back, or write the folder of a copy"):
         restore_params(run.root)
+    for wrong in ({"base": 5}, {"step": "1"}, {"fingerprint": None}):
+        run.adapter.write_text(json.dumps(record | wrong))
+        with refused("adapter.json cannot be read"):
+            restore_params(run.root)
     run.adapter.write_text(json.dumps(record | {"base": str(tmp_path / "moved")}))
     jax.tree.map(np.testing.assert_array_equal, restore_params(run.root), params)
     with refused("has adapters alone, and a whole model is read here; merge them first"):
@@ -414,11 +418,18 @@ def test_what_adapters_exclude_is_refused_by_name(bases):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
-def test_the_commands_read_a_run_of_adapters_and_merge_it(finished_run, in_a_folder, capsys):
+def test_the_commands_read_a_run_of_adapters_and_merge_it(
+    finished_run, in_a_folder, capsys, monkeypatch
+):
     base, files = finished_run.folder, finished_run.files
     bindings = ("LORA=@LoRASpec()", f"LoRASpec.base='{base}'", "LoRASpec.rank=2")
     bindings += ("LoRASpec.bits=4", "TRAIN_STEPS=4")
-    assert main(["train", *arguments("lora", files, *bindings)]) == 0
+    monkeypatch.chdir(base.parent)  # a relative base is found from another directory, too
+    bindings = (bindings[0], f"LoRASpec.base='{base.name}'", *bindings[2:])
+    assert main(["train", *arguments(str(in_a_folder / "lora"), files, *bindings)]) == 0
+    printed = capsys.readouterr().out
+    assert "reshape --merge_adapter" in printed and "INIT_FROM" not in printed
+    monkeypatch.chdir(in_a_folder)
     run = RunFolder(in_a_folder / "lora")
     assert AdapterRecord.read(run).spec.bits == 4
     assert main(["reshape", "--model_dir=lora", "--output=whole", "--experts=2"]) == 2
