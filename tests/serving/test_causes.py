@@ -61,6 +61,19 @@ def worker_ends(service, monkeypatch):
     return ""
 
 
+def first_of_the_history_fails(service, monkeypatch):
+    """The server starts with the next group."""
+    compile_more = type(service.worker).compile_more
+
+    def fail_of_searches(worker, group):
+        return fail() if group.beam_size > 1 else compile_more(worker, group)
+
+    monkeypatch.setattr(type(service.worker), "compile_more", fail_of_searches)
+    with served.started(asked_before=[Group(16, 8, 2, False)]) as other:
+        assert [group.beam_size for group in other.worker.compiled] == [1]
+    return ""
+
+
 def reload_fails(service, monkeypatch):
     folder = types.SimpleNamespace(model_dir="runs/a", load_other=fail)
     reloader = Reloader(Models([service]), {service.name: folder})
@@ -72,6 +85,10 @@ def reload_fails(service, monkeypatch):
 FAULTS = {
     ("scheduler.py", "_failing"): (batch_fails, "error: a batch of 1 inputs failed (request "),
     ("scheduler.py", "run"): (worker_ends, "error: the worker ended"),
+    ("scheduler.py", "_begins_with"): (
+        first_of_the_history_fails,
+        "error: no program could be compiled for prompts up to 16 tokens, answers up to 8, 2",
+    ),
     ("scheduler.py", "Compiler.run"): (
         compiler_fails,
         "error: no program could be compiled for prompts up to 16 tokens, answers up to",
