@@ -292,7 +292,8 @@ class Model:
         return Generator(config, self._separated, settings, batch_size, *where)
 
     def scorer(self, *, batch_size: int = 32, dropless: bool = True, **asked) -> Scorer:
-        """The `Scorer` of pairs of token lists; `asked` are its `logprobs`, `forced_prefix`."""
+        """The `Scorer` of pairs of token lists; `asked` are its `logprobs`, `forced_prefix` and
+        `start_id`, by default the vocabulary's."""
         return Scorer(
             self._config(dropless),
             self.params if self.experts is None else self.experts.params,
@@ -300,8 +301,7 @@ class Model:
             batch_size=batch_size,
             devices=self.devices,
             experts=self.experts,
-            start_id=self.ids.start_id,
-            **asked,
+            **({"start_id": self.ids.start_id} | asked),
         )
 
     def save_vocabulary(self, folder) -> None:

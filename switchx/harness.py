@@ -27,7 +27,6 @@ from switchx.api import Model, load
 from switchx.fields import require
 from switchx.gin_config.files import did_you_mean
 from switchx.inference.generate import Generated
-from switchx.inference.score import Scorer
 from switchx.inference.texts import token_lists
 from switchx.training.compilation_cache import compiled_programs_kept
 
@@ -147,20 +146,12 @@ class SwitchxLM(LM):
         return model.prompt(tokens) or [self._first]
 
     def _scored(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        model = self.model
-        scorer = Scorer(
-            model._config(dropless=True),
-            model.params if model.experts is None else model.experts.params,
-            is_prompt_bidirectional=model.text_format.is_prompt_bidirectional,
-            batch_size=self.batch_size,
-            logprobs=1,
-            devices=model.devices,
-            experts=model.experts,
-            # A decoder's start token stands in the pairs.
-            start_id=model.ids.start_id if self._has_encoder else None,
-        )
+        # A decoder's start token stands in the pairs.
+        own = {} if self._has_encoder else {"start_id": None}
+        scorer = self.model.scorer(batch_size=self.batch_size, logprobs=1, **own)
         # A place predicts a token, so the last one is not read.
-        pairs = [(self._cut(read, len(wanted) - 1), wanted) for read, wanted in pairs]
+        read = self._cut([(tokens, len(wanted) - 1) for tokens, wanted in pairs])
+        pairs = [(tokens, wanted) for tokens, (_, wanted) in zip(read, pairs, strict=True)]
         with compiled_programs_kept(None):
             found = sorted(scorer(pairs), key=lambda each: each[0])
         return [
@@ -168,18 +159,27 @@ class SwitchxLM(LM):
             for (_, score), (_, wanted) in zip(found, pairs, strict=True)
         ]
 
-    def _cut(self, tokens: list[int], num_further: int) -> list[int]:
-        """The last of a decoder's tokens that fit before so many further ones."""
-        room = self.max_length - num_further
+    def _cut(self, asked: Sequence[tuple[list[int], int]]) -> list[list[int]]:
+        """The last tokens of each context that fit before so many further ones; an encoder
+        reads all."""
+        if self._has_encoder:
+            return [tokens for tokens, _ in asked]
+        longest = max((num_further for _, num_further in asked), default=0)
         require(
-            self._has_encoder or room > 0,
-            f"a continuation of {num_further} tokens, and max_length={self.max_length}; give a "
+            longest < self.max_length,
+            f"a continuation of {longest} tokens, and max_length={self.max_length}; give a "
             "larger max_length or a smaller max_gen_toks",
         )
-        if self._has_encoder or len(tokens) <= room:
-            return tokens
-        logger.warning("a context of %s tokens loses all but the last %s", len(tokens), room)
-        return tokens[-room:]
+        found = [tokens[num_further - self.max_length :] for tokens, num_further in asked]
+        num_cut = sum(
+            len(left) < len(all_) for left, (all_, _) in zip(found, asked, strict=True)
+        )
+        if num_cut:
+            logger.warning(
+                "%s of %s contexts lose their first tokens: max_length=%s",
+                num_cut, len(asked), self.max_length,
+            )  # fmt: skip
+        return found
 
     def _written(self, contexts: Sequence[str], asked: dict[str, Any]) -> list[str]:
         """Answers by the settings of a task."""
@@ -206,7 +206,7 @@ class SwitchxLM(LM):
             if not samples or settings.get(name) == all_tokens:
                 settings.pop(name, None)
         num_new = settings["max_new_tokens"]
-        prompts = [self._cut(self._inputs(context), num_new) for context in contexts]
+        prompts = self._cut([(self._inputs(context), num_new) for context in contexts])
         generator = self.model.generator(batch_size=self.batch_size, **settings)
         answers = [""] * len(prompts)
         with compiled_programs_kept(None):

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoder-only models of transformers, dense and sparse: `config.json` and names of tensors.
 
-A family is a row of `DECODERS`; reading and writing go by the same row. All have RMSNorm,
-rotary positions and gated FFNs with SiLU; they differ in the norms of queries and keys, in
-biases, in where norms stand, and in their experts. In their files `gate_proj` (`w1`) is the
-activated matrix, our `w_in`, and `up_proj` (`w3`) the factor, our `w_gate`.
+A family is a row of `DECODERS`; reading, and writing (decoder_descriptions.py), go by the same
+row. All have RMSNorm, rotary positions and gated FFNs with SiLU; they differ in the norms of
+queries and keys, in biases, in where norms stand, and in their experts. In their files
+`gate_proj` (`w1`) is the activated matrix, our `w_in`, and `up_proj` (`w3`) the factor, our
+`w_gate`.
 
 Dims: V vocabulary, D model, E experts, F ffn, H heads, K head size, Z heads of keys and values
 """
@@ -18,10 +19,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from switchx import tree
 from switchx.fields import require
 from switchx.interop.huggingface_config import MOST_BLOCKS, MOST_EXPERTS, Fields, shown
-from switchx.interop.t5x import unexpected
 from switchx.interop.tensor_folder import (
     WAY_OUT,
     TensorFolder,
@@ -34,15 +33,13 @@ from switchx.models.config import (
     ModelConfig,
     RouterConfig,
     SwitchConfig,
-    require_our_blocks,
 )
-from switchx.models.params import abstract_params
 
 TABLE, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _PROJECTIONS = {"query": "q", "key": "k", "value": "v"}
-_ROTARY = {"none": "default", "linear": "linear", "yarn": "yarn", "llama3": "llama3"}
+ROTARY = {"none": "default", "linear": "linear", "yarn": "yarn", "llama3": "llama3"}
 # Their name -> ours, of the values of a scaling.
-_SCALING = {
+SCALING = {
     "factor": "factor",
     "original_max_position_embeddings": "original_length",
     "low_freq_factor": "low_frequency",
@@ -52,7 +49,7 @@ _SCALING = {
     "attention_factor": "attention_factor",
     "truncate": "truncate",
 }
-_SCALED = {
+SCALED = {
     "linear": ("factor",),
     "yarn": (
         "factor", "original_max_position_embeddings", "beta_slow", "beta_fast",
@@ -306,13 +303,13 @@ def _read_rotary(kin: Decoder, fields: Fields) -> RotaryConfig:
     values = {"rope_theta": fields.values.get("rope_theta")} | new | old
     own = Fields({n: v for n, v in values.items() if v is not None}, fields.where)
     kind = kinds.pop() if kinds else "default"
-    scaling = next((ours for ours, theirs in _ROTARY.items() if theirs == kind), None)
+    scaling = next((ours for ours, theirs in ROTARY.items() if theirs == kind), None)
     needed = {"dynamic": "angles by the text's length", "longrope": "two tables of factors"}
     require(
         scaling is not None,
         f"{fields.where}: rope type {shown(kind)} cannot be converted: switchx has not "
         f"{needed.get(kind, 'this type')} (models of {kind} need it); expected one of "
-        f"{', '.join(_ROTARY.values())}",
+        f"{', '.join(ROTARY.values())}",
     )
     found: dict[str, Any] = {"theta": own.number("rope_theta", kin.theta)}
     for each in (fields, own):
@@ -325,8 +322,8 @@ def _read_rotary(kin: Decoder, fields: Fields) -> RotaryConfig:
     if scaling == "none":
         return RotaryConfig(**found)
     defaults = {"beta_slow": RotaryConfig.beta_slow, "beta_fast": RotaryConfig.beta_fast}
-    for theirs in _SCALED[scaling]:
-        ours = _SCALING[theirs]
+    for theirs in SCALED[scaling]:
+        ours = SCALING[theirs]
         if theirs == "original_max_position_embeddings":
             most = fields.whole("max_position_embeddings")
             found[ours] = own.whole(theirs, most)
@@ -430,7 +427,7 @@ def read_params(
     if kin.unread and (others := [name for name in found if kin.unread in name]):
         left_out.append(f"{len(others)} tensors of {kin.unread}")
         found = {name: found[name] for name in found.keys() - set(others)}
-    said, there = _sparse_layers(config), _routed_blocks(kin, found, config)
+    said, there = sparse_layers(config), _routed_blocks(kin, found, config)
     require(
         not there or there == said,
         f"{where}: config.json says that of {config.num_decoder_layers} blocks {shown(said)} "
@@ -451,6 +448,12 @@ def read_params(
     require_same_tensors(torch_shapes(names, config), found, where, WAY_OUT)
     of = factors, orders(kin, config)
     return read_parameters(tensors, names, config, ids, scratch, *of), config
+
+
+def sparse_layers(config: ModelConfig) -> list[int]:
+    """Numbers of the blocks that have experts."""
+    layers = range(config.num_decoder_layers)
+    return [i for i in layers if config.is_sparse(i, "decoder")]
 
 
 def _routed_blocks(kin: Decoder, found: Collection[str], config: ModelConfig) -> list[int]:
@@ -483,6 +486,14 @@ def orders(kin: Decoder, config: ModelConfig) -> dict[str, np.ndarray]:
         return {}
     order_K = np.arange(config.d_head).reshape(-1, 2).T.reshape(-1)
     return dict.fromkeys(("w_query_DHK", "w_key_DHK", "w_key_DZK"), order_K)
+
+
+# Names in the memory of transformers 5, and those of files.
+_FUSED = Decoder.fused
+_IN_MEMORY = (
+    (".gate.moe_statics.", ".moe_statics."),
+    (".router.weight", ".router.layer.weight"),
+)
 
 
 class _SeparateExperts:
@@ -520,176 +531,3 @@ class _SeparateExperts:
         if self._last[0] != whole:
             self._last = whole, self._tensors.read(whole)
         return self._last[1][part]
-
-
-# Names in the memory of transformers 5, and those of files.
-_FUSED = Decoder.fused
-_IN_MEMORY = (
-    (".gate.moe_statics.", ".moe_statics."),
-    (".router.weight", ".router.layer.weight"),
-)
-
-
-def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
-    """The family that has this unrolled model, the content of its `config.json`, and notes.
-
-    Raises:
-        ValueError: no family has such a model; gives all reasons.
-    """
-    require_our_blocks(config, "conversion")
-    kin, switch, notes = _family_of(config), config.switch, []
-    sparse = _sparse_layers(config)
-    dense = [i for i in range(config.num_decoder_layers) if i not in sparse]
-    expert_d_ff = config.d_ff if switch is None else switch.d_ff or config.d_ff
-    if config.max_length is None:
-        notes.append(
-            f"the model has no limit of length; max_position_embeddings={_NO_LIMIT} is written"
-        )
-    values = {
-        "architectures": [kin.architecture],
-        "model_type": kin.model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.d_model,
-        # An expert's where the family has one size for both.
-        "intermediate_size": config.d_ff if dense or kin.sparse != "all" else expert_d_ff,
-        "num_hidden_layers": config.num_decoder_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.d_head,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.max_length or _NO_LIMIT,
-        "rms_norm_eps": config.norm_epsilon,
-        "tie_word_embeddings": config.tie_embeddings,
-        "attention_bias": config.biases_of_attention == "all",
-        **dict(kin.only),
-        **({"sliding_window": None} if kin.window else {}),
-        **_describe_rotary(config.rotary),
-    }
-    if switch is not None and kin.num_experts:
-        values |= {
-            # transformers 5 has the second name for both.
-            "num_experts": switch.num_experts,
-            "num_local_experts": switch.num_experts,
-            kin.num_experts: switch.num_experts,
-            kin.num_selected: switch.router.num_selected,
-            "norm_topk_prob": switch.router.gate == "normalized",
-            kin.expert_d_ff: expert_d_ff,
-        }
-        if kin.sparse == "step":
-            values |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
-        elif kin.sparse == "range":
-            values |= {
-                "moe_layer_start_index": sparse[0],
-                "moe_layer_end_index": sparse[-1],
-                "moe_layer_interval": sparse[1] - sparse[0] if sparse[1:] else sparse[0] + 1,
-                kin.shared_count: (switch.shared_d_ff or 0) // expert_d_ff,
-            }
-        if kin.shared_d_ff and switch.shared_d_ff:
-            values[kin.shared_d_ff] = switch.shared_d_ff
-        if switch.router.overflow != "dropless":
-            notes.append("transformers drops no token; here experts have a capacity")
-    try:
-        again = read_config(kin, Fields(values, "config.json"))
-        reasons = _differences(config, again)
-    except ValueError as error:
-        reasons = [str(error)]
-    require(
-        not reasons,
-        f"this model cannot be written for transformers as {kin.architecture}, which is the "
-        f"nearest of {', '.join(DECODERS)}: {'; '.join(reasons)}",
-    )
-    dtype = config.precision.params
-    return kin, values | {"torch_dtype": dtype, "dtype": dtype}, notes
-
-
-_NO_LIMIT = 32768  # positions, where a model has no limit
-_NO_SHARED_D_FF = 128  # tensor parallelism divides it
-
-
-def with_shared_expert(config: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
-    """The same model, with a gated shared expert of zeros where its family has always one.
-
-    So an upcycled Qwen2 is a Qwen2-MoE.
-    """
-    switch = config.switch
-    if switch is None or switch.shared_d_ff is not None or not _family_of(config).shared_d_ff:
-        return config, params
-    switch = dataclasses.replace(switch, shared_d_ff=_NO_SHARED_D_FF, shared_gate=True)
-    config, leaves = dataclasses.replace(config, switch=switch), tree.named_leaves(params)
-    for name, leaf in tree.named_leaves(abstract_params(config)).items():
-        if name not in leaves:
-            leaves[name] = np.zeros(leaf.shape, leaf.dtype)
-    return config, tree.nested(leaves)
-
-
-def _family_of(config: ModelConfig) -> Decoder:
-    """The row that has most of a model's features."""
-    switch = config.switch
-    if switch is None:
-        if config.norm_place == "after":
-            return DECODERS["olmo2"]
-        if config.qk_norm == "head":
-            return DECODERS["qwen3"]
-        return DECODERS["qwen2" if config.biases_of_attention == "qkv" else "llama"]
-    if config.norm_place == "after":
-        return DECODERS["flex_olmo"]
-    is_shared = switch.shared_d_ff is not None
-    if switch.router.has_bias or (is_shared and not switch.shared_gate):
-        return DECODERS["ernie4_5_moe"]
-    if is_shared or config.biases_of_attention == "qkv":
-        return DECODERS["qwen2_moe"]
-    return DECODERS[{"head": "qwen3_moe", "all": "olmoe", "none": "mixtral"}[config.qk_norm]]
-
-
-def _sparse_layers(config: ModelConfig) -> list[int]:
-    layers = range(config.num_decoder_layers)
-    return [i for i in layers if config.is_sparse(i, "decoder")]
-
-
-def _differences(config: ModelConfig, again: ModelConfig) -> list[str]:
-    """Where a model is not the one that its description is read as."""
-
-    def traits(config: ModelConfig) -> dict[str, Any]:
-        """What computes a logit, by the names of our fields."""
-        found = {
-            **_fixed(config),
-            "num_kv_heads": config.kv_heads,
-            "attention_bias": config.biases_of_attention,
-            "rotary": config.rotary,
-            "sparse blocks": _sparse_layers(config),
-        }
-        unread = {"switch", "relative_buckets", "relative_max_distance"}
-        unread |= set() if config.tie_embeddings else {"scale_tied_logits"}
-        if (switch := config.switch) is not None:
-            found |= {f"RouterConfig.{n}": value for n, value in _fixed(switch.router).items()}
-            found |= {f"SwitchConfig.{n}": value for n, value in _fixed(switch).items()}
-            found["SwitchConfig.d_ff"] = switch.d_ff or config.d_ff
-            found["router bias"] = switch.router.has_bias  # whatever rate it was trained with
-            places = ("every", "encoder_layers", "decoder_layers", "router")
-            unread |= {f"SwitchConfig.{name}" for name in places}
-            unread.add("RouterConfig.bias_update_rate")
-            if len(_sparse_layers(config)) == config.num_decoder_layers:
-                unread.add("d_ff")
-        return {name: value for name, value in found.items() if name not in unread}
-
-    ours, theirs = traits(config), traits(again)
-    names = sorted(ours.keys() | theirs.keys())
-    return unexpected(*((name, ours.get(name), theirs.get(name)) for name in names))
-
-
-def _fixed(config) -> dict[str, Any]:
-    """The fields that may not change when a trained model is evaluated."""
-    fields = dataclasses.fields(config)
-    return {each.name: getattr(config, each.name) for each in fields if not each.metadata}
-
-
-def _describe_rotary(rotary: RotaryConfig) -> dict[str, Any]:
-    """The frequencies in the fields of transformers 4 and of 5, with equal content."""
-    scaling = None
-    if rotary.scaling != "none":
-        scaling = {"rope_type": _ROTARY[rotary.scaling]} | {
-            theirs: getattr(rotary, _SCALING[theirs]) for theirs in _SCALED[rotary.scaling]
-        }
-        scaling = {name: value for name, value in scaling.items() if value is not None}
-    new = {"rope_type": "default", "rope_theta": rotary.theta} | (scaling or {})
-    return {"rope_theta": rotary.theta, "rope_scaling": scaling, "rope_parameters": new}

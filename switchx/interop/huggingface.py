@@ -23,7 +23,7 @@ from switchx.data.bpe import CARRIED, TOKENIZER_FILE, BpeVocabulary, read_bpe
 from switchx.data.special_ids import EOS_ID, OURS, in_their_order, their_ids
 from switchx.data.tokenizers import TokenIdVocabulary, Vocabulary
 from switchx.fields import require
-from switchx.interop import decoder_families
+from switchx.interop import decoder_descriptions, decoder_families
 from switchx.interop.families import FAMILIES, family_of
 from switchx.interop.folder_tokenizer import (
     PIECES,
@@ -227,8 +227,8 @@ def write_decoder(
         ValueError: transformers has no such model (all reasons are given).
     """
     own, params = unrolled(config, params)
-    config, params = decoder_families.with_shared_expert(own, params)
-    kin, description, notes = decoder_families.describe(config)
+    config, params = decoder_descriptions.with_shared_expert(own, params)
+    kin, description, notes = decoder_descriptions.describe(config)
     if config != own:
         notes.append(f"{kin.architecture} has a shared expert: one of zeros is written")
     leaves, names = named_leaves(params), decoder_families.tensor_names(kin, config)

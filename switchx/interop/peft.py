@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 
 from switchx import tree
 from switchx.fields import require
-from switchx.interop import decoder_families, huggingface_config
+from switchx.interop import decoder_descriptions, decoder_families, huggingface_config
 from switchx.interop.families import FAMILIES
 from switchx.interop.tensor_folder import read_json, require_same_tensors, write_json
 from switchx.models.adapters import LoRASpec, abstract_adapters, init_adapters, target_of
@@ -199,7 +199,7 @@ def _tensor_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     if config.is_encoder_decoder:
         description, _ = huggingface_config.describe(config)
         return FAMILIES[description["model_type"]].tensor_names(config)
-    kin, *_ = decoder_families.describe(config)
+    kin, *_ = decoder_descriptions.describe(config)
     return decoder_families.tensor_names(kin, config)
 
 
@@ -207,7 +207,7 @@ def _orders(config: ModelConfig) -> dict[str, np.ndarray]:
     """`decoder_families.orders`: rows of B are those of its weight."""
     if config.is_encoder_decoder:
         return {}
-    kin, *_ = decoder_families.describe(config)
+    kin, *_ = decoder_descriptions.describe(config)
     return decoder_families.orders(kin, config)
 
 

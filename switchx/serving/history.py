@@ -16,7 +16,7 @@ from switchx.serving.limits import Limits
 from switchx.serving.request_queue import Group
 
 LOG = logging.getLogger(__name__)
-MOST_GROUPS = 16
+MOST_GROUPS = 4  # 64 programs are kept, and a group has a dozen
 _FLAGS = ("is_sampling", "has_processors", "is_recorded")
 
 

@@ -9,7 +9,8 @@ import dataclasses
 
 import pytest
 
-from switchx.interop.decoder_families import DECODERS, describe, read_config, tensor_names
+from switchx.interop.decoder_descriptions import describe
+from switchx.interop.decoder_families import DECODERS, read_config, tensor_names
 from switchx.interop.huggingface_config import Fields
 from switchx.interop.tensor_folder import torch_shapes
 from switchx.models.config import ModelConfig, Precision
