@@ -29,11 +29,7 @@ from switchx.interop.tensor_folder import (
     torch_shapes,
 )
 from switchx.layers.rotary import RotaryConfig
-from switchx.models.config import (
-    ModelConfig,
-    RouterConfig,
-    SwitchConfig,
-)
+from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 
 TABLE, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _PROJECTIONS = {"query": "q", "key": "k", "value": "v"}

@@ -18,12 +18,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from switchx.api import Model
-from switchx.serving.completions import (
-    FIELDS,
-    CompletionForm,
-    CompletionRequest,
-    data_of,
-)
+from switchx.serving.completions import FIELDS, CompletionForm, CompletionRequest, data_of
 from switchx.serving.limits import Limits
 from switchx.serving.requests import Refusal, fields_of, shown, wrong
 from switchx.serving.service import Events
@@ -145,14 +140,8 @@ def compiled_template(text: str) -> jinja2.Template:
     def raise_exception(message):
         raise jinja2.TemplateError(message)
 
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
+    def tojson(value, ensure_ascii=False, **options):
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment.filters["tojson"] = tojson
     environment.globals |= {
