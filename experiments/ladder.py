@@ -8,7 +8,6 @@ nothing dropped. Cells run side by side, one on each core.
 
 import dataclasses
 import itertools
-import json
 import math
 import re
 import statistics
@@ -24,7 +23,6 @@ from experiments.rules import Rule, judged
 from experiments.side_by_side import num_cores, on_each_core
 from experiments.statistics import intervals, parabola
 from experiments.study import Study
-from switchx.checkpoint.run_folder import RunFolder
 from switchx.gin_config.building import job_from_gin
 from switchx.models.flops import train_flops
 
@@ -183,9 +181,14 @@ def train_all(study: Study, cells: Cells, runs: Runs) -> dict[str, Any]:
         "seeds": list(runs.seeds),
         "steps": runs.rung.steps,
         "models": models,
-        "validation": cells.get(
-            {"validation": runs.rung.gin_file}, lambda: _validation(study, runs)
-        ),
+        "validation": {
+            # Those with a capacity score a part of the split while they train.
+            "tokens": max(one["scored_tokens"] for one in found),
+            "bytes": cells.get(
+                {"bytes_of_validation": runs.rung.gin_file},
+                lambda: _bytes_of_validation(study, runs),
+            ),
+        },
     }
 
 
@@ -237,16 +240,12 @@ def _trained(study: Study, cells: Cells, rung: Rung, seed: int, each: OnLadder) 
     return found | {"quality": evaluated["neg_log_perplexity"]}
 
 
-def _validation(study: Study, runs: Runs) -> dict[str, int]:
-    """Tokens that the split is scored on, and its bytes of text."""
-    each = next(each for each in runs.contenders if not each.has_capacity)
-    run = RunFolder(study.runs / run_name(each.name + runs.rung.suffix, runs.seeds[0]))
-    lines = [json.loads(line) for line in run.validation.read_text().splitlines()]
-    bindings = study.placed(bindings_of(study, runs.rung, each, 0))
+def _bytes_of_validation(study: Study, runs: Runs) -> int:
+    """Of the split's text."""
+    bindings = study.placed(bindings_of(study, runs.rung, runs.contenders[0], 0))
     job = job_from_gin([ROOT / runs.rung.gin_file], bindings)
     texts = job.source.corpus.open("validation", job.data_dir)
-    size = sum(len(example[field].encode()) for example in texts for field in texts.fields)
-    return {"tokens": round(lines[-1]["target_tokens"]), "bytes": size}
+    return sum(len(example[field].encode()) for example in texts for field in texts.fields)
 
 
 def wall_seconds(cells: Cells) -> int:

@@ -139,9 +139,10 @@ class Study(Experiment):
 
         Returns:
             `curve` (validation negative log perplexity by step), `tasks` (the same by
-            task, of a mixture), `skipped_steps`, `dropped` (the fraction of tokens at the last
-            logged step), `peaks` (the best of each metric of generated texts, by task) and
-            `seconds` of wall time, restarts included.
+            task, of a mixture), `scored_tokens` of the last validation, `skipped_steps`,
+            `dropped` (the fraction of tokens at the last logged step), `peaks` (the best of
+            each metric of generated texts, by task) and `seconds` of wall time, restarts
+            included.
 
         Raises:
             SystemExit: interrupted or failed; the same command goes on.
@@ -177,6 +178,7 @@ class Study(Experiment):
         return {
             "curve": {str(line["step"]): line["neg_log_perplexity"] for line in lines},
             "tasks": _by_task(lines),
+            "scored_tokens": round(lines[-1]["target_tokens"]),
             "skipped_steps": sum(line["skipped_steps"] for line in logged),
             "dropped": logged[-1].get("dropped_fraction", 0.0),
             "peaks": json.loads(peaks.read_text()) if peaks.exists() else {},

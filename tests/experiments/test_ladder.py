@@ -83,7 +83,12 @@ class Trains:
         folder.mkdir()
         lines = [{"step": 0, "target_tokens": 1.0}, {"step": 9, "target_tokens": 1000.0}]
         (folder / "validation.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        return {"curve": {"0": -7.0, "9": -2.0}, "dropped": 0.25, "skipped_steps": 1}
+        return {
+            "curve": {"0": -7.0, "9": -2.0},
+            "scored_tokens": 1000,
+            "dropped": 0.25,
+            "skipped_steps": 1,
+        }
 
     def command(self, cells, label, *arguments):
         self.asked.append((label, dict(each.split("=", 1) for each in arguments[1:])))
@@ -91,7 +96,7 @@ class Trains:
 
 
 def test_what_has_a_capacity_is_evaluated_without(swept, tmp_path, monkeypatch):
-    monkeypatch.setattr(ladder, "_validation", lambda *_: {"tokens": 1000, "bytes": 3000})
+    monkeypatch.setattr(ladder, "_bytes_of_validation", lambda *_: 3000)
     study = Trains(tmp_path)
     contenders = (
         OnLadder("16 experts"),

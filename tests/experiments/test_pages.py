@@ -229,7 +229,9 @@ def test_a_run_that_a_signal_stopped_is_no_result(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"train_steps": 300}')
     (folder / "goodput.json").write_text('{"step": 73, "seconds": {"step": 1.0}}')
-    (folder / "validation.jsonl").write_text('{"step": 0, "neg_log_perplexity": -9.0}\n')
+    (folder / "validation.jsonl").write_text(
+        '{"step": 0, "neg_log_perplexity": -9.0, "target_tokens": 7.0}\n'
+    )
     (folder / "metrics.jsonl").write_text('{"step": 50, "skipped_steps": 0}\n')
     monkeypatch.setattr(Study, "_switchx", lambda *arguments: "")
     cells = Cells(mine.runs / "cells.jsonl")

@@ -83,7 +83,7 @@ def test_a_rate_that_diverged_is_the_worst():
     study.command = lambda *arguments: found
     quality = rates.sweep(study, None, rates.Swept("dense"))
     assert quality["0.032"] is None and rates.found_rate(quality).rate == pytest.approx(2**-7)
-    names = [each.name for each in rates.GATE]
+    names = [each.name for each in (*rates.BOTH, *rates.GATE)]
     said = rates.judge({"quality": dict.fromkeys(names, quality)})
     assert said["tables"][0]["rows"][0]["best, nats"] == pytest.approx(-5)
 
