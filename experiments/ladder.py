@@ -164,8 +164,9 @@ def train_all(study: Study, cells: Cells, runs: Runs) -> dict[str, Any]:
     }
     first, _ = flops[runs.contenders[0].name]
     pairs = [*itertools.product(runs.seeds, runs.contenders)]
-    suffix = runs.rung.suffix
-    print_plan({run_name(e.name + suffix, seed): flops[e.name][1] for seed, e in pairs})
+    if not study.is_quick:
+        suffix = runs.rung.suffix
+        print_plan({run_name(e.name + suffix, seed): flops[e.name][1] for seed, e in pairs})
     found = on_each_core(lambda pair: _trained(study, cells, runs.rung, *pair), pairs)
     by_pair = {(seed, each.name): f for (seed, each), f in zip(pairs, found, strict=True)}
     curves, models = {}, {}

@@ -326,6 +326,8 @@ def test_fine_tuning_counts_what_the_dense_model_learns():
         "trec": {run.DENSE: peaks(80.0, -0.3), run.SPARSE: peaks(81.0, -0.2)},
         "glue_sst2": {run.DENSE: peaks(51.0, -0.7), run.SPARSE: peaks(51.0, -5.0)},
     }
+    for by in tasks.values():
+        by |= {name: peaks(70.0, -0.25) for name in run.ADAPTED}
     results = {"seeds": list(run.SEEDS[:4]), "tasks": tasks, "quality": {}}
     for model, shift in ((run.SPARSE, 1), (run.DENSE, 0)):
         seen = tasks["trec"][model]
@@ -334,6 +336,11 @@ def test_fine_tuning_counts_what_the_dense_model_learns():
     assert judged["verdict"] == rules.REPRODUCED
     assert [row["counts"] for row in judged["tables"][0]["rows"]] == ["yes", "no"]
     assert judged["claims"][0]["effect"]["mean"] == pytest.approx(0.1)
+    over = "LoRA over full, nats per token (95%)"
+    adapted = {(row["task"], row["model"]): row for row in judged["tables"][1]["rows"]}
+    assert len(adapted) == 4
+    assert adapted["trec", run.DENSE][over]["mean"] == pytest.approx(0.05)
+    assert adapted["glue_sst2", run.SPARSE][over]["mean"] == pytest.approx(4.75)
     tasks["trec"][run.DENSE] = peaks(30.0, -0.3)
     assert run.judge(results)["verdict"] == rules.NOT_TESTABLE
 
