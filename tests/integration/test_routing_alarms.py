@@ -2,7 +2,7 @@
 """Runs made to raise each alarm, through the command: step of the alarm, step of the loss.
 
 `pytest -s -m slow tests/integration/test_routing_alarms.py` prints them, a row a
-fault; two are in docs/routing_statistics.md.
+fault; one is in docs/routing_statistics.md.
 """
 
 import math
