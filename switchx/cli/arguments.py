@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from switchx.fields import Option, options
@@ -149,6 +149,35 @@ def add_step(parser: argparse.ArgumentParser, help_text: str) -> None:
     )
 
 
+def add_flags(
+    parser: argparse.ArgumentParser, flags: Mapping[str, Any], required: str = "", **defaults
+) -> None:
+    """Adds flags from a table: each as users write it, and its help text.
+
+    `--name` is a switch, and `--name=a|b` takes one of these words. A metavar in capitals says
+    the type of a value (`_TYPES`); others are texts.
+
+    Args:
+        flags: help texts by flag, or pairs of a type of its own and the help text.
+        required: name of the flag that has to be given.
+        defaults: default values by name; the help text ends in them.
+    """
+    for flag, described in flags.items():
+        option, _, metavar = flag.partition("=")
+        name = option.removeprefix("--")
+        kind, text = described if isinstance(described, tuple) else (None, described)
+        settings = {"type": kind or _TYPES.get(metavar, str), "metavar": metavar}
+        if not metavar:
+            settings = {"action": "store_true"}
+        elif metavar == metavar.lower():
+            settings = {"type": kind, "choices": list(map(kind or str, metavar.split("|")))}
+        if name in defaults:
+            settings["default"], text = defaults[name], f"{text} (default: %(default)s)"
+        if name == required:
+            settings["required"] = True
+        parser.add_argument(option, help=text, **settings)
+
+
 def add_options(
     parser: CommandParser, config: type, names: Iterable[str] | None = None, **defaults
 ) -> None:
@@ -267,6 +296,9 @@ def _step(text: str) -> int | str:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no step; give its number, or best")
     return int(text)
+
+
+_TYPES = {"N": positive, "K": positive, "N,N": counts, "X": share, "X,X": factors}
 
 
 # Gin's arguments.

@@ -27,16 +27,35 @@ Written are atlas.html, picture.svg (drops by capacity factor, knock-outs by lab
 tables/MODEL/*.parquet, and record_MODEL.parquet, the record of routing (docs/records.md).
 """
 
-NUMBERS = {
-    "knockouts": (
-        256,
+INPUTS = {
+    "--text_column=NAME": "column that holds the text",
+    "--label_column=NAME": "column that holds the label; default: the file's name is",
+    "--target_column=NAME": "column that holds what the decoder is to write, as in translation",
+    "--against=MODEL": (shared.model_folder, "second model, beside it"),
+}
+MEASURES = {
+    "--knockouts=N": (
+        lambda text: 0 if text == "0" else shared.positive(text),
         "most experts that are removed, each alone: those that take most more of a label, and "
         "drawn ones; 0 removes none",
     ),
-    "knockout_texts": (64, "texts of each label that are scored without them"),
-    "max_tokens": (512, "tokens of a row; longer texts are several rows"),
-    "min_tokens": (100, "tokens that a label has at least"),
-    "batch_size": (32, "rows at once"),
+    "--knockout_texts=N": "texts of each label that are scored without them",
+    "--max_tokens=N": "tokens of a row; longer texts are several rows",
+    "--min_tokens=N": "tokens that a label has at least",
+    "--batch_size=N": "rows at once",
+    "--capacity=dropless|trained": "of experts: dropless drops no token; trained drops as "
+    "evaluation does",
+    "--factors=X,X": "capacity factors at which drops are measured, a pass each",
+    "--seed=N": (int, "of masked spans, permutations and draws"),
+}
+DEFAULTS = {
+    "knockouts": 256,
+    "knockout_texts": 64,
+    "max_tokens": 512,
+    "min_tokens": 100,
+    "batch_size": 32,
+    "factors": [0.5, 1.0, 1.5, 2.0],
+    "seed": 0,
 }
 
 
@@ -60,57 +79,12 @@ def add_command(commands) -> None:
         help="files, or folders of files; of `tiny` the texts that ship with it",
     )
     shared.add_output(parser, "folder to write; nothing may be there", "DIR", required=True)
-    for name, default, what in (
-        ("text", "text", "the text"),
-        ("label", None, "the label; default: the file's name is"),
-        ("target", None, "what the decoder is to write, as in translation"),
-    ):
-        parser.add_argument(
-            f"--{name}_column",
-            default=default,
-            metavar="NAME",
-            help=f"column that holds {what}",
-        )
-    parser.add_argument(
-        "--against", type=shared.model_folder, metavar="MODEL", help="second model, beside it"
-    )
+    shared.add_flags(parser, INPUTS)
+    parser.set_defaults(text_column="text")
     shared.add_step(parser, "checkpoint of a run folder")
-    parser.add_argument(
-        "--against_step",
-        type=shared.positive,
-        metavar="N",
-        help="checkpoint of the second model",
-    )
+    shared.add_flags(parser, {"--against_step=N": "checkpoint of the second model"})
     shared.add_task(parser)
-    for name, (default, what) in NUMBERS.items():
-        parser.add_argument(
-            f"--{name}",
-            type=_number if name == "knockouts" else shared.positive,
-            default=default,
-            metavar="N",
-            help=f"{what} (default: %(default)s)",
-        )
-    parser.add_argument(
-        "--capacity",
-        choices=("dropless", "trained"),
-        default="dropless",
-        help="of experts: dropless drops no token; trained drops as evaluation does "
-        "(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--factors",
-        type=shared.factors,
-        default=[0.5, 1.0, 1.5, 2.0],
-        metavar="X,X",
-        help="capacity factors at which drops are measured, a pass each (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="of masked spans, permutations and draws (default: %(default)s)",
-    )
+    shared.add_flags(parser, MEASURES, **DEFAULTS, capacity="dropless")
     shared.add_json(parser)
 
 
@@ -168,7 +142,7 @@ def _write(arguments: argparse.Namespace, reporter) -> dict:
                 run_folder=None if is_artifact(model_dir) else model_dir,
                 dropless=arguments.capacity == "dropless",
                 reporter=reporter,
-                **chosen(*NUMBERS, "factors", "seed"),
+                **chosen(*DEFAULTS),
             )
             atlases.append(atlas)
         report = write_page(folder / "atlas.html", atlases)
@@ -181,7 +155,3 @@ def _names(folders: list[tuple]) -> list[str]:
     if len(set(names)) < len(names):
         names[1] += f"_{folders[1][1]}" if folders[1][1] is not None else "_against"
     return names
-
-
-def _number(text: str) -> int:
-    return 0 if text == "0" else shared.positive(text)

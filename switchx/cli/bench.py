@@ -56,6 +56,10 @@ Eight devices are simulated on CPU where XLA_FLAGS does not say otherwise.
 """
 BENCH_ROUNDS, TUNE_ROUNDS = 9, 7
 SOAK_S = 3600
+SOAK = {
+    "--seconds=N": f"of soak (default: {SOAK_S})",
+    "--model_dir=DIR": "of soak: a model (default: a small random one)",
+}
 
 
 def add_command(commands) -> None:
@@ -71,12 +75,7 @@ def add_command(commands) -> None:
         metavar="FOLDER",
         help="of compiled: a clone of another project",
     )
-    bench.add_argument(
-        "--seconds", type=shared.positive, metavar="N", help=f"of soak (default: {SOAK_S})"
-    )
-    bench.add_argument(
-        "--model_dir", metavar="DIR", help="of soak: a model (default: a small random one)"
-    )
+    shared.add_flags(bench, SOAK)
     tune = shared.add_command(
         commands, "tune", run_tune, "find the quickest tilings of this machine", TUNE
     )

@@ -33,8 +33,8 @@ def add_command(commands) -> None:
         commands, "compile", run, "compile a training step for a pod", DESCRIPTION
     )
     shared.add_gin_arguments(parser)
-    parser.add_argument(
-        "--topology", required=True, metavar="KIND:SIDES", help="such as v4:8x8x16, or h200:8"
+    shared.add_flags(
+        parser, {"--topology=KIND:SIDES": "such as v4:8x8x16, or h200:8"}, required="topology"
     )
     shared.add_json(parser)
 

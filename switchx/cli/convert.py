@@ -38,6 +38,21 @@ fine-tune it
   switchx train --gin_file=configs/runs/finetune.gin --gin.INIT_FROM=DST --model_dir=DIR
 """
 
+BASE = {
+    "--base=DIR": "with --from=peft: run folder of the base, as `switchx convert` wrote it of "
+    "the model that the adapters were trained beside"
+}
+FLAGS = {
+    "--overflow=drop|dropless|identity": "with --from=huggingface, of Switch Transformers: "
+    "what becomes of a token whose expert is full. drop: transformers 4.52 to 4.57, and from "
+    "5.19 on (default); dropless: 5.0 to 5.17; identity: to 4.51",
+    "--dtype=float32|bfloat16|float16": "of the parameters in DST; default: float32 with "
+    "--from=huggingface, what MODEL says with --from=t5x, what SRC has with --to",
+    "--vocabulary=FILE": "with --from: the SentencePiece model, or the tokenizer.json, that "
+    "belongs to SRC; `bytes` for UTF-8 bytes as ByT5 numbers them, `none` for token ids; "
+    "default: its spiece.model, else its tokenizer.json, and bytes of a ByT5",
+}
+
 
 def add_command(commands) -> None:
     parser = shared.add_command(
@@ -51,35 +66,11 @@ def add_command(commands) -> None:
     direction.add_argument(
         "--to", dest="target", choices=["huggingface", "peft"], help="what DST is to be"
     )
-    parser.add_argument(
-        "--base",
-        metavar="DIR",
-        help="with --from=peft: run folder of the base, as `switchx convert` wrote it of the "
-        "model that the adapters were trained beside",
-    )
+    shared.add_flags(parser, BASE)
     shared.add_trust(parser)
     parser.add_argument("src", metavar="SRC", help="folder to read")
     parser.add_argument("dst", metavar="DST", help="folder to make")
-    parser.add_argument(
-        "--overflow",
-        choices=["drop", "dropless", "identity"],
-        help="with --from=huggingface, of Switch Transformers: what becomes of a token whose "
-        "expert is full. drop: transformers 4.52 to 4.57, and from 5.19 on (default); "
-        "dropless: 5.0 to 5.17; identity: to 4.51",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16", "float16"],
-        help="of the parameters in DST; default: float32 with --from=huggingface, what MODEL "
-        "says with --from=t5x, what SRC has with --to",
-    )
-    parser.add_argument(
-        "--vocabulary",
-        metavar="FILE",
-        help="with --from: the SentencePiece model, or the tokenizer.json, that belongs to "
-        "SRC; `bytes` for UTF-8 bytes as ByT5 numbers them, `none` for token ids; default: "
-        "its spiece.model, else its tokenizer.json, and bytes of a ByT5",
-    )
+    shared.add_flags(parser, FLAGS)
     shared.add_step(parser, "with --to: checkpoint to convert")
 
 

@@ -2,7 +2,6 @@
 """`switchx deploy`: from a trained run to a folder that is served, in six steps."""
 
 import argparse
-import functools
 import math
 from typing import Any
 
@@ -44,6 +43,25 @@ SETTINGS = (
     "teacher",
     "distill_steps",
 )
+MODEL = {
+    "--experts=N": (int, "of each Switch layer; default: all that there are"),
+    "--reduce=merge|drop": "with --experts: merge experts that compute alike, or drop the "
+    "least used ones",
+    "--teacher=DIR": "with --experts: run folder whose model teaches the smaller one",
+    "--distill_steps=N": "with --teacher: steps of training",
+    "--dtype=bfloat16|float32": "of parameters and of computing, routers apart; default: as "
+    "they are",
+    "--devices=N": "to split over",
+}
+TARGET = {
+    "--memory=GIB": (float, "of a device; default: no limit"),
+    "--bits=4|8": (int, "of an expert's weight; default: as they are"),
+    "--platform=cpu|tpu|cuda": "to export for",
+    "--device_kind=NAME": "device whose kernels are taken, as JAX names it; default: TPU v5 "
+    "lite, NVIDIA H200",
+    "--batch_size=N": (int, "inputs at once"),
+    "--input_length=N": (int, "most tokens of an input"),
+}
 
 
 def add_command(commands) -> None:
@@ -56,45 +74,9 @@ def add_command(commands) -> None:
     )
     shared.add_gin_arguments(parser, default="those of the run, for its validation text")
     shared.add_step(parser, "checkpoint to deploy")
-    number = functools.partial(parser.add_argument, metavar="N")
-    number("--experts", type=int, help="of each Switch layer; default: all that there are")
-    parser.add_argument(
-        "--reduce",
-        choices=("merge", "drop"),
-        default="merge",
-        help="with --experts: merge experts that compute alike, or drop the least used ones "
-        "(default: merge)",
-    )
-    parser.add_argument(
-        "--teacher",
-        metavar="DIR",
-        help="with --experts: run folder whose model teaches the smaller one",
-    )
-    number("--distill_steps", type=shared.positive, help="with --teacher: steps of training")
-    parser.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float32"),
-        help="of parameters and of computing, routers apart; default: as they are",
-    )
-    number("--devices", type=shared.positive, default=1, help="to split over (default: 1)")
+    shared.add_flags(parser, MODEL, reduce="merge", devices=1)
     devices.add_mesh(parser, "the planner's for --devices; data is 1 unless given")
-    parser.add_argument(
-        "--memory", type=float, metavar="GIB", help="of a device; default: no limit"
-    )
-    parser.add_argument(
-        "--bits", type=int, choices=(4, 8), help="of an expert's weight; default: as they are"
-    )
-    parser.add_argument(
-        "--platform", required=True, choices=("cpu", "tpu", "cuda"), help="to export for"
-    )
-    parser.add_argument(
-        "--device_kind",
-        metavar="NAME",
-        help="device whose kernels are taken, as JAX names it; default: TPU v5 lite, NVIDIA "
-        "H200",
-    )
-    number("--batch_size", type=int, default=8, help="inputs at once (default: %(default)s)")
-    number("--input_length", type=int, default=64, help="most tokens of an input (default: 64)")
+    shared.add_flags(parser, TARGET, required="platform", batch_size=8, input_length=64)
     # Searched for, not sampled: tokens are compared.
     names = (
         "max_new_tokens",

@@ -25,6 +25,12 @@ lines are `input<TAB>target` as for `switchx score`, and the losses of both are 
 QUANTILES = (0.1, 0.5, 0.9)
 WIDTH = 100  # of the table, where the terminal is no wider
 
+FLAGS = {
+    "--input=FILE": (shared.not_empty, "lines `input<TAB>target` that both models score"),
+    "--steps=N,N": "of models: checkpoints of A and of B; default: the newest",
+    "--batch_size=N": "lines at once",
+}
+
 
 def add_command(commands) -> None:
     parser = shared.add_command(
@@ -32,25 +38,7 @@ def add_command(commands) -> None:
     )
     parser.add_argument("a", metavar="A", help="a record; with --input a model's folder")
     parser.add_argument("b", metavar="B", help="what is compared with it")
-    parser.add_argument(
-        "--input",
-        type=shared.not_empty,
-        metavar="FILE",
-        help="lines `input<TAB>target` that both models score",
-    )
-    parser.add_argument(
-        "--steps",
-        type=shared.counts,
-        metavar="N,N",
-        help="of models: checkpoints of A and of B; default: the newest",
-    )
-    parser.add_argument(
-        "--batch_size",
-        type=shared.positive,
-        default=32,
-        metavar="N",
-        help="lines at once (default: 32)",
-    )
+    shared.add_flags(parser, FLAGS, batch_size=32)
     shared.add_trust(parser)
     shared.add_json(parser)
 

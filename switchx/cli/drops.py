@@ -24,6 +24,26 @@ first-order estimate, since tokens that are dropped change what these read (docs
 exit status is 1 where the record's own drops do not follow from it, or where the first
 layer's are not those of --measured.
 """
+FLAGS = {
+    "--factors=X,X": "capacity factors; default: 1, 1.25, 1.5, 2 and the model's own",
+    "--group_sizes=N,N": "places routed together; default: the recorded, 4 and 16 times as "
+    "many",
+    "--num_selected=N,N": "experts that a token chooses; default: as recorded",
+    "--priority=position|gate": "order in which choices get slots; default: as recorded, gate "
+    "for megatron",
+    "--rounds=N,N": "experts that a token without a slot tries; 1 does not reroute; default: "
+    "as recorded",
+    "--rule=switchx|flaxformer|megatron": "whose rule cuts batches into groups",
+    "--ranks=N": "devices that a batch's rows are split over, by the rules of others",
+    "--microbatches=N": "parts of a batch that are routed one after another",
+    "--target=X": "share of drops that the smallest capacity is computed for",
+    "--measured=FILE": "a record of the same model and data at another capacity: what RECORD "
+    "predicts of it is compared with it, by layer, and nothing else is computed",
+    "--model_dir=DIR": (
+        shared.model_folder,
+        "run folder of the model, for FLOPs and bytes; default: the one that has RECORD",
+    ),
+}
 FACTORS = [1.0, 1.25, 1.5, 2.0]
 WIDTH = 4096
 
@@ -33,75 +53,7 @@ def add_command(commands) -> None:
         commands, "drops", run_drops, "predict drops at other capacities and groups", DROPS
     )
     parser.add_argument("record", metavar="RECORD", help="a Parquet file of --record")
-    parser.add_argument(
-        "--factors",
-        type=shared.factors,
-        metavar="X,X",
-        help="capacity factors; default: 1, 1.25, 1.5, 2 and the model's own",
-    )
-    parser.add_argument(
-        "--group_sizes",
-        type=shared.counts,
-        metavar="N,N",
-        help="places routed together; default: the recorded, 4 and 16 times as many",
-    )
-    parser.add_argument(
-        "--num_selected",
-        type=shared.counts,
-        metavar="N,N",
-        help="experts that a token chooses; default: as recorded",
-    )
-    parser.add_argument(
-        "--priority",
-        choices=["position", "gate"],
-        help="order in which choices get slots; default: as recorded, gate for megatron",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=shared.counts,
-        metavar="N,N",
-        help="experts that a token without a slot tries; 1 does not reroute; default: as "
-        "recorded",
-    )
-    parser.add_argument(
-        "--rule",
-        choices=["switchx", "flaxformer", "megatron"],
-        default="switchx",
-        help="whose rule cuts batches into groups (default: switchx)",
-    )
-    parser.add_argument(
-        "--ranks",
-        type=shared.positive,
-        default=1,
-        metavar="N",
-        help="devices that a batch's rows are split over, by the rules of others (default: 1)",
-    )
-    parser.add_argument(
-        "--microbatches",
-        type=shared.positive,
-        default=1,
-        metavar="N",
-        help="parts of a batch that are routed one after another (default: 1)",
-    )
-    parser.add_argument(
-        "--target",
-        type=shared.share,
-        default=0.01,
-        metavar="X",
-        help="share of drops that the smallest capacity is computed for (default: 0.01)",
-    )
-    parser.add_argument(
-        "--measured",
-        metavar="FILE",
-        help="a record of the same model and data at another capacity: what RECORD predicts of "
-        "it is compared with it, by layer, and nothing else is computed",
-    )
-    parser.add_argument(
-        "--model_dir",
-        type=shared.model_folder,
-        metavar="DIR",
-        help="run folder of the model, for FLOPs and bytes; default: the one that has RECORD",
-    )
+    shared.add_flags(parser, FLAGS, rule="switchx", ranks=1, microbatches=1, target=0.01)
     shared.add_json(parser)
 
 

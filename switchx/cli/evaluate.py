@@ -61,6 +61,35 @@ class Every(NamedTuple):
     steps: int
 
 
+TEXTS = {
+    "--tasks=NAMES": "of a mixture, to answer, separated by commas; default: all with metrics",
+    "--split=NAME": "of the corpora; default: the tasks'",
+    "--max_examples=N": "answer N of each task",
+}
+GENERATION = {
+    "--batch_size=N": "most inputs at once in generation",
+    "--rank_choices": "also score the choices of each example and measure the most likely ones",
+    "--bootstrap=N": "samples of sacreBLEU's bootstrap, for intervals of 95%% of BLEU and "
+    "chrF, such as 1000",
+    "--predictions=FILE": (
+        shared.not_empty,
+        "file to write: JSON lines of task, inputs, target, prediction, of tasks without "
+        "metrics too",
+    ),
+    "--harness=TASKS": (
+        shared.not_empty,
+        "tasks of lm-evaluation-harness, with commas, in place of the validation split; "
+        "--max_examples and --batch_size are read, too",
+    ),
+    "--harness_path=FOLDER": "of further tasks, YAML files",
+    "--record=FILE": "also write where every token was routed, a Parquet file "
+    "(docs/records.md)",
+    "--replay=FILE": "take the choices of this record of the same batches, in place of the "
+    "routers'",
+    "--record_places=N": "batches beyond so many places are left out of it",
+}
+
+
 def add_command(commands) -> None:
     parser = shared.add_command(commands, "eval", run, "evaluate a trained model", DESCRIPTION)
     shared.add_gin_arguments(parser, default="operative_config.gin of the run folder")
@@ -84,15 +113,7 @@ def add_command(commands) -> None:
         help="of generated texts, some of bleu,chrf,rouge,squad,accuracy, instead of the "
         "tasks' own; none generates nothing",
     )
-    parser.add_argument(
-        "--tasks",
-        metavar="NAMES",
-        help="of a mixture, to answer, separated by commas; default: all with metrics",
-    )
-    parser.add_argument("--split", metavar="NAME", help="of the corpora; default: the tasks'")
-    parser.add_argument(
-        "--max_examples", type=shared.positive, metavar="N", help="answer N of each task"
-    )
+    shared.add_flags(parser, TEXTS)
     # Searched for, not sampled: a score is to be the same again.
     shared.add_options(
         parser,
@@ -100,63 +121,9 @@ def add_command(commands) -> None:
         ("beam_size", "max_new_tokens", "length_penalty"),
         max_new_tokens=128,
     )
-    parser.add_argument(
-        "--batch_size",
-        type=shared.positive,
-        default=32,
-        metavar="N",
-        help="most inputs at once in generation (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--rank_choices",
-        action="store_true",
-        help="also score the choices of each example and measure the most likely ones",
-    )
-    parser.add_argument(
-        "--bootstrap",
-        type=shared.positive,
-        default=0,
-        metavar="N",
-        help="samples of sacreBLEU's bootstrap, for intervals of 95%% of BLEU and chrF, such "
-        "as 1000",
-    )
-    parser.add_argument(
-        "--predictions",
-        type=shared.not_empty,
-        metavar="FILE",
-        help="file to write: JSON lines of task, inputs, target, prediction, of tasks without "
-        "metrics too",
-    )
-    parser.add_argument(
-        "--harness",
-        type=shared.not_empty,
-        metavar="TASKS",
-        help="tasks of lm-evaluation-harness, with commas, in place of the validation split; "
-        "--max_examples and --batch_size are read, too",
-    )
-    parser.add_argument("--harness_path", metavar="FOLDER", help="of further tasks, YAML files")
-    _add_record_arguments(parser)
+    shared.add_flags(parser, GENERATION, batch_size=32, record_places=1 << 22)
+    parser.set_defaults(bootstrap=0)
     shared.add_json(parser, "print one JSON object, with the routing of each layer")
-
-
-def _add_record_arguments(parser) -> None:
-    parser.add_argument(
-        "--record",
-        metavar="FILE",
-        help="also write where every token was routed, a Parquet file (docs/records.md)",
-    )
-    parser.add_argument(
-        "--replay",
-        metavar="FILE",
-        help="take the choices of this record of the same batches, in place of the routers'",
-    )
-    parser.add_argument(
-        "--record_places",
-        type=shared.positive,
-        default=1 << 22,
-        metavar="N",
-        help="batches beyond so many places are left out of it (default: %(default)s)",
-    )
 
 
 def _steps(text: str) -> int | str | Every:

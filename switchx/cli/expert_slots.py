@@ -6,53 +6,30 @@ from typing import Any
 
 from switchx.cli import arguments as shared
 
+FLAGS = {
+    "--expert_slots=K": "experts of each Switch layer that are on the device at once, those "
+    "that were chosen last; all are in host memory, and results stay the same; default: all",
+    "--ring_slots=K": "layers of each stack whose experts are on the device at once; all "
+    "others stream through two of these slots in each step. With --expert_slots a formula "
+    "decides for each call: prompts with many tokens stream, steps move what they chose",
+    "--host_bytes=N": "with --expert_slots: host memory for experts, which are read from files "
+    "(of `switchx quantize`, or of a run with configs/storage/disk.gin); default: room for all",
+    "--expert_policy=lru|decayed_lfu|next_use": "with --expert_slots: which expert makes room "
+    "for another (default: lru)",
+    "--expert_cache=FILE": (
+        shared.not_empty,
+        "with --expert_slots: the policy and the host_bytes that `switchx simulate cache` "
+        "wrote into this gin file",
+    ),
+    "--expert_prefetch": "with --expert_slots: the router of the next layer predicts what is "
+    "moved ahead",
+    "--hardware=NAME|FILE": "with --expert_slots or --ring_slots: a spec (docs/planner.md) "
+    "that the formula of streaming is evaluated for; default: that of the device",
+}
+
 
 def add_expert_slots(parser: shared.CommandParser) -> None:
-    parser.add_argument(
-        "--expert_slots",
-        type=shared.positive,
-        metavar="K",
-        help="experts of each Switch layer that are on the device at once, those that were "
-        "chosen last; all are in host memory, and results stay the same; default: all",
-    )
-    parser.add_argument(
-        "--ring_slots",
-        type=shared.positive,
-        metavar="K",
-        help="layers of each stack whose experts are on the device at once; all others stream "
-        "through two of these slots in each step. With --expert_slots a formula decides for "
-        "each call: prompts with many tokens stream, steps move what they chose",
-    )
-    parser.add_argument(
-        "--host_bytes",
-        type=shared.positive,
-        metavar="N",
-        help="with --expert_slots: host memory for experts, which are read from files (of "
-        "`switchx quantize`, or of a run with configs/storage/disk.gin); default: room for all",
-    )
-    parser.add_argument(
-        "--expert_policy",
-        choices=["lru", "decayed_lfu", "next_use"],
-        help="with --expert_slots: which expert makes room for another (default: lru)",
-    )
-    parser.add_argument(
-        "--expert_cache",
-        type=shared.not_empty,
-        metavar="FILE",
-        help="with --expert_slots: the policy and the host_bytes that `switchx simulate cache` "
-        "wrote into this gin file",
-    )
-    parser.add_argument(
-        "--expert_prefetch",
-        action="store_true",
-        help="with --expert_slots: the router of the next layer predicts what is moved ahead",
-    )
-    parser.add_argument(
-        "--hardware",
-        metavar="NAME|FILE",
-        help="with --expert_slots or --ring_slots: a spec (docs/planner.md) that the formula "
-        "of streaming is evaluated for; default: that of the device",
-    )
+    shared.add_flags(parser, FLAGS)
 
 
 def expert_slots(arguments: argparse.Namespace):

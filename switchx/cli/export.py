@@ -3,7 +3,6 @@
 
 import argparse
 import dataclasses
-import functools
 import shlex
 from typing import Any
 
@@ -33,6 +32,19 @@ and compiled where they run. What runs them checks platform, devices and JAX's v
 PLATFORMS = ("cpu", "tpu", "cuda")
 
 
+KIND = {
+    "--device_kind=NAME": "device whose kernels are taken, as JAX names it; default: TPU v5 "
+    "lite, NVIDIA H200. One platform alone",
+}
+SHAPES = {
+    "--ring_slots=K": "layers of each stack whose experts are on the device at once; the "
+    "others stay in host memory and stream through two of these slots; default: all are on the "
+    "device",
+    "--batch_size=N": (int, "inputs at once"),
+    "--input_length=N": (int, "most tokens of an input"),
+}
+
+
 def add_command(commands) -> None:
     parser = shared.add_command(
         commands, "export", run, "make programs of a model, to run without switchx", DESCRIPTION
@@ -46,26 +58,12 @@ def add_command(commands) -> None:
         metavar="NAME,..",
         help=f"what to export for, of {', '.join(PLATFORMS)}",
     )
-    parser.add_argument(
-        "--device_kind",
-        metavar="NAME",
-        help="device whose kernels are taken, as JAX names it; default: TPU v5 lite, NVIDIA "
-        "H200. One platform alone",
-    )
+    shared.add_flags(parser, KIND)
     devices.add_mesh(parser, "one device; data is 1 unless given")
     devices.add_xla(parser)
     shared.add_step(parser, "checkpoint of a run folder")
     shared.add_task(parser)
-    parser.add_argument(
-        "--ring_slots",
-        type=shared.positive,
-        metavar="K",
-        help="layers of each stack whose experts are on the device at once; the others stay in "
-        "host memory and stream through two of these slots; default: all are on the device",
-    )
-    number = functools.partial(parser.add_argument, metavar="N")
-    number("--batch_size", type=int, default=8, help="inputs at once (default: %(default)s)")
-    number("--input_length", type=int, default=64, help="most tokens of an input (default: 64)")
+    shared.add_flags(parser, SHAPES, batch_size=8, input_length=64)
     # What makes a batch smaller makes another program of it, and there are no texts.
     names = options(DecodingConfig).keys() - {"pruning", "stop"}
     shared.add_options(parser, DecodingConfig, names)

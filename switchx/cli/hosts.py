@@ -9,10 +9,20 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from switchx.cli.arguments import explain, positive
+from switchx.cli.arguments import add_flags, explain, positive
 from switchx.fields import require
 
 FLAGS = ("coordinator", "num_processes", "process_id")
+HOSTS = {
+    "--coordinator=HOST:PORT": "where process 0 listens for the others",
+    "--num_processes=N": (int, "processes, all together"),
+    "--process_id=I": (int, "of this one, 0 to N - 1"),
+    "--start_seconds=S": (positive, "how long the last process may take to come"),
+    "--silence_seconds=S": (
+        positive,
+        "without a heartbeat of a process, until it is taken for lost and all end",
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,26 +64,7 @@ def add_hosts(parser) -> None:
         "One process a machine, all with the same command. Under Slurm (srun), in a\n"
         "Kubernetes JobSet and on a TPU pod they find each other; docs/several_hosts.md.",
     )
-    group.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="where process 0 listens for the others"
-    )
-    group.add_argument("--num_processes", type=int, metavar="N", help="processes, all together")
-    group.add_argument("--process_id", type=int, metavar="I", help="of this one, 0 to N - 1")
-    group.add_argument(
-        "--start_seconds",
-        type=positive,
-        default=300,
-        metavar="S",
-        help="how long the last process may take to come (default: %(default)s)",
-    )
-    group.add_argument(
-        "--silence_seconds",
-        type=positive,
-        default=60,
-        metavar="S",
-        help="without a heartbeat of a process, until it is taken for lost and all end "
-        "(default: %(default)s)",
-    )
+    add_flags(group, HOSTS, start_seconds=300, silence_seconds=60)
 
 
 def processes_of(arguments: argparse.Namespace) -> Processes | None:

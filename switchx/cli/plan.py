@@ -46,47 +46,27 @@ file of yours (docs/planner.md). Nothing is computed with the model, and no devi
 """
 
 
+FLAGS = {
+    "--hardware=NAME|FILE": "v5p, h200x8x16 (16 nodes of 8), or a spec file FILE.toml",
+    "--devices=N": "default: all h200x8x16 names",
+    "--top=N": "rows",
+    "--storage=device|host|disk|auto": "where experts are; auto: the first of these that fits; "
+    "default: the gin files'",
+    "--touched=X": "share of the experts that a step uses, as metrics.jsonl of a run with "
+    "experts on a disk has it; default: that of uniform routing",
+    "--load_of=DIR": "run folder whose last logged routing says how uneven experts' loads are; "
+    "default: taken to be even",
+    "--record=FILE": "record of the model's routing (docs/records.md): also predict the "
+    "choices that each plan's groups drop",
+}
+
+
 def add_command(commands) -> None:
     parser = shared.add_command(
         commands, "plan", run, "predict the fastest mesh for a cluster", DESCRIPTION
     )
     shared.add_gin_arguments(parser)
-    parser.add_argument(
-        "--hardware",
-        required=True,
-        metavar="NAME|FILE",
-        help="v5p, h200x8x16 (16 nodes of 8), or a spec file FILE.toml",
-    )
-    parser.add_argument(
-        "--devices", type=shared.positive, metavar="N", help="default: all h200x8x16 names"
-    )
-    parser.add_argument(
-        "--top", type=shared.positive, default=10, metavar="N", help="rows (default: 10)"
-    )
-    parser.add_argument(
-        "--storage",
-        choices=["device", "host", "disk", "auto"],
-        help="where experts are; auto: the first of these that fits; default: the gin files'",
-    )
-    parser.add_argument(
-        "--touched",
-        type=shared.share,
-        metavar="X",
-        help="share of the experts that a step uses, as metrics.jsonl of a run with experts on "
-        "a disk has it; default: that of uniform routing",
-    )
-    parser.add_argument(
-        "--load_of",
-        metavar="DIR",
-        help="run folder whose last logged routing says how uneven experts' loads are; "
-        "default: taken to be even",
-    )
-    parser.add_argument(
-        "--record",
-        metavar="FILE",
-        help="record of the model's routing (docs/records.md): also predict the choices that "
-        "each plan's groups drop",
-    )
+    shared.add_flags(parser, FLAGS, required="hardware", top=10)
     shared.add_output(parser, "write the first plan's mesh as a gin file")
     shared.add_json(parser)
 

@@ -27,6 +27,16 @@ It prints the share of the experts' bytes that is quantized, bytes before and af
 error of every matrix: the root of its mean squared error over that of its mean square.
 """
 METHODS = ("absmax", "ft", "mse")
+FLAGS = {
+    "--bits=4|8": (int, "of a weight"),
+    "--dtype=int8|int4|float8_e4m3fn": "of a weight; default: int8 or int4, by --bits",
+    f"--method={'|'.join(METHODS)}": "of choosing a scale: the largest weight (absmax), "
+    "FasterTransformer's (ft), or least squared error (mse); default: mse with 4 bits, absmax "
+    "with 8",
+    "--group_size=N": (int, "inputs of an expert that share a scale; default: all"),
+    "--rest=bfloat16|float32": "dtype of all other parameters, routers apart; default: as they "
+    "are",
+}
 
 
 def add_command(commands) -> None:
@@ -35,29 +45,7 @@ def add_command(commands) -> None:
     )
     shared.add_model_dir(parser, "run folder of `switchx train`; nothing is written there")
     shared.add_output(parser, "folder to write; nothing may be there", "DIR", required=True)
-    parser.add_argument("--bits", type=int, choices=(4, 8), required=True, help="of a weight")
-    parser.add_argument(
-        "--dtype",
-        choices=("int8", "int4", "float8_e4m3fn"),
-        help="of a weight; default: int8 or int4, by --bits",
-    )
-    parser.add_argument(
-        "--method",
-        choices=METHODS,
-        help="of choosing a scale: the largest weight (absmax), FasterTransformer's (ft), or "
-        "least squared error (mse); default: mse with 4 bits, absmax with 8",
-    )
-    parser.add_argument(
-        "--group_size",
-        type=int,
-        metavar="N",
-        help="inputs of an expert that share a scale; default: all",
-    )
-    parser.add_argument(
-        "--rest",
-        choices=("bfloat16", "float32"),
-        help="dtype of all other parameters, routers apart; default: as they are",
-    )
+    shared.add_flags(parser, FLAGS, required="bits")
     shared.add_step(parser, "checkpoint to quantize")
     shared.add_task(parser)
     shared.add_json(parser)

@@ -34,6 +34,30 @@ SCORES = ("frequency", "ean", "reap", "mean_norm", "aimer", "brute_force")
 WAYS = ("copies", "virtual_groups", "drop", "counts_merged", "exclusive", "more_choices")
 
 
+FLAGS = {
+    "--reduce=merge|drop": "of a sparse model: merge experts that compute alike, or drop those "
+    "of the lowest --score (default: merge)",
+    f"--score={'|'.join(SCORES)}": "experts of high scores stay: frequency, tokens that chose "
+    "one; ean, sum of its outputs' norms; mean_norm, their mean; reap, mean of gate times norm "
+    "(arXiv:2510.13999); aimer, of weights alone (arXiv:2603.18492); brute_force, the loss "
+    "without it, measured for each (default: reap)",
+    "--novice": "of experts that would be dropped: their mean outputs stay, as vectors "
+    "(arXiv:2507.00390)",
+    f"--upcycle={'|'.join(WAYS)}": "of a dense model: copies of its FFN (default), of shards "
+    "of it (virtual_groups, arXiv:2410.07524), or with a --share of hidden units drawn anew "
+    "(drop, arXiv:2502.19261). Of experts: copies that count as one (counts_merged, the "
+    "default where a token chooses one), exclude each other (exclusive, else the default), are "
+    "all chosen (more_choices), or copies alone, which is another model",
+    "--share=R": (
+        float,
+        "of --upcycle=drop: part of an expert's hidden units (default: 0.5)",
+    ),
+    "--num_selected=K": "of a dense model: experts that a token chooses; above 1 the model "
+    "stays the same (default: 2)",
+    "--every=N": "of a dense model: the last of every N blocks gets experts (default: 2)",
+}
+
+
 def add_command(commands) -> None:
     parser = shared.add_command(
         commands, "reshape", run, "a model with fewer, new or no experts", DESCRIPTION
@@ -56,54 +80,7 @@ def add_command(commands) -> None:
         help="of each Switch layer: a divisor or a multiple of those there are, 0 for a dense "
         "model, or of a dense model at least 2",
     )
-    parser.add_argument(
-        "--reduce",
-        choices=("merge", "drop"),
-        help="of a sparse model: merge experts that compute alike, or drop those of the lowest "
-        "--score (default: merge)",
-    )
-    parser.add_argument(
-        "--score",
-        choices=SCORES,
-        help="experts of high scores stay: frequency, tokens that chose one; ean, sum of its "
-        "outputs' norms; mean_norm, their mean; reap, mean of gate times norm "
-        "(arXiv:2510.13999); aimer, of weights alone (arXiv:2603.18492); brute_force, the loss "
-        "without it, measured for each (default: reap)",
-    )
-    parser.add_argument(
-        "--novice",
-        action="store_true",
-        help="of experts that would be dropped: their mean outputs stay, as vectors "
-        "(arXiv:2507.00390)",
-    )
-    parser.add_argument(
-        "--upcycle",
-        choices=WAYS,
-        help="of a dense model: copies of its FFN (default), of shards of it (virtual_groups, "
-        "arXiv:2410.07524), or with a --share of hidden units drawn anew (drop, "
-        "arXiv:2502.19261). Of experts: copies that count as one (counts_merged, the default "
-        "where a token chooses one), exclude each other (exclusive, else the default), are all "
-        "chosen (more_choices), or copies alone, which is another model",
-    )
-    parser.add_argument(
-        "--share",
-        type=float,
-        metavar="R",
-        help="of --upcycle=drop: part of an expert's hidden units (default: 0.5)",
-    )
-    parser.add_argument(
-        "--num_selected",
-        type=shared.positive,
-        metavar="K",
-        help="of a dense model: experts that a token chooses; above 1 the model stays the "
-        "same (default: 2)",
-    )
-    parser.add_argument(
-        "--every",
-        type=shared.positive,
-        metavar="N",
-        help="of a dense model: the last of every N blocks gets experts (default: 2)",
-    )
+    shared.add_flags(parser, FLAGS)
     shared.add_json(parser)
 
 

@@ -54,6 +54,17 @@ STOPPING_S = 1.0
 _NAME = re.compile(r"[\w.:@+-]{1,100}", re.ASCII)
 
 
+FLAGS = {
+    "--host=HOST": "address to listen on",
+    "--port=N": (int, "0 takes a free one"),
+    "--token_file=FILE": "its first line is the token that clients send",
+    "--allowed_hosts=NAME,NAME": "names that `Host` may have, beside localhost, where no token "
+    "is asked for",
+    "--access_log=FILE": "a line of JSON for each request; - is the standard output (default: "
+    "none)",
+}
+
+
 def add_command(commands) -> None:
     parser = shared.add_command(commands, "serve", run, "serve a model over HTTP", DESCRIPTION)
     folders = parser.add_mutually_exclusive_group(required=True)
@@ -76,26 +87,8 @@ def add_command(commands) -> None:
     devices.add_xla(parser)
     slots.add_expert_slots(parser)
     shared.add_task(parser)
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--port", type=int, default=8000, metavar="N", help="0 takes a free one (default: 8000)"
-    )
-    parser.add_argument(
-        "--token_file", metavar="FILE", help="its first line is the token that clients send"
-    )
-    parser.add_argument(
-        "--allowed_hosts",
-        default="",
-        metavar="NAME,NAME",
-        help="names that `Host` may have, beside localhost, where no token is asked for",
-    )
-    parser.add_argument(
-        "--access_log",
-        metavar="FILE",
-        help="a line of JSON for each request; - is the standard output (default: none)",
-    )
+    shared.add_flags(parser, FLAGS, host="127.0.0.1", port=8000)
+    parser.set_defaults(allowed_hosts="")
     parser.add_argument(
         "--served_model_name",
         type=_model_name,

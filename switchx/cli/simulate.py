@@ -20,6 +20,15 @@ experts, or as training would request all of them (forward, backward, update). T
 chosen on the first half of the requests. The exit status is 1 where a check does not hold:
 next use against Belady's optimum, the choice against the best policy of the second half.
 """
+FLAGS = {
+    "--requests=decoding|training": "what the tokens of DIR/routing are read for (default: "
+    "decoding)",
+    "--tokens_per_step=N": "tokens of a step, over all stacks (default: 1 in decoding, 512 in "
+    "training)",
+    "--host_bytes=N": "the capacity in bytes; default: the smallest of 10, 25, 50, 75 and "
+    "100%% of all experts that reaches --min_hits, or the largest",
+    "--min_hits=X": "hit rate to reach in the first half",
+}
 # Of the synthetic traces, in the checks.
 FRACTION = 0.25
 
@@ -30,31 +39,7 @@ def add_command(commands) -> None:
     )
     parser.add_argument("what", choices=["cache"], help="what to simulate")
     shared.add_model_dir(parser, "run folder of `switchx train`")
-    parser.add_argument(
-        "--requests",
-        choices=["decoding", "training"],
-        help="what the tokens of DIR/routing are read for (default: decoding)",
-    )
-    parser.add_argument(
-        "--tokens_per_step",
-        type=shared.positive,
-        metavar="N",
-        help="tokens of a step, over all stacks (default: 1 in decoding, 512 in training)",
-    )
-    parser.add_argument(
-        "--host_bytes",
-        type=shared.positive,
-        metavar="N",
-        help="the capacity in bytes; default: the smallest of 10, 25, 50, 75 and 100%% of all "
-        "experts that reaches --min_hits, or the largest",
-    )
-    parser.add_argument(
-        "--min_hits",
-        type=shared.share,
-        default=0.9,
-        metavar="X",
-        help="hit rate to reach in the first half (default: 0.9)",
-    )
+    shared.add_flags(parser, FLAGS, min_hits=0.9)
     shared.add_output(parser, "write policy and capacity as a gin file")
     shared.add_json(parser)
 

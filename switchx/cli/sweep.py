@@ -25,6 +25,11 @@ its log is in DIR/logs, others go on, and the exit status is 1. `switchx report 
 all cells on one page, and says whether seeds tell the best two apart.
 """
 
+FLAGS = {
+    "--seeds=N": "seeds of each configuration: its own, and those that follow it",
+    "--workers=N": "cells at a time, each in a process of its own, on the same devices",
+}
+
 
 def add_command(commands) -> None:
     parser = shared.add_command(
@@ -32,17 +37,7 @@ def add_command(commands) -> None:
     )
     shared.add_gin_arguments(parser)
     shared.add_output(parser, "folder of the sweep, a run folder a cell", "DIR", required=True)
-    for name, what in (
-        ("seeds", "seeds of each configuration: its own, and those that follow it"),
-        ("workers", "cells at a time, each in a process of its own, on the same devices"),
-    ):
-        parser.add_argument(
-            f"--{name}",
-            type=shared.positive,
-            default=1,
-            metavar="N",
-            help=f"{what} (default: %(default)s)",
-        )
+    shared.add_flags(parser, FLAGS, seeds=1, workers=1)
     shared.add_json(parser)
 
 

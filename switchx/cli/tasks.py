@@ -22,6 +22,15 @@ Without --manual_dir the data set is read as TFDS prepared it below --data_dir. 
     --gin_file=configs/tasks/glue_cola.gin --gin.INIT_FROM=DIR --model_dir=OTHER_DIR
 """
 
+FLAGS = {
+    "--data_dir=DIR": "TFDS' folder; prepared data go there",
+    "--manual_dir=DIR": "folder of the published files",
+    "--split=NAME": "or a slice; default: the training split, or what is evaluated alone",
+    "--example=N": (int, "of the split, from 0"),
+    "--inputs=TEMPLATE": 'such as "question: {question}"',
+    "--targets=TEMPLATE": 'such as "{answer}"',
+}
+
 
 def add_command(commands) -> None:
     help_text = "list downstream tasks and show their examples"
@@ -32,20 +41,7 @@ def add_command(commands) -> None:
         metavar="TASK",
         help="name of a task, or tfds:NAME or a folder with --inputs and --targets",
     )
-    parser.add_argument(
-        "--data_dir", metavar="DIR", help="TFDS' folder; prepared data go there"
-    )
-    parser.add_argument("--manual_dir", metavar="DIR", help="folder of the published files")
-    parser.add_argument(
-        "--split",
-        metavar="NAME",
-        help="or a slice; default: the training split, or what is evaluated alone",
-    )
-    parser.add_argument(
-        "--example", type=int, default=0, metavar="N", help="of the split, from 0 (default: 0)"
-    )
-    parser.add_argument("--inputs", metavar="TEMPLATE", help='such as "question: {question}"')
-    parser.add_argument("--targets", metavar="TEMPLATE", help='such as "{answer}"')
+    shared.add_flags(parser, FLAGS, example=0)
     shared.add_json(parser)
 
 

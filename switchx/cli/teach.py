@@ -34,9 +34,7 @@ def add_command(commands) -> None:
     shared.add_gin_arguments(parser)
     shared.add_trust(parser)
     shared.add_output(parser, "folder to write; nothing may be there", "DIR", required=True)
-    parser.add_argument(
-        "--top", type=shared.positive, metavar="K", default=16, help="tokens kept (default: 16)"
-    )
+    shared.add_flags(parser, {"--top=K": "tokens kept"}, top=16)
     shared.add_json(parser)
     hosts.add_hosts(parser)
 

@@ -53,6 +53,20 @@ Macros that every file in configs/runs honours:
 STOPPED_STATUS = 75
 
 
+ELASTIC = {
+    "--mesh=auto": "the planner's fastest mesh for the devices there are, in place of the gin "
+    "files' mesh, dispatcher and microbatches",
+    "--hardware=NAME|FILE": "what they are, as in `switchx plan` (default: what JAX says they "
+    "are)",
+}
+FLAGS = {
+    "--stop_on_alarm": "save and end, with status 1, at the first alarm of the routing "
+    "(docs/routing_statistics.md)",
+    "--stop_with_stdin": "save and end when standard input ends, for a program that starts "
+    "this one and holds the other end of the pipe: it may be killed",
+}
+
+
 def add_command(commands) -> None:
     parser = shared.add_command(
         commands, "train", run, "pretrain or fine-tune a model, or resume", DESCRIPTION
@@ -68,17 +82,7 @@ def add_command(commands) -> None:
         "Started again with fewer devices, or with more, a run goes on with the same batches\n"
         "and losses; docs/several_hosts.md.",
     )
-    elastic.add_argument(
-        "--mesh",
-        choices=["auto"],
-        help="the planner's fastest mesh for the devices there are, in place of the gin "
-        "files' mesh, dispatcher and microbatches",
-    )
-    elastic.add_argument(
-        "--hardware",
-        metavar="NAME|FILE",
-        help="what they are, as in `switchx plan` (default: what JAX says they are)",
-    )
+    shared.add_flags(elastic, ELASTIC)
     parser.add_argument(
         "--profile",
         type=_profiled,
@@ -86,18 +90,7 @@ def add_command(commands) -> None:
         help="write a jax.profiler trace of the steps after step START until END into the run "
         "folder, as 10:20 for ten steps",
     )
-    parser.add_argument(
-        "--stop_on_alarm",
-        action="store_true",
-        help="save and end, with status 1, at the first alarm of the routing "
-        "(docs/routing_statistics.md)",
-    )
-    parser.add_argument(
-        "--stop_with_stdin",
-        action="store_true",
-        help="save and end when standard input ends, for a program that starts this one and "
-        "holds the other end of the pipe: it may be killed",
-    )
+    shared.add_flags(parser, FLAGS)
     hosts.add_hosts(parser)
 
 

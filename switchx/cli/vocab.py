@@ -25,6 +25,21 @@ Train with it; the model has the rows that it needs (VOCAB_SIZE):
     --gin.VOCABULARY_FILE=vocabularies/mine --model_dir=DIR
 """
 
+FLAGS = {
+    "--text_column=NAME": "key or column under which the text stands, as the macro TEXT_COLUMN "
+    "(default: text, or inputs and targets)",
+    "--size=N": (int, "pieces; 100 sentinels come on top when it is used"),
+}
+SAMPLE = {
+    "--sample_characters=N": (int, "characters to train on, drawn evenly from all input"),
+    "--temperature=T": (
+        float,
+        "each --input is a language, drawn at the rate (its characters)^(1/T): 1 is "
+        "proportional, a larger one nearer to equal",
+    ),
+    "--rates=R,..": "of each --input, in their order, such as 0.7,0.3",
+}
+
 
 def add_command(commands) -> None:
     help_text = "train a SentencePiece vocabulary"
@@ -37,38 +52,9 @@ def add_command(commands) -> None:
         help="text files or folders (.txt, .jsonl, packed or not, .parquet, .arrow), separated "
         "by commas; may be repeated",
     )
-    parser.add_argument(
-        "--text_column",
-        metavar="NAME",
-        help="key or column under which the text stands, as the macro TEXT_COLUMN (default: "
-        "text, or inputs and targets)",
-    )
-    parser.add_argument(
-        "--size",
-        type=int,
-        required=True,
-        metavar="N",
-        help="pieces; 100 sentinels come on top when it is used",
-    )
+    shared.add_flags(parser, FLAGS, required="size")
     shared.add_output(parser, "folder to write into", "DIR", required=True)
-    parser.add_argument(
-        "--sample_characters",
-        type=int,
-        default=SAMPLE_CHARACTERS,
-        metavar="N",
-        help="characters to train on, drawn evenly from all input (default: %(default)s)",
-    )
-
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        metavar="T",
-        help="each --input is a language, drawn at the rate (its characters)^(1/T): 1 is "
-        "proportional, a larger one nearer to equal",
-    )
-    parser.add_argument(
-        "--rates", metavar="R,..", help="of each --input, in their order, such as 0.7,0.3"
-    )
+    shared.add_flags(parser, SAMPLE, sample_characters=SAMPLE_CHARACTERS)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ from switchx.cli.arguments import (
     UsageError,
     accept_gin_bindings,
     add_command,
+    add_flags,
     add_gin_arguments,
     add_model_dir,
     add_options,
@@ -166,6 +167,22 @@ def test_flags_are_the_options_of_a_configuration(capsys):
     few = CommandParser("switchx")
     add_options(few, Oven, ("steam",))
     assert options_of(few.parse_args(["--steam=1"]), Oven) == {"steam": 1.0}
+
+
+def test_flags_of_a_table_have_the_types_that_their_metavars_say(capsys):
+    table = {"--rows=N": "of a pan", "--crust=thin|thick": "", "--bits=4|8": (int, ""),
+             "--sizes=N,N": "", "--hot": "", "--oven=NAME": "its name"}  # fmt: skip
+    parser = CommandParser("switchx")
+    add_flags(parser, table, required="oven", rows=2)
+    given = ["--oven=", "--crust=thin", "--bits=8", "--sizes=1,2", "--hot"]
+    assert vars(parser.parse_args(given)) == {
+        "rows": 2, "crust": "thin", "bits": 8, "sizes": [1, 2], "hot": True, "oven": "",
+    }  # fmt: skip
+    for wrong in ("--rows=0", "--crust=flat", "--bits=6", "--sizes=1,0", "--hot"):
+        with pytest.raises(UsageError):
+            parser.parse_args(["--oven=a"] * (wrong != "--hot") + [wrong])
+    parser.print_help()
+    assert "--rows N              of a pan (default: 2)\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.1, 10**400])

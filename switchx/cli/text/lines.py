@@ -24,6 +24,18 @@ MOST_LISTED = 10
 BATCHES_PER_SHARD = 8
 
 
+FLAGS = {
+    "--batch_size=N": (int, "lines at once"),
+    "--max_input_tokens=N": "longer lines are an error; attention takes the square of it in "
+    "memory",
+    "--record=FILE": "also write where every token was routed, a Parquet file "
+    "(docs/records.md)",
+    "--capacity=dropless|trained": "of experts: dropless drops no token, and a line's result "
+    "depends on that line alone; trained drops as evaluation does, and it depends on the other "
+    "lines of its batch",
+}
+
+
 def add_arguments(parser: shared.CommandParser, input_help: str) -> None:
     """The model, the input, the output, and how inputs are batched."""
     shared.add_model_dir(parser, "run folder of `switchx train`, or of `switchx quantize`")
@@ -39,30 +51,7 @@ def add_arguments(parser: shared.CommandParser, input_help: str) -> None:
         help=f"{input_help}; default: -, standard input",
     )
     shared.add_output(parser, "file to write or to go on with; default: standard output")
-    parser.add_argument(
-        "--batch_size", type=int, default=32, metavar="N", help="lines at once (default: 32)"
-    )
-    parser.add_argument(
-        "--max_input_tokens",
-        type=shared.positive,
-        default=2048,
-        metavar="N",
-        help="longer lines are an error; attention takes the square of it in memory "
-        "(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--record",
-        metavar="FILE",
-        help="also write where every token was routed, a Parquet file (docs/records.md)",
-    )
-    parser.add_argument(
-        "--capacity",
-        choices=("dropless", "trained"),
-        default="dropless",
-        help="of experts: dropless drops no token, and a line's result depends on that line "
-        "alone; trained drops as evaluation does, and it depends on the other lines of its "
-        "batch (default: %(default)s)",
-    )
+    shared.add_flags(parser, FLAGS, batch_size=32, max_input_tokens=2048, capacity="dropless")
 
 
 def run(arguments: argparse.Namespace, answer: Callable[..., None]) -> int:
