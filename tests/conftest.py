@@ -249,6 +249,36 @@ def finished_run(made_once, session_cache, small_stdlib) -> FinishedRun:
     return FinishedRun(base / "run", base / "corpus.txt", *texts, way)
 
 
+@dataclasses.dataclass(frozen=True)
+class CommandLine:
+    """`cli("eval", "--model_dir=...")` runs a command in this process."""
+
+    capsys: pytest.CaptureFixture
+
+    def __call__(self, *words, status: int = 0):
+        """What it printed, `out` and `err`, once it has ended with this status."""
+        self.capsys.readouterr()  # of commands before it
+        ended = main(list(map(str, words)))
+        said = self.capsys.readouterr()
+        assert ended == status, said.err
+        return said
+
+    def json(self, *words, status: int = 0):
+        """The JSON on the last line of its standard output."""
+        return json.loads(self(*words, status=status).out.splitlines()[-1])
+
+    def refused(self, *words) -> str:
+        """What it says of wrong input, on standard error alone."""
+        said = self(*words, status=2)
+        assert said.out == ""
+        return said.err
+
+
+@pytest.fixture
+def cli(capsys) -> CommandLine:
+    return CommandLine(capsys)
+
+
 @pytest.fixture
 def start_cli(session_cache, tmp_path):
     """`start_cli("train", "--model_dir=...")` -> a running `Popen`.

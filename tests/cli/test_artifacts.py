@@ -31,11 +31,10 @@ def test_names_are_those_of_what_is_imported_late():
     assert tuple(DEVICE_KINDS) == export.PLATFORMS
 
 
-def test_quantized_report_is_that_of_the_folder(folder, tmp_path, capsys):
+def test_quantized_report_is_that_of_the_folder(folder, tmp_path, cli):
     output = tmp_path / "int4"
     options = ["--bits=4", "--rest=bfloat16", "--group_size=8", "--method=absmax", "--json"]
-    assert main(["quantize", f"--model_dir={folder}", f"--output={output}", *options]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = cli.json("quantize", f"--model_dir={folder}", f"--output={output}", *options)
     before, after = switchx.load(folder), switchx.load(output)
     assert report["bytes_before"] == model_bytes(before.params)
     assert report["bytes_after"] == model_bytes(after.params)
@@ -75,11 +74,10 @@ def test_others_may_read_what_the_umask_says(folder, tmp_path):
         assert modes == {path: "0o750" if path.is_dir() else "0o640" for path in paths}
 
 
-def test_float8_experts_generate(folder, tmp_path, capsys):
+def test_float8_experts_generate(folder, tmp_path, cli):
     output = tmp_path / "float8"
     options = ["--bits=8", "--dtype=float8_e4m3fn", "--json"]
-    assert main(["quantize", f"--model_dir={folder}", f"--output={output}", *options]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = cli.json("quantize", f"--model_dir={folder}", f"--output={output}", *options)
     assert (report["about"]["dtype"], report["about"]["method"]) == ("float8_e4m3fn", "absmax")
     assert all(0.01 < each["error"] < 0.03 for each in report["matrices"])
     before, after = switchx.load(folder), switchx.load(output)
@@ -88,24 +86,20 @@ def test_float8_experts_generate(folder, tmp_path, capsys):
     assert score.log_likelihood != expected.log_likelihood
 
 
-def test_tables_for_a_person_and_models_that_are_refused(folder, tmp_path, capsys):
+def test_tables_for_a_person_and_models_that_are_refused(folder, tmp_path, cli):
     output = tmp_path / "int8"
     words = ["quantize", f"--model_dir={folder}", f"--output={output}", "--bits=8"]
-    assert main([*words, "--step=best"]) == 0
-    said = capsys.readouterr().out
+    said = cli(*words, "--step=best").out
     assert "encoder/blocks/layer_0/ffn/experts/w_in_EDF" in said
     assert "100.0% of the experts' bytes are quantized" in said
     assert "bytes before" in said and str(output) in said
     assert switchx.load(output).step == 5
-    assert main(words) == 2
-    assert f"{output} exists" in capsys.readouterr().err
+    assert f"{output} exists" in cli.refused(*words)
     dense, output = save_run(tmp_path / "dense", DENSE), tmp_path / "out"
     words = ["quantize", f"--output={output}", "--bits=8"]
-    assert main([*words, f"--model_dir={dense}"]) == 2
-    assert "no experts to quantize" in capsys.readouterr().err
+    assert "no experts to quantize" in cli.refused(*words, f"--model_dir={dense}")
     (tmp_path / "artifact.json").touch()
-    assert main([*words, f"--model_dir={tmp_path}"]) == 2
-    assert f"{tmp_path} is quantized already" in capsys.readouterr().err
+    assert f"{tmp_path} is quantized already" in cli.refused(*words, f"--model_dir={tmp_path}")
 
 
 @pytest.mark.parametrize(
@@ -119,20 +113,18 @@ def test_tables_for_a_person_and_models_that_are_refused(folder, tmp_path, capsy
     ],
 )
 def test_wrong_options_of_quantize_write_nothing(
-    folder, capsys, tmp_path, monkeypatch, options, said
+    folder, cli, tmp_path, monkeypatch, options, said
 ):
     monkeypatch.chdir(tmp_path)
-    assert main(["quantize", f"--model_dir={folder}", *options]) == 2
-    assert said in capsys.readouterr().err
+    assert said in cli.refused("quantize", f"--model_dir={folder}", *options)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_recipe_in_an_export_makes_it_again(folder, tmp_path, capsys):
+def test_the_recipe_in_an_export_makes_it_again(folder, tmp_path, cli):
     options = ["--platform=cpu", "--batch_size=2", "--input_length=5", "--max_new_tokens=3"]
     options += ["--forced_prefix=5,6", "--logprobs=1", "--repetition_penalty=1.5"]
     words = ["export", f"--model_dir={folder}", f"--output={tmp_path / 'a'}", *options]
-    assert main([*words, "--json", "--mesh=expert=2"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = cli.json(*words, "--json", "--mesh=expert=2")
     files = list((tmp_path / "a").iterdir())
     assert report["bytes_of_files"] == sum(file.stat().st_size for file in files)
     assert report["platforms"] == {"cpu": {"device_kind": "cpu", "needs_same_jax": False}}
@@ -141,8 +133,7 @@ def test_the_recipe_in_an_export_makes_it_again(folder, tmp_path, capsys):
     assert about["fingerprint"] == switchx.load(folder).fingerprint
     program, *recipe = shlex.split(about["rebuild"].replace("/a ", "/b "))
     assert program == "switchx" and "--step=9" in recipe
-    assert main(recipe) == 0
-    said = capsys.readouterr().out
+    said = cli(*recipe).out
     assert "cpu: cpu, mesh expert=2" in said and str(tmp_path / "b") in said
     first, again = (json.loads((tmp_path / name / "export.json").read_text()) for name in "ab")
     for manifest in (first, again):
@@ -177,8 +168,7 @@ def test_the_recipe_in_an_export_makes_it_again(folder, tmp_path, capsys):
         (["--platform=cpu", "--mesh=expert=4"], "expert dimension E=2 is not divisible by"),
     ],
 )
-def test_wrong_options_of_export_write_nothing(folder, capsys, tmp_path, options, said):
+def test_wrong_options_of_export_write_nothing(folder, cli, tmp_path, options, said):
     words = [f"--model_dir={folder}", f"--output={tmp_path / 'out'}", *options]
-    assert main(["export", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert said in cli.refused("export", *words)
     assert list(tmp_path.iterdir()) == []

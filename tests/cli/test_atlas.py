@@ -51,11 +51,10 @@ def table(folder: pathlib.Path, name: str) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_a_run_beside_its_int4(in_a_folder, one_device, capsys):
+def test_a_run_beside_its_int4(in_a_folder, one_device, cli):
     inputs = write_texts(in_a_folder)
     words = [str(FIXTURES / "run"), "--input", *inputs, "--output=out", *BRIEF, "--json"]
-    assert main(["atlas", *words, f"--against={FIXTURES / 'int4'}"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = cli.json("atlas", *words, f"--against={FIXTURES / 'int4'}")
     folder, texts = in_a_folder / "out", read_labelled_texts(inputs)
     assert report["page"] == str(folder / "atlas.html")
     text = (folder / "atlas.html").read_text()
@@ -90,7 +89,7 @@ def losses_are_those_of_scores(report: dict, texts: LabelledTexts) -> None:
 
 
 @pytest.mark.slow
-def test_a_converted_switch_folder(in_a_folder, one_device, capsys):
+def test_a_converted_switch_folder(in_a_folder, one_device):
     inputs = write_texts(in_a_folder)
     (in_a_folder / "text.txt").write_text("".join(sentences(400)))
     train_sentencepiece(["text.txt"], 400, ".")
@@ -113,25 +112,18 @@ def test_a_converted_switch_folder(in_a_folder, one_device, capsys):
     assert "with masked spans" in (in_a_folder / "out/atlas.html").read_text()
 
 
-def refusal(capsys, *words) -> str:
-    assert main(["atlas", *map(str, words)]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    return captured.err
-
-
-def test_bad_input_is_named(in_a_folder, capsys):
+def test_bad_input_is_named(in_a_folder, cli):
     inputs, run = write_texts(in_a_folder), FIXTURES / "run"
     words = (run, "--input", *inputs, "--output=out")
-    assert "labels of fewer than 100000 tokens: names (" in refusal(
-        capsys, *words, "--min_tokens=100000"
+    assert "labels of fewer than 100000 tokens: names (" in cli.refused(
+        "atlas", *words, "--min_tokens=100000"
     )
     assert not (in_a_folder / "out").exists()
     assert not list(in_a_folder.glob(".out*"))
-    said = refusal(capsys, *words, "--label_column=kind")
+    said = cli.refused("atlas", *words, "--label_column=kind")
     assert "has no 'kind'; its columns are text; name others by" in said
-    assert "--input is missing (files, folders)" in refusal(capsys, run, "--output=out")
-    said = refusal(capsys, *words, "--knockouts=many")
+    assert "--input is missing (files, folders)" in cli.refused("atlas", run, "--output=out")
+    said = cli.refused("atlas", *words, "--knockouts=many")
     assert "'many' is no whole number of at least 1" in said
 
 
@@ -221,7 +213,7 @@ def code_prose_digits(folder: pathlib.Path) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.slow  # it trains for a minute
-def test_a_specialists_removal_hurts_its_own_label_most(in_a_folder, one_device, capsys):
+def test_a_specialists_removal_hurts_its_own_label_most(in_a_folder, one_device, cli):
     """Three labels, p < 0.01 each, on texts that neither trained it nor found the specialist.
 
     Not every training has three such labels: docs/atlas.md has ten. In five of them the expert
@@ -241,13 +233,9 @@ def test_a_specialists_removal_hurts_its_own_label_most(in_a_folder, one_device,
         f"--gin_file=configs/{file}.gin"
         for file in ("runs/pretrain_tiny", "tasks/text_span_corruption")
     )
-    assert (
-        main(["train", *words, *(f"--gin.{each}" for each in bindings), "--model_dir=run"]) == 0
-    )
-    capsys.readouterr()
+    cli("train", *words, *(f"--gin.{each}" for each in bindings), "--model_dir=run")
     options = ("--output=out", "--max_tokens=64", "--knockout_texts=48", "--json")
-    assert main(["atlas", "run", "--input", *test, *options]) == 0
-    found = json.loads(capsys.readouterr().out)["models"][0]["labels"]
+    found = cli.json("atlas", "run", "--input", *test, *options)["models"][0]["labels"]
     assert [each["label"] for each in found] == ["code", "prose", "digits"]
     for each in found:
         assert each["change"] > 0 and each["p"] < 0.01, each

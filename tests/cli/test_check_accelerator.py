@@ -155,16 +155,13 @@ OTHER_CARD = '{"card": "NVIDIA H100", "driver": "580", "date": "2026-11-26"}\n'
         ("NVIDIA H200, 535.183.06, 9.0", 0, "JAX here brings CUDA 13, which needs 580"),
     ],
 )
-def test_what_is_no_card_for_it(
-    nvidia_smi, monkeypatch, tmp_path, capsys, line, status, message
-):
+def test_what_is_no_card_for_it(nvidia_smi, monkeypatch, tmp_path, cli, line, status, message):
     monkeypatch.setenv("PATH", "/nowhere")
     if line is not None:
         nvidia_smi(line, status)
         monkeypatch.setenv("PATH", f"{os.environ['PATH']}{os.pathsep}/bin")
     monkeypatch.setattr(cards, "toolkit", lambda: 13)
-    assert main(["check", "accelerator", f"--output={tmp_path / 'out'}"]) == 2
-    assert message in capsys.readouterr().err
+    assert message in cli.refused("check", "accelerator", f"--output={tmp_path / 'out'}")
     assert not (tmp_path / "out").exists()
 
 
@@ -184,7 +181,7 @@ def test_what_is_no_card_for_it(
         (["--sample"], "--sample with accelerator"),
     ],
 )
-def test_bad_input_is_named(tmp_path, monkeypatch, capsys, words, message):
+def test_bad_input_is_named(tmp_path, monkeypatch, cli, words, message):
     monkeypatch.chdir(tmp_path)
     damaged = f'{OTHER_CARD}{{"part": "card", "code": "0", "case": "copy"}}\n'
     texts = {"full": "{}\n{}\n", "other": OTHER_CARD, "damaged": damaged}
@@ -192,8 +189,7 @@ def test_bad_input_is_named(tmp_path, monkeypatch, capsys, words, message):
         (tmp_path / name).mkdir()
         (tmp_path / name / records.RESULTS).write_text(text)
     words = ["check", "accelerator", "--rehearsal", "--output=out", *words]
-    assert main(words) == 2
-    assert message in capsys.readouterr().err
+    assert message in cli.refused(*words)
     assert not (tmp_path / "out").exists()
 
 
@@ -276,10 +272,9 @@ def test_decoding_with_options_of_the_compiler(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_whole_rehearsal(tmp_path, capsys):
+def test_a_whole_rehearsal(tmp_path, cli):
     words = ["check", "accelerator", "--rehearsal", f"--output={tmp_path / 'out'}", "--json"]
-    assert main(words) == 0
-    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    printed = cli.json(*words)
     assert {row["part"] for row in printed["results"]} == {part.name for part in parts.PARTS}
     values = {check["name"]: check["value"] for check in printed["checks"]}
     assert values["kernel_tests_failed"] == values["texts_differing"] == 0

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx checkpoint`: what it shows is what is there; what it writes is new."""
 
-import json
-
 import numpy as np
 import pytest
 
 from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder
-from switchx.cli.main import main
 from switchx.models.params import abstract_params
 from switchx.tree import named_leaves, num_bytes, num_elements
 from tests.training.saved_runs import MODEL, save_run
@@ -20,13 +17,8 @@ def folder(tmp_path):
     return save_run(tmp_path / "run", MODEL)
 
 
-def last_object(capsys) -> dict:
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
-
-
-def test_inspect_shows_what_is_there(folder, capsys):
-    assert main(["checkpoint", "inspect", str(folder), "--json"]) == 0
-    report = last_object(capsys)
+def test_inspect_shows_what_is_there(folder, cli):
+    report = cli.json("checkpoint", "inspect", folder, "--json")
     assert report["step"] == 9
     assert [row["step"] for row in report["checkpoints"]] == [5, 9]
     assert [row["score"] for row in report["checkpoints"]] == [-1.0, -2.0]
@@ -38,46 +30,45 @@ def test_inspect_shows_what_is_there(folder, capsys):
         assert (each["shape"], each["dtype"]) == (list(leaf.shape), leaf.dtype)
     assert sum(each["bytes"] for each in params) == num_bytes(abstract_params(MODEL))
     assert report["config"]["model"]["d_model"] == 8
-    assert main(["checkpoint", "inspect", str(folder), "--step=best"]) == 0
-    said = capsys.readouterr().out
+    said = cli("checkpoint", "inspect", folder, "--step=best").out
     assert "step 5: name, shape" in said
     assert f"{len(params)} arrays, {num_elements(abstract_params(MODEL)):,} numbers" in said
 
 
-def test_inspect_goes_past_what_is_not_whole(folder, capsys, tmp_path):
+def test_inspect_goes_past_what_is_not_whole(folder, cli, tmp_path):
     (folder / "checkpoints" / "9" / "manifest.json").unlink()
-    assert main(["checkpoint", "inspect", str(folder)]) == 0
-    said = capsys.readouterr().out
+    said = cli("checkpoint", "inspect", folder).out
     assert "9  not whole: it has no manifest.json" in said and "step 5: name" in said
-    assert main(["checkpoint", "inspect", str(folder), "--step=9"]) == 2
-    assert "no whole checkpoint 9 among 5, 9 in" in capsys.readouterr().err
-    assert main(["checkpoint"]) == 2
-    assert "give: inspect|verify" in capsys.readouterr().err
+    assert "no whole checkpoint 9 among 5, 9 in" in cli.refused(
+        "checkpoint", "inspect", folder, "--step=9"
+    )
+    assert "give: inspect|verify" in cli.refused("checkpoint")
     for action in ("inspect", "verify"):
-        assert main(["checkpoint", action, str(tmp_path / "none")]) == 2
-        assert "has no checkpoints: nothing is there" in capsys.readouterr().err
+        assert "has no checkpoints: nothing is there" in cli.refused(
+            "checkpoint", action, tmp_path / "none"
+        )
 
 
-def test_verify_names_every_fault_and_fails(folder, capsys):
-    assert main(["checkpoint", "verify", str(folder)]) == 0
-    assert capsys.readouterr().out.count(": sound\n") == 2
+def test_verify_names_every_fault_and_fails(folder, cli):
+    assert cli("checkpoint", "verify", folder).out.count(": sound\n") == 2
     (index,) = (folder / "checkpoints" / "9" / "params").glob("d/*")
     damage(index)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    assert main(["checkpoint", "verify", str(folder), "--json"]) == 1
-    faults = last_object(capsys)["faults"]
+    faults = cli.json("checkpoint", "verify", folder, "--json", status=1)["faults"]
     assert faults["5"] == [] and len(faults["9"]) == 1
     assert faults["9"][0].startswith("its arrays of params cannot be read: ")
-    assert main(["checkpoint", "verify", str(folder), "--step=5"]) == 0
-    assert main(["checkpoint", "verify", str(folder), "--step=6"]) == 2
-    assert "has no checkpoint 6, but 5, 9" in capsys.readouterr().err
+    cli("checkpoint", "verify", folder, "--step=5")
+    assert "has no checkpoint 6, but 5, 9" in cli.refused(
+        "checkpoint", "verify", folder, "--step=6"
+    )
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-def test_average_writes_the_mean_as_a_run_that_loads(folder, tmp_path, capsys):
+def test_average_writes_the_mean_as_a_run_that_loads(folder, tmp_path, cli):
     out = tmp_path / "mean"
-    assert main(["checkpoint", "average", str(folder), str(out), "--steps=5,9"]) == 0
-    assert "the mean of steps 5, 9" in capsys.readouterr().out
+    assert (
+        "the mean of steps 5, 9" in cli("checkpoint", "average", folder, out, "--steps=5,9").out
+    )
     got, first, second = (
         named_leaves(restore_params(run, step))
         for run, step in ((out, 0), (folder, 5), (folder, 9))
@@ -85,8 +76,7 @@ def test_average_writes_the_mean_as_a_run_that_loads(folder, tmp_path, capsys):
     for name, leaf in got.items():
         expected = (first[name].astype(np.float64) + second[name]) / 2
         np.testing.assert_allclose(leaf, expected, rtol=1e-6, err_msg=name)
-    assert main(["checkpoint", "verify", str(out)]) == 0
-    capsys.readouterr()
+    cli("checkpoint", "verify", out)
     for words, said in (
         (["--steps=5,6"], "no complete checkpoint of step 6 in"),
         (["--steps=5"], "steps 5; use two or more"),
@@ -95,27 +85,28 @@ def test_average_writes_the_mean_as_a_run_that_loads(folder, tmp_path, capsys):
         (["--moving"], "9 has no average of parameters; train with StepConfig.ema_decay"),
     ):
         other = tmp_path / "other"
-        assert main(["checkpoint", "average", str(folder), str(other), *words]) == 2
-        assert said in capsys.readouterr().err and not other.exists()
+        assert (
+            said in cli.refused("checkpoint", "average", folder, other, *words)
+            and not other.exists()
+        )
 
 
-def test_rewind_makes_an_earlier_one_the_newest_and_deletes_nothing(folder, capsys):
+def test_rewind_makes_an_earlier_one_the_newest_and_deletes_nothing(folder, cli):
     checkpoints = folder / "checkpoints"
     for words, said in (
         ([], "give --step=N or --step=best"),
         (["--step=6"], "no complete checkpoint of step 6 in"),
     ):
-        assert main(["checkpoint", "rewind", str(folder), *words]) == 2
-        assert said in capsys.readouterr().err
+        assert said in cli.refused("checkpoint", "rewind", folder, *words)
     run = RunFolder(folder)
     with run.locked():
-        assert main(["checkpoint", "rewind", str(folder), "--step=5"]) == 2
-    assert "is being trained by process" in capsys.readouterr().err
+        assert "is being trained by process" in cli.refused(
+            "checkpoint", "rewind", folder, "--step=5"
+        )
     assert {path.name for path in checkpoints.iterdir()} == {"5", "9"}
     want = restore_params(folder, 5)
     for renamed in (["9.superseded-1"], []):
-        assert main(["checkpoint", "rewind", str(folder), "--step=best", "--json"]) == 0
-        report = last_object(capsys)
+        report = cli.json("checkpoint", "rewind", folder, "--step=best", "--json")
         assert (report["step"], report["renamed"]) == (5, renamed)
     assert {path.name for path in checkpoints.iterdir()} == {"5", "9.superseded-1"}
     for name, values in named_leaves(restore_params(folder)).items():

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import switchx
-from switchx.cli.main import main
 from switchx.data.tokenizers import ByteVocabulary, SentencePieceVocabulary, TokenIdVocabulary
 from switchx.data.vocabularies import load_vocabulary
 from switchx.data.vocabulary_training import train_sentencepiece
@@ -46,19 +45,9 @@ def spiece(tmp_path_factory):
     return folder / "vocabulary.model"
 
 
-def convert(*options):
-    return main(["convert", *map(str, options)])
-
-
-def error_of(capsys, *options) -> str:
-    assert convert(*options) == 2
-    return capsys.readouterr().err
-
-
-def test_from_huggingface_and_back(in_a_folder, capsys):
+def test_from_huggingface_and_back(in_a_folder, cli):
     _, params = huggingface_folder(in_a_folder / "theirs", SWITCH)
-    assert convert("--from=huggingface", "theirs", "ours") == 0
-    output = capsys.readouterr()
+    output = cli("convert", "--from=huggingface", "theirs", "ours")
     assert output.out.startswith("ours: 1") and "open it with switchx.load" in output.out
     assert "no vocabulary: texts of this model are token ids such as '12 5 7'" in output.err
     model = switchx.load("ours")
@@ -69,37 +58,37 @@ def test_from_huggingface_and_back(in_a_folder, capsys):
         "huggingface: theirs"
     )
 
-    assert convert("--to=huggingface", "ours", "back") == 0
-    assert "ours has no SentencePiece model: back has no tokenizer" in capsys.readouterr().err
+    err = cli("convert", "--to=huggingface", "ours", "back").err
+    assert "ours has no SentencePiece model: back has no tokenizer" in err
     for name in ("model.safetensors", "config.json"):
         assert (in_a_folder / "back" / name).read_bytes() == (
             in_a_folder / "theirs" / name
         ).read_bytes()
 
 
-def test_a_tokenizer_json_alone_becomes_the_vocabulary(in_a_folder, capsys):
+def test_a_tokenizer_json_alone_becomes_the_vocabulary(in_a_folder, cli):
     huggingface_folder(in_a_folder / "theirs", T5)
     file = tokenizer_json(in_a_folder / "theirs/tokenizer.json")
-    assert convert("--from=huggingface", "theirs", "ours") == 0
+    cli("convert", "--from=huggingface", "theirs", "ours")
     vocabulary = load_vocabulary("ours")
     assert isinstance(vocabulary, SentencePieceVocabulary)
     assert (vocabulary.size, vocabulary.encode("a aa")) == (T5.vocab_size, [3, 4, 3, 4, 4])
 
     tokenizer_json(file, model={"type": "BPE"})
-    error = error_of(capsys, "--from=huggingface", "theirs", "again").strip()
+    error = cli.refused("convert", "--from=huggingface", "theirs", "again").strip()
     assert "theirs/tokenizer.json: model.type='BPE'; expected 'Unigram'" in error
     assert not (in_a_folder / "again").exists()
-    assert convert("--from=huggingface", "theirs", "ids", "--vocabulary=none") == 0
+    cli("convert", "--from=huggingface", "theirs", "ids", "--vocabulary=none")
     assert load_vocabulary("ids") == TokenIdVocabulary(T5.vocab_size)
 
 
-def test_parameters_in_another_dtype(in_a_folder, capsys):
+def test_parameters_in_another_dtype(in_a_folder, cli):
     _, params = huggingface_folder(in_a_folder / "theirs", T5)
-    assert convert("--from=huggingface", "theirs", "ours", "--dtype=bfloat16") == 0
+    cli("convert", "--from=huggingface", "theirs", "ours", "--dtype=bfloat16")
     model = switchx.load("ours")
     assert model.config.precision.params == "bfloat16"
     assert_same_params(model.params, jax.tree.map(lambda x: x.astype("bfloat16"), params))
-    assert convert("--to=huggingface", "ours", "back", "--dtype=float32") == 0
+    cli("convert", "--to=huggingface", "ours", "back", "--dtype=float32")
     assert (
         json.loads((in_a_folder / "back/config.json").read_text())["torch_dtype"] == "float32"
     )
@@ -110,7 +99,7 @@ def test_parameters_in_another_dtype(in_a_folder, capsys):
     change_tensors(
         in_a_folder / "theirs", lambda tensors: tensors["shared.weight"].__imul__(1e9)
     )
-    error = error_of(capsys, "--from=huggingface", "theirs", "halves", "--dtype=float16")
+    error = cli.refused("convert", "--from=huggingface", "theirs", "halves", "--dtype=float16")
     assert "embedding/embedding_VD has numbers up to" in error and "use bfloat16 or" in error
 
 
@@ -160,47 +149,47 @@ def test_a_conversion_does_not_hold_the_model_twice(in_a_folder):
     assert not list(in_a_folder.glob(".ours_*"))
 
 
-def test_byt5_has_bytes_and_no_file(in_a_folder):
+def test_byt5_has_bytes_and_no_file(in_a_folder, cli):
     config = dataclasses.replace(T5, vocab_size=384)
     folder, _ = huggingface_folder(in_a_folder / "theirs", config)
     tokenizer = {"tokenizer_class": "ByT5Tokenizer", "extra_ids": 125}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    assert convert("--from=huggingface", "theirs", "ours") == 0
+    cli("convert", "--from=huggingface", "theirs", "ours")
     vocabulary = load_vocabulary("ours")
     assert vocabulary == ByteVocabulary()
     assert vocabulary.encode("é") == [0xC3 + 3, 0xA9 + 3]
 
 
-def test_layers_saved_in_the_other_layout_are_written_for_huggingface(in_a_folder):
+def test_layers_saved_in_the_other_layout_are_written_for_huggingface(in_a_folder, cli):
     """As in a run that was resumed with another `scan_layers`: config.json has the first."""
     huggingface_folder(in_a_folder / "theirs", T5)
-    assert convert("--from=huggingface", "theirs", "ours") == 0
+    cli("convert", "--from=huggingface", "theirs", "ours")
     path = in_a_folder / "ours/config.json"
     config = json.loads(path.read_text())
     config["model"]["scan_layers"] = not config["model"]["scan_layers"]
     path.write_text(json.dumps(config))
-    assert convert("--to=huggingface", "ours", "back") == 0
+    cli("convert", "--to=huggingface", "ours", "back")
     want, got = (in_a_folder / name / "model.safetensors" for name in ("theirs", "back"))
     assert got.read_bytes() == want.read_bytes()
 
 
-def test_a_model_with_a_bias_of_each_block_opens_in_every_command(in_a_folder, capsys):
+def test_a_model_with_a_bias_of_each_block_opens_in_every_command(in_a_folder, cli):
     """UMT5's, whose blocks cannot be scanned."""
     config = dataclasses.replace(
         T5, activation="geglu", tie_embeddings=False, relative_bias_per_layer=True
     )
     _, params = huggingface_folder(in_a_folder / "theirs", config)
-    assert convert("--from=huggingface", "theirs", "ours") == 0
+    cli("convert", "--from=huggingface", "theirs", "ours")
     model = switchx.load("ours")
     assert model.config.relative_bias_per_layer and not model.config.can_be_scanned
     assert_same_params(model.params, params)
-    assert main(["checkpoint", "verify", "ours"]) == 0
-    assert convert("--to=huggingface", "ours", "back") == 0
+    cli("checkpoint", "verify", "ours")
+    cli("convert", "--to=huggingface", "ours", "back")
     want, got = (in_a_folder / name / "model.safetensors" for name in ("theirs", "back"))
     assert got.read_bytes() == want.read_bytes()
 
 
-def test_from_t5x_and_on_to_huggingface(in_a_folder, capsys, spiece):
+def test_from_t5x_and_on_to_huggingface(in_a_folder, cli, spiece):
     config = dataclasses.replace(T5, vocab_size=ROWS)
     params = make_params(config)
     write_t5x(in_a_folder / "checkpoint_7", by_layers(config, params))
@@ -209,29 +198,31 @@ def test_from_t5x_and_on_to_huggingface(in_a_folder, capsys, spiece):
         num_decoder_layers=2,
     )  # fmt: skip
     options = [f"--gin.ModelConfig.{name}={size}" for name, size in sizes.items()]
-    assert convert(
-        "--from=t5x", "checkpoint_7", "ours", "--gin_file=configs/models/t5_1_0_base.gin",
-        f"--vocabulary={spiece}", *options,
-    ) == 0  # fmt: skip
+    cli(
+        *("convert", "--from=t5x", "checkpoint_7", "ours"),
+        *("--gin_file=configs/models/t5_1_0_base.gin", f"--vocabulary={spiece}", *options),
+    )
     model = switchx.load("ours")
     assert model.config.d_model == 12 and not model.config.scan_layers
     assert model.vocabulary.size == ROWS
     assert_same_params(model.params, params)
-    assert convert("--to=huggingface", "ours", "back") == 0
-    assert "T5Tokenizer gives other ids for this vocabulary" in capsys.readouterr().err
+    err = cli("convert", "--to=huggingface", "ours", "back").err
+    assert "T5Tokenizer gives other ids for this vocabulary" in err
     assert (in_a_folder / "back/spiece.model").read_bytes() == spiece.read_bytes()
 
 
-def test_nothing_is_left_where_nothing_could_be_converted(in_a_folder, capsys, spiece):
+def test_nothing_is_left_where_nothing_could_be_converted(in_a_folder, cli, spiece):
     huggingface_folder(in_a_folder / "theirs")
-    text = error_of(capsys, "--from=huggingface", "theirs", "ours", f"--vocabulary={spiece}")
+    text = cli.refused(
+        "convert", "--from=huggingface", "theirs", "ours", f"--vocabulary={spiece}"
+    )
     assert "has 400 pieces, the model's embedding 50 rows; give the vocabulary" in text
-    text = error_of(capsys, "--from=huggingface", "theirs", "theirs")
+    text = cli.refused("convert", "--from=huggingface", "theirs", "theirs")
     assert "theirs exists; give a folder that is not there yet" in text
-    text = error_of(capsys, "--to=huggingface", "theirs", "ours")
+    text = cli.refused("convert", "--to=huggingface", "theirs", "ours")
     assert "is not a run folder" in text
-    text = error_of(
-        capsys, "--from=t5x", "theirs", "ours", "--gin_file=models/switch_base_released.gin"
+    text = cli.refused(
+        "convert", "--from=t5x", "theirs", "ours", "--gin_file=models/switch_base_released.gin"
     )
     assert "theirs has no file 'checkpoint'" in text
     assert [path.name for path in in_a_folder.iterdir()] == ["theirs"]
@@ -250,5 +241,5 @@ def test_nothing_is_left_where_nothing_could_be_converted(in_a_folder, capsys, s
         (["--from=huggingface", "--gin_file=x.gin", "a", "b"], "--gin_file is for --from=t5x"),
     ],
 )  # fmt: skip
-def test_options_that_do_not_go_together(capsys, options, message):
-    assert message in error_of(capsys, *options)
+def test_options_that_do_not_go_together(cli, options, message):
+    assert message in cli.refused("convert", *options)

@@ -31,9 +31,8 @@ def pairs(tmp_path_factory):
     return str(file)
 
 
-def compared(capsys, *words) -> list[dict]:
-    assert main(["drift", "--json", *words]) == 0
-    return json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+def compared(cli, *words) -> list[dict]:
+    return cli.json("drift", "--json", *words)["results"]
 
 
 def score(capsys, folder, pairs, step, record) -> float:
@@ -44,8 +43,10 @@ def score(capsys, folder, pairs, step, record) -> float:
     return -sum(x["log_likelihood"] for x in lines) / sum(x["num_tokens"] for x in lines)
 
 
-def test_checkpoints_are_compared_by_their_routing_and_loss(folder, pairs, capsys, tmp_path):
-    *rows, losses = compared(capsys, folder, folder, "--steps=5,9", f"--input={pairs}")
+def test_checkpoints_are_compared_by_their_routing_and_loss(
+    folder, pairs, capsys, cli, tmp_path
+):
+    *rows, losses = compared(cli, folder, folder, "--steps=5,9", f"--input={pairs}")
     assert [row["layer"] for row in rows] == ["encoder 0", "decoder 0"]
     assert all(row["differing_share"] > 0 and row["overlap"] < 1 for row in rows)
     for name, step in (("loss_a", 5), ("loss_b", 9)):
@@ -54,36 +55,31 @@ def test_checkpoints_are_compared_by_their_routing_and_loss(folder, pairs, capsy
     assert losses["k3"] > 0 and losses["mean_change"] > 0
 
 
-def test_a_model_does_not_drift_from_itself(folder, pairs, capsys):
-    *rows, losses = compared(capsys, folder, folder, f"--input={pairs}")
+def test_a_model_does_not_drift_from_itself(folder, pairs, cli):
+    *rows, losses = compared(cli, folder, folder, f"--input={pairs}")
     assert [row["differing_share"] for row in rows] == [0, 0]
     assert [row["kl_at_least_nats"] for row in rows] == [0, 0]
     assert losses["k3"] == losses["far_share"] == 0
-    assert main(["drift", folder, folder, f"--input={pairs}"]) == 0
-    said = capsys.readouterr().out
+    said = cli("drift", folder, folder, f"--input={pairs}").out
     assert "0.000% of" in said and "Loss a token: " in said
 
 
 @pytest.mark.slow
 def test_an_artifact_is_compared_with_its_run_and_asked_for_its_drops(
-    folder, pairs, capsys, tmp_path
+    folder, pairs, cli, tmp_path
 ):
     artifact, record = str(tmp_path / "int8"), str(tmp_path / "record.parquet")
-    assert main(["quantize", f"--model_dir={folder}", f"--output={artifact}", "--bits=8"]) == 0
-    capsys.readouterr()
-    *rows, losses = compared(capsys, folder, artifact, f"--input={pairs}")
+    cli("quantize", f"--model_dir={folder}", f"--output={artifact}", "--bits=8")
+    *rows, losses = compared(cli, folder, artifact, f"--input={pairs}")
     # The first layer reads the same; its router is no expert and is not quantized.
     assert rows[0]["differing_share"] == 0 and 0 < losses["mean_change"] < 0.1
     words = [f"--model_dir={artifact}", f"--input={pairs}", f"--record={record}"]
-    assert main(["score", *words]) == 0
-    capsys.readouterr()
-    assert main(["drops", record, "--json", "--factors=1", "--group_sizes=8"]) == 0
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    cli("score", *words)
+    rows = cli.json("drops", record, "--json", "--factors=1", "--group_sizes=8")["results"]
     assert {row["layer"] for row in rows} == {"all", "encoder 0", "decoder 0"}
 
 
-def test_bad_input_is_named(folder, pairs, capsys):
-    assert main(["drift", folder, folder]) == 2
-    assert "is no routing record that can be read" in capsys.readouterr().err
+def test_bad_input_is_named(folder, pairs, capsys, cli):
+    assert "is no routing record that can be read" in cli.refused("drift", folder, folder)
     assert main(["drift", folder, folder, "--steps=5", f"--input={pairs}"]) == 2
     assert "--steps=[5]; give two, of A and of B, with --input" in capsys.readouterr().err

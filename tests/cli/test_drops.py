@@ -2,7 +2,6 @@
 """`switchx drops`: predictions against evaluations at that capacity, and bad input."""
 
 import dataclasses
-import json
 import shutil
 
 import numpy as np
@@ -30,25 +29,24 @@ def records(finished_run, tmp_path_factory):
     return paths
 
 
-def computed(capsys, *options) -> tuple[list[dict], list[dict]]:
+def computed(cli, *options) -> tuple[list[dict], list[dict]]:
     """The rows and the checks that `switchx drops --json` prints."""
-    assert main(["drops", "--json", *map(str, options)]) == 0, capsys.readouterr().err
-    found = json.loads(capsys.readouterr().out)
+    found = cli.json("drops", "--json", *options)
     return found["results"], found["checks"]
 
 
 @pytest.mark.parametrize(("before", "after"), [(2.0, 0.5), (0.5, 2.0), (0.5, 0.5)])
-def test_predictions_are_those_of_an_evaluation_at_that_factor(records, capsys, before, after):
+def test_predictions_are_those_of_an_evaluation_at_that_factor(records, cli, before, after):
     """Token by token in the first layer."""
     measured = open_record(records[after])
-    rows, (check,) = computed(capsys, records[before], f"--measured={records[after]}")
+    rows, (check,) = computed(cli, records[before], f"--measured={records[after]}")
     assert check["value"] == rows[0]["differing"] == 0 and rows[0]["jaccard"] == 1
     assert [row["layer"] for row in rows] == measured.info.all_layers
     parts = [*measured.batches(["encoder"])]
     tokens = sum(part.is_token_BL.sum() for part in parts)
     dropped = sum(part.is_dropped_NBLS[0].sum() for part in parts)
     words = [f"--factors={after}", "--target=1"]
-    found, (check,) = computed(capsys, records[before], *words)
+    found, (check,) = computed(cli, records[before], *words)
     assert (check["name"], check["value"]) == ("choices_unlike_recorded", 0)
     (row,) = (x for x in found if (x["layer"], x["factor"]) == (rows[0]["layer"], after))
     assert row["dropped_share"] == rows[0]["predicted_share"] == dropped / tokens
@@ -57,25 +55,23 @@ def test_predictions_are_those_of_an_evaluation_at_that_factor(records, capsys, 
     assert before != after or rows[1]["differing"] == 0
 
 
-def test_what_is_printed_is_what_is_asked(records, finished_run, capsys):
+def test_what_is_printed_is_what_is_asked(records, finished_run, cli):
     words = [str(records[0.5]), f"--model_dir={finished_run.folder}"]
     factors = "--factors=0.5,1,1.125,1.25,1.375,1.5,1.625,1.75,1.875"
-    assert main(["drops", *words, factors, "--group_sizes=16,32"]) == 0
-    said = capsys.readouterr().out
+    said = cli("drops", *words, factors, "--group_sizes=16,32").out
     assert "…" not in said  # a narrow terminal cuts nothing
     assert "groups of 16" in said and "groups of 32 would drop" in said
     assert "slot bytes a token" in said and "1.00% takes factor" in said
     other = ["--factors=1", "--rule=megatron", "--ranks=2", "--microbatches=2"]
-    rows, _ = computed(capsys, *words, *other)
+    rows, _ = computed(cli, *words, *other)
     assert {row["rule"] for row in rows} == {"megatron"}
     assert {row["priority"] for row in rows} == {"gate"}
 
 
-def test_training_says_at_its_start_what_the_run_before_dropped(finished_run, capsys, tmp_path):
+def test_training_says_at_its_start_what_the_run_before_dropped(finished_run, cli, tmp_path):
     folder = shutil.copytree(finished_run.folder, tmp_path / "run")
     words = arguments(folder, finished_run.files)
-    assert main(["train", *words]) == 0
-    said = capsys.readouterr().err
+    said = cli("train", *words).err
     assert f"step_000012.parquet of {folder}: At factor 1.25 and groups of " in said
     (there,) = folder.glob("routing/step_000012.parquet")
     there.write_bytes(b"PAR1")
@@ -83,7 +79,7 @@ def test_training_says_at_its_start_what_the_run_before_dropped(finished_run, ca
     assert note.startswith(f"step_000012.parquet of {folder} says nothing of drops: ")
 
 
-def test_a_plan_has_the_drops_of_its_groups(in_a_folder, capsys, tmp_path):
+def test_a_plan_has_the_drops_of_its_groups(in_a_folder, cli, tmp_path):
     """Those of a record of another batch, at the group size of the plan."""
     random, experts, record = np.random.default_rng(0), 8, tmp_path / "record.parquet"
     rank = random.integers(0, experts, (2, 64, 128, 1))
@@ -91,19 +87,16 @@ def test_a_plan_has_the_drops_of_its_groups(in_a_folder, capsys, tmp_path):
     words = ["plan", "--gin_file=runs/pretrain_tiny.gin", "--hardware=v5e", "--devices=1"]
     words += ["--gin.SwitchConfig.group_size=64", "--gin.SwitchConfig.capacity_factor=1.0"]
     words += [f"--record={record}", "--gin.VOCAB_SIZE=500", "--json"]
-    assert main(words) == 2
-    assert "is of 8 experts in encoder 1, encoder 3, and the model" in capsys.readouterr().err
-    assert main([*words, "--gin.SwitchConfig.stacks=encoder"]) == 0
-    first, *_ = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert "is of 8 experts in encoder 1, encoder 3, and the model" in cli.refused(*words)
+    first, *_ = cli.json(*words, "--gin.SwitchConfig.stacks=encoder")["results"]
     load = [np.bincount(x, minlength=experts) for x in rank.reshape(-1, 64)]
     want = np.maximum(np.array(load) - 8, 0).sum() / rank.size
     assert first["dropped_share"] == pytest.approx(want) and want > 0.1
 
 
-def test_bad_input_is_named(records, capsys, tmp_path):
+def test_bad_input_is_named(records, cli, tmp_path):
     def refused(*words) -> str:
-        assert main(["drops", *map(str, words)]) == 2
-        return capsys.readouterr().err
+        return cli.refused("drops", *words)
 
     whole = records[0.5].read_bytes()
     cut = tmp_path / "cut.parquet"

@@ -36,31 +36,30 @@ from tests.training.jobs import TASK
 pytestmark = pytest.mark.usefixtures("programs_compiled_once", "one_device")
 
 
-def evaluated(capsys, *options) -> dict:
-    assert main(["eval", "--json", *map(str, options)]) == 0, capsys.readouterr().err
-    return json.loads(capsys.readouterr().out)
+def evaluated(cli, *options) -> dict:
+    return cli.json("eval", "--json", *options)
 
 
 def test_a_checkpoint_is_chosen_and_nothing_is_written(
-    finished_run, capsys, monkeypatch, tmp_path
+    finished_run, cli, monkeypatch, tmp_path
 ):
     folder = finished_run.folder
     monkeypatch.chdir(tmp_path)
     before = sorted(path for path in folder.rglob("*"))
-    newest = evaluated(capsys, f"--model_dir={folder}")
+    newest = evaluated(cli, f"--model_dir={folder}")
     assert newest == lines(folder / "validation.jsonl")[-1]
-    assert evaluated(capsys, f"--model_dir={folder}", "--step=best") == newest
-    earlier = evaluated(capsys, f"--model_dir={folder}", "--step=4")
+    assert evaluated(cli, f"--model_dir={folder}", "--step=best") == newest
+    earlier = evaluated(cli, f"--model_dir={folder}", "--step=4")
     assert earlier["step"] == 4
     assert earlier["neg_log_perplexity"] < newest["neg_log_perplexity"]
     assert sorted(path for path in folder.rglob("*")) == before
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_record_drops_what_evaluation_drops(finished_run, capsys, tmp_path):
+def test_a_record_drops_what_evaluation_drops(finished_run, cli, tmp_path):
     folder = f"--model_dir={finished_run.folder}"
     path, factor = tmp_path / "record.parquet", "--gin.SwitchConfig.eval_capacity_factor=0.5"
-    found = evaluated(capsys, folder, f"--record={path}", factor)
+    found = evaluated(cli, folder, f"--record={path}", factor)
     record = open_record(path)
     assert record.info.source == "eval" and record.info.switch.eval_capacity_factor == 0.5
     load, dropped = collections.Counter(), collections.Counter()
@@ -75,22 +74,22 @@ def test_a_record_drops_what_evaluation_drops(finished_run, capsys, tmp_path):
     assert sum(dropped.values()) / sum(load.values()) == pytest.approx(
         found["dropped_fraction"]
     )
-    evaluated(capsys, folder, f"--record={path}", "--record_places=1")
+    evaluated(cli, folder, f"--record={path}", "--record_places=1")
     assert not open_record(path).info.is_whole
 
 
-def test_a_record_is_replayed(finished_run, capsys, tmp_path):
+def test_a_record_is_replayed(finished_run, capsys, cli, tmp_path):
     """Its own record changes nothing; another checkpoint's choices do."""
     path, folder = tmp_path / "record.parquet", f"--model_dir={finished_run.folder}"
-    plain = evaluated(capsys, folder, f"--record={path}")
-    again = evaluated(capsys, folder, f"--replay={path}", f"--record={tmp_path / 'again'}")
+    plain = evaluated(cli, folder, f"--record={path}")
+    again = evaluated(cli, folder, f"--replay={path}", f"--record={tmp_path / 'again'}")
     assert again == plain
     before, after = (list(open_record(p).batches()) for p in (path, tmp_path / "again"))
     for one, other in zip(before, after, strict=True):
         np.testing.assert_array_equal(one.expert_NBLS, other.expert_NBLS)
         np.testing.assert_array_equal(one.is_dropped_NBLS, other.is_dropped_NBLS)
-    earlier = evaluated(capsys, folder, f"--replay={path}", "--step=4")
-    own = evaluated(capsys, folder, "--step=4")
+    earlier = evaluated(cli, folder, f"--replay={path}", "--step=4")
+    own = evaluated(cli, folder, "--step=4")
     assert earlier["routing"]["load"] == plain["routing"]["load"] != own["routing"]["load"]
     assert earlier["cross_entropy"] != own["cross_entropy"]
     assert main(["eval", folder, f"--replay={path}", "--gin.BATCH_SIZE=4"]) == 2
@@ -99,39 +98,37 @@ def test_a_record_is_replayed(finished_run, capsys, tmp_path):
     assert "has more batches than the 1 of this evaluation" in capsys.readouterr().err
 
 
-def test_all_checkpoints_are_one_table_that_goes_on(finished_run, capsys, tmp_path):
+def test_all_checkpoints_are_one_table_that_goes_on(finished_run, capsys, cli, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(finished_run.folder, folder)
     given = f"--model_dir={folder}"
     steps = complete_steps(RunFolder(folder))
     assert len(steps) > 1 and all(step % 4 == 0 for step in steps)
     table = folder / "evaluations.jsonl"
-    some = evaluated(capsys, given, "--step=every:12")
+    some = evaluated(cli, given, "--step=every:12")
     assert [line["step"] for line in some] == [12] and lines(table) == some
-    one = evaluated(capsys, given, f"--step={steps[0]}")
+    one = evaluated(cli, given, f"--step={steps[0]}")
     kept = some[0] | {"accuracy": 0.125}  # what is there is not measured again
     table.write_text(json.dumps(kept) + "\n")
-    found = evaluated(capsys, given, "--step=all")
+    found = evaluated(cli, given, "--step=all")
     assert [line["step"] for line in found] == steps and found[-1] == kept
     assert {name: found[0][name] for name in one} == one and lines(table) == found
     assert main(["report", given]) == 0
     text = (folder / "report.html").read_text()
     assert "largest MaxVio" in text and "0.125" in text
     capsys.readouterr()
-    assert main(["eval", given, "--step=all"]) == 0
-    printed = capsys.readouterr().out.splitlines()
+    printed = cli("eval", given, "--step=all").out.splitlines()
     assert printed[0].split() == ["step", "neg_log_perplexity", "accuracy", "dropped_fraction"]
     assert [row.split()[0] for row in printed[1:]] == [str(step) for step in steps]
 
 
-def test_a_table_of_other_settings_is_not_gone_on_with(finished_run, capsys, tmp_path):
+def test_a_table_of_other_settings_is_not_gone_on_with(finished_run, capsys, cli, tmp_path):
     given, output = f"--model_dir={finished_run.folder}", f"--output={tmp_path / 'table'}"
     other = "--gin.TrainingJob.eval_batches=1"
-    assert len(evaluated(capsys, given, output, "--step=every:12", other)) == 1
+    assert len(evaluated(cli, given, output, "--step=every:12", other)) == 1
     assert main(["eval", given, output, "--step=all"]) == 2
     assert "evaluated with other settings; give another output" in capsys.readouterr().err
-    assert main(["eval", given, output, "--step=every:7"]) == 2
-    said = capsys.readouterr().err
+    said = cli.refused("eval", given, output, "--step=every:7")
     assert "no complete checkpoint of a multiple of 7 steps" in said and "there are " in said
 
 
@@ -143,7 +140,7 @@ def test_files_of_one_checkpoint_are_not_ignored_for_several(finished_run, capsy
 
 
 @pytest.fixture
-def cola(tiny_run, in_a_folder, capsys):
+def cola(tiny_run, in_a_folder, cli):
     """A run that was fine-tuned on CoLA, and what its training printed."""
     shutil.copytree(tiny_run, in_a_folder / "runs/pretrain_tiny")
     data = in_a_folder / "data/CoLA"
@@ -159,17 +156,16 @@ def cola(tiny_run, in_a_folder, capsys):
         f"--gin_file=configs/{each}.gin" for each in ("runs/finetune_task", "tasks/glue_cola")
     ]
     given = [*files, *(f"--gin.{each}" for each in options), *T5]
-    assert main(["train", *given, "--model_dir=cola"]) == 0, capsys.readouterr().err
-    return in_a_folder / "cola", capsys.readouterr()
+    return in_a_folder / "cola", cli("train", *given, "--model_dir=cola")
 
 
 @pytest.mark.slow  # a run; on a mesh: tests/test_text_evaluation.py
-def test_scores_in_training_are_those_of_its_checkpoint(cola, capsys):
+def test_scores_in_training_are_those_of_its_checkpoint(cola, cli):
     folder, printed = cola
     in_training = lines(folder / "validation.jsonl")[-1]["texts"]["glue_cola"]
     file = folder.parent / "predictions.jsonl"
     options = ["--step=best", "--max_new_tokens=4", f"--predictions={file}"]
-    got = evaluated(capsys, "--model_dir=cola", *options)
+    got = evaluated(cli, "--model_dir=cola", *options)
     (metric,) = got["texts"]["tasks"]["glue_cola"].pop("metrics")
     score = in_training.pop("matthews_corrcoef")
     assert (metric["name"], metric["score"]) == ("matthews_corrcoef", score)
@@ -186,7 +182,7 @@ def test_scores_in_training_are_those_of_its_checkpoint(cola, capsys):
 
 
 @pytest.mark.slow
-def test_a_task_without_metrics_is_answered_for_its_file(cola, capsys):
+def test_a_task_without_metrics_is_answered_for_its_file(cola, cli):
     folder, _ = cola
     content = PUBLISHED["glue_ax"].files["diagnostic.tsv"]
     (folder.parent / "data/diagnostic.tsv").write_text(content)
@@ -195,25 +191,25 @@ def test_a_task_without_metrics_is_answered_for_its_file(cola, capsys):
         f"--gin_file={each}" for each in (f"{folder}/operative_config.gin", "tasks/glue_ax.gin")
     ]
     options = ["--gin.MANUAL_DIR=data", "--max_new_tokens=4", f"--predictions={file}"]
-    got = evaluated(capsys, *files, "--model_dir=cola", *options)
+    got = evaluated(cli, *files, "--model_dir=cola", *options)
     assert got["texts"]["tasks"]["glue_ax"]["metrics"] == []
     (line,) = lines(file)
     assert line["inputs"] == PUBLISHED["glue_ax"].inputs and line["id"] == "0"
 
 
-def test_other_data_capacity_and_meshes_may_be_evaluated(finished_run, capsys):
+def test_other_data_capacity_and_meshes_may_be_evaluated(finished_run, cli):
     folder = finished_run.folder
     metrics = lines(folder / "validation.jsonl")[-1]
     options = ["BATCH_SIZE=4", "TrainingJob.eval_batches=1", "SEED=4"]
     options.append("SwitchConfig.eval_capacity_factor=8.0")
-    got = evaluated(capsys, f"--model_dir={folder}", *(f"--gin.{each}" for each in options))
+    got = evaluated(cli, f"--model_dir={folder}", *(f"--gin.{each}" for each in options))
     assert 0 < got["target_tokens"] < metrics["target_tokens"]
     assert got["dropped_fraction"] == 0.0 < metrics["dropped_fraction"]
     # Another mesh changes no number.
     folder = finished_run.folder
     files = [f"--gin_file={folder}/operative_config.gin", "--gin_file=meshes/data_expert.gin"]
     with on_devices(8):
-        got = evaluated(capsys, *files, f"--model_dir={folder}")
+        got = evaluated(cli, *files, f"--model_dir={folder}")
     want = lines(folder / "validation.jsonl")[-1]["neg_log_perplexity"]
     assert got["neg_log_perplexity"] == pytest.approx(want, rel=1e-5)
 
@@ -317,10 +313,10 @@ def run(tmp_path_factory):
     building.gin.clear_config()
 
 
-def test_metrics_of_each_direction_are_sacrebleus_of_what_the_api_writes(run, capsys, tmp_path):
+def test_metrics_of_each_direction_are_sacrebleus_of_what_the_api_writes(run, cli, tmp_path):
     file = tmp_path / "predictions.jsonl"
     options = [*BRIEF, "--beam_size=2", "--bootstrap=9", f"--predictions={file}"]
-    got = evaluated(capsys, f"--model_dir={run}", *options)
+    got = evaluated(cli, f"--model_dir={run}", *options)
     assert got["step"] == 3
     assert got["tasks"].keys() == {"multi30k_en_de", "multi30k_de_en"}  # likelihood, as ever
     written = got["texts"]
@@ -356,10 +352,10 @@ def test_metrics_of_each_direction_are_sacrebleus_of_what_the_api_writes(run, ca
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data_expert", "data"])
-def test_texts_and_metrics_are_the_same_on_a_mesh(run, capsys, tmp_path, mesh, monkeypatch):
+def test_texts_and_metrics_are_the_same_on_a_mesh(run, cli, tmp_path, mesh, monkeypatch):
     def evaluate_into(file, *options):
         options = [f"--model_dir={run}", *BRIEF, f"--predictions={file}", *options]
-        return evaluated(capsys, *options)["texts"], lines(file)
+        return evaluated(cli, *options)["texts"], lines(file)
 
     want = evaluate_into(tmp_path / "one.jsonl")
     meshes, load = [], switchx.api.load
@@ -386,13 +382,13 @@ def test_the_mesh_of_texts_has_no_stages():
         assert _mesh_of_texts(MeshSpec()) is None
 
 
-def test_metrics_may_be_named_or_left_out(run, capsys):
+def test_metrics_may_be_named_or_left_out(run, cli):
     options = [f"--model_dir={run}", *BRIEF, "--max_examples=5", "--beam_size=2"]
-    got = evaluated(capsys, *options, "--metrics=accuracy,rouge,squad")
+    got = evaluated(cli, *options, "--metrics=accuracy,rouge,squad")
     names = [each["name"] for each in got["texts"]["mean"]]
     assert names == ["accuracy", "rouge1", "rouge2", "rougeLsum", "exact_match", "f1"]
     assert got["texts"]["tasks"]["multi30k_de_en"]["examples"] == 5
-    without = evaluated(capsys, *options, "--metrics=none")
+    without = evaluated(cli, *options, "--metrics=none")
     assert "texts" not in without and without["tasks"] == got["tasks"]
 
 
@@ -467,7 +463,7 @@ def test_metrics_need_texts_for_targets():
         metrics_of(TASK, ["bleu"])
 
 
-def test_commands_of_the_page_run(run, capsys, tmp_path, monkeypatch):
+def test_commands_of_the_page_run(run, capsys, cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     shutil.copytree(run, tmp_path / "runs/translation")
@@ -478,18 +474,16 @@ def test_commands_of_the_page_run(run, capsys, tmp_path, monkeypatch):
         assert program == "switchx"
         if words[0] == "eval":
             words += ["--max_new_tokens=4"]
-        assert main(words) == 0, f"{command}\n{capsys.readouterr().err}"
-        said = capsys.readouterr().out
+        said = cli(*words).out
         assert words[0] == "quantize" or "bleu" in said
     assert (tmp_path / "predictions.jsonl").is_file()
 
     # A quantized model is evaluated by its texts alone, on the tasks of gin files.
     options = ["--model_dir=runs/translation_int4", *BRIEF, "--tasks=multi30k_de_en"]
     gin = "--gin_file=runs/translation/operative_config.gin"
-    got = evaluated(capsys, gin, *options)
+    got = evaluated(cli, gin, *options)
     assert got.keys() == {"step", "texts"} and got["step"] == 3
     assert list(got["texts"]["tasks"]) == ["multi30k_de_en"] and got["texts"]["mean"] == []
-    assert main(["eval", *options]) == 2
-    assert "is quantized, and does not know its tasks" in capsys.readouterr().err
+    assert "is quantized, and does not know its tasks" in cli.refused("eval", *options)
     assert main(["eval", gin, *options[:-1], "--metrics=none"]) == 2
     assert "is quantized: it is evaluated by the texts" in capsys.readouterr().err

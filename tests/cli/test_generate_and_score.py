@@ -61,7 +61,7 @@ def words(folder, *options):
     return ["generate", f"--model_dir={folder}", "--max_new_tokens=3", *map(str, options)]
 
 
-def test_lines_are_those_of_the_api(folder, model, lines, capsys, monkeypatch):
+def test_lines_are_those_of_the_api(folder, model, lines, capsys, cli, monkeypatch):
     want = model.generate(LINES, max_length=3, with_scores=True)
     assert main(words(folder, f"--input={lines}", "--json")) == 0
     got = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -73,8 +73,7 @@ def test_lines_are_those_of_the_api(folder, model, lines, capsys, monkeypatch):
         assert model.vocabulary.decode(each["tokens"]) == each["output"]
     stdin = types.SimpleNamespace(buffer=io.BytesIO(lines.read_bytes()))
     monkeypatch.setattr(sys, "stdin", stdin)
-    assert main(words(folder)) == 0
-    captured = capsys.readouterr()
+    captured = cli(*words(folder))
     assert "experts have a capacity" not in captured.err
     plain = [each.output.replace("\n", " ").replace("\r", " ") for each in want]
     assert captured.out.split("\n")[:-1] == plain
@@ -124,9 +123,8 @@ def test_the_n_best_and_log_probabilities(folder, model, lines, capsys):
         (["--input=none.txt"], "--input=none.txt cannot be read"),
     ],
 )
-def test_wrong_options_are_refused(folder, lines, capsys, options, said):
-    assert main(words(folder, f"--input={lines}", *options)) == 2
-    assert said in capsys.readouterr().err
+def test_wrong_options_are_refused(folder, lines, cli, options, said):
+    assert said in cli.refused(*words(folder, f"--input={lines}", *options))
 
 
 def test_a_stop_ends_an_output_and_a_capacity_is_told(folder, model, lines, capsys):
@@ -139,11 +137,10 @@ def test_a_stop_ends_an_output_and_a_capacity_is_told(folder, model, lines, caps
     assert "experts have a capacity: " in capsys.readouterr().err
 
 
-def test_with_slots_for_experts_lines_are_the_same(folder, model, lines, capsys):
+def test_with_slots_for_experts_lines_are_the_same(folder, model, lines, cli):
     want = model.generate(LINES, max_length=2)
     options = [f"--input={lines}", "--max_new_tokens=2", "--pruning=experts"]
-    assert main(words(folder, *options, "--expert_slots=1")) == 0
-    captured = capsys.readouterr()
+    captured = cli(*words(folder, *options, "--expert_slots=1"))
     assert captured.out.splitlines() == [re.sub(r"[\r\n]+", " ", each) for each in want]
     assert "experts: 1 slots for 2 in each of 2 layers, 0.00 of 0.00 MiB" in captured.err
     for wrong, words_of_it in (
@@ -159,19 +156,16 @@ def test_with_slots_for_experts_lines_are_the_same(folder, model, lines, capsys)
         ),
         (["--ring_slots=2"], "has one Switch layer; use expert_slots"),
     ):
-        assert main(words(folder, *options, *wrong)) == 2
-        assert words_of_it in capsys.readouterr().err
+        assert words_of_it in cli.refused(*words(folder, *options, *wrong))
 
 
 @pytest.mark.slow  # tokens of a ring: test_ring_decode.py
-def test_with_a_ring_lines_are_the_same(lines, tmp_path, capsys):
+def test_with_a_ring_lines_are_the_same(lines, tmp_path, capsys, cli):
     config = dataclasses.replace(MODEL, num_encoder_layers=2, num_decoder_layers=2)
     run = save_run(tmp_path / "run", config, source=SPANS)
     options = [f"--input={lines}", "--max_new_tokens=2", "--pruning=experts"]
-    assert main(words(run, *options)) == 0
-    want = capsys.readouterr().out
-    assert main(words(run, *options, "--ring_slots=2", "--hardware=h200")) == 0
-    captured = capsys.readouterr()
+    want = cli(*words(run, *options)).out
+    captured = cli(*words(run, *options, "--ring_slots=2", "--hardware=h200"))
     assert captured.out == want
     assert "experts: a ring of 2 layers" in captured.err
     assert "a resident model is better" in captured.err
@@ -179,21 +173,20 @@ def test_with_a_ring_lines_are_the_same(lines, tmp_path, capsys):
     both = ["--expert_slots=1", "--ring_slots=2"]
     assert main(words(run, *options, *both)) == 2
     assert "a device 'cpu' can do; give --hardware=NAME" in capsys.readouterr().err
-    assert main(words(run, *options, *both, "--hardware=h200")) == 0
-    captured = capsys.readouterr()
+    captured = cli(*words(run, *options, *both, "--hardware=h200"))
     assert captured.out == want
     assert "experts: 0 calls streamed whole layers, 3 moved chosen experts" in captured.err
     assert "h200: 2 calls moved chosen experts; decoder, 4 tokens" in captured.err
 
 
-def test_experts_of_a_quantized_model_are_read_from_its_file(folder, lines, tmp_path, capsys):
+def test_experts_of_a_quantized_model_are_read_from_its_file(
+    folder, lines, tmp_path, capsys, cli
+):
     artifact, cache = tmp_path / "int8", tmp_path / "cache.gin"
     quantize = ["quantize", f"--model_dir={folder}", f"--output={artifact}", "--bits=8"]
-    assert main(quantize) == 0
-    capsys.readouterr()
+    cli(*quantize)
     options = [f"--input={lines}", "--max_new_tokens=2", "--pruning=experts"]
-    assert main(words(artifact, *options)) == 0
-    want = capsys.readouterr().out
+    want = cli(*words(artifact, *options)).out
     # As `switchx simulate cache` writes it.
     cache.write_text(
         "from __gin__ import dynamic_registration\n"
@@ -203,13 +196,11 @@ def test_experts_of_a_quantized_model_are_read_from_its_file(folder, lines, tmp_
         "STORAGE = @storage_spec.StorageSpec()\n"
     )
     slots = ["--expert_slots=1", f"--expert_cache={cache}", "--expert_prefetch"]
-    assert main(words(artifact, *options, *slots)) == 0
-    captured = capsys.readouterr()
+    captured = cli(*words(artifact, *options, *slots))
     assert captured.out == want
     assert "of experts in host memory" in captured.err
     assert "streaming: nothing says what a device 'cpu' can do; give --hardware" in captured.err
-    assert main(words(artifact, *options, *slots, "--hardware=h200")) == 0
-    err = capsys.readouterr().err
+    err = cli(*words(artifact, *options, *slots, "--hardware=h200")).err
     # A decoder's step has a token of each of the four lines.
     chosen = r"h200: \d+ calls moved chosen experts; "
     assert re.search(chosen + r"encoder, \d+ tokens: .* an expert are below the", err)
@@ -281,11 +272,10 @@ def test_other_settings_do_not_go_on(folder, lines, tmp_path, capsys):
     assert "begun with other settings (model: " in capsys.readouterr().err
 
 
-def test_wrong_lines_are_named_before_anything_runs(folder, tmp_path, capsys):
+def test_wrong_lines_are_named_before_anything_runs(folder, tmp_path, cli):
     file, output = tmp_path / "in.txt", tmp_path / "out"
     file.write_text("a\n\n" + "b" * 2049 + "\n<extra_id_100>\n")
-    assert main(words(folder, f"--input={file}", f"--output={output}")) == 2
-    said = capsys.readouterr().err
+    said = cli.refused(*words(folder, f"--input={file}", f"--output={output}"))
     assert (
         f"{file}: line 3 has 2050 tokens, more than --max_input_tokens=2048; "
         "line 4 cannot be read (sentinel 100 of 100" in said
@@ -293,12 +283,11 @@ def test_wrong_lines_are_named_before_anything_runs(folder, tmp_path, capsys):
     assert not output.exists()
 
 
-def test_scores_are_those_of_the_api_on_a_mesh_too(folder, model, pairs, capsys):
+def test_scores_are_those_of_the_api_on_a_mesh_too(folder, model, pairs, cli):
     file = pairs(*map("\t".join, PAIRS))
     want = model.score(*zip(*PAIRS, strict=True))
     for options in ([], ["--mesh=expert=2"]):
-        assert main(["score", f"--model_dir={folder}", f"--input={file}", *options]) == 0
-        captured = capsys.readouterr()
+        captured = cli("score", f"--model_dir={folder}", f"--input={file}", *options)
         rows = [line.split("\t") for line in captured.out.splitlines()]
         assert [int(num_tokens) for _, num_tokens in rows] == [3, 10, 2]  # bytes, and eos
         for (log_likelihood, _), score in zip(rows, want, strict=True):
@@ -308,11 +297,10 @@ def test_scores_are_those_of_the_api_on_a_mesh_too(folder, model, pairs, capsys)
     assert said in captured.err
 
 
-def test_a_file_goes_on_and_the_sum_is_of_all_its_lines(folder, pairs, tmp_path, capsys):
+def test_a_file_goes_on_and_the_sum_is_of_all_its_lines(folder, pairs, tmp_path, capsys, cli):
     lines, output = ["a gate\tof", "a slot\tin"], tmp_path / "scores.jsonl"
     words = ["score", f"--model_dir={folder}", f"--output={output}", "--json"]
-    assert main([*words, f"--input={pairs(*lines[:1])}"]) == 0
-    capsys.readouterr()
+    cli(*words, f"--input={pairs(*lines[:1])}")
     assert main([*words, f"--input={pairs(*lines)}"]) == 0
     got = [json.loads(line) for line in output.read_text().splitlines()]
     assert [each["num_tokens"] for each in got] == [3, 3]
@@ -322,12 +310,11 @@ def test_a_file_goes_on_and_the_sum_is_of_all_its_lines(folder, pairs, tmp_path,
     assert f"2 lines, 6 target tokens: log-likelihood {total:.4f}" in said
 
 
-def test_a_score_that_is_no_number_is_null_as_in_all_json(folder, pairs, capsys, monkeypatch):
+def test_a_score_that_is_no_number_is_null_as_in_all_json(folder, pairs, cli, monkeypatch):
     scores = [(0, Score(math.nan, 2)), (1, Score(-1.5, 3))]
     monkeypatch.setattr(Scorer, "__call__", lambda *_: iter(scores))
     file = pairs("a\tb", "c\td")
-    assert main(["score", f"--model_dir={folder}", f"--input={file}", "--json"]) == 0
-    captured = capsys.readouterr()
+    captured = cli("score", f"--model_dir={folder}", f"--input={file}", "--json")
     lines = captured.out.splitlines()
     assert lines[0] == '{"log_likelihood": null, "num_tokens": 2}'
     assert json.loads(lines[1])["log_likelihood"] == -1.5 and "nan a token" in captured.err
@@ -350,10 +337,9 @@ def test_a_decoder_scores_texts_from_their_beginning(tmp_path, pairs, capsys):
         assert int(num_tokens) == score.num_tokens
 
 
-def test_wrong_pairs_are_all_named(folder, pairs, capsys):
+def test_wrong_pairs_are_all_named(folder, pairs, cli):
     file = pairs("a\tb", "no tab", "a\tb\tc", "\tb", "a\t", "", "a\t" + "b" * 2048)
-    assert main(["score", f"--model_dir={folder}", f"--input={file}"]) == 2
-    said = capsys.readouterr().err
+    said = cli.refused("score", f"--model_dir={folder}", f"--input={file}")
     for fault in (
         "line 2 has 0 tabs",
         "line 3 has 2 tabs",
@@ -364,12 +350,11 @@ def test_wrong_pairs_are_all_named(folder, pairs, capsys):
     assert not re.search("line [145] ", said)  # an empty text is its end alone
 
 
-def test_a_record_has_what_was_read(folder, model, lines, pairs, capsys, tmp_path):
+def test_a_record_has_what_was_read(folder, model, lines, pairs, cli, tmp_path):
     path = tmp_path / "record.parquet"
     file = pairs(*map("\t".join, PAIRS))
     options = [f"--model_dir={folder}", f"--input={file}", f"--record={path}"]
-    assert main(["score", *options]) == 0
-    assert "bytes each" in capsys.readouterr().err
+    assert "bytes each" in cli("score", *options).err
     record = open_record(path)
     assert (record.info.source, record.info.model) == ("score", model.fingerprint)
     read = {
@@ -380,8 +365,7 @@ def test_a_record_has_what_was_read(folder, model, lines, pairs, capsys, tmp_pat
     }
     assert read == dict(enumerate(model.prompts([inputs for inputs, _ in PAIRS])))
 
-    assert main(words(folder, f"--input={lines}", f"--record={path}")) == 0
-    capsys.readouterr()
+    cli(*words(folder, f"--input={lines}", f"--record={path}"))
     answers = model.generate(model.prompts(LINES), max_length=3, with_scores=True)
     assert not any(each.is_finished for each in answers)  # their last tokens are not read
     written = {
@@ -392,12 +376,11 @@ def test_a_record_has_what_was_read(folder, model, lines, pairs, capsys, tmp_pat
     assert written == {row: [0, *each.output[:2]] for row, each in enumerate(answers)}
 
 
-def test_a_record_of_a_part_or_of_nothing_is_refused(folder, lines, capsys, tmp_path):
+def test_a_record_of_a_part_or_of_nothing_is_refused(folder, lines, capsys, cli, tmp_path):
     output, record = tmp_path / "out.txt", tmp_path / "record.parquet"
     assert main(words(folder, f"--input={lines}", f"--output={output}")) == 0
     again = [f"--input={lines}", f"--output={output}", f"--record={record}"]
-    assert main(words(folder, *again)) == 2
-    assert "4 lines of" in capsys.readouterr().err and not record.exists()
+    assert "4 lines of" in cli.refused(*words(folder, *again)) and not record.exists()
     dense = save_run(tmp_path / "dense", DECODER)
     assert main(words(dense, f"--input={lines}", f"--record={record}")) == 2
     assert "a record of a model without Switch layers" in capsys.readouterr().err

@@ -22,11 +22,7 @@ from tests.processes import ROOT
 BASE = ("FILES=a.txt",)
 
 
-@pytest.fixture(autouse=True)
-def in_a_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    yield
-    building.gin.clear_config()
+pytestmark = pytest.mark.usefixtures("in_a_folder")
 
 
 def job_of(*bindings: str, files=(str(SMALL),), search_paths=()) -> TrainingJob:

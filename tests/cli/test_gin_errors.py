@@ -16,11 +16,7 @@ from tests.processes import ROOT
 HEAD = "from __gin__ import dynamic_registration\nfrom switchx.models import config\n"
 
 
-@pytest.fixture(autouse=True)
-def in_a_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    yield
-    building.gin.clear_config()
+pytestmark = pytest.mark.usefixtures("in_a_folder")
 
 
 def message(*bindings: str, text: str | bytes = "") -> str:

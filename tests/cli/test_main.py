@@ -58,9 +58,8 @@ def test_the_module_is_the_command():
     assert wrong.returncode == 2 and "train" in wrong.stderr
 
 
-def test_no_command_shows_the_help(capsys):
-    assert main([]) == 2
-    assert "commands:" in capsys.readouterr().out
+def test_no_command_shows_the_help(cli):
+    assert "commands:" in cli(status=2).out
 
 
 @pytest.mark.parametrize(
@@ -91,9 +90,8 @@ def test_no_command_shows_the_help(capsys):
         ),
     ],
 )
-def test_wrong_use_is_one_paragraph_and_status_2(words, said, capsys):
-    assert main(words) == 2
-    captured = capsys.readouterr()
+def test_wrong_use_is_one_paragraph_and_status_2(words, said, cli):
+    captured = cli(*words, status=2)
     assert (captured.out, captured.err) == ("", said)
 
 
@@ -129,12 +127,11 @@ def test_our_errors_are_one_line(run_of, capsys, text, status):
     assert (captured.out, captured.err) == ("", "switchx train: error: use 3\n")
 
 
-def test_system_errors_and_interruptions_are_one_line(run_of, capsys, tmp_path):
+def test_system_errors_and_interruptions_are_one_line(run_of, capsys, cli, tmp_path):
     def run(arguments):
         (tmp_path / "none").read_text()
 
-    assert main(run_of(run)) == 1
-    assert capsys.readouterr().err == (
+    assert cli(*run_of(run), status=1).err == (
         f"switchx train: error: [Errno 2] No such file or directory: '{tmp_path}/none'\n"
     )
     assert main(run_of(in_switchx("raise KeyboardInterrupt"))) == 130
@@ -155,14 +152,13 @@ def test_bugs_keep_their_traceback_and_others_can_have_one(run_of):
         main([*words, "--traceback"])
 
 
-def test_logs_and_warnings_are_lines(run_of, capsys):
+def test_logs_and_warnings_are_lines(run_of, cli):
     text = (
         "import logging, warnings\n"
         "    logging.getLogger('switchx.x').info('preparing')\n"
         "    warnings.warn('careful')"
     )
-    assert main(run_of(in_switchx(text))) == 0
-    lines = capsys.readouterr().err.splitlines()
+    lines = cli(*run_of(in_switchx(text))).err.splitlines()
     assert lines[0] == "switchx: preparing"
     assert lines[1].startswith("switchx: warning: ") and lines[1].endswith("careful")
 

@@ -21,11 +21,6 @@ from switchx.compiled import devices
 from switchx.partitioning.mesh import MeshSpec
 from switchx.results import Check, Report
 
-
-def last_object(capsys) -> dict:
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
-
-
 # bench: a contender's compilation is tested in tests/bench; all of a bench here, slowly.
 
 
@@ -43,7 +38,7 @@ def small_models(monkeypatch):
 
 
 @pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_train_prints_one_json_object(small_models, monkeypatch, capsys, is_real):
+def test_train_prints_one_json_object(small_models, monkeypatch, cli, is_real):
     if not is_real:
 
         def untimed(name, config):
@@ -51,8 +46,7 @@ def test_train_prints_one_json_object(small_models, monkeypatch, capsys, is_real
 
         monkeypatch.setattr(train, "contender", untimed)
         monkeypatch.setattr(storage, "measured", lambda rounds: ([{"step": "resident"}], []))
-    assert main(["bench", "train", "--rounds=1", "--json"]) == 0
-    printed = last_object(capsys)
+    printed = cli.json("bench", "train", "--rounds=1", "--json")
     assert {"glibc_tunables", "switchx_malloc"} <= printed["environment"].keys()
     results, on_disk = printed["results"][:3], printed["results"][3:]
     assert [row["model"] for row in results] == ["dense", "switch 8", "switch 64"]
@@ -65,15 +59,14 @@ def test_train_prints_one_json_object(small_models, monkeypatch, capsys, is_real
 
 
 @pytest.mark.slow
-def test_moe_prints_one_json_object(monkeypatch, capsys):
+def test_moe_prints_one_json_object(monkeypatch, cli):
     small = dataclasses.replace(moe.DENSE, d_model=8, d_ff=16, num_heads=1, d_head=8)
     for name, value in (
         ("DENSE", small), ("ROWS", 2), ("LENGTH", 16), ("NUM_EXPERTS", (8, 32)),
         ("DECODING_EXPERTS", 8),
     ):  # fmt: skip
         monkeypatch.setattr(moe, name, value)
-    assert main(["bench", "moe", "--rounds=1", "--json"]) == 0
-    printed = last_object(capsys)
+    printed = cli.json("bench", "moe", "--rounds=1", "--json")
     assert printed["command"] == "bench moe"
     checks = {check["name"]: check["bound"] for check in printed["checks"]}
     assert checks == {
@@ -84,11 +77,10 @@ def test_moe_prints_one_json_object(monkeypatch, capsys):
     }
 
 
-def test_kernels_prints_one_json_object(monkeypatch, capsys):
+def test_kernels_prints_one_json_object(monkeypatch, cli):
     monkeypatch.setattr(kernels, "cells_of_a_cpu", lambda: [Cell(8, 12, 4, 4, 3)])
     monkeypatch.setitem(products.ROTATED_BYTES, "cpu", 2**11)
-    assert main(["bench", "kernels", "--rounds=1", "--json"]) == 0
-    output = capsys.readouterr()
+    output = cli("bench", "kernels", "--rounds=1", "--json")
     printed = json.loads(output.out.splitlines()[-1])
     assert printed["command"] == "bench kernels"
     assert {check["name"] for check in printed["checks"]} == {
@@ -110,9 +102,8 @@ def test_kernels_prints_one_json_object(monkeypatch, capsys):
         ("check equivalance", "'equivalance' (did you mean equivalence?)"),
     ],
 )
-def test_nonsense_is_refused(words, said, capsys):
-    assert main(words.split()) == 2
-    assert said in capsys.readouterr().err
+def test_nonsense_is_refused(words, said, cli):
+    assert said in cli.refused(*words.split())
 
 
 # tune
@@ -127,9 +118,8 @@ def file(monkeypatch, tmp_path):
     return path
 
 
-def test_rows_are_printed_and_tilings_written(file, capsys):
-    assert main(["tune", "kernels", "--rounds=1", "--json"]) == 0
-    output = capsys.readouterr()
+def test_rows_are_printed_and_tilings_written(file, cli):
+    output = cli("tune", "kernels", "--rounds=1", "--json")
     printed = json.loads(output.out.splitlines()[-1])
     assert printed["command"] == "tune kernels"
     assert [row["weights"] for row in printed["results"]] == ["float32", "int8", "int4"]
@@ -137,11 +127,10 @@ def test_rows_are_printed_and_tilings_written(file, capsys):
     assert "written to" in output.err
 
 
-def test_a_damaged_file_is_named_and_kept(file, capsys):
+def test_a_damaged_file_is_named_and_kept(file, cli):
     file.parent.mkdir()
     file.write_text("{")
-    assert main(["tune", "kernels", "--rounds=1"]) == 2
-    assert "holds no tuned tilings" in capsys.readouterr().err
+    assert "holds no tuned tilings" in cli.refused("tune", "kernels", "--rounds=1")
     assert file.read_text() == "{"
 
 
@@ -160,11 +149,10 @@ def two_cells(monkeypatch):
     monkeypatch.setattr(equivalence, "SAMPLE_CELLS", 2)
 
 
-def test_report_and_exit_status(two_cells, monkeypatch, capsys):
+def test_report_and_exit_status(two_cells, monkeypatch, cli):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_x=1")
-    assert main(["check", "equivalence", "--sample", "--json"]) == 0
+    report = cli.json("check", "equivalence", "--sample", "--json")
     assert os.environ["XLA_FLAGS"] == "--xla_force_host_platform_device_count=8 --xla_x=1"
-    report = last_object(capsys)
     assert report["command"] == "check equivalence"
     assert [check["name"] for check in report["checks"]] == [
         "cells", "max_forward_error", "max_aux_loss_error", "max_gradient_error",
@@ -176,8 +164,7 @@ def test_report_and_exit_status(two_cells, monkeypatch, capsys):
     }  # fmt: skip
     failed = Report("check equivalence", [{"cells": 2}], [Check("cells", 2, ">=3")])
     monkeypatch.setattr(equivalence, "run", lambda **settings: failed)
-    assert main(["check", "equivalence", "--sample"]) == 1
-    assert "does not hold" in capsys.readouterr().out
+    assert "does not hold" in cli("check", "equivalence", "--sample", status=1).out
 
 
 # compile
@@ -197,9 +184,8 @@ def simulated(monkeypatch):
 
 
 @pytest.mark.slow
-def test_compiled_step_is_reported(simulated, in_a_folder, capsys):
-    assert main([*TINY, "--topology=v5e:2x4", "--json"]) == 0
-    report = last_object(capsys)
+def test_compiled_step_is_reported(simulated, in_a_folder, cli):
+    report = cli.json(*TINY, "--topology=v5e:2x4", "--json")
     checks = {check["name"]: check for check in report["checks"]}
     assert list(checks) == [
         "fits", "evaluation_fits", "initialization_fits", "parameters", "devices",
@@ -217,18 +203,10 @@ def test_compiled_step_is_reported(simulated, in_a_folder, capsys):
     assert row["planned_step_s"] > 0
 
 
-def refused(words, capsys) -> str:
-    assert main(words) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    return said.err
-
-
-def test_slices_that_do_not_exist_or_lack_a_compiler(capsys, tmp_path, monkeypatch):
-    assert "use v4:8x8x4" in refused([*TINY, "--topology=v4:8x8x5"], capsys)
+def test_slices_that_do_not_exist_or_lack_a_compiler(cli, tmp_path, monkeypatch):
+    assert "use v4:8x8x4" in cli.refused(*TINY, "--topology=v4:8x8x5")
     monkeypatch.setenv(tpu_compiler.FOLDER_VARIABLE, str(tmp_path))
-    assert main([*TINY, "--topology=v5e:2x4"]) == 1
-    said = capsys.readouterr().err
+    said = cli(*TINY, "--topology=v5e:2x4", status=1).err
     assert "python -m pallas_kernels.aot.install tpu" in said
 
 
@@ -236,9 +214,8 @@ def test_slices_that_do_not_exist_or_lack_a_compiler(capsys, tmp_path, monkeypat
     ("topology", "way_out"),
     [("v5e:2x2", "--topology=v5e:2x4"), ("v5e:4x4", "--topology=v5e:2x4")],
 )
-def test_mesh_of_other_devices_than_the_slice(topology, way_out, capsys):
-    words = [*TINY, f"--topology={topology}", "--gin.MeshSpec.data=2"]
-    said = refused(words, capsys)
+def test_mesh_of_other_devices_than_the_slice(topology, way_out, cli):
+    said = cli.refused(*TINY, f"--topology={topology}", "--gin.MeshSpec.data=2")
     assert "needs 8 devices" in said
     assert way_out in said
 
@@ -255,16 +232,14 @@ def test_process_that_is_ended(name, way_out, monkeypatch, capfd):
     assert way_out in said
 
 
-def test_models_that_fit_nowhere_or_elsewhere(simulated, in_a_folder, capsys):
+def test_models_that_fit_nowhere_or_elsewhere(simulated, in_a_folder, cli):
     words = [*TINY, "--topology=v5e:2x4", "--gin.NUM_EXPERTS=100000"]
     words.append("--gin.ModelConfig.d_ff=1000000000")
-    assert main(words) == 1
-    said = capsys.readouterr().out
+    said = cli(*words, status=1).out
     assert "fits 0 ==1: does not hold" in said
     assert "fit no slice there is" in said.replace("\n", " ")
     words = [*TINY, "--topology=v5e:2x4", "--gin.NUM_EXPERTS=100000"]
-    assert main(words) == 1
-    assert "v5p from" in capsys.readouterr().out.replace("\n", " ")
+    assert "v5p from" in cli(*words, status=1).out.replace("\n", " ")
 
 
 @pytest.mark.aot

@@ -8,7 +8,6 @@ import re
 import gin
 import pytest
 
-from switchx.cli.main import main
 from switchx.cli.plan import print_search, row
 from switchx.gin_config import building
 from switchx.hardware.spec import SPECS, load_hardware
@@ -23,8 +22,9 @@ from switchx.training.job import TrainingJob
 from tests.planner.workloads import make_workload
 from tests.training.saved_runs import save_run
 
-RUN = "--gin_file=runs/pretrain_tiny.gin"
-SMALL = [
+PLAN = [
+    "plan",
+    "--gin_file=runs/pretrain_tiny.gin",
     "--gin.ModelConfig.d_model=32",
     "--gin.ModelConfig.d_ff=64",
     "--gin.SwitchConfig.group_size=64",
@@ -37,28 +37,25 @@ def folder(in_a_folder):
     return in_a_folder
 
 
-def plan(*options: str) -> int:
-    return main(["plan", RUN, *SMALL, *options])
+def rows_of(cli, *options: str) -> list[dict]:
+    return cli.json(*PLAN, "--json", *options)["results"]
 
 
-def test_a_table_and_three_plans_in_words(capsys):
-    assert plan("--hardware=v5e", "--devices=8", "--top=4") == 0
-    out = capsys.readouterr().out
+def test_a_table_and_three_plans_in_words(cli):
+    out = cli(*PLAN, "--hardware=v5e", "--devices=8", "--top=4").out
     assert "8 devices of v5e (TPU v5e chip)" in out
     assert [f"\n{i}. " in out for i in (1, 2, 3)] == [True] * 3
     assert "the first" in out and "Refused:" in out
 
 
 @pytest.mark.parametrize("hardware", ["h100x8x1", "b200x8x1", "tpu7x"])
-def test_newer_chips_are_planned_for(capsys, hardware):
-    assert plan(f"--hardware={hardware}", "--devices=8", "--json", "--top=1") == 0
-    [first] = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+def test_newer_chips_are_planned_for(cli, hardware):
+    [first] = rows_of(cli, f"--hardware={hardware}", "--devices=8", "--top=1")
     assert first["step_s"] > 0
 
 
-def test_json_is_the_last_line(capsys):
-    assert plan("--hardware=h200x4x2", "--json", "--top=3") == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_json_is_the_last_line(cli):
+    report = cli.json(*PLAN, "--hardware=h200x4x2", "--json", "--top=3")
     assert report["command"] == "plan"
     assert report["checks"] == [{"name": "fits", "value": 1, "bound": "==1", "holds": True}]
     rows = report["results"]
@@ -73,10 +70,9 @@ def test_json_is_the_last_line(capsys):
     assert rows[0]["collective_bytes"]["all-reduce"] > 0
 
 
-def test_the_written_mesh_is_the_first_plans_whatever_a_run_had(folder, capsys):
+def test_the_written_mesh_is_the_first_plans_whatever_a_run_had(folder, cli):
     """gin keeps what earlier files bound; the plan was predicted with its own rules."""
-    assert plan("--hardware=v5e", "--devices=8", "--output=mesh.gin", "--json") == 0
-    first = json.loads(capsys.readouterr().out.splitlines()[-1])["results"][0]
+    first = rows_of(cli, "--hardware=v5e", "--devices=8", "--output=mesh.gin")[0]
     building.parse_files(["runs/pretrain_tiny.gin", str(folder / "mesh.gin")], [])
     job = building.build("JOB", TrainingJob)
     building.require_effect("JOB", [])
@@ -96,11 +92,6 @@ def test_the_written_mesh_is_the_first_plans_whatever_a_run_had(folder, capsys):
         assert mesh.rules in (Rules(), SLICED_RULES) and mesh.pipe == 1
         pipeline = copy.deepcopy(gin.query_parameter("job.TrainingJob.pipeline"))
         assert pipeline == ScheduleSpec("1f1b")
-
-
-def refusal(capsys, *options: str) -> str:
-    assert plan(*options) == 2
-    return capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -123,29 +114,28 @@ def refusal(capsys, *options: str) -> str:
         ("v5e --devices=1 --touched=0.5", "--touched=0.5 with StorageSpec.experts='device'"),
     ],
 )  # fmt: skip
-def test_devices_and_storage_that_cannot_be_are_refused(capsys, options, said):
-    assert said in refusal(capsys, *f"--hardware={options}".split())
+def test_devices_and_storage_that_cannot_be_are_refused(cli, options, said):
+    assert said in cli.refused(*PLAN, *f"--hardware={options}".split())
 
 
-def test_a_model_that_does_not_fit(folder, capsys):
+def test_a_model_that_does_not_fit(folder, cli):
     text = (SPECS / "v5e.toml").read_text()
     device = r"(?<=\[memory\]\n)num_bytes = .*$"
     text, number = re.subn(device, "num_bytes = 6e6", text, flags=re.MULTILINE)
     assert number == 1
     (folder / "tiny.toml").write_text(text)
-    message = refusal(capsys, "--hardware=tiny.toml", "--devices=2")
+    message = cli.refused(*PLAN, "--hardware=tiny.toml", "--devices=2")
     assert "the model does not fit 2 devices of tiny: the smallest of the meshes" in message
     assert "; use --devices=" in message or "other hardware" in message
 
 
-def test_a_batch_that_does_not_divide(capsys):
+def test_a_batch_that_does_not_divide(cli):
     """A person is told in a line, a program by a check."""
     options = ["--hardware=v5e", "--devices=8", "--gin.BATCH_SIZE=7"]
     options += ["--gin.ModelConfig.num_heads=1", "--gin.ModelConfig.d_ff=63"]
-    message = refusal(capsys, *options)
+    message = cli.refused(*PLAN, *options)
     assert "no mesh of 8 devices runs this model with its batch of 7 rows" in message
-    assert plan(*options, "--json") == 1
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    report = cli.json(*PLAN, *options, "--json", status=1)
     assert report["checks"] == [{"name": "fits", "value": 0, "bound": "==1", "holds": False}]
     assert all("BATCH_SIZE=8" in said for said in (message, report["results"][0]["way_out"]))
 
@@ -153,7 +143,7 @@ def test_a_batch_that_does_not_divide(capsys):
 SCANNED = "--gin.ModelConfig.scan_layers=True"
 
 
-def test_the_first_tier_that_fits(folder, capsys):
+def test_the_first_tier_that_fits(folder, cli):
     text = (SPECS / "v5e.toml").read_text()
     device = r"(?<=\[memory\]\n)num_bytes = .*$"
     # Experts do not fit the device, all else does.
@@ -161,11 +151,10 @@ def test_the_first_tier_that_fits(folder, capsys):
     (folder / "tiny.toml").write_text(text)
     wide = "--gin.ModelConfig.d_ff=1024"
     options = ["--hardware=tiny.toml", "--devices=1", SCANNED, wide]
-    assert "; use --storage=host or" in refusal(capsys, *options)
-    assert plan(*options, "--storage=auto", "--output=mesh.gin", "--json") == 0
-    first, *_, device, host, disk, paper = json.loads(capsys.readouterr().out.splitlines()[-1])[
-        "results"
-    ]
+    assert "; use --storage=host or" in cli.refused(*PLAN, *options)
+    first, *_, device, host, disk, paper = rows_of(
+        cli, *options, "--storage=auto", "--output=mesh.gin"
+    )
     assert first["experts"] == "host" and first["storage_s"] > 0
     assert (device["fits"], host["fits"], disk["fits"]) == (False, True, True)
     assert host["device_bytes"] == first["memory_bytes"] < device["device_bytes"]
@@ -174,24 +163,23 @@ def test_the_first_tier_that_fits(folder, capsys):
     assert 'storage_spec.StorageSpec.experts = "host"' in (folder / "mesh.gin").read_text()
 
 
-def test_a_table_of_tiers(capsys):
-    assert plan("--hardware=h200", "--devices=1", SCANNED, "--storage=disk",
-                "--touched=0.5") == 0  # fmt: skip
-    out = capsys.readouterr().out
+def test_a_table_of_tiers(cli):
+    out = cli(
+        *PLAN, "--hardware=h200", "--devices=1", SCANNED, "--storage=disk", "--touched=0.5"
+    ).out
     assert "Experts of the first plan by tier (disk is planned)" in out
     assert "a step uses 50% of the experts" in out and "of what they last" in out
 
 
-def test_ways_out_of_storage_work(folder, capsys):
+def test_ways_out_of_storage_work(folder, cli):
     """What a refusal names is planned in turn."""
     options = ["--gin_file=storage/disk.gin", "--hardware=v5e", "--devices=1"]
-    message = refusal(capsys, *options, "--gin.HOST_BYTES=1000")
+    message = cli.refused(*PLAN, *options, "--gin.HOST_BYTES=1000")
     assert "StorageSpec.host_bytes=1,000, but the experts of one layer" in message
     host_bytes = re.search(r"; use StorageSpec.host_bytes=(\d+) or more or --storage", message)[
         1
     ]
-    assert plan(*options, f"--gin.HOST_BYTES={host_bytes.replace(',', '')}", "--json") == 0
-    capsys.readouterr()
+    cli(*PLAN, *options, f"--gin.HOST_BYTES={host_bytes.replace(',', '')}", "--json")
     # A host of less memory than all records need.
     text = (SPECS / "v5e.toml").read_text()
     host = r"(?<=\[host\]\n)num_bytes = .*$"
@@ -199,10 +187,10 @@ def test_ways_out_of_storage_work(folder, capsys):
     assert number == 1
     (folder / "little.toml").write_text(text)
     options[1] = "--hardware=little.toml"
-    message = refusal(capsys, *options)
+    message = cli.refused(*PLAN, *options)
     assert "needs more memory than a host has: " in message and "--storage=device" in message
     host_bytes = re.search(r"StorageSpec.host_bytes=(\d+)", message)[1]
-    assert plan(*options, f"--gin.HOST_BYTES={host_bytes}", "--json") == 0
+    cli(*PLAN, *options, f"--gin.HOST_BYTES={host_bytes}", "--json")
 
 
 V5E = load_hardware("v5e")
@@ -228,35 +216,31 @@ def test_the_table_has_as_many_rows_as_asked_for(capsys):
     assert " 2  " in out and "\n 3  " not in out
 
 
-def test_a_teacher_is_counted(tmp_path, capsys):
+def test_a_teacher_is_counted(tmp_path, cli):
     """Against the same job without one; what it cannot be planned with is refused."""
     model = ModelConfig("encoder_decoder", 500, 64, 128, 4, 16, 2, 2)
     run = save_run(tmp_path / "teacher", model)
     options = ["plan", "--gin_file=runs/distill.gin", f"--gin.TEACHER={run}"]
     options += ["--gin.VOCAB_SIZE=500", "--hardware=v5e", "--devices=4"]
-    assert main([*options, "--top=1"]) == 0, capsys.readouterr().err
-    number = count_parameters(model).total
-    assert f"A teacher of {number:,} parameters reads every batch" in capsys.readouterr().out
+    said, number = cli(*options, "--top=1").out, count_parameters(model).total
+    assert f"A teacher of {number:,} parameters reads every batch" in said
     rows = []
     for more in ((), ("--gin.DISTILLATION=None",)):
-        assert main([*options, "--json", "--top=1", *more]) == 0
-        rows += json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+        rows += cli.json(*options, "--json", "--top=1", *more)["results"]
     assert rows[0]["memory_teacher_bytes"] > 0 == rows[1]["memory_teacher_bytes"]
     assert rows[0]["step_s"] > rows[1]["step_s"]
-    assert main([*options, "--storage=host"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
+    said = " ".join(cli.refused(*options, "--storage=host").split())
     assert "TrainingJob.distillation=@Distillation() with StorageSpec.experts='host': a" in said
 
 
-def test_a_measured_load_slows_down_what_has_no_equal_blocks(capsys, tmp_path):
+def test_a_measured_load_slows_down_what_has_no_equal_blocks(cli, tmp_path):
     # Of 8 experts one is asked for by half of the choices.
     load = [[0.5] + [0.5 / 7] * 7] * 2
     routing = {name: [0.0, 0.0] for name in ("dropped", "entropy", "gate")} | {"load": load}
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "routing": routing}) + "\n")
 
     def plans(*options):
-        assert plan("--hardware=v5e", "--devices=8", "--top=99", "--json", *options) == 0
-        rows = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+        rows = rows_of(cli, "--hardware=v5e", "--devices=8", "--top=99", *options)
         axes = ("is_spread", "data", "fsdp", "node", "expert", "model", "pipe", "dispatcher")
         return {tuple(each[name] for name in axes): each for each in rows}
 
@@ -277,5 +261,5 @@ def test_a_measured_load_slows_down_what_has_no_equal_blocks(capsys, tmp_path):
     assert {factor for _, factor in factors["all_to_all"]} == {1.0}
     routing = {name: [0.0] for name in ("dropped", "entropy", "gate")} | {"load": [[0.5, 0.5]]}
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "routing": routing}) + "\n")
-    assert plan("--hardware=v5e", "--devices=8", f"--load_of={tmp_path}") == 2
-    assert "a run of 2 experts a layer, and a model of 8; give a run" in capsys.readouterr().err
+    said = cli.refused(*PLAN, "--hardware=v5e", "--devices=8", f"--load_of={tmp_path}")
+    assert "a run of 2 experts a layer, and a model of 8; give a run" in said

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx report` and `switchx show`: pictures, and clear words where there are none."""
 
-import json
 import pathlib
 import re
 import shlex
@@ -18,13 +17,6 @@ from tests.processes import ROOT
 @pytest.fixture
 def recorded(tmp_path) -> pathlib.Path:
     return write_run(tmp_path / "some run")
-
-
-def refusal(capsys, *options) -> str:
-    assert main(["report", *map(str, options)]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    return captured.err
 
 
 def test_page_is_written_into_the_run_folder(recorded, capsys):
@@ -45,11 +37,10 @@ def nothing_is_drawn(monkeypatch):
 
 
 def test_page_may_go_elsewhere_where_it_can_be_written(
-    recorded, nothing_is_drawn, capsys, tmp_path
+    recorded, nothing_is_drawn, capsys, cli, tmp_path
 ):
     output = tmp_path / "new folder" / "page.html"
-    assert main(["report", f"--model_dir={recorded}", f"--output={output}"]) == 0
-    assert capsys.readouterr().out == f"{output}\n"
+    assert cli("report", f"--model_dir={recorded}", f"--output={output}").out == f"{output}\n"
     assert output.read_text().startswith("<!DOCTYPE html>")
     assert not (recorded / "report.html").exists()
     (recorded / "file").write_text("")
@@ -57,30 +48,32 @@ def test_page_may_go_elsewhere_where_it_can_be_written(
     assert capsys.readouterr().err.startswith("switchx report: error: ")
 
 
-def test_folders_of_a_dense_run_or_of_none_are_refused(tmp_path, capsys):
+def test_folders_of_a_dense_run_or_of_none_are_refused(tmp_path, cli):
     folder = write_dense_run(tmp_path / "dense")
-    assert refusal(capsys, f"--model_dir={folder}") == (
+    assert cli.refused("report", f"--model_dir={folder}") == (
         f"switchx report: error: {folder} is the run of a dense model, which routes nothing; "
         "give the model_dir of a run with Switch layers\n"
     )
-    said = refusal(capsys, f"--model_dir={tmp_path}")
+    said = cli.refused("report", f"--model_dir={tmp_path}")
     assert said.startswith(f"switchx report: error: {tmp_path} is not a run folder")
     assert "found dense; give the model_dir of a run" in said
-    assert "nothing is there" in refusal(capsys, f"--model_dir={tmp_path / 'none'}")
+    assert "nothing is there" in cli.refused("report", f"--model_dir={tmp_path / 'none'}")
 
 
-def test_runs_without_what_is_shown_are_refused(recorded, capsys):
-    assert "--output: it is empty" in refusal(capsys, f"--model_dir={recorded}", "--output=")
+def test_runs_without_what_is_shown_are_refused(recorded, cli):
+    assert "--output: it is empty" in cli.refused(
+        "report", f"--model_dir={recorded}", "--output="
+    )
     for path in (recorded / "routing").iterdir():
         path.unlink()
-    assert refusal(capsys, f"--model_dir={recorded}") == (
+    assert cli.refused("report", f"--model_dir={recorded}") == (
         f"switchx report: error: {recorded}/routing holds no routing sample; each evaluation "
         "in training writes one, so train a model with Switch layers until it is evaluated "
         "(EVAL_EVERY)\n"
     )
     assert not (recorded / "report.html").exists()
     (recorded / "metrics.jsonl").unlink()
-    assert "has logged a step" in refusal(capsys, f"--model_dir={recorded}")
+    assert "has logged a step" in cli.refused("report", f"--model_dir={recorded}")
 
 
 PAGE = (ROOT / "docs/pipeline.md").read_text(encoding="utf-8")
@@ -88,9 +81,8 @@ BLOCKS = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 COMMANDS = [line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()]
 
 
-def test_text_has_a_line_a_stage_and_direction(capsys):
-    assert main(["show", "schedule", "--stages=2", "--microbatches=3"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_text_has_a_line_a_stage_and_direction(cli):
+    lines = cli("show", "schedule", "--stages=2", "--microbatches=3").out.splitlines()
     assert lines[:5] == [
         "tick        0 1 2 3 4",
         "stage 0   F 0 1 2 . .",
@@ -101,10 +93,9 @@ def test_text_has_a_line_a_stage_and_direction(capsys):
     assert "bubble 25.0%" in lines[-1]
 
 
-def test_json_has_the_bubble_and_its_check(capsys):
+def test_json_has_the_bubble_and_its_check(cli):
     words = "show schedule --stages=4 --microbatches=8 --schedule=interleaved --chunks=2 --json"
-    assert main(words.split()) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    found = cli.json(*words.split())
     assert found["command"] == "show schedule"
     assert found["results"][0]["bubble"] == pytest.approx(3 / 19)
     assert [check["holds"] for check in found["checks"]] == [True]
@@ -120,9 +111,8 @@ def test_json_has_the_bubble_and_its_check(capsys):
         ("--stages=2 --microbatches=2 --output=no/where/a.png", "there is no folder"),
     ],
 )
-def test_wrong_options_are_refused(options, words, capsys, in_a_folder):
-    assert main(["show", "schedule", *options.split()]) == 2
-    assert words in capsys.readouterr().err
+def test_wrong_options_are_refused(options, words, cli, in_a_folder):
+    assert words in cli.refused("show", "schedule", *options.split())
 
 
 def test_commands_of_the_page_run(capsys, in_a_folder):

@@ -38,7 +38,7 @@ SIZES = [each for each in T5 if "SwitchConfig" not in each]
 MODEL = ModelConfig("encoder_decoder", 384, 8, 8, 2, 4, 1, 1, switch=SwitchConfig(6, every=1))
 
 
-def run_commands(commands, capsys) -> dict[str, list[dict]]:
+def run_commands(commands, cli) -> dict[str, list[dict]]:
     """In their order: later ones read what earlier ones wrote. Rows of reshapes by output."""
     reports = {}
     for program, command, *words in commands:
@@ -53,8 +53,7 @@ def run_commands(commands, capsys) -> dict[str, list[dict]]:
             words += ["--json"] + ["--every=1"] * (
                 "--experts=4" in words and "dense" in words[0]
             )
-        assert main([command, *words]) == 0, capsys.readouterr().err
-        said = capsys.readouterr().out
+        said = cli(command, *words).out
         if command == "reshape":
             output = next(word for word in words if word.startswith("--output="))
             reports[output.partition("=")[2]] = json.loads(said.splitlines()[-1])["results"]
@@ -62,9 +61,9 @@ def run_commands(commands, capsys) -> dict[str, list[dict]]:
 
 
 @pytest.mark.slow
-def test_all_commands_of_the_page_run(in_a_folder, tiny_run, one_device, capsys):
+def test_all_commands_of_the_page_run(in_a_folder, tiny_run, one_device, cli):
     shutil.copytree(tiny_run, in_a_folder / "runs/tiny")
-    assert len(run_commands(COMMANDS, capsys)) == 7
+    assert len(run_commands(COMMANDS, cli)) == 7
 
 
 @pytest.mark.slow  # commands one after another
@@ -156,10 +155,9 @@ def runs(tmp_path_factory):
         ("sparse", "--experts=two", "invalid int value: 'two'"),
     ],
 )
-def test_what_cannot_be_made_is_refused_in_a_line(runs, in_a_folder, capsys, kind, words, said):
+def test_what_cannot_be_made_is_refused_in_a_line(runs, in_a_folder, cli, kind, words, said):
     given = [f"--model_dir={runs[kind]}", "--output=out", *shlex.split(words)]
-    assert main(["reshape", *given]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
+    error = cli.refused("reshape", *given).splitlines()[-1]
     with refused(said):
         raise ValueError(error)
     assert list(in_a_folder.iterdir()) == []
@@ -167,13 +165,12 @@ def test_what_cannot_be_made_is_refused_in_a_line(runs, in_a_folder, capsys, kin
 
 @pytest.mark.slow  # a model with experts removed one by one
 def test_experts_are_scored_and_the_scores_compared(
-    in_a_folder, tiny_run, tmp_path, one_device, capsys
+    in_a_folder, tiny_run, tmp_path, one_device, cli
 ):
     shutil.copytree(tiny_run, in_a_folder / "runs/tiny")
     words = ["--model_dir=runs/tiny", "--experts=4", "--reduce=drop"]
     output = f"--output={tmp_path / 'forced'}"
-    assert main(["reshape", *words, output, "--score=brute_force"]) == 0
-    said = capsys.readouterr().err
+    said = cli("reshape", *words, output, "--score=brute_force").err
     found = re.findall(r"(\w+): rank correlation with brute force (-?[\d.]+) \(", said)
     assert {name for name, _ in found} == {"frequency", "ean", "reap", "mean_norm", "aimer"}
     values = [float(value) for _, value in found]
@@ -182,13 +179,9 @@ def test_experts_are_scored_and_the_scores_compared(
     assert switchx.load(tmp_path / "reap").config.switch.num_experts == 4
 
 
-def test_teaching_without_a_teacher_is_refused(in_a_folder, capsys):
+def test_teaching_without_a_teacher_is_refused(in_a_folder, capsys, cli):
     words = ["teach", "--gin_file=configs/runs/pretrain_tiny.gin", "--output=out"]
-    assert main(words) == 2
-    assert (
-        "there is no teacher: use --gin_file=configs/runs/distill.gin"
-        in capsys.readouterr().err
-    )
+    assert "there is no teacher: use --gin_file=configs/runs/distill.gin" in cli.refused(*words)
     (in_a_folder / "answers").mkdir()
     (in_a_folder / "answers/teacher.json").touch()
     words = ["teach", "--gin_file=configs/runs/distill.gin", "--output=out"]

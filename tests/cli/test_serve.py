@@ -141,9 +141,8 @@ def metrics_of(address, headers) -> bytes:
         (["--mesh=model=2", "--expert_slots=1"], "expert_slots or ring_slots with a mesh"),
     ],
 )
-def test_wrong_options_are_refused(folder, in_a_folder, capsys, options, message):
-    assert main(["serve", f"--model_dir={folder}", *options]) == 2
-    assert message in capsys.readouterr().err
+def test_wrong_options_are_refused(folder, in_a_folder, cli, options, message):
+    assert message in cli.refused("serve", f"--model_dir={folder}", *options)
 
 
 @pytest.mark.parametrize(
@@ -163,9 +162,8 @@ def test_wrong_options_are_refused(folder, in_a_folder, capsys, options, message
         (["--model=a=nothing"], "nothing is not a run folder"),
     ],
 )
-def test_wrong_models_are_refused(in_a_folder, capsys, options, message):
-    assert main(["serve", *options]) == 2
-    assert message in capsys.readouterr().err
+def test_wrong_models_are_refused(in_a_folder, cli, options, message):
+    assert message in cli.refused("serve", *options)
 
 
 def test_without_the_extra_it_says_what_to_install(folder, capsys, monkeypatch):
@@ -202,14 +200,12 @@ def test_requests_are_written_down_where_it_is_asked_for(tmp_path, caplog):
     assert log.isEnabledFor(logging.INFO) and log.propagate
 
 
-def test_other_machines_without_a_token_are_warned_of(folder, capsys, monkeypatch):
+def test_other_machines_without_a_token_are_warned_of(folder, cli, monkeypatch):
     from switchx.serving import server
 
     monkeypatch.setattr(server.Server, "run", lambda self, sockets: None)
     monkeypatch.delenv(serve.TOKEN_VARIABLE, raising=False)
     options = [f"--model_dir={folder}", "--port=0", "--warm_up_tokens=0"]
     warning = "can be reached from other machines, and no token is asked for"
-    assert main(["serve", *options, "--host=0.0.0.0"]) == 0
-    assert warning in " ".join(capsys.readouterr().err.split())
-    assert main(["serve", *options]) == 0
-    assert warning not in " ".join(capsys.readouterr().err.split())
+    assert warning in " ".join(cli("serve", *options, "--host=0.0.0.0").err.split())
+    assert warning not in " ".join(cli("serve", *options).err.split())

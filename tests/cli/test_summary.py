@@ -121,7 +121,7 @@ def test_evaluation_that_was_not_finite_and_a_run_that_logged_nothing(capsys, fo
     assert lines[2] == f"run folder     {folder.root}"
 
 
-def test_commands_repeat_what_was_given_quoted(capsys, folder, tmp_path):
+def test_commands_repeat_what_was_given_quoted(folder, tmp_path):
     bindings = [f"FILES=['{tmp_path}/it is']", "TRAIN_STEPS=12", "RouterConfig.jitter=0.0"]
     arguments = given(
         str(SMALL), "meshes/data.gin", bindings=bindings, search_paths="/,.", mesh="auto"

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx tasks`: the list, an example of a task, and what is refused."""
 
-import json
 import pathlib
 import re
 
 import pytest
 
-from switchx.cli.main import main
 from switchx.data.downstream.catalogue import DATASETS
 from tests.data.downstream.published_files import PUBLISHED
 from tests.processes import ROOT
@@ -23,15 +21,10 @@ def folder(tmp_path) -> pathlib.Path:
     return tmp_path
 
 
-def shown(capsys, *options) -> str:
-    assert main(["tasks", *map(str, options)]) == 0, capsys.readouterr().err
-    return capsys.readouterr().out
-
-
-def test_all_tasks_are_listed_and_have_a_gin_file(capsys):
-    rows = json.loads(shown(capsys, "--json"))
+def test_all_tasks_are_listed_and_have_a_gin_file(cli):
+    rows = cli.json("tasks", "--json")
     assert [row["task"] for row in rows] == list(DATASETS)
-    listed = shown(capsys)
+    listed = cli("tasks").out
     assert all(re.search(rf"^{name} ", listed, re.MULTILINE) for name in DATASETS)
     files = {path.stem: path.read_text() for path in (ROOT / "configs/tasks").glob("*.gin")}
     named = set(re.findall(r'"(\w+)"', "".join(files.values())))
@@ -52,9 +45,9 @@ def test_the_page_says_which_gin_files_are_no_data_sets():
     assert set(DATASETS) - names == said & set(DATASETS)
 
 
-def test_an_example_and_templates_are_shown(capsys, folder):
+def test_an_example_and_templates_are_shown(cli, folder):
     folders = (f"--manual_dir={folder}", f"--data_dir={folder}")
-    about = json.loads(shown(capsys, "super_glue_copa", *folders, "--json"))
+    about = cli.json("tasks", "super_glue_copa", *folders, "--json")
     want = PUBLISHED["super_glue_copa"]
     account = about.pop("corpora")[0]
     assert account["rows"] == account["documents"]["train"] == account["files"][".jsonl"] == 1
@@ -63,11 +56,11 @@ def test_an_example_and_templates_are_shown(capsys, folder):
         "targets": want.targets, "answers": [want.targets],
         "choices": ["choice1", "choice2"], "metrics": ["Accuracy"],
     }  # fmt: skip
-    text = shown(capsys, "scitldr", *folders, "--split=validation[:100%]")
+    text = cli("tasks", "scitldr", *folders, "--split=validation[:100%]").out
     assert "inputs   summarize: One.\n" in text and "answers  q r; a b\n" in text
     data = folder / "super_glue/COPA"
     options = ("--inputs=why: {premise}", "--targets={choice2}", f"--data_dir={folder}")
-    text = shown(capsys, data, *options)
+    text = cli("tasks", data, *options).out
     assert "inputs   why: A.\ntargets  C.\n" in text
 
 
@@ -84,7 +77,6 @@ def test_an_example_and_templates_are_shown(capsys, folder):
         (("x", "--inputs={a}"), "templates need both --inputs and --targets"),
     ],
 )
-def test_wrong_options(capsys, folder, options, said):
+def test_wrong_options(cli, folder, options, said):
     folders = [f"--manual_dir={folder}", f"--data_dir={folder}"]
-    assert main(["tasks", *options, *folders]) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+    assert said in " ".join(cli.refused("tasks", *options, *folders).split())

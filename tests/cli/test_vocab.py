@@ -20,12 +20,11 @@ def corpus(tmp_path, monkeypatch) -> pathlib.Path:
     return write_corpus(tmp_path)
 
 
-def test_vocabulary_is_written_and_summed_up(corpus, capsys):
+def test_vocabulary_is_written_and_summed_up(corpus, cli):
     second = pathlib.Path("more.txt")
     second.write_text("further words\n\nof another file")
     arguments = ["vocab", f"--input={corpus},{second}", "--size=300", "--output=mine/vocab"]
-    assert main(arguments) == 0
-    captured = capsys.readouterr()
+    captured = cli(*arguments)
     assert captured.out.startswith("mine/vocab/vocabulary.model: 300 pieces, trained on ")
     assert "characters per token" in captured.out
     vocabulary = SentencePieceVocabulary("mine/vocab/vocabulary.model")
@@ -33,7 +32,7 @@ def test_vocabulary_is_written_and_summed_up(corpus, capsys):
     assert vocabulary.decode(vocabulary.encode("expert token")) == "expert token"
 
 
-def test_a_column_is_named_as_in_gin_files(tmp_path, capsys, monkeypatch):
+def test_a_column_is_named_as_in_gin_files(tmp_path, capsys, cli, monkeypatch):
     monkeypatch.chdir(tmp_path)
     texts = [f"slot {number} of an expert" for number in range(200)]
     pq.write_table(pa.table({"body": texts, "id": range(200)}), "a.parquet")
@@ -42,8 +41,7 @@ def test_a_column_is_named_as_in_gin_files(tmp_path, capsys, monkeypatch):
         "expected the key text, or inputs and targets; got body, id" in capsys.readouterr().err
     )
     words = ["--input=a.parquet", "--size=290", "--output=mine", "--text_column=body"]
-    assert main(["vocab", *words]) == 0
-    assert f"trained on {sum(map(len, texts)):,} characters" in capsys.readouterr().out
+    assert f"trained on {sum(map(len, texts)):,} characters" in cli("vocab", *words).out
 
 
 def test_default_sample_is_that_of_training():
@@ -65,13 +63,12 @@ def test_default_sample_is_that_of_training():
         (["--input=deep.jsonl", "--size=300"], "deep.jsonl:2: nested too deeply; flatten it"),
     ],
 )
-def test_what_cannot_be_trained_on_is_refused(corpus, capsys, options, said):
+def test_what_cannot_be_trained_on_is_refused(corpus, cli, options, said):
     pathlib.Path("empty").mkdir()
     pathlib.Path("latin.txt").write_bytes("über".encode("latin-1"))
     deep = '{"text": "a", "more": ' + "[" * 200_000 + "]" * 200_000 + "}"
     pathlib.Path("deep.jsonl").write_text('{"text": "a slot"}\n' + deep)
-    assert main(["vocab", *options, "--output=mine"]) == 2
-    error = capsys.readouterr().err
+    error = cli.refused("vocab", *options, "--output=mine")
     assert said in error and "Traceback" not in error
     assert not list(pathlib.Path("mine").glob("*"))
 
