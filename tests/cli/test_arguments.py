@@ -80,10 +80,7 @@ GIVEN = ("--gin_file=a.gin", "--model_dir=d")
             "unknown option --gin_fil (did you mean --gin_file?)",
         ),
         (["bake", *GIVEN, "--x"], "unknown option --x"),
-        (
-            ["bake", *GIVEN, "a.gin"],
-            "unexpected 'a.gin'; options are written --NAME=VALUE",
-        ),
+        (["bake", *GIVEN, "a.gin"], "unexpected 'a.gin'; options are written --NAME=VALUE"),
         (
             ["bake", *GIVEN, "--gin.TRAIN_STEPS", "100"],
             "--gin.TRAIN_STEPS has no value; write --gin.TRAIN_STEPS=100",

@@ -147,11 +147,7 @@ def runs(tmp_path_factory):
         ("sparse", "--experts=2", "it has no operative_config.gin<any>or --gin_file"),
         ("sparse", "--experts=2 --score=reap", "--score=reap without --reduce=drop"),
         ("dense", "--experts=2 --score=reap", "--score=reap of a dense model"),
-        (
-            "sparse",
-            "--experts=2 --reduce=drop --score=best",
-            "there is no 'best'",
-        ),
+        ("sparse", "--experts=2 --reduce=drop --score=best", "there is no 'best'"),
         ("sparse", "--experts=two", "invalid int value: 'two'"),
     ],
 )
