@@ -32,16 +32,8 @@ process are printed. The exit status is 1 where a check does not hold.
 """
 # Options that are settings of the deployment by the same names.
 SETTINGS = (
-    "experts",
-    "reduce",
-    "dtype",
-    "devices",
-    "bits",
-    "device_kind",
-    "batch_size",
-    "input_length",
-    "teacher",
-    "distill_steps",
+    *("experts", "reduce", "dtype", "devices", "bits", "device_kind", "batch_size"),
+    *("input_length", "teacher", "distill_steps"),
 )
 MODEL = {
     "--experts=N": (int, "of each Switch layer; default: all that there are"),
@@ -79,13 +71,8 @@ def add_command(commands) -> None:
     shared.add_flags(parser, TARGET, required="platform", batch_size=8, input_length=64)
     # Searched for, not sampled: tokens are compared.
     names = (
-        "max_new_tokens",
-        "beam_size",
-        "length_penalty",
-        "min_new_tokens",
-        "repetition_penalty",
-        "no_repeat_ngram_size",
-        "forced_prefix",
+        *("max_new_tokens", "beam_size", "length_penalty", "min_new_tokens"),
+        *("repetition_penalty", "no_repeat_ngram_size", "forced_prefix"),
     )
     shared.add_options(parser, DecodingConfig, names)
     shared.add_json(parser)

@@ -1,36 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `switchx` command: its subcommands, and how errors reach a person."""
 
+import importlib
 import importlib.metadata
 import logging
 import sys
 
-# These are quick to import; each imports JAX and what else it needs when it is run.
-from switchx.cli import (
-    atlas,
-    bench,
-    checkpoint,
-    compile,
-    configs,
-    convert,
-    deploy,
-    drift,
-    drops,
-    evaluate,
-    export,
-    generate,
-    plan,
-    quantize,
-    reshape,
-    serve,
-    show,
-    simulate,
-    sweep,
-    tasks,
-    teach,
-    train,
-    vocab,
-)
 from switchx.cli.arguments import (
     CommandParser,
     UsageError,
@@ -40,31 +15,12 @@ from switchx.cli.arguments import (
 )
 from switchx.own_code import import_from_working_directory
 
+# Modules, in the order of the help. They are quick to import; each imports JAX and what else it
+# needs when it is run.
 COMMANDS = (
-    train,
-    sweep,
-    evaluate,
-    generate,
-    serve,
-    quantize,
-    export,
-    reshape,
-    teach,
-    deploy,
-    convert,
-    vocab,
-    tasks,
-    configs,
-    checkpoint,
-    show,
-    drops,
-    drift,
-    atlas,
-    plan,
-    simulate,
-    compile,
-    bench,
-)
+    "train sweep evaluate generate serve quantize export reshape teach deploy convert vocab "
+    "tasks configs checkpoint show drops drift atlas plan simulate compile bench"
+).split()
 
 DESCRIPTION = """\
 switchx pretrains, fine-tunes and studies sparse Mixture-of-Experts Transformers.
@@ -122,15 +78,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> CommandParser:
     parser = CommandParser("switchx", description=DESCRIPTION, epilog=EPILOG)
-    parser.add_argument("--version", action="version", version=_version())
+    version = f"switchx {importlib.metadata.version('switchx')}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for module in COMMANDS:
-        module.add_command(commands)
+    for name in COMMANDS:
+        importlib.import_module(f"switchx.cli.{name}").add_command(commands)
     return parser
-
-
-def _version() -> str:
-    return f"switchx {importlib.metadata.version('switchx')}"
 
 
 def _parse(parser: CommandParser, argv: list[str]):

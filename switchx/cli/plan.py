@@ -11,16 +11,7 @@ from switchx.cli import arguments as shared
 
 COLUMNS = ("", "mesh", "step", "tokens/s", "products", "collectives", "bubble", "memory")
 LAYOUT_FIELDS = ("dispatcher", "is_spread", "has_optimizer_slices")
-MEMORY_PARTS = (
-    "state",
-    "gradients",
-    "activations",
-    "working",
-    "logits",
-    "gathered",
-    "slots",
-    "teacher",
-)
+MEMORY_PARTS = "state gradients activations working logits gathered slots teacher".split()
 
 DESCRIPTION = """\
 Predicts a training step on every mesh and dispatcher that divides the model and the batch:
@@ -384,23 +375,22 @@ def print_tiers(rows: list[dict[str, Any]], storage) -> None:
         f"\nExperts of the first plan by tier ({storage.tier} is planned), bytes of a device "
         "and its share of the host:"
     )
-    names = (
-        "experts in",
-        "device",
-        "host",
-        "disk",
-        "to device",
-        "back",
-        "hides",
-        "step",
-        "fits",
+    columns = {
+        "device": "device_bytes",
+        "host": "host_bytes",
+        "disk": "disk_bytes",
+        "to device": "to_device_bytes",
+        "back": "from_device_bytes",
+    }
+    names = "experts in", *columns, "hides", "step", "fits"
+    table = Table(
+        *(Column(name, justify="right", no_wrap=True) for name in names),
+        box=None,
+        pad_edge=False,
     )
-    columns = [Column(name, justify="right", no_wrap=True) for name in names]
-    table = Table(*columns, box=None, pad_edge=False)
-    keys = ("device_bytes", "host_bytes", "disk_bytes", "to_device_bytes", "from_device_bytes")
     yes_or_no = {True: "yes", False: "no", None: ""}
     for each in rows:
-        cells = [num_bytes(each[key]) if each.get(key) else "" for key in keys]
+        cells = [num_bytes(each[key]) if each.get(key) else "" for key in columns.values()]
         hides = each["copies_hide"] if each.get("to_device_bytes") else None
         step = seconds(each["step_s"]) if "step_s" in each else ""
         said = yes_or_no[hides], step, yes_or_no[each.get("fits")]
