@@ -162,7 +162,7 @@ def statement(
 
 
 def run_together(
-    processes: Processes,
+    processes: Processes | None,
     arguments: argparse.Namespace,
     prepare: Callable[[], Any],
     state: Callable[[Any], dict[str, Any]],
@@ -177,7 +177,11 @@ def run_together(
         prepare, state: `state` takes what `prepare` returns. They must not use a device: JAX
             starts only after them. Where they fail, all processes are told the reason.
         work: takes what `prepare` returned; `jax.devices()` has the devices of all processes.
+        processes: None for one alone, which prepares and works.
     """
+    if processes is None:
+        prepared = prepare()
+        return prepared, work(prepared)
     from switchx.distributed import FAILURE, connect, distributed
 
     peer = (processes.coordinator, processes.count, processes.index)
