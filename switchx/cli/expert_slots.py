@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of commands that use a model whose experts come to the device when chosen."""
+"""Arguments of commands that load a model, whose experts may come to the device when chosen."""
 
 import argparse
 from typing import Any
 
 from switchx.cli import arguments as shared
+from switchx.cli import devices
 
 FLAGS = {
     "--expert_slots=K": "experts of each Switch layer that are on the device at once, those "
@@ -28,8 +29,23 @@ FLAGS = {
 }
 
 
-def add_expert_slots(parser: shared.CommandParser) -> None:
+def add_loading(parser: shared.CommandParser) -> None:
+    """What a model is loaded with; `loading` has the settings of `switchx.load`."""
+    shared.add_step(parser, "checkpoint of a run folder")
+    devices.add_mesh(parser, "one device")
+    devices.add_xla(parser)
     shared.add_flags(parser, FLAGS)
+    shared.add_task(parser)
+
+
+def loading(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "step": arguments.step,
+        "mesh": devices.mesh_spec(arguments),
+        "expert_slots": expert_slots(arguments),
+        "task": arguments.task,
+        "compiler": devices.compiler_options(arguments),
+    }
 
 
 def expert_slots(arguments: argparse.Namespace):

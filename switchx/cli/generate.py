@@ -74,29 +74,24 @@ def add_command(commands) -> None:
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
+    _require_json(arguments)
     return text.run(arguments, _generate)
 
 
 def run_score(arguments: argparse.Namespace) -> int:
+    _require_json(arguments)
     return text.run(arguments, _score)
 
 
-def _generate(arguments: argparse.Namespace, lines: list[str], model, reporter) -> None:
-    decoding = shared.options_of(arguments, DecodingConfig)
-    _require_json(arguments)
-    with text.recording(arguments, model, reporter) as record:
-        generator = model.generator(
-            batch_size=arguments.batch_size,
-            dropless=arguments.capacity == "dropless",
-            record=record,
-            **decoding,
-        )
-        _generate_lines(arguments, lines, model, reporter, generator)
-
-
-def _generate_lines(arguments, lines: list[str], model, reporter, generator) -> None:
+def _generate(arguments: argparse.Namespace, lines: list[str], model, reporter, record) -> None:
     from switchx.inference.generate import text_of
 
+    generator = model.generator(
+        batch_size=arguments.batch_size,
+        dropless=arguments.capacity == "dropless",
+        record=record,
+        **shared.options_of(arguments, DecodingConfig),
+    )
     encode = functools.partial(model.text_format.inputs, model.vocabulary)
 
     def prompt(line):
@@ -130,16 +125,10 @@ def _generate_lines(arguments, lines: list[str], model, reporter, generator) -> 
     text.write(arguments, model, lines, settings, compute, reporter)
 
 
-def _score(arguments: argparse.Namespace, lines: list[str], model, reporter) -> None:
+def _score(arguments: argparse.Namespace, lines: list[str], model, reporter, record) -> None:
     asked = shared.options_of(arguments, DecodingConfig)
-    _require_json(arguments)
-    with text.recording(arguments, model, reporter) as record:
-        dropless, size = arguments.capacity == "dropless", arguments.batch_size
-        scorer = model.scorer(batch_size=size, dropless=dropless, record=record, **asked)
-        _score_lines(arguments, lines, model, reporter, scorer, asked)
-
-
-def _score_lines(arguments, lines: list[str], model, reporter, scorer, asked) -> None:
+    dropless, size = arguments.capacity == "dropless", arguments.batch_size
+    scorer = model.scorer(batch_size=size, dropless=dropless, record=record, **asked)
     read_input, read_target = (
         functools.partial(encode, model.vocabulary)
         for encode in (model.text_format.inputs, model.text_format.targets)

@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 
 from switchx.cli import arguments as shared
-from switchx.cli import devices
 from switchx.cli import expert_slots as slots
 from switchx.fields import require
 from switchx.serving.limits import Limits
@@ -82,11 +81,7 @@ def add_command(commands) -> None:
         help="such a folder, and what clients call its model; may be given several times",
     )
     shared.add_trust(parser)
-    shared.add_step(parser, "checkpoint of a run folder")
-    devices.add_mesh(parser, "one device")
-    devices.add_xla(parser)
-    slots.add_expert_slots(parser)
-    shared.add_task(parser)
+    slots.add_loading(parser)
     shared.add_flags(parser, FLAGS, host="127.0.0.1", port=8000)
     parser.set_defaults(allowed_hosts="")
     parser.add_argument(
@@ -196,13 +191,7 @@ def model_folders(arguments: argparse.Namespace) -> dict:
         f"--model: {len(named)} models, of which several are called {', '.join(twins)}; give "
         "each a name of its own",
     )
-    settings = {
-        "step": arguments.step,
-        "mesh": devices.mesh_spec(arguments),
-        "expert_slots": slots.expert_slots(arguments),
-        "task": arguments.task,
-        "compiler": devices.compiler_options(arguments),
-    }
+    settings = slots.loading(arguments)
     return {name: ModelFolder(folder, **settings) for name, folder in named}
 
 
@@ -252,23 +241,18 @@ def access_log(file: str | None):
         ValueError: the file cannot be written.
     """
     log = logging.getLogger("switchx.access")
-    before = log.level
-    if file is None:
-        log.setLevel(logging.WARNING)  # not among what the command says
-        try:
-            yield
-        finally:
-            log.setLevel(before)
-        return
+    before, handler = log.level, logging.NullHandler()
     try:
-        to_output = logging.StreamHandler(sys.stdout)
-        handler = to_output if file == "-" else logging.handlers.WatchedFileHandler(file)
+        if file == "-":
+            handler = logging.StreamHandler(sys.stdout)
+        elif file is not None:
+            handler = logging.handlers.WatchedFileHandler(file)
     except OSError as error:
         raise ValueError(f"--access_log={file} cannot be written: {error}") from error
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.addHandler(handler)
-    log.propagate = False
-    log.setLevel(logging.INFO)
+    log.propagate = False  # not among what the command says
+    log.setLevel(logging.WARNING if file is None else logging.INFO)
     try:
         yield
     finally:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from switchx.cli import arguments as shared
-from switchx.cli import devices
 from switchx.cli import expert_slots as slots
 
 STANDARD_INPUT = "-"
@@ -39,11 +38,7 @@ FLAGS = {
 def add_arguments(parser: shared.CommandParser, input_help: str) -> None:
     """The model, the input, the output, and how inputs are batched."""
     shared.add_model_dir(parser, "run folder of `switchx train`, or of `switchx quantize`")
-    shared.add_step(parser, "checkpoint of a run folder")
-    devices.add_mesh(parser, "one device")
-    devices.add_xla(parser)
-    slots.add_expert_slots(parser)
-    shared.add_task(parser)
+    slots.add_loading(parser)
     parser.add_argument(
         "--input",
         default=STANDARD_INPUT,
@@ -55,8 +50,8 @@ def add_arguments(parser: shared.CommandParser, input_help: str) -> None:
 
 
 def run(arguments: argparse.Namespace, answer: Callable[..., None]) -> int:
-    """Reads the lines, loads the model and calls `answer(arguments, lines, model, reporter)`;
-    returns the exit status."""
+    """Reads the lines, loads the model and calls `answer(arguments, lines, model, reporter,
+    record)`; returns the exit status."""
     from switchx.progress import TerminalReporter
 
     with contextlib.ExitStack() as stack:
@@ -71,7 +66,8 @@ def run(arguments: argparse.Namespace, answer: Callable[..., None]) -> int:
 
         stack.enter_context(compiled_programs_kept(None, reporter.note))
         model = load_model(arguments, reporter)
-        answer(arguments, lines, model, reporter)
+        with recording(arguments, model, reporter) as record:
+            answer(arguments, lines, model, reporter, record)
         if model.experts is not None:
             for line in slots.traffic_lines(arguments, model.experts):
                 reporter.note(line)
@@ -86,14 +82,7 @@ def load_model(arguments: argparse.Namespace, reporter):
     """
     from switchx import api
 
-    model = api.load(
-        arguments.model_dir,
-        arguments.step,
-        mesh=devices.mesh_spec(arguments),
-        expert_slots=slots.expert_slots(arguments),
-        task=arguments.task,
-        compiler=devices.compiler_options(arguments),
-    )
+    model = api.load(arguments.model_dir, **slots.loading(arguments))
     if model.vocabulary is None:
         raise ValueError(
             f"{arguments.model_dir} has no vocabulary, so it cannot read lines of text; give "
