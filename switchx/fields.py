@@ -274,10 +274,11 @@ def from_description(cls: type, description: dict[str, Any], where: str):
     values = {name: value for name, value in description.items() if name != "type"}
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for name, hint in _hints(cls).items():
-        inner = [each for each in _alternatives(hint) if dataclasses.is_dataclass(each)]
+        classes = tuple(each for each in _alternatives(hint) if isinstance(each, type))
+        inner = [each for each in classes if dataclasses.is_dataclass(each)]
         if inner and isinstance(values.get(name), dict):
             values[name] = from_description(inner[0], values[name], where)
-        elif inner and name in values and not isinstance(values[name], _classes(hint)):
+        elif inner and name in values and not isinstance(values[name], classes):
             raise ValueError(
                 f"{where}: {cls.__name__}.{name}={values[name]!r:.80} is no "
                 f"{inner[0].__name__}; correct the file"
@@ -305,11 +306,6 @@ def from_description(cls: type, description: dict[str, Any], where: str):
                 f"{type(values[name]).__name__}, not what is written there; correct the file"
             )
     return cls(**values)
-
-
-def _classes(hint) -> tuple[type, ...]:
-    """The classes among a hint's alternatives."""
-    return tuple(each for each in _alternatives(hint) if isinstance(each, type))
 
 
 def fits(value, hint) -> bool:

@@ -24,12 +24,7 @@ import gin
 from switchx.fields import fits, without_gin
 from switchx.gin_config import gin_internals
 from switchx.gin_config.errors import explain, module_that_failed, place_of
-from switchx.gin_config.files import (
-    as_of_today,
-    config_roots,
-    did_you_mean,
-    missing_file,
-)
+from switchx.gin_config.files import as_of_today, config_roots, did_you_mean, missing_file
 from switchx.gin_config.sources import FIRST, require_model_of_source, take_sources
 from switchx.gin_config.writing import without_scopes
 from switchx.training.job import TrainingJob
@@ -291,15 +286,11 @@ def _type_message(name: str, value, hint) -> str:
         )
     said = f"{name}={value!r} is of type {type(value).__name__}; expected {expected}"
     if fits("", hint) and isinstance(value, int | float):
-        of = [scope for scope in macro_names() if _is_value_of(scope, value)] or [name]
+        macros = sorted(gin_internals.macros().items())
+        of = [n for n, held in macros if type(held) is type(value) and held == value] or [name]
         text = "TEXT" if isinstance(value, float) else value  # 1e5 is 100000.0
         said += f": a text that reads as a number needs quotes, --gin.{of[0]}='\"{text}\"'"
     return said
-
-
-def _is_value_of(macro: str, value) -> bool:
-    held = gin_internals.macros()[macro]
-    return type(held) is type(value) and held == value
 
 
 @contextlib.contextmanager

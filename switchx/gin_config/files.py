@@ -145,21 +145,18 @@ def as_of_today(text: str) -> str:
 
     def moved(match: re.Match) -> str:
         package, module, alias = match.groups()
-        if (now := MOVED.get(f"{package}.{module}")) is None:
-            return match[0]
-        package, _, name = now.rpartition(".")
-        bound = alias or module
-        return f"from {package} import {name}" + (f" as {bound}" if bound != name else "")
+        now = MOVED.get(f"{package}.{module}")
+        return match[0] if now is None else import_statement(now, alias or module)
 
     text = _IMPORT.sub(moved, text)
     for old in _IMPORT.finditer(text):
         for cls, now in MOVED_CLASSES.get(f"{old[1]}.{old[2]}", {}).items():
-            package, _, name = now.rpartition(".")
+            name = now.rpartition(".")[2]
             used = rf"(?<![\w.]){old[3] or old[2]}\.{cls}\b"
             text, num_uses = re.subn(used, f"{name}.{cls}", text)
             # After the imports about the old one, in place of a blank line there.
             imports = rf"^({re.escape(old[0])}\b.*\n(?:(?:from|import|#).*\n)*)\n?"
-            added = rf"\1from {package} import {name}\n"
+            added = rf"\1{import_statement(now)}\n"
             if num_uses:
                 text = re.sub(imports, added, text, count=1, flags=re.MULTILINE)
     for pattern, replacement in _RENAMED:
@@ -167,3 +164,10 @@ def as_of_today(text: str) -> str:
     for name in _GONE:
         text = re.sub(rf"^[\w/.]*\b{re.escape(name)} = .*$", "", text, flags=re.MULTILINE)
     return text
+
+
+def import_statement(module: str, name: str = "") -> str:
+    """The import of a module, bound to a name that may be another than its last part."""
+    package, _, last = module.rpartition(".")
+    statement = f"from {package} import {last}" if package else f"import {last}"
+    return f"{statement} as {name}" if name not in ("", last) else statement

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Iterator
 
 from switchx.fields import describe, without_gin
-from switchx.gin_config.files import configs_dir
+from switchx.gin_config.files import configs_dir, import_statement
 
 _MESH_IMPORTS = """\
 from __gin__ import dynamic_registration
@@ -126,12 +126,8 @@ class _Objects:
         raise ValueError(f"the modules {module} and {self._modules[name]} have one name in gin")
 
     def imports(self) -> list[str]:
-        lines = []
-        for name, module in sorted(self._modules.items(), key=lambda item: item[1]):
-            package, _, last = module.rpartition(".")
-            statement = f"from {package} import {last}" if package else f"import {last}"
-            lines.append(statement + (f" as {name}" if name != last else ""))
-        return lines
+        modules = sorted(self._modules.items(), key=lambda item: item[1])
+        return [import_statement(module, name) for name, module in modules]
 
 
 def without_scopes(text: str) -> str:
@@ -163,11 +159,8 @@ def model_gin(model) -> str:
 
     A user's own class is imported from its module.
     """
-    imports = []
-    for module in dict.fromkeys(_modules_of(model)):
-        package, _, name = module.rpartition(".")
-        imports.append(f"from {package} import {name}" if package else f"import {name}")
-    head = _MODEL_HEADER.format(file=MODEL_FILE, imports="\n".join(imports))
+    imports = "\n".join(map(import_statement, dict.fromkeys(_modules_of(model))))
+    head = _MODEL_HEADER.format(file=MODEL_FILE, imports=imports)
     lines = [f"MODEL = @{_class_name(model)}()", "", *_bindings(model)]
     return head + "\n".join(lines) + "\n"
 
