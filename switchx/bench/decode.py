@@ -22,7 +22,7 @@ from pallas_kernels.bench.timing import Contender, speedup, take_turns
 from switchx import api
 from switchx.bench import decode_programs, inflight, offload, serving, speculation
 from switchx.bench.peers import ctranslate2_peer, torch_peer
-from switchx.bench.train import DENSE, MEBIBYTE, in_ms, switch_model
+from switchx.bench.train import DENSE, MEBIBYTE, in_ms, needed_bytes, switch_model
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import run_until
 from switchx.inference.generate import Generator, Hypothesis, for_decoding
@@ -222,8 +222,7 @@ def loop_bytes(config, params) -> int:
     state = jax.eval_shape(begin, params, source_BM=jnp.array(inputs(1)))
     program = decoding.program_of(NEW_TOKENS)
     loop = run_until.lower(config, program, params, state, 0, NEW_TOKENS)
-    memory = loop.compile().memory_analysis()
-    return memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    return needed_bytes(loop.compile())
 
 
 def _row(each: Contender, baseline: Contender, tokens: int) -> dict[str, Any]:

@@ -38,7 +38,7 @@ NUM_DEVICES = 8
 ROWS, LENGTH, EXPERTS, D_MODEL, D_FF = 8, 16, 8, 8, 16
 
 SHARED = "top 2, gated shared expert"
-SIGMOID = RouterConfig(num_selected=2, score="sigmoid", gate="normalized", gate_scale=2.5)
+SIGMOID = dict(num_selected=2, score="sigmoid", gate="normalized", gate_scale=2.5)
 ROUTERS = {
     "top 1": RouterConfig(),
     "top 1, loads of the batch": RouterConfig(balance_scope="batch"),
@@ -53,24 +53,22 @@ ROUTERS = {
     "top 2, replayed": RouterConfig(
         num_selected=2, bias_update_rate=0.001, replay=True, replay_drops=True
     ),
-    "top 2, sigmoid": dataclasses.replace(
-        SIGMOID, bias_update_rate=0.001, bias_rule="sign_centered"
+    "top 2, sigmoid": RouterConfig(
+        **SIGMOID, bias_update_rate=0.001, bias_rule="sign_centered"
     ),
     "top 2, sqrt-softplus": RouterConfig(num_selected=2, score="sqrt_softplus", gate="score"),
-    "top 2, expert groups": dataclasses.replace(
-        SIGMOID, num_expert_groups=4, expert_groups_per_token=2, bias_update_rate=0.001
+    "top 2, expert groups": RouterConfig(
+        **SIGMOID, num_expert_groups=4, expert_groups_per_token=2, bias_update_rate=0.001
     ),
-    "top 2, by sequence": dataclasses.replace(
-        SIGMOID, balance_scope="sequence", balance_counts="unbiased", bias_update_rate=0.001
+    "top 2, by sequence": RouterConfig(
+        **SIGMOID, balance_scope="sequence", balance_counts="unbiased", bias_update_rate=0.001
     ),
     "top 2, load of the step before": RouterConfig(
         num_selected=2, balance_scope="batch", balance_load="previous_step"
     ),
-    "top 2, quantiles": dataclasses.replace(
-        SIGMOID, bias_rule="quantile", bias_update_rate=1.0
-    ),
-    "top 2, quantiles of logits": dataclasses.replace(
-        SIGMOID, bias_rule="quantile_logits", bias_update_rate=1.0
+    "top 2, quantiles": RouterConfig(**SIGMOID, bias_rule="quantile", bias_update_rate=1.0),
+    "top 2, quantiles of logits": RouterConfig(
+        **SIGMOID, bias_rule="quantile_logits", bias_update_rate=1.0
     ),
     SHARED: RouterConfig(num_selected=2, gate="normalized"),
     "expert choice": RouterConfig(kind="expert_choice", exploration="none"),

@@ -22,7 +22,7 @@ from switchx.bench.peers.layers import (
     flaxformer_layer,
     has_peer,
 )
-from switchx.bench.train import MEBIBYTE, NUM_STEPS, in_ms
+from switchx.bench.train import MEBIBYTE, NUM_STEPS, in_ms, needed_bytes
 from switchx.compiled.flops import matrix_flops
 from switchx.layers.dense import DenseFFN
 from switchx.models.config import ModelConfig, SwitchConfig
@@ -63,13 +63,11 @@ def switch_model(num_experts: int, dispatcher: str) -> ModelConfig:
 def compiled_contender(name: str, function, *arguments) -> Contender:
     """A compiled call."""
     compiled = jax.jit(function).lower(*arguments).compile()
-    memory = compiled.memory_analysis()
 
     def step():
         return jax.block_until_ready(compiled(*arguments))
 
-    peak_bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    return Contender(name, step, peak_bytes=peak_bytes)
+    return Contender(name, step, peak_bytes=needed_bytes(compiled))
 
 
 def training_contender(name: str, config: ModelConfig) -> Contender:

@@ -115,9 +115,14 @@ def compiled(
     state = jax.eval_shape(init)
     step = jax.jit(one_step, donate_argnums=0).lower(state, batch).compile()
     made = jax.jit(init).lower().compile()
-    memory = step.memory_analysis()
-    num_bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    return CompiledStep(name, config, num_bytes, time.perf_counter() - start, made, step, batch)
+    compile_s = time.perf_counter() - start
+    return CompiledStep(name, config, needed_bytes(step), compile_s, made, step, batch)
+
+
+def needed_bytes(compiled: jax.stages.Compiled) -> int:
+    """Bytes of a program's arguments and temporaries."""
+    memory = compiled.memory_analysis()
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
 
 def contender(name: str, config: ModelConfig, optimizer: Optimizer = Adafactor()) -> Contender:

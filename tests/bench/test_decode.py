@@ -25,27 +25,24 @@ def small_switch(num_experts: int) -> ModelConfig:
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(bench, "DENSE", SMALL)
-    for name, value in (("BATCH", 2), ("INPUTS", 4), ("NEW_TOKENS", 4), ("PRUNED_BATCH", 2)):
-        monkeypatch.setattr(bench, name, value)
-    monkeypatch.setattr(bench, "NUM_EXPERTS", (64,))
-    for name, value in (("VOCABULARY", 512), ("STEPS", 1), ("RECORDED_TOKENS", 2)):
-        monkeypatch.setattr(decode_programs, name, value)
-    monkeypatch.setattr(decode_programs, "switch_model", lambda num_experts: SMALL)
-    monkeypatch.setattr(speculation, "switch_model", lambda num_experts: SMALL)
-    for name, value in (("PERIOD", 3), ("CYCLES", 2), ("NEW_TOKENS", 16), ("BATCHES", (2,))):
-        monkeypatch.setattr(speculation, name, value)
-    monkeypatch.setattr(offload, "switch_model", small_switch)
-    changes = {"NUM_EXPERTS": 4, "TIMED_SLOTS": 2, "TIMED_TOKENS": 4, "TURNS": 2}
-    for name, value in changes.items():
-        monkeypatch.setattr(offload, name, value)
-    monkeypatch.setattr(offload, "model", offload.model.__wrapped__)
-    monkeypatch.setattr(bench, "PRUNINGS", ("none", "compact"))
-    monkeypatch.setattr(bench, "switch_model", lambda num_experts: SMALL)
-    monkeypatch.setattr(bench, "CASES", (((2, 1), "greedy_b16_vs_torch", 2.5),))
-    monkeypatch.setattr(serving, "is_available", lambda: False)  # it has its own test
-    # So has the comparison.
-    monkeypatch.setattr(ctranslate2_peer, "NEEDED", ("no_such_package",))
+    def small(num_experts: int) -> ModelConfig:
+        return SMALL
+
+    sizes = {"BATCH": 2, "INPUTS": 4, "NEW_TOKENS": 4, "PRUNED_BATCH": 2, "NUM_EXPERTS": (64,)}
+    cases = {"CASES": (((2, 1), "greedy_b16_vs_torch", 2.5),), "PRUNINGS": ("none", "compact")}
+    for module, changes in (
+        (bench, {"DENSE": SMALL, "switch_model": small} | sizes | cases),
+        (decode_programs, {"VOCABULARY": 512, "STEPS": 1, "RECORDED_TOKENS": 2}),
+        (speculation, {"PERIOD": 3, "CYCLES": 2, "NEW_TOKENS": 16, "BATCHES": (2,)}),
+        (offload, {"NUM_EXPERTS": 4, "TIMED_SLOTS": 2, "TIMED_TOKENS": 4, "TURNS": 2}),
+        (offload, {"switch_model": small_switch, "model": offload.model.__wrapped__}),
+        (decode_programs, {"switch_model": small}),
+        (speculation, {"switch_model": small}),
+        (serving, {"is_available": lambda: False}),  # it has its own test
+        (ctranslate2_peer, {"NEEDED": ("no_such_package",)}),  # so has the comparison
+    ):
+        for name, value in changes.items():
+            monkeypatch.setattr(module, name, value)
 
 
 @pytest.mark.slow
