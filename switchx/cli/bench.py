@@ -91,11 +91,7 @@ def add_command(commands) -> None:
     check = shared.add_command(
         commands, "check", run_check, "check that numbers are the same everywhere", CHECK
     )
-    check.add_argument(
-        "what",
-        choices=["equivalence", "accelerator"],
-        help="what to check",
-    )
+    check.add_argument("what", choices=["equivalence", "accelerator"], help="what to check")
     of_accelerator = check.add_argument_group("of accelerator")
     accelerator.add_arguments(of_accelerator, shared.positive)
     check.add_argument(

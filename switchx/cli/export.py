@@ -34,7 +34,7 @@ PLATFORMS = ("cpu", "tpu", "cuda")
 
 KIND = {
     "--device_kind=NAME": "device whose kernels are taken, as JAX names it; default: TPU v5 "
-    "lite, NVIDIA H200. One platform alone",
+    "lite, NVIDIA H200. One platform alone"
 }
 SHAPES = {
     "--ring_slots=K": "layers of each stack whose experts are on the device at once; the "

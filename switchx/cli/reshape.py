@@ -48,10 +48,7 @@ FLAGS = {
     "(drop, arXiv:2502.19261). Of experts: copies that count as one (counts_merged, the "
     "default where a token chooses one), exclude each other (exclusive, else the default), are "
     "all chosen (more_choices), or copies alone, which is another model",
-    "--share=R": (
-        float,
-        "of --upcycle=drop: part of an expert's hidden units (default: 0.5)",
-    ),
+    "--share=R": (float, "of --upcycle=drop: part of an expert's hidden units (default: 0.5)"),
     "--num_selected=K": "of a dense model: experts that a token chooses; above 1 the model "
     "stays the same (default: 2)",
     "--every=N": "of a dense model: the last of every N blocks gets experts (default: 2)",
