@@ -298,7 +298,7 @@ def _step(text: str) -> int | str:
     return int(text)
 
 
-_TYPES = {"N": positive, "K": positive, "N,N": counts, "X": share, "X,X": factors}
+_TYPES = dict.fromkeys("NKS", positive) | {"N,N": counts, "X": share, "X,X": factors}
 
 
 # Gin's arguments.

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from switchx.cli.arguments import add_flags, explain, positive
+from switchx.cli.arguments import add_flags, explain
 from switchx.fields import require
 
 FLAGS = ("coordinator", "num_processes", "process_id")
@@ -17,11 +17,9 @@ HOSTS = {
     "--coordinator=HOST:PORT": "where process 0 listens for the others",
     "--num_processes=N": (int, "processes, all together"),
     "--process_id=I": (int, "of this one, 0 to N - 1"),
-    "--start_seconds=S": (positive, "how long the last process may take to come"),
-    "--silence_seconds=S": (
-        positive,
-        "without a heartbeat of a process, until it is taken for lost and all end",
-    ),
+    "--start_seconds=S": "how long the last process may take to come",
+    "--silence_seconds=S": "without a heartbeat of a process, until it is taken for lost and "
+    "all end",
 }
 
 

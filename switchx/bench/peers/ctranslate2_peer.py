@@ -132,14 +132,7 @@ def _write_tokenizer(folder: pathlib.Path) -> None:
     """A tokenizer of the special tokens alone."""
     vocabulary = {name: number for number, name in enumerate(SPECIAL)}
     model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"}
-    empty = (
-        "truncation",
-        "padding",
-        "normalizer",
-        "pre_tokenizer",
-        "post_processor",
-        "decoder",
-    )
+    empty = "truncation padding normalizer pre_tokenizer post_processor decoder".split()
     values = {"version": "1.0", "added_tokens": [], "model": model} | dict.fromkeys(empty)
     (folder / "tokenizer.json").write_text(json.dumps(values))
     config = {

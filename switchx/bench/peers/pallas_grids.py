@@ -18,27 +18,15 @@ from pallas_kernels.launches import Launch, num_bytes
 from switchx.compiled.jaxprs import programs_of, sum_of_trace
 
 # Equations that run another program on their operands.
-_CALLS = {
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "remat2",
-    "checkpoint",
-    "shard_map",
-}
+_CALLS = set(
+    "jit pjit closed_call core_call custom_jvp_call custom_vjp_call remat2 checkpoint "
+    "shard_map".split()
+)
 
 # Where an array lies, or in what order things run: the values stay.
-_SAME_VALUES = {
-    "sharding_constraint",
-    "mesh_cast",
-    "reshard",
-    "pvary",
-    "pcast",
-    "optimization_barrier",
-}
+_SAME_VALUES = set(
+    "sharding_constraint mesh_cast reshard pvary pcast optimization_barrier".split()
+)
 
 
 def pallas_launches(jaxpr, arguments: Sequence[Any]) -> list[Launch]:
