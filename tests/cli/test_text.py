@@ -190,7 +190,10 @@ def begun(tmp_path):
     return tmp_path / "out.txt"
 
 
-def test_it_goes_on(begun):
+@pytest.mark.parametrize("cut_off", ["", "C\nhal"])
+def test_it_goes_on_and_what_was_cut_off_is_written_again(begun, cut_off):
+    with begun.open("a") as file:
+        file.write(cut_off)
     with ResumableOutput(begun, INPUTS, SETTINGS) as output:
         assert output.num_lines == 2
         output.append(["C", "D"])
@@ -198,15 +201,6 @@ def test_it_goes_on(begun):
     with ResumableOutput(begun, [*INPUTS, "e"], SETTINGS) as output:
         assert output.num_lines == 4  # lines were added to the input
         assert list(output.lines()) == ["A", "é", "C", "D"]
-
-
-def test_what_was_cut_off_is_written_again(begun):
-    with begun.open("a") as file:
-        file.write("C\nhal")
-    with ResumableOutput(begun, INPUTS, SETTINGS) as output:
-        assert output.num_lines == 2
-        output.append(["C", "D"])
-    assert begun.read_text() == "A\né\nC\nD\n"
 
 
 def test_a_file_that_was_only_opened_is_no_hindrance(tmp_path):
