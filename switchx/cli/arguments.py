@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from switchx.fields import Option, options
+from switchx.fields import options
 from switchx.gin_config.files import close_match, configuration_of, did_you_mean
 from switchx.own_code import import_from_working_directory
 from switchx.shipped import folder_of
@@ -193,29 +193,18 @@ def add_options(
     for name, each in options(config).items():
         if names is not None and name not in names:
             continue
-        default = defaults.get(name, argparse.SUPPRESS)
-        if each.is_list:
-            _add_list(parser, each)
-            continue
         shown = defaults.get(name, each.default)
-        shown = "" if shown is None else f" (default: {shown})"
-        parser.add_argument(
-            f"--{name}",
-            type=each.type,
-            choices=each.choices,
-            default=default,
-            metavar=None if each.choices else "N" if each.type is not str else "NAMES",
-            help=f"{each.help}{shown}".replace("%", "%%"),
-        )
-
-
-def _add_list(parser: CommandParser, option: Option) -> None:
-    """Numbers with commas, or texts, each after the flag."""
-    how = {"type": numbers, "metavar": "N,N", "help": option.help}
-    if option.type is str:
-        more = f"{option.help}; may be given several times"
-        how = {"action": "append", "metavar": "TEXT", "help": more}
-    parser.add_argument(f"--{option.name}", default=argparse.SUPPRESS, **how)
+        more = "" if shown is None or each.is_list else f" (default: {shown})"
+        how: dict[str, Any] = {"type": each.type, "choices": each.choices}
+        if each.is_list and each.type is str:
+            more = "; may be given several times"
+            how = {"action": "append", "metavar": "TEXT"}
+        elif each.is_list:
+            how = {"type": numbers, "metavar": "N,N"}
+        elif not each.choices:
+            how["metavar"] = "NAMES" if each.type is str else "N"
+        how["default"] = defaults.get(name, argparse.SUPPRESS)
+        parser.add_argument(f"--{name}", help=f"{each.help}{more}".replace("%", "%%"), **how)
 
 
 def options_of(arguments: argparse.Namespace, config: type) -> dict[str, Any]:

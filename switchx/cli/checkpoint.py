@@ -45,6 +45,11 @@ from there, with its optimizer and its place in the data. Later checkpoints are 
 train another run folder with INIT_FROM and INIT_STEP.
 """
 
+AVERAGED = {
+    "--steps=N,N,..": (shared.numbers, "the mean of the checkpoints after so many steps each"),
+    "--moving": "the moving average that training kept (StepConfig.ema_decay)",
+}
+
 
 def add_command(commands) -> None:
     parser = shared.add_command(
@@ -81,17 +86,7 @@ def add_command(commands) -> None:
 def _add_average(action) -> None:
     action.add_argument("out", metavar="OUT", help="new folder")
     which = action.add_mutually_exclusive_group(required=True)
-    which.add_argument(
-        "--steps",
-        type=shared.numbers,
-        metavar="N,N,..",
-        help="the mean of the checkpoints after so many steps each",
-    )
-    which.add_argument(
-        "--moving",
-        action="store_true",
-        help="the moving average that training kept (StepConfig.ema_decay)",
-    )
+    shared.add_flags(which, AVERAGED)
     shared.add_step(action, "with --moving, as of the checkpoint")
 
 

@@ -34,6 +34,15 @@ SCORES = ("frequency", "ean", "reap", "mean_norm", "aimer", "brute_force")
 WAYS = ("copies", "virtual_groups", "drop", "counts_merged", "exclusive", "more_choices")
 
 
+CHANGES = {
+    "--merge_adapter": "of a run of adapters (configs/runs/finetune_lora.gin): its base with "
+    "the adapters merged into the weights",
+    "--experts=N": (
+        int,
+        "of each Switch layer: a divisor or a multiple of those there are, 0 for a dense "
+        "model, or of a dense model at least 2",
+    ),
+}
 FLAGS = {
     "--reduce=merge|drop": "of a sparse model: merge experts that compute alike, or drop those "
     "of the lowest --score (default: merge)",
@@ -64,19 +73,7 @@ def add_command(commands) -> None:
     shared.add_gin_arguments(parser, default="those of the run, for its validation text")
     shared.add_step(parser, "checkpoint to reshape")
     change = parser.add_mutually_exclusive_group(required=True)
-    change.add_argument(
-        "--merge_adapter",
-        action="store_true",
-        help="of a run of adapters (configs/runs/finetune_lora.gin): its base with the "
-        "adapters merged into the weights",
-    )
-    change.add_argument(
-        "--experts",
-        type=int,
-        metavar="N",
-        help="of each Switch layer: a divisor or a multiple of those there are, 0 for a dense "
-        "model, or of a dense model at least 2",
-    )
+    shared.add_flags(change, CHANGES)
     shared.add_flags(parser, FLAGS)
     shared.add_json(parser)
 
