@@ -287,7 +287,8 @@ def _step(text: str) -> int | str:
     return int(text)
 
 
-_TYPES = dict.fromkeys("NKS", positive) | {"N,N": counts, "X": share, "X,X": factors}
+_TYPES = dict.fromkeys("NKS", positive) | {"FILE": not_empty, "N,N": counts}
+_TYPES |= {"X": share, "X,X": factors}
 
 
 # Gin's arguments.

@@ -26,7 +26,7 @@ QUANTILES = (0.1, 0.5, 0.9)
 WIDTH = 100  # of the table, where the terminal is no wider
 
 FLAGS = {
-    "--input=FILE": (shared.not_empty, "lines `input<TAB>target` that both models score"),
+    "--input=FILE": "lines `input<TAB>target` that both models score",
     "--steps=N,N": "of models: checkpoints of A and of B; default: the newest",
     "--batch_size=N": "lines at once",
 }

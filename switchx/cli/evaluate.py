@@ -71,11 +71,8 @@ GENERATION = {
     "--rank_choices": "also score the choices of each example and measure the most likely ones",
     "--bootstrap=N": "samples of sacreBLEU's bootstrap, for intervals of 95%% of BLEU and "
     "chrF, such as 1000",
-    "--predictions=FILE": (
-        shared.not_empty,
-        "file to write: JSON lines of task, inputs, target, prediction, of tasks without "
-        "metrics too",
-    ),
+    "--predictions=FILE": "file to write: JSON lines of task, inputs, target, prediction, of "
+    "tasks without metrics too",
     "--harness=TASKS": (
         shared.not_empty,
         "tasks of lm-evaluation-harness, with commas, in place of the validation split; "

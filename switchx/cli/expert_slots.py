@@ -17,11 +17,8 @@ FLAGS = {
     "(of `switchx quantize`, or of a run with configs/storage/disk.gin); default: room for all",
     "--expert_policy=lru|decayed_lfu|next_use": "with --expert_slots: which expert makes room "
     "for another (default: lru)",
-    "--expert_cache=FILE": (
-        shared.not_empty,
-        "with --expert_slots: the policy and the host_bytes that `switchx simulate cache` "
-        "wrote into this gin file",
-    ),
+    "--expert_cache=FILE": "with --expert_slots: the policy and the host_bytes that `switchx "
+    "simulate cache` wrote into this gin file",
     "--expert_prefetch": "with --expert_slots: the router of the next layer predicts what is "
     "moved ahead",
     "--hardware=NAME|FILE": "with --expert_slots or --ring_slots: a spec (docs/planner.md) "
