@@ -183,13 +183,19 @@ def verify(arguments: argparse.Namespace) -> int:
     run = RunFolder(arguments.dir)
     processes = hosts.processes_of(arguments)
 
-    _, faults = hosts.run_together(
-        processes,
-        arguments,
-        prepare=lambda: _steps_to_verify(run, arguments.step),
-        state=lambda steps: {"DIR": str(run.where), "steps": steps},
-        work=lambda steps: {step: checkpoint_faults(run, step) for step in steps},
-    )
+    def work(steps: list[int]) -> dict[int, list[str]]:
+        return {step: checkpoint_faults(run, step) for step in steps}
+
+    if processes is None:
+        faults = work(_steps_to_verify(run, arguments.step))
+    else:
+        _, faults = hosts.run_together(
+            processes,
+            arguments,
+            prepare=lambda: _steps_to_verify(run, arguments.step),
+            state=lambda steps: {"DIR": str(run.where), "steps": steps},
+            work=work,
+        )
     if processes is not None and not processes.is_first:
         pass  # the first says what all have found
     elif arguments.json:
@@ -214,7 +220,11 @@ def _steps_to_verify(run, step: int | None) -> list[int]:
 
 
 def average(arguments: argparse.Namespace) -> int:
-    from switchx.checkpoint.averaging import mean_of_checkpoints, moving_average, write_average
+    from switchx.checkpoint.averaging import (
+        mean_of_checkpoints,
+        moving_average,
+        write_average,
+    )
     from switchx.checkpoint.restore import choose_step
     from switchx.checkpoint.run_folder import RunFolder, read_model_config
     from switchx.gin_config.writing import model_gin

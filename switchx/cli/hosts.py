@@ -160,7 +160,7 @@ def statement(
 
 
 def run_together(
-    processes: Processes | None,
+    processes: Processes,
     arguments: argparse.Namespace,
     prepare: Callable[[], Any],
     state: Callable[[Any], dict[str, Any]],
@@ -175,11 +175,7 @@ def run_together(
         prepare, state: `state` takes what `prepare` returns. They must not use a device: JAX
             starts only after them. Where they fail, all processes are told the reason.
         work: takes what `prepare` returned; `jax.devices()` has the devices of all processes.
-        processes: None for one alone, which prepares and works.
     """
-    if processes is None:
-        prepared = prepare()
-        return prepared, work(prepared)
     from switchx.distributed import FAILURE, connect, distributed
 
     peer = (processes.coordinator, processes.count, processes.index)

@@ -47,13 +47,20 @@ def run(arguments: argparse.Namespace) -> int:
     with hosts.reporter_of(processes) as reporter:
         reporter.note(keep_freed_memory())
         reporter.note("loading JAX and the data libraries")
-        job, num_bytes = hosts.run_together(
-            processes,
-            arguments,
-            prepare=functools.partial(_job_of, arguments),
-            state=lambda job: hosts.statement(job, arguments, git_commit(), "output", "top"),
-            work=functools.partial(_write, arguments, reporter),
-        )
+        prepare = functools.partial(_job_of, arguments)
+        work = functools.partial(_write, arguments, reporter)
+        if processes is None:
+            job = prepare()
+            num_bytes = work(job)
+        else:
+            options = "output", "top"
+            job, num_bytes = hosts.run_together(
+                processes,
+                arguments,
+                prepare=prepare,
+                state=lambda job: hosts.statement(job, arguments, git_commit(), *options),
+                work=work,
+            )
     if processes is not None and not processes.is_first:
         return 0
     output = str(pathlib.Path(arguments.output).expanduser().absolute())

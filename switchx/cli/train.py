@@ -51,8 +51,6 @@ Macros that every file in configs/runs honours:
 
 # EX_TEMPFAIL of sysexits.h: nothing is wrong, the same command goes on.
 STOPPED_STATUS = 75
-# The run folder's option and others that are equal in all processes.
-STATED = ("model_dir", "mesh", "hardware", "stop_on_alarm")
 
 
 ELASTIC = {
@@ -75,7 +73,9 @@ def add_command(commands) -> None:
     )
     shared.add_gin_arguments(parser)
     shared.add_model_dir(
-        parser, "run folder: made if it is not there, resumed if it is", kind=shared.not_empty
+        parser,
+        "run folder: made if it is not there, resumed if it is",
+        kind=shared.not_empty,
     )
     elastic = parser.add_argument_group(
         "elastic training",
@@ -119,13 +119,22 @@ def run(arguments: argparse.Namespace) -> int:
         reporter.note("loading JAX and the data libraries")
         from switchx.gin_config import building
 
-        job, outcome = hosts.run_together(
-            processes,
-            arguments,
-            prepare=lambda: building.parse_job(*shared.gin_of(arguments)),
-            state=lambda job: hosts.statement(job, arguments, git_commit(), *STATED),
-            work=functools.partial(_train, arguments, reporter, started_s),
-        )
+        def prepare():
+            return building.parse_job(*shared.gin_of(arguments))
+
+        work = functools.partial(_train, arguments, reporter, started_s)
+        if processes is None:
+            job = prepare()
+            outcome = work(job)
+        else:
+            options = "model_dir", "mesh", "hardware", "stop_on_alarm"
+            job, outcome = hosts.run_together(
+                processes,
+                arguments,
+                prepare=prepare,
+                state=lambda job: hosts.statement(job, arguments, git_commit(), *options),
+                work=work,
+            )
     if is_first:
         from switchx.checkpoint.run_folder import RunFolder
         from switchx.cli import summary
