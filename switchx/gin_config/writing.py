@@ -159,10 +159,28 @@ def model_gin(model) -> str:
 
     A user's own class is imported from its module.
     """
-    imports = "\n".join(map(import_statement, dict.fromkeys(_modules_of(model))))
+    parts = list(_nested(model))
+    imports = "\n".join(map(import_statement, dict.fromkeys(map(_module_of, parts))))
+    lines = [f"MODEL = @{_class_name(model)}()", ""]
+    for each in parts:
+        for field in dataclasses.fields(each):
+            value = getattr(each, field.name)
+            is_part = dataclasses.is_dataclass(value)
+            text = f"@{_class_name(value)}()" if is_part else repr(value)
+            if field.name not in OF_THE_RUN:
+                lines.append(f"{_class_name(each)}.{field.name} = {text}")
+        lines.append("")
     head = _MODEL_HEADER.format(file=MODEL_FILE, imports=imports)
-    lines = [f"MODEL = @{_class_name(model)}()", "", *_bindings(model)]
     return head + "\n".join(lines) + "\n"
+
+
+def _nested(description) -> Iterator:
+    """A configuration, and those in it."""
+    yield description
+    for field in dataclasses.fields(description):
+        value = getattr(description, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _nested(value)
 
 
 def _module_of(description) -> str:
@@ -172,33 +190,8 @@ def _module_of(description) -> str:
     return "switchx.models.config" if is_ours else module
 
 
-def _modules_of(description) -> Iterator[str]:
-    yield _module_of(description)
-    for field in dataclasses.fields(description):
-        value = getattr(description, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from _modules_of(value)
-
-
 def _class_name(description) -> str:
     return f"{_module_of(description).rpartition('.')[2]}.{type(description).__name__}"
-
-
-def _bindings(description) -> list[str]:
-    """Lines of one configuration, then those of the ones in it."""
-    name = _class_name(description)
-    lines, nested = [], []
-    for field in dataclasses.fields(description):
-        value = getattr(description, field.name)
-        if field.name in OF_THE_RUN:
-            continue
-        if dataclasses.is_dataclass(value):
-            nested += _bindings(value)
-            value = f"@{_class_name(value)}()"
-        else:
-            value = repr(value)
-        lines.append(f"{name}.{field.name} = {value}")
-    return [*lines, "", *nested]
 
 
 def mesh_gin(plan, why: str, command: str) -> str:
