@@ -11,7 +11,7 @@ import sys
 from tests.processes import ROOT
 
 BUDGETS = {
-    "switchx": 78_840,
+    "switchx": 78_830,
     "pallas_kernels": 9_860,
     "experiments": 7_450,
     "tests": 76_970,
