@@ -18,7 +18,7 @@ Makes of a run what is served, a folder a step (SE-MoE, section 3.1):
   echo "[69, 70, 258, 1]" | python deployed/6_deploy/run.py
 
   1_fuse      one unsharded model, without the optimizer
-  2_reduce    --experts: fewer of them, like ones merged or the least used dropped; with
+  2_reduce    --experts: fewer of them, like ones merged or those of low REAP dropped; with
               --teacher and --distill_steps trained on its probabilities and the run's text
   3_convert   layers unrolled, --dtype
   4_segment   split over --devices of --memory GiB, as the planner chooses
@@ -62,8 +62,8 @@ def add_command(commands) -> None:
         "--reduce",
         choices=("merge", "drop"),
         default="merge",
-        help="with --experts: merge experts that compute alike, or drop the least used ones "
-        "(default: merge)",
+        help="with --experts: merge experts that compute alike, or drop those of the lowest "
+        "REAP score (default: merge)",
     )
     parser.add_argument(
         "--teacher",
