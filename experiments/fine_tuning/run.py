@@ -136,6 +136,7 @@ def tuned(study: Study, cells: Cells, learner: str, name: str, seed: int, *more:
         *(("MANUAL_DIR='<data>'",) if task.gin_file == name else ()),
         *how.bindings,
         *("TextEvaluation.max_examples=4",) * study.is_quick,
+        *("WARMUP_STEPS=1",) * (study.is_quick and learner in ADAPTED),
         *more,
     ]
     files = ["configs/runs/finetune_english.gin", f"configs/tasks/{task.gin_file}.gin"]
