@@ -5,8 +5,8 @@ python -m tests.release FOLDER
 
 It builds an sdist and a wheel of each into FOLDER, from copies, since building leaves folders
 behind. Then each wheel is installed in an empty environment outside of the checkout; there a
-short main job is trained, and reported on, the tasks are listed, a server answers, and the
-kernels are run.
+short main job is trained, and reported on, the tasks are listed, a server answers, the notebook
+of first steps is executed, and the kernels are run.
 """
 
 import configparser
@@ -23,7 +23,10 @@ from tests.processes import ROOT, free_port
 
 PACKAGES = ("switchx", "pallas_kernels")
 # A relative link of a page, as Markdown writes it; of a picture, with the mark before it.
-_LINK = re.compile(r"(?P<mark>!?)\[(?P<text>[^\]]*)\]\((?P<path>(?!https?:|#)[^)]+)\)")
+_LINK = re.compile(
+    r"(?P<mark>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<path>(?!https?:|#)[^)]+)\)"
+)
+_NOTEBOOK = ROOT / "experiments/first_steps/first_steps.ipynb"
 
 
 def copied(folder: pathlib.Path) -> pathlib.Path:
@@ -78,16 +81,19 @@ def main(output: pathlib.Path) -> None:
         (whole,) = output.glob("switchx-*.whl")
         (kernels,) = output.glob("moe_pallas_kernels-*.whl")
         _use(folder / "kernels", str(kernels), ["pallas-kernels", "--help"])
+        (folder / "whole").mkdir()
+        shutil.copy(_NOTEBOOK, folder / "whole")
         port = free_port()
         run = ["--model_dir=run"]
         files = ["--gin_file=configs/runs/pretrain_tiny.gin", "--gin.TRAIN_STEPS=20"]
         _use(
             folder / "whole",
-            f"switchx[serve,client] @ {whole.as_uri()}",
+            f"switchx[serve,client,notebooks] @ {whole.as_uri()}",
             ["switchx", "configs", "runs/pretrain_tiny.gin"],
             ["switchx", "train", *files, "--gin.CHECKPOINT_EVERY=20", *run],
             ["switchx", "report", *run],
             ["switchx", "tasks"],
+            ["jupyter-execute", "--timeout=1200", _NOTEBOOK.name],
             ["python", "-c", _SERVE_AND_ASK, "serve", *run, "--port", str(port)],
         )
     print("\n".join(sorted(str(path) for path in output.iterdir())))

@@ -128,6 +128,19 @@ def test_versions_and_addresses_are_the_same_everywhere(config):
     assert f"## [{about['version']}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_long_descriptions_have_absolute_links_alone():
+    url = "https://host"
+    page = "[![a](https://b)](c) [![d](e.svg)](f.md) ![g](h.svg) [i](#j)"
+    assert release.with_absolute_links(page, url, "1") == (
+        "[![a](https://b)](https://host/blob/v1/c) "
+        "[![d](https://host/raw/v1/e.svg)](https://host/blob/v1/f.md) "
+        "![g](https://host/raw/v1/h.svg) [i](#j)"
+    )
+    pages = [(ROOT / name).read_text() for name in ("README.md", "pallas_kernels/README.md")]
+    pages[0] = release.with_absolute_links(pages[0], url, "1")
+    assert [link for page in pages for link in re.findall(r"\]\((?!https://)[^)]*", page)] == []
+
+
 @pytest.mark.slow
 def test_the_kernels_alone_are_installed_and_run(tmp_path):
     """Without switchx, gin, Orbax, Flax, and away from the checkout."""

@@ -17,7 +17,8 @@ Makes of a run what is served, a folder a step (SE-MoE, section 3.1):
   echo "[69, 70, 258, 1]" | python deployed/6_deploy/run.py
 
   1_fuse      one unsharded model, without the optimizer
-  2_reduce    --experts: fewer of them, like ones merged or the least used dropped; with
+  2_reduce    --experts: fewer of them, like ones merged, or those of the lowest REAP score
+              dropped; with
               --teacher and --distill_steps trained on its probabilities and the run's text
   3_convert   layers unrolled, --dtype
   4_segment   split over --devices of --memory GiB, as the planner chooses
@@ -37,8 +38,8 @@ SETTINGS = (
 )
 MODEL = {
     "--experts=N": (int, "of each Switch layer; default: all that there are"),
-    "--reduce=merge|drop": "with --experts: merge experts that compute alike, or drop the "
-    "least used ones",
+    "--reduce=merge|drop": "with --experts: merge experts that compute alike, or drop those "
+    "of the lowest REAP score",
     "--teacher=DIR": "with --experts: run folder whose model teaches the smaller one",
     "--distill_steps=N": "with --teacher: steps of training",
     "--dtype=bfloat16|float32": "of parameters and of computing, routers apart; default: as "

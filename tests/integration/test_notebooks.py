@@ -19,6 +19,7 @@ NOTEBOOK = ROOT / "experiments/first_steps/first_steps.ipynb"
 ATLAS = NOTEBOOK.with_name("atlas.ipynb")
 ROUTING = ROOT / "experiments/routing_statistics/routing.ipynb"
 COMMAND = re.compile(r"^ *%run -m switchx (.*)$", re.MULTILINE)
+MAGIC = re.compile(r"^( *)%.*$", re.MULTILINE)
 
 
 def code_cells(notebook) -> list:
@@ -35,7 +36,7 @@ def test_cells_have_outputs_and_name_what_is_there(path, number):
     for cell in cells:
         if command := COMMAND.search(cell.source):
             assert _parse(_parser(), command[1].split()).command == "quantize"
-        for node in ast.walk(ast.parse(COMMAND.sub("    pass", cell.source))):
+        for node in ast.walk(ast.parse(MAGIC.sub(r"\1pass", cell.source))):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 exec(ast.unparse(node), {})
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "switchx":
