@@ -9,6 +9,12 @@ from switchx.models.config import ModelConfig
 from switchx.models.params import bind
 from switchx.moe.layer import SwitchFFN
 
+# What GPT's blocks have where T5's have not; the table's rows, `max_length`, are a test's own.
+GPT_STYLE = dict(
+    activation="gelu", norm="layer", positions="learned", use_bias=True, scale_attention=True,
+    scale_tied_logits=False,
+)  # fmt: skip
+
 
 def segments(rows):
     """`[[3, 4], [5]]` with lengths per row -> segment ids and positions, zero-padded."""

@@ -17,7 +17,7 @@ from switchx.interop.families import FAMILIES
 from switchx.interop.tensor_folder import from_torch
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, forward
-from tests.models.batches import segments
+from tests.models.batches import GPT_STYLE, segments
 from tests.torch_weights import randomize
 
 pytestmark = pytest.mark.hf
@@ -25,22 +25,7 @@ pytestmark = pytest.mark.hf
 V, D, F, H, K, N = 50, 24, 40, 3, 8, 2
 T5_V1_0 = ModelConfig("encoder_decoder", V, D, F, H, K, N, N, activation="relu")
 T5_V1_1 = dataclasses.replace(T5_V1_0, activation="geglu", tie_embeddings=False)
-GPT2 = ModelConfig(
-    "decoder_only",
-    V,
-    D,
-    F,
-    H,
-    K,
-    N,
-    activation="gelu",
-    norm="layer",
-    positions="learned",
-    max_length=32,
-    use_bias=True,
-    scale_attention=True,
-    scale_tied_logits=False,
-)
+GPT2 = ModelConfig("decoder_only", V, D, F, H, K, N, max_length=32, **GPT_STYLE)
 
 
 def build_t5(config):

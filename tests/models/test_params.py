@@ -19,7 +19,7 @@ from switchx.partitioning.rules import Rules
 from tests.cases import slow
 from tests.compare import assert_close
 from tests.layers.weights import numbers_like
-from tests.models.batches import make_batch
+from tests.models.batches import GPT_STYLE, make_batch
 
 V = 40
 SWITCH = SwitchConfig(
@@ -29,16 +29,7 @@ T5 = ModelConfig("encoder_decoder", V, 16, 24, 2, 8, 2, 2, activation="relu", sw
 T5_DECODER = dataclasses.replace(
     T5, architecture="decoder_only", num_encoder_layers=0, activation="swiglu"
 )
-GPT = dataclasses.replace(
-    T5_DECODER,
-    norm="layer",
-    positions="learned",
-    max_length=16,
-    use_bias=True,
-    scale_attention=True,
-    activation="gelu",
-    scale_tied_logits=False,
-)
+GPT = dataclasses.replace(T5_DECODER, max_length=16, **GPT_STYLE)
 UNTIED = dataclasses.replace(T5, tie_embeddings=False, activation="geglu")
 CONFIGS = {"t5": T5, "t5_decoder": T5_DECODER, "gpt": GPT, "untied": UNTIED}
 ON_ALL = pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from switchx.models.stack import Stack
 from switchx.models.unroll import unrolled_blocks
 from tests.layers.weights import numbers_for, with_params
 from tests.models import oracle
+from tests.models.batches import GPT_STYLE
 
 B, L, D = 2, 10, 8
 SWITCH = SwitchConfig(
@@ -22,9 +23,7 @@ SWITCH = SwitchConfig(
 )
 DENSE = ModelConfig("decoder_only", 9, D, 12, 2, 4, 2, activation="relu", relative_buckets=8)
 SPARSE = dataclasses.replace(DENSE, num_decoder_layers=4, switch=SWITCH)
-GPT = dataclasses.replace(
-    DENSE, norm="layer", positions="learned", max_length=L, use_bias=True, activation="gelu"
-)
+GPT = dataclasses.replace(DENSE, max_length=L, **GPT_STYLE)
 
 
 def build(config, key, is_decoder=True):
