@@ -13,6 +13,7 @@ from switchx.models.block import BlockInputs
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.stack import Stack
 from switchx.models.unroll import unrolled_blocks
+from tests.jaxprs import equations
 from tests.layers.weights import numbers_for, with_params
 from tests.models import oracle
 from tests.models.batches import GPT_STYLE
@@ -120,14 +121,7 @@ def test_scanned_blocks_start_apart_and_as_unrolled_ones_do(key):
 
 
 def num_products(jaxpr) -> int:
-    """How many matrix products a program has, inner programs included."""
-    count = 0
-    for equation in jaxpr.eqns:
-        count += equation.primitive.name == "dot_general"
-        for value in equation.params.values():
-            inner = getattr(value, "jaxpr", value)
-            count += num_products(inner) if hasattr(inner, "eqns") else 0
-    return count
+    return sum(each.primitive.name == "dot_general" for each in equations(jaxpr))
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
