@@ -2,7 +2,6 @@
 """Plans: one by hand; by policy, against loops: what decides choice, gate and slot."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from switchx.models.config import RouterConfig
-from switchx.moe.plan import RoutingPlan, by_gate, make_plan, route_by_experts
+from switchx.moe.plan import RoutingPlan, by_gate, route_by_experts
 from tests.moe.oracle import softmax
+from tests.moe.plans import plan_of, traced_plan
 
 G, T, E = 2, 18, 5
 
@@ -22,17 +22,6 @@ def inputs(seed=0):
     rng = np.random.default_rng(seed)
     logits_GTE = (rng.normal(size=(G, T, E)) * 2).astype(np.float32)
     return logits_GTE, rng.random((G, T)) < 0.8
-
-
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def traced_plan(router, logits_GTE, is_token_GT, capacity=4, **options):
-    prob_GTE = jax.nn.softmax(logits_GTE, axis=-1)
-    return make_plan(router, logits_GTE, prob_GTE, is_token_GT, capacity, **options)
-
-
-def plan_of(*arguments, **options):
-    """The plan in NumPy's arrays."""
-    return jax.device_get(traced_plan(*arguments, **options))
 
 
 @pytest.mark.parametrize(
