@@ -23,6 +23,8 @@ from tests.data.fakes import text_corpus
 
 LENGTH = 8
 LOSS = LossConfig(layer_reduction="mean")
+# The auxiliary losses weigh enough to be seen in a wrong gradient.
+WEIGHTY = dataclasses.replace(LOSS, balance_weight=0.5, router_z_weight=0.1)
 # One row of a batch is one routing group.
 SWITCH = SwitchConfig(
     8,

@@ -61,6 +61,7 @@ from tests.training.jobs import (
     with_switch,
 )
 from tests.training.saved_runs import lines, save_run
+from tests.training.steps import raw_gradients
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
@@ -157,7 +158,7 @@ def test_gradients_of_a_quantized_product_are_those_of_the_dequantized_one(bits)
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
-def raw_gradients(config, base, adapters, spec):
+def gradients_alone(config, base, adapters, spec):
     def compute(adapters, base):  # not a constant: XLA folds int4 constants to other numbers
         return gradients(
             config, WEIGHTY, StepConfig(), adapters, make_batch(config, ROWS),
@@ -205,7 +206,7 @@ def merged_gradients(config, base, adapters, spec):
 def test_raw_gradients_are_those_of_merged_weights(config, changes):
     spec = dataclasses.replace(NO_BASE, **changes)
     base, adapters = make_params(config), make_adapters(config, spec)
-    got, value, *_ = raw_gradients(config, base, adapters, spec)
+    got, value, *_ = gradients_alone(config, base, adapters, spec)
     want, loss, *_ = merged_gradients(config, base, adapters, spec)
     np.testing.assert_allclose(value, loss, rtol=1e-5)
     require_near(got, want, 2e-5)
@@ -264,24 +265,15 @@ def test_raw_gradients_on_a_mesh_are_those_of_one_device(bases, mesh, kind, part
     # Small, so that no softmax is sure of itself and rounding counts for little.
     adapters = jax.tree.map(lambda x: x / 4, make_adapters(model, spec))
     alone = quantized_base(make_params(model, seed=9), spec)
-    want, value, *_ = raw_gradients(model, alone, adapters, spec)
+    want, value, *_ = gradients_alone(model, alone, adapters, spec)
     job = make_job(
         model, mesh=MESHES[mesh], loss=WEIGHTY, batch_size=ROWS, lora=spec,
         step=StepConfig(num_microbatches=parts),
     )  # fmt: skip
     devices = jax.devices()[: MESHES[mesh].num_devices(1)]
     program = AdapterProgram(job, RunFolder("new"), devices)
-
-    def compute(adapters, batch, base):
-        return gradients(
-            model, WEIGHTY, job.step, adapters, batch,
-            key=jax.random.key(0), seam=adapted_by(base, spec),
-        )  # fmt: skip
-
-    with program.scope():
-        placed = jax.device_put(adapters, program.shardings.params)
-        batch = program.place(make_batch(model, ROWS))
-        got, loss, *_ = jax.device_get(jax.jit(compute)(placed, batch, *program.beside))
+    seam_of = functools.partial(adapted_by, spec=spec)
+    got, loss, *_ = jax.device_get(raw_gradients(program, params=adapters, seam_of=seam_of))
     np.testing.assert_allclose(loss, value, rtol=3e-6)
     np.testing.assert_allclose(global_norm(got), global_norm(want), rtol=1e-5)
     require_near(got, want, 1e-5)

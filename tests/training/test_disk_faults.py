@@ -20,8 +20,9 @@ from switchx.training.loop import train
 from switchx.training.offload.disk_program import LayeredProgram
 from switchx.training.offload.storage_spec import StorageSpec
 from tests.processes import ROOT, child_environment
-from tests.training.disk_jobs import MODEL, E, disk_job, disk_program, trained
+from tests.training.disk_jobs import MODEL, E, disk_job, disk_program
 from tests.training.jobs import Events, make_batch
+from tests.training.steps import trained
 
 pytestmark = pytest.mark.usefixtures("steps_traced_once")
 

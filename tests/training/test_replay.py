@@ -30,8 +30,8 @@ from switchx.training.microbatches import sparse_stacks
 from switchx.training.pipelined import build_schedule, pipelined_gradients
 from switchx.training.program import TrainingProgram
 from switchx.training.step import StepConfig, gradients
-from tests.training.jobs import ENCODER_DECODER, LENGTH, SPARSE, make_job, make_params
-from tests.training.pipelines import WEIGHTY, assert_equal, stacked
+from tests.training.jobs import ENCODER_DECODER, LENGTH, SPARSE, WEIGHTY, make_job, make_params
+from tests.training.pipelines import assert_equal, stacked
 
 ROWS = 32
 PAIRS = RouterConfig(num_selected=2, jitter=0.0, overflow="dropless")
@@ -96,8 +96,7 @@ def program(config, mesh: MeshSpec | None, num_microbatches: int, bucket_bytes: 
     else:
         step = StepConfig(num_microbatches=num_microbatches, bucket_bytes=bucket_bytes)
         compute = functools.partial(gradients, config, WEIGHTY, step)
-    # LLVM's optimizations take longer than the programs; XLA's are what could differ.
-    return jax.jit(compute, compiler_options={"xla_backend_optimization_level": "0"})
+    return jax.jit(compute)
 
 
 def step_of(config, given=None, *, mesh=None, num_microbatches=1, bucket_bytes=None):

@@ -46,6 +46,7 @@ from tests.training.jobs import (
     with_switch,
 )
 from tests.training.saved_runs import lines
+from tests.training.steps import raw_gradients
 
 TASKS = tuple(
     Task(name, text_corpus(*[letter * 160] * 4), ByteVocabulary(), CausalLM())
@@ -193,15 +194,13 @@ def test_raw_gradients_on_a_mesh_are_those_of_one_device(spec):
     batch, params = make_batch(MODEL, sum(ROWS)), make_params(MODEL)
     batch["task_ids"] = np.repeat(range(4), ROWS).astype(np.int32)
 
-    def run(params, batch, *tables):
-        seam = with_copies(Seam(), *tables) if tables else None
-        return gradients(MODEL, LOSS, StepConfig(), params, batch, key=None, seam=seam)[:2]
+    def run(params, batch):
+        return gradients(MODEL, LOSS, StepConfig(), params, batch, key=None)[:2]
 
     want = jax.jit(run)(params, batch)
     program = compiled_program(job)
     assert len(program.slot_tables) == 1
-    with program.scope():
-        got = jax.jit(run)(params, program.place(batch), *program.beside)
+    got = raw_gradients(program, batch, seam_of=functools.partial(with_copies, Seam()))[:2]
     assert_close_to_largest(got, want, 5e-6, least=1e-3)
 
 
