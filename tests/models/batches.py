@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small fixed batches for model tests, packed and with padding, and a layer on one."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,11 +61,10 @@ def make_batch(vocab_size: int, *, is_encoder_decoder: bool, seed: int = 0) -> d
     }
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def layer_of(config: ModelConfig, params: dict):
-    """The last block's Switch layer as a function of its input."""
-    layer: SwitchFFN = (
-        bind(config, jax.tree.map(jnp.asarray, params)).decoder.blocks.blocks[-1].ffn
-    )
+    """What the last block's Switch layer makes of a fixed input."""
+    layer: SwitchFFN = bind(config, params).decoder.blocks.blocks[-1].ffn
     shape = (3, 5, config.d_model)
     x_BLD = jnp.asarray(np.random.default_rng(7).normal(size=shape), jnp.float32)
     return layer(x_BLD, jnp.ones((3, 5), bool), is_training=False)[0]

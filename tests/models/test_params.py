@@ -20,6 +20,7 @@ from tests.cases import slow
 from tests.compare import assert_close
 from tests.layers.weights import numbers_like
 from tests.models.batches import GPT_STYLE, make_batch
+from tests.training.jobs import run_model
 
 V = 40
 SWITCH = SwitchConfig(
@@ -35,9 +36,6 @@ CONFIGS = {"t5": T5, "t5_decoder": T5_DECODER, "gpt": GPT, "untied": UNTIED}
 ON_ALL = pytest.mark.parametrize(
     "name", ["t5", "gpt", *(slow(n) for n in ("t5_decoder", "untied"))]
 )
-
-
-run = jax.jit(forward, static_argnums=0, static_argnames="is_training")
 
 
 def deeper(config):
@@ -127,7 +125,7 @@ def test_packed_examples_get_the_logits_they_get_alone(name):
     config = CONFIGS[name]
     params = numbers_for(config)
     batch = batch_for(config)
-    packed_BLV, _ = run(config, params, batch, is_training=False)
+    packed_BLV, _ = run_model(config, params, batch, is_training=False)
     # The same shapes, so that one program serves both: row 0 becomes its second example.
     alone = {key: np.zeros_like(value) for key, value in batch.items()}
     for key, value in batch.items():
@@ -137,7 +135,7 @@ def test_packed_examples_get_the_logits_they_get_alone(name):
     for key in ("encoder_segment_ids", "decoder_segment_ids"):
         if key in alone:
             alone[key] = np.minimum(alone[key], 1)
-    alone_BLV, _ = run(config, params, alone, is_training=False)
+    alone_BLV, _ = run_model(config, params, alone, is_training=False)
     start = int(np.argmax(batch["decoder_segment_ids"][0] == 2))
     np.testing.assert_allclose(
         alone_BLV[0, :3], packed_BLV[0, start : start + 3], rtol=1e-4, atol=1e-5
@@ -154,8 +152,8 @@ def test_scanned_equals_unrolled(name):
     config_, layers = unrolled(scanned, params)
     assert config_ == config
     how = dict(is_training=True, key=jax.random.key(3))
-    want, want_stats = run(config, layers, batch, **how)
-    got, got_stats = run(scanned, params, batch, **how)
+    want, want_stats = run_model(config, layers, batch, **how)
+    got, got_stats = run_model(scanned, params, batch, **how)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(got_stats.load_E, want_stats.load_E)
 
@@ -182,8 +180,8 @@ def test_remat_changes_no_gradient(scan_layers):
 def test_half_precision_is_near_float32(dtype):
     config = dataclasses.replace(T5, precision=Precision(compute=dtype))
     params, batch = numbers_for(T5), batch_for(T5)
-    want, _ = run(T5, params, batch, is_training=False)
-    got, _ = run(config, params, batch, is_training=False)
+    want, _ = run_model(T5, params, batch, is_training=False)
+    got, _ = run_model(config, params, batch, is_training=False)
     assert got.dtype == jnp.float32
     assert float(jnp.std(got - want) / jnp.std(want)) < (0.05 if dtype == "bfloat16" else 0.01)
 
@@ -212,7 +210,7 @@ def test_dropout_is_random_in_training_and_absent_without_a_key():
     params, batch = numbers_for(config), batch_for(config)
 
     def logits(config, key):
-        return np.asarray(run(config, params, batch, is_training=True, key=key)[0])
+        return np.asarray(run_model(config, params, batch, is_training=True, key=key)[0])
 
     same = logits(config, jax.random.key(1))
     np.testing.assert_array_equal(same, logits(config, jax.random.key(1)))

@@ -43,6 +43,7 @@ from tests.training.jobs import (
     make_batch,
     make_job,
     make_params,
+    run_model,
     with_switch,
 )
 from tests.training.saved_runs import lines
@@ -101,7 +102,7 @@ def test_all_records_of_a_task_are_read_by_its_rows():
 def test_a_row_chooses_experts_of_its_task_as_the_tasks_own_model_does():
     batch, params = make_batch(MODEL, 8), make_params(MODEL)
     batch["task_ids"] = np.repeat(np.arange(4), 2).astype(np.int32)
-    logits_BLV, stats = forward(MODEL, params, batch, is_training=False)
+    logits_BLV, stats = run_model(MODEL, params, batch, is_training=False)
     expert_BLS = np.asarray(stats.choices[0].expert_BLS)[0]
     is_token_BL = batch["decoder_segment_ids"] > 0
     task_BLS = np.broadcast_to(batch["task_ids"][:, None, None], expert_BLS.shape)
@@ -112,7 +113,7 @@ def test_a_row_chooses_experts_of_its_task_as_the_tasks_own_model_does():
         assert config.switch.num_experts == 2
         assert config.switch.router.kind == "top_k"
         rows = {name: x[2 * task : 2 * task + 2] for name, x in batch.items()}
-        want_BLV, _ = forward(config, own, rows, is_training=False)
+        want_BLV, _ = run_model(config, own, rows, is_training=False)
         got_BLV = logits_BLV[2 * task : 2 * task + 2]
         np.testing.assert_allclose(got_BLV, want_BLV, rtol=1e-5, atol=1e-5)
 
