@@ -72,5 +72,12 @@ def test_a_value_out_of_range_is_named(config, name, value):
         dataclasses.replace(config, **{name: value})
 
 
+def test_an_unknown_choice_is_told_the_known_ones():
+    with pytest.raises(ValueError) as error:
+        Precision(compute="int8")
+    known = "float32, bfloat16, float16, float64"
+    assert str(error.value) == f"Precision.compute='int8' is unknown; use one of {known}"
+
+
 def test_values_at_the_ends_of_a_range_are_taken():
     make_job(train_steps=0, seed=2**32 - 1, eval_batches=None)

@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from switchx import tree
+from switchx.checkpoint.checkpointer import Retention
 from switchx.checkpoint.manifest import numbers_of
 from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.retention import rewind
@@ -128,9 +129,11 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_again(finished, tm
 def test_a_signal_saves_the_step_that_was_running(finished, tmp_path):
     run = RunFolder(tmp_path)
 
-    outcome = train(tiny_job(), run, Events(signalled_after(3)))
+    job = tiny_job(retention=Retention(grace_s=1000.0))  # which a save does not take
+    outcome = train(job, run, events := Events(signalled_after(3)))
     assert (outcome.step, outcome.is_finished) == (3, False)
-    assert saved_steps(run) == {2, 3}
+    assert saved_steps(run) == {2, 3} and json.loads(run.last_save.read_text())["step"] == 3
+    assert not any("is not saved" in note for note in events.notes)
     train(tiny_job(), run, Events())
     assert_same(restore_params(run.root), restore_params(finished[0].root))
     assert steps_in(run.metrics) == [1, 2, 3, 4]

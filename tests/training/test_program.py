@@ -106,14 +106,6 @@ def test_raw_gradients_on_every_mesh_are_those_of_one_device(want, name):
     assert_gradients_of_one_device(raw_gradients(make_program(model, mesh)), want)
 
 
-def test_microbatches_on_a_mesh_add_up_to_the_batch_on_one_device(want):
-    program = make_program(ENCODER_DECODER, step=StepConfig(num_microbatches=2))
-    got = raw_gradients(program)
-    assert_gradients_of_one_device(got, want)
-    experts = tree.named_leaves(got[0])["decoder/blocks/layer_1/ffn/experts/w_in_EDF"]
-    assert shard_shapes(experts) == {(2, 16, 24)}
-
-
 # Random numbers are those of a row in the batch, of experts' slots those of a group. Groups of
 # two rows stay together.
 RANDOM = dataclasses.replace(

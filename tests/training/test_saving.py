@@ -69,14 +69,6 @@ def test_a_save_that_the_grace_does_not_suffice_for_is_not_begun(tmp_path, final
     assert_same(restore_params(run.root), final)
 
 
-def test_a_save_that_is_short_enough_is(tmp_path):
-    run = RunFolder(tmp_path)
-    events = stopped_after(3, run, job_of(grace_s=1000.0))
-    assert saved_steps(run) == {2, 3}
-    assert json.loads(run.last_save.read_text())["step"] == 3
-    assert not any("is not saved" in note for note in events.notes)
-
-
 def test_the_copy_that_is_made_instead_is_gone_on_from(tmp_path, final):
     run, local = RunFolder(tmp_path / "run"), str(tmp_path / "local")
     train(dataclasses.replace(tiny_job(), train_steps=2), run, Events())
