@@ -9,6 +9,7 @@ import pytest
 
 from switchx.inference.beam_search import continuations
 from switchx.inference.config import DecodingConfig
+from tests.cases import slow_unless
 from tests.inference.beam_oracle import (
     EOS,
     V,
@@ -26,7 +27,7 @@ DEFAULT_RULES = [
     (0.0, True), (0.6, "never"), (1.0, False), (2.0, "never"), (-1.5, False), (-10.0, "never"),
 ]  # fmt: skip
 RULES = [
-    pytest.param(*rule, marks=[] if rule in DEFAULT_RULES else pytest.mark.slow)
+    slow_unless(rule in DEFAULT_RULES, *rule)
     for rule in itertools.product((0.0, 0.6, 1.0, 2.0, -1.5, -10.0), (True, False, "never"))
 ]
 

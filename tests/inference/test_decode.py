@@ -24,6 +24,7 @@ from switchx.models.block import BlockInputs
 from switchx.models.config import ModelConfig
 from switchx.models.params import bind, forward, init_params
 from switchx.models.unroll import scanned_blocks
+from tests.cases import slow
 from tests.inference.tiny import SOURCE_BM, V, model, start
 
 T = 5
@@ -85,11 +86,7 @@ def at_once(params):
     return forward(model()[0], params, batch, is_training=False)[0]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [model, pytest.param(scanned, marks=pytest.mark.slow)],
-    ids=["unrolled", "scanned"],
-)
+@pytest.mark.parametrize("make", [model, slow(scanned)], ids=["unrolled", "scanned"])
 def test_tokens_in_pieces_over_a_cache_have_the_logits_of_the_whole_text(make):
     config, params = make()
     got_BTV, cache = in_pieces(config, params, (3, 2), T + 3)

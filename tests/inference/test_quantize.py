@@ -23,6 +23,7 @@ from switchx.inference.quantize import (
 )
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import forward, init_params
+from tests.cases import slow_unless
 from tests.data.refusals import refused
 from tests.inference import tiny
 from tests.models.batches import make_batch
@@ -46,7 +47,7 @@ def dequantized(params):
 @pytest.mark.parametrize(
     ("bits", "dispatcher"),
     [
-        pytest.param(bits, name, marks=[] if (bits, name) in DEFAULT else pytest.mark.slow)
+        slow_unless((bits, name) in DEFAULT, bits, name)
         for bits in (8, 4)
         for name in ("gather", "einsum", "dropless")
     ],

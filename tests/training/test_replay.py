@@ -30,6 +30,7 @@ from switchx.training.microbatches import sparse_stacks
 from switchx.training.pipelined import build_schedule, pipelined_gradients
 from switchx.training.program import TrainingProgram
 from switchx.training.step import StepConfig, gradients
+from tests.cases import slow_unless
 from tests.training.jobs import ENCODER_DECODER, LENGTH, SPARSE, WEIGHTY, make_job, make_params
 from tests.training.pipelines import assert_equal, stacked
 
@@ -288,9 +289,7 @@ def backward_decisions(router: RouterConfig, remat: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "remat"),
     [
-        pytest.param(
-            name, remat, marks=[pytest.mark.slow] * ((name, remat) != ("top 2", "full"))
-        )
+        slow_unless((name, remat) == ("top 2", "full"), name, remat)
         for name, remat in itertools.product(ROUTERS, ("minimal", "full"))
     ],
 )
