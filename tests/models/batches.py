@@ -32,8 +32,10 @@ def segments(rows):
     return segment_BL, position_BL
 
 
-def make_batch(vocab_size: int, *, is_encoder_decoder: bool, seed: int = 0) -> dict:
-    """Two rows, the first with two packed examples."""
+def make_batch(
+    vocab_size: int, *, is_encoder_decoder: bool, seed=0, sizes=([[4, 3], [6]], [[5, 4], [8]])
+) -> dict:
+    """Two rows, the first with two packed examples; or of other sizes, the decoder's first."""
     rng = np.random.default_rng(seed)
 
     def tokens(segment_BL):
@@ -41,7 +43,7 @@ def make_batch(vocab_size: int, *, is_encoder_decoder: bool, seed: int = 0) -> d
             np.int32
         )
 
-    segment_BL, position_BL = segments([[4, 3], [6]])
+    segment_BL, position_BL = segments(sizes[0])
     target_BL = tokens(segment_BL)
     shifted_BL = np.roll(target_BL, 1, axis=1) * (position_BL > 0)
     batch = {
@@ -53,7 +55,7 @@ def make_batch(vocab_size: int, *, is_encoder_decoder: bool, seed: int = 0) -> d
     }
     if not is_encoder_decoder:
         return batch | {"decoder_prefix_mask": np.zeros_like(segment_BL)}
-    segment_BM, position_BM = segments([[5, 4], [8]])
+    segment_BM, position_BM = segments(sizes[1])
     return batch | {
         "encoder_input_tokens": tokens(segment_BM),
         "encoder_segment_ids": segment_BM,

@@ -60,12 +60,6 @@ def test_bias_is_one_table_for_all_blocks_and_equals_float64(is_decoder):
     np.testing.assert_allclose(bias_HLM, want_HLM, rtol=1e-6)
 
 
-def test_learned_positions_need_no_bias():
-    stack, params = make(GPT)
-    assert "relative_bias" not in params
-    assert stack.position_bias(L, L) is None
-
-
 def run(stack, params, **options):
     x_BLD, is_token_BL, mask_BLM = inputs()
 
