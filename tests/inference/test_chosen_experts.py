@@ -31,6 +31,7 @@ from tests.inference.slot_models import (
     written,
 )
 from tests.inference.tiny import assert_same_texts, tokens
+from tests.training.jobs import with_switch
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
@@ -119,8 +120,7 @@ def test_the_device_has_slots_and_no_more(monkeypatch):
 @SLOW
 def test_capacity_of_evaluation_drops_the_same_tokens():
     config, params = model("gpt", None)
-    narrow = dataclasses.replace(config.switch, eval_capacity_factor=0.1)
-    config = dataclasses.replace(config, switch=narrow)
+    config = with_switch(config, eval_capacity_factor=0.1)
     pairs = [([3, 4, 5], [6, 7, 1]), ([5, 5], [5, 5, 5, 1])]
     want = sorted(Scorer(with_capacity(config), params)(pairs))
     free = sorted(Scorer(without_capacity(config), params)(pairs))
@@ -180,9 +180,7 @@ def test_a_router_that_repeats_is_predicted():
     """Where the next router is this one, and reads the same rows, all is predicted."""
     logits_RE = np.random.default_rng(1).normal(size=(5, E)).astype(np.float32)
     x_RD = np.linalg.qr(np.random.default_rng(0).normal(size=(8, 8)))[0][:5].astype(np.float32)
-    config = dataclasses.replace(
-        GPT, switch=dataclasses.replace(GPT.switch, router=RouterConfig(num_selected=2))
-    )
+    config = with_switch(GPT, router=RouterConfig(num_selected=2))
     # Of rows that are orthogonal, a router with the wanted logits; the last two are unused.
     w_router_DE, count_E = x_RD.T @ logits_RE, np.array([2, 0, 1, 0], np.int32)
     found_E = expert_slots.predicted(config, w_router_DE, None, x_RD, count_E)

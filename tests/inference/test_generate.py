@@ -18,6 +18,7 @@ from switchx.moe.config import RouterConfig
 from tests.cases import slow, slow_unless
 from tests.inference.tiny import CONFIG, V, assert_same_texts, trained, written
 from tests.models.batches import GPT_STYLE
+from tests.training.jobs import with_switch
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
@@ -220,19 +221,14 @@ def test_capacity_is_kept_where_it_is_asked_for():
     dropping = for_decoding(config, is_dropless=False)
     assert dropping == config
     router = dataclasses.replace(config.switch.router, padding="counted")
-    config = dataclasses.replace(
-        config, switch=dataclasses.replace(config.switch, expert_capacity=2, router=router)
-    )
-    dropless = for_decoding(config)
+    dropless = for_decoding(with_switch(config, expert_capacity=2, router=router))
     assert dropless.switch.router.overflow == "dropless"
     assert dropless.switch.router.padding == "ignored"  # so that what is finished is pruned
 
 
 def test_switch_attention_is_refused():
-    config = MODELS["encoder-decoder"]
-    switch = dataclasses.replace(config.switch, sublayers="both")
     with pytest.raises(ValueError, match="have no cache; decode a model with"):
-        for_decoding(dataclasses.replace(config, switch=switch))
+        for_decoding(with_switch(MODELS["encoder-decoder"], sublayers="both"))
 
 
 @pytest.mark.parametrize(

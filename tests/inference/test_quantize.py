@@ -27,6 +27,7 @@ from tests.cases import slow_unless
 from tests.data.refusals import refused
 from tests.inference import tiny
 from tests.models.batches import make_batch
+from tests.training.jobs import with_switch
 
 CONFIG = ModelConfig(
     "encoder_decoder", 40, 16, 32, 2, 8, 1, 1, switch=SwitchConfig(4, every=1, expert_bias=True)
@@ -53,8 +54,7 @@ def dequantized(params):
     ],
 )
 def test_logits_are_those_of_the_weights_it_stands_for(bits, dispatcher, key):
-    switch = dataclasses.replace(CONFIG.switch, dispatcher=dispatcher)
-    config = dataclasses.replace(CONFIG, switch=switch)
+    config = with_switch(CONFIG, dispatcher=dispatcher)
     config, params, errors, _ = quantize_experts(config, init_params(config, key), bits=bits)
     leaves = jax.tree.leaves(params, is_leaf=is_quantized)
     assert sum(map(is_quantized, leaves)) == len(errors) == 6  # in, gate, out of two blocks

@@ -28,7 +28,7 @@ from tests.data.refusals import refused
 from tests.inference.exports import DECODER, INPUTS, MESH, export, generated, rewrite
 from tests.inference.tiny import trained
 from tests.processes import ROOT, xla_flags
-from tests.training.jobs import ENCODER_DECODER
+from tests.training.jobs import ENCODER_DECODER, with_switch
 from tests.training.saved_runs import save_run
 
 PAGE = (ROOT / "docs/export.md").read_text(encoding="utf-8")
@@ -283,8 +283,7 @@ def test_a_program_that_is_none(copy):
 @pytest.mark.slow  # half a minute; the README's commands are a default test
 def test_the_page_runs(in_a_folder, capsys):
     sizes = {"num_encoder_layers": 2, "num_decoder_layers": 2}
-    switch = dataclasses.replace(ENCODER_DECODER.switch, every=1)
-    model = dataclasses.replace(ENCODER_DECODER, switch=switch, **sizes)
+    model = dataclasses.replace(with_switch(ENCODER_DECODER, every=1), **sizes)
     save_run(in_a_folder / "runs/tiny", model)
     blocks = re.findall(r"^```(python|bash)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     for language, block in blocks:

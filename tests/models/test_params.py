@@ -20,7 +20,7 @@ from tests.cases import slow
 from tests.compare import assert_close
 from tests.layers.weights import numbers_like
 from tests.models.batches import GPT_STYLE, make_batch
-from tests.training.jobs import run_model
+from tests.training.jobs import run_model, with_switch
 
 V = 40
 SWITCH = SwitchConfig(
@@ -111,42 +111,11 @@ def test_causality_and_packing_isolation_by_gradient(name):
             np.testing.assert_array_equal(sees_BM, expected_BM)
 
 
-def test_a_prefix_is_seen_from_everywhere_in_its_example():
-    params = numbers_for(T5_DECODER)
-    batch = batch_for(T5_DECODER)
-    batch["decoder_prefix_mask"][1, :4] = 1
-    (gradients,) = embedding_gradients(T5_DECODER, params, batch, [(1, 0)])
-    norms = gradients["decoder_input_tokens"]
-    np.testing.assert_array_equal(norms[1] > 1e-9, np.arange(len(norms[1])) < 4)
-
-
-@ON_ALL
-def test_packed_examples_get_the_logits_they_get_alone(name):
-    config = CONFIGS[name]
-    params = numbers_for(config)
-    batch = batch_for(config)
-    packed_BLV, _ = run_model(config, params, batch, is_training=False)
-    # The same shapes, so that one program serves both: row 0 becomes its second example.
-    alone = {key: np.zeros_like(value) for key, value in batch.items()}
-    for key, value in batch.items():
-        side = "encoder_segment_ids" if key.startswith("encoder") else "decoder_segment_ids"
-        is_second = batch[side][0] == 2
-        alone[key][0, : is_second.sum()] = value[0, is_second]
-    for key in ("encoder_segment_ids", "decoder_segment_ids"):
-        if key in alone:
-            alone[key] = np.minimum(alone[key], 1)
-    alone_BLV, _ = run_model(config, params, alone, is_training=False)
-    start = int(np.argmax(batch["decoder_segment_ids"][0] == 2))
-    np.testing.assert_allclose(
-        alone_BLV[0, :3], packed_BLV[0, start : start + 3], rtol=1e-4, atol=1e-5
-    )
-
-
 @ON_ALL
 def test_scanned_equals_unrolled(name):
     """With the masks of dropout and the jitter of routers, which are each layer's own."""
-    switch = dataclasses.replace(SWITCH, router=RouterConfig(jitter=0.1))
-    config = dataclasses.replace(deeper(CONFIGS[name]), switch=switch, dropout_rate=0.2)
+    config = with_switch(deeper(CONFIGS[name]), router=RouterConfig(jitter=0.1))
+    config = dataclasses.replace(config, dropout_rate=0.2)
     scanned = dataclasses.replace(config, scan_layers=True)
     params, batch = numbers_for(scanned), batch_for(config)
     config_, layers = unrolled(scanned, params)

@@ -12,14 +12,11 @@ from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.moe.experts import Experts
 from tests.layers.weights import numbers_for, with_params
 from tests.moe.oracle import activated
+from tests.training.jobs import with_switch
 
 E, R, D, F = 3, 8, 5, 7
 SWITCH = SwitchConfig(E, every=1)
 CONFIG = ModelConfig("decoder_only", 8, D, F, 2, 3, 1, activation="relu", switch=SWITCH)
-
-
-def with_switch(config=CONFIG, **changes):
-    return dataclasses.replace(config, switch=dataclasses.replace(config.switch, **changes))
 
 
 def rows(seed=1):

@@ -30,6 +30,7 @@ from tests.training.jobs import (
     make_batch,
     make_job,
     with_padded_rows,
+    with_switch,
 )
 from tests.training.steps import raw_gradients
 
@@ -179,10 +180,8 @@ def test_what_cannot_be_gathered_so_is_refused(name):
     changes, message = REFUSED[name]
     changes = {"mesh": MeshSpec(fsdp=8), "model": SCANNED} | changes
     switch = {key: changes.pop(key) for key in ("router", "group_size") if key in changes}
-    model = changes["model"]
-    model = dataclasses.replace(model, switch=dataclasses.replace(model.switch, **switch))
     with refused(message):
-        make_program(model, changes["mesh"], 9)
+        make_program(with_switch(changes["model"], **switch), changes["mesh"], 9)
 
 
 def test_a_bucket_of_nothing_is_refused():

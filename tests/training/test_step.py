@@ -294,7 +294,7 @@ def test_no_two_leaves_share_a_buffer():
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
 
 
-BIASED = dataclasses.replace(SPARSE.switch, expert_bias=True)
+BIASED = with_switch(SPARSE, expert_bias=True)
 TWO = RouterConfig(num_selected=2, jitter=0.0)
 MANY = RouterConfig(num_selected=MOST_GATHERED + 1, jitter=0.0)
 AROUND = RouterConfig(overflow="identity", jitter=0.0)
@@ -303,13 +303,15 @@ AROUND = RouterConfig(overflow="identity", jitter=0.0)
 @pytest.mark.parametrize(
     "model",
     [
-        dataclasses.replace(SPARSE, norm="layer", use_bias=True, switch=BIASED),
-        dataclasses.replace(
-            ENCODER_DECODER, activation="geglu", switch=dataclasses.replace(BIASED, router=TWO)
+        dataclasses.replace(BIASED, norm="layer", use_bias=True),
+        with_switch(
+            dataclasses.replace(ENCODER_DECODER, activation="geglu"),
+            expert_bias=True,
+            router=TWO,
         ),
-        dataclasses.replace(SPARSE, switch=dataclasses.replace(BIASED, router=MANY)),
-        dataclasses.replace(SPARSE, switch=dataclasses.replace(BIASED, router=AROUND)),
-        dataclasses.replace(SPARSE, switch=dataclasses.replace(BIASED, dispatcher="dropless")),
+        with_switch(BIASED, router=MANY),
+        with_switch(BIASED, router=AROUND),
+        with_switch(BIASED, dispatcher="dropless"),
     ],
     ids=["gpt", "t5", "many choices", "identity", "dropless"],
 )

@@ -269,11 +269,10 @@ def test_experts_are_beside_rows_only_where_groups_are():
     """Otherwise a device routes tokens of the next one's rows, whose experts it has not."""
     used = {True: [], False: []}
     for size in range(4, 140):
-        switch = dataclasses.replace(MODEL.switch, group_size=size)
-        job = tasks_job(dataclasses.replace(MODEL, switch=switch))
+        job = tasks_job(with_switch(MODEL, group_size=size))
         mesh = types.SimpleNamespace(shape=MeshSpec(data=1, expert=2).sizes(2))
         rows, parts = job.batch_size, 2
-        G, T = layer_groups(switch, rows, LENGTH)
+        G, T = layer_groups(job.model.switch, rows, LENGTH)
         token = np.arange(rows * LENGTH)
         is_beside = G % parts == 0 and np.array_equal(
             token // T // (G // parts), token // LENGTH // (rows // parts)
