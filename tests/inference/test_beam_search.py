@@ -131,11 +131,7 @@ def test_a_sentence_that_is_done_stays_as_it_is():
     logits_BLV[:, :, EOS] = 9.0  # everything ends
     rows = rows_of([False, True], config)
     after, _, still_B = advance(
-        start(2, config.program_of(4)),
-        logits_BLV,
-        0,
-        rows,
-        program=config.program_of(4),
+        start(2, config.program_of(4)), logits_BLV, 0, rows, program=config.program_of(4)
     )
     np.testing.assert_array_equal(after.is_finished_BL[0], False)
     assert bool(after.is_finished_BL[1, 0])

@@ -22,12 +22,7 @@ from switchx.interop.decoder_families import (
     tensor_names,
 )
 from switchx.interop.huggingface_config import Fields
-from switchx.interop.tensor_folder import (
-    WAY_OUT,
-    TensorFolder,
-    from_torch,
-    to_torch,
-)
+from switchx.interop.tensor_folder import WAY_OUT, TensorFolder, from_torch, to_torch
 from switchx.models.params import forward
 from tests.interop.decoder_models import BASE, CASES, SCALED, B, L, V, batch_of, theirs
 

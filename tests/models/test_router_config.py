@@ -153,11 +153,7 @@ HASH = "a token's id alone decides, and there is no router"
             f"bias_update_rate=0.1 {CHOOSE} bias_update_rate=None",
         ),
         ("expert_choice", {"replay": True}, f"replay=True {CHOOSE} replay=False"),
-        (
-            "hash",
-            {"replay": True, "exploration": "none"},
-            f"replay=True {HASH} replay=False",
-        ),
+        ("hash", {"replay": True, "exploration": "none"}, f"replay=True {HASH} replay=False"),
         ("hash", {}, f"exploration='jitter' {HASH} exploration='none'"),
         ("hash", {"gate": "normalized"}, f"gate='normalized' {HASH} gate='softmax'"),
         (

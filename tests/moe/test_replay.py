@@ -129,7 +129,7 @@ def test_gates_of_given_experts_have_the_gradient_of_finite_differences(double):
         assert np.min(np.abs(want_DE)) > 1e-3
 
 
-SPARSE = dataclasses.replace(with_switch(MODEL, every=2), num_decoder_layers=4)
+SPARSE = with_switch(dataclasses.replace(MODEL, num_decoder_layers=4), every=2)
 
 
 def batch_of(**changes) -> dict:
