@@ -21,7 +21,8 @@ SLOW = pytest.mark.slow
 T = 6
 WAYS = {
     "greedy": {},
-    "samples": {"temperature": 1.5, "num_return_sequences": 2, "best_of": 3},
+    # In one batch to its end: few programs. In the others' it shrinks.
+    "samples": dict(temperature=1.5, num_return_sequences=2, best_of=3, pruning="experts"),
     "beams": {"beam_size": 3},
     "stops": {"stop": ("b",)},
 }
@@ -61,7 +62,7 @@ def test_a_record_is_that_of_the_texts_read_whole(name, way, bits, slots, tmp_pa
     if slots:
         decoded, options["experts"] = with_slots(name, bits, slots)
         decoded, with_params = for_decoding(decoded), options["experts"].params
-    # Some texts end, at different steps, so that the batch shrinks; others are cut off.
+    # Some texts end, at different steps; others are cut off.
     decoding = DecodingConfig(T, eos_id=7, other_eos_ids=(10,), **WAYS[way])
     info = RecordInfo(config.switch, config.sparse_layers_by_stack, 0, "generate")
     with RecordWriter(tmp_path / "decoded", info) as record:
