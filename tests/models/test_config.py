@@ -114,10 +114,9 @@ def test_precision():
 
 
 def test_descriptions_are_frozen_and_can_be_keys():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        T5.d_model = 8
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        SWITCH.num_experts = 8
+    for description, field in ((T5, "d_model"), (SWITCH, "every"), (EXPERT_CHOICE, "kind")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(description, field, 8)
     assert hash(SPARSE) == hash(dataclasses.replace(SPARSE))
 
 
