@@ -18,9 +18,11 @@ ENCODER_DECODER = ModelConfig(
     "encoder_decoder", V, 16, 32, 2, 8, 1, 1, init_scale=4.0, scan_layers=True,
     switch=SwitchConfig(E, every=1, router=RouterConfig(num_selected=2)),
 )  # fmt: skip
+# Of logits that are not sharp, so that texts ask for experts again.
 GPT = ModelConfig(
-    "decoder_only", V, 16, 32, 2, 8, 2, max_length=32, init_scale=4.0, **GPT_STYLE,
+    "decoder_only", V, 16, 32, 2, 8, 2, max_length=32, init_scale=4.0,
     switch=SwitchConfig(E, every=1, expert_bias=True),
+    **GPT_STYLE | {"scale_tied_logits": True},
 )  # fmt: skip
 MODELS = {"encoder-decoder": ENCODER_DECODER, "gpt": GPT}
 INPUTS = [[3, 4, 5, 8], [6, 2, 7, 8], [5, 5, 2], [11, 4, 4]]
