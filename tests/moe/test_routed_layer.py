@@ -149,9 +149,9 @@ def test_padding_that_fills_the_last_group_is_never_counted():
     assert run(layer, params)[1].tokens == B * L
 
 
-@pytest.mark.parametrize("exploration", ["jitter", "sample", "dropout"])
+@pytest.mark.parametrize("exploration", ["sample", "dropout"])  # jitter: test_layer.py
 def test_exploration_is_for_training_with_a_key(exploration, key):
-    router = RouterConfig(exploration=exploration, jitter=0.5, input_dropout_rate=0.5)
+    router = RouterConfig(exploration=exploration, input_dropout_rate=0.5)
     layer, params = make(router, eval_capacity_factor=1.0)
     calm, _ = run(layer, params)
     np.testing.assert_array_equal(run(layer, params, is_training=False, key=key)[0], calm)

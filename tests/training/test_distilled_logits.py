@@ -28,6 +28,7 @@ from switchx.training.step import StepConfig
 from tests.data.refusals import refused
 from tests.training.jobs import DENSE, SPARSE, Events, make_job, make_params, run_model
 from tests.training.saved_runs import lines, save_run
+from tests.training.train_states import damage
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
@@ -154,11 +155,8 @@ def test_damaged_folders_are_refused(folders, tmp_path):
     job = job_of(copy)
     program = WrittenTeacherProgram(job, ONE)
     batch = next(TrainLoader(job.source, job.batches, seed=job.seed))
-    file = copy / "0000001_0.npz"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 255
-    file.write_bytes(content)
-    with refused(f"{file} is damaged"):
+    damage(copy / "0000001_0.npz")
+    with refused(f"{copy / '0000001_0.npz'} is damaged"):
         program.place_for_training(batch)
     save_vocabulary(TokenIdVocabulary(384), copy)
     with refused("was written by another vocabulary"):

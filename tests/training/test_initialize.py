@@ -23,6 +23,7 @@ from switchx.tree import named_leaves
 from tests.compare import assert_close
 from tests.data.refusals import refused
 from tests.training.jobs import DENSE, SPARSE, Events, make_job
+from tests.training.saved_runs import lines
 
 pytestmark = pytest.mark.usefixtures("steps_traced_once")
 
@@ -124,8 +125,7 @@ def test_the_rate_that_is_logged_goes_on_with_the_optimizers_count(source, tmp_p
     )  # fmt: skip
 
     def rates():
-        lines = map(json.loads, run.metrics.read_text().splitlines())
-        return [line["learning_rate"] for line in lines]
+        return [line["learning_rate"] for line in lines(run.metrics)]
 
     train(job, run, Events())
     assert rates() == pytest.approx([0.4, 0.5])  # the source has taken four steps

@@ -19,7 +19,7 @@ from switchx.training.text_evaluation import TaskTexts, TextEvaluation, TimeLimi
 from tests.data.fakes import pair_corpus
 from tests.data.refusals import refused
 from tests.training.jobs import Events, tiny_job
-from tests.training.saved_runs import saved_steps
+from tests.training.saved_runs import lines, saved_steps
 
 pytestmark = pytest.mark.usefixtures("steps_traced_once")
 
@@ -60,8 +60,7 @@ def job_of(**changes):
 
 
 def texts_in(run) -> dict[int, dict]:
-    lines = map(json.loads, run.validation.read_text().splitlines())
-    return {line["step"]: line["texts"]["pairs"] for line in lines}
+    return {line["step"]: line["texts"]["pairs"] for line in lines(run.validation)}
 
 
 @pytest.fixture(scope="module")
