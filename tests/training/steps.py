@@ -3,8 +3,18 @@
 
 import jax
 
+from switchx.partitioning.mesh import MeshSpec
 from switchx.training.step import gradients
 from tests.training.jobs import make_batch, make_params
+
+# Each axis that splits tokens, experts or weights with another, and all of them.
+MESHES = {
+    "data": MeshSpec(data=4),
+    "fsdp": MeshSpec(data=2, fsdp=2),
+    "expert": MeshSpec(expert=4),
+    "model": MeshSpec(data=2, model=2),
+    "all": MeshSpec(fsdp=2, expert=2, model=2),
+}
 
 
 def raw_gradients(program, batch=None, params=None, seam_of=lambda *beside: None):

@@ -13,7 +13,6 @@ import pytest
 
 from switchx import tree
 from switchx.optim.updates import global_norm
-from switchx.partitioning.mesh import MeshSpec
 from switchx.training.distillation.soft_loss import Distillation, Teacher, taught_by
 from switchx.training.distillation.student import DistilledProgram, as_teacher
 from switchx.training.step import StepConfig, gradients
@@ -28,20 +27,13 @@ from tests.training.jobs import (
     make_params,
 )
 from tests.training.saved_runs import save_run
-from tests.training.steps import raw_gradients
+from tests.training.steps import MESHES, raw_gradients
 
 ROWS = 16
 FEWER = dataclasses.replace(SPARSE, switch=dataclasses.replace(SWITCH, num_experts=4))
 # Half of what experts are asked for finds no slot.
 TIGHT = dataclasses.replace(SWITCH, eval_capacity_factor=0.5)
 TEACHERS = {"dense": DENSE, "sparse": dataclasses.replace(SPARSE, switch=TIGHT)}
-MESHES = {
-    "data": MeshSpec(data=4),
-    "fsdp": MeshSpec(data=2, fsdp=2),
-    "expert": MeshSpec(expert=4),
-    "model": MeshSpec(data=2, model=2),
-    "all": MeshSpec(fsdp=2, expert=2, model=2),
-}
 OTHERS = [(name, parts) for name in MESHES for parts in (1, 2) if (name, parts) != ("all", 1)]
 
 
