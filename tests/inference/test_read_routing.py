@@ -94,7 +94,8 @@ def test_a_record_is_that_of_the_texts_read_whole(name, way, bits, slots, tmp_pa
     assert len(best) == 4 and {said.is_finished for _, said in each} == {True, False}
 
 
-@pytest.mark.parametrize("beam_size", [2, pytest.param(1, marks=SLOW)])
+@SLOW  # ten programs; texts that join: test_running_batch.py
+@pytest.mark.parametrize("beam_size", [1, 2])
 def test_texts_that_join_a_running_batch_have_the_routing_that_they_have_alone(beam_size):
     """Where rows, prompts and the ring grow, and the ring goes on behind texts that ended."""
     config, params = model("gpt", None)

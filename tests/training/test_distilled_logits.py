@@ -122,9 +122,11 @@ def test_what_does_not_fit_is_refused(folders, tmp_path):
         with refused(said):
             WrittenTeacherProgram(job, ONE)
     for name, value in (("seed", 1), ("train_steps", STEPS + 1)):
-        job = job_of(top, eval_at_start=False, **{name: value})
+        job = job_of(top, **{name: value})
+        loader = TrainLoader(job.source, job.batches, seed=job.seed)
+        *_, last = [next(loader) for _ in range(job.train_steps)]
         with refused("has no logits of this batch"):
-            train(job, RunFolder(tmp_path / name), Events(), devices=ONE)
+            WrittenTeacherProgram(job, ONE).place_for_training(last)
     with refused("--top=385 of 384 ids"):
         write_logits(job_of(folders / "run"), tmp_path / "x", 385, ONE)
     with refused(f"{top} exists"):
