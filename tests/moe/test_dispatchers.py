@@ -107,11 +107,30 @@ def test_what_the_compiler_splits_runs_anywhere(name, spec):
     ("name", "spec", "reason"),
     [
         (
+            "all_to_all",
+            MeshSpec(),
+            "dispatcher='all_to_all' needs experts on devices that have different tokens, and "
+            "this mesh has none; use expert > 1, or dispatcher='gather'",
+        ),
+        (
             "ragged_all_to_all",
             MeshSpec(model=4, rules=PIPELINE_MOE),
             "dispatcher='ragged_all_to_all' needs experts on devices that have different "
             "tokens, and this mesh has none (rules put them on 'model'); use expert > 1, or "
             "dispatcher='gather'",
+        ),
+        (
+            "hierarchical",
+            MeshSpec(expert=4),
+            "dispatcher='hierarchical' needs an expert axis in two, node > 1 and expert > 1, "
+            "but this mesh has node=1 x expert=4; use dispatcher='all_to_all', or split it",
+        ),
+        (
+            "dropless",
+            MeshSpec(node=2, expert=2),
+            "dispatcher='dropless' needs all experts on every device, but this mesh splits "
+            "them (rules put them on 'node*expert'); use dispatcher='ragged_all_to_all', or a "
+            "mesh without",
         ),
         (
             "sliced",
@@ -144,7 +163,6 @@ def test_what_the_compiler_splits_runs_anywhere(name, spec):
     ],
 )
 def test_a_mesh_without_the_axes_is_refused_with_the_ways_out(name, spec, reason):
-    """Under other rules than those of docs/equivalence.md, whose reasons are all compared."""
     assert why_not(name, spec) == reason
 
 
