@@ -129,9 +129,10 @@ def test_experts_are_those_of_a_loop_over_rows(is_shared):
         h = np.float64(x_ERD[e]) @ matrix("w_in_EDF", e) + np.float64(b_in_EF[e])
         h = h / (1 + np.exp(-h)) * (np.float64(x_ERD[e]) @ matrix("w_gate_EDF", e))
         want[e] = h @ matrix("w_out_EFD", e) + np.float64(b_out_ED[e])
-    np.testing.assert_allclose(jax.jit(bank)(x_ERD), want, rtol=2e-5, atol=2e-6)
+    got = jax.jit(lambda x_ERD: bank(x_ERD))(x_ERD)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
     count_E, gate_R = jnp.array([R] * E), jnp.arange(E * R, dtype=jnp.float32)
-    got = jax.jit(bank.run_rows)(x_ERD.reshape(E * R, D), count_E, gate_R)
+    got = jax.jit(lambda *rows: bank.run_rows(*rows))(x_ERD.reshape(E * R, D), count_E, gate_R)
     rows = want.reshape(E * R, D) * np.arange(E * R)[:, None]
     np.testing.assert_allclose(got, rows, rtol=2e-5, atol=2e-5)
 
@@ -151,7 +152,7 @@ def test_gradients_of_a_quantized_product_are_those_of_the_dequantized_one(bits)
         return jnp.sum(y_RF * dy_RF)
 
     arrays = x_RD, a_EDJ, b_EJF
-    got, want = (jax.grad(loss)(arrays, base) for base in (q, dequantize(q)))
+    got, want = (jax.jit(jax.grad(loss))(arrays, base) for base in (q, dequantize(q)))
     assert float(jnp.abs(want[0]).max()) > 0.1
     for mine, theirs in zip(got, want, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
