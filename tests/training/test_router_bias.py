@@ -242,7 +242,7 @@ def test_stages_and_replicas_give_the_gradients_and_counts_of_one_device(rule):
     """Raw gradients, loss and what routers move by: stages, replicas, four microbatches."""
     changes = (RULES | {"sequence": SEQUENCES, "batch": BATCH})[rule]
     config = with_switch(stacked(SPARSE, 4), **changes)
-    batch = with_padded_rows(make_batch(config, 16), 1, 6, 7)
+    batch = with_padded_rows(make_batch(config, 32), 1, 6, 7)
     # Rows of two sequences, as far as they are long enough.
     segments = batch["decoder_segment_ids"]
     batch["decoder_segment_ids"] = segments * (1 + (np.arange(LENGTH) >= 3))
@@ -250,5 +250,5 @@ def test_stages_and_replicas_give_the_gradients_and_counts_of_one_device(rule):
     if rule != "batch":  # refused with stages
         assert_equal(pipelined(config, MeshSpec(pipe=2, data=4), batch=batch), want)
     mesh, step = MeshSpec(data=4, expert=2), StepConfig(num_microbatches=4)
-    job = make_job(config, mesh=mesh, step=step, loss=WEIGHTY, batch_size=16)
+    job = make_job(config, mesh=mesh, step=step, loss=WEIGHTY, batch_size=32)
     assert_equal(jax.device_get(raw_gradients(compiled_program(job), batch)), want)
