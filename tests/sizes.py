@@ -14,7 +14,7 @@ BUDGETS = {
     "switchx": 79_300,
     "pallas_kernels": 9_860,
     "experiments": 7_450,
-    "tests": 77_000,
+    "tests": 76_060,
     "tests/bench": 500,
 }
 
