@@ -45,3 +45,13 @@ def assert_slope(function, point, gradients, rtol: float, atol: float = 0.0) -> 
     slope = (moved(1e-6) - moved(-1e-6)) / 2e-6
     dot = sum(map(np.vdot, jax.tree.leaves(gradients), jax.tree.leaves(direction)))
     np.testing.assert_allclose(dot, slope, rtol=rtol, atol=atol)
+
+
+def slopes(function, point, step: float = 1e-5) -> np.ndarray:
+    """Central differences of a function by each number of an array."""
+    found = np.zeros(np.shape(point))
+    for place in np.ndindex(found.shape):
+        moved = np.zeros_like(found)
+        moved[place] = step
+        found[place] = (function(point + moved) - function(point - moved)) / (2 * step)
+    return found

@@ -37,11 +37,14 @@ TINY_RUN = ("train", "--gin_file=configs/runs/pretrain_tiny.gin")
 
 
 @contextlib.contextmanager
-def compiled_once(folder: pathlib.Path) -> Iterator[None]:
-    """Keeps whatever is compiled in this process in `folder`, however quickly it was."""
+def compiled_once(folder: pathlib.Path | None) -> Iterator[None]:
+    """Keeps whatever is compiled in this process in `folder`, however quickly it was.
+
+    None is for what names a folder itself.
+    """
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(folder), 0), strict=True):
+    for name, value in zip(names, (folder and str(folder), 0), strict=True):
         jax.config.update(name, value)
     compilation_cache.reset_cache()
     try:

@@ -14,7 +14,7 @@ BUDGETS = {
     "switchx": 78_830,
     "pallas_kernels": 9_860,
     "experiments": 7_540,
-    "tests": 76_970,
+    "tests": 76_060,
     "tests/bench": 440,
 }
 

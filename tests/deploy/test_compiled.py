@@ -10,7 +10,8 @@ from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import Topology
 from tests.inference import exports
-from tests.inference.exports import export, trained
+from tests.inference.exports import export
+from tests.inference.tiny import trained
 
 # Of sizes that kernels take.
 WIDE = ModelConfig(

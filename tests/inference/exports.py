@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small model, its inputs and its exports, for what writes and what runs them."""
 
-import functools
 import hashlib
 import json
-
-import jax
 
 from switchx.inference.config import DecodingConfig
 from switchx.inference.export import Shapes, Target, export_model
 from switchx.inference.generate import Generator, for_decoding
-from switchx.inference.quantize import quantize_experts
 from switchx.models.config import ModelConfig, SwitchConfig
-from switchx.models.params import init_params
 from switchx.partitioning.mesh import MeshSpec
-from tests.inference.tiny import CONFIG, V
+from tests.inference.tiny import V, written
 
 DECODER = ModelConfig(
     "decoder_only", V, 16, 32, 4, 8, 1, switch=SwitchConfig(4, every=1), init_scale=4.0
@@ -23,14 +18,6 @@ INPUTS = [[3, 4, 5, 8, 2], [6, 2, 7, 8, 9, 10], [5]]
 SHAPES = Shapes(batch_size=4, input_length=6)
 MESH = MeshSpec(data=2, expert=2, model=2)
 REBUILD = "switchx export --model_dir=runs/x"
-
-
-@functools.cache
-def trained(bits: int | None = None, config: ModelConfig = CONFIG, **options):
-    params = init_params(config, jax.random.key(33))
-    if bits is None:
-        return config, params
-    return quantize_experts(config, params, bits=bits, **options)[:2]
 
 
 def export(folder, model, platforms, *, mesh=None, **decoding):
@@ -44,8 +31,8 @@ def generated(model, **decoding) -> list[list[tuple[list[int], float]]]:
     """What switchx says: of each input its hypotheses."""
     settings = DecodingConfig(max_new_tokens=5, pruning="experts", **decoding)
     config, params = model
-    results = dict(Generator(for_decoding(config), params, settings, 4)(INPUTS))
-    return [[(each.tokens, each.score) for each in results[i]] for i in range(len(INPUTS))]
+    said = written(Generator(for_decoding(config), params, settings, 4), INPUTS)
+    return [[(each.tokens, each.score) for each in hypotheses] for hypotheses in said]
 
 
 def rewrite(folder, change) -> None:

@@ -3,13 +3,11 @@
 
 import functools
 
-import jax
-
 from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import Generator, for_decoding
-from switchx.inference.quantize import quantize_experts
 from switchx.models.config import ModelConfig, SwitchConfig
-from switchx.models.params import init_params
+from tests.inference import tiny
+from tests.inference.tiny import tokens, trained
 
 E, L, T = 4, 3, 4
 # L Switch layers in each of two stacks.
@@ -20,12 +18,8 @@ MODEL = ModelConfig(
 INPUTS = [[3, 4, 5, 8], [6, 2, 7, 8], [5, 5, 2], [11, 4, 4]]
 
 
-@functools.cache
 def model(bits: int | None, config: ModelConfig = MODEL):
-    params = init_params(config, jax.random.key(7))
-    if bits is None:
-        return config, params
-    return quantize_experts(config, params, bits=bits)[:2]
+    return trained(bits, config, seed=7)
 
 
 def generator(config, params, beam_size: int, experts=None):
@@ -34,8 +28,7 @@ def generator(config, params, beam_size: int, experts=None):
 
 
 def written(*arguments):
-    said = sorted(generator(*arguments)(INPUTS))
-    return [[each.tokens for each in hypotheses] for _, hypotheses in said]
+    return tokens(tiny.written(generator(*arguments), INPUTS))
 
 
 @functools.cache

@@ -3,15 +3,14 @@
 
 import functools
 
-import jax
-
 from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import Generator, for_decoding
 from switchx.inference.offload.chosen_experts import ChosenExperts, on_host
-from switchx.inference.quantize import quantize_experts
 from switchx.models.config import ModelConfig, SwitchConfig
-from switchx.models.params import init_params
 from switchx.moe.config import RouterConfig
+from tests.inference import tiny
+from tests.inference.tiny import trained
+from tests.models.batches import GPT_STYLE
 
 V, E, T = 12, 4, 5
 # Sparse blocks in both stacks, two experts a token, stacked layers.
@@ -19,23 +18,19 @@ ENCODER_DECODER = ModelConfig(
     "encoder_decoder", V, 16, 32, 2, 8, 1, 1, init_scale=4.0, scan_layers=True,
     switch=SwitchConfig(E, every=1, router=RouterConfig(num_selected=2)),
 )  # fmt: skip
+# Of logits that are not sharp, so that texts ask for experts again.
 GPT = ModelConfig(
-    "decoder_only", V, 16, 32, 2, 8, 2, activation="gelu", norm="layer", positions="learned",
-    max_length=32, use_bias=True, scale_attention=True, init_scale=4.0,
+    "decoder_only", V, 16, 32, 2, 8, 2, max_length=32, init_scale=4.0,
     switch=SwitchConfig(E, every=1, expert_bias=True),
+    **GPT_STYLE | {"scale_tied_logits": True},
 )  # fmt: skip
 MODELS = {"encoder-decoder": ENCODER_DECODER, "gpt": GPT}
 INPUTS = [[3, 4, 5, 8], [6, 2, 7, 8], [5, 5, 2], [11, 4, 4]]
 
 
-@functools.cache
 def model(name: str, bits: int | None):
     """(config, params) of a resident model."""
-    config = MODELS[name]
-    params = init_params(config, jax.random.key(44))
-    if bits is not None:
-        config, params, _, _ = quantize_experts(config, params, bits=bits)
-    return config, params
+    return trained(bits, MODELS[name], seed=44)
 
 
 def decoding(beam_size: int) -> DecodingConfig:
@@ -50,11 +45,7 @@ def resident(name: str, bits: int | None, beam_size: int):
 
 
 def written(generator):
-    return [hypotheses for _, hypotheses in sorted(generator(INPUTS))]
-
-
-def texts(said):
-    return [[each.tokens for each in hypotheses] for hypotheses in said]
+    return tiny.written(generator, INPUTS)
 
 
 def with_slots(name: str, bits: int | None, slots: int, policy="lru"):

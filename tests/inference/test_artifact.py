@@ -19,6 +19,7 @@ from switchx.inference.quantize import quantize_experts
 from switchx.manifest import checksum_of
 from tests.data.refusals import refused
 from tests.training.jobs import ENCODER_DECODER, make_params
+from tests.training.train_states import damage as flip_bit
 
 ABOUT = {"step": 7, "versions": {"jax": "0.0"}}
 
@@ -107,19 +108,13 @@ def test_it_may_be_moved_and_is_another_one_by_its_fingerprint(quantized, copy, 
     assert moved.fingerprint != other.fingerprint
 
 
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 16
-    path.write_bytes(data)
-
-
 def cut(path):
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "words.txt"])
-@pytest.mark.parametrize("damage", [flip, cut, pathlib.Path.unlink])
+@pytest.mark.parametrize("damage", [flip_bit, cut, pathlib.Path.unlink])
 def test_a_damaged_file_is_named(copy, name, damage):
     damage(copy / name)
     assert artifact.is_artifact(copy)

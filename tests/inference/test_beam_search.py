@@ -9,6 +9,7 @@ import pytest
 
 from switchx.inference.beam_search import continuations
 from switchx.inference.config import DecodingConfig
+from tests.cases import slow_unless
 from tests.inference.beam_oracle import (
     EOS,
     V,
@@ -26,7 +27,7 @@ DEFAULT_RULES = [
     (0.0, True), (0.6, "never"), (1.0, False), (2.0, "never"), (-1.5, False), (-10.0, "never"),
 ]  # fmt: skip
 RULES = [
-    pytest.param(*rule, marks=[] if rule in DEFAULT_RULES else pytest.mark.slow)
+    slow_unless(rule in DEFAULT_RULES, *rule)
     for rule in itertools.product((0.0, 0.6, 1.0, 2.0, -1.5, -10.0), (True, False, "never"))
 ]
 
@@ -130,11 +131,7 @@ def test_a_sentence_that_is_done_stays_as_it_is():
     logits_BLV[:, :, EOS] = 9.0  # everything ends
     rows = rows_of([False, True], config)
     after, _, still_B = advance(
-        start(2, config.program_of(4)),
-        logits_BLV,
-        0,
-        rows,
-        program=config.program_of(4),
+        start(2, config.program_of(4)), logits_BLV, 0, rows, program=config.program_of(4)
     )
     np.testing.assert_array_equal(after.is_finished_BL[0], False)
     assert bool(after.is_finished_BL[1, 0])

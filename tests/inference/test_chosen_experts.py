@@ -2,7 +2,6 @@
 """With a few slots for experts, what is written and scored is what the whole model writes."""
 
 import dataclasses
-import errno
 import itertools
 import re
 import types
@@ -14,8 +13,7 @@ import pytest
 from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import Generator, for_decoding, with_capacity, without_capacity
 from switchx.inference.offload import expert_slots
-from switchx.inference.offload.chosen_experts import ChosenExperts, on_host, without_bank
-from switchx.inference.offload.expert_source import HostExperts
+from switchx.inference.offload.chosen_experts import ChosenExperts, on_host
 from switchx.inference.score import Scorer
 from switchx.models.config import SwitchConfig
 from switchx.moe.config import RouterConfig
@@ -29,10 +27,11 @@ from tests.inference.slot_models import (
     generator,
     model,
     resident,
-    texts,
     with_slots,
     written,
 )
+from tests.inference.tiny import assert_same_texts, tokens
+from tests.training.jobs import with_switch
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
@@ -51,11 +50,7 @@ def test_tokens_are_those_of_the_resident_model(name, bits, beam_size, some):
     for slots in some:
         config, experts = with_slots(name, bits, slots)
         got = written(generator(config, experts, beam_size))
-        assert texts(got) == texts(want)
-        for ours, theirs in zip(got, want, strict=True):
-            np.testing.assert_allclose(
-                [each.score for each in ours], [each.score for each in theirs], rtol=1e-5
-            )
+        assert_same_texts(got, want)
         traffic = experts.traffic
         assert traffic.device_bytes * E == traffic.expert_bytes * slots
         missed = traffic.requested - traffic.hits
@@ -77,7 +72,7 @@ def test_so_they_are_with_processors_and_log_probabilities(beam_size):
     config, experts = with_slots("gpt", None, 1)
     moved = Generator(for_decoding(config), experts.params, settings, 4, experts=experts)
     got = written(moved)
-    assert texts(got) == texts(want) != texts(resident("gpt", None, beam_size))
+    assert tokens(got) == tokens(want) != tokens(resident("gpt", None, beam_size))
     for one, other in zip(sum(got, []), sum(want, []), strict=True):
         np.testing.assert_allclose(one.token_logprobs, other.token_logprobs, atol=1e-5)
 
@@ -86,7 +81,7 @@ def test_so_they_are_with_processors_and_log_probabilities(beam_size):
 def test_no_policy_changes_a_token(policy):
     config, experts = with_slots("gpt", None, 2, policy)
     got = written(generator(config, experts, 1))
-    assert texts(got) == texts(resident("gpt", None, 1))
+    assert tokens(got) == tokens(resident("gpt", None, 1))
 
 
 def test_a_second_call_finds_experts_in_their_slots():
@@ -94,37 +89,10 @@ def test_a_second_call_finds_experts_in_their_slots():
     run = generator(config, experts, 1)
     first = written(run)
     before = experts.traffic
-    assert texts(written(run)) == texts(first)
+    assert tokens(written(run)) == tokens(first)
     after = experts.traffic
     assert after.moved_bytes == before.moved_bytes and after.hits > before.hits
     assert after.rounds - before.rounds == before.rounds  # one a layer and call
-
-
-class FailingOnce(HostExperts):
-    """Of whose reads one fails, `good` ones after it was told so."""
-
-    good = -1
-
-    def expert(self, layer, expert):
-        self.good -= 1
-        if self.good == -1:
-            raise OSError(errno.EIO, "Input/output error")
-        return super().expert(layer, expert)
-
-
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_after_a_read_that_failed_answers_are_those_of_the_resident_model(prefetch):
-    slots, (config, params) = 2, on_host(*model("gpt", None))
-    want, source = resident("gpt", None, 1), FailingOnce(without_bank(config, params)[1])
-    experts = ChosenExperts(config, params, slots, prefetch=prefetch, source=source)
-    run = generator(config, experts, 1)
-    for good in (0, 1, 3, 6):
-        source.good = good
-        with pytest.raises(OSError, match="Input/output"):
-            written(run)
-        assert texts(written(run)) == texts(want)
-    traffic = experts.traffic
-    assert traffic.device_bytes * E == traffic.expert_bytes * slots
 
 
 def test_the_device_has_slots_and_no_more(monkeypatch):
@@ -152,8 +120,7 @@ def test_the_device_has_slots_and_no_more(monkeypatch):
 @SLOW
 def test_capacity_of_evaluation_drops_the_same_tokens():
     config, params = model("gpt", None)
-    narrow = dataclasses.replace(config.switch, eval_capacity_factor=0.1)
-    config = dataclasses.replace(config, switch=narrow)
+    config = with_switch(config, eval_capacity_factor=0.1)
     pairs = [([3, 4, 5], [6, 7, 1]), ([5, 5], [5, 5, 5, 1])]
     want = sorted(Scorer(with_capacity(config), params)(pairs))
     free = sorted(Scorer(without_capacity(config), params)(pairs))
@@ -197,7 +164,7 @@ def test_predictions_change_no_token(name, beam_size):
     config, params = on_host(*model(name, None))
     experts = ChosenExperts(config, params, 2, prefetch=True)
     got = written(generator(config, experts, beam_size))
-    assert texts(got) == texts(resident(name, None, beam_size))
+    assert tokens(got) == tokens(resident(name, None, beam_size))
     traffic = experts.traffic
     has_next = name == "gpt"
     assert (traffic.predicted > 0) == has_next == ("predicted were chosen" in str(traffic))
@@ -213,9 +180,7 @@ def test_a_router_that_repeats_is_predicted():
     """Where the next router is this one, and reads the same rows, all is predicted."""
     logits_RE = np.random.default_rng(1).normal(size=(5, E)).astype(np.float32)
     x_RD = np.linalg.qr(np.random.default_rng(0).normal(size=(8, 8)))[0][:5].astype(np.float32)
-    config = dataclasses.replace(
-        GPT, switch=dataclasses.replace(GPT.switch, router=RouterConfig(num_selected=2))
-    )
+    config = with_switch(GPT, router=RouterConfig(num_selected=2))
     # Of rows that are orthogonal, a router with the wanted logits; the last two are unused.
     w_router_DE, count_E = x_RD.T @ logits_RE, np.array([2, 0, 1, 0], np.int32)
     found_E = expert_slots.predicted(config, w_router_DE, None, x_RD, count_E)

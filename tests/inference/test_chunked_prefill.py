@@ -2,6 +2,7 @@
 """Long texts read in chunks: equal to whole passes, in memory that grows with their length."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,24 +18,15 @@ from switchx.inference.score import Scorer, features, logits_of
 from switchx.models.config import PREFILL_CHUNK as CHUNK
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import abstract_params, bind, forward, init_params
+from tests.cases import slow, slow_unless
 
 V = 16
 ROUTER = RouterConfig(num_selected=2, gate="normalized", overflow="dropless")
 MIXTRAL = ModelConfig(
-    "decoder_only",
-    V,
-    16,
-    16,
-    4,
-    4,
-    2,
-    positions="rotary",
-    num_kv_heads=2,
-    scale_attention=True,
-    scan_layers=True,
-    init_scale=4.0,
+    "decoder_only", V, 16, 16, 4, 4, 2, positions="rotary", num_kv_heads=2,
+    scale_attention=True, scan_layers=True, init_scale=4.0,
     switch=SwitchConfig(4, every=1, router=ROUTER),
-)
+)  # fmt: skip
 DENSE = dataclasses.replace(MIXTRAL, switch=None, scan_layers=False)
 OWN = dict(num_kv_heads=None, max_length=2 * CHUNK)
 MODELS = {
@@ -48,10 +40,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in list(MODELS)[1:])],
-)
+@pytest.mark.parametrize("name", [slow_unless(name == "mixtral", name) for name in MODELS])
 def test_chunks_are_the_whole_pass(name):
     """Outputs of every token, with padding on the left; 7 of 17 places a chunk, so the last one
     reads some again."""
@@ -77,7 +66,7 @@ def test_chunks_are_the_whole_pass(name):
         own_1P = jnp.asarray(token_BP[row : row + 1, first:])
         batch = features("decoder", own_1P, np.ones(own_1P.shape, bool))
         batch["decoder_prefix_mask"] = jnp.zeros_like(own_1P)
-        want_PD, _ = model.activations(batch, is_training=False)
+        want_PD, _ = jax.jit(functools.partial(model.activations, is_training=False))(batch)
         np.testing.assert_allclose(y_BPD[row, first:], want_PD[0], rtol=1e-4, atol=1e-5)
 
 
@@ -127,9 +116,7 @@ def test_greedy_tokens_after_long_prompts(long_texts):
         assert said.tokens == want.tolist()
 
 
-@pytest.mark.parametrize(
-    "is_bidirectional", [False, pytest.param(True, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("is_bidirectional", [False, slow(True)])
 def test_temporaries_grow_with_the_prompt(is_bidirectional):
     """By the compiler's account: twice the prompt takes twice the memory at most, where a whole
     pass takes four times (a bidirectional prompt has one)."""

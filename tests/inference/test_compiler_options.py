@@ -19,7 +19,7 @@ from switchx.inference.score import Scorer
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.partitioning.compiler_options import DECODING_OPTIONS, CompilerOptions
 from tests.inference import tiny
-from tests.inference.exports import INPUTS, rewrite, trained
+from tests.inference.exports import INPUTS, rewrite
 from tests.processes import script_with_compiler
 from tests.training.saved_runs import save_run
 
@@ -36,7 +36,7 @@ TWO_LAYERS = ModelConfig(
 )
 def test_the_compiler_of_programs_with_experts_elsewhere_is_given_them(slots):
     """By default those of the whole model are compiled by the commands below."""
-    config, params, experts = outside_of_device(*trained(config=TWO_LAYERS), slots, None)
+    config, params, experts = outside_of_device(*tiny.trained(config=TWO_LAYERS), slots, None)
     decoding = DecodingConfig(4, pruning="none")
 
     def using(option):

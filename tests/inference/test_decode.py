@@ -2,12 +2,10 @@
 """Decode steps: the cache against whole texts, the loop, rows of a batch, positions."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import (
@@ -18,11 +16,10 @@ from switchx.inference.decode import (
     step_logits,
     take_rows,
 )
-from switchx.inference.score import features
 from switchx.layers.attention import KeysValues
 from switchx.models.block import BlockInputs
 from switchx.models.config import ModelConfig
-from switchx.models.params import bind, forward, init_params
+from switchx.models.params import bind, init_params
 from switchx.models.unroll import scanned_blocks
 from tests.inference.tiny import SOURCE_BM, V, model, start
 
@@ -60,43 +57,6 @@ def extend(decoder, cache, rows: slice, mask_BLM, bias_HLM=None):
         decoder.embedding.embed(token_BL, position_BL), inputs, cache
     )
     return decoder.embedding.logits(x_BLD), cache
-
-
-@functools.partial(jax.jit, static_argnums=(0, 2, 3))
-def in_pieces(config, params, pieces, places=T):
-    """Logits `[B, T, V]` of tokens that come in pieces of these lengths, and the cache."""
-    decoder = bind(config, params)
-    cache, found, first = empty_cache(decoder, places), [], 0
-    for length in pieces:
-        rows = slice(first, first + length)
-        mask_LM = jnp.tril(jnp.ones((places, places), bool))[rows]
-        bias_HLM = decoder.decoder.position_bias(length, places, first_query=first)
-        logits_BLV, cache = extend(decoder, cache, rows, mask_LM[None], bias_HLM)
-        found.append(logits_BLV)
-        first += length
-    return jnp.concatenate(found, axis=1), cache
-
-
-@jax.jit
-def at_once(params):
-    """Logits of the same tokens as training computes them."""
-    batch = features("encoder", SOURCE_BM, SOURCE_BM > 0)
-    batch |= features("decoder", TOKEN_BT, TOKEN_BT > 0)
-    return forward(model()[0], params, batch, is_training=False)[0]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [model, pytest.param(scanned, marks=pytest.mark.slow)],
-    ids=["unrolled", "scanned"],
-)
-def test_tokens_in_pieces_over_a_cache_have_the_logits_of_the_whole_text(make):
-    config, params = make()
-    got_BTV, cache = in_pieces(config, params, (3, 2), T + 3)
-    np.testing.assert_allclose(got_BTV, at_once(model()[1]), rtol=1e-4, atol=1e-4)
-    for key in (block.past.key_BHKM for block in cache):
-        assert np.any(key[..., :T]) and not np.any(key[..., T:])
-        assert key.ndim == 4 + config.scan_layers
 
 
 def test_the_memory_is_projected_once_for_each_block():

@@ -27,7 +27,8 @@ from switchx.moe.experts import WEIGHTS
 from switchx.storage.record import Record, StoreLayout, types_of
 from switchx.storage.store import RecordStore
 from tests.data.refusals import refused
-from tests.inference.slot_models import MODELS, E, generator, model, resident, texts, written
+from tests.inference.slot_models import MODELS, E, generator, model, resident, written
+from tests.inference.tiny import tokens
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
@@ -84,7 +85,7 @@ def test_an_artifact_of_four_times_the_host_memory(tmp_path, bits):
     config, params, experts = with_slots(artifact.config, artifact.params, asked, read)
     assert experts.traffic.expert_bytes == 4 * asked.host_bytes
     got = written(generator(config, experts, 1))
-    assert texts(got) == texts(resident("gpt", bits, 1))
+    assert tokens(got) == tokens(resident("gpt", bits, 1))
     traffic = experts.traffic
     stored, missed = traffic.stored, traffic.requested - traffic.hits
     assert stored.host_bytes == asked.host_bytes
@@ -117,7 +118,7 @@ def test_a_file_that_could_not_be_read_is_read_again(tmp_path, prefetch):
         except OSError:  # where it was read at all
             num_failed += 1
         broken.clear()
-        assert texts(written(run)) == texts(resident("gpt", 4, 1))
+        assert tokens(written(run)) == tokens(resident("gpt", 4, 1))
     assert num_failed > 1
 
 
@@ -132,7 +133,7 @@ def test_records_of_training_on_a_disk(tmp_path, policy):
     dense = {n: x for n, x in tree.named_leaves(params).items() if "/experts/" not in n}
     config, _, experts = with_slots(config, tree.nested(dense), asked, read)
     assert experts.traffic.expert_bytes == 4 * asked.host_bytes
-    assert texts(written(generator(config, experts, 2))) == texts(resident(name, None, 2))
+    assert tokens(written(generator(config, experts, 2))) == tokens(resident(name, None, 2))
     assert experts.traffic.stored.read_bytes > 0
 
 

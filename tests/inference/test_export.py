@@ -14,9 +14,11 @@ from safetensors import safe_open
 from switchx import tree
 from switchx.inference.export import DEVICE_KINDS, Shapes, Target
 from switchx.models.config import ModelConfig, Precision, SwitchConfig
+from tests.cases import slow_unless
 from tests.data.refusals import refused
 from tests.inference import exports
-from tests.inference.exports import CONFIG, MESH, export, trained
+from tests.inference.exports import MESH, export
+from tests.inference.tiny import CONFIG, trained
 
 # Of sizes that kernels take; an H200's multiply bfloat16.
 WIDE = ModelConfig(
@@ -131,9 +133,7 @@ def test_a_mesh_that_is_not_here_is_in_the_program(tmp_path):
 @pytest.mark.parametrize(
     ("bits", "platform"),
     [
-        pytest.param(
-            bits, platform, marks=() if (bits, platform) == (4, "tpu") else pytest.mark.slow
-        )
+        slow_unless((bits, platform) == (4, "tpu"), bits, platform)
         for bits in (None, 8, 4)
         for platform in ("tpu", "cuda")
     ],

@@ -13,10 +13,12 @@ from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import Generator, for_decoding
 from switchx.inference.running_batch import BATCHES, LENGTHS
 from switchx.models.config import ModelConfig, SwitchConfig
-from switchx.models.params import forward, init_params
+from switchx.models.params import forward
 from switchx.moe.config import RouterConfig
-from tests.cases import slow
-from tests.inference.tiny import CONFIG, V
+from tests.cases import slow, slow_unless
+from tests.inference.tiny import CONFIG, V, assert_same_texts, trained, written
+from tests.models.batches import GPT_STYLE
+from tests.training.jobs import with_switch
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
@@ -33,9 +35,7 @@ MODELS = {
         switch=SwitchConfig(4, every=1, router=RouterConfig(num_selected=2)),
     ),
     "gpt": ModelConfig(
-        "decoder_only", V, 16, 32, 2, 8, 1, activation="gelu", norm="layer",
-        positions="learned", max_length=32, use_bias=True, scale_attention=True,
-        scale_tied_logits=False, init_scale=4.0,
+        "decoder_only", V, 16, 32, 2, 8, 1, max_length=32, init_scale=4.0, **GPT_STYLE,
         switch=SwitchConfig(4, every=1, expert_bias=True),
     ),
     "tupe": ModelConfig(
@@ -75,13 +75,11 @@ SHRINKING = {"batch_size": 4, "pruning": "compact"}
 @functools.cache
 def prepared(name: str):
     """(config, params) as decoding runs them."""
-    config = MODELS[name]
-    return for_decoding(config), init_params(config, jax.random.key(44))
+    config, params = trained(None, MODELS[name], seed=44)
+    return for_decoding(config), params
 
 
-@pytest.fixture(
-    params=[pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in MODELS]
-)
+@pytest.fixture(params=[slow_unless(n not in SLOW, n) for n in MODELS])
 def any_model(request):
     return prepared(request.param)
 
@@ -120,7 +118,8 @@ def log_probs(config, params, source, tokens, *, is_prompt_bidirectional=False):
 
 def generate(model, inputs=INPUTS, token_limits=TOKEN_LIMITS, *, batch_size=8, **settings):
     decoding = DecodingConfig(**{"max_new_tokens": T, **settings})
-    return dict(Generator(*model, decoding, batch_size)(inputs, token_limits))
+    said = written(Generator(*model, decoding, batch_size), inputs, token_limits=token_limits)
+    return dict(enumerate(said))
 
 
 def with_end(hypothesis):
@@ -129,7 +128,7 @@ def with_end(hypothesis):
 
 def test_greedy_tokens_are_the_likeliest_of_the_whole_forward_pass(any_model):
     got = generate(any_model, pruning="none")
-    assert sorted(got) == list(range(len(INPUTS)))
+    assert len(got) == len(INPUTS)
     for number, (hypothesis,) in got.items():
         tokens = with_end(hypothesis)
         log_prob_TV = log_probs(*any_model, INPUTS[number], tokens[:-1])
@@ -146,16 +145,9 @@ def test_greedy_tokens_are_the_likeliest_of_the_whole_forward_pass(any_model):
 def test_results_depend_on_neither_pruning_nor_the_batch(model, settings):
     want = generate(model, **WHOLE, **settings)
     ways = [SHRINKING, {"pruning": "experts"}]
-    for got in [generate(model, **settings, **way) for way in ways]:
-        for number, hypotheses in got.items():
-            assert [each.tokens for each in hypotheses] == [
-                each.tokens for each in want[number]
-            ]
-            np.testing.assert_allclose(
-                [each.score for each in hypotheses],
-                [each.score for each in want[number]],
-                rtol=2e-5,
-            )
+    for way in ways:
+        got = generate(model, **settings, **way)
+        assert_same_texts([*got.values()], [*want.values()], rtol=2e-5)
 
 
 def test_beams_score_what_the_forward_pass_says(model):
@@ -185,9 +177,7 @@ def test_beams_have_the_positions_of_their_text(name):
             assert hypothesis.score == pytest.approx(mean, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "settings", [pytest.param({}, marks=pytest.mark.slow), {"beam_size": 3}], ids=str
-)
+@pytest.mark.parametrize("settings", [slow({}), {"beam_size": 3}], ids=str)
 def test_a_sentence_with_less_room_is_what_it_would_be_if_all_had_as_little(settings):
     model, token_limits = prepared("encoder-decoder"), [1, 6, 3, 2, 3, 4]
     got = generate(model, INPUTS, token_limits, **WHOLE, **settings)
@@ -231,19 +221,14 @@ def test_capacity_is_kept_where_it_is_asked_for():
     dropping = for_decoding(config, is_dropless=False)
     assert dropping == config
     router = dataclasses.replace(config.switch.router, padding="counted")
-    config = dataclasses.replace(
-        config, switch=dataclasses.replace(config.switch, expert_capacity=2, router=router)
-    )
-    dropless = for_decoding(config)
+    dropless = for_decoding(with_switch(config, expert_capacity=2, router=router))
     assert dropless.switch.router.overflow == "dropless"
     assert dropless.switch.router.padding == "ignored"  # so that what is finished is pruned
 
 
 def test_switch_attention_is_refused():
-    config = MODELS["encoder-decoder"]
-    switch = dataclasses.replace(config.switch, sublayers="both")
     with pytest.raises(ValueError, match="have no cache; decode a model with"):
-        for_decoding(dataclasses.replace(config, switch=switch))
+        for_decoding(with_switch(MODELS["encoder-decoder"], sublayers="both"))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,9 @@ from switchx.inference.generate import Generator, text_of
 from switchx.inference.programs import COMPILATIONS
 from switchx.inference.rows import Rows, RowSettings
 from switchx.inference.running_batch import RunningBatch
+from tests.cases import slow
 from tests.inference import beam_oracle, tiny
+from tests.inference.tiny import assert_same_texts, tokens, written
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
@@ -101,10 +103,8 @@ def test_where_every_token_is_banned_all_are_allowed():
     "settings",
     [
         {"no_repeat_ngram_size": 2, "repetition_penalty": 1.5},
-        pytest.param({"no_repeat_ngram_size": 3}, marks=pytest.mark.slow),
-        pytest.param(
-            {"forced_prefix": (4, 4), "repetition_penalty": 0.5}, marks=pytest.mark.slow
-        ),
+        slow({"no_repeat_ngram_size": 3}),
+        slow({"forced_prefix": (4, 4), "repetition_penalty": 0.5}),
     ],
 )
 def test_a_search_is_that_of_a_loop_over_lists(settings):
@@ -128,11 +128,7 @@ def test_a_search_is_that_of_a_loop_over_lists(settings):
 
 
 def generated(decoding, inputs=INPUTS, **options):
-    return [said for _, said in sorted(Generator(*tiny.model(), decoding)(inputs, **options))]
-
-
-def tokens(said):
-    return [[each.tokens for each in hypotheses] for hypotheses in said]
+    return written(Generator(*tiny.model(), decoding), inputs, **options)
 
 
 ROWS = [
@@ -143,7 +139,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("beam_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("beam_size", [1, slow(2)])
 def test_rows_of_a_batch_have_their_own_and_join_at_any_step(beam_size):
     """Each says what it says alone, in one program; the third needs none of it."""
     first = {"beam_size": beam_size, "eos_id": NEVER_ENDS, "pruning": "experts", "logprobs": 2}
@@ -175,9 +171,8 @@ def test_rows_of_a_batch_have_their_own_and_join_at_any_step(beam_size):
     while batch.waiting:
         said |= batch.advance(5, is_compacting=False)
     got = [[each.with_logprobs(2) for each in said[index]] for index in range(4)]
-    assert tokens(got) == tokens(want)
+    assert_same_texts(got, want)
     for one, other in zip(sum(got, []), sum(want, []), strict=True):
-        np.testing.assert_allclose(one.score, other.score, rtol=1e-5)
         np.testing.assert_allclose(one.token_logprobs, other.token_logprobs, rtol=1e-4)
         assert [list(each) for each in one.top_logprobs] == [
             list(each) for each in other.top_logprobs
@@ -187,14 +182,7 @@ def test_rows_of_a_batch_have_their_own_and_join_at_any_step(beam_size):
     assert differ == [True, True, False, True]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"eos_id": NEVER_ENDS},
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"beam_size": 2}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("settings", [{"eos_id": NEVER_ENDS}, slow({}), slow({"beam_size": 2})])
 def test_log_probabilities_are_those_of_the_score(settings):
     decoding = DecodingConfig(16, logprobs=5, pruning="experts", **settings)
     ends = [decoding.eos_id]
@@ -219,8 +207,7 @@ def test_samples_are_those_of_numbers_and_the_best_of_them_come_first():
     two = dataclasses.replace(decoding, num_return_sequences=2)
     # An input's samples in batches of their own, and all in one.
     for size in (1, 4):
-        got = Generator(*tiny.model(), two, size)(INPUTS[:2])
-        said = [hypotheses for _, hypotheses in sorted(got)]
+        said = written(Generator(*tiny.model(), two, size), INPUTS[:2])
         assert tokens(said) == [[each[0].tokens for each in want[i : i + 2]] for i in (0, 2)]
     assert want[0][0].tokens != want[1][0].tokens
     best = generated(dataclasses.replace(decoding, best_of=2), INPUTS[:2])

@@ -18,14 +18,13 @@ from switchx.inference.decode import run_until
 from switchx.inference.generate import BATCHES, Generator, for_decoding, without_capacity
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.programs import PROGRAMS
-from switchx.inference.quantize import quantize_experts
 from switchx.inference.running_batch import RunningBatch
 from switchx.inference.score import Scorer
-from switchx.models.params import init_params
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
+from tests.cases import slow_unless
 from tests.data.refusals import refused
-from tests.inference.tiny import CONFIG
+from tests.inference.tiny import CONFIG, assert_same_texts, trained, written
 from tests.training.saved_runs import SPANS, save_run
 
 TUPE = dataclasses.replace(
@@ -50,7 +49,7 @@ MESHES = {
 # Bits of the experts, beams, a mesh and positions.
 DEFAULT_CELL = (4, 1, "fsdp x expert x model", "relative")
 CELLS = [
-    pytest.param(*cell, marks=[pytest.mark.slow] * (cell != DEFAULT_CELL))
+    slow_unless(cell == DEFAULT_CELL, *cell)
     for cell in (
         *((b, n, m, "relative") for b in (None, 8, 4) for n in (1, 3) for m in MESHES),
         *((None, n, m, "tupe") for n in (1, 3) for m in MESHES),
@@ -58,20 +57,10 @@ CELLS = [
 ]
 
 
-@functools.cache
-def trained(bits: int | None = None, positions: str = "relative"):
-    """(config, params), scanned as trained or with experts of so many bits."""
-    config = {"relative": CONFIG, "tupe": TUPE}[positions]
-    params = init_params(config, jax.random.key(33))
-    if bits is None:
-        return config, params
-    return quantize_experts(config, params, bits=bits, group_size=4)[:2]
-
-
 def generator(
     devices: ModelMesh, bits=None, beam_size=1, positions="relative", **settings
 ) -> Generator:
-    config, params = trained(bits, positions)
+    config, params = trained(bits, {"relative": CONFIG, "tupe": TUPE}[positions], group_size=4)
     decoding = DecodingConfig(max_new_tokens=6, beam_size=beam_size, **settings)
     return Generator(for_decoding(config), devices.place(params), decoding, 8, devices)
 
@@ -79,7 +68,7 @@ def generator(
 @functools.cache
 def on_one_device(bits, beam_size, positions):
     one = generator(ONE_DEVICE, bits, beam_size, positions, pruning="experts")
-    return dict(one(INPUTS, TOKEN_LIMITS))
+    return written(one, INPUTS, token_limits=TOKEN_LIMITS)
 
 
 @pytest.mark.parametrize(("bits", "beam_size", "mesh", "positions"), CELLS, ids=str)
@@ -87,15 +76,9 @@ def test_tokens_are_those_of_one_device(bits, beam_size, mesh, positions):
     pruning = "compact" if bits is None else "experts"  # one cell also shrinks its batch
     devices = ModelMesh.of(MESHES[mesh])
     on_mesh = generator(devices, bits, beam_size, positions, pruning=pruning)
-    got = dict(on_mesh(INPUTS, TOKEN_LIMITS))
     want = on_one_device(bits, beam_size, positions)
-    assert got.keys() == want.keys()
-    assert len({tuple(hypotheses[0].tokens) for hypotheses in want.values()}) >= 4
-    for number, hypotheses in want.items():
-        assert [each.tokens for each in got[number]] == [each.tokens for each in hypotheses]
-        np.testing.assert_allclose(
-            [each.score for each in got[number]], [each.score for each in hypotheses], rtol=2e-5
-        )
+    assert len({tuple(hypotheses[0].tokens) for hypotheses in want}) >= 4
+    assert_same_texts(written(on_mesh, INPUTS, token_limits=TOKEN_LIMITS), want, rtol=2e-5)
 
 
 @pytest.mark.slow
@@ -105,18 +88,19 @@ def test_so_they_are_with_processors_and_log_probabilities(mesh, beam_size):
     settings = {"no_repeat_ngram_size": 2, "forced_prefix": (7,), "repetition_penalty": 1.4}
     settings |= {"logprobs": 2, "pruning": "compact"}
     on_mesh = generator(ModelMesh.of(MESHES[mesh]), None, beam_size, **settings)
-    got = dict(on_mesh(INPUTS, TOKEN_LIMITS))
-    want = dict(generator(ONE_DEVICE, None, beam_size, **settings)(INPUTS, TOKEN_LIMITS))
-    for number, hypotheses in want.items():
-        for one, other in zip(got[number], hypotheses, strict=True):
-            assert one.tokens == other.tokens and one.tokens[:1] == [7]
-            np.testing.assert_allclose(one.score, other.score, rtol=2e-5)
-            np.testing.assert_allclose(one.token_logprobs, other.token_logprobs, atol=1e-4)
-            assert list(map(list, one.top_logprobs)) == list(map(list, other.top_logprobs))
+    got, want = (
+        written(each, INPUTS, token_limits=TOKEN_LIMITS)
+        for each in (on_mesh, generator(ONE_DEVICE, None, beam_size, **settings))
+    )
+    assert_same_texts(got, want, rtol=2e-5)
+    for one, other in zip(sum(got, []), sum(want, []), strict=True):
+        assert one.tokens[:1] == [7]
+        np.testing.assert_allclose(one.token_logprobs, other.token_logprobs, atol=1e-4)
+        assert list(map(list, one.top_logprobs)) == list(map(list, other.top_logprobs))
 
 
 def test_each_device_holds_its_part_of_the_experts():
-    _, params = trained(4)
+    _, params = trained(4, group_size=4)
     for mesh, parts in (("expert", 4), ("model", 4), ("expert x model x data", 4)):
         placed = ModelMesh.of(MESHES[mesh]).place(params)
         leaves = {name: x for name, x in tree.named_leaves(placed).items() if "/w_" in name}
@@ -157,7 +141,7 @@ def test_batches_divide_and_a_capacity_of_quantized_experts_is_refused():
     assert devices.batches(config, (1, 2, 8, 9, 96)) == (8, 16, 96)
     assert devices.batches(CONFIG, BATCHES) == BATCHES
     assert ONE_DEVICE.batches(config, BATCHES) == BATCHES
-    config, params = trained(4)
+    config, params = trained(4, group_size=4)
     with refused("quantized experts with a capacity do not run on a mesh: decode without "):
         ModelMesh.of(MESHES["model"]).check(config, params)
 
@@ -211,7 +195,7 @@ def test_a_loaded_model_generates_and_gives_logits_on_a_mesh(folder):
 
 @pytest.mark.slow
 def test_an_artifact_is_loaded_onto_a_mesh(tmp_path):
-    config, params = trained(4)
+    config, params = trained(4, group_size=4)
     about = {"step": 0, "text_format": dataclasses.asdict(TextFormat(True, False, True))}
     write_artifact(tmp_path / "int4", config, params, about)
     one, many = (

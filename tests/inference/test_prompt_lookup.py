@@ -17,6 +17,7 @@ from switchx.inference.rows import Rows, RowSettings
 from switchx.inference.running_batch import RunningBatch
 from switchx.models.config import ModelConfig
 from switchx.models.params import init_params
+from tests.cases import slow, slow_unless
 from tests.inference import tiny
 
 T = 24
@@ -142,19 +143,11 @@ def decoded(model, decoding, inputs, token_limits):
     return [said[name][0] for name in sorted(said)], batch.num_steps
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "sparse encoder-decoder",
-        "learned",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in [*MODELS][1:]
-            if name != "learned"
-        ),
-    ],
-)
-@pytest.mark.parametrize("size", [4, pytest.param(1, marks=pytest.mark.slow)])
+DEFAULT = ("sparse encoder-decoder", "learned")
+
+
+@pytest.mark.parametrize("name", [slow_unless(name in DEFAULT, name) for name in MODELS])
+@pytest.mark.parametrize("size", [4, slow(1)])
 def test_outputs_are_those_of_greedy_decoding_in_fewer_steps(name, size):
     model, lengths, num_steps = MODELS[name](), [], {}
     plain = DecodingConfig(T, pruning="none", min_new_tokens=3)
@@ -163,11 +156,8 @@ def test_outputs_are_those_of_greedy_decoding_in_fewer_steps(name, size):
         want, steps = decoded(model, plain, INPUTS[part], LIMITS[part])
         drafting = dataclasses.replace(plain, prompt_lookup_num_tokens=3)
         got, fewer = decoded(model, drafting, INPUTS[part], LIMITS[part])
-        assert [each.tokens for each in got] == [each.tokens for each in want]
+        tiny.assert_same_texts([got], [want], rtol=1e-4)
         assert [each.is_finished for each in got] == [each.is_finished for each in want]
-        np.testing.assert_allclose(
-            [each.score for each in got], [each.score for each in want], rtol=1e-4
-        )
         lengths += [len(each.tokens) for each in got]
         num_steps[first] = steps, fewer
     assert max(lengths) >= 12, lengths

@@ -23,9 +23,11 @@ from switchx.inference.quantize import (
 )
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import forward, init_params
+from tests.cases import slow_unless
 from tests.data.refusals import refused
 from tests.inference import tiny
 from tests.models.batches import make_batch
+from tests.training.jobs import with_switch
 
 CONFIG = ModelConfig(
     "encoder_decoder", 40, 16, 32, 2, 8, 1, 1, switch=SwitchConfig(4, every=1, expert_bias=True)
@@ -46,14 +48,13 @@ def dequantized(params):
 @pytest.mark.parametrize(
     ("bits", "dispatcher"),
     [
-        pytest.param(bits, name, marks=[] if (bits, name) in DEFAULT else pytest.mark.slow)
+        slow_unless((bits, name) in DEFAULT, bits, name)
         for bits in (8, 4)
         for name in ("gather", "einsum", "dropless")
     ],
 )
 def test_logits_are_those_of_the_weights_it_stands_for(bits, dispatcher, key):
-    switch = dataclasses.replace(CONFIG.switch, dispatcher=dispatcher)
-    config = dataclasses.replace(CONFIG, switch=switch)
+    config = with_switch(CONFIG, dispatcher=dispatcher)
     config, params, errors, _ = quantize_experts(config, init_params(config, key), bits=bits)
     leaves = jax.tree.leaves(params, is_leaf=is_quantized)
     assert sum(map(is_quantized, leaves)) == len(errors) == 6  # in, gate, out of two blocks

@@ -21,7 +21,8 @@ SLOW = pytest.mark.slow
 T = 6
 WAYS = {
     "greedy": {},
-    "samples": {"temperature": 1.5, "num_return_sequences": 2, "best_of": 3},
+    # In one batch to its end: few programs. In the others' it shrinks.
+    "samples": dict(temperature=1.5, num_return_sequences=2, best_of=3, pruning="experts"),
     "beams": {"beam_size": 3},
     "stops": {"stop": ("b",)},
 }
@@ -61,7 +62,7 @@ def test_a_record_is_that_of_the_texts_read_whole(name, way, bits, slots, tmp_pa
     if slots:
         decoded, options["experts"] = with_slots(name, bits, slots)
         decoded, with_params = for_decoding(decoded), options["experts"].params
-    # Some texts end, at different steps, so that the batch shrinks; others are cut off.
+    # Some texts end, at different steps; others are cut off.
     decoding = DecodingConfig(T, eos_id=7, other_eos_ids=(10,), **WAYS[way])
     info = RecordInfo(config.switch, config.sparse_layers_by_stack, 0, "generate")
     with RecordWriter(tmp_path / "decoded", info) as record:
@@ -93,7 +94,8 @@ def test_a_record_is_that_of_the_texts_read_whole(name, way, bits, slots, tmp_pa
     assert len(best) == 4 and {said.is_finished for _, said in each} == {True, False}
 
 
-@pytest.mark.parametrize("beam_size", [2, pytest.param(1, marks=SLOW)])
+@SLOW  # ten programs; texts that join: test_running_batch.py
+@pytest.mark.parametrize("beam_size", [1, 2])
 def test_texts_that_join_a_running_batch_have_the_routing_that_they_have_alone(beam_size):
     """Where rows, prompts and the ring grow, and the ring goes on behind texts that ended."""
     config, params = model("gpt", None)

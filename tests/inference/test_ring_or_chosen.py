@@ -16,6 +16,7 @@ from switchx.inference.offload.ring_decode import RingExperts
 from switchx.inference.offload.ring_or_chosen import RingOrChosen, outside_of_device
 from tests.data.refusals import refused
 from tests.inference.ring_models import MODEL, E, L, T, model, resident, written
+from tests.inference.tiny import trained
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
@@ -93,7 +94,7 @@ def test_host_memory_has_experts_once():
 
     before = alive()
     tracemalloc.start()
-    fresh = model.__wrapped__(None)
+    fresh = trained.__wrapped__(None, MODEL, seed=7)
     ring = RingExperts(*fresh, 3)
     experts = RingOrChosen(ring, ExpertSlots(1, ring_slots=3), hardware(2.0))
     del fresh

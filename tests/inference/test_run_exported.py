@@ -23,18 +23,12 @@ from switchx.inference import run_exported
 from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import Generator, for_decoding
 from switchx.inference.run_exported import ExportedModel
+from tests.cases import slow
 from tests.data.refusals import refused
-from tests.inference.exports import (
-    DECODER,
-    INPUTS,
-    MESH,
-    export,
-    generated,
-    rewrite,
-    trained,
-)
+from tests.inference.exports import DECODER, INPUTS, MESH, export, generated, rewrite
+from tests.inference.tiny import trained
 from tests.processes import ROOT, xla_flags
-from tests.training.jobs import ENCODER_DECODER
+from tests.training.jobs import ENCODER_DECODER, with_switch
 from tests.training.saved_runs import save_run
 
 PAGE = (ROOT / "docs/export.md").read_text(encoding="utf-8")
@@ -87,11 +81,11 @@ def copy(folder, tmp_path):
 @pytest.mark.parametrize(
     ("bits", "beam_size", "mesh"),
     [
-        pytest.param(None, 3, None, marks=pytest.mark.slow),
+        slow(None, 3, None),
         (4, 1, MESH),
-        pytest.param(4, 1, None, marks=pytest.mark.slow),
-        pytest.param(8, 3, MESH, marks=pytest.mark.slow),
-        pytest.param("float8_e4m3fn", 1, None, marks=pytest.mark.slow),
+        slow(4, 1, None),
+        slow(8, 3, MESH),
+        slow("float8_e4m3fn", 1, None),
     ],
     ids=lambda value: "mesh" if value is MESH else str(value),
 )
@@ -172,9 +166,7 @@ def test_inputs_are_numbered_over_all_batches(model, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "drafted",
-    [{}, pytest.param({"prompt_lookup_num_tokens": 2}, marks=pytest.mark.slow)],
-    ids=["plain", "drafted"],
+    "drafted", [{}, slow({"prompt_lookup_num_tokens": 2})], ids=["plain", "drafted"]
 )
 def test_a_decoder_only_model_goes_on_from_prompts(tmp_path, drafted):
     model = trained(None, DECODER)
@@ -291,8 +283,7 @@ def test_a_program_that_is_none(copy):
 @pytest.mark.slow  # half a minute; the README's commands are a default test
 def test_the_page_runs(in_a_folder, capsys):
     sizes = {"num_encoder_layers": 2, "num_decoder_layers": 2}
-    switch = dataclasses.replace(ENCODER_DECODER.switch, every=1)
-    model = dataclasses.replace(ENCODER_DECODER, switch=switch, **sizes)
+    model = dataclasses.replace(with_switch(ENCODER_DECODER, every=1), **sizes)
     save_run(in_a_folder / "runs/tiny", model)
     blocks = re.findall(r"^```(python|bash)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     for language, block in blocks:

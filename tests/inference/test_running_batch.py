@@ -3,14 +3,15 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 
 from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import Generator
 from switchx.inference.rows import RowSettings
 from switchx.inference.running_batch import RunningBatch
+from tests.cases import slow
 from tests.inference import tiny
+from tests.inference.tiny import assert_same_texts, written
 
 INPUTS = [[3, 4, 5, 8], [6, 2, 7], [5, 5, 2], [11, 4, 4, 3], [9]]
 T = 6
@@ -37,17 +38,7 @@ def all_of(batch, most_steps=None):
 
 def generated(decoding, inputs=INPUTS, **options):
     decoding = dataclasses.replace(decoding, pruning="experts")
-    return [said for _, said in sorted(Generator(*tiny.model(), decoding)(inputs, **options))]
-
-
-def same(got, want):
-    assert [[each.tokens for each in said] for said in got] == [
-        [each.tokens for each in said] for said in want
-    ]
-    for one, other in zip(got, want, strict=True):
-        np.testing.assert_allclose(
-            [each.score for each in one], [each.score for each in other], rtol=1e-5
-        )
+    return written(Generator(*tiny.model(), decoding), inputs, **options)
 
 
 @pytest.mark.slow
@@ -56,11 +47,13 @@ def test_step_by_step_gives_what_one_run_gives(beam_size):
     decoding, token_limits = DecodingConfig(T, beam_size=beam_size), [6, 2, 5, 2, 4]
     # Two end at once: three of eight rows are left, and a finished one fills up to four.
     batch = running(decoding, token_limits=token_limits)
-    same(all_of(batch, most_steps=1), generated(decoding, token_limits=token_limits))
+    assert_same_texts(
+        all_of(batch, most_steps=1), generated(decoding, token_limits=token_limits)
+    )
     assert len(batch._sentence_B) == 1  # of eight rows at first
 
 
-@pytest.mark.parametrize("beam_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("beam_size", [slow(1), 2])
 def test_sentences_join_at_any_step_and_say_what_they_say_alone(beam_size):
     """In rows of others, in more rows, with longer inputs and answers than there were."""
     rooms = [3, 40, 20, 2, 33]
@@ -92,10 +85,10 @@ def test_sentences_join_at_any_step_and_say_what_they_say_alone(beam_size):
     assert len(batch._sentence_B) == 4
     while batch.waiting:
         advance(5)
-    same([said[index] for index in range(5)], want)
+    assert_same_texts([said[index] for index in range(5)], want)
 
 
-@pytest.mark.parametrize("num_alone", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_alone", [1, slow(2)])
 def test_each_row_has_its_own_settings(num_alone):
     """Rows of different people in one compiled program, each as if it were alone."""
     rows = [
@@ -108,7 +101,7 @@ def test_each_row_has_its_own_settings(num_alone):
     batch = running(decoding, RowSettings.of(own), numbers=[4, 4], inputs=inputs)
     got = all_of(batch, most_steps=2)
     for row, number in enumerate([4, 4][:num_alone]):
-        same([got[row]], generated(own[row], [inputs[row]], first_number=number))
+        assert_same_texts([got[row]], generated(own[row], [inputs[row]], first_number=number))
 
 
 def test_each_search_has_its_own_length_penalty():
@@ -117,7 +110,7 @@ def test_each_search_has_its_own_length_penalty():
     own = [dataclasses.replace(decoding, length_penalty=each) for each in penalties]
     got = all_of(running(decoding, RowSettings.of(own)))
     want = generated(dataclasses.replace(decoding, length_penalty=3.0))
-    same([got[2]], [want[2]])
+    assert_same_texts([got[2]], [want[2]])
     # The others have another one.
     for index in (0, 1, 3, 4):
         assert got[index][0].score != pytest.approx(want[index][0].score, rel=1e-3)
@@ -130,7 +123,7 @@ def test_the_abandoned_say_nothing_and_what_is_there_grows_to_the_text():
     batch.abandon([1, 4, 4, 77])
     assert batch.waiting == {0, 2, 3}
     want = generated(decoding)
-    same(all_of(batch), [want[index] for index in (0, 2, 3)])
+    assert_same_texts(all_of(batch), [want[index] for index in (0, 2, 3)])
     batch = running(decoding)
     batch.abandon(range(5))
     assert not batch.waiting and batch.advance() == {}

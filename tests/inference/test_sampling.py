@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 
 from switchx.inference.config import MAX_INT32, DecodingConfig
 from switchx.inference.sampling import (
@@ -21,6 +20,7 @@ from switchx.inference.sampling import (
     next_token,
     top_k,
 )
+from tests.jaxprs import equations
 
 PROB_V = np.array([0.1, 0.4, 0.05, 0.3, 0.15], np.float32)
 NO_K, NO_P = MAX_INT32, 1.0
@@ -119,14 +119,6 @@ def test_rows_have_their_own_thresholds():
     for row, (most, share) in enumerate(zip(top_k_B, top_p_B, strict=True)):
         want_V = kept_by_sorting(logits_BV[row : row + 1], most, float(share))[0]
         np.testing.assert_array_equal(got_BV[row], want_V, f"row {row}")
-
-
-def equations(jaxpr):
-    """All of a program, those of its loops and branches too."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jaxprs_in_params(equation.params):
-            yield from equations(inner)
 
 
 def test_nothing_of_the_size_of_the_vocabulary_is_sorted():

@@ -2,7 +2,6 @@
 """Log-likelihoods are those of one forward pass a pair, whatever it is batched with."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
@@ -11,8 +10,7 @@ import pytest
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, Example
 from switchx.inference.generate import without_capacity
 from switchx.inference.score import Scorer
-from switchx.models.params import forward
-from tests.training.jobs import ENCODER_DECODER, SPARSE, SWITCH, make_params
+from tests.training.jobs import ENCODER_DECODER, SPARSE, SWITCH, make_params, run_model
 
 EVERY = dataclasses.replace(SWITCH, every=1)
 T5 = dataclasses.replace(
@@ -26,9 +24,10 @@ def scores_of(config, pairs=PAIRS, **settings):
     return [score for _, score in sorted(scorer(pairs))]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def whole_forward_pass(config, params, batch):
-    return forward(config, params, batch, is_training=False)[0]
+def logits_of(config, batch):
+    """Those of one forward pass."""
+    config, params = without_capacity(config), make_params(config)
+    return run_model(config, params, batch, is_training=False)[0]
 
 
 def log_likelihood(config, pair) -> float:
@@ -36,7 +35,7 @@ def log_likelihood(config, pair) -> float:
     features = EncoderDecoderFeatures(8, 8) if config.is_encoder_decoder else None
     features = features or DecoderOnlyFeatures(8)
     batch = features.batch([[Example(*map(np.array, pair))]])
-    logits_BLV = whole_forward_pass(without_capacity(config), make_params(config), batch)
+    logits_BLV = logits_of(config, batch)
     log_prob_LV = np.asarray(jax.nn.log_softmax(logits_BLV[0]))
     target_L = batch["decoder_target_tokens"][0]
     log_prob_L = log_prob_LV[np.arange(8), target_L]
@@ -101,9 +100,7 @@ def test_a_text_is_scored_from_the_token_on_that_is_predicted(start_id):
         batch = DecoderOnlyFeatures(8).batch(
             [[Example(np.zeros(0, int), np.array(read))]], None
         )
-        params = make_params(SPARSE)
-        logits_BLV = whole_forward_pass(without_capacity(SPARSE), params, batch)
-        log_prob_LV = np.asarray(jax.nn.log_softmax(logits_BLV[0]))
+        log_prob_LV = np.asarray(jax.nn.log_softmax(logits_of(SPARSE, batch)[0]))
         want = [log_prob_LV[i - 1, read[i]] if i else None for i in range(len(read))]
         want = want[-len(targets) :]
         assert score.token_logprobs == [pytest.approx(x, rel=1e-5) if x else x for x in want]

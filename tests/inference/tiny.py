@@ -5,10 +5,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import prefill
 from switchx.inference.generate import for_decoding
+from switchx.inference.quantize import quantize_experts
 from switchx.inference.rows import Rows, RowSettings
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
@@ -27,9 +29,36 @@ SOURCE_BM = jnp.array([[3, 4, 5, 8], [6, 2, 7, 0], [5, 5, 2, 0], [11, 4, 4, 3]])
 
 
 @functools.cache
+def trained(bits: int | None = None, config: ModelConfig = CONFIG, seed: int = 33, **options):
+    """(config, params) as trained, or with experts of so many bits."""
+    params = init_params(config, jax.random.key(seed))
+    if bits is None:
+        return config, params
+    return quantize_experts(config, params, bits=bits, **options)[:2]
+
+
+@functools.cache
 def model():
     """(config, params) as decoding runs them."""
     return for_decoding(CONFIG), init_params(CONFIG, jax.random.key(44))
+
+
+def written(generator, inputs, **options) -> list[list]:
+    """What is written for each input, in their order: its hypotheses."""
+    return [hypotheses for _, hypotheses in sorted(generator(inputs, **options))]
+
+
+def tokens(said) -> list[list[list[int]]]:
+    return [[each.tokens for each in hypotheses] for hypotheses in said]
+
+
+def assert_same_texts(got, want, rtol: float = 1e-5) -> None:
+    """The same tokens for each input, and scores that are close."""
+    assert tokens(got) == tokens(want)
+    scores = (
+        [each.score for hypotheses in said for each in hypotheses] for said in (got, want)
+    )
+    np.testing.assert_allclose(*scores, rtol=rtol)
 
 
 def start(decoding: DecodingConfig, of=None):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small fixed batches for model tests, packed and with padding, and a layer on one."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,12 @@ import numpy as np
 from switchx.models.config import ModelConfig
 from switchx.models.params import bind
 from switchx.moe.layer import SwitchFFN
+
+# What GPT's blocks have where T5's have not; the table's rows, `max_length`, are a test's own.
+GPT_STYLE = dict(
+    activation="gelu", norm="layer", positions="learned", use_bias=True, scale_attention=True,
+    scale_tied_logits=False,
+)  # fmt: skip
 
 
 def segments(rows):
@@ -24,8 +32,10 @@ def segments(rows):
     return segment_BL, position_BL
 
 
-def make_batch(vocab_size: int, *, is_encoder_decoder: bool, seed: int = 0) -> dict:
-    """Two rows, the first with two packed examples."""
+def make_batch(
+    vocab_size: int, *, is_encoder_decoder: bool, seed=0, sizes=([[4, 3], [6]], [[5, 4], [8]])
+) -> dict:
+    """Two rows, the first with two packed examples; or of other sizes, the decoder's first."""
     rng = np.random.default_rng(seed)
 
     def tokens(segment_BL):
@@ -33,7 +43,7 @@ def make_batch(vocab_size: int, *, is_encoder_decoder: bool, seed: int = 0) -> d
             np.int32
         )
 
-    segment_BL, position_BL = segments([[4, 3], [6]])
+    segment_BL, position_BL = segments(sizes[0])
     target_BL = tokens(segment_BL)
     shifted_BL = np.roll(target_BL, 1, axis=1) * (position_BL > 0)
     batch = {
@@ -45,7 +55,7 @@ def make_batch(vocab_size: int, *, is_encoder_decoder: bool, seed: int = 0) -> d
     }
     if not is_encoder_decoder:
         return batch | {"decoder_prefix_mask": np.zeros_like(segment_BL)}
-    segment_BM, position_BM = segments([[5, 4], [8]])
+    segment_BM, position_BM = segments(sizes[1])
     return batch | {
         "encoder_input_tokens": tokens(segment_BM),
         "encoder_segment_ids": segment_BM,
@@ -53,11 +63,10 @@ def make_batch(vocab_size: int, *, is_encoder_decoder: bool, seed: int = 0) -> d
     }
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def layer_of(config: ModelConfig, params: dict):
-    """The last block's Switch layer as a function of its input."""
-    layer: SwitchFFN = (
-        bind(config, jax.tree.map(jnp.asarray, params)).decoder.blocks.blocks[-1].ffn
-    )
+    """What the last block's Switch layer makes of a fixed input."""
+    layer: SwitchFFN = bind(config, params).decoder.blocks.blocks[-1].ffn
     shape = (3, 5, config.d_model)
     x_BLD = jnp.asarray(np.random.default_rng(7).normal(size=shape), jnp.float32)
     return layer(x_BLD, jnp.ones((3, 5), bool), is_training=False)[0]

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from tests.moe.oracle import softmax, switch_layer
+from tests.moe.oracle import activated, softmax, switch_layer
 
 
 def norm(p, x):
@@ -87,20 +87,11 @@ def attention(config, p, x_BLD, memory_BMD, mask_BLM, bias_HLM, row_bias_BHLM=No
     return y_BLD + p.get("b_out_D", 0.0)
 
 
-def activation(name, h, gate):
-    if name == "relu":
-        return np.maximum(h, 0)
-    if name == "swiglu":
-        return h / (1 + np.exp(-h)) * gate
-    gelu = 0.5 * h * (1 + np.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
-    return gelu * gate if name == "geglu" else gelu
-
-
 def ffn(config, p, x_BLD, is_token_BL, factor):
     """Output, and the balance loss of a Switch layer (None of a dense one)."""
     if "experts" not in p:
         gate = x_BLD @ p["w_gate_DF"] if "w_gate_DF" in p else None
-        h_BLF = activation(config.activation, x_BLD @ p["w_in_DF"] + p.get("b_in_F", 0), gate)
+        h_BLF = activated(config.activation, x_BLD @ p["w_in_DF"] + p.get("b_in_F", 0), gate)
         return h_BLF @ p["w_out_FD"] + p.get("b_out_D", 0.0), None
     assert config.activation == "relu"
     y_TD, _, _, _, balance = switch_layer(

@@ -114,28 +114,15 @@ def test_precision():
 
 
 def test_descriptions_are_frozen_and_can_be_keys():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        T5.d_model = 8
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        SWITCH.num_experts = 8
+    for description, field in ((T5, "d_model"), (SWITCH, "every"), (EXPERT_CHOICE, "kind")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(description, field, 8)
     assert hash(SPARSE) == hash(dataclasses.replace(SPARSE))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architecture": "encoder"}, "architecture='encoder' is unknown"),
-        ({"activation": "tanh"}, "activation='tanh' is unknown"),
-        ({"d_ff": 4 * 10**21}, "ModelConfig.d_ff=4000000000000000000000"),
-        ({"norm": "batch"}, "norm='batch' is unknown"),
-        ({"positions": "alibi"}, "positions='alibi' is unknown"),
-        ({"remat": "some"}, "remat='some' is unknown"),
-        ({"vocab_size": 0}, "ModelConfig.vocab_size=0"),
-        ({"d_model": -1}, "ModelConfig.d_model=-1"),
-        ({"d_ff": 0}, "ModelConfig.d_ff=0"),
-        ({"num_heads": 0}, "ModelConfig.num_heads=0"),
-        ({"d_head": 0}, "ModelConfig.d_head=0"),
-        ({"num_decoder_layers": 0}, "ModelConfig.num_decoder_layers=0"),
         (
             {"num_encoder_layers": 0},
             "num_encoder_layers=0 does not fit architecture='encoder_decoder'",
@@ -162,10 +149,6 @@ def test_descriptions_are_frozen_and_can_be_keys():
             "positions='tupe_relative' with scale_attention=False: TUPE divides its "
             "scores by sqrt(2 d_head)",
         ),
-        ({"dropout_rate": 1.0}, "dropout_rate=1.0"),
-        ({"dropout_rate": -0.1}, "dropout_rate=-0.1"),
-        ({"dropout_rate": float("nan")}, "dropout_rate=nan"),
-        ({"init_scale": 0.0}, "init_scale=0.0"),
         ({"relative_buckets": 2}, "relative_buckets=2 with relative_max_distance=128"),
         ({"relative_max_distance": 16}, "relative_buckets=32 with relative_max_distance=16"),
         (
@@ -186,12 +169,6 @@ def test_a_model_that_cannot_be_is_refused(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"buffer_factor": 0.0}, "SwitchConfig.buffer_factor=0.0"),
-        ({"dispatcher": "magic"}, "SwitchConfig.dispatcher='magic' is unknown"),
-        ({"stacks": "decoder"}, "SwitchConfig.stacks='decoder' is unknown"),
-        ({"sublayers": "query"}, "SwitchConfig.sublayers='query' is unknown"),
-        ({"attention_experts": "deep"}, "SwitchConfig.attention_experts='deep' is unknown"),
-        ({"shared_d_ff": 0}, "SwitchConfig.shared_d_ff=0"),
         (
             {"shared_d_ff": 8, "sublayers": "attention"},
             "SwitchConfig.shared_d_ff=8 with sublayers='attention'",
@@ -205,13 +182,6 @@ def test_a_model_that_cannot_be_is_refused(changes, message):
             {"exchange_parts": 2},
             "SwitchConfig.exchange_parts=2 with dispatcher='gather', which exchanges no slots",
         ),
-        ({"num_experts": 0}, "SwitchConfig.num_experts=0"),
-        ({"every": 0}, "SwitchConfig.every=0"),
-        ({"min_capacity": 0}, "SwitchConfig.min_capacity=0"),
-        ({"group_size": 0}, "SwitchConfig.group_size=0"),
-        ({"capacity_factor": 0.0}, "SwitchConfig.capacity_factor=0.0"),
-        ({"eval_capacity_factor": -1.0}, "SwitchConfig.eval_capacity_factor=-1.0"),
-        ({"capacity_rounding": "even"}, "SwitchConfig.capacity_rounding='even' is unknown"),
         (
             {"router": RouterConfig(num_selected=9)},
             "RouterConfig.num_selected=9 with num_experts=8: a token chooses an expert once",
@@ -220,23 +190,11 @@ def test_a_model_that_cannot_be_is_refused(changes, message):
             {"router": RouterConfig(overflow="reroute", max_rounds=9)},
             "RouterConfig.max_rounds=9 with num_experts=8: a token chooses an expert once",
         ),
-        ({"d_ff": 0}, "SwitchConfig.d_ff=0"),
-        ({"expert_dropout_rate": 1.5}, "SwitchConfig.expert_dropout_rate=1.5"),
-        ({"router_init_scale": -0.1}, "SwitchConfig.router_init_scale=-0.1"),
     ],
 )
 def test_switch_layers_that_cannot_be_are_refused(changes, message):
     with refused(message):
         dataclasses.replace(SWITCH, **changes)
-
-
-@pytest.mark.parametrize("field", ["params", "compute", "router", "logits"])
-def test_an_unknown_dtype_is_refused(field):
-    with pytest.raises(ValueError) as error:
-        Precision(**{field: "int8"})
-    assert str(error.value) == (
-        f"Precision.{field}='int8' is unknown; use one of float32, bfloat16, float16, float64"
-    )
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,12 @@
 """Parameters and FLOPs against the papers' tables, published checkpoints and real models."""
 
 import dataclasses
+import functools
 import math
 import re
 
 import jax
 import pytest
-from jax.extend.core import jaxprs_in_params
 
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.flops import (
@@ -19,6 +19,7 @@ from switchx.models.flops import (
 )
 from switchx.models.params import abstract_params, forward
 from switchx.tree import num_elements
+from tests.jaxprs import equations
 from tests.planner.workloads import shipped_model as load
 from tests.processes import ROOT
 from tests.training.jobs import MODERN, with_switch
@@ -169,14 +170,20 @@ def matrix_flops(jaxpr) -> int:
     A product that contracts nothing is a broadcast (the relative bias over rows).
     """
     total = 0
-    for equation in jaxpr.eqns:
+    for equation in equations(jaxpr):
         if equation.primitive.name == "dot_general":
             (contracting, _), _ = equation.params["dimension_numbers"]
             summed = [equation.invars[0].aval.shape[dim] for dim in contracting]
             if summed:
                 total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(summed)
-        total += sum(map(matrix_flops, jaxprs_in_params(equation.params)))
     return total
+
+
+def traced_flops(config: ModelConfig, batch: dict, *, is_training: bool = False) -> float:
+    """Those of a forward pass of one of the batch's rows."""
+    model = functools.partial(forward, config, is_training=is_training)
+    program = jax.make_jaxpr(model)(abstract_params(config), batch)
+    return matrix_flops(program.jaxpr) / len(batch["decoder_positions"])
 
 
 def batch_of(rows: int, encoder_length: int, decoder_length: int) -> dict:
@@ -197,10 +204,7 @@ def test_executed_flops_are_the_real_forward_pass_s(model, encoder_length, decod
     )
     # 16 rows: 4096, 2048 and 512 tokens a group, where the capacity has no remainder.
     batch = batch_of(16, encoder_length, decoder_length)
-    program = jax.make_jaxpr(
-        lambda params, batch: forward(config, params, batch, is_training=True)
-    )
-    traced = matrix_flops(program(abstract_params(config), batch).jaxpr) / 16
+    traced = traced_flops(config, batch, is_training=True)
     flops = flops_per_sequence(config, encoder_length, decoder_length)
     # 0.02% are the relative bias and the balance loss, which are not counted.
     assert flops.executed == pytest.approx(traced, rel=1e-3)
@@ -214,10 +218,7 @@ def test_the_correlations_of_positions_are_counted_as_they_are_built(positions):
     )  # fmt: skip
     assert count_parameters(config).total == num_elements(abstract_params(config))
     # One row: positions are projected once for all rows of a batch.
-    program = jax.make_jaxpr(
-        lambda params, batch: forward(config, params, batch, is_training=False)
-    )
-    traced = matrix_flops(program(abstract_params(config), batch_of(1, 32, 16)).jaxpr)
+    traced = traced_flops(config, batch_of(1, 32, 16))
     relative = 2 * 32 * 2 * (32**2 + 16**2) * config.has_relative_bias
     assert flops_per_sequence(config, 32, 16).executed == traced - relative
 
@@ -232,10 +233,7 @@ def test_the_correlations_of_positions_are_counted_as_they_are_built(positions):
 def test_grouped_heads_norms_and_biases_are_counted_as_they_are_built(changes):
     config = dataclasses.replace(MODERN, switch=None, **changes)
     assert count_parameters(config).total == num_elements(abstract_params(config))
-    program = jax.make_jaxpr(
-        lambda params, batch: forward(config, params, batch, is_training=False)
-    )
-    traced = matrix_flops(program(abstract_params(config), batch_of(1, 0, 16)).jaxpr)
+    traced = traced_flops(config, batch_of(1, 0, 16))
     assert flops_per_sequence(config, 0, 16).executed == traced
 
 
@@ -264,11 +262,8 @@ def test_every_kind_of_switch_layer_is_counted_as_it_is_built(name):
     config = with_switch(BASE, min_capacity=1, **VARIANTS[name])
     assert count_parameters(config).total == num_elements(abstract_params(config))
     # 512 and 256 tokens a group, where the capacity has no remainder.
-    program = jax.make_jaxpr(
-        lambda params, batch: forward(config, params, batch, is_training=True)
-    )
     batch = batch_of(16, 32, 16) | {"task_ids": jax.ShapeDtypeStruct((16,), "int32")}
-    traced = matrix_flops(program(abstract_params(config), batch).jaxpr) / 16
+    traced = traced_flops(config, batch, is_training=True)
     # The relative bias and the balance loss are not counted.
     flops = flops_per_sequence(config, 32, 16)
     assert flops.executed == pytest.approx(traced, rel=5e-3)

@@ -127,7 +127,6 @@ def test_raw_gradients_on_a_mesh_are_those_of_one_device(case):
             },
             "separate_embeddings=True in a decoder_only model, which has one stack",
         ),
-        ({"norm_epsilon": 0.0}, "norm_epsilon=0.0"),
         ({"num_kv_heads": 3}, "num_kv_heads=3 with num_heads=4; use a divisor"),
         ({"attention_bias": "q"}, "attention_bias='q'; use none, qkv, all or None"),
         (

@@ -2,15 +2,12 @@
 """A model without one expert is the model from which it was dropped, by one program."""
 
 import dataclasses
-import functools
 
-import jax
 import numpy as np
 import pytest
 
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.knock_out import with_logit_biases, without_each, without_expert
-from switchx.models.params import forward
 from switchx.models.reshape import LayerSample, drop_experts
 from switchx.models.unroll import unrolled
 from switchx.tree import named_leaves
@@ -21,6 +18,7 @@ from tests.training.jobs import (
     TINY,
     make_batch,
     make_params,
+    run_model,
     stacked,
 )
 
@@ -43,14 +41,12 @@ def model_of(router: RouterConfig, **changes):
     return dataclasses.replace(ENCODER_DECODER, switch=switch)
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def logits(model, params, batch):
-    return forward(model, params, batch, is_training=False)[0]
+    return run_model(model, params, batch, is_training=False)[0]
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def choices(model, params, batch):
-    return forward(model, params, batch, is_training=False)[1].choices
+    return run_model(model, params, batch, is_training=False)[1].choices
 
 
 @pytest.mark.parametrize(
@@ -67,9 +63,9 @@ def test_it_is_the_model_without_the_expert(name):
     removed = without_expert(biased, with_biases, "decoder 0", 2)
     sample = LayerSample(np.array([3, 3, 0, 3]), np.zeros((1, model.d_model), np.float32))
     dropped = drop_experts(model, params, [sample], E - 1, "frequency")
-    num_programs = logits._cache_size()
+    num_programs = run_model._cache_size()
     found = logits(biased, removed, batch)
-    assert logits._cache_size() == num_programs  # that of the model with all experts
+    assert run_model._cache_size() == num_programs  # that of the model with all experts
     np.testing.assert_allclose(found, logits(*dropped[:2], batch), atol=1e-5)
     assert np.abs(found - before).max() > 1e-3
 
@@ -80,7 +76,7 @@ def test_one_layer_changes_alone_and_one_program_runs_all():
     batch = make_batch(model, 4)
     model, params = with_logit_biases(model, make_params(model))
     before = choices(model, params, batch)
-    size = choices._cache_size()
+    size = run_model._cache_size()
     for name, stack in (("encoder 1", 0), ("decoder 1", 1)):
         for expert in range(E):
             removed = without_expert(model, params, name, expert)
@@ -94,7 +90,7 @@ def test_one_layer_changes_alone_and_one_program_runs_all():
             np.testing.assert_array_equal(same, ~had)
             if name == "decoder 1":
                 np.testing.assert_array_equal(found[0].expert_BLS, before[0].expert_BLS)
-    assert choices._cache_size() == size
+    assert run_model._cache_size() == size
 
 
 @pytest.mark.slow

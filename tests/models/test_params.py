@@ -19,7 +19,8 @@ from switchx.partitioning.rules import Rules
 from tests.cases import slow
 from tests.compare import assert_close
 from tests.layers.weights import numbers_like
-from tests.models.batches import make_batch
+from tests.models.batches import GPT_STYLE, make_batch
+from tests.training.jobs import run_model, with_switch
 
 V = 40
 SWITCH = SwitchConfig(
@@ -29,24 +30,12 @@ T5 = ModelConfig("encoder_decoder", V, 16, 24, 2, 8, 2, 2, activation="relu", sw
 T5_DECODER = dataclasses.replace(
     T5, architecture="decoder_only", num_encoder_layers=0, activation="swiglu"
 )
-GPT = dataclasses.replace(
-    T5_DECODER,
-    norm="layer",
-    positions="learned",
-    max_length=16,
-    use_bias=True,
-    scale_attention=True,
-    activation="gelu",
-    scale_tied_logits=False,
-)
+GPT = dataclasses.replace(T5_DECODER, max_length=16, **GPT_STYLE)
 UNTIED = dataclasses.replace(T5, tie_embeddings=False, activation="geglu")
 CONFIGS = {"t5": T5, "t5_decoder": T5_DECODER, "gpt": GPT, "untied": UNTIED}
 ON_ALL = pytest.mark.parametrize(
     "name", ["t5", "gpt", *(slow(n) for n in ("t5_decoder", "untied"))]
 )
-
-
-run = jax.jit(forward, static_argnums=0, static_argnames="is_training")
 
 
 def deeper(config):
@@ -122,49 +111,19 @@ def test_causality_and_packing_isolation_by_gradient(name):
             np.testing.assert_array_equal(sees_BM, expected_BM)
 
 
-def test_a_prefix_is_seen_from_everywhere_in_its_example():
-    params = numbers_for(T5_DECODER)
-    batch = batch_for(T5_DECODER)
-    batch["decoder_prefix_mask"][1, :4] = 1
-    (gradients,) = embedding_gradients(T5_DECODER, params, batch, [(1, 0)])
-    norms = gradients["decoder_input_tokens"]
-    np.testing.assert_array_equal(norms[1] > 1e-9, np.arange(len(norms[1])) < 4)
-
-
-@ON_ALL
-def test_packed_examples_get_the_logits_they_get_alone(name):
-    config = CONFIGS[name]
-    params = numbers_for(config)
-    batch = batch_for(config)
-    packed_BLV, _ = run(config, params, batch, is_training=False)
-    # The same shapes, so that one program serves both: row 0 becomes its second example.
-    alone = {key: np.zeros_like(value) for key, value in batch.items()}
-    for key, value in batch.items():
-        side = "encoder_segment_ids" if key.startswith("encoder") else "decoder_segment_ids"
-        is_second = batch[side][0] == 2
-        alone[key][0, : is_second.sum()] = value[0, is_second]
-    for key in ("encoder_segment_ids", "decoder_segment_ids"):
-        if key in alone:
-            alone[key] = np.minimum(alone[key], 1)
-    alone_BLV, _ = run(config, params, alone, is_training=False)
-    start = int(np.argmax(batch["decoder_segment_ids"][0] == 2))
-    np.testing.assert_allclose(
-        alone_BLV[0, :3], packed_BLV[0, start : start + 3], rtol=1e-4, atol=1e-5
-    )
-
-
 @ON_ALL
 def test_scanned_equals_unrolled(name):
     """With the masks of dropout and the jitter of routers, which are each layer's own."""
-    switch = dataclasses.replace(SWITCH, router=RouterConfig(jitter=0.1))
-    config = dataclasses.replace(deeper(CONFIGS[name]), switch=switch, dropout_rate=0.2)
+    # Two repeats of a sparse block; those of a dense and a sparse one: test_stack.py.
+    config = with_switch(CONFIGS[name], every=1, router=RouterConfig(jitter=0.1))
+    config = dataclasses.replace(config, dropout_rate=0.2)
     scanned = dataclasses.replace(config, scan_layers=True)
     params, batch = numbers_for(scanned), batch_for(config)
     config_, layers = unrolled(scanned, params)
     assert config_ == config
     how = dict(is_training=True, key=jax.random.key(3))
-    want, want_stats = run(config, layers, batch, **how)
-    got, got_stats = run(scanned, params, batch, **how)
+    want, want_stats = run_model(config, layers, batch, **how)
+    got, got_stats = run_model(scanned, params, batch, **how)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(got_stats.load_E, want_stats.load_E)
 
@@ -191,8 +150,8 @@ def test_remat_changes_no_gradient(scan_layers):
 def test_half_precision_is_near_float32(dtype):
     config = dataclasses.replace(T5, precision=Precision(compute=dtype))
     params, batch = numbers_for(T5), batch_for(T5)
-    want, _ = run(T5, params, batch, is_training=False)
-    got, _ = run(config, params, batch, is_training=False)
+    want, _ = run_model(T5, params, batch, is_training=False)
+    got, _ = run_model(config, params, batch, is_training=False)
     assert got.dtype == jnp.float32
     assert float(jnp.std(got - want) / jnp.std(want)) < (0.05 if dtype == "bfloat16" else 0.01)
 
@@ -221,7 +180,7 @@ def test_dropout_is_random_in_training_and_absent_without_a_key():
     params, batch = numbers_for(config), batch_for(config)
 
     def logits(config, key):
-        return np.asarray(run(config, params, batch, is_training=True, key=key)[0])
+        return np.asarray(run_model(config, params, batch, is_training=True, key=key)[0])
 
     same = logits(config, jax.random.key(1))
     np.testing.assert_array_equal(same, logits(config, jax.random.key(1)))

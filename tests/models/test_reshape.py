@@ -26,7 +26,7 @@ from switchx.models.reshape import (
 from tests.cases import slow
 from tests.data.refusals import refused
 from tests.models.batches import layer_of
-from tests.training.jobs import make_params
+from tests.training.jobs import make_params, with_switch
 
 E, D = 4, 8
 ROUTER = RouterConfig(overflow="dropless", jitter=0.0)
@@ -87,8 +87,7 @@ def test_experts_of_equal_use_stay_in_their_order():
 @pytest.mark.parametrize("activation", ["relu", slow("geglu")])
 def test_merging_equal_experts_keeps_the_function_of_the_layer(activation):
     router = dataclasses.replace(ROUTER, has_logit_bias=activation == "relu")
-    switch = dataclasses.replace(SWITCH, router=router)
-    config = dataclasses.replace(CONFIG, activation=activation, switch=switch)
+    config = dataclasses.replace(with_switch(CONFIG, router=router), activation=activation)
     params = with_twins(make_params(config), config)
     merged_config, merged, _ = merge_experts(config, params, samples(), 3)
     assert merged_config.switch.num_experts == 3
@@ -113,9 +112,8 @@ def test_merged_experts_are_means_weighted_by_use():
 
 def test_no_fewer_experts_than_a_token_chooses():
     router = dataclasses.replace(ROUTER, num_selected=2)
-    switch = dataclasses.replace(SWITCH, router=router)
     with refused("RouterConfig.num_selected=2 with num_experts=1: "):
-        merge_experts(dataclasses.replace(CONFIG, switch=switch), {}, [], 1)
+        merge_experts(with_switch(CONFIG, router=router), {}, [], 1)
 
 
 @pytest.mark.parametrize("scan", [False, True])
@@ -188,7 +186,7 @@ def mean_over_rms(layer, e: int) -> float:
 def test_scores_are_those_of_a_loop_over_tokens():
     """EAN, mean norm and REAP by their formulas, token by token, with gates of the layer."""
     router = dataclasses.replace(TOP_2, has_logit_bias=True)
-    config = dataclasses.replace(CONFIG, switch=dataclasses.replace(SWITCH, router=router))
+    config = with_switch(CONFIG, router=router)
     layer = arrays_of(make_params(config))
     x_RD = np.random.default_rng(3).normal(size=(30, D))
     counted = np.zeros((3, E))
@@ -218,8 +216,7 @@ def test_scores_are_those_of_a_loop_over_tokens():
 
 
 def test_a_novice_gives_its_mean_output_with_the_gate_that_it_had():
-    switch = dataclasses.replace(SWITCH, expert_bias=False)
-    config = dataclasses.replace(CONFIG, switch=switch, activation="relu")
+    config = dataclasses.replace(with_switch(CONFIG, expert_bias=False), activation="relu")
     params, rng = make_params(config), np.random.default_rng(5)
     norm_E = np.array([3, 9, 8, 4])  # means over loads of 1, 5, 2, 3: 3, 1.8, 4, 1.3
     measured = [
@@ -250,8 +247,7 @@ drop_by_frequency = functools.partial(drop_experts, score="frequency")
 
 @pytest.mark.parametrize("reduce", [drop_by_frequency, merge_experts])
 def test_a_shared_expert_and_its_gate_stay_as_they_are(reduce):
-    switch = dataclasses.replace(SWITCH, shared_d_ff=8, shared_gate=True)
-    config = dataclasses.replace(CONFIG, switch=switch)
+    config = with_switch(CONFIG, shared_d_ff=8, shared_gate=True)
     params = make_params(config)
     found = reduce(config, params, samples(config), 2)
     before, after = tree.named_leaves(params), tree.named_leaves(found.params)

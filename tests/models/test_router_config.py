@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Router descriptions: Switch's router by default, and every refusal's message in full."""
 
-import dataclasses
 import re
 
 import pytest
@@ -29,20 +28,6 @@ QUANTILE = {"bias_rule": "quantile", "bias_update_rate": 1.0}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "top"}, "kind='top' is unknown"),
-        ({"gate": "sum"}, "gate='sum' is unknown"),
-        ({"priority": "x"}, "priority='x' is unknown"),
-        ({"exploration": "x"}, "exploration='x' is unknown"),
-        ({"overflow": "x"}, "overflow='x' is unknown"),
-        ({"balance_counts": "x"}, "balance_counts='x' is unknown"),
-        ({"balance_scope": "x"}, "balance_scope='x' is unknown"),
-        ({"padding": "x"}, "padding='x' is unknown"),
-        ({"num_selected": 0}, "num_selected=0"),
-        ({"max_rounds": 0}, "max_rounds=0"),
-        ({"jitter": 1.0}, "jitter=1.0"),
-        ({"temperature": 0.0}, "temperature=0.0"),
-        ({"input_dropout_rate": 1.0}, "input_dropout_rate=1.0"),
-        ({"bias_update_rate": -0.1}, "bias_update_rate=-0.1"),
         (
             {"gate": "normalized"},
             "gate='normalized' with num_selected=1: the gate would be 1 whatever the "
@@ -75,7 +60,6 @@ QUANTILE = {"bias_rule": "quantile", "bias_update_rate": 1.0}
             {"score": "sigmoid", "gate": "score", "counts_merged": True},
             "counts_merged=True with score='sigmoid': only a softmax can count an expert",
         ),
-        ({"gate_scale": 0.0}, "gate_scale=0.0"),
         ({"expert_groups_per_token": 2}, "expert_groups_per_token=2 with num_expert_groups=1"),
         (
             {"num_expert_groups": 2, "num_tasks": 2, "kind": "task"},
@@ -168,11 +152,7 @@ HASH = "a token's id alone decides, and there is no router"
             f"bias_update_rate=0.1 {CHOOSE} bias_update_rate=None",
         ),
         ("expert_choice", {"replay": True}, f"replay=True {CHOOSE} replay=False"),
-        (
-            "hash",
-            {"replay": True, "exploration": "none"},
-            f"replay=True {HASH} replay=False",
-        ),
+        ("hash", {"replay": True, "exploration": "none"}, f"replay=True {HASH} replay=False"),
         ("hash", {}, f"exploration='jitter' {HASH} exploration='none'"),
         ("hash", {"gate": "normalized"}, f"gate='normalized' {HASH} gate='softmax'"),
         (
@@ -191,9 +171,3 @@ def test_fields_of_another_kind_are_refused(kind, changes, message):
         f"RouterConfig.{given} does not go with kind={kind!r}: {reason}; use {advised}, or "
         "kind='top_k'"
     )
-
-
-def test_descriptions_are_frozen_and_can_be_keys():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        RouterConfig().kind = "hash"
-    assert hash(RouterConfig()) == hash(RouterConfig())

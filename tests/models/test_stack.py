@@ -13,8 +13,10 @@ from switchx.models.block import BlockInputs
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.stack import Stack
 from switchx.models.unroll import unrolled_blocks
+from tests.jaxprs import equations
 from tests.layers.weights import numbers_for, with_params
 from tests.models import oracle
+from tests.models.batches import GPT_STYLE
 
 B, L, D = 2, 10, 8
 SWITCH = SwitchConfig(
@@ -22,9 +24,7 @@ SWITCH = SwitchConfig(
 )
 DENSE = ModelConfig("decoder_only", 9, D, 12, 2, 4, 2, activation="relu", relative_buckets=8)
 SPARSE = dataclasses.replace(DENSE, num_decoder_layers=4, switch=SWITCH)
-GPT = dataclasses.replace(
-    DENSE, norm="layer", positions="learned", max_length=L, use_bias=True, activation="gelu"
-)
+GPT = dataclasses.replace(DENSE, max_length=L, **GPT_STYLE)
 
 
 def build(config, key, is_decoder=True):
@@ -58,12 +58,6 @@ def test_bias_is_one_table_for_all_blocks_and_equals_float64(is_decoder):
     bias_HLM = with_params(stack, params).position_bias(L, L)
     want_HLM = oracle.position_bias(DENSE, params, L, is_bidirectional=not is_decoder)
     np.testing.assert_allclose(bias_HLM, want_HLM, rtol=1e-6)
-
-
-def test_learned_positions_need_no_bias():
-    stack, params = make(GPT)
-    assert "relative_bias" not in params
-    assert stack.position_bias(L, L) is None
 
 
 def run(stack, params, **options):
@@ -121,14 +115,7 @@ def test_scanned_blocks_start_apart_and_as_unrolled_ones_do(key):
 
 
 def num_products(jaxpr) -> int:
-    """How many matrix products a program has, inner programs included."""
-    count = 0
-    for equation in jaxpr.eqns:
-        count += equation.primitive.name == "dot_general"
-        for value in equation.params.values():
-            inner = getattr(value, "jaxpr", value)
-            count += num_products(inner) if hasattr(inner, "eqns") else 0
-    return count
+    return sum(each.primitive.name == "dot_general" for each in equations(jaxpr))
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])

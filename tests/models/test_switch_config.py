@@ -76,7 +76,6 @@ def test_a_stack_without_sparse_blocks():
             "SwitchConfig.encoder_layers=() with decoder_layers=()",
         ),
         ({"stacks": "encoder"}, "SwitchConfig.stacks='encoder' with encoder_layers=(1, 5)"),
-        ({"expert_capacity": 0}, "SwitchConfig.expert_capacity=0"),
     ],
 )
 def test_layers_that_cannot_be_are_refused(changes, message):

@@ -8,7 +8,7 @@ import pytest
 
 from switchx import tree
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
-from switchx.models.params import abstract_params, forward
+from switchx.models.params import abstract_params
 from switchx.models.reshape import (
     LayerSample,
     dense_config,
@@ -23,7 +23,7 @@ from tests.cases import slow
 from tests.compare import assert_close
 from tests.data.refusals import refused
 from tests.models.batches import layer_of
-from tests.training.jobs import ENCODER_DECODER, make_batch, make_params, with_switch
+from tests.training.jobs import ENCODER_DECODER, make_batch, make_params, run_model, with_switch
 
 DENSE = dataclasses.replace(ENCODER_DECODER, switch=None, activation="geglu")
 # One block, whose input of the FFN `layer_of` gives.
@@ -51,8 +51,8 @@ def test_with_normalized_gates_the_sparse_model_is_the_dense_one(scan):
     assert shapes(params) == shapes(abstract_params(sparse))
     assert sparse.sparse_layer_names == ["encoder 1", "decoder 1"]
     batch = make_batch(config, 4)
-    expected, _ = forward(config, dense, batch, is_training=False)
-    found, stats = forward(dropless(sparse), params, batch, is_training=False)
+    expected, _ = run_model(config, dense, batch, is_training=False)
+    found, stats = run_model(dropless(sparse), params, batch, is_training=False)
     is_token_BL = batch["decoder_segment_ids"] > 0  # padding is not routed
     np.testing.assert_allclose(found[is_token_BL], expected[is_token_BL], rtol=1e-4, atol=1e-5)
     assert np.all(np.asarray(stats.load_E).sum(axis=-1) > 0)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expert banks with fixed numbers, and what a dispatcher must compute with them, in loops."""
 
-import math
-
 import jax.numpy as jnp
 import numpy as np
 
 from switchx.moe.experts import ExpertFFN
+from tests.moe.oracle import activated
 
 NAMES = ("w_in_EDF", "w_out_EFD", "w_gate_EDF", "b_in_EF", "b_out_ED")
 
@@ -28,14 +27,10 @@ def ffn_bank(numbers: dict) -> ExpertFFN:
     return ExpertFFN(**arrays, activation="geglu")
 
 
-def gelu(h):
-    return 0.5 * h * (1 + np.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
-
-
 def run_expert(numbers: dict, e: int, x_D):
     """One row through expert `e`, in float64."""
     w = {name: numbers[name][e].astype(np.float64) for name in NAMES}
-    h_F = gelu(x_D @ w["w_in_EDF"] + w["b_in_EF"]) * (x_D @ w["w_gate_EDF"])
+    h_F = activated("geglu", x_D @ w["w_in_EDF"] + w["b_in_EF"], x_D @ w["w_gate_EDF"])
     return h_F @ w["w_out_EFD"] + w["b_out_ED"]
 
 

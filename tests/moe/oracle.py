@@ -11,6 +11,16 @@ def softmax(logits):
     return exp / exp.sum(-1, keepdims=True)
 
 
+def activated(name: str, h, gate=None):
+    """What an activation makes of hidden units, and of their gate where it has one."""
+    if name == "relu":
+        return np.maximum(h, 0)
+    if name == "swiglu":
+        return h / (1 + np.exp(-h)) * gate
+    gelu = 0.5 * h * (1 + np.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+    return gelu * gate if name == "geglu" else gelu
+
+
 def switch_layer(x_TD, is_token_T, w_router_DE, w_in_EDF, w_out_EFD, *, factor, minimum):
     """One group through one ReLU Switch layer.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing plans with two choices a token, for the dispatchers, and what they must compute."""
+"""Routing plans: fixed ones of two choices a token, and those that routers make."""
 
 import functools
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from switchx.models.config import RouterConfig
 from switchx.moe.plan import RoutingPlan, make_plan
+from tests.moe.sharded import make_plan as plan_of_choices
 
 G, T, S, E, C, D = 2, 11, 2, 3, 4, 5
 
@@ -17,18 +18,21 @@ def fixed_plan(num_choices: int = S, capacity: int = C) -> RoutingPlan:
     """Random choices, none twice by one token; some dropped, some tokens padding."""
     rng = np.random.default_rng(0)
     expert_GTS = np.array([[rng.permutation(E) for _ in range(T)] for _ in range(G)])
-    expert_GTS = expert_GTS[..., :num_choices].astype(np.int32)
+    expert_GTS = expert_GTS[..., :num_choices]
     expert_GTS[0, 3] = expert_GTS[1, 9:] = E
-    slot_GTS, count_GE = np.zeros_like(expert_GTS), np.zeros((G, E), np.int32)
-    for g, s, t in np.ndindex(G, num_choices, T):
-        e = expert_GTS[g, t, s]
-        if e < E:
-            slot_GTS[g, t, s] = count_GE[g, e]
-            count_GE[g, e] += 1
-    gate_GTS = rng.uniform(0.1, 1.0, expert_GTS.shape).astype(np.float32)
-    return RoutingPlan(
-        *map(jnp.asarray, (expert_GTS, gate_GTS, slot_GTS, count_GE)), E, capacity
-    )
+    return plan_of_choices(expert_GTS, capacity, num_experts=E)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def traced_plan(router, logits_GTE, is_token_GT, capacity=4, **options) -> RoutingPlan:
+    """What a router makes of the softmax of logits."""
+    prob_GTE = jax.nn.softmax(logits_GTE, axis=-1)
+    return make_plan(router, logits_GTE, prob_GTE, is_token_GT, capacity, **options)
+
+
+def plan_of(*arguments, **options) -> RoutingPlan:
+    """The same in NumPy's arrays."""
+    return jax.device_get(traced_plan(*arguments, **options))
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -38,29 +42,6 @@ def top1_plan(prob_GTE, is_token_GT, capacity: int) -> RoutingPlan:
     return make_plan(router, jnp.log(prob_GTE), prob_GTE, is_token_GT, capacity)
 
 
-def is_kept(plan: RoutingPlan, g: int, t: int, s: int) -> bool:
-    return bool(
-        plan.expert_GTS[g, t, s] < plan.num_experts and plan.slot_GTS[g, t, s] < plan.capacity
-    )
-
-
-def dispatch_loop(x_GTD, plan: RoutingPlan, w_EDD):
-    """sum over a token's kept choices of gate * tanh(x w_e), in float64."""
-    y_GTD = np.zeros(x_GTD.shape)
-    for g, t, s in np.ndindex(*plan.expert_GTS.shape):
-        if is_kept(plan, g, t, s):
-            hidden_D = x_GTD[g, t].astype(np.float64) @ w_EDD[int(plan.expert_GTS[g, t, s])]
-            y_GTD[g, t] += float(plan.gate_GTS[g, t, s]) * np.tanh(hidden_D)
-    return y_GTD
-
-
-def tanh_experts(w_EDD):
-    """Experts that a dispatcher can run, the same as in the loop."""
-    return lambda x_ERD: jnp.tanh(jnp.einsum("ERD,EDF->ERF", x_ERD, w_EDD))
-
-
 def numbers():
-    """Activations, expert weights, and a direction to take gradients along."""
-    rng = np.random.default_rng(1)
-    shapes = (G, T, D), (E, D, D), (G, T, D)
-    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    """Activations, and a direction to take gradients along."""
+    return np.random.default_rng(1).normal(size=(2, G, T, D)).astype(np.float32)

@@ -17,7 +17,7 @@ from switchx.moe.attention import SwitchAttention
 from tests.cases import slow, slow_unless
 from tests.compare import assert_slope
 from tests.layers.weights import numbers_for, with_params
-from tests.moe.oracle import softmax
+from tests.moe.oracle import activated, softmax
 from tests.training.jobs import make_batch, make_params
 
 B, L, D, H, K, F, E = 2, 7, 6, 2, 5, 8, 3  # H * K is not D
@@ -56,11 +56,8 @@ def project(config, p, name, e, x_D):
     """What expert e makes of a token, `[H, K]`."""
     if f"w_{name}_EDHK" in p:
         return np.einsum("D,DHK->HK", x_D, p[f"w_{name}_EDHK"][e])
-    h_F = x_D @ p[f"w_{name}_in_EDF"][e]
-    if config.is_gated:
-        h_F = h_F / (1 + np.exp(-h_F)) * (x_D @ p[f"w_{name}_gate_EDF"][e])
-    else:
-        h_F = np.maximum(h_F, 0)
+    gate_F = x_D @ p[f"w_{name}_gate_EDF"][e] if config.is_gated else None
+    h_F = activated(config.activation, x_D @ p[f"w_{name}_in_EDF"][e], gate_F)
     return np.einsum("F,FHK->HK", h_F, p[f"w_{name}_out_EFHK"][e])
 
 

@@ -6,11 +6,7 @@ import dataclasses
 import pytest
 
 from switchx.models.config import RouterConfig, SwitchConfig
-from switchx.moe.capacity import (
-    group_shape,
-    layer_capacity,
-    layer_groups,
-)
+from switchx.moe.capacity import group_shape, layer_capacity, layer_groups
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from switchx.moe import all_to_all
 from switchx.moe.all_to_all import all_to_all_dispatch
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
-from tests.cases import slow
 from tests.moe.sharded import D, G, S, T, answer_on, compiled_hlo, make_problem
 
 
@@ -22,8 +21,9 @@ def test_there_is_one_all_to_all_there_and_one_back_and_nothing_else_forward():
 
 @pytest.mark.parametrize(
     ("data", "node", "expert", "model"),
-    [(1, 2, 2, 2), slow(1, 2, 4, 1), slow(1, 4, 2, 1), slow(2, 2, 2, 1)],
+    [(1, 2, 2, 2), (1, 2, 4, 1), (1, 4, 2, 1), (2, 2, 2, 1)],
 )
+@pytest.mark.slow  # up to rounding: test_expert_parallel.py
 def test_the_hierarchical_exchange_gives_the_flat_one_bit_for_bit(data, node, expert, model):
     spec = MeshSpec(data=data, node=node, expert=expert, model=model)
     flat, two = (

@@ -237,7 +237,7 @@ def test_choice_and_planner_take_a_ragged_all_to_all_on_the_same_platforms(platf
 LOADS = {
     "even": make_problem(capacity=T),
     "with drops": make_problem(capacity=C),
-    "all to one": make_problem(np.full((8, T, 1), 5), capacity=T),
+    "all to two": make_problem(np.tile([3, 5], (8, T, 1)), capacity=T),
 }
 
 

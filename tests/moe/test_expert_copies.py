@@ -29,8 +29,8 @@ from tests.moe.sharded import (
 # Two replicas of expert 2, three of expert 5, one of expert 0; nothing where it was.
 TABLE = np.array([5, 2, 7, 0, 1, 5, 2, 3, 4, 6, 5, 0, 2, 5, 7, 1], np.int32)
 CELLS = [("gather", MeshSpec(data=2, expert=4)), ("gather", MeshSpec()), *HOMES]
-# Slots gathered, exchanged, and inside of the tensor-parallel group.
-DEFAULT = [CELLS[0], *((name, MOST_AXES[name]) for name in ("all_to_all", "sliced"))]
+# Slots exchanged, and inside of the tensor-parallel group.
+DEFAULT = [(name, MOST_AXES[name]) for name in ("all_to_all", "sliced")]
 
 
 @pytest.mark.parametrize(

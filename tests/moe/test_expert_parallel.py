@@ -26,7 +26,6 @@ from tests.moe.sharded import (
     G,
     S,
     T,
-    answer,
     answer_on,
     answerer,
     assert_same,
@@ -95,21 +94,6 @@ def test_on_one_device_all_are_the_same(want, name):
     problems, answers = want
     for load, problem in problems.items():
         assert_same(compiled(name)(*problem.arguments), answers[load])
-
-
-# By default each extreme has one dispatcher that sends slots and one that sends rows.
-EXTREMES = [
-    slow_unless(i == j, name, *extreme)
-    for i, name in enumerate(["all_to_all", "ragged_all_to_all", "sliced", "dropless"])
-    for j, extreme in enumerate([(1, 1), (E, 3), (E, T)])
-]
-
-
-@pytest.mark.parametrize(("name", "num_choices", "capacity"), EXTREMES)
-def test_capacity_of_one_and_as_many_choices_as_experts(name, num_choices, capacity):
-    problem = make_problem(random_choices(1, num_choices), capacity)
-    got = answer_on(MOST_AXES[name], name, problem)
-    assert_same(got, answer(einsum_dispatch, problem))
 
 
 def test_dropout_differs_between_devices_and_not_between_calls(key):

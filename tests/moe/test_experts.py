@@ -11,28 +11,16 @@ import pytest
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.moe.experts import Experts
 from tests.layers.weights import numbers_for, with_params
+from tests.moe.oracle import activated
+from tests.training.jobs import with_switch
 
 E, R, D, F = 3, 8, 5, 7
 SWITCH = SwitchConfig(E, every=1)
 CONFIG = ModelConfig("decoder_only", 8, D, F, 2, 3, 1, activation="relu", switch=SWITCH)
 
 
-def with_switch(config=CONFIG, **changes):
-    return dataclasses.replace(config, switch=dataclasses.replace(config.switch, **changes))
-
-
 def rows(seed=1):
     return np.random.default_rng(seed).normal(size=(E, R, D)).astype(np.float32)
-
-
-ACTIVATIONS = {
-    "relu": lambda h, g: np.maximum(h, 0),
-    "gelu": lambda h, g: (
-        0.5 * h * (1 + np.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
-    ),
-    "geglu": lambda h, g: ACTIVATIONS["gelu"](h, g) * g,
-    "swiglu": lambda h, g: h / (1 + np.exp(-h)) * g,
-}
 
 
 def loop(x_ERD, w, activation):
@@ -43,7 +31,7 @@ def loop(x_ERD, w, activation):
         gate_F = x_D @ w["w_gate_EDF"][e] if "w_gate_EDF" in w else None
         if "b_in_EF" in w:
             h_F = h_F + w["b_in_EF"][e]
-        y_ERD[e, r] = ACTIVATIONS[activation](h_F, gate_F) @ w["w_out_EFD"][e]
+        y_ERD[e, r] = activated(activation, h_F, gate_F) @ w["w_out_EFD"][e]
         if "b_out_ED" in w:
             y_ERD[e, r] += w["b_out_ED"][e]
     return y_ERD

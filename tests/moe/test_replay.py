@@ -14,9 +14,11 @@ from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchCo
 from switchx.moe import replay
 from switchx.moe.layer import SwitchFFN
 from switchx.moe.replay import UNSET
+from tests.compare import slopes
 from tests.data.refusals import refused
 from tests.layers.weights import numbers_for, with_params
 from tests.moe.oracle import softmax
+from tests.training.jobs import with_switch
 
 B, L, D, F, E, S = 2, 10, 6, 8, 4, 2
 # Five slots of each expert for ten tokens: some choices are dropped.
@@ -118,22 +120,16 @@ def test_gates_of_given_experts_have_the_gradient_of_finite_differences(double):
     worst_BLS[~is_token_BL] = UNSET
     for given_BLS in (replay_BLS, worst_BLS):
         *_, grads = run(params, given_BLS)
-        want_DE = np.zeros((D, E))
-        for place in np.ndindex(D, E):
-            step_DE = np.zeros((D, E))
-            step_DE[place] = 1e-6
-            above, below = (
-                run(params | {"w_router_DE": params["w_router_DE"] + sign * step_DE}, given_BLS)
-                for sign in (1, -1)
-            )
-            want_DE[place] = (above[0] - below[0]) / 2e-6
+
+        def loss(w_router_DE, given_BLS=given_BLS):
+            return run(params | {"w_router_DE": w_router_DE}, given_BLS)[0]
+
+        want_DE = slopes(loss, params["w_router_DE"], step=1e-6)
         np.testing.assert_allclose(grads["w_router_DE"], want_DE, rtol=1e-4, atol=1e-6)
         assert np.min(np.abs(want_DE)) > 1e-3
 
 
-SPARSE = dataclasses.replace(
-    MODEL, num_decoder_layers=4, switch=dataclasses.replace(SWITCH, every=2)
-)
+SPARSE = with_switch(dataclasses.replace(MODEL, num_decoder_layers=4), every=2)
 
 
 def batch_of(**changes) -> dict:
@@ -182,13 +178,11 @@ def test_other_shapes_and_types_are_refused():
             replay.check_replay(SPARSE, batch | {"decoder_replay": other})
     with refused("decoder_replay has the type float32"):
         replay.check_replay(SPARSE, batch | {"decoder_replay": given.astype(np.float32)})
-    router = RouterConfig(num_selected=S)
-    plain = dataclasses.replace(SPARSE, switch=dataclasses.replace(SWITCH, router=router))
+    plain = with_switch(SPARSE, router=RouterConfig(num_selected=S))
     with refused("a batch with decoder_replay, and RouterConfig.replay=False"):
         replay.check_replay(plain, batch)
     counted = dataclasses.replace(ROUTER, padding="counted")
-    switch = dataclasses.replace(SPARSE.switch, router=counted)
-    replay.check_replay(dataclasses.replace(SPARSE, switch=switch), batch_of(at_1_8=(0, 1)))
+    replay.check_replay(with_switch(SPARSE, router=counted), batch_of(at_1_8=(0, 1)))
 
 
 def test_rows_of_a_record_by_id():

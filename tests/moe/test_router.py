@@ -150,17 +150,6 @@ def test_input_dropout_drops_its_rate_and_scales_the_rest(key):
     np.testing.assert_allclose(counts[0] / 40_000, 0.25, atol=0.011)
 
 
-def test_largest_scores_are_draws_from_the_softmax_with_temperature(key):
-    logits_E = np.array([1.0, 0.0, -1.0, 2.0])
-    for temperature in (1.0, 3.0):
-        scores_GTE = sampling_scores(
-            jnp.broadcast_to(jnp.asarray(logits_E), (1, 20_000, 4)), temperature, key=key
-        )
-        share = np.bincount(np.argmax(scores_GTE[0], axis=-1), minlength=4) / 20_000
-        # Five deviations of at most sqrt(0.25 / 20000).
-        np.testing.assert_allclose(share, softmax(logits_E / temperature), atol=0.018)
-
-
 def test_the_two_largest_scores_are_draws_without_replacement(key):
     """P(i then j) = p_i p_j / (1 - p_i)."""
     logits_E = np.array([1.0, 0.0, -1.0])

@@ -2,7 +2,6 @@
 """Plans: one by hand; by policy, against loops: what decides choice, gate and slot."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from switchx.models.config import RouterConfig
-from switchx.moe.plan import RoutingPlan, by_gate, make_plan, route_by_experts
+from switchx.moe.plan import RoutingPlan, by_gate, route_by_experts
 from tests.moe.oracle import softmax
+from tests.moe.plans import plan_of, traced_plan
 
 G, T, E = 2, 18, 5
 
@@ -22,17 +22,6 @@ def inputs(seed=0):
     rng = np.random.default_rng(seed)
     logits_GTE = (rng.normal(size=(G, T, E)) * 2).astype(np.float32)
     return logits_GTE, rng.random((G, T)) < 0.8
-
-
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def traced_plan(router, logits_GTE, is_token_GT, capacity=4, **options):
-    prob_GTE = jax.nn.softmax(logits_GTE, axis=-1)
-    return make_plan(router, logits_GTE, prob_GTE, is_token_GT, capacity, **options)
-
-
-def plan_of(*arguments, **options):
-    """The plan in NumPy's arrays."""
-    return jax.device_get(traced_plan(*arguments, **options))
 
 
 @pytest.mark.parametrize(
@@ -84,21 +73,6 @@ def test_what_is_placed_comes_back_in_the_old_order():
     assert seen == [[1, 3, 0, 2]]  # ties keep their order
     assert tens_GTS[0, :, 0].tolist() == [0, 10, 20, 30]
     assert place_GT[0].tolist() == [2, 0, 3, 1]
-
-
-def test_bias_enters_the_choice_but_not_the_gate():
-    logits_GTE, is_token_GT = inputs()
-    prob_GTE = softmax(np.asarray(logits_GTE, np.float64))
-    bias_E = jnp.asarray([0.0, 0.3, -0.3, 0.0, 0.1])
-    router = RouterConfig(num_selected=2, bias_update_rate=0.001)
-    plan = plan_of(router, logits_GTE, is_token_GT, bias_E=bias_E)
-    changed = 0
-    for g, t in np.argwhere(is_token_GT):
-        best = np.argsort(-(prob_GTE[g, t] + np.asarray(bias_E)))[:2]
-        assert plan.expert_GTS[g, t].tolist() == best.tolist()
-        np.testing.assert_allclose(plan.gate_GTS[g, t], prob_GTE[g, t, best], rtol=1e-5)
-        changed += set(best) != set(np.argsort(-prob_GTE[g, t])[:2])
-    assert changed > 3
 
 
 def test_no_gradient_reaches_the_bias():

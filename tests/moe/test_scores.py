@@ -12,7 +12,7 @@ from switchx.models.config import SwitchConfig
 from switchx.moe.config import RouterConfig
 from switchx.moe.plan import make_plan, rank_experts
 from switchx.moe.router import normalized_scores, router_scores
-from switchx.moe.stats import balance_sums, measure_routing
+from switchx.moe.stats import measure_routing
 from tests.moe.oracle import softmax
 
 G, T, E = 2, 12, 8
@@ -160,23 +160,6 @@ def test_the_loss_by_sequence_equals_a_loop_and_counts_unbiased_choices():
     direction, step = rng.normal(size=z_BLE.shape), 1e-6
     moved = (loop(z_BLE + step * direction)[0] - loop(z_BLE - step * direction)[0]) / (2 * step)
     np.testing.assert_allclose(np.sum(slope * direction), moved, rtol=1e-4)
-
-
-def test_one_sequence_a_row_is_the_loss_of_groups_of_a_row():
-    rng = np.random.default_rng(2)
-    prob_GTE = softmax(rng.normal(size=(G, T, E))).astype(np.float32)
-    router, is_token_GT = RouterConfig(num_selected=2), jnp.ones((G, T), bool)
-    by_row = RouterConfig(num_selected=2, balance_scope="sequence")
-
-    @jax.jit
-    def both(prob_GTE):
-        plan = make_plan(router, prob_GTE, prob_GTE, is_token_GT, T)
-        measured = prob_GTE, prob_GTE, plan, is_token_GT, by_row
-        stats = measure_routing(*measured, segment_BL=jnp.ones((G, T), jnp.int32))
-        of_groups = balance_sums(prob_GTE, plan.count_GE, is_token_GT)
-        return (stats.balance, stats.groups), of_groups
-
-    np.testing.assert_allclose(*both(prob_GTE), rtol=1e-6)
 
 
 @pytest.mark.hf

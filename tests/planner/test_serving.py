@@ -14,7 +14,8 @@ from switchx.planner.serving import ServedModel, choose_split, splits, weights_o
 from tests.cases import slow
 from tests.data.refusals import refused
 from tests.inference import exports
-from tests.inference.exports import CONFIG, SHAPES, export, trained
+from tests.inference.exports import SHAPES, export
+from tests.inference.tiny import CONFIG, trained
 
 GROUPED = dict(positions="rotary", num_kv_heads=2, qk_norm="all", scale_attention=True)
 NEW_TOKENS = 5  # of `exports.export`
@@ -39,7 +40,7 @@ def bytes_on_a_device(described: dict, mesh: dict) -> float:
 @pytest.mark.parametrize(
     ("bits", "config"),
     [
-        (None, exports.CONFIG),
+        (None, CONFIG),
         slow(4, exports.DECODER),
         slow(None, dataclasses.replace(exports.DECODER, **GROUPED)),
         slow(None, dataclasses.replace(exports.DECODER, **GROUPED | {"num_kv_heads": 1})),

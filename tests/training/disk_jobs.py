@@ -11,7 +11,7 @@ from switchx.storage.snapshot import Snapshot
 from switchx.training.offload.disk_program import LayeredProgram
 from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.step import StepConfig
-from tests.training.jobs import SPARSE, make_batch, make_job, stacked, with_switch
+from tests.training.jobs import SPARSE, make_job, stacked, with_switch
 
 # So many experts that some have no token in a step.
 E = 24
@@ -40,16 +40,6 @@ def disk_job(model=MODEL, storage=DISK, optimizer="adamw", **changes):
 
 def disk_program(folder, **changes) -> LayeredProgram:
     return LayeredProgram(disk_job(**changes), RunFolder(folder), jax.devices()[:1])
-
-
-def trained(program, steps: int = 5):
-    """The state after some steps, and their losses and norms."""
-    state, measured = program.init_state(), []
-    for step in range(steps):
-        batch = program.place(make_batch(MODEL, 8, seed=step))
-        state, metrics = program.train_step(state, batch)
-        measured.append((float(metrics.loss), float(metrics.grad_norm)))
-    return state, measured
 
 
 def saved_files(program, folder):

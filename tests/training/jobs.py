@@ -5,6 +5,7 @@ import dataclasses
 import os
 import signal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,7 +15,7 @@ from switchx.data.objectives import CausalLM
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
-from switchx.models.params import abstract_params
+from switchx.models.params import abstract_params, forward
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.schedules import Constant
 from switchx.training.job import TrainingJob
@@ -23,6 +24,8 @@ from tests.data.fakes import text_corpus
 
 LENGTH = 8
 LOSS = LossConfig(layer_reduction="mean")
+# The auxiliary losses weigh enough to be seen in a wrong gradient.
+WEIGHTY = dataclasses.replace(LOSS, balance_weight=0.5, router_z_weight=0.1)
 # One row of a batch is one routing group.
 SWITCH = SwitchConfig(
     8,
@@ -107,6 +110,10 @@ def make_params(config: ModelConfig, seed: int = 0) -> dict:
         return jnp.asarray(values, leaf.dtype)
 
     return tree.map_named(draw, abstract_params(config))
+
+
+# `(config, params, batch, *, is_training, key)`: operation by operation a model takes seconds.
+run_model = jax.jit(forward, static_argnums=0, static_argnames="is_training")
 
 
 def tiny_job(**changes) -> TrainingJob:

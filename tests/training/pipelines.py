@@ -16,10 +16,8 @@ from switchx.training.pipelined import build_schedule, pipelined_gradients
 from switchx.training.step import StepConfig, gradients
 from tests.compare import assert_close_to_largest
 from tests.training import jobs
-from tests.training.jobs import LOSS, make_batch, make_params, with_switch
+from tests.training.jobs import WEIGHTY, make_batch, make_params, with_switch
 
-# The auxiliary losses weigh enough to be seen in a wrong gradient.
-WEIGHTY = dataclasses.replace(LOSS, balance_weight=0.5, router_z_weight=0.1)
 ROWS, MICROBATCHES = 16, 4
 
 
@@ -32,14 +30,21 @@ def stacked(config, layers: int, *, dropout_rate=0.0, dispatcher=None):
     )
 
 
-def unpipelined(config, num_microbatches=MICROBATCHES, batch=None):
+@functools.cache
+def gradients_of(config, num_microbatches: int):
+    """A jitted `(params, batch, key) -> gradients, loss, token sums, statistics`."""
+    step = StepConfig(num_microbatches=num_microbatches)
+    return jax.jit(functools.partial(gradients, config, WEIGHTY, step))
+
+
+def unpipelined(config, num_microbatches=MICROBATCHES, batch=None, params=None):
     """Gradients, loss, token sums and statistics on one device."""
     if config.switch is not None and not config.switch.has_attention:
         config = with_switch(config, dispatcher="gather")
-    step = StepConfig(num_microbatches=num_microbatches)
-    compute = functools.partial(gradients, config, WEIGHTY, step)
     batch = make_batch(config, ROWS) if batch is None else batch
-    return jax.device_get(jax.jit(compute)(make_params(config), batch, key=jax.random.key(1)))
+    params = make_params(config) if params is None else params
+    compute = gradients_of(config, num_microbatches)
+    return jax.device_get(compute(params, batch, key=jax.random.key(1)))
 
 
 def pipelined(config, mesh: MeshSpec, spec=None, num_microbatches=MICROBATCHES, batch=None):

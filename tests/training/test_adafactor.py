@@ -190,18 +190,6 @@ def test_without_a_gradient_an_expert_and_a_vector_stay():
         np.testing.assert_array_equal(new["w_in_EDF"][0], params["w_in_EDF"][0])
 
 
-def test_gradient_scale_is_as_scaling_the_gradients():
-    params = {"w_in_EDF": normal(0, 2, 4, 6), "scale_D": normal(1, 4)}
-    gradients = [
-        jax.tree.map(lambda w, s=s: normal(s, *w.shape, scale=2.0**15), params) for s in (2, 3)
-    ]
-    scaled = [jax.tree.map(lambda g: g * np.float32(2**-15), g) for g in gradients]
-    optimizer = Adafactor(min_dim_size_to_factor=2, epsilon1=1e-3)
-    history = run(optimizer, params, gradients, gradient_scale=jnp.float32(2**-15))
-    for ours, expected in zip(history, run(optimizer, params, scaled), strict=True):
-        assert_close(ours, expected, rtol=1e-6)
-
-
 def test_bfloat16_parameters_have_float32_statistics_and_updates():
     w, g = normal(0, 2, 4, 6), normal(1, 2, 4, 6)
     half = {"w_in_EDF": jnp.asarray(w, jnp.bfloat16)}

@@ -61,6 +61,7 @@ from tests.training.jobs import (
     with_switch,
 )
 from tests.training.saved_runs import lines, save_run
+from tests.training.steps import MESHES, raw_gradients
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
@@ -128,9 +129,10 @@ def test_experts_are_those_of_a_loop_over_rows(is_shared):
         h = np.float64(x_ERD[e]) @ matrix("w_in_EDF", e) + np.float64(b_in_EF[e])
         h = h / (1 + np.exp(-h)) * (np.float64(x_ERD[e]) @ matrix("w_gate_EDF", e))
         want[e] = h @ matrix("w_out_EFD", e) + np.float64(b_out_ED[e])
-    np.testing.assert_allclose(bank(x_ERD), want, rtol=2e-5, atol=2e-6)
+    got = jax.jit(lambda x_ERD: bank(x_ERD))(x_ERD)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
     count_E, gate_R = jnp.array([R] * E), jnp.arange(E * R, dtype=jnp.float32)
-    got = bank.run_rows(x_ERD.reshape(E * R, D), count_E, gate_R)
+    got = jax.jit(lambda *rows: bank.run_rows(*rows))(x_ERD.reshape(E * R, D), count_E, gate_R)
     rows = want.reshape(E * R, D) * np.arange(E * R)[:, None]
     np.testing.assert_allclose(got, rows, rtol=2e-5, atol=2e-5)
 
@@ -150,14 +152,13 @@ def test_gradients_of_a_quantized_product_are_those_of_the_dequantized_one(bits)
         return jnp.sum(y_RF * dy_RF)
 
     arrays = x_RD, a_EDJ, b_EJF
-    got = jax.grad(loss)(arrays, q)
-    want = jax.grad(loss)(arrays, dequantize(q))
+    got, want = (jax.jit(jax.grad(loss))(arrays, base) for base in (q, dequantize(q)))
     assert float(jnp.abs(want[0]).max()) > 0.1
     for mine, theirs in zip(got, want, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
-def raw_gradients(config, base, adapters, spec):
+def gradients_alone(config, base, adapters, spec):
     def compute(adapters, base):  # not a constant: XLA folds int4 constants to other numbers
         return gradients(
             config, WEIGHTY, StepConfig(), adapters, make_batch(config, ROWS),
@@ -205,7 +206,7 @@ def merged_gradients(config, base, adapters, spec):
 def test_raw_gradients_are_those_of_merged_weights(config, changes):
     spec = dataclasses.replace(NO_BASE, **changes)
     base, adapters = make_params(config), make_adapters(config, spec)
-    got, value, *_ = raw_gradients(config, base, adapters, spec)
+    got, value, *_ = gradients_alone(config, base, adapters, spec)
     want, loss, *_ = merged_gradients(config, base, adapters, spec)
     np.testing.assert_allclose(value, loss, rtol=1e-5)
     require_near(got, want, 2e-5)
@@ -237,13 +238,6 @@ def bases(tmp_path_factory):
     return base
 
 
-MESHES = {
-    "data": MeshSpec(data=4),
-    "fsdp": MeshSpec(data=2, fsdp=2),
-    "expert": MeshSpec(expert=4),
-    "model": MeshSpec(data=2, model=2),
-    "all": MeshSpec(fsdp=2, expert=2, model=2),
-}
 KINDS = {
     "each": {},
     "shared": {"shared_by_experts": True},
@@ -264,24 +258,15 @@ def test_raw_gradients_on_a_mesh_are_those_of_one_device(bases, mesh, kind, part
     # Small, so that no softmax is sure of itself and rounding counts for little.
     adapters = jax.tree.map(lambda x: x / 4, make_adapters(model, spec))
     alone = quantized_base(make_params(model, seed=9), spec)
-    want, value, *_ = raw_gradients(model, alone, adapters, spec)
+    want, value, *_ = gradients_alone(model, alone, adapters, spec)
     job = make_job(
         model, mesh=MESHES[mesh], loss=WEIGHTY, batch_size=ROWS, lora=spec,
         step=StepConfig(num_microbatches=parts),
     )  # fmt: skip
     devices = jax.devices()[: MESHES[mesh].num_devices(1)]
     program = AdapterProgram(job, RunFolder("new"), devices)
-
-    def compute(adapters, batch, base):
-        return gradients(
-            model, WEIGHTY, job.step, adapters, batch,
-            key=jax.random.key(0), seam=adapted_by(base, spec),
-        )  # fmt: skip
-
-    with program.scope():
-        placed = jax.device_put(adapters, program.shardings.params)
-        batch = program.place(make_batch(model, ROWS))
-        got, loss, *_ = jax.device_get(jax.jit(compute)(placed, batch, *program.beside))
+    seam_of = functools.partial(adapted_by, spec=spec)
+    got, loss, *_ = jax.device_get(raw_gradients(program, params=adapters, seam_of=seam_of))
     np.testing.assert_allclose(loss, value, rtol=3e-6)
     np.testing.assert_allclose(global_norm(got), global_norm(want), rtol=1e-5)
     require_near(got, want, 1e-5)

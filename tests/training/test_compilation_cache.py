@@ -7,24 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from switchx.training.compilation_cache import compiled_programs_kept, cpu_kind
+from tests.compilation import compiled_once
 
 
 @pytest.fixture(autouse=True)
 def no_folder_is_given(tmp_path, monkeypatch):
     """As of a user who has set nothing, but where the home is, and that all is kept."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (None, 0), strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    with compiled_once(None):
+        yield
 
 
 def compiled_in(shared=None, factor=3.0) -> tuple[list[str], np.ndarray]:

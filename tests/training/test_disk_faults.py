@@ -20,8 +20,9 @@ from switchx.training.loop import train
 from switchx.training.offload.disk_program import LayeredProgram
 from switchx.training.offload.storage_spec import StorageSpec
 from tests.processes import ROOT, child_environment
-from tests.training.disk_jobs import MODEL, E, disk_job, disk_program, trained
+from tests.training.disk_jobs import MODEL, E, disk_job, disk_program
 from tests.training.jobs import Events, make_batch
+from tests.training.steps import trained
 
 pytestmark = pytest.mark.usefixtures("steps_traced_once")
 
@@ -142,19 +143,16 @@ def test_a_dead_reader_thread_ends_the_step_with_its_cause(begun, monkeypatch, d
 # A whole run whose experts are on a file system that is full.
 
 
-class Filling(Events):
+def filling(ballast: pathlib.Path, at: int):
     """Fills a folder's file system with one file after a step."""
 
-    def __init__(self, ballast: pathlib.Path, at: int):
-        super().__init__()
-        self._ballast, self._full_at = ballast, at
-
-    def stepped(self, step: int) -> None:
-        super().stepped(step)
-        if step == self._full_at:
-            with contextlib.suppress(OSError), self._ballast.open("wb", 0) as file:
+    def fill(step: int) -> None:
+        if step == at:
+            with contextlib.suppress(OSError), ballast.open("wb", 0) as file:
                 while True:
                     file.write(bytes(4096))
+
+    return Events(fill)
 
 
 def train_on_a_full_disk(run_folder: str, mounted: str) -> None:
@@ -166,7 +164,7 @@ def train_on_a_full_disk(run_folder: str, mounted: str) -> None:
     job = dataclasses.replace(job, storage=storage)
     ballast = pathlib.Path(mounted) / "ballast"
     try:
-        train(job, RunFolder(run_folder), Filling(ballast, at=3))
+        train(job, RunFolder(run_folder), filling(ballast, at=3))
     except SaveError as error:
         print(error)
     ballast.unlink()

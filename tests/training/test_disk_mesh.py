@@ -18,11 +18,11 @@ from switchx.training.offload.disk_program import LayeredProgram
 from switchx.training.offload.disk_runs import Kind
 from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.programs import compiled_program
-from switchx.training.step import gradients
 from tests.cases import slow
 from tests.data.refusals import refused
 from tests.training.disk_jobs import MESH_E, MESH_MODEL, MESH_ROWS, mesh_job, saved_files
 from tests.training.jobs import make_batch, make_params
+from tests.training.steps import raw_gradients, trained
 from tests.training.train_states import assert_same, assert_same_gradients
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
@@ -59,19 +59,13 @@ class KeptGradients:
                 self.grads[name][run.place, experts] = rows[name]
 
 
-KEY = jax.random.key(0)
-
-
 @functools.cache
 def resident_step():
     """Parameters, and the raw gradients of a step with all of them on one device."""
-    job = mesh_job(MeshSpec(data=1), StorageSpec())
-    program = compiled_program(job, jax.devices()[:1])
-    with program.scope():
-        params = make_params(MESH_MODEL)
-        compute = jax.jit(functools.partial(gradients, MESH_MODEL, job.loss, job.step))
-        grads = compute(params, make_batch(MESH_MODEL, MESH_ROWS), key=KEY)[0]
-    return jax.device_get((params, tree.named_leaves(grads)))
+    program = compiled_program(mesh_job(MeshSpec(data=1), StorageSpec()), jax.devices()[:1])
+    params = jax.device_get(make_params(MESH_MODEL))
+    grads, *_ = raw_gradients(program, params=params)
+    return params, tree.named_leaves(jax.device_get(grads))
 
 
 DATA, MODEL_AXIS = MeshSpec(data=2, expert=4), MeshSpec(data=1, model=2, expert=2)
@@ -102,7 +96,7 @@ def test_raw_gradients_are_those_of_one_device_with_all_experts(name, tmp_path):
         programs = Lowered(program._layered)
         program.experts.begin_sweeps(is_training=True)
         batch = program.place(make_batch(MESH_MODEL, MESH_ROWS))
-        grads, _ = programs.layered.gradients(state.params, batch, banks, key=KEY)
+        grads, _ = programs.layered.gradients(state.params, batch, banks, key=jax.random.key(0))
         targets = jax.tree.leaves(program.shardings.params)
         for leaf, target in zip(jax.tree.leaves(grads), targets, strict=True):
             assert leaf.sharding.is_equivalent_to(target, leaf.ndim)
@@ -178,16 +172,6 @@ def assert_nothing_waits_for_the_gathered(text, shapes):
     assert loops and not any(read(loop) & ahead for loop in loops)
 
 
-def steps_of(program, number: int = 4):
-    """State, losses and norms after steps of one batch each."""
-    state, measured = program.init_state(), []
-    for step in range(number):
-        batch = program.place(make_batch(MESH_MODEL, MESH_ROWS, seed=step))
-        state, metrics = program.train_step(state, batch)
-        measured.append((float(metrics.loss), float(metrics.grad_norm)))
-    return state, measured
-
-
 @pytest.mark.slow  # tests/training/test_disk_program.py has one device
 @pytest.mark.parametrize("name", ["fsdp", "model"])
 def test_steps_on_a_mesh(name, tmp_path):
@@ -196,10 +180,10 @@ def test_steps_on_a_mesh(name, tmp_path):
     mesh, _ = MESHES[name]
     resident = compiled_program(mesh_job(MeshSpec(data=1), StorageSpec()), jax.devices()[:1])
     with resident.scope():
-        _, want = steps_of(resident)
+        _, want = trained(resident, 4)
     program = program_of(mesh_job(mesh), tmp_path / "all")
     with program.scope():
-        state, measured = steps_of(program)
+        state, measured = trained(program, 4)
         files = saved_files(program, tmp_path / "saved")
         dense = jax.device_get(state.params)
     np.testing.assert_allclose(measured, want, rtol=1e-5)
@@ -207,7 +191,7 @@ def test_steps_on_a_mesh(name, tmp_path):
     storage = StorageSpec("disk", host_bytes=few, policy="lru")
     program = program_of(mesh_job(mesh, storage), tmp_path / "few")
     with program.scope():
-        state, again = steps_of(program)
+        state, again = trained(program, 4)
         assert 0 < program.experts.metrics()["hit_rate"] < 1
         assert again == measured and saved_files(program, tmp_path / "saved_too") == files
         assert_same(jax.device_get(state.params), dense)
@@ -220,7 +204,7 @@ def test_steps_on_a_mesh(name, tmp_path):
         assert saved_files(program, tmp_path / "after") == files
         sums, _, _ = program.eval_step(state.params, program.place(batch))
     with resident.scope():
-        state, _ = steps_of(resident)
+        state, _ = trained(resident, 4)
         expected, _, _ = resident.eval_step(state.params, resident.place(batch))
     np.testing.assert_allclose(sums.loss, expected.loss, rtol=1e-5)
 

@@ -30,9 +30,10 @@ from tests.cases import slow
 from tests.compare import assert_close
 from tests.compilation import on_devices
 from tests.data.refusals import refused
-from tests.training.disk_jobs import MODEL, E, disk_job, disk_program, saved_files, trained
+from tests.training.disk_jobs import MODEL, E, disk_job, disk_program, saved_files
 from tests.training.jobs import DENSE, SPARSE, Events, make_batch, stacked
 from tests.training.saved_runs import arrays_of, lines
+from tests.training.steps import trained
 from tests.training.train_states import assert_same
 
 pytestmark = pytest.mark.usefixtures("steps_traced_once")

@@ -15,14 +15,20 @@ from switchx.models.params import init_params
 from switchx.models.stages import init_run_experts, is_of_experts, model_runs, without_experts
 from switchx.training.offload.disk_runs import joined
 from switchx.training.offload.disk_step import LayeredGradients
-from switchx.training.step import StepConfig, gradients
 from tests.compare import assert_close
-from tests.training.jobs import ENCODER_DECODER, LOSS, SPARSE, make_batch, make_params, stacked
+from tests.training.jobs import (
+    ENCODER_DECODER,
+    SPARSE,
+    WEIGHTY,
+    make_batch,
+    make_params,
+    stacked,
+)
+from tests.training.pipelines import unpipelined
 from tests.training.train_states import assert_same, assert_same_gradients
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
-WEIGHTY = dataclasses.replace(LOSS, balance_weight=0.5, router_z_weight=0.1)
 ROWS = 8
 
 
@@ -70,7 +76,7 @@ def layered_of(config, num_microbatches, slots=2):
 
 
 def layered(config, num_microbatches, guess="some", slots=2, filled_with=0.0):
-    """What `whole` gives, and the banks."""
+    """What `unpipelined` gives, and the banks."""
     params = make_params(config)
     banks = Banks(params, guess, filled_with)
     step = layered_of(config, num_microbatches, slots)
@@ -79,14 +85,6 @@ def layered(config, num_microbatches, guess="some", slots=2, filled_with=0.0):
     )
     grads = tree.nested(tree.named_leaves(grads) | banks.grads)
     return jax.device_get((grads, *joined(results))), banks
-
-
-def whole(config, num_microbatches):
-    step = StepConfig(num_microbatches=num_microbatches)
-    compute = jax.jit(functools.partial(gradients, config, WEIGHTY, step))
-    return jax.device_get(
-        compute(make_params(config), make_batch(config, ROWS), key=jax.random.key(1))
-    )
 
 
 REROUTED = RouterConfig(jitter=0.0, overflow="reroute", max_rounds=3)
@@ -131,7 +129,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_the_whole_step(name):
     config, num_microbatches = CASES[name]
-    want = whole(config, num_microbatches)
+    want = unpipelined(config, num_microbatches, make_batch(config, ROWS))
     (grads, value, sums, stats, squares), banks = layered(config, num_microbatches)
     mine, right = tree.named_leaves(grads), tree.named_leaves(want[0])
     assert_same_gradients(mine, right)

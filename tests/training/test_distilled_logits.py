@@ -13,7 +13,6 @@ from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.loader import TrainLoader
 from switchx.data.tokenizers import TokenIdVocabulary
 from switchx.data.vocabularies import save_vocabulary
-from switchx.models.params import forward
 from switchx.partitioning.mesh import MeshSpec
 from switchx.training.distillation.logits_folder import LogitsReader
 from switchx.training.distillation.soft_loss import Distillation
@@ -27,8 +26,9 @@ from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.programs import program_of
 from switchx.training.step import StepConfig
 from tests.data.refusals import refused
-from tests.training.jobs import DENSE, SPARSE, Events, make_job, make_params
+from tests.training.jobs import DENSE, SPARSE, Events, make_job, make_params, run_model
 from tests.training.saved_runs import lines, save_run
+from tests.training.train_states import damage
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
@@ -66,7 +66,7 @@ def test_files_are_the_largest_logits_of_the_batches(folders):
     part = {name: rows[[2, 5]] for name, rows in batch.items()}
     of_part = LogitsReader(folders / "top_4").read(part, (2, 5))
     np.testing.assert_array_equal(of_part["logit_BLK"], written["logit_BLK"][[2, 5]])
-    logits_BLV, _ = forward(SPARSE, make_params(SPARSE, seed=9), batch, is_training=False)
+    logits_BLV, _ = run_model(SPARSE, make_params(SPARSE, seed=9), batch, is_training=False)
     expected = np.sort(np.asarray(logits_BLV), axis=-1)[..., ::-1][..., :4]
     np.testing.assert_allclose(written["logit_BLK"], expected, rtol=1e-4, atol=1e-5)
     chosen = np.take_along_axis(np.asarray(logits_BLV), written["token_BLK"], axis=-1)
@@ -123,8 +123,10 @@ def test_what_does_not_fit_is_refused(folders, tmp_path):
             WrittenTeacherProgram(job, ONE)
     for name, value in (("seed", 1), ("train_steps", STEPS + 1)):
         job = job_of(top, **{name: value})
+        loader = TrainLoader(job.source, job.batches, seed=job.seed)
+        *_, last = [next(loader) for _ in range(job.train_steps)]
         with refused("has no logits of this batch"):
-            train(job, RunFolder(tmp_path / name), Events(), devices=ONE)
+            WrittenTeacherProgram(job, ONE).place_for_training(last)
     with refused("--top=385 of 384 ids"):
         write_logits(job_of(folders / "run"), tmp_path / "x", 385, ONE)
     with refused(f"{top} exists"):
@@ -155,11 +157,8 @@ def test_damaged_folders_are_refused(folders, tmp_path):
     job = job_of(copy)
     program = WrittenTeacherProgram(job, ONE)
     batch = next(TrainLoader(job.source, job.batches, seed=job.seed))
-    file = copy / "0000001_0.npz"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 255
-    file.write_bytes(content)
-    with refused(f"{file} is damaged"):
+    damage(copy / "0000001_0.npz")
+    with refused(f"{copy / '0000001_0.npz'} is damaged"):
         program.place_for_training(batch)
     save_vocabulary(TokenIdVocabulary(384), copy)
     with refused("was written by another vocabulary"):

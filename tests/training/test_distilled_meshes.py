@@ -13,78 +13,51 @@ import pytest
 
 from switchx import tree
 from switchx.optim.updates import global_norm
-from switchx.partitioning.mesh import MeshSpec
 from switchx.training.distillation.soft_loss import Distillation, Teacher, taught_by
 from switchx.training.distillation.student import DistilledProgram, as_teacher
 from switchx.training.step import StepConfig, gradients
 from tests.cases import slow
-from tests.training.jobs import DENSE, LOSS, SPARSE, SWITCH, make_batch, make_job, make_params
+from tests.training.jobs import (
+    DENSE,
+    SPARSE,
+    SWITCH,
+    WEIGHTY,
+    make_batch,
+    make_job,
+    make_params,
+)
 from tests.training.saved_runs import save_run
+from tests.training.steps import MESHES, raw_gradients
 
 ROWS = 16
-# The auxiliary losses weigh enough to be seen in a wrong gradient.
-WEIGHTY = dataclasses.replace(LOSS, balance_weight=0.5)
 FEWER = dataclasses.replace(SPARSE, switch=dataclasses.replace(SWITCH, num_experts=4))
 # Half of what experts are asked for finds no slot.
 TIGHT = dataclasses.replace(SWITCH, eval_capacity_factor=0.5)
 TEACHERS = {"dense": DENSE, "sparse": dataclasses.replace(SPARSE, switch=TIGHT)}
-MESHES = {
-    "data": MeshSpec(data=4),
-    "fsdp": MeshSpec(data=2, fsdp=2),
-    "expert": MeshSpec(expert=4),
-    "model": MeshSpec(data=2, model=2),
-    "all": MeshSpec(fsdp=2, expert=2, model=2),
-}
 OTHERS = [(name, parts) for name in MESHES for parts in (1, 2) if (name, parts) != ("all", 1)]
 
 
 @pytest.fixture(scope="module", params=["sparse", slow("dense")])
 def teacher(request, tmp_path_factory):
-    """A teacher's run, and what a student learns of it on one device."""
+    """Distillation of a teacher's run, and the raw gradients of a student on one device."""
     config = TEACHERS[request.param]
     run = save_run(tmp_path_factory.mktemp(request.param) / "run", config)
     settings = Distillation(str(run), soft_weight=0.6, temperature=2.0)
-    params = make_params(config, seed=9)  # those of `save_run`
-    return run, raw_gradients_alone(Teacher(params, as_teacher(config), settings)), settings
-
-
-def with_norm(grads, value, sums, stats) -> dict:
-    found = {"grads": grads, "norm": global_norm(grads), "value": value, "sums": sums}
-    return found | {"load": stats.load_E, "dropped": stats.dropped}
-
-
-def raw_gradients_alone(teacher) -> dict:
-    params, batch = make_params(FEWER), make_batch(FEWER, ROWS)
+    # The run's parameters are those of seed 9.
+    teacher = Teacher(make_params(config, seed=9), as_teacher(config), settings)
 
     @jax.jit
     def compute(params, batch, teacher):
-        return with_norm(
-            *gradients(
-                FEWER, WEIGHTY, StepConfig(), params, batch,
-                key=jax.random.key(0), seam=taught_by(teacher),
-            )
-        )  # fmt: skip
+        parts, seam = (FEWER, WEIGHTY, StepConfig()), taught_by(teacher)
+        return gradients(*parts, params, batch, key=jax.random.key(0), seam=seam)
 
-    return tree.named_leaves(jax.device_get(compute(params, batch, teacher)))
+    return settings, by_name(*compute(make_params(FEWER), make_batch(FEWER, ROWS), teacher))
 
 
-def raw_gradients(program: DistilledProgram) -> dict:
-    job = program.job
-
-    def compute(params, batch, teacher_params):
-        teacher = Teacher(teacher_params, program.teacher, job.distillation)
-        return with_norm(
-            *gradients(
-                job.model, job.loss, job.step, params, batch,
-                key=jax.random.key(0), seam=taught_by(teacher),
-            )
-        )  # fmt: skip
-
-    with program.scope():
-        params = jax.device_put(make_params(FEWER), program.shardings.params)
-        batch = program.place(make_batch(FEWER, ROWS))
-        found = jax.jit(compute)(params, batch, program.teacher_params)
-        return tree.named_leaves(jax.device_get(found))
+def by_name(grads, value, sums, stats) -> dict:
+    found = {"grads": grads, "norm": global_norm(grads), "value": value, "sums": sums}
+    found |= {"load": stats.load_E, "dropped": stats.dropped}
+    return tree.named_leaves(jax.device_get(found))
 
 
 # All axes at once by default, each alone in `make test-all`.
@@ -92,14 +65,17 @@ def raw_gradients(program: DistilledProgram) -> dict:
     ("mesh", "microbatches"), [("all", 1), *(slow(*each) for each in OTHERS)]
 )
 def test_raw_gradients_are_those_of_one_device(teacher, mesh, microbatches):
-    run, want, settings = teacher
-    spec = MESHES[mesh]
+    (settings, want), spec = teacher, MESHES[mesh]
     job = make_job(
         FEWER, mesh=spec, loss=WEIGHTY, batch_size=ROWS, distillation=settings,
         step=StepConfig(num_microbatches=microbatches),
     )  # fmt: skip
     program = DistilledProgram(job, jax.devices()[: spec.num_devices(1)])
-    got = raw_gradients(program)
+
+    def seam_of(params):
+        return taught_by(Teacher(params, program.teacher, settings))
+
+    got = by_name(*raw_gradients(program, seam_of=seam_of))
     assert got.keys() == want.keys()
     for name, leaf in want.items():
         size, error = np.linalg.norm(leaf), np.linalg.norm(got[name] - leaf)

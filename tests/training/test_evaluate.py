@@ -182,8 +182,7 @@ def test_a_mesh_gives_the_same_sample_to_everyone(model):
 
 
 def test_a_sample_of_a_sparse_decoder_has_its_tokens():
-    switch = dataclasses.replace(SPARSE.switch, encoder_layers=(), decoder_layers=(1,))
-    model = dataclasses.replace(ENCODER_DECODER, switch=switch, scan_layers=False)
+    model = with_switch(ENCODER_DECODER, encoder_layers=(), decoder_layers=(1,))
     batch = make_batch(model, 2)
     step = functools.partial(evaluation.eval_step, model)
     parts = jax.eval_shape(step, make_params(model), batch)[2]
@@ -212,8 +211,7 @@ def test_a_dense_model_has_no_sample(tmp_path):
     ],
 )
 def test_rows_of_a_batch_are_cut_to_whole_groups(places, group_size, rows):
-    changed = dataclasses.replace(SPARSE.switch, recorded_places=places, group_size=group_size)
-    model = dataclasses.replace(SPARSE, switch=changed)
+    model = with_switch(SPARSE, recorded_places=places, group_size=group_size)
     batch = make_batch(model, 8)
     step = functools.partial(evaluation.eval_step, model)
     (part,) = jax.eval_shape(step, make_params(model), batch)[2].values()
@@ -240,8 +238,7 @@ def part_of(model, lengths, start=10):
 
 
 def test_every_task_has_its_part_of_a_sample(tmp_path):
-    changed = dataclasses.replace(SPARSE.switch, recorded_places=16)
-    model = dataclasses.replace(SPARSE, switch=changed)
+    model = with_switch(SPARSE, recorded_places=16)
     sample = RoutingSample(model, num_tasks=2)
     for start in (10, 20):
         sample.begin_task()

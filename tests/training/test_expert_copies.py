@@ -12,7 +12,6 @@ from switchx.models.params import abstract_params
 from switchx.moe.copy_placement import place_copies
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
-from switchx.pipeline.schedule import ScheduleSpec
 from switchx.training.expert_copies import with_copies
 from switchx.training.loop import train
 from switchx.training.offload.storage_spec import StorageSpec
@@ -142,29 +141,12 @@ def test_tables_follow_the_load():
         ),
         (4, dict(storage=StorageSpec("disk")), "with StorageSpec.experts='disk'"),
         (4, dict(storage=StorageSpec("host")), "with StorageSpec.experts='host'"),
+        (4, dict(mesh=MeshSpec(data=4, pipe=2)), "with mesh axis 'pipe' of size 2"),
     ],
 )
 def test_refusals(replicas, changes, message):
-    model = dataclasses.replace(SPARSE, remat="full")
-    job = make_job(with_replicas(model, replicas), **changes)
+    job = make_job(with_replicas(DECODER, replicas), **changes)
     with refused(message):
         compiled_program(job)
-
-
-def test_a_pipeline_is_refused():
-    model = with_replicas(
-        dataclasses.replace(SPARSE, num_decoder_layers=4, scan_layers=True), 4
-    )
-    job = make_job(
-        model,
-        mesh=MeshSpec(data=1, pipe=2),
-        pipeline=ScheduleSpec(),
-        step=StepConfig(num_microbatches=2),
-    )
-    with refused("SwitchConfig.num_replicas=4 with mesh axis 'pipe' of size 2"):
-        compiled_program(job, jax.devices()[:2])
-
-
-def test_switch_attention_is_refused():
     with refused("SwitchConfig.num_replicas=4 with sublayers='attention'"):
         with_replicas(SPARSE, 4, sublayers="attention")

@@ -17,7 +17,7 @@ from switchx.partitioning.buckets import Slicing
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.training.programs import compiled_program
-from switchx.training.step import StepConfig, gradients
+from switchx.training.step import StepConfig
 from tests.bucket_counts import count_buckets
 from tests.compare import assert_close_to_largest
 from tests.data.refusals import refused
@@ -25,26 +25,20 @@ from tests.training.jobs import (
     DENSE,
     ENCODER_DECODER,
     LENGTH,
-    LOSS,
     SPARSE,
+    WEIGHTY,
     make_batch,
     make_job,
-    make_params,
+    with_padded_rows,
+    with_switch,
 )
+from tests.training.steps import raw_gradients
 
 # Two runs of two blocks, dense and sparse.
 SCANNED = dataclasses.replace(SPARSE, num_decoder_layers=4, scan_layers=True, remat="minimal")
 UNROLLED = dataclasses.replace(ENCODER_DECODER, remat="full")
 ONE_BUCKET = 2**30
-# The auxiliary losses weigh enough to be seen in a wrong gradient.
-WEIGHTY = dataclasses.replace(LOSS, balance_weight=0.5, router_z_weight=0.5)
 ROWS = 16
-
-
-def padded_batch(model) -> dict:
-    """Rows of different lengths; the first three hold nothing: a device has no group there."""
-    batch = make_batch(model, ROWS)
-    return {name: np.where(np.arange(ROWS)[:, None] < 3, 0, x) for name, x in batch.items()}
 
 
 def make_program(model, mesh, bucket_bytes=None, devices=None, num_microbatches=1):
@@ -57,36 +51,28 @@ def make_program(model, mesh, bucket_bytes=None, devices=None, num_microbatches=
     return compiled_program(job, devices)
 
 
-def raw_gradients(program) -> dict:
+def gradients_of(program) -> dict:
     """Gradients, their norm, the loss, token sums and routing statistics, by name."""
     job = program.job
-
-    def compute(params, batch):
-        grads, *rest = gradients(
-            job.model, job.loss, job.step, params, batch, key=jax.random.key(0)
-        )
-        is_fused = job.step.bucket_bytes is not None
-        norm = sliced_global_norm(grads) if is_fused else global_norm(grads)
-        return {"grads": grads, "norm": norm, "rest": rest}
-
+    # The first three rows hold nothing: a device has no group there.
+    batch = with_padded_rows(make_batch(job.model, ROWS), 0, 1, 2)
+    grads, *rest = raw_gradients(program, batch)
     with program.scope():
-        params = jax.device_put(make_params(job.model), program.shardings.params)
-        batch = program.place(padded_batch(job.model))
-        shardings = {"grads": program.shardings.params, "norm": None, "rest": None}
-        compute = jax.jit(compute, out_shardings=shardings)
-        return tree.named_leaves(jax.device_get(compute(params, batch)))
+        norm = global_norm if job.step.bucket_bytes is None else sliced_global_norm
+        found = {"grads": grads, "norm": jax.jit(norm)(grads), "rest": rest}
+    return tree.named_leaves(jax.device_get(found))
 
 
 @pytest.fixture(scope="module")
 def want():
     """On one device."""
-    return raw_gradients(make_program(SCANNED, MeshSpec(), devices=jax.devices()[:1]))
+    return gradients_of(make_program(SCANNED, MeshSpec(), devices=jax.devices()[:1]))
 
 
 @pytest.fixture(scope="module")
 def one_bucket():
     """On eight devices, all slices of a block in one bucket."""
-    return raw_gradients(make_program(SCANNED, MeshSpec(fsdp=8), ONE_BUCKET))
+    return gradients_of(make_program(SCANNED, MeshSpec(fsdp=8), ONE_BUCKET))
 
 
 def assert_close(got, want):
@@ -105,7 +91,7 @@ def test_raw_gradients_are_those_of_one_device(want, one_bucket):
 def test_raw_gradients_with_replicas_and_microbatches(fsdp, parts):
     alone = make_program(UNROLLED, MeshSpec(), None, jax.devices()[:1], num_microbatches=parts)
     program = make_program(UNROLLED, MeshSpec(fsdp=fsdp), ONE_BUCKET, num_microbatches=parts)
-    assert_close(raw_gradients(program), raw_gradients(alone))
+    assert_close(gradients_of(program), gradients_of(alone))
 
 
 def compiled_step(program):
@@ -194,10 +180,8 @@ def test_what_cannot_be_gathered_so_is_refused(name):
     changes, message = REFUSED[name]
     changes = {"mesh": MeshSpec(fsdp=8), "model": SCANNED} | changes
     switch = {key: changes.pop(key) for key in ("router", "group_size") if key in changes}
-    model = changes["model"]
-    model = dataclasses.replace(model, switch=dataclasses.replace(model.switch, **switch))
     with refused(message):
-        make_program(model, changes["mesh"], 9)
+        make_program(with_switch(changes["model"], **switch), changes["mesh"], 9)
 
 
 def test_a_bucket_of_nothing_is_refused():

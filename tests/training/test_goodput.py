@@ -133,14 +133,10 @@ def test_what_jax_compiles_is_counted():
     assert compiled.seconds > 0
 
 
-class Result:
-    """A step's result, which is there when a test says so."""
+class Result(threading.Event):
+    """A step's result, which is there when a test sets it."""
 
-    def __init__(self):
-        self.is_there = threading.Event()
-
-    def block_until_ready(self):
-        self.is_there.wait()
+    block_until_ready = threading.Event.wait
 
 
 @pytest.fixture
@@ -160,7 +156,7 @@ def take_step(times, clock, wait_s, host_s, step_s, has_compiled=False) -> float
     result = Result()
     times.dispatched(result, has_compiled)
     clock.passes(step_s)
-    result.is_there.set()
+    result.set()
     while times._ends.empty():
         pass
     return waited_s
@@ -193,8 +189,8 @@ def test_a_batch_that_comes_while_a_step_runs_is_not_waited_for(times, clock):
     clock.passes(1)
     assert times.waited_for_data() == 0.0
     times.dispatched(second, False)
-    first.is_there.set()
-    second.is_there.set()
+    first.set()
+    second.set()
     times.close()
     assert times.metrics()["late_s"] == 0.0
 

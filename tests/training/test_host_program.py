@@ -13,8 +13,6 @@ from switchx import tree
 from switchx.checkpoint.items import read_items
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.models.stages import is_of_experts
-from switchx.optim.adafactor import Adafactor
-from switchx.optim.adamw import AdamW
 from switchx.optim.protocol import Optax
 from switchx.optim.schedules import Constant
 from switchx.partitioning.mesh import MeshSpec
@@ -37,12 +35,13 @@ from tests.cases import slow_unless
 from tests.compare import assert_close
 from tests.data.refusals import refused
 from tests.partitioning.ring_orders import forwards
+from tests.training.disk_jobs import OPTIMIZERS
 from tests.training.jobs import (
     DENSE,
     ENCODER_DECODER,
-    LOSS,
     MODERN,
     SPARSE,
+    WEIGHTY,
     Events,
     make_batch,
     make_job,
@@ -50,22 +49,18 @@ from tests.training.jobs import (
     stacked,
 )
 from tests.training.saved_runs import arrays_of
+from tests.training.steps import trained
 from tests.training.train_states import assert_same_gradients
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
 ROWS = 16
-WEIGHTY = dataclasses.replace(LOSS, balance_weight=0.5, router_z_weight=0.1)
 # Three runs of blocks: an odd number.
 DECODER = stacked(SPARSE, 6)
 BOTH = stacked(ENCODER_DECODER, 6)
 # Without dense blocks between: half as much to compile.
 SPARSE_ALONE = stacked(SPARSE, 3, every=1)
 HOST = StorageSpec("host")
-OPTIMIZERS = {
-    "adamw": AdamW(weight_decay=0.1, epsilon=1e-4),
-    "adafactor": Adafactor(min_dim_size_to_factor=8, beta1=0.9, weight_decay_rate=0.01),
-}
 
 
 def job_of(model=DECODER, storage=HOST, optimizer="adamw", mesh=MeshSpec(data=1), **changes):
@@ -128,15 +123,6 @@ def test_raw_gradients_are_those_of_the_resident_program(cell):
         np.testing.assert_allclose(each, np.sum(got[name] ** 2), rtol=1e-5)
 
 
-def trained(program, steps: int = 3):
-    state, measured = program.init_state(), []
-    for step in range(steps):
-        batch = program.place(make_batch(program.job.model, ROWS, seed=step))
-        state, metrics = program.train_step(state, batch)
-        measured.append((float(metrics.loss), float(metrics.grad_norm)))
-    return state, measured
-
-
 STEPS = {
     "adamw": dict(optimizer="adamw", model=dataclasses.replace(DECODER, remat="full")),
     "adafactor": dict(
@@ -153,11 +139,11 @@ def test_steps_are_those_of_the_resident_program(name):
     program = program_of(**changes)
     batch = make_batch(changes["model"], ROWS, seed=9)
     with resident.scope():
-        want, want_measured = trained(resident)
+        want, want_measured = trained(resident, 3)
         want_sums, want_stats, _ = resident.eval_step(want.params, resident.place(batch))
     with program.scope():
         first = jax.device_get(program.init_state())
-        state, measured = trained(program)
+        state, measured = trained(program, 3)
         sums, stats, _ = program.eval_step(state.params, program.place(batch))
         infinite = np.full_like(batch["decoder_loss_weights"], np.inf)
         broken = program.place(batch | {"decoder_loss_weights": infinite})

@@ -20,8 +20,10 @@ from switchx.training.offload.host_program import HostProgram
 from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.programs import compiled_program
 from switchx.tree import named_leaves
+from tests.compare import assert_close
 from tests.data.refusals import refused
 from tests.training.jobs import DENSE, SPARSE, Events, make_job
+from tests.training.saved_runs import lines
 
 pytestmark = pytest.mark.usefixtures("steps_traced_once")
 
@@ -105,15 +107,9 @@ def start(source, model=TINY, mesh=None, **fields):
         return found.state(), found
 
 
-def assert_equal(got, expected):
-    assert got.keys() == expected.keys()
-    for name, leaf in expected.items():
-        np.testing.assert_array_equal(got[name], leaf, err_msg=name)
-
-
 def test_a_step_with_its_optimizer(source):
     state, found = start(source, step=2, optimizer=True)
-    assert_equal(named_leaves(state.params), named_leaves(restore_params(source.root, 2)))
+    assert_close(state.params, restore_params(source.root, 2))
     assert int(state.step) == 0 and int(state.opt_state.count) == 2
     assert any(np.any(leaf) for leaf in named_leaves(state.opt_state.statistics).values())
     assert "optimizer as there, step is fresh" in found.notes[0]
@@ -129,8 +125,7 @@ def test_the_rate_that_is_logged_goes_on_with_the_optimizers_count(source, tmp_p
     )  # fmt: skip
 
     def rates():
-        lines = map(json.loads, run.metrics.read_text().splitlines())
-        return [line["learning_rate"] for line in lines]
+        return [line["learning_rate"] for line in lines(run.metrics)]
 
     train(job, run, Events())
     assert rates() == pytest.approx([0.4, 0.5])  # the source has taken four steps

@@ -17,6 +17,7 @@ from switchx.training.losses import (
     loss_denominators,
     loss_terms,
 )
+from tests.compare import slopes
 from tests.training.jobs import DENSE, SPARSE, make_batch, with_padded_rows, with_switch
 
 B, L, V = 2, 5, 7
@@ -84,16 +85,8 @@ def test_gradient_equals_finite_differences(name):
             ).loss
         )
     )(jnp.asarray(logits_BLV, jnp.float32))
-    step, want_BLV = 1e-5, np.zeros_like(logits_BLV)
-    for index in np.ndindex(*logits_BLV.shape):
-        ends = []
-        for sign in (1, -1):
-            moved_BLV = logits_BLV.copy()
-            moved_BLV[index] += sign * step
-            ends.append(
-                loop(moved_BLV, targets_BL, weights_BL, config.z_loss, config.label_smoothing)
-            )
-        want_BLV[index] = (ends[0]["loss"] - ends[1]["loss"]) / (2 * step)
+    fixed = targets_BL, weights_BL, config.z_loss, config.label_smoothing
+    want_BLV = slopes(lambda x_BLV: loop(x_BLV, *fixed)["loss"], logits_BLV)
     np.testing.assert_allclose(got_BLV, want_BLV, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(got_BLV[0, 3:], 0)  # no weight, no gradient
 

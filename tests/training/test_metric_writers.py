@@ -3,7 +3,7 @@
 
 import json
 import sys
-import types
+from unittest import mock
 
 import jax
 import pytest
@@ -25,27 +25,10 @@ def keep(step, metrics):
     WRITTEN.append((step, metrics))
 
 
-class FakeWandb(types.ModuleType):
-    """What `WeightsAndBiases` uses of wandb."""
-
-    def __init__(self):
-        super().__init__("wandb")
-        self.inits, self.logged, self.finished, self.id = [], [], 0, "abc123"
-
-    def init(self, **arguments):
-        self.inits.append(arguments)
-        return self
-
-    def log(self, metrics, *, step):
-        self.logged.append((step, metrics))
-
-    def finish(self):
-        self.finished += 1
-
-
 def test_writers_get_what_the_run_folder_has(tmp_path, monkeypatch):
     WRITTEN.clear()
-    monkeypatch.setitem(sys.modules, "wandb", wandb := FakeWandb())
+    monkeypatch.setitem(sys.modules, "wandb", wandb := mock.Mock(id="abc123"))
+    wandb.init.return_value = wandb
     run = RunFolder(tmp_path / "run")
     writers = (keep, WeightsAndBiases("mine", name="first", mode="offline"))
     for steps in (1, 2):
@@ -62,8 +45,9 @@ def test_writers_get_what_the_run_folder_has(tmp_path, monkeypatch):
     }  # fmt: skip
     for key, metrics in expected.items():
         assert got[key] == pytest.approx(metrics), key
-    assert wandb.logged == WRITTEN and wandb.finished == 2
-    first, second = wandb.inits
+    logged = [(call.kwargs["step"], *call.args) for call in wandb.log.call_args_list]
+    assert logged == WRITTEN and wandb.finish.call_count == 2
+    first, second = (call.kwargs for call in wandb.init.call_args_list)
     assert (first["project"], first["name"], first["mode"]) == ("mine", "first", "offline")
     assert first["id"] is None and second["id"] == "abc123"  # it goes on
     assert first["config"]["batch_size"] == 8

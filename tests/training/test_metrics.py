@@ -199,12 +199,9 @@ def test_a_kill_while_cutting_loses_no_line(tmp_path, monkeypatch):
 @pytest.fixture
 def clock(monkeypatch):
     """`clock.now = seconds` sets the time."""
-
-    class Clock:
-        now = 100.0
-
-    monkeypatch.setattr("time.perf_counter", lambda: Clock.now)
-    return Clock
+    clock = types.SimpleNamespace(now=100.0)
+    monkeypatch.setattr("time.perf_counter", lambda: clock.now)
+    return clock
 
 
 def test_evaluations_and_saves_do_not_count_as_training(clock):

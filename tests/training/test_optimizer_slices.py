@@ -32,6 +32,7 @@ from tests.training.jobs import (
     make_batch,
     make_job,
     make_params,
+    with_switch,
 )
 
 # Each with a usual learning rate; momentum, so that something large is kept. Parameters of
@@ -98,9 +99,7 @@ def job_on(mesh: MeshSpec, optimizer: str, model=SPARSE, **step):
 
 STACKED = dataclasses.replace(SPARSE, num_decoder_layers=4, scan_layers=True)
 # Without dense blocks between: half as much to compile.
-ALONE = dataclasses.replace(
-    STACKED, num_decoder_layers=2, switch=dataclasses.replace(SPARSE.switch, every=1)
-)
+ALONE = dataclasses.replace(with_switch(STACKED, every=1), num_decoder_layers=2)
 # Both sum their gradients once a step, those of two replicas.
 SMALL = job_on(MeshSpec(data=2, expert=4), "adamw", ALONE, num_microbatches=2, ema_decay=0.9)
 

@@ -60,14 +60,17 @@ def test_bfloat16_parameters_have_float32_moments_and_updates():
     assert apply_updates(params, updates)["w_in_DF"].dtype == jnp.bfloat16
 
 
-def test_gradient_scale():
-    params = {"w_in_EDF": jnp.ones((2, 3, 4))}
-    gradient = normal(0, 2, 3, 4)
-    transformation = AdamW(epsilon=1.0).build(Constant(0.01))
-    state = transformation.init(params)
-    ours = transformation.update({"w_in_EDF": gradient}, state, params, gradient_scale=0.25)
-    expected = transformation.update({"w_in_EDF": gradient / 4}, state, params)
-    assert_close(ours, expected, rtol=1e-5)
+@pytest.mark.parametrize(
+    "optimizer", [AdamW(epsilon=1.0), Adafactor(min_dim_size_to_factor=2, epsilon1=1e-3)]
+)
+def test_a_gradient_scale_is_as_scaled_gradients(optimizer):
+    params = {"w_in_EDF": normal(0, 2, 4, 6), "scale_D": normal(1, 4)}
+    built = optimizer.build(Constant(0.01))
+    scaled = jax.tree.map(lambda w: normal(2, *w.shape), params)
+    large = jax.tree.map(lambda g: g * np.float32(2**15), scaled)
+    update, state = jax.jit(built.update), built.init(params)
+    ours = update(large, state, params, gradient_scale=np.float32(2**-15))
+    assert_close(ours, update(scaled, state, params), rtol=1e-5)
 
 
 def test_donated_update_is_in_place():

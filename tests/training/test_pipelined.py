@@ -26,6 +26,7 @@ from tests.training.jobs import (
     LENGTH,
     MODERN,
     SPARSE,
+    WEIGHTY,
     make_batch,
     make_job,
     make_params,
@@ -35,7 +36,6 @@ from tests.training.jobs import (
 from tests.training.pipelines import (
     MICROBATCHES,
     ROWS,
-    WEIGHTY,
     assert_equal,
     pipelined,
     stacked,

@@ -14,7 +14,7 @@ from switchx.training.loop import Outcome, train
 from switchx.training.telemetry.profiling import ProfiledSteps, StepProfiler
 from tests.data.refusals import refused
 from tests.integration.runs import SMALL, numbers
-from tests.training.jobs import TINY, Events, make_job
+from tests.training.jobs import TINY, Events, killed_after, make_job
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
@@ -89,11 +89,6 @@ def test_a_run_that_resumes_within_the_range_says_so_and_traces_the_rest(tmp_pat
 @pytest.mark.slow
 def test_a_trace_that_an_error_cuts_short_is_written(tmp_path):
     run = RunFolder(tmp_path)
-
-    def end(step):
-        if step == 2:
-            raise MemoryError
-
     with pytest.raises(MemoryError):
-        train(make_job(TINY), run, Events(end), profile=ProfiledSteps(0, 4))
+        train(make_job(TINY), run, Events(killed_after(2)), profile=ProfiledSteps(0, 4))
     assert traced_steps(run) == [1, 2]

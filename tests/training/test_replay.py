@@ -20,18 +20,26 @@ from switchx.moe import layer as layer_module
 from switchx.moe.replay import UNSET, check_replay, unset_choices
 from switchx.moe.router import router_logits
 from switchx.optim.updates import global_norm
-from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
-from switchx.partitioning.rules import SLICED_RULES, param_shardings
-from switchx.pipeline.schedule import ScheduleSpec
+from switchx.partitioning.rules import SLICED_RULES
 from switchx.training.distillation.soft_loss import Distillation, Teacher
 from switchx.training.evaluate import eval_step
 from switchx.training.microbatches import sparse_stacks
-from switchx.training.pipelined import build_schedule, pipelined_gradients
 from switchx.training.program import TrainingProgram
-from switchx.training.step import StepConfig, gradients
-from tests.training.jobs import ENCODER_DECODER, LENGTH, SPARSE, make_job, make_params
-from tests.training.pipelines import WEIGHTY, assert_equal, stacked
+from switchx.training.programs import compiled_program
+from switchx.training.step import StepConfig
+from tests.cases import slow_unless
+from tests.training.jobs import (
+    ENCODER_DECODER,
+    LENGTH,
+    SPARSE,
+    WEIGHTY,
+    make_job,
+    make_params,
+    with_switch,
+)
+from tests.training.pipelines import assert_equal, pipelined, stacked, unpipelined
+from tests.training.steps import raw_gradients
 
 ROWS = 32
 PAIRS = RouterConfig(num_selected=2, jitter=0.0, overflow="dropless")
@@ -88,28 +96,16 @@ def own_choices(config) -> dict[str, np.ndarray]:
     return found
 
 
-@functools.cache
-def program(config, mesh: MeshSpec | None, num_microbatches: int, bucket_bytes: int | None):
-    if mesh is not None and mesh.pipe > 1:
-        schedule = build_schedule(config, ScheduleSpec(), mesh.pipe, num_microbatches)
-        compute = functools.partial(pipelined_gradients, config, WEIGHTY, schedule)
-    else:
-        step = StepConfig(num_microbatches=num_microbatches, bucket_bytes=bucket_bytes)
-        compute = functools.partial(gradients, config, WEIGHTY, step)
-    # LLVM's optimizations take longer than the programs; XLA's are what could differ.
-    return jax.jit(compute, compiler_options={"xla_backend_optimization_level": "0"})
-
-
 def step_of(config, given=None, *, mesh=None, num_microbatches=1, bucket_bytes=None):
     """Raw gradients, loss, token sums and statistics of a step."""
-    params, batch = make_params(config), batch_of(config) | (given or {})
-    compute = program(config, mesh, num_microbatches, bucket_bytes)
+    batch = batch_of(config) | (given or {})
     if mesh is None:
-        return jax.device_get(compute(params, batch, key=jax.random.key(1)))
-    built = mesh.build()
-    with use_mesh(built, mesh.rules):
-        params = jax.device_put(params, param_shardings(mesh.rules, built, params))
-        return jax.device_get(compute(params, batch, key=jax.random.key(1)))
+        return unpipelined(config, num_microbatches, batch)
+    if mesh.pipe > 1:
+        return pipelined(config, mesh, None, num_microbatches, batch)
+    step = StepConfig(num_microbatches=num_microbatches, bucket_bytes=bucket_bytes)
+    job = make_job(config, mesh=mesh, step=step, loss=WEIGHTY, batch_size=ROWS)
+    return jax.device_get(raw_gradients(compiled_program(job), batch))
 
 
 def assert_bit_equal(got, want):
@@ -129,8 +125,9 @@ def permuted(given: dict) -> dict:
 
 def test_own_choices_are_the_same_step_and_others_are_not():
     """With scanned layers, remat, packed rows and microbatches."""
-    switch = dataclasses.replace(DECODER.switch, every=1)
-    config = dataclasses.replace(DECODER, num_decoder_layers=2, switch=switch, remat="full")
+    config = dataclasses.replace(
+        with_switch(DECODER, every=1), num_decoder_layers=2, remat="full"
+    )
     replayed = functools.partial(step_of, replaying(config), num_microbatches=4)
     want, own = step_of(config, num_microbatches=4), own_choices(config)
     assert_bit_equal(replayed(own), want)
@@ -156,12 +153,8 @@ def test_own_choices_under_remat_and_scan(remat, scan_layers, num_microbatches):
 @pytest.mark.slow
 @pytest.mark.parametrize("priority", ["position", "gate"])
 def test_own_choices_with_drops(priority):
-    config = with_router(
-        DECODER, RouterConfig(num_selected=2, gate="normalized", jitter=0.0, priority=priority)
-    )
-    config = dataclasses.replace(
-        config, switch=dataclasses.replace(config.switch, capacity_factor=1.0)
-    )
+    router = RouterConfig(num_selected=2, gate="normalized", jitter=0.0, priority=priority)
+    config = with_switch(DECODER, router=router, capacity_factor=1.0)
     want = step_of(config)
     assert np.min(want[3].dropped) > 0
     assert_bit_equal(step_of(replaying(config), own_choices(config)), want)
@@ -170,9 +163,7 @@ def test_own_choices_with_drops(priority):
 @pytest.mark.slow
 def test_own_choices_in_evaluation():
     """Of a model whose encoder alone has Switch layers."""
-    config = dataclasses.replace(
-        BOTH, switch=dataclasses.replace(BOTH.switch, stacks="encoder"), scan_layers=False
-    )
+    config = dataclasses.replace(with_switch(BOTH, stacks="encoder"), scan_layers=False)
     own, params = own_choices(config), make_params(config)
     assert own.keys() == {"encoder_replay"}
     want = jax.jit(functools.partial(eval_step, config))(params, batch_of(config))
@@ -271,8 +262,7 @@ def backward_decisions(router: RouterConfig, remat: str) -> list[str]:
     config, stacks = SPARSE, "all"
     if router.kind == "expert_choice":
         config, stacks = ENCODER_DECODER, "encoder"
-    switch = dataclasses.replace(config.switch, router=router, stacks=stacks)
-    config = dataclasses.replace(config, switch=switch, remat=remat)
+    config = dataclasses.replace(with_switch(config, router=router, stacks=stacks), remat=remat)
     batch = batch_of(config)
     if router.replay:
         batch = batch | unset_choices(config, batch)
@@ -289,9 +279,7 @@ def backward_decisions(router: RouterConfig, remat: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "remat"),
     [
-        pytest.param(
-            name, remat, marks=[pytest.mark.slow] * ((name, remat) != ("top 2", "full"))
-        )
+        slow_unless((name, remat) == ("top 2", "full"), name, remat)
         for name, remat in itertools.product(ROUTERS, ("minimal", "full"))
     ],
 )

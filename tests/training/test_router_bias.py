@@ -15,10 +15,9 @@ from switchx.models.params import abstract_params, forward
 from switchx.moe.plan import make_plan
 from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant
-from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
-from switchx.partitioning.rules import param_shardings
-from switchx.training.step import StepConfig, gradients, init_state, train_step
+from switchx.training.programs import compiled_program
+from switchx.training.step import StepConfig, init_state, train_step
 from switchx.training.switch_layers import balanced_bias, layers_of, with_balanced_routers
 from tests.cases import slow, slow_unless
 from tests.compare import assert_close_to_largest
@@ -27,19 +26,16 @@ from tests.training.jobs import (
     LENGTH,
     LOSS,
     SPARSE,
+    WEIGHTY,
     make_batch,
+    make_job,
     make_params,
     with_padded_rows,
     with_switch,
 )
-from tests.training.pipelines import (
-    WEIGHTY,
-    assert_equal,
-    pipelined,
-    stacked,
-    unpipelined,
-)
+from tests.training.pipelines import assert_equal, pipelined, stacked, unpipelined
 from tests.training.routing_stats import with_loads
+from tests.training.steps import raw_gradients
 
 RATE = 0.25
 ROUTER = RouterConfig(jitter=0.0, bias_update_rate=RATE)
@@ -198,11 +194,9 @@ def test_evaluation_counts_nothing_for_a_bias():
 BATCH = routed(num_selected=2, balance_scope="batch")
 
 
-def gradients_of(config, num_microbatches, params=None):
-    step = StepConfig(num_microbatches=num_microbatches)
+def gradients_in(num_microbatches, config, params=None):
     batch = with_padded_rows(make_batch(config, 8), 1, 2)
-    compute = jax.jit(functools.partial(gradients, config, WEIGHTY, step))
-    return compute(params or make_params(config), batch, key=jax.random.key(0))
+    return unpipelined(config, num_microbatches, batch, params)
 
 
 @pytest.mark.parametrize("config", [SPARSE, slow(ENCODER_DECODER)], ids=["decoder", "both"])
@@ -210,7 +204,7 @@ def test_the_load_of_the_batch_is_exact_in_microbatches(config):
     """Raw gradients, loss and the logged balance loss, of 4 microbatches and of one."""
     config = dataclasses.replace(with_switch(config, **BATCH), dropout_rate=0.0)
     (want, value, _, stats), (got, got_value, _, got_stats) = (
-        gradients_of(config, num) for num in (1, 4)
+        gradients_in(num, config) for num in (1, 4)
     )
     assert_close_to_largest(got, want, 1e-5)
     np.testing.assert_allclose(got_value, value, rtol=1e-6)
@@ -223,13 +217,13 @@ def test_the_load_of_the_step_before_is_exact_where_it_is_this_steps():
     now = with_switch(SPARSE, **BATCH)
     router = dataclasses.replace(now.switch.router, balance_load="previous_step")
     before = with_switch(SPARSE, router=router)
-    want, value, _, stats = gradients_of(now, 1)
+    want, value, _, stats = gradients_in(1, now)
     shapes = tree.named_leaves(abstract_params(before))
     (name,) = (each for each in shapes if each.endswith("router_load_E"))
     counted = np.asarray(stats.counted_E[0])
     load = (counted / counted.sum()).reshape(shapes[name].shape)
     params = tree.nested(tree.named_leaves(make_params(now)) | {name: load})
-    got, got_value, *_ = gradients_of(before, 4, params)
+    got, got_value, *_ = gradients_in(4, before, params)
     np.testing.assert_allclose(got_value, value, rtol=1e-6)
     own = tree.named_leaves(got)
     assert not np.any(own.pop(name))
@@ -248,16 +242,13 @@ def test_stages_and_replicas_give_the_gradients_and_counts_of_one_device(rule):
     """Raw gradients, loss and what routers move by: stages, replicas, four microbatches."""
     changes = (RULES | {"sequence": SEQUENCES, "batch": BATCH})[rule]
     config = with_switch(stacked(SPARSE, 4), **changes)
-    batch = with_padded_rows(make_batch(config, 16), 1, 6, 7)
+    batch = with_padded_rows(make_batch(config, 32), 1, 6, 7)
     # Rows of two sequences, as far as they are long enough.
     segments = batch["decoder_segment_ids"]
     batch["decoder_segment_ids"] = segments * (1 + (np.arange(LENGTH) >= 3))
     want = unpipelined(config, batch=batch)
     if rule != "batch":  # refused with stages
         assert_equal(pipelined(config, MeshSpec(pipe=2, data=4), batch=batch), want)
-    mesh, params = MeshSpec(data=4, expert=2), make_params(config)
-    step, built = StepConfig(num_microbatches=4), mesh.build()
-    with use_mesh(built, mesh.rules):
-        placed = jax.device_put(params, param_shardings(mesh.rules, built, params))
-        compute = jax.jit(functools.partial(gradients, config, WEIGHTY, step))
-        assert_equal(jax.device_get(compute(placed, batch, key=jax.random.key(1))), want)
+    mesh, step = MeshSpec(data=4, expert=2), StepConfig(num_microbatches=4)
+    job = make_job(config, mesh=mesh, step=step, loss=WEIGHTY, batch_size=32)
+    assert_equal(jax.device_get(raw_gradients(compiled_program(job), batch)), want)

@@ -21,8 +21,8 @@ BRIEF = (
     "ModelConfig.d_ff=24", "ModelConfig.num_heads=4", "ModelConfig.d_head=8",
     "ModelConfig.num_decoder_layers=4", "SwitchConfig.group_size=64",
 )  # fmt: skip
-# In the default suite: experts split in two ways, stages, a copy on the host, records.
-QUICK = {"meshes/pod.gin", "meshes/pipeline_moe_stages.gin", "storage/host.gin"}
+# In the default suite: experts split in two ways, stages, a copy on the host.
+QUICK = {"meshes/pipeline_moe_stages.gin", "storage/host.gin"}
 
 
 def first_params(folder, *files: str) -> dict[str, np.ndarray]:

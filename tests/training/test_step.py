@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.extend.core import jaxprs_in_params
 
 from switchx import tree
 from switchx.models.config import Precision, RouterConfig
@@ -22,6 +21,7 @@ from switchx.training.microbatches import into_microbatches
 from switchx.training.step import StepConfig, gradients, init_state, train_step
 from tests.cases import slow
 from tests.compare import assert_close_to_largest
+from tests.jaxprs import equations
 from tests.training.jobs import (
     DENSE,
     ENCODER_DECODER,
@@ -33,12 +33,12 @@ from tests.training.jobs import (
     with_padded_rows,
     with_switch,
 )
+from tests.training.pipelines import unpipelined
 from tests.training.train_states import assert_same
 
 TINY = dataclasses.replace(DENSE, num_decoder_layers=1)
 HALF = dataclasses.replace(TINY, precision=Precision(compute="float16"))
 ADAFACTOR = Adafactor(min_dim_size_to_factor=8).build(Constant(5e-2))
-WEIGHTY = dataclasses.replace(LOSS, balance_weight=0.5, router_z_weight=0.1)
 
 
 def _raw_update(grads, state, params, *, gradient_scale):
@@ -74,17 +74,6 @@ def spoilt(batch) -> dict:
     return batch | {"decoder_loss_weights": weights_BL}
 
 
-@functools.cache
-def gradients_of(config, num_microbatches):
-    step = StepConfig(num_microbatches=num_microbatches)
-    return jax.jit(functools.partial(gradients, config, WEIGHTY, step))
-
-
-def raw_gradients(config, num_microbatches, batch):
-    compute = gradients_of(config, num_microbatches)
-    return compute(make_params(config), batch, key=jax.random.key(0))
-
-
 PAIRS = with_switch(SPARSE, group_size=2 * LENGTH, capacity_factor=1)
 WHOLE = with_switch(SPARSE, group_size=1 << 20)
 
@@ -115,13 +104,13 @@ def test_gradients_of_microbatches_add_up_to_those_of_the_batch(config):
     batch = with_padded_rows(make_batch(config, 8), 1, 2)
     weights = batch["decoder_loss_weights"]
     assert len({weights[i::4].sum() for i in range(4)}) == 4
-    want, got = (raw_gradients(config, num, batch) for num in (1, 4))
+    want, got = (unpipelined(config, num, batch) for num in (1, 4))
     assert_close_to_largest(got, want, 1e-5)
 
 
 def test_the_loss_is_a_mean_over_real_target_tokens_plus_the_auxiliary_loss():
     batch = make_batch(SPARSE, 8)
-    _, value, sums, stats = raw_gradients(SPARSE, 1, batch)
+    _, value, sums, stats = unpipelined(SPARSE, 1, batch)
     num_tokens = np.count_nonzero(batch["decoder_target_tokens"])
     assert num_tokens < batch["decoder_target_tokens"].size
     assert float(sums.tokens) == float(stats.tokens[0]) == num_tokens
@@ -305,7 +294,7 @@ def test_no_two_leaves_share_a_buffer():
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
 
 
-BIASED = dataclasses.replace(SPARSE.switch, expert_bias=True)
+BIASED = with_switch(SPARSE, expert_bias=True)
 TWO = RouterConfig(num_selected=2, jitter=0.0)
 MANY = RouterConfig(num_selected=MOST_GATHERED + 1, jitter=0.0)
 AROUND = RouterConfig(overflow="identity", jitter=0.0)
@@ -314,13 +303,15 @@ AROUND = RouterConfig(overflow="identity", jitter=0.0)
 @pytest.mark.parametrize(
     "model",
     [
-        dataclasses.replace(SPARSE, norm="layer", use_bias=True, switch=BIASED),
-        dataclasses.replace(
-            ENCODER_DECODER, activation="geglu", switch=dataclasses.replace(BIASED, router=TWO)
+        dataclasses.replace(BIASED, norm="layer", use_bias=True),
+        with_switch(
+            dataclasses.replace(ENCODER_DECODER, activation="geglu"),
+            expert_bias=True,
+            router=TWO,
         ),
-        dataclasses.replace(SPARSE, switch=dataclasses.replace(BIASED, router=MANY)),
-        dataclasses.replace(SPARSE, switch=dataclasses.replace(BIASED, router=AROUND)),
-        dataclasses.replace(SPARSE, switch=dataclasses.replace(BIASED, dispatcher="dropless")),
+        with_switch(BIASED, router=MANY),
+        with_switch(BIASED, router=AROUND),
+        with_switch(BIASED, dispatcher="dropless"),
     ],
     ids=["gpt", "t5", "many choices", "identity", "dropless"],
 )
@@ -333,18 +324,12 @@ def test_gradients_are_summed_in_float32_where_layers_compute_in_bfloat16(model)
     program = jax.make_jaxpr(functools.partial(gradients, model, LOSS, StepConfig(), key=None))(
         abstract_params(model), make_batch(model, 4)
     )
-    sums = list(sums_of(program.jaxpr))
+    sums = [
+        each
+        for each in equations(program.jaxpr)
+        if each.primitive.name == "reduce_sum"
+        and each.invars[0].aval.size > each.outvars[0].aval.size  # of more than one number
+    ]
     assert sums
     narrow = [each for each in sums if each.outvars[0].aval.dtype.itemsize < 4]
     assert narrow == []
-
-
-def sums_of(jaxpr):
-    """Sums of more than one number, in the programs inside of it too."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "reduce_sum":
-            (read,), (written,) = equation.invars, equation.outvars
-            if read.aval.size > written.aval.size:
-                yield equation
-        for inner in jaxprs_in_params(equation.params):
-            yield from sums_of(inner)

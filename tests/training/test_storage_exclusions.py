@@ -27,7 +27,7 @@ from switchx.training.offload.host_program import HostProgram
 from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.step import StepConfig
 from switchx.training.text_evaluation import TextEvaluation
-from tests.training.jobs import SPARSE, OwnConfig, make_job
+from tests.training.jobs import SPARSE, OwnConfig, make_job, with_switch
 
 SCANNED = dataclasses.replace(SPARSE, scan_layers=True)
 
@@ -35,10 +35,6 @@ SCANNED = dataclasses.replace(SPARSE, scan_layers=True)
 class Built(OwnConfig):
     def build(self, key):
         raise AssertionError("nothing is built")
-
-
-def with_switch(**changes):
-    return dataclasses.replace(SCANNED, switch=dataclasses.replace(SPARSE.switch, **changes))
 
 
 REPLAY = RouterConfig(overflow="dropless", replay=True)
@@ -54,8 +50,8 @@ CASES = {
     "StepConfig.log_rms": ({"step": StepConfig(log_rms=True)}, "True"),
     "Rules.optimizer_slices": ({"mesh": SLICED}, "('data',)"),
     "TrainingJob.optimizer": ({"optimizer": Optax(optax.sgd)}, "@Optax()"),
-    "SwitchConfig.num_replicas": ({"model": with_switch(num_replicas=2)}, "2"),
-    "RouterConfig.replay": ({"model": with_switch(router=REPLAY)}, "True"),
+    "SwitchConfig.num_replicas": ({"model": with_switch(SCANNED, num_replicas=2)}, "2"),
+    "RouterConfig.replay": ({"model": with_switch(SCANNED, router=REPLAY)}, "True"),
     "TrainingJob.distillation": ({"distillation": Distillation("runs/a")}, "@Distillation()"),
     "TrainingJob.text_evaluation": ({"text_evaluation": TextEvaluation()}, "@TextEvaluation()"),
     "Retention.local_dir": ({"retention": Retention(local_dir="a")}, "'a'"),

@@ -43,9 +43,11 @@ from tests.training.jobs import (
     make_batch,
     make_job,
     make_params,
+    run_model,
     with_switch,
 )
 from tests.training.saved_runs import lines
+from tests.training.steps import raw_gradients
 
 TASKS = tuple(
     Task(name, text_corpus(*[letter * 160] * 4), ByteVocabulary(), CausalLM())
@@ -100,7 +102,7 @@ def test_all_records_of_a_task_are_read_by_its_rows():
 def test_a_row_chooses_experts_of_its_task_as_the_tasks_own_model_does():
     batch, params = make_batch(MODEL, 8), make_params(MODEL)
     batch["task_ids"] = np.repeat(np.arange(4), 2).astype(np.int32)
-    logits_BLV, stats = forward(MODEL, params, batch, is_training=False)
+    logits_BLV, stats = run_model(MODEL, params, batch, is_training=False)
     expert_BLS = np.asarray(stats.choices[0].expert_BLS)[0]
     is_token_BL = batch["decoder_segment_ids"] > 0
     task_BLS = np.broadcast_to(batch["task_ids"][:, None, None], expert_BLS.shape)
@@ -111,7 +113,7 @@ def test_a_row_chooses_experts_of_its_task_as_the_tasks_own_model_does():
         assert config.switch.num_experts == 2
         assert config.switch.router.kind == "top_k"
         rows = {name: x[2 * task : 2 * task + 2] for name, x in batch.items()}
-        want_BLV, _ = forward(config, own, rows, is_training=False)
+        want_BLV, _ = run_model(config, own, rows, is_training=False)
         got_BLV = logits_BLV[2 * task : 2 * task + 2]
         np.testing.assert_allclose(got_BLV, want_BLV, rtol=1e-5, atol=1e-5)
 
@@ -193,15 +195,13 @@ def test_raw_gradients_on_a_mesh_are_those_of_one_device(spec):
     batch, params = make_batch(MODEL, sum(ROWS)), make_params(MODEL)
     batch["task_ids"] = np.repeat(range(4), ROWS).astype(np.int32)
 
-    def run(params, batch, *tables):
-        seam = with_copies(Seam(), *tables) if tables else None
-        return gradients(MODEL, LOSS, StepConfig(), params, batch, key=None, seam=seam)[:2]
+    def run(params, batch):
+        return gradients(MODEL, LOSS, StepConfig(), params, batch, key=None)[:2]
 
     want = jax.jit(run)(params, batch)
     program = compiled_program(job)
     assert len(program.slot_tables) == 1
-    with program.scope():
-        got = jax.jit(run)(params, program.place(batch), *program.beside)
+    got = raw_gradients(program, batch, seam_of=functools.partial(with_copies, Seam()))[:2]
     assert_close_to_largest(got, want, 5e-6, least=1e-3)
 
 
@@ -269,11 +269,10 @@ def test_experts_are_beside_rows_only_where_groups_are():
     """Otherwise a device routes tokens of the next one's rows, whose experts it has not."""
     used = {True: [], False: []}
     for size in range(4, 140):
-        switch = dataclasses.replace(MODEL.switch, group_size=size)
-        job = tasks_job(dataclasses.replace(MODEL, switch=switch))
+        job = tasks_job(with_switch(MODEL, group_size=size))
         mesh = types.SimpleNamespace(shape=MeshSpec(data=1, expert=2).sizes(2))
         rows, parts = job.batch_size, 2
-        G, T = layer_groups(switch, rows, LENGTH)
+        G, T = layer_groups(job.model.switch, rows, LENGTH)
         token = np.arange(rows * LENGTH)
         is_beside = G % parts == 0 and np.array_equal(
             token // T // (G // parts), token // LENGTH // (rows // parts)

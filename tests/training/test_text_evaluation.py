@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import math
+from unittest import mock
 
 import pytest
 
@@ -19,7 +20,7 @@ from switchx.training.text_evaluation import TaskTexts, TextEvaluation, TimeLimi
 from tests.data.fakes import pair_corpus
 from tests.data.refusals import refused
 from tests.training.jobs import Events, tiny_job
-from tests.training.saved_runs import saved_steps
+from tests.training.saved_runs import lines, saved_steps
 
 pytestmark = pytest.mark.usefixtures("steps_traced_once")
 
@@ -60,8 +61,7 @@ def job_of(**changes):
 
 
 def texts_in(run) -> dict[int, dict]:
-    lines = map(json.loads, run.validation.read_text().splitlines())
-    return {line["step"]: line["texts"]["pairs"] for line in lines}
+    return {line["step"]: line["texts"]["pairs"] for line in lines(run.validation)}
 
 
 @pytest.fixture(scope="module")
@@ -112,23 +112,13 @@ def test_a_resumed_run_takes_its_evaluations_again(tmp_path):
     assert "texts" not in json.loads(run.validation.read_text().splitlines()[-1])
 
 
-class Clock:
-    """Seconds, one reading after the other."""
-
-    def __init__(self, *times):
-        self._times = iter(times)
-
-    def __call__(self):
-        return next(self._times)
-
-
 def test_generation_stops_before_the_batch_that_would_take_too_long():
     # Batches of 2 s; the one before the first question is not counted. At 104 s the next one
     # would end at 106 s, after the limit of 5 s.
-    limit = TimeLimit(5.0, Clock(100.0, 102.0, 104.0))
+    limit = TimeLimit(5.0, mock.Mock(side_effect=[100.0, 102.0, 104.0]))
     assert [limit(), limit(), limit()] == [True, True, False]
-    assert TimeLimit(0.0, Clock(100.0))() is False
-    assert TimeLimit(None, Clock())() is True
+    assert TimeLimit(0.0, mock.Mock(return_value=100.0))() is False
+    assert TimeLimit(None, mock.Mock())() is True
 
 
 def test_the_time_is_a_share_of_training(tmp_path):
