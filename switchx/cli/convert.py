@@ -20,10 +20,10 @@ from switchx.models import config
 """
 DESCRIPTION = """\
 Converts a model of T5, T5 1.1, mT5, UMT5, ByT5 or Switch Transformers, or of Llama, Qwen2,
-Qwen3, OLMo2, Mixtral, OLMoE, FlexOlmo, Qwen2-MoE, Qwen3-MoE or ERNIE-4.5-MoE, from or to a
-folder of Hugging Face's transformers, Mistral, Granite-MoE and NLLB-MoE from one, or T5 and
-Switch from a T5X checkpoint. Nothing is fetched and nothing in a checkpoint is run;
-pytorch_model.bin is read without unpickling it.
+Qwen3, OLMo2, Mixtral, OLMoE, FlexOlmo, Qwen2-MoE, Qwen3-MoE, ERNIE-4.5-MoE, GLM-4-MoE or
+dots1, from or to a folder of Hugging Face's transformers, Mistral, Granite-MoE and NLLB-MoE
+from one, or T5 and Switch from a T5X checkpoint. Nothing is fetched and nothing in a
+checkpoint is run; pytorch_model.bin is read without unpickling it.
 
   switchx convert --from=huggingface SRC DST   SRC has config.json and the weights
   switchx convert --to=huggingface SRC DST     SRC is a run folder or a converted model

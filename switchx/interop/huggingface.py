@@ -43,6 +43,7 @@ from switchx.interop.t5_tensors import EMBEDDINGS, LM_HEAD, SHARED
 from switchx.interop.tensor_folder import (
     TensorFolder,
     in_dtype,
+    is_row,
     letters_of,
     read_json,
     to_torch,
@@ -265,7 +266,8 @@ def _tensors(names, leaves, config: ModelConfig, special_ids: Sequence[int] = OU
         parts = to_torch(parameter, leaf)
         if parameter == "embedding/embedding_VD":
             parts = [parts[0].copy() for _ in theirs]
-        yield from zip(theirs, parts, strict=True)
+        for name, part in zip(theirs, parts, strict=True):
+            yield name, part[None] if is_row(name) else part
 
 
 def _unread(tensors: TensorFolder) -> tuple[str, ...]:

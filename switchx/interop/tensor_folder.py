@@ -244,8 +244,14 @@ def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
 MOST_LINES = 1000
 
 
-# A linear map to one number, and a bias of one group of experts.
-_ROWS = ("/shared_gate_D", "/router_bias_E")
+# Ends of the names of vectors that are tensors of one row: a linear map to one number, and a
+# bias of one group of experts.
+_ROWS = (".shared_expert_gate.weight", ".moe_statics.e_score_correction_bias")
+
+
+def is_row(theirs: str) -> bool:
+    """Whether the tensor of this name is one row `[1, n]` of a vector."""
+    return theirs.endswith(_ROWS)
 
 
 def letters_of(parameter: str) -> str:
@@ -295,8 +301,6 @@ def torch_shape(parameter: str, config: ModelConfig) -> tuple[int, ...]:
     shape = shape_of(parameter, config)
     if is_linear(parameter):
         return _matrix_shape(parameter, shape)[::-1]
-    if parameter.endswith(_ROWS):
-        return 1, *shape
     letters = letters_of(parameter)
     is_of_experts = len(letters) > 1 and letters[0] == "E"
     return (math.prod(shape[is_of_experts:]),) if is_vector(parameter) else shape
@@ -307,8 +311,9 @@ def torch_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor, by its name, of our parameters' names -> those of tensors."""
     return {
-        name: torch_shape(parameter, config)
+        name: (1, *shape) if is_row(name) else shape
         for parameter, theirs in names.items()
+        for shape in [torch_shape(parameter, config)]
         for name in theirs
     }
 
@@ -397,8 +402,6 @@ def to_torch(parameter: str, value: np.ndarray) -> list[np.ndarray]:
     """The tensors in PyTorch's layout that a parameter is: one, or one an expert or layer."""
     if value.ndim > len(letters_of(parameter)):
         return [np.ascontiguousarray(each) for each in value]
-    if parameter.endswith(_ROWS):
-        return [np.ascontiguousarray(value)[None]]
     if not is_linear(parameter):
         value = np.ascontiguousarray(value)
         return [value.reshape(-1) if is_vector(parameter) else value]
