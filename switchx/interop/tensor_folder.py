@@ -12,6 +12,7 @@ Dims: D model, E experts, F ffn, H heads, K head size, V vocabulary
 
 import json
 import math
+import os
 import pathlib
 import tempfile
 import types
@@ -150,8 +151,16 @@ class TensorFolder:
             self.shapes[name], self._files[name] = shape, file
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor in float32: exact but for one of float64, which is rounded."""
-        return self._files[name].read(name).astype(np.float32, copy=False)
+        """A tensor in float32: exact but for one of float64, which is rounded.
+
+        Raises:
+            ValueError: a number of it is not finite.
+        """
+        tensor = self._files[name].read(name)
+        with np.errstate(over="ignore"):
+            tensor = tensor.astype(np.float32, copy=False)
+        require_finite(tensor, name, self.folder)
+        return tensor
 
 
 def _reader(path: pathlib.Path) -> "TorchFile | _SafetensorsFile":
@@ -316,6 +325,17 @@ def torch_shapes(
         for shape in [torch_shape(parameter, config)]
         for name in theirs
     }
+
+
+def require_finite(tensor: np.ndarray, name: str, where: str | os.PathLike) -> None:
+    """Refuses a tensor of a file that has NaN or infinite numbers."""
+    if not tensor.size or np.isfinite(tensor.min()) and np.isfinite(tensor.max()):
+        return
+    count = tensor.size - np.count_nonzero(np.isfinite(tensor))
+    raise ValueError(
+        f"{where}: {count} of the {tensor.size} numbers of the tensor {name} are not finite in "
+        "float32; fetch the file again, or use a checkpoint from before they became so"
+    )
 
 
 def in_dtype(name: str, array: np.ndarray, dtype: str) -> np.ndarray:

@@ -7,6 +7,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import switchx
 from switchx.checkpoint.adapter_run import AdapterRecord
@@ -139,6 +140,15 @@ def test_what_peft_saved_is_read(case, modules, tmp_path, capsys):
         file.write_text(json.dumps(values | wrong))
         assert main([*words[:-1], str(tmp_path / "x"), f"--base={base.path}"]) == 2
         assert "have [(4,)] rows; expected" in capsys.readouterr().err
+    file.write_text(json.dumps(values))
+    tensors = load_file(tmp_path / "peft/adapter_model.safetensors")
+    name = sorted(tensors)[-1]
+    tensors[name][1, 2] = np.nan
+    save_file(tensors, tmp_path / "peft/adapter_model.safetensors", {"format": "pt"})
+    assert main([*words[:-1], str(tmp_path / "x"), f"--base={base.path}"]) == 2
+    name = name.removeprefix("base_model.model.")
+    said = f"1 of the {tensors[f'base_model.model.{name}'].size} numbers of the tensor {name} "
+    assert f"{said}are not finite" in capsys.readouterr().err
 
 
 def test_adapters_of_granite_do_not_fit_weights_with_its_factors(tmp_path, capsys):
