@@ -371,7 +371,7 @@ def _from_peft(arguments: argparse.Namespace, reporter) -> None:
     step, vocabulary = choose_step(base), load_vocabulary(base.root)
     config = dataclasses.replace(run_folder.read_model_config(base), scan_layers=False)
     of_base = {"base": str(base.where), "step": step}  # found from any directory
-    rescaled = run_folder.read_config(base).get("rescaled")
+    rescaled = run_folder.read_rescaled(base)
     require(
         rescaled is None or is_made_for(arguments.src, base.path),
         f"--base={arguments.base} has the factors of {rescaled} multiplied into its weights, "

@@ -18,6 +18,7 @@ from switchx.data.vocabularies import load_vocabulary
 from switchx.models.adapters import LoRASpec, abstract_adapters
 from switchx.models.params import abstract_params
 from tests.interop import decoder_models, transformers_models
+from tests.interop.test_family_matrix import Row, run
 
 pytestmark = [pytest.mark.hf, pytest.mark.slow]
 peft = pytest.importorskip("peft")
@@ -67,7 +68,7 @@ def write_run(base: RunFolder, folder, spec: LoRASpec) -> None:
     folder.mkdir()
     vocabulary = load_vocabulary(base.root)
     write_converted(RunFolder(folder), config, adapters, vocabulary, "test", shapes=shapes)
-    found = checkpoint_fingerprint(base, 0, vocabulary)
+    found = checkpoint_fingerprint(base, spec.step, vocabulary)
     AdapterRecord(spec, found).write(RunFolder(folder))
 
 
@@ -165,3 +166,26 @@ def test_adapters_of_granite_do_not_fit_weights_with_its_factors(tmp_path, capsy
     words = ["convert", "--from=peft", str(tmp_path / "theirs_peft"), str(tmp_path / "x")]
     assert main([*words, f"--base={base.path}"]) == 2
     assert "has the factors of granitemoe" in capsys.readouterr().err
+
+
+def test_what_is_made_of_granite_has_its_factors(tmp_path, capsys):
+    """Training on, fewer experts, merged adapters and averages: its adapters fit none."""
+    row = Row("granitemoe", tmp_path)
+    theirs = peft.get_peft_model(row.model, peft.LoraConfig(target_modules=["q_proj"]))
+    theirs.save_pretrained(tmp_path / "peft")
+    _, base = base_of("granitemoe", tmp_path)
+    base.path.rename(tmp_path / "run")
+    row.trained("tuned")
+    of, out = f"--model_dir={tmp_path / 'tuned'}", tmp_path / "fewer"
+    run("reshape", *row.job(), of, f"--output={out}", "--experts=2", "--reduce=drop")
+    write_run(
+        RunFolder(tmp_path / "tuned"),
+        tmp_path / "adapters",
+        LoRASpec(str(tmp_path / "tuned"), 1, 3),
+    )
+    of = f"--model_dir={tmp_path / 'adapters'}", f"--output={tmp_path / 'merged'}"
+    run("reshape", "--merge_adapter", *of)
+    for name in ("tuned", "fewer", "merged"):
+        words = "convert", "--from=peft", tmp_path / "peft", tmp_path / "x"
+        assert main([*map(str, words), f"--base={tmp_path / name}"]) == 2
+        assert f"{name} has the factors of granitemoe" in capsys.readouterr().err, name
