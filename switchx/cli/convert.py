@@ -281,10 +281,7 @@ def _reads_as_t5(vocabulary) -> bool:
 
 
 def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
-    import jax
-
-    from switchx.checkpoint.items import abstract
-    from switchx.checkpoint.restore import choose_step, restore_params
+    from switchx.checkpoint.restore import choose_step, stored_params
     from switchx.checkpoint.run_folder import (
         RunFolder,
         read_config,
@@ -295,16 +292,13 @@ def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
     from switchx.data.vocabularies import load_vocabulary
     from switchx.interop.huggingface import write_decoder
     from switchx.manifest import new_folder
-    from switchx.models.params import abstract_params
 
     source = RunFolder(arguments.src)
     config = read_model_config(source)
     step = choose_step(source, arguments.step)
     vocabulary = load_vocabulary(source.root)
     reporter.note(f"reading {source.checkpoints / str(step)}")
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        target = jax.tree.map(abstract, abstract_params(config))
-        params = restore_params(source.path, step, target=target, model=config)
+    config, params = stored_params(source.path, step, config)
     config = _in_dtype(config, arguments.dtype)
     decoding = read_decoding(source)
     if config.is_encoder_decoder:

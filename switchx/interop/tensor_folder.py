@@ -21,13 +21,11 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from switchx.axes import matrix_dims
 from switchx.data.special_ids import in_our_order
 from switchx.fields import require
 from switchx.interop.torch_file import TorchFile
-from switchx.manifest import give_mode_of_umask
 from switchx.models.config import ModelConfig
 from switchx.object_store import read_json_object, require_no_lfs_pointer
 from switchx.tree import nested
@@ -43,6 +41,7 @@ _KINDS = {
 WAY_OUT = "use the config.json that belongs to these files, and all of the files"
 _UNREAD = ("*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5")
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_WRITTEN = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 # More than any description of a model, and of the tensors of one, needs.
 MOST_CONFIG_BYTES = 1 << 20
 _MOST_INDEX_BYTES = 1 << 28
@@ -206,42 +205,58 @@ def read_json(path: pathlib.Path, most_bytes: int = MOST_CONFIG_BYTES) -> dict[s
 
 
 def write_safetensors(
-    folder: pathlib.Path, tensors: Iterable[tuple[str, np.ndarray]], most_bytes: int
+    folder: pathlib.Path, tensors: Iterable[tuple[str, Any]], most_bytes: int
 ) -> None:
     """Writes `model.safetensors`, or shards of at most `most_bytes` and their index.
 
-    A tensor that is larger has a shard of its own. No more than one shard is held at a time.
+    A tensor that is larger has a shard of its own. One tensor is held at a time.
 
     Args:
-        tensors: names and values, taken one by one.
+        tensors: names, and arrays or what NumPy makes one of: `shape`, `dtype` and `nbytes` are
+            looked at before, and the numbers as they are written.
     """
-    shards: list[list[str]] = []
-    shard: dict[str, np.ndarray] = {}
+    shards: list[dict[str, Any]] = [{}]
     used = total = 0
-
-    def write() -> None:
-        # transformers asks for the format; the layout is PyTorch's
-        save_file(shard, path := folder / f"shard-{len(shards)}", {"format": "pt"})
-        give_mode_of_umask(path)
-        shards.append(list(shard))
-        shard.clear()
-
     for name, tensor in tensors:
-        if shard and used + tensor.nbytes > most_bytes:
-            write()
+        if shards[-1] and used + tensor.nbytes > most_bytes:
+            shards.append({})
             used = 0
-        shard[name] = tensor
+        shards[-1][name] = tensor
         used, total = used + tensor.nbytes, total + tensor.nbytes
-    write()
     if len(shards) == 1:
-        (folder / "shard-0").rename(folder / MODEL)
+        _write_file(folder / MODEL, shards[0])
         return
     places = {}
-    for number, names in enumerate(shards, 1):
+    for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        (folder / f"shard-{number - 1}").rename(folder / file)
-        places |= dict.fromkeys(names, file)
+        _write_file(folder / file, shard)
+        places |= dict.fromkeys(shard, file)
     write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _write_file(path: pathlib.Path, tensors: Mapping[str, Any]) -> None:
+    """One file of safetensors: the header's length, the header, the tensors' numbers.
+
+    The library's own writer holds all of a file in memory.
+    """
+    # transformers asks for the format; the layout is PyTorch's
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    # The larger numbers first, so that all are aligned.
+    for name in sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize):
+        start, end = end, end + tensors[name].nbytes
+        kind, shape = _WRITTEN[tensors[name].dtype.name], list(tensors[name].shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors.items():
+            start, end = header[name]["data_offsets"]
+            numbers = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+            assert numbers.size == end - start, name
+            file.seek(8 + len(text) + start)
+            file.write(numbers.data)
 
 
 def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
@@ -338,16 +353,21 @@ def require_finite(tensor: np.ndarray, name: str, where: str | os.PathLike) -> N
     )
 
 
+def dtype_of(name: str, dtype: str) -> np.dtype:
+    """The dtype of a parameter of a model in `dtype`."""
+    return np.dtype("float32" if name.endswith("/router_bias_E") else dtype)
+
+
 def in_dtype(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
     """The array in another dtype; a bias that chooses experts stays in float32.
 
     Raises:
         ValueError: the array has finite numbers that are not finite in that dtype.
     """
-    dtype = "float32" if name.endswith("/router_bias_E") else dtype
+    dtype = dtype_of(name, dtype)
     with np.errstate(over="ignore"):
-        result = array.astype(np.dtype(dtype), copy=False)
-    if dtype == "float16" and np.any(np.isinf(result) & np.isfinite(array)):
+        result = array.astype(dtype, copy=False)
+    if dtype == np.float16 and np.any(np.isinf(result) & np.isfinite(array)):
         raise ValueError(
             f"{name} has numbers up to {np.max(np.abs(array)):.3g}, which are infinite in "
             "float16; use bfloat16 or float32"
