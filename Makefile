@@ -34,7 +34,7 @@ help:
 	@echo 'make test-all  every test, those against PyTorch included (installs it)'
 	@echo 'make test-aot  kernels compiled for TPUs and an H200 (installs the compilers, 4 GB)'
 	@echo 'make promises  what holds or does not: value, bound (ARGS="NAME ... --json"), an hour'
-	@echo 'make scale     docs/scale.md: the Switch models compiled for pods again (an hour)'
+	@echo 'make scale     docs/compiled.md: the Switch models compiled for pods again (an hour)'
 	@echo 'make experiments EXPERIMENT=NAME DATA=FOLDER  one of experiments/, hours'
 	@echo 'make picture   what README.md shows of the model that ships, made anew (4 minutes)'
 	@echo 'make notebooks both notebooks of experiments/first_steps, run, with outputs'

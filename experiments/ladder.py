@@ -31,6 +31,8 @@ DENSE = "ModelConfig.switch=None"
 DROPLESS = ("RouterConfig.overflow='dropless'", "SwitchConfig.dispatcher='dropless'")
 # The ladder drops nothing in training either; these are over what has a capacity.
 WITH_CAPACITY = ("RouterConfig.overflow='drop'", "SwitchConfig.dispatcher='gather'")
+# Of a core that trains these models; what a run takes beside: compilation, validation.
+FLOPS_PER_SECOND, SECONDS_BESIDE = 50e9, 40.0
 # Sweeps of experiments/rates by number of experts; other numbers are interpolated.
 SWEPT = {1: "dense", **{n: f"{n} experts" for n in (2, 4, 16, 32)}}
 
@@ -156,21 +158,24 @@ def train_all(study: Study, cells: Cells, runs: Runs) -> dict[str, Any]:
     if study.is_quick:
         last = [each for each in runs.contenders if not each.has_capacity][-1]
         runs = dataclasses.replace(runs, contenders=(runs.contenders[0], last), seeds=(0,))
+    flops = {
+        each.name: flops_of(study, runs.rung, bindings_of(study, runs.rung, each, 0))
+        for each in runs.contenders
+    }
+    first, _ = flops[runs.contenders[0].name]
     pairs = [*itertools.product(runs.seeds, runs.contenders)]
+    if not study.is_quick:
+        suffix = runs.rung.suffix
+        print_plan({run_name(e.name + suffix, seed): flops[e.name][1] for seed, e in pairs})
     found = on_each_core(lambda pair: _trained(study, cells, runs.rung, *pair), pairs)
     by_pair = {(seed, each.name): f for (seed, each), f in zip(pairs, found, strict=True)}
-    curves, models, flops = {}, {}, {}
+    curves, models = {}, {}
     for each in runs.contenders:
         of_seeds = [by_pair[seed, each.name] for seed in runs.seeds]
-        steps = runs.rung.steps
-        curves[each.name] = [{steps: one["quality"]} for one in of_seeds]
-        bindings = study.placed(bindings_of(study, runs.rung, each, 0))
-        job = job_from_gin([ROOT / runs.rung.gin_file], bindings)
-        flops[each.name] = train_flops(job.model, *job.sequence_lengths)
-        rows_trained = job.batch_size * job.train_steps
+        curves[each.name] = [{runs.rung.steps: one["quality"]} for one in of_seeds]
         models[each.name] = {
-            "flops": flops[each.name] / flops[runs.contenders[0].name],
-            "training_flops": flops[each.name] * rows_trained,
+            "flops": flops[each.name][0] / first,
+            "training_flops": flops[each.name][1],
             "rate": None if study.is_quick else rate(runs.rung, each),
             "length": each.length,
             "dropped": statistics.mean(one["dropped"] for one in of_seeds),
@@ -190,6 +195,21 @@ def train_all(study: Study, cells: Cells, runs: Runs) -> dict[str, Any]:
             ),
         },
     }
+
+
+def flops_of(study: Study, rung: Rung, bindings: Sequence[str]) -> tuple[float, float]:
+    """Training FLOPs of a sequence, and of a run with these bindings over the rung's file."""
+    job = job_from_gin([ROOT / rung.gin_file], study.placed(bindings))
+    of_one = train_flops(job.model, *job.sequence_lengths)
+    return of_one, of_one * job.batch_size * job.train_steps
+
+
+def print_plan(flops: dict[str, float]) -> None:
+    """Says how long runs take that are not done yet, if none is, by their FLOPs."""
+    seconds = sum(each / FLOPS_PER_SECOND + SECONDS_BESIDE for each in flops.values())
+    minutes, cores = seconds / 60 / num_cores(), num_cores()
+    print(f"PLAN {len(flops)} runs, some {minutes:.0f} minutes on {cores} cores: "
+          f"{', '.join(flops)}", flush=True)  # fmt: skip
 
 
 def run_by(

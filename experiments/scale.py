@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/scale.md: the Switch models of the paper, compiled for pods.
+"""docs/compiled.md: the Switch models of the paper, compiled for pods.
 
     make scale
 
@@ -32,7 +32,7 @@ PODS = (
 POD_TOKENS = 1 << 20
 MOST_OFF = 0.05
 BEGIN = "<!-- made of scale.json -->"
-RESULTS, PAGE = ROOT / "docs/scale.json", ROOT / "docs/scale.md"
+RESULTS, PAGE = ROOT / "docs/scale.json", ROOT / "docs/compiled.md"
 
 
 def compiled_report(run_file: str, slice_name: str) -> dict:

@@ -328,8 +328,8 @@ def defined_in(path: pathlib.Path) -> set[str]:
 
 
 def test_questions_have_their_answers_where_the_page_says():
-    text = PAGE.read_text()
-    rows = re.findall(r"^\| (Where would I .*?) \| (.*?) \|$", text, re.MULTILINE)
+    section = PAGE.read_text().partition("\n## Where would I ...\n")[2].partition("\n## ")[0]
+    _, *rows = re.findall(r"^\| (\w.*?) \| (.*?) \|$", section, re.MULTILINE)
     assert len(rows) >= 15
     for question, answer in rows:
         symbols = re.findall(r"\[`([\w.]+)`\]\(\.\./([\w/.]+)\)", answer)

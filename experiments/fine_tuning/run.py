@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense against 16 experts of the second rung, fine-tuned on tasks that the dense model learns.
+"""Dense against 16 experts of the second rung, fine-tuned on tasks that the dense model learns,
+and LoRA beside both.
 
     make experiments EXPERIMENT=fine_tuning DATA=FOLDER
 
@@ -9,6 +10,7 @@ texts are seldom right. A seed is a pretraining of experiments/switch_vs_dense.
 """
 
 import dataclasses
+import itertools
 import statistics
 from typing import Any
 
@@ -61,10 +63,45 @@ TASKS = {
         "templates",
     ),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+    """How a model of the second rung learns a task.
+
+    Attributes:
+        model: its name there, whose runs it begins with.
+        rates: learning rates to begin the sweep with.
+        gin_files: files of configs/ over configs/runs/finetune_english.gin.
+    """
+
+    model: str
+    bindings: tuple[str, ...]
+    rates: tuple[float, ...]
+    gin_files: tuple[str, ...] = ()
+
+
 DENSE, SPARSE = (each.name for each in SECOND.contenders)
-MODELS = {each.name: each.bindings for each in SECOND.contenders}
-# Of Adafactor, relative to a parameter's size; swept on a task for all of them.
-RATES, SWEPT_ON = (0.01, 0.02, 0.04), "trec"
+# Of Adafactor, relative to a parameter's size.
+FULL = {
+    each.name: Learner(each.name, each.bindings, (0.01, 0.02, 0.04))
+    for each in SECOND.contenders
+}
+_LORA = (
+    "LORA=@LoRASpec()", "LoRASpec.base=%INIT_FROM", "LoRASpec.alpha=16.0",
+    "TrainingJob.init_from=None", "WARMUP_STEPS=20",
+)  # fmt: skip
+# Adapters of rank 8 beside everything but the router, by AdamW; as many steps.
+ADAPTED = {
+    f"{name}, LoRA": dataclasses.replace(
+        each, bindings=(*each.bindings, *_LORA), rates=(0.001, 0.002, 0.004),
+        gin_files=("configs/optimizers/adamw.gin",),
+    )
+    for name, each in FULL.items()
+}  # fmt: skip
+LEARNERS = FULL | ADAPTED
+# The task that rates are swept on, for all of them; tasks that adapters learn.
+SWEPT_ON, OF_ADAPTERS = "trec", ("trec", "glue_sst2")
 # A task counts where the dense model has so many points more than chance.
 ABOVE = 5.0
 LEARNT = "the dense model is above chance on some task"
@@ -83,26 +120,28 @@ RULES = (
 )
 
 
-def tuned(study: Study, cells: Cells, model: str, name: str, seed: int, *more: str) -> dict:
-    """A model of the second rung, fine-tuned on a task: `right`, the best share of right
-    answers in percent, and `nats`, their log-likelihood per token after the last step.
+def tuned(study: Study, cells: Cells, learner: str, name: str, seed: int, *more: str) -> dict:
+    """What a learner has after a task: `right`, the best share of right answers in percent, and
+    `nats`, their log-likelihood per token after the last step.
 
     Args:
         seed: that of the pretraining.
         more: bindings over those of the task.
     """
-    task, begin = TASKS[name], run_name(model + R1.suffix, seed)
+    task, how = TASKS[name], LEARNERS[learner]
     bindings = [
-        f"INIT_FROM='<pretrained {begin}>'",
-        *("SwitchConfig.expert_dropout_rate=0.1",) * (model == SPARSE),
+        f"INIT_FROM='<pretrained {run_name(how.model + R1.suffix, seed)}>'",
+        *("SwitchConfig.expert_dropout_rate=0.1",) * (how.model == SPARSE),
         *task.bindings,
         *(("MANUAL_DIR='<data>'",) if task.gin_file == name else ()),
-        *MODELS[model],
+        *how.bindings,
         *("TextEvaluation.max_examples=4",) * study.is_quick,
+        *("WARMUP_STEPS=1",) * (study.is_quick and learner in ADAPTED),
         *more,
     ]
     files = ["configs/runs/finetune_english.gin", f"configs/tasks/{task.gin_file}.gin"]
-    run = run_name(" ".join((model, name, *more)), seed)
+    files += how.gin_files
+    run = run_name(" ".join((learner, name, *more)), seed)
     run = "".join(c if c.isalnum() or c in "_-" else "_" for c in run)
     found = study.train(cells, run, files, bindings)
     (metrics,) = found["peaks"].values()
@@ -112,15 +151,15 @@ def tuned(study: Study, cells: Cells, model: str, name: str, seed: int, *more: s
     }
 
 
-def swept(study: Study, cells: Cells, model: str) -> dict[str, float]:
+def swept(study: Study, cells: Cells, learner: str) -> dict[str, float]:
     """Log-likelihood by rate on a held-out part, with rates added where the best is at the
     edge."""
     split = ("TRAIN_SPLIT='train[:90%]'", "EVALUATION_SPLIT='train[90%:]'", f"SEED={SEED}")
-    rates = list(RATES)
+    rates = list(LEARNERS[learner].rates)
     for _ in range(MOST_ADDED + 1):
         found = {
             rate: tuned(
-                study, cells, model, SWEPT_ON, SEEDS[0], f"LEARNING_RATE={rate}", *split
+                study, cells, learner, SWEPT_ON, SEEDS[0], f"LEARNING_RATE={rate}", *split
             )
             for rate in rates
         }
@@ -140,13 +179,13 @@ def judge(results: dict[str, Any]) -> dict[str, Any]:
         return statistics.mean(each["right"] for each in results["tasks"][name][model])
 
     nats = {
-        name: {model: [each["nats"] for each in seen] for model, seen in by.items()}
+        name: {model: [each["nats"] for each in by[model]] for model in FULL}
         for name, by in results["tasks"].items()
     }
     counted = [name for name in nats if right(name, DENSE) > TASKS[name].chance + ABOVE]
     of_seeds = {
         model: zip(*(nats[name][model] for name in counted or nats), strict=True)
-        for model in MODELS
+        for model in FULL
     }
     curves = {m: [{"1": statistics.mean(each)} for each in v] for m, v in of_seeds.items()}
     gains = {
@@ -169,10 +208,32 @@ def judge(results: dict[str, Any]) -> dict[str, Any]:
     ]
     measured = {"curves": curves, "gates": {LEARNT: bool(counted)}}
     return rules.judged(RULES, results | measured) | {
-        "tables": [{"title": "", "rows": rows}, *of_rates],
+        "tables": [
+            {"title": "", "rows": rows},
+            {"title": "Adapters, after as many steps:", "rows": of_adapters(results["tasks"])},
+            *of_rates,
+        ],
         "intervals": gains,
         "intervals_of": "16 experts over dense, nats per token of right answers",
     }
+
+
+def of_adapters(tasks: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row each task and model of what LoRA reaches beside the fine-tuning of all
+    parameters."""
+    rows = []
+    for name, adapter in itertools.product(OF_ADAPTERS, ADAPTED):
+        found = {"full": tasks[name][ADAPTED[adapter].model], "LoRA": tasks[name][adapter]}
+        nats = {way: [each["nats"] for each in seeds] for way, seeds in found.items()}
+        right = {way: statistics.mean(e["right"] for e in v) for way, v in found.items()}
+        over = estimate(nats, difference("LoRA", "full")).interval()
+        rows.append(
+            {"task": name, "model": ADAPTED[adapter].model}
+            | {f"{way}, right, %": each for way, each in right.items()}
+            | {f"{way}, nats": statistics.mean(each) for way, each in nats.items()}
+            | {"LoRA over full, nats per token (95%)": dataclasses.asdict(over)}
+        )
+    return rows
 
 
 def run(study: Study) -> None:
@@ -180,23 +241,25 @@ def run(study: Study) -> None:
     tasks = (SWEPT_ON,) if study.is_quick else tuple(TASKS)
     files = study.files(*(TASKS[task].files for task in tasks))
     seeds = (0,) if study.is_quick else RULES[0].seeds_at(study.look)
-    quality, rates = {}, dict.fromkeys(MODELS, RATES[0])
+    quality, rates = {}, {name: each.rates[0] for name, each in LEARNERS.items()}
     if not study.is_quick:
-        found = on_each_core(lambda model: swept(study, cells, model), MODELS)
-        quality = dict(zip(MODELS, found, strict=True))
+        found = on_each_core(lambda learner: swept(study, cells, learner), LEARNERS)
+        quality = dict(zip(LEARNERS, found, strict=True))
         rates = own_rates(quality)
-    asked = [(seed, task, model) for seed in seeds for task in tasks for model in MODELS]
+    asked = [
+        (seed, task, learner)
+        for seed, task, learner in itertools.product(seeds, tasks, LEARNERS)
+        if learner in FULL or task in OF_ADAPTERS
+    ]
 
     def learn(one: tuple[int, str, str]) -> dict:
-        seed, task, model = one
-        more = f"LEARNING_RATE={rates[model]:.6g}", f"SEED={seed}"
-        return tuned(study, cells, model, task, seed, *more)
+        seed, task, learner = one
+        more = f"LEARNING_RATE={rates[learner]:.6g}", f"SEED={seed}"
+        return tuned(study, cells, learner, task, seed, *more)
 
-    learnt = dict(zip(asked, on_each_core(learn, asked), strict=True))
-    by_task = {
-        task: {model: [learnt[seed, task, model] for seed in seeds] for model in MODELS}
-        for task in tasks
-    }
+    by_task: dict[str, dict[str, list]] = {task: {} for task in tasks}
+    for (_, task, learner), each in zip(asked, on_each_core(learn, asked), strict=True):
+        by_task[task].setdefault(learner, []).append(each)
     seconds = wall_seconds(cells)
     study.publish(cells, files, judge, seeds=list(seeds), quality=quality, tasks=by_task,
                   wall_seconds=seconds)  # fmt: skip

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from experiments.experiment import ENGLISH, QUICK
-from experiments.ladder import DENSE, R0, R1, Rung
+from experiments.ladder import DENSE, R0, R1, Rung, flops_of, print_plan
 from experiments.measured import Cells, Interval
 from experiments.side_by_side import num_cores, on_each_core
 from experiments.statistics import open_sides, parabola
@@ -28,14 +28,12 @@ class Swept:
 
     Attributes:
         bindings: gin bindings over the rung's file.
-        minutes: expected minutes of a run on one core.
     """
 
     name: str
     bindings: tuple[str, ...] = ()
     rates: tuple[float, ...] = ADAMW
     rung: Rung = R0
-    minutes: float = 3.5
 
 
 BOTH = (Swept("dense", (DENSE,)), Swept("16 experts"))
@@ -48,7 +46,7 @@ GATE = (
 # k 2 of half the width: two experts of F/2, FLOPs of one of F; top-2 MoE has two of F.
 TWO_CHOICES = ("RouterConfig.num_selected=2", "RouterConfig.gate='normalized'")
 OF_TWO = (
-    Swept("16 experts, 2 choices", TWO_CHOICES, minutes=5.0),
+    Swept("16 experts, 2 choices", TWO_CHOICES),
     Swept("16 experts, 2 of half the width",
           ("RouterConfig.num_selected=2", "SwitchConfig.d_ff=192")),
 )  # fmt: skip
@@ -62,7 +60,6 @@ def next_rung(rates: dict[str, float]) -> tuple[Swept, ...]:
             bindings,
             tuple(rates[name] / WIDTH * 2**i for i in (-1, 0, 1)),
             R1,
-            minutes=14.5,
         )
         for name, bindings in {"dense": (DENSE,), "16 experts": ()}.items()
     )
@@ -105,10 +102,11 @@ def run(study: Study) -> None:
     found: dict[str, dict[str, float]] = {}
 
     def stage(all_swept: tuple[Swept, ...]) -> None:
-        runs = sum(len(each.rates) for each in all_swept)
-        minutes = sum(len(each.rates) * each.minutes for each in all_swept) / num_cores()
-        print(f"{runs} runs, some {minutes:.0f} minutes on {num_cores()} cores: "
-              f"{', '.join(each.name for each in all_swept)}", flush=True)  # fmt: skip
+        texts = f"FILES=<data {' '.join(ENGLISH)}>"
+        flops = {
+            each: flops_of(study, each.rung, (*each.bindings, texts))[1] for each in all_swept
+        }
+        print_plan({f"{e.name} at {r:.4g}": flops[e] for e in all_swept for r in e.rates})
         measured = on_each_core(lambda each: sweep(study, cells, each), all_swept)
         found.update(zip((each.name for each in all_swept), measured, strict=True))
         seconds = round(cells.seconds / num_cores())

@@ -248,7 +248,11 @@ def _row_dot(a_RX, b_RX):
 
 
 def _sum_by_group(a_RF, group_sizes_E):
-    """float32 `[E, F]`, the sum of each group's rows: a product with one-hot rows."""
+    """float32 `[E, F]`, the sum of each group's rows: a product with one-hot rows.
+
+    One-hot rows made of the groups' bounds take 2 to 3% less in bfloat16, and 19% more in
+    float32 on a v5p, by the TPU compiler's clock.
+    """
     expert_R, is_used_R = rows_of_groups(group_sizes_E, len(a_RF))
     is_of_RE = expert_R[:, None] == jnp.arange(group_sizes_E.shape[0])[None]
     # Unused rows may be NaN, and 0 times NaN is NaN.

@@ -6,7 +6,9 @@ one before is multiplied. Weights are what is read most when an expert has few r
 triple buffer. The order is columns, tiles, contraction: a matrix block that serves consecutive
 tiles is copied once if the contraction is not cut. Of a block of rows a tile multiplies only
 those of its expert, in pieces of at most 128 rows; the first piece has the least of four sizes
-that holds the remainder.
+that holds the remainder. A path of its own for blocks with rows of one expert would have 1.3%
+fewer instructions at most, another way to the gates of a piece's rows 1.5% (compiled for a v5e
+and a v5p); neither is here.
 Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale; r d f blocks; P tiles
 """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx compile`: what a compiled training step takes, as a row and checks.
 
-docs/scale.md reports the four Switch models on pods so (`experiments/scale.py`). Memory and
+docs/compiled.md reports the four Switch models on pods so (`experiments/scale.py`). Memory and
 collectives are those of the program that a pod would run. Nothing is run: there are no times.
 """
 

@@ -3,7 +3,7 @@
 
     SWITCHX_AOT_TPU=.venv/aot_tpu switchx deploy --platform=tpu ...
 
-compiles where the compiler is installed (docs/scale.md says how), in a process of its own:
+compiles where the compiler is installed (docs/compiled.md says how), in a process of its own:
 a JAX that sees the compiler takes the machine for one with accelerators. Nothing is run.
 """
 

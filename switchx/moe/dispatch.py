@@ -171,7 +171,12 @@ def gated_sum(y_GQD, token_GQ, place_GTS, gate_GTS=None):
 
 @cheap_again
 def gated(y_RD, gate_R):
-    """Rows times their gates, in float32 and rounded once; so a gate's gradient is summed."""
+    """Rows times their gates, in float32 and rounded once; so a gate's gradient is summed.
+
+    In the last product's epilogue it would take 5% less of a layer of 64 experts on a v5e, by
+    the compiler's estimate, but gates would need an exchange of their own on a mesh, and
+    gradients get slower on a v5p.
+    """
     wide = jnp.promote_types(y_RD.dtype, jnp.float32)
     return (y_RD.astype(wide) * gate_R[..., None]).astype(y_RD.dtype)
 

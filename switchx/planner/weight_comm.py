@@ -4,6 +4,9 @@
 Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054): slices of D over `fsdp` are gathered and their
 gradients scattered (stage 3); what an optimizer keeps in slices over replicas has its gradients
 scattered to them, and new parameters gathered (stage 1, `into_slices`).
+Not modelled: a TPU's compiler reduces a gradient whole and then slices it where a slice is no
+multiple of a tile (8 by 128 of float32), as Switch-C's 2,080 columns over 32 devices are, or
+where it combined the sum with that of a small array.
 Dims: N layers, L tokens, E experts, D model, F feed-forward
 """
 

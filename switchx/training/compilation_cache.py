@@ -4,7 +4,9 @@
 Settings by JAX's own variables and options stay; this only gives the cache a folder where
 none is set. JAX finds a program again by its text, the options, the versions of JAX and XLA,
 and the devices. Machines whose home is shared may have other CPUs, and a program with
-instructions that a CPU lacks ends the process: each kind of CPU has a folder of its own.
+instructions that a CPU lacks ends the process: each kind of CPU has a folder of its own. On
+some Intel CPUs XLA refuses its own programs, with a line about `+prefer-no-gather`, and compiles
+them again (JAX issue 38445).
 """
 
 import contextlib

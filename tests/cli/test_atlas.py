@@ -224,7 +224,8 @@ def code_prose_digits(folder: pathlib.Path) -> tuple[list[str], list[str]]:
 def test_a_specialists_removal_hurts_its_own_label_most(in_a_folder, one_device, capsys):
     """Three labels, p < 0.01 each, on texts that neither trained it nor found the specialist.
 
-    Not every training has three such labels: docs/atlas.md has ten.
+    Not every training has three such labels: docs/atlas.md has ten. In five of them the expert
+    that takes most more of a label was removed: p < 0.01 for 8 of 15 labels, lower loss for 5.
     """
     train, test = code_prose_digits(in_a_folder)
     bindings = (

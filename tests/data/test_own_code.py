@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code of a user's own: the page docs/own_code.md as it is printed, and what is refused."""
+"""Code of a user's own: docs/own_code.md and its files run, and what is refused."""
 
 import dataclasses
 import json
@@ -31,7 +31,11 @@ from tests.processes import ROOT
 from tests.training.jobs import SPARSE, TASK, make_job
 
 PAGE = (ROOT / "docs/own_code.md").read_text(encoding="utf-8")
-FILE = re.compile(r"^`([\w.]+)`[^`:]*:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FOLDER = ROOT / "docs/own_code"
+FILES = {
+    name: (FOLDER / name).read_text() for name in ("my_code.py", "own.gin", "own_model.gin")
+}
+EXCERPT = re.compile(r":\n\n```(?:python|gin)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BASH = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PYTHON = re.compile(r"In Python:\n\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -42,9 +46,7 @@ def lines(path) -> list[dict]:
 
 def test_the_page_runs_as_printed(in_a_folder, one_device, monkeypatch, capsys):
     tmp_path = in_a_folder
-    files = dict(FILE.findall(PAGE))
-    assert files.keys() == {"my_code.py", "own.gin", "own_model.gin"}
-    for name, text in files.items():
+    for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     (block,) = BASH.findall(PAGE)
     first, *commands = block.splitlines()
@@ -82,6 +84,12 @@ def test_the_page_runs_as_printed(in_a_folder, one_device, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("[Score(log_likelihood=-")
     with refused("WindowConfig builds a module of its own, and decoding knows the blocks"):
         names["model"].generate(["t-h-e"])
+
+
+def test_excerpts_of_the_page_are_in_its_files():
+    excerpts = EXCERPT.findall(PAGE.replace(*PYTHON.findall(PAGE), ""))
+    assert len(excerpts) == 3 and not excerpts.pop()  # of Python, which was emptied
+    assert [any(text in file for file in FILES.values()) for text in excerpts] == [True, True]
 
 
 @dataclasses.dataclass(frozen=True)

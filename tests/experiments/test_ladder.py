@@ -3,6 +3,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -20,6 +23,7 @@ from experiments.routing import run as routing
 from experiments.selective_precision import run as selective_precision
 from experiments.switch_vs_dense import run as switch_vs_dense
 from switchx.gin_config.building import job_from_gin
+from switchx.shipped import TEXTS
 
 OPTIMA = {"dense": 0.016, "2 experts": 0.012, "4 experts": 0.008, "16 experts": 0.004,
           "32 experts": 0.002, "dense, R1": 0.012, "16 experts, R1": 0.003}  # fmt: skip
@@ -79,10 +83,6 @@ class Trains:
 
     def train(self, cells, name, gin_files, bindings):
         self.asked.append((name, dict(each.split("=", 1) for each in bindings)))
-        folder = self.runs / name
-        folder.mkdir()
-        lines = [{"step": 0, "target_tokens": 1.0}, {"step": 9, "target_tokens": 1000.0}]
-        (folder / "validation.jsonl").write_text("\n".join(map(json.dumps, lines)))
         return {
             "curve": {"0": -7.0, "9": -2.0},
             "scored_tokens": 1000,
@@ -120,6 +120,28 @@ def test_what_has_a_capacity_is_evaluated_without(swept, tmp_path, monkeypatch):
         float(asked[name]["LEARNING_RATE"]) for name in ("16_experts_seed100", "drops_seed100")
     ]
     assert rates[1] / rates[0] == pytest.approx(math.sqrt(2), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_beside_others_is_the_run_alone(tmp_path):
+    """To the bit, so that cells may run beside anything."""
+
+    def train(name: str) -> list[float]:
+        bindings = {
+            "FILES": repr(str(TEXTS)), "TRAIN_STEPS": 6, "WARMUP_STEPS": 1, "EVAL_EVERY": 3,
+            "CHECKPOINT_EVERY": 6,
+        }  # fmt: skip
+        command = [sys.executable, "-m", "switchx", "train", f"--gin_file={R0.gin_file}"]
+        command += [f"--gin.{key}={value}" for key, value in bindings.items()]
+        command += [f"--model_dir={tmp_path / name}"]
+        environment = os.environ | {"XLA_FLAGS": ""}
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=280)
+        lines = (tmp_path / name / "validation.jsonl").read_text().splitlines()
+        return [json.loads(line)["neg_log_perplexity"] for line in lines]
+
+    (alone,) = side_by_side.on_each_core(train, ["alone"])
+    beside = side_by_side.on_each_core(train, ["first", "second"])
+    assert len({*alone}) == 3 and beside == [alone, alone]
 
 
 def made(runs: Runs, seeds: tuple[int, ...], qualities: dict[str, float]) -> dict:
@@ -304,6 +326,8 @@ def test_fine_tuning_counts_what_the_dense_model_learns():
         "trec": {run.DENSE: peaks(80.0, -0.3), run.SPARSE: peaks(81.0, -0.2)},
         "glue_sst2": {run.DENSE: peaks(51.0, -0.7), run.SPARSE: peaks(51.0, -5.0)},
     }
+    for by in tasks.values():
+        by |= {name: peaks(70.0, -0.25) for name in run.ADAPTED}
     results = {"seeds": list(run.SEEDS[:4]), "tasks": tasks, "quality": {}}
     for model, shift in ((run.SPARSE, 1), (run.DENSE, 0)):
         seen = tasks["trec"][model]
@@ -312,6 +336,11 @@ def test_fine_tuning_counts_what_the_dense_model_learns():
     assert judged["verdict"] == rules.REPRODUCED
     assert [row["counts"] for row in judged["tables"][0]["rows"]] == ["yes", "no"]
     assert judged["claims"][0]["effect"]["mean"] == pytest.approx(0.1)
+    over = "LoRA over full, nats per token (95%)"
+    adapted = {(row["task"], row["model"]): row for row in judged["tables"][1]["rows"]}
+    assert len(adapted) == 4
+    assert adapted["trec", run.DENSE][over]["mean"] == pytest.approx(0.05)
+    assert adapted["glue_sst2", run.SPARSE][over]["mean"] == pytest.approx(4.75)
     tasks["trec"][run.DENSE] = peaks(30.0, -0.3)
     assert run.judge(results)["verdict"] == rules.NOT_TESTABLE
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/scale.md: what was compiled of today's configurations, and what is compiled again."""
+"""docs/compiled.md: what was compiled of today's configurations, and what is compiled again."""
 
 import copy
 import json

@@ -16,7 +16,7 @@ from tests.training.saved_runs import SPANS, save_run
 PAGE = (ROOT / "docs/inference.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(python|bash)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 EIGHT_DEVICES = "XLA_FLAGS=--xla_force_host_platform_device_count=8 "
-MODEL = ModelConfig("encoder_decoder", 384, 8, 8, 2, 4, 1, 1, switch=SwitchConfig(2, every=1))
+MODEL = ModelConfig("encoder_decoder", 384, 8, 8, 2, 4, 2, 2, switch=SwitchConfig(2, every=1))
 
 
 @pytest.mark.slow  # half a minute; the README's commands are a default test

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs made to raise each alarm, through the command: step of the alarm, step of the loss.
 
-`pytest -s -m slow tests/integration/test_routing_alarms.py` prints the table of
-docs/routing_statistics.md.
+`pytest -s -m slow tests/integration/test_routing_alarms.py` prints them, a row a
+fault; one is in docs/routing_statistics.md.
 """
 
 import math

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check of all routers, dispatchers and meshes: its cells, its oracle, its eyes."""
 
+import dataclasses
 import re
 
 import numpy as np
@@ -81,14 +82,23 @@ def test_docs_say_what_is_checked():
     assert f"{equivalence.TOLERANCE:.0e}".replace("e-0", "e-") in page
 
 
-def test_docs_list_every_refused_pair_with_its_reason():
+def test_docs_say_which_pairs_are_refused_and_what_to_use():
+    """A condition of the table is of a mesh's sizes. `gather` has a cell on each mesh."""
     page = (ROOT / "docs/equivalence.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| (dispatcher=.*) \|$", page, re.MULTILINE)
-    listed = {
-        (dispatcher, mesh): reason
-        for dispatcher, meshes, reason in rows
-        for mesh in meshes.split("; ")
+    cells, refused = all_cells()
+    rows = re.findall(r"^\| (`\w+`.*) \| (\w+ [=>] 1.*) \| (.*) \|$", page, re.MULTILINE)
+    rules = {
+        name: (condition.partition(",")[0].replace(" = ", " == "), re.findall(r"`(\w+)`", ways))
+        for names, condition, ways in rows
+        for name in re.findall(r"`(\w+)`", names)
     }
-    _, refused = equivalence.all_cells()
-    assert listed == refused
+    meshes = {cell.mesh_name: dataclasses.asdict(cell.mesh) for cell in cells}
+    assert {
+        (name, mesh)
+        for name, (condition, _) in rules.items()
+        for mesh, sizes in meshes.items()
+        if eval(condition, sizes)
+    } == refused.keys()
+    for (name, _), reason in refused.items():
+        assert any(f"dispatcher={way!r}" in reason for way in rules[name][1]), reason
     assert f"{len(refused)} pairs of dispatcher and mesh" in page

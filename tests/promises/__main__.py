@@ -4,7 +4,7 @@
     python -m tests.promises [NAME ...] [--json]
 
 A NAME is that of a check (`mesh_loss_parity`) or the beginning of some. All take an hour or
-two. The exit status is 1 where one does not hold.
+two. The exit status is 1 where one does not hold. `--list` prints the table of the checks.
 """
 
 import argparse
@@ -19,12 +19,16 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m tests.promises", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--json", action="store_true", help="one object on the last line")
+    parser.add_argument("--list", action="store_true", help="measure nothing; print the checks")
     arguments = parser.parse_args(words)
     simulate_devices(8)
     from switchx.results import Report
     from tests.compilation import compiled_once
-    from tests.promises.promises import PROMISES, judged
+    from tests.promises.promises import PROMISES, judged, table
 
+    if arguments.list:
+        print(table())
+        return 0
     known = [name for promise in PROMISES for name in promise.bounds]
     for asked in arguments.names:
         if not any(name.startswith(asked) for name in known):

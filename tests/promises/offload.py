@@ -47,6 +47,7 @@ def decoding() -> Iterator[tuple]:
     for weights, beams in itertools.product(FORMATS, BEAMS):
         config, params = model(weights)
         # In bfloat16 XLA keeps more bits within what it fuses, and slots cut a program.
+        # There, with 4 beams, 15 of 192 tokens were others at int8 and 56 at int4.
         config = dataclasses.replace(config, precision=Precision(params="bfloat16"))
         resident = decoded(config, params, beams)
         for slots in SLOTS:

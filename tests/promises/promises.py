@@ -136,3 +136,86 @@ PROMISES = (
     ),
     Promise(decoding_programs.growth, {"programs_bounded": "<=1.05"}),
 )
+# What each check measures.
+WHAT = {
+    "mesh_loss_parity": (
+        "losses of 50 steps on 14 meshes against those of one device, relative difference"
+    ),
+    "memory_1f1b_m128_vs_m8": "1F1B's temporaries with 128 microbatches over those with 8",
+    "pipeline_program_holds_whole_model": (
+        "programs of pipelined runs whose temporaries are as large as all blocks"
+    ),
+    "hlo_vs_planner_bytes": (
+        "bytes of collectives of compiled steps against the planner's, kind by kind"
+    ),
+    "hlo_vs_planner_flops": "FLOPs of matrix products of compiled steps against the planner's",
+    "gradient_bytes_vs_one_reduction": (
+        "bytes of gradients in 4 and 16 microbatches over those of one reduction"
+    ),
+    "expert_gradients_across_experts": (
+        "bytes of experts' gradients summed over devices with other experts"
+    ),
+    "ppmoe_extra_collectives": (
+        "collectives of Pipeline MoE's layer beyond those of a dense tensor-parallel one"
+    ),
+    "embedding_bytes_vs_replicated": (
+        "a token table over eight devices: bytes of each over a whole one's"
+    ),
+    "buckets_vs_collectives": "collectives of slices over those that their buckets stand for",
+    "checkpoint_hashed_bytes_vs_share": (
+        "1, 2 and 4 processes that save: bytes hashed by the busiest over an equal share"
+    ),
+    "checkpoint_bytes_read_back": "bytes of arrays read during a save",
+    "torus_contiguous": (
+        "groups along the axes of six meshes on TPU slices that are boxes of neighbours"
+    ),
+    "loss_after_losing_devices": (
+        "losses of a run on eight, six, then two devices against those of one on eight"
+    ),
+    "token_ids_differing": (
+        "token ids that such a run reads otherwise than one that is not resumed"
+    ),
+    "replica_gradient_error": (
+        "raw gradients of a layer with replicas of experts against those of one without"
+    ),
+    "imbalance_zipf1": (
+        "the busiest of eight devices over their mean, 64 experts with Zipf's loads and 8 "
+        "replicas"
+    ),
+    "ufo_rows_per_device_4": "rows of SE-MoE's four tasks on the busiest of four devices",
+    "ufo_rows_per_device_8": "the same of eight devices",
+    "tokens_differing": (
+        "decoding in float32 with 1, 4 or 16 experts of a layer on the device: other tokens"
+    ),
+    "device_expert_bytes_vs_slots": "bytes of experts on the device over those of the slots",
+    "bytes_moved_vs_formula": "bytes moved over those that the requests miss",
+    "int4_vs_bf16_bytes_moved": "bytes moved with int4 experts over those with bfloat16",
+    "pinned_ring_vs_ring_bytes": (
+        "bytes that a ring of 3 slots for 4 layers moves over those of all layers"
+    ),
+    "layered_gradient_error": "experts on a disk: raw gradients against the resident program's",
+    "bits_differing_by_cache": "bits that depend on the cache's policy or size",
+    "lazy_vs_dense_bits_differing": "bits that depend on when unused experts are updated",
+    "loss_vs_resident": "losses of 50 steps against the resident program's",
+    "bytes_vs_formula": "bytes of files over the formula's",
+    "order_violations": "steps whose reads, runs or banks are out of order",
+    "rss_over_budget": "host memory over the budget",
+    "convert_rss_over_budget": (
+        "`switchx convert` of 1.2 GiB: memory over the largest array and one layer's"
+    ),
+    "convert_back_rss_over_budget": "the same of what it has written, `--to=huggingface`",
+    "kill9_differing": "kills after which the last checkpoint is not whole",
+    "programs_bounded": (
+        "memory maps and memory after 1,000 settings of decoding over those after 200"
+    ),
+}
+
+
+def table() -> str:
+    """The Markdown table of docs/promises.md: each check, what it measures, its bound."""
+    bounds = {name: bound for promise in PROMISES for name, bound in promise.bounds.items()}
+    rows = [
+        f"| `{name}` | {WHAT[name]} | {bound[:2]} {bound[2:]} |"
+        for name, bound in bounds.items()
+    ]
+    return "\n".join(["| check | what | bound |", "|---|---|---|", *rows])

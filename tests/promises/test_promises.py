@@ -86,6 +86,11 @@ def test_bounds_of_the_pages_are_those_of_the_promises(name):
     assert len(written) > 1
 
 
+def test_the_page_has_the_table_of_the_checks(capsys):
+    assert main(["--list"]) == 0
+    assert capsys.readouterr().out in (ROOT / "docs/promises.md").read_text(encoding="utf-8")
+
+
 def test_a_name_that_is_none_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["imbalence"])

@@ -29,6 +29,12 @@ from switchx.files import write_atomically
 
 logger = logging.getLogger(__name__)
 
+# What a cause counts, and in brackets what ml-goodput-measurement calls it: `step` is from the
+# first step to the last, less the others; `start` from the command to the first step (accelerator
+# initialization, training preparation); `restart` the same of a process that resumes, and the
+# steps that it takes again (checkpoint restore, wasted progress from disruption); `compile` also
+# reading from the cache (program startup); `data` where the devices had no step, as the host had
+# no batch (data loading); `checkpoint` saves as long as training waits (checkpoint save).
 Cause = Literal[
     "step", "start", "restart", "compile", "data", "evaluation", "checkpoint", "profile"
 ]
