@@ -228,7 +228,7 @@ class StoredArray:
         return StoredArray(self.shape[1:], self.dtype, place, lambda: self._read()[index])
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
-        return self._read()
+        return np.asarray(self._read())  # not a number of NumPy's
 
 
 _TOGETHER_BYTES = 1 << 25  # small arrays are read together: each read opens the checkpoint

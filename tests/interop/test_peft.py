@@ -18,7 +18,6 @@ from switchx.data.vocabularies import load_vocabulary
 from switchx.models.adapters import LoRASpec, abstract_adapters
 from switchx.models.params import abstract_params
 from tests.interop import decoder_models, transformers_models
-from tests.interop.test_family_matrix import Row, run
 
 pytestmark = [pytest.mark.hf, pytest.mark.slow]
 peft = pytest.importorskip("peft")
@@ -168,24 +167,33 @@ def test_adapters_of_granite_do_not_fit_weights_with_its_factors(tmp_path, capsy
     assert "has the factors of granitemoe" in capsys.readouterr().err
 
 
+# A step on documents of token ids.
+STEP = (
+    "--gin_file=configs/runs/finetune.gin", "--gin_file=configs/tasks/text_causal_lm.gin",
+    *(f"--gin.{binding}" for binding in (
+        "BATCH_SIZE=8", "INPUTS_LENGTH=8", "TARGETS_LENGTH=8", "TRAIN_STEPS=1",
+        "CHECKPOINT_EVERY=1", "TextFiles.validation_fraction=0.5",
+    )),
+)  # fmt: skip
+
+
 def test_what_is_made_of_granite_has_its_factors(tmp_path, capsys):
-    """Training on, fewer experts, merged adapters and averages: its adapters fit none."""
-    row = Row("granitemoe", tmp_path)
-    theirs = peft.get_peft_model(row.model, peft.LoraConfig(target_modules=["q_proj"]))
+    """Training on, fewer experts and merged adapters: its own adapters fit none of them."""
+    model, base = base_of("granitemoe", tmp_path)
+    rows = np.random.default_rng(0).integers(3, 90, (60, 15)).tolist()
+    lines = [json.dumps({"text": " ".join(map(str, row))}) for row in rows]
+    (tmp_path / "docs.jsonl").write_text("\n".join(lines))
+    theirs = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     theirs.save_pretrained(tmp_path / "peft")
-    _, base = base_of("granitemoe", tmp_path)
-    base.path.rename(tmp_path / "run")
-    row.trained("tuned")
-    of, out = f"--model_dir={tmp_path / 'tuned'}", tmp_path / "fewer"
-    run("reshape", *row.job(), of, f"--output={out}", "--experts=2", "--reduce=drop")
-    write_run(
-        RunFolder(tmp_path / "tuned"),
-        tmp_path / "adapters",
-        LoRASpec(str(tmp_path / "tuned"), 1, 3),
-    )
-    of = f"--model_dir={tmp_path / 'adapters'}", f"--output={tmp_path / 'merged'}"
-    run("reshape", "--merge_adapter", *of)
+    tuned, job = tmp_path / "tuned", [*STEP, f"--gin.FILES={tmp_path / 'docs.jsonl'}"]
+    job.append(f"--gin.INIT_FROM={base.path}")
+    assert main(["train", *job, f"--model_dir={tuned}"]) == 0
+    words = f"--model_dir={tuned}", f"--output={tmp_path / 'fewer'}", "--experts=2"
+    assert main(["reshape", *job, *words, "--reduce=drop"]) == 0
+    write_run(RunFolder(tuned), tmp_path / "adapters", LoRASpec(str(tuned), 1, 3))
+    words = f"--model_dir={tmp_path / 'adapters'}", f"--output={tmp_path / 'merged'}"
+    assert main(["reshape", "--merge_adapter", *words]) == 0
     for name in ("tuned", "fewer", "merged"):
-        words = "convert", "--from=peft", tmp_path / "peft", tmp_path / "x"
-        assert main([*map(str, words), f"--base={tmp_path / name}"]) == 2
+        words = "convert", "--from=peft", str(tmp_path / "peft"), str(tmp_path / "x")
+        assert main([*words, f"--base={tmp_path / name}"]) == 2
         assert f"{name} has the factors of granitemoe" in capsys.readouterr().err, name
