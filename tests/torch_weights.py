@@ -12,4 +12,7 @@ def randomize(model, seed=0):
             scale = weight.shape[-1] ** -0.5 if weight.ndim == 2 else 0.5
             noise = torch.randn(weight.shape, generator=generator) * scale
             weight.copy_(noise + (weight.ndim == 1))
+        for name, bias in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                bias.copy_(torch.randn(bias.shape, generator=generator) * 0.5)
     return model.eval()

@@ -14,7 +14,10 @@ Dims: N layers of a scanned stack, E experts
 
 import base64
 import collections
+import functools
+import itertools
 import logging
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -194,15 +197,77 @@ def read_items(path: Folder, targets: dict[str, Tree | None]) -> dict[str, Tree]
         read = {item: _restored(reader, path / item, in_orbax[item]) for item in targets}
     for item, tree in read.items():
         require_unchanged(path, item, named_leaves(tree))
-    if bare := tuple(f"{item}/" for item in targets if not list_names(path / item)):
-        files = read_manifest(path, MANIFEST, "crc32")["files"]
-        files = {name: entry for name, entry in files.items() if name.startswith(bare)}
-        require_of_all(path, _file_faults(path, files))
+    _require_files_unchanged(path, targets)
     if not records:
         return read
     of_experts = _read_records(path, set(records))
     placed = {name: _placed(array, wanted[name]) for name, array in of_experts.items()}
     return nested(named_leaves(read) | placed)
+
+
+def _require_files_unchanged(path: Folder, items: Iterable[str]) -> None:
+    """Compares the files of items without lists of checksums: checkpoints of before."""
+    if bare := tuple(f"{item}/" for item in items if not list_names(path / item)):
+        files = read_manifest(path, MANIFEST, "crc32")["files"]
+        files = {name: entry for name, entry in files.items() if name.startswith(bare)}
+        require_of_all(path, _file_faults(path, files))
+
+
+class StoredArray:
+    """An array of a checkpoint, or a part of one, which is read when NumPy asks for it.
+
+    Attributes:
+        place: the place in the order in which arrays are read at the lowest cost.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype, place: tuple[int, ...], read):
+        self.shape, self.dtype, self.place, self._read = shape, dtype, place, read
+
+    def __getitem__(self, index: int) -> "StoredArray":
+        place = (*self.place, index)
+        return StoredArray(self.shape[1:], self.dtype, place, lambda: self._read()[index])
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        return np.asarray(self._read())  # not a number of NumPy's
+
+
+_TOGETHER_BYTES = 1 << 25  # small arrays are read together: each read opens the checkpoint
+
+
+def stored_arrays(path: Folder, targets: dict[str, Any]) -> dict[str, StoredArray]:
+    """All arrays of a checkpoint's parameters, by their names in its items.
+
+    What was read last is held: one array, or small ones that stand beside each other.
+
+    Args:
+        targets: ShapeDtypeStructs with shardings, of the shapes and dtypes that are stored.
+
+    Raises:
+        ValueError: as `read_items`; `DamagedCheckpoint` also where an array is read.
+    """
+    described, names = _described(path, ["params"]), list(targets)
+    require_of_all(path, description_faults(path / "params", named_leaves(described["params"])))
+    records = {n: leaf for n, leaf in record_leaves(path).items() if n in targets}
+    require_same_leaves(targets, named_leaves(described) | records, f"checkpoint {path}")
+    _require_files_unchanged(path, ["params"])
+    held: dict[str, np.ndarray] = {}
+
+    def read(at: int) -> np.ndarray:
+        if names[at] not in held:
+            held.clear()
+            sizes = (4 * math.prod(targets[name].shape) for name in names[at:])
+            ends = itertools.takewhile(
+                lambda end: end <= _TOGETHER_BYTES, itertools.accumulate(sizes)
+            )
+            taken = names[at : at + max(1, len(list(ends)))]
+            leaves = read_leaves(path, {name: targets[name] for name in taken})
+            held.update({name: np.asarray(leaf) for name, leaf in leaves.items()})
+        return held[names[at]]
+
+    return {
+        name: StoredArray(leaf.shape, leaf.dtype, (at,), functools.partial(read, at))
+        for at, (name, leaf) in enumerate(targets.items())
+    }
 
 
 def read_leaves(path: Folder, targets: dict[str, Any]) -> dict[str, jax.Array]:

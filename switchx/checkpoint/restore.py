@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from switchx.checkpoint.adapter_run import AdapterRecord
-from switchx.checkpoint.items import read_items, stored_items
+from switchx.checkpoint.items import abstract, read_items, stored_arrays, stored_items
 from switchx.checkpoint.manifest import MANIFEST, find_damage, read_manifest
 from switchx.checkpoint.run_folder import RunFolder, read_config
 from switchx.data.tokenizers import Vocabulary
@@ -30,7 +30,7 @@ from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
 from switchx.models.unroll import scanned_blocks, unrolled_blocks
 from switchx.object_store import Folder
-from switchx.tree import Tree, named_leaves
+from switchx.tree import Tree, named_leaves, nested
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +142,30 @@ def restore_params(
     if model is not None:
         adapters = _in_layout_of(adapters, model, record.spec)
     return merged(params, adapters, record.spec)
+
+
+def stored_params(
+    run: str | os.PathLike, step: int | Literal["best"] | None, model: ModelConfig
+) -> tuple[ModelConfig, Tree]:
+    """The parameters of a checkpoint as arrays that are read one by one, for `np.asarray`.
+
+    Those of a run of adapters are merged, in memory.
+
+    Returns:
+        The model with its layers as they are stored, scanned or unrolled, and the parameters.
+
+    Raises:
+        ValueError: as `restore_params`; a damaged array is found as it is read.
+    """
+    folder = RunFolder(run)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        if AdapterRecord.read(folder) is not None:
+            target = jax.tree.map(abstract, abstract_params(model))
+            return model, restore_params(run, step, target, model=model)
+        path = folder.checkpoints / str(choose_step(folder, step))
+        model = stored_model(path, model)
+        targets = {"params": jax.tree.map(abstract, abstract_params(model))}
+    return model, nested(stored_arrays(path, named_leaves(targets)))["params"]
 
 
 def require_base(run: RunFolder, record: AdapterRecord) -> None:

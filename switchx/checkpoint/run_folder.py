@@ -260,10 +260,27 @@ def read_model_config(run: RunFolder) -> ModelConfig:
 
 def read_decoding(run: RunFolder) -> dict[str, Any]:
     """Defaults of decoding that a model came with, or that INIT_FROM took; none as a rule."""
-    found = read_config(run).get("decoding")
+    return _brought(run, "decoding") or {}
+
+
+def read_rescaled(run: RunFolder) -> str | None:
+    """The family whose factors are in a model's weights (`write_converted`), or in its base's.
+
+    It goes along with the weights: to runs with INIT_FROM, averages, models that were reshaped
+    or deployed.
+    """
+    found = _brought(run, "rescaled")
+    if found is None and run.adapter.is_file():
+        found = read_rescaled(RunFolder(read_json_object(run.adapter)["base"]))
+    return found
+
+
+def _brought(run: RunFolder, name: str):
+    """What a model came with by this name, or what INIT_FROM took; None without it."""
+    found = read_config(run).get(name)
     if found is None and run.initialization.is_file():
-        found = read_json_object(run.initialization, _MOST_CONFIG_BYTES).get("decoding")
-    return found or {}
+        found = read_json_object(run.initialization, _MOST_CONFIG_BYTES).get(name)
+    return found
 
 
 def read_sparse_model_config(run: RunFolder) -> ModelConfig:

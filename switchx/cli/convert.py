@@ -20,10 +20,10 @@ from switchx.models import config
 """
 DESCRIPTION = """\
 Converts a model of T5, T5 1.1, mT5, UMT5, ByT5 or Switch Transformers, or of Llama, Qwen2,
-Qwen3, OLMo2, Mixtral, OLMoE, FlexOlmo, Qwen2-MoE, Qwen3-MoE or ERNIE-4.5-MoE, from or to a
-folder of Hugging Face's transformers, Mistral, Granite-MoE and NLLB-MoE from one, or T5 and
-Switch from a T5X checkpoint. Nothing is fetched and nothing in a checkpoint is run;
-pytorch_model.bin is read without unpickling it.
+Qwen3, OLMo2, Mixtral, OLMoE, FlexOlmo, Qwen2-MoE, Qwen3-MoE, ERNIE-4.5-MoE, GLM-4-MoE or
+dots1, from or to a folder of Hugging Face's transformers, Mistral, Granite-MoE and NLLB-MoE
+from one, or T5 and Switch from a T5X checkpoint. Nothing is fetched and nothing in a
+checkpoint is run; pytorch_model.bin is read without unpickling it.
 
   switchx convert --from=huggingface SRC DST   SRC has config.json and the weights
   switchx convert --to=huggingface SRC DST     SRC is a run folder or a converted model
@@ -272,10 +272,7 @@ def _reads_as_t5(vocabulary) -> bool:
 
 
 def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
-    import jax
-
-    from switchx.checkpoint.items import abstract
-    from switchx.checkpoint.restore import choose_step, restore_params
+    from switchx.checkpoint.restore import choose_step, stored_params
     from switchx.checkpoint.run_folder import (
         RunFolder,
         read_config,
@@ -286,16 +283,13 @@ def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
     from switchx.data.vocabularies import load_vocabulary
     from switchx.interop.huggingface import write_decoder
     from switchx.manifest import new_folder
-    from switchx.models.params import abstract_params
 
     source = RunFolder(arguments.src)
     config = read_model_config(source)
     step = choose_step(source, arguments.step)
     vocabulary = load_vocabulary(source.root)
     reporter.note(f"reading {source.checkpoints / str(step)}")
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        target = jax.tree.map(abstract, abstract_params(config))
-        params = restore_params(source.path, step, target=target, model=config)
+    config, params = stored_params(source.path, step, config)
     config = _in_dtype(config, arguments.dtype)
     decoding = read_decoding(source)
     if config.is_encoder_decoder:
@@ -362,7 +356,7 @@ def _from_peft(arguments: argparse.Namespace, reporter) -> None:
     step, vocabulary = choose_step(base), load_vocabulary(base.root)
     config = dataclasses.replace(run_folder.read_model_config(base), scan_layers=False)
     of_base = {"base": str(base.where), "step": step}  # found from any directory
-    rescaled = run_folder.read_config(base).get("rescaled")
+    rescaled = run_folder.read_rescaled(base)
     require(
         rescaled is None or is_made_for(arguments.src, base.path),
         f"--base={arguments.base} has the factors of {rescaled} multiplied into its weights, "

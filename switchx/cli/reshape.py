@@ -250,16 +250,22 @@ def _row(name: str, model, text=None) -> dict[str, Any]:
 
 
 def _write(arguments: argparse.Namespace, model, found, train_state) -> None:
-    from switchx.checkpoint.run_folder import RunFolder, read_config, write_converted
+    from switchx.checkpoint.run_folder import (
+        RunFolder,
+        read_config,
+        read_rescaled,
+        write_converted,
+    )
     from switchx.data.tokenizers import TokenIdVocabulary
     from switchx.gin_config.writing import model_gin
     from switchx.manifest import new_folder
 
-    source = read_config(RunFolder(arguments.model_dir)).get("source")
+    model_dir = RunFolder(arguments.model_dir)
+    source, rescaled = read_config(model_dir).get("source"), read_rescaled(model_dir)
     origin = f"switchx reshape: {arguments.model_dir}, checkpoint {model.step}"
     vocabulary = model.vocabulary or TokenIdVocabulary(found.config.vocab_size)
     with new_folder(arguments.output) as folder:
         run = RunFolder(folder)
         written = found.config, found.params, vocabulary, origin, source, model.decoding
-        write_converted(run, *written, train_state)
+        write_converted(run, *written, train_state, rescaled=rescaled)
         run.model_gin.write_text(model_gin(found.config), encoding="utf-8")

@@ -30,7 +30,12 @@ import jax.numpy as jnp
 
 from switchx import api, tree
 from switchx.api import Model
-from switchx.checkpoint.run_folder import RunFolder, read_config, write_converted
+from switchx.checkpoint.run_folder import (
+    RunFolder,
+    read_config,
+    read_rescaled,
+    write_converted,
+)
 from switchx.compiled.collectives import collectives_by_kind
 from switchx.data.tokenizers import TokenIdVocabulary
 from switchx.deploy.compiled import compile_programs, slice_for
@@ -247,8 +252,9 @@ class Deployment:
         vocabulary = model.vocabulary or TokenIdVocabulary(config.vocab_size)
         origin = f"switchx deploy: {self.plan.source['model_dir']}, checkpoint {self.plan.step}"
         source = read_config(self.plan.run_folder).get("source")
-        run = RunFolder(folder)
-        write_converted(run, config, params, vocabulary, origin, source, model.decoding)
+        run, of = RunFolder(folder), (source, model.decoding)
+        rescaled = read_rescaled(self.plan.run_folder)
+        write_converted(run, config, params, vocabulary, origin, *of, rescaled=rescaled)
         run.model_gin.write_text(model_gin(config), encoding="utf-8")
 
     def _export(

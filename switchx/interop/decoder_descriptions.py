@@ -61,11 +61,13 @@ def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
         "max_position_embeddings": config.max_length or _NO_LIMIT,
         "rms_norm_eps": config.norm_epsilon,
         "tie_word_embeddings": config.tie_embeddings,
-        "attention_bias": config.biases_of_attention == "all",
+        "attention_bias": config.biases_of_attention == kin.flagged_bias,
         **dict(kin.only),
         **({"sliding_window": None} if kin.window else {}),
-        **_describe_rotary(config.rotary),
+        **_describe_rotary(kin, config.rotary),
     }
+    if kin.qk_norm == "use_qk_norm":
+        values["use_qk_norm"] = config.qk_norm == "head"
     if switch is not None and kin.num_experts:
         values |= {
             # transformers 5 has the second name for both.
@@ -83,8 +85,19 @@ def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
                 "moe_layer_start_index": sparse[0],
                 "moe_layer_end_index": sparse[-1],
                 "moe_layer_interval": sparse[1] - sparse[0] if sparse[1:] else sparse[0] + 1,
-                kin.shared_count: (switch.shared_d_ff or 0) // expert_d_ff,
             }
+        elif kin.sparse == "after":
+            values["first_k_dense_replace"] = sparse[0]
+        if kin.shared_count:
+            values[kin.shared_count] = (switch.shared_d_ff or 0) // expert_d_ff
+        if kin.has_sigmoid:
+            values |= {
+                "routed_scaling_factor": switch.router.gate_scale,
+                "n_group": switch.router.num_expert_groups,
+                "topk_group": switch.router.expert_groups_per_token,
+            }
+        if kin.unread == "block":
+            values["num_nextn_predict_layers"] = 0
         if kin.shared_d_ff and switch.shared_d_ff:
             values[kin.shared_d_ff] = switch.shared_d_ff
         if switch.router.overflow != "dropless":
@@ -130,8 +143,11 @@ def _family_of(config: ModelConfig) -> Decoder:
         return DECODERS["qwen2" if config.biases_of_attention == "qkv" else "llama"]
     if config.norm_place == "after":
         return DECODERS["flex_olmo"]
-    is_shared = switch.shared_d_ff is not None
-    if switch.router.has_bias or (is_shared and not switch.shared_gate):
+    is_shared, router = switch.shared_d_ff is not None, switch.router
+    if router.score == "sigmoid":
+        has_norms = config.qk_norm == "head" and config.biases_of_attention != "qkv"
+        return DECODERS["dots1" if has_norms and config.rotary.fraction == 1 else "glm4_moe"]
+    if router.has_bias or (is_shared and not switch.shared_gate):
         return DECODERS["ernie4_5_moe"]
     if is_shared or config.biases_of_attention == "qkv":
         return DECODERS["qwen2_moe"]
@@ -175,7 +191,7 @@ def _fixed(config) -> dict[str, Any]:
     return {each.name: getattr(config, each.name) for each in fields if not each.metadata}
 
 
-def _describe_rotary(rotary: RotaryConfig) -> dict[str, Any]:
+def _describe_rotary(kin: Decoder, rotary: RotaryConfig) -> dict[str, Any]:
     """The frequencies in the fields of transformers 4 and of 5, with equal content."""
     scaling = None
     if rotary.scaling != "none":
@@ -184,4 +200,8 @@ def _describe_rotary(rotary: RotaryConfig) -> dict[str, Any]:
         }
         scaling = {name: value for name, value in scaling.items() if value is not None}
     new = {"rope_type": "default", "rope_theta": rotary.theta} | (scaling or {})
-    return {"rope_theta": rotary.theta, "rope_scaling": scaling, "rope_parameters": new}
+    values = {"rope_theta": rotary.theta, "rope_scaling": scaling, "rope_parameters": new}
+    if kin.fraction is None:
+        return values
+    new["partial_rotary_factor"] = rotary.fraction
+    return values | {"partial_rotary_factor": rotary.fraction}

@@ -64,13 +64,19 @@ class Decoder:
     Attributes:
         model_type: its name in config.json.
         architecture: its class in transformers.
-        qk_norm, norm_place: our fields of these names.
+        qk_norm, norm_place: our fields of these names; of the first also the flag of
+            config.json that turns `head` on.
         bias: biases of attention: a value of our `attention_bias`, or the flag of config.json
-            that turns all of them on.
+            that turns those of `flagged_bias` on.
+        flagged_bias: a value of our `attention_bias`.
         epsilon, theta, tied: values of `rms_norm_eps`, `rope_theta` and `tie_word_embeddings`
             where a file has none.
+        fraction: `partial_rotary_factor` where a file has none; None in a family that turns
+            whole heads.
         window: `sliding_window` where a file has none, in a family that reads it; one as long
             as the context hides nothing.
+        whole_blocks: `max_window_layers` where a file has none, the number of first blocks
+            without that window; None in a family that has it in all blocks.
         has_pairs: whether rotary positions turn features 2 i and 2 i + 1 together; ours are
             halves, and rows of queries and keys are put in that order.
         has_multipliers: whether embeddings, scores, sublayers and logits have factors, which
@@ -84,14 +90,22 @@ class Decoder:
         num_selected: the field of k.
         expert_d_ff: the field of an expert's F.
         normalizes: whether gates are always normalized; False reads `norm_topk_prob`.
-        has_router_bias: whether a bias is added to probabilities as experts are chosen.
+        normalized: `norm_topk_prob` where a file has none.
+        router_bias: name, in a sparse FFN, of the bias that is added to scores as experts are
+            chosen; "" without one.
+        has_sigmoid: whether scores are sigmoids, gates have a factor and experts are in groups
+            (`routed_scaling_factor`, `n_group`, `topk_group`), as in DeepSeek-V3.
         sparse: fields that name the sparse blocks: none for `all`, `decoder_sparse_step` and
             `mlp_only_layers` for `step`, `moe_layer_interval` and the indices of the first and
-            the last for `range`.
+            the last for `range`, `first_k_dense_replace` for `after`.
+        dense_blocks: `first_k_dense_replace` where a file has none.
         shared_d_ff: the field of F of a gated shared expert; "" without one.
         shared_count: the field of the number of shared experts without a gate, which are one
             FFN of as many times an expert's F; "" without them.
-        unread: part of the names of tensors that transformers leaves out, too; "" for none.
+        num_shared: this number where a file has none; None where it has to be there.
+        unread: what is part of the names of tensors that transformers leaves out, too, those
+            that predict tokens further ahead; "" for none, `block` for a block behind the
+            last one.
         only: fields that switchx has one value of, and that value.
     """
 
@@ -100,10 +114,13 @@ class Decoder:
     qk_norm: str = "none"
     norm_place: str = "before"
     bias: str = "attention_bias"
+    flagged_bias: str = "all"
     epsilon: float = 1e-6
     theta: float = 1e4
     tied: bool = False
+    fraction: float | None = None
     window: tuple[int | None, ...] = ()
+    whole_blocks: int | None = None
     has_pairs: bool = False
     has_multipliers: bool = False
     ffn: str = "mlp"
@@ -114,15 +131,25 @@ class Decoder:
     num_selected: str = "num_experts_per_tok"
     expert_d_ff: str = "intermediate_size"
     normalizes: bool = False
-    has_router_bias: bool = False
-    sparse: Literal["all", "step", "range"] = "all"
+    normalized: bool = False
+    router_bias: str = ""
+    has_sigmoid: bool = False
+    sparse: Literal["all", "step", "range", "after"] = "all"
+    dense_blocks: int = 0
     shared_d_ff: str = ""
     shared_count: str = ""
+    num_shared: int | None = None
     unread: str = ""
     only: tuple[tuple[str, Any], ...] = ()
 
 
 _NO_WINDOW = (("use_sliding_window", False),)
+# The experts of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2).
+_LIKE_DEEPSEEK = dict(
+    num_experts="n_routed_experts", expert_d_ff="moe_intermediate_size", has_sigmoid=True,
+    router_bias="gate.e_score_correction_bias", sparse="after",
+    shared_count="n_shared_experts",
+)  # fmt: skip
 DECODERS = {
     each.model_type: each
     for each in (
@@ -165,9 +192,19 @@ DECODERS = {
         Decoder(
             "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", bias="none", epsilon=1e-5, theta=5e5,
             tied=True, has_pairs=True, num_experts="moe_num_experts", num_selected="moe_k",
-            expert_d_ff="moe_intermediate_size", normalizes=True, has_router_bias=True,
-            sparse="range", shared_count="moe_num_shared_experts", unread="mtp",
+            expert_d_ff="moe_intermediate_size", normalizes=True,
+            router_bias="moe_statics.e_score_correction_bias", sparse="range",
+            shared_count="moe_num_shared_experts", num_shared=2, unread="mtp",
             only=(("use_bias", False),),
+        ),
+        Decoder(
+            "glm4_moe", "Glm4MoeForCausalLM", qk_norm="use_qk_norm", flagged_bias="qkv",
+            epsilon=1e-5, fraction=0.5, normalized=True, dense_blocks=1, num_shared=1,
+            unread="block", **_LIKE_DEEPSEEK,
+        ),
+        Decoder(
+            "dots1", "Dots1ForCausalLM", qk_norm="head", window=(4096,), whole_blocks=62,
+            **_LIKE_DEEPSEEK,
         ),
     )
 }  # fmt: skip
@@ -184,7 +221,7 @@ def read_config(
     for name, expected in (("hidden_act", "silu"), *kin.only):
         fields.only(name, expected, f"{kin.model_type} of switchx has nothing else")
     length, window = fields.whole("max_position_embeddings"), None
-    if kin.window:
+    if kin.window and _has_window(kin, fields):
         window = fields.values.get("sliding_window", *kin.window)
     require(
         window is None or (type(window) is int and window >= length),
@@ -198,7 +235,11 @@ def read_config(
             D % H == 0,
             f"{fields.where}: hidden_size={D} does not divide by num_attention_heads={H}",
         )
-    has_biases = kin.bias == "attention_bias" and fields.flag("attention_bias", False)
+    bias, qk_norm = kin.bias, kin.qk_norm
+    if bias == "attention_bias":
+        bias = kin.flagged_bias if fields.flag(bias, False) else "none"
+    if qk_norm == "use_qk_norm":
+        qk_norm = "head" if fields.flag(qk_norm, False) else "none"
     config = ModelConfig(
         architecture="decoder_only",
         vocab_size=fields.whole("vocab_size"),
@@ -211,8 +252,8 @@ def read_config(
         activation="swiglu",
         norm_epsilon=fields.number("rms_norm_eps", kin.epsilon),
         norm_place=kin.norm_place,
-        qk_norm=kin.qk_norm,
-        attention_bias="all" if has_biases else "qkv" if kin.bias == "qkv" else None,
+        qk_norm=qk_norm,
+        attention_bias=None if bias == "none" else bias,
         positions="rotary",
         rotary=_read_rotary(kin, fields),
         max_length=length,
@@ -235,14 +276,22 @@ def _read_switch(kin: Decoder, fields: Fields, config: ModelConfig) -> SwitchCon
     where = {"encoder_layers": (), "decoder_layers": sparse}
     if sparse == tuple(range(step - 1, N, step)):
         where = {"every": step}
-    is_normalized = kin.normalizes or fields.flag("norm_topk_prob", False)
+    is_normalized = kin.normalizes or fields.flag("norm_topk_prob", kin.normalized)
+    scores: dict[str, Any] = {}
+    if kin.has_sigmoid:
+        scores = {
+            "score": "sigmoid",
+            "gate_scale": fields.number("routed_scaling_factor", 1.0),
+            "num_expert_groups": fields.whole("n_group", 1),
+            "expert_groups_per_token": fields.whole("topk_group", 1),
+        }
     names = (E, "num_experts", "num_local_experts")  # transformers 5 renames it
     name = next((each for each in names if each in fields.values), E)
     d_ff, shared = fields.whole(kin.expert_d_ff), None
     if kin.shared_d_ff:
         shared = fields.whole(kin.shared_d_ff)
     elif kin.shared_count:
-        shared = fields.whole(kin.shared_count, 2, least=0) * d_ff or None
+        shared = fields.whole(kin.shared_count, kin.num_shared, least=0) * d_ff or None
     return SwitchConfig(
         num_experts=fields.whole(name, most=MOST_EXPERTS),
         d_ff=None if d_ff == config.d_ff else d_ff,
@@ -251,10 +300,11 @@ def _read_switch(kin: Decoder, fields: Fields, config: ModelConfig) -> SwitchCon
         router=RouterConfig(
             num_selected=fields.whole(kin.num_selected),
             # Of one expert alone the gate would be 1, and switchx refuses it.
-            gate="normalized" if is_normalized else "softmax",
+            gate="normalized" if is_normalized else "score" if kin.has_sigmoid else "softmax",
             exploration="none",
             overflow="dropless",
-            bias_update_rate=0.0 if kin.has_router_bias else None,  # it stays as it is
+            bias_update_rate=0.0 if kin.router_bias else None,  # it stays as it is
+            **scores,
         ),
         **where,
     )
@@ -272,6 +322,8 @@ def _sparse_blocks(kin: Decoder, fields: Fields, N: int) -> tuple[int, ...]:
         return tuple(i for i in range(N) if first <= i <= last and (i + 1) % step == 0)
     if kin.sparse == "all":
         return tuple(range(N))
+    if kin.sparse == "after":
+        return tuple(range(fields.whole("first_k_dense_replace", kin.dense_blocks, least=0), N))
     step = fields.whole("decoder_sparse_step", 1)
     dense = fields.values.get("mlp_only_layers") or []
     require(
@@ -279,6 +331,16 @@ def _sparse_blocks(kin: Decoder, fields: Fields, N: int) -> tuple[int, ...]:
         f"{fields.where}: mlp_only_layers={shown(dense)}; expected a list of blocks",
     )
     return tuple(i for i in range(N) if i not in dense and (i + 1) % step == 0)
+
+
+def _has_window(kin: Decoder, fields: Fields) -> bool:
+    """Whether some block has the window of `sliding_window`."""
+    if kin.whole_blocks is None:
+        return True
+    if (kinds := fields.values.get("layer_types")) is not None:
+        return kinds != ["full_attention"] * fields.whole("num_hidden_layers")
+    whole = fields.whole("max_window_layers", kin.whole_blocks, least=0)
+    return fields.whole("num_hidden_layers") > whole
 
 
 def _read_rotary(kin: Decoder, fields: Fields) -> RotaryConfig:
@@ -308,9 +370,11 @@ def _read_rotary(kin: Decoder, fields: Fields) -> RotaryConfig:
         f"{', '.join(ROTARY.values())}",
     )
     found: dict[str, Any] = {"theta": own.number("rope_theta", kin.theta)}
+    found["fraction"] = kin.fraction or 1.0
     for each in (fields, own):
+        found["fraction"] = each.number("partial_rotary_factor", found["fraction"])
         require(
-            each.number("partial_rotary_factor", 1.0) == 1,
+            found["fraction"] == 1 or kin.fraction is not None,
             f"{fields.where}: partial_rotary_factor={each.values.get('partial_rotary_factor')} "
             f"cannot be converted: {kin.architecture} turns whole heads; remove the field if "
             "the model was trained so",
@@ -378,8 +442,7 @@ def tensor_names(kin: Decoder, config: ModelConfig) -> dict[str, tuple[str, ...]
         ffn = f"{theirs}.{kin.ffn}"
         names[f"{ours}/ffn/w_router_DE"] = (f"{ffn}.{kin.router}.weight",)
         if config.switch.router.has_bias:
-            bias = f"{ffn}.moe_statics.e_score_correction_bias"
-            names[f"{ours}/ffn/router_bias_E"] = (bias,)
+            names[f"{ours}/ffn/router_bias_E"] = (f"{ffn}.{kin.router_bias}",)
         for parameter, matrix in zip(
             ("in_EDF", "gate_EDF", "out_EFD"), kin.matrices, strict=True
         ):
@@ -420,8 +483,12 @@ def read_params(
     where, left_out = str(tensors.folder), tensors.unread
     tensors = _SeparateExperts(kin, tensors)
     found = {n: shape for n, shape in tensors.shapes.items() if not n.endswith(_UNREAD)}
-    if kin.unread and (others := [name for name in found if kin.unread in name]):
-        left_out.append(f"{len(others)} tensors of {kin.unread}")
+    unread = kin.unread
+    if unread == "block":  # eh_proj tells it from one that config.json does not count
+        block = f"model.layers.{config.num_decoder_layers}."
+        unread = block if f"{block}eh_proj.weight" in found else ""
+    if unread and (others := [name for name in found if unread in name]):
+        left_out.append(f"{len(others)} tensors of {unread}")
         found = {name: found[name] for name in found.keys() - set(others)}
     said, there = sparse_layers(config), _routed_blocks(kin, found, config)
     require(

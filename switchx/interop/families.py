@@ -107,8 +107,6 @@ FAMILIES = {kin.model_type: Family.of_t5(kin) for kin in (T5, MT5, UMT5, SWITCH)
 _MISSING = {
     "deepseek_v2": "latent attention (MLA)",
     "deepseek_v3": "latent attention (MLA)",
-    "dots1": "sigmoid scores and groups of experts",
-    "glm4_moe": "sigmoid scores, groups of experts and partly turned heads",
     "gpt_oss": "attention sinks, windows in every other block and MXFP4 weights",
     "granitemoehybrid": "state-space layers",
     "granitemoeshared": "shared experts beside multipliers",

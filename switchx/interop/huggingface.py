@@ -9,11 +9,12 @@ Dims: V vocabulary, D model, E experts, F ffn, H heads, K head size, U buckets o
 """
 
 import dataclasses
+import math
 import os
 import pathlib
 import shutil
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,10 +43,12 @@ from switchx.interop.huggingface_config import Fields, describe
 from switchx.interop.t5_tensors import EMBEDDINGS, LM_HEAD, SHARED
 from switchx.interop.tensor_folder import (
     TensorFolder,
+    dtype_of,
     in_dtype,
     letters_of,
     read_json,
     to_torch,
+    torch_shapes,
     write_json,
     write_safetensors,
 )
@@ -217,6 +220,7 @@ def write_decoder(
     """Writes a decoder-only model for `from_pretrained` into an existing folder.
 
     Args:
+        params: as those of `write_checkpoint`.
         vocabulary: the model's; the files of a `tokenizer.json` are copied as they are.
         decoding: fields of `DecodingConfig` that are defaults.
 
@@ -232,11 +236,8 @@ def write_decoder(
     if config != own:
         notes.append(f"{kin.architecture} has a shared expert: one of zeros is written")
     leaves, names = named_leaves(params), decoder_families.tensor_names(kin, config)
-    for name, order in decoder_families.orders(kin, config).items():
-        for parameter in names:
-            if parameter.endswith(f"/{name}"):
-                leaves[parameter] = np.asarray(leaves[parameter])[..., np.argsort(order)]
-    write_safetensors(folder, _tensors(names, leaves, config), MOST_SHARD_BYTES)
+    tensors = _tensors(names, leaves, config, orders=decoder_families.orders(kin, config))
+    write_safetensors(folder, tensors, MOST_SHARD_BYTES)
     ends = list(vocabulary.eos_ids)
     ids = {
         "bos_token_id": vocabulary.start_id,
@@ -256,16 +257,64 @@ def write_decoder(
     return notes
 
 
-def _tensors(names, leaves, config: ModelConfig, special_ids: Sequence[int] = OURS):
-    """Names and values of a model's tensors, one after the other."""
-    for parameter, theirs in names.items():
-        leaf = in_dtype(parameter, np.asarray(leaves[parameter]), config.precision.params)
-        if "V" in letters_of(parameter):
-            leaf = in_their_order(leaf, letters_of(parameter).index("V"), special_ids)
-        parts = to_torch(parameter, leaf)
-        if parameter == "embedding/embedding_VD":
-            parts = [parts[0].copy() for _ in theirs]
-        yield from zip(theirs, parts, strict=True)
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """A tensor of the files, made of its parameter when NumPy asks for it.
+
+    Attributes:
+        leaf: the parameter, or what NumPy makes it of.
+        part: number of the expert or layer whose tensor it is; None of a whole parameter.
+        order: order of the parameter's last dimension; None leaves it.
+    """
+
+    name: str
+    parameter: str
+    config: ModelConfig
+    leaf: Any
+    part: int | None
+    order: np.ndarray | None
+    special_ids: Sequence[int]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return torch_shapes({self.parameter: (self.name,)}, self.config)[self.name]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return dtype_of(self.parameter, self.config.precision.params)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        leaf, letters = np.asarray(self.leaf), letters_of(self.parameter)
+        leaf = leaf if self.part is None else leaf[self.part : self.part + 1]
+        leaf = leaf if self.order is None else leaf[..., self.order]
+        leaf = in_dtype(self.parameter, leaf, self.config.precision.params)
+        if "V" in letters:
+            leaf = in_their_order(leaf, letters.index("V"), self.special_ids)
+        (tensor,) = to_torch(self.parameter, leaf)
+        return tensor.reshape(self.shape)
+
+
+def _tensors(
+    names: Mapping[str, tuple[str, ...]],
+    leaves: Mapping[str, Any],
+    config: ModelConfig,
+    special_ids: Sequence[int] = OURS,
+    orders: Mapping[str, np.ndarray] = types.MappingProxyType({}),
+) -> Iterator[tuple[str, _Tensor]]:
+    """Names and tensors of a model, in the order in which the parameters are stored."""
+    stored = sorted(names, key=lambda name: getattr(leaves[name], "place", ()))
+    for parameter in stored:
+        theirs, order = names[parameter], orders.get(parameter.rpartition("/")[2])
+        of = None if order is None else np.argsort(order)
+        is_in_parts = len(theirs) > 1 and parameter != "embedding/embedding_VD"
+        for part, name in enumerate(theirs):
+            part = part if is_in_parts else None
+            of_it = parameter, config, leaves[parameter], part, of, special_ids
+            yield name, _Tensor(name, *of_it)
 
 
 def _unread(tensors: TensorFolder) -> tuple[str, ...]:
@@ -310,7 +359,8 @@ def write_checkpoint(
 
     Args:
         config: the model's configuration; its `precision.params` is the dtype that is written.
-        params: arrays on the host or on a device.
+        params: arrays on the host or on a device, or what NumPy makes them of, one by one
+            (restore.py, `stored_params`).
         vocabulary: a SentencePiece model, copied to `spiece.model`.
         num_sentinels: number of sentinels that are added to its pieces.
         added_tokens: other tokens that are added, with the sentinels where they are not T5's.

@@ -24,7 +24,12 @@ from switchx import tree
 from switchx.fields import require
 from switchx.interop import decoder_descriptions, decoder_families, huggingface_config
 from switchx.interop.families import FAMILIES
-from switchx.interop.tensor_folder import read_json, require_same_tensors, write_json
+from switchx.interop.tensor_folder import (
+    read_json,
+    require_finite,
+    require_same_tensors,
+    write_json,
+)
 from switchx.models.adapters import LoRASpec, abstract_adapters, init_adapters, target_of
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
@@ -113,7 +118,7 @@ def read_adapters(
 
     Raises:
         ValueError: a file is missing or damaged, PEFT's settings are not of plain LoRA, or
-            tensors are not of this base (all are named).
+            tensors are not of this base (all are named), or have numbers that are not finite.
     """
     folder = pathlib.Path(folder).expanduser()
     values = read_json(folder / CONFIG)
@@ -165,6 +170,8 @@ def read_adapters(
     }
     given = {name: array.shape for name, array in found.items()}
     require_same_tensors(expected, given, str(folder), "give the base that it was made for")
+    for name, array in found.items():
+        require_finite(array, name, folder / WEIGHTS)
     targets = {target_of(places[name][0].rpartition("/")[0]) for name in found}
     spec = dataclasses.replace(spec, targets=tuple(sorted(targets)))
     fresh = tree.named_leaves(init_adapters(config, spec, jax.random.key(0)))

@@ -31,7 +31,13 @@ import tensorstore
 from flax import serialization
 
 from switchx.fields import require
-from switchx.interop.tensor_folder import in_dtype, letters_of, require_same_tensors, shape_of
+from switchx.interop.tensor_folder import (
+    in_dtype,
+    letters_of,
+    require_finite,
+    require_same_tensors,
+    shape_of,
+)
 from switchx.models.config import ModelConfig, require_our_blocks
 from switchx.object_store import absolute, read_json_object, require_no_lfs_pointer
 from switchx.tree import nested
@@ -69,11 +75,14 @@ class T5XFolder:
         """Reads an array as float32; only float64 is rounded.
 
         Raises:
-            ValueError: the array cannot be read completely.
+            ValueError: the array cannot be read completely, or a number is not finite.
         """
         leaf = self._leaves[name]
         array = leaf if isinstance(leaf, np.ndarray) else self._read_zarr(name, leaf)
-        return array.astype(np.float32)
+        with np.errstate(over="ignore"):
+            array = array.astype(np.float32)
+        require_finite(array, name, self.folder)
+        return array
 
     def _target(self) -> dict[str, Any]:
         file = self.folder / INDEX

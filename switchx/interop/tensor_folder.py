@@ -12,6 +12,7 @@ Dims: D model, E experts, F ffn, H heads, K head size, V vocabulary
 
 import json
 import math
+import os
 import pathlib
 import tempfile
 import types
@@ -20,13 +21,11 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from switchx.axes import matrix_dims
 from switchx.data.special_ids import in_our_order
 from switchx.fields import require
 from switchx.interop.torch_file import TorchFile
-from switchx.manifest import give_mode_of_umask
 from switchx.models.config import ModelConfig
 from switchx.object_store import read_json_object, require_no_lfs_pointer
 from switchx.tree import nested
@@ -42,6 +41,7 @@ _KINDS = {
 WAY_OUT = "use the config.json that belongs to these files, and all of the files"
 _UNREAD = ("*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5")
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_WRITTEN = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 # More than any description of a model, and of the tensors of one, needs.
 MOST_CONFIG_BYTES = 1 << 20
 _MOST_INDEX_BYTES = 1 << 28
@@ -150,8 +150,16 @@ class TensorFolder:
             self.shapes[name], self._files[name] = shape, file
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor in float32: exact but for one of float64, which is rounded."""
-        return self._files[name].read(name).astype(np.float32, copy=False)
+        """A tensor in float32: exact but for one of float64, which is rounded.
+
+        Raises:
+            ValueError: a number of it is not finite.
+        """
+        tensor = self._files[name].read(name)
+        with np.errstate(over="ignore"):
+            tensor = tensor.astype(np.float32, copy=False)
+        require_finite(tensor, name, self.folder)
+        return tensor
 
 
 def _reader(path: pathlib.Path) -> "TorchFile | _SafetensorsFile":
@@ -197,42 +205,58 @@ def read_json(path: pathlib.Path, most_bytes: int = MOST_CONFIG_BYTES) -> dict[s
 
 
 def write_safetensors(
-    folder: pathlib.Path, tensors: Iterable[tuple[str, np.ndarray]], most_bytes: int
+    folder: pathlib.Path, tensors: Iterable[tuple[str, Any]], most_bytes: int
 ) -> None:
     """Writes `model.safetensors`, or shards of at most `most_bytes` and their index.
 
-    A tensor that is larger has a shard of its own. No more than one shard is held at a time.
+    A tensor that is larger has a shard of its own. One tensor is held at a time.
 
     Args:
-        tensors: names and values, taken one by one.
+        tensors: names, and arrays or what NumPy makes one of: `shape`, `dtype` and `nbytes` are
+            looked at before, and the numbers as they are written.
     """
-    shards: list[list[str]] = []
-    shard: dict[str, np.ndarray] = {}
+    shards: list[dict[str, Any]] = [{}]
     used = total = 0
-
-    def write() -> None:
-        # transformers asks for the format; the layout is PyTorch's
-        save_file(shard, path := folder / f"shard-{len(shards)}", {"format": "pt"})
-        give_mode_of_umask(path)
-        shards.append(list(shard))
-        shard.clear()
-
     for name, tensor in tensors:
-        if shard and used + tensor.nbytes > most_bytes:
-            write()
+        if shards[-1] and used + tensor.nbytes > most_bytes:
+            shards.append({})
             used = 0
-        shard[name] = tensor
+        shards[-1][name] = tensor
         used, total = used + tensor.nbytes, total + tensor.nbytes
-    write()
     if len(shards) == 1:
-        (folder / "shard-0").rename(folder / MODEL)
+        _write_file(folder / MODEL, shards[0])
         return
     places = {}
-    for number, names in enumerate(shards, 1):
+    for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        (folder / f"shard-{number - 1}").rename(folder / file)
-        places |= dict.fromkeys(names, file)
+        _write_file(folder / file, shard)
+        places |= dict.fromkeys(shard, file)
     write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _write_file(path: pathlib.Path, tensors: Mapping[str, Any]) -> None:
+    """One file of safetensors: the header's length, the header, the tensors' numbers.
+
+    The library's own writer holds all of a file in memory.
+    """
+    # transformers asks for the format; the layout is PyTorch's
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    # The larger numbers first, so that all are aligned.
+    for name in sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize):
+        start, end = end, end + tensors[name].nbytes
+        kind, shape = _WRITTEN[tensors[name].dtype.name], list(tensors[name].shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors.items():
+            start, end = header[name]["data_offsets"]
+            numbers = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+            assert numbers.size == end - start, name
+            file.seek(8 + len(text) + start)
+            file.write(numbers.data)
 
 
 def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
@@ -244,8 +268,14 @@ def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
 MOST_LINES = 1000
 
 
-# A linear map to one number, and a bias of one group of experts.
-_ROWS = ("/shared_gate_D", "/router_bias_E")
+# Ends of the names of vectors that are tensors of one row: a linear map to one number, and a
+# bias of one group of experts.
+_ROWS = (".shared_expert_gate.weight", ".moe_statics.e_score_correction_bias")
+
+
+def is_row(theirs: str) -> bool:
+    """Whether the tensor of this name is one row `[1, n]` of a vector."""
+    return theirs.endswith(_ROWS)
 
 
 def letters_of(parameter: str) -> str:
@@ -295,8 +325,6 @@ def torch_shape(parameter: str, config: ModelConfig) -> tuple[int, ...]:
     shape = shape_of(parameter, config)
     if is_linear(parameter):
         return _matrix_shape(parameter, shape)[::-1]
-    if parameter.endswith(_ROWS):
-        return 1, *shape
     letters = letters_of(parameter)
     is_of_experts = len(letters) > 1 and letters[0] == "E"
     return (math.prod(shape[is_of_experts:]),) if is_vector(parameter) else shape
@@ -307,10 +335,27 @@ def torch_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor, by its name, of our parameters' names -> those of tensors."""
     return {
-        name: torch_shape(parameter, config)
+        name: (1, *shape) if is_row(name) else shape
         for parameter, theirs in names.items()
+        for shape in [torch_shape(parameter, config)]
         for name in theirs
     }
+
+
+def require_finite(tensor: np.ndarray, name: str, where: str | os.PathLike) -> None:
+    """Refuses a tensor of a file that has NaN or infinite numbers."""
+    if not tensor.size or np.isfinite(tensor.min()) and np.isfinite(tensor.max()):
+        return
+    count = tensor.size - np.count_nonzero(np.isfinite(tensor))
+    raise ValueError(
+        f"{where}: {count} of the {tensor.size} numbers of the tensor {name} are not finite in "
+        "float32; fetch the file again, or use a checkpoint from before they became so"
+    )
+
+
+def dtype_of(name: str, dtype: str) -> np.dtype:
+    """The dtype of a parameter of a model in `dtype`."""
+    return np.dtype("float32" if name.endswith("/router_bias_E") else dtype)
 
 
 def in_dtype(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
@@ -319,10 +364,10 @@ def in_dtype(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
     Raises:
         ValueError: the array has finite numbers that are not finite in that dtype.
     """
-    dtype = "float32" if name.endswith("/router_bias_E") else dtype
+    dtype = dtype_of(name, dtype)
     with np.errstate(over="ignore"):
-        result = array.astype(np.dtype(dtype), copy=False)
-    if dtype == "float16" and np.any(np.isinf(result) & np.isfinite(array)):
+        result = array.astype(dtype, copy=False)
+    if dtype == np.float16 and np.any(np.isinf(result) & np.isfinite(array)):
         raise ValueError(
             f"{name} has numbers up to {np.max(np.abs(array)):.3g}, which are infinite in "
             "float16; use bfloat16 or float32"
@@ -397,8 +442,6 @@ def to_torch(parameter: str, value: np.ndarray) -> list[np.ndarray]:
     """The tensors in PyTorch's layout that a parameter is: one, or one an expert or layer."""
     if value.ndim > len(letters_of(parameter)):
         return [np.ascontiguousarray(each) for each in value]
-    if parameter.endswith(_ROWS):
-        return [np.ascontiguousarray(value)[None]]
     if not is_linear(parameter):
         value = np.ascontiguousarray(value)
         return [value.reshape(-1) if is_vector(parameter) else value]

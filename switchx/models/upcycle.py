@@ -203,7 +203,11 @@ def multiplied_config(config: ModelConfig, num_experts: int, way: str) -> ModelC
     changes: dict[str, dict[str, Any]] = {
         "counts_merged": {"counts_merged": True},
         "exclusive": {"counts_merged": True, "num_copies": m * router.num_copies},
-        "more_choices": {"num_selected": m * router.num_selected},
+        "more_choices": {
+            "num_selected": m * router.num_selected,
+            # Probabilities and normalized gates are divided by m, other scores are not.
+            "gate_scale": router.gate_scale / (m if router.gate == "score" else 1),
+        },
         "copies": {},
     }
     router = dataclasses.replace(router, **changes[way])

@@ -193,7 +193,8 @@ class RouterConfig:
         require(
             self.score == "softmax" or not self.counts_merged,
             f"RouterConfig.counts_merged=True with score={self.score!r}: only a softmax can "
-            "count an expert several times; use counts_merged=False, or score='softmax'",
+            "count an expert several times; use counts_merged=False, or score='softmax' (in "
+            "`switchx reshape` and `deploy` --reduce=drop or --upcycle=more_choices)",
         )
         require(
             self.expert_groups_per_token <= self.num_expert_groups,

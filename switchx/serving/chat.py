@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from switchx.api import Model
@@ -134,7 +134,7 @@ def prompt_of_chat(model: Model, messages: list[dict[str, str]]) -> list[int]:
 def compiled_template(text: str) -> jinja2.Template:
     """A template with the functions, filters and spaces of Hugging Face's."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, loopcontrols]
     )
 
     def raise_exception(message):
@@ -149,6 +149,24 @@ def compiled_template(text: str) -> jinja2.Template:
         "strftime_now": lambda form: datetime.datetime.now().strftime(form),
     }
     return environment.from_string(text)
+
+
+class GenerationBlocks(Extension):
+    """`{% generation %}` to `{% endgeneration %}`: around what an assistant wrote.
+
+    transformers finds tokens to train on by them. They change no text, but names that are set
+    within end there.
+    """
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("text_of"), [], [], body, lineno=line)
+
+    def text_of(self, caller) -> str:
+        return caller()
 
 
 def _messages(value, model: Model) -> list[dict[str, str]]:

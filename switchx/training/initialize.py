@@ -26,7 +26,12 @@ from switchx.checkpoint.restore import (
     restore_items,
     stored_model,
 )
-from switchx.checkpoint.run_folder import RunFolder, read_decoding, read_model_config
+from switchx.checkpoint.run_folder import (
+    RunFolder,
+    read_decoding,
+    read_model_config,
+    read_rescaled,
+)
 from switchx.fields import require
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, init_params
@@ -204,6 +209,8 @@ class Source:
         content |= {"parameters": self.assignment.sources, "dropped": self.assignment.dropped}
         if decoding := read_decoding(self._folder):
             content["decoding"] = decoding
+        if rescaled := read_rescaled(self._folder):
+            content["rescaled"] = rescaled
         return json.dumps(content, indent=2) + "\n"
 
     def state(self) -> TrainState:

@@ -17,7 +17,7 @@ from switchx.checkpoint.restore import (
     choose_step,
     restore_params,
 )
-from switchx.checkpoint.run_folder import RunFolder
+from switchx.checkpoint.run_folder import RunFolder, read_rescaled
 from switchx.data.mixtures import accounts_of
 from switchx.fields import describe, require
 from switchx.files import write_atomically
@@ -140,7 +140,10 @@ class _TeachersParams:
     def listing(self) -> str:
         taken = {name: name if name in self._taken else None for name in self._names}
         teacher = self._program.job.distillation.teacher
-        return json.dumps({"teacher": str(teacher), "parameters": taken}, indent=2) + "\n"
+        content = {"teacher": str(teacher), "parameters": taken}
+        if rescaled := read_rescaled(RunFolder(teacher)):
+            content["rescaled"] = rescaled
+        return json.dumps(content, indent=2) + "\n"
 
 
 def params_of_job(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run folders: writability, the lock between trainers, one folder for all processes."""
 
+import dataclasses
 import os
 import pathlib
 import re
@@ -13,7 +14,8 @@ import pytest
 from jax.experimental import multihost_utils
 
 import switchx
-from switchx.checkpoint.restore import restore_params
+from switchx.checkpoint import items
+from switchx.checkpoint.restore import restore_params, stored_params
 from switchx.checkpoint.run_folder import RunFolder, require_shared, write_converted
 from switchx.data.tokenizers import ByteVocabulary, TokenIdVocabulary
 from switchx.tree import named_leaves
@@ -129,15 +131,40 @@ def test_it_is_loaded_as_a_run_is(folder):
         np.testing.assert_array_equal(got[name], leaf)
 
 
+@pytest.mark.parametrize("most_bytes", [0, 1 << 25])
+def test_parameters_are_read_array_by_array(folder, most_bytes, monkeypatch):
+    """One at a time, or small ones together, and nothing before it is asked for."""
+    monkeypatch.setattr(items, "_TOGETHER_BYTES", most_bytes)
+    groups, read_leaves = [], items.read_leaves
+    monkeypatch.setattr(
+        items, "read_leaves", lambda path, of: groups.append(list(of)) or read_leaves(path, of)
+    )
+    want = named_leaves(make_params(SPARSE))
+    config, found = stored_params(folder, 0, SPARSE)
+    found = named_leaves(found)
+    assert config == SPARSE and groups == [] and found.keys() == want.keys()
+    for name, leaf in want.items():
+        np.testing.assert_array_equal(np.asarray(found[name]), leaf)
+        np.testing.assert_array_equal(np.asarray(found[name][0]), np.asarray(leaf)[0])
+    with refused("checkpoint <any> does not fit"):
+        stored_params(folder, 0, dataclasses.replace(SPARSE, d_ff=SPARSE.d_ff + 1))
+    assert len(groups) == (1 if most_bytes else len(want))
+    assert [name for group in groups for name in group] == [f"params/{name}" for name in want]
+
+
 def test_a_changed_byte_is_found(folder):
     largest = max((folder / "checkpoints/0").rglob("*"), key=lambda path: path.stat().st_size)
     damage(largest)
-    with refused(
+    said = (
         f"checkpoint {folder}/checkpoints/0 is damaged: its array params/<any> is not what was "
         "saved (CRC-32); `switchx checkpoint verify` names all faults. Use another step; "
         "training goes on from an older one by itself"
-    ):
+    )
+    with refused(said):
         switchx.load(folder)
+    _, found = stored_params(folder, 0, SPARSE)
+    with refused(said):
+        list(map(np.asarray, named_leaves(found).values()))
 
 
 def test_parameters_and_vocabularies_of_other_models(tmp_path):

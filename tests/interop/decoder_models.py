@@ -13,6 +13,10 @@ BASE = dict(
     pad_token_id=None, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+LIKE_DEEPSEEK = dict(
+    n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+    first_k_dense_replace=1, routed_scaling_factor=2.5,
+)  # fmt: skip
 SCALED = {
     "linear": dict(factor=4.0),
     "yarn": dict(factor=4.0, original_max_position_embeddings=16),
@@ -56,6 +60,18 @@ CASES = {
     )),
     "qwen3_moe": ("qwen3_moe", dict(
         EXPERTS, head_dim=12, norm_topk_prob=True, mlp_only_layers=[0]
+    )),
+    "glm4_moe": ("glm4_moe", dict(
+        LIKE_DEEPSEEK, n_shared_experts=1, attention_bias=True, use_qk_norm=True, head_dim=12,
+    )),
+    "glm4_moe, groups, no norms": ("glm4_moe", dict(
+        LIKE_DEEPSEEK, n_routed_experts=8, n_group=4, topk_group=2, n_shared_experts=1,
+        norm_topk_prob=False, partial_rotary_factor=0.25, head_dim=16,
+    )),
+    "dots1": ("dots1", dict(LIKE_DEEPSEEK, n_shared_experts=2, norm_topk_prob=True)),
+    "dots1, groups, biases": ("dots1", dict(
+        LIKE_DEEPSEEK, n_routed_experts=8, n_group=2, topk_group=1, n_shared_experts=1,
+        norm_topk_prob=False, attention_bias=True,
     )),
 }  # fmt: skip
 

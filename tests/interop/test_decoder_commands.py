@@ -46,7 +46,11 @@ def their_texts(model, eos, prompts=PROMPTS, **more):
     return found
 
 
-@pytest.mark.parametrize("case", [each for each in CASES if each not in DECODERS])
+# Families stand in test_family_matrix.py, those with a first dense block without it.
+OPTIONS = [case for case in CASES if case not in DECODERS or case in ("glm4_moe", "dots1")]
+
+
+@pytest.mark.parametrize("case", OPTIONS)
 def test_an_option_is_read_writes_texts_and_is_written_back(case, tmp_path, capsys):
     import torch
     from transformers import AutoModelForCausalLM
@@ -110,13 +114,25 @@ def test_bad_folders_are_refused_by_name(tmp_path, capsys):
 
 
 def test_tensors_that_transformers_leaves_out_are_named(tmp_path, capsys):
-    """Multi-token prediction of ERNIE-4.5."""
-    theirs("ernie4_5_moe").save_pretrained(tmp_path / "theirs")
-    weights = tmp_path / "theirs/model.safetensors"
-    one = {"model.mtp_block.0.input_layernorm.weight": np.ones(32, np.float32)}
-    save_file(load_file(weights) | one, weights, {"format": "pt"})
-    assert switchx.load(str(converted(tmp_path))).config.switch.router.has_bias
-    assert "not read: 1 tensors of mtp" in capsys.readouterr().err
+    """Multi-token prediction of ERNIE-4.5, and of GLM-4.5, whose block is behind the last."""
+    ernie = "ernie4_5_moe", ["model.mtp_block.0.input_layernorm.weight"], "1 tensors of mtp"
+    names = [f"model.layers.2.{name}" for name in ("eh_proj.weight", "enorm.weight")]
+    for case, more, said in (ernie, ("glm4_moe", names, "2 tensors of model.layers.2.")):
+        folder = tmp_path / case
+        theirs(case).save_pretrained(folder / "theirs")
+        weights = folder / "theirs/model.safetensors"
+        tensors = load_file(weights)
+        more = dict.fromkeys(more, np.ones(32, np.float32))
+        save_file(tensors | more, weights, {"format": "pt"})
+        assert switchx.load(str(converted(folder))).config.switch.router.has_bias
+        assert f"not read: {said}" in capsys.readouterr().err
+    # A block more than config.json counts is no block of that kind.
+    file = folder / "theirs/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(num_hidden_layers=1)))
+    save_file(tensors, weights, {"format": "pt"})
+    assert main(["convert", "--from=huggingface", str(folder / "theirs"), str(folder / "r")])
+    said = "model.layers.1.mlp.gate.e_score_correction_bias: expected nothing, got shape [4]"
+    assert said in capsys.readouterr().err
 
 
 def test_tensors_of_other_kinds_are_refused_in_a_line(tmp_path, capsys):

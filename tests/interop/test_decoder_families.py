@@ -60,6 +60,40 @@ PUBLISHED = {
         mlp_only_layers=[],
     )),
 }  # fmt: skip
+# The same of models without a gin file, with transformers' count of their parameters, in which
+# no MTP block is: published are 106 and 355 billion (GLM-4.5-Air and GLM-4.5, whose report
+# counts that block and no embeddings, arXiv:2508.06471), and 142 (dots.llm1, arXiv:2506.05767).
+WITHOUT_GIN = {
+    "glm_4_5_air": (106_852_251_264, dict(
+        model_type="glm4_moe", vocab_size=151552, hidden_size=4096, intermediate_size=10944,
+        num_hidden_layers=46, num_attention_heads=96, num_key_value_heads=8, head_dim=128,
+        partial_rotary_factor=0.5, rms_norm_eps=1e-5, rope_theta=1000000, rope_scaling=None,
+        max_position_embeddings=131072, attention_bias=True, use_qk_norm=False,
+        moe_intermediate_size=1408, n_routed_experts=128, num_experts_per_tok=8,
+        n_shared_experts=1, n_group=1, topk_group=1, routed_scaling_factor=1.0,
+        norm_topk_prob=True, first_k_dense_replace=1, num_nextn_predict_layers=1,
+        tie_word_embeddings=False,
+    )),
+    "glm_4_5": (352_797_829_024, dict(
+        model_type="glm4_moe", vocab_size=151552, hidden_size=5120, intermediate_size=12288,
+        num_hidden_layers=92, num_attention_heads=96, num_key_value_heads=8, head_dim=128,
+        partial_rotary_factor=0.5, rms_norm_eps=1e-5, rope_theta=1000000, rope_scaling=None,
+        max_position_embeddings=131072, attention_bias=True, use_qk_norm=True,
+        moe_intermediate_size=1536, n_routed_experts=160, num_experts_per_tok=8,
+        n_shared_experts=1, n_group=1, topk_group=1, routed_scaling_factor=2.5,
+        norm_topk_prob=True, first_k_dense_replace=3, num_nextn_predict_layers=1,
+        tie_word_embeddings=False,
+    )),
+    "dots_llm1": (142_774_381_696, dict(
+        model_type="dots1", vocab_size=152064, hidden_size=4096, intermediate_size=10944,
+        num_hidden_layers=62, num_attention_heads=32, num_key_value_heads=32,
+        rms_norm_eps=1e-5, rope_theta=10000000, rope_scaling=None,
+        max_position_embeddings=32768, attention_bias=False, sliding_window=None,
+        moe_intermediate_size=1408, n_routed_experts=128, num_experts_per_tok=6,
+        n_shared_experts=2, routed_scaling_factor=2.5, norm_topk_prob=True,
+        first_k_dense_replace=1, scoring_func="noaux_tc", tie_word_embeddings=False,
+    )),
+}  # fmt: skip
 
 
 def read(values: dict) -> ModelConfig:
@@ -73,10 +107,17 @@ def counted(values: dict) -> int:
     K, kind = values.get("head_dim", D // H), values["model_type"]
     block = 2 * D * K * (H + Z) + 2 * D
     block += {"qwen3": 2 * K, "qwen3_moe": 2 * K, "olmoe": (H + Z) * K}.get(kind, 0)
-    block += (H + 2 * Z) * K if kind == "qwen2_moe" else 0
+    has_biases = kind == "qwen2_moe" or values.get("attention_bias")
+    block += (H + 2 * Z) * K if has_biases else 0
+    block += 2 * K if values.get("use_qk_norm") or kind == "dots1" else 0
     experts = values.get("num_experts", values.get("num_local_experts"))
     F = values.get("moe_intermediate_size", values["intermediate_size"])
     block += 3 * D * F * (experts or 1) + D * (experts or 0)
+    if dense := values.get("first_k_dense_replace"):
+        E, count = values["n_routed_experts"], values["n_shared_experts"]
+        sparse = block + 3 * D * F * (E + count - 1) + (D + 1) * E
+        block += 3 * D * (values["intermediate_size"] - F)
+        return dense * block + (N - dense) * sparse + D + 2 * V * D
     if shared := values.get("shared_expert_intermediate_size"):
         block += 3 * D * shared + D
     return N * block + D + V * D * (1 if values.get("tie_word_embeddings") else 2)
@@ -97,6 +138,28 @@ def test_published_models_are_the_gin_files_and_have_as_many_parameters(name):
     assert names.keys() == named_leaves(abstract_params(unrolled)).keys()
     theirs = [each for parts in names.values() for each in parts]
     assert len(set(theirs)) == len(theirs) == len(torch_shapes(names, unrolled))
+
+
+@pytest.mark.parametrize("name", WITHOUT_GIN)
+def test_models_without_a_gin_file_have_as_many_parameters_as_are_published(name):
+    parameters, values = WITHOUT_GIN[name]
+    assert counted(values) == parameters
+    assert num_elements(abstract_params(read(values))) == parameters
+    assert read(describe(read(values))[1]) == read(values)
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("name", WITHOUT_GIN)
+def test_models_without_a_gin_file_have_as_many_parameters_as_theirs(name):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    parameters, values = WITHOUT_GIN[name]
+    values = {name: value for name, value in values.items() if name != "model_type"}
+    config = AutoConfig.for_model(WITHOUT_GIN[name][1]["model_type"], **values)
+    with torch.device("meta"):
+        tensors = AutoModelForCausalLM.from_config(config).state_dict()
+    assert sum(each.numel() for each in tensors.values()) == parameters
 
 
 LLAMA = PUBLISHED["llama_3_8b"][1]
@@ -129,6 +192,28 @@ def test_a_window_as_long_as_the_context_hides_nothing():
     for more in ({}, dict(sliding_window=4096)):
         with refused("sliding_window=4096 cannot be converted: switchx has no windows, and"):
             read(mistral | more)
+
+
+def test_a_window_of_no_block_hides_nothing():
+    """`max_window_layers` and `layer_types` of dots1 say which blocks have it."""
+    dots = WITHOUT_GIN["dots_llm1"][1] | dict(sliding_window=4096)
+    for more in ({}, dict(layer_types=["full_attention"] * 62), dict(max_window_layers=70)):
+        assert read(dots | more).max_length == 32768
+    kinds = ["full_attention"] * 61 + ["sliding_attention"]
+    for more in (dict(max_window_layers=61), dict(layer_types=kinds)):
+        with refused("sliding_window=4096 cannot be converted: switchx has no windows, and"):
+            read(dots | more)
+
+
+def test_partial_heads_are_read_as_transformers_does():
+    """`rope_parameters` come first, then the field of its own, then the family's half."""
+    glm = WITHOUT_GIN["glm_4_5_air"][1]
+    rope = dict(rope_type="default", partial_rotary_factor=0.25)
+    assert read(glm).rotary.fraction == 0.5
+    assert read(glm | dict(partial_rotary_factor=1.0)).rotary.fraction == 1
+    assert read(glm | dict(rope_parameters=rope)).rotary.fraction == 0.25
+    del (without := dict(glm))["partial_rotary_factor"]
+    assert read(without).rotary.fraction == 0.5
 
 
 def test_a_head_of_every_family_may_have_a_size_of_its_own():

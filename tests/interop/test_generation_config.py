@@ -13,6 +13,7 @@ from switchx.inference.config import DecodingConfig, with_defaults
 from switchx.interop import huggingface
 from switchx.interop.generation_config import decoding_defaults, write_generation
 from tests.data.refusals import refused
+from tests.interop.decoder_models import theirs
 from tests.interop.folders import change_config, huggingface_folder
 from tests.interop.transformers_models import SIZES, build
 
@@ -62,6 +63,20 @@ def test_what_counts_the_prompt_is_named_and_not_used_where_no_encoder_reads_it(
         {"max_new_tokens": 5},
         [],
     )
+
+
+@pytest.mark.hf
+def test_their_max_length_depends_on_the_other_prompts_of_a_batch():
+    """Why it is not used: what docs/checkpoints_of_others.md says of it."""
+    import torch
+
+    model, said = theirs("llama"), dict(max_length=8, eos_token_id=None, do_sample=False)
+    alone = model.generate(torch.tensor([[5, 9]]), **said)
+    rows = torch.tensor([[0, 0, 0, 5, 9], [5, 9, 11, 4, 7]])
+    mask = torch.tensor([[0, 0, 0, 1, 1], [1, 1, 1, 1, 1]])
+    beside = model.generate(rows, attention_mask=mask, pad_token_id=0, **said)
+    assert alone[0, 2:].shape == (6,) and beside[0, 5:].shape == (3,)
+    assert alone[0, 2:5].tolist() == beside[0, 5:].tolist()
 
 
 @pytest.mark.parametrize(("said", "end", "others"), [([9, 1], 1, [9]), ([9, 8], 9, [8])])

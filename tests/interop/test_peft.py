@@ -7,6 +7,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import switchx
 from switchx.checkpoint.adapter_run import AdapterRecord
@@ -66,7 +67,7 @@ def write_run(base: RunFolder, folder, spec: LoRASpec) -> None:
     folder.mkdir()
     vocabulary = load_vocabulary(base.root)
     write_converted(RunFolder(folder), config, adapters, vocabulary, "test", shapes=shapes)
-    found = checkpoint_fingerprint(base, 0, vocabulary)
+    found = checkpoint_fingerprint(base, spec.step, vocabulary)
     AdapterRecord(spec, found).write(RunFolder(folder))
 
 
@@ -139,6 +140,15 @@ def test_what_peft_saved_is_read(case, modules, tmp_path, capsys):
         file.write_text(json.dumps(values | wrong))
         assert main([*words[:-1], str(tmp_path / "x"), f"--base={base.path}"]) == 2
         assert "have [(4,)] rows; expected" in capsys.readouterr().err
+    file.write_text(json.dumps(values))
+    tensors = load_file(tmp_path / "peft/adapter_model.safetensors")
+    name = sorted(tensors)[-1]
+    tensors[name][1, 2] = np.nan
+    save_file(tensors, tmp_path / "peft/adapter_model.safetensors", {"format": "pt"})
+    assert main([*words[:-1], str(tmp_path / "x"), f"--base={base.path}"]) == 2
+    name = name.removeprefix("base_model.model.")
+    said = f"1 of the {tensors[f'base_model.model.{name}'].size} numbers of the tensor {name} "
+    assert f"{said}are not finite" in capsys.readouterr().err
 
 
 def test_adapters_of_granite_do_not_fit_weights_with_its_factors(tmp_path, capsys):
@@ -155,3 +165,35 @@ def test_adapters_of_granite_do_not_fit_weights_with_its_factors(tmp_path, capsy
     words = ["convert", "--from=peft", str(tmp_path / "theirs_peft"), str(tmp_path / "x")]
     assert main([*words, f"--base={base.path}"]) == 2
     assert "has the factors of granitemoe" in capsys.readouterr().err
+
+
+# A step on documents of token ids.
+STEP = (
+    "--gin_file=configs/runs/finetune.gin", "--gin_file=configs/tasks/text_causal_lm.gin",
+    *(f"--gin.{binding}" for binding in (
+        "BATCH_SIZE=8", "INPUTS_LENGTH=8", "TARGETS_LENGTH=8", "TRAIN_STEPS=1",
+        "CHECKPOINT_EVERY=1", "TextFiles.validation_fraction=0.5",
+    )),
+)  # fmt: skip
+
+
+def test_what_is_made_of_granite_has_its_factors(tmp_path, capsys):
+    """Training on, fewer experts and merged adapters: its own adapters fit none of them."""
+    model, base = base_of("granitemoe", tmp_path)
+    rows = np.random.default_rng(0).integers(3, 90, (60, 15)).tolist()
+    lines = [json.dumps({"text": " ".join(map(str, row))}) for row in rows]
+    (tmp_path / "docs.jsonl").write_text("\n".join(lines))
+    theirs = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    theirs.save_pretrained(tmp_path / "peft")
+    tuned, job = tmp_path / "tuned", [*STEP, f"--gin.FILES={tmp_path / 'docs.jsonl'}"]
+    job.append(f"--gin.INIT_FROM={base.path}")
+    assert main(["train", *job, f"--model_dir={tuned}"]) == 0
+    words = f"--model_dir={tuned}", f"--output={tmp_path / 'fewer'}", "--experts=2"
+    assert main(["reshape", *job, *words, "--reduce=drop"]) == 0
+    write_run(RunFolder(tuned), tmp_path / "adapters", LoRASpec(str(tuned), 1, 3))
+    words = f"--model_dir={tmp_path / 'adapters'}", f"--output={tmp_path / 'merged'}"
+    assert main(["reshape", "--merge_adapter", *words]) == 0
+    for name in ("tuned", "fewer", "merged"):
+        words = "convert", "--from=peft", str(tmp_path / "peft"), str(tmp_path / "x")
+        assert main([*words, f"--base={tmp_path / name}"]) == 2
+        assert f"{name} has the factors of granitemoe" in capsys.readouterr().err, name

@@ -47,6 +47,16 @@ def test_arrays_in_the_index_and_beside_it_also_of_an_older_tensorstore(folder):
         T5XFolder(folder.parent)
 
 
+@pytest.mark.parametrize("name", [NAME, "target/b/scale"])
+def test_numbers_that_are_not_finite_are_refused(tmp_path, name):
+    """In an array beside the index, and in one within it."""
+    arrays = {NAME: ARRAY.copy(), "target/b/scale": ARRAY[0].copy()}
+    arrays[name].flat[3] = np.inf
+    source = T5XFolder(write_t5x(tmp_path / "checkpoint_7", arrays))
+    with refused(f"1 of the {arrays[name].size} numbers of the tensor {name} are not finite"):
+        source.read(name)
+
+
 @pytest.mark.parametrize("length", [0, 5, 100])
 def test_an_index_that_is_cut_short(folder, length):
     file = folder / "checkpoint"

@@ -63,6 +63,18 @@ def test_other_floats_are_read_as_float32(tmp_path, dtype):
     np.testing.assert_array_equal(tensor, [0.5, -3.0])
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.float16, ml_dtypes.bfloat16, np.float64])
+def test_numbers_that_are_not_finite_are_refused(tmp_path, kind):
+    """NaN, infinities, and what float32 cannot hold; the tensors beside them are read."""
+    for number in [np.nan, np.inf, -np.inf, *([1e300] if kind is np.float64 else [])]:
+        bad = np.array([[0.5, number], [-3.0, number]]).astype(kind)
+        save_file({"a": bad, "b": bad[:, 0].copy()}, tmp_path / MODEL)
+        source = TensorFolder(tmp_path)
+        np.testing.assert_array_equal(source.read("b"), [0.5, -3.0])
+        with refused(f"{tmp_path}: 2 of the 4 numbers of the tensor a are not finite"):
+            source.read("a")
+
+
 def test_quantized_tensors_are_refused(tmp_path):
     save_file({"a": np.zeros(3, np.int8)}, tmp_path / MODEL)
     with refused(f"{tmp_path / MODEL}: tensor a has the type I8"):

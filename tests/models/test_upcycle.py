@@ -166,8 +166,9 @@ def test_a_share_of_hidden_units_is_drawn_anew():
         assert (share == 0.25) == (not np.array_equal(kept[0][0], kept[0][1]))
 
 
-def biased_router(num_selected: int) -> ModelConfig:
-    router = RouterConfig(num_selected=num_selected, bias_update_rate=0.1, overflow="dropless")
+def biased_router(num_selected: int, **more) -> ModelConfig:
+    of = {"num_selected": num_selected, "bias_update_rate": 0.1, "overflow": "dropless"}
+    router = RouterConfig(**of, **more)
     switch = SwitchConfig(3, every=1, expert_bias=True, router=router)
     return dataclasses.replace(BIASED, switch=switch)
 
@@ -188,6 +189,16 @@ def test_more_experts_compute_the_same(way, S):
     assert distance(grown, found, config, params) < 1e-5
     plain, copies, _ = multiply_experts(config, params, 9, "copies")
     assert distance(plain, copies, config, params) > 1e-3
+
+
+@pytest.mark.parametrize("gate", ["normalized", "score"])
+def test_more_choices_of_sigmoids_compute_the_same(gate):
+    """The gates of DeepSeek's kin; undivided ones would add up to three times as much."""
+    config = biased_router(2, score="sigmoid", gate=gate, gate_scale=2.5)
+    params = make_params(config)
+    grown, found, _ = multiply_experts(config, params, 9, "more_choices")
+    assert grown.switch.router.num_selected == 6
+    assert distance(grown, found, config, params) < 1e-5
 
 
 @pytest.mark.parametrize("change", [drop_experts, merge_experts])

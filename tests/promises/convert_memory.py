@@ -2,8 +2,10 @@
 """Memory of `switchx convert` on a model of a GiB: of a process of its own.
 
 `convert_rss_over_budget` is the most memory that the process had while it converted, less what
-it had before reading, over the model's largest array and the arrays of one stacked layer.
-`python -m tests.promises.convert_memory FOLDER` makes the model there and converts it.
+it had before reading, over the model's largest array and the arrays of one stacked layer;
+`convert_back_rss_over_budget` the same of a process that writes what the first has written.
+`python -m tests.promises.convert_memory FOLDER` makes the model there and converts it; once
+more, it converts that back.
 Dims: D model, E experts, F ffn, V vocabulary
 """
 
@@ -36,22 +38,28 @@ SHARD_BYTES = 200 * MEBIBYTE
 
 
 def conversion() -> Iterator[tuple]:
-    """Memory of `convert --from=huggingface` above the process's, over the budget."""
+    """Memory of `convert` from transformers and back above the process's, over the budget."""
     with tempfile.TemporaryDirectory() as folder:
-        row = of_child(__name__, folder)
+        row, back = (of_child(__name__, folder) for _ in range(2))
+    row["back_more_mib"] = back["more_mib"]
     for name, value in row.items():
         yield name, "Mixtral's form", value
-    yield "convert_rss_over_budget", "Mixtral's form", row["more_mib"] / row["budget_mib"]
+    for name, more in ("convert", "more_mib"), ("convert_back", "back_more_mib"):
+        yield f"{name}_rss_over_budget", "Mixtral's form", row[more] / row["budget_mib"]
 
 
 def main(folder: str) -> None:
     folder = pathlib.Path(folder)
+    if (folder / "ours").is_dir():
+        words = ["convert", "--to=huggingface", str(folder / "ours"), str(folder / "back")]
+        print(json.dumps({"more_mib": memory_of(words)}))
+        return
     kin, values, _ = describe(MODEL)
     shapes = torch_shapes(tensor_names(kin, MODEL), MODEL)
     (theirs := folder / "theirs").mkdir()
     write_json(theirs / "config.json", values | {"eos_token_id": 2, "pad_token_id": 0})
     rng = np.random.default_rng(0)
-    tensors = ((name, rng.random(shape, np.float32)) for name, shape in shapes.items())
+    tensors = ((name, Drawn(rng, shape)) for name, shape in shapes.items())
     write_safetensors(theirs, tensors, SHARD_BYTES)
     num_bytes = {name: 4 * math.prod(shape) for name, shape in shapes.items()}
     stacked = {}  # of our parameters in the first layer, experts together
@@ -62,11 +70,26 @@ def main(folder: str) -> None:
         "model_mib": sum(num_bytes.values()) / MEBIBYTE,
         "budget_mib": (max(stacked.values()) + layer) / MEBIBYTE,
     }
-    before = reset_peak()
     words = ["convert", "--from=huggingface", str(theirs), str(folder / "ours")]
+    print(json.dumps(row | {"more_mib": memory_of(words)}))
+
+
+class Drawn:
+    """Random numbers that are drawn as they are written."""
+
+    def __init__(self, rng: np.random.Generator, shape: tuple[int, ...]):
+        self._rng, self.shape, self.dtype = rng, shape, np.dtype(np.float32)
+        self.nbytes = 4 * math.prod(shape)
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        return self._rng.random(self.shape, np.float32)
+
+
+def memory_of(words: list[str]) -> float:
+    """MiB of the most memory of a command above what the process had before."""
+    before = reset_peak()
     assert switchx(words) == 0, words
-    row["more_mib"] = (peak_rss_bytes() - before) / MEBIBYTE
-    print(json.dumps(row))
+    return (peak_rss_bytes() - before) / MEBIBYTE
 
 
 def reset_peak() -> int:

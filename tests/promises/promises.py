@@ -125,7 +125,10 @@ PROMISES = (
     Promise(storage_order.bytes_of_files, {"bytes_vs_formula": "==1"}),
     Promise(storage_order.order_of_steps, {"order_violations": "==0"}),
     Promise(storage_memory.resident_set, {"rss_over_budget": "<=1.2"}),
-    Promise(convert_memory.conversion, {"convert_rss_over_budget": "<=1.3"}),
+    Promise(
+        convert_memory.conversion,
+        {"convert_rss_over_budget": "<=1.3", "convert_back_rss_over_budget": "<=1.3"},
+    ),
     Promise(
         training_kills.killed,
         {"kill9_differing": "==0"},
@@ -200,6 +203,7 @@ WHAT = {
     "convert_rss_over_budget": (
         "`switchx convert` of 1.2 GiB: memory over the largest array and one layer's"
     ),
+    "convert_back_rss_over_budget": "the same of what it has written, `--to=huggingface`",
     "kill9_differing": "kills after which the last checkpoint is not whole",
     "programs_bounded": (
         "memory maps and memory after 1,000 settings of decoding over those after 200"

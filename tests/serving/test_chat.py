@@ -14,6 +14,7 @@ from switchx.models.params import init_params
 from switchx.serving.app import make_app
 from switchx.serving.chat import prompt_of_chat
 from switchx.serving.models import Models
+from switchx.serving.requests import Refusal
 from tests.data.tokenizer_files import tokenizer_folder
 from tests.serving import served
 
@@ -25,6 +26,23 @@ CHATML = """\
 {{ message.content | trim }}<|im_end|>
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+# Trained with transformers' masks of what an assistant wrote; `who` ends with its block.
+WITH_GENERATION = """\
+{%- set who = 'none' %}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}{% continue %}{% endif %}
+<|im_start|>{{ message.role }}
+    {% generation %}
+        {%- set who = message.role %}
+        {%- for word in message.content.split() if word != 'Hello' %}
+            {%- if word == '日本' %}{% break %}{% endif %}
+{{ word | tojson }} of {{ who }}
+        {%- endfor %}
+    {%- endgeneration -%}
+    <|im_end|>{{ who }}
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>{% generation %} assistant {% endgeneration %}
 {% endif %}"""
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -79,7 +97,7 @@ def test_the_start_that_a_template_writes_is_read_once(tmp_path):
 
 
 @pytest.mark.hf
-def test_it_is_the_prompt_of_transformers(model):
+def test_it_is_the_prompt_of_transformers(model, monkeypatch):
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(
@@ -90,6 +108,16 @@ def test_it_is_the_prompt_of_transformers(model):
     )
     assert want == TEXT
     assert prompt_of_chat(model, TALK) == tokenizer.encode(want, add_special_tokens=False)
+    monkeypatch.setattr(type(model.vocabulary), "chat_template", WITH_GENERATION)
+    want = tokenizer.apply_chat_template(
+        TALK, chat_template=WITH_GENERATION, add_generation_prompt=True, tokenize=False
+    )
+    assert '"<there>" of user<|im_end|>none' in want and "system" not in want
+    assert prompt_of_chat(model, TALK) == tokenizer.encode(want, add_special_tokens=False)
+    for wrong in ("{% generation %}", "{% for i in 'a' %}{% generation %}{% break %}"):
+        monkeypatch.setattr(type(model.vocabulary), "chat_template", wrong)
+        with pytest.raises(Refusal, match="the chat template: Unexpected end of template"):
+            prompt_of_chat(model, TALK)
 
 
 def test_openai_s_client_gets_messages_whole_and_in_chunks(model, service):
