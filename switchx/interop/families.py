@@ -113,7 +113,6 @@ _MISSING = {
     "hunyuan_v1_moe": "norms of queries and keys behind rotary positions",
     "jetmoe": "these experts in attention",
     "minimax": "linear attention",
-    "minimax_m2": "sigmoid scores and partly turned heads",
     "phimoe": "routing by SparseMixer",
     "qwen3_next": "linear attention",
 }
