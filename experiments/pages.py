@@ -159,7 +159,7 @@ def publish_overview() -> None:
 
 
 def figure_of(results: dict[str, Any]) -> Figure | None:
-    """Differences with their intervals, or losses by bytes; else none."""
+    """Differences with their intervals, losses by bytes or quality by rate; else none."""
     if "points" in results:
         return plots.points_figure(results["points"])
     if "intervals" in results:
@@ -169,6 +169,8 @@ def figure_of(results: dict[str, Any]) -> Figure | None:
     if "curves" in results:
         label = f"over {next(iter(results['curves']))} after the last step, nats per token"
         return plots.intervals_figure(intervals(results), label)
+    if "quality" in results:
+        return plots.rates_figure(results["quality"], "negative log perplexity, last step")
     return None
 
 

@@ -154,6 +154,34 @@ def points_figure(points: Sequence[Mapping[str, float | str | None]]) -> Figure:
     return figure
 
 
+def rates_figure(quality: Mapping[str, Mapping[str, float | None]], y: str) -> Figure:
+    """Quality by learning rate, a line each model, whose best rate has a filled dot.
+
+    Args:
+        quality: by model and rate; None where a run diverged.
+        y: label of the vertical axis.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(6.4, 4.6))
+        axis = figure.subplots()
+    shades = np.linspace(0.45, 0.95, len(quality))
+    rates = sorted({float(rate) for by_rate in quality.values() for rate in by_rate})
+    for number, (name, by_rate) in enumerate(quality.items()):
+        points = sorted((float(rate), v) for rate, v in by_rate.items() if v is not None)
+        colour, dashes = COLOURS(shades[number]), DASHES[number % len(DASHES)]
+        best = max(points, key=lambda point: point[1])
+        axis.plot(*zip(*points, strict=True), "o", color=colour, markerfacecolor="white")
+        axis.plot(*zip(*points, strict=True), linestyle=dashes, color=colour, label=name)
+        axis.plot(*best, "o", color=colour)
+    axis.set_xscale("log")
+    axis.set_xticks(rates, [f"{rate:.2g}" for rate in rates])
+    axis.minorticks_off()
+    axis.set_xlabel("peak learning rate")
+    axis.set_ylabel(y)
+    axis.legend(fontsize=8, handlelength=4)
+    return figure
+
+
 def intervals_figure(
     intervals: Mapping[str, Mapping[str, float]], x: str, no_effect: float = 0.0
 ) -> Figure:

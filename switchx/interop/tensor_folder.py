@@ -235,19 +235,17 @@ def write_safetensors(
 
 
 def _write_file(path: pathlib.Path, tensors: Mapping[str, Any]) -> None:
-    """One file of safetensors: the header's length, the header, the tensors' numbers.
-
-    The library's own writer holds all of a file in memory.
-    """
+    """One file of safetensors, to the byte as the library writes it, whose writer holds all of
+    a file in memory: the header's length, the header, the tensors' numbers."""
     # transformers asks for the format; the layout is PyTorch's
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     # The larger numbers first, so that all are aligned.
-    for name in sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize):
+    for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):
         start, end = end, end + tensors[name].nbytes
         kind, shape = _WRITTEN[tensors[name].dtype.name], list(tensors[name].shape)
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)

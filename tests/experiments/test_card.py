@@ -13,6 +13,7 @@ from switchx.bench.accelerator import command, ladder
 from switchx.bench.accelerator.command import parts_named
 from switchx.bench.accelerator.parts import Session
 from switchx.checkpoint.run_folder import RunFolder
+from switchx.shipped import TEXTS
 
 SMALL = ("VOCAB_SIZE=512", "BATCH_SIZE=8", "TRAIN_STEPS=2", "WARMUP_STEPS=1", "LOG_EVERY=1",
          "CHECKPOINT_EVERY=2", "EVAL_EVERY=2", "ModelConfig.num_decoder_layers=1")  # fmt: skip
@@ -21,7 +22,8 @@ SMALL = ("VOCAB_SIZE=512", "BATCH_SIZE=8", "TRAIN_STEPS=2", "WARMUP_STEPS=1", "L
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
-    (folder / "a.txt").write_text((card.ROOT / "docs/training.md").read_text())
+    texts = map(json.loads, (TEXTS / "plays.jsonl").read_text().splitlines())
+    (folder / "a.txt").write_text("\n\n".join(each["text"] for each in texts))
     return card.cells_of((str(folder / "a.txt"),), [0.01], [900], *SMALL)
 
 

@@ -75,7 +75,7 @@ def test_the_command_prints_names_values_and_bounds(capsys):
     assert "imbalance_zipf1 1.001 <=1.05: holds" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["promises", "storage", "checkpoints"])
+@pytest.mark.parametrize("name", ["promises", "storage"])
 def test_bounds_of_the_pages_are_those_of_the_promises(name):
     """Of all promises on their own page, of some in the table of a chapter."""
     bounds = {name: bound for promise in PROMISES for name, bound in promise.bounds.items()}
