@@ -248,36 +248,38 @@ def run_part(
     }
     words = [sys.executable, "-m", "switchx.bench.accelerator.parts", json.dumps(settings)]
     begin, is_over = log.stat().st_size if log.exists() else 0, threading.Event()
+    process = timer = None
+
+    def end() -> None:
+        is_over.set()
+        os.killpg(process.pid, signal.SIGKILL)
+
     # The end of this process ends the part, too: it would keep the card.
     handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with log.open("ab") as errors:
-        process = subprocess.Popen(
-            words,
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            start_new_session=True,
-        )
-
-        def end() -> None:
-            is_over.set()
-            os.killpg(process.pid, signal.SIGKILL)
-
+    try:
+        with log.open("ab") as errors:
+            process = subprocess.Popen(
+                words,
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
         timer = threading.Timer(min(limit_s, threading.TIMEOUT_MAX), end)
         timer.start()
-        try:
-            for line in process.stdout:
-                if line.startswith(ROW):
-                    take(json.loads(line.removeprefix(ROW)))
-            status = process.wait()
-        finally:
+        for line in process.stdout:
+            if line.startswith(ROW):
+                take(json.loads(line.removeprefix(ROW)))
+        status = process.wait()
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        if timer is not None:
             timer.cancel()
-            signal.signal(signal.SIGTERM, handler)
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        if process is not None and process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     if is_over.is_set():
         return f"was ended after {limit_s:.0f} s; its other cases are left for a next call"
     if status:
