@@ -84,8 +84,8 @@ def write_average(run: RunFolder, params: Tree, folder: RunFolder, origin: str) 
     source = read_config(run).get("source")
     vocabulary = load_vocabulary(run.root)
     about = vocabulary, origin, source, read_decoding(run)
-    of = {"rescaled": read_rescaled(run)}
-    write_converted(folder, read_model_config(run), params, *about, **of)
+    rescaled = read_rescaled(run)
+    write_converted(folder, read_model_config(run), params, *about, rescaled=rescaled)
     for file in ("operative_config", "git_commit"):
         if (there := getattr(run, file)).is_file():
             shutil.copyfile(there, getattr(folder, file))

@@ -15,7 +15,7 @@ from switchx.fields import require
 from switchx.models.config import require_our_blocks
 from switchx.models.params import abstract_params
 from switchx.moe.capacity import layer_groups, layer_shape
-from switchx.moe.config import slots_refusal
+from switchx.moe.copy_placement import slots_refusal
 from switchx.moe.dispatchers import refusal
 from switchx.optim.protocol import param_of
 from switchx.partitioning.mesh import PIPE

@@ -252,9 +252,9 @@ class Deployment:
         vocabulary = model.vocabulary or TokenIdVocabulary(config.vocab_size)
         origin = f"switchx deploy: {self.plan.source['model_dir']}, checkpoint {self.plan.step}"
         source = read_config(self.plan.run_folder).get("source")
-        run, of = RunFolder(folder), (source, model.decoding)
+        run, about = RunFolder(folder), (vocabulary, origin, source, model.decoding)
         rescaled = read_rescaled(self.plan.run_folder)
-        write_converted(run, config, params, vocabulary, origin, *of, rescaled=rescaled)
+        write_converted(run, config, params, *about, rescaled=rescaled)
         run.model_gin.write_text(model_gin(config), encoding="utf-8")
 
     def _export(

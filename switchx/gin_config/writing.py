@@ -206,7 +206,7 @@ def mesh_gin(plan, why: str, command: str) -> str:
         why: explanation of the planner, for the file's head.
         command: command that made the plan, for the file's head.
     """
-    from switchx.moe.config import DISPATCHERS
+    from switchx.moe.dispatcher_traits import DISPATCHERS
     from switchx.partitioning.mesh import AXES
     from switchx.pipeline.schedule import ScheduleSpec
 

@@ -309,12 +309,13 @@ def _tensors(
     stored = sorted(names, key=lambda name: getattr(leaves[name], "place", ()))
     for parameter in stored:
         theirs, order = names[parameter], orders.get(parameter.rpartition("/")[2])
-        of = None if order is None else np.argsort(order)
+        inverse = None if order is None else np.argsort(order)
+        # The embedding has the same tensor under several names.
         is_in_parts = len(theirs) > 1 and parameter != "embedding/embedding_VD"
-        for part, name in enumerate(theirs):
-            part = part if is_in_parts else None
-            of_it = parameter, config, leaves[parameter], part, of, special_ids
-            yield name, _Tensor(name, *of_it)
+        for number, name in enumerate(theirs):
+            part, leaf = number if is_in_parts else None, leaves[parameter]
+            tensor = _Tensor(name, parameter, config, leaf, part, inverse, special_ids)
+            yield name, tensor
 
 
 def _unread(tensors: TensorFolder) -> tuple[str, ...]:

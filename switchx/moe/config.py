@@ -6,7 +6,7 @@ Fedus et al. 2021 (arXiv:2101.03961); the papers of single choices stand beside 
 
 import dataclasses
 import itertools
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from switchx.fields import (
     at_evaluation,
@@ -17,38 +17,7 @@ from switchx.fields import (
     require_at_least,
     require_below_one,
 )
-
-
-class DispatcherTraits(NamedTuple):
-    """Properties of a dispatcher beside its function.
-
-    Attributes:
-        has_equal_blocks: whether every expert gets a block of as many rows in training.
-        is_automatic: whether the compiler decides what is sent between devices.
-        is_sliced: whether experts are split over devices that have the same tokens.
-        shares_groups: whether devices may share a routing group.
-        exchanges_slots: whether slots travel to the experts' devices and back.
-    """
-
-    has_equal_blocks: bool
-    is_automatic: bool = False
-    is_sliced: bool = False
-    shares_groups: bool = False
-    exchanges_slots: bool = False
-
-
-DISPATCHERS = {
-    "gather": DispatcherTraits(has_equal_blocks=True, is_automatic=True),
-    "einsum": DispatcherTraits(has_equal_blocks=True, is_automatic=True),
-    "dropless": DispatcherTraits(has_equal_blocks=False),
-    "all_to_all": DispatcherTraits(
-        has_equal_blocks=True, shares_groups=True, exchanges_slots=True
-    ),
-    "hierarchical": DispatcherTraits(has_equal_blocks=True, exchanges_slots=True),
-    "ragged_all_to_all": DispatcherTraits(has_equal_blocks=False),
-    "sliced": DispatcherTraits(has_equal_blocks=False, is_sliced=True),
-    "sliced_scatter": DispatcherTraits(has_equal_blocks=False, is_sliced=True),
-}
+from switchx.moe.dispatcher_traits import DISPATCHERS
 
 BIAS_RULES = ("sign", "sign_centered", "proportional", "quantile", "quantile_logits")
 
@@ -616,16 +585,3 @@ class SwitchConfig:
     def has_attention(self) -> bool:
         """Whether the self-attention of a sparse block is a Switch layer."""
         return self.sublayers in ("attention", "both")
-
-
-def slots_refusal(num_experts: int, num_replicas: int, devices: int) -> str | None:
-    """Why the slots of the experts and their replicas cannot be on so many devices; or None."""
-    over = (num_experts + num_replicas) % devices
-    if not over:
-        return None
-    fewer, more = num_replicas - over, num_replicas + devices - over
-    return (
-        f"SwitchConfig.num_replicas={num_replicas} with num_experts={num_experts}: "
-        f"{num_experts + num_replicas} slots do not divide over the {devices} devices that "
-        f"have experts; use num_replicas={f'{fewer} or {more}' if fewer >= 0 else more}"
-    )

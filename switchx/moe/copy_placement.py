@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from switchx.fields import require
-from switchx.moe.config import slots_refusal
 
 
 def place_copies(load_NE, num_replicas: int, num_devices: int = 1) -> np.ndarray:
@@ -135,3 +134,16 @@ def _place_layer(load_E: np.ndarray, num_replicas: int, num_devices: int) -> np.
         held[device].append(experts[r])
         load_P[device] += share_R[r]
     return np.array(held).reshape(-1)
+
+
+def slots_refusal(num_experts: int, num_replicas: int, devices: int) -> str | None:
+    """Why the slots of the experts and their replicas cannot be on so many devices; or None."""
+    over = (num_experts + num_replicas) % devices
+    if not over:
+        return None
+    fewer, more = num_replicas - over, num_replicas + devices - over
+    return (
+        f"SwitchConfig.num_replicas={num_replicas} with num_experts={num_experts}: "
+        f"{num_experts + num_replicas} slots do not divide over the {devices} devices that "
+        f"have experts; use num_replicas={f'{fewer} or {more}' if fewer >= 0 else more}"
+    )

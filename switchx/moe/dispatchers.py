@@ -9,8 +9,8 @@ import functools
 import jax
 
 from switchx.moe.all_to_all import all_to_all_dispatch, hierarchical_dispatch, ragged_dispatch
-from switchx.moe.config import DISPATCHERS
 from switchx.moe.dispatch import Dispatcher, einsum_dispatch, gather_dispatch
+from switchx.moe.dispatcher_traits import DISPATCHERS
 from switchx.moe.dropless import gathered_dispatch, sliced_dispatch
 from switchx.moe.plan import RoutingPlan
 from switchx.partitioning.collectives import RAGGED_PLATFORMS
@@ -19,7 +19,7 @@ from switchx.partitioning.mesh import platform_of
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import Rules
 
-# Functions of the dispatchers that `moe.config.DISPATCHERS` names.
+# Functions of the dispatchers that `moe.dispatcher_traits.DISPATCHERS` names.
 FUNCTIONS = {
     "gather": gather_dispatch,
     "einsum": einsum_dispatch,

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from pallas_kernels.sorted_rows import stable_argsort
 from switchx import tree
-from switchx.moe.config import slots_refusal
+from switchx.moe.copy_placement import slots_refusal
 from switchx.moe.dispatch import (
     Dispatcher,
     ExpertBank,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from switchx.fields import require_at_least
 from switchx.models.config import ModelConfig
-from switchx.moe.config import DISPATCHERS
+from switchx.moe.dispatcher_traits import DISPATCHERS
 from switchx.partitioning.mesh import AXES, named_axes
 from switchx.partitioning.optimizer_slices import optimizer_slice, with_slice
 from switchx.partitioning.replicas import replica_axes

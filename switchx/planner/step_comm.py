@@ -14,7 +14,7 @@ import functools
 import math
 
 from switchx.hardware.spec import Compute
-from switchx.moe.config import DISPATCHERS
+from switchx.moe.dispatcher_traits import DISPATCHERS
 from switchx.pipeline.chunks import moved_share
 from switchx.planner.layout import (
     Layout,

@@ -60,29 +60,26 @@ PUBLISHED = {
         mlp_only_layers=[],
     )),
 }  # fmt: skip
+_GLM_4_5 = dict(
+    model_type="glm4_moe", vocab_size=151552, num_attention_heads=96, num_key_value_heads=8,
+    head_dim=128, partial_rotary_factor=0.5, rms_norm_eps=1e-5, rope_theta=1000000,
+    rope_scaling=None, max_position_embeddings=131072, attention_bias=True,
+    num_experts_per_tok=8, n_shared_experts=1, n_group=1, topk_group=1, norm_topk_prob=True,
+    num_nextn_predict_layers=1, tie_word_embeddings=False,
+)  # fmt: skip
 # The same of models without a gin file, with transformers' count of their parameters, in which
 # no MTP block is: published are 106 and 355 billion (GLM-4.5-Air and GLM-4.5, whose report
 # counts that block and no embeddings, arXiv:2508.06471), and 142 (dots.llm1, arXiv:2506.05767).
 WITHOUT_GIN = {
     "glm_4_5_air": (106_852_251_264, dict(
-        model_type="glm4_moe", vocab_size=151552, hidden_size=4096, intermediate_size=10944,
-        num_hidden_layers=46, num_attention_heads=96, num_key_value_heads=8, head_dim=128,
-        partial_rotary_factor=0.5, rms_norm_eps=1e-5, rope_theta=1000000, rope_scaling=None,
-        max_position_embeddings=131072, attention_bias=True, use_qk_norm=False,
-        moe_intermediate_size=1408, n_routed_experts=128, num_experts_per_tok=8,
-        n_shared_experts=1, n_group=1, topk_group=1, routed_scaling_factor=1.0,
-        norm_topk_prob=True, first_k_dense_replace=1, num_nextn_predict_layers=1,
-        tie_word_embeddings=False,
+        _GLM_4_5, hidden_size=4096, intermediate_size=10944, num_hidden_layers=46,
+        use_qk_norm=False, moe_intermediate_size=1408, n_routed_experts=128,
+        routed_scaling_factor=1.0, first_k_dense_replace=1,
     )),
     "glm_4_5": (352_797_829_024, dict(
-        model_type="glm4_moe", vocab_size=151552, hidden_size=5120, intermediate_size=12288,
-        num_hidden_layers=92, num_attention_heads=96, num_key_value_heads=8, head_dim=128,
-        partial_rotary_factor=0.5, rms_norm_eps=1e-5, rope_theta=1000000, rope_scaling=None,
-        max_position_embeddings=131072, attention_bias=True, use_qk_norm=True,
-        moe_intermediate_size=1536, n_routed_experts=160, num_experts_per_tok=8,
-        n_shared_experts=1, n_group=1, topk_group=1, routed_scaling_factor=2.5,
-        norm_topk_prob=True, first_k_dense_replace=3, num_nextn_predict_layers=1,
-        tie_word_embeddings=False,
+        _GLM_4_5, hidden_size=5120, intermediate_size=12288, num_hidden_layers=92,
+        use_qk_norm=True, moe_intermediate_size=1536, n_routed_experts=160,
+        routed_scaling_factor=2.5, first_k_dense_replace=3,
     )),
     "dots_llm1": (142_774_381_696, dict(
         model_type="dots1", vocab_size=152064, hidden_size=4096, intermediate_size=10944,

@@ -9,7 +9,7 @@ import pytest
 
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import abstract_params
-from switchx.moe.config import DISPATCHERS
+from switchx.moe.dispatcher_traits import DISPATCHERS
 from tests.data.refusals import refused
 
 NAMED = SwitchConfig(2, encoder_layers=(1, 5), decoder_layers=(1,))

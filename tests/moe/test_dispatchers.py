@@ -14,8 +14,8 @@ from jax.sharding import AbstractDevice, NamedSharding, PartitionSpec
 from switchx.hardware.spec import load_hardware
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.moe import dispatchers
-from switchx.moe.config import DISPATCHERS
 from switchx.moe.dispatch import einsum_dispatch
+from switchx.moe.dispatcher_traits import DISPATCHERS
 from switchx.moe.dispatchers import FUNCTIONS, choose_dispatcher, refusal
 from switchx.moe.dropless import gathered_dispatch
 from switchx.moe.layer import SwitchFFN

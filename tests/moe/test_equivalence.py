@@ -9,8 +9,8 @@ import pytest
 
 from switchx.bench import equivalence
 from switchx.bench.equivalence import ROUTERS, all_cells, largest_errors, run_cell
-from switchx.moe.config import DISPATCHERS
 from switchx.moe.copy_placement import place_copies
+from switchx.moe.dispatcher_traits import DISPATCHERS
 from tests.processes import ROOT
 
 

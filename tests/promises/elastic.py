@@ -29,8 +29,8 @@ from switchx.data.loader import TrainLoader, merge_states
 from switchx.data.mixtures import Mixture, as_mixture
 from switchx.hardware.spec import load_hardware
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
-from switchx.moe.config import DISPATCHERS
 from switchx.moe.copy_placement import imbalance, loads_of_devices, place_copies
+from switchx.moe.dispatcher_traits import DISPATCHERS
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.placement import Placement
 from switchx.progress import SilentReporter

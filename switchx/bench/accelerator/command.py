@@ -248,12 +248,13 @@ def run_part(
     }
     words = [sys.executable, "-m", "switchx.bench.accelerator.parts", json.dumps(settings)]
     begin, is_over = log.stat().st_size if log.exists() else 0, threading.Event()
-    process = timer = None
+    process = None
 
     def end() -> None:
         is_over.set()
         os.killpg(process.pid, signal.SIGKILL)
 
+    timer = threading.Timer(min(limit_s, threading.TIMEOUT_MAX), end)
     # The end of this process ends the part, too: it would keep the card.
     handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
@@ -267,7 +268,6 @@ def run_part(
                 text=True,
                 start_new_session=True,
             )
-        timer = threading.Timer(min(limit_s, threading.TIMEOUT_MAX), end)
         timer.start()
         for line in process.stdout:
             if line.startswith(ROW):
@@ -275,8 +275,7 @@ def run_part(
         status = process.wait()
     finally:
         signal.signal(signal.SIGTERM, handler)
-        if timer is not None:
-            timer.cancel()
+        timer.cancel()
         if process is not None and process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
