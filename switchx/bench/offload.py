@@ -20,13 +20,16 @@ from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import Generator, for_decoding
 from switchx.inference.offload.chosen_experts import ChosenExperts, on_host
 from switchx.inference.offload.expert_slots import moved_into
+from switchx.inference.offload.ring_decode import RingExperts
 from switchx.inference.quantize import quantize_experts
 from switchx.models.config import ModelConfig, Precision
 from switchx.models.params import init_params
 from switchx.results import Check
 
 NUM_EXPERTS = 16
-BATCH, INPUTS = 4, 8
+BATCH, INPUTS, NEW_TOKENS = 4, 8, 12
+# Of the ring: Switch layers of each stack, experts of each, slots.
+RING_LAYERS, RING_EXPERTS, RING_SLOTS = 4, 4, 3
 # Of the timed case: slots, tokens (many, as steps are timed and not prompts), turns.
 TIMED_SLOTS, TIMED_TOKENS, TURNS = 4, 48, 7
 # Bits of a weight; bfloat16 is not quantized.
@@ -109,14 +112,23 @@ def timed_turns(weights: str, slots: int, turns: int) -> dict[str, Any]:
 
 
 @functools.cache
-def model(weights: str, num_experts: int | None = None) -> tuple[ModelConfig, dict]:
+def model(
+    weights: str, num_experts: int | None = None, sparse_layers: int | None = None
+) -> tuple[ModelConfig, dict]:
     """A model in bfloat16 with all experts on the device, whose experts have a format.
 
     Args:
         num_experts: number of experts of a layer; None is NUM_EXPERTS.
+        sparse_layers: number of Switch layers of each stack; None is the model's own number.
     """
+    config = switch_model(num_experts or NUM_EXPERTS)
+    if sparse_layers is not None:
+        layers = sparse_layers * config.period
+        config = dataclasses.replace(
+            config, num_encoder_layers=layers, num_decoder_layers=layers
+        )
     config = dataclasses.replace(
-        switch_model(num_experts or NUM_EXPERTS),
+        config,
         precision=Precision(params="bfloat16", compute="bfloat16"),
         # Random weights of tied tables repeat one token; these write different ones.
         tie_embeddings=False,
@@ -129,9 +141,9 @@ def model(weights: str, num_experts: int | None = None) -> tuple[ModelConfig, di
     return config, params
 
 
-def decoding_config(beams: int, tokens: int) -> DecodingConfig:
+def decoding_config(beams: int, tokens: int | None = None) -> DecodingConfig:
     # No token ends a sentence: all have as many.
-    return DecodingConfig(tokens, beam_size=beams, eos_id=NO_END, pruning="none")
+    return DecodingConfig(tokens or NEW_TOKENS, beam_size=beams, eos_id=NO_END, pruning="none")
 
 
 def outputs(generator: Generator) -> list[list[list[int]]]:
@@ -139,6 +151,38 @@ def outputs(generator: Generator) -> list[list[list[int]]]:
     V = generator.config.vocab_size
     sentences = np.random.default_rng(0).integers(3, V, (BATCH, INPUTS)).tolist()
     return [[each.tokens for each in said] for _, said in sorted(generator(sentences))]
+
+
+def decoded(config: ModelConfig, params: dict, beams: int, experts=None) -> np.ndarray:
+    """Tokens of all hypotheses of all sentences."""
+    generator = Generator(
+        for_decoding(config), params, decoding_config(beams), BATCH, experts=experts
+    )
+    return np.array(outputs(generator))
+
+
+def in_slots(config: ModelConfig, params: dict, beams: int, slots: int = 4):
+    """Tokens of decoding with slots of each layer, and what was moved."""
+    config, params = on_host(config, params)
+    experts = ChosenExperts(config, params, slots)
+    return decoded(config, experts.params, beams, experts), experts.traffic
+
+
+def ring_model() -> tuple[ModelConfig, dict]:
+    """The model of a ring, in float32.
+
+    XLA keeps more than bfloat16's bits within what it fuses, which differs between a loop over
+    layers and layers by themselves, so that resident models differ, too.
+    """
+    config, params = model("bf16", RING_EXPERTS, RING_LAYERS)
+    config = dataclasses.replace(config, precision=Precision())
+    return config, jax.tree.map(lambda leaf: leaf.astype("float32"), params)
+
+
+def in_ring(config: ModelConfig, params: dict, beams: int):
+    """Tokens of decoding with layers of experts streamed through slots, and what was moved."""
+    ring = RingExperts(config, params, RING_SLOTS)
+    return decoded(ring.config, ring.params, beams, ring), ring.traffic
 
 
 def bytes_of_expert(config: ModelConfig, bits: int) -> int:

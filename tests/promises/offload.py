@@ -16,33 +16,29 @@ import jax
 import numpy as np
 
 from switchx.bench.offload import (
-    BATCH,
     FORMATS,
     NUM_EXPERTS,
+    RING_SLOTS,
     bytes_of_expert,
-    decoding_config,
+    decoded,
+    in_ring,
     model,
-    outputs,
+    ring_model,
 )
 from switchx.inference.artifact import open_artifact, write_artifact
 from switchx.inference.config import ExpertSlots
-from switchx.inference.generate import Generator, for_decoding
 from switchx.inference.offload.chosen_experts import (
     ChosenExperts,
     on_host,
     slices_of,
     with_slots,
 )
-from switchx.inference.offload.ring_decode import RingExperts
-from switchx.models.config import ModelConfig, Precision
-from switchx.models.params import init_params
+from switchx.models.config import Precision
 from switchx.models.unroll import unrolled
 from switchx.storage.simulation import run_policy
 from switchx.storage.trace import Trace
 
-SLOTS, BEAMS, NEW_TOKENS = (1, 4, 16), (1, 4), 12
-# Of the ring: Switch layers of each stack, experts of each, slots.
-RING_LAYERS, RING_EXPERTS, RING_SLOTS = 4, 4, 3
+SLOTS, BEAMS = (1, 4, 16), (1, 4)
 
 
 def decoding() -> Iterator[tuple]:
@@ -109,34 +105,12 @@ def ring() -> Iterator[tuple]:
     """Rows of decoding with layers of experts streamed through slots; bytes over those of a
     ring that loads all layers in each step, as the paper's does."""
     config, params = ring_model()
-    experts = RingExperts(config, params, RING_SLOTS)
-    found, traffic = decoded(experts.config, experts.params, 1, experts), experts.traffic
+    found, traffic = in_ring(config, params, beams=1)
     what = f"a ring of {RING_SLOTS} slots"
     yield "tokens_differing", what, np.sum(found != decoded(config, params, 1))
     # A call runs one stack: the prompt's the encoder, a step's the decoder.
     all_layers = traffic.calls * traffic.expert_bytes // 2
     yield "pinned_ring_vs_ring_bytes", what, traffic.moved_bytes / all_layers
-
-
-def ring_model() -> tuple[ModelConfig, dict]:
-    """The model of a ring, in float32.
-
-    XLA keeps more than bfloat16's bits within what it fuses, which differs between a loop over
-    layers and layers by themselves, so that resident models differ, too.
-    """
-    config, _ = model("bf16", RING_EXPERTS)
-    layers = RING_LAYERS * config.period
-    config = dataclasses.replace(config, num_encoder_layers=layers, num_decoder_layers=layers)
-    params = init_params(config, jax.random.key(0))
-    config = dataclasses.replace(config, precision=Precision())
-    return config, jax.tree.map(lambda leaf: leaf.astype("float32"), params)
-
-
-def decoded(config: ModelConfig, params: dict, beams: int, experts=None) -> np.ndarray:
-    """Tokens of all hypotheses of all sentences."""
-    decoding = decoding_config(beams, NEW_TOKENS)
-    generator = Generator(for_decoding(config), params, decoding, BATCH, experts=experts)
-    return np.array(outputs(generator))
 
 
 def device_bytes() -> int:
