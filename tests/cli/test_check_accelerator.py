@@ -275,7 +275,8 @@ def test_decoding_with_options_of_the_compiler(monkeypatch):
 def test_a_whole_rehearsal(tmp_path, cli):
     words = ["check", "accelerator", "--rehearsal", f"--output={tmp_path / 'out'}", "--json"]
     printed = cli.json(*words)
-    assert {row["part"] for row in printed["results"]} == {part.name for part in parts.PARTS}
+    wanted = {part.name for part in command.parts_named(())}  # the ladder is not run unasked
+    assert {row["part"] for row in printed["results"]} == wanted
     values = {check["name"]: check["value"] for check in printed["checks"]}
     assert values["kernel_tests_failed"] == values["texts_differing"] == 0
     assert {check["holds"] for check in printed["checks"]} == {None}
