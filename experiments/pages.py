@@ -121,7 +121,7 @@ def _numbers(found: dict[str, Any]) -> dict[str, Any]:
     mean, _, bounds = shown(effect).partition(" ")
     return {
         "verdict": found["verdict"] + f" (was: {before})" * bool(before),
-        "effect": f"{mean}, {found['effect_of']}",
+        "effect": ", ".join(filter(None, (mean, found["effect_of"]))),
         INTERVAL: bounds.strip("()"),
         "power": found.get("power"),
     }

@@ -221,7 +221,8 @@ def judged(rules: Sequence[Rule], results: dict[str, Any]) -> dict[str, Any]:
     on top.
 
     Args:
-        results: as results.json has them; `gates` where rules have some.
+        results: as results.json has them; `gates` where rules have some. A claim whose `runs`
+            they lack is open.
 
     Raises:
         ValueError: a look before its time, or other seeds than the rule's.
@@ -233,7 +234,9 @@ def judged(rules: Sequence[Rule], results: dict[str, Any]) -> dict[str, Any]:
 
 
 def _claim(rule: Rule, results: dict[str, Any]) -> dict[str, Any]:
-    runs = results[rule.runs] if rule.runs else results
+    runs = results.get(rule.runs) if rule.runs else results
+    if runs is None:
+        return _unmeasured(rule, OPEN, "its runs are not done.", 0)
     seeds = list(runs["seeds"])
     if len(seeds) not in rule.looks or seeds != list(rule.seeds[: len(seeds)]):
         raise ValueError(
@@ -244,18 +247,8 @@ def _claim(rule: Rule, results: dict[str, Any]) -> dict[str, Any]:
     finals = finals_of(runs)
     lost = [name for name in finals if not all(map(math.isfinite, finals[name]))]
     if stopped := [name for name in lost if name in rule.primary]:
-        return {
-            "claim": rule.claim,
-            "verdict": NOT_TESTABLE,
-            "because": f"runs of {', '.join(stopped)} have no finite quality.",
-            "effect": None,
-            "effect_of": rule.claim,
-            "p": 1.0,
-            **dict.fromkeys(("power", "margin")),
-            "look": look,
-            "looks": len(rule.looks),
-            **dict.fromkeys(("variance", "sd")),
-        }
+        because = f"runs of {', '.join(stopped)} have no finite quality."
+        return _unmeasured(rule, NOT_TESTABLE, because, look)
     finals = {name: values for name, values in finals.items() if name not in lost}
     if len({tuple(finals.get(name, name)) for name in rule.primary}) < len(rule.primary):
         raise ValueError(
@@ -287,6 +280,22 @@ def _claim(rule: Rule, results: dict[str, Any]) -> dict[str, Any]:
         "looks": len(rule.looks),
         "variance": found.model,
         "sd": found.sd,
+    }
+
+
+def _unmeasured(rule: Rule, verdict: str, because: str, look: int) -> dict[str, Any]:
+    """A claim without a number."""
+    return {
+        "claim": rule.claim,
+        "verdict": verdict,
+        "because": because,
+        "effect": None,
+        "effect_of": rule.claim,
+        "p": 1.0,
+        **dict.fromkeys(("power", "margin")),
+        "look": look,
+        "looks": len(rule.looks),
+        **dict.fromkeys(("variance", "sd")),
     }
 
 

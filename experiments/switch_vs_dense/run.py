@@ -174,33 +174,40 @@ def picture(results: dict[str, Any]) -> Figure | None:
 
 
 def judge(results: dict[str, Any]) -> dict[str, Any]:
-    """By the rules; beside them whether the gain of a doubling ends."""
-    found, finals, law = rules.judged(RULES, results), finite_of(results), []
-    if is_whole(results):
-        law = by_law(results)
-        bend = estimate(finals, curvature({f"{n} experts": n for n in EXPERTS})).interval()
+    """By the rules, of the runs that are done; beside them whether the gain of a doubling
+    ends."""
+    found, finals = rules.judged(RULES, results), finite_of(results)
+    by_experts = {f"{n} experts": n for n in EXPERTS}
+    if by_experts.keys() <= finals.keys():
+        bend = estimate(finals, curvature(by_experts)).interval()
         found["because"] += f" The gain of a doubling changes by {bend} with each further one."
+    parts = {
+        "The first rung:": results,
+        "The second rung:": results.get("second"),
+        "Half and double lengths:": results.get("lengths"),
+    }
+    tables = [{"title": title, "rows": rows(part)} for title, part in parts.items() if part]
     return found | {
         "intervals": intervals(results),
         "intervals_of": "over dense on the first rung, nats per token",
-        "tables": [
-            {"title": "The first rung:", "rows": rows(results)},
-            {"title": "The second rung:", "rows": rows(results["second"])},
-            {"title": "Half and double lengths:", "rows": rows(results["lengths"])},
-            *law,
-        ],
+        "tables": tables + (by_law(results) if is_whole(results) else []),
     }
 
 
 def run(study: Study) -> None:
-    """Trains lengths first, as the margin is of them, and times steps last, which need a quiet
-    machine."""
+    """Trains and publishes the first rung, then trains lengths, of which the margin is, and the
+    second rung; times steps last, which need a quiet machine, and publishes all."""
     files, cells = study.files(*ENGLISH), study.cells()
-    lengths = train_all(study, cells, LENGTHS)
+
+    def publish(**measured) -> None:
+        seconds = wall_seconds(cells)
+        study.publish(cells, files, judge, **first, **measured, wall_seconds=seconds)
+
     first = train_all(study, cells, study.at_look(FIRST, RULES[1]))
+    publish()
+    lengths = train_all(study, cells, LENGTHS)
     second = train_all(study, cells, Runs(SECOND.contenders, R1, RULES[0].seeds))
     if study.is_quick:
-        study.publish(cells, files, judge, seeds=[0])
         return
     times = []
     for rung in (R0, R1):
@@ -216,17 +223,7 @@ def run(study: Study) -> None:
         length: [v for curve in curves[: len(LENGTHS.seeds)] for v in curve.values()]
         for length, curves in dense.items()
     }
-    study.publish(
-        cells,
-        files,
-        judge,
-        **first,
-        second=second,
-        lengths=lengths,
-        dense_lengths=dense_lengths,
-        step_time=times,
-        wall_seconds=wall_seconds(cells),
-    )
+    publish(second=second, lengths=lengths, dense_lengths=dense_lengths, step_time=times)
 
 
 if __name__ == "__main__":

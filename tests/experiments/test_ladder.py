@@ -206,6 +206,21 @@ def test_switch_vs_dense_is_judged_by_both_its_rules():
     assert run.judge(results)["verdict"] == rules.EQUIVALENT
 
 
+def test_the_first_rung_is_judged_before_the_second_is_done():
+    """The other claim is open, on the page and in the overview."""
+    results = ladder_results()
+    for key in ("second", "lengths", "dense_lengths", "step_time"):
+        del results[key]
+    judged = pages.as_written(switch_vs_dense.judge(results))
+    done = [(claim["verdict"], claim["look"]) for claim in judged["claims"]]
+    assert done == [(rules.OPEN, 0), (rules.REPRODUCED, 1)]
+    assert [table["title"] for table in judged["tables"]] == ["The first rung:"]
+    assert switch_vs_dense.picture(results) is None
+    claims = [claim | {"p_holm": 1.0} for claim in judged["claims"]]
+    assert "its runs are not done" in judged["because"] and pages._claim_row(claims[0])
+    assert pages._numbers(claims[0])["effect"] == claims[0]["claim"]
+
+
 def test_routing_is_judged_by_its_four_rules():
     run = routing
     found = {run.ONE: -1.95, "sampling": -2.2}
