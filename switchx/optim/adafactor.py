@@ -29,6 +29,7 @@ from switchx.axes import dims_of, matrix_dims
 from switchx.fields import require, require_above_zero, require_at_least, require_below_one
 from switchx.optim.protocol import is_decayed
 from switchx.optim.schedules import Schedule, require_schedule
+from switchx.partitioning.mesh import platform_of
 
 Axes = tuple[int, ...]
 
@@ -187,7 +188,11 @@ class Adafactor:
         name_row = factoring.state_name("v_row", factoring.columns)
         name_col = factoring.state_name("v_col", factoring.rows)
         of_rows = jnp.mean(jnp.square(gradient), axis=factoring.columns)
-        of_columns = jnp.mean(jnp.square(gradient), axis=factoring.rows)
+        again = gradient
+        if platform_of(jax.sharding.get_abstract_mesh()) == "cpu":
+            # XLA writes out squares that two reductions share there; elsewhere it fuses both.
+            again = jax.lax.optimization_barrier(gradient)
+        of_columns = jnp.mean(jnp.square(again), axis=factoring.rows)
         v_row = step.average(statistics[name_row], of_rows, self.epsilon1)
         v_col = step.average(statistics[name_col], of_columns, self.epsilon1)
         row_axes = tuple(range(len(factoring.batch), v_row.ndim))

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from switchx import tree
 from switchx.axes import dims_of
 from switchx.partitioning.constrain import current_rules
+from switchx.partitioning.mesh import platform_of
 from switchx.partitioning.rules import param_spec
 
 
@@ -79,12 +80,29 @@ def apply_updates(params, updates):
     It does what `optax.apply_updates` does. The sum is rounded to the nearest value: below
     float32, an update less than half the distance to a parameter's neighbour (2^-9 of a
     bfloat16 parameter) is lost, so keep parameters that are trained in float32.
-
-    To leave parameters and state as they were when a gradient is not finite, put the whole
-    update under `jax.lax.cond`: it works in place. `jnp.where` afterwards makes XLA copy
-    moments and parameters (AdamW takes twice the time and three times the memory).
     """
     return jax.tree.map(lambda w, update: (w + update).astype(w.dtype), params, updates)
+
+
+def update_if(is_finite, update, kept: tuple, unmoved) -> tuple:
+    """`update(*kept)`, or `(*kept, unmoved)` where `is_finite` is false; both in place.
+
+    On a CPU by a conditional: XLA updates weights and moments one after another there, and
+    would copy what a selection still needs. Where it updates them in one kernel, a selection
+    costs nothing, and after a conditional a GPU copies the whole state (AdamW moves 1.9 times
+    the ideal bytes in place of 1.1, tests/promises/optimizer_bytes.py).
+
+    Args:
+        is_finite: scalar bool.
+        update: function of what is kept, that returns its new values and one value more.
+        kept: donated arrays, in trees.
+        unmoved: that one more value of a step that is left out.
+    """
+    if platform_of(jax.sharding.get_abstract_mesh()) == "cpu":
+        return jax.lax.cond(is_finite, update, lambda *kept: (*kept, unmoved), *kept)
+    return jax.tree.map(
+        lambda new, old: jnp.where(is_finite, new, old), update(*kept), (*kept, unmoved)
+    )
 
 
 def moved_average(average, params, decay: float):

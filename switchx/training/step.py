@@ -33,6 +33,7 @@ from switchx.optim.updates import (
     moved_average,
     rms_by_name,
     sliced_global_norm,
+    update_if,
 )
 from switchx.partitioning.buckets import require_bucket_bytes
 from switchx.partitioning.optimizer_slices import has_slices, into_slices, out_of_slices
@@ -337,13 +338,10 @@ def take_step(
         moved = jax.tree.map(jnp.subtract, updated, params) if step.log_rms else {}
         return updated, opt_state, average, rms_by_name(moved)
 
-    # A conditional keeps the update in place; `jnp.where` afterwards would copy everything.
     kept = state.params, state.opt_state, state.average
     rms = rms_by_name(state.params if step.log_rms else {})
     unmoved = jax.tree.map(jnp.zeros_like, rms)
-    params, opt_state, average, moved = jax.lax.cond(
-        is_finite, update, lambda *kept: (*kept, unmoved), *kept
-    )
+    params, opt_state, average, moved = update_if(is_finite, update, kept, unmoved)
     if step.log_rms:
         raw = rms_by_name(jax.tree.map(lambda gradient: gradient * unscale, grads))
         rms = {"weight_rms": rms, "weight_gradient_rms": raw, "weight_update_rms": moved}

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
-from pallas_kernels.aot import tpu_compiler
 from switchx.compiled.devices import describe_devices, json_of_child
 from switchx.compiled.training_step import batch_shapes
 from switchx.partitioning.topology import Topology
@@ -35,18 +34,27 @@ def compile_step(
 
 
 def on_tpu(module: str, *words: str) -> Iterator[tuple[str, str, float]]:
-    """The rows that a module of this folder prints in a process with the TPU compiler.
+    """The rows that a module of this folder prints of a v5e."""
+    return on_described(TOPOLOGY, module, *words)
+
+
+def on_described(
+    topology: Topology, module: str, *words: str
+) -> Iterator[tuple[str, str, float]]:
+    """The rows that a module of this folder prints in a process with a slice's compiler.
 
     None where that is not installed, which standard error says.
     """
     try:
-        tpu_compiler.compiler_folder()
+        rows = json_of_child(words, topology, module)
     except FileNotFoundError as error:
-        print(f"{module} on {TOPOLOGY} left out: {error}", file=sys.stderr)
+        print(f"{module} on {topology} left out: {error}", file=sys.stderr)
         return
-    yield from map(tuple, json_of_child(words, TOPOLOGY, module))
+    yield from map(tuple, rows)
 
 
-def print_rows(rows: Callable[[Sequence], Iterator[tuple[str, str, float]]]) -> None:
-    """Prints rows of described devices: the other side of `on_tpu`."""
-    print(json.dumps(list(rows(describe_devices(TOPOLOGY)))))
+def print_rows(
+    rows: Callable[[Sequence], Iterator[tuple[str, str, float]]], topology: Topology = TOPOLOGY
+) -> None:
+    """Prints rows of described devices: the other side of `on_described`."""
+    print(json.dumps(list(rows(describe_devices(topology)))))

@@ -17,6 +17,7 @@ from tests.promises import (
     gradient_bytes,
     loss_parity,
     offload,
+    optimizer_bytes,
     pipelines,
     planned_bytes,
     saves,
@@ -87,6 +88,11 @@ PROMISES = (
         gradient_bytes.everywhere,
         {"gradient_bytes_vs_one_reduction": "<=1.02", "expert_gradients_across_experts": "==0"},
     ),
+    Promise(
+        optimizer_bytes.everywhere,
+        # Adafactor has passes of its own; the module's docstring counts them.
+        {"adamw_bytes_vs_ideal": "<=1.5", "adafactor_bytes_vs_ideal": "<=2.26"},
+    ),
     Promise(collectives.of_layers, {"ppmoe_extra_collectives": "==0"}),
     Promise(collectives.token_tables, {"embedding_bytes_vs_replicated": "<=0.13125"}),
     Promise(collectives.buckets, {"buckets_vs_collectives": "==1"}),
@@ -155,6 +161,11 @@ WHAT = {
     "expert_gradients_across_experts": (
         "bytes of experts' gradients summed over devices with other experts"
     ),
+    "adamw_bytes_vs_ideal": (
+        "bytes that gradients and update of experts move, over one write and one read of "
+        "gradients and one read and write of weights and moments"
+    ),
+    "adafactor_bytes_vs_ideal": "the same of Adafactor, which reads a gradient four times",
     "ppmoe_extra_collectives": (
         "collectives of Pipeline MoE's layer beyond those of a dense tensor-parallel one"
     ),
