@@ -22,7 +22,9 @@ from experiments.rates.run import WIDTH
 from experiments.routing import run as routing
 from experiments.selective_precision import run as selective_precision
 from experiments.switch_vs_dense import run as switch_vs_dense
+from experiments.todays_block import run as todays_block
 from switchx.gin_config.building import job_from_gin
+from switchx.models.flops import train_flops
 from switchx.shipped import TEXTS
 
 OPTIMA = {"dense": 0.016, "2 experts": 0.012, "4 experts": 0.008, "16 experts": 0.004,
@@ -219,6 +221,27 @@ def test_the_first_rung_is_judged_before_the_second_is_done():
     claims = [claim | {"p_holm": 1.0} for claim in judged["claims"]]
     assert "its runs are not done" in judged["because"] and pages._claim_row(claims[0])
     assert pages._numbers(claims[0])["effect"] == claims[0]["claim"]
+
+
+def test_both_blocks_of_todays_block_have_the_same_flops_and_experts():
+    models = {}
+    for each in todays_block.contenders(0.01).contenders:
+        job = job_from_gin([ROOT / R0.gin_file], ["FILES='text'", *each.bindings])
+        models[each.name] = job.model, train_flops(job.model, *job.sequence_lengths)
+    (old, flops), (new, as_many) = models[todays_block.CONTROL], models[todays_block.MODERN]
+    assert flops == as_many
+    assert (old.positions, new.positions) == ("relative", "rotary")
+    assert 2 * old.d_ff == 3 * new.d_ff and new.switch.num_experts == 16
+
+
+def test_todays_block_is_judged_and_each_has_its_own_rate(swept):
+    runs = todays_block.contenders(0.01)
+    rates = [ladder.rate(R0, each) for each in runs.contenders]
+    assert rates == [pytest.approx(0.004, rel=0.05), 0.01]
+    words = [rules.REPRODUCED, rules.REFUTED]
+    for quality, word in zip((-1.9, -2.1), words, strict=True):
+        found = made(runs, todays_block.SEEDS[:4], {todays_block.MODERN: quality})
+        assert todays_block.judge(found | {"dense_lengths": LENGTHS})["verdict"] == word
 
 
 def test_routing_is_judged_by_its_four_rules():
