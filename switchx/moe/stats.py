@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from switchx.layers.attention import segment_mask
 from switchx.moe.balance import expected_drops
 from switchx.moe.capacity import out_of_groups
 from switchx.moe.config import RouterConfig
@@ -286,19 +285,29 @@ def sequence_sums(prob_GTE, plan: RoutingPlan, segment_BL):
     is_chosen_GTSE = jax.nn.one_hot(counted_GTS, plan.num_experts, dtype=jnp.float32)
     chosen_BLE = out_of_groups(jnp.sum(is_chosen_GTSE, axis=-2), B, L)
     prob_BLE, is_token_BL = out_of_groups(prob_GTE, B, L), segment_BL > 0
-    is_same_BLM = segment_mask(segment_BL, segment_BL)
-    count_BLE = jnp.einsum("BLM,BME->BLE", is_same_BLM.astype(jnp.float32), chosen_BLE)
+    count_BLE = _sums_of_own_sequence(chosen_BLE, segment_BL)
     share_BLE = count_BLE / jnp.maximum(jnp.sum(count_BLE, axis=-1, keepdims=True), 1)
-    length_BL = jnp.maximum(jnp.sum(is_same_BLM, axis=-1), 1)
+    length_BL = _sums_of_own_sequence(jnp.ones((B, L), jnp.float32), segment_BL)
     term_BL = plan.num_experts * jnp.sum(share_BLE * prob_BLE, axis=-1) / length_BL
     return jnp.sum(jnp.where(is_token_BL, term_BL, 0)), count_sequences(segment_BL)
 
 
 def count_sequences(segment_BL):
     """The number of sequences in rows, float32."""
-    is_same_BLM = segment_mask(segment_BL, segment_BL)
-    is_first_BL = (segment_BL > 0) & ~jnp.any(jnp.tril(is_same_BLM, -1), axis=-1)
-    return jnp.sum(is_first_BL, dtype=jnp.float32)
+    tokens_BL = _sums_by_sequence(jnp.ones(segment_BL.shape, jnp.float32), segment_BL)
+    return jnp.sum(tokens_BL[:, 1:] > 0, dtype=jnp.float32)
+
+
+def _sums_of_own_sequence(x_BL, segment_BL):
+    """Sums over the sequence that each token is of, `[B, L, ...]`, without an `[L, L]` mask."""
+    sums_BS = _sums_by_sequence(x_BL, segment_BL)
+    return jax.vmap(lambda sums_S, segment_L: sums_S[segment_L])(sums_BS, segment_BL)
+
+
+def _sums_by_sequence(x_BL, segment_BL):
+    """Sums by the number of a sequence, of which a row has at most as many as tokens."""
+    num_segments = segment_BL.shape[1] + 1
+    return jax.vmap(lambda x, s: jax.ops.segment_sum(x, s, num_segments))(x_BL, segment_BL)
 
 
 def join_stacks(encoder: RoutingStats | None, decoder: RoutingStats | None):

@@ -12,7 +12,8 @@ from switchx.models.config import SwitchConfig
 from switchx.moe.config import RouterConfig
 from switchx.moe.plan import make_plan, rank_experts
 from switchx.moe.router import normalized_scores, router_scores
-from switchx.moe.stats import measure_routing
+from switchx.moe.stats import count_sequences, measure_routing
+from tests.jaxprs import equations
 from tests.moe.oracle import softmax
 
 G, T, E = 2, 12, 8
@@ -160,6 +161,9 @@ def test_the_loss_by_sequence_equals_a_loop_and_counts_unbiased_choices():
     direction, step = rng.normal(size=z_BLE.shape), 1e-6
     moved = (loop(z_BLE + step * direction)[0] - loop(z_BLE - step * direction)[0]) / (2 * step)
     np.testing.assert_allclose(np.sum(slope * direction), moved, rtol=1e-4)
+    program = jax.make_jaxpr(count_sequences)(jnp.ones((1, 64), jnp.int32))
+    largest = max(v.aval.size for each in equations(program.jaxpr) for v in each.outvars)
+    assert largest < 64 * 4  # no mask [L, L]
 
 
 @pytest.mark.hf
