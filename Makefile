@@ -62,7 +62,7 @@ notebooks: $(VENV)/.installed-notebooks
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow and not aot" $(ARGS)
 
-test-all: $(VENV)/.installed-dev $(VENV)/.installed-hf
+test-all: $(VENV)/.installed-dev $(VENV)/.installed-hf $(VENV)/.installed-docs
 	$(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)
 
 # The compilers stay off the environment's path: JAX would take the machine for their hardware.

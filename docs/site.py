@@ -18,8 +18,6 @@ import re
 import types
 import typing
 
-from mkdocs.structure.files import File
-
 ROOT = pathlib.Path(__file__).parents[1]
 # Page of the site -> the file that it is, where it has another name or stands elsewhere.
 MOVED = {
@@ -62,6 +60,8 @@ def references() -> dict[str, str]:
 
 
 def on_files(files, *, config):
+    from mkdocs.structure.files import File  # tests read the references without mkdocs
+
     for name, source in MOVED.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, name, content=text))
@@ -94,6 +94,10 @@ def on_page_markdown(markdown: str, *, page, config, files) -> str:
             if files.get_file_from_path(f"{there}/README.md") is not None:
                 there = f"{there}/README.md"
             else:
+                if path.startswith("..") or not (ROOT / path).exists():
+                    raise FileNotFoundError(
+                        f"{source} links to {target}, and there is no {path}; correct the link"
+                    )
                 kind = "tree" if (ROOT / path).is_dir() else "blob"
                 return f"{link[1]}{config.repo_url}/{kind}/main/{path}{anchor})"
         return f"{link[1]}{posixpath.relpath(there, posixpath.dirname(name) or '.')}{anchor})"

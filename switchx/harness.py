@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model as lm-evaluation-harness asks it: likelihoods of continuations, and texts.
 
-Gao et al. 2024, lm_eval. It finds the class by an entry point, `lm_eval --model switchx
---model_args model_dir=runs/tiny`; `switchx eval --harness=TASKS` calls it by itself.
+Gao et al. 2024, lm_eval. `switchx eval --harness=TASKS` calls it by itself. Its own flags are
+those of `python -m switchx.harness run --model switchx --model_args model_dir=runs/tiny`. As
+`lm_eval --model switchx` it is unknown to 0.4.13, which reads no entry points; ours is for
+versions that do.
 
 A decoder-only model reads its start token, where its vocabulary has one, before every context
 (`add_bos_token=True` of the harness's own `hf`), and its end of text in place of none. Contexts
@@ -268,7 +270,7 @@ def results_of(
 
 
 if __name__ == "__main__":
-    # `python -m switchx.harness run --model switchx ...`, for versions without entry points.
+    # `python -m switchx.harness run --model switchx ...`, which needs no entry point.
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()

@@ -17,7 +17,7 @@ import jax
 from switchx.analysis.drops import training_note
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.gin_config.writing import job_gin, model_gin
-from switchx.malloc import keep_freed_memory
+from switchx.malloc import keep_freed_memory, return_freed_memory
 from switchx.manifest import git_commit
 from switchx.models.params import abstract_params
 from switchx.moe.capacity import layer_groups
@@ -97,7 +97,8 @@ def train(
     }
     with contextlib.ExitStack() as stack:
         reporter = reporter or stack.enter_context(reporter_here())
-        reporter.note(keep_freed_memory())
+        is_bounded = job.storage.host_bytes is not None
+        reporter.note(return_freed_memory() if is_bounded else keep_freed_memory())
         reporter.note(f"a model of {num_elements(abstract_params(job.model)):,} parameters")
         if (num_processes := jax.process_count()) > 1:
             reporter.note(f"{num_processes} processes, {jax.device_count()} devices")

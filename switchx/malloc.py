@@ -35,6 +35,35 @@ def keep_freed_memory() -> str:
     Raises:
         ValueError: SWITCHX_MALLOC has another value.
     """
+    return _changed(
+        {_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1, _ARENA_MAX: 1, _TOP_PAD: 2**26},
+        f"malloc keeps freed memory ({VARIABLE}=system gives it back)",
+    )
+
+
+def return_freed_memory() -> str:
+    """Has malloc give large arrays to the system once they are freed.
+
+    For those who set a bound: kept, in an arena a thread, they were more than twice
+    `StorageSpec.host_bytes` (`rss_over_budget` of `make promises`).
+
+    Returns, Raises:
+        As `keep_freed_memory`, and nothing changes where it changes nothing.
+    """
+    return _changed(
+        {
+            _MMAP_MAX: 2**16,
+            _MMAP_THRESHOLD: 2**17,
+            _TRIM_THRESHOLD: 2**17,
+            _TOP_PAD: 2**17,
+            _ARENA_MAX: 1,
+        },
+        "malloc gives freed memory to the system (StorageSpec.host_bytes bounds memory)",
+    )
+
+
+def _changed(parameters: dict[int, int], says: str) -> str:
+    """What malloc does: what `says` says if it takes these, else what leaves it as it is."""
     chosen = os.environ.get(VARIABLE, "keep")
     require(
         chosen in ("keep", "system"),
@@ -46,28 +75,7 @@ def keep_freed_memory() -> str:
         return "malloc is set by GLIBC_TUNABLES"
     if given := [name for name in _OF_GLIBC if os.environ.get(name)]:
         return f"malloc is set by {given[0]}"
-    if not _on_cpu() or not _set(
-        {_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1, _ARENA_MAX: 1, _TOP_PAD: 2**26}
-    ):
-        return "malloc is the system's"
-    return f"malloc keeps freed memory ({VARIABLE}=system gives it back)"
-
-
-def return_freed_memory() -> None:
-    """Has malloc give large arrays to the system once they are freed.
-
-    For those who set a bound: kept, in an arena a thread, they were more than twice
-    `StorageSpec.host_bytes` (`rss_over_budget` of `make promises`).
-    """
-    _set(
-        {
-            _MMAP_MAX: 2**16,
-            _MMAP_THRESHOLD: 2**17,
-            _TRIM_THRESHOLD: 2**17,
-            _TOP_PAD: 2**17,
-            _ARENA_MAX: 1,
-        }
-    )
+    return says if _on_cpu() and _set(parameters) else "malloc is the system's"
 
 
 def _set(parameters: dict[int, int]) -> bool:

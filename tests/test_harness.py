@@ -6,6 +6,8 @@ Tasks are local files; nothing is downloaded.
 
 import functools
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -13,9 +15,11 @@ import pytest
 from switchx.cli.main import main
 from tests.data.tokenizer_files import tokenizer_folder, trained
 from tests.interop.decoder_models import theirs
+from tests.processes import child_environment
 
 pytestmark = pytest.mark.hf
-pytest.importorskip("lm_eval")
+pytest.importorskip("lm_eval", reason="needs lm_eval, of the extra harness")
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 QUESTIONS = [
     {"question": "hello there", "choices": ["world", "日本", "hello hello"], "answer": 1},
@@ -138,6 +142,35 @@ def test_numbers_are_those_of_transformers(folder, capsys):
     assert write({**sampled, "top_p": 1.0, "top_k": 0}) == write(sampled)
     with pytest.raises(ValueError, match="do_sample=True without a temperature"):
         write({"do_sample": True})
+
+
+@pytest.mark.slow  # two processes
+@pytest.mark.parametrize("folder", ["qwen"], indirect=True)
+def test_the_harness_has_its_own_flags_and_needs_no_network_for_local_files(folder):
+    words = [*"-m switchx.harness run --model switchx --model_args".split(), "model_dir=run"]
+    words += "--tasks local_choices --include_path tasks".split()
+    environment = child_environment(folder, devices=1) | OFFLINE
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "local_choices" in done.stdout and "acc_norm" in done.stdout
+    about = {
+        "task": "far_away",
+        **DATA,
+        **TASKS["local_choices"],
+        "dataset_path": "switchx/none",
+    }
+    del about["dataset_kwargs"]
+    (folder / "tasks/far_away.yaml").write_text(json.dumps(about))
+    words = ["eval", "--model_dir=run", "--harness_path=tasks", "--harness=far_away"]
+    done = subprocess.run(
+        [sys.executable, "-m", "switchx", *words], cwd=folder, env=environment,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    error = done.stderr[done.stderr.index("error: ") :]
+    assert "the data of far_away cannot be had" in error and "without a network, use" in error
 
 
 @pytest.mark.parametrize(

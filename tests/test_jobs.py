@@ -20,11 +20,14 @@ import switchx
 from switchx.cli.main import main
 from switchx.fields import describe
 from switchx.jobs import TrainingInterrupted
+from switchx.training.loop import Outcome
+from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.programs import compiled_program
 from tests.compilation import T5, on_devices
 from tests.data.refusals import refused
 from tests.integration.runs import SMALL, lines, numbers
 from tests.processes import ROOT
+from tests.training.jobs import make_job
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once", "one_device")
 
@@ -62,6 +65,15 @@ def nothing_is_left():
     assert not left
     assert not {each for each in open_files() - files if each.startswith("/tmp")}
     assert handlers == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+
+
+def test_a_run_with_a_bound_on_memory_says_that_none_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr("switchx.jobs.loop.train", lambda *given: Outcome(1, True, {}))
+    monkeypatch.setattr("switchx.malloc._set", lambda parameters: True)
+    for host_bytes, said in (10**6, "gives freed memory to the system (Sto"), (None, "keeps"):
+        bounded = make_job(storage=StorageSpec("disk", host_bytes=host_bytes))
+        switchx.train(bounded, tmp_path / "run", reporter=(reporter := Silent()))
+        assert reporter.notes[0].startswith(f"malloc {said}")
 
 
 def test_a_run_of_python_is_one_of_the_commands(

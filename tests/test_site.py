@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make docs`: every page is in the navigation, and references are what the code is."""
 
+import ast
 import dataclasses
 import importlib.util
+import re
 import subprocess
 import sys
+import types
 
 import pytest
 import yaml
@@ -38,7 +41,6 @@ def test_every_page_stands_once_in_the_navigation():
 
 @pytest.fixture(scope="module")
 def site():
-    pytest.importorskip("mkdocs", reason="needs mkdocs, of the extra docs")
     spec = importlib.util.spec_from_file_location("docs_site", ROOT / "docs/site.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -53,8 +55,19 @@ def test_the_gin_page_has_the_parameters_of_the_dataclasses(site):
         part = page.partition(f"## {cls.__name__}\n\n`{cls.__module__}`")[2].partition("\n## ")[
             0
         ]
-        rows = [line.split("|")[1].strip() for line in part.splitlines() if line[:3] == "| `"]
-        assert rows == [f"`{field.name}`" for field in dataclasses.fields(cls) if field.init]
+        rows = [
+            re.split(r" (?<!\\)\| ", line[2:]) for line in part.splitlines() if "| `" in line
+        ]
+        fields = [field for field in dataclasses.fields(cls) if field.init]
+        assert [row[0] for row in rows] == [f"`{field.name}`" for field in fields]
+        for (_, kind, default, *_), field in zip(rows, fields, strict=True):
+            assert (default == "required") == (
+                field.default is field.default_factory is dataclasses.MISSING
+            )
+            if isinstance(field.default, int | float | str | None):
+                assert ast.literal_eval(default.strip("`")) == field.default
+            if isinstance(field.type, type) and not hasattr(field.type, "__origin__"):
+                assert kind == f"`{field.type.__name__}`"
         _, meanings = site.documented(cls)
         assert [field.name for field in dataclasses.fields(cls) if field.name not in meanings
                 and field.init] == [], cls  # fmt: skip
@@ -62,8 +75,61 @@ def test_the_gin_page_has_the_parameters_of_the_dataclasses(site):
     assert meanings["num_selected"].startswith("k, the number of experts")
 
 
+def test_rows_of_the_gin_page_are_what_gin_sets(site):
+    rows = set(site.gin_page().splitlines())
+    for row in (
+        "| `num_experts` | `int` | required |",
+        "| `capacity_factor` | `float` | `1.25` |",
+        "| `kind` | `Literal['top_k', 'expert_choice', 'hash', 'task']` | `'top_k'` |",
+        "| `base` | `str \\| PathLike` | required |",
+        "| `switch` | `SwitchConfig \\| None` | `None` |",
+    ):
+        assert any(each.startswith(row) for each in rows), row
+
+
+def test_a_link_to_nothing_ends_the_build(site):
+    page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="training.md"))
+    config = types.SimpleNamespace(repo_url="https://host")
+    files = types.SimpleNamespace(get_file_from_path=lambda path: None)
+
+    def moved(text):
+        return site.on_page_markdown(text, page=page, config=config, files=files)
+
+    code = "switchx/training/loop.py"
+    assert moved(f"[a](../{code})") == f"[a](https://host/blob/main/{code})"
+    with pytest.raises(FileNotFoundError, match=r"docs/training.md links to ../no.py"):
+        moved("[a](../no.py)")
+
+
+WRITTEN = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("experiments/**/README.md")]
+
+
+def anchors(page) -> set[str]:
+    """Of the headings, as GitHub and mkdocs name them, and those that a page has itself."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text), re.M)
+    slugs = (re.sub(r"[^\w\- ]", "", title.strip().lower()) for title in titles)
+    return {slug.replace(" ", "-") for slug in slugs} | set(re.findall(r' id="([^"]+)"', text))
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_anchors_are_there(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    links = re.findall(r"\]\((?![a-z]+:)([^)\s#]*)(?:#([^)\s]+))?\)", text)
+    dead = []
+    for target, anchor in links:
+        there = page.parent / target if target else page
+        there = there / "README.md" if anchor and there.is_dir() else there
+        if not there.exists() or (
+            anchor and there.suffix == ".md" and anchor not in anchors(there)
+        ):
+            dead.append(f"{target}#{anchor}")
+    assert dead == []
+
+
 @pytest.mark.slow
 def test_the_site_is_built_without_a_dead_link(site, tmp_path):
+    pytest.importorskip("mkdocs", reason="needs mkdocs, of the extra docs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -8,7 +8,8 @@ from switchx.cli import arguments as shared
 
 BENCH = """\
 Measures, in one process whose contenders take turns, and prints ratios against a baseline
-measured in the same run. Medians; the machine should have nothing else to do.
+measured in the same run. Medians; the machine should have nothing else to do. The exit
+status is 1 where a bound does not hold.
 
   switchx bench train          a training step, sparse against dense and against PyTorch
   switchx bench moe            one sparse layer by dispatcher, and a step of decoding
@@ -130,8 +131,7 @@ def run_bench(arguments) -> int:
             report = Report("bench kernels", rows, [Check(**check) for check in checks])
         else:
             report = {"train": train, "moe": moe, "decode": decode}[arguments.what].run(rounds)
-    report.print(arguments.json)
-    return 0
+    return report.print(arguments.json)
 
 
 def _soak(arguments) -> int:
@@ -156,8 +156,7 @@ def run_tune(arguments) -> int:
     with TerminalReporter() as reporter:
         rows = tune.run(arguments.rounds or TUNE_ROUNDS, note=reporter.note)
         reporter.note(f"written to {user_file()}")
-    Report("tune kernels", rows, []).print(arguments.json)
-    return 0
+    return Report("tune kernels", rows, []).print(arguments.json)
 
 
 def run_check(arguments) -> int:

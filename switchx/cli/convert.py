@@ -346,7 +346,7 @@ def _from_peft(arguments: argparse.Namespace, reporter) -> None:
     from switchx.checkpoint.adapter_run import AdapterRecord, require_merged
     from switchx.checkpoint.restore import checkpoint_fingerprint, choose_step
     from switchx.data.vocabularies import load_vocabulary
-    from switchx.interop.peft import is_made_for, read_adapters
+    from switchx.interop.peft import is_made_for, named_base, read_adapters
     from switchx.manifest import new_folder
     from switchx.models.adapters import abstract_adapters
     from switchx.models.params import abstract_params
@@ -356,9 +356,9 @@ def _from_peft(arguments: argparse.Namespace, reporter) -> None:
     step, vocabulary = choose_step(base), load_vocabulary(base.root)
     config = dataclasses.replace(run_folder.read_model_config(base), scan_layers=False)
     of_base = {"base": str(base.where), "step": step}  # found from any directory
-    rescaled = run_folder.read_rescaled(base)
+    rescaled, is_named = run_folder.read_rescaled(base), is_made_for(arguments.src, base.path)
     require(
-        rescaled is None or is_made_for(arguments.src, base.path),
+        rescaled is None or is_named,
         f"--base={arguments.base} has the factors of {rescaled} multiplied into its weights, "
         f"and adapters of {rescaled} do not fit these; merge them with PEFT and convert the "
         "whole model. For adapters of what --to=huggingface wrote, convert that and give it",
@@ -366,7 +366,14 @@ def _from_peft(arguments: argparse.Namespace, reporter) -> None:
     spec, adapters, notes = read_adapters(arguments.src, config, **of_base)
     for note in notes:
         reporter.note(note)
-    source = run_folder.read_config(base).get("source")
+    named, about_base = named_base(arguments.src), run_folder.read_config(base)
+    origin = about_base.get("origin", "a run").rpartition(": ")[2]
+    if named and not is_named and pathlib.PurePath(named).name != origin:
+        reporter.note(
+            f"the adapters name {named!r} as their base, and --base={arguments.base} is of "
+            f"{origin!r}: only the same weights make the model that was trained"
+        )
+    source = about_base.get("source")
     about = f"peft: {pathlib.Path(arguments.src).name}", source, run_folder.read_decoding(base)
     shapes = abstract_adapters(abstract_params(config), spec)
     with new_folder(arguments.dst) as folder:

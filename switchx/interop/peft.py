@@ -93,15 +93,21 @@ def write_adapters(
     write_json(folder / CONFIG, content)
 
 
-def is_made_for(folder: str | os.PathLike, base: str | os.PathLike) -> bool:
-    """Whether `write_adapters` wrote the folder for this base.
+def named_base(folder: str | os.PathLike) -> str:
+    """The folder or the name of the base that adapters were made for; empty without one.
 
     Raises:
-        ValueError: its description is missing or damaged.
+        ValueError: their description is missing or damaged.
     """
     values = read_json(pathlib.Path(folder).expanduser() / CONFIG)
     named = values.get("base_model_name_or_path")
-    return isinstance(named, str) and os.path.abspath(named) == os.path.abspath(base)
+    return named if isinstance(named, str) else ""
+
+
+def is_made_for(folder: str | os.PathLike, base: str | os.PathLike) -> bool:
+    """Whether `write_adapters` wrote the folder for this base; raises as `named_base`."""
+    named = named_base(folder)
+    return named != "" and os.path.abspath(named) == os.path.abspath(base)
 
 
 def read_adapters(

@@ -151,6 +151,8 @@ def train(
                 else:
                     step, state, data = saving.resume(program.abstract_state, job.model)
                     loader.restore(merge_states(data))
+                if is_first and job.lora is not None:  # the base may stand elsewhere now
+                    program.record.write(run)
                 records = corpora_record(job, run, reporter.note) | (records or {})
                 for path, text in records.items() if is_first else ():
                     write_atomically(path, text.encode())

@@ -80,8 +80,6 @@ def first_state(
     """
     if jax.process_index() == 0:
         write_run_config(run, job)
-        if job.lora is not None:
-            program.record.write(run)
         if job.distillation is not None:
             record = json.dumps(program.teacher_record, indent=2) + "\n"
             write_atomically(run.taught_by, record.encode())

@@ -2,14 +2,12 @@
 """`switchx bench decode` measures what it says, on models small enough to wait for."""
 
 import dataclasses
-import json
 
 import pytest
 
 from switchx.bench import decode as bench
 from switchx.bench import decode_programs, offload, serving, speculation, train
 from switchx.bench.peers import ctranslate2_peer, torch_peer
-from switchx.cli.main import main
 from switchx.models.config import ModelConfig, SwitchConfig
 
 # Little but experts, so that int4 ones take an eighth of the bytes.
@@ -46,10 +44,9 @@ def small(monkeypatch):
 
 
 @pytest.mark.slow
-def test_without_pytorch_ours_is_measured_alone(small, monkeypatch, capsys):
+def test_without_pytorch_ours_is_measured_alone(small, monkeypatch, cli):
     monkeypatch.setattr(torch_peer, "is_available", lambda: False)
-    assert main(["bench", "decode", "--rounds=1", "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    printed = cli.json("bench", "decode", "--rounds=1", "--json", status=None)
     assert printed["command"] == "bench decode"
     names = [row.get("decoding", "") for row in printed["results"]]
     assert names[0] == "ours, 64 experts, batch 2, 1 beams"

@@ -14,7 +14,7 @@ from pallas_kernels.aot import tpu_compiler
 from pallas_kernels.bench import kernels, products, tune
 from pallas_kernels.bench.cells import Cell
 from pallas_kernels.tiling.tuned import read
-from switchx.bench import equivalence, moe, storage, train
+from switchx.bench import compiled_peers, decode, equivalence, moe, storage, train
 from switchx.bench.peers import torch_peer
 from switchx.cli.main import main
 from switchx.compiled import devices
@@ -46,7 +46,7 @@ def test_train_prints_one_json_object(small_models, monkeypatch, cli, is_real):
 
         monkeypatch.setattr(train, "contender", untimed)
         monkeypatch.setattr(storage, "measured", lambda rounds: ([{"step": "resident"}], []))
-    printed = cli.json("bench", "train", "--rounds=1", "--json")
+    printed = cli.json("bench", "train", "--rounds=1", "--json", status=None)
     assert {"glibc_tunables", "switchx_malloc"} <= printed["environment"].keys()
     results, on_disk = printed["results"][:3], printed["results"][3:]
     assert [row["model"] for row in results] == ["dense", "switch 8", "switch 64"]
@@ -66,7 +66,7 @@ def test_moe_prints_one_json_object(monkeypatch, cli):
         ("DECODING_EXPERTS", 8),
     ):  # fmt: skip
         monkeypatch.setattr(moe, name, value)
-    printed = cli.json("bench", "moe", "--rounds=1", "--json")
+    printed = cli.json("bench", "moe", "--rounds=1", "--json", status=None)
     assert printed["command"] == "bench moe"
     checks = {check["name"]: check["bound"] for check in printed["checks"]}
     assert checks == {
@@ -80,7 +80,7 @@ def test_moe_prints_one_json_object(monkeypatch, cli):
 def test_kernels_prints_one_json_object(monkeypatch, cli):
     monkeypatch.setattr(kernels, "cells_of_a_cpu", lambda: [Cell(8, 12, 4, 4, 3)])
     monkeypatch.setitem(products.ROTATED_BYTES, "cpu", 2**11)
-    output = cli("bench", "kernels", "--rounds=1", "--json")
+    output = cli("bench", "kernels", "--rounds=1", "--json", status=None)
     printed = json.loads(output.out.splitlines()[-1])
     assert printed["command"] == "bench kernels"
     assert {check["name"] for check in printed["checks"]} == {
@@ -88,6 +88,17 @@ def test_kernels_prints_one_json_object(monkeypatch, cli):
         "max_error_vs_float64",
     }  # fmt: skip
     assert "1/1" in output.err
+
+
+@pytest.mark.parametrize("what", ["train", "moe", "decode", "compiled", "kernels"])
+@pytest.mark.parametrize(("value", "status"), [(2, 1), (3, 0)])
+def test_a_bound_that_is_missed_is_the_exit_status(what, value, status, monkeypatch, cli):
+    check = {"name": "times", "value": value, "bound": ">=3"}
+    report = Report(f"bench {what}", [{"times": value}], [Check(**check)])
+    module = {"compiled": compiled_peers, "kernels": kernels, "decode": decode, "moe": moe}
+    measured = (report.results, [check]) if what == "kernels" else report
+    monkeypatch.setattr(module.get(what, train), "run", lambda *given, **settings: measured)
+    assert f"times {value}.000 >=3" in cli("bench", what, status=status).out
 
 
 @pytest.mark.parametrize(

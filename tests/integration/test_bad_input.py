@@ -14,10 +14,12 @@ import shutil
 import jax
 import pytest
 
+from switchx.checkpoint.adapter_run import AdapterRecord
 from switchx.checkpoint.retention import UNFINISHED
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.main import main
 from switchx.data.vocabulary_training import train_sentencepiece
+from switchx.models.adapters import LoRASpec
 from switchx.training.program import TrainingProgram
 from tests.integration.runs import arguments, write_corpus
 
@@ -293,3 +295,25 @@ def test_eval_of_what_is_no_run(refused, files):
         refused(said, "eval", *arguments(folder, files))
     assert list(pathlib.Path("empty").iterdir()) == []
     assert not pathlib.Path("none").exists()
+
+
+# Adapters.
+
+
+@pytest.mark.parametrize(
+    ("command", "binding", "said"),
+    [
+        ("train", "LoRASpec.rank=0", "LoRASpec.rank=0; use at least 1"),
+        ("train", "LoRASpec.targets=('dense_ffn',)", "('dense_ffn',) matches no weight"),
+        ("train", "NUM_EXPERTS=16", "holds another model (model.switch.num_experts"),
+        ("eval", "LoRASpec.rank=8", "fingerprint was 000000000000; that folder has another"),
+    ],
+)
+@pytest.mark.usefixtures("one_device")
+def test_adapters_that_do_not_fit(command, binding, said, finished_run, tmp_path, refused):
+    base, run = finished_run.folder, tmp_path / "run"
+    if command == "eval":
+        shutil.copytree(base, run)
+        AdapterRecord(LoRASpec(str(base), 12), "0" * 64).write(RunFolder(run))
+    bindings = "LORA=@LoRASpec()", f"LoRASpec.base='{base}'", binding
+    refused(said, command, *arguments(run, finished_run.files, *bindings))

@@ -16,6 +16,7 @@ import switchx
 from switchx import tree
 from switchx.cli.main import main
 from switchx.gin_config import building
+from switchx.malloc import keep_freed_memory
 from switchx.training.job import TrainingJob
 from tests.integration.runs import arguments, lines
 
@@ -86,6 +87,7 @@ def test_the_run_folder_holds_what_the_readme_says(finished_run):
     assert validation[-1]["neg_log_perplexity"] > validation[0]["neg_log_perplexity"]
     assert list((folder / "tensorboard").glob("events*"))
     assert f"tensorboard --logdir={folder}/tensorboard\n" in finished_run.stderr
+    assert f"  {keep_freed_memory()}\n" in finished_run.stderr
     assert {path.name for path in (folder / "checkpoints").iterdir()} >= {"4", "8", "12"}
     assert (folder / "git_commit.txt").read_text().strip()
     (account,) = json.loads((folder / "corpora.json").read_text())
@@ -148,7 +150,7 @@ def test_sigterm_and_kill_9_and_the_same_command_end_bit_equal(
     assert [line["step"] for line in lines(folder / "metrics.jsonl")] == [2, 4, 6, 8, 10, 12]
 
 
-def test_a_damaged_checkpoint_is_skipped_and_kept(finished_run, run, tmp_path):
+def test_a_damaged_checkpoint_is_skipped_and_kept(finished_run, run, tmp_path, monkeypatch):
     folder = tmp_path / "damaged"
     shutil.copytree(finished_run.folder, folder)
     newest = folder / "checkpoints" / "12"
@@ -156,7 +158,9 @@ def test_a_damaged_checkpoint_is_skipped_and_kept(finished_run, run, tmp_path):
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 0xFF
     data.write_bytes(content)
+    monkeypatch.setenv("SWITCHX_MALLOC", "system")  # and what says so, in passing
     said = run("train", *arguments(folder, finished_run.files)).err
+    assert "malloc gives freed memory to the system (SWITCHX_MALLOC=system)" in said
     assert str(newest) in said and "is skipped" in said and "resumed from step 8" in said
     kept = next((folder / "checkpoints").glob("12.damaged*"))
     assert (kept / data.relative_to(newest)).read_bytes() == bytes(content)

@@ -361,6 +361,10 @@ def test_a_run_goes_on_with_its_base_and_refuses_another(bases, tmp_path):
             restore_params(run.root)
     run.adapter.write_text(json.dumps(record | {"base": str(tmp_path / "moved")}))
     jax.tree.map(np.testing.assert_array_equal, restore_params(run.root), params)
+    run.adapter.write_text(json.dumps(record))  # names the folder that is not there
+    trained(run.root, tmp_path / "moved", 4)
+    assert json.loads(run.adapter.read_text()) == record | {"base": str(tmp_path / "moved")}
+    jax.tree.map(np.testing.assert_array_equal, restore_params(run.root), params)
     with refused("has adapters alone, and a whole model is read here; merge them first"):
         train(make_job(SPARSE, init_from=str(run.root)), RunFolder(tmp_path / "b"), Events())
 
