@@ -46,6 +46,11 @@ def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
         notes.append(
             f"the model has no limit of length; max_position_embeddings={_NO_LIMIT} is written"
         )
+    if kin.model_type == "dots1" and config.biases_of_attention == "none":
+        notes.append(
+            f"GLM-4-MoE of whole heads and dots1 are one model: {kin.architecture} is written "
+            "of both, with the same tensors"
+        )
     values = {
         "architectures": [kin.architecture],
         "model_type": kin.model_type,
