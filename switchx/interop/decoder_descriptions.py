@@ -46,11 +46,7 @@ def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
         notes.append(
             f"the model has no limit of length; max_position_embeddings={_NO_LIMIT} is written"
         )
-    if kin.model_type == "dots1" and config.biases_of_attention == "none":
-        notes.append(
-            f"GLM-4-MoE of whole heads and dots1 are one model: {kin.architecture} is written "
-            "of both, with the same tensors"
-        )
+    notes += _notes_of_family(kin, config)
     values = {
         "architectures": [kin.architecture],
         "model_type": kin.model_type,
@@ -119,6 +115,15 @@ def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
     )
     dtype = config.precision.params
     return kin, values | {"torch_dtype": dtype, "dtype": dtype}, notes
+
+
+def _notes_of_family(kin: Decoder, config: ModelConfig) -> list[str]:
+    if kin.model_type != "dots1" or config.biases_of_attention != "none":
+        return []
+    return [
+        f"GLM-4-MoE of whole heads and dots1 are one model: {kin.architecture} is written of "
+        "both, with the same tensors"
+    ]
 
 
 def with_shared_expert(config: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
