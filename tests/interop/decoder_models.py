@@ -89,7 +89,7 @@ def theirs(case: str, **more):
     return randomize(AutoModelForCausalLM.from_config(config, **eager)).float()
 
 
-def ids_of(model) -> dict:
+def special_ids_of(model) -> dict:
     """Special ids of its `generation_config.json`."""
     kinds = ("bos", "eos", "pad")
     return {each: getattr(model.generation_config, f"{each}_token_id") for each in kinds}
