@@ -29,6 +29,7 @@ from switchx.models.params import abstract_params
 
 _NO_LIMIT = 32768  # positions, where a model has no limit
 _NO_SHARED_D_FF = 128  # tensor parallelism divides it
+_ALSO_GLM = "GLM-4-MoE of whole heads is one model with dots1: Dots1ForCausalLM is written"
 
 
 def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
@@ -46,7 +47,7 @@ def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
         notes.append(
             f"the model has no limit of length; max_position_embeddings={_NO_LIMIT} is written"
         )
-    notes += _notes_of_family(kin, config)
+    notes += [_ALSO_GLM] * (kin.model_type == "dots1" and config.biases_of_attention == "none")
     values = {
         "architectures": [kin.architecture],
         "model_type": kin.model_type,
@@ -115,15 +116,6 @@ def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
     )
     dtype = config.precision.params
     return kin, values | {"torch_dtype": dtype, "dtype": dtype}, notes
-
-
-def _notes_of_family(kin: Decoder, config: ModelConfig) -> list[str]:
-    if kin.model_type != "dots1" or config.biases_of_attention != "none":
-        return []
-    return [
-        f"GLM-4-MoE of whole heads and dots1 are one model: {kin.architecture} is written of "
-        "both, with the same tensors"
-    ]
 
 
 def with_shared_expert(config: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:

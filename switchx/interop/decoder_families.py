@@ -590,10 +590,7 @@ class _SeparateExperts:
 
     transformers 5 has them fused in memory, and in files where `save_original_format` is false:
     `mlp.experts.gate_up_proj` `[E, 2 F, D]` and `mlp.experts.down_proj` `[E, D, F]`. Those of
-    blocks that are not sparse in `config` stay whole.
-
-    Raises:
-        ValueError: E is not that of `config`; a header may say any E of tensors without bytes.
+    blocks that are not sparse in `config` stay whole; another E than its own is refused.
     """
 
     def __init__(self, kin: Decoder, tensors: TensorFolder, config: ModelConfig):

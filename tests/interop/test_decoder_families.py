@@ -251,14 +251,12 @@ def test_a_head_of_every_family_may_have_a_size_of_its_own():
         ),
         ("llama_3_8b", dict(rope_scaling=7), "rope_scaling=7; expected one object"),
         ("llama_3_8b", dict(rope_scaling=dict(rope_type=["yarn"])), "rope_type=['yarn']; exp"),
-        ("llama_3_8b", dict(rope_parameters=dict(type=7)), "type=7; expected a text"),
         (
             "llama_3_8b", dict(rope_parameters=dict(rope_theta=1e4)),
             "rope_theta=500000.0 and the rope_theta=10000.0 of rope_parameters differ",
         ),
         ("llama_3_8b", dict(rope_scaling=dict(YARN, mscale=1, mscale_all_dim=-1)), "(1.0, -1"),
         ("llama_3_8b", dict(rope_theta=10**400), "rope_theta=1000"),
-        ("llama_3_8b", dict(rms_norm_eps=-(10**400)), "rms_norm_eps=-1000"),
         ("llama_3_8b", dict(rope_scaling=dict(type="linear")), "factor=None; expected a num"),
         (
             "llama_3_8b", dict(rope_scaling=dict(rope_type="llama3", factor=8.0)),
@@ -301,11 +299,9 @@ def test_what_cannot_be_read_is_refused_by_name(model, changes, message):
         ("qwen3_moe", dict(num_hidden_layers=7, decoder_sparse_step=3), (2, 5)),
         ("ernie4_5_moe", dict(num_hidden_layers=5, moe_layer_interval=2), (1, 3)),
         ("qwen3_moe", dict(num_hidden_layers=6, decoder_sparse_step=3), None),
-        ("ernie4_5_moe", dict(num_hidden_layers=5, moe_layer_interval=1), None),
     ],
 )
 def test_sparse_blocks_need_not_end_with_the_last_block(kind, changes, sparse):
-    """A list where the period does not divide the blocks, and the period where it does."""
     config = read(valid(kind) | dict(mlp_only_layers=[]) | changes)
     assert config.switch.decoder_layers == sparse
     assert read(describe(config)[1]) == config
@@ -323,7 +319,6 @@ def test_two_families_that_are_one_model_are_said_to_be():
 
 
 def valid(kind: str) -> dict:
-    """The config.json of a small model of a family."""
     return BASE | dict(num_experts_per_tok=2) | CASES[kind][1] | dict(model_type=kind)
 
 
@@ -358,7 +353,6 @@ def test_hostile_values_of_a_config_are_refused_in_a_line(kind):
 
 
 def test_fused_experts_of_another_number_are_refused_before_they_are_taken_apart(tmp_path):
-    """A header may have any number of experts without bytes."""
     (tmp_path / "config.json").write_text(json.dumps(valid("olmoe")))
     shape = [10**9, 0, 4]
     for layer, message in ((1, f"has shape {shape}"), (2, f"nothing, got shape {shape}")):
