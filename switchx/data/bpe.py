@@ -251,11 +251,14 @@ def read_bpe(folder: str | Path) -> BpeVocabulary:
     )
     first = next((end for end in ids(config, "eos") if end in ends), ends[0])
     pads = next(filter(None, (ids(each, "pad") for each in (generation, config, own))), [])
+    starts = next(filter(None, (ids(each, "bos") for each in (generation, config))), [])
     return BpeVocabulary(
         path=str(file),
         pad_id=next((pad for pad in pads if pad not in ends), None),
         eos_ids=(first, *(end for end in dict.fromkeys(ends) if end != first)),
         start_id=_start_id(tokenizer, own, ids(own, "bos"), str(folder)),
+        named_bos=starts[0] if starts else None,
+        named_pad=pads[0] if pads else None,
     )
 
 

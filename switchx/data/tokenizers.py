@@ -389,21 +389,31 @@ class ByteVocabulary(Vocabulary):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OwnIds(Vocabulary):
-    """The base of vocabularies whose special ids are fields; by default they are T5's."""
+    """The base of vocabularies whose special ids are fields; by default they are T5's.
+
+    Attributes:
+        named_bos, named_pad: `bos_token_id` and `pad_token_id` of a model's files, which are
+            written back; None where they name none. A start may be named and not used, and
+            padding that is an end is none here. No text has other ids for them.
+    """
 
     pad_id: int | None = PAD_ID
     eos_ids: tuple[int, ...] = (EOS_ID,)
     start_id: int | None = PAD_ID
+    named_bos: int | None = dataclasses.field(default=None, compare=False)
+    named_pad: int | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self):
-        ends, others = self.eos_ids, [self.pad_id, self.start_id]
+        ends = self.eos_ids
+        others = [self.pad_id, self.start_id, self.named_bos, self.named_pad]
         others = [i for i in others if i is not None]
         require(
             isinstance(ends, list | tuple)
             and len(ends) > 0
             and all(type(i) is int and 0 <= i < 1 << 31 for i in (*ends, *others)),
-            f"eos_ids={ends}, pad_id={self.pad_id}, start_id={self.start_id}; expected one end "
-            "at least, and ids from 0 on, or None for no padding or no start",
+            f"eos_ids={ends}, pad_id={self.pad_id}, start_id={self.start_id}, named_bos="
+            f"{self.named_bos}, named_pad={self.named_pad}; expected one end at least, and ids "
+            "from 0 on, or None for no padding or no start",
         )
         object.__setattr__(self, "eos_ids", tuple(ends))
         require(

@@ -56,7 +56,7 @@ _KINDS = {
 
 # Where there are some, and where they are not ours.
 _ADDED, _SPECIAL = "added_tokens", "special_ids"
-_OWN = ("pad_id", "eos_ids", "start_id")
+_OWN, _NAMED = ("pad_id", "eos_ids", "start_id"), ("named_bos", "named_pad")
 # More than any description of a vocabulary needs, and than any vocabulary has ids.
 _MOST_BYTES, _MOST_IDS = 1 << 20, 1 << 31
 
@@ -306,6 +306,8 @@ def _describe(vocabulary: Vocabulary) -> dict:
             numbers |= {} if special_ids == OURS else {_SPECIAL: list(special_ids)}
             if isinstance(vocabulary, OwnIds) and vocabulary.special_ids_text:
                 numbers |= {name: getattr(vocabulary, name) for name in _OWN}
+            named = {name: getattr(vocabulary, name, None) for name in _NAMED}
+            numbers |= {name: value for name, value in named.items() if value is not None}
             return {"kind": kind, "fingerprint": fingerprint} | numbers
     fields = describe(vocabulary, "the vocabulary")
     kind = fields.pop("type")
@@ -331,6 +333,7 @@ def _from_description(description, file: Path) -> Vocabulary:
     lists = {name for name in (_ADDED, _SPECIAL) if name in fields and name in description}
     has_own = _OWN[0] in fields and _OWN[0] in description
     own = {name: description.get(name) for name in _OWN} if has_own else {}
+    own |= {n: description[n] for n in _NAMED if n in fields and n in description}
     is_known = cls and set(description) == {"kind", "fingerprint", *names, *lists, *own}
     special_ids = description.get(_SPECIAL, OURS) if is_known else OURS
     are_ids = isinstance(special_ids, list | tuple) and len(special_ids) == len(OURS)

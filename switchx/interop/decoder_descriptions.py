@@ -29,6 +29,7 @@ from switchx.models.params import abstract_params
 
 _NO_LIMIT = 32768  # positions, where a model has no limit
 _NO_SHARED_D_FF = 128  # tensor parallelism divides it
+_ALSO_GLM = "GLM-4-MoE of whole heads is one model with dots1: Dots1ForCausalLM is written"
 
 
 def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
@@ -46,6 +47,7 @@ def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
         notes.append(
             f"the model has no limit of length; max_position_embeddings={_NO_LIMIT} is written"
         )
+    notes += [_ALSO_GLM] * (kin.model_type == "dots1" and config.biases_of_attention == "none")
     values = {
         "architectures": [kin.architecture],
         "model_type": kin.model_type,

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from switchx.fields import require
-from switchx.interop.huggingface_config import MOST_BLOCKS, MOST_EXPERTS, Fields, shown
+from switchx.interop.huggingface_config import MOST_BLOCKS, Fields, shown
 from switchx.interop.tensor_folder import (
     WAY_OUT,
     TensorFolder,
@@ -274,9 +274,16 @@ def _read_switch(kin: Decoder, fields: Fields, config: ModelConfig) -> SwitchCon
         return None
     step = N // len(sparse)
     where = {"encoder_layers": (), "decoder_layers": sparse}
-    if sparse == tuple(range(step - 1, N, step)):
+    if N % step == 0 and sparse == tuple(range(step - 1, N, step)):
         where = {"every": step}
     is_normalized = kin.normalizes or fields.flag("norm_topk_prob", kin.normalized)
+    num_selected = fields.whole(kin.num_selected)
+    require(
+        num_selected > 1 or not is_normalized,
+        f"{fields.where}: {kin.num_selected}=1 with normalized gates cannot be converted: each "
+        "gate is 1 whatever the router says, which switchx has not; expected 2 or more"
+        f"{'' if kin.normalizes else ', or norm_topk_prob=false'}, if it was trained so",
+    )
     scores: dict[str, Any] = {}
     if kin.has_sigmoid:
         scores = {
@@ -287,19 +294,19 @@ def _read_switch(kin: Decoder, fields: Fields, config: ModelConfig) -> SwitchCon
         }
     names = (E, "num_experts", "num_local_experts")  # transformers 5 renames it
     name = next((each for each in names if each in fields.values), E)
+    num_experts = fields.experts(name, len(sparse))
     d_ff, shared = fields.whole(kin.expert_d_ff), None
     if kin.shared_d_ff:
         shared = fields.whole(kin.shared_d_ff)
     elif kin.shared_count:
         shared = fields.whole(kin.shared_count, kin.num_shared, least=0) * d_ff or None
     return SwitchConfig(
-        num_experts=fields.whole(name, most=MOST_EXPERTS),
+        num_experts=num_experts,
         d_ff=None if d_ff == config.d_ff else d_ff,
         shared_d_ff=shared,
         shared_gate=bool(kin.shared_d_ff),
         router=RouterConfig(
-            num_selected=fields.whole(kin.num_selected),
-            # Of one expert alone the gate would be 1, and switchx refuses it.
+            num_selected=num_selected,
             gate="normalized" if is_normalized else "score" if kin.has_sigmoid else "softmax",
             exploration="none",
             overflow="dropless",
@@ -330,6 +337,7 @@ def _sparse_blocks(kin: Decoder, fields: Fields, N: int) -> tuple[int, ...]:
         isinstance(dense, list) and all(type(i) is int for i in dense),
         f"{fields.where}: mlp_only_layers={shown(dense)}; expected a list of blocks",
     )
+    dense = set(dense)
     return tuple(i for i in range(N) if i not in dense and (i + 1) % step == 0)
 
 
@@ -338,7 +346,7 @@ def _has_window(kin: Decoder, fields: Fields) -> bool:
     if kin.whole_blocks is None:
         return True
     if (kinds := fields.values.get("layer_types")) is not None:
-        return kinds != ["full_attention"] * fields.whole("num_hidden_layers")
+        return kinds != ["full_attention"] * fields.whole("num_hidden_layers", most=MOST_BLOCKS)
     whole = fields.whole("max_window_layers", kin.whole_blocks, least=0)
     return fields.whole("num_hidden_layers") > whole
 
@@ -352,22 +360,28 @@ def _read_rotary(kin: Decoder, fields: Fields) -> RotaryConfig:
             f"{fields.where}: {name}={shown(value)}; expected one object of numbers for all "
             "layers",
         )
-    kinds = {_kind(values) for values in (old, new) if values}
+    kinds = {_kind(values, fields.where) for values in (old, new) if values}
     require(
         len(kinds) < 2 and not any(old[n] != new[n] for n in old.keys() & new.keys()),
         f"{fields.where}: rope_scaling={shown(old)} and rope_parameters={shown(new)} differ; "
         "keep the one that the model was trained with",
     )
-    values = {"rope_theta": fields.values.get("rope_theta")} | new | old
+    theta, values = fields.values.get("rope_theta"), new | old
+    inner = values.get("rope_theta")
+    require(
+        theta is None or inner is None or theta == inner,
+        f"{fields.where}: rope_theta={shown(theta)} and the rope_theta={shown(inner)} of "
+        f"{'rope_scaling' if 'rope_theta' in old else 'rope_parameters'} differ; keep the one "
+        "that the model was trained with",
+    )
+    values["rope_theta"] = theta if inner is None else inner
     own = Fields({n: v for n, v in values.items() if v is not None}, fields.where)
     kind = kinds.pop() if kinds else "default"
     scaling = next((ours for ours, theirs in ROTARY.items() if theirs == kind), None)
-    needed = {"dynamic": "angles by the text's length", "longrope": "two tables of factors"}
     require(
         scaling is not None,
         f"{fields.where}: rope type {shown(kind)} cannot be converted: switchx has not "
-        f"{needed.get(kind, 'this type')} (models of {kind} need it); expected one of "
-        f"{', '.join(ROTARY.values())}",
+        f"{_NEEDED.get(kind, 'this type')}; expected one of {', '.join(ROTARY.values())}",
     )
     found: dict[str, Any] = {"theta": own.number("rope_theta", kin.theta)}
     found["fraction"] = kin.fraction or 1.0
@@ -396,8 +410,16 @@ def _read_rotary(kin: Decoder, fields: Fields) -> RotaryConfig:
     return RotaryConfig(scaling=scaling, **found)
 
 
-def _kind(values: dict[str, Any]):
-    return values.get("rope_type", values.get("type", "default"))
+# Rope types that are refused: what is missing, and which models need it.
+_NEEDED = {
+    "dynamic": "angles by the text's length (InternLM2 needs them)",
+    "longrope": "two tables of factors (Phi-3.5-MoE and Phi-3 of 128k tokens need them)",
+}
+
+
+def _kind(values: dict[str, Any], where: str) -> str:
+    of = Fields(values, where)
+    return of.text("rope_type", of.text("type", "default"))
 
 
 def _attention_factor(own: Fields) -> float | None:
@@ -405,6 +427,10 @@ def _attention_factor(own: Fields) -> float | None:
     if "attention_factor" in own.values:
         return own.number("attention_factor", 1.0)
     scales = own.number("mscale", 0.0), own.number("mscale_all_dim", 0.0)
+    require(
+        min(scales) >= 0,
+        f"{own.where}: mscale, mscale_all_dim={scales}; expected numbers from 0 on",
+    )
     if not all(scales):
         return None
     log = math.log(max(1.0, own.number("factor", 1.0)))
@@ -481,7 +507,7 @@ def read_params(
         ValueError: tensors are missing, unexpected or of another shape.
     """
     where, left_out = str(tensors.folder), tensors.unread
-    tensors = _SeparateExperts(kin, tensors)
+    tensors = _SeparateExperts(kin, tensors, config)
     found = {n: shape for n, shape in tensors.shapes.items() if not n.endswith(_UNREAD)}
     unread = kin.unread
     if unread == "block":  # eh_proj tells it from one that config.json does not count
@@ -563,23 +589,30 @@ class _SeparateExperts:
     """A folder's tensors with those of each expert apart, as the hub's files have them.
 
     transformers 5 has them fused in memory, and in files where `save_original_format` is false:
-    `mlp.experts.gate_up_proj` `[E, 2 F, D]` and `mlp.experts.down_proj` `[E, D, F]`.
+    `mlp.experts.gate_up_proj` `[E, 2 F, D]` and `mlp.experts.down_proj` `[E, D, F]`. Those of
+    blocks that are not sparse in `config` stay whole; another E than its own is refused.
     """
 
-    def __init__(self, kin: Decoder, tensors: TensorFolder):
+    def __init__(self, kin: Decoder, tensors: TensorFolder, config: ModelConfig):
         self._tensors, self._last = tensors, ("", None)
         self.shapes, self._parts = {}, {}
         is_fused = any(name.endswith(_FUSED) for name in tensors.shapes)
         gate, up, down = kin.matrices
+        ffns = {f"model.layers.{layer}.{kin.ffn}." for layer in sparse_layers(config)}
         for name, shape in tensors.shapes.items():
             own = name
             for their, our in ((".mlp.", f".{kin.ffn}."), *_IN_MEMORY) if is_fused else ():
                 own = own.replace(their, our)
             kind = next((each for each in (*_FUSED, *kin.fused) if own.endswith(each)), None)
-            if kind is None or len(shape) != 3:
+            if kind is None or len(shape) != 3 or own.removesuffix(kind) not in ffns:
                 self.shapes[own], self._parts[own] = shape, (name, ...)
                 continue
             E, rows, columns = shape
+            require(
+                config.switch.num_experts == E,
+                f"{tensors.folder}: {name} has shape {list(shape)}; expected "
+                f"{config.switch.num_experts} experts, as config.json says: {WAY_OUT}",
+            )
             half, parts = rows // 2, {down: slice(rows)}
             if kind in (_FUSED[0], kin.fused[0]):
                 parts = {gate: slice(half), up: slice(half, rows)}

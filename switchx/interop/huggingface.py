@@ -194,18 +194,20 @@ def _read_decoder(
         )
         return Checkpoint(config, params, None, ids=ids, **of)
     said = fields.values | generation
-    ends, pad = end_ids(said), said.get("pad_token_id")
-    pad = None if pad == -1 else pad  # Llama's files have it for none
+    ends, pad, bos = end_ids(said), said.get("pad_token_id"), said.get("bos_token_id")
+    pad, bos = (None if i == -1 else i for i in (pad, bos))  # Llama's files have it for none
     require(
-        bool(ends) and all(type(i) is int for i in [*ends, pad or 0]),
-        f"{fields.where}: eos_token_id={ends!r:.80}, pad_token_id={pad!r:.80}; expected ids of "
-        "tokens: correct the file",
+        bool(ends) and all(type(i) is int for i in [*ends, pad or 0, bos or 0]),
+        f"{fields.where}: eos_token_id={ends!r:.80}, pad_token_id={pad!r:.80}, bos_token_id="
+        f"{bos!r:.80}; expected ids of tokens: correct the file",
     )
     ids = TokenIdVocabulary(
         config.vocab_size,
         pad_id=None if pad in ends else pad,
         eos_ids=tuple(dict.fromkeys(ends)),
         start_id=None,
+        named_bos=bos,
+        named_pad=pad,
     )
     return Checkpoint(config, params, None, ids=ids, **of)
 
@@ -239,10 +241,11 @@ def write_decoder(
     tensors = _tensors(names, leaves, config, orders=decoder_families.orders(kin, config))
     write_safetensors(folder, tensors, MOST_SHARD_BYTES)
     ends = list(vocabulary.eos_ids)
+    bos, pad = (getattr(vocabulary, f"named_{name}", None) for name in ("bos", "pad"))
     ids = {
-        "bos_token_id": vocabulary.start_id,
+        "bos_token_id": vocabulary.start_id if bos is None else bos,
         "eos_token_id": ends if len(ends) > 1 else ends[0],
-        "pad_token_id": vocabulary.pad_id,
+        "pad_token_id": vocabulary.pad_id if pad is None else pad,
     }
     generation = write_generation(decoding, OURS, 0) | ids
     del generation["decoder_start_token_id"]

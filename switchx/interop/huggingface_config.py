@@ -6,8 +6,8 @@ side cannot express is refused with the reason, never approximated.
 """
 
 import dataclasses
-import math
 import re
+import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -74,7 +74,7 @@ _SIZES = {
     "num_layers": "num_encoder_layers",
 }
 # What a hostile file may not exceed; the largest model there is has 30 blocks of 2048 experts.
-MOST_BLOCKS, MOST_EXPERTS, _MOST_SIZE = 1000, 1 << 16, 1 << 31
+MOST_BLOCKS, _MOST_EXPERTS, _MOST_SIZE = 1000, 1 << 16, 1 << 31
 _MOST_EXPERTS_IN_ALL = 1 << 18
 # Slots of an expert of which none is ever the last.
 _UNLIMITED = 2**31 - 1
@@ -187,9 +187,20 @@ class Fields:
 
         return self._take(name, default, expected, is_right)
 
+    def experts(self, name: str, num_blocks: int, default: int | None = None) -> int:
+        """The number of experts of each of so many blocks, whose tensors can be listed."""
+        count = self.whole(name, default, _MOST_EXPERTS)
+        require(
+            count * num_blocks <= _MOST_EXPERTS_IN_ALL,
+            f"{self.where}: {name}={count} in each of {num_blocks} blocks; expected "
+            f"{_MOST_EXPERTS_IN_ALL} in all at most",
+        )
+        return count
+
     def number(self, name: str, default: float | None = None) -> float:
         def is_number(value) -> bool:
-            return type(value) in (int, float) and abs(value) < math.inf
+            # An int is compared exactly; float() of a larger one overflows.
+            return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
         return float(self._take(name, default, "a number", is_number))
 
@@ -310,15 +321,8 @@ def _read_switch(
         blocks.append(said if found is None else found.sparse[stack])
     if not any(blocks):
         return None
-    num_experts = fields.whole("num_experts", 8, MOST_EXPERTS)
-    num_blocks = sum(map(len, blocks))
-    require(
-        num_experts * num_blocks <= _MOST_EXPERTS_IN_ALL,
-        f"{fields.where}: num_experts={num_experts} in each of {num_blocks} blocks; expected "
-        f"{_MOST_EXPERTS_IN_ALL} in all at most",
-    )
     return SwitchConfig(
-        num_experts=num_experts,
+        num_experts=fields.experts("num_experts", sum(map(len, blocks)), 8),
         expert_capacity=fields.whole("expert_capacity", 64),
         router=RouterConfig(
             jitter=fields.number("router_jitter_noise", 0.01),

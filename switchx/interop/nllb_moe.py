@@ -22,7 +22,7 @@ from collections.abc import Collection
 import numpy as np
 
 from switchx.fields import require
-from switchx.interop.huggingface_config import MOST_BLOCKS, MOST_EXPERTS, Fields, switch_layers
+from switchx.interop.huggingface_config import MOST_BLOCKS, Fields, switch_layers
 from switchx.interop.tensor_folder import (
     WAY_OUT,
     TensorFolder,
@@ -129,7 +129,7 @@ def read_config(
     if not (in_encoder or in_decoder):
         return model()
     switch = SwitchConfig(
-        num_experts=fields.whole("num_experts", 128, MOST_EXPERTS),
+        num_experts=fields.experts("num_experts", len(in_encoder) + len(in_decoder), 128),
         expert_bias=True,
         router=RouterConfig(
             num_selected=2,

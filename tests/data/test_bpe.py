@@ -108,6 +108,7 @@ def test_the_file_is_kept_byte_for_byte_with_what_stands_beside_it(tmp_path, lib
     assert description == {
         "kind": "bpe", "fingerprint": read_bpe(folder).fingerprint(), "pad_id": None,
         "eos_ids": list(vocabulary.eos_ids), "start_id": None,
+        "named_pad": read_bpe(folder).named_pad,
     }  # fmt: skip
     (directory / "special_tokens_map.json").symlink_to("/etc/passwd")
     with refused(f"{directory}/special_tokens_map.json leads out of the folder"):

@@ -61,6 +61,9 @@ CASES = {
     "qwen3_moe": ("qwen3_moe", dict(
         EXPERTS, head_dim=12, norm_topk_prob=True, mlp_only_layers=[0]
     )),
+    "qwen3_moe, dense after the last sparse": ("qwen3_moe", dict(
+        EXPERTS, num_hidden_layers=5, decoder_sparse_step=2
+    )),
     "glm4_moe": ("glm4_moe", dict(
         LIKE_DEEPSEEK, n_shared_experts=1, attention_bias=True, use_qk_norm=True, head_dim=12,
     )),
@@ -84,6 +87,12 @@ def theirs(case: str, **more):
     config = AutoConfig.for_model(kind, **BASE | changes | more)
     eager = dict(attn_implementation="eager", experts_implementation="eager")
     return randomize(AutoModelForCausalLM.from_config(config, **eager)).float()
+
+
+def special_ids_of(model) -> dict:
+    """Special ids of its `generation_config.json`."""
+    kinds = ("bos", "eos", "pad")
+    return {each: getattr(model.generation_config, f"{each}_token_id") for each in kinds}
 
 
 def batch_of(token_BL):

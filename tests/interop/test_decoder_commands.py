@@ -18,8 +18,9 @@ from switchx.cli.main import main
 from switchx.interop.decoder_families import DECODERS
 from switchx.interop.huggingface import read_checkpoint
 from switchx.tree import named_leaves
+from tests.data.refusals import refused
 from tests.data.tokenizer_files import tokenizer_folder
-from tests.interop.decoder_models import CASES, V, theirs
+from tests.interop.decoder_models import CASES, V, special_ids_of, theirs
 
 pytestmark = pytest.mark.hf
 
@@ -58,6 +59,7 @@ def test_an_option_is_read_writes_texts_and_is_written_back(case, tmp_path, caps
     model = theirs(case)
     eos = [2, 40]
     model.generation_config.eos_token_id = eos
+    model.generation_config.pad_token_id = 40  # an end pads, as in Qwen's chat models
     model.save_pretrained(tmp_path / "theirs")
     run = converted(tmp_path)
     assert "no tokenizer.json" in capsys.readouterr().err
@@ -76,7 +78,8 @@ def test_an_option_is_read_writes_texts_and_is_written_back(case, tmp_path, caps
         tmp_path / "back", attn_implementation="eager", experts_implementation="eager"
     )
     assert type(again) is type(model)
-    assert again.generation_config.eos_token_id == eos
+    assert special_ids_of(again) == special_ids_of(model) == {"bos": 1, "eos": eos, "pad": 40}
+    assert read_checkpoint(tmp_path / "back").config == ours.config
     tokens = torch.tensor(PROMPTS[:1])
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, model(tokens).logits)
@@ -124,7 +127,11 @@ def test_tensors_that_transformers_leaves_out_are_named(tmp_path, capsys):
         tensors = load_file(weights)
         more = dict.fromkeys(more, np.ones(32, np.float32))
         save_file(tensors | more, weights, {"format": "pt"})
-        assert switchx.load(str(converted(folder))).config.switch.router.has_bias
+        model = switchx.load(str(converted(folder, "--dtype=bfloat16")))
+        assert model.config.switch.router.has_bias
+        for name, leaf in named_leaves(model.params).items():
+            is_bias = name.endswith("/router_bias_E")
+            assert leaf.dtype == ("float32" if is_bias else "bfloat16"), name
         assert f"not read: {said}" in capsys.readouterr().err
     # A block more than config.json counts is no block of that kind.
     file = folder / "theirs/config.json"
@@ -183,7 +190,7 @@ def test_losses_drift_where_a_first_token_has_none(tmp_path, capsys):
     assert losses["loss_a"] == losses["loss_b"] == pytest.approx(want, rel=1e-5)
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen2_moe", "granitemoe", "ernie4_5_moe"])
+@pytest.mark.parametrize("case", [name for name, kin in DECODERS.items() if kin.num_experts])
 def test_fused_experts_are_read_as_those_apart(case, tmp_path):
     model = theirs(case)
     for name, options in (("theirs", {}), ("fused", dict(save_original_format=False))):
@@ -224,3 +231,9 @@ def test_a_folder_with_a_tokenizer_keeps_it(tmp_path):
         assert (folder / name).read_bytes() == (back / name).read_bytes()
     generation = json.loads((back / "generation_config.json").read_text())
     assert generation["eos_token_id"] == ends and len(ends) == 2
+    said = json.loads((folder / "generation_config.json").read_text())
+    assert generation["pad_token_id"] == said["pad_token_id"] in ends
+    assert generation["bos_token_id"] == 1 != ours.vocabulary.start_id
+    theirs("qwen3", vocab_size=size - 1).save_pretrained(folder)
+    with refused(f"tokenizer.json has ids up to {size - 1}, the model has {size - 1}"):
+        read_checkpoint(folder)

@@ -6,11 +6,14 @@ Logits and gradients beside transformers': tests/models/test_modern_decoder.py.
 
 import contextlib
 import dataclasses
+import json
 
 import pytest
 
 from switchx.interop.decoder_descriptions import describe
 from switchx.interop.decoder_families import DECODERS, read_config, tensor_names
+from switchx.interop.families import family_of
+from switchx.interop.huggingface import read_checkpoint
 from switchx.interop.huggingface_config import Fields
 from switchx.interop.tensor_folder import torch_shapes
 from switchx.models.config import ModelConfig, Precision
@@ -18,6 +21,7 @@ from switchx.models.flops import count_parameters
 from switchx.models.params import abstract_params
 from switchx.tree import named_leaves, num_elements
 from tests.data.refusals import refused
+from tests.interop.decoder_models import BASE, CASES
 from tests.planner.workloads import shipped_model
 
 # The published values that say what a model is, and the published number of its parameters.
@@ -230,11 +234,12 @@ def test_a_head_of_every_family_may_have_a_size_of_its_own():
         ("llama_3_8b", dict(hidden_size=[4096]), "hidden_size=[4096]"),
         (
             "llama_3_8b", dict(rope_scaling=dict(type="dynamic", factor=2.0)),
-            "rope type 'dynamic' cannot be converted: switchx has not angles by",
+            "switchx has not angles by the text's length (InternLM2 needs them)",
         ),
         (
             "llama_3_8b", dict(rope_scaling=dict(rope_type="longrope")),
-            "rope type 'longrope' cannot be converted: switchx has not two tables of factors",
+            "rope type 'longrope' cannot be converted: switchx has not two tables of factors "
+            "(Phi-3.5-MoE",
         ),
         (
             "llama_3_8b", dict(rope_scaling=YARN, rope_parameters=dict(rope_type="default")),
@@ -245,6 +250,13 @@ def test_a_head_of_every_family_may_have_a_size_of_its_own():
             "expected one object of numbers for all layers",
         ),
         ("llama_3_8b", dict(rope_scaling=7), "rope_scaling=7; expected one object"),
+        ("llama_3_8b", dict(rope_scaling=dict(rope_type=["yarn"])), "rope_type=['yarn']; exp"),
+        (
+            "llama_3_8b", dict(rope_parameters=dict(rope_theta=1e4)),
+            "rope_theta=500000.0 and the rope_theta=10000.0 of rope_parameters differ",
+        ),
+        ("llama_3_8b", dict(rope_scaling=dict(YARN, mscale=1, mscale_all_dim=-1)), "(1.0, -1"),
+        ("llama_3_8b", dict(rope_theta=10**400), "rope_theta=1000"),
         ("llama_3_8b", dict(rope_scaling=dict(type="linear")), "factor=None; expected a num"),
         (
             "llama_3_8b", dict(rope_scaling=dict(rope_type="llama3", factor=8.0)),
@@ -260,6 +272,15 @@ def test_a_head_of_every_family_may_have_a_size_of_its_own():
         ),
         ("mixtral_8x7b", dict(sliding_window=4096), "sliding_window=4096 cannot be converted"),
         ("mixtral_8x7b", dict(num_local_experts=10**9), "num_local_experts=1000000000"),
+        (
+            "mixtral_8x7b", dict(num_local_experts=65536, num_hidden_layers=1000),
+            "num_local_experts=65536 in each of 1000 blocks; expected 262144 in all at most",
+        ),
+        ("mixtral_8x7b", dict(num_experts_per_tok=1), "num_experts_per_tok=1 with normalized"),
+        (
+            "olmoe_1b_7b", dict(num_experts_per_tok=1, norm_topk_prob=True),
+            "expected 2 or more, or norm_topk_prob=false",
+        ),
         ("mixtral_8x7b", dict(sliding_window=[1]), "sliding_window=[1] cannot be converted"),
         ("olmoe_1b_7b", dict(clip_qkv=8.0), "clip_qkv=8.0 cannot be converted"),
         ("qwen3_30b_a3b", dict(use_sliding_window=True), "use_sliding_window=True"),
@@ -269,6 +290,78 @@ def test_a_head_of_every_family_may_have_a_size_of_its_own():
 def test_what_cannot_be_read_is_refused_by_name(model, changes, message):
     with refused(message):
         read(PUBLISHED[model][1] | changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "sparse"),
+    [
+        ("qwen3_moe", dict(num_hidden_layers=5, decoder_sparse_step=2), (1, 3)),
+        ("qwen3_moe", dict(num_hidden_layers=7, decoder_sparse_step=3), (2, 5)),
+        ("ernie4_5_moe", dict(num_hidden_layers=5, moe_layer_interval=2), (1, 3)),
+        ("qwen3_moe", dict(num_hidden_layers=6, decoder_sparse_step=3), None),
+    ],
+)
+def test_sparse_blocks_need_not_end_with_the_last_block(kind, changes, sparse):
+    config = read(valid(kind) | dict(mlp_only_layers=[]) | changes)
+    assert config.switch.decoder_layers == sparse
+    assert read(describe(config)[1]) == config
+
+
+def test_two_families_that_are_one_model_are_said_to_be():
+    """GLM-4-MoE of whole heads without biases is dots1, tensors and all."""
+    glm = valid("glm4_moe") | dict(attention_bias=False)
+    for fraction, kind in ((1.0, "dots1"), (0.5, "glm4_moe")):
+        config = read(glm | dict(partial_rotary_factor=fraction))
+        kin, _, notes = describe(config)
+        assert kin.model_type == kind
+        assert [note[:9] for note in notes] == ["GLM-4-MoE"] * (kind == "dots1")
+        assert tensor_names(kin, config) == tensor_names(DECODERS["glm4_moe"], config)
+
+
+def valid(kind: str) -> dict:
+    return BASE | dict(num_experts_per_tok=2) | CASES[kind][1] | dict(model_type=kind)
+
+
+HOSTILE = (
+    [], {}, [[]], {"a": {}}, "x", True, None, -1, 0, 1.5, float("nan"), 1e308, 2**30, 2**63,
+    10**400, -(10**400),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_hostile_values_of_a_config_are_refused_in_a_line(kind):
+    """Each value in turn, of the family and of rotary positions: a model, or one line."""
+    own = describe(read(valid(kind)))[1] | valid(kind) | dict(rope_scaling=None)
+    whole = own | dict(rope_parameters=None)
+    yarn = YARN | dict(beta_fast=32, truncate=True, mscale=1, mscale_all_dim=1, rope_theta=1e4)
+    changed = [whole | {name: bad} for name in whole for bad in HOSTILE]
+    changed += [
+        whole | {place: yarn | {name: bad}, "rope_theta": None}
+        for place in ("rope_scaling", "rope_parameters")
+        for name in (*yarn, "rope_type", "partial_rotary_factor", "attention_factor")
+        for bad in HOSTILE
+    ]
+    refusals = 0
+    for values in changed:
+        fields = Fields(values, "config.json")
+        try:
+            assert isinstance(family_of(fields).read_config(fields), ModelConfig)
+        except ValueError as error:
+            said, refusals = str(error), refusals + 1
+            assert "\n" not in said and 10 < len(said) < 700, said[:300]
+    assert 0.3 * len(changed) < refusals < 0.9 * len(changed)
+
+
+def test_fused_experts_of_another_number_are_refused_before_they_are_taken_apart(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(valid("olmoe")))
+    shape = [10**9, 0, 4]
+    for layer, message in ((1, f"has shape {shape}"), (2, f"nothing, got shape {shape}")):
+        name = f"model.layers.{layer}.mlp.experts.gate_up_proj"
+        head = {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}
+        head = json.dumps(head).encode()
+        (tmp_path / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
+        with refused(message):
+            read_checkpoint(tmp_path)
 
 
 def test_a_bias_is_written_whatever_rate_it_was_trained_with():

@@ -27,7 +27,7 @@ from switchx.interop.decoder_families import DECODERS
 from switchx.routing_record import open_record
 from tests.compilation import on_devices
 from tests.integration.runs import lines
-from tests.interop.decoder_models import V, theirs
+from tests.interop.decoder_models import V, special_ids_of, theirs
 from tests.processes import ROOT
 from tests.serving.served import LIMITS, events, listening, post, started
 
@@ -44,7 +44,7 @@ CHANGES = {
 WRITTEN_AS = {"mistral": "LlamaForCausalLM"}
 PROMPTS = [[5, 9, 11, 4, 7], [6, 80, 31], [17]]
 PAIRS = [([5, 9, 11], [4, 7]), ([6, 80], [31, 8, 90]), ([17], [3])]
-T, ENDS = 8, (2, 40)
+T, ENDS = 12, (2, 40)
 # A document and its end fill a row, so that a batch has each document of training once.
 SMALL = (
     "BATCH_SIZE=8", "INPUTS_LENGTH=8", "TARGETS_LENGTH=8", "TRAIN_STEPS=1", "LOG_EVERY=1",
@@ -165,7 +165,8 @@ def convert_back(row: Row):
     assert all(np.array_equal(want[name], got[name]) for name in want)
     again = AutoModelForCausalLM.from_pretrained(row.folder / "back")
     assert type(again).__name__ == WRITTEN_AS.get(row.name, type(row.model).__name__)
-    assert again.generation_config.eos_token_id == list(ENDS)
+    want = {"bos": 1, "eos": list(ENDS), "pad": None}
+    assert special_ids_of(again) == special_ids_of(row.model) == want
 
 
 def load(row: Row):
@@ -182,9 +183,11 @@ def load(row: Row):
 def greedy(row: Row):
     """Tokens are theirs, and the likeliest of whole texts, which are read without a cache."""
     assert [each["tokens"] for each in row.generated()] == row.greedy
-    prompt, text = PROMPTS[0], row.greedy[0]
-    logits = switchx.load(row.folder / "run").logits(np.array([[*prompt, *text]]))[0]
-    assert np.argmax(logits, -1)[len(prompt) - 1 : -1].tolist() == text
+    rows = [[*prompt, *text] for prompt, text in zip(PROMPTS, row.greedy, strict=True)]
+    padded = np.array([ids + [0] * (max(map(len, rows)) - len(ids)) for ids in rows])
+    best_BL = np.argmax(switchx.load(row.folder / "run").logits(padded), -1)
+    for best_L, prompt, text in zip(best_BL, PROMPTS, row.greedy, strict=True):
+        assert best_L[len(prompt) - 1 :][: len(text)].tolist() == text
 
 
 def beams(row: Row):

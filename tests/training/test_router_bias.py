@@ -182,8 +182,9 @@ def test_routers_move_once_a_step_whatever_microbatches_and_remat(name):
         np.testing.assert_allclose(moved[0].reshape(-1), load_E / load_E.sum(), rtol=1e-6)
 
 
-def test_evaluation_counts_nothing_for_a_bias():
-    config = with_switch(SPARSE, **RULES["quantile"])
+@pytest.mark.parametrize("rule", ["quantile", "quantile_logits"])
+def test_evaluation_counts_nothing_for_a_bias(rule):
+    config = with_switch(SPARSE, **RULES[rule])
     batch = make_batch(config, 2)
     _, stats = jax.eval_shape(
         functools.partial(forward, config, is_training=False), make_params(config), batch
