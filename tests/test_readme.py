@@ -353,9 +353,7 @@ def test_test_that_runs_a_command_exists(command, test):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_and_paths_lead_somewhere(page):
-    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", PAGES[page])
-    assert [link for link in links if not (page.parent / link).exists()] == []
+def test_paths_lead_somewhere(page):
     folders = "configs|docs|switchx|tests|experiments|launch"
     paths = re.findall(rf"(?<![\w/])(?:{folders})/[\w/.]+", PAGES[page])
     assert [path for path in paths if not (ROOT / path).exists()] == []
