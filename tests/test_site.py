@@ -39,6 +39,17 @@ def test_every_page_stands_once_in_the_navigation():
     assert sorted(pages) == sorted(there | moved)
 
 
+def test_pages_have_at_most_25000_words_that_are_written_by_hand():
+    """What commands and tests make stands between two marks."""
+    words = 0
+    for path in (ROOT / "docs").glob("*.md"):
+        page = path.read_text(encoding="utf-8")
+        assert page.count("<!-- made of ") == page.count("<!-- end -->"), path
+        by_hand = re.sub(r"<!-- made of .*?<!-- end -->", "", page, flags=re.DOTALL)
+        words += len(by_hand.split())
+    assert words <= 25_000
+
+
 @pytest.fixture(scope="module")
 def site():
     spec = importlib.util.spec_from_file_location("docs_site", ROOT / "docs/site.py")
