@@ -3,6 +3,7 @@
 
 import dataclasses
 import importlib.util
+import re
 import subprocess
 import sys
 
@@ -34,6 +35,17 @@ def test_every_page_stands_once_in_the_navigation():
     pages = pages_of(CONFIG["nav"])
     moved = {"index.md", "changelog.md", "contributing.md"}
     assert sorted(pages) == sorted(there | moved)
+
+
+def test_pages_have_at_most_25000_words_that_are_written_by_hand():
+    """What commands and tests make stands between two marks."""
+    words = 0
+    for path in (ROOT / "docs").glob("*.md"):
+        page = path.read_text(encoding="utf-8")
+        assert page.count("<!-- made of ") == page.count("<!-- end -->"), path
+        by_hand = re.sub(r"<!-- made of .*?<!-- end -->", "", page, flags=re.DOTALL)
+        words += len(by_hand.split())
+    assert words <= 25_000
 
 
 @pytest.fixture(scope="module")
