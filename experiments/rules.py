@@ -217,8 +217,8 @@ def git(*arguments: str) -> str:
 
 
 def judged(rules: Sequence[Rule], results: dict[str, Any]) -> dict[str, Any]:
-    """The verdicts of an experiment by its rules: `claims`, one a rule, and those of the first
-    on top.
+    """The verdicts of an experiment by its rules: `claims`, one a rule, and on top those of the
+    first that has a number.
 
     Args:
         results: as results.json has them; `gates` where rules have some. A claim whose `runs`
@@ -228,7 +228,8 @@ def judged(rules: Sequence[Rule], results: dict[str, Any]) -> dict[str, Any]:
         ValueError: a look before its time, or other seeds than the rule's.
     """
     claims = [_claim(rule, results) for rule in rules]
-    top = {key: claims[0][key] for key in ("verdict", "effect", "effect_of")}
+    first = next((each for each in claims if each["effect"] is not None), claims[0])
+    top = {key: first[key] for key in ("verdict", "effect", "effect_of")}
     because = " ".join(f"{each['claim']}: {each['because']}" for each in claims)
     return top | {"because": because, "claims": claims}
 
