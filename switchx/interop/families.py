@@ -10,7 +10,13 @@ import functools
 from collections.abc import Callable
 
 from switchx.fields import require
-from switchx.interop import decoder_families, huggingface_config, nllb_moe, t5_tensors
+from switchx.interop import (
+    decoder_families,
+    decoder_tensors,
+    huggingface_config,
+    nllb_moe,
+    t5_tensors,
+)
 from switchx.interop.decoder_families import DECODERS, Decoder
 from switchx.interop.folder_tokenizer import PIECES, TOKENIZER
 from switchx.interop.huggingface_config import MT5, SWITCH, T5, UMT5, Fields, T5Kin, shown
@@ -49,8 +55,8 @@ class Family:
         """A family of decoder-only models."""
         return cls(
             functools.partial(decoder_families.read_config, kin),
-            functools.partial(decoder_families.tensor_names, kin),
-            functools.partial(decoder_families.read_params, kin),
+            functools.partial(decoder_tensors.tensor_names, kin),
+            functools.partial(decoder_tensors.read_params, kin),
             vocabularies=(TOKENIZER,),
             keeps_ids=True,
         )

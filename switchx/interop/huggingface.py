@@ -24,7 +24,7 @@ from switchx.data.bpe import CARRIED, TOKENIZER_FILE, BpeVocabulary, read_bpe
 from switchx.data.special_ids import EOS_ID, OURS, in_their_order, their_ids
 from switchx.data.tokenizers import TokenIdVocabulary, Vocabulary
 from switchx.fields import require
-from switchx.interop import decoder_descriptions, decoder_families
+from switchx.interop import decoder_descriptions, decoder_families, decoder_tensors
 from switchx.interop.families import FAMILIES, family_of
 from switchx.interop.folder_tokenizer import (
     PIECES,
@@ -237,8 +237,8 @@ def write_decoder(
     kin, description, notes = decoder_descriptions.describe(config)
     if config != own:
         notes.append(f"{kin.architecture} has a shared expert: one of zeros is written")
-    leaves, names = named_leaves(params), decoder_families.tensor_names(kin, config)
-    tensors = _tensors(names, leaves, config, orders=decoder_families.orders(kin, config))
+    leaves, names = named_leaves(params), decoder_tensors.tensor_names(kin, config)
+    tensors = _tensors(names, leaves, config, orders=decoder_tensors.orders(kin, config))
     write_safetensors(folder, tensors, MOST_SHARD_BYTES)
     ends = list(vocabulary.eos_ids)
     bos, pad = (getattr(vocabulary, f"named_{name}", None) for name in ("bos", "pad"))

@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 
 from switchx import tree
 from switchx.fields import require
-from switchx.interop import decoder_descriptions, decoder_families, huggingface_config
+from switchx.interop import decoder_descriptions, decoder_tensors, huggingface_config
 from switchx.interop.families import FAMILIES
 from switchx.interop.tensor_folder import (
     read_json,
@@ -213,15 +213,15 @@ def _tensor_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
         description, _ = huggingface_config.describe(config)
         return FAMILIES[description["model_type"]].tensor_names(config)
     kin, *_ = decoder_descriptions.describe(config)
-    return decoder_families.tensor_names(kin, config)
+    return decoder_tensors.tensor_names(kin, config)
 
 
 def _orders(config: ModelConfig) -> dict[str, np.ndarray]:
-    """`decoder_families.orders`: rows of B are those of its weight."""
+    """`decoder_tensors.orders`: rows of B are those of its weight."""
     if config.is_encoder_decoder:
         return {}
     kin, *_ = decoder_descriptions.describe(config)
-    return decoder_families.orders(kin, config)
+    return decoder_tensors.orders(kin, config)
 
 
 def _reordered(orders, name: str, array: np.ndarray, of_order=np.asarray) -> np.ndarray:

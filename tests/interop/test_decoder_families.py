@@ -11,7 +11,8 @@ import json
 import pytest
 
 from switchx.interop.decoder_descriptions import describe
-from switchx.interop.decoder_families import DECODERS, read_config, tensor_names
+from switchx.interop.decoder_families import DECODERS, read_config
+from switchx.interop.decoder_tensors import tensor_names
 from switchx.interop.families import family_of
 from switchx.interop.huggingface import read_checkpoint
 from switchx.interop.huggingface_config import Fields

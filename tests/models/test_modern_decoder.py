@@ -14,13 +14,8 @@ import numpy as np
 import pytest
 
 from switchx import tree
-from switchx.interop.decoder_families import (
-    DECODERS,
-    orders,
-    read_config,
-    read_params,
-    tensor_names,
-)
+from switchx.interop.decoder_families import DECODERS, read_config
+from switchx.interop.decoder_tensors import orders, read_params, tensor_names
 from switchx.interop.huggingface_config import Fields
 from switchx.interop.tensor_folder import WAY_OUT, TensorFolder, from_torch, to_torch
 from switchx.models.params import forward

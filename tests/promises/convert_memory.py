@@ -21,7 +21,7 @@ import numpy as np
 from switchx.bench.storage import of_child
 from switchx.cli.main import main as switchx
 from switchx.interop.decoder_descriptions import describe
-from switchx.interop.decoder_families import tensor_names
+from switchx.interop.decoder_tensors import tensor_names
 from switchx.interop.tensor_folder import torch_shapes, write_json, write_safetensors
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from tests.promises.storage_memory import MEBIBYTE, peak_rss_bytes
