@@ -72,9 +72,10 @@ _GLM_4_5 = dict(
     num_experts_per_tok=8, n_shared_experts=1, n_group=1, topk_group=1, norm_topk_prob=True,
     num_nextn_predict_layers=1, tie_word_embeddings=False,
 )  # fmt: skip
-# The same of models without a gin file, with transformers' count of their parameters, in which
-# no MTP block is: published are 106 and 355 billion (GLM-4.5-Air and GLM-4.5, whose report
-# counts that block and no embeddings, arXiv:2508.06471), and 142 (dots.llm1, arXiv:2506.05767).
+# The same of models without a gin file. GLM's numbers are transformers' count, in which no MTP
+# block is: published are 106 and 355 billion (GLM-4.5-Air and GLM-4.5, whose report counts that
+# block and no embeddings, arXiv:2508.06471); of dots.llm1 142 (arXiv:2506.05767), of FlexOlmo
+# 33, of ERNIE-4.5 21 billion. The others are the files' own totals.
 WITHOUT_GIN = {
     "glm_4_5_air": (106_852_251_264, dict(
         _GLM_4_5, hidden_size=4096, intermediate_size=10944, num_hidden_layers=46,
@@ -95,6 +96,41 @@ WITHOUT_GIN = {
         n_shared_experts=2, routed_scaling_factor=2.5, norm_topk_prob=True,
         first_k_dense_replace=1, scoring_func="noaux_tc", tie_word_embeddings=False,
     )),
+    "mistral_7b": (7_248_023_552, dict(
+        model_type="mistral", vocab_size=32768, hidden_size=4096, intermediate_size=14336,
+        num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, rms_norm_eps=1e-5,
+        rope_theta=1e6, max_position_embeddings=32768, sliding_window=None,
+    )),
+    "qwen2_7b": (7_615_616_512, dict(
+        model_type="qwen2", vocab_size=152064, hidden_size=3584, intermediate_size=18944,
+        num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, rope_theta=1e6,
+        max_position_embeddings=131072, use_sliding_window=False,
+    )),
+    "olmo2_7b": (7_298_617_344, dict(
+        model_type="olmo2", vocab_size=100352, hidden_size=4096, intermediate_size=11008,
+        num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32, rope_theta=500000,
+        max_position_embeddings=4096, rms_norm_eps=1e-6,
+    )),
+    "flex_olmo_7x7b": (33_270_665_216, dict(
+        model_type="flex_olmo", vocab_size=100352, hidden_size=4096, intermediate_size=11008,
+        num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32, rope_theta=500000,
+        max_position_embeddings=4096, num_experts=7, num_experts_per_tok=5,
+        norm_topk_prob=False,
+    )),
+    "granite_3_0_1b_a400m": (1_334_628_352, dict(
+        model_type="granitemoe", vocab_size=49155, hidden_size=1024, intermediate_size=512,
+        num_hidden_layers=24, num_attention_heads=16, num_key_value_heads=8, rope_theta=10000,
+        max_position_embeddings=4096, num_local_experts=32, num_experts_per_tok=8,
+        tie_word_embeddings=True, attention_multiplier=0.015625, embedding_multiplier=12.0,
+        residual_multiplier=0.22, logits_scaling=6.0,
+    )),
+    "ernie_4_5_21b_a3b": (21_825_437_888, dict(
+        model_type="ernie4_5_moe", vocab_size=103424, hidden_size=2560, intermediate_size=12288,
+        num_hidden_layers=28, num_attention_heads=20, num_key_value_heads=4, rope_theta=500000,
+        max_position_embeddings=131072, moe_num_experts=64, moe_k=6, moe_intermediate_size=1536,
+        moe_num_shared_experts=2, moe_layer_start_index=1, moe_layer_end_index=27,
+        moe_layer_interval=1, tie_word_embeddings=True, use_bias=False,
+    )),
 }  # fmt: skip
 
 
@@ -108,21 +144,25 @@ def counted(values: dict) -> int:
     H, Z = values["num_attention_heads"], values["num_key_value_heads"]
     K, kind = values.get("head_dim", D // H), values["model_type"]
     block = 2 * D * K * (H + Z) + 2 * D
-    block += {"qwen3": 2 * K, "qwen3_moe": 2 * K, "olmoe": (H + Z) * K}.get(kind, 0)
-    has_biases = kind == "qwen2_moe" or values.get("attention_bias")
+    whole = dict.fromkeys(("olmoe", "olmo2", "flex_olmo"), (H + Z) * K)
+    block += {"qwen3": 2 * K, "qwen3_moe": 2 * K, **whole}.get(kind, 0)
+    has_biases = kind in ("qwen2", "qwen2_moe") or values.get("attention_bias")
     block += (H + 2 * Z) * K if has_biases else 0
     block += 2 * K if values.get("use_qk_norm") or kind == "dots1" else 0
     experts = values.get("num_experts", values.get("num_local_experts"))
     F = values.get("moe_intermediate_size", values["intermediate_size"])
     block += 3 * D * F * (experts or 1) + D * (experts or 0)
-    if dense := values.get("first_k_dense_replace"):
-        E, count = values["n_routed_experts"], values["n_shared_experts"]
+    tables = V * D * (1 if values.get("tie_word_embeddings") else 2)
+    dense = values.get("first_k_dense_replace", values.get("moe_layer_start_index", 0))
+    if dense:
+        E = values.get("n_routed_experts", values.get("moe_num_experts"))
+        count = values.get("n_shared_experts", values.get("moe_num_shared_experts"))
         sparse = block + 3 * D * F * (E + count - 1) + (D + 1) * E
         block += 3 * D * (values["intermediate_size"] - F)
-        return dense * block + (N - dense) * sparse + D + 2 * V * D
+        return dense * block + (N - dense) * sparse + D + tables
     if shared := values.get("shared_expert_intermediate_size"):
         block += 3 * D * shared + D
-    return N * block + D + V * D * (1 if values.get("tie_word_embeddings") else 2)
+    return N * block + D + tables
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -160,8 +200,9 @@ def test_models_without_a_gin_file_have_as_many_parameters_as_theirs(name):
     values = {name: value for name, value in values.items() if name != "model_type"}
     config = AutoConfig.for_model(WITHOUT_GIN[name][1]["model_type"], **values)
     with torch.device("meta"):
-        tensors = AutoModelForCausalLM.from_config(config).state_dict()
-    assert sum(each.numel() for each in tensors.values()) == parameters
+        tensors = AutoModelForCausalLM.from_config(config).state_dict(keep_vars=True)
+    own = {id(each): each for each in tensors.values()}  # a tied table has two names
+    assert sum(each.numel() for each in own.values()) == parameters
 
 
 LLAMA = PUBLISHED["llama_3_8b"][1]
