@@ -4,6 +4,7 @@
 import importlib.metadata
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -48,6 +49,15 @@ def free_port() -> int:
     """A port at which process 0 of several may listen."""
     with socket.create_server(("", 0)) as probe:
         return probe.getsockname()[1]
+
+
+def peak_rss_bytes() -> int:
+    """The most that this process ever had, of Linux.
+
+    Not `ru_maxrss`: a process begins with that of the one which started it.
+    """
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)[1]) * 2**10
 
 
 def run_together(

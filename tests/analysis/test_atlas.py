@@ -419,13 +419,14 @@ def test_labels_of_other_texts_are_refused(record):
 
 
 COST = """
-import pathlib, resource, sys, time
+import pathlib, sys, time
 import numpy as np
 from switchx.analysis.atlas import Atlas, Labels, read_layers
 from switchx.analysis.atlas_page import sections
 from switchx.analysis.atlas_tables import TableFolder, layer_tables, model_tables
 from switchx.analysis.report import page
 from switchx.routing_record import open_record
+from tests.processes import peak_rss_bytes
 
 begin, folder, rows = time.perf_counter(), pathlib.Path(sys.argv[1]), int(sys.argv[2])
 labels = Labels(("a", "b", "c", "d"), np.arange(rows) % 4, np.arange(rows))
@@ -441,7 +442,7 @@ with TableFolder(folder / "tables", "random") as tables:
     model_tables(tables, atlas)
 text = page("random", {}, sections([atlas]))
 seconds = time.perf_counter() - begin
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+peak = peak_rss_bytes() / 2**30
 tables_mib = sum(file.stat().st_size for file in folder.glob("tables/*/*")) / 2**20
 tokens = sum(layer.num_tokens for layer in layers) / len(layers)
 print(tokens, seconds, time.process_time(), peak, len(text.encode()) / 2**20, tables_mib)

@@ -24,7 +24,8 @@ from switchx.interop.decoder_descriptions import describe
 from switchx.interop.decoder_tensors import tensor_names
 from switchx.interop.tensor_folder import torch_shapes, write_json, write_safetensors
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
-from tests.promises.storage_memory import MEBIBYTE, peak_rss_bytes
+from tests.processes import peak_rss_bytes
+from tests.promises.storage_memory import MEBIBYTE
 
 # A layer of 384 MiB in float32, its largest array 128: beside Orbax' cache of 100.
 ROUTER = RouterConfig(num_selected=2, gate="normalized", overflow="dropless")

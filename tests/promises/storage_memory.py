@@ -15,8 +15,6 @@ Dims: F ffn
 """
 
 import json
-import pathlib
-import re
 import sys
 from collections.abc import Iterator
 
@@ -24,6 +22,7 @@ from switchx.bench.storage import of_child, opened
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.training.job import TrainingJob
 from switchx.training.offload.storage_spec import StorageSpec
+from tests.processes import peak_rss_bytes
 from tests.promises.storage import make_batch, make_job
 
 LAYERS, EXPERTS, D, ROWS, LENGTH = 8, 16, 128, 4, 8
@@ -57,15 +56,6 @@ def resident_set() -> Iterator[tuple]:
             yield name, f"experts of width {THIN if row is thin else WIDE}", value
     more = wide["peak_rss_mib"] - thin["peak_rss_mib"]
     yield "rss_over_budget", "wide", more / (wide["budget_mib"] - thin["budget_mib"])
-
-
-def peak_rss_bytes() -> int:
-    """The most that this process ever had, of Linux.
-
-    Not `ru_maxrss`: a process begins with that of the one which started it.
-    """
-    status = pathlib.Path("/proc/self/status").read_text()
-    return int(re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)[1]) * 2**10
 
 
 def main(width: int) -> None:
