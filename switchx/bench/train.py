@@ -127,7 +127,7 @@ def needed_bytes(compiled: jax.stages.Compiled) -> int:
 
 def contender(name: str, config: ModelConfig, optimizer: Optimizer = Adafactor()) -> Contender:
     """A model's training step on `make_batch`."""
-    return compiled(name, config, make_batch(), optimizer).contender()
+    return compiled(name, config, make_batch(config.vocab_size), optimizer).contender()
 
 
 def in_ms(each: Contender) -> dict[str, float]:

@@ -67,9 +67,9 @@ def test_all_commands_of_the_page_run(in_a_folder, tiny_run, one_device, cli):
 
 
 @pytest.mark.slow  # commands one after another
-def test_reshaping_of_the_page_keeps_what_it_says(in_a_folder, tiny_run, one_device, capsys):
+def test_reshaping_of_the_page_keeps_what_it_says(in_a_folder, tiny_run, one_device, cli):
     shutil.copytree(tiny_run, in_a_folder / "runs/tiny")
-    reports = run_commands(COMMANDS[: "".join(BLOCKS[:2]).count("\n")], capsys)
+    reports = run_commands(COMMANDS[: "".join(BLOCKS[:2]).count("\n")], cli)
     experts = {name: [row["experts"] for row in rows] for name, rows in reports.items()}
     assert experts == {
         **{"runs/fewer": [8, 4], "runs/dense": [8, 0], "runs/sparse": [0, 4]},
