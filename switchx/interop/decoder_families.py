@@ -292,6 +292,7 @@ def _read_switch(kin: Decoder, fields: Fields, config: ModelConfig) -> SwitchCon
         d_ff=None if d_ff == config.d_ff else d_ff,
         shared_d_ff=shared,
         shared_gate=bool(kin.shared_d_ff),
+        dispatcher="dropless",
         router=RouterConfig(
             num_selected=num_selected,
             gate="normalized" if is_normalized else "score" if kin.has_sigmoid else "softmax",

@@ -324,6 +324,7 @@ def _read_switch(
     return SwitchConfig(
         num_experts=fields.experts("num_experts", sum(map(len, blocks)), 8),
         expert_capacity=fields.whole("expert_capacity", 64),
+        dispatcher="dropless" if overflow == "dropless" else "gather",
         router=RouterConfig(
             jitter=fields.number("router_jitter_noise", 0.01),
             overflow=overflow,

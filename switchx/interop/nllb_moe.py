@@ -131,6 +131,7 @@ def read_config(
     switch = SwitchConfig(
         num_experts=fields.experts("num_experts", len(in_encoder) + len(in_decoder), 128),
         expert_bias=True,
+        dispatcher="dropless",
         router=RouterConfig(
             num_selected=2,
             gate="normalized",

@@ -13,26 +13,39 @@ from collections.abc import Iterable
 import jax
 import jax.numpy as jnp
 
+from switchx.moe.dispatcher_traits import DISPATCHERS
 
-def drops_of_dropless(switch) -> tuple[str, ...]:
-    """Notes where the dispatcher is `dropless` and full experts still drop tokens; else ().
 
-    The dispatcher says how slots are computed, the router whether a token may have none.
+def slot_notes(switch) -> tuple[str, ...]:
+    """Notes where dispatcher and overflow are not those of each other; else ().
+
+    The dispatcher says how slots are computed, the router whether a token may have none: with
+    `dispatcher="dropless"` full experts may drop tokens, and with `overflow="dropless"` a
+    dispatcher of equal blocks computes slots that are empty.
 
     Args:
         switch: a `SwitchConfig`; None in a dense model.
     """
-    if switch is None or switch.dispatcher != "dropless":
+    if switch is None or switch.router.kind == "expert_choice" or switch.has_attention:
         return ()
-    router, name = switch.router, "expert_capacity"
-    if switch.expert_capacity is None:
-        name = "capacity_factor"
-        if switch.capacity_factor * router.num_selected >= switch.num_candidates:
-            return ()  # an expert has a slot for each token of the group
-    if router.overflow == "dropless" or router.kind == "expert_choice":
+    router, dispatcher = switch.router, f"SwitchConfig.dispatcher={switch.dispatcher!r}"
+    E, S = switch.num_experts, router.num_selected
+    if router.overflow == "dropless":
+        if E == S or not DISPATCHERS[switch.dispatcher].has_equal_blocks:
+            return ()
+        return (
+            f"{dispatcher} with RouterConfig.overflow='dropless': each of {E} experts has a "
+            f"slot for every token, which chooses {S}, so experts compute {E / S:g} times the "
+            "rows that are chosen; dispatcher='dropless' computes those alone, and on a mesh "
+            "that splits experts 'ragged_all_to_all' or 'sliced'",
+        )
+    name = "capacity_factor" if switch.expert_capacity is None else "expert_capacity"
+    # Enough of it, and an expert has a slot for each token of the group.
+    is_enough = switch.capacity_factor * S >= switch.num_candidates
+    if switch.dispatcher != "dropless" or (name == "capacity_factor" and is_enough):
         return ()
     return (
-        f"SwitchConfig.dispatcher='dropless' with SwitchConfig.{name}={getattr(switch, name)} "
+        f"{dispatcher} with SwitchConfig.{name}={getattr(switch, name)} "
         f"and RouterConfig.overflow={router.overflow!r}: an expert that is full takes no more "
         "tokens in training; for a model that drops none use RouterConfig.overflow='dropless'",
     )

@@ -18,7 +18,7 @@ from switchx.checkpoint.checkpointer import Experts
 from switchx.data.features import Batch
 from switchx.data.loader import Shard
 from switchx.fields import require
-from switchx.moe.capacity import drops_of_dropless
+from switchx.moe.capacity import slot_notes
 from switchx.moe.replay import check_replay
 from switchx.optim.protocol import has_letters, param_of
 from switchx.partitioning.constrain import use_mesh
@@ -154,7 +154,7 @@ class TrainingProgram:
         said = f"{unused}: without effect with StorageSpec.experts={experts!r}"
         return (
             *((said,) if unused else ()),
-            *drops_of_dropless(self.job.model.switch),
+            *slot_notes(self.job.model.switch),
             *self._replica_notes(),
             *whole_notes(self.job.mesh.rules, self.mesh, self.abstract_state.params),
         )

@@ -85,7 +85,8 @@ def test_the_same_logits_there_and_back(tmp_path, name):
     model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")  # in shards
     want_BLV = their_logits(model)
 
-    overflow = "drop" if drops() else "dropless"
+    of_release = "drop" if drops() else "dropless"
+    overflow = of_release if family == "SwitchTransformers" else None
     checkpoint = read_checkpoint(tmp_path / "theirs", overflow=overflow)
     logits_BLV, stats = our_logits(checkpoint)
     assert_close(logits_BLV, want_BLV)

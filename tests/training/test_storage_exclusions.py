@@ -15,7 +15,7 @@ from switchx.compiled.elastic import job_for_devices
 from switchx.compiled.training_step import compile_step
 from switchx.compiled.workload import workload_of
 from switchx.hardware.spec import load_hardware
-from switchx.moe.capacity import drops_of_dropless
+from switchx.moe.capacity import slot_notes
 from switchx.moe.config import RouterConfig, SwitchConfig
 from switchx.optim.protocol import Optax
 from switchx.partitioning.mesh import MeshSpec
@@ -110,12 +110,23 @@ def test_what_is_free_is_not_refused():
         ({"capacity_factor": 4.0}, {"num_selected": 2}, None),
         ({"dispatcher": "gather"}, {}, None),
         ({}, {"kind": "expert_choice"}, None),
+        (
+            {"dispatcher": "gather"},
+            {"overflow": "dropless", "num_selected": 2},
+            "each of 8 experts has a slot for every token, which chooses 2, so experts compute "
+            "4 times the rows",
+        ),
+        ({"dispatcher": "sliced"}, {"overflow": "dropless"}, None),
+        ({"dispatcher": "gather"}, {"overflow": "dropless", "num_selected": 8}, None),
+        ({"dispatcher": "gather", "sublayers": "attention"}, {"overflow": "dropless"}, None),
     ],
 )
-def test_a_capacity_that_drops_under_dropless_is_said(changes, router, words):
+def test_a_dispatcher_that_is_not_the_overflows_is_said(changes, router, words):
     fields = {"dispatcher": "dropless"} | changes
-    notes = drops_of_dropless(SwitchConfig(8, router=RouterConfig(**router), **fields))
+    notes = slot_notes(SwitchConfig(8, router=RouterConfig(**router), **fields))
     assert len(notes) == (words is not None)
-    assert all(
-        words in note and "use RouterConfig.overflow='dropless'" in note for note in notes
-    )
+    for note in notes:
+        way = (
+            "dispatcher='dropless'" if "gather" in note else "RouterConfig.overflow='dropless'"
+        )
+        assert words in note and f"{way}" in note.rpartition("; ")[2]
