@@ -208,7 +208,7 @@ def samples(row: Row):
 
 def serve(row: Row):
     """Answers over HTTP are their greedy texts, at once and in pieces."""
-    limits = dataclasses.replace(LIMITS, body_timeout_s=30.0)
+    limits = dataclasses.replace(LIMITS, body_timeout_s=30.0, max_new_tokens=T)
     with (
         started(limits, switchx.load(row.folder / "run")) as service,
         listening(service) as (host, port),
