@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from tensorboardX import SummaryWriter
 
 from switchx.data.features import Batch, batch_digest
 from switchx.fields import json_text
@@ -111,6 +110,9 @@ class MetricsLog:
             return
         cut_after(path, last_step)
         self._file = path.open("a", encoding="utf-8")
+        # It imports PyTorch and the clouds' libraries where they are installed, for seconds.
+        from tensorboardX import SummaryWriter
+
         self._events = SummaryWriter(str(tensorboard), purge_step=last_step + 1)
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
