@@ -87,7 +87,7 @@ def test_commands_run_in_their_order(folder, scripts, monkeypatch):
     results = json.loads((folder / "results.json").read_text())
     assert list(results) == ["quality", "throughput", "cost"]
     judged = judge(results)
-    assert judged["verdict"] == "undecided" and "12 of 12 cells" in judged["because"]
+    assert "verdict" not in judged and "12 of 12 cells" in judged["because"]  # it has no rule
     directions = [(row["direction"], row["beams"]) for row in results["quality"]["rows"]]
     assert directions == [
         (direction, beams) for direction in ("en_de", "de_en", "mean") for beams in (1, 2)
