@@ -101,6 +101,7 @@ def test_a_check_of_every_step_lists_nothing_unless_a_save_is_under_way(run, mon
         assert listed == []
 
 
+@pytest.mark.slow  # seconds by a store's server
 def test_a_save_that_was_cut_short_is_deleted_and_the_older_taken(run, caplog):
     saved(run, 1, 2)
     (run.checkpoints / "2" / "manifest.json").unlink()  # which is written last

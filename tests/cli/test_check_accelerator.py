@@ -227,6 +227,7 @@ def test_a_test_is_counted_once_and_no_test_is_no_success(monkeypatch, text, row
     assert len(found) == rows
 
 
+@pytest.mark.slow  # a whole rehearsal has them
 def test_tritons_kernels_are_tested_and_timed():
     found = list(kernel_tests.triton(SESSION))
     assert [row["measured"] for row in found if row["unit"] == "test"] == ["passed"] * 4
@@ -256,6 +257,7 @@ def test_a_training_step_is_timed(monkeypatch):
     assert timed["vs_dense"] > 0 and losses["measured"] < 1e-4
 
 
+@pytest.mark.slow  # a whole rehearsal has it
 def test_decoding_with_options_of_the_compiler(monkeypatch):
     monkeypatch.setattr(decoding, "TINY", TINY)
     config, params = decoding.model(SESSION, "int8")

@@ -467,6 +467,7 @@ def test_metrics_need_texts_for_targets():
         metrics_of(TASK, ["bleu"])
 
 
+@pytest.mark.slow  # test_docs.py parses them by default
 def test_commands_of_the_page_run(run, capsys, cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()

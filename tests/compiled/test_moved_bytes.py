@@ -142,7 +142,9 @@ def test_a_cache_forgets_what_was_used_longest_ago():
     assert [cache.read("a", 60), cache.read("b", 40)] == [0, 40]
 
 
-@pytest.mark.parametrize("direction", ["forward", "weight gradient"])
+@pytest.mark.parametrize(
+    "direction", [pytest.param("forward", marks=pytest.mark.slow), "weight gradient"]
+)
 def test_counted_bytes_are_those_that_an_interpreted_kernel_copies(direction, monkeypatch):
     executed = {}
     read = interpret_pallas_call.DMA.execute_read
@@ -187,6 +189,7 @@ def traced_megablox(function=megablox):
     return jax.jit(function).trace(*(jax.ShapeDtypeStruct(*each) for each in shapes)).jaxpr
 
 
+@pytest.mark.slow  # traces megablox
 def test_a_kernel_of_others_is_counted_by_its_grid_and_schedule():
     [launch] = pallas_launches(traced_megablox(), [None, None, SIZES_E])
     # Rows 0 to 10, 10 to 30 and 30 to 64 touch 1, 2 and 3 of the four tiles of 16 rows.

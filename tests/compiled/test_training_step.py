@@ -78,6 +78,7 @@ def teacher_run(tmp_path_factory):
     return save_run(tmp_path_factory.mktemp("teacher") / "run", SPARSE)
 
 
+@pytest.mark.slow  # compiles two steps
 def test_a_step_with_a_teacher(teacher_run, monkeypatch):
     """Its parameters are arguments beside the state's, and its checkpoint is not read."""
     monkeypatch.setattr("switchx.training.distillation.student.restore_params", None)

@@ -10,6 +10,7 @@ import sys
 from typing import ClassVar
 
 import numpy as np
+import pytest
 
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.main import main
@@ -44,6 +45,7 @@ def lines(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow  # one training after another
 def test_the_page_runs_as_printed(in_a_folder, one_device, monkeypatch, capsys):
     tmp_path = in_a_folder
     for name, text in FILES.items():

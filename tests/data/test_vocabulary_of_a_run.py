@@ -65,6 +65,7 @@ def folder(in_a_folder, monkeypatch):
     return in_a_folder
 
 
+@pytest.mark.slow  # trains three times
 def test_a_fine_tuned_run_needs_no_other_folder(folder, monkeypatch, capsys):
     small = [f"--gin.FILES={folder / 'text.txt'}"]
     pretrain = ["train", "--gin_file=configs/runs/pretrain_tiny.gin", "--gin_file=words.gin",

@@ -47,6 +47,7 @@ def test_the_asymptote_hardly_moves_what_is_interpolated():
         assert len(ratios) == 3 and max(ratios) / min(ratios) < 1.05
 
 
+@pytest.mark.slow  # a simulation
 def test_intervals_hold_the_true_speedup_as_often_as_they_say(monkeypatch):
     monkeypatch.setattr(law, "DRAWS", 200)
     held = []

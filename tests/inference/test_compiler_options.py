@@ -72,6 +72,7 @@ def run_folder(tmp_path_factory):
     return save_run(tmp_path_factory.mktemp("options") / "run", tiny.OF_BYTES)
 
 
+@pytest.mark.slow  # decodes by two commands
 def test_commands_that_decode_take_them(run_folder, tmp_path, capsys):
     (tmp_path / "in.txt").write_text("a red house\ta house\n")
     words = [f"--model_dir={run_folder}", f"--input={tmp_path / 'in.txt'}"]

@@ -63,9 +63,8 @@ def test_tokens_are_those_of_the_resident_model(tmp_path, bits, beam_size, slots
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "bits", [pytest.param(None, marks=SLOW), pytest.param(8, marks=SLOW), 4]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [None, 8, 4])
 def test_programs_have_experts_in_host_memory_and_copy_them(tmp_path, bits):
     """StableHLO for a TPU and an H200: typed arguments, and a copy of each array of a layer."""
     decoder = dataclasses.replace(WIDE, architecture="decoder_only", num_encoder_layers=0)

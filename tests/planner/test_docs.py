@@ -18,6 +18,7 @@ COMMANDS = [line for kind, block in BLOCKS if kind == "bash" for line in block.s
 BRIEF = ["--gin.VOCAB_SIZE=500", "--gin.SwitchConfig.group_size=128"]
 
 
+@pytest.mark.slow  # tests/cli/test_docs.py parses them by default
 def test_commands_run(in_a_folder, capsys):
     commands = [shlex.split(line) for line in COMMANDS]
     assert [words[:2] for words in commands if words[0] != "switchx"] == [

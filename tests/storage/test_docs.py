@@ -76,6 +76,7 @@ def test_a_trace_of_the_run_itself_is_taken(run, few_checks, capsys):
     assert "holds 0 experts of 100 bytes" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # simulates all policies
 def test_checks_hold_and_the_table_is_theirs(run, capsys):
     assert main(["simulate", "cache", f"--model_dir={run}", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
