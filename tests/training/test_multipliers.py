@@ -165,7 +165,8 @@ def alone():
     ids=["pipeline", "buckets", "experts"],
 )
 def test_meshes_take_the_steps_of_one_device(alone, mesh, changes):
-    devices, step = jax.devices()[: mesh.num_devices(1)], dataclasses.replace(CLIPPED, **changes)
+    devices = jax.devices()[: mesh.num_devices(1)]
+    step = dataclasses.replace(CLIPPED, **changes)
     states, norms = stepped(MOMENTUM, mesh, step, model=STACKED, devices=devices)
     expected, expected_norms = alone
     np.testing.assert_allclose(norms, expected_norms, rtol=1e-5)
