@@ -17,7 +17,7 @@ from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.storage.cache import BACKWARD, FORWARD
 from switchx.storage.trace import trace_of_steps
-from switchx.training import program
+from switchx.training import pipelined_program
 from switchx.training.evaluate import eval_step
 from tests.promises import elastic, loss_parity, pipelines, saves, storage, storage_order
 from tests.promises.gradient_bytes import bytes_across_experts, crossed_axes, mesh_names
@@ -112,9 +112,11 @@ def test_a_sum_over_experts_is_found(axis, kind, is_found):
 @pytest.mark.slow
 def test_an_evaluation_that_gathers_the_blocks_is_found(monkeypatch):
     """What the compiler makes of stacked blocks that are split over `pipe`."""
-    monkeypatch.setattr(
-        program, "pipelined_eval_step", lambda model, schedule, *given: eval_step(model, *given)
-    )
+
+    def whole(model, schedule, *given):
+        return eval_step(model, *given)
+
+    monkeypatch.setattr(pipelined_program, "pipelined_eval_step", whole)
     models = {"both": pipelines.DEEP["decoder-only"]}
     rows = list(pipelines.programs_of_stages(models))
     assert sum(values_of(rows, "pipeline_program_holds_whole_model")) == 1
