@@ -19,7 +19,6 @@ from switchx.models.stages import (
     stack_names,
 )
 from switchx.pipeline.ticks import Op
-from tests.cases import slow
 from tests.training.jobs import DENSE, ENCODER_DECODER, make_batch, make_params, with_switch
 
 CHUNKS = 2
@@ -34,7 +33,8 @@ def op(place: int) -> Op:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("config", [slow(DENSE), ENCODER_DECODER], ids=["decoder", "both"])
+@pytest.mark.slow  # tests/training/test_pipelined.py has stages by default
+@pytest.mark.parametrize("config", [DENSE, ENCODER_DECODER], ids=["decoder", "both"])
 def test_chunks_are_the_model_with_dropout(config):
     config = dataclasses.replace(
         config, scan_layers=True, num_decoder_layers=4, dropout_rate=0.2

@@ -52,6 +52,7 @@ def cells(pipeline_moe, se_moe):
     return pipeline_moe.cells() + se_moe.cells()
 
 
+@pytest.mark.slow  # the rows have tests of their own
 def test_the_command_finds_what_is_published(experiment, tmp_path):
     """A quick run, which is a whole one here, beside results.json."""
     study = Study("planner_vs_papers", tmp_path, None, is_quick=True)

@@ -23,6 +23,7 @@ from switchx.models.params import init_params
 from switchx.serving.app import make_app
 from switchx.serving.models import ModelFolder, Models, Reloader
 from switchx.serving.server import Server, open_socket
+from tests.cases import slow
 from tests.serving import served
 from tests.serving.served import wait_until
 from tests.training.saved_runs import SPANS, save_run
@@ -283,8 +284,8 @@ def cut_a_file(path) -> None:
     ("damage", "message"),
     [
         (flip_a_byte, "not loaded again, step 5 goes on"),
-        (cut_a_file, "9, is not whole: its file"),
-        (lambda path: (path / "manifest.json").unlink(), "it has no manifest.json"),
+        slow(cut_a_file, "9, is not whole: its file"),
+        slow(lambda path: (path / "manifest.json").unlink(), "it has no manifest.json"),
     ],
 )
 def test_a_damaged_checkpoint_changes_nothing(run, caplog, damage, message):

@@ -38,6 +38,7 @@ def few_checks(monkeypatch):
     monkeypatch.setattr("switchx.cli.simulate._checks", lambda simulations: ([], []))
 
 
+@pytest.mark.slow  # tests/cli/test_docs.py parses them by default
 def test_commands_run(run, few_checks, capsys):
     found = [each for each in commands(PAGE) if each.startswith("switchx simulate ")]
     assert len(found) == 3

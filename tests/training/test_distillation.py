@@ -235,6 +235,7 @@ def test_twenty_steps_come_nearer_to_the_teacher_and_are_gone_on_with(teacher_ru
         train(job, RunFolder(tmp_path / "student"), Events(), devices=jax.devices()[:1])
 
 
+@pytest.mark.slow  # trains three times
 def test_a_student_goes_on_with_the_checkpoint_that_it_began_with(teacher_run, tmp_path):
     teacher, run = RunFolder(tmp_path / "teacher"), RunFolder(tmp_path / "student")
     shutil.copytree(teacher_run, teacher.root)
