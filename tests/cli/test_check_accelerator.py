@@ -242,6 +242,7 @@ TINY = ModelConfig("encoder_decoder", 64, 16, 32, 2, 8, 1, 1, activation="relu")
 SPARSE = dataclasses.replace(TINY, switch=SwitchConfig(2, every=1, dispatcher="dropless"))
 
 
+@pytest.mark.slow  # a whole rehearsal has it
 def test_a_training_step_is_timed(monkeypatch):
     monkeypatch.setattr(torch_peer, "is_available", lambda: False)
     shapes = training.Shapes(2, 8, 4)

@@ -78,6 +78,7 @@ def test_a_record_drops_what_evaluation_drops(finished_run, cli, tmp_path):
     assert not open_record(path).info.is_whole
 
 
+@pytest.mark.slow  # tests/training/test_replay.py replays by default
 def test_a_record_is_replayed(finished_run, capsys, cli, tmp_path):
     """Its own record changes nothing; another checkpoint's choices do."""
     path, folder = tmp_path / "record.parquet", f"--model_dir={finished_run.folder}"

@@ -137,6 +137,7 @@ def test_a_stop_ends_an_output_and_a_capacity_is_told(folder, model, lines, caps
     assert "experts have a capacity: " in capsys.readouterr().err
 
 
+@pytest.mark.slow  # tests/inference/test_chosen_experts.py has slots by default
 def test_with_slots_for_experts_lines_are_the_same(folder, model, lines, cli):
     want = model.generate(LINES, max_length=2)
     options = [f"--input={lines}", "--max_new_tokens=2", "--pruning=experts"]
@@ -179,6 +180,7 @@ def test_with_a_ring_lines_are_the_same(lines, tmp_path, capsys, cli):
     assert "h200: 2 calls moved chosen experts; decoder, 4 tokens" in captured.err
 
 
+@pytest.mark.slow  # tests/inference/test_expert_source.py reads by default
 def test_experts_of_a_quantized_model_are_read_from_its_file(
     folder, lines, tmp_path, capsys, cli
 ):
@@ -283,6 +285,7 @@ def test_wrong_lines_are_named_before_anything_runs(folder, tmp_path, cli):
     assert not output.exists()
 
 
+@pytest.mark.slow  # tests/inference/test_model_mesh.py has meshes by default
 def test_scores_are_those_of_the_api_on_a_mesh_too(folder, model, pairs, cli):
     file = pairs(*map("\t".join, PAIRS))
     want = model.score(*zip(*PAIRS, strict=True))

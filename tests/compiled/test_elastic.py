@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("steps_traced_once")
 JOB = make_job(SPARSE, batch_size=24, eval_every=4)
 
 
+@pytest.mark.slow  # trains three times
 def test_lost_devices_change_no_loss(tmp_path):
     whole, elastic = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "elastic")
     here = job_for_devices(JOB, V5E, jax.devices()[:7])
