@@ -21,6 +21,7 @@ from switchx.bench.compiled_step import product_bytes
 from switchx.bench.peers.pallas_grids import pallas_launches
 from switchx.compiled.jaxprs import sum_of_trace
 from switchx.compiled.moved_bytes import Moved, Rates, moved_bytes
+from tests.cases import slow
 
 # As the TPU compiler writes it: a gather of 8 of 64 rows, a copy into vector memory (S(1)), a
 # kernel that reads it there, and a loop of 3 additions.
@@ -142,9 +143,7 @@ def test_a_cache_forgets_what_was_used_longest_ago():
     assert [cache.read("a", 60), cache.read("b", 40)] == [0, 40]
 
 
-@pytest.mark.parametrize(
-    "direction", [pytest.param("forward", marks=pytest.mark.slow), "weight gradient"]
-)
+@pytest.mark.parametrize("direction", [slow("forward"), "weight gradient"])
 def test_counted_bytes_are_those_that_an_interpreted_kernel_copies(direction, monkeypatch):
     executed = {}
     read = interpret_pallas_call.DMA.execute_read

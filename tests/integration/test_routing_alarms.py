@@ -112,10 +112,9 @@ def test_an_alarm_ends_training_wherever_the_model_is(place, in_a_folder, capsys
     bindings = [
         *("RoutingAlarms.least_information=9.0", "RoutingAlarms.lines_in_a_row=2"),
         *("RoutingAlarms.first_lines=1", "RoutingAlarms.dropped_factor=None"),
-        "RoutingAlarms.violation_factor=None",
         *("ModelConfig.num_encoder_layers=2", "ModelConfig.num_decoder_layers=2"),
         *("ModelConfig.scan_layers=True", "TrainingJob.eval_at_start=False"),
-        "WARMUP_STEPS=2",
+        *("RoutingAlarms.violation_factor=None", "WARMUP_STEPS=2"),
     ]
     words = arguments("run", write_corpus(in_a_folder), *bindings)
     words[1:1] = [f"--gin_file={file}" for file in files]
