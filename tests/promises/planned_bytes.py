@@ -71,9 +71,8 @@ def compared(case: Case, devices: Sequence, sizes: Sizes = SMALL) -> Iterator[tu
         yield f"planned {kind} bytes", what, planned[kind]
     yield "hlo_vs_planner_bytes", what, bytes_error(measured, planned)
     rows = sorted_rows(workload, layout)
-    flops = matrix_flops(text, shares=shares)
-    if rows is not None:
-        flops = matrix_flops(text, trips=rows.num_tiles, shares=shares, kernel_share=rows.share)
+    of_rows = {} if rows is None else {"trips": rows.num_tiles, "kernel_share": rows.share}
+    flops = matrix_flops(text, shares=shares, **of_rows)
     yield "hlo_vs_planner_flops", what, abs(executed_flops(workload, layout) / flops - 1)
 
 
