@@ -86,14 +86,14 @@ def upcycled_config(
         )
         d_ff = config.d_ff // num_selected
     gate = "softmax" if num_selected == 1 else "normalized"
-    router, dispatcher = RouterConfig(num_selected=num_selected, gate=gate), "gather"
+    router = RouterConfig(num_selected=num_selected, gate=gate)
     if config.positions == "rotary":  # as sparse models of this block are: equal from the start
         router = dataclasses.replace(router, overflow="dropless", exploration="none")
-        dispatcher = "dropless"
     switch = SwitchConfig(
-        num_experts, every=every, expert_bias=config.use_bias, d_ff=d_ff, router=router,
-        dispatcher=dispatcher,
-    )  # fmt: skip
+        num_experts, every=every, expert_bias=config.use_bias, d_ff=d_ff, router=router
+    )
+    if router.overflow == "dropless":
+        switch = switch.with_dispatcher("dropless")
     return dataclasses.replace(config, switch=switch, scan_layers=False)
 
 

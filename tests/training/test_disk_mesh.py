@@ -18,6 +18,7 @@ from switchx.training.offload.disk_program import LayeredProgram
 from switchx.training.offload.disk_runs import Kind
 from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.programs import compiled_program
+from tests.cases import slow
 from tests.data.refusals import refused
 from tests.training.disk_jobs import MESH_E, MESH_MODEL, MESH_ROWS, mesh_job, saved_files
 from tests.training.jobs import make_batch, make_params
@@ -84,8 +85,7 @@ MESHES = {
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")  # given ones
-@pytest.mark.slow  # test_disk_program.py trains one device by default
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", ["fsdp", *(slow(n) for n in MESHES if n != "fsdp")])
 def test_raw_gradients_are_those_of_one_device_with_all_experts(name, tmp_path):
     mesh, dispatcher = MESHES[name]
     params, want = resident_step()

@@ -160,7 +160,7 @@ def alone():
     [
         (MeshSpec(pipe=2, data=2, expert=2), {"num_microbatches": 2}),
         (MeshSpec(fsdp=8), {"bucket_bytes": 4096}),
-        (MeshSpec(data=1, expert=4), {"num_microbatches": 2}),
+        (MeshSpec(data=2, expert=2), {"num_microbatches": 2}),
     ],
     ids=["pipeline", "buckets", "experts"],
 )
