@@ -92,8 +92,7 @@ def upcycled_config(
     switch = SwitchConfig(
         num_experts, every=every, expert_bias=config.use_bias, d_ff=d_ff, router=router
     )
-    if router.overflow == "dropless":
-        switch = switch.with_dispatcher("dropless")
+    switch = switch.with_dispatcher(switch.local_dispatcher)
     return dataclasses.replace(config, switch=switch, scan_layers=False)
 
 

@@ -567,6 +567,12 @@ class SwitchConfig:
         return dataclasses.replace(self, dispatcher=name, exchange_parts=parts)
 
     @property
+    def local_dispatcher(self) -> str:
+        """That of one device: `dropless`, without empty slots, where no token is dropped."""
+        is_dropless = self.router.overflow == "dropless" and not self.has_attention
+        return "dropless" if is_dropless else "gather"
+
+    @property
     def num_candidates(self) -> int:
         """Experts that one token can choose from: all, or those of its task."""
         return self.num_experts // self.router.num_tasks

@@ -43,8 +43,8 @@ class DistilledProgram(CopiesProgram):
     """The programs of a job with a `distillation`.
 
     Attributes:
-        teacher: configuration of the teacher as it is evaluated here: with dispatcher `gather`,
-            which runs on every mesh, and without replicas.
+        teacher: configuration of the teacher as it is evaluated here: with a dispatcher that
+            runs on every mesh, and without replicas.
         teacher_folder, teacher_step: run folder and checkpoint of the teacher.
     """
 
@@ -182,5 +182,8 @@ def as_teacher(config: ModelConfig) -> ModelConfig:
     """The model as it is evaluated beside a student."""
     if config.switch is None or config.build is not None:
         return config
-    switch = dataclasses.replace(config.switch.with_dispatcher("gather"), num_replicas=0)
+    switch = config.switch.with_dispatcher(config.switch.local_dispatcher)
+    switch = dataclasses.replace(switch, num_replicas=0)
+    if switch.dispatcher == "dropless":  # groups decide nothing: with a capacity a row is one
+        switch = dataclasses.replace(switch, expert_capacity=1)
     return dataclasses.replace(config, switch=switch)
