@@ -135,7 +135,7 @@ def test_a_run_honours_macros_is_decoded_teaches_and_is_written_as_a_file(
     assert changed.mesh != job.mesh or changed.mesh == build_job(name, *tasks, mesh).mesh
     assert (changed.train_steps, changed.step.num_microbatches) == (7, 2)
     # The dispatcher is a mesh's.
-    switch = model.switch and model.switch.with_dispatcher("gather")
+    switch = model.switch and model.switch.with_dispatcher(model.switch.local_dispatcher)
     assert changed.seed == 11 and changed.model == dataclasses.replace(model, switch=switch)
 
 

@@ -383,7 +383,8 @@ class SwitchConfig:
         expert_bias: whether the experts have biases.
         dispatcher: the way in which tokens reach their experts, with the same numbers from
             each: `gather` (the default), `einsum` (one-hot, the readable oracle), or another of
-            `DISPATCHERS`; docs/dispatchers.md says which one suits what.
+            `DISPATCHERS`; docs/dispatchers.md says which one suits what. `auto`, as gin files
+            have it, becomes `local_dispatcher`.
         buffer_factor: buffer of the sliced dispatchers: tokens that a device has room for, over
             its even share; a device with more of them computes the layer again with room for
             all. None always has room for all.
@@ -419,7 +420,7 @@ class SwitchConfig:
     shared_gate: bool = False
     expert_dropout_rate: float | None = at_evaluation(None)
     expert_bias: bool = False
-    dispatcher: Literal[*DISPATCHERS] = at_resume("gather")
+    dispatcher: Literal["auto", *DISPATCHERS] = at_resume("gather")
     buffer_factor: float | None = at_resume(None)
     exchange_parts: int = at_resume(1)
     num_replicas: int = at_resume(0)
@@ -436,6 +437,8 @@ class SwitchConfig:
 
     def __post_init__(self):
         check_choices(self)
+        if self.dispatcher == "auto":
+            object.__setattr__(self, "dispatcher", self.local_dispatcher)
         require_at_least(self, 1, "num_experts", "every", "min_capacity", "group_size")
         require_at_least(self, 1, "expert_capacity", "d_ff", "shared_d_ff", "exchange_parts")
         require_at_least(self, 1, "recorded_places")
@@ -571,6 +574,11 @@ class SwitchConfig:
         """That of one device: `dropless`, without empty slots, where no token is dropped."""
         is_dropless = self.router.overflow == "dropless" and not self.has_attention
         return "dropless" if is_dropless else "gather"
+
+    @property
+    def dispatches_rows(self) -> bool:
+        """Whether groups end with the plan: nothing is dropped, and experts take any rows."""
+        return self.dispatcher == "dropless" and self.router.overflow == "dropless"
 
     @property
     def num_candidates(self) -> int:

@@ -115,8 +115,10 @@ class RoutedLayer(nnx.Module):
         if router.padding == "counted":
             is_token_BL = jnp.ones_like(is_token_BL)
         shared = shared_axes(switch.dispatcher, G)
-        x_GTD = constrain_groups(into_groups(x_BLD, G, T), "GTD", shared)
-        is_token_GT = constrain_groups(into_groups(is_token_BL, G, T), "GT", shared)
+        x_GTD, is_token_GT = into_groups(x_BLD, G, T), into_groups(is_token_BL, G, T)
+        if not switch.dispatches_rows:  # whose tokens stay where their rows are
+            x_GTD = constrain_groups(x_GTD, "GTD", shared)
+            is_token_GT = constrain_groups(is_token_GT, "GT", shared)
         key = key if is_training else None
         if router.has_weights:
             logits_GTE = router_logits(
@@ -257,11 +259,14 @@ class SwitchFFN(RoutedLayer):
             key=key_router,
         )
 
-        dispatch = choose_dispatcher(switch, routed.plan, is_training=is_training)
+        x_GTD, plan = routed.x_GTD, routed.plan
+        if switch.dispatches_rows:  # else devices would need whole groups
+            x_GTD, plan = x_BLD, plan.of_rows(B, L)
+        dispatch = choose_dispatcher(switch, plan, is_training=is_training)
         if (table_R := self.experts.expert_of_slot_R) is not None:
             is_by_task = switch.router.kind == "task"
             dispatch = local_slots(table_R) if is_by_task else replicated(dispatch, table_R)
-        y_GTD = dispatch(routed.x_GTD, routed.plan, self.experts.weights(key=key_dropout))
+        y_GTD = dispatch(x_GTD, plan, self.experts.weights(key=key_dropout))
         if switch.router.overflow == "identity":
             gate_GT = jnp.sum(
                 jnp.where(routed.plan.is_dropped_GTS, routed.plan.gate_GTS, 0.0), axis=-1

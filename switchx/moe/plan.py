@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.sorted_rows import stable_argsort
 from switchx.layers.dense import along_last
-from switchx.moe.capacity import assign_slots, reroute
+from switchx.moe.capacity import assign_slots, out_of_groups, reroute
 from switchx.moe.router import normalized_scores, sampling_scores
 
 # The name of arrays that every remat policy keeps (`models/stack.py`): were they computed again
@@ -74,6 +74,15 @@ class RoutingPlan:
         """Place in the G buffers of E * C slots; E * C where a choice has none."""
         position_GTS = self.expert_GTS * self.capacity + self.slot_GTS
         return jnp.where(self.is_kept_GTS, position_GTS, self.num_experts * self.capacity)
+
+    def of_rows(self, batch: int, length: int) -> "RoutingPlan":
+        """The plan in which each of `batch` rows is a group; slots stay those of this one."""
+        arrays = (self.expert_GTS, self.gate_GTS, self.slot_GTS)
+        expert_GTS, gate_GTS, slot_GTS = (out_of_groups(x, batch, length) for x in arrays)
+        count_GE = count_choices(expert_GTS, self.num_experts)
+        return RoutingPlan(
+            expert_GTS, gate_GTS, slot_GTS, count_GE, self.num_experts, self.capacity
+        )
 
 
 def make_plan(

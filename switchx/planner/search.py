@@ -260,10 +260,12 @@ def refusal_of(workload: Workload, layout: Layout, hardware: Hardware) -> str | 
     if layout.dispatcher is None:
         return None
     rows = workload.batch_size // layout.num_microbatches
-    is_shared = False
+    is_shared, overflow = False, workload.model.switch.router.overflow
     for stack in workload.stacks:
         if workload.model.num_sparse_layers_of(stack):
             groups, tokens, _ = workload.routing(rows, workload.length(stack))
+            if layout.dispatcher == overflow == "dropless":  # `SwitchConfig.dispatches_rows`
+                groups, tokens = rows, workload.length(stack)
             shared = Placement.on(layout, layout.rules).shared_by(groups)
             if shared is None or (shared and layout.dispatcher != "all_to_all"):
                 return GROUPS_DO_NOT_DIVIDE

@@ -19,15 +19,19 @@ import pytest
 from safetensors.numpy import load_file
 
 import switchx
+from pallas_kernels.aot import gpu_compiler, tpu_compiler
+from switchx.checkpoint.run_folder import RunFolder, read_model_config
 from switchx.cli.main import main
+from switchx.compiled.devices import json_of_child
 from switchx.data.corpora.text_files import TextFiles
 from switchx.data.loader import Shard
 from switchx.inference.run_exported import ExportedModel
 from switchx.interop.decoder_families import DECODERS
+from switchx.partitioning.topology import Topology
 from switchx.routing_record import open_record
 from tests.compilation import on_devices
 from tests.integration.runs import lines
-from tests.interop.decoder_models import V, special_ids_of, theirs
+from tests.interop.decoder_models import BASE, CASES, V, special_ids_of, theirs
 from tests.processes import ROOT
 from tests.serving.served import LIMITS, events, listening, post, started
 
@@ -41,6 +45,13 @@ CHANGES = {
     "glm4_moe": dict(first_k_dense_replace=0),
     "dots1": dict(first_k_dense_replace=0),
 }
+# Sizes of which kernels for accelerators have tiles.
+WIDER = dict(
+    hidden_size=256, intermediate_size=512, moe_intermediate_size=256,
+    shared_expert_intermediate_size=256, head_dim=64, max_position_embeddings=512,
+    sliding_window=512,
+)  # fmt: skip
+SLICES = "v5p:2x2x1", "h200"
 WRITTEN_AS = {"mistral": "LlamaForCausalLM"}
 PROMPTS = [[5, 9, 11, 4, 7], [6, 80, 31], [17]]
 PAIRS = [([5, 9, 11], [4, 7]), ([6, 80], [31, 8, 90]), ([17], [3])]
@@ -82,6 +93,15 @@ class Row:
         model = theirs(self.name, **CHANGES.get(self.name, {}))
         model.generation_config.eos_token_id = list(ENDS)
         return model
+
+    @property
+    def num_elements(self) -> int:
+        """Parameters in the files."""
+        leaves = load_file(self.folder / "theirs/model.safetensors")
+        sizes = [leaf.size for leaf in leaves.values()]
+        if self.name == "granitemoe":  # logits have a factor of their own
+            sizes.append(leaves["model.embed_tokens.weight"].size)
+        return sum(sizes)
 
     def log_probs(self, ids) -> np.ndarray:
         """Natural logarithms `[L, V]` of their probabilities of what follows each token."""
@@ -480,12 +500,36 @@ def atlas(row: Row):
 def plan(row: Row, capsys):
     """It counts the parameters that the files have, in float32."""
     job = [word for word in row.job() if "expert_dropout" not in word]
-    capsys.readouterr()
-    run("plan", *job, "--hardware=v5e", "--devices=1", "--json")
-    first, *_ = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
-    sizes = [each.size for each in load_file(row.folder / "theirs/model.safetensors").values()]
-    sizes += [V * 32] * (row.name == "granitemoe")  # logits have a factor of their own
-    assert first["memory_gradients_bytes"] == 4 * sum(sizes)
+    for hardware in ("v5e", "v5p", "h200"):
+        capsys.readouterr()
+        run("plan", *job, f"--hardware={hardware}", "--devices=1", "--json")
+        first, *_ = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+        assert first["memory_gradients_bytes"] == 4 * row.num_elements
+
+
+def compiled(row: Row):
+    """A wider model's step compiles for four TPUs and a GPU: its arguments have the planner's
+    bytes, and experts compute the rows that are chosen."""
+    for compiler in (tpu_compiler, gpu_compiler):
+        try:
+            compiler.compiler_folder()
+        except FileNotFoundError as error:
+            pytest.skip(str(error))
+    sizes = {k: v for k, v in WIDER.items() if k in BASE | CASES[row.name][1]}
+    wide = Row(row.name, row.folder / "wide")
+    theirs(row.name, **CHANGES.get(row.name, {}), **sizes).save_pretrained(
+        wide.folder / "theirs"
+    )
+    run("convert", "--from=huggingface", wide.folder / "theirs", wide.folder / "run")
+    more = "BATCH_SIZE=16", "INPUTS_LENGTH=128", "TARGETS_LENGTH=128"
+    model = read_model_config(RunFolder(wide.folder / "run"))
+    for topology in SLICES:
+        words = *wide.job(), *(f"--gin.{each}" for each in more), f"--topology={topology}"
+        said = json_of_child(["compile", *words, "--json"], Topology.parse(topology))
+        assert all(check["holds"] for check in said["checks"]), said["checks"]
+        (step,) = said["results"]
+        assert step["parameters"] == wide.num_elements
+        assert step["slots_per_token"] == (model.switch and model.switch.router.num_selected)
 
 
 # Command: what is shown of it.
@@ -512,6 +556,7 @@ CELLS = {
     "record, drops, drift": record,
     "atlas": atlas,
     "plan": plan,
+    "compile": compiled,
 }
 
 

@@ -145,6 +145,23 @@ def test_groups_on_several_replicas_keep_their_numbers():
     assert_gradients_of_one_device(raw_gradients(program), want)
 
 
+# Three groups, the last with a place of padding.
+UNDIVIDED = with_switch(
+    SPARSE, group_size=6 * LENGTH, router=RouterConfig(jitter=0.0, overflow="dropless")
+)
+
+
+@pytest.mark.parametrize("mesh", [MeshSpec(data=4, model=2), slow(MeshSpec(fsdp=8))], ids=str)
+def test_where_nothing_is_dropped_devices_need_no_whole_groups(mesh):
+    want = raw_gradients(one_device(UNDIVIDED))
+    program = make_program(with_switch(UNDIVIDED, dispatcher="auto"), mesh)
+    assert program.job.model.switch.dispatches_rows
+    got = raw_gradients(program)
+    assert_close_to_largest(got[0], want[0], 1e-5)
+    assert float(got[1]) == pytest.approx(float(want[1]), rel=1e-6)
+    np.testing.assert_array_equal(got[3].load_E, want[3].load_E)
+
+
 @pytest.fixture(scope="module")
 def stepped():
     """A sharded program, its compiled step, its first state (donated) and what came of it."""
