@@ -82,6 +82,15 @@ def run_together(
             process.kill()
 
 
+def skip_without(*compilers) -> None:
+    """Skips the test where one of `pallas_kernels.aot`'s compilers is not installed."""
+    for compiler in compilers:
+        try:
+            compiler.compiler_folder()
+        except FileNotFoundError as error:
+            pytest.skip(str(error))
+
+
 def script_with_compiler(compiler, script: str, *arguments: str) -> subprocess.CompletedProcess:
     """What a script prints that sees a compiler of devices which are not there.
 
@@ -90,10 +99,8 @@ def script_with_compiler(compiler, script: str, *arguments: str) -> subprocess.C
     Args:
         compiler: `pallas_kernels.aot.tpu_compiler` or `gpu_compiler`.
     """
-    try:
-        variables = compiler.compiler_variables()
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
+    skip_without(compiler)
+    variables = compiler.compiler_variables()
     return subprocess.run(
         [sys.executable, "-c", script, *arguments],
         env=os.environ | variables | {"XLA_FLAGS": ""},

@@ -20,6 +20,7 @@ from switchx.cli.main import main
 from switchx.compiled import devices
 from switchx.partitioning.mesh import MeshSpec
 from switchx.results import Check, Report
+from tests.processes import skip_without
 
 # bench: a contender's compilation is tested in tests/bench; all of a bench here, slowly.
 
@@ -258,10 +259,7 @@ def test_models_that_fit_nowhere_or_elsewhere(simulated, in_a_folder, cli):
 @pytest.mark.parametrize(("run_file", "topology"), scale.PODS)
 def test_the_four_switch_models(run_file, topology):
     """Minutes each; each in a process of its own."""
-    try:
-        tpu_compiler.compiler_folder()
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
+    skip_without(tpu_compiler)
     report = scale.compiled_report(run_file, topology)
     failed = [check for check in report["checks"] if not check["holds"]]
     assert not failed

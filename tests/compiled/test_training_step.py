@@ -38,7 +38,7 @@ from switchx.training.distillation.student import DistilledProgram
 from switchx.training.distillation.written_teacher import write_logits
 from switchx.training.programs import compiled_program
 from switchx.training.step import StepConfig
-from tests.processes import ROOT, script_with_compiler
+from tests.processes import ROOT, script_with_compiler, skip_without
 from tests.promises import torus
 from tests.promises.step_cases import CASES
 from tests.promises.step_cases import make_job as make_case_job
@@ -386,10 +386,7 @@ def test_experts_compute_while_another_part_travels():
 )
 def test_todays_decoders_fit(run, topology):
     """Every check of the command holds, the planner's among them."""
-    try:
-        tpu_compiler.compiler_variables()
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
+    skip_without(tpu_compiler)
     words = ["compile", f"--gin_file=configs/runs/{run}.gin", f"--topology={topology}"]
     report = json_of_child([*words, "--json"], Topology.parse(topology))
     verdicts = {check["name"]: check["holds"] for check in report["checks"]}

@@ -12,6 +12,7 @@ from switchx.partitioning.topology import Topology
 from tests.inference import exports
 from tests.inference.exports import export
 from tests.inference.tiny import trained
+from tests.processes import skip_without
 
 # Of sizes that kernels take.
 WIDE = ModelConfig(
@@ -45,10 +46,7 @@ def test_slices_are_of_the_device_and_nothing_is_compiled_without_a_compiler(
     ids=["split", "few rows"],
 )  # fmt: skip
 def test_int4_programs_compile_for_a_slice(tmp_path, monkeypatch, shapes, mesh, kinds):
-    try:
-        tpu_compiler.compiler_folder()
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
+    skip_without(tpu_compiler)
     monkeypatch.setattr(exports, "SHAPES", shapes)
     devices = 1 if mesh is None else 8
     manifest = export(tmp_path / "e", trained(4, WIDE, rest="bfloat16"), ("tpu",), mesh=mesh)

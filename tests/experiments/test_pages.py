@@ -27,6 +27,7 @@ from experiments.study import Study
 from pallas_kernels.aot import gpu_compiler
 from switchx import fields
 from switchx.gin_config.building import job_from_gin
+from tests.processes import skip_without
 
 FOLDERS = [folder for folder in pages.folders() if folder.name not in pages.NO_CLAIM]
 NAMES = [folder.name for folder in FOLDERS]
@@ -403,10 +404,7 @@ def run_quick(name: str, output: pathlib.Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_quick_runs_end(name, quick_output):
     if name == "magic_numbers":
-        try:
-            gpu_compiler.compiler_folder()
-        except FileNotFoundError as error:
-            pytest.skip(str(error))
+        skip_without(gpu_compiler)
     run_quick(name, quick_output)
     runs = quick_output / f"{name}_quick"
     results = json.loads((runs / "results.json").read_text())

@@ -22,6 +22,7 @@ from switchx.models.params import init_params
 from switchx.partitioning.mesh import MeshSpec
 from tests.data.refusals import refused
 from tests.inference.ring_models import INPUTS, MODEL, E, L, T, model, resident
+from tests.processes import skip_without
 
 SLOW = pytest.mark.slow
 SHAPES = Shapes(batch_size=4, input_length=4)
@@ -97,10 +98,7 @@ def test_programs_have_experts_in_host_memory_and_copy_them(tmp_path, bits):
 @pytest.mark.parametrize("bits", [None, 8, 4])
 def test_experts_leave_the_memory_of_a_tpu(tmp_path, bits):
     """Compiled for a v5e: bytes of arguments in its host's memory and its own."""
-    try:
-        tpu_compiler.compiler_folder()
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
+    skip_without(tpu_compiler)
     layers, switch = 8, SwitchConfig(8, every=1)
     sizes = {"d_model": 256, "d_ff": 2048, "num_decoder_layers": layers - L}
     made = model(bits, dataclasses.replace(WIDE, switch=switch, **sizes))

@@ -32,7 +32,7 @@ from switchx.routing_record import open_record
 from tests.compilation import on_devices
 from tests.integration.runs import lines
 from tests.interop.decoder_models import BASE, CASES, V, special_ids_of, theirs
-from tests.processes import ROOT
+from tests.processes import ROOT, skip_without
 from tests.serving.served import LIMITS, events, listening, post, started
 
 PAGE = ROOT / "docs/checkpoints_of_others.md"
@@ -71,6 +71,12 @@ def run(*options) -> None:
 
 def text_of(ids) -> str:
     return " ".join(map(str, ids))
+
+
+def padded(rows) -> np.ndarray:
+    """`[B, L]`, filled up with the id 0, a word of these models."""
+    length = max(map(len, rows))
+    return np.array([[*ids, *[0] * (length - len(ids))] for ids in rows])
 
 
 def ids_of(text: str) -> list[int]:
@@ -190,22 +196,22 @@ def convert_back(row: Row):
 
 
 def load(row: Row):
-    """Logits of `switchx.load` are theirs."""
+    """Logits of `switchx.load` are theirs, of rows of different lengths side by side."""
     import torch
 
-    tokens = np.array([PROMPTS[0]])
-    got = np.asarray(switchx.load(row.folder / "run").logits(tokens))
-    with torch.no_grad():
-        want = row.model(torch.tensor(tokens)).logits.numpy()
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+    found_BLV = np.asarray(switchx.load(row.folder / "run").logits(padded(PROMPTS)))
+    for got_LV, prompt in zip(found_BLV, PROMPTS, strict=True):
+        with torch.no_grad():
+            want_LV = row.model(torch.tensor([prompt])).logits[0].numpy()
+        bound = 1e-5 * np.abs(want_LV).max()
+        np.testing.assert_allclose(got_LV[: len(prompt)], want_LV, rtol=0, atol=bound)
 
 
 def greedy(row: Row):
     """Tokens are theirs, and the likeliest of whole texts, which are read without a cache."""
     assert [each["tokens"] for each in row.generated()] == row.greedy
     rows = [[*prompt, *text] for prompt, text in zip(PROMPTS, row.greedy, strict=True)]
-    padded = np.array([ids + [0] * (max(map(len, rows)) - len(ids)) for ids in rows])
-    best_BL = np.argmax(switchx.load(row.folder / "run").logits(padded), -1)
+    best_BL = np.argmax(switchx.load(row.folder / "run").logits(padded(rows)), -1)
     for best_L, prompt, text in zip(best_BL, PROMPTS, row.greedy, strict=True):
         assert best_L[len(prompt) - 1 :][: len(text)].tolist() == text
 
@@ -510,11 +516,7 @@ def plan(row: Row, capsys):
 def compiled(row: Row):
     """A wider model's step compiles for four TPUs and a GPU: its arguments have the planner's
     bytes, and experts compute the rows that are chosen."""
-    for compiler in (tpu_compiler, gpu_compiler):
-        try:
-            compiler.compiler_folder()
-        except FileNotFoundError as error:
-            pytest.skip(str(error))
+    skip_without(tpu_compiler, gpu_compiler)
     sizes = {k: v for k, v in WIDER.items() if k in BASE | CASES[row.name][1]}
     wide = Row(row.name, row.folder / "wide")
     theirs(row.name, **CHANGES.get(row.name, {}), **sizes).save_pretrained(

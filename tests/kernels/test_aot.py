@@ -22,7 +22,7 @@ from pallas_kernels.bench import timing
 from pallas_kernels.grouped_matmul import tpu
 from pallas_kernels.quantized_grouped_matmul import gpu as quantized_gpu
 from pallas_kernels.tiling.gpu import SHARED_BYTES
-from tests.processes import ROOT
+from tests.processes import ROOT, skip_without
 
 
 @pytest.mark.parametrize(
@@ -50,13 +50,6 @@ SLACK = 1.1
 VMEM = {"v4": 16 << 20, "v5e": 128 << 20, "v5p": 64 << 20, "v6e": 128 << 20, "tpu7x": 64 << 20}
 
 each_target = pytest.mark.parametrize("target", tpu_compiler.TOPOLOGIES)
-
-
-def skip_without(compiler) -> None:
-    try:
-        compiler.compiler_folder()
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture
