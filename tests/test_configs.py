@@ -121,7 +121,11 @@ def test_a_run_honours_macros_is_decoded_teaches_and_is_written_as_a_file(
     # By dispatchers that exchange no slots, whatever the run's own one does in parts.
     model = job.model
     abstract_params(model)
-    others = [for_decoding(model), for_decoding(model, is_dropless=False), as_teacher(model)]
+    others = [
+        for_decoding(model),
+        for_decoding(model, is_dropless=False),
+        as_teacher(model, job.mesh),
+    ]
     if model.switch is None:
         assert others == [model] * 3
     else:
@@ -135,7 +139,9 @@ def test_a_run_honours_macros_is_decoded_teaches_and_is_written_as_a_file(
     assert changed.mesh != job.mesh or changed.mesh == build_job(name, *tasks, mesh).mesh
     assert (changed.train_steps, changed.step.num_microbatches) == (7, 2)
     # The dispatcher is a mesh's.
-    switch = model.switch and model.switch.with_dispatcher(model.switch.local_dispatcher)
+    is_dropless = model.switch and model.switch.router.overflow == "dropless"
+    name = "dropless" if is_dropless else "gather"
+    switch = model.switch and model.switch.with_dispatcher(name)
     assert changed.seed == 11 and changed.model == dataclasses.replace(model, switch=switch)
 
 

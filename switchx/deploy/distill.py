@@ -80,8 +80,7 @@ def distilled(
     """
     switch = config.switch
     if switch is not None:  # on one device nothing is sent
-        switch = switch.with_dispatcher(switch.local_dispatcher)
-        switch = dataclasses.replace(switch, num_replicas=0)
+        switch = dataclasses.replace(switch.with_dispatcher("auto"), num_replicas=0)
     job = dataclasses.replace(
         job,
         model=dataclasses.replace(config, switch=switch),

@@ -92,7 +92,8 @@ def upcycled_config(
     switch = SwitchConfig(
         num_experts, every=every, expert_bias=config.use_bias, d_ff=d_ff, router=router
     )
-    switch = switch.with_dispatcher(switch.local_dispatcher)
+    if router.overflow == "dropless":
+        switch = switch.with_dispatcher("dropless")
     return dataclasses.replace(config, switch=switch, scan_layers=False)
 
 

@@ -383,8 +383,8 @@ class SwitchConfig:
         expert_bias: whether the experts have biases.
         dispatcher: the way in which tokens reach their experts, with the same numbers from
             each: `gather` (the default), `einsum` (one-hot, the readable oracle), or another of
-            `DISPATCHERS`; docs/dispatchers.md says which one suits what. `auto`, as gin files
-            have it, becomes `local_dispatcher`.
+            `DISPATCHERS`; docs/dispatchers.md says which one suits what. A job takes
+            `dispatchers.suited_dispatcher` for `auto`, which gin files of meshes have.
         buffer_factor: buffer of the sliced dispatchers: tokens that a device has room for, over
             its even share; a device with more of them computes the layer again with room for
             all. None always has room for all.
@@ -437,8 +437,6 @@ class SwitchConfig:
 
     def __post_init__(self):
         check_choices(self)
-        if self.dispatcher == "auto":
-            object.__setattr__(self, "dispatcher", self.local_dispatcher)
         require_at_least(self, 1, "num_experts", "every", "min_capacity", "group_size")
         require_at_least(self, 1, "expert_capacity", "d_ff", "shared_d_ff", "exchange_parts")
         require_at_least(self, 1, "recorded_places")
@@ -459,13 +457,14 @@ class SwitchConfig:
             "give its size, or use shared_gate=False",
         )
         require(
-            not self.has_attention or self.dispatcher in ("gather", "einsum"),
+            not self.has_attention or self.dispatcher in ("auto", "gather", "einsum"),
             f"SwitchConfig.dispatcher={self.dispatcher!r} with sublayers={self.sublayers!r}: "
             "experts in attention are dispatched by gather or einsum; use one of them, or "
             "sublayers='ffn'",
         )
         require(
-            self.exchange_parts == 1 or DISPATCHERS[self.dispatcher].exchanges_slots,
+            self.exchange_parts == 1
+            or (self.dispatcher != "auto" and DISPATCHERS[self.dispatcher].exchanges_slots),
             f"SwitchConfig.exchange_parts={self.exchange_parts} with dispatcher="
             f"{self.dispatcher!r}, which exchanges no slots; use 1, or dispatcher='all_to_all' "
             "or 'hierarchical'",
@@ -566,18 +565,13 @@ class SwitchConfig:
 
     def with_dispatcher(self, name: str) -> "SwitchConfig":
         """The layers with another dispatcher; in parts only where it exchanges slots."""
-        parts = self.exchange_parts if DISPATCHERS[name].exchanges_slots else 1
+        is_in_parts = name != "auto" and DISPATCHERS[name].exchanges_slots
+        parts = self.exchange_parts if is_in_parts else 1
         return dataclasses.replace(self, dispatcher=name, exchange_parts=parts)
 
     @property
-    def local_dispatcher(self) -> str:
-        """That of one device: `dropless`, without empty slots, where no token is dropped."""
-        is_dropless = self.router.overflow == "dropless" and not self.has_attention
-        return "dropless" if is_dropless else "gather"
-
-    @property
     def dispatches_rows(self) -> bool:
-        """Whether groups end with the plan: nothing is dropped, and experts take any rows."""
+        """Whether devices may dispatch rows in place of groups, which decide nothing then."""
         return self.dispatcher == "dropless" and self.router.overflow == "dropless"
 
     @property

@@ -72,6 +72,23 @@ def choose_dispatcher(switch, plan: RoutingPlan, *, is_training: bool) -> Dispat
     return FUNCTIONS[name]
 
 
+def suited_dispatcher(config, mesh, rules: Rules) -> str:
+    """What `dispatcher="auto"` is on a mesh: `dropless` where nothing is dropped, or `gather`.
+
+    `dropless` has no empty slots, where `gather` has E for each token. It needs all experts on
+    every device, and its products have no float64.
+
+    Args:
+        config: a sparse `ModelConfig`.
+        mesh: a mesh, or anything with a `shape` like one's.
+    """
+    switch = config.switch
+    drops_none = switch.router.overflow == "dropless" and not switch.has_attention
+    if not drops_none or config.precision.compute == "float64":
+        return "gather"
+    return "gather" if refusal("dropless", mesh, rules) else "dropless"
+
+
 def refusal(
     name: str,
     mesh,

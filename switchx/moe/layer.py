@@ -31,7 +31,12 @@ from switchx.moe.router import (
     router_scores,
     task_logits,
 )
-from switchx.moe.shared_groups import assign_shared_slots, constrain_groups, shared_axes
+from switchx.moe.shared_groups import (
+    assign_shared_slots,
+    constrain_groups,
+    keeps_groups,
+    shared_axes,
+)
 from switchx.moe.stats import Choices, RoutingStats, measure_routing
 
 
@@ -116,7 +121,7 @@ class RoutedLayer(nnx.Module):
             is_token_BL = jnp.ones_like(is_token_BL)
         shared = shared_axes(switch.dispatcher, G)
         x_GTD, is_token_GT = into_groups(x_BLD, G, T), into_groups(is_token_BL, G, T)
-        if not switch.dispatches_rows:  # whose tokens stay where their rows are
+        if not self.dispatches_rows(G):  # whose tokens stay where their rows are
             x_GTD = constrain_groups(x_GTD, "GTD", shared)
             is_token_GT = constrain_groups(is_token_GT, "GT", shared)
         key = key if is_training else None
@@ -176,6 +181,10 @@ class RoutedLayer(nnx.Module):
                 sums = {"margin_E": margin_quantiles(logits_GTE, *of_choice)}
             routed = dataclasses.replace(routed, **sums)
         return routed
+
+    def dispatches_rows(self, num_groups: int) -> bool:
+        """Whether devices have no whole groups and need none: nothing is dropped."""
+        return self.config.switch.dispatches_rows and not keeps_groups(num_groups)
 
     @property
     def selection_bias_E(self):
@@ -260,7 +269,7 @@ class SwitchFFN(RoutedLayer):
         )
 
         x_GTD, plan = routed.x_GTD, routed.plan
-        if switch.dispatches_rows:  # else devices would need whole groups
+        if self.dispatches_rows(len(x_GTD)):
             x_GTD, plan = x_BLD, plan.of_rows(B, L)
         dispatch = choose_dispatcher(switch, plan, is_training=is_training)
         if (table_R := self.experts.expert_of_slot_R) is not None:

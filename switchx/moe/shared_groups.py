@@ -39,6 +39,11 @@ def shared_axes(dispatcher: str, num_groups: int) -> MeshAxes:
     return _placement().shared_by(num_groups) or ()
 
 
+def keeps_groups(num_groups: int) -> bool:
+    """Whether devices of the mesh in use have whole groups."""
+    return num_devices() == 1 or _placement().shared_by(num_groups) == ()
+
+
 def constrain_groups(x_GT, dims: str, shared: MeshAxes):
     """Splits `[G, T, ...]` over devices, by whole groups where none are shared."""
     if not shared:

@@ -202,10 +202,12 @@ class Layout:
         return dataclasses.replace(rules, optimizer_slices=OPTIMIZER_SLICES)
 
     def of_teacher(self, teacher: Workload) -> "Layout":
-        """The layout of a teacher on the same mesh: its Switch layers run by `gather`."""
+        """The layout of a teacher on the same mesh: its Switch layers run by its dispatcher."""
         if teacher.model.switch is None or DISPATCHERS[self.dispatcher or "gather"].is_sliced:
             return self
-        return dataclasses.replace(self, dispatcher="gather")
+        is_split = self.node * self.expert > 1
+        name = "gather" if is_split else teacher.model.switch.dispatcher
+        return dataclasses.replace(self, dispatcher=name)
 
     @property
     def rounds(self) -> float:

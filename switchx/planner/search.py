@@ -265,7 +265,7 @@ def refusal_of(workload: Workload, layout: Layout, hardware: Hardware) -> str | 
         if workload.model.num_sparse_layers_of(stack):
             groups, tokens, _ = workload.routing(rows, workload.length(stack))
             if layout.dispatcher == overflow == "dropless":  # `SwitchConfig.dispatches_rows`
-                groups, tokens = rows, workload.length(stack)
+                groups = rows
             shared = Placement.on(layout, layout.rules).shared_by(groups)
             if shared is None or (shared and layout.dispatcher != "all_to_all"):
                 return GROUPS_DO_NOT_DIVIDE

@@ -27,6 +27,7 @@ from switchx.models.adapters import LoRASpec
 from switchx.models.config import ModelConfig
 from switchx.models.stored_experts import storage_refusal
 from switchx.moe.capacity import rows_of_groups
+from switchx.moe.dispatchers import suited_dispatcher
 from switchx.optim.multipliers import with_multipliers
 from switchx.optim.protocol import Optimizer
 from switchx.optim.schedules import Schedule
@@ -154,6 +155,7 @@ class TrainingJob:
 
     def __post_init__(self):
         object.__setattr__(self, "metric_writers", checked_writers(self.metric_writers))
+        object.__setattr__(self, "model", with_suited_dispatcher(self.model, self.mesh))
         require_at_least(self, 1, "inputs_length", "targets_length", "batch_size", "log_every")
         require_at_least(self, 1, "eval_every", "checkpoint_every", "eval_batches")
         require_at_least(self, 1, "max_skipped_in_a_row")
@@ -390,3 +392,11 @@ def require_job(job, name: str) -> None:
         f"switchx.{name} takes a TrainingJob, and got {job!r:.60}; "
         'switchx.job_from_gin("configs/runs/...") makes one of gin files',
     )
+
+
+def with_suited_dispatcher(model: ModelConfig, mesh: MeshSpec) -> ModelConfig:
+    """The model with the dispatcher that `auto` is on a mesh; itself where it names one."""
+    if model.switch is None or model.switch.dispatcher != "auto":
+        return model
+    name = suited_dispatcher(model, mesh, mesh.rules)
+    return dataclasses.replace(model, switch=model.switch.with_dispatcher(name))

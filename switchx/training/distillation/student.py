@@ -25,7 +25,7 @@ from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, init_params
 from switchx.models.stored_experts import TEACHER_IN_STORAGE
 from switchx.moe.capacity import rows_of_groups
-from switchx.partitioning.mesh import PIPE
+from switchx.partitioning.mesh import PIPE, MeshSpec
 from switchx.training.distillation.soft_loss import (
     Teacher,
     check_teacher,
@@ -34,7 +34,7 @@ from switchx.training.distillation.soft_loss import (
 )
 from switchx.training.evaluate import eval_step
 from switchx.training.expert_copies import CopiesProgram
-from switchx.training.job import TrainingJob
+from switchx.training.job import TrainingJob, with_suited_dispatcher
 from switchx.training.resume import require_vocabulary_of
 from switchx.training.step import init_key
 
@@ -135,7 +135,8 @@ class DistilledProgram(CopiesProgram):
     def _group_notes(self) -> tuple[str, ...]:
         """Whether microbatches change what a sparse teacher drops."""
         job, parts = self.job, self.job.step.num_microbatches
-        if self.teacher.switch is None or parts == 1:
+        switch = self.teacher.switch
+        if switch is None or switch.router.overflow == "dropless" or parts == 1:
             return ()
 
         def rows_of(model: ModelConfig) -> int | None:
@@ -147,7 +148,7 @@ class DistilledProgram(CopiesProgram):
         if theirs is not None and own % theirs == 0:
             return ()
         return (
-            f"the teacher's routing groups of {self.teacher.switch.group_size} tokens are not "
+            f"the teacher's routing groups of {switch.group_size} tokens are not "
             f"those of the whole batch in {parts} microbatches: it may drop other tokens",
         )
 
@@ -173,17 +174,14 @@ def teacher_config(job: TrainingJob) -> ModelConfig:
         ValueError: there is no run folder, or its model cannot teach this one.
     """
     folder = RunFolder(job.distillation.teacher)
-    teacher = as_teacher(read_model_config(folder))
+    teacher = as_teacher(read_model_config(folder), job.mesh)
     check_teacher(job.model, teacher, str(folder.where))
     return teacher
 
 
-def as_teacher(config: ModelConfig) -> ModelConfig:
-    """The model as it is evaluated beside a student."""
+def as_teacher(config: ModelConfig, mesh: MeshSpec) -> ModelConfig:
+    """The model as it is evaluated beside a student on a mesh."""
     if config.switch is None or config.build is not None:
         return config
-    switch = config.switch.with_dispatcher(config.switch.local_dispatcher)
-    switch = dataclasses.replace(switch, num_replicas=0)
-    if switch.dispatcher == "dropless":  # groups decide nothing: with a capacity a row is one
-        switch = dataclasses.replace(switch, expert_capacity=1)
-    return dataclasses.replace(config, switch=switch)
+    switch = dataclasses.replace(config.switch.with_dispatcher("auto"), num_replicas=0)
+    return with_suited_dispatcher(dataclasses.replace(config, switch=switch), mesh)
