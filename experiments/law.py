@@ -112,7 +112,8 @@ def speedups(
 
     Returns:
         Also, by asymptote, the factor by which the speed-up grows where compute is ten times as
-        large: above 1 experts are worth more at scale.
+        large: above 1 experts are worth more at scale. It is of at least two cells whose
+        speed-ups are not bounds.
     """
     random = np.random.default_rng(0)
     drawn = [(_drawn(dense, random), _drawn(sparse, random)) for _ in range(DRAWS)]
@@ -133,8 +134,10 @@ def speedups(
         for i, point in enumerate(sparse):
             ratio = Ratio(*(float(math.exp(each[i])) for each in (middle, low, high)))
             found.append(Speedup(point.name, asymptote, ratio, bool(beyond[i])))
-        decades = np.log10(sparse_flops)
-        slopes = np.polyfit(decades, np.vstack([middle, draws_XC]).T, 1)[0]
+        if np.sum(inside := np.logical_not(beyond)) < 2:
+            continue
+        decades, logs_XC = np.log10(sparse_flops), np.vstack([middle, draws_XC])
+        slopes = np.polyfit(decades[inside], logs_XC[:, inside].T, 1)[0]
         bounds = np.percentile(slopes[1:], (2.5, 97.5))
         growth[asymptote] = Ratio(*(float(math.exp(s)) for s in (slopes[0], *bounds)))
     return found, growth

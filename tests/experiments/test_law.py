@@ -30,6 +30,7 @@ def test_a_made_speedup_is_found():
         assert each.ratio.mean == pytest.approx(1.25, rel=1e-6) and not each.is_beyond
     # The largest sparse run is better than every dense one: at least 1.
     assert found[3].is_beyond and found[3].ratio.mean == pytest.approx(1.0)
+    assert growth[0.6].mean == pytest.approx(1.0)  # that bound has no part in it
     dense, sparse = cells(1.25)
     inside, growth = law.speedups(dense, sparse[:3], asymptotes=(0.6,))
     assert growth[0.6].mean == pytest.approx(1.0)
