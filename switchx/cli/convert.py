@@ -173,6 +173,8 @@ def _from_t5x(arguments: argparse.Namespace, reporter) -> None:
     from switchx.gin_config import building
     from switchx.interop.t5x import read_checkpoint
     from switchx.models.config import ModelConfig
+    from switchx.partitioning.mesh import MeshSpec
+    from switchx.training.job import with_suited_dispatcher
 
     gin_files, bindings, paths = shared.gin_of(arguments)
     building.parse_files(gin_files, bindings, paths)
@@ -182,7 +184,7 @@ def _from_t5x(arguments: argparse.Namespace, reporter) -> None:
             includes = "".join(f"include {str(each)!r}\n" for each in gin_files)
             file.write_text(f"{_IMPORTS}{includes}MODEL = @config.ModelConfig()\n")
             building.parse_files([str(file)], bindings, paths)
-    config = building.build("MODEL", ModelConfig)
+    config = with_suited_dispatcher(building.build("MODEL", ModelConfig), MeshSpec())
     building.require_effect("MODEL", bindings)
     config = _in_dtype(config, arguments.dtype)
     reporter.note(f"reading {arguments.src}")

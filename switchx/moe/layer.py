@@ -76,6 +76,10 @@ class RoutedLayer(nnx.Module):
     """
 
     def __init__(self, config, *, key):
+        require(
+            config.switch.dispatcher != "auto",
+            "SwitchConfig.dispatcher='auto' outside of a job, which knows the mesh; name one",
+        )
         self.config = config
         D, E = config.d_model, config.switch.num_experts
         if config.switch.router.has_weights:

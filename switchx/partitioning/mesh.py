@@ -86,11 +86,6 @@ class MeshSpec:
             sizes["data"] = self.num_devices(available) // others
         return sizes
 
-    @property
-    def shape(self) -> dict[str, int]:
-        """Devices along each axis, as of a mesh; two along `data` where it takes the rest."""
-        return self.sizes(2 * self.num_devices(1))
-
     def __str__(self) -> str:
         used = {name: size for name, size in self._sizes.items() if size is None or size > 1}
         text = " x ".join(f"{name}={size or 'the rest'}" for name, size in used.items())

@@ -5,6 +5,7 @@ Gin builds it at the edge; Python can build it directly.
 """
 
 import dataclasses
+import types
 from collections.abc import Mapping
 from typing import Literal
 
@@ -398,5 +399,7 @@ def with_suited_dispatcher(model: ModelConfig, mesh: MeshSpec) -> ModelConfig:
     """The model with the dispatcher that `auto` is on a mesh; itself where it names one."""
     if model.switch is None or model.switch.dispatcher != "auto":
         return model
-    name = suited_dispatcher(model, mesh, mesh.rules)
+    # `data` may have several devices where it takes the rest.
+    several = types.SimpleNamespace(shape=mesh.sizes(2 * mesh.num_devices(1)))
+    name = suited_dispatcher(model, several, mesh.rules)
     return dataclasses.replace(model, switch=model.switch.with_dispatcher(name))
