@@ -29,6 +29,7 @@ from tests.interop.folders import (
     huggingface_folder,
     tokenizer_json,
 )
+from tests.interop.t5x_files import SWITCH as T5X_SWITCH
 from tests.interop.t5x_files import by_layers, write_t5x
 from tests.processes import ROOT
 from tests.training.jobs import make_params
@@ -189,19 +190,22 @@ def test_a_model_with_a_bias_of_each_block_opens_in_every_command(in_a_folder, c
     assert got.read_bytes() == want.read_bytes()
 
 
+def t5x_arguments(folder, model: ModelConfig, gin_file: str) -> tuple[str, ...]:
+    """Of converting a checkpoint of the model, whose sizes are given beside a gin file."""
+    names = ("vocab_size", "d_model", "d_ff", "num_heads", "d_head")
+    names += ("num_encoder_layers", "num_decoder_layers")
+    return (
+        *("convert", "--from=t5x", str(folder), "ours", f"--gin_file={gin_file}"),
+        *(f"--gin.ModelConfig.{name}={getattr(model, name)}" for name in names),
+    )
+
+
 def test_from_t5x_and_on_to_huggingface(in_a_folder, cli, spiece):
     config = dataclasses.replace(T5, vocab_size=ROWS)
     params = make_params(config)
-    write_t5x(in_a_folder / "checkpoint_7", by_layers(config, params))
-    sizes = dict(
-        vocab_size=ROWS, d_model=12, d_ff=20, num_heads=3, d_head=4, num_encoder_layers=2,
-        num_decoder_layers=2,
-    )  # fmt: skip
-    options = [f"--gin.ModelConfig.{name}={size}" for name, size in sizes.items()]
-    cli(
-        *("convert", "--from=t5x", "checkpoint_7", "ours"),
-        *("--gin_file=configs/models/t5_1_0_base.gin", f"--vocabulary={spiece}", *options),
-    )
+    folder = write_t5x(in_a_folder / "checkpoint_7", by_layers(config, params))
+    arguments = t5x_arguments(folder, config, "configs/models/t5_1_0_base.gin")
+    cli(*arguments, f"--vocabulary={spiece}")
     model = switchx.load("ours")
     assert model.config.d_model == 12 and not model.config.scan_layers
     assert model.vocabulary.size == ROWS
@@ -209,6 +213,18 @@ def test_from_t5x_and_on_to_huggingface(in_a_folder, cli, spiece):
     err = cli("convert", "--to=huggingface", "ours", "back").err
     assert "T5Tokenizer gives other ids for this vocabulary" in err
     assert (in_a_folder / "back/spiece.model").read_bytes() == spiece.read_bytes()
+
+
+def test_from_t5x_by_the_gin_file_of_a_run(in_a_folder, cli):
+    """Its mesh's file leaves the dispatcher to a job, which a converted model does not have."""
+    params = make_params(T5X_SWITCH)
+    folder = write_t5x(in_a_folder / "checkpoint_7", by_layers(T5X_SWITCH, params))
+    arguments = t5x_arguments(folder, T5X_SWITCH, "configs/runs/pretrain_switch_base.gin")
+    experts = f"--gin.NUM_EXPERTS={T5X_SWITCH.switch.num_experts}"
+    cli(*arguments, "--gin_file=configs/meshes/data.gin", experts)
+    model = switchx.load("ours")
+    assert model.config.switch.dispatcher == "gather"
+    assert_same_params(model.params, params)
 
 
 def test_nothing_is_left_where_nothing_could_be_converted(in_a_folder, cli, spiece):
