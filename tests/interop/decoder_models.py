@@ -84,9 +84,29 @@ def theirs(case: str, **more):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, changes = CASES[case]
-    config = AutoConfig.for_model(kind, **BASE | changes | more)
-    eager = dict(attn_implementation="eager", experts_implementation="eager")
-    return randomize(AutoModelForCausalLM.from_config(config, **eager)).float()
+    config = AutoConfig.for_model(kind, **of_release(BASE | changes | more))
+    return randomize(AutoModelForCausalLM.from_config(config, **eager())).float()
+
+
+def of_release(config: dict) -> dict:
+    """Values of a configuration in the fields of the installed transformers, 4 or 5."""
+    if is_release_5() or "rope_parameters" not in config:
+        return config
+    scaling = dict(config["rope_parameters"])
+    rotary = dict(rope_theta=scaling.pop("rope_theta"), rope_scaling=scaling)
+    return {key: x for key, x in config.items() if key != "rope_parameters"} | rotary
+
+
+def eager() -> dict[str, str]:
+    """Options of a model that computes as its Python code says."""
+    experts = dict(experts_implementation="eager") if is_release_5() else {}
+    return dict(attn_implementation="eager") | experts
+
+
+def is_release_5() -> bool:
+    import transformers
+
+    return int(transformers.__version__.partition(".")[0]) >= 5
 
 
 def special_ids_of(model) -> dict:
