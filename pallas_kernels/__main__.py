@@ -12,7 +12,7 @@ ROUNDS = {"tune": 7, "bench": 9}
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs a command; the exit status."""
+    """Runs a command; the exit status, 1 where a check does not hold."""
     parser = argparse.ArgumentParser(prog="pallas-kernels", description=__doc__)
     parser.add_argument(
         "what",
@@ -37,12 +37,18 @@ def main(words: Sequence[str] | None = None) -> int:
         from pallas_kernels.bench import kernels
 
         rows, checks = kernels.run(rounds, note=note)
+        checks = [each | {"holds": _holds(**each)} for each in checks]
     if arguments.json:
         print(json.dumps({"command": arguments.what, "results": rows, "checks": checks}))
     else:
         for row in [*rows, *checks]:
             print("  ".join(f"{name}={_shown(value)}" for name, value in row.items()))
-    return 0
+    return int(not all(check["holds"] for check in checks))
+
+
+def _holds(name: str, value: float, bound: str) -> bool:
+    aim = float(bound[2:])
+    return {"<=": value <= aim, ">=": value >= aim}[bound[:2]]
 
 
 def _shown(value) -> str:

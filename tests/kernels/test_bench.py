@@ -376,23 +376,26 @@ def test_back_ends_are_asked_with_what_they_depend_on():
     assert asked == [(1, 2, 3, 4, 8, "bfloat16")]
 
 
-def test_rows_and_checks_are_printed(monkeypatch, capsys):
-    row, check = (
-        {"matrix": "64x128", "us": 12.3456},
-        {"name": "error", "value": 0.0, "bound": "<=1"},
-    )
+@pytest.mark.parametrize(("value", "status"), [(1.0, 0), (1.1, 1)])
+def test_rows_and_checks_are_printed_and_one_that_does_not_hold_fails(
+    monkeypatch, capsys, value, status
+):
+    row = {"matrix": "64x128", "us": 12.3456}
+    check = {"name": "error", "value": value, "bound": "<=1"}
+    fast = {"name": "fast", "value": 2.0, "bound": ">=2"}
 
     def bench(rounds, note):
         assert rounds == 3
         note("measuring")
-        return [row], [check]
+        return [row], [check, fast]
 
     monkeypatch.setattr(kernels, "run", bench)
-    assert command.main(["bench", "--rounds=3", "--json"]) == 0
+    assert command.main(["bench", "--rounds=3", "--json"]) == status
     out, err = capsys.readouterr()
-    assert json.loads(out) == {"command": "bench", "results": [row], "checks": [check]}
+    judged = [check | {"holds": not status}, fast | {"holds": True}]
+    assert json.loads(out) == {"command": "bench", "results": [row], "checks": judged}
     assert err == "measuring\n"
-    assert command.main(["bench", "--rounds=3"]) == 0
+    assert command.main(["bench", "--rounds=3"]) == status
     assert capsys.readouterr().out.splitlines()[0] == "matrix=64x128  us=12.35"
 
 
