@@ -14,6 +14,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments import rules
+from experiments.measured import Interval
 from experiments.statistics import intervals
 from switchx.analysis import comparison_plots as plots
 from switchx.analysis.plots import write_svg
@@ -235,9 +236,9 @@ def shown(value: Any) -> str:
     if value is None or (isinstance(value, dict) and None in value.values()):
         return ""
     if isinstance(value, dict):  # an Interval; of one value it has no width
-        form = ".3f" if "no_effect" in value else "+.3f"  # a Ratio has no sign
-        mean, low, high = (format(value[name], form) for name in ("mean", "low", "high"))
-        return mean if value["low"] == value["high"] else f"{mean} ({low} to {high})"
+        text = str(Interval(*map(value.get, ("mean", "low", "high"))))
+        text = text.replace("+", "") if "no_effect" in value else text  # a Ratio has no sign
+        return text.partition(" ")[0] if value["low"] == value["high"] else text
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     if isinstance(value, int) and not isinstance(value, bool):

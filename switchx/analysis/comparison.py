@@ -56,7 +56,11 @@ class Interval:
         return self.low > value or self.high < value
 
     def __str__(self) -> str:
-        return f"{self.mean:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
+        """Three decimals; of a small interval as many as the larger bound has two digits in."""
+        largest = max(abs(self.low), abs(self.high))
+        digits = max(3, 1 - math.floor(math.log10(largest))) if largest else 3
+        mean, low, high = (f"{each:+.{digits}f}" for each in (self.mean, self.low, self.high))
+        return f"{mean} ({low} to {high})"
 
 
 def interval_of(values: Sequence[float], kind: type[Interval] = Interval) -> Interval:

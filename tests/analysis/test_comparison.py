@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from switchx.analysis.comparison import compare, difference, read_run_log
+from switchx.analysis.comparison import Interval, compare, difference, read_run_log
 from switchx.cli.main import main
 from tests.analysis.parsed_page import Parser
 from tests.analysis.recorded import routing_line, write_lines
@@ -144,3 +144,17 @@ def test_what_cannot_be_compared_is_refused(folders, capsys, tmp_path):
     for words in ([], ["a", "--model_dir=b"]):
         assert main(["report", *words]) == 2
         assert "give --model_dir=DIR for one run, or the folders" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ((0.5, -1.25, 2.0), "+0.500 (-1.250 to +2.000)"),
+        ((0.0095, 0.008, 0.011), "+0.009 (+0.008 to +0.011)"),
+        ((0.0047, 0.0038, 0.0052), "+0.0047 (+0.0038 to +0.0052)"),
+        ((0.000053, -0.000071, 0.000177), "+0.00005 (-0.00007 to +0.00018)"),
+        ((0.0, 0.0, 0.0), "+0.000 (+0.000 to +0.000)"),
+    ],
+)
+def test_a_small_interval_has_digits_enough(values, text):
+    assert str(Interval(*values)) == text

@@ -72,7 +72,8 @@ def test_results_have_their_form(folder):
         xml.etree.ElementTree.parse(each)
     for curves in results.get("curves", {}).values():
         assert len(curves) == len(results["seeds"])
-        assert all(max(map(int, curve)) == results["steps"] for curve in curves)
+        last = results.get("steps", 1)  # a value that is of no training stands at 1
+        assert all(max(map(int, curve)) == last for curve in curves)
 
 
 def test_the_overview_is_made_of_results():
