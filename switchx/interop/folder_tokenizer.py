@@ -240,9 +240,15 @@ def write_tokenizer(
     tokens: Sequence[AddedToken],
     special_ids: Sequence[int] = OURS,
 ) -> None:
-    """Writes what T5Tokenizer reads beside `spiece.model`, which is there."""
+    """Writes what T5Tokenizer reads beside `spiece.model`, which is there.
+
+    Sentinels that are pieces are named with their ids: it would add others behind them.
+    """
     pieces, theirs = read_sentencepiece(str(folder / PIECES)), their_ids(special_ids)
+    texts = map(pieces.id_to_piece, range(pieces.get_piece_size()))
+    own = [AddedToken(i, text) for i, text in enumerate(texts) if _SENTINEL.fullmatch(text)]
     tokens = [dataclasses.replace(each, id=theirs.get(each.id, each.id)) for each in tokens]
+    tokens += own
     content: dict[str, Any] = {
         "tokenizer_class": "T5Tokenizer",
         "extra_ids": 0 if tokens else num_sentinels,

@@ -170,8 +170,13 @@ def test_special_tokens_of_a_tokenizer_json_alone(folder):
     model = sentencepiece_model(folder / "theirs/tokenizer.json")
     (folder / "theirs/spiece.model").write_bytes(model)
     vocabulary = read(folder / "theirs")
-    for text in ("a <sep> b", "<sep>the gate[NEW]an<extra_id_3>"):
-        assert vocabulary.encode(text) == tokenizer(text, add_special_tokens=False).input_ids
+    assert again(vocabulary, folder).fingerprint() == vocabulary.fingerprint()
+    written = transformers.T5Tokenizer.from_pretrained(folder / "back")
+    assert len(written) == len(tokenizer)
+    for text in ("a <sep> b", "<sep>the gate[NEW]an<extra_id_3>", "<extra_id_49> a<extra_id_0>"):
+        want = tokenizer(text, add_special_tokens=False).input_ids
+        assert vocabulary.encode(text) == want
+        assert written(text, add_special_tokens=False).input_ids == want
 
 
 @pytest.mark.hf
