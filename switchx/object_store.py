@@ -334,6 +334,22 @@ def require_no_lfs_pointer(file: Folder) -> None:
         raise ValueError(f"{file} {IS_LFS_POINTER}")
 
 
+def way_out(folder: pathlib.Path, otherwise: str) -> str:
+    """What to do where a folder is no run: by what it is instead, if that is known."""
+    with contextlib.suppress(OSError, ValueError):
+        if "model_type" in read_json_object(folder / "config.json"):
+            return (
+                "it is a model of transformers: `switchx convert --from=huggingface "
+                f"{folder} DST` makes a folder of it that can be given"
+            )
+    if (folder / "artifact.json").is_file():
+        return (
+            "it is a packed model, as quantize and deploy make it, which is loaded, served and "
+            "evaluated as it is; else give the run that it was made of"
+        )
+    return otherwise
+
+
 def read_json_object(file: Folder, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """The JSON object in a file, which may come from anybody.
 

@@ -29,7 +29,7 @@ from switchx.models.adapters import LoRASpec, abstract_adapters, merged
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
 from switchx.models.unroll import scanned_blocks, unrolled_blocks
-from switchx.object_store import Folder
+from switchx.object_store import Folder, way_out
 from switchx.tree import Tree, named_leaves, nested
 
 logger = logging.getLogger(__name__)
@@ -90,10 +90,11 @@ def choose_step(run: RunFolder, step: int | Literal["best"] | None = None) -> in
     if chosen is None:
         wanted = {None: "", "best": " with a score"}.get(step, f" of step {step}")
         names = ", ".join(path.name for path in checkpoint_paths(run.checkpoints))
+        train = f"make one with `switchx train --gin_file=... --model_dir={run.path}`"
         raise ValueError(
             f"no complete checkpoint{wanted} in {run.where}: "
-            f"{f'found checkpoints {names}' if names else run.found()}; make one with "
-            f"`switchx train --gin_file=... --model_dir={run.path}`, or give another folder"
+            f"{f'found checkpoints {names}' if names else run.found()}; "
+            f"{way_out(run.root, f'{train}, or give another folder')}"
         )
     return chosen
 

@@ -38,6 +38,7 @@ from switchx.object_store import (
     mirror,
     read_json_object,
     small_files,
+    way_out,
 )
 from switchx.tree import named_leaves
 
@@ -144,10 +145,13 @@ class RunFolder:
         return self
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self, is_new: bool = False) -> Iterator[None]:
         """Holds the folder for one trainer; the system frees it when the process ends.
 
         Of a trainer that failed before it wrote anything, nothing is left.
+
+        Args:
+            is_new: whether the folder was made for this trainer.
 
         Advisory (flock): it keeps out other trainers, not readers such as `switchx eval`. In a
         store, which has no locks, the trainer before is kept out (`Mirror.owned`).
@@ -178,16 +182,19 @@ class RunFolder:
             try:
                 yield
             finally:
-                self._remove_unused()
+                self._remove_unused(is_new)
 
-    def _remove_unused(self) -> None:
-        """Removes the lock, and the folder of checkpoints, where nothing else was written."""
+    def _remove_unused(self, is_new: bool) -> None:
+        """Removes the lock, and the folder of checkpoints, where nothing else was written; and
+        the folder itself, if it is new."""
         there = {each.name for each in self.root.glob("*")}
         if there <= {"checkpoints", self.lock_file.name}:
             with contextlib.suppress(OSError):  # there is a checkpoint
                 if "checkpoints" in there:
                     self.checkpoints.rmdir()
                 self.lock_file.unlink()
+                if is_new:
+                    self.root.rmdir()
 
     def require_owned(self) -> None:
         """Checks that no other trainer has taken over a folder in a store.
@@ -242,7 +249,7 @@ def read_config(run: RunFolder) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{run.where} is not a run folder, its config.json cannot be read ({error}): "
-            f"{run.found()}; give the model_dir of a run"
+            f"{run.found()}; {way_out(run.root, 'give the model_dir of a run')}"
         ) from error
     # Runs of before kept some experts' gradients as factors: the same numbers.
     config.get("step", {}).pop("factor_expert_gradients", None)

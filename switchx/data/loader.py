@@ -19,7 +19,7 @@ from absl import flags
 from switchx.data.features import Batch, Features
 from switchx.data.mixtures import Mixture, as_mixture
 from switchx.data.streams import RowStream, StreamPlan
-from switchx.data.tasks import Task, open_task
+from switchx.data.tasks import OpenTask, Task, open_task
 from switchx.fields import require, require_at_least
 
 # Version of the cursors in a state; raise it whenever streams read differently.
@@ -272,7 +272,7 @@ def merge_states(states: Sequence[dict]) -> dict:
 
 
 def evaluation_batches(
-    task: Task,
+    task: Task | OpenTask,
     config: BatchConfig,
     *,
     data_dir: str | None = None,
@@ -287,6 +287,7 @@ def evaluation_batches(
     through all rows and lays out its own: all see equally many batches.
 
     Args:
+        task: a task, whose split is opened, or one with its evaluation split at hand.
         num_batches: largest number of batches; None reads the whole split.
         task_id: number of the task in a mixture with `rows`, which the batches then contain.
 
@@ -294,7 +295,9 @@ def evaluation_batches(
         ValueError: as `TrainLoader`, or no example of the split fits the features.
     """
     rows = shard.rows(config.batch_size)
-    opened = open_task(task, task.evaluation_split, data_dir, config.features)
+    opened = task
+    if isinstance(task, Task):
+        opened = open_task(task, task.evaluation_split, data_dir, config.features)
     plan = StreamPlan((opened,), np.ones(1), config.features, seed=0, is_finite=True)
     stream = RowStream(plan, 0, config.packed, plan.new_cursor())
 
@@ -309,9 +312,9 @@ def evaluation_batches(
         counts = plan.counts(stream.cursor)
         require(
             num_made > 0,
-            f"task {task.name!r}: split {task.evaluation_split!r} has {len(opened.records)} "
-            f"records and no example that fits {config.features} ({counts}); use longer "
-            "features, or another split",
+            f"task {opened.task.name!r}: split {opened.task.evaluation_split!r} has "
+            f"{len(opened.records)} records and no example that fits {config.features} "
+            f"({counts}); use longer features, or another split",
         )
         if any(counts.values()):
             _log.warning("evaluation left out or cut examples: %s", counts)
@@ -394,8 +397,11 @@ def _listed(rows: Iterable[int]) -> str:
 def _require_same(taken: dict, here: dict) -> None:
     names = [name for name in {**here, **taken} if taken.get(name) != here.get(name)]
     each = [f"{name}: {taken.get(name)!r} there, {here.get(name)!r} here" for name in names]
+    ways = "use the settings it was taken with"
+    if any(name.endswith("corpus") for name in names):
+        ways = "restore the files that were read, which the run's corpora.json counts"
     require(
         not names,
-        f"the loader's state was taken from another pipeline ({'; '.join(each)}); use the "
-        "settings it was taken with, or begin the data anew by not restoring it",
+        f"the loader's state was taken from another pipeline ({'; '.join(each)}); {ways}, or "
+        "begin the data anew: a new model_dir, with INIT_FROM",
     )

@@ -41,7 +41,7 @@ from switchx.data.vocabulary_training import (
 )
 from switchx.fields import describe, from_description, require
 from switchx.files import write_atomically
-from switchx.object_store import read_json_object, small_files
+from switchx.object_store import read_json_object, small_files, way_out
 
 DESCRIPTION_FILE = "vocabulary.json"
 
@@ -59,6 +59,10 @@ _ADDED, _SPECIAL = "added_tokens", "special_ids"
 _OWN, _NAMED = ("pad_id", "eos_ids", "start_id"), ("named_bos", "named_pad")
 # More than any description of a vocabulary needs, and than any vocabulary has ids.
 _MOST_BYTES, _MOST_IDS = 1 << 20, 1 << 31
+_EXPECTED = (
+    "name a run folder, one that `switchx vocab` made, or a file: a SentencePiece model or a "
+    "tokenizer.json"
+)
 
 # Examples of a corpus that are looked at, of one that has more.
 _MAX_EXAMPLES = 100_000
@@ -276,8 +280,8 @@ def load_vocabulary(directory: str | Path) -> Vocabulary:
         description = read_json_object(file, _MOST_BYTES)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"no vocabulary can be read from {directory}: {error}; name a run folder, or save "
-            "one there"
+            f"no vocabulary can be read from {directory}: {error}; "
+            f"{way_out(file.parent, _EXPECTED)}"
         ) from error
     vocabulary = _from_description(description, file)
     pieces, *_ = _files_of(type(vocabulary))

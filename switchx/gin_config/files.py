@@ -10,6 +10,8 @@ import pathlib
 import re
 from collections.abc import Iterable, Sequence
 
+from switchx.object_store import way_out
+
 # Module of an earlier version -> where its configurations are now.
 MOVED = {
     "switchx.data.corpus_vocabulary": "switchx.data.vocabularies",
@@ -129,9 +131,16 @@ def configuration_of(folder) -> str:
         ValueError: the folder is none of a run; says what is there.
     """
     if not folder.operative_config.is_file():
+        give = "give the model_dir of a run, or --gin_file (in Python a job)"
+        if folder.model_gin.is_file():  # converted, or reshaped
+            give = (
+                "say what is to be read, as with --gin_file=configs/runs/finetune.gin "
+                "--gin_file=configs/tasks/pairs.gin --gin.FILES=FILES "
+                f"--gin.INIT_FROM={folder.path} (in Python by a job)"
+            )
         raise ValueError(
             f"{folder.root} is not a run folder, it has no {folder.operative_config.name}: "
-            f"{folder.found()}; give the model_dir of a run, or --gin_file (in Python a job)"
+            f"{folder.found()}; {way_out(folder.root, give)}"
         )
     return str(folder.operative_config)
 

@@ -16,9 +16,9 @@ from switchx.checkpoint.checkpointer import Checkpointer
 from switchx.checkpoint.items import num_updates
 from switchx.checkpoint.run_folder import RunFolder, require_shared
 from switchx.data.features import Batch
-from switchx.data.loader import Shard, TrainLoader, evaluation_batches, merge_states
+from switchx.data.loader import TrainLoader, evaluation_batches, merge_states
 from switchx.data.mixtures import as_mixture, evaluated_tasks
-from switchx.data.tasks import Task
+from switchx.data.tasks import OpenTask, open_task
 from switchx.files import write_atomically
 from switchx.models.flops import train_flops
 from switchx.training.evaluate import RoutingLog, RoutingSample, evaluated_sums
@@ -32,6 +32,7 @@ from switchx.training.start import (
     evaluator_of,
     first_params,
     first_state,
+    require_apart,
 )
 from switchx.training.step import TrainState
 from switchx.training.stopping import StopAgreement, stop_signals
@@ -119,11 +120,13 @@ def train(
     job.check_best_metric()
     if not run.is_begun:
         job.check_vocabulary()
+    require_apart(job, run)
+    is_new = not (run.is_in_store or run.where.exists())
     run.create()
     require_shared(run)
     is_first = jax.process_index() == 0  # the only process that locks the folder
     with (
-        run.locked() if is_first else contextlib.nullcontext(),
+        run.locked(is_new) if is_first else contextlib.nullcontext(),
         stop_signals() as stop,
         CompileTime() as compiled,
     ):
@@ -143,9 +146,8 @@ def train(
             logger.info("opening the data")
             loader = job.loader(program.shard)
             with contextlib.closing(saving), contextlib.closing(loader):
-                for task in evaluated_tasks(job.source):
-                    # Fails now if the evaluation data, read much later, cannot be read.
-                    _evaluation_batches(job, task, program.shard)
+                # Once: what is read much later is what was there, whatever is done to files.
+                evaluated = open_evaluated(job)
                 if step is None:
                     state = first_state(job, program, first, run, reporter.note)
                 else:
@@ -168,6 +170,7 @@ def train(
                     checkpointer,
                     saving,
                     loader,
+                    evaluated,
                     reporter,
                     is_stopping,
                     evaluator,
@@ -183,6 +186,7 @@ class _Loop:
     """The steps of one call of `train`, and the state that they keep from step to step.
 
     Attributes:
+        evaluated: tasks of the evaluations, with their splits.
         pending: the step that was started last, its batch and its metrics, not yet read.
         stopped_by: the alarm that ends training.
     """
@@ -193,6 +197,7 @@ class _Loop:
     checkpointer: Checkpointer
     saving: Saving
     loader: TrainLoader
+    evaluated: Sequence[OpenTask]
     reporter: Reporter
     is_stopping: StopAgreement
     text_evaluator: TextEvaluator | None
@@ -361,9 +366,9 @@ class _Loop:
 
     def _evaluate(self, step: int, state: TrainState) -> dict[str, Any]:
         with self._apart("evaluation"):
-            sample = RoutingSample(self.job.model, len(evaluated_tasks(self.job.source)))
+            sample = RoutingSample(self.job.model, len(self.evaluated))
             params = state.evaluated_params
-            metrics = evaluate_job(self.job, self.program, params, sample)
+            metrics = evaluate_job(self.job, self.program, params, sample, tasks=self.evaluated)
             if self.texts is not None:
                 metrics["texts"] = self.texts.evaluate(
                     self.program.whole_params(params), step, self.watch.read()
@@ -410,41 +415,49 @@ class _Loop:
         )
 
 
+def open_evaluated(job: TrainingJob) -> list[OpenTask]:
+    """The job's tasks of an evaluation, with their splits.
+
+    Raises:
+        ValueError: as `open_task`.
+    """
+    features = job.batches.features
+    return [
+        open_task(task, task.evaluation_split, job.data_dir, features)
+        for task in evaluated_tasks(job.source)
+    ]
+
+
 def evaluate_job(
     job: TrainingJob,
     program: TrainingProgram,
     params,
     sample: RoutingSample | None = None,
     change: Callable[[Batch], Batch] = lambda batch: batch,
+    tasks: Sequence[OpenTask] | None = None,
 ) -> dict[str, Any]:
     """Validation metrics of all tasks together, and of each under `tasks` if there are several.
 
     Args:
         sample: collector of the routing of each task's tokens; None collects nothing.
         change: returns a batch of this process as it is evaluated; it gets them in their order.
+        tasks: the evaluated tasks; None opens them.
     """
-    tasks, per_task, total = evaluated_tasks(job.source), {}, None
-    for task_id, task in enumerate(tasks):
-        batches = _evaluation_batches(job, task, program.shard, task_id)
+    tasks, per_task, total = tasks or open_evaluated(job), {}, None
+    for task_id, opened in enumerate(tasks):
+        batches = evaluation_batches(
+            opened,
+            job.batches,
+            shard=program.shard,
+            num_batches=job.eval_batches,
+            task_id=task_id if as_mixture(job.source).rows else None,
+        )
         batches = map(program.place, map(change, batches))
         sums = evaluated_sums(program.eval_step, params, batches, sample)
-        per_task[task.name] = token_metrics(sums[0]) | routing_metrics(sums[1])
+        per_task[opened.task.name] = token_metrics(sums[0]) | routing_metrics(sums[1])
         total = sums if total is None else jax.tree.map(np.add, total, sums)
     if len(tasks) == 1:
-        return per_task[tasks[0].name]
+        return per_task[tasks[0].task.name]
     overall = token_metrics(total[0]) | routing_metrics(total[1])
     overall.pop("routing", None)  # of each layer, by task
     return overall | {"tasks": per_task}
-
-
-def _evaluation_batches(
-    job: TrainingJob, task: Task, shard: Shard, task_id: int = 0
-) -> Iterator[Batch]:
-    return evaluation_batches(
-        task,
-        job.batches,
-        data_dir=job.data_dir,
-        shard=shard,
-        num_batches=job.eval_batches,
-        task_id=task_id if as_mixture(job.source).rows else None,
-    )

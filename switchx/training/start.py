@@ -18,10 +18,12 @@ from switchx.checkpoint.restore import (
     restore_params,
 )
 from switchx.checkpoint.run_folder import RunFolder, read_rescaled
-from switchx.data.mixtures import accounts_of
+from switchx.data.downstream.templates import Templates
+from switchx.data.mixtures import accounts_of, splits_read
 from switchx.fields import describe, require
 from switchx.files import write_atomically
 from switchx.models.params import init_params
+from switchx.object_store import is_address
 from switchx.partitioning.mesh import MeshSpec
 from switchx.pipeline.schedule import ScheduleSpec
 from switchx.training.distillation.student import DistilledProgram
@@ -92,6 +94,34 @@ def first_state(
     if jax.process_index() == 0:
         write_atomically(run.initialization, first.listing.encode())
     return state
+
+
+def require_apart(job: TrainingJob, run: RunFolder) -> None:
+    """Requires that a run does not write where its corpora or another run read.
+
+    Raises:
+        ValueError: the folder lies among the texts, or in another run's checkpoints.
+    """
+    if run.is_in_store:
+        return
+    here = run.where.resolve()
+    places = {here, *here.parents}
+    for task, _ in splits_read(job.source):
+        is_table = isinstance(task.corpus, Templates)
+        named = task.corpus.source if is_table else getattr(task.corpus, "path", ())
+        for name in [named] if isinstance(named, (str, Path)) else named:
+            folder = Path(name).expanduser().resolve()
+            require(
+                is_address(name) or not folder.is_dir() or folder not in places,
+                f"model_dir={str(run.path)!r} lies in the data of task {task.name!r}, {name}, "
+                "which would have the run's own files; give a folder elsewhere",
+            )
+    outer = next((each for each in here.parents if RunFolder(each).config.exists()), None)
+    require(
+        outer is None or outer / "checkpoints" not in places,
+        f"model_dir={str(run.path)!r} lies in the checkpoints of the run {outer}; give that "
+        "run, or a folder elsewhere",
+    )
 
 
 def corpora_record(job: TrainingJob, run: RunFolder, note: Callable) -> dict[Path, str]:

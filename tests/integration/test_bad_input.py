@@ -30,7 +30,7 @@ def nothing_is_compiled(monkeypatch, session_cache):
     monkeypatch.setenv("XDG_CACHE_HOME", str(session_cache))
     monkeypatch.delenv("SWITCHX_DATA_DIR", raising=False)
 
-    def compiles(self, *args):
+    def compiles(self, *args, **options):
         raise AssertionError("a program is compiled for input that is to be refused")
 
     monkeypatch.setattr(TrainingProgram, "init_state", compiles)
@@ -107,7 +107,7 @@ def test_what_does_not_fit(refused, files, binding, mesh, said):
     words += [f"--gin_file=meshes/{mesh}.gin"] if mesh else []
     assert len(jax.devices()) == 8
     refused(said, "train", *words)
-    assert not [*pathlib.Path("run").rglob("*")]
+    assert not pathlib.Path("run").exists()
 
 
 # Text that is not there, or is none.
@@ -138,7 +138,7 @@ def test_corpus_that_cannot_be_read(refused, files, name, content, said):
     if content is not None:
         pathlib.Path(name).write_bytes(content)
     refused(said, "train", *arguments("run", name))
-    assert not [*pathlib.Path("run").rglob("*")]
+    assert not pathlib.Path("run").exists()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
@@ -164,6 +164,47 @@ def test_model_dir_that_cannot_be_written(refused, files, folder):
     before = files.read_bytes()
     refused(f"model_dir={folder!r} cannot be written", "train", *arguments(folder, files))
     assert files.read_bytes() == before
+
+
+@pytest.mark.parametrize("folder", ["texts", "texts/run"])
+def test_model_dir_among_the_texts(refused, files, folder):
+    """The second attempt would read the first one's logs as records."""
+    pathlib.Path("texts").mkdir()
+    files.rename("texts/corpus.txt")
+    said = f"model_dir={folder!r} lies in the data of task 'small', texts, which<any>elsewhere"
+    refused(said, "train", *arguments(folder, "texts"))
+    assert [each.name for each in pathlib.Path("texts").iterdir()] == ["corpus.txt"]
+
+
+def test_model_dir_in_the_checkpoints_of_another_run(refused, run_folder, finished_run):
+    folder = run_folder / "checkpoints" / "new"
+    refused(f"model_dir={str(folder)!r} lies in the checkpoints of the run {run_folder}; give",
+            "train", *arguments(folder, finished_run.files))  # fmt: skip
+
+
+def test_files_that_changed_since_the_run_began(refused, run_folder, finished_run, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text(pathlib.Path(finished_run.files).read_text() + "\n\none more\n")
+    text = refused(
+        "the loader's state was taken from another pipeline (small.corpus: 'text_files/train "
+        "<any>; restore the files that were read, which the run's corpora.json counts, or",
+        "train",
+        *arguments(run_folder, other, "TRAIN_STEPS=50"),
+    )
+    assert "a new model_dir, with INIT_FROM" in text
+
+
+def test_a_folder_that_is_no_run_is_called_what_it_is(refused, files):
+    folder = pathlib.Path("theirs")
+    folder.mkdir()
+    (folder / "artifact.json").write_text("{}")
+    words = "convert", "--to=huggingface", "theirs", "back"
+    refused("it is a packed model, as quantize and deploy make it", *words)
+    (folder / "artifact.json").rename(folder / "config.json")
+    (folder / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    said = "it is a model of transformers: `switchx convert --from=huggingface <any>theirs DST`"
+    refused(said, "eval", "--model_dir=theirs")
+    refused(said, "train", *arguments("run", files, "INIT_FROM=theirs"))
 
 
 def test_model_dir_of_another_configuration(refused, run_folder, finished_run):

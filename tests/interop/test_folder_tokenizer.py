@@ -173,7 +173,11 @@ def test_special_tokens_of_a_tokenizer_json_alone(folder):
     assert again(vocabulary, folder).fingerprint() == vocabulary.fingerprint()
     written = transformers.T5Tokenizer.from_pretrained(folder / "back")
     assert len(written) == len(tokenizer)
-    for text in ("a <sep> b", "<sep>the gate[NEW]an<extra_id_3>", "<extra_id_49> a<extra_id_0>"):
+    for text in (
+        "a <sep> b",
+        "<sep>the gate[NEW]an<extra_id_3>",
+        "<extra_id_49> a<extra_id_0>",
+    ):
         want = tokenizer(text, add_special_tokens=False).input_ids
         assert vocabulary.encode(text) == want
         assert written(text, add_special_tokens=False).input_ids == want

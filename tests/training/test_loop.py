@@ -244,7 +244,7 @@ def spoil(monkeypatch):
         monkeypatch.setattr(TrainingProgram, "place", spoilt_place)
         monkeypatch.setattr(
             "switchx.training.loop.evaluate_job",
-            lambda job, program, params, sample: {"neg_log_perplexity": -1.0},
+            lambda job, program, params, sample, tasks: {"neg_log_perplexity": -1.0},
         )
         return placed
 
@@ -301,6 +301,27 @@ def test_a_validation_split_that_does_not_exist_is_refused_before_the_first_step
     with refused("list has no split 'validation'"):
         train(tiny_job(source=source, eval_every=1000), RunFolder(tmp_path), events)
     assert events == [] and not (tmp_path / "config.json").exists()
+
+
+opened = []
+
+
+class Counted(type(TASK.corpus)):
+    """The same records; says which splits are opened."""
+
+    def open(self, split, data_dir):
+        opened.append(split)
+        return super().open(split, data_dir)
+
+
+def test_evaluations_read_what_was_there_when_the_run_began(tmp_path):
+    """Files may be added to a folder of texts while a run reads it."""
+    opened.clear()
+    source = dataclasses.replace(TASK, corpus=Counted(TASK.corpus.records))
+    run = RunFolder(tmp_path)
+    train(tiny_job(source=source, train_steps=4, eval_every=2), run, Events())
+    assert steps_in(run.validation) == [0, 2, 4]
+    assert opened.count("validation") == 2  # to be read, and for the record of what is there
 
 
 def test_records_are_written_only_into_a_folder_of_this_job(finished, tmp_path):
