@@ -55,6 +55,14 @@ def _without(entries: set[str]) -> Iterator[None]:
         sys.path[:] = before
 
 
+def is_of_working_directory() -> bool:
+    """Whether a module was imported that a model's folder finds with `--trust_code` alone."""
+    tops = [each for name, each in [*sys.modules.items()] if "." not in name]
+    files = [pathlib.Path(each.__file__) for each in tops if getattr(each, "__file__", None)]
+    folders = {str(file.parents[file.name == "__init__.py"]) for file in files}
+    return bool(folders & (_for_gin_files - {str(_ROOT)}))
+
+
 def python_words() -> list[str]:
     """The command that starts a Python which does not import from the working directory.
 

@@ -66,6 +66,16 @@ def test_a_class_that_a_folder_names_needs_trust(trapped):
     importlib.invalidate_caches()
 
 
+def test_modules_that_only_gin_files_find_are_known(trapped):
+    own_code.import_from_working_directory()
+    assert not own_code.is_of_working_directory()
+    (trapped / "my_code.py").write_text("")
+    importlib.import_module("my_code")
+    assert own_code.is_of_working_directory()
+    own_code.import_from_working_directory(folders_too=True)
+    assert not own_code.is_of_working_directory()
+
+
 def test_commands_that_read_folders_have_the_flag(trapped, capsys):
     """And ask for it by name."""
     (trapped / "run").mkdir()

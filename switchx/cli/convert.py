@@ -30,7 +30,7 @@ checkpoint is run; pytorch_model.bin is read without unpickling it.
   switchx convert --from=t5x SRC DST --gin_file=configs/models/switch_base_released.gin \\
     --vocabulary=spiece.model                  SRC is .../checkpoint_<step>
   switchx convert --from=peft SRC DST --base=DIR   SRC has adapters of LoRA, DIR their base
-  switchx convert --to=peft SRC DST                SRC is a run of adapters
+  switchx convert --to=peft SRC DST --base=NAME    SRC is a run of adapters
 
 DST is a new folder. A converted model reads as a run folder does: `switchx.load(DST)`, and to
 fine-tune it
@@ -40,7 +40,8 @@ fine-tune it
 
 BASE = {
     "--base=DIR": "with --from=peft: run folder of the base, as `switchx convert` wrote it of "
-    "the model that the adapters were trained beside"
+    "the model that the adapters were trained beside; with --to=peft: the base's name, or its "
+    "folder of transformers, by which PEFT finds it"
 }
 FLAGS = {
     "--overflow=drop|dropless|identity": "with --from=huggingface, of Switch Transformers: "
@@ -100,15 +101,12 @@ def _check(arguments: argparse.Namespace) -> None:
             "--from=t5x needs the model's configuration, such as "
             "--gin_file=configs/models/switch_base_released.gin"
         )
-    if (arguments.source == "peft") != bool(arguments.base):
-        error(
-            "--from=peft needs --base=DIR, the run folder of its base"
-            if arguments.source == "peft"
-            else "--base is for --from=peft; leave it out"
-        )
-    if "peft" in (arguments.source, arguments.target) and (
-        arguments.dtype or arguments.vocabulary
-    ):
+    is_peft = "peft" in (arguments.source, arguments.target)
+    if arguments.source == "peft" and not arguments.base:
+        error("--from=peft needs --base=DIR, the run folder of its base")
+    if arguments.base and not is_peft:
+        error("--base is for --from=peft and --to=peft; leave it out")
+    if is_peft and (arguments.dtype or arguments.vocabulary):
         error("--dtype and --vocabulary are the base's; leave them out")
     if arguments.gin_file and not is_t5x:
         error("--gin_file is for --from=t5x; a folder of transformers describes its model")
@@ -308,6 +306,12 @@ def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
                     "causally and gives other logits: train with "
                     "--gin.InputsToTargets.is_prefix_bidirectional=False"
                 )
+            if text_format.inputs_end_with_eos:
+                notes.append(
+                    "prompts of this run end with the id of eos, "
+                    f"{vocabulary.eos_id}, which switchx puts behind them and a tokenizer of "
+                    "transformers does not: put it there"
+                )
     for note in notes:
         reporter.note(note)
     print(f"{arguments.dst}: written for transformers, from step {step}")
@@ -410,6 +414,12 @@ def _to_peft(arguments: argparse.Namespace, reporter) -> None:
             f"trained beside experts of {record.spec.bits} bits: beside others, such as those "
             "of the base in its own dtype, the model is another one"
         )
+    base = arguments.base or str(record.spec.base)
+    if not arguments.base:
+        reporter.note(
+            f"adapter_config.json names {base} as the base, which PEFT cannot open by itself; "
+            "name the model of transformers: --base=NAME"
+        )
     with new_folder(arguments.dst) as folder:
-        write_adapters(folder, config, adapters, record.spec, str(record.spec.base))
+        write_adapters(folder, config, adapters, record.spec, base)
     print(f"{arguments.dst}: written for PEFT, from {path}")

@@ -4,6 +4,8 @@
 import importlib
 import importlib.metadata
 import logging
+import os
+import signal
 import sys
 
 from switchx.cli.arguments import (
@@ -69,7 +71,12 @@ def main(argv: list[str] | None = None) -> int:
         has_traceback = getattr(arguments, "traceback", False)
         show = lambda line: print(f"switchx: {line}", file=sys.stderr)  # noqa: E731
         with shown_by(show, has_traceback=has_traceback):
-            return arguments.run(arguments) or 0
+            status = arguments.run(arguments) or 0
+            sys.stdout.flush()  # here, where a reader that is gone is met
+            return status
+    except BrokenPipeError:  # what read the output, such as `head`, has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (KeyboardInterrupt, ValueError, OSError, RuntimeError) as error:
         return explain(error, arguments)
     finally:

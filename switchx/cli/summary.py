@@ -19,6 +19,7 @@ from switchx.gin_config import building
 from switchx.gin_config.files import configs_dir
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
+from switchx.own_code import is_of_working_directory
 from switchx.training.job import TrainingJob
 from switchx.training.loop import Outcome
 
@@ -83,8 +84,9 @@ def next_commands(
         # The same task with a fresh optimizer; other gin files say what to learn instead.
         files = configuration_words(arguments, *INIT_MACROS)
     finetune = [*files, f"--gin.INIT_FROM={run.path}", f"--model_dir={other}"]
+    trust = ["--trust_code"] * is_of_working_directory()
     commands = [
-        command_line("eval", folder),
+        command_line("eval", folder, *trust),
         command_line("train", *same, *steps, *mesh, folder),
         command_line("train", *finetune, *mesh),
     ]

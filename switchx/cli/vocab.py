@@ -2,8 +2,10 @@
 """`switchx vocab`: train a SentencePiece vocabulary on text files."""
 
 import argparse
+import pathlib
 
 from switchx.cli import arguments as shared
+from switchx.fields import require
 
 # As `switchx.data.vocabulary_training` has it, which is slow to import; a test compares them.
 SAMPLE_CHARACTERS = 1_500_000
@@ -58,12 +60,17 @@ def add_command(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from switchx.data.vocabulary_training import train_sentencepiece
+    from switchx.data.vocabulary_training import MODEL_FILE, train_sentencepiece
 
     inputs = [[name for name in names.split(",") if name] for names in arguments.input]
     if (rates := _rates(arguments)) is None:
         inputs = [name for names in inputs for name in names]
     columns = arguments.text_column and (arguments.text_column,)
+    there = pathlib.Path(arguments.output, MODEL_FILE).expanduser()
+    require(
+        not there.exists(),
+        f"{there} is there, and runs may read it; give another --output, or remove it",
+    )
     path, num_pieces, num_characters, ratio = train_sentencepiece(
         inputs, arguments.size, arguments.output, arguments.sample_characters, rates, columns
     )

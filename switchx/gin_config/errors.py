@@ -119,7 +119,7 @@ def _no_module(name: str) -> str:
     if name in MOVED:
         return f"there is no module {name!r}; it is {MOVED[name]} now"
     folders = getattr(sys.modules.get(parent), "__path__", []) if parent else ["."]
-    known = [module.name for module in pkgutil.iter_modules(folders)]
+    known = [each.name for each in pkgutil.iter_modules(folders) if each.name != stem]
     where = ""
     if name.partition(".")[0] != "switchx":
         where = (

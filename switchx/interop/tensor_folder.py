@@ -263,7 +263,7 @@ def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
 
 
 # Of a model that has nothing in common with its checkpoint, so many lines are enough.
-MOST_LINES = 1000
+MOST_LINES = 20
 
 
 # Ends of the names of vectors that are tensors of one row: a linear map to one number, and a

@@ -198,3 +198,13 @@ def test_what_was_before_is_back_afterwards():
         ours.warning("two")
     assert (root.handlers, ours.level) == before
     assert (outer, inner) == (["warning: two"], ["warning: one"])
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    """As `switchx configs | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "switchx", "configs"]
+    with open(writer, "w") as gone:
+        done = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (141, b"")

@@ -30,6 +30,10 @@ def test_vocabulary_is_written_and_summed_up(corpus, cli):
     vocabulary = SentencePieceVocabulary("mine/vocab/vocabulary.model")
     assert vocabulary.size == 400
     assert vocabulary.decode(vocabulary.encode("expert token")) == "expert token"
+    before = pathlib.Path("mine/vocab/vocabulary.model").read_bytes()
+    said = cli.refused(*arguments[:2], "--size=310", arguments[-1])
+    assert "mine/vocab/vocabulary.model is there, and runs may read it; give another" in said
+    assert pathlib.Path("mine/vocab/vocabulary.model").read_bytes() == before
 
 
 def test_a_column_is_named_as_in_gin_files(tmp_path, capsys, cli, monkeypatch):

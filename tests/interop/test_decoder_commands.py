@@ -170,7 +170,9 @@ def test_prompts_that_see_themselves_whole_are_no_model_of_transformers(tmp_path
         source = {"objective": {"type": "InputsToTargets"} | choice}
         (run / "config.json").write_text(json.dumps(values | {"source": source}))
         assert main(["convert", "--to=huggingface", str(run), str(tmp_path / f"back{i}")]) == 0
-        assert ("prompts of this run see themselves whole" in capsys.readouterr().err) != i
+        said = capsys.readouterr().err
+        assert ("prompts of this run see themselves whole" in said) != i
+        assert "prompts of this run end with the id of eos, 2, which switchx puts" in said
 
 
 @pytest.mark.slow

@@ -82,12 +82,18 @@ def write_run(base: RunFolder, folder, spec: LoRASpec) -> None:
         ("switch_all_sparse", None, False),
     ],
 )
-def test_peft_computes_what_a_run_of_adapters_does(case, targets, is_shared, tmp_path):
+def test_peft_computes_what_a_run_of_adapters_does(case, targets, is_shared, tmp_path, capsys):
     model, base = base_of(case, tmp_path)
     plain = our_logits(base.path)
     spec = LoRASpec(str(base.path), 0, 3, 5.0, targets=targets, shared_by_experts=is_shared)
     write_run(base, tmp_path / "run", spec)
-    assert main(["convert", "--to=peft", str(tmp_path / "run"), str(tmp_path / "peft")]) == 0
+    words = ["convert", "--to=peft", str(tmp_path / "run")]
+    assert main([*words, str(tmp_path / "peft")]) == 0
+    assert "which PEFT cannot open by itself" in capsys.readouterr().err
+    named = str(tmp_path / "theirs")
+    assert main([*words, str(tmp_path / "named"), f"--base={named}"]) == 0
+    assert peft.PeftConfig.from_pretrained(tmp_path / "named").base_model_name_or_path == named
+    assert "cannot open" not in capsys.readouterr().err
     with_adapters = peft.PeftModel.from_pretrained(model, tmp_path / "peft").eval()
     ours = our_logits(tmp_path / "run")
     require_close(ours, their_logits(with_adapters), plain)
