@@ -249,6 +249,8 @@ class Comparison:
         if not others or math.isnan(others[0].final.mean):
             alone = "; of no other all seeds end with a finite loss" * bool(others)
             return f"{best.name}: {loss}{alone}.{caution}"
+        steps = {best.last_step, others[0].last_step}
+        caution += " They end at other steps, and the later one learnt more." * (len(steps) > 1)
         lead = difference(others[0], best)
         known = f"seeds {'' if lead.excludes(0) else 'do not '}tell them apart"
         if lead.low == lead.high:

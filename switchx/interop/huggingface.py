@@ -59,6 +59,9 @@ from switchx.tree import named_leaves
 MOST_SHARD_BYTES = 5 * 10**9  # transformers' own
 _IDS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
 
+# What a decoder's config.json has and a ModelConfig has not.
+_OF_TRAINING = "router_aux_loss_coef", "router_z_loss_coef", "attention_dropout"
+
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
@@ -176,6 +179,12 @@ def _read_decoder(
         generation, OURS, config.vocab_size, where, has_encoder=False
     )
     decoding.pop("other_eos_ids", None)  # the vocabulary has all ends
+    lost = [f"{name}={fields.values[name]}" for name in _OF_TRAINING if fields.values.get(name)]
+    if lost:
+        unused.append(
+            f"{fields.where}: {', '.join(lost)} are of training, and not kept or written back: "
+            "give LossConfig and ModelConfig.dropout_rate"
+        )
     notes = (*_unread(tensors), *unused)
     kin = decoder_families.DECODERS[fields.text("model_type", "")]
     rescaled = kin.model_type if kin.has_multipliers else None
