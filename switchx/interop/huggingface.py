@@ -182,8 +182,8 @@ def _read_decoder(
     lost = [f"{name}={fields.values[name]}" for name in _OF_TRAINING if fields.values.get(name)]
     if lost:
         unused.append(
-            f"{fields.where}: {', '.join(lost)} are of training, and not kept or written back: "
-            "give LossConfig and ModelConfig.dropout_rate"
+            f"{fields.where}: settings of training are not kept, nor written back: "
+            f"{', '.join(lost)}; give LossConfig and ModelConfig.dropout_rate"
         )
     notes = (*_unread(tensors), *unused)
     kin = decoder_families.DECODERS[fields.text("model_type", "")]

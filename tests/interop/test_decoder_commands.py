@@ -175,6 +175,14 @@ def test_prompts_that_see_themselves_whole_are_no_model_of_transformers(tmp_path
         assert "prompts of this run end with the id of eos, 2, which switchx puts" in said
 
 
+def test_settings_of_training_that_are_not_kept_are_named(tmp_path, capsys):
+    theirs("olmoe", router_aux_loss_coef=0.05).save_pretrained(tmp_path / "theirs")
+    converted(tmp_path)
+    assert (
+        "not kept, nor written back: router_aux_loss_coef=0.05; give" in capsys.readouterr().err
+    )
+
+
 @pytest.mark.slow
 def test_losses_drift_where_a_first_token_has_none(tmp_path, capsys):
     """A text alone of a vocabulary without a start: nothing predicts its first token."""
