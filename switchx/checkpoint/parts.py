@@ -2,9 +2,9 @@
 """Checksums of a checkpoint's arrays: taken in memory as they are written, compared when read.
 
 A save. Orbax has each process write a part of each array: the shards of its devices, and of
-a shard that several devices hold, an equal slice of each. The process takes the CRC-32 of these
-parts from the copies in its memory, in threads beside the writing, so that no byte is read
-again. When its files are written and flushed it writes one list an item,
+a large shard that several devices hold, an equal slice of each. The process takes the CRC-32
+of these parts from the copies in its memory, in threads beside the writing, so that no byte is
+read again. When its files are written and flushed it writes one list an item,
 `checksums/process_1_of_4.json`: index and CRC-32 of its parts, names and sizes of its files,
 the list's own CRC-32. Process 0 then joins names and sizes and the CRC-32 of each list into
 `manifest.json` (manifest.py) and renames the folder. A process that dies before that leaves a
@@ -37,6 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
+from orbax.checkpoint._src.metadata import array_metadata_store
 
 from switchx.manifest import checksum_of, flush, read_manifest
 from switchx.object_store import Folder, as_folder, files_in
@@ -45,6 +46,9 @@ from switchx.tree import named_leaves
 MANIFEST = "manifest.json"  # of a checkpoint, see manifest.py
 LISTS = "checksums"  # the folder of the lists in an item
 _LIST_CHECKSUM = "crc32"
+# The fewest of a slice of a shard that several devices hold: each one is a program to compile,
+# and what is smaller is written whole, sooner than that.
+LEAST_SLICE_BYTES = 1 << 20
 # zlib computes without the lock of the interpreter, 1 to 7 GB/s a thread.
 _NUM_THREADS = min(8, os.cpu_count() or 1)
 
@@ -114,6 +118,8 @@ def own_parts(leaf: jax.Array | np.ndarray) -> list[tuple[Index, Any]]:
     shards, parts = leaf.addressable_shards, []
     sizes = shards[0].data.shape
     axis = next((a for a, size in enumerate(sizes) if size % num_replicas == 0), None)
+    if math.prod(sizes) // num_replicas * leaf.dtype.itemsize < LEAST_SLICE_BYTES:
+        axis = None
     for shard in shards:
         index = tuple(slice(*bounds) for bounds in bounds_of(shard.index, leaf.shape))
         if num_replicas == 1:
@@ -155,10 +161,14 @@ class ChecksummedArrays(ocp.handlers.StandardCheckpointHandler):
     def __init__(self, numpy: ocp.type_handlers.NumpyHandler | None = None):
         """Writes NumPy arrays by a handler of their own, or as Orbax does."""
         super().__init__()
-        if numpy is not None:
-            own = (np.ndarray, numpy), (jax.Array, ocp.type_handlers.ArrayHandler())
-            registry = ocp.type_handlers.create_type_handler_registry(*own)
-            self._impl = ocp.handlers.PyTreeCheckpointHandler(type_handler_registry=registry)
+        arrays = ocp.type_handlers.ArrayHandler(
+            min_slice_bytes_for_replica_parallel=LEAST_SLICE_BYTES,
+            array_metadata_store=array_metadata_store.Store(),  # as by default; keys need it
+        )
+        registry = ocp.type_handlers.create_type_handler_registry(
+            (np.ndarray, numpy or ocp.type_handlers.NumpyHandler()), (jax.Array, arrays)
+        )
+        self._impl = ocp.handlers.PyTreeCheckpointHandler(type_handler_registry=registry)
         self.hashed_bytes = self.written_bytes = 0
         # One array after the other, where they are written so.
         threads = _NUM_THREADS if numpy is None else 1

@@ -23,6 +23,11 @@ def mesh():
     return jax.make_mesh((2, 4), ("data", "expert"), axis_types=AUTO)
 
 
+@pytest.fixture(autouse=True)
+def all_are_sliced(monkeypatch):
+    monkeypatch.setattr(parts, "LEAST_SLICE_BYTES", 0)
+
+
 @pytest.mark.parametrize(
     ("shape", "spec"),
     [
@@ -42,6 +47,22 @@ def test_all_parts_together_are_the_array_once(mesh, shape, spec):
             np.testing.assert_array_equal(np.asarray(data), values[index])
             seen[index] += 1
     assert np.all(seen == 1)
+
+
+@pytest.mark.parametrize("num_rows", [8, 16])
+def test_a_small_shard_is_written_whole(mesh, monkeypatch, num_rows, tmp_path):
+    """By its first replica; Orbax writes as many bytes as are hashed."""
+    monkeypatch.setattr(parts, "LEAST_SLICE_BYTES", 100)
+    value = jax.device_put(jnp.ones((num_rows, 13)), jax.NamedSharding(mesh, jax.P()))
+    assert len(parts.own_parts(value)) == (8 if num_rows == 16 else 1)  # of 104 or 52 bytes
+    with Checkpointer(RunFolder(tmp_path), Retention()) as checkpointer:
+        checkpointer.save(1, {"params": {"w": value}, "step": jnp.asarray(1)})
+    (name,) = (tmp_path / "checkpoints/1/params" / parts.LISTS).glob("*.json")
+    written = json.loads(name.read_text())["arrays"]["w"]["parts"]
+    (chunks,) = (tmp_path / "checkpoints/1/params").glob("array_metadatas/process_0")
+    (described,) = json.loads(chunks.read_text())["array_metadatas"]
+    whole = described["array_metadata"]["write_shape"]
+    assert [num_rows // len(written), 13] == whole
 
 
 def test_checksums_are_of_values_in_row_major_order():
