@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from switchx.checkpoint.run_folder import RunFolder
+from switchx.cli import hosts
 from switchx.cli.arguments import command_line, configuration_words
 from switchx.gin_config import building
 from switchx.gin_config.files import configs_dir
@@ -72,7 +73,8 @@ def next_commands(
 ) -> list[str]:
     """Commands to run next: evaluate, go on, fine-tune or merge, look at the routing."""
     folder = f"--model_dir={run.path}"
-    given = ((name, getattr(arguments, name)) for name in ("mesh", "hardware"))
+    names = ("mesh", "hardware", *hosts.FLAGS)
+    given = ((name, getattr(arguments, name, None)) for name in names)
     mesh = [f"--{name}={value}" for name, value in given if value is not None]
     same = configuration_words(arguments, "TRAIN_STEPS")
     steps = [f"--gin.TRAIN_STEPS={max(2 * job.train_steps, 2 * outcome.step, 1)}"]

@@ -65,6 +65,8 @@ def require_model_of_source(model: ModelConfig, bindings: Sequence[str]) -> None
     source = _macro("INIT_FROM")
     there = None if source is None else _model_of(source)
     if there is None:
+        if source is not None:
+            _log.warning("INIT_FROM=%r has no model; that of the gin files counts", source)
         return
     found = []
     for difference in differences(describe(there), model, "evaluation", "model"):

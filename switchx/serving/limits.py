@@ -65,7 +65,8 @@ class Limits:
             )
         require(
             self.max_inputs <= self.max_waiting,
-            f"Limits.max_inputs={self.max_inputs}; use at most max_waiting={self.max_waiting}",
+            f"max_inputs={self.max_inputs} and max_waiting={self.max_waiting}: a request has "
+            "at most as many inputs as may wait; give both",
         )
 
     @property

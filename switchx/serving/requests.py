@@ -269,6 +269,8 @@ def generator_of(values: dict[str, Any], model: Model, limits: Limits):
     for name, number in most.items():
         if settings.get(name, 1) > number:
             raise wrong(name, f"{name} is {shown(settings[name])}; expected 1 to {number}")
+        if name in given and given[name] < 1:
+            raise wrong(name, f"{name} is {shown(given[name])}; expected 1 to {number}")
     try:
         generator = model.generator(**settings)
     except FieldError as error:
@@ -289,7 +291,7 @@ def value_of(option: Option, value):
         for item in items
     ):
         one = "a text, or " if kind == "texts" else ""
-        expected = f"expected {one}a list of {kind}"
+        expected = f"expected {one}a list of {kind}, none of them empty"
         raise wrong(option.name, f"{option.name} is {shown(value)}; {expected}")
     return items
 

@@ -473,7 +473,7 @@ class Compiler(threading.Thread):
 
     def _compile(self, group: Group) -> bool:
         """Compiles the programs of a group's next larger batch; says whether it is the last."""
-        LOG.info("compiling for a larger batch: %s", group)
+        LOG.info("compiling the next program of %s", group)
         try:
             self._worker.compile_more(group)
         except Exception:

@@ -212,5 +212,6 @@ class Events:
                     await self._has_news.wait()
             except TimeoutError:
                 message = f"there was no answer within {self._timeout_s:g} s"
-                raise Refusal(504, f"{message}; ask for less, or later") from None
+                way_out = "ask for less, or later, when its program is compiled (/healthz)"
+                raise Refusal(504, f"{message}; {way_out}") from None
         raise StopAsyncIteration

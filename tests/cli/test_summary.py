@@ -149,6 +149,10 @@ def test_commands_repeat_what_was_given_quoted(folder, tmp_path):
     ]  # fmt: skip
     words = shlex.split(report)
     assert words[words.index("report") :] == ["report", f"--model_dir={folder.path}"]
+    arguments.coordinator, arguments.num_processes, arguments.process_id = "a:1", 2, 0
+    _, train, *_ = summary.next_commands(job, folder, FINISHED, arguments)
+    processes = ["--mesh=auto", "--coordinator=a:1", "--num_processes=2", "--process_id=0"]
+    assert shlex.split(train)[-5:] == [*processes, f"--model_dir={folder.path}"]
 
 
 @pytest.mark.parametrize("bindings", [[], ["NUM_EXPERTS=16"]])

@@ -153,7 +153,10 @@ def test_an_answer_that_takes_too_long_is_an_error(service, limited, is_streamin
     client = TestClient(make_app(Models([service])))
     request = {"inputs": "gate", "stream": is_streaming}
     response = client.post("/v1/generate", json=request)
-    message = "there was no answer within 0.05 s; ask for less, or later"
+    message = (
+        "there was no answer within 0.05 s; ask for less, or later, when its program is "
+        "compiled (/healthz)"
+    )
     if is_streaming:
         ((name, data),) = served.events(response.text)
         assert name == "error" and data["error"]["message"] == message
