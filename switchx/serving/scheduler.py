@@ -235,6 +235,14 @@ class Worker(threading.Thread):
         """A context in which experts outside of the device are this thread's alone."""
         return contextlib.nullcontext() if self._model.experts is None else self._moving
 
+    @contextlib.contextmanager
+    def _moving_experts_last(self):
+        """As `_moving_experts`, for one program that is compiled: batches that wait go next."""
+        with self._moving_experts():
+            yield
+        if self._model.experts is not None:
+            time.sleep(0.01)  # a lock is not fair
+
     def _running_batch(self, group: Group) -> RunningBatch:
         generator = self._generator(group)
         return RunningBatch(
@@ -351,11 +359,13 @@ class Worker(threading.Thread):
         longest = min(len(joining) + 2, group.answer_length)
         with self._moving_experts():
             running = self._running_batch(group)
-            self._read_ones(running, group, smaller[-1] or 1, longest)
-            for number in joining:
-                self._read_ones(running, group, number, 1)
+        self._read_ones(running, group, smaller[-1] or 1, longest)
+        for number in joining:
+            self._read_ones(running, group, number, 1)
+            with self._moving_experts_last():
                 running.advance(1, is_compacting=False)
-            while running.waiting:
+        while running.waiting:
+            with self._moving_experts_last():
                 running.advance(STEPS[0])
         self._compiled[group] = size
         self._most.pop(group, None)
@@ -369,7 +379,8 @@ class Worker(threading.Thread):
             for i in range(number)
         ]
         for first in range(0, number, MOST_JOINING):
-            self._read(running, inputs[first : first + MOST_JOINING], group, {})
+            with self._moving_experts_last():
+                self._read(running, inputs[first : first + MOST_JOINING], group, {})
 
     def give_up(self, group: Group) -> None:
         """Has no larger batch of a group asked for than is compiled.

@@ -2,6 +2,7 @@
 """The request queue, the worker whose answers are the model's own, and who is admitted."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import queue
@@ -223,6 +224,28 @@ def test_inputs_of_a_compiled_group_join_and_leave_without_a_compilation(service
     most = served.LIMITS.batch_size
     pairs = [(there, most - there) for there in range(1, most)]
     assert [compiled_by(*pair) for pair in [*pairs, (1, 1)]] == [0] * most
+
+
+def test_experts_are_given_back_between_the_programs_that_are_compiled(service, monkeypatch):
+    """A batch that waits for them waits for one compilation, not for a larger batch's."""
+    held, most = [], []
+
+    @contextlib.contextmanager
+    def moving(worker):
+        held.append(0)
+        yield
+
+    def counted(running, *args, run=RunningBatch.advance, **options):
+        held[-1] += 1
+        most.append(held[-1])
+        return run(running, *args, **options)
+
+    monkeypatch.setattr(Worker, "_moving_experts", moving)
+    monkeypatch.setattr(RunningBatch, "advance", counted)
+    worker = Worker(service.model, service.limits, service.metrics)  # whose thread never runs
+    for _ in range(2):
+        worker.compile_more(Group(16, 16, 1, False))
+    assert len(held) > 4 and {*most} == {1}
 
 
 def test_inputs_are_answered_where_not_even_their_programs_are_kept(service, monkeypatch):
