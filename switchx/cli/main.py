@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `switchx` command: its subcommands, and how errors reach a person."""
 
+import contextlib
 import importlib
 import importlib.metadata
 import logging
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
 
 from switchx.cli.arguments import (
     CommandParser,
@@ -70,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
 
         has_traceback = getattr(arguments, "traceback", False)
         show = lambda line: print(f"switchx: {line}", file=sys.stderr)  # noqa: E731
-        with shown_by(show, has_traceback=has_traceback):
+        with shown_by(show, has_traceback=has_traceback), _interrupted_by_sigterm():
             status = arguments.run(arguments) or 0
             sys.stdout.flush()  # here, where a reader that is gone is met
             return status
@@ -81,6 +84,21 @@ def main(argv: list[str] | None = None) -> int:
         return explain(error, arguments)
     finally:
         logging.captureWarnings(False)
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """SIGTERM is as Ctrl-C: what is half-written is removed, and processes that were begun end.
+
+    Training and the server have ways of their own to end.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if is_main else None
+    try:
+        yield
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _parser() -> CommandParser:

@@ -2,7 +2,6 @@
 """`switchx sweep`: a grid of configurations, each with several seeds, in one folder."""
 
 import argparse
-import signal
 import sys
 
 from switchx.cli import arguments as shared
@@ -55,11 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     sweep = sweeps.parse_sweep(arguments.output, files, bindings, paths, arguments.seeds)
     cells = sweeps.cells_of(sweep)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
-    try:
-        failed = sweeps.run_cells(sweep, cells, arguments.workers, note)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    failed = sweeps.run_cells(sweep, cells, arguments.workers, note)
     rows = sweeps.table_of(sweep, cells)
     optimum = sweeps.optimum_of(sweep, rows)
     if arguments.json:

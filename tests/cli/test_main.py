@@ -4,8 +4,10 @@
 import logging
 import os
 import resource
+import signal
 import subprocess
 import sys
+import time
 import warnings
 
 import pytest
@@ -136,6 +138,17 @@ def test_system_errors_and_interruptions_are_one_line(run_of, capsys, cli, tmp_p
     )
     assert main(run_of(in_switchx("raise KeyboardInterrupt"))) == 130
     assert capsys.readouterr().err == "switchx: interrupted\n"
+    before, left = signal.getsignal(signal.SIGTERM), []
+
+    def ended(arguments):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        finally:
+            left.append("taken back")
+
+    assert main(run_of(ended)) == 130 and left == ["taken back"]
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_bugs_keep_their_traceback_and_others_can_have_one(run_of):
