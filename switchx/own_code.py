@@ -58,8 +58,9 @@ def _without(entries: set[str]) -> Iterator[None]:
 def is_of_working_directory() -> bool:
     """Whether a module was imported that a model's folder finds with `--trust_code` alone."""
     tops = [each for name, each in [*sys.modules.items()] if "." not in name]
-    files = [pathlib.Path(each.__file__) for each in tops if getattr(each, "__file__", None)]
-    folders = {str(file.parents[file.name == "__init__.py"]) for file in files}
+    files = [each.__file__ for each in tops if getattr(each, "__file__", None)]
+    packages = [path for each in tops for path in getattr(each, "__path__", ())]
+    folders = {os.path.dirname(path) for path in (*files, *packages)}
     return bool(folders & (_for_gin_files - {str(_ROOT)}))
 
 

@@ -210,3 +210,15 @@ def test_the_planner_has_the_rules_of_pods(build_job):
     for table in ("params", "expert_params"):
         planned[table] = tuple(rule for rule in planned[table] if rule[0] != "N")
     assert dataclasses.asdict(rules) == planned
+
+
+def test_own_text_for_decoders_trains_its_own_vocabulary_where_the_run_trains_one():
+    """It once took that of the run file's own corpus, in silence."""
+    files = ["configs/runs/pretrain_gpt_tiny.gin", "configs/tasks/text_causal_lm.gin"]
+    job = job_from_gin(files, ["FILES='texts'", "VOCAB_SIZE=1024"])
+    trained = job.vocabulary
+    assert (trained.corpus, trained.size) == (job.source.corpus, job.model.vocab_size)
+    assert trained.corpus.path == "texts" and trained.size == 1024
+    given = [*files[:1], "configs/models/mixtral_8x7b.gin", files[1]]
+    bindings = ["FILES='texts'", "VOCABULARY_FILE='tokenizer.json'"]
+    assert type(job_from_gin(given, bindings).vocabulary).__name__ == "SavedVocabulary"

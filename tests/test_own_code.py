@@ -69,7 +69,14 @@ def test_a_class_that_a_folder_names_needs_trust(trapped):
 def test_modules_that_only_gin_files_find_are_known(trapped):
     own_code.import_from_working_directory()
     assert not own_code.is_of_working_directory()
-    (trapped / "my_code.py").write_text("")
+    (trapped / "my_code.py").unlink()
+    (trapped / "my_code").mkdir()  # without __init__.py
+    (trapped / "my_code" / "tasks.py").write_text("")
+    importlib.import_module("my_code.tasks")
+    assert own_code.is_of_working_directory()
+    del sys.modules["my_code.tasks"], sys.modules["my_code"]
+    assert not own_code.is_of_working_directory()
+    (trapped / "my_code" / "__init__.py").write_text("")
     importlib.import_module("my_code")
     assert own_code.is_of_working_directory()
     own_code.import_from_working_directory(folders_too=True)

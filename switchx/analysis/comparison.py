@@ -58,7 +58,8 @@ class Interval:
     def __str__(self) -> str:
         """Three decimals; of a small interval as many as the larger bound has two digits in."""
         largest = max(abs(self.low), abs(self.high))
-        digits = max(3, 1 - math.floor(math.log10(largest))) if largest else 3
+        is_small = 0 < largest < 0.01
+        digits = 1 - math.floor(math.log10(largest)) if is_small else 3
         mean, low, high = (f"{each:+.{digits}f}" for each in (self.mean, self.low, self.high))
         return f"{mean} ({low} to {high})"
 

@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -75,9 +76,12 @@ def main(argv: list[str] | None = None) -> int:
         show = lambda line: print(f"switchx: {line}", file=sys.stderr)  # noqa: E731
         with shown_by(show, has_traceback=has_traceback), _interrupted_by_sigterm():
             status = arguments.run(arguments) or 0
-            sys.stdout.flush()  # here, where a reader that is gone is met
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where a reader that is gone is met
             return status
-    except BrokenPipeError:  # what read the output, such as `head`, has what it wanted
+    except BrokenPipeError as error:
+        if not _is_output_closed():
+            return explain(error, arguments)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (KeyboardInterrupt, ValueError, OSError, RuntimeError) as error:
@@ -86,11 +90,18 @@ def main(argv: list[str] | None = None) -> int:
         logging.captureWarnings(False)
 
 
+def _is_output_closed() -> bool:
+    """Whether what read the output, such as `head`, has gone."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
 @contextlib.contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
     """SIGTERM is as Ctrl-C: what is half-written is removed, and processes that were begun end.
 
-    Training and the server have ways of their own to end.
+    Training, and a server that listens, have ways of their own to end.
     """
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler) if is_main else None

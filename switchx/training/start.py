@@ -105,20 +105,23 @@ def require_apart(job: TrainingJob, run: RunFolder) -> None:
     if run.is_in_store:
         return
     here = run.where.resolve()
-    places = {here, *here.parents}
     for task, _ in splits_read(job.source):
-        is_table = isinstance(task.corpus, Templates)
+        is_table = isinstance(task.corpus, Templates)  # whose folder is not searched further
         named = task.corpus.source if is_table else getattr(task.corpus, "path", ())
         for name in [named] if isinstance(named, (str, Path)) else named:
-            folder = Path(name).expanduser().resolve()
+            folder = Path(os.path.expanduser(name)).resolve()
+            is_read = folder == here or (folder in here.parents and not is_table)
+            is_hidden = is_read and any(
+                part.startswith(".") for part in here.relative_to(folder).parts
+            )
             require(
-                is_address(name) or not folder.is_dir() or folder not in places,
+                is_address(name) or not folder.is_dir() or not is_read or is_hidden,
                 f"model_dir={str(run.path)!r} lies in the data of task {task.name!r}, {name}, "
                 "which would have the run's own files; give a folder elsewhere",
             )
-    outer = next((each for each in here.parents if RunFolder(each).config.exists()), None)
+    outer = next((e for e in here.parents if RunFolder(e).operative_config.exists()), None)
     require(
-        outer is None or outer / "checkpoints" not in places,
+        outer is None or outer / "checkpoints" not in (here, *here.parents),
         f"model_dir={str(run.path)!r} lies in the checkpoints of the run {outer}; give that "
         "run, or a folder elsewhere",
     )

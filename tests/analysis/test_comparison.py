@@ -154,6 +154,8 @@ def test_what_cannot_be_compared_is_refused(folders, capsys, tmp_path):
         ((0.0047, 0.0038, 0.0052), "+0.0047 (+0.0038 to +0.0052)"),
         ((0.000053, -0.000071, 0.000177), "+0.00005 (-0.00007 to +0.00018)"),
         ((0.0, 0.0, 0.0), "+0.000 (+0.000 to +0.000)"),
+        ((np.nan, np.nan, np.nan), "+nan (+nan to +nan)"),
+        ((0.0, -np.inf, np.inf), "+0.000 (-inf to +inf)"),
     ],
 )
 def test_a_small_interval_has_digits_enough(values, text):

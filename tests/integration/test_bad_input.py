@@ -5,6 +5,7 @@ Gin's part of it, names and types and syntax, is in tests/cli; here is what only
 with data and a run folder can meet.
 """
 
+import dataclasses
 import hashlib
 import os
 import pathlib
@@ -18,10 +19,13 @@ from switchx.checkpoint.adapter_run import AdapterRecord
 from switchx.checkpoint.retention import UNFINISHED
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.main import main
+from switchx.data.downstream.templates import Templates
 from switchx.data.vocabulary_training import train_sentencepiece
+from switchx.gin_config.building import job_from_gin
 from switchx.models.adapters import LoRASpec
 from switchx.training.program import TrainingProgram
-from tests.integration.runs import arguments, write_corpus
+from switchx.training.start import require_apart
+from tests.integration.runs import SMALL, arguments, write_corpus
 
 
 @pytest.fixture(autouse=True)
@@ -174,6 +178,23 @@ def test_model_dir_among_the_texts(refused, files, folder):
     said = f"model_dir={folder!r} lies in the data of task 'small', texts, which<any>elsewhere"
     refused(said, "train", *arguments(folder, "texts"))
     assert [each.name for each in pathlib.Path("texts").iterdir()] == ["corpus.txt"]
+
+
+def test_model_dir_beside_what_is_read(tmp_path):
+    """Hidden files are not read, nor what lies below a folder of tables; others have
+    checkpoints, too."""
+    job = job_from_gin(SMALL, [f"FILES={tmp_path}"])
+    require_apart(job, RunFolder(tmp_path / ".runs" / "a"))
+    table = dataclasses.replace(job.source, corpus=Templates(str(tmp_path), "{a}", "{b}"))
+    of_table = dataclasses.replace(job, source=table)
+    require_apart(of_table, RunFolder(tmp_path / "runs"))
+    with pytest.raises(ValueError, match="lies in the data of task 'small'"):
+        require_apart(of_table, RunFolder(tmp_path))
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "config.json").write_text("{}")
+    elsewhere = dataclasses.replace(table, corpus=Templates("tfds:ag", "{a}", "{b}"))
+    require_apart(dataclasses.replace(job, source=elsewhere),
+                  RunFolder(tmp_path / "app" / "checkpoints" / "a"))  # fmt: skip
 
 
 def test_model_dir_in_the_checkpoints_of_another_run(refused, run_folder, finished_run):
