@@ -143,6 +143,7 @@ for name, model, settings in (
 
 
 @pytest.mark.aot
+@pytest.mark.timeout(900)  # three minutes of one core
 def test_memory_is_that_of_a_step_compiled_for_a_tpu(tmp_path):
     """What the planner is asked is whether a step fits: arguments and temporaries together.
 
