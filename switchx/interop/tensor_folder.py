@@ -460,13 +460,15 @@ def require_same_tensors(
         return "nothing" if shape is None else f"shape {list(shape)}"
 
     names = sorted(expected.keys() | found.keys())
-    problems = [
-        f"  {name}: expected {form(expected.get(name))}, got {form(found.get(name))}"
+    problems = {
+        name: f"  {name}: expected {form(expected.get(name))}, got {form(found.get(name))}"
         for name in names
         if expected.get(name) != found.get(name)
-    ]
+    }
     if problems:
-        listing = "\n".join(problems[:MOST_LINES])
+        # Where many are missing, those that are there say more.
+        listed = sorted(problems, key=lambda name: name not in found)[:MOST_LINES]
+        listing = "\n".join(problems[name] for name in sorted(listed))
         if len(problems) > MOST_LINES:
             listing += f"\n  and {len(problems) - MOST_LINES} more"
         raise ValueError(
