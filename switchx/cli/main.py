@@ -93,7 +93,10 @@ def main(argv: list[str] | None = None) -> int:
 def _is_output_closed() -> bool:
     """Whether what read the output, such as `head`, has gone."""
     poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
+    try:
+        poll.register(sys.stdout.fileno(), 0)
+    except (AttributeError, OSError):  # there is none, or one without a file, as in notebooks
+        return False
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 

@@ -107,8 +107,9 @@ def require_apart(job: TrainingJob, run: RunFolder) -> None:
     here = run.where.resolve()
     for task, _ in splits_read(job.source):
         is_table = isinstance(task.corpus, Templates)  # whose folder is not searched further
-        named = task.corpus.source if is_table else getattr(task.corpus, "path", ())
-        for name in [named] if isinstance(named, (str, Path)) else named:
+        named = task.corpus.source if is_table else getattr(task.corpus, "path", None)
+        names = [named] if isinstance(named, (str, os.PathLike)) else named or ()
+        for name in names:
             folder = Path(os.path.expanduser(name)).resolve()
             is_read = folder == here or (folder in here.parents and not is_table)
             is_hidden = is_read and any(

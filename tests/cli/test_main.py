@@ -138,6 +138,8 @@ def test_system_errors_and_interruptions_are_one_line(run_of, capsys, cli, tmp_p
     )
     assert main(run_of(in_switchx("raise KeyboardInterrupt"))) == 130
     assert capsys.readouterr().err == "switchx: interrupted\n"
+    assert main(run_of(in_switchx("raise BrokenPipeError(32, 'a peer has gone')"))) == 1
+    assert "a peer has gone" in capsys.readouterr().err  # and not the reader of the output
     before, left = signal.getsignal(signal.SIGTERM), []
 
     def ended(arguments):

@@ -192,6 +192,9 @@ def test_model_dir_beside_what_is_read(tmp_path):
         require_apart(of_table, RunFolder(tmp_path))
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "config.json").write_text("{}")
+    nowhere = dataclasses.replace(job.source.corpus, path=None)  # as a corpus of one's own
+    no_path = dataclasses.replace(job.source, corpus=nowhere)
+    require_apart(dataclasses.replace(job, source=no_path), RunFolder(tmp_path / "runs"))
     elsewhere = dataclasses.replace(table, corpus=Templates("tfds:ag", "{a}", "{b}"))
     require_apart(dataclasses.replace(job, source=elsewhere),
                   RunFolder(tmp_path / "app" / "checkpoints" / "a"))  # fmt: skip
