@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import io
 import itertools
+import logging
 import os
 import pathlib
 import re
@@ -25,13 +26,20 @@ from switchx.fields import fits, without_gin
 from switchx.gin_config import gin_internals
 from switchx.gin_config.errors import explain, module_that_failed, place_of
 from switchx.gin_config.files import as_of_today, config_roots, did_you_mean, missing_file
-from switchx.gin_config.sources import FIRST, require_model_of_source, take_sources
+from switchx.gin_config.sources import (
+    FIRST,
+    name_of,
+    require_model_of_source,
+    take_sources,
+)
 from switchx.gin_config.writing import without_scopes
 from switchx.training.job import TrainingJob
 
 _NAME = re.compile(r"(?:\w+/)*[A-Za-z_]\w*(?:\.\w+)*")
 # A macro that nothing reads is taken for a misspelt one above this likeness: TRAIN_STEP.
 _MISSPELT = 0.85
+
+_log = logging.getLogger(__name__)
 
 
 class ConfigurationError(ValueError):
@@ -113,6 +121,7 @@ def parse_files(
         ConfigurationError: a file or a binding is wrong; says where.
     """
     gin.clear_config()
+    _note_replaced(bindings)
     roots = config_roots(search_paths)
     reading: list[str] = []
     places = list(map(str, roots))
@@ -126,7 +135,7 @@ def parse_files(
         last = reading[-1] if reading else None
         place = place_of(error, last) + module_that_failed(error)
         raise ConfigurationError(f"{place}{explain(error, last)}") from error
-    is_first = [binding.partition("=")[0].strip() in FIRST for binding in bindings]
+    is_first = [name_of(binding) in FIRST for binding in bindings]
     _parse_bindings(itertools.compress(bindings, is_first))
     try:
         take_sources(bindings)
@@ -137,6 +146,14 @@ def parse_files(
         gin.finalize()
     except Exception as error:
         raise ConfigurationError(explain(error)) from error
+
+
+def _note_replaced(bindings: Sequence[str]) -> None:
+    """Says which bindings a later one of the same name takes the place of."""
+    last = {name_of(binding): binding for binding in bindings}
+    for binding in bindings:
+        if (later := last[name_of(binding)]) != binding:
+            _log.warning("--gin.%s: the later --gin.%s counts", binding, later)
 
 
 def _parse_bindings(bindings: Iterable[str]) -> None:
@@ -212,7 +229,7 @@ def require_effect(macro: str, bindings: Sequence[str]) -> None:
     """
     used, macros = gin_internals.read_parameters(), gin_internals.read_macros()
     for binding in bindings:
-        name = binding.partition("=")[0].strip()
+        name = name_of(binding)
         if "." not in name:
             if name not in macros | {macro}:
                 raise ConfigurationError(

@@ -42,7 +42,7 @@ def take_sources(bindings: Sequence[str]) -> None:
     Raises:
         ValueError: no gin file describes a model, and INIT_FROM holds none that can be read.
     """
-    flags = {_name(binding) for binding in bindings}
+    flags = {name_of(binding) for binding in bindings}
     source = _macro("INIT_FROM")
     model = None if source is None else _model_of(source)
     if model is not None:
@@ -60,7 +60,7 @@ def require_model_of_source(model: ModelConfig, bindings: Sequence[str]) -> None
     Raises:
         ValueError: flags do; names them, and both values.
     """
-    if "INIT_FROM" not in map(_name, bindings) or _has_rules():
+    if "INIT_FROM" not in map(name_of, bindings) or _has_rules():
         return
     source = _macro("INIT_FROM")
     there = None if source is None else _model_of(source)
@@ -72,7 +72,7 @@ def require_model_of_source(model: ModelConfig, bindings: Sequence[str]) -> None
     for difference in differences(describe(there), model, "evaluation", "model"):
         field = difference.partition(":")[0].rpartition(".")[2]
         macro = next((_macro_of(v) for (_, n), v in _bound().items() if n == field), None)
-        flags = [b for b in bindings if _name(b).rpartition(".")[2] in (field, macro)]
+        flags = [b for b in bindings if name_of(b).rpartition(".")[2] in (field, macro)]
         short = re.sub(r"\{'type': '([\w.]+)'.*\}", r"a \1", difference)
         found += [f"--gin.{flag} ({short})" for flag in flags]
     if found:
@@ -198,5 +198,6 @@ def _macro_of(value) -> str | None:
     return name if of == "gin.macro" else None
 
 
-def _name(binding: str) -> str:
+def name_of(binding: str) -> str:
+    """NAME of a binding `NAME=VALUE`."""
     return binding.partition("=")[0].strip()

@@ -53,6 +53,11 @@ def test_bindings_win_over_files_by_short_and_full_names():
         assert job_of(f"{name}.jitter=0.5").model.switch.router.jitter == 0.5
 
 
+def test_a_later_binding_counts_and_that_is_said(caplog):
+    assert job_of("TRAIN_STEPS=7", "TRAIN_STEPS=9", "LEARNING_RATE=0.5").train_steps == 9
+    assert caplog.messages == ["--gin.TRAIN_STEPS=7: the later --gin.TRAIN_STEPS=9 counts"]
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [
