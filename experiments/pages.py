@@ -152,10 +152,11 @@ def publish_overview() -> None:
     """The table of all and its picture, and the pages that give a p over all claims."""
     for name in all_claims():
         write_page(HERE / name / "README.md", page(read_results(HERE / name)))
-    results = read_results(HERE / LADDER)
-    if results and (figure := rules.constants_of(LADDER)["picture"](results)):
+    results, ladder = read_results(HERE / LADDER), rules.constants_of(LADDER)
+    if results and (figure := ladder["picture"](results)):
         write_svg(figure, HERE / PICTURE)
-        write_page(HERE / "README.md", f"![what experts are worth]({PICTURE})", OF_LADDER)
+        shown_above = f"![what experts are worth]({PICTURE})\n\n{ladder['CAPTION']}"
+        write_page(HERE / "README.md", shown_above, OF_LADDER)
     write_page(HERE / "README.md", overview())
 
 

@@ -24,17 +24,23 @@ from experiments.ladder import (
     train_all,
     wall_seconds,
 )
-from experiments.law import ASYMPTOTES, Point, band, errors_of, speedups
+from experiments.law import Point, errors_of, speedups
 from experiments.measured import finite_of
 from experiments.rules import OF_COMPUTE, Rule
 from experiments.statistics import curvature, difference, estimate, intervals, trend
 from experiments.step_times import step_times
 from experiments.study import Study, main
-from switchx.analysis.comparison_plots import Cell, Frontier, frontier_figure
+from switchx.analysis.comparison_plots import Cell, Frontier, Strip, frontier_figure
 
 EXPERTS = (2, 4, 8, 16, 32)
 SEEDS = tuple(range(100, 107))
 _FAN = "first rung, length 1"
+CAPTION = (
+    "Above: small dots are seeds, bars 95% intervals of a cell's mean by one variance of all; "
+    "the arrow goes to the compute that a dense model of the same loss needs, with a 95% "
+    "interval. Below: the first rung, with 95% intervals; a gain's dot is open where its "
+    "interval holds 0. The curves are exploratory: no rule reads them."
+)
 _DENSE = OnLadder("dense", (DENSE,), rate_of="dense")
 _SPARSE = OnLadder("16 experts")
 
@@ -94,25 +100,20 @@ def by_law(results: dict[str, Any]) -> list[dict[str, Any]]:
     rungs = [
         {
             "cell": each.name,
-            "Linf, bits per byte": each.asymptote,
+            "bound": each.bound,
             "speed-up in FLOPs (95%)": dataclasses.asdict(each.ratio),
-            "beyond the dense runs": "yes, at least this" if each.is_beyond else "",
             "speed-up in time": each.ratio.mean
             / statistics.median(results["step_time"]["second" in each.name]),
         }
         for each in found
     ]
-    slopes = [
-        {
-            "Linf, bits per byte": asymptote,
-            "speed-up at ten times the compute, over this one (95%)": dataclasses.asdict(ratio),
-        }
-        for asymptote, ratio in growth.items()
-    ]
-    return [
-        {"title": "What 16 experts are worth at equal loss:", "rows": rungs},
-        {"title": "Whether that grows with scale:", "rows": slopes},
-    ]
+    title = "What 16 experts are worth at equal loss, read between dense cells:"
+    tables = [{"title": title, "rows": rungs}]
+    if growth is not None:
+        named = "speed-up at ten times the compute, over this one (95%)"
+        title = "Whether that grows with scale, by cells that are no bounds:"
+        tables.append({"title": title, "rows": [{named: dataclasses.asdict(growth)}]})
+    return tables
 
 
 def is_whole(results: dict[str, Any]) -> bool:
@@ -122,17 +123,15 @@ def is_whole(results: dict[str, Any]) -> bool:
 
 
 def picture(results: dict[str, Any]) -> Figure | None:
-    """Loss by FLOPs and by time, and the gain of each doubling of experts; None where a run
-    diverged, or of results before the ladder's."""
+    """Loss by FLOPs and by time, by the number of experts, and the gain of each doubling; None
+    where a run diverged, or of results before the ladder's."""
     if not is_whole(results):
         return None
     dense, sparse = (_points(results, kind) for kind in ("dense", "16 experts"))
-    fan = [p for n in EXPERTS for p in _points(results, f"{n} experts") if p.name == _FAN]
-    asymptote = ASYMPTOTES[1]
-    found, _ = speedups(dense, sparse, (asymptote,))
+    found, _ = speedups(dense, sparse)
     by_name = {point.name: point for point in sparse}
-    # What is read off: the largest sparse cell whose loss a dense run has.
-    inside = [each for each in found if not each.is_beyond] or found
+    # What is read off: the largest sparse cell whose loss lies between dense ones.
+    inside = [each for each in found if not each.bound] or found
     read = max(inside, key=lambda each: by_name[each.name].flops)
     at = by_name[read.name]
     times = [*map(statistics.median, results["step_time"])]
@@ -145,32 +144,49 @@ def picture(results: dict[str, Any]) -> Figure | None:
             for point, error in zip(points, errors, strict=True)
         ]
 
-    def panel(x: str, over: dict[str, float], others: dict[str, Cell]) -> Frontier:
+    def panel(x: str, over: dict[str, float]) -> Frontier:
         start, loss = at.flops * over.get(at.name, 1.0), statistics.mean(at.losses)
         ratio = read.ratio
         worth, low, high = (v * at.flops / start for v in (ratio.mean, ratio.low, ratio.high))
-        text = f"{'at least ' * read.is_beyond}{worth:.2f} ({low:.2f}-{high:.2f}) times"
-        arrow = (start, start * worth, loss, text)
-        lines = band(dense, asymptote)
-        return Frontier(x, cells(dense, {}), cells(sparse, over), others, lines, arrow)
+        text = f"{read.bound} {worth:.2f} ({low:.2f} to {high:.2f}) times".strip()
+        by_flops = sorted(dense, key=lambda point: point.flops)
+        arrow = start, start * worth, loss, text
+        return Frontier(x, cells(by_flops, {}), cells(sparse, over), arrow)
 
-    finals = finite_of(results)
-    pairs = list(zip(EXPERTS, EXPERTS[1:], strict=False))
-    gains = {
-        f"{a} to {b}": estimate(finals, difference(f"{b} experts", f"{a} experts")).interval()
-        for a, b in pairs
-    }
-    others = dict(zip(map(str, EXPERTS), cells(fan, {}), strict=True))
     return frontier_figure(
         [
-            panel("training FLOPs", {}, others),
-            panel("training time, in FLOPs of the dense model in it", ratios, {}),
+            panel("training FLOPs", {}),
+            panel("FLOPs that the dense model does in the same training time", ratios),
         ],
         ("dense", "16 experts"),
         "validation loss, bits per byte",
-        {name: dataclasses.asdict(each) for name, each in gains.items()},
-        "gain of a doubling,\nnats per token",
+        _strips(results),
     )
+
+
+def _strips(results: dict[str, Any]) -> list[Strip]:
+    """Loss by experts on the first rung, and what a doubling of them gains there."""
+    kinds = {"dense": "dense"} | {str(n): f"{n} experts" for n in EXPERTS}
+    points = [p for kind in kinds.values() for p in _points(results, kind) if p.name == _FAN]
+    losses = {
+        name: _around(statistics.mean(point.losses), 1.96 * error)
+        for name, point, error in zip(kinds, points, errors_of(points), strict=True)
+    }
+    bits = {name: [-each for each in v] for name, v in bits_per_byte(results).items()}
+    gains = {
+        f"{a} to {b}": dataclasses.asdict(
+            estimate(bits, difference(f"{b} experts", f"{a} experts")).interval()
+        )
+        for a, b in zip(EXPERTS, EXPERTS[1:], strict=False)
+    }
+    unclear = [name for name, each in gains.items() if each["low"] <= 0 <= each["high"]]
+    by_experts = Strip("experts, first rung", "bits per byte", losses, ["dense"])
+    doubling = Strip("experts, doubled", "gain, bits per byte", gains, unclear, no_effect=0.0)
+    return [by_experts, doubling]
+
+
+def _around(mean: float, half: float) -> dict[str, float]:
+    return {"mean": mean, "low": mean - half, "high": mean + half}
 
 
 def judge(results: dict[str, Any]) -> dict[str, Any]:

@@ -8,13 +8,12 @@ Dims: N points of a line
 """
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from switchx.analysis.plots import COLOURS, STYLE
 
@@ -42,84 +41,99 @@ class Frontier:
 
     Attributes:
         x: label of the horizontal axis.
-        dense, sparse: cells that the frontier goes through, and those read against it.
-        others: further sparse cells by name.
-        band_4N: x, line, lower and upper end of the dense frontier.
-        arrow: a sparse cell's x, the x of the frontier at its loss, that loss, and what the
+        dense, sparse: cells that a line goes through, and those read against it.
+        arrow: a sparse cell's x, the x of the line at its loss, that loss, and what the
             quotient is; None where nothing is read.
     """
 
     x: str
     dense: Sequence[Cell]
     sparse: Sequence[Cell]
-    others: Mapping[str, Cell]
-    band_4N: np.ndarray
     arrow: tuple[float, float, float, str] | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Strip:
+    """A panel below those of `frontier_figure`.
+
+    Attributes:
+        x, y: labels of its axes.
+        values: `mean`, `low` and `high` by name, from left to right.
+        hollow: names of those whose dot is open.
+        no_effect: place of a dotted line; None has none.
+    """
+
+    x: str
+    y: str
+    values: Mapping[str, Mapping[str, float]]
+    hollow: Collection[str]
+    no_effect: float | None = None
+
+
 def frontier_figure(
-    panels: Sequence[Frontier],
-    names: tuple[str, str],
-    y: str,
-    gains: Mapping[str, Mapping[str, float]],
-    gains_label: str,
+    panels: Sequence[Frontier], names: tuple[str, str], y: str, strips: Sequence[Strip]
 ) -> Figure:
-    """Plots losses by compute: hollow dense cells on their frontier, filled sparse ones, every
-    seed a small dot; below, gains with intervals.
+    """Plots losses by compute: hollow dense cells with a line between, filled sparse ones,
+    every seed a small dot; below, values with intervals.
 
     Args:
         names: what dense and sparse cells are called.
-        gains: `mean`, `low` and `high` by name, from left to right.
+        strips: as many as there are panels.
     """
-    dark, grey = COLOURS(0.9), "0.55"
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11.0, 5.6))
-        grid = figure.add_gridspec(2, len(panels), height_ratios=(3.2, 1))
+        figure = Figure(figsize=(11.0, 6.6))
+        grid = figure.add_gridspec(2, len(panels), height_ratios=(2, 1))
     first = None
-    for column, panel in enumerate(panels):
+    for column, (panel, strip) in enumerate(zip(panels, strips, strict=True)):
         axis = first = figure.add_subplot(grid[0, column], sharey=first)
-        x_N, line_N, low_N, high_N = panel.band_4N
-        axis.plot(x_N, line_N, color=grey, linestyle=DASHES[1])
-        axis.fill_between(x_N, low_N, high_N, color=grey, alpha=0.2, linewidth=0)
-        styles = {names[0]: (panel.dense, "white"), names[1]: (panel.sparse, dark)}
-        for name, (cells, face) in styles.items():
-            for i, cell in enumerate(cells):
-                _draw(axis, cell, dark, face, None if i else name)
-        for name, cell in panel.others.items():
-            _draw(axis, cell, grey, grey, None, size=3)
-            place = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
-            axis.annotate(
-                name, (cell.x, np.mean(cell.losses)), **place, fontsize=7, color="0.3"
-            )
-        if panel.arrow is not None:
-            start, end, loss, text = panel.arrow
-            style = {"arrowstyle": "->", "color": dark}
-            axis.annotate("", (end, loss), (start, loss), arrowprops=style)
-            middle = (math.sqrt(start * end), loss)
-            place = {"xytext": (0, -12), "textcoords": "offset points", "ha": "center"}
-            axis.annotate(text, middle, **place, fontsize=8)
-        axis.set_xscale("log")
-        axis.xaxis.set_minor_formatter(NullFormatter())
-        axis.set(xlabel=panel.x, ylabel=y if column == 0 else "")
+        _draw_frontier(axis, panel, names)
+        axis.set_ylabel(y if column == 0 else "")
         if column == 0:
             axis.legend(frameon=False)
-    strip = figure.add_subplot(grid[1, :])
-    for column, each in enumerate(gains.values()):
-        strip.plot([column] * 2, [each["low"], each["high"]], color=dark, linewidth=1.5)
-        face = dark if each["low"] > 0 or each["high"] < 0 else "white"
-        strip.plot(column, each["mean"], "o", color=dark, markerfacecolor=face)
-    strip.axhline(0, color="0.4", linestyle=":", linewidth=1)
-    strip.set_xticks(range(len(gains)), list(gains))
-    strip.set_ylabel(gains_label)
+        _draw_strip(figure.add_subplot(grid[1, column]), strip)
     return figure
 
 
-def _draw(axis, cell: Cell, color, face, label: str | None, size: float = 6) -> None:
+def _draw_frontier(axis, panel: Frontier, names: tuple[str, str]) -> None:
+    dark = COLOURS(0.9)
+    line = [(cell.x, np.mean(cell.losses)) for cell in panel.dense]
+    label = f"{names[0]}, between its cells"
+    axis.plot(*zip(*line, strict=True), color="0.55", linestyle=DASHES[1], label=label)
+    styles = {names[0]: (panel.dense, "white"), names[1]: (panel.sparse, dark)}
+    for name, (cells, face) in styles.items():
+        for i, cell in enumerate(cells):
+            _draw(axis, cell, dark, face, None if i else name)
+    if panel.arrow is not None:
+        start, end, loss, text = panel.arrow
+        style = {"arrowstyle": "->", "color": dark, "shrinkA": 4}
+        axis.annotate("", (end, loss), (start, loss), arrowprops=style)
+        place = {"xytext": (8, 0), "textcoords": "offset points", "va": "center"}
+        axis.annotate(text, (end, loss), **place, fontsize=8)
+    axis.set_xscale("log")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:.0e}".replace("e+", "e"))
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    axis.set_xlabel(panel.x)
+
+
+def _draw_strip(axis, strip: Strip) -> None:
+    dark = COLOURS(0.9)
+    for column, (name, each) in enumerate(strip.values.items()):
+        axis.plot([column] * 2, [each["low"], each["high"]], color=dark, linewidth=1.5)
+        face = "white" if name in strip.hollow else dark
+        axis.plot(column, each["mean"], "o", color=dark, markerfacecolor=face)
+    if strip.no_effect is not None:
+        axis.axhline(strip.no_effect, color="0.4", linestyle=":", linewidth=1)
+    axis.set_xticks(range(len(strip.values)), list(strip.values))
+    axis.set(xlabel=strip.x, ylabel=strip.y)
+
+
+def _draw(axis, cell: Cell, color, face, label: str | None) -> None:
     """Seeds as small dots, their mean with its interval."""
     axis.plot(
         [cell.x] * len(cell.losses), cell.losses, ".", color=color, alpha=0.35, markersize=3
     )
-    style = {"color": color, "markerfacecolor": face, "markersize": size, "label": label}
+    style = {"color": color, "markerfacecolor": face, "markersize": 6, "label": label}
     axis.errorbar(cell.x, np.mean(cell.losses), cell.error, fmt="o", linewidth=1, **style)
 
 
