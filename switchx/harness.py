@@ -187,7 +187,7 @@ class SwitchxLM(LM):
         """Answers by the settings of a task."""
         settings = {"max_new_tokens": self.max_gen_toks, "stop": (), "temperature": 0.0}
         asked = dict(asked)
-        samples = asked.pop("do_sample", asked.get("temperature", 0.0) > 0)
+        samples = asked.pop("do_sample", (asked.get("temperature") or 0.0) > 0)
         stop = asked.pop("until", None) or ()
         settings["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         for name, value in asked.items():

@@ -146,7 +146,8 @@ def evaluate_checkpoints(
     """What `evaluate` measures, of each checkpoint that a run has kept.
 
     `switchx eval --step=all` calls it. Each is a line of a table of JSON lines, written when it
-    is measured. A second call reads these and goes on with those that are not in the table.
+    is measured. A second call reads these and goes on with those that are not in the table, or
+    are there of another checkpoint or of other texts.
 
     Args:
         every: steps; checkpoints of multiples of it are evaluated.
@@ -188,8 +189,9 @@ def evaluate_checkpoints(
         )
         table = {line["step"]: line for line in found}
         for step in steps:
-            if step not in table:
-                table[step] = evaluation.measure(step) | {"settings": settings}
+            about = {"settings": settings, "of": evaluation.measured_of(step)}
+            if table.get(step, {}).get("of") != about["of"]:
+                table[step] = evaluation.measure(step) | about
                 lines = [json_text(table[each]) + "\n" for each in sorted(table)]
                 write_atomically(path, "".join(lines).encode())
     return [table[step] for step in sorted(table)]
@@ -317,6 +319,16 @@ class _Evaluation:
         if self.recording is not None:
             self.reporter.note(self.recording.summary)
         return metrics
+
+    def measured_of(self, step: int) -> str:
+        """A hash of a checkpoint and of the texts that are evaluated."""
+        job = self._checked_job
+        parts = [checkpoint_fingerprint(self.folder, step, job.vocabulary), *self._texts_read]
+        return hashlib.sha256(json_text(parts).encode()).hexdigest()[:16]
+
+    @functools.cached_property
+    def _texts_read(self) -> list[str]:
+        return [opened.records.fingerprint for opened in loop.open_evaluated(self._checked_job)]
 
     @property
     def fingerprint(self) -> str:

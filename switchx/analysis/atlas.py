@@ -403,9 +403,10 @@ class KnockOuts:
     Attributes:
         experts: Switch layer and number of each removed expert.
         loss_K: nats a target token of each label, nothing removed.
-        change_XK: loss without the expert less `loss_K`.
+        change_XK: loss without the expert less `loss_K`; NaN of a label without texts, as one
+            of a single text has none held out.
         low_XK, high_XK: ends of the change's 95% interval: percentiles of the bootstrap that
-            resamples the label's texts.
+            resamples the label's texts; NaN of fewer than two.
         p_XK: share of permutations of the labels among texts for which the label's change
             exceeds that of all others by as much; NaN where there is one label.
         tokens_K, texts_K: target tokens and texts of each label.
@@ -474,16 +475,19 @@ def knock_outs(
     resampled = [means(sums_KX)[:, :-1] for sums_KX in labels.resampled(value_RX, seed)]
     low_KX, high_KX = np.quantile(resampled, (0.025, 0.975), axis=0)
     *change_XK, loss_K = means(observed_KX).T
+    change_XK, texts_K = np.array(change_XK), labels.texts_K
+    change_XK[:, texts_K == 0] = p_KX[texts_K == 0] = math.nan
+    low_KX[texts_K < 2] = high_KX[texts_K < 2] = math.nan
     found_K = np.argmax(excess(observed_KX)[:, :-1], axis=1)
     return KnockOuts(
         list(experts),
         loss_K,
-        np.array(change_XK),
+        change_XK,
         low_KX.T,
         high_KX.T,
         p_KX.T,
         observed_KX[:, -1].astype(np.int64),
-        labels.texts_K,
+        texts_K,
         found_K if finding is None else finding.specialist_K,
         held_out,
     )

@@ -6,6 +6,7 @@ Dims: R texts, K labels, E experts, N Switch layers
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -236,7 +237,9 @@ def _specialists(atlas: Atlas) -> Table:
     for k, x in enumerate(removed.specialist_K):
         name, e = removed.experts[x]
         tokens_K = np.where(np.arange(len(tested.tokens_K)) == k, 0, tested.tokens_K)
-        others = tested.change_XK[x] @ tokens_K / max(tokens_K.sum(), 1)
+        change_K = np.where(tokens_K > 0, tested.change_XK[x], 0.0)
+        others = change_K @ tokens_K / max(tokens_K.sum(), 1)
+        low, high = (_change(ends_XK[x, k]) for ends_XK in (tested.low_XK, tested.high_XK))
         rows.append(
             {
                 "label": atlas.labels.names[k],
@@ -244,13 +247,18 @@ def _specialists(atlas: Atlas) -> Table:
                 "expert": e,
                 "of its tokens": f"{layers[name].specialization.share_EK[e, k]:.1%}",
                 "of all tokens": f"{layers[name].load_E[e] / layers[name].num_tokens:.1%}",
-                "change of its loss": f"{tested.change_XK[x, k]:+.4f}",
-                "95% interval": f"{tested.low_XK[x, k]:+.4f} to {tested.high_XK[x, k]:+.4f}",
+                "change of its loss": _change(tested.change_XK[x, k]),
+                "95% interval": f"{low} to {high}" if low else "",
                 "of the others'": f"{others:+.4f}",
                 "p": _p(tested.p_XK[x, k], atlas),
             }
         )
     return Table.of(rows)
+
+
+def _change(value: float) -> str:
+    """A change of a loss; nothing where too few texts are held out."""
+    return "" if math.isnan(value) else f"{value:+.4f}"
 
 
 def coactivation(atlas: Atlas) -> Section:

@@ -4,7 +4,7 @@
 In the style of `plots.py`: later runs are darker, and dashes and names at the ends tell apart
 what grey does not.
 
-Dims: N points of a line
+Dims: N points of a line, C cells
 """
 
 import dataclasses
@@ -41,7 +41,8 @@ class Frontier:
 
     Attributes:
         x: label of the horizontal axis.
-        dense, sparse: cells that a line goes through, and those read against it.
+        dense, sparse: cells with more and more compute that a line joins, as low as any before,
+            and those read against it.
         arrow: a sparse cell's x, the x of the line at its loss, that loss, and what the
             quotient is; None where nothing is read.
     """
@@ -96,9 +97,10 @@ def frontier_figure(
 
 def _draw_frontier(axis, panel: Frontier, names: tuple[str, str]) -> None:
     dark = COLOURS(0.9)
-    line = [(cell.x, np.mean(cell.losses)) for cell in panel.dense]
+    line_C = np.minimum.accumulate([np.mean(cell.losses) for cell in panel.dense])
     label = f"{names[0]}, between its cells"
-    axis.plot(*zip(*line, strict=True), color="0.55", linestyle=DASHES[1], label=label)
+    x_C = [cell.x for cell in panel.dense]
+    axis.plot(x_C, line_C, color="0.55", linestyle=DASHES[1], label=label)
     styles = {names[0]: (panel.dense, "white"), names[1]: (panel.sparse, dark)}
     for name, (cells, face) in styles.items():
         for i, cell in enumerate(cells):

@@ -36,7 +36,8 @@ class LayerDrift:
         common: share of a token's experts in a that it has in b, summed over tokens.
         kl: sum over tokens of KL(a || b) between router probabilities, the experts that not
             both records rank counted as one: no more than the whole divergence, and equal to it
-            where all experts are ranked.
+            where all experts are ranked. None where a router's gates are scores that need not
+            sum to one.
         largest_change: the largest change of a probability, of experts that both rank.
         largest_flipped_margin: the largest margin, in a, of a token whose set differs.
         margins_M, flipped_margins_M: tokens by their margins in a: all, and those whose sets
@@ -46,7 +47,7 @@ class LayerDrift:
     tokens: int = 0
     differing: int = 0
     common: float = 0.0
-    kl: float = 0.0
+    kl: float | None = 0.0
     largest_change: float = 0.0
     largest_flipped_margin: float = 0.0
     margins_M: np.ndarray = dataclasses.field(default_factory=_no_margins)
@@ -100,7 +101,8 @@ class LayerDrift:
         self.largest_change = max(self.largest_change, float(change))
         p_TR, q_TR = (np.where(is_both_TR, x, 0.0) for x in (p_TR, q_TR))
         rest_p_T, rest_q_T = (np.maximum(1 - x.sum(axis=-1), 0) for x in (p_TR, q_TR))
-        self.kl += float(_divergence(p_TR, q_TR) + _divergence(rest_p_T, rest_q_T))
+        if self.kl is not None:
+            self.kl += float(_divergence(p_TR, q_TR) + _divergence(rest_p_T, rest_q_T))
 
 
 def _divergence(p, q) -> float:
@@ -116,7 +118,9 @@ def drift(a: RoutingRecord, b: RoutingRecord) -> dict[str, LayerDrift]:
     Raises:
         ValueError: as of `paired_batches`.
     """
-    found = {layer: LayerDrift() for layer in a.info.all_layers}
+    # Such gates are the scores themselves, which need not sum to one.
+    has_shares = "score" not in (a.info.switch.router.gate, b.info.switch.router.gate)
+    found = {layer: LayerDrift(kl=0.0 if has_shares else None) for layer in a.info.all_layers}
     for both in paired_batches(a, b):
         is_routed_BL = both[0].is_token_BL & both[1].is_token_BL
         for record, batch in zip((a, b), both, strict=True):

@@ -179,6 +179,13 @@ def setting_of(
         switch, router=router, group_size=group_size or switch.group_size
     )
     setting = Setting(switch, rule, ranks, microbatches)
+    own = info.switch.router
+    is_by_score = setting.is_by_gate and rule != "megatron"
+    require(
+        not is_by_score or own.score == "softmax" or own.gate != "normalized",
+        f"RouterConfig.score={own.score!r}, gate='normalized' and priority='gate': queues are "
+        "by scores, and a record has their shares of a token's sum; use priority='position'",
+    )
     _require_ranks(info, setting)
     return setting
 

@@ -12,8 +12,14 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from switchx.checkpoint.adapter_run import AdapterRecord
 from switchx.checkpoint.items import abstract, items_of
-from switchx.checkpoint.restore import choose_step, restore_items, restore_params
+from switchx.checkpoint.restore import (
+    choose_step,
+    merged_with_base,
+    restore_items,
+    restore_params,
+)
 from switchx.checkpoint.run_folder import (
     RunFolder,
     read_config,
@@ -53,7 +59,8 @@ def mean_of_checkpoints(run: RunFolder, steps: Sequence[int]) -> Tree:
 
 
 def moving_average(run: RunFolder, step: int) -> Tree:
-    """The average that training kept, as of one checkpoint, in the parameters' dtypes.
+    """The average that training kept, as of one checkpoint, in the parameters' dtypes; of a run
+    of adapters the base with their average.
 
     Raises:
         ValueError: training kept none.
@@ -64,11 +71,15 @@ def moving_average(run: RunFolder, step: int) -> Tree:
         f"{path} has no average of parameters; train with StepConfig.ema_decay, or give steps "
         "whose mean is to be taken",
     )
-    in_float32 = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=leaf.sharding),
-        target,
-    )
-    average = restore_items(path, {"average": in_float32}, read_model_config(run))["average"]
+    model = read_model_config(run)
+    if (record := AdapterRecord.read(run)) is not None:
+        average = merged_with_base(run, path, record, target, model, "average")
+    else:
+        in_float32 = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=leaf.sharding),
+            target,
+        )
+        average = restore_items(path, {"average": in_float32}, model)["average"]
     return jax.tree.map(lambda a, like: np.asarray(a).astype(like.dtype), average, target)
 
 

@@ -194,7 +194,9 @@ class Checkpointer:
         score = self._retention.score(metrics)
         named = numbers_of(metrics or {}).items()
         finite = {name: value for name, value in named if math.isfinite(value)}
-        self._saving = Manifest(step, score, finite)
+        retention = self._retention
+        about = {"metric": retention.best_metric, "mode": retention.mode}
+        self._saving = Manifest(step, score, finite, **about if score is not None else {})
         self.meter.begin()
         # NumPy leaves are copied: their owner may write to them while Orbax reads.
         items = jax.tree.map(

@@ -103,7 +103,7 @@ class LocalCopies:
         try:
             if writing is not None:
                 writing.result()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # of `new_folder`, whose parent cannot be made
             logger.warning("no local copy of the state in %s: %s", self._folder, error)
 
     def newest(self, like: Tree) -> int | None:

@@ -8,7 +8,7 @@ checkpoint without one, or whose files are not those of it, is not whole.
 import dataclasses
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from numbers import Real
 from typing import Any
 
@@ -34,6 +34,8 @@ class Manifest:
         step: number of training steps.
         score: score that keep-best compares, higher is better; None without an evaluation.
         metrics: the evaluation's numbers.
+        metric, mode: name of the number that the score is of, and whether `max` or `min` is
+            best; None in checkpoints of before.
         files: path below the checkpoint -> bytes and CRC-32. None for the CRC-32 where that of
             the arrays' values is in a list (parts.py), and in checkpoints of before of
             Orbax' own descriptions.
@@ -43,6 +45,25 @@ class Manifest:
     score: float | None
     metrics: dict[str, float]
     files: dict[str, list[int | None]] = dataclasses.field(default_factory=dict)
+    metric: str | None = None
+    mode: str | None = None
+
+
+def scores_by(metric: str, mode: str, manifests: Iterable[Manifest]) -> dict[int, float]:
+    """Finite scores of checkpoints by step, higher is better, all of one metric."""
+    sign = 1 if mode == "max" else -1
+    numbers = {each.step: each.metrics.get(metric, math.nan) for each in manifests}
+    return {step: sign * number for step, number in numbers.items() if math.isfinite(number)}
+
+
+def scores_of(manifests: Iterable[Manifest]) -> dict[int, float]:
+    """Scores of a run's checkpoints by step, by the metric of the newest one that has a score:
+    a run may have gone on with another `Retention.best_metric`."""
+    manifests = sorted(manifests, key=lambda each: each.step)
+    newest = next((each for each in manifests[::-1] if each.score is not None), None)
+    if newest is not None and newest.metric is not None:
+        return scores_by(newest.metric, newest.mode, manifests)
+    return {each.step: each.score for each in manifests if each.score is not None}
 
 
 def numbers_of(metrics: dict[str, Any]) -> dict[str, float]:
@@ -103,9 +124,10 @@ def read_manifest(folder: Folder) -> Manifest:
             clause that says which.
     """
     content = manifest.read_manifest(folder, MANIFEST, "crc32")
-    del content["crc32"]
+    # A later version may write more.
+    names = [field.name for field in dataclasses.fields(Manifest) if field.name in content]
     try:
-        about = Manifest(**content)
+        about = Manifest(**{name: content[name] for name in names})
     except TypeError:
         raise ValueError(f"its {MANIFEST} is damaged") from None
     if str(about.step) != folder.name:

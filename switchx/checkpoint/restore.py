@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
@@ -20,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from switchx.checkpoint.adapter_run import AdapterRecord
 from switchx.checkpoint.items import abstract, read_items, stored_arrays, stored_items
-from switchx.checkpoint.manifest import MANIFEST, find_damage, read_manifest
+from switchx.checkpoint.manifest import MANIFEST, find_damage, read_manifest, scores_of
 from switchx.checkpoint.run_folder import RunFolder, read_config
 from switchx.data.tokenizers import Vocabulary
 from switchx.data.vocabularies import load_vocabulary
@@ -81,9 +82,9 @@ def choose_step(run: RunFolder, step: int | Literal["best"] | None = None) -> in
     """
     paths = checkpoint_paths(run.checkpoints)
     if step == "best":
-        paths = sorted(
-            (path for path in paths if _score(path) is not None), key=_score, reverse=True
-        )
+        scores = _scores(paths)
+        scored = (path for path in paths if int(path.name) in scores)
+        paths = sorted(scored, key=lambda path: scores[int(path.name)], reverse=True)
     elif step is not None:
         paths = [path for path in paths if path.name == str(step)]
     chosen = first_complete(paths)
@@ -99,12 +100,15 @@ def choose_step(run: RunFolder, step: int | Literal["best"] | None = None) -> in
     return chosen
 
 
-def _score(path: Folder) -> float | None:
-    """The score in the manifest; best of all when unreadable, to be reported as damaged."""
-    try:
-        return read_manifest(path).score
-    except (ValueError, OSError):
-        return float("inf")
+def _scores(paths: Sequence[Folder]) -> dict[int, float]:
+    """Scores by step; the best where a manifest cannot be read: it is reported as damaged."""
+    manifests, damaged = [], {}
+    for path in paths:
+        try:
+            manifests.append(read_manifest(path))
+        except (ValueError, OSError):
+            damaged[int(path.name)] = math.inf
+    return scores_of(manifests) | damaged
 
 
 def restore_params(
@@ -137,9 +141,26 @@ def restore_params(
     path = folder.checkpoints / str(choose_step(folder, step))
     if (record := AdapterRecord.read(folder)) is None:
         return restore_items(path, {"params": target}, model)["params"]
-    require_base(folder, record)
+    return merged_with_base(folder, path, record, target, model)
+
+
+def merged_with_base(
+    run: RunFolder,
+    path: Folder,
+    record: AdapterRecord,
+    target: Tree | None,
+    model: ModelConfig | None,
+    item: str = "params",
+) -> Tree:
+    """The base of a run of adapters with those of a checkpoint, as `restore_params` has them.
+
+    Args:
+        path: the checkpoint.
+        item: `params`, or `average`, the moving average of the adapters.
+    """
+    require_base(run, record)
     params = restore_params(record.spec.base, record.spec.step, target, model=model)
-    adapters = read_items(path, {"params": None})["params"]
+    adapters = read_items(path, {item: None})[item]
     if model is not None:
         adapters = _in_layout_of(adapters, model, record.spec)
     return merged(params, adapters, record.spec)

@@ -17,7 +17,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from switchx.checkpoint.manifest import MANIFEST, Manifest, numbers_of, read_manifest
+from switchx.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    numbers_of,
+    read_manifest,
+    scores_by,
+)
 from switchx.checkpoint.parts import ChecksummedArrays
 from switchx.checkpoint.restore import checkpoint_paths, choose_step
 from switchx.checkpoint.run_folder import RunFolder
@@ -98,16 +104,18 @@ class Retention:
         value = named[self.best_metric]
         if not math.isfinite(value):
             return None
+        return value if self.mode == "max" else -value
+
+    @property
+    def mode(self) -> str:
+        """`best_mode`, or what it is by default."""
         is_cost = self.best_metric.rpartition("/")[2] in COSTS
-        best_mode = self.best_mode or ("min" if is_cost else "max")
-        return value if best_mode == "max" else -value
+        return self.best_mode or ("min" if is_cost else "max")
 
     def scores(self, manifests: Iterable[Manifest]) -> dict[int, float]:
         """Scores of existing checkpoints, by step: this retention's scores, whichever retention
         they were saved with."""
-        have = (each for each in manifests if self.best_metric in each.metrics)
-        scores = {each.step: self.score(each.metrics) for each in have}
-        return {step: score for step, score in scores.items() if score is not None}
+        return scores_by(self.best_metric, self.mode, manifests)
 
 
 @dataclasses.dataclass

@@ -2,6 +2,7 @@
 """`switchx atlas`: what the experts of a model do with labelled texts, on one page."""
 
 import argparse
+import math
 import pathlib
 
 from switchx.cli import arguments as shared
@@ -104,10 +105,10 @@ def _lines(report: dict):
     for model in report["models"]:
         for each in model["labels"]:
             line = f"{model['name']}, {each['label']}: loss {each['loss']:.3f} nats a token"
-            if "change" in each:
-                where = f"{each['layer']}: {each['expert']}"
+            if math.isfinite(each.get("change", math.nan)):
+                line += f", without {each['layer']}: {each['expert']} {each['change']:+.4f}"
                 low, high = each["interval"]
-                line += f", without {where} {each['change']:+.4f} ({low:+.4f} to {high:+.4f})"
+                line += f" ({low:+.4f} to {high:+.4f})" * math.isfinite(low)
             yield line
 
 

@@ -92,20 +92,22 @@ def _add_average(action) -> None:
 
 def inspect(arguments: argparse.Namespace) -> int:
     from switchx.checkpoint.items import stored_items
-    from switchx.checkpoint.manifest import find_damage, read_manifest
+    from switchx.checkpoint.manifest import find_damage, read_manifest, scores_of
     from switchx.checkpoint.run_folder import RunFolder, read_config
     from switchx.tree import named_leaves
 
     run = RunFolder(arguments.dir)
-    checkpoints = []
+    checkpoints, manifests = [], []
     for path in reversed(_paths(run)):
         row = {"step": int(path.name), "fault": find_damage(path)}
         if row["fault"] is None:
-            manifest = read_manifest(path)
-            row["bytes"] = sum(size for size, _ in manifest.files.values())
-            row["score"] = manifest.score
+            manifests.append(read_manifest(path))
+            row["bytes"] = sum(size for size, _ in manifests[-1].files.values())
             row["processes"] = len(list((path / "data").glob("process_*.json")))
         checkpoints.append(row)
+    scores = scores_of(manifests)
+    for row in checkpoints:
+        row["score"] = scores.get(row["step"])
     step = _chosen(run, arguments.step, checkpoints)
     items = stored_items(run.checkpoints / str(step))
     arrays = [

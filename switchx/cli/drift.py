@@ -44,7 +44,7 @@ def add_command(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from switchx.analysis.drift import drift
+    from switchx.analysis.drift import drift, loss_drift
     from switchx.results import Report
     from switchx.routing_record import open_record
 
@@ -57,8 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
         found = drift(open_record(arguments.a), open_record(arguments.b))
     else:
         with tempfile.TemporaryDirectory() as folder:
-            records, losses = _scored(arguments, pathlib.Path(folder))
+            records, logprobs = _scored(arguments, pathlib.Path(folder))
             found = drift(*map(open_record, records))
+            losses = loss_drift(*logprobs)
     rows = [{"layer": name} | _row(each) for name, each in found.items()]
     if losses is not None:
         rows.append(losses)
@@ -75,7 +76,7 @@ def _row(each) -> dict:
         "tokens": each.tokens,
         "differing_share": each.differing_share,
         "overlap": each.overlap,
-        "kl_at_least_nats": each.kl / max(each.tokens, 1),
+        "kl_at_least_nats": None if each.kl is None else each.kl / max(each.tokens, 1),
         "largest_change": each.largest_change,
         "largest_flipped_margin": each.largest_flipped_margin,
     }
@@ -86,10 +87,8 @@ def _row(each) -> dict:
 
 
 def _scored(arguments: argparse.Namespace, folder: pathlib.Path):
-    """The records of both models, and the drift of their losses, by `switchx score`."""
+    """The records of both models, and the log-probabilities of tokens, by `switchx score`."""
     import numpy as np
-
-    from switchx.analysis.drift import loss_drift
 
     parser = shared.CommandParser("switchx")
     generate.add_command(parser.add_subparsers())
@@ -107,7 +106,7 @@ def _scored(arguments: argparse.Namespace, folder: pathlib.Path):
         said = (value for line in lines for value in json.loads(line)["token_logprobs"])
         # A first token that nothing stands before has none.
         logprobs.append(np.array([value for value in said if value is not None]))
-    return records, loss_drift(*logprobs)
+    return records, logprobs
 
 
 def _print(found, losses) -> None:
@@ -129,7 +128,7 @@ def _print(found, losses) -> None:
             layer,
             f"{each.differing_share:.3%}",
             f"{each.overlap:.4f}",
-            number(each.kl / max(each.tokens, 1)),
+            number(_row(each)["kl_at_least_nats"]),
             *map(number, margins),
             number(each.largest_flipped_margin if each.differing else None),
         )

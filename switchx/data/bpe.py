@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,12 +22,13 @@ from switchx.fields import require
 from switchx.object_store import read_json_object, require_no_lfs_pointer
 
 TOKENIZER_FILE = "tokenizer.json"
-_CONFIG = "tokenizer_config.json"
+_CONFIG, _ADDED = "tokenizer_config.json", "added_tokens.json"
 # Files beside it, copied as they are.
 CHAT_TEMPLATE = "chat_template.jinja"
 CARRIED = (_CONFIG, "special_tokens_map.json", CHAT_TEMPLATE)
 _MOST_BYTES = 1 << 27
 _HALF = "\N{REPLACEMENT CHARACTER}"
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +102,26 @@ class BpeVocabulary(OwnIds):
         shown = (i for i in map(int, ids) if i not in silent)
         parts = itertools.groupby(shown, lambda i: self._name(i) is not None)
         return "".join(
-            self._tokenizer.decode(list(run), skip_special_tokens=False)
-            if is_there
-            else UNKNOWN * len(list(run))
+            self._text(list(run)) if is_there else UNKNOWN * len(list(run))
             for is_there, run in parts
         )
+
+    def _text(self, ids: list[int]) -> str:
+        """The text of tokens that are there.
+
+        The library makes U+FFFD of every byte of a run of byte tokens (`<0xE2>`) in which one
+        character is not whole. Here what is whole stays, so that a longer answer begins with
+        the text of a shorter one, but for its last character.
+        """
+        tokenizer = self._tokenizer
+        if not tokenizer.model.byte_fallback or tokenizer.decoder is None:
+            return tokenizer.decode(ids, skip_special_tokens=False)
+        parts = []
+        for is_byte, names in itertools.groupby(map(tokenizer.id_to_token, ids), _is_byte):
+            if is_byte:
+                names = [bytes(int(name[1:-1], 16) for name in names).decode(errors="replace")]
+            parts += names
+        return tokenizer.decoder.decode(parts)
 
     def piece(self, token_id: int) -> Piece:
         name = self._name(token_id)
@@ -171,6 +188,11 @@ class BpeVocabulary(OwnIds):
         return tokenizer
 
 
+def _is_byte(name: str) -> bool:
+    """Whether a token is a byte to fall back on, `<0xE2>`."""
+    return _BYTE.fullmatch(name) is not None
+
+
 def read_tokenizer(content: bytes, where: str):
     """The library's tokenizer of a file; of no text it makes a special id, and it cuts none.
 
@@ -207,12 +229,20 @@ def read_tokenizer(content: bytes, where: str):
     return tokenizer
 
 
-def read_bpe(folder: str | Path) -> BpeVocabulary:
+def read_bpe(
+    folder: str | Path,
+    generation: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> BpeVocabulary:
     """The vocabulary of a folder of transformers, with the special ids that its files name.
 
     Ends are those of `generation_config.json`, else of `config.json`, else of
     `tokenizer_config.json`; the one of `config.json` comes first, and ends texts of training.
     Padding that is an end is none. A start is what the tokenizer puts before a text.
+
+    Args:
+        generation, config: content of the model's `generation_config.json` and `config.json`;
+            None reads those of the folder.
 
     Raises:
         ValueError: a file is missing or damaged, no file names an end, or an id or a token is
@@ -222,9 +252,12 @@ def read_bpe(folder: str | Path) -> BpeVocabulary:
     file = folder / TOKENIZER_FILE
     content = BpeVocabulary(path=str(file)).content
     tokenizer = read_tokenizer(content, str(file))
-    generation, config, own = (
-        _values(folder / name) for name in ("generation_config.json", "config.json", _CONFIG)
-    )
+    own = _values(folder / _CONFIG)
+    _require_added(folder, own, tokenizer)
+    if generation is None:
+        generation = _values(folder / "generation_config.json")
+    if config is None:
+        config = _values(folder / "config.json")
 
     def ids(values: Mapping[str, Any], name: str) -> list[int]:
         """The ids of a kind of token that a file names, by number or by text."""
@@ -259,6 +292,35 @@ def read_bpe(folder: str | Path) -> BpeVocabulary:
         start_id=_start_id(tokenizer, own, ids(own, "bos"), str(folder)),
         named_bos=starts[0] if starts else None,
         named_pad=pads[0] if pads else None,
+    )
+
+
+def _require_added(folder: Path, own: Mapping[str, Any], tokenizer) -> None:
+    """Checks that tokens which the files beside a tokenizer add are in it: transformers adds
+    those that are not, and so has other ids of a text.
+
+    Raises:
+        ValueError: one is not there, or has another id; or the files are damaged.
+    """
+    added = own.get("added_tokens_decoder") or {}
+    try:
+        found = {each["content"]: int(number) for number, each in added.items()}
+        found |= _values(folder / _ADDED)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{folder}: added_tokens_decoder in {_CONFIG} or {_ADDED} is damaged "
+            f"({error!r:.80}); restore the file"
+        ) from error
+    wrong = [
+        f"{text!r:.60} ({number})"
+        for text, number in found.items()
+        if tokenizer.token_to_id(text) != number
+    ]
+    require(
+        not wrong,
+        f"{folder}: {TOKENIZER_FILE} has not the added tokens {', '.join(wrong[:5])} of the "
+        f"files beside it, or by other ids; let transformers write them into it: "
+        "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
     )
 
 

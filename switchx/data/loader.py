@@ -303,13 +303,15 @@ def evaluation_batches(
 
     def batches():
         num_made = 0
-        while batch := list(itertools.islice(stream, config.batch_size)):
+        while num_made != num_batches and (
+            batch := list(itertools.islice(stream, config.batch_size))
+        ):
             batch += [[]] * (config.batch_size - len(batch))
             ids = None if task_id is None else [task_id] * len(rows)
             laid_out = config.features.batch([batch[row] for row in rows], plan.start_id)
             yield with_task_ids(laid_out, ids)
             num_made += 1
-        counts = plan.counts(stream.cursor)
+        counts = plan.counts(stream.read_cursor)
         require(
             num_made > 0,
             f"task {opened.task.name!r}: split {opened.task.evaluation_split!r} has "
@@ -319,7 +321,7 @@ def evaluation_batches(
         if any(counts.values()):
             _log.warning("evaluation left out or cut examples: %s", counts)
 
-    return itertools.islice(batches(), num_batches)
+    return batches()
 
 
 class RowBatches(grain.IterDataset):

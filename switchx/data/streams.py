@@ -190,6 +190,11 @@ class RowStream:
         cursor[0] = self._emitted
         return cursor
 
+    @property
+    def read_cursor(self) -> np.ndarray:
+        """The cursor behind all that was read, also for rows to come."""
+        return self._examples.cursor
+
     def __iter__(self) -> Iterator[list[Example]]:
         return self
 
@@ -236,8 +241,10 @@ class ExampleStream:
 
     @property
     def cursor(self) -> np.ndarray:
-        """The cursor of the example that `take` returns."""
-        return (self._peeked_cursor if self._is_peeked else self._next_cursor).copy()
+        """The cursor of the example that `take` returns; after the last one, that of the end,
+        with what was left out before it."""
+        is_waiting = self._is_peeked and self._peeked is not None
+        return (self._peeked_cursor if is_waiting else self._next_cursor).copy()
 
     def peek(self) -> Example | None:
         """The next example, which stays; None after the last one."""

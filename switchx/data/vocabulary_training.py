@@ -35,6 +35,7 @@ VOCAB_FILE = "vocabulary.vocab"
 # SentencePiece's model depends on the number of threads that it sums in.
 _NUM_THREADS = 4
 _DOCUMENT_CHARACTERS = 8000
+_LONGEST_LINE = 1 << 20  # bytes
 _LINE_ENDS = re.compile(r"[\n\t]")
 _TOO_LARGE = re.compile(r"Vocabulary size too high .* value <= (\d+)")
 _TOO_SMALL = re.compile(r"smaller than required_chars. \d+ vs (\d+)")
@@ -129,7 +130,12 @@ def train_model(texts: Iterable[str], size: int, num_sentinels: int = 0) -> byte
     Raises:
         ValueError: no text, or a size that does not fit it.
     """
-    lines = [line for text in texts for line in _LINE_ENDS.split(text) if line]
+    lines = [
+        part
+        for text in texts
+        for line in _LINE_ENDS.split(text)
+        for part in _short_enough(line)
+    ]
     require(lines, "a vocabulary cannot be trained on no text; expected some, got none")
     model = io.BytesIO()
     try:
@@ -149,7 +155,7 @@ def train_model(texts: Iterable[str], size: int, num_sentinels: int = 0) -> byte
             remove_extra_whitespaces=False,
             add_dummy_prefix=False,
             allow_whitespace_only_pieces=True,
-            max_sentence_length=1 << 20,
+            max_sentence_length=_LONGEST_LINE,
             num_threads=_NUM_THREADS,
             minloglevel=3,
         )
@@ -158,6 +164,16 @@ def train_model(texts: Iterable[str], size: int, num_sentinels: int = 0) -> byte
             _explain(size, num_sentinels, sum(map(len, lines)), str(error))
         ) from error
     return model.getvalue()
+
+
+def _short_enough(line: str) -> Iterator[str]:
+    """A line in parts that SentencePiece reads: it leaves out a longer one, in silence."""
+    if len(line.encode()) <= _LONGEST_LINE:
+        parts = [line]
+    else:
+        size = _LONGEST_LINE // 4  # characters, of 4 bytes at most
+        parts = (line[i : i + size] for i in range(0, len(line), size))
+    return filter(None, parts)
 
 
 def sample_evenly(texts: Iterable[str], num_characters: int) -> list[str]:

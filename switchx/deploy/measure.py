@@ -61,7 +61,10 @@ class ValidationText:
         batches = tuple(
             itertools.chain.from_iterable(
                 evaluation_batches(
-                    task, job.batches, data_dir=job.data_dir, num_batches=job.eval_batches
+                    task,
+                    job.evaluated_batches,
+                    data_dir=job.data_dir,
+                    num_batches=job.eval_batches,
                 )
                 for task in evaluated_tasks(job.source)
             )

@@ -188,9 +188,15 @@ def _check_form(content: dict[str, Any]) -> None:
         if not has_form or not all(n is None or (type(n) is int and n >= 1) for n in sizes):
             raise ValueError(f"its {MANIFEST} quantizes {name!r:.80} to {each!r:.80}")
     # A class of a user's own would be imported, and so run.
-    described = [content["model"], *content["model"].values()]
-    if any(isinstance(each, dict) and "type" in each for each in described):
+    if _names_a_class(content["model"]):
         raise ValueError(f"its {MANIFEST} names a class; a quantized model is one of ours")
+
+
+def _names_a_class(described: Any) -> bool:
+    """Whether a description, or one in it, has a type of its own."""
+    if isinstance(described, dict):
+        return "type" in described or any(map(_names_a_class, described.values()))
+    return isinstance(described, list) and any(map(_names_a_class, described))
 
 
 def _params(path: pathlib.Path, config: ModelConfig, quantized: dict, arrays: dict) -> dict:

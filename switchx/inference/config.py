@@ -311,10 +311,14 @@ _WAY = (
 def with_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a `DecodingConfig`: what is asked for, and else a model's own defaults.
 
-    Who asks for beams or a temperature gets nothing of the model's way to choose tokens.
+    Who asks for beams or a temperature gets nothing of the model's way to choose tokens, and
+    who asks for few new tokens no more of the model's least number.
     """
     is_chosen = "beam_size" in asked or "temperature" in asked
     kept = {n: value for n, value in defaults.items() if not (is_chosen and n in _WAY)}
+    most, least = asked.get("max_new_tokens"), kept.get("min_new_tokens")
+    if isinstance(most, int) and least is not None:
+        kept["min_new_tokens"] = min(least, max(most, 0))
     return kept | dict(asked)
 
 

@@ -21,6 +21,7 @@ from switchx.models.config import ModelConfig, require_our_blocks
 from switchx.models.unroll import unrolled
 
 EXPERTS = "/experts/w_"
+_TINY = np.finfo(np.float32).tiny
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +30,8 @@ class QuantizedMatrix:
 
     Attributes:
         name: name of the parameter.
-        error, worst_error: relative root mean squared error, of all experts and of the
-            worst one.
+        error, worst_error: root of the mean squared error over that of the mean square, of the
+            whole stack and of the worst expert.
     """
 
     name: str
@@ -93,8 +94,8 @@ def quantize_experts(
             keep = rest is None or "router" in name
             return leaf if keep else jnp.asarray(leaf).astype(rest)
         quantized = quantize(leaf, bits, method, group_size, dtype)
-        error_E = np.asarray(quantization_error(leaf, quantized))
-        whole = np.sqrt(np.mean(error_E**2))
+        error_E, size_E = map(np.asarray, (quantization_error(leaf, quantized), _squares(leaf)))
+        whole = np.sqrt(np.sum(error_E**2 * size_E) / max(np.sum(size_E), _TINY))
         errors.append(QuantizedMatrix(name, float(whole), float(error_E.max())))
         return quantized
 
@@ -104,6 +105,12 @@ def quantize_experts(
         config = dataclasses.replace(config, precision=precision)
     sizes = ModelBytes(before, model_bytes(params), experts, quantized_bytes)
     return config, params, errors, sizes
+
+
+@jax.jit
+def _squares(w_EDF):
+    """Mean squares of experts' matrices, float32 `[E]`."""
+    return jnp.mean(jnp.square(w_EDF.astype(jnp.float32)), axis=(1, 2))
 
 
 def is_quantized(leaf) -> bool:

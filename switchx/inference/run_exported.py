@@ -135,6 +135,9 @@ class ExportedModel:
         answers = [[] for _ in inputs]
         for b, beam in np.argwhere(np.isfinite(said["score_BL"][: len(rows)])):  # were found
             answers[b // self.num_samples].append(self._hypothesis(said, (b, beam), limit))
+        for number, each in enumerate(answers, first_number):
+            if not each:
+                raise ValueError(f"input {number} has no answer whose score is a number")
         if self.manifest["decoding"].get("best_of") is not None:
             answers = [sorted(each, key=lambda said: -said["score"]) for each in answers]
         return answers
@@ -393,7 +396,7 @@ def main(argv: list[str] | None = None) -> int:
         for number, line in enumerate(sys.stdin, 1):
             try:
                 inputs.append(_token_list(json.loads(line), number - 1))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"line {number} is no JSON list of ids ({error})") from None
             if fault := model.fault(inputs[-1]):
                 raise ValueError(f"line {number} {fault}")

@@ -196,9 +196,16 @@ class Scorer:
             return f"needs {needed} positions, the model has {most}; shorten it"
         return None
 
+    @property
+    def _reads_last(self) -> bool:
+        """Whether a text's last token is read, too, which predicts nothing: behind a start
+        token it stands one place further, and a record has the routing of all tokens."""
+        return self.start_id is not None or self.record is not None
+
     def _size(self, pair: Pair) -> tuple[int, int]:
-        """Negative lengths, so that the longest is the first to be sorted."""
-        lengths = [len(pair[0]), len(self.forced_prefix) + len(pair[1])]
+        """Negative numbers of tokens read, so that the longest is the first to be sorted."""
+        num_read = len(self.forced_prefix) + len(pair[1]) - (not self._reads_last)
+        lengths = [len(pair[0]), num_read]
         if not self.config.is_encoder_decoder:
             return -sum(lengths), 0
         return -max(lengths), -min(lengths)
@@ -213,10 +220,14 @@ class Scorer:
         else:
             texts = [[*inputs, *text] for (inputs, _), text in zip(pairs, texts, strict=True)]
             num_inputs_B1[: len(pairs), 0] = [len(inputs) for inputs, _ in pairs]
-        text_BL, is_token_BL = _in_bucket(texts, B)
-        read_BL, target_BL, is_predicted_BL = read_and_predicted(
-            text_BL, is_token_BL.astype(np.int32), self.start_id
-        )
+        if self._reads_last:
+            text_BL, is_token_BL = _in_bucket(texts, B)
+            read_BL, target_BL, is_predicted_BL = read_and_predicted(
+                text_BL, is_token_BL.astype(np.int32), self.start_id
+            )
+        else:
+            read_BL, is_token_BL = _in_bucket([text[:-1] for text in texts], B)
+            target_BL, is_predicted_BL = _in_bucket([text[1:] for text in texts], B)
         batch |= features("decoder", read_BL, is_token_BL)
         place_BL = batch["decoder_positions"]
         # The last input's place among the tokens read, which a start token shifts.

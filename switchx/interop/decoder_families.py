@@ -387,8 +387,13 @@ def _read_rotary(kin: Decoder, fields: Fields) -> RotaryConfig:
     for theirs in SCALED[scaling]:
         ours = SCALING[theirs]
         if theirs == "original_max_position_embeddings":
-            most = fields.whole("max_position_embeddings")
+            most = fields.whole(theirs, fields.whole("max_position_embeddings"))
             found[ours] = own.whole(theirs, most)
+            require(
+                theirs not in fields.values or found[ours] == most,
+                f"{fields.where}: {theirs} is {most}, and {found[ours]} in the rope's own "
+                "settings; transformers 5 takes the first: remove the one that is wrong",
+            )
         elif theirs == "truncate":
             found[ours] = own.flag(theirs, True)
         elif theirs == "attention_factor":

@@ -36,7 +36,7 @@ _SILENT = (
     "_from_model_config", "transformers_version", "bos_token_id", "use_cache", "cache_config",
     "cache_implementation", "output_attentions", "output_hidden_states", "output_scores",
     "output_logits", "return_dict_in_generate", "low_memory", "disable_compile",
-    "compile_config", "renormalize_logits", "max_matching_ngram_size", "is_assistant",
+    "compile_config", "max_matching_ngram_size", "is_assistant",
 )  # fmt: skip
 _NEUTRAL = {
     "typical_p": 1.0,
@@ -44,6 +44,7 @@ _NEUTRAL = {
     "num_beam_groups": 1,
     "guidance_scale": 1.0,
     "early_stopping": False,
+    "renormalize_logits": False,
 }
 
 

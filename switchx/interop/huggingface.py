@@ -60,6 +60,7 @@ MOST_SHARD_BYTES = 5 * 10**9  # transformers' own
 _IDS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
 
 # What a decoder's config.json has and a ModelConfig has not.
+_ADAPTER = "adapter_config.json"
 _OF_TRAINING = "router_aux_loss_coef", "router_z_loss_coef", "attention_dropout"
 
 
@@ -120,6 +121,12 @@ def read_checkpoint(
         folder.is_dir(),
         f"{folder} is no folder; download the checkpoint first, such as with `hf download "
         "google/switch-base-8 --local-dir DIR`, and give that folder",
+    )
+    require(
+        not (folder / _ADAPTER).is_file(),
+        f"{folder} has an adapter beside its model ({_ADAPTER}), which transformers adds where "
+        "it opens the folder; move adapter_config.json and adapter_model.* into a folder of "
+        "their own, convert the model, then these with --from=peft",
     )
     file = folder / "config.json"
     values, tensors = read_json(file), TensorFolder(folder)
@@ -195,7 +202,8 @@ def _read_decoder(
             f"{vocabulary}: ids of a decoder-only model stay as they are, and {TOKENIZER_FILE} "
             f"says which; give that file, or --vocabulary=none",
         )
-        ids = read_bpe(vocabulary.parent)
+        # What the model says of its ids goes before what stands beside another tokenizer.
+        ids = read_bpe(vocabulary.parent, generation, fields.values)
         require(
             ids.size <= config.vocab_size,
             f"{vocabulary} has ids up to {ids.size - 1}, the model has {config.vocab_size}; "

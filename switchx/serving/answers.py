@@ -6,6 +6,7 @@ section 9.2): `tokens` for new ones, `answer` for what an input got, `done` at t
 instead of it. A search has no tokens before its end, so it sends answers alone.
 """
 
+import dataclasses
 import itertools
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -43,6 +44,20 @@ class JSONResponse(responses.JSONResponse):
         return encoded(content) + b"\n"
 
 
+@dataclasses.dataclass(frozen=True)
+class Behind:
+    """Texts of tokens that follow a prompt's: decoders of Llama 2 and Mixtral cut the space
+    that a text begins with, and here none begins."""
+
+    vocabulary: Vocabulary
+    prompt: Sequence[int]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        before = self.prompt[-CONTEXT:]
+        length = len(self.vocabulary.decode(before).rstrip(INCOMPLETE))
+        return self.vocabulary.decode([*before, *ids])[length:]
+
+
 class GrowingText:
     """The text of an answer while it grows, up to the first of some strings that stop it.
 
@@ -55,7 +70,7 @@ class GrowingText:
         is_stopped: a stop string came; the text ends before it.
     """
 
-    def __init__(self, vocabulary: Vocabulary, stops: Sequence[str] = ()):
+    def __init__(self, vocabulary: Vocabulary | Behind, stops: Sequence[str] = ()):
         self._stops = StopStrings(vocabulary, stops)
         self.text, self.is_stopped = "", False
 
@@ -82,12 +97,14 @@ class GrowingAnswer:
     """The answer of one row while it grows: its text, and its tokens up to a stop string.
 
     Attributes:
+        vocabulary: what decodes its tokens, or None.
         hypotheses: the answer's hypotheses, the best first; empty before its end.
         said: the best hypothesis so far.
         num_tokens: number of tokens that were sent.
     """
 
-    def __init__(self, vocabulary: Vocabulary | None, wanted: GenerateRequest):
+    def __init__(self, vocabulary: Vocabulary | Behind | None, wanted: GenerateRequest):
+        self.vocabulary = vocabulary
         self._text = vocabulary and GrowingText(vocabulary, wanted.stops)
         self._settings = wanted.settings
         self.hypotheses: list[Hypothesis] = []

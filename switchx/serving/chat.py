@@ -18,6 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from switchx.api import Model
+from switchx.data.tokenizers import Vocabulary
 from switchx.serving.completions import FIELDS, CompletionForm, CompletionRequest, data_of
 from switchx.serving.limits import Limits
 from switchx.serving.requests import Refusal, fields_of, shown, wrong
@@ -86,6 +87,10 @@ class ChatForm(CompletionForm):
             yield data_of(self._of_chat(wanted, [choice]))
         async for chunk in super().stream(wanted, events):
             yield chunk
+
+    def _behind(self, prompt: list[int]) -> Vocabulary:
+        """An answer is a text of its own."""
+        return self._model.vocabulary
 
     def _json(self, wanted: CompletionRequest, choices: list) -> dict[str, Any]:
         name = "delta" if wanted.is_streaming else "message"

@@ -3,7 +3,8 @@
 
 What the server has no means for is refused by name, never read over. Beside OpenAI's fields
 there are those of `/v1/generate` in `OWN_FIELDS`. A completion is what `/v1/generate` gives
-with the same settings; its defaults are OpenAI's: 16 tokens, sampled at temperature 1.
+with the same settings, written as what follows its prompt; its defaults are OpenAI's: 16
+tokens, sampled at temperature 1.
 """
 
 import asyncio
@@ -17,11 +18,14 @@ from typing import Any
 from starlette.concurrency import run_in_threadpool
 
 from switchx.api import Model
+from switchx.data.tokenizers import Vocabulary
 from switchx.inference.config import LEAST_TEMPERATURE, MAX_INT32
 from switchx.inference.generate import text_of
 from switchx.inference.running_batch import Hypothesis
+from switchx.inference.score import Score
 from switchx.inference.texts import StopStrings
 from switchx.serving.answers import (
+    Behind,
     GrowingAnswer,
     encoded,
     joined_logprobs,
@@ -142,14 +146,14 @@ class CompletionForm:
         if not isinstance(values.get("user", ""), str):
             raise wrong("user", f"user is {shown(values['user'])}; expected a text")
         is_streaming, has_echo = flag(values, "stream"), flag(values, "echo")
-        stops = _stops(values) or tuple(self._model.decoding.get("stop", ()))
+        stops = tuple(_stops(values, self._model.decoding.get("stop", ())))
         num_choices, num_rows = _numbers(values, limits.max_inputs, is_streaming=is_streaming)
         settings = _settings(values, limits)
         if settings.get("beam_size", 1) > 1:
             if stops:
-                raise wrong(
-                    "stop", "stop with beam_size above 1; a search is not stopped by texts"
-                )
+                way_out = "leave it out" if values.get("stop") else "give an empty one"
+                what = f"is {shown(list(stops))} with beam_size above 1"
+                raise wrong("stop", f"stop {what}; a search is not stopped by texts: {way_out}")
             num_rows, settings["num_return_sequences"] = 1, num_choices
         elif num_rows > num_choices and stops:
             settings.setdefault("logprobs", 0)  # of which the scores are made that are compared
@@ -203,12 +207,15 @@ class CompletionForm:
                 continue
             first = number * wanted.num_rows
             said = sum((row.hypotheses for row in rows[first : first + wanted.num_rows]), [])
+            vocabulary = rows[first].vocabulary
+            stops = StopStrings(vocabulary, wanted.stops) if wanted.stops else None
             if wanted.num_rows > wanted.num_choices:
                 said.sort(key=lambda each: -each.score)
-            for each in said[: wanted.num_choices]:
-                text = echo + text_of(each, self._model.vocabulary, self._stops_of(wanted))
-                kept = self._logprobs(wanted, each, len(echo), before)
-                choices.append(_choice(len(choices), text, kept, reason_of(each)))
+            for i, each in enumerate(said[: wanted.num_choices]):
+                text = echo + text_of(each, vocabulary, stops)
+                kept = _logprobs(wanted, vocabulary, each, len(echo), before)
+                index = number * wanted.num_choices + i  # a search may find fewer
+                choices.append(_choice(index, text, kept, reason_of(each)))
         return choices
 
     async def stream(self, wanted: CompletionRequest, events: Events) -> AsyncIterator[bytes]:
@@ -233,12 +240,12 @@ class CompletionForm:
                 first, (said, new) = row.num_tokens, row.grow(event, events)
                 if wanted.settings.beam_size > 1:
                     for i, each in enumerate(row.hypotheses):
-                        text = text_of(each, self._model.vocabulary, None)
-                        kept = self._logprobs(wanted, each, len(echo))
+                        text = text_of(each, row.vocabulary, None)
+                        kept = _logprobs(wanted, row.vocabulary, each, len(echo))
                         index = event.number * num_choices + i
                         yield chunk(index, text, kept, reason_of(each))
                 elif new or row.hypotheses or (wanted.logprobs is not None and said.tokens):
-                    kept = self._logprobs(wanted, row.said, len(echo), first=first)
+                    kept = _logprobs(wanted, row.vocabulary, row.said, len(echo), first=first)
                     reason = reason_of(row.said) if row.hypotheses else None
                     yield chunk(event.number, new, kept, reason)
             if wanted.has_usage:
@@ -248,10 +255,14 @@ class CompletionForm:
         yield b"data: [DONE]\n\n"
 
     def _rows(self, wanted: CompletionRequest) -> list[GrowingAnswer]:
-        return [GrowingAnswer(self._model.vocabulary, wanted) for _ in wanted.prompts]
+        return [GrowingAnswer(self._behind(prompt), wanted) for prompt in wanted.prompts]
 
-    def _stops_of(self, wanted: CompletionRequest) -> StopStrings | None:
-        return StopStrings(self._model.vocabulary, wanted.stops) if wanted.stops else None
+    def _behind(self, prompt: list[int]) -> Vocabulary | Behind:
+        """What decodes the answer to a prompt: its text follows the prompt's, but a decoder's
+        behind an encoder is one of its own."""
+        vocabulary = self._model.vocabulary
+        is_apart = self._model.config.is_encoder_decoder
+        return vocabulary if is_apart else Behind(vocabulary, prompt)
 
     def _require_scores(self) -> None:
         """Raises Refusal: tokens of a prompt have no log-probabilities."""
@@ -270,13 +281,16 @@ class CompletionForm:
         if not wanted.scored:
             return [None] * len(wanted.echoes)
         scorer = self._model.scorer(batch_size=self._batch_size, logprobs=wanted.logprobs)
-        found, scores = scorer([([], each) for each in wanted.scored]), {}
+        # An empty prompt has no token to score.
+        numbers = [number for number, tokens in enumerate(wanted.scored) if tokens]
+        found = scorer([([], wanted.scored[number]) for number in numbers])
+        scores = dict.fromkeys(range(len(wanted.scored)), Score(0.0, 0, [], []))
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout_at(events.deadline_s):
                 # A batch at a time: others go between them, and none begins after the deadline.
                 while pair := await loop.run_in_executor(self._reader, next, found, None):
-                    scores[pair[0]] = pair[1]
+                    scores[numbers[pair[0]]] = pair[1]
         except TimeoutError:
             message = "the prompts were not scored in time; ask for less, or later"
             raise Refusal(504, message) from None
@@ -286,20 +300,6 @@ class CompletionForm:
                 for number, tokens in enumerate(wanted.scored)
             ]
         )
-
-    def _logprobs(self, wanted, said: Hypothesis, offset: int, before=None, first: int = 0):
-        """OpenAI's `logprobs` of a choice, from its token `first` on; or None.
-
-        Args:
-            offset: offset of the answer in the text.
-            before: the prompt's `logprobs`, or None.
-        """
-        if wanted.logprobs is None:
-            return None
-        kept = logprobs_json(
-            self._model.vocabulary, said.tokens, said, wanted.logprobs, offset, first
-        )
-        return joined_logprobs(before, kept)
 
     def _json(self, wanted: CompletionRequest, choices: list) -> dict[str, Any]:
         return {
@@ -312,6 +312,22 @@ class CompletionForm:
 
     def _text(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self._model.vocabulary.decode(prompt)
+
+
+def _logprobs(
+    wanted: CompletionRequest, vocabulary, said: Hypothesis, offset: int, before=None, first=0
+):
+    """OpenAI's `logprobs` of a choice, from its token `first` on; or None.
+
+    Args:
+        vocabulary: what decodes it.
+        offset: offset of the answer in the text.
+        before: the prompt's `logprobs`, or None.
+    """
+    if wanted.logprobs is None:
+        return None
+    kept = logprobs_json(vocabulary, said.tokens, said, wanted.logprobs, offset, first)
+    return joined_logprobs(before, kept)
 
 
 def _choice(index: int, text: str, logprobs: dict | None, reason: str | None) -> dict[str, Any]:
@@ -406,8 +422,9 @@ def _prompts(values: dict[str, Any], most: int) -> list[str | list[int]]:
     return prompts
 
 
-def _stops(values: dict[str, Any]) -> list[str]:
-    stops = value_of(OPTIONS["stop"], values.get("stop", []))
+def _stops(values: dict[str, Any], own: Sequence[str]) -> list[str]:
+    """Texts that stop an answer; the model's `own` where the request says nothing."""
+    stops = value_of(OPTIONS["stop"], values.get("stop", list(own)))
     if len(stops) > MAX_STOPS:
         raise wrong("stop", f"stop has {len(stops)} items; expected {MAX_STOPS} at most")
     return stops

@@ -36,7 +36,7 @@ def read_groups(path: pathlib.Path, limits: Limits) -> list[Group]:
         return [group for group in groups if _is_allowed(group, limits)]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, IndexError, RecursionError) as error:
         LOG.warning("%s is not read, and says what is compiled first: %s", path, error)
         return []
 

@@ -9,7 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from switchx.fields import check_options, option, require
-from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig, rounded_up
+from switchx.inference.config import (
+    BATCHES,
+    LENGTHS,
+    DecodingConfig,
+    rounded_up,
+    with_defaults,
+)
 
 # Prompts are padded to one of these, answers have space for one of those: a program is
 # compiled for each pair that occurs. A prompt is at most half padding, or short.
@@ -98,9 +104,11 @@ class Limits:
         return None
 
     def defaults(self, decoding: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings of a request that says nothing: a model's own, within the limits."""
+        """Settings of a request that says nothing: a model's own, within the limits; a running
+        batch drafts no tokens."""
         most = decoding.get("max_new_tokens", DecodingConfig.max_new_tokens)
-        return {**decoding, "max_new_tokens": min(most, self.max_new_tokens)}
+        own = {n: v for n, v in decoding.items() if n != "prompt_lookup_num_tokens"}
+        return with_defaults(own, {"max_new_tokens": min(most, self.max_new_tokens)})
 
     def answer_length(self, new_tokens: int) -> int:
         """New tokens of the compiled program for answers of so many."""

@@ -298,7 +298,8 @@ class Reloader(threading.Thread):
         Raises:
             Exception: whatever its worker failed with.
         """
-        asked = [group for group, _ in running.worker.asked.most_common(MOST_GROUPS)]
+        # A copy: its worker counts on.
+        asked = [group for group, _ in running.worker.asked.copy().most_common(MOST_GROUPS)]
         service = Service(model, running.limits, running.name, running.metrics.server, asked)
         try:
             # The running one answers meanwhile.

@@ -6,7 +6,7 @@ Gin builds it at the edge; Python can build it directly.
 
 import dataclasses
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import optax
@@ -194,7 +194,8 @@ class TrainingJob:
             "init_from out",
         )
         require(
-            self.model.training_attention != "splash" or not self._has_bidirectional_inputs,
+            self.model.training_attention != "splash"
+            or not _have_bidirectional_inputs(as_mixture(self.source).tasks),
             "ModelConfig.training_attention='splash' with a task whose inputs attend to all "
             "inputs: its mask is causal; use is_prefix_bidirectional=False of the objective, "
             "or training_attention='einsum' or 'auto'",
@@ -280,20 +281,25 @@ class TrainingJob:
 
     @property
     def features(self) -> Features:
+        return self._features_of(as_mixture(self.source).tasks)
+
+    def _features_of(self, tasks: Sequence[Task]) -> Features:
         if self.model.is_encoder_decoder:
             return EncoderDecoderFeatures(self.inputs_length, self.targets_length)
-        is_causal = self.model.may_skip_scores and not self._has_bidirectional_inputs
+        is_causal = self.model.may_skip_scores and not _have_bidirectional_inputs(tasks)
         length = self.inputs_length + self.targets_length
         return DecoderOnlyFeatures(length, has_prefix=not is_causal)
 
     @property
-    def _has_bidirectional_inputs(self) -> bool:
-        tasks = as_mixture(self.source).tasks
-        return any(task.objective.is_prefix_bidirectional for task in tasks)
-
-    @property
     def batches(self) -> BatchConfig:
         return BatchConfig(self.features, self.batch_size, self.packed)
+
+    @property
+    def evaluated_batches(self) -> BatchConfig:
+        """Batches of evaluations, whose tasks may have bidirectional inputs where none that is
+        learnt has."""
+        features = self._features_of(evaluated_tasks(self.source))
+        return BatchConfig(features, self.batch_size, self.packed)
 
     def loader(self, shard: Shard) -> TrainLoader:
         """A process' part of the batches, from the first on."""
@@ -403,3 +409,7 @@ def with_suited_dispatcher(model: ModelConfig, mesh: MeshSpec) -> ModelConfig:
     several = types.SimpleNamespace(shape=mesh.sizes(2 * mesh.num_devices(1)))
     name = suited_dispatcher(model, several, mesh.rules)
     return dataclasses.replace(model, switch=model.switch.with_dispatcher(name))
+
+
+def _have_bidirectional_inputs(tasks: Sequence[Task]) -> bool:
+    return any(task.objective.is_prefix_bidirectional for task in tasks)

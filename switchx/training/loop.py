@@ -42,6 +42,7 @@ from switchx.training.telemetry.metric_writers import opened_writers, require_wr
 from switchx.training.telemetry.metrics import (
     MetricsLog,
     SkippedBatches,
+    cut_after,
     last_metrics,
     routing_metrics,
     token_metrics,
@@ -218,6 +219,8 @@ class _Loop:
         self.skipped = SkippedBatches(run.skipped_batches)
         self.log = MetricsLog(run.metrics, run.tensorboard, after)
         self.validation = MetricsLog(run.validation, run.tensorboard / "validation", after)
+        if jax.process_index() == 0:  # what was measured of checkpoints that come anew
+            cut_after(run.evaluations, after)
         self.routing = RoutingLog(run.routing, after)
         self.alarms = None
         if self.job.alarms is not None:
@@ -421,7 +424,7 @@ def open_evaluated(job: TrainingJob) -> list[OpenTask]:
     Raises:
         ValueError: as `open_task`.
     """
-    features = job.batches.features
+    features = job.evaluated_batches.features
     return [
         open_task(task, task.evaluation_split, job.data_dir, features)
         for task in evaluated_tasks(job.source)
@@ -447,7 +450,7 @@ def evaluate_job(
     for task_id, opened in enumerate(tasks):
         batches = evaluation_batches(
             opened,
-            job.batches,
+            job.evaluated_batches,
             shard=program.shard,
             num_batches=job.eval_batches,
             task_id=task_id if as_mixture(job.source).rows else None,

@@ -312,6 +312,24 @@ def test_specialists_are_tested_on_texts_that_did_not_find_them(monkeypatch):
     assert scipy.stats.kstest(chosen, "uniform").pvalue < 1e-6
 
 
+def test_too_few_texts_held_out_give_no_number():
+    """One text is all for finding; of two, one is left, which has no spread."""
+    label_R = np.array([0] * 8 + [1] + [2] * 2)
+    labels, removed = Labels(("a", "b", "c"), label_R, np.arange(11)), [("encoder 1", 0)]
+    loss_XR = np.random.default_rng(0).normal(size=(1, 11))
+    found = atlas.knock_outs(removed, np.zeros(11), loss_XR, np.full(11, 5), labels)
+    held_out = found.held_out
+    assert held_out.texts_K.tolist() == [4, 0, 1]
+    assert np.isnan(held_out.change_XK[0]).tolist() == [False, True, False]
+    assert np.isnan(held_out.p_XK[0]).tolist() == [False, True, False]
+    assert np.isnan([held_out.low_XK[0], held_out.high_XK[0]]).tolist() == [
+        [False, True, True]
+    ] * 2  # fmt: skip
+    assert np.isfinite(found.change_XK).all() and np.isnan(found.low_XK[0]).tolist() == [
+        False, True, False,
+    ]  # fmt: skip
+
+
 def test_the_largest_taker_takes_most_more_of_its_label(layers):
     for k, (name, e) in enumerate(atlas.largest_takers(layers)):
         excess = {}

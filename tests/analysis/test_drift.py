@@ -75,6 +75,15 @@ def test_sums_are_those_of_a_loop_over_tokens(tmp_path, ranks):
             assert each.kl == pytest.approx(whole.sum(), rel=1e-4)
 
 
+def test_scores_that_are_no_shares_have_no_divergence(tmp_path):
+    """Of sigmoids, which need not sum to one."""
+    router = RouterConfig(num_selected=2, score="sigmoid", gate="score")
+    switch = SwitchConfig(E, router=router)
+    a = write(tmp_path / "a", probabilities(0, 0.0), 2, switch=switch)
+    found = drift(a, write(tmp_path / "b", probabilities(0, 0.6), 2, switch=switch))
+    assert {each.kl for each in found.values()} == {None} and found["decoder 1"].overlap < 1
+
+
 def test_choices_flip_where_the_margin_is_at_most_twice_the_change(tmp_path):
     # With all scores known, and what the record has of the margins.
     p, q = probabilities(3, 0.0), probabilities(3, 0.2)

@@ -310,6 +310,11 @@ def test_what_a_record_cannot_say_is_refused_by_name(tmp_path):
         setting_of(two, num_selected=3)
     with refused("rounds=2 with num_selected=2: a token that chooses several experts tries no"):
         setting_of(two, rounds=2)
+    by_score = switch_of(12, num_selected=2, score="sigmoid", gate="normalized")
+    setting_of(info_of(by_score))
+    setting_of(info_of(by_score), rule="megatron")
+    with refused("RouterConfig.score='sigmoid', gate='normalized' and priority='gate': queues"):
+        setting_of(info_of(by_score), priority="gate")
     choice = RouterConfig(kind="expert_choice")
     with refused("RouterConfig.kind='expert_choice': its experts choose tokens by all"):
         setting_of(info_of(SwitchConfig(E, stacks="encoder", router=choice)))

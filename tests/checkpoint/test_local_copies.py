@@ -120,6 +120,12 @@ def test_a_copy_or_folder_that_cannot_be_written_is_named(
     copies.wait()
     assert "no local copy of the state in" in caplog.text and "No space left" in caplog.text
     monkeypatch.undo()
+    monkeypatch.setattr("pathlib.Path.mkdir", lambda *_, **__: fail(0))
+    copies.save(3, state_of(3), None)
+    caplog.clear()
+    copies.wait()
+    assert "no local copy of the state in" in caplog.text and "No space left" in caplog.text
+    monkeypatch.undo()
     assert copies.newest(state_of(0)) == 1
     assert not list(files_of(tmp_path, 1).parent.glob("*.partial"))
     (tmp_path / "file").write_text("")

@@ -15,7 +15,7 @@ import pytest
 
 from switchx import tree
 from switchx.checkpoint.checkpointer import Checkpointer, Retention
-from switchx.checkpoint.restore import restore_params
+from switchx.checkpoint.restore import choose_step, restore_params
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.loader import TrainLoader, merge_states
 from switchx.optim.adamw import AdamW
@@ -57,6 +57,24 @@ def test_parameters_alone_on_a_mesh_and_by_plain_orbax(run):
     with ocp.StandardCheckpointer() as reader:
         params = reader.restore(run / "checkpoints" / "20" / "params")
     assert float(params["embedding_VD"][3, 3]) == 20
+
+
+def test_the_best_is_by_the_metric_of_the_newest(tmp_path):
+    """A run may go on with another one, whose numbers are of another size."""
+    run, numbers = RunFolder(tmp_path / "run"), ((100, 30, -3), (200, 20, -2.5), (300, 10, -2))
+    for name, steps in (("bleu", numbers[:2]), ("neg_log_perplexity", numbers[2:])):
+        with Checkpointer(run, Retention(keep_last=9, best_metric=name)) as checkpointer:
+            for step, bleu, likelihood in steps:
+                metrics = {"bleu": bleu, "neg_log_perplexity": likelihood}
+                checkpointer.save(step, filled_state(step), metrics=metrics)
+    assert choose_step(run, "best") == 300
+    cost = Retention(keep_last=9, best_metric="bleu", best_mode="min")
+    with Checkpointer(run, cost) as checkpointer:
+        checkpointer.save(400, filled_state(400), metrics={"bleu": 15})
+    assert choose_step(run, "best") == 300
+    with Checkpointer(run, Retention(keep_last=9, best_metric="bleu")) as checkpointer:
+        checkpointer.save(500, filled_state(500), metrics={"bleu": 0})
+    assert choose_step(run, "best") == 100
 
 
 def test_damaged_checkpoints_are_skipped_by_readers_and_stay_where_they_are(tmp_path, caplog):

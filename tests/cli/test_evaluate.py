@@ -114,6 +114,10 @@ def test_all_checkpoints_are_one_table_that_goes_on(finished_run, capsys, cli, t
     found = evaluated(cli, given, "--step=all")
     assert [line["step"] for line in found] == steps and found[-1] == kept
     assert {name: found[0][name] for name in one} == one and lines(table) == found
+    other = kept | {"of": "of another checkpoint of this step, or of other texts"}
+    table.write_text(json.dumps(other) + "\n")
+    assert evaluated(cli, given, "--step=every:12") == some
+    table.write_text("".join(json.dumps(line) + "\n" for line in found))
     assert main(["report", given]) == 0
     text = (folder / "report.html").read_text()
     assert "largest MaxVio" in text and "0.125" in text

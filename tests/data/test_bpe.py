@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vocabularies of a `tokenizer.json`, against transformers' tokenizers of the same files."""
 
+import itertools
 import json
 import pickle
 import sys
@@ -77,6 +78,52 @@ def test_ids_and_texts_are_those_of_transformers(tmp_path, theirs, form, change)
     assert vocabulary.decode([vocabulary.size, 1 << 40]) == " \u2047 " * 2
     names = token_classes(vocabulary).names
     assert {"byte", "special", "word start"} <= set(names)
+
+
+@pytest.mark.parametrize("form", ["llama_2", "mixtral"])
+def test_of_bytes_that_are_no_text_the_rest_stays(tmp_path, library, form):
+    """A longer answer begins with the text of a shorter one, but for half a character."""
+    vocabulary = read_bpe(tokenizer_folder(tmp_path / form, form))
+    euro, whole = vocabulary.encode("\u20ac"), vocabulary.encode("a\U0001f680\U0001f680b")
+    assert len(euro) > 3, "bytes, behind the space that a text begins with"
+    broken = [*euro, vocabulary.encode("\U0001f680")[1], *vocabulary.encode("hi")]
+    for ids in (broken, whole):
+        texts = [vocabulary.decode(ids[:n]) for n in range(len(ids) + 1)]
+        for shorter, longer in itertools.pairwise(texts):
+            assert longer.startswith(shorter.rstrip("\ufffd"))
+    assert vocabulary.decode(broken).startswith("\u20ac\ufffd")
+    assert vocabulary.decode(whole) == "a\U0001f680\U0001f680b"
+
+
+def test_added_tokens_that_the_file_has_not_are_named(tmp_path, library):
+    """transformers adds them where it reads the folder, and has other ids of a text."""
+    folder = tokenizer_folder(tmp_path / "theirs", "qwen")
+    size = read_bpe(folder).size
+    own = json.loads((folder / "tokenizer_config.json").read_text())
+    there = {"0": {"content": read_bpe(folder)._name(0)}}
+    for added, others, said in (
+        (there, {}, None),
+        (there | {str(size): {"content": "<tool>"}}, {}, f"'<tool>' ({size})"),
+        ({}, {"<|im_start|>": 3}, "'<|im_start|>' (3)"),
+        ({"x": {}}, {}, "is damaged"),
+    ):
+        values = own | {"added_tokens_decoder": added}
+        (folder / "tokenizer_config.json").write_text(json.dumps(values))
+        (folder / "added_tokens.json").write_text(json.dumps(others))
+        if said is None:
+            assert read_bpe(folder).size == size
+            continue
+        with refused(f"<any>{said}<any>"):
+            read_bpe(folder)
+
+
+def test_the_models_own_ids_go_before_those_beside_another_tokenizer(tmp_path, library):
+    """`switchx convert --vocabulary=FILE`: the model ends where it was trained to."""
+    folder = tokenizer_folder(tmp_path / "other", "qwen")
+    generation, config = {"eos_token_id": [5, 6]}, {"eos_token_id": 6, "pad_token_id": 7}
+    vocabulary = read_bpe(folder, generation, config)
+    assert (vocabulary.eos_ids, vocabulary.pad_id) == ((6, 5), 7)
+    assert read_bpe(folder, {}, {}).eos_ids != vocabulary.eos_ids  # of tokenizer_config.json
 
 
 def test_special_ids_come_from_a_text_that_asks_for_them(tmp_path, theirs):

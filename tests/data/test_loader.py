@@ -397,3 +397,20 @@ def test_evaluation_says_what_it_drops_and_needs_an_example(caplog):
     task = Task("t", pair_corpus((numbers(20, 30), "21")), VOCABULARY, InputsToTargets())
     with refused("task 't': split 'validation' has 1 records and no example that fits"):
         evaluate(task)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("fits", [[1, 1, 0], [1, 0, 1], [0, 1, 1], [0, 0, 0]])
+@pytest.mark.parametrize("num_batches", [None, 1, 3])
+def test_evaluation_counts_what_does_not_fit_wherever_it_stands(
+    caplog, packed, fits, num_batches
+):
+    pairs = [("10", "11") if each else (numbers(20, 30), "21") for each in fits]
+    task = Task("t", pair_corpus(*pairs), VOCABULARY, InputsToTargets())
+    if not any(fits):
+        with refused("'t/dropped': 3"):
+            evaluate(task, packed=packed, num_batches=num_batches)
+        return
+    with caplog.at_level(logging.WARNING):
+        evaluate(task, packed=packed, num_batches=num_batches)
+    assert f"'t/dropped': {fits.count(0)}" in caplog.text

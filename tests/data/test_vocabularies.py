@@ -6,11 +6,13 @@ import pickle
 import re
 import shutil
 
+import numpy as np
 import pytest
 import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from switchx.data import vocabulary_training
 from switchx.data.corpora.text_files import TextFiles
 from switchx.data.mixtures import ProportionalRates
 from switchx.data.tokenizers import ByteVocabulary, SentencePieceVocabulary
@@ -95,6 +97,15 @@ def test_the_one_exception(processor):
 def test_same_texts_same_model():
     assert train_model(TEXTS, 400) == train_model(iter(TEXTS), 400)
     assert train_model(TEXTS, 400) != train_model(TEXTS, 390)
+
+
+def test_a_line_that_sentencepiece_leaves_out_is_cut(monkeypatch):
+    """Its characters get pieces."""
+    monkeypatch.setattr(vocabulary_training, "_LONGEST_LINE", 4000)
+    random = np.random.default_rng(0)
+    long = "".join(chr(0x4E00 + i) for i in random.integers(0, 30, 2000))  # 3 bytes each
+    model = sentencepiece.SentencePieceProcessor(model_proto=train_model([*TEXTS, long], 500))
+    assert len(model.encode(long[:300])) <= 301
 
 
 def test_sample_is_even_and_bounded():

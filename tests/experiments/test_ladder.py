@@ -279,8 +279,8 @@ def test_hours_are_those_of_the_whole_machine(tmp_path):
 
 
 def test_the_picture_shows_what_experts_are_worth(tmp_path, monkeypatch):
-    """Cells where their compute and loss are; the arrow ends on the dense frontier. It stands
-    at the top of the page once there are results of the ladder in which no run diverged."""
+    """Cells where their compute and loss are; the arrow ends on the dense line. It stands at
+    the top of the page once there are results of the ladder in which no run diverged."""
     results, page = ladder_results(), tmp_path / "README.md"
     monkeypatch.setattr(pages, "HERE", tmp_path)
     monkeypatch.setattr(pages, "folders", lambda: [])
@@ -295,12 +295,12 @@ def test_the_picture_shows_what_experts_are_worth(tmp_path, monkeypatch):
     pages.publish_overview()
     assert page.read_text().partition(pages.BEGIN)[0].count("(law.svg)") == 1
     assert page.read_text().endswith(f"All.\n\n{pages.END}\nEnd.")
-    by_flops, by_time, strip = drawn[0].axes
+    by_flops, by_experts, by_time, doublings = drawn[0].axes
     assert by_flops.get_xscale() == by_time.get_xscale() == "log"
     arrows = [t for t in by_flops.texts + by_time.texts if t.arrow_patch is not None]
-    (x_N, line_N), *_ = (line.get_data() for line in by_flops.lines)
+    x_N, line_N = map(np.log, by_flops.lines[0].get_data())
     end, loss = arrows[0].xy
-    assert np.interp(end, x_N, line_N) == pytest.approx(loss, abs=0.002)
+    assert np.exp(np.interp(np.log(end), x_N, line_N)) == pytest.approx(loss, abs=1e-6)
     # Its name says the quotient; in time it is less by the steps' times, 1.1.
     said = [float(t.get_text().split()[0]) for t in by_flops.texts + by_time.texts
             if t.get_text().endswith("times")]  # fmt: skip
@@ -309,8 +309,9 @@ def test_the_picture_shows_what_experts_are_worth(tmp_path, monkeypatch):
     assert said[0] / said[1] == pytest.approx(1.1, abs=0.02)
     # What grey does not tell apart, fillings do.
     faces = [c[0].get_markerfacecolor() for c in by_flops.containers]
-    assert "white" in faces and len({str(face) for face in faces}) == 3
-    assert [t.get_text() for t in strip.get_xticklabels()][0] == "2 to 4"
+    assert "white" in faces and len({str(face) for face in faces}) == 2
+    names = [[t.get_text() for t in axis.get_xticklabels()] for axis in (by_experts, doublings)]
+    assert names[0] == ["dense", "2", "4", "8", "16", "32"] and names[1][0] == "2 to 4"
     results["lengths"]["curves"]["dense, 0.5 lengths"][0] = {"9": None}
     assert switch_vs_dense.picture(results) is None
 

@@ -51,6 +51,10 @@ def test_dense_cells_on_no_law_are_read_between_neighbours():
     for part in (dense, dense[1:3]):
         ((found,), _) = law.speedups(part, sparse)
         assert found.ratio.mean == found.ratio.low == pytest.approx(2**0.5)
+    # A dense run that is no better than a smaller one adds nothing.
+    worse = [*dense[:3], Point("worse", 5e13, (2.0,))]
+    ((found,), _) = law.speedups(worse, [Point("sparse", 1e13, (1.9,))])
+    assert (found.bound, found.ratio.mean) == ("at least", pytest.approx(5.0))
 
 
 @pytest.mark.slow  # a simulation
@@ -61,10 +65,3 @@ def test_intervals_hold_the_true_speedup_as_often_as_they_say(monkeypatch):
         found, _ = law.speedups(*cells(1.25, sd=0.01, seed=seed))
         held.append(found[1].ratio.low < 1.25 < found[1].ratio.high)
     assert 0.85 <= np.mean(held) <= 1.0
-
-
-def test_bad_cells_are_named():
-    dense, sparse = cells(1.25)
-    rising = [Point(p.name, p.flops, q.losses) for p, q in zip(dense, dense[::-1], strict=True)]
-    with pytest.raises(ValueError, match="do not fall"):
-        law.speedups(rising, sparse)

@@ -5,6 +5,7 @@ import hashlib
 import json
 import pathlib
 import shutil
+import sys
 
 import jax
 import numpy as np
@@ -152,6 +153,17 @@ def test_a_damaged_or_newer_manifest_is_named(copy, damage, said):
     damage(copy / artifact.MANIFEST)
     with refused(f"{copy} is no whole artifact: <any>{said}"):
         artifact.read_artifact(copy)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_class_is_not_imported_wherever_it_is_named(copy, depth):
+    model = json.loads((copy / artifact.MANIFEST).read_text())["model"]
+    described = model["switch"] if depth == 1 else model["switch"]["router"]
+    described["type"] = "this.Zen"
+    rewrite(copy, model=model)
+    with refused(f"{copy} is no whole artifact: <any>names a class; a quantized model is one"):
+        artifact.read_artifact(copy)
+    assert "this" not in sys.modules
 
 
 def test_weights_of_another_model_are_all_named(copy):

@@ -16,6 +16,7 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 
 from switchx.cli.main import main
@@ -188,6 +189,14 @@ def test_a_decoder_only_model_goes_on_from_prompts(tmp_path, drafted):
 def test_inputs_that_it_was_not_exported_for(model, inputs, said):
     with refused(said):
         model.generate(inputs)
+
+
+def test_an_answer_without_a_finite_score_is_an_error(model, monkeypatch):
+    monkeypatch.setattr(
+        model, "_decoded", lambda *_: {"score_BL": np.full((model.batch_size, 3), np.nan)}
+    )
+    with refused("input 5 has no answer whose score is a number"):
+        model.generate(INPUTS[:2], first_number=5)
 
 
 def test_it_steps_on_the_device_as_often_as_it_was_exported_for(model, monkeypatch):

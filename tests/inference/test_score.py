@@ -108,6 +108,16 @@ def test_a_text_is_scored_from_the_token_on_that_is_predicted(start_id):
         assert score.num_tokens == len(predicted)
         assert score.log_likelihood == pytest.approx(sum(predicted), rel=1e-5)
     if start_id is None:
+        # As long as the model's positions and one more, which is predicted alone.
+        long = [([7, 5], [3, 4]), ([7], [5, 3, 4, 6])]
+        limited = dataclasses.replace(SPARSE, positions="learned", max_length=4)
+        fits, longest = scores_of(limited, long, start_id=None, logprobs=0)
+        assert longest.token_logprobs[:3] == pytest.approx(
+            scores_of(limited, [([7], [5, 3, 4])], start_id=None, logprobs=0)[0].token_logprobs
+        )
+        assert fits.num_tokens == 2 and longest.num_tokens == 4
+        with pytest.raises(ValueError, match="needs 5 positions, the model has 4"):
+            scores_of(limited, [([7], [5, 3, 4, 6, 2])], start_id=None)
         with pytest.raises(ValueError, match="has one token, which nothing stands before"):
             scores_of(SPARSE, [([], [3])], start_id=None)
 

@@ -224,6 +224,21 @@ def test_old_and_new_fields_of_rotary_positions_are_read():
     assert magnitude == pytest.approx(1.1386294 / 1.0693147)
 
 
+@pytest.mark.parametrize("kind", ["yarn", "llama3"])
+def test_the_original_length_may_stand_beside_the_ropes_settings(kind):
+    """As transformers 5 reads it."""
+    rope = {"rope_type": kind, "factor": 4.0}
+    if kind == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    values = LLAMA | {"original_max_position_embeddings": 1024}
+    assert read(values | {"rope_scaling": rope}).rotary.original_length == 1024
+    rope["original_max_position_embeddings"] = 2048
+    with refused(
+        "original_max_position_embeddings is 1024, and 2048 in the rope's own settings"
+    ):
+        read(values | {"rope_scaling": rope})
+
+
 def test_a_window_as_long_as_the_context_hides_nothing():
     """Mistral has one of 4,096 where its file has none."""
     mistral = {n: v for n, v in PUBLISHED["llama_3_8b"][1].items() if n != "model_type"}

@@ -266,6 +266,14 @@ def test_sizes_that_the_tensors_have_not_allocate_nothing(tmp_path, changes):
         read_checkpoint(folder)
 
 
+def test_an_adapter_beside_its_model_is_not_left_out(tmp_path):
+    """transformers adds it where it opens the folder."""
+    for name in ("config.json", "adapter_config.json"):
+        (tmp_path / name).write_text("{}")
+    with refused("has an adapter beside its model (adapter_config.json), <any>--from=peft"):
+        read_checkpoint(tmp_path)
+
+
 def test_a_folder_that_is_none_and_what_becomes_of_tokens_without_a_slot(tmp_path):
     with refused(f"{tmp_path / 'no'} is no folder"):
         read_checkpoint(tmp_path / "no")

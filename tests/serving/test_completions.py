@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from switchx.api import Model
+from switchx.data.bpe import read_bpe
 from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import ByteVocabulary
+from switchx.inference.running_batch import Hypothesis
 from switchx.inference.score import Score
 from switchx.models.config import ModelConfig
 from switchx.models.params import init_params
@@ -32,6 +34,7 @@ from switchx.serving.completions import (
 )
 from switchx.serving.models import Models
 from switchx.serving.requests import Refusal
+from tests.data.tokenizer_files import tokenizer_folder
 from tests.serving import served
 
 TOKEN = "0123456789abcdef"
@@ -229,7 +232,7 @@ def test_echo_with_log_probabilities_scores_the_prompt():
     format_ = TextFormat(False, False, False)
     model = Model(config, params, ByteVocabulary(), 0, format_, "")
     limits = dataclasses.replace(served.LIMITS, warm_up_tokens=0)
-    request = {"prompt": ["gate", "of"], "logprobs": 1, "echo": True} | GREEDY
+    request = {"prompt": ["gate", "of", ""], "logprobs": 1, "echo": True} | GREEDY
     with served.started(limits, model, name="tiny") as service:
         client = TestClient(make_app(Models([service])))
         got = client.post("/v1/completions", json=request)
@@ -247,6 +250,27 @@ def test_echo_with_log_probabilities_scores_the_prompt():
         own = [x["choices"][0] for x in chunks if x["choices"][0]["index"] == index]
         assert sum((x["logprobs"]["tokens"] for x in own), []) == kept["tokens"]
         assert "".join(x["text"] for x in own) == choice["text"]
+
+
+def test_a_completion_keeps_the_space_behind_its_prompt(tmp_path):
+    """Decoders of Llama 2 cut the one that a text begins with."""
+    pytest.importorskip("tokenizers", reason="needs pip install 'switchx[bpe]'")
+    vocabulary = read_bpe(tokenizer_folder(tmp_path, "llama_2"))
+    prompt, answer = vocabulary.encode("Hello"), vocabulary.encode("Hello world there")
+    answer = answer[len(prompt) :]
+    config = ModelConfig("decoder_only", vocabulary.size, 8, 8, 1, 8, 1)
+    model = Model(config, {}, vocabulary, 0, TextFormat(False, False, False), "")
+    form = CompletionForm(model, "tiny", 8, None)
+    values = {"prompt": "Hello", "logprobs": 0, "stop": [" there"]}
+    wanted = dataclasses.replace(form.read(values, served.LIMITS), echoes=["Hello"])
+    (row,) = form._rows(wanted)
+    said = Hypothesis(answer, 0.0, True, token_logprobs=[-1.0] * len(answer))
+    pieces = [row._text.grow(answer[:n]) for n in range(1, len(answer) + 1)]
+    assert "".join(pieces) == " world" and row._text.is_stopped
+    row.hypotheses = [said]
+    (choice,) = form._choices(wanted, [row], [None])
+    assert choice["text"] == "Hello world"
+    assert "".join(choice["logprobs"]["tokens"]) == " world there"
 
 
 @pytest.fixture
@@ -392,6 +416,17 @@ def test_defaults_are_openais():
     assert read(temperature=1e-300, top_p=0.5).settings.is_sampling is False
 
 
+def test_a_models_own_stop_gives_way_to_none():
+    own = dataclasses.replace(served.model(), decoding={"stop": ["x"]})
+    form = CompletionForm(own, "tiny", 8, None)
+    assert form.read({"prompt": "ab"}, served.LIMITS).stops == ("x",)
+    assert form.read({"prompt": "ab", "stop": "y"}, served.LIMITS).stops == ("y",)
+    assert form.read({"prompt": "ab", "stop": []}, served.LIMITS).stops == ()
+    with pytest.raises(Refusal, match="a search is not stopped by texts: give an empty one"):
+        form.read({"prompt": "ab", "beam_size": 2}, served.LIMITS)
+    assert not form.read({"prompt": "ab", "beam_size": 2, "stop": []}, served.LIMITS).stops
+
+
 @pytest.mark.parametrize(
     ("values", "field", "message"),
     [
@@ -424,7 +459,7 @@ def test_defaults_are_openais():
         ({"logit_bias": {"5": 1}}, "logit_bias", "logits have no biases"),
         ({"stop": ["a"] * 5}, "stop", "stop has 5 items; expected 4 at most"),
         ({"stop": ""}, "stop", "expected a text, or a list of texts"),
-        ({"stop": "a", "beam_size": 2}, "stop", "stop with beam_size above 1"),
+        ({"stop": "a", "beam_size": 2}, "stop", "with beam_size above 1; a search is"),
         ({"top_p": "x", "temperature": 0}, "top_p", "expected a number"),
         ({"stream_options": {}}, "stream_options", "is for streams"),
         ({"messages": []}, "messages", "'messages' is no field"),

@@ -7,7 +7,7 @@ import jax
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from switchx.inference.config import DecodingConfig
+from switchx.inference.config import DecodingConfig, with_defaults
 from switchx.inference.programs import COMPILATIONS
 from switchx.serving.limits import Limits
 from switchx.serving.metrics import Metrics
@@ -22,6 +22,11 @@ def test_sizes_of_compiled_programs_and_ways_of_decoding():
     assert limits.defaults({}) == {"max_new_tokens": 64}
     own = {"max_new_tokens": 90, "beam_size": 2}
     assert Limits(max_new_tokens=8).defaults(own) == {"max_new_tokens": 8, "beam_size": 2}
+    # A model's least number gives way, and a running batch drafts nothing.
+    own = {"min_new_tokens": 20, "max_new_tokens": 50, "prompt_lookup_num_tokens": 3}
+    assert Limits(max_new_tokens=8).defaults(own) == {"min_new_tokens": 8, "max_new_tokens": 8}
+    assert with_defaults(own, {"max_new_tokens": 5})["min_new_tokens"] == 5
+    assert with_defaults(own, {"max_new_tokens": 5, "min_new_tokens": 9})["min_new_tokens"] == 9
     assert Limits(max_new_tokens=8).answer_length(3) == 8
     limits = Limits(decodings="greedy,beam4")
     assert limits.refusal(DecodingConfig()) is None

@@ -460,10 +460,11 @@ def test_what_was_asked_for_is_compiled_first_at_the_next_start(tmp_path, caplog
     whole = json.dumps([dataclasses.asdict(greedy)])
     flags = (whole.replace('"is_recorded": false', f'"is_recorded": {x}') for x in ("[1]", "2"))
     others = whole.replace('": 16', '": 16.0'), whole.replace("null", "0.5"), "[" * 10**5
+    others += (whole.replace('": 16', '": 131072'),)  # longer than any
     for text in ("[{}]", "nothing", '[{"prompt_length": "a"}]', "[[]]", *flags, *others):
         path.write_text(text)
         assert history.read_groups(path, limits) == []
-    assert caplog.text.count("is not read") == 9
+    assert caplog.text.count("is not read") == 10
 
 
 def test_two_names_of_a_model_keep_what_both_were_asked_for(tmp_path, monkeypatch):

@@ -18,6 +18,8 @@ import pytest
 from pallas_kernels import dequantize, quantize
 from switchx import tree
 from switchx.checkpoint.adapter_run import AdapterRecord
+from switchx.checkpoint.averaging import moving_average
+from switchx.checkpoint.items import read_items
 from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.checkpoint.verify import checkpoint_faults
@@ -367,6 +369,19 @@ def test_a_run_goes_on_with_its_base_and_refuses_another(bases, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, restore_params(run.root), params)
     with refused("has adapters alone, and a whole model is read here; merge them first"):
         train(make_job(SPARSE, init_from=str(run.root)), RunFolder(tmp_path / "b"), Events())
+
+
+@pytest.mark.slow  # three steps; `restore_params` merges by the same function
+def test_the_average_of_adapters_is_that_of_what_training_kept(bases, tmp_path):
+    base, run = bases(SPARSE), RunFolder(tmp_path / "run")
+    trained(run.root, base, 3, step=StepConfig(ema_decay=0.5))
+    spec = LoRASpec(base, rank=2)
+    average = read_items(run.checkpoints / "3", {"average": None})["average"]
+    want = merged(restore_params(base), average, spec)
+    got, last = moving_average(run, 3), restore_params(run.root)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), got, want)
+    same = jax.tree.map(np.array_equal, got, last)
+    assert not all(jax.tree.leaves(same))
 
 
 def test_what_adapters_exclude_is_refused_by_name(bases):

@@ -6,12 +6,15 @@ import dataclasses
 import pytest
 
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures
-from switchx.data.loader import BatchConfig
+from switchx.data.loader import BatchConfig, evaluation_batches
 from switchx.data.mixtures import Mixture
+from switchx.data.objectives import InputsToTargets
+from switchx.data.tasks import Task
 from switchx.models.config import RouterConfig
 from switchx.partitioning.mesh import MeshSpec
 from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.step import StepConfig
+from tests.data.fakes import pair_corpus
 from tests.data.refusals import refused
 from tests.training.jobs import DENSE, ENCODER_DECODER, SPARSE, TASK, make_job, with_switch
 
@@ -68,3 +71,14 @@ def test_the_load_of_the_batch_is_counted_first_by_whole_models():
             make_job(model, step=step, **changes)
     before = dataclasses.replace(router, balance_load="previous_step")
     make_job(with_switch(SPARSE, router=before), step=step, mesh=MeshSpec(pipe=2))
+
+
+@pytest.mark.parametrize("attention", ["auto", "einsum"])
+def test_evaluation_sees_bidirectional_inputs_that_training_has_not(attention):
+    """The attention of training changes no number of an evaluation."""
+    pairs = Task("pairs", pair_corpus(("abc", "d")), TASK.vocabulary, InputsToTargets())
+    model = dataclasses.replace(DENSE, positions="rotary", training_attention=attention)
+    job = make_job(model, source=Mixture((TASK,), evaluation=(pairs,)))
+    assert job.features.has_prefix == (attention == "einsum")
+    (batch,) = evaluation_batches(pairs, job.evaluated_batches)
+    assert batch["decoder_prefix_mask"][0, :4].all()

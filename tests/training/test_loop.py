@@ -99,7 +99,9 @@ def test_training_goes_on_from_the_checkpoint_that_a_run_is_rewound_to(finished,
     run, events = RunFolder(tmp_path / "run"), Events()
     shutil.copytree(finished[0].root, run.root)
     assert rewind(run, 2) == (2, ["4.superseded-1"])
+    run.evaluations.write_text('{"step": 2}\n{"step": 4}\n')  # of `switchx eval --step=all`
     train(tiny_job(), run, events)
+    assert steps_in(run.evaluations) == [2]
     assert events[:3] == [
         ("note", f"resumed from step 2 in {run.checkpoints / '2'}"),
         ("begin", 2, 4),

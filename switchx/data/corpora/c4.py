@@ -74,7 +74,7 @@ class C4:
             return {split: ({"text": e["text"]} for e in folder.examples(stored_split))}
 
         name = f"{self.name.replace('/', '_')}_{split}".replace(".", "_").replace("-", "_")
-        key = fingerprint_of("c4 1", folder.folder, folder.fingerprint(stored_split))
+        key = fingerprint_of("c4 2", folder.folder, folder.fingerprint(stored_split))
         account = folder.account(self.name, stored_split)
         recipe = Recipe(name, key, ("text",), make_splits, account)
         return open_prepared(recipe, split, folder.data_dir)

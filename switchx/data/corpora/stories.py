@@ -11,6 +11,7 @@ lists; texts are those of TFDS' `cnn_dailymail` from 3.2.0 on, in the order of t
 
 import dataclasses
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,9 +64,14 @@ class StoryList(RawFile):
                 tally["stories without a text"] += 1
 
     def state(self, path: Path) -> tuple:
-        """The state of the list and of the folders, which changes with the files in them."""
-        times = ((str(f.resolve()), f.stat().st_mtime_ns) for f in self._folders(path).values())
-        return *super().state(path), *times
+        """The state of the list, and a digest of names, sizes and times of the stories."""
+        digest = hashlib.sha256()
+        for folder in self._folders(path).values():
+            digest.update(str(folder.resolve()).encode())
+            for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+                about = entry.stat()
+                digest.update(f"{entry.name} {about.st_size} {about.st_mtime_ns}\n".encode())
+        return *super().state(path), digest.hexdigest()
 
     @staticmethod
     def _folders(path: Path) -> dict[str, Path]:

@@ -147,8 +147,15 @@ def _values(column) -> list:
 
 def _plain(value: Any, kind: Any) -> Any:
     """A value of Arrow's type `kind`; single precision as the shortest number that is it."""
+    import pyarrow
     from pyarrow import types
 
+    if isinstance(value, pyarrow.Scalar):  # of `_values`, in which nanoseconds are
+        if not value.is_valid:
+            return None
+        has_parts = types.is_nested(kind) or types.is_dictionary(kind)
+        if not has_parts and "[ns" not in str(kind):
+            value = value.as_py()
     if value is None:
         return None
     if isinstance(value, bytes):  # texts of writers that do not say so, or pictures

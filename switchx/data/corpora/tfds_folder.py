@@ -19,7 +19,7 @@ from switchx.data import data_dir as locations
 from switchx.data.corpora.corpus import Account, fingerprint_of
 from switchx.data.corpora.sound_records import SoundRecords
 from switchx.data.corpora.tables import shortest
-from switchx.data.corpora.tfrecord import TfRecordFiles, read_records
+from switchx.data.corpora.tfrecord import TfRecordFiles, read_records, wrong_number
 from switchx.fields import require
 
 _FORMATS = tfds.core.FileFormat
@@ -92,7 +92,8 @@ class TfdsFolder:
         """The examples of a split one after another, from any of the formats, as of `plain`.
 
         Raises:
-            ValueError: as `records`, but files may be packed; or one that is damaged.
+            ValueError: as `records`, but files may be packed; or one that is damaged, or holds
+                another number of records.
         """
         features = self.builder.info.features
         if self.builder.info.file_format is _FORMATS.ARRAY_RECORD:
@@ -103,14 +104,18 @@ class TfdsFolder:
                 except UnicodeDecodeError as error:
                     raise records.refusal(i, error) from error
             return
-        for path in self._tf_records(split):
+        lengths = self.builder.info.splits[split].shard_lengths
+        for path, length in zip(self._tf_records(split), lengths, strict=True):
+            num_records = 0
             for number, data in enumerate(read_records(path)):
+                num_records += 1
                 try:
                     yield plain(features.deserialize_example_np(data), features)
                 except Exception as error:  # of protocol buffers and TFDS
                     said = " ".join(str(error).split())[:300]
                     what = f"record {number} of {path} cannot be read: {said}"
                     raise ValueError(f"{what}; {self._way_out}") from error
+            require(num_records == length, wrong_number(path, num_records, length))
 
     @property
     def _way_out(self) -> str:

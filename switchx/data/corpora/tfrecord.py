@@ -92,13 +92,19 @@ class TfRecordFiles:
     def _offsets(self, number: int) -> np.ndarray:
         if number not in self._indexes:
             offsets = record_offsets(self.paths[number], self.data_dir)
-            if len(offsets) != self.lengths[number]:
-                raise ValueError(
-                    f"{self.paths[number]} holds {len(offsets)} records, its dataset_info.json "
-                    f"says {self.lengths[number]}; get the file anew"
-                )
+            length = self.lengths[number]
+            if len(offsets) != length:
+                raise ValueError(wrong_number(self.paths[number], len(offsets), length))
             self._indexes[number] = offsets
         return self._indexes[number]
+
+
+def wrong_number(path: str, num_records: int, expected: int) -> str:
+    """The message for a file that was cut between two records, or is another one."""
+    return (
+        f"{path} holds {num_records} records, its dataset_info.json says {expected}; get the "
+        "file anew"
+    )
 
 
 def record_offsets(path: str, data_dir: str | None) -> np.ndarray:

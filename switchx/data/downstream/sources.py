@@ -135,10 +135,7 @@ def rows_of_folder(folder: Path) -> Rows:
     require(folder.is_dir(), f"{folder} is no folder; name one, or tfds:NAME")
     if saved := tables.saved_splits(folder):
         found = {split: _saved_files(each) for split, each in saved.items()}
-        rows, every = _rows_of(found, str(folder)), itertools.chain(*found.values())
-        first = next((path for path, _ in every), None)
-        names = {} if first is None else tables.columns_of(first)[1]
-        return dataclasses.replace(rows, class_names=names)
+        return _with_class_names(_rows_of(found, str(folder)), found)
     files, found = FoundFiles(wants=has_rows), {}
     files.add_entries(folder)
     files.keep()
@@ -150,7 +147,21 @@ def rows_of_folder(folder: Path) -> Rows:
         not several,
         f"{folder} has {', '.join(several)}, expected one file a split; take the others away",
     )
-    return _rows_of(found, str(folder), files.left_out)
+    return _with_class_names(_rows_of(found, str(folder), files.left_out), found)
+
+
+def _with_class_names(rows: Rows, found: dict[str, list[tuple[Path, RawFile]]]) -> Rows:
+    """Rows with the classes that `datasets` noted in the first table, in their keys, too."""
+    every = (path for path, _ in itertools.chain(*found.values()))
+    first = next((path for path in every if path.suffix.lower() in tables.KINDS), None)
+    if first is None or not (names := tables.columns_of(first)[1]):
+        return rows
+    key = "classes", tuple((field, tuple(each)) for field, each in sorted(names.items()))
+    splits = {
+        split: dataclasses.replace(each, key=(*each.key, *key))
+        for split, each in rows.splits.items()
+    }
+    return dataclasses.replace(rows, splits=splits, class_names=names)
 
 
 def _saved_files(folder: Path) -> list[tuple[Path, RawFile]]:
@@ -204,24 +215,26 @@ def open_rows(
     chosen, place = rows.splits[split], f"{name}, {split} of {rows.place}"
 
     def make_splits() -> dict[str, Iterator[dict[str, str]]]:
-        records = _records(place, chosen.read(tally), examples)
+        records = _records(place, chosen.read(tally), examples, tally)
         first = next(records, None)
         # Nothing of WSC's test set, say, is known to be right.
         require(first is not None, f"{place} gives no example; use another split")
         return {split: itertools.chain([first], records)}
 
-    hexadecimal = fingerprint_of("downstream 2", TEXT_VERSION, name, split, *chosen.key, *key)
+    hexadecimal = fingerprint_of("downstream 3", TEXT_VERSION, name, split, *chosen.key, *key)
     account, tally = dataclasses.replace(chosen.account, corpus=name), Counter()
     recipe = Recipe(name, hexadecimal, FIELDS, make_splits, account, tally, keeps_order=True)
     return open_prepared(recipe, split, local_or_none(data_dir))
 
 
 def _records(
-    place: str, rows: Iterable[Row], examples: ExampleFunction
+    place: str, rows: Iterable[Row], examples: ExampleFunction, tally: Counter
 ) -> Iterator[dict[str, str]]:
     for number, row in enumerate(rows):
         try:
             for example in examples(number, row):
+                if not example.targets.strip():
+                    tally["examples with no target text"] += 1
                 yield example.record()
         except (ValueError, KeyError, TypeError) as error:
             fault = f"there is no field {error}" if isinstance(error, KeyError) else str(error)

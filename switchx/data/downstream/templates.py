@@ -5,6 +5,7 @@ The corpus reads TFDS by name, or a folder with a file for each split.
 """
 
 import dataclasses
+import math
 import re
 import string
 from collections.abc import Iterator
@@ -142,6 +143,11 @@ def _text(row: Row, field: str, rows: Rows, where: str) -> str:
         isinstance(value, str | int | float),
         f"{where}: the field {field!r} is a {type(value).__name__}; name a text or a number in "
         f"it, as {{{field}/0}} or {{{field}/inner}}",
+    )
+    require(
+        not isinstance(value, float) or math.isfinite(value),
+        f"{where}: the field {field!r} is {value}, which stands for no number; take the row "
+        "out, or write what is meant",
     )
     return str(value)
 

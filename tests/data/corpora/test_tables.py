@@ -81,6 +81,11 @@ def test_folders_of_datasets(tmp_path):
     corpus, data = Templates(str(root), "t: {text}", "{label}"), str(tmp_path / "data")
     source = corpus.open("test", data)
     assert [source[n]["targets"] for n in range(3)] == ["bad", "good", "good"]
+    # The same table alone, in a folder of one's own.
+    (tmp_path / "own").mkdir()
+    write(tmp_path / "own/train.parquet", table)
+    own = Templates(str(tmp_path / "own"), "t: {text}", "{label}").open("train", data)
+    assert [own[n]["targets"] for n in range(3)] == ["bad", "good", "good"]
     texts = TextFiles(str(root / "train"), validation_fraction=0.4)
     found = [*texts.open("train", data), *texts.open("validation", data)]
     assert sorted(each["text"] for each in found) == ["x", "y", "z"]
@@ -101,6 +106,24 @@ def test_times_of_nanoseconds_beside_a_text(tmp_path):
     assert [source[n]["inputs"] for n in range(2)] == ["x", "y"]
     with refused("the field 'time' is a TimestampScalar"):
         Templates(str(tmp_path / "own"), "{time}", "b").open("train", data)
+
+
+def test_missing_values_beside_times_of_nanoseconds(tmp_path):
+    (tmp_path / "own").mkdir()
+    inner = pyarrow.struct({"t": pyarrow.timestamp("ns"), "x": pyarrow.float32()})
+    rows = [{"t": 1, "x": 3.8}, None, {"t": None, "x": None}]
+    table = {
+        "a": ["x", "y", "z"],
+        "m": pyarrow.array(rows, inner),
+        "l": pyarrow.array([[1, None], None, []], pyarrow.list_(pyarrow.timestamp("ns"))),
+    }
+    write(tmp_path / "own/train.parquet", pyarrow.table(table))
+    found = [row for _, row in read_table(tmp_path / "own/train.parquet", Counter())]
+    assert [row["a"] for row in found] == ["x", "y", "z"]
+    assert [row["m"] and row["m"]["x"] for row in found] == [3.8, None, None]
+    assert [row["l"] and row["l"][-1] for row in found] == [None, None, []]
+    source = Templates(str(tmp_path / "own"), "{a}", "b").open("train", str(tmp_path / "data"))
+    assert len(source) == 3
 
 
 def test_templates_of_parquet(tmp_path):

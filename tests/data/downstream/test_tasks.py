@@ -197,6 +197,16 @@ def test_stories_of_cnn_and_daily_mail(tmp_path):
     assert again.accounts[0].rows_left_out == {"stories without a text": 1}
 
 
+def test_a_story_that_is_edited_is_read_again(tmp_path):
+    folder = with_stories(tmp_path / "cnn_dailymail", one=STORY, two=STORY)
+    corpus = Downstream("cnn_dailymail", str(tmp_path))
+    before = corpus.open("train", str(tmp_path))
+    story = folder / f"cnn/stories/{hashlib.sha1(b'http://one').hexdigest()}.story"
+    story.write_text(story.read_text().replace("Yes", "No"))  # no time of its folder changes
+    after = corpus.open("train", str(tmp_path))
+    assert "Yes" in before[0]["inputs"] and "No" in after[0]["inputs"]
+
+
 def test_stories_that_are_not_there_are_named(tmp_path):
     folder, sha1 = with_stories(tmp_path, one=STORY), hashlib.sha1(b"http://one").hexdigest()
     corpus = Downstream("cnn_dailymail", str(tmp_path))

@@ -5,6 +5,7 @@ Features are those of TFDS' own builders, read off `tensorflow_datasets`; the or
 first example of `published_files.py`, where the same row stands in its published form.
 """
 
+import gzip
 import re
 import types
 
@@ -138,6 +139,25 @@ def test_test_sets_and_tf_records(tmp_path):
     assert record["targets"] == "<unk>" and '"example_id": "7"' in record["facts"]
 
 
+@pytest.mark.parametrize("name", ["", ".gz"])
+def test_a_shard_with_other_records_than_its_split_says_is_refused(tmp_path, name):
+    """Empty, or cut between two records: what is left is sound."""
+    features, row = ROWS["glue_cola"]
+    write(tmp_path, "glue/cola", features, train=[row | {"idx": i} for i in range(4)])
+    for path in as_tf_records(tmp_path / "glue/cola/1.0.0"):
+        last = path.with_name(path.name + name)
+        content = path.read_bytes()
+        path.unlink()
+        last.write_bytes(gzip.compress(content) if name else content)
+    whole, corpus = last.read_bytes(), Downstream("glue_cola")
+    for content, number in ((b"", 0), (whole + whole, 4)):
+        last.write_bytes(content)
+        with refused(f"{last.name} holds {number} records, its dataset_info.json says 2"):
+            corpus.open("train", str(tmp_path))
+    last.write_bytes(whole)
+    assert len(corpus.open("train", str(tmp_path))) == 4
+
+
 def test_remote_data_are_prepared_in_the_cache(tmp_path, own_cache, monkeypatch):
     """Only the address is of a bucket here; its files are below `tmp_path`."""
     features, row = ROWS["glue_cola"]
@@ -238,6 +258,12 @@ def test_templates_of_a_folder(tmp_path):
     assert other[0]["inputs"] == "Q: Who?", "another template is prepared anew"
     with refused(f"in {data} has no split 'validation'"):
         corpus.open("validation", str(tmp_path))
+    (data / "train.jsonl").write_text('{"q": "Who?", "n": NaN}\n')
+    with refused("row 0: Templates.targets: the field 'n' is nan, which stands for no number"):
+        corpus.open("train", str(tmp_path))
+    (data / "test.csv").write_text("q,n\nWhy?,\n")
+    account = corpus.open("test", str(tmp_path)).accounts[0]
+    assert account.rows_left_out == {"examples with no target text": 1}
     (data / "train.tsv").write_text("q\tn\n")
     with refused("train.jsonl, train.tsv, expected one file a split"):
         corpus.open("train", str(tmp_path))
