@@ -30,6 +30,7 @@
 set -euo pipefail
 
 RESTARTS="${RESTARTS:-3}"
+export SWITCHX_LAUNCHED=1 # after a signal a process alone, too, ends with 75
 SWITCHX="${SWITCHX:-switchx}"
 JOB="${SLURM_JOB_ID:-0}"
 ALLOCATED="${SLURM_JOB_NUM_NODES:-1}"
@@ -70,10 +71,9 @@ while true; do
     --kill-on-bad-exit=1 --label \
     "$SWITCHX" train --silence_seconds=60 --start_seconds=600 "$@" \
     2>&1 | tee "$said" || status="${PIPESTATUS[0]}"
-  # 0: done. 2: wrong input, which another attempt does not change.
-  if [ "$status" -eq 0 ] || [ "$status" -eq 2 ]; then
-    exit "$status"
-  fi
+  # 0: done. 2: wrong input, 3: training stopped, as where it diverged; another attempt changes
+  # neither.
+  case "$status" in 0 | 2 | 3) exit "$status" ;; esac
   # 75: saved after a signal. This allocation may be about to end, so the job goes on in
   # another; where jobs may not be requeued, in this one as long as there is time.
   if [ "$status" -eq 75 ] && requeue "a signal, and the state is saved"; then

@@ -37,9 +37,10 @@ left="$RESTARTS"
 while true; do
   status=0
   "$SWITCHX" train --silence_seconds=60 --start_seconds=600 "$@" || status=$?
-  # 0: done. 2: wrong input, which another attempt does not change. 75: saved after a signal,
-  # as when a machine is taken away: the same command goes on when it is back.
-  case "$status" in 0 | 2 | 75) exit "$status" ;; esac
+  # 0: done. 2: wrong input, 3: training stopped, as where it diverged; another attempt changes
+  # neither. 75: saved after a signal, as when a machine is taken away: the same command goes on
+  # when it is back.
+  case "$status" in 0 | 2 | 3 | 75) exit "$status" ;; esac
   newest="$(newest_checkpoint)"
   if [ "$newest" != "$before" ]; then
     before="$newest"

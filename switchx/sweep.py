@@ -27,6 +27,7 @@ from switchx.fields import describe, require
 from switchx.files import write_atomically
 from switchx.gin_config import gin_internals
 from switchx.gin_config.building import job_from_gin, operative_config, parse_job
+from switchx.gin_config.sources import name_of
 from switchx.jobs import train
 from switchx.training.job import TrainingJob
 from switchx.training.resume import check_same_run
@@ -77,7 +78,7 @@ class Sweep:
     def common(self) -> dict[str, Any]:
         """What all cells of the folder have in common."""
         mine = {n: [*getattr(self, n)] for n in ("gin_files", "search_paths", "bindings")}
-        return mine | {"axes": sorted(self.axes)}
+        return mine | {"axes": sorted(self.axes), "order": [*self.axes]}
 
 
 def parse_sweep(
@@ -106,7 +107,24 @@ def parse_sweep(
         "several seeds, as --seeds=3",
     )
     output = pathlib.Path(output).expanduser()
+    order = _settings(output).get("order")
+    if isinstance(order, list) and sorted(order) == sorted(axes):
+        axes = {name: axes[name] for name in order}  # cells are named so
     return Sweep(output, gin_files, [*common.values()], axes, num_seeds, search_paths)
+
+
+def _settings(output: pathlib.Path) -> dict[str, Any]:
+    """What a sweep's folder says that its cells have in common; empty of no such folder.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    if not (file := output / "sweep.json").exists():
+        return {}
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file} cannot be read ({error}); give another --output") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,14 +178,9 @@ def cells_of(sweep: Sweep) -> list[Cell]:
             one, no empty one, and not that of this sweep with other values or seeds.
     """
     output = sweep.output
-    if (file := output / "sweep.json").exists():
-        try:
-            found = dict(json.loads(file.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
-            raise ValueError(
-                f"{file} cannot be read ({error}); give another --output"
-            ) from None
-        other = {name: v for name, v in found.items() if sweep.common.get(name) != v}
+    if found := _settings(output):
+        common = sweep.common | {"order": found.get("order")}  # any is taken
+        other = {name: v for name, v in found.items() if common.get(name) != v}
         require(
             not other,
             f"--output={output} is the folder of another sweep, with {other}; give another "
@@ -182,7 +195,8 @@ def cells_of(sweep: Sweep) -> list[Cell]:
         bindings = [*sweep.bindings, *own]
         job = job_from_gin(sweep.gin_files, bindings, sweep.search_paths)
         if k:
-            bindings.append(f"SEED={job.seed + k}")  # the last one wins
+            bindings = [each for each in bindings if name_of(each) != "SEED"]
+            bindings.append(f"SEED={job.seed + k}")
             job = job_from_gin(sweep.gin_files, bindings, sweep.search_paths)
         # A slash is %2F.
         name = urllib.parse.quote(",".join([*own, f"seed={job.seed}"]), safe="=,+")

@@ -13,6 +13,7 @@ from switchx.cli.arguments import gin_of
 from switchx.cli.main import _parse, _parser
 from switchx.cli.train import STOPPED_STATUS
 from switchx.gin_config import building
+from switchx.training.loop import TrainingStopped
 from tests.processes import ROOT
 
 LAUNCH = ROOT / "launch"
@@ -161,6 +162,21 @@ def test_slurm_requeues_a_run_that_a_signal_stopped(tmp_path, refusal, attempts)
     assert "#SBATCH --requeue\n" in SLURM.read_text()
 
 
+@pytest.mark.parametrize("status", [0, 2, TrainingStopped.exit_status])
+@pytest.mark.parametrize("script", [SLURM, TPU_VM])
+def test_what_another_attempt_does_not_change_ends_the_launchers(tmp_path, script, status):
+    """Though each attempt leaves another checkpoint, as training that stops does."""
+    body = f"mkdir -p {tmp_path}/run/checkpoints/$RANDOM; env >> {tmp_path}/env; exit {status}"
+    stub(tmp_path, "switchx", body)
+    more = {"RESTARTS": "2", "SWITCHX": str(tmp_path / "switchx")}
+    done = run_slurm(tmp_path, body, f"--model_dir={tmp_path}/run", script=script, **more)
+    assert done.returncode == status
+    assert len(list((tmp_path / "run/checkpoints").iterdir())) == 1
+    # A process alone is told that a launcher began it.
+    is_told = "SWITCHX_LAUNCHED=1\n" in (tmp_path / "env").read_text()
+    assert is_told == (script == SLURM)
+
+
 def example_of(script, start: str):
     """The job of the command that a script's comment has, which begins with some words."""
     lines = script.read_text().split(f"#   {start}", 1)[1].split("\n#\n")[0]
@@ -217,10 +233,13 @@ def test_a_job_set_tells_wrong_input_and_signals_from_other_failures():
     spec, policy = pods(), manifest()["spec"]["failurePolicy"]
     (container,) = spec["template"]["spec"]["containers"]
     wrong, stopped = spec["podFailurePolicy"]["rules"]
-    for rule, status in ((wrong, 2), (stopped, STOPPED_STATUS)):
+    for rule, values in (
+        (wrong, [2, TrainingStopped.exit_status]),
+        (stopped, [STOPPED_STATUS]),
+    ):
         codes = rule["onExitCodes"]
         assert codes["containerName"] == container["name"]
-        assert (codes["operator"], codes["values"]) == ("In", [status])
+        assert (codes["operator"], codes["values"]) == ("In", values)
     assert (wrong["action"], stopped["action"]) == ("FailIndex", "FailJob")
     # One failed index is one too many; any other failure is more than the limit of the job.
     assert spec["maxFailedIndexes"] == spec["backoffLimit"] == 0 < spec["backoffLimitPerIndex"]

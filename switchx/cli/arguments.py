@@ -15,6 +15,7 @@ from typing import Any
 
 from switchx.fields import options
 from switchx.gin_config.files import close_match, configuration_of, did_you_mean
+from switchx.object_store import is_address
 from switchx.own_code import import_from_working_directory
 from switchx.shipped import folder_of
 
@@ -134,9 +135,18 @@ def add_json(parser: argparse.ArgumentParser, help_text: str = "print one JSON o
 
 
 def add_output(parser: CommandParser, help_text: str, metavar="FILE", required=False) -> None:
+    """`--output`, a path on this machine."""
     parser.add_argument(
-        "--output", required=required, type=not_empty, metavar=metavar, help=help_text
+        "--output", required=required, type=_no_address, metavar=metavar, help=help_text
     )
+
+
+def _no_address(text: str) -> str:
+    if is_address(not_empty(text)):
+        raise argparse.ArgumentTypeError(
+            f"{text} is in a store; give a path on this machine, and copy what is written"
+        )
+    return text
 
 
 def add_step(parser: argparse.ArgumentParser, help_text: str) -> None:
@@ -357,8 +367,8 @@ def give_threads_to_simulated_devices() -> None:
 def explain(error: BaseException, arguments: argparse.Namespace) -> int:
     """Prints the error in one paragraph; returns the exit status.
 
-    130 interrupted, 2 wrong input, 1 failed on the way. What is not meant for a person, any
-    error that switchx itself did not raise, is raised again: a traceback.
+    130 interrupted, 2 wrong input, 3 training stopped, 1 failed on the way. What is not meant
+    for a person, any error that switchx itself did not raise, is raised again: a traceback.
     """
     if isinstance(error, KeyboardInterrupt):
         print("switchx: interrupted", file=sys.stderr)
@@ -366,7 +376,7 @@ def explain(error: BaseException, arguments: argparse.Namespace) -> int:
     if arguments.traceback or not _is_for_a_person(error):
         raise error
     print(f"switchx {arguments.command}: error: {error}", file=sys.stderr)
-    return 2 if isinstance(error, ValueError) else 1
+    return getattr(error, "exit_status", 2 if isinstance(error, ValueError) else 1)
 
 
 def _is_for_a_person(error: BaseException) -> bool:

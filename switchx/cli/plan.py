@@ -69,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     from switchx.gin_config.writing import mesh_gin
     from switchx.hardware.spec import load_hardware
     from switchx.planner.search import GROUPS_DO_NOT_DIVIDE, explain
+    from switchx.planner.storage_tiers import TIERS
     from switchx.planner.way_out import no_plan_message
     from switchx.results import Check, Report
 
@@ -89,7 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
             others[f"SwitchConfig.group_size={size}"] = other
     fits = Check("fits", len(found.plans[:1]), "==1")
     if not found.plans:
-        message = no_plan_message(workload, hardware, devices, found, storage, others)
+        tiers = [tier for tier in TIERS if job.storage_refusal(tier, {}) is None]
+        message = no_plan_message(workload, hardware, devices, found, storage, others, tiers)
         if not arguments.json:
             raise ValueError(message)
         Report("plan", [{"way_out": message}], [fits]).print(as_json=True)

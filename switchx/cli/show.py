@@ -107,6 +107,11 @@ def _report(model_dir: str, output: str | None) -> int:
 
     folder = RunFolder(model_dir)
     model = read_sparse_model_config(folder)
+    if output is None and folder.is_in_store:
+        raise ValueError(
+            f"{folder.where} is in a store, which a trainer alone writes; give "
+            "--output, a file of this machine"
+        )
     vocabulary = load_vocabulary(folder.root)
     classes = token_classes(vocabulary)
     routing = read_run(

@@ -3,6 +3,7 @@
 
 import argparse
 import functools
+import os
 import time
 
 from switchx.cli import arguments as shared
@@ -146,9 +147,11 @@ def run(arguments: argparse.Namespace) -> int:
 def exit_status(is_finished: bool, processes) -> int:
     """0, but 75 of each of several processes where a signal came before the last step.
 
-    A launcher of several takes 0 for the end of the run, and would not start it again.
+    A launcher takes 0 for the end of the run, and would not start it again: those of `launch/`
+    set SWITCHX_LAUNCHED, for a process alone.
     """
-    return 0 if is_finished or processes is None else STOPPED_STATUS
+    is_launched = processes is not None or "SWITCHX_LAUNCHED" in os.environ
+    return STOPPED_STATUS if is_launched and not is_finished else 0
 
 
 def _train(arguments: argparse.Namespace, reporter, started_s: float, job):

@@ -57,7 +57,7 @@ class CheckedTeacher:
             f"--teacher={model_dir} was trained with another vocabulary than "
             f"{student_run.root}; its token ids mean other things: give a teacher of the same",
         )
-        return cls(str(run.root), step, checkpoint_fingerprint(run, step, vocabulary))
+        return cls(str(run.where), step, checkpoint_fingerprint(run, step, vocabulary))
 
 
 def distilled(

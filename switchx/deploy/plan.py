@@ -149,7 +149,7 @@ class DeployPlan:
         has_vocabulary = (root / DESCRIPTION_FILE).exists()
         vocabulary = load_vocabulary(root) if has_vocabulary else None
         self.source = {
-            "model_dir": str(root),
+            "model_dir": str(self.run_folder.where),
             "checkpoint": self.step,
             "fingerprint": checkpoint_fingerprint(self.run_folder, self.step, vocabulary),
         }

@@ -454,11 +454,16 @@ def reshaped(
 
 
 def taken(layer: Layer, experts: np.ndarray) -> Layer:
-    """The layer with these experts alone; E is the last dimension of a router's arrays."""
-    return {
+    """The layer with these experts alone; E is the last dimension of a router's arrays. Their
+    loads are shares of what they had together."""
+    found = {
         name: array[experts] if name.startswith("experts/") else array[..., experts]
         for name, array in layer.items()
     }
+    if (load_E := found.get("router_load_E")) is not None:
+        total = load_E.sum(axis=-1, keepdims=True)
+        found["router_load_E"] = np.where(total > 0, load_E / np.where(total > 0, total, 1), 0)
+    return found
 
 
 def _hidden(config: ModelConfig, layer: Layer, x_RD) -> np.ndarray:

@@ -200,7 +200,9 @@ class RoutedLayer(nnx.Module):
         switch, bias_E = self.config.switch, self.selection_bias_E
         stats = measure_routing(
             routed.logits_GTE,
-            normalized_scores(switch.router.score, routed.score_GTE),
+            normalized_scores(
+                switch.router.score, routed.score_GTE, counts_merged=switch.router.counts_merged
+            ),
             routed.plan,
             routed.is_token_GT,
             switch.router,

@@ -38,9 +38,13 @@ def router_scores(score: str, logits_GTE):
     return jnp.where(logits_GTE < -20.0, jnp.exp(logits_GTE / 2), root_GTE)
 
 
-def normalized_scores(score: str, score_GTE):
-    """Scores over their sum: the probabilities that balance losses and statistics are of."""
-    if score == "softmax":
+def normalized_scores(score: str, score_GTE, *, counts_merged: bool = False):
+    """Scores over their sum: the probabilities that balance losses and statistics are of.
+
+    Those of a softmax sum to one, but where merged experts count several times, or copies in
+    parts: there a common change of all counts would change the sum alone.
+    """
+    if score == "softmax" and not counts_merged:
         return score_GTE
     floor = jnp.finfo(score_GTE.dtype).tiny
     return score_GTE / jnp.maximum(jnp.sum(score_GTE, axis=-1, keepdims=True), floor)

@@ -9,7 +9,7 @@ runs.
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from switchx.hardware.spec import Hardware
 from switchx.planner.layout import Workload
@@ -35,18 +35,20 @@ def no_plan_message(
     found: Search,
     storage: Storage = ON_DEVICE,
     others: dict[str, Workload] | None = None,
+    tiers: Sequence[str] = TIERS,
 ) -> str:
     """The reason why a search found no plan, and changes that were found to work.
 
     Args:
         others: the workload with a change of its job, by the words that say which.
+        tiers: tiers of storage that the job allows.
     """
     if found.smallest is None:
         reasons = sorted(found.refused.items(), key=lambda item: -item[1])
         text = "; ".join(f"{reason} ({count} meshes)" for reason, count in reasons[:3])
         ways = _ways_to_run(workload, hardware, devices, storage, others or {})
         ways = ways or [_error(workload, hardware, devices, storage)]
-        ways += _other_tiers(workload, hardware, devices, storage)
+        ways += _other_tiers(workload, hardware, devices, storage, tiers)
         return (
             f"no mesh of {devices} devices runs this model with its batch of "
             f"{workload.batch_size} rows: {text}; use {' or '.join(ways)}"
@@ -54,7 +56,7 @@ def no_plan_message(
     return (
         f"the model does not fit {devices} devices of {hardware.name}: the smallest of the "
         f"meshes ({found.smallest.layout.name}) {_needs(found.smallest, hardware)}; use "
-        + " or ".join(_ways_to_fit(workload, hardware, devices, storage, found.smallest))
+        + " or ".join(_ways_to_fit(workload, hardware, devices, storage, found.smallest, tiers))
     )
 
 
@@ -142,9 +144,14 @@ def _needs(plan: Plan, hardware: Hardware) -> str:
 
 
 def _ways_to_fit(
-    workload: Workload, hardware: Hardware, devices: int, storage: Storage, least: Plan
+    workload: Workload,
+    hardware: Hardware,
+    devices: int,
+    storage: Storage,
+    least: Plan,
+    tiers: Sequence[str],
 ) -> list[str]:
-    ways = _other_tiers(workload, hardware, devices, storage)
+    ways = _other_tiers(workload, hardware, devices, storage, tiers)
     short = shortage(least.storage, least.layout, hardware)
     if short is not None and storage.tier == "disk":
         cached = min(storage.host_bytes or math.inf, short.sharing * least.storage.bytes.disk)
@@ -165,10 +172,14 @@ def _ways_to_fit(
 
 
 def _other_tiers(
-    workload: Workload, hardware: Hardware, devices: int, storage: Storage
+    workload: Workload,
+    hardware: Hardware,
+    devices: int,
+    storage: Storage,
+    tiers: Sequence[str],
 ) -> list[str]:
     """The first of the other tiers with which it fits, as an option of `switchx plan`."""
-    for tier in TIERS:
+    for tier in tiers:
         elsewhere = dataclasses.replace(storage, tier=tier)
         if tier != storage.tier and search(workload, hardware, devices, elsewhere).plans:
             return [f"--storage={tier}"]

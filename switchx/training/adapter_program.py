@@ -121,6 +121,9 @@ class AdapterProgram(TrainingProgram):
         spec, trained = self.record.spec, tree.num_elements(self.abstract_state.params)
         whole = tree.num_elements(abstract_params(self.job.model))
         bits = "" if spec.bits is None else f", its experts in int{spec.bits}"
+        router = None if self.job.model.switch is None else self.job.model.switch.router
+        if router is not None and (router.has_bias or router.keeps_load):
+            bits += ", its routers' selection biases and last loads, too,"
         said = (
             f"adapters: {trained:,} parameters of rank {spec.rank} are trained; the {whole:,} "
             f"of checkpoint {spec.step} of {spec.base}{bits} stay as they are"
@@ -140,7 +143,14 @@ def adapted_by(base, spec: LoRASpec) -> Seam:
 
 def require_beside_base(job: TrainingJob) -> None:
     """Raises ValueError where a job has what adapters exclude."""
+    router = None if job.model.switch is None else job.model.switch.router
+    counts_first = router is not None and router.counts_first and job.step.num_microbatches > 1
     for name, is_used, reason in (
+        (
+            "StepConfig.num_microbatches",
+            counts_first,
+            "RouterConfig.balance_scope='batch' counts the choices of whole models first",
+        ),
         (f"MeshSpec.{PIPE}", job.mesh.pipe > 1, "stages are runs of whole parameters"),
         ("StepConfig.bucket_bytes", job.step.bucket_bytes, "buckets are of trained parameters"),
         ("StorageSpec.experts", job.storage.experts != "device", "the base is on the devices"),

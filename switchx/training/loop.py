@@ -65,7 +65,13 @@ class Reporter(Protocol):
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot continue; the state is saved, and the message says what to do."""
+    """Training cannot continue; the state is saved, and the message says what to do.
+
+    Attributes:
+        exit_status: status of a process that ends with it: another attempt changes nothing.
+    """
+
+    exit_status = 3
 
 
 @dataclasses.dataclass(frozen=True)

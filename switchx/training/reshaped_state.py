@@ -37,7 +37,8 @@ def reshaped_state(
         before: configuration of the model before.
 
     Returns:
-        None in place of the state where the checkpoint has none, or that of another optimizer.
+        None in place of the state where the checkpoint has none, or that of another optimizer,
+        or the optimizer has none of the new parameters.
     """
     if "train_state" not in items_of(path):
         return None, "no state of an optimizer is there to go along"
@@ -46,7 +47,11 @@ def reshaped_state(
         stored = unrolled_blocks(stored)
     old, params = named_leaves(stored), named_leaves(found.params)
     fresh: dict[str | None, dict[str, Any]] = collections.defaultdict(dict)
-    for name, leaf in named_leaves({"opt_state": transformation.init(found.params)}).items():
+    try:
+        begun_anew = transformation.init(found.params)
+    except ValueError as error:  # such as a rate of parameters that are no longer there
+        return None, f"the optimizer's state stays behind: {error}"
+    for name, leaf in named_leaves({"opt_state": begun_anew}).items():
         fresh[param_of(name, params)][name] = np.asarray(leaf)
     state = {name: leaf for name, leaf in old.items() if not name.startswith("opt_state/")}
     begun = []

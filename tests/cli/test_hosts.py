@@ -143,7 +143,7 @@ def test_the_statement_is_of_what_has_to_be_equal():
     assert state(job, "def") != same
 
 
-def test_other_processes_show_faults_and_a_launcher_is_told_to_go_on(capsys):
+def test_other_processes_show_faults_and_a_launcher_is_told_to_go_on(capsys, monkeypatch):
     with SilentReporter(3) as reporter:
         reporter.note("resumed")
         logging.getLogger("switchx.x").info("opening")
@@ -154,6 +154,9 @@ def test_other_processes_show_faults_and_a_launcher_is_told_to_go_on(capsys):
     assert train.exit_status(is_finished=False, processes=several) == os.EX_TEMPFAIL == 75
     # A person who ends a run with Ctrl-C did what was meant.
     assert train.exit_status(is_finished=False, processes=None) == 0
+    monkeypatch.setenv("SWITCHX_LAUNCHED", "1")
+    assert train.exit_status(is_finished=False, processes=None) == 75
+    assert train.exit_status(is_finished=True, processes=None) == 0
 
 
 @pytest.mark.parametrize("address", ["node001", ":8476", "node001:", "node001:http", "a:65536"])

@@ -152,6 +152,9 @@ def test_the_first_tier_that_fits(folder, cli):
     wide = "--gin.ModelConfig.d_ff=1024"
     options = ["--hardware=tiny.toml", "--devices=1", SCANNED, wide]
     assert "; use --storage=host or" in cli.refused(*PLAN, *options)
+    # But not a tier that the job itself excludes.
+    said = cli.refused(*PLAN, *options, "--gin.StepConfig.ema_decay=0.9")
+    assert "--storage=" not in said and "; use " in said
     first, *_, device, host, disk, paper = rows_of(
         cli, *options, "--storage=auto", "--output=mesh.gin"
     )

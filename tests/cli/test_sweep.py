@@ -66,6 +66,20 @@ def run(capsys, *words) -> tuple[int, str, str]:
     return main(words), *capsys.readouterr()
 
 
+def test_axes_in_another_order_name_the_same_cells(in_a_folder):
+    write_corpus(in_a_folder)
+    files = [str(SMALL)]
+    given = ["FILES=corpus.txt", "NUM_EXPERTS=4,8", "LEARNING_RATE=1,3"]
+    names = []
+    for bindings in (given, [given[0], given[2], given[1]]):
+        swept = sweeps.parse_sweep("s", files, bindings, num_seeds=2)
+        names.append({cell.name for cell in sweeps.cells_of(swept)})
+        pathlib.Path("s").mkdir(exist_ok=True)
+        pathlib.Path("s/sweep.json").write_text(json.dumps(swept.common))
+    assert names[0] == names[1] and len(names[0]) == 8
+    assert "NUM_EXPERTS=4,LEARNING_RATE=1,seed=0" in names[0]
+
+
 def test_cells_are_trained_once_and_go_on(in_a_folder, one_device, steps_traced_once, capsys):
     """Files differ, so that cells share their programs."""
     text = write_corpus(in_a_folder).read_text()
@@ -125,7 +139,7 @@ def test_cells_are_trained_once_and_go_on(in_a_folder, one_device, steps_traced_
         (["--gin.LEARNING_RATE=1", RATES], "--gin.LEARNING_RATE is given twice"),
         (["--gin.SEED=1,2"], "use --seeds=N instead"),
         ([RATES, "--seeds=0"], "is no whole number of at least 1"),
-        ([RATES, "--output=gs://bucket/s"], "is no folder of this machine"),
+        ([RATES, "--output=gs://bucket/s"], "gs://bucket/s is in a store; give a path on this"),
         ([RATES, "--output=."], "is no folder of a sweep: found corpus.txt; give a new one"),
     ],
 )

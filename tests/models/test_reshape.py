@@ -22,6 +22,7 @@ from switchx.models.reshape import (
     gates_of_rows,
     merge_experts,
     novice_experts,
+    taken,
 )
 from tests.cases import slow
 from tests.data.refusals import refused
@@ -255,3 +256,12 @@ def test_a_shared_expert_and_its_gate_stay_as_they_are(reduce):
     assert {n: x.shape for n, x in after.items()} == {n: x.shape for n, x in shapes.items()}
     for name in (each for each in before if "shared_" in each):
         assert np.array_equal(before[name], after[name])
+
+
+def test_loads_of_the_experts_that_stay_are_shares_of_one():
+    layer = {"router_load_E": np.array([0.5, 0.25, 0.25, 0.0]), "experts/w": np.arange(4)}
+    found = taken(layer, np.array([0, 1]))
+    np.testing.assert_allclose(found["router_load_E"], [2 / 3, 1 / 3])
+    assert found["experts/w"].tolist() == [0, 1]
+    assert taken(layer, np.array([0, 1, 2, 3] * 2))["router_load_E"].sum() == pytest.approx(1)
+    assert taken(layer, np.array([3]))["router_load_E"].tolist() == [0]  # nothing is known

@@ -96,6 +96,14 @@ def test_merged_experts_count_as_those_that_they_stand_for():
         gates.append(gate_E[e])
     np.testing.assert_allclose(y_BLD, want_BLD, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(stats.gate, np.sum(gates), rtol=1e-5)
+    # What is measured is of shares of one, whatever the counts have in common.
+    params["router_log_count_E"] += 1.0
+    _, shifted = run(layer, params)
+    for name in ("balance", "entropy"):
+        np.testing.assert_allclose(getattr(shifted, name), getattr(stats, name), rtol=1e-5)
+    params["w_router_DE"] = np.zeros((D, E), np.float32)
+    _, even = run(layer, params)
+    np.testing.assert_allclose(even.entropy, stats.tokens * np.log(E), rtol=1e-5)
 
 
 def test_dropless_drops_nothing_when_all_tokens_want_one_expert():

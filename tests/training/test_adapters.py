@@ -398,6 +398,11 @@ def test_what_adapters_exclude_is_refused_by_name(bases):
     )
     refuse("LoRASpec.targets=(): nothing would be trained", settings={"targets": ()})
     refuse("LoRASpec.bits=2; use 4 or 8", settings={"bits": 2})
+    whole = dataclasses.replace(SPARSE.switch.router, balance_scope="batch")
+    refuse(
+        "TrainingJob.lora with StepConfig.num_microbatches: RouterConfig.balance_scope='batch'",
+        with_switch(SPARSE, router=whole), step=StepConfig(num_microbatches=2),
+    )  # fmt: skip
     refuse("LoRASpec.group_size=4 without bits", settings={"group_size": 4})
     refuse(
         "LoRASpec.targets=('experts',) matches no weight of experts: this model has attention, "
