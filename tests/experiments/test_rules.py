@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules are registered before runs, judged at their looks, and refused by name otherwise."""
 
+import ast
 import dataclasses
 import datetime
+import importlib
 import json
 import os
 import pathlib
@@ -117,13 +119,24 @@ def checkout(tmp_path, monkeypatch):
     return mine
 
 
+def of_today(source: str) -> ast.Module:
+    """A run.py of before without imports of what has gone since, which no rule names."""
+    tree = ast.parse(source)
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            there = vars(importlib.import_module(node.module))
+            node.names = [each for each in node.names if each.name in there]
+    tree.body = [node for node in tree.body if getattr(node, "names", True)]
+    return tree
+
+
 def require_registered(results: dict[str, Any]) -> None:
     """The rule is that of run.py at its commit, which is of this history and older than the
     first cell."""
     commit, file = results["registered"], f"experiments/{results['experiment']}/run.py"
     rules.git("merge-base", "--is-ancestor", commit, "HEAD")
     constants = {"__name__": "registered"}
-    exec(rules.git("show", f"{commit}:{file}"), constants)
+    exec(compile(of_today(rules.git("show", f"{commit}:{file}")), file, "exec"), constants)
     assert rules.digest(constants) == results["rule"]
     time = rules.git("show", "-s", "--format=%cI", commit)
     assert time == results["registered_at"]
