@@ -20,7 +20,7 @@ and the operative configuration into the run folder.
 Started again with the same command, it resumes from the last complete checkpoint, to the
 bit; kill -9 does no harm. SIGTERM and Ctrl-C save before they leave, a second Ctrl-C does
 not wait; one of several processes then leaves with status 75, for a launcher to start them
-again. --stop_on_alarm saves and ends with status 1 at the first alarm of the routing; the same
+again. --stop_on_alarm saves and ends with status 3 at the first alarm of the routing; the same
 command goes on, past it. It ends with a summary on standard output, and says where compiled
 programs are kept (JAX_COMPILATION_CACHE_DIR; JAX_ENABLE_COMPILATION_CACHE=false keeps none).
 
@@ -61,7 +61,7 @@ ELASTIC = {
     "are)",
 }
 FLAGS = {
-    "--stop_on_alarm": "save and end, with status 1, at the first alarm of the routing "
+    "--stop_on_alarm": "save and end, with status 3, at the first alarm of the routing "
     "(docs/routing_statistics.md)",
     "--stop_with_stdin": "save and end when standard input ends, for a program that starts "
     "this one and holds the other end of the pipe: it may be killed",

@@ -119,7 +119,7 @@ def test_an_alarm_ends_training_wherever_the_model_is(place, in_a_folder, capsys
     words = arguments("run", write_corpus(in_a_folder), *bindings)
     words[1:1] = [f"--gin_file={file}" for file in files]
     with on_devices(devices):
-        assert main(["train", *words, "--stop_on_alarm"]) == 1
+        assert main(["train", *words, "--stop_on_alarm"]) == 3
     said = capsys.readouterr().err
     assert "alarm at step 6: encoder 0: a token tells " in said
     assert {alarm["step"] for alarm in lines(in_a_folder / "run/alarms.jsonl")} == {6}

@@ -176,7 +176,7 @@ def test_an_alarm_ends_training_and_the_same_command_goes_on(finished_run, run, 
         "--gin.RoutingAlarms.dropped_factor=None",
         "--stop_on_alarm",
     ]
-    said = run("train", *words, status=1).err
+    said = run("train", *words, status=3).err
     text = "encoder 0: a token tells "
     assert f"step     6  alarm: {text}" in said  # lines 2 and 3, of steps 4 and 6
     assert f"switchx train: error: alarm at step 6: {text}" in said
