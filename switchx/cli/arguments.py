@@ -141,14 +141,6 @@ def add_output(parser: CommandParser, help_text: str, metavar="FILE", required=F
     )
 
 
-def _no_address(text: str) -> str:
-    if is_address(not_empty(text)):
-        raise argparse.ArgumentTypeError(
-            f"{text} is in a store; give a path on this machine, and copy what is written"
-        )
-    return text
-
-
 def add_step(parser: argparse.ArgumentParser, help_text: str) -> None:
     parser.add_argument(
         "--step",
@@ -245,6 +237,14 @@ def add_task(parser: CommandParser) -> None:
 def not_empty(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("it is empty; is a shell variable not set?")
+    return text
+
+
+def _no_address(text: str) -> str:
+    if is_address(not_empty(text)):
+        raise argparse.ArgumentTypeError(
+            f"{text} is in a store; give a path on this machine, and copy what is written"
+        )
     return text
 
 

@@ -319,7 +319,7 @@ def _require_added(folder: Path, own: Mapping[str, Any], tokenizer) -> None:
     require(
         not wrong,
         f"{folder}: {TOKENIZER_FILE} has not the added tokens {', '.join(wrong[:5])} of the "
-        f"files beside it, or by other ids; let transformers write them into it: "
+        "files beside it, or by other ids; let transformers write them into it: "
         "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
     )
 
