@@ -36,9 +36,11 @@ JOB="${SLURM_JOB_ID:-0}"
 ALLOCATED="${SLURM_JOB_NUM_NODES:-1}"
 NODES="${NODES:-$ALLOCATED}"
 
-model_dir=""
+model_dir="" option=""
 for word in "$@"; do
   case "$word" in --model_dir=*) model_dir="${word#--model_dir=}" ;; esac
+  if [ "$option" = --model_dir ]; then model_dir="$word"; fi
+  option="$word"
 done
 said="$(mktemp)"
 trap 'rm -f "$said"' EXIT

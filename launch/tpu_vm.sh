@@ -21,9 +21,11 @@ set -euo pipefail
 RESTARTS="${RESTARTS:-3}"
 SWITCHX="${SWITCHX:-switchx}"
 
-model_dir=""
+model_dir="" option=""
 for word in "$@"; do
   case "$word" in --model_dir=*) model_dir="${word#--model_dir=}" ;; esac
+  if [ "$option" = --model_dir ]; then model_dir="$word"; fi
+  option="$word"
 done
 
 newest_checkpoint() {

@@ -99,14 +99,15 @@ def fails_after(folder, checkpoints: list[int], status: int) -> str:
     )
 
 
+@pytest.mark.parametrize("between", ["=", " "])
 @pytest.mark.parametrize("script", [SLURM, TPU_VM])
-def test_a_new_checkpoint_gives_all_restarts_back(tmp_path, script):
+def test_a_new_checkpoint_gives_all_restarts_back(tmp_path, script, between):
     # Three that leave a new checkpoint, and after the last of them as many without as ever.
     body = fails_after(tmp_path, [10, 20, 100], 1)
     program = tmp_path / "program"
     stub(tmp_path, "program", body)
     done = run_slurm(
-        tmp_path, body, f"--model_dir={tmp_path}/run",
+        tmp_path, body, *f"--model_dir{between}{tmp_path}/run".split(" "),
         script=script, RESTARTS="2", SWITCHX=str(program),
     )  # fmt: skip
     assert done.returncode == 1

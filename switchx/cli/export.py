@@ -122,7 +122,8 @@ def _provenance(arguments: argparse.Namespace, model) -> dict[str, Any]:
     """Where the export comes from, how to make it again, and what texts become for it."""
     from switchx.inference.artifact import is_artifact
 
-    names = ("model_dir", "output", "device_kind", "ring_slots", "batch_size", "input_length")
+    names = ("model_dir", "output", "task", "device_kind", "ring_slots", "batch_size",
+             "input_length")  # fmt: skip
     given = {name: getattr(arguments, name) for name in names}
     given |= shared.options_of(arguments, DecodingConfig)
     if not is_artifact(arguments.model_dir):
@@ -131,6 +132,7 @@ def _provenance(arguments: argparse.Namespace, model) -> dict[str, Any]:
     if arguments.mesh:
         given["mesh"] = ",".join(f"{axis}={size}" for axis, size in arguments.mesh.items())
     xla = [f"--xla={option}" for option in arguments.xla]
+    xla += ["--trust_code"] * arguments.trust_code
     return {
         "rebuild": shlex.join(["switchx", "export", *shared.option_words(given), *xla]),
         "fingerprint": model.fingerprint,

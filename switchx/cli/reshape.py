@@ -98,6 +98,7 @@ def _reshape(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, An
 
     from switchx import api
     from switchx.checkpoint.adapter_run import AdapterRecord
+    from switchx.checkpoint.items import items_of
     from switchx.checkpoint.run_folder import RunFolder, read_model_config
     from switchx.deploy.measure import ValidationText
     from switchx.fields import require
@@ -141,6 +142,8 @@ def _reshape(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, An
     rows.append(_row("after", reshaped, text))
     path = folder.checkpoints / str(model.step)
     state, about = reshaped_state(path, job.transformation, config, found)
+    if "average" in items_of(path):
+        about += "; the moving average of the parameters stays behind"
     _write(arguments, model, found, state)
     change = rows[1]["loss_nats"] - rows[0]["loss_nats"]
     return rows, f"{said}; loss {change:+.5f} nats per token; {about}"
@@ -221,7 +224,9 @@ def _check(arguments: argparse.Namespace, config):
         return upcycled_config(config, experts, num_selected=k, every=every, way=way)
     divisors = [n for n in range(1, E) if E % n == 0]
     require(
-        experts in (0, *divisors) or (experts > E and experts % E == 0),
+        experts in (0, *divisors)
+        or (experts > E and experts % E == 0)
+        or (arguments.novice and 0 < experts < E),  # all stay, so they divide as before
         f"--experts={experts} of a model with {E}: experts are merged or dropped to a divisor "
         "of their number, so that they divide over devices as before, or all get as many "
         f"copies; use {', '.join(map(str, divisors))}, {2 * E} or another multiple, or 0 for a "

@@ -122,6 +122,8 @@ def runs(tmp_path_factory):
     ("kind", "words", "said"),
     [
         ("sparse", "--experts=4", "--experts=4 of a model with 6: "),
+        # A novice is an expert, so any number of them divides as before: nothing else is wrong.
+        ("sparse", "--experts=4 --reduce=drop --novice", "it has no operative_config.gin"),
         ("sparse", "--experts=13", "--experts=13 of a model with 6<any>all get as many copies"),
         ("sparse", "--experts=12 --upcycle=exclusive", "num_selected=1: use 'counts_merged'"),
         ("sparse", "--experts=12 --upcycle=drop", "upcycle='drop'"),

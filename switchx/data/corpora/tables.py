@@ -44,9 +44,10 @@ def read_table(
     """
     with _opened(path, columns) as (schema, batches):
         number = itertools.count(1)
+        names = [name for name in schema.names if columns is None or name in columns]
         for batch in batches:
+            batch = batch.select(names)
             batch.validate(full=True)
-            names = [name for name in schema.names if columns is None or name in columns]
             cells = [
                 [_plain(value, schema.field(name).type) for value in _values(batch[name])]
                 for name in names
@@ -98,7 +99,8 @@ def _opened(
                 file.seek(0)
                 table = pyarrow.ipc.open_stream(file)
                 schema, batches = table.schema, _whole(table, file)
-            twice = [name for name, times in Counter(schema.names).items() if times > 1]
+            names = (name for name in schema.names if columns is None or name in columns)
+            twice = [name for name, times in Counter(names).items() if times > 1]
             require(not twice, f"{path} has the column {', '.join(twice)} twice; rename one")
             missing = [name for name in columns or () if name not in schema.names]
             require(
