@@ -8,8 +8,22 @@ together types both as the keys are.
 Dims: R rows, E experts, G all groups where E of them are here
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+
+
+def in_32_bits(function):
+    """The function without JAX_ENABLE_X64, under which literals and indices have 64 bits; the
+    arrays of our operations have 32 or fewer."""
+
+    @functools.wraps(function)
+    def traced(*arguments, **options):
+        with jax.enable_x64(False):
+            return function(*arguments, **options)
+
+    return traced
 
 
 def stable_argsort(key):
@@ -38,9 +52,9 @@ def int32_sizes(group_sizes_E, R: int):
     """
     if group_sizes_E.dtype == jnp.int32:
         return group_sizes_E
-    if group_sizes_E.dtype.itemsize >= 4:
+    if group_sizes_E.dtype.itemsize >= 4 and isinstance(group_sizes_E, jax.core.Tracer):
         group_sizes_E = jnp.minimum(group_sizes_E, R + 1)
-    return jnp.asarray(group_sizes_E).astype(jnp.int32)
+    return jnp.asarray(group_sizes_E, jnp.int32)
 
 
 def local_groups(group_sizes_G, group_offset, E: int, R: int):

@@ -50,7 +50,7 @@ def kernel_floors(mosaic: Mosaic, rounds: int = 7) -> dict[str, float]:
     """Seconds that kernels take which do next to nothing, one after another in a program.
 
     `empty kernel` stores a vector; `schedule kernel` computes the tiles of 128 rows and 32
-    experts, which stands before each of our products.
+    experts, which stands before those of our products that do not compute it inside.
     """
 
     def body(x_gmem, y_gmem):

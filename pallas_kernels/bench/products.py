@@ -156,11 +156,17 @@ def tile_schedule(cell: Cell) -> Callable | None:
             block_R = module.candidates(*sizes, dtype, dtype)[0].block_R
             return lambda x_RD, w, sizes_E: tiles_by_block(sizes_E, cell.R, block_R)
         case "gpu":
-            from pallas_kernels.grouped_matmul.gpu_schedule import schedule
+            from pallas_kernels.grouped_matmul import gpu_schedule
             from pallas_kernels.mosaic_gpu import Mosaic
 
-            tile_n = module.default_tiling(*sizes, dtype).tile_n
-            return lambda x_RD, w, sizes_E: schedule(sizes_E, cell.R, tile_n, Mosaic())
+            tiling = module.default_tiling(*sizes, dtype)
+            table = gpu_schedule.table_shape(cell.R, cell.E, tiling.tile_n)
+            if gpu_schedule.fits_inside(table, tiling, dtype, dtype, 1):
+                return None
+            schedule = functools.partial(
+                gpu_schedule.schedule, num_rows=cell.R, block=tiling.tile_n, mosaic=Mosaic()
+            )
+            return lambda x_RD, w, sizes_E: schedule(sizes_E)
     return None
 
 

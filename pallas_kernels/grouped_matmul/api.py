@@ -19,7 +19,12 @@ import numpy as np
 from pallas_kernels.epilogue import epilogue_gradients
 from pallas_kernels.implementations import choose
 from pallas_kernels.operands import check_grouped, check_tiling, sum_over_replicas
-from pallas_kernels.sorted_rows import int32_sizes, local_groups, rows_of_groups
+from pallas_kernels.sorted_rows import (
+    in_32_bits,
+    int32_sizes,
+    local_groups,
+    rows_of_groups,
+)
 from pallas_kernels.tiling.tuned import tuned_tiling
 
 
@@ -180,10 +185,12 @@ def _run(settings: _Settings, operands: _Operands, *, has_residual: bool):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@in_32_bits
 def _grouped(settings: _Settings, operands: _Operands):
     return _run(settings, operands, has_residual=False)
 
 
+@in_32_bits
 def _grouped_forward(settings: _Settings, operands: _Operands):
     is_plain = operands.w_gate_EDF is None and operands.gate_R is None
     if operands.w_gate_EDF is None and settings.activation is None:
@@ -195,6 +202,7 @@ def _grouped_forward(settings: _Settings, operands: _Operands):
     return y_RF, (operands, residual)
 
 
+@in_32_bits
 def _grouped_backward(settings: _Settings, saved, dy_RF):
     operands, residual = saved
     x_RD, group_sizes_E, gate_R = operands.x_RD, operands.group_sizes_E, operands.gate_R

@@ -309,7 +309,12 @@ def forward_by_ragged_dot(x_RD, w, group_sizes_E, transpose_w: bool):
     x_RD = _zero_from(x_RD, end_E[-1])
     w = w.astype(x_RD.dtype)
     y_RF = jax.lax.ragged_dot_general(
-        x_RD, w, end_E - begin_E, numbers, preferred_element_type=jnp.float32
+        x_RD,
+        w,
+        end_E - begin_E,
+        numbers,
+        precision=_precision(x_RD.dtype),
+        preferred_element_type=jnp.float32,
     )
     return _zero_from(y_RF, end_E[-1])
 
@@ -324,9 +329,19 @@ def weight_gradient_by_ragged_dot(x_RD, dy_RF, group_sizes_E, out_dtype):
     begin_E, end_E = group_bounds(group_sizes_E, x_RD.shape[0])
     x_RD, dy_RF = (_zero_from(array, end_E[-1]) for array in (x_RD, dy_RF))
     dw_EDF = jax.lax.ragged_dot_general(
-        x_RD, dy_RF, end_E - begin_E, numbers, preferred_element_type=jnp.float32
+        x_RD,
+        dy_RF,
+        end_E - begin_E,
+        numbers,
+        precision=_precision(x_RD.dtype),
+        preferred_element_type=jnp.float32,
     )
     return dw_EDF.astype(out_dtype)
+
+
+def _precision(dtype) -> jax.lax.Precision | None:
+    """By default accelerators round float32 operands to 8 or 11 bits."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 def _zero_from(x_RX, row):

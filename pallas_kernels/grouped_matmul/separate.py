@@ -18,7 +18,7 @@ import numpy as np
 from pallas_kernels.epilogue import apply_epilogue
 from pallas_kernels.grouped_matmul.tile_schedule import RowTiles
 from pallas_kernels.operands import check_epilogue, check_rows
-from pallas_kernels.sorted_rows import rows_of_groups
+from pallas_kernels.sorted_rows import in_32_bits, int32_sizes, rows_of_groups
 
 # Tiles of more rows are multiplied with rows of other experts for nothing.
 MAX_ROWS = 32
@@ -94,17 +94,23 @@ def separate_matmul(
             )
         check_rows(x_RD, each.shape, group_sizes_E)
     check_epilogue(x_RD, w.shape, bias_EF=bias_EF, activation=activation, gate_R=gate_R)
-    y_RF, *gate = (_multiply(x_RD, each, group_sizes_E) for each in matrices)
-    if not gate and bias_EF is activation is gate_R is None:
-        return y_RF
+    group_sizes_E = int32_sizes(group_sizes_E, len(x_RD))
+    return _forward(x_RD, matrices, group_sizes_E, bias_EF, activation, gate_R)
+
+
+@in_32_bits
+def _forward(x_RD, matrices, group_sizes_E, bias_EF, activation, gate_R):
+    sums = [_multiply(x_RD, each, group_sizes_E) for each in matrices]
+    if len(sums) == 1 and bias_EF is activation is gate_R is None:
+        return sums[0].astype(x_RD.dtype)
     rows = rows_of_groups(group_sizes_E, len(x_RD))
-    sums = [each.astype(jnp.float32) for each in (y_RF, *gate)]
     return apply_epilogue(sums, *rows, bias_EF, activation, gate_R)[0].astype(x_RD.dtype)
 
 
 def _multiply(x_RD, w: SeparateMatrices, group_sizes_E):
+    """float32 `[R, F]`."""
     (R, _), (E, _, F) = x_RD.shape, w.shape
-    y_RF = jax.lax.full_like(x_RD, 0, shape=(R, F))
+    y_RF = jax.lax.full_like(x_RD, 0, jnp.float32, shape=(R, F))
     if R == 0:
         return y_RF
     b = tile_rows(R, E)
@@ -151,11 +157,9 @@ def _before(size_E):
 
 
 def _product(x_bD, w_DF):
-    dtype = x_bD.dtype
     # Weights in the dtype of x, as in every product; added up in float32.
-    y_bF = jnp.dot(
+    return jnp.dot(
         x_bD.astype(jnp.float32),
-        w_DF.astype(dtype).astype(jnp.float32),
+        w_DF.astype(x_bD.dtype).astype(jnp.float32),
         preferred_element_type=jnp.float32,
     )
-    return y_bF.astype(dtype)

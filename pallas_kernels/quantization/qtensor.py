@@ -10,13 +10,20 @@ Dims: E experts, D inputs, F outputs, G groups of D with a scale
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 # Floating point of 8 bits: 4 of exponent, 3 of mantissa, no infinity; the largest is 448.
 FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)
+# Why a kernel without zero points does not take them.
+ZEROS_OF_8_BITS = (
+    "w has 8 bits and zero points, which this kernel does not subtract; expected 4 bits, or "
+    "zeros_EFG=None: use implementation='reference', or quantize(dequantize(w), 8)"
+)
 
 
 @jax.tree_util.register_dataclass
@@ -95,12 +102,16 @@ class QTensor:
             return _in_order(self)
         if not self.is_packed:
             return self
-        if (kept := self.__dict__.get("_native")) is not None:
+        return self._kept("_native", lambda: _native(self))
+
+    def _kept(self, name: str, make: Callable[[], Self]) -> Self:
+        """What `make` gives, made once; what is traced is made anew."""
+        if (kept := self.__dict__.get(name)) is not None:
             return kept
-        native = _native(self)
-        if not isinstance(native.values, jax.core.Tracer):
-            object.__setattr__(self, "_native", native)  # no field: trees do not have it
-        return native
+        made = make()
+        if not isinstance(made.values, jax.core.Tracer):
+            object.__setattr__(self, name, made)  # no field: trees do not have it
+        return made
 
     def fragments(self) -> Self:
         """`native` with integers in the order in which Hopper's kernel reads them fastest.
@@ -125,19 +136,29 @@ class QTensor:
         """`native` with zero points subtracted from the values, which are then int8.
 
         It is for kernels without zero points. It is exact, as differences of 4-bit numbers are
-        -15 to 15, and takes twice the bytes.
+        -15 to 15, and takes twice the bytes. Arrays are converted once, as by `native`.
 
         Raises:
-            ValueError: 8-bit values, whose differences may not fit 8 bits.
+            ValueError: 8-bit values, whose differences may not fit 8 bits; or zero points that
+                are no integers of -16 to 16. (Under `jax.jit` they are not known.)
         """
         if self.zeros_EFG is None:
             return self.native()
         if self.bits == 8:
-            raise ValueError(
-                "w has 8 bits and zero points, which this kernel does not subtract; expected "
-                "4 bits, or zeros_EFG=None: use implementation='reference', or "
-                "quantize(dequantize(w), 8)"
-            )
+            raise ValueError(ZEROS_OF_8_BITS)
+        return self._kept("_without_zeros", self._subtracted)
+
+    def _subtracted(self) -> Self:
+        if not isinstance(self.zeros_EFG, jax.core.Tracer):
+            zeros_EFG = np.asarray(self.zeros_EFG)
+            is_known_EFG = (np.abs(zeros_EFG) <= 16) & (zeros_EFG == np.round(zeros_EFG))
+            if not is_known_EFG.all():
+                e, f, g = np.argwhere(~is_known_EFG)[0]
+                raise ValueError(
+                    f"zeros_EFG[{e}, {f}, {g}]={zeros_EFG[e, f, g]}, which this kernel cannot "
+                    "subtract from integers; expected integers of -16 to 16: use "
+                    "implementation='reference', or quantize(dequantize(w), 8)"
+                )
         native = self.native()
         E, F, D = native.values.shape
         zeros_EFG1 = jnp.asarray(self.zeros_EFG, jnp.int8)[..., None]

@@ -252,8 +252,8 @@ def _best_clip(relative_FGC, largest):
             jnp.where(is_better_FG1, ratio, best_ratio_FG1),
         ), None
 
-    shape = (*relative_FGC.shape[:-1], 1)
-    start = jnp.full(shape, jnp.inf), jnp.ones(shape)
+    one_FG1 = jnp.ones((*relative_FGC.shape[:-1], 1), jnp.float32)
+    start = jnp.inf * one_FG1, one_FG1
     (_, ratio_FG1), _ = jax.lax.scan(attempt, start, jnp.array(CLIP_RATIOS, jnp.float32))
     return ratio_FG1
 

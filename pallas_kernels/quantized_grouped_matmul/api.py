@@ -17,6 +17,7 @@ from pallas_kernels.implementations import REFERENCE, choose, warn_once
 from pallas_kernels.operands import check_quantized, check_tiling
 from pallas_kernels.quantization.qtensor import QTensor
 from pallas_kernels.quantization.quantize import VALUES_OF_8_BITS, name_of, quantize_rows
+from pallas_kernels.sorted_rows import in_32_bits
 from pallas_kernels.tiling.tuned import tuned_tiling
 
 
@@ -85,7 +86,7 @@ def quantized_grouped_matmul(
     module = choose(
         "quantized_grouped_matmul",
         implementation,
-        (x_RD.dtype, w.bits, R, D, F, E, w.group_size),
+        (x_RD.dtype, w.bits, R, D, F, E, w.group_size, w.zeros_EFG is not None),
         interpret=interpret,
     )
     check_tiling(tiling, module)
@@ -116,17 +117,17 @@ def _weights_of(module: ModuleType, w: QTensor) -> QTensor:
     is_reference = module.__name__.endswith(f".{REFERENCE}")
     form = getattr(module, "FORM", "native")
     is_other = w.bits == 4 and not is_reference and w.is_packed != (form == "packed")
-    if (is_other or w.is_fragments) and isinstance(w.values, jax.core.Tracer):
+    has_zeros = w.zeros_EFG is not None and module.__name__.endswith((".gpu", ".triton"))
+    if (is_other or has_zeros or w.is_fragments) and isinstance(w.values, jax.core.Tracer):
+        made = f"without_zeros().{form}" if has_zeros else form
         warn_once(
             "quantized_grouped_matmul gets integers in a compiled program that are not as its "
-            f"kernel reads them, and converts them whenever it runs: give it w.{form}(), made "
+            f"kernel reads them, and converts them whenever it runs: give it w.{made}(), made "
             "once"
         )
     if is_reference:
         return w.native() if w.is_fragments else w
-    if w.zeros_EFG is not None and not module.__name__.endswith(".tpu"):
-        w = w.without_zeros()
-    return getattr(w, form)()
+    return getattr(w.without_zeros() if has_zeros else w, form)()
 
 
 def _checked_row_dtype(quantize_rows_to, w: QTensor) -> str:
@@ -150,6 +151,7 @@ def _quantized_rows(module: ModuleType, x_RD, dtype: str):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@in_32_bits
 def _without_gradient(
     module: ModuleType,
     options,

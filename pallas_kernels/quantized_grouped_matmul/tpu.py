@@ -20,11 +20,19 @@ from pallas_kernels.tiling.tpu import LANES, Problem, Tiling
 
 
 def refusal(
-    x_dtype, bits: int, R: int, D: int, F: int, E: int, group_size: int | None
+    x_dtype,
+    bits: int,
+    R: int,
+    D: int,
+    F: int,
+    E: int,
+    group_size: int | None,
+    has_zeros: bool = False,
 ) -> str | None:
     """The reason why the kernel cannot multiply these, and what to do; None if it can.
 
-    Any sizes will do but for the groups of channels that share a scale.
+    Any sizes will do but for the groups of channels that share a scale: they are a multiple of
+    128, and so few that blocks of whole groups fit. It takes zero points.
     """
     if reason := plain.refusal(x_dtype, x_dtype, R, D, F, E):
         return reason
@@ -35,6 +43,10 @@ def refusal(
             f"w has group_size={group_size}; expected a multiple of {LANES} that divides "
             f"D={D}: use one, or one scale a channel, or implementation='reference'"
         )
+    try:
+        candidates(R, D, F, E, x_dtype, bits, group_size)
+    except ValueError as error:
+        return str(error)
     return None
 
 

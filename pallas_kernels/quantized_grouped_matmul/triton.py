@@ -23,7 +23,7 @@ from pallas_kernels.quantization.magic_numbers import (
     int8_to_float16,
     nibbles_to_float,
 )
-from pallas_kernels.quantization.qtensor import FLOAT8
+from pallas_kernels.quantization.qtensor import FLOAT8, ZEROS_OF_8_BITS
 from pallas_kernels.tiling import triton as tilings
 from pallas_kernels.tiling.triton import SMALLEST, Tiling
 
@@ -34,9 +34,18 @@ _MOST_BYTES = 2**31
 
 
 def refusal(
-    x_dtype, bits: int, R: int, D: int, F: int, E: int, group_size: int | None = None
+    x_dtype,
+    bits: int,
+    R: int,
+    D: int,
+    F: int,
+    E: int,
+    group_size: int | None = None,
+    has_zeros: bool = False,
 ) -> str | None:
     """The reason why the kernel cannot run with these, and what to do; None if it can."""
+    if has_zeros and bits == 8:
+        return ZEROS_OF_8_BITS
     if reason := plain.refusal(x_dtype, x_dtype, R, D, F, E):
         return reason
     if bits not in (4, 8) or D * bits % 8:
@@ -55,11 +64,18 @@ def refusal(
 
 
 def candidates(
-    R: int, D: int, F: int, E: int, bits: int, dtype=jnp.bfloat16, group_size: int | None = None
+    R: int,
+    D: int,
+    F: int,
+    E: int,
+    bits: int,
+    dtype=jnp.bfloat16,
+    group_size: int | None = None,
+    num_matrices: int = 1,
 ) -> list[Tiling]:
     """Tilings worth a measurement, the default first."""
     group_size = group_size or D
-    found = tilings.candidates(R, E, dtype)
+    found = tilings.candidates(R, E, dtype, num_matrices)
     return [each for each in found if group_size == D or group_size % each.depth == 0]
 
 
@@ -97,7 +113,7 @@ def forward(
     if is_float8:
         matrices = [(jax.lax.bitcast_convert_type(q, jnp.int8), scale) for q, scale in matrices]
     if tiling is None:
-        fitting = candidates(R, D, F, E, bits, x_RD.dtype, group_size)
+        fitting = candidates(R, D, F, E, bits, x_RD.dtype, group_size, len(matrices))
         tiling = (fitting or [Tiling(SMALLEST, 64, 2 * SMALLEST)])[0]
     if G > 1 and group_size % tiling.depth:
         raise ValueError(

@@ -198,15 +198,20 @@ def candidates_around(
 
 
 def with_parts(tiling: Tiling, D: int, x_dtype, w_dtype, num_matrices: int = 1) -> Tiling:
-    """The tiling with D in parts, whose sums leave the kernel as float32.
+    """The tiling with D in parts, as few as can be, whose sums leave the kernel as float32.
 
-    D is a multiple of 64 above it.
+    D is a multiple of 64 above it. Steps are shorter where that makes fewer parts.
     """
     if tiling.splits > 1:
         return tiling
-    tile_k = tiling.tile_k if tiling.tile_k < D else 64
-    steps = D // tile_k
-    splits = next(parts for parts in range(2, steps + 1) if steps % parts == 0)
+
+    def least_parts(tile_k: int) -> int:
+        steps = D // tile_k
+        return next(parts for parts in range(2, steps + 1) if steps % parts == 0)
+
+    depths = [k for k in (512, 256, 128, 64) if k <= tiling.tile_k and k < D and D % k == 0]
+    tile_k = min(depths, key=least_parts)
+    splits = least_parts(tile_k)
     tiling = dataclasses.replace(tiling, tile_m=64, tile_k=tile_k, splits=splits)
     return fitted(tiling, x_dtype, w_dtype, tiling.stages, num_matrices=num_matrices)
 

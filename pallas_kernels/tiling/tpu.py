@@ -223,9 +223,10 @@ def _columns(size: int) -> list[int]:
 def _depths(problem: Problem) -> list[int]:
     """All of D, or pieces of it; without a remainder unless D has no such pieces."""
     D, unit = problem.D, max(problem.group_size or 1, LANES)
-    pieces = [
-        piece for piece in (4096, 2048, 1024, 512, 256) if piece < D and piece % unit == 0
-    ]
+    powers = 4096, 2048, 1024, 512, 256
+    pieces = [piece for piece in powers if piece < D and piece % unit == 0]
+    if not pieces:  # of groups that divide none of these
+        pieces = [unit * n for n in (8, 4, 2, 1) if unit * n <= min(D - 1, max(powers))]
     return [D, *([piece for piece in pieces if D % piece == 0] or pieces)]
 
 

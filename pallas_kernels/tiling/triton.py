@@ -61,9 +61,10 @@ def default_tiling(R: int, E: int, dtype, num_matrices: int = 1) -> Tiling:
     return Tiling(rows, 128 // num_matrices, 32, warps=4 if rows == 64 else 8)
 
 
-def candidates(R: int, E: int, dtype) -> list[Tiling]:
+def candidates(R: int, E: int, dtype, num_matrices: int = 1) -> list[Tiling]:
     """Tilings worth a measurement, the default first."""
-    first = default_tiling(R, E, dtype)
-    sizes = itertools.product((64, 128), (32, 64), (4, 8), (2, 4))
+    first = default_tiling(R, E, dtype, num_matrices)
+    features = (64 // num_matrices, 128 // num_matrices)
+    sizes = itertools.product(features, (32, 64), (4, 8), (2, 4))
     others = [Tiling(first.rows, *each) for each in sizes]
     return [first, *(each for each in others if each != first)]

@@ -178,7 +178,8 @@ def quantized_base(params: dict, spec: LoRASpec, platform: str | None = None) ->
         f"LoRASpec.bits={spec.bits} of a model without experts, whose matrices alone are "
         "quantized; use bits=None, or a sparse model",
     )
-    form = form_of_int4(platform or jax.default_backend())
+    form = form_of_int4(platform)
+    form = "native" if form == "fragments" else form  # results of float32 are made of parts
 
     def as_read(w_EDF):
         return getattr(quantize(w_EDF, spec.bits, group_size=spec.group_size), form)()

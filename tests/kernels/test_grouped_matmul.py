@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import grouped_matmul
+from pallas_kernels import grouped_matmul, quantize, quantized_grouped_matmul
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.grouped_matmul.reference import Tiling
 from tests.cases import slow
@@ -309,6 +309,45 @@ def passes_by_loops(x_RD, w_EDF, dy_RF, sizes_E):
         loops.product(dy_RF, np.swapaxes(w_EDF, 1, 2), sizes_E),
         loops.weight_gradient(x_RD, dy_RF, sizes_E),
     )
+
+
+@pytest.mark.parametrize("implementation", ["reference", "tpu", "triton"])
+def test_64_bits_of_jax_change_nothing(implementation):
+    x_RD, w_EDF, _ = loops.operands(GROUPS["uneven"], D, F)
+    sizes_E = np.array(GROUPS["uneven"])  # int64
+    named = {"implementation": implementation}
+    named |= {"interpret": True} if implementation != "reference" else {}
+
+    def loss(x_RD, w_EDF):
+        return jnp.sum(grouped_matmul(x_RD, w_EDF, sizes_E, activation="silu", **named))
+
+    gradient = jax.grad(loss, (0, 1))
+    want = jax.make_jaxpr(gradient)(x_RD, w_EDF)
+    with jax.enable_x64(True):
+        assert jax.make_jaxpr(gradient)(x_RD, w_EDF).out_avals == want.out_avals
+        q = quantize(w_EDF, 4)
+        q.check()
+        product = functools.partial(quantized_grouped_matmul, **named)
+        assert jax.eval_shape(product, x_RD, q, sizes_E).dtype == jnp.float32
+        if implementation == "reference":
+            found = jax.jit(gradient)(x_RD, w_EDF)
+            assert_close(found, gradient(x_RD, w_EDF), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_ragged_dot_does_not_round_float32(dtype):
+    operands = loops.operands(GROUPS["uneven"], D, F)
+    x_RD, w_EDF, dy_RF = (jnp.array(each, dtype) for each in operands)
+    sizes_E = sizes_of("uneven")
+    precision = "HIGHEST" if dtype == jnp.float32 else "DEFAULT"
+    for product in (
+        lambda: reference.forward(x_RD, w_EDF, sizes_E),
+        lambda: reference.weight_gradient(x_RD, dy_RF, sizes_E, out_dtype=dtype),
+    ):
+        for platform in ("tpu", "cuda"):
+            text = jax.jit(product).trace().lower(lowering_platforms=(platform,)).as_text()
+            [line] = [each for each in text.splitlines() if '"chlo.ragged_dot"' in each]
+            assert line.count(f"<precision {precision}>") == 2
 
 
 @pytest.mark.parametrize("groups", GROUPS)

@@ -7,6 +7,7 @@ GPTQModel's linear layers, value by value.
 
 import dataclasses
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dequantize, from_awq, from_gptq, quantized_grouped_matmul
-from pallas_kernels.quantized_grouped_matmul import tpu
+from pallas_kernels.quantized_grouped_matmul import api, tpu
 from pallas_kernels.tiling.tpu import Tiling
 from tests.cases import slow
 from tests.kernels import loops
@@ -176,3 +177,31 @@ def test_zero_points_are_checked():
     eight, _ = gptq(8, "gptq_v2")
     with pytest.raises(ValueError, match="8 bits and zero points.*expected 4 bits.*use impl"):
         eight.without_zeros()
+
+
+@pytest.mark.parametrize("zero", [0.5, -200.0, np.nan])
+def test_zero_points_that_integers_do_not_hold_are_not_subtracted(zero):
+    q, _ = awq()
+    zeros_EFG = np.array(q.zeros_EFG)
+    zeros_EFG[1, 2, 0] = zero
+    said = rf"zeros_EFG\[1, 2, 0\]={zero}.*expected integers of -16 to 16"
+    with pytest.raises(ValueError, match=said):
+        dataclasses.replace(q, zeros_EFG=zeros_EFG).without_zeros()
+
+
+@pytest.mark.parametrize("name", ["gpu", "triton"])
+def test_zero_points_of_a_compiled_program_are_subtracted_with_a_warning(name):
+    q, _ = awq()
+    module = importlib.import_module(f"pallas_kernels.quantized_grouped_matmul.{name}")
+    form = getattr(q, getattr(module, "FORM", "native"))()
+    with pytest.warns(UserWarning, match=r"give it w\.without_zeros\(\)"):
+        jax.make_jaxpr(lambda w: api._weights_of(module, w))(form)
+    assert q.without_zeros() is q.without_zeros()  # made once
+
+
+@pytest.mark.parametrize("name", ["gpu", "triton"])
+def test_kernels_refuse_zero_points_of_8_bits(name):
+    module = importlib.import_module(f"pallas_kernels.quantized_grouped_matmul.{name}")
+    operands = (jnp.bfloat16, 8, 64, 128, 128, 4, None)
+    assert module.refusal(*operands) is None
+    assert "8 bits and zero points" in module.refusal(*operands, has_zeros=True)

@@ -89,3 +89,20 @@ def test_weights_are_multiplied_in_the_dtype_of_the_rows():
     np.testing.assert_array_equal(
         np.float32(y_RF), np.float32(grouped_matmul(x_RD, w_EDF.astype(x_RD.dtype), sizes_E))
     )
+
+
+def test_sums_are_rounded_once_after_the_epilogue():
+    # 64 products of 40 * 40 are more than float16 holds; times the gate they are not.
+    x_RD, w_EDF = jnp.full((3, 64), 40, jnp.float16), jnp.full((2, 64, F), 40, jnp.float16)
+    options = {"gate_R": jnp.full(3, 1e-3, jnp.float32), "activation": "silu"}
+    y_RF = separate_matmul(x_RD, SeparateMatrices.of(w_EDF), jnp.array([2, 1]), **options)
+    np.testing.assert_allclose(np.float32(y_RF), 64 * 40 * 40 * 1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int64"])
+def test_sizes_of_any_integers(dtype):
+    sizes_E = np.array([120, 100], dtype)  # 120 and a tile are more than int8 holds
+    x_RD, w_EDF = np.ones((260, D), np.float32), np.ones((2, D, F), np.float32)
+    with jax.enable_x64(dtype == "int64"):
+        y_RF = separate_matmul(jnp.array(x_RD), SeparateMatrices.of(w_EDF), jnp.array(sizes_E))
+    np.testing.assert_array_equal(y_RF, loops.product(x_RD, w_EDF, [120, 100]))

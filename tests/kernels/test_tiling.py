@@ -10,7 +10,8 @@ from pallas_kernels.grouped_matmul import gpu as plain_gpu
 from pallas_kernels.grouped_matmul import gpu_weight_gradient
 from pallas_kernels.quantized_grouped_matmul import gpu as quantized_gpu
 from pallas_kernels.quantized_grouped_matmul import tpu as quantized_tpu
-from pallas_kernels.tiling import gpu
+from pallas_kernels.quantized_grouped_matmul import triton as quantized_triton
+from pallas_kernels.tiling import gpu, triton
 from pallas_kernels.tiling.gpu import SHARED_BYTES, checked, fitted, shared_bytes
 from pallas_kernels.tiling.tpu import (
     Problem,
@@ -147,6 +148,15 @@ def test_a_kernel_takes_no_more_memory_than_it_needs():
         assert vmem_limit_bytes(decoding(1024, 4096), tiling) < 16 * MIB
 
 
+def test_groups_that_divide_no_power_of_two_are_cut_between_them():
+    with described_tpu("TPU v5 lite"):
+        found = quantized_tpu.candidates(64, 18432, 4096, 8, "bfloat16", 8, 384)
+        assert found and all(tiling.block_D % 384 == 0 for tiling in found)
+        # Of a group of which not even one fits, the kernel says so before it is chosen.
+        refused = quantized_tpu.refusal("bfloat16", 8, 64, 1 << 23, 4096, 8, 1 << 22)
+        assert "fit" in refused and "use the reference" in refused
+
+
 def test_pieces_of_the_contraction_hold_whole_groups():
     tilings = quantized_tpu.candidates(64, 8192, 8192, 8, "bfloat16", 8, 1024)
     assert {tiling.block_D for tiling in tilings} >= {1024, 2048}
@@ -226,9 +236,24 @@ def test_warpgroups_have_128_features_where_that_halves_the_tiles_of_an_sm():
     assert [width(R, 4096, 32, group_size=128) for R in (256, 1024)] == [128, 64]
 
 
+def test_wide_results_are_sums_of_two_parts_where_steps_can_be_even():
+    tiling = dataclasses.replace(GOOD, tile_k=128)
+    for D, tile_k, splits in ((1024, 128, 2), (1408, 64, 2), (1152, 64, 2), (704, 64, 11)):
+        found = gpu.with_parts(tiling, D, jnp.bfloat16, jnp.bfloat16)
+        assert (found.tile_k, found.splits) == (tile_k, splits)
+
+
 def test_default_tiles_are_no_wider_than_the_gradient():
     widths = [gpu_weight_gradient.default_tiling(1024, F).tile_n for F in (64, 128, 192, 4096)]
     assert widths == [64, 128, 128, 256]
+
+
+def test_triton_has_half_the_features_of_two_matrices():
+    for found in (
+        lambda n: triton.candidates(8192, 32, jnp.bfloat16, n),
+        lambda n: quantized_triton.candidates(8192, 512, 512, 32, 8, num_matrices=n),
+    ):
+        assert [found(n)[0].features for n in (1, 2)] == [128, 64]
 
 
 @pytest.mark.parametrize("R", [1, 32, 256, 8192])

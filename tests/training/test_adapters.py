@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dequantize, quantize
+from pallas_kernels import dequantize, implementations, quantize
+from pallas_kernels.implementations import Device
 from switchx import tree
 from switchx.checkpoint.adapter_run import AdapterRecord
 from switchx.checkpoint.averaging import moving_average
@@ -25,6 +26,7 @@ from switchx.checkpoint.run_folder import RunFolder
 from switchx.checkpoint.verify import checkpoint_faults
 from switchx.cli.main import main
 from switchx.compiled.workload import workload_of
+from switchx.inference.quantize import is_quantized
 from switchx.layers.adapted_weight import AdaptedWeight, adapter_dims
 from switchx.layers.dense import times
 from switchx.models.adapters import (
@@ -249,6 +251,25 @@ KINDS = {
 }
 CELLS = [(mesh, "each", parts) for mesh in MESHES for parts in (1, 2)]
 CELLS += [(mesh, kind, 1) for mesh in ("all", "fsdp") for kind in KINDS if kind != "each"]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        (Device("cuda", "NVIDIA H200", "9.0"), jnp.int4),  # not in the order of its registers
+        (Device("cuda", "NVIDIA A100-SXM4-80GB", "8.0"), jnp.uint8),
+        (Device("tpu", "TPU v5 lite", None), jnp.int4),
+        (Device("cpu", "cpu", None), jnp.uint8),
+    ],
+)
+def test_a_base_of_4_bits_is_as_the_kernel_in_use_reads_it(monkeypatch, device, dtype):
+    monkeypatch.setattr(implementations, "current_device", lambda: device)
+    base = quantized_base(make_params(SPARSE), dataclasses.replace(NO_BASE, bits=4))
+    leaves = jax.tree.leaves(base, is_leaf=is_quantized)
+    found = [each for each in leaves if is_quantized(each)]
+    assert {(each.values.dtype, each.is_fragments) for each in found} == {
+        (jnp.dtype(dtype), False)
+    }
 
 
 @pytest.mark.slow  # two programs each; `switchx check equivalence` has a layer on every mesh
