@@ -83,7 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
     shapes = Shapes(arguments.batch_size, arguments.input_length)
     where = devices.mesh_spec(arguments), devices.compiler_options(arguments)
     model = api.load(arguments.model_dir, arguments.step, task=arguments.task)
-    decoding = model.decoding_config(**shared.options_of(arguments, DecodingConfig))
+    # An export has no texts, and so none of a model's own that end one.
+    decoding = model.decoding_config(stop=(), **shared.options_of(arguments, DecodingConfig))
     content, num_bytes = export_model(
         output,
         model.config,

@@ -306,16 +306,27 @@ _WAY = (
     "num_return_sequences",
     "prompt_lookup_num_tokens",
 )
+# What drafts are not for.
+_WITHOUT_DRAFTS = (
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "forced_prefix",
+    "logprobs",
+    "stop",
+)
 
 
 def with_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a `DecodingConfig`: what is asked for, and else a model's own defaults.
 
     Who asks for beams or a temperature gets nothing of the model's way to choose tokens, and
-    who asks for few new tokens no more of the model's least number.
+    who asks for few new tokens no more of the model's least number. A model's own drafts and
+    stop strings give way to what they are not for.
     """
-    is_chosen = "beam_size" in asked or "temperature" in asked
-    kept = {n: value for n, value in defaults.items() if not (is_chosen and n in _WAY)}
+    left_out = {*(_WAY if {"beam_size", "temperature"} & asked.keys() else ())}
+    left_out |= {"prompt_lookup_num_tokens"} if {*_WITHOUT_DRAFTS} & asked.keys() else set()
+    left_out |= {"stop"} if asked.get("beam_size", 1) != 1 else set()
+    kept = {name: value for name, value in defaults.items() if name not in left_out}
     most, least = asked.get("max_new_tokens"), kept.get("min_new_tokens")
     if isinstance(most, int) and least is not None:
         kept["min_new_tokens"] = min(least, max(most, 0))

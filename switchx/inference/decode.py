@@ -244,7 +244,8 @@ def step_logits(model, decoding: DecodingProgram, state: Decoding, positions: tu
     )
     x_BLD = constrain(model.embedding.embed(state.token_BL, position_BL), "BLD")
     x_BLD, stats, cache = model.decoder.extend(x_BLD, inputs, state.cache)
-    return constrain(model.embedding.logits(x_BLD), "BLV"), stats, cache
+    logits_BLV = constrain(model.embedding.logits(x_BLD), "BLV")
+    return logits_BLV.astype(jnp.float32), stats, cache  # as `score` has them
 
 
 def position_terms(model, decoding: DecodingProgram, prompt_length: int) -> tuple:

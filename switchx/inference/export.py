@@ -264,11 +264,12 @@ def _export(config: ModelConfig, params, decoding, shapes: Shapes, target: Targe
         "prefill": _lowered(first, inputs, weights, target, devices),
         "step": _lowered(step, state, weights, target, devices),
     }
-    text = programs["step"]["program"].mlir_module()
+    texts = [each["program"].mlir_module() for each in programs.values()]
+    calls = [f"custom_call @{call}" for call in UNSTABLE_CALLS]
     return {
         "device_kind": target.kind,
         "compiler_options": target.compiler.for_decoding(target.platform, target.kind),
-        "needs_same_jax": any(f"custom_call @{call}" in text for call in UNSTABLE_CALLS),
+        "needs_same_jax": any(call in text for text in texts for call in calls),
         "weights": bound.described(),
         **programs,
     }

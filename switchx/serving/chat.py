@@ -7,6 +7,7 @@ messages are texts: one that the tokenizer would take for a special token is ref
 would end a turn, or begin another.
 """
 
+import dataclasses
 import datetime
 import functools
 import json
@@ -19,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from switchx.api import Model
 from switchx.data.tokenizers import Vocabulary
+from switchx.inference.generate import positions_needed
 from switchx.serving.completions import FIELDS, CompletionForm, CompletionRequest, data_of
 from switchx.serving.limits import Limits
 from switchx.serving.requests import Refusal, fields_of, shown, wrong
@@ -65,19 +67,25 @@ class ChatForm(CompletionForm):
                 )
         messages = _messages(values.pop("messages", None), self._model)
         most = [values.pop(name, None) for name in ("max_completion_tokens", "max_tokens")]
-        number = next((each for each in most if each is not None), limits.max_new_tokens)
-        most_name = "max_tokens" if most[0] is None else "max_completion_tokens"
         prompt = prompt_of_chat(self._model, messages)
+        number = next((each for each in most if each is not None), None)
+        number = self._room_behind(prompt, limits) if number is None else number
+        most_name = "max_completion_tokens" if most[1] is None else "max_tokens"
         try:
             return super().read(values | {"prompt": prompt, "max_tokens": number}, limits)
         except Refusal as refusal:
-            if refusal.field == "max_tokens":
-                message = refusal.message.replace(refusal.field, most_name, 1)
-                raise wrong(most_name, message) from None
-            if refusal.field != _PROMPT:
-                raise
-            message = refusal.message.replace(_PROMPT, "the conversation", 1)
-            raise wrong("messages", message) from None
+            fields = {"max_tokens": most_name, _PROMPT: "messages"}
+            message = refusal.message.replace("max_tokens", most_name)
+            message = message.replace(_PROMPT, "the conversation", 1)
+            field = fields.get(refusal.field, refusal.field)
+            raise dataclasses.replace(refusal, field=field, message=message) from None
+
+    def _room_behind(self, prompt: list[int], limits: Limits) -> int:
+        """The most new tokens of an answer, that the server gives and the model has places
+        for."""
+        config, most = self._model.config, limits.max_new_tokens
+        needed = positions_needed(config, len(self._model.prompt(prompt)), most)
+        return most if needed is None else max(1, most - max(0, needed - config.max_length))
 
     async def stream(self, wanted: CompletionRequest, events: Events) -> AsyncIterator[bytes]:
         """A chunk that says who speaks, and then those of a completion."""
@@ -126,7 +134,11 @@ def prompt_of_chat(model: Model, messages: list[dict[str, str]]) -> list[int]:
     try:
         template = compiled_template(vocabulary.chat_template)
         text = template.render(
-            messages=messages, add_generation_prompt=True, **vocabulary.special_texts
+            messages=messages,
+            tools=None,
+            documents=None,
+            add_generation_prompt=True,
+            **vocabulary.special_texts,
         )
     except (jinja2.TemplateError, ValueError, TypeError) as error:
         raise wrong("messages", f"the chat template: {str(error)[:300]}") from None

@@ -139,6 +139,13 @@ class CompletionForm:
         if self._model.vocabulary is None:
             raise wrong(None, "the model came without a vocabulary; use /v1/generate")
         values = fields_of(values, FIELDS)
+        try:
+            return self._read(values, limits)
+        except Refusal as refusal:  # in the words of these routes
+            message = refusal.message.replace("max_new_tokens", "max_tokens")
+            raise dataclasses.replace(refusal, message=message) from None
+
+    def _read(self, values: dict[str, Any], limits: Limits) -> CompletionRequest:
         for name, (neutral, way_out) in UNSUPPORTED.items():
             value = values.get(name)
             if value is not None and not any(value == each for each in neutral):
@@ -146,14 +153,14 @@ class CompletionForm:
         if not isinstance(values.get("user", ""), str):
             raise wrong("user", f"user is {shown(values['user'])}; expected a text")
         is_streaming, has_echo = flag(values, "stream"), flag(values, "echo")
-        stops = tuple(_stops(values, self._model.decoding.get("stop", ())))
-        num_choices, num_rows = _numbers(values, limits.max_inputs, is_streaming=is_streaming)
         settings = _settings(values, limits)
-        if settings.get("beam_size", 1) > 1:
+        is_search = settings.get("beam_size", 1) > 1
+        stops = tuple(_stops(values, () if is_search else self._model.decoding.get("stop", ())))
+        num_choices, num_rows = _numbers(values, limits.max_inputs, is_streaming=is_streaming)
+        if is_search:
             if stops:
-                way_out = "leave it out" if values.get("stop") else "give an empty one"
-                what = f"is {shown(list(stops))} with beam_size above 1"
-                raise wrong("stop", f"stop {what}; a search is not stopped by texts: {way_out}")
+                what = f"stop is {shown(list(stops))} with beam_size above 1; a search is not"
+                raise wrong("stop", f"{what} stopped by texts: leave it out")
             num_rows, settings["num_return_sequences"] = 1, num_choices
         elif num_rows > num_choices and stops:
             settings.setdefault("logprobs", 0)  # of which the scores are made that are compared

@@ -107,8 +107,25 @@ class Limits:
         """Settings of a request that says nothing: a model's own, within the limits; a running
         batch drafts no tokens."""
         most = decoding.get("max_new_tokens", DecodingConfig.max_new_tokens)
-        own = {n: v for n, v in decoding.items() if n != "prompt_lookup_num_tokens"}
-        return with_defaults(own, {"max_new_tokens": min(most, self.max_new_tokens)})
+        asked = {"max_new_tokens": min(most, self.max_new_tokens)}
+        return with_defaults(decoding, asked | {"prompt_lookup_num_tokens": None})
+
+    def warm_up(self, decoding: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings whose programs are compiled unasked: the defaults, or where those are not
+        answered the first way of decoding that is."""
+        settings = self.defaults(decoding)
+        if self.refusal(DecodingConfig(**settings)) is None:
+            return settings
+        plain = {"beam_size": 1, "temperature": 0.0, "stop": (), "repetition_penalty": 1.0}
+        plain |= {"no_repeat_ngram_size": 0, "forced_prefix": (), "logprobs": None}
+        for name in self.allowed:
+            if name == "sample":
+                plain["temperature"] = 1.0
+            elif name.startswith("beam"):
+                plain["beam_size"] = int(name.removeprefix("beam"))
+            if name not in ("processors", "logprobs"):
+                break
+        return with_defaults(settings, plain)
 
     def answer_length(self, new_tokens: int) -> int:
         """New tokens of the compiled program for answers of so many."""

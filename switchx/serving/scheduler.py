@@ -282,7 +282,7 @@ class Worker(threading.Thread):
         """
         limits = self._limits
         lengths = [length for length in PROMPT_LENGTHS if length <= limits.warm_up_tokens]
-        settings = self._model.decoding_config(**limits.defaults(self._model.decoding))
+        settings = self._model.decoding_config(**limits.warm_up(self._model.decoding))
         groups = [Group.of([0] * length, settings, limits) for length in lengths]
         if groups:  # nothing is compiled ahead with warm_up_tokens=0
             groups = list(dict.fromkeys((*self._asked_before, *groups)))

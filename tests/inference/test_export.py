@@ -14,6 +14,7 @@ from safetensors import safe_open
 from switchx import tree
 from switchx.inference.export import DEVICE_KINDS, Shapes, Target
 from switchx.models.config import ModelConfig, Precision, SwitchConfig
+from switchx.models.params import init_params
 from tests.cases import slow_unless
 from tests.data.refusals import refused
 from tests.inference import exports
@@ -85,10 +86,19 @@ def test_what_goes_in_and_out_is_described(for_accelerators):
 
 def test_float32_for_gpus_needs_the_jax_that_made_it(tmp_path):
     """Its products are Triton's kernels, which JAX may change."""
-    manifest = export(tmp_path / "m", trained(), ("cuda",))
-    assert manifest["programs"]["cuda"]["needs_same_jax"]
-    text = program(tmp_path / "m", manifest, "cuda", "step").mlir_module()
-    assert "custom_call @__gpu$xla.gpu.triton" in text
+    config, params = trained()
+    in_encoder = dataclasses.replace(config.switch, stacks="encoder")
+    in_encoder = dataclasses.replace(config, switch=in_encoder)
+    for model, places in (
+        ((config, params), ["prefill", "step"]),
+        ((in_encoder, init_params(in_encoder, jax.random.key(0))), ["prefill"]),
+    ):
+        manifest = export(folder := tmp_path / str(len(places)), model, ("cuda",))
+        assert manifest["programs"]["cuda"]["needs_same_jax"]
+        texts = {n: program(folder, manifest, "cuda", n) for n in ("prefill", "step")}
+        texts = {name: each.mlir_module() for name, each in texts.items()}
+        call = "custom_call @__gpu$xla.gpu.triton"
+        assert [name for name, text in texts.items() if call in text] == places
 
 
 def test_weights_are_stored_packed_and_the_manifest_says_what_made_them(for_accelerators):

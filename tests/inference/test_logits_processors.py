@@ -18,6 +18,7 @@ from switchx.inference.generate import Generator, text_of
 from switchx.inference.programs import COMPILATIONS
 from switchx.inference.rows import Rows, RowSettings
 from switchx.inference.running_batch import RunningBatch
+from switchx.inference.score import Scorer
 from tests.cases import slow
 from tests.inference import beam_oracle, tiny
 from tests.inference.tiny import assert_same_texts, tokens, written
@@ -198,6 +199,18 @@ def test_log_probabilities_are_those_of_the_score(settings):
             assert next(iter(top)) == token or not is_greedy
         assert said.with_logprobs(0).top_logprobs is None
         assert said.with_logprobs(None).token_logprobs is None
+
+
+def test_scores_are_float32_where_logits_are_rounded():
+    config, params = tiny.model()
+    precision = dataclasses.replace(config.precision, logits="bfloat16")
+    config = dataclasses.replace(config, precision=precision)
+    decoding = DecodingConfig(16, logprobs=0, eos_id=NEVER_ENDS)
+    [[said, *_]] = written(Generator(config, params, decoding), INPUTS[:1])
+    rounded = np.asarray(said.token_logprobs, jnp.bfloat16).astype(np.float32)
+    assert np.mean(rounded == np.float32(said.token_logprobs)) < 0.5
+    [(_, score)] = Scorer(config, params, start_id=decoding.start_id)([(INPUTS[0], said.tokens)])
+    assert sum(said.token_logprobs) == pytest.approx(score.log_likelihood, abs=1e-4)
 
 
 @pytest.mark.slow  # by default tests/serving asks for samples

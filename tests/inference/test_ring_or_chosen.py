@@ -14,6 +14,7 @@ from switchx.hardware.spec import load_hardware
 from switchx.inference.config import ExpertSlots
 from switchx.inference.offload.ring_decode import RingExperts
 from switchx.inference.offload.ring_or_chosen import RingOrChosen, outside_of_device
+from switchx.models.params import init_params
 from tests.data.refusals import refused
 from tests.inference.ring_models import MODEL, E, L, T, model, resident, written
 from tests.inference.tiny import trained
@@ -108,6 +109,17 @@ def test_host_memory_has_experts_once():
     assert alive() - before == dense + streamed + kept + streamed // E
     # An array of JAX may be the memory of an array of NumPy; beside it there is none.
     assert sum(trace.size for trace in traces) <= 1.1 * streamed
+
+
+def test_a_call_may_meet_no_switch_layer():
+    """Steps of a dense decoder move no experts."""
+    switch = dataclasses.replace(MODEL.switch, stacks="encoder")
+    config = dataclasses.replace(MODEL, switch=switch)
+    params = init_params(config, jax.random.key(0))
+    asked = ExpertSlots(2, ring_slots=3)
+    experts = RingOrChosen(RingExperts(config, params, 3), asked, hardware(2.0))
+    assert written(experts.config, experts.params, 1, experts) == written(config, params, 1)
+    assert experts.traffic.calls_streamed == 1
 
 
 def test_a_row_of_the_stack_is_the_expert():

@@ -12,7 +12,7 @@ from switchx.data.tasks import TextFormat
 from switchx.models.config import ModelConfig
 from switchx.models.params import init_params
 from switchx.serving.app import make_app
-from switchx.serving.chat import prompt_of_chat
+from switchx.serving.chat import ChatForm, prompt_of_chat
 from switchx.serving.models import Models
 from switchx.serving.requests import Refusal
 from tests.data.tokenizer_files import tokenizer_folder
@@ -82,6 +82,25 @@ def test_a_conversation_is_the_template_s_text_with_special_tokens_as_ids(model)
     ids = prompt_of_chat(model, TALK)
     assert ids == model.vocabulary.encode_special(TEXT)
     assert ids.count(model.vocabulary.encode_special("<|im_start|>")[0]) == 3
+
+
+def test_tools_and_documents_are_none_as_templates_expect(model, monkeypatch):
+    template = "{% if tools is none and documents is none %}plain{% else %}tools{% endif %}"
+    monkeypatch.setattr(type(model.vocabulary), "chat_template", template)
+    assert prompt_of_chat(model, TALK) == model.vocabulary.encode_special("plain")
+
+
+def test_an_answer_ends_where_the_model_has_no_more_places(model, monkeypatch):
+    prompt = prompt_of_chat(model, TALK)
+    most = len(model.prompt(prompt)) + 5
+    config = dataclasses.replace(model.config, positions="learned", max_length=most)
+    form = ChatForm(dataclasses.replace(model, config=config), "tiny", 8, None)
+    limits = dataclasses.replace(served.LIMITS, max_input_tokens=128, max_new_tokens=8)
+    assert form.read({"messages": TALK}, limits).settings.max_new_tokens == 5
+    message = "conversation needs .*lower max_completion_tokens"
+    with pytest.raises(Refusal, match=message) as said:
+        form.read({"messages": TALK, "max_completion_tokens": 6}, limits)
+    assert said.value.field == "messages"
 
 
 def test_the_start_that_a_template_writes_is_read_once(tmp_path):

@@ -422,9 +422,7 @@ def test_a_models_own_stop_gives_way_to_none():
     assert form.read({"prompt": "ab"}, served.LIMITS).stops == ("x",)
     assert form.read({"prompt": "ab", "stop": "y"}, served.LIMITS).stops == ("y",)
     assert form.read({"prompt": "ab", "stop": []}, served.LIMITS).stops == ()
-    with pytest.raises(Refusal, match="a search is not stopped by texts: give an empty one"):
-        form.read({"prompt": "ab", "beam_size": 2}, served.LIMITS)
-    assert not form.read({"prompt": "ab", "beam_size": 2, "stop": []}, served.LIMITS).stops
+    assert form.read({"prompt": "ab", "beam_size": 2}, served.LIMITS).stops == ()
 
 
 @pytest.mark.parametrize(
@@ -453,7 +451,8 @@ def test_a_models_own_stop_gives_way_to_none():
         ({"no_repeat_ngram_size": -2}, "no_repeat_ngram_size", "use 0 to"),
         ({"forced_prefix": "fr"}, "forced_prefix", "expected a list of token ids"),
         ({"forced_prefix": [384]}, "forced_prefix", "the vocabulary has 0 to 383"),
-        ({"forced_prefix": [5] * 9}, "forced_prefix", "use max_new_tokens=8 ids at most"),
+        ({"forced_prefix": [5] * 9}, "forced_prefix", "use max_tokens=8 ids at most"),
+        ({"min_new_tokens": 9}, "min_new_tokens", "use 0 to max_tokens=8"),
         ({"suffix": "x"}, "suffix", "texts are not completed in their middle"),
         ({"presence_penalty": 0.5}, "presence_penalty", "use repetition_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "logits have no biases"),

@@ -19,12 +19,13 @@ def test_sizes_of_compiled_programs_and_ways_of_decoding():
     limits = Limits(max_new_tokens=100)
     assert [limits.prompt_length(n) for n in (1, 16, 17, 1000)] == [16, 16, 32, 1024]
     assert [limits.answer_length(n) for n in (1, 16, 17, 65, 100)] == [16, 16, 64, 100, 100]
-    assert limits.defaults({}) == {"max_new_tokens": 64}
-    own = {"max_new_tokens": 90, "beam_size": 2}
-    assert Limits(max_new_tokens=8).defaults(own) == {"max_new_tokens": 8, "beam_size": 2}
-    # A model's least number gives way, and a running batch drafts nothing.
+    nothing = {"prompt_lookup_num_tokens": None}  # a running batch drafts nothing
+    assert limits.defaults({}) == nothing | {"max_new_tokens": 64}
+    own, few = {"max_new_tokens": 90, "beam_size": 2}, Limits(max_new_tokens=8)
+    assert few.defaults(own) == nothing | {"max_new_tokens": 8, "beam_size": 2}
+    # A model's least number gives way.
     own = {"min_new_tokens": 20, "max_new_tokens": 50, "prompt_lookup_num_tokens": 3}
-    assert Limits(max_new_tokens=8).defaults(own) == {"min_new_tokens": 8, "max_new_tokens": 8}
+    assert few.defaults(own) == nothing | {"min_new_tokens": 8, "max_new_tokens": 8}
     assert with_defaults(own, {"max_new_tokens": 5})["min_new_tokens"] == 5
     assert with_defaults(own, {"max_new_tokens": 5, "min_new_tokens": 9})["min_new_tokens"] == 9
     assert Limits(max_new_tokens=8).answer_length(3) == 8
@@ -38,6 +39,38 @@ def test_sizes_of_compiled_programs_and_ways_of_decoding():
     assert Limits().refusal(DecodingConfig(temperature=0.5)) is None
     with refused("there is no 'beam5'"):
         Limits(decodings="greedy,beam5")
+
+
+@pytest.mark.parametrize(
+    ("decodings", "own", "way"),
+    [
+        (None, {"beam_size": 3}, (3, False, False)),
+        ("greedy", {}, (1, False, False)),
+        ("sample", {}, (1, True, False)),
+        ("processors,beam2", {"stop": ("x",)}, (2, False, False)),
+        ("greedy", {"repetition_penalty": 2.0}, (1, False, False)),
+        ("greedy,processors", {"repetition_penalty": 2.0}, (1, False, True)),
+    ],
+)
+def test_what_is_compiled_unasked_is_answered(decodings, own, way):
+    limits = Limits(decodings=decodings)
+    found = DecodingConfig(**limits.warm_up(own))
+    assert limits.refusal(found) is None
+    assert (found.beam_size, found.is_sampling, found.has_processors) == way
+
+
+@pytest.mark.parametrize(
+    ("asked", "left"),
+    [
+        ({}, {"prompt_lookup_num_tokens": 3, "stop": ("x",)}),
+        ({"stop": ("y",)}, {"stop": ("y",)}),
+        ({"logprobs": 0}, {"stop": ("x",), "logprobs": 0}),
+        ({"beam_size": 2}, {"beam_size": 2}),
+        ({"temperature": 1.0}, {"temperature": 1.0, "stop": ("x",)}),
+    ],
+)
+def test_a_models_drafts_and_stops_give_way_to_what_they_are_not_for(asked, left):
+    assert with_defaults({"prompt_lookup_num_tokens": 3, "stop": ("x",)}, asked) == left
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import base64
 import colorsys
 import dataclasses
 import hashlib
+import json
 import os
 import pathlib
 import re
@@ -141,6 +142,34 @@ def test_tokens_and_their_experts_are_shown(page, address, tmp_path):
     assert page.value(f"{colours}.backgroundColor") == "rgb(24, 26, 27)"
     assert page.value(f"{colours}.color") == "rgb(221, 221, 221)"
     page.screenshot(folder / "phone.png")
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        ({"beam_size": 2, "num_return_sequences": 2}, 2),
+        ({"temperature": 1, "num_return_sequences": 3, "seed": 1}, 3),
+        ({"temperature": 1, "best_of": 3, "seed": 1}, 1),
+    ],
+)
+def test_every_answer_of_an_input_is_shown(page, address, settings, count):
+    page.wait_for("document.getElementById('state').textContent === 'ready'")
+    texts = served.TEXTS[:2]
+    page.value(f"document.getElementById('inputs').value = {json.dumps(chr(10).join(texts))}")
+    for name, value in settings.items():
+        page.value(f"document.getElementById('{name}').value = {json.dumps(str(value))}")
+    page.value("generate()")
+    page.wait_for(f"{STATUS}.endsWith(' tokens')")
+    status, body = served.post(address, {"inputs": texts} | settings)
+    assert status == 200
+    want = [
+        [each["text"].replace("\n", "\u21b5") for each in result.get("hypotheses", [result])]
+        for result in body["results"]
+    ]
+    assert all(len(each) == count for each in want)
+    shown = "[...document.querySelectorAll('article')].map((article) => "
+    shown += "[...article.querySelectorAll('.answer')].map((each) => each.textContent))"
+    assert page.value(shown) == want
 
 
 def test_keys_reach_everything_and_everything_has_a_name(page):

@@ -111,6 +111,8 @@ class RingOrChosen:
 
     def _is_streamed(self, rows: Sequence[tuple[int, int]]) -> bool:
         """Whether the formula streams whole layers, of the stack that reads the most tokens."""
+        if not rows:  # a call that meets no Switch layer
+            return False
         number, R = max(rows, key=lambda row: row[1])
         stack = self.config.sparse_layer_names[number].split()[0]
         tokens = R // self.config.switch.router.num_selected
