@@ -53,6 +53,11 @@ def test_devices_and_files_of_ones_own_are_found(tmp_path):
         "tpu7x",
         "v5e",
     ]
+    for kind in ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-80GB", "Tesla V100-SXM2-32GB"):
+        assert hardware_of(kind).name in ("a100", "v100")
+    for kind in ("NVIDIA A100-SXM4-40GB", "Tesla V100-SXM2-16GB", "NVIDIA H100 PCIe"):
+        with pytest.raises(ValueError, match=f"what a device '{kind}' can do; give --hardware"):
+            hardware_of(kind)
     path = _spec(tmp_path, memory=("num_bytes = 141e9", "num_bytes = 80e9"))
     hardware = load_hardware(str(path))
     assert (hardware.name, hardware.memory.num_bytes) == ("mine", 80e9)

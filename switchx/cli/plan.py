@@ -157,11 +157,18 @@ def _drops_of(record: str | None, workload):
 
     if record is None:
         return lambda layout: ({},)
-    opened, model = open_record(record), workload.model
+    model = workload.model
     if model.switch is None:
         raise ValueError(
             f"--record={record} with a dense model, which drops nothing; leave it out"
         )
+    if model.switch.router.overflow == "dropless" or model.switch.expert_capacity is not None:
+        has = "RouterConfig.overflow='dropless', which drops nothing"
+        if model.switch.router.overflow != "dropless":
+            has = f"SwitchConfig.expert_capacity={model.switch.expert_capacity}, which no "
+            has += "capacity factor decides"
+        raise ValueError(f"--record={record} with {has}; leave it out")
+    opened = open_record(record)
 
     @functools.cache
     def of_size(group_size: int):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import jax
 from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
 from pallas_kernels.aot import gpu_compiler, tpu_compiler
 from switchx.own_code import python_words
@@ -84,6 +85,15 @@ def describe_devices(topology: Topology) -> list:
         return gpu_compiler.described_gpus(topology.kind, topology.num_devices)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"topology {topology}: the compiler says: {error}") from error
+
+
+def described(mesh: Mesh) -> AbstractMesh:
+    """The mesh without its devices: of what they are."""
+    device = mesh.devices.flat[0]
+    kind = AbstractDevice(
+        device_kind=device.device_kind, num_cores=None, platform=device.platform
+    )
+    return mesh.abstract_mesh.update(abstract_device=kind)
 
 
 def require_mesh_fits(mesh: MeshSpec, topology: Topology) -> None:

@@ -16,6 +16,8 @@ from switchx.compiled.hlo import NO_SHARES, Instruction, parse
 
 # The FLOPs that a TPU kernel declares (`pl.CostEstimate`).
 _KERNEL = re.compile(r'"tpu_custom_call".*"cost_estimate":\{"flops":"(\d+)"')
+# Products of GPUs that say no FLOPs: Hopper's kernels, cuDNN's attention, cuBLAS.
+_UNCOUNTED = re.compile(r'custom_call_target="(mosaic_gpu|__cudnn|__cublas)')
 _WINDOW = (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
 
 
@@ -56,6 +58,11 @@ def matrix_flops(
 
     of_data_loop = None if trips is None else of_data_loop
     return round(parse(hlo).sum_of_run(own, shares=shares, of_data_loop=of_data_loop).total())
+
+
+def has_uncounted_products(hlo: str) -> bool:
+    """Whether a program has products that `matrix_flops` cannot see."""
+    return _UNCOUNTED.search(hlo) is not None
 
 
 def product_flops(each: Instruction) -> int:

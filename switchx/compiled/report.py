@@ -13,9 +13,14 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from switchx.compiled.training_step import CompiledStep, HostMemory
-from switchx.compiled.workload import layout_of, planned_storage, workload_of
+from switchx.compiled.workload import (
+    has_rules_of,
+    layout_of,
+    planned_storage,
+    workload_of,
+)
 from switchx.hardware.spec import load_hardware
-from switchx.models.flops import count_parameters
+from switchx.models.flops import count_parameters, slots_of_sequence
 from switchx.partitioning.topology import GENERATIONS, Topology
 from switchx.planner.search import predict
 from switchx.planner.step_comm import step_collectives
@@ -25,7 +30,7 @@ from switchx.training.job import TrainingJob
 
 # Of a row, what is in no table of names and values.
 SHOWN_APART = ("collectives", "planned_bytes_per_device", "way_out")
-# Slots over the capacity factor that rounding may add.
+# Slots over those that the configuration asks for, which rounding may add.
 MOST_PADDING = 1.25
 
 
@@ -74,7 +79,9 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
         row["temporaries_vs_planned"] = round(memory.temporaries / temporaries, 3)
     if memory.excess:
         row["way_out"] = way_out(step)
-    counted = count_parameters(job.model).total
+    counted = step.parameters  # of a model of one's own there is no formula
+    if job.model.build is None:
+        counted = count_parameters(job.model).total
     encoder, decoder = job.sequence_lengths
     tokens = job.batch_size * (encoder or decoder)  # the latter of a decoder-only model
     checks = [
@@ -88,8 +95,8 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
         error = abs(memory.arguments - step.batch_bytes - arguments) / arguments
         checks.append(Check("argument_error_vs_planned", error, "<=0.01"))
     if step.slots_per_token is not None:
-        factor = job.model.switch.capacity_factor * job.model.switch.router.num_selected
-        bound = f"<={MOST_PADDING * factor:g}"
+        wanted = slots_of_sequence(job.model, encoder, decoder)
+        bound = f"<={MOST_PADDING * wanted:g}"
         checks.append(Check("slots_per_token", step.slots_per_token, bound))
     is_in_parts = job.model.switch is not None and job.model.switch.exchange_parts > 1
     if is_in_parts and step.overlapped_exchanges is not None:
@@ -101,10 +108,12 @@ def planned_step(job: TrainingJob, topology: Topology) -> dict[str, Any]:
     """The step as the planner predicts it: seconds by its spec file's constants, with an even
     load of the experts and no communication behind products; FLOPs, and bytes by collective.
 
-    The result is empty where there is no formula for the job.
+    The result is empty where there is no formula for the job, or its rules are its own.
     """
     layout = layout_of(job, job.mesh.sizes(topology.num_devices))
     try:
+        if not has_rules_of(job, layout):
+            return {}
         hardware, workload = load_hardware(topology.kind), workload_of(job)
         plan = predict(workload, layout, hardware, planned_storage(job))
         collectives = step_collectives(workload, layout, hardware.compute)

@@ -15,12 +15,13 @@ import re
 import time
 
 import jax
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from pallas_kernels.aot import gpu_compiler
 from switchx.compiled.collectives import collectives_by_kind, overlapped_exchanges
+from switchx.compiled.devices import described
 from switchx.compiled.expert_slots import executed_slots
-from switchx.compiled.flops import matrix_flops
+from switchx.compiled.flops import has_uncounted_products, matrix_flops
 from switchx.compiled.hlo import NO_SHARES
 from switchx.compiled.host_copies import host_copies, noted_strides, share_overlapped
 from switchx.compiled.workload import require_all_trained, state_arrays
@@ -200,6 +201,9 @@ def compile_step(
             overlapped = share_overlapped(host_copies(text))
             strides = tuple(noted_strides(text))
             host = HostMemory(host.formula, without, on_host, overlapped, strides)
+    flops = None
+    if text is not None and not has_uncounted_products(text):
+        flops = matrix_flops(text, shares=shares)
     seconds, others = time.monotonic() - started, {}
     if with_others and job.storage.experts == "device" and job.distillation is None:
         others = _other_programs(program, batch, hbm_bytes)
@@ -210,7 +214,7 @@ def compile_step(
         target_tokens_per_batch=decoder if encoder else 0,
         slots_per_token=slots_per_token(program),
         memory=memory,
-        flops=None if text is None else matrix_flops(text, shares=shares),
+        flops=flops,
         collectives=None if text is None else collectives_by_kind(text, shares),
         seconds=seconds,
         host=host,
@@ -282,15 +286,6 @@ def memory_in_refusal(message: str) -> tuple[int, int] | None:
     sizes = zip(match.groups()[::2], match.groups()[1::2], strict=True)
     used, limit = (round(float(n) * _UNITS[unit or "B"]) for n, unit in sizes if n is not None)
     return used, limit
-
-
-def described(mesh: Mesh) -> AbstractMesh:
-    """The mesh without its devices: of what they are."""
-    device = mesh.devices.flat[0]
-    kind = AbstractDevice(
-        device_kind=device.device_kind, num_cores=None, platform=device.platform
-    )
-    return mesh.abstract_mesh.update(abstract_device=kind)
 
 
 def _measure(

@@ -70,6 +70,7 @@ def workload_of(job: TrainingJob) -> Workload:
         task_slots=task_slots,
         teacher=_teacher_of(job),
         has_whole_logits=job.distillation is not None,
+        writes_texts=job.text_evaluation is not None,
     )
 
 
@@ -108,6 +109,17 @@ def layout_of(job: TrainingJob, sizes: Mapping[str, int]) -> Layout:
         is_spread="fsdp" in dict(rules.expert_params).get("E", ()),
         has_optimizer_slices=rules.optimizer_slices == OPTIMIZER_SLICES,
         schedule=job.pipeline,
+    )
+
+
+def has_rules_of(job: TrainingJob, layout: Layout) -> bool:
+    """Whether the layout's rules place the job's state as the job's own do."""
+    own, mesh = job.mesh.rules, layout.stage
+    if own.optimizer_slices not in ((), OPTIMIZER_SLICES):
+        return False
+    return all(
+        own.spec(*array, mesh, table=table) == layout.rules.spec(*array, mesh, table=table)
+        for array, table in {((a.dims, a.shape), a.table) for a in state_arrays(job) if a.dims}
     )
 
 

@@ -22,6 +22,7 @@ from switchx.partitioning import mesh
 from switchx.partitioning import rules
 from switchx.pipeline import schedule
 from switchx.training import job
+from switchx.training import step
 """
 MODEL_FILE = "model.gin"
 _MODEL_HEADER = """\
@@ -218,6 +219,7 @@ def mesh_gin(plan, why: str, command: str) -> str:
             name = f"{module}.{type(value).__name__}.{field.name}"
             bound[name] = getattr(value, field.name)
     bound["NUM_MICROBATCHES"] = layout.num_microbatches
+    bound["step.StepConfig.bucket_bytes"] = None  # buckets are not planned
     if layout.pipe > 1:
         bound["config.ModelConfig.scan_layers"] = True
     if layout.dispatcher is not None:

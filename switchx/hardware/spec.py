@@ -207,12 +207,19 @@ def hardware_of(device_kind: str) -> Hardware:
     named = [
         kind for kind in _KINDS if device_kind == kind or device_kind.startswith(f"{kind}-")
     ]
-    if not named:
+    found = load_hardware(_KINDS[named[0]]) if named else None
+    said = re.search(r"-(\d+)GB", device_kind)  # of a card that is there in two sizes
+    if found is None or (said and not _is_near(1e9 * int(said[1]), found.memory.num_bytes)):
         raise ValueError(
             f"nothing says what a device {device_kind!r} can do; give --hardware=NAME, of "
             f"{', '.join(known_hardware())}, or a spec file FILE.toml"
         )
-    return load_hardware(_KINDS[named[0]])
+    return found
+
+
+def _is_near(num_bytes: float, other: float) -> bool:
+    """Whether they are one size, in GB or in GiB."""
+    return abs(num_bytes / other - 1) < 0.1
 
 
 def load_hardware(name: str) -> Hardware:

@@ -14,7 +14,9 @@ Dims: B batch, L hypotheses, M input length, P prompt, T new tokens
 """
 
 import argparse
+import contextlib
 import hashlib
+import importlib
 import json
 import math
 import operator
@@ -61,6 +63,10 @@ class ExportedModel:
         self.manifest = _read_manifest(self.folder)
         self._require_jax()
         platform, devices = self._platform(), self._devices()
+        if platform == "cuda":
+            # Its import tells XLA where the runtime of Hopper's kernels is.
+            with contextlib.suppress(ImportError):
+                importlib.import_module("jax.experimental.mosaic.gpu")
         for name, (size, sha256) in self.manifest["files"].items():
             self._check_file(name, size, sha256)
         self.batch_size = self.manifest["batch_size"]

@@ -45,6 +45,8 @@ LEAST_TOKENS_OF_LOGITS = 512
 # Tokens of a decoder-only model's text that are read at a time (inference/chunked_prefill.py):
 # rows enough for the products; at 2^15 places, scores of 64 MiB a head and row.
 PREFILL_CHUNK = 512
+# Attentions of training that keep no weights, and do not run where a mesh axis is manual.
+FLASH_ATTENTION = ("cudnn", "splash")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -184,12 +184,7 @@ def flops_per_sequence(
         dense_ffn += 2 * _ffn_weights(config, switch.shared_d_ff or 0) * in_ffns
         attention -= 2 * 3 * D * HK * in_attentions
         num_selected = experts_per_token(switch)
-        slots = slots_per_token(switch, switch.capacity_factor)
-        if switch.expert_capacity is not None and switch.router.overflow != "dropless":
-            slots = switch.num_experts / sparse_tokens
-            slots *= sum(
-                layers * min(length, switch.expert_capacity) for layers, length in sparse
-            )
+        slots = slots_of_sequence(config, encoder_length, decoder_length)
 
     return SequenceFlops(
         attention=attention,
@@ -222,6 +217,20 @@ def experts_per_token(switch: SwitchConfig) -> float:
     if switch.router.kind == "expert_choice":
         return slots_per_token(switch, switch.capacity_factor)
     return switch.router.num_selected
+
+
+def slots_of_sequence(config: ModelConfig, encoder_length: int, decoder_length: int) -> float:
+    """Slots over tokens of a sparse model's Switch layers in training, of all stacks.
+
+    `slots_per_token` of its capacity factor; of an `expert_capacity` those of its sequences.
+    """
+    switch = config.switch
+    if switch.expert_capacity is None or switch.router.overflow == "dropless":
+        return slots_per_token(switch, switch.capacity_factor)
+    lengths = (("encoder", encoder_length), ("decoder", decoder_length))
+    sparse = [(config.num_sparse_layers_of(stack), length) for stack, length in lengths]
+    slots = sum(layers * min(length, switch.expert_capacity) for layers, length in sparse)
+    return switch.num_experts * slots / sum(layers * length for layers, length in sparse)
 
 
 def slots_per_token(switch: SwitchConfig, capacity_factor: float) -> float:

@@ -87,6 +87,7 @@ class Workload:
             (`moe/copy_placement.measured_imbalance`), or 1.
         has_whole_logits: whether the loss reads the logits of all tokens at once, as a
             student's does, and not of a part at a time (`ModelConfig.num_logit_parts`).
+        writes_texts: whether evaluations write texts, on the step's mesh.
     """
 
     model: ModelConfig
@@ -100,6 +101,7 @@ class Workload:
     teacher: "Workload | None" = None
     imbalance: Callable[[int], float] = lambda parts: 1.0
     has_whole_logits: bool = False
+    writes_texts: bool = False
 
     def uneven(self, layout: "Layout") -> float:
         """The work of the busiest device's experts over the mean, where blocks are as large as

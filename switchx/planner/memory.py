@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 
-from switchx.pipeline.schedule import ScheduleSpec
+from switchx.models.config import FLASH_ATTENTION
 from switchx.planner.layout import Layout, StateArray, Workload, local_bytes
 from switchx.planner.step_comm import activation_bytes, rows_on_device, sparse_layer
 
@@ -129,8 +129,8 @@ def _teacher(workload: Workload, layout: Layout, working: float) -> float:
 
 @functools.cache
 def in_flight(layout: Layout, num_stacks: int = 1) -> tuple[int, ...]:
-    """The number of microbatches whose inputs a stage keeps, of each stack, by 1F1B's table."""
-    schedule = ScheduleSpec().build(layout.pipe, layout.num_microbatches, num_stacks)
+    """The number of microbatches whose inputs a stage keeps, of each stack, by the schedule."""
+    schedule = layout.schedule.build(layout.pipe, layout.num_microbatches, num_stacks)
     return schedule.num_slots
 
 
@@ -201,13 +201,17 @@ def _block(workload: Workload, layout: Layout, stack: str, remat: str) -> float:
 
 
 def _attention(workload: Workload, layout: Layout, memory_length: int, remat: str) -> float:
-    """Elements that a token keeps of one attention: residual, norm, q k v, weights, output."""
+    """Elements that a token keeps of one attention: residual, norm, q k v, weights, output.
+
+    Flash attention keeps no weights.
+    """
     model, heads = workload.model, layout.parts_of("H")
     own = model.num_heads / heads + layout.kv_heads(model)
     projected = 2 * own * model.d_head
     if remat == "none" and model.qk_norm != "none":
         projected += own * model.d_head  # queries and keys before their norms
-    weights = model.num_heads * memory_length / heads
+    is_flash = model.training_attention in FLASH_ATTENTION
+    weights = 0 if is_flash else model.num_heads * memory_length / heads
     whole = 2 * model.d_model if remat == "none" else model.d_model
     return whole + projected + weights
 

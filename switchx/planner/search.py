@@ -12,12 +12,13 @@ import math
 from collections.abc import Iterator
 
 from switchx.hardware.spec import Hardware
+from switchx.models.config import FLASH_ATTENTION
 from switchx.models.stored_experts import TEACHER_IN_STORAGE
 from switchx.partitioning.collectives import RAGGED_PLATFORMS
 from switchx.partitioning.mesh import AXES
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import BATCH
-from switchx.planner.layout import Layout, Workload
+from switchx.planner.layout import Layout, Workload, own_rows_axes
 from switchx.planner.memory import MemoryUse, memory_use
 from switchx.planner.step_time import StepTime, step_time
 from switchx.planner.storage_tiers import Storage, StorageUse, storage_use, with_storage
@@ -85,6 +86,8 @@ def search(
                 may_slice = layout.data > 1 and storage.tier == "device"
                 if may_slice and does_not_fit(plan, hardware):
                     candidate = dataclasses.replace(candidate, has_optimizer_slices=True)
+                    if problem := refusal_of(workload, candidate, hardware):
+                        break
                     plan = predict(workload, candidate, hardware, storage)
             except ValueError as error:
                 problem = str(error).split(";")[0]
@@ -198,6 +201,8 @@ def _indivisible(workload: Workload, hardware: Hardware, mesh: Layout) -> str | 
         return "pipe does not divide a stack's blocks"
     if mesh.pipe > 1 and workload.teacher is not None:
         return "a teacher reads the batch beside a step without stages"
+    if mesh.pipe > 1 and workload.writes_texts:
+        return "a text evaluation decodes without stages"
     if mesh.pipe > 1 and not model.scan_layers:
         return "a pipeline needs ModelConfig.scan_layers=True"
     if workload.batch_size % (math.prod(map(mesh.shape.get, BATCH)) * mesh.num_microbatches):
@@ -256,7 +261,12 @@ def _microbatches(workload: Workload, layout: Layout) -> Iterator[int]:
 
 
 def refusal_of(workload: Workload, layout: Layout, hardware: Hardware) -> str | None:
-    """The reason why the layout's dispatcher cannot run, or should not, in short; or None."""
+    """The reason why the layout's dispatcher or its attention cannot run, or should not, in
+    short; or None."""
+    attention = workload.model.training_attention
+    is_manual = layout.pipe > 1 or own_rows_axes(workload, layout)
+    if attention in FLASH_ATTENTION and is_manual:
+        return f"training_attention={attention!r} runs neither in stages nor on replicas' rows"
     if layout.dispatcher is None:
         return None
     rows = workload.batch_size // layout.num_microbatches

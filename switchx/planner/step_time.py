@@ -174,7 +174,7 @@ def _flops(workload: Workload, layout: Layout, passes: int, passes_of_logits: in
     if layout.has_whole_kv_heads(model):
         again = layout.parts_of("H") - 1
         blocks += flops.attention * model.kv_heads / (model.num_heads + model.kv_heads) * again
-    if layout.has_equal_blocks:
+    if layout.has_equal_blocks and model.switch is not None:  # a teacher may be dense
         slots = 1 + model.switch.num_replicas / model.switch.num_experts
         blocks += flops.expert_slots * slots
     else:

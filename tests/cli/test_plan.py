@@ -236,6 +236,19 @@ def test_a_teacher_is_counted(tmp_path, cli):
     assert "TrainingJob.distillation=@Distillation() with StorageSpec.experts='host': a" in said
 
 
+@pytest.mark.parametrize(
+    ("bindings", "said"),
+    [
+        (["RouterConfig.overflow='dropless'"], "overflow='dropless', which drops nothing"),
+        (["SwitchConfig.expert_capacity=8"], "expert_capacity=8, which no capacity factor"),
+    ],
+)
+def test_drops_are_predicted_where_a_capacity_factor_makes_them(cli, bindings, said):
+    words = [f"--gin.{each}" for each in bindings]
+    options = ("--hardware=v5e", "--devices=8", "--record=record.parquet")
+    assert said in cli.refused(*PLAN, *options, *words)
+
+
 def test_a_measured_load_slows_down_what_has_no_equal_blocks(cli, tmp_path):
     # Of 8 experts one is asked for by half of the choices.
     load = [[0.5] + [0.5 / 7] * 7] * 2

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from switchx.compiled.expert_slots import executed_slots
-from switchx.compiled.flops import matrix_flops
+from switchx.compiled.flops import has_uncounted_products, matrix_flops
 from switchx.models.params import abstract_params, forward
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
@@ -29,6 +29,21 @@ def test_a_product_and_a_batch_of_products():
     assert flops(lambda a, b: jnp.einsum("gij,gjk->gik", a, b), A[None] * jnp.ones((3, 1, 1)),
                  B[None] * jnp.ones((3, 1, 1))) == 3 * 2 * 6 * 5 * 7  # fmt: skip
     assert flops(lambda a: a + 1, A) == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "is_seen"),
+    [
+        ("mosaic_gpu_v2", False),
+        ("__cudnn$fmhaSoftmax", False),
+        ("__cublas$gemm", False),
+        ("tpu_custom_call", True),
+        ("MoveToHost", True),
+    ],
+)
+def test_products_that_say_no_flops_are_known(target, is_seen):
+    call = f'%y = f32[8]{{0}} custom-call(%x), custom_call_target="{target}"'
+    assert has_uncounted_products(call) is not is_seen
 
 
 def test_every_turn_of_a_loop_counts():

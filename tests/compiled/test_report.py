@@ -8,6 +8,8 @@ import pytest
 from switchx.compiled import report as compiled
 from switchx.compiled.training_step import CompiledStep, HostMemory, Memory
 from switchx.models.flops import count_parameters
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.rules import Rules
 from switchx.partitioning.topology import GIB, Topology
 from tests.training.jobs import ENCODER_DECODER, LENGTH, make_job
 
@@ -90,3 +92,42 @@ def test_by_how_much_it_does_not_fit_is_said():
     [row] = compiled.report_of(too_large, JOB, V4, "x.gin").results
     assert row["excess_bytes_per_device"] == 85 * GIB
     assert "too large by 85.00 GiB a device, of temporaries" in row["way_out"]
+
+
+@pytest.mark.parametrize(
+    ("switch", "router", "slots"),
+    [
+        ({"expert_capacity": 2}, {}, 4.0),  # of 8 experts and sequences of 4 tokens
+        ({"min_capacity": 4, "group_size": 16}, {}, 2.0),
+        ({}, {"overflow": "dropless"}, 8.0),
+    ],
+)
+def test_slots_are_held_to_what_the_configuration_asks_for(switch, router, slots):
+    own = dataclasses.replace(ENCODER_DECODER.switch, capacity_factor=1.0, num_experts=8)
+    own = dataclasses.replace(own, router=dataclasses.replace(own.router, **router), **switch)
+    job = make_job(dataclasses.replace(ENCODER_DECODER, switch=own), batch_size=8)
+    for number, holds in ((1.25 * slots, True), (1.26 * slots, False)):
+        step = dataclasses.replace(STEP, slots_per_token=number)
+        assert verdicts(step, job)["slots_per_token"] is holds
+
+
+@pytest.mark.parametrize(
+    ("rules", "is_planned"),
+    [
+        (Rules(), True),
+        (Rules(optimizer_slices=("data",)), True),
+        (Rules(optimizer_slices=("data", "expert")), False),
+        (Rules(params=(("V", ("data",)),), may_stay_whole=()), False),
+    ],
+)
+def test_a_job_with_rules_of_its_own_is_compared_with_no_other(rules, is_planned):
+    job = make_job(ENCODER_DECODER, mesh=MeshSpec(rules=rules))
+    planned = compiled.planned_step(job, Topology.parse("v5e:2x4"))
+    assert bool(planned) is is_planned
+
+
+def test_there_is_no_formula_for_the_parameters_of_a_model_of_ones_own(monkeypatch):
+    own = dataclasses.replace(STEP, parameters=STEP.parameters - 1)
+    assert not verdicts(own)["parameters"]
+    monkeypatch.setattr(type(ENCODER_DECODER), "build", lambda self, key: None)
+    assert verdicts(own)["parameters"]

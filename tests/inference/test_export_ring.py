@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import export as jax_export
 
-from pallas_kernels.aot import tpu_compiler
+from pallas_kernels.aot import gpu_compiler, tpu_compiler
 from pallas_kernels.quantization.qtensor import pack_int4
 from switchx import tree
 from switchx.deploy.compiled import compile_programs, slice_for
@@ -96,17 +96,19 @@ def test_programs_have_experts_in_host_memory_and_copy_them(tmp_path, bits):
 @pytest.mark.aot
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("bits", [None, 8, 4])
-def test_experts_leave_the_memory_of_a_tpu(tmp_path, bits):
-    """Compiled for a v5e: bytes of arguments in its host's memory and its own."""
-    skip_without(tpu_compiler)
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_experts_leave_the_memory_of_a_device(tmp_path, bits, platform):
+    """Compiled for a v5e and an H200: bytes of arguments in its host's memory and its own."""
+    skip_without({"tpu": tpu_compiler, "cuda": gpu_compiler}[platform])
+    kind = {"tpu": "TPU v5 lite", "cuda": "NVIDIA H200"}[platform]
     layers, switch = 8, SwitchConfig(8, every=1)
     sizes = {"d_model": 256, "d_ff": 2048, "num_decoder_layers": layers - L}
     made = model(bits, dataclasses.replace(WIDE, switch=switch, **sizes))
-    topology, found = slice_for("TPU v5 lite", 1), {}
+    topology, found = slice_for(kind, 1), {}
     for slots in (2, None):
         folder = tmp_path / str(slots)
-        manifest = export(folder, made, slots, ("tpu",), Shapes(8, 16))
-        found[slots] = compile_programs(folder, "tpu", topology)
+        manifest = export(folder, made, slots, (platform,), Shapes(8, 16))
+        found[slots] = compile_programs(folder, platform, topology)
     experts = layers * 8 * 3 * 256 * 2048 * (bits or 16) // 8
     for name in ("prefill", "step"):
         ring, all_ = found[2][name], found[None][name]

@@ -209,7 +209,9 @@ def test_scores_are_float32_where_logits_are_rounded():
     [[said, *_]] = written(Generator(config, params, decoding), INPUTS[:1])
     rounded = np.asarray(said.token_logprobs, jnp.bfloat16).astype(np.float32)
     assert np.mean(rounded == np.float32(said.token_logprobs)) < 0.5
-    [(_, score)] = Scorer(config, params, start_id=decoding.start_id)([(INPUTS[0], said.tokens)])
+    [(_, score)] = Scorer(config, params, start_id=decoding.start_id)(
+        [(INPUTS[0], said.tokens)]
+    )
     assert sum(said.token_logprobs) == pytest.approx(score.log_likelihood, abs=1e-4)
 
 

@@ -13,6 +13,7 @@ from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
+from switchx.pipeline.schedule import ScheduleSpec
 from switchx.planner.layout import Layout
 from switchx.planner.memory import in_flight, memory_use, state_bytes, updated_bytes
 from switchx.training.programs import compiled_program
@@ -174,6 +175,16 @@ def test_remat_keeps_less_and_microbatches_halve_activations():
     assert two.state == one.state
 
 
+def test_flash_attention_keeps_no_weights():
+    model = dataclasses.replace(DENSE, remat="none")
+    flash = dataclasses.replace(model, training_attention="cudnn")
+    kept, others = (
+        memory_use(make_workload(each), Layout()).activations for each in (model, flash)
+    )
+    layers, rows, heads, length, width = 4, 16, 8, 16, 4
+    assert kept - others == layers * rows * length * heads * length * width
+
+
 def test_1f1b_keeps_as_many_microbatches_and_a_stage_has_its_blocks():
     # Activation memory does not grow with microbatches of the same size.
     used = []
@@ -186,6 +197,8 @@ def test_1f1b_keeps_as_many_microbatches_and_a_stage_has_its_blocks():
     assert in_flight(Layout(pipe=4, num_microbatches=4)) == (4,)
     # An encoder's inputs wait for the decoder's backward pass.
     assert in_flight(Layout(pipe=4, num_microbatches=64), 2) == (13, 7)
+    all_of_them = Layout(pipe=4, num_microbatches=32, schedule=ScheduleSpec("gpipe"))
+    assert in_flight(all_of_them) == (32,)
     workload = make_workload(DENSE)
     whole = state_bytes(workload, Layout(), "params")
     stage = state_bytes(workload, Layout(pipe=4, num_microbatches=4), "params")

@@ -32,6 +32,7 @@ def test_every_axis_and_the_parts_of_exchanges_are_bound():
         "mesh.MeshSpec.model = 1",
         "NUM_MICROBATCHES = 2",
         'config.SwitchConfig.dispatcher = "all_to_all"',
+        "step.StepConfig.bucket_bytes = None",
     ):
         assert line in text.splitlines()
     assert text.startswith("# Made by switchx plan\n")

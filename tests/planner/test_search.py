@@ -45,6 +45,25 @@ def test_every_mesh_of_four_devices_is_looked_at_once():
     assert refused["node x expert does not divide the experts"] == 2 + 9
 
 
+@pytest.mark.parametrize("attention", ["einsum", "splash"])
+def test_attention_of_one_kernel_has_neither_stages_nor_replicas_rows(attention):
+    model = dataclasses.replace(SPARSE, positions="rotary", training_attention=attention)
+    found = search_on_v5e(model)
+    refused = [reason for reason in found.refused if "training_attention" in reason]
+    assert bool(refused) == (attention == "splash")
+    is_manual = [
+        plan.layout.pipe > 1 or plan.layout.num_microbatches > 1 for plan in found.plans
+    ]
+    assert any(is_manual) == (attention == "einsum")
+
+
+def test_a_run_that_writes_texts_has_no_stages():
+    workload = dataclasses.replace(make_workload(SPARSE), writes_texts=True)
+    found = search(workload, V5E, 8)
+    assert {plan.layout.pipe for plan in found.plans} == {1}
+    assert found.refused["a text evaluation decodes without stages"] > 0
+
+
 def test_plans_are_ranked_and_use_the_devices():
     found = search_on_v5e()
     times = [plan.time.step_s for plan in found.plans]

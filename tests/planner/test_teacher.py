@@ -164,6 +164,17 @@ def test_temporaries_are_those_of_a_compiled_step(tmp_path):
     assert temporaries / found == pytest.approx(1.0, abs=0.34)
 
 
+def test_a_sparse_student_may_have_a_dense_teacher(runs):
+    sparse = dataclasses.replace(TEACHERS["sparse"], num_decoder_layers=2)
+    workload = workload_of(dataclasses.replace(job_of(runs["dense"]), model=sparse))
+    alone = dataclasses.replace(workload, teacher=None)
+    flops = flops_per_sequence(TEACHERS["dense"], 0, 16).executed * 16
+    for layout in (Layout(expert=4, dispatcher="all_to_all"), Layout(dispatcher="gather")):
+        more = device_flops(workload, layout) - device_flops(alone, layout)
+        assert more == pytest.approx(flops / layout.size)
+    assert search(workload, V5E, 4).plans
+
+
 def test_a_search_keeps_to_what_a_student_can_run(runs, tmp_path):
     scanned = dataclasses.replace(STUDENT, num_decoder_layers=2, scan_layers=True)
     workload = workload_of(dataclasses.replace(job_of(runs["sparse"]), model=scanned))

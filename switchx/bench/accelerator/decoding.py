@@ -262,10 +262,12 @@ def _exported(session, config, params, settings, inputs, resident) -> dict[str, 
         export_model(folder, config, params, settings, shapes, [target], {"rebuild": "export"})
         exported_s = time.perf_counter() - start
         start = time.perf_counter()
+        env = os.environ | {"JAX_PLATFORMS": session.sized("cuda", "cpu")}
+        env.pop("MOSAIC_GPU_RUNTIME_LIB_PATH", None)  # set here; a shell has none
         done = subprocess.run(
             [sys.executable, str(folder / "run.py")],
             input="\n".join(map(json.dumps, inputs)) + "\n",
-            env=os.environ | {"JAX_PLATFORMS": session.sized("cuda", "cpu")},
+            env=env,
             capture_output=True,
             text=True,
         )
