@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul.api import with_group_offset
-from pallas_kernels.implementations import REFERENCE, choose, warn_once
+from pallas_kernels.implementations import REFERENCE, choose, current_device, warn_once
 from pallas_kernels.operands import check_quantized, check_tiling
-from pallas_kernels.quantization.qtensor import QTensor
+from pallas_kernels.quantization.qtensor import ZEROS_OF_8_BITS, QTensor
 from pallas_kernels.quantization.quantize import VALUES_OF_8_BITS, name_of, quantize_rows
 from pallas_kernels.sorted_rows import in_32_bits
 from pallas_kernels.tiling.tuned import tuned_tiling
@@ -82,11 +82,15 @@ def quantized_grouped_matmul(
     )
     if quantize_rows_to is not None:
         quantize_rows_to = _checked_row_dtype(quantize_rows_to, w)
+    has_own_zeros = w.bits == 8 and w.zeros_EFG is not None
+    if implementation is None and has_own_zeros and current_device().platform == "gpu":
+        warn_once(f"quantized_grouped_matmul runs without its kernel: {ZEROS_OF_8_BITS}")
+        implementation = REFERENCE
     R, (E, D, F) = x_RD.shape[0], w.shape
     module = choose(
         "quantized_grouped_matmul",
         implementation,
-        (x_RD.dtype, w.bits, R, D, F, E, w.group_size, w.zeros_EFG is not None),
+        (x_RD.dtype, w.bits, R, D, F, E, w.group_size),
         interpret=interpret,
     )
     check_tiling(tiling, module)

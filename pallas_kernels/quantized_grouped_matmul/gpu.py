@@ -37,7 +37,7 @@ from pallas_kernels.grouped_matmul import gpu as plain
 from pallas_kernels.grouped_matmul.gpu_swap_ab import Weights, swap_ab
 from pallas_kernels.mosaic_gpu import Mosaic, padded
 from pallas_kernels.quantization.magic_numbers import int4_to_float16, int8_to_float16
-from pallas_kernels.quantization.qtensor import FLOAT8, ZEROS_OF_8_BITS
+from pallas_kernels.quantization.qtensor import FLOAT8
 from pallas_kernels.tiling.gpu import (
     H200_SMS,
     Tiling,
@@ -59,18 +59,9 @@ FRAGMENTS = {8: plgpu.Layout.WGMMA_8BIT, 4: plgpu.Layout.WGMMA_UPCAST_4X}
 
 
 def refusal(
-    x_dtype,
-    bits: int,
-    R: int,
-    D: int,
-    F: int,
-    E: int,
-    group_size: int | None = None,
-    has_zeros: bool = False,
+    x_dtype, bits: int, R: int, D: int, F: int, E: int, group_size: int | None = None
 ) -> str | None:
     """The reason why the kernel cannot run with these, and what to do; None if it can."""
-    if has_zeros and bits == 8:
-        return ZEROS_OF_8_BITS
     if reason := plain.refusal(x_dtype, x_dtype, R, D, F, E):
         return reason
     if bits not in _LAYOUTS:

@@ -20,19 +20,12 @@ from pallas_kernels.tiling.tpu import LANES, Problem, Tiling
 
 
 def refusal(
-    x_dtype,
-    bits: int,
-    R: int,
-    D: int,
-    F: int,
-    E: int,
-    group_size: int | None,
-    has_zeros: bool = False,
+    x_dtype, bits: int, R: int, D: int, F: int, E: int, group_size: int | None
 ) -> str | None:
     """The reason why the kernel cannot multiply these, and what to do; None if it can.
 
     Any sizes will do but for the groups of channels that share a scale: they are a multiple of
-    128, and so few that blocks of whole groups fit. It takes zero points.
+    128, and so few that blocks of whole groups fit.
     """
     if reason := plain.refusal(x_dtype, x_dtype, R, D, F, E):
         return reason

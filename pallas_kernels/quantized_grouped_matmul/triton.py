@@ -23,7 +23,7 @@ from pallas_kernels.quantization.magic_numbers import (
     int8_to_float16,
     nibbles_to_float,
 )
-from pallas_kernels.quantization.qtensor import FLOAT8, ZEROS_OF_8_BITS
+from pallas_kernels.quantization.qtensor import FLOAT8
 from pallas_kernels.tiling import triton as tilings
 from pallas_kernels.tiling.triton import SMALLEST, Tiling
 
@@ -34,18 +34,9 @@ _MOST_BYTES = 2**31
 
 
 def refusal(
-    x_dtype,
-    bits: int,
-    R: int,
-    D: int,
-    F: int,
-    E: int,
-    group_size: int | None = None,
-    has_zeros: bool = False,
+    x_dtype, bits: int, R: int, D: int, F: int, E: int, group_size: int | None = None
 ) -> str | None:
     """The reason why the kernel cannot run with these, and what to do; None if it can."""
-    if has_zeros and bits == 8:
-        return ZEROS_OF_8_BITS
     if reason := plain.refusal(x_dtype, x_dtype, R, D, F, E):
         return reason
     if bits not in (4, 8) or D * bits % 8:

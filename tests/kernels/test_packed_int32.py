@@ -14,7 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dequantize, from_awq, from_gptq, quantized_grouped_matmul
+from pallas_kernels import (
+    dequantize,
+    from_awq,
+    from_gptq,
+    implementations,
+    quantized_grouped_matmul,
+)
+from pallas_kernels.implementations import Device
 from pallas_kernels.quantized_grouped_matmul import api, tpu
 from pallas_kernels.tiling.tpu import Tiling
 from tests.cases import slow
@@ -199,9 +206,12 @@ def test_zero_points_of_a_compiled_program_are_subtracted_with_a_warning(name):
     assert q.without_zeros() is q.without_zeros()  # made once
 
 
-@pytest.mark.parametrize("name", ["gpu", "triton"])
-def test_kernels_refuse_zero_points_of_8_bits(name):
-    module = importlib.import_module(f"pallas_kernels.quantized_grouped_matmul.{name}")
-    operands = (jnp.bfloat16, 8, 64, 128, 128, 4, None)
-    assert module.refusal(*operands) is None
-    assert "8 bits and zero points" in module.refusal(*operands, has_zeros=True)
+def test_a_gpu_multiplies_zero_points_of_8_bits_without_its_kernel(monkeypatch):
+    q, _ = gptq(8, "gptq_v2")
+    for each in (implementations, api):
+        device = Device("cuda", "NVIDIA H200", "9.0")
+        monkeypatch.setattr(each, "current_device", lambda device=device: device)
+    x_RD, sizes_E = jnp.ones((4, D), jnp.bfloat16), jnp.array([1, 2, 1])
+    with pytest.warns(UserWarning, match="without its kernel: w has 8 bits and zero points"):
+        program = jax.make_jaxpr(quantized_grouped_matmul)(x_RD, q, sizes_E)
+    assert "pallas_call" not in str(program)
