@@ -18,7 +18,7 @@ import numpy as np
 
 from switchx.layers.dense import cheap_again
 from switchx.moe.plan import RoutingPlan
-from switchx.partitioning.constrain import constrain, current_rules, num_devices
+from switchx.partitioning.constrain import constrain, current_rules, num_devices, whole
 from switchx.partitioning.placement import Placement
 
 # Up to so many choices a token are gathered one by one; more are added up by a scatter.
@@ -129,12 +129,15 @@ def _by_groups(x_GQD):
     """Splits slots as the groups of their tokens are, where these divide over the devices.
 
     Gathers are local then, forward and backward, and slots travel to their experts and back.
-    Left to itself, XLA gathers from slots that are split; beside a manual axis it aborts there.
+    Left to itself, XLA gathers from slots that are split; beside a manual axis it aborts there,
+    so where groups do not divide every device has all slots.
     """
     if num_devices() == 1:
         return x_GQD
-    placement = Placement.on(jax.sharding.get_abstract_mesh(), current_rules())
-    return constrain(x_GQD, "GQD") if placement.shared_by(len(x_GQD)) == () else x_GQD
+    mesh = jax.sharding.get_abstract_mesh()
+    if Placement.on(mesh, current_rules()).shared_by(len(x_GQD)) == ():
+        return constrain(x_GQD, "GQD")
+    return whole(x_GQD) if mesh.manual_axes else x_GQD
 
 
 def gated_sum(y_GQD, token_GQ, place_GTS, gate_GTS=None):

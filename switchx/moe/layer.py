@@ -198,8 +198,11 @@ class RoutedLayer(nnx.Module):
     def measure(self, routed: RoutedTokens, batch: int, length: int) -> RoutingStats:
         """The routing statistics, with the choices as `[batch, length, S]`."""
         switch, bias_E = self.config.switch, self.selection_bias_E
+        logits_GTE = routed.logits_GTE
+        if switch.router.counts_merged:  # of the softmax that routes
+            logits_GTE += along_last(self.router_log_count_E[...], logits_GTE)
         stats = measure_routing(
-            routed.logits_GTE,
+            logits_GTE,
             normalized_scores(
                 switch.router.score, routed.score_GTE, counts_merged=switch.router.counts_merged
             ),

@@ -76,13 +76,15 @@ class RoutingPlan:
         return jnp.where(self.is_kept_GTS, position_GTS, self.num_experts * self.capacity)
 
     def of_rows(self, batch: int, length: int) -> "RoutingPlan":
-        """The plan in which each of `batch` rows is a group; slots stay those of this one."""
+        """The plan in which each of `batch` rows is a group; slots stay those of this one.
+
+        Nothing is dropped, so a row needs as much capacity as it has tokens.
+        """
         arrays = (self.expert_GTS, self.gate_GTS, self.slot_GTS)
         expert_GTS, gate_GTS, slot_GTS = (out_of_groups(x, batch, length) for x in arrays)
         count_GE = count_choices(expert_GTS, self.num_experts)
-        return RoutingPlan(
-            expert_GTS, gate_GTS, slot_GTS, count_GE, self.num_experts, self.capacity
-        )
+        capacity = max(self.capacity, length)
+        return RoutingPlan(expert_GTS, gate_GTS, slot_GTS, count_GE, self.num_experts, capacity)
 
 
 def make_plan(

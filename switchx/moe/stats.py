@@ -105,7 +105,7 @@ class RoutingStats:
         """The statistics without what a step's update of the routers alone reads."""
         return dataclasses.replace(self, counted_E=None, margin_EW=None, margin_E=None)
 
-    def with_load(self, share_NE, tokens) -> "RoutingStats":
+    def with_load(self, share_NE, tokens, num_tasks: int = 1) -> "RoutingStats":
         """The statistics of a part of a batch whose balance loss is by the whole batch's load.
 
         `E sum_e f_e P_e` is linear in P, so with f known the parts add up to it exactly.
@@ -113,8 +113,10 @@ class RoutingStats:
         Args:
             share_NE: f, shares of the choices of the whole batch, per layer.
             tokens: number of tokens of the whole batch.
+            num_tasks: see `balance_sums`.
         """
-        balance = share_NE.shape[-1] * jnp.sum(share_NE * self.prob_E, axis=-1) / tokens
+        weight_NE = _times_experts(share_NE, num_tasks)
+        balance = jnp.sum(weight_NE * self.prob_E, axis=-1) / tokens
         return dataclasses.replace(self, balance=balance, groups=self.tokens / tokens)
 
     @property
@@ -181,7 +183,7 @@ def measure_routing(
     tokens, frozen_GTE = jnp.sum(token_GT), jax.lax.stop_gradient(prob_GTE)
     entropy_GT = _entropy(frozen_GTE)
     if segment_BL is not None:
-        balance, groups = sequence_sums(prob_GTE, plan, segment_BL)
+        balance, groups = sequence_sums(prob_GTE, plan, segment_BL, router.num_tasks)
     else:
         balance, groups = balance_sums(
             prob_GTE,
@@ -204,7 +206,7 @@ def measure_routing(
         counted_E = jnp.sum(plan.counted_GE, axis=0).astype(jnp.float32)
     if load_E is not None:
         share_E, groups = jax.lax.stop_gradient(load_E), tokens
-        balance = plan.num_experts * jnp.sum(share_E * prob_E)
+        balance = jnp.sum(_times_experts(share_E, router.num_tasks) * prob_E)
     return RoutingStats(
         tokens=tokens,
         groups=groups,
@@ -260,18 +262,28 @@ def balance_sums(prob_GTE, count_GE, is_token_GT, *, scope: str = "group", num_t
             x.reshape(1, -1, *x.shape[2:]) for x in (prob_GTE, is_token_GT)
         )
         count_GE = jnp.sum(count_GE, axis=0, keepdims=True)
-    W, dtype = prob_GTE.shape[-1] // num_tasks, prob_GTE.dtype
+    dtype = prob_GTE.dtype
     tokens_G = jnp.sum(is_token_GT, axis=-1).astype(dtype)
     count_GE = jax.lax.stop_gradient(count_GE.astype(dtype))
-    count_GUW = count_GE.reshape(-1, num_tasks, W)
-    share_GUW = count_GUW / jnp.maximum(jnp.sum(count_GUW, axis=-1, keepdims=True), 1)
     prob_GE = jnp.sum(jnp.where(is_token_GT[..., None], prob_GTE, 0), axis=1)
     mean_prob_GE = prob_GE / jnp.maximum(tokens_G, 1)[:, None]
-    balance_G = W * jnp.sum(share_GUW.reshape(mean_prob_GE.shape) * mean_prob_GE, axis=-1)
+    share_GE = count_GE / jnp.maximum(jnp.sum(count_GE, axis=-1, keepdims=True), 1)
+    balance_G = jnp.sum(_times_experts(share_GE, num_tasks) * mean_prob_GE, axis=-1)
     return jnp.sum(balance_G), jnp.sum(tokens_G > 0).astype(dtype)
 
 
-def sequence_sums(prob_GTE, plan: RoutingPlan, segment_BL):
+def _times_experts(share_XE, num_tasks: int):
+    """`E f_e`; with tasks `W f_e`, f of the choices of e's task, which has W experts."""
+    E = share_XE.shape[-1]
+    if num_tasks == 1:
+        return E * share_XE
+    share_XUW = share_XE.reshape(*share_XE.shape[:-1], num_tasks, E // num_tasks)
+    sum_XU1 = jnp.sum(share_XUW, axis=-1, keepdims=True)
+    share_XUW = share_XUW / jnp.where(sum_XU1 > 0, sum_XU1, 1)
+    return E // num_tasks * share_XUW.reshape(share_XE.shape)
+
+
+def sequence_sums(prob_GTE, plan: RoutingPlan, segment_BL, num_tasks: int = 1):
     """Sum over sequences of `E sum_e f_e P_e`, and the number of sequences.
 
     DeepSeek-V3 (arXiv:2412.19437), eq. 17-20. A packed row has several sequences; f and P are
@@ -279,6 +291,7 @@ def sequence_sums(prob_GTE, plan: RoutingPlan, segment_BL):
 
     Args:
         segment_BL: number of each token's sequence in its row; 0 where there is no token.
+        num_tasks: see `balance_sums`.
     """
     B, L = segment_BL.shape
     counted_GTS = plan.expert_GTS if plan.counted_GTS is None else plan.counted_GTS
@@ -288,7 +301,8 @@ def sequence_sums(prob_GTE, plan: RoutingPlan, segment_BL):
     count_BLE = _sums_of_own_sequence(chosen_BLE, segment_BL)
     share_BLE = count_BLE / jnp.maximum(jnp.sum(count_BLE, axis=-1, keepdims=True), 1)
     length_BL = _sums_of_own_sequence(jnp.ones((B, L), jnp.float32), segment_BL)
-    term_BL = plan.num_experts * jnp.sum(share_BLE * prob_BLE, axis=-1) / length_BL
+    weight_BLE = _times_experts(share_BLE, num_tasks)
+    term_BL = jnp.sum(weight_BLE * prob_BLE, axis=-1) / length_BL
     return jnp.sum(jnp.where(is_token_BL, term_BL, 0)), count_sequences(segment_BL)
 
 

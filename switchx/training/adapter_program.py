@@ -33,7 +33,7 @@ from switchx.models.adapters import (
 from switchx.models.params import abstract_params
 from switchx.partitioning.mesh import PIPE, platform_of
 from switchx.training.evaluate import eval_step
-from switchx.training.expert_copies import has_copies
+from switchx.training.expert_copies import has_copies, task_notes
 from switchx.training.job import TrainingJob
 from switchx.training.losses import batch_loss
 from switchx.training.program import TrainingProgram
@@ -128,7 +128,7 @@ class AdapterProgram(TrainingProgram):
             f"adapters: {trained:,} parameters of rank {spec.rank} are trained; the {whole:,} "
             f"of checkpoint {spec.step} of {spec.base}{bits} stay as they are"
         )
-        return (*super().notes, said)
+        return (*super().notes, *task_notes(self.job, self.mesh), said)
 
 
 def adapted_by(base, spec: LoRASpec) -> Seam:

@@ -165,10 +165,14 @@ class TrainingProgram:
         parts = math.prod(self.mesh.shape[axis] for axis in axes)
         if M == 1 or has_whole_groups(job.model, rows, job.sparse_lengths, parts):
             return ()
+        why = f"some routing group of their {rows} rows is on several of {parts} replicas"
+        way_out = "a smaller SwitchConfig.group_size"
+        if job.model.switch.router.counts_first:
+            why = "RouterConfig.balance_scope='batch' counts the load of the whole batch first"
+            way_out = "balance_load='previous_step', or balance_scope='group',"
         return (
-            f"gradients are summed over {'*'.join(axes)} in each of {M} microbatches: some "
-            f"routing group of their {rows} rows is on several of {parts} replicas; with a "
-            "smaller SwitchConfig.group_size they are summed once a step",
+            f"gradients are summed over {'*'.join(axes)} in each of {M} microbatches: {why}; "
+            f"with {way_out} they are summed once a step",
         )
 
     def require_memory(self) -> None:

@@ -191,6 +191,24 @@ def test_more_experts_compute_the_same(way, S):
     assert distance(plain, copies, config, params) > 1e-3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("S", "way"), [(1, "counts_merged"), (2, "exclusive"), (2, "more_choices")]
+)
+def test_copies_of_experts_change_no_auxiliary_loss(S, way):
+    config = biased_router(S)
+    params, batch = make_params(config), make_batch(config, 4)
+    grown, found, _ = multiply_experts(config, params, 9, way)
+    (_, before), (_, after) = (
+        run_model(dropless(model), each, batch, is_training=False)
+        for model, each in ((config, params), (grown, found))
+    )
+    np.testing.assert_allclose(after.balance_loss, before.balance_loss, rtol=1e-5)
+    same_z = way != "more_choices"  # whose softmax has copies
+    if same_z:
+        np.testing.assert_allclose(after.router_z_loss, before.router_z_loss, rtol=1e-5)
+
+
 @pytest.mark.parametrize("gate", ["normalized", "score"])
 def test_more_choices_of_sigmoids_compute_the_same(gate):
     """The gates of DeepSeek's kin; undivided ones would add up to three times as much."""

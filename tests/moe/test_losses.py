@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from switchx.models.config import RouterConfig
+from switchx.moe.plan import make_plan
 from switchx.moe.stats import balance_sums, measure_routing
 from tests.moe.oracle import softmax
 from tests.moe.plans import top1_plan
@@ -90,6 +92,36 @@ def test_balance_loss_of_experts_divided_among_tasks_by_hand():
             jnp.asarray([prob_TE]), jnp.asarray([count_E]), tokens_GT, num_tasks=2
         )
         np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_all_scopes_weigh_tasks_alike():
+    """A group of one sequence, and a batch of which each task has a part, in parts or whole."""
+    rng = np.random.default_rng(0)
+    task_B, (B, L, E, U) = np.array([0, 1, 1]), (3, 5, 4, 2)
+    is_own_BE = np.repeat(np.eye(U)[task_B], E // U, axis=1) > 0
+    prob_BLE = np.where(is_own_BE[:, None], rng.uniform(0.1, 1, (B, L, E)), 0)
+    prob_BLE = jnp.float32(prob_BLE / prob_BLE.sum(-1, keepdims=True))
+    router = {"num_tasks": U, "jitter": 0.0}
+    every = jnp.ones((B, L), bool)
+
+    def measured(rows=slice(None), load_E=None, segment_BL=None, **changes):
+        prob, is_token = prob_BLE[rows], every[rows]
+        own = RouterConfig("task", **router | changes)
+        plan = make_plan(own, jnp.log(prob + 1e-9), prob, is_token, capacity=L)
+        options = {"load_E": load_E, "segment_BL": segment_BL}
+        return measure_routing(jnp.log(prob + 1e-9), prob, plan, is_token, own, **options)
+
+    by_group = measured()
+    by_sequence = measured(segment_BL=every.astype(int), balance_scope="sequence")
+    assert by_sequence.balance_loss == pytest.approx(float(by_group.balance_loss), rel=1e-6)
+    whole = measured(balance_scope="batch")
+    share_E = whole.counted_E / jnp.sum(whole.counted_E)
+    parts = [measured(slice(b, b + 1), balance_scope="batch") for b in range(B)]
+    parts = [each.with_load(share_E, B * L, U).balance for each in parts]
+    assert float(sum(parts)) == pytest.approx(float(whole.balance_loss), rel=1e-6)
+    before = {"balance_scope": "batch", "balance_load": "previous_step"}
+    same = measured(load_E=share_E, **before).balance_loss
+    assert same == pytest.approx(float(whole.balance_loss), rel=1e-6)
 
 
 def test_only_the_probabilities_of_tokens_have_a_gradient():

@@ -87,15 +87,17 @@ def test_merged_experts_count_as_those_that_they_stand_for():
     params["router_log_count_E"] = jnp.asarray(np.log(count_E), jnp.float32)
     y_BLD, stats = run(layer, params)
     x_BLD, is_token_BL, _ = inputs()
-    want_BLD, gates = np.zeros_like(x_BLD), []
+    want_BLD, gates, router_z = np.zeros_like(x_BLD), [], 0.0
     for b, t in np.argwhere(is_token_BL):
         z_E = x_BLD[b, t].astype(np.float64) @ params["w_router_DE"]
         gate_E = np.exp(z_E) / np.sum(count_E * np.exp(z_E))
+        router_z += np.log(np.sum(count_E * np.exp(z_E))) ** 2
         e = np.argmax(z_E)
         want_BLD[b, t] = gate_E[e] * expert(params, e, x_BLD[b, t])
         gates.append(gate_E[e])
     np.testing.assert_allclose(y_BLD, want_BLD, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(stats.gate, np.sum(gates), rtol=1e-5)
+    np.testing.assert_allclose(stats.router_z, router_z, rtol=1e-5)  # of the same softmax
     # What is measured is of shares of one, whatever the counts have in common.
     params["router_log_count_E"] += 1.0
     _, shifted = run(layer, params)

@@ -61,6 +61,16 @@ def test_top_k_equals_a_loop(num_selected, gate, priority):
     assert np.any(plan.is_routed_GTS & ~plan.is_kept_GTS)
 
 
+def test_of_rows_no_choice_is_lost():
+    """Rows are longer than the groups whose capacity there was."""
+    logits_GTE = np.zeros((4, 4, E), np.float32)  # all ask for the first expert
+    router = RouterConfig(overflow="dropless", jitter=0.0)
+    plan = traced_plan(router, logits_GTE, np.ones((4, 4), bool), 4)
+    rows = plan.of_rows(2, 8)
+    assert np.all(rows.is_routed_GTS) and rows.count_GE.tolist() == [[8, 0, 0, 0, 0]] * 2
+    assert rows.capacity >= 8
+
+
 def test_what_is_placed_comes_back_in_the_old_order():
     gate_GT = jnp.array([[0.2, 0.9, 0.2, 0.5]])
     seen = []

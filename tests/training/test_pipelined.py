@@ -10,6 +10,7 @@ import pytest
 
 from switchx import tree
 from switchx.compiled.flops import matrix_flops
+from switchx.models.config import RouterConfig
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules, param_shardings
@@ -68,6 +69,27 @@ def test_a_pipeline_is_invariant_to_stages_microbatches_and_padding(config, mesh
     got = pipelined(config, mesh, batch=batch)
     assert_equal(got, want)
     assert got[3].groups.tolist() == [ROWS - 3] * len(config.sparse_layer_names)
+
+
+@pytest.mark.slow
+def test_groups_need_not_divide_over_the_devices_of_a_stage():
+    """XLA ended the process where it gathered from split slots beside the stages."""
+    config = with_switch(
+        SPARSE, every=1, group_size=12, router=RouterConfig(exploration="none")
+    )
+    config = dataclasses.replace(config, num_decoder_layers=2, scan_layers=True)
+    step, measured = StepConfig(num_microbatches=2), []
+    for mesh in (MeshSpec(pipe=2, data=2, expert=2), MeshSpec()):
+        job = make_job(config, mesh=mesh, batch_size=ROWS, step=step)
+        program = compiled_program(job, jax.devices()[: mesh.num_devices(1)])
+        with program.scope():
+            state = program.init_state(
+                jax.device_put(make_params(config), program.shardings.params)
+            )
+            batch = program.place(make_batch(config, ROWS))
+            measured.append(jax.device_get(program.train_step(state, batch)[1]))
+    assert measured[0].loss == pytest.approx(measured[1].loss, rel=1e-5)
+    assert measured[0].grad_norm == pytest.approx(measured[1].grad_norm, rel=2e-5)
 
 
 @pytest.mark.slow  # 10 s of compilation

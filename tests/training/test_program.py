@@ -15,6 +15,7 @@ from switchx.models.config import RouterConfig
 from switchx.moe.capacity import group_shape
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.updates import global_norm
+from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.pipeline.schedule import ScheduleSpec
@@ -35,6 +36,7 @@ from tests.training.jobs import (
     make_batch,
     make_job,
     make_params,
+    run_model,
     with_switch,
 )
 from tests.training.steps import raw_gradients
@@ -136,6 +138,10 @@ def test_groups_on_several_replicas_are_said():
     (note,) = make_program(WIDE, mesh, step=IN_TWO).notes
     assert "over data in each of 2 microbatches" in note and "4 replicas" in note
     assert make_program(SPARSE, mesh, step=IN_TWO).notes == ()
+    # Smaller groups are no way out where the whole batch is counted first.
+    whole = with_switch(SPARSE, router=RouterConfig(jitter=0.0, balance_scope="batch"))
+    (note,) = make_program(whole, mesh, step=IN_TWO).notes
+    assert "with balance_load='previous_step', or" in note and "group_size" not in note
 
 
 @pytest.mark.slow  # of smaller groups: above
@@ -160,6 +166,23 @@ def test_where_nothing_is_dropped_devices_need_no_whole_groups(mesh):
     assert_close_to_largest(got[0], want[0], 1e-5)
     assert float(got[1]) == pytest.approx(float(want[1]), rel=1e-6)
     np.testing.assert_array_equal(got[3].load_E, want[3].load_E)
+
+
+def test_rows_lose_no_token_where_experts_are_split_and_groups_are_not():
+    """Each device receives more of 4 rows than the groups of 3 tokens have capacity for."""
+    router = RouterConfig(jitter=0.0, overflow="dropless")
+    model = with_switch(SPARSE, group_size=3, router=router, dispatcher="dropless")
+    rng, params = np.random.default_rng(0), make_params(model)
+    batch = {
+        "decoder_input_tokens": rng.integers(3, 380, (4, 20)).astype(np.int32),
+        "decoder_segment_ids": np.ones((4, 20), np.int32),
+        "decoder_positions": np.tile(np.arange(20, dtype=np.int32), (4, 1)),
+    }
+    want, _ = run_model(model, params, batch, is_training=False)
+    mesh = MeshSpec(data=1, expert=4)
+    with use_mesh(mesh.build(jax.devices()[:4]), mesh.rules):
+        got, _ = run_model(model, params, batch, is_training=False)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
