@@ -66,11 +66,12 @@ excluded=""     # machines, with commas
 num_excluded=0
 lost_once=" "   # machines whose process was lost
 while true; do
-  # --kill-on-bad-exit: Slurm, too, ends all tasks when one fails.
+  # Processes end each other, and leave with the status that says why. Slurm would end process 0,
+  # which is the last one, with another.
   # srun sets SLURM_PROCID, SLURM_NTASKS and SLURM_STEP_NODELIST, which JAX reads.
   status=0
   srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 ${excluded:+--exclude="$excluded"} \
-    --kill-on-bad-exit=1 --label \
+    --kill-on-bad-exit=0 --wait=120 --label \
     "$SWITCHX" train --silence_seconds=60 --start_seconds=600 "$@" \
     2>&1 | tee "$said" || status="${PIPESTATUS[0]}"
   # 0: done. 2: wrong input, 3: training stopped, as where it diverged; another attempt changes
@@ -81,7 +82,9 @@ while true; do
   if [ "$status" -eq 75 ] && requeue "a signal, and the state is saved"; then
     exit "$status"
   fi
-  for host in $(grep -oE 'process [0-9]+ \([^ ,]+, pid [0-9]+\) is lost' "$said" |
+  # One line may name several: `process 1 (HOST, pid P), process 2 (HOST, pid P) is lost`.
+  for host in $(grep -E 'process [0-9]+ \([^ ,]+, pid [0-9]+\) is lost' "$said" |
+    grep -oE 'process [0-9]+ \([^ ,]+, pid [0-9]+\)' |
     sed -E 's/.*\(([^ ,.]+).*/\1/' | sort -u); do
     if [[ "$lost_once" == *" $host "* ]] || ! answers "$host"; then
       excluded="${excluded:+$excluded,}$host"

@@ -7,6 +7,7 @@ process from C++, without the name. The service is in process 0; if that is lost
 """
 
 import contextlib
+import ipaddress
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from errno import EADDRNOTAVAIL
 from typing import Any
 
 import jax
@@ -46,7 +48,7 @@ def connect(
         ValueError: process 0 cannot listen; or processes differ, with names and in what.
         TimeoutError: process 0 is not reached.
     """
-    _reach(coordinator, start_s) if index else _require_own(coordinator)
+    _reach(coordinator, start_s) if index else _require_own(coordinator, min(start_s, 60))
     # JAX waits longer: it would end the process without a word of what it waited for.
     said = f"not all came to coordinator={coordinator!r} within {start_s} s: start all"
     said += " of them, each of 0 to N - 1 once, or give the number that there is"
@@ -205,18 +207,36 @@ def address_of(coordinator: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _require_own(coordinator: str) -> None:
-    """Checks that process 0 can listen: JAX aborts where it cannot, or shares the port."""
+def _require_own(coordinator: str, seconds: float) -> None:
+    """Checks that process 0 can listen: JAX aborts where it cannot, or shares the port.
+
+    For some seconds a cluster may not know the name of a machine that has begun, or have its
+    old address.
+    """
+    end = time.monotonic() + seconds
+    host, port = address_of(coordinator)
+    while True:
+        try:
+            family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            socket.create_server((host, port), family=family).close()
+            return
+        except OSError as error:
+            is_known = not isinstance(error, socket.gaierror) and error.errno != EADDRNOTAVAIL
+            if is_known or _is_number(host) or time.monotonic() > end:
+                raise ValueError(
+                    f"process 0 cannot listen at coordinator={coordinator!r} ({error}); give "
+                    f"an address of this machine ({socket.gethostname()}) and a free port, and "
+                    "start one process with process_id=0"
+                ) from error
+        time.sleep(0.2)
+
+
+def _is_number(host: str) -> bool:
+    """Whether it is an address itself, and no name of one."""
     try:
-        host, port = address_of(coordinator)
-        family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        socket.create_server((host, port), family=family).close()
-    except OSError as error:
-        raise ValueError(
-            f"process 0 cannot listen at coordinator={coordinator!r} ({error}); give "
-            f"an address of this machine ({socket.gethostname()}) and a free port, and start "
-            "one process with process_id=0"
-        ) from error
+        return bool(ipaddress.ip_address(host))
+    except ValueError:
+        return False
 
 
 def _reach(coordinator: str, seconds: int) -> None:

@@ -38,10 +38,13 @@ class TrainingInterrupted(KeyboardInterrupt):
     """
 
     def __init__(self, outcome: loop.Outcome, job: TrainingJob, folder: RunFolder):
-        saved = (
-            f"the state is saved at step {outcome.step} of {job.train_steps} in {folder.where}"
-        )
-        saved = saved if outcome.step else "before its first step; nothing is saved"
+        newest = outcome.step if outcome.saved is None else outcome.saved
+        saved = f"the state is saved at step {newest} of {job.train_steps} in {folder.where}"
+        if not newest:
+            when = f"after step {outcome.step}" if outcome.step else "before its first step"
+            saved = f"{when}; nothing is saved"
+        elif newest != outcome.step:
+            saved = f"step {outcome.step} is not saved; {saved}"
         super().__init__(f"training was interrupted; {saved}; the same call goes on from there")
         self.outcome = outcome
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import switchx
+from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.main import main
 from switchx.fields import describe
 from switchx.jobs import TrainingInterrupted
@@ -96,6 +97,21 @@ def test_a_run_of_python_is_one_of_the_commands(
     assert printed["step"] == 2
     smaller = dataclasses.replace(job, batch_size=4)
     assert switchx.evaluate(run, smaller, reporter=Silent()) == printed
+
+
+@pytest.mark.parametrize(
+    ("step", "saved", "said"),
+    [
+        (6, None, "the state is saved at step 6 of 12 in "),
+        (6, 4, "step 6 is not saved; the state is saved at step 4 of 12 in "),
+        (6, 0, "after step 6; nothing is saved"),
+        (0, None, "before its first step; nothing is saved"),
+    ],
+)
+def test_an_interruption_says_what_is_saved(job, tmp_path, step, saved, said):
+    outcome = Outcome(step, False, {}, saved)
+    error = TrainingInterrupted(outcome, job, RunFolder(tmp_path))
+    assert f"interrupted; {said}" in str(error)
 
 
 @pytest.mark.slow

@@ -62,6 +62,8 @@ def test_slurm_starts_switchx_with_options_that_exist(tmp_path):
     done = run_slurm(tmp_path, 'printf "%s\\n" "$@"', *options)
     assert done.returncode == 0
     words = done.stdout.splitlines()
+    # Slurm would end process 0 before it says with which status training ended.
+    assert "--kill-on-bad-exit=0" in words
     command = words[words.index("switchx") :]
     assert command[-2:] == options  # as they were given, spaces and all
     arguments = _parse(_parser(), command[1:])
@@ -116,14 +118,15 @@ def test_a_new_checkpoint_gives_all_restarts_back(tmp_path, script, between):
 
 
 LOST = "1: switchx: process 1 (node002.cluster, pid 4711) is lost: silent for 60 s"
+TWO = LOST.replace(" is lost", ", process 2 (node003, pid 5) is lost")
 
 
-def srun_that_loses(folder, answering: int) -> str:
+def srun_that_loses(folder, answering: int, said: str = LOST) -> str:
     """Attempts lose node002, which a probe of it answers with a status."""
     return (
         f'case "$*" in *--overlap*) exit {answering} ;; esac\n'
         f'echo "$@" | grep -o -- "--exclude=[^ ]*\\|--nodes=[^ ]*" | xargs >> {folder}/log\n'
-        f'case "$*" in *--exclude*) ;; *) echo "{LOST}" ;; esac; exit 1'
+        f'case "$*" in *--exclude*) ;; *) echo "{said}" ;; esac; exit 1'
     )
 
 
@@ -139,6 +142,13 @@ def test_slurm_leaves_out_a_machine_that_is_lost_where_there_is_a_spare(
     without = ["--nodes=2 --exclude=node002"] * (4 - before)
     assert (tmp_path / "log").read_text().splitlines() == ["--nodes=2"] * before + without
     assert not (tmp_path / "asked").exists()
+
+
+def test_slurm_leaves_out_all_machines_that_are_lost_together(tmp_path):
+    more = {"RESTARTS": "1", "SLURM_JOB_NUM_NODES": "4", "NODES": "2", "SLURM_JOB_ID": "4711"}
+    run_slurm(tmp_path, srun_that_loses(tmp_path, 1, TWO), "--model_dir=x", **more)
+    asked = (tmp_path / "log").read_text().splitlines()
+    assert asked == ["--nodes=2", "--nodes=2 --exclude=node002,node003"]
 
 
 def test_slurm_requeues_where_a_machine_does_not_answer_and_there_is_no_spare(tmp_path):

@@ -125,8 +125,9 @@ class Checkpointer:
                 self._folder.mkdir(parents=True, exist_ok=True)
             self._set_aside_unfinished("*")
             # Links to records, of saves that were cut short.
-            for path in self._folder.glob(f".{EXPERTS}*"):
-                shutil.rmtree(path)
+            for pattern in (f".{EXPERTS}*", f"..{EXPERTS}-*.partial"):  # of `new_folder`
+                for path in self._folder.glob(pattern):
+                    shutil.rmtree(path)
             for path in checkpoint_paths(self._folder):
                 if damage := find_damage(path):
                     set_aside(path, damage)
@@ -197,32 +198,31 @@ class Checkpointer:
         retention = self._retention
         about = {"metric": retention.best_metric, "mode": retention.mode}
         self._saving = Manifest(step, score, finite, **about if score is not None else {})
-        self.meter.begin()
-        # NumPy leaves are copied: their owner may write to them while Orbax reads.
-        items = jax.tree.map(
-            lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf),
-            to_items(state),
-        )
-        expected = num_bytes(items)
-        if free_bytes(self._folder) < expected + MIB:
-            raise self._save_error(f"it needs about {expected / MIB:.1f} MiB")
-        if self._experts is not None:
+        with self.meter.beginning():
+            # NumPy leaves are copied: their owner may write to them while Orbax reads.
+            items = jax.tree.map(
+                lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf),
+                to_items(state),
+            )
+            expected = num_bytes(items)
+            if free_bytes(self._folder) < expected + MIB:
+                raise self._save_error(f"it needs about {expected / MIB:.1f} MiB")
+            if self._experts is not None:
+                try:
+                    self._experts.save(self._saved_experts(step))
+                except StoreError as error:
+                    raise self._save_error(error.strerror or str(error)) from error
+                # Process 0 moves the parts of all into the checkpoint.
+                multihost_utils.sync_global_devices("switchx_experts_saved")
+            if score is not None:
+                self._scores[step] = score
+            arguments = {item: SaveArrays(tree) for item, tree in items.items()}
+            arguments["data"] = ocp.args.JsonSave(encode_data_state(data_state))
+            self._is_saving = True
             try:
-                self._experts.save(self._saved_experts(step))
-            except StoreError as error:
-                raise self._save_error(error.strerror or str(error)) from error
-            # Process 0 moves the parts of all into the checkpoint.
-            multihost_utils.sync_global_devices("switchx_experts_saved")
-        if score is not None:
-            self._scores[step] = score
-        arguments = {item: SaveArrays(tree) for item, tree in items.items()}
-        arguments["data"] = ocp.args.JsonSave(encode_data_state(data_state))
-        self._is_saving = True
-        try:
-            self._manager.save(step, args=ocp.args.Composite(**arguments), force=True)
-        except Exception as error:
-            raise self._save_error(str(error)) from error
-        self.meter.returned()
+                self._manager.save(step, args=ocp.args.Composite(**arguments), force=True)
+            except Exception as error:
+                raise self._save_error(str(error)) from error
 
     def check(self) -> None:
         """Raises the error of a save that has failed; cheap, for every step."""

@@ -76,6 +76,8 @@ class LocalCopies:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_atomically(self._folder / "probe", b"written")
+            for partial in self._folder.glob(".*.partial"):  # of a process that was killed
+                shutil.rmtree(partial)
         except OSError as error:
             raise ValueError(
                 f"Retention.local_dir={directory!r} cannot be written ({error.strerror}: "

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which checkpoints are kept, what becomes of others, what a save may take and takes."""
 
+import contextlib
 import dataclasses
 import heapq
 import json
@@ -9,7 +10,7 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -197,8 +198,15 @@ class SaveMeter:
         arrays = self._arrays
         self._begun = time.monotonic(), arrays.hashed_bytes, arrays.written_bytes
 
-    def returned(self) -> None:
-        """Training goes on, beside the writing."""
+    @contextlib.contextmanager
+    def beginning(self) -> Iterator[None]:
+        """A save begins; behind the context training goes on, beside the writing."""
+        self.begin()
+        try:
+            yield
+        except BaseException:  # a second Ctrl-C, too
+            self.failed()
+            raise
         self._blocking_seconds = time.monotonic() - self._begun[0]
 
     def failed(self) -> None:

@@ -40,9 +40,15 @@ def print_summary(
     """
     validation, metrics = _lines(run.validation), _lines(run.metrics)
     end = "finished" if outcome.is_finished else "stopped by a signal"
-    is_saved = (run.checkpoints / str(outcome.step)).is_dir()
-    saved = "the state is saved" if is_saved else "there is nothing to save"
-    parts = [Text(f"\nTraining {end}; {saved} at step {outcome.step}", style="bold")]
+    newest = outcome.step if outcome.saved is None else outcome.saved
+    is_saved = (run.checkpoints / str(newest)).is_dir()
+    saved = f"the state is saved at step {newest}"
+    if newest != outcome.step:
+        saved = f"step {outcome.step} is not saved, the newest checkpoint is of step {newest}"
+    if not is_saved:
+        saved = f"there is nothing to save at step {outcome.step}"
+        saved = f"step {outcome.step} is not saved" if newest != outcome.step else saved
+    parts = [Text(f"\nTraining {end}; {saved}", style="bold")]
     if numbers := _numbers(validation, metrics):
         parts.append(_aligned(numbers))
     if run.goodput.exists():
@@ -53,7 +59,7 @@ def print_summary(
         parts.append(load_table(job.model, metrics[-1]["routing"]["load"]))
     places = {
         "run folder": run.where,
-        "checkpoint": run.checkpoints / str(outcome.step) if is_saved else "none",
+        "checkpoint": run.checkpoints / str(newest) if is_saved else "none",
         "metrics": f"{run.metrics}, {run.validation.name}",
         "TensorBoard": run.tensorboard,
         "configuration": run.operative_config,

@@ -29,6 +29,7 @@ from typing import Any
 import tensorstore
 
 from switchx.fields import require
+from switchx.object_store import absolute
 from switchx.storage.record import (
     Record,
     RecordError,
@@ -78,7 +79,7 @@ class RecordStore:
         self.layout = layout
         self.bytes_read = self.bytes_written = 0
         self._keys = list(range(layout.num_keys)) if keys is None else list(keys)
-        self._root = pathlib.Path(folder).expanduser().absolute()
+        self._root = absolute(folder)
         self._records = self._root / "records"
         self._lock_file = _locked(self._root)
         # Bytes and CRC-32 of the file of each record, as it was written last.

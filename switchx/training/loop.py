@@ -79,14 +79,17 @@ class Outcome:
     """The result of a call of `train`.
 
     Attributes:
-        step: the last step taken, saved in a checkpoint.
+        step: the last step taken.
         is_finished: whether the job's last step was taken; false when a signal ended it early.
         last_metrics: metrics of the last logged step of this call; empty if it logged none.
+        saved: step of the newest checkpoint, 0 without one; None where it is `step`. It is an
+            earlier one where a signal's grace did not suffice for a save.
     """
 
     step: int
     is_finished: bool
     last_metrics: dict[str, Any]
+    saved: int | None = None
 
 
 def train(
@@ -309,7 +312,9 @@ class _Loop:
                 f"saved at step {step}, and the same command goes on from there, past this "
                 "alarm; docs/routing_statistics.md says what alarms mean"
             )
-        return Outcome(step, step >= job.train_steps, self.last_metrics)
+        newest = max(self.checkpointer.steps, default=0)
+        saved = None if newest == step else newest
+        return Outcome(step, step >= job.train_steps, self.last_metrics, saved)
 
     @contextlib.contextmanager
     def _apart(self, cause: Cause) -> Iterator[None]:

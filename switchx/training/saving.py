@@ -97,6 +97,7 @@ class Saving:
         """Begins a checkpoint in the run folder; see `Checkpointer.save`."""
         logger.info("saving step %d", step)
         if jax.process_index() == 0:
+            self._run.require_owned()  # before another's logs are written over
             self._run.put()  # logs until here
         self._checkpointer.save(step, state, data_state, metrics)
 

@@ -203,6 +203,17 @@ def test_what_a_save_took_is_known_when_it_is_done(tmp_path):
         assert other.meter.seconds_to_save() is None
 
 
+def test_a_save_that_is_interrupted_is_no_other_error(tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), reopened(tmp_path) as checkpointer:
+        checkpointer.save(1, filled_state(1))
+        monkeypatch.setattr("switchx.checkpoint.checkpointer.to_items", interrupted)
+        checkpointer.save(2, filled_state(2))
+    assert kept(tmp_path) == [1]
+
+
 def test_a_save_past_its_deadline_is_an_error_that_names_the_setting(tmp_path, monkeypatch):
     monkeypatch.setattr("switchx.checkpoint.parts.crc32_of", lambda array: time.sleep(3) or 0)
     with (

@@ -2,6 +2,7 @@
 """Checkpoints of a state whose experts are records: both of one step, whenever it is killed."""
 
 import dataclasses
+import os
 import pathlib
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from switchx.checkpoint.checkpointer import Checkpointer, Retention
+from switchx.checkpoint.items import EXPERTS
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.storage.record import ArrayType, Record, StoreError, StoreLayout
 from switchx.storage.store import RecordStore
@@ -71,7 +73,10 @@ def train(folder: str) -> None:
 def test_killed_at_any_moment_leaves_state_and_experts_of_one_step(tmp_path):
     code = f"import sys; from {__name__} import train; train(sys.argv[1])"
     newest = 0
+    checkpoints = tmp_path / "checkpoints"
     for delay_s in (0.0, 0.05):
+        # One that was killed while it linked records.
+        (checkpoints / f"..{EXPERTS}-7.0123abcd.partial").mkdir(parents=True)
         trainer = subprocess.Popen(
             [sys.executable, "-c", code, str(tmp_path)],
             stdout=subprocess.PIPE,
@@ -93,7 +98,7 @@ def test_killed_at_any_moment_leaves_state_and_experts_of_one_step(tmp_path):
                 assert_same(state, filled_state(each))
                 assert experts.step == each
         experts.store.close()
-    assert not list((tmp_path / "checkpoints").glob(".experts*"))
+    assert not [each for each in os.listdir(checkpoints) if EXPERTS in each]
 
 
 def test_a_snapshot_that_fails_leaves_the_checkpoint_before(tmp_path, monkeypatch):

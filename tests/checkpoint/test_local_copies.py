@@ -77,6 +77,15 @@ def test_training_may_write_where_a_restored_state_lies(copies):
     assert_same(copies.restore(1, state_of(1))[0], state_of(1))
 
 
+def test_what_a_killed_process_left_is_deleted(copies, run, tmp_path):
+    copies.save(1, state_of(1), {})
+    copies.wait()
+    folder = files_of(tmp_path, 1).parent
+    (folder / ".2.0123abcd.partial").mkdir()
+    LocalCopies(str(tmp_path / "local"), run).close()
+    assert sorted(each.name for each in folder.iterdir()) == ["1", "probe"]
+
+
 def test_what_does_not_fit_is_not_taken(copies, run, tmp_path):
     for step in (1, 2):
         copies.save(step, state_of(step), None)

@@ -28,6 +28,7 @@ from switchx.data.vocabularies import SavedVocabulary
 from switchx.manifest import new_folder
 from switchx.object_store import files_in, mirror, remove
 from switchx.training.loop import train
+from switchx.training.saving import Saving
 from tests.cases import slow
 from tests.checkpoint import stores
 from tests.checkpoint.two_processes import in_two
@@ -156,6 +157,18 @@ def test_the_trainer_before_ends_at_its_next_save(run, caplog):
     with run.locked():
         assert "was held by process 4711 on node002 since " in caplog.text
     assert "trainer.json" not in files_in(run.where)
+
+
+def test_a_trainer_that_was_taken_over_puts_no_logs(run):
+    with run.locked(), Checkpointer(run, Retention()) as checkpointer:
+        run.metrics.write_text("1\n")
+        run.put()
+        (run.where / "trainer.json").write_text(json.dumps({"token": "another"}))
+        run.metrics.write_text("1\n2\n")
+        saving = Saving(run, Retention(), checkpointer, None, print, is_new=False)
+        with pytest.raises(ValueError, match="was taken over by process"):
+            saving.save(2, filled_state(2), None, None)
+    assert (run.where / run.metrics.name).read_text() == "1\n"
 
 
 def test_a_run_that_begins_again_has_another_identity_on_every_machine(run):

@@ -175,6 +175,12 @@ def test_stopped_run_goes_on_with_the_same_command(capsys, folder):
     assert lines[1] == "Training stopped by a signal; there is nothing to save at step 0"
     assert "checkpoint     none" in lines
     assert lines[-2] == "Next" and " train " in lines[-1]
+    # The grace of the signal was too short for a save.
+    lines = printed(capsys, folder, arguments, Outcome(15, False, {}, saved=12))
+    assert "step 15 is not saved, the newest checkpoint is of step 12" in lines[1]
+    assert any(line.startswith("checkpoint") and line.endswith("/12") for line in lines)
+    lines = printed(capsys, folder, arguments, Outcome(15, False, {}, saved=0))
+    assert lines[1].endswith("step 15 is not saved") and "checkpoint     none" in lines
 
 
 MODEL = ModelConfig(

@@ -153,6 +153,20 @@ def test_process_0_listens_at_its_own_free_port():
         connect(f"localhost:{port}", 2, 0, {}, start_s=1, silence_s=5)
 
 
+def test_process_0_waits_for_its_name_to_be_known(monkeypatch):
+    known, asked = socket.getaddrinfo, []
+
+    def late(*arguments, **options):
+        asked.append(arguments[0])
+        if len(asked) < 3:
+            raise socket.gaierror(-2, "Name or service not known")
+        return known("localhost", *arguments[1:], **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", late)
+    distributed._require_own(f"localhost:{free_port()}", 30)
+    assert len(asked) >= 3
+
+
 def test_the_parts_of_an_address():
     assert address_of("node001:8476") == ("node001", 8476)
     assert address_of("[::1]:1") == ("::1", 1)

@@ -388,3 +388,11 @@ def test_a_store_that_was_left_is_opened_empty(tmp_path):
     with RecordStore(tmp_path / "store", LAYOUT) as store:
         assert "never written" in str(store.read(0).exception())
     assert num_bytes(tmp_path / "store") == 0
+
+
+def test_a_path_may_go_up(tmp_path):
+    (tmp_path / "runs").mkdir()
+    with RecordStore(tmp_path / "runs" / ".." / "store", LAYOUT) as store:
+        write_all(store, 1)
+        assert all_are(store, 1)
+    assert (tmp_path / "store").is_dir()

@@ -26,7 +26,7 @@ from switchx.models.stages import (
     without_experts,
 )
 from switchx.optim.updates import global_norm
-from switchx.storage.record import StoreError
+from switchx.storage.record import RecordError, StoreError
 from switchx.training.evaluate import PLAIN_LOSS, sampled
 from switchx.training.expert_copies import task_notes
 from switchx.training.job import TrainingJob
@@ -172,8 +172,11 @@ class LayeredProgram(TrainingProgram):
 
 @contextlib.contextmanager
 def _stored():
-    """Raises SaveError where a record could not be written."""
+    """Raises SaveError where a record could not be written, or what is read is damaged: from
+    the last checkpoint, training goes on."""
     try:
         yield
     except StoreError as error:
         raise SaveError(error.strerror or str(error)) from error
+    except RecordError as error:
+        raise SaveError(str(error)) from error
