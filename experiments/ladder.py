@@ -159,7 +159,9 @@ def train_all(study: Study, cells: Cells, runs: Runs) -> dict[str, Any]:
         last = [each for each in runs.contenders if not each.has_capacity][-1]
         runs = dataclasses.replace(runs, contenders=(runs.contenders[0], last), seeds=(0,))
     flops = {
-        each.name: flops_of(study, runs.rung, bindings_of(study, runs.rung, each, 0))
+        each.name: flops_of(
+            study, runs.rung, bindings_of(study, runs.rung, each, runs.seeds[0])
+        )
         for each in runs.contenders
     }
     first, _ = flops[runs.contenders[0].name]

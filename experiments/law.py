@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import scipy.stats
 
 from experiments.measured import Ratio
 
@@ -64,19 +65,27 @@ def _ln_dense_flops(flops_C: np.ndarray, losses_C: np.ndarray, losses: np.ndarra
 
 
 def _drawn(points: Sequence[Point], random: np.random.Generator) -> np.ndarray:
-    """Means of cells, as they would be of other seeds: normal, with one variance of all, as
-    four seeds are too few to draw from; `[X, C]`."""
+    """Means of cells, as they would be of other seeds: by t, with one variance of all, as four
+    seeds are too few to draw from; `[X, C]`."""
     means_C = [np.mean(point.losses) for point in points]
-    return random.normal(means_C, errors_of(points), (DRAWS, len(points)))
+    errors_C, freedom = errors_of(points)
+    return means_C + errors_C * random.standard_t(freedom or 1, (DRAWS, len(points)))
 
 
-def errors_of(points: Sequence[Point]) -> list[float]:
-    """Standard errors of the cells' means, by one variance; 0 where each has one seed."""
+def half_widths(points: Sequence[Point]) -> np.ndarray:
+    """Half of the 95% intervals of the cells' means; 0 where each has one seed."""
+    errors_C, freedom = errors_of(points)
+    return errors_C * scipy.stats.t.ppf(0.975, freedom or 1)
+
+
+def errors_of(points: Sequence[Point]) -> tuple[np.ndarray, int]:
+    """Standard errors of the cells' means by one variance, 0 where each has one seed, and its
+    degrees of freedom."""
     freedom = sum(len(point.losses) - 1 for point in points)
     squares = sum((len(point.losses) - 1) * np.var(point.losses, ddof=1) for point in points
                   if len(point.losses) > 1)  # fmt: skip
     sd = math.sqrt(squares / freedom) if freedom else 0.0
-    return [sd / math.sqrt(len(point.losses)) for point in points]
+    return np.array([sd / math.sqrt(len(point.losses)) for point in points]), freedom
 
 
 def speedups(

@@ -316,17 +316,20 @@ def table_of(sweep: Sweep, cells: Sequence[Cell]) -> list[dict[str, Any]]:
 def optimum_of(sweep: Sweep, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """The row of the lowest mean among those whose seeds are all done, with finite losses.
 
-    `places` has where it stands on each axis: `interior` where such rows with a smaller and a
-    larger value, and all else the same, are worse; else `edge`; `unordered` where values are no
-    numbers. None where there is no such row.
+    `places` has where it stands on each axis: `interior` where rows whose seeds are all done,
+    with a smaller and a larger value and all else the same, are worse, as one that diverged is;
+    else `edge`; `unordered` where values are no numbers. None where there is no such row.
     """
-    whole = [
-        r for r in rows if len(r["losses"]) == sweep.num_seeds and math.isfinite(r["mean"])
-    ]
-    if not whole:
+    done = [row for row in rows if len(row["losses"]) == sweep.num_seeds]
+    best, *others = sorted(done, key=_mean_or_worst) or [{"mean": math.inf}]
+    if not math.isfinite(best["mean"]):
         return None
-    best, *others = sorted(whole, key=lambda row: row["mean"])
     return best | {"places": {name: _place(name, best, others) for name in sweep.axes}}
+
+
+def _mean_or_worst(row: dict[str, Any]) -> float:
+    """For an order: the mean of a row, NaN behind all others."""
+    return row["mean"] if math.isfinite(row["mean"]) else math.inf
 
 
 def _place(name: str, best: dict[str, Any], others: Sequence[dict[str, Any]]) -> str:

@@ -24,7 +24,7 @@ from experiments.ladder import (
     train_all,
     wall_seconds,
 )
-from experiments.law import Point, errors_of, speedups
+from experiments.law import Point, half_widths, speedups
 from experiments.measured import finite_of
 from experiments.rules import OF_COMPUTE, Rule
 from experiments.statistics import curvature, difference, estimate, intervals, trend
@@ -138,7 +138,7 @@ def picture(results: dict[str, Any]) -> Figure | None:
     ratios = {point.name: times["second" in point.name] for point in sparse}
 
     def cells(points: list[Point], over: dict[str, float]) -> list[Cell]:
-        errors = [1.96 * each for each in errors_of(points)]
+        errors = half_widths(points)
         return [
             Cell(point.flops * over.get(point.name, 1.0), point.losses, error)
             for point, error in zip(points, errors, strict=True)
@@ -169,8 +169,8 @@ def _strips(results: dict[str, Any]) -> list[Strip]:
     kinds = {"dense": "dense"} | {str(n): f"{n} experts" for n in EXPERTS}
     points = [p for kind in kinds.values() for p in _points(results, kind) if p.name == _FAN]
     losses = {
-        name: _around(statistics.mean(point.losses), 1.96 * error)
-        for name, point, error in zip(kinds, points, errors_of(points), strict=True)
+        name: _around(statistics.mean(point.losses), error)
+        for name, point, error in zip(kinds, points, half_widths(points), strict=True)
     }
     bits = {name: [-each for each in v] for name, v in bits_per_byte(results).items()}
     gains = {

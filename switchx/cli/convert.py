@@ -108,8 +108,12 @@ def _check(arguments: argparse.Namespace) -> None:
         error("--base is for --from=peft and --to=peft; leave it out")
     if is_peft and (arguments.dtype or arguments.vocabulary):
         error("--dtype and --vocabulary are the base's; leave them out")
-    if arguments.gin_file and not is_t5x:
-        error("--gin_file is for --from=t5x; a folder of transformers describes its model")
+    given = arguments.gin_file or arguments.gin_bindings or arguments.gin_search_paths
+    if given and not is_t5x:
+        error(
+            "gin files, their paths and --gin.NAME=VALUE are for --from=t5x; a folder of "
+            "transformers describes its model"
+        )
     if arguments.overflow and arguments.source != "huggingface":
         error("--overflow is for --from=huggingface; leave it out")
     if arguments.vocabulary and arguments.target:

@@ -91,6 +91,8 @@ def next_commands(
     if not (_is_pretraining(arguments) and _finetuning_fits(job, run)):
         # The same task with a fresh optimizer; other gin files say what to learn instead.
         files = configuration_words(arguments, *INIT_MACROS)
+        if job.distillation is not None and job.distillation.starts_from_teacher:
+            files.append("--gin.Distillation.starts_from_teacher=False")  # but from this run
     finetune = [*files, f"--gin.INIT_FROM={run.path}", f"--model_dir={other}"]
     trust = ["--trust_code"] * is_of_working_directory()
     commands = [

@@ -330,8 +330,8 @@ def _quoted(binding: str) -> str:
     name, equals, value = binding.partition("=")
     if not equals or value.startswith(("@", "%")):
         return binding
-    try:
-        ast.literal_eval(value)
+    try:  # what it refers to may stand in a list
+        ast.literal_eval(re.sub(r"[@%][\w./]+(\(\))?", "None", value))
     except (ValueError, SyntaxError):
         return f"{name}={value!r}"
     return binding

@@ -254,7 +254,9 @@ def test_nothing_is_left_where_nothing_could_be_converted(in_a_folder, cli, spie
         (["--to=huggingface", "--overflow=drop", "a", "b"], "--overflow is for --from=hug"),
         (["--to=huggingface", "--vocabulary=x", "a", "b"], "--vocabulary is for --from"),
         (["--from=huggingface", "--step=best", "a", "b"], "--step is for --to; leave it out"),
-        (["--from=huggingface", "--gin_file=x.gin", "a", "b"], "--gin_file is for --from=t5x"),
+        (["--from=huggingface", "--gin_file=x.gin", "a", "b"], "gin files, their paths and"),
+        (["--from=huggingface", "--gin.A=1", "a", "b"], "--gin.NAME=VALUE are for --from=t5x"),
+        (["--to=huggingface", "--gin_search_paths=a", "a", "b"], "are for --from=t5x"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_go_together(cli, options, message):

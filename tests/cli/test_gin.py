@@ -75,6 +75,21 @@ def test_text_needs_no_quotes(value, text):
     assert job_of(f"DATA_DIR={value}").data_dir == text
 
 
+@pytest.mark.parametrize(
+    ("value", "is_text"),
+    [
+        ("(@text_metrics.Accuracy(), @text_metrics.Bleu())", False),
+        ("{'a': @tasks.Task()}", False),
+        ("(%TEXT_COLUMN,)", False),
+        ("50% of it", True),
+        ("me@there", True),
+    ],
+)
+def test_what_a_list_refers_to_needs_no_quotes(value, is_text):
+    binding = f"A={value}"
+    assert building._quoted(binding) == (f"A={value!r}" if is_text else binding)
+
+
 def test_folder_called_as_a_configs_folder_is_not_in_the_way(tmp_path, monkeypatch):
     """Gin would take `runs/` for a Python package: it lies where `python -m` looks first."""
     (tmp_path / "runs").mkdir()

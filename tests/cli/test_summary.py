@@ -155,6 +155,17 @@ def test_commands_repeat_what_was_given_quoted(folder, tmp_path):
     assert shlex.split(train)[-5:] == [*processes, f"--model_dir={folder.path}"]
 
 
+def test_a_student_is_fine_tuned_from_itself(folder):
+    """Its teacher teaches on."""
+    arguments = given("runs/distill.gin", bindings=["TEACHER=runs/tiny"])
+    job = job_of(arguments)
+    assert job.distillation.starts_from_teacher
+    folder.config.write_text(json.dumps({"model": describe(job.model)}))
+    words = shlex.split(summary.next_commands(job, folder, FINISHED, arguments)[2])
+    assert "--gin.Distillation.starts_from_teacher=False" in words
+    assert f"--gin.INIT_FROM={folder.path}" in words
+
+
 @pytest.mark.parametrize("bindings", [[], ["NUM_EXPERTS=16"]])
 def test_model_of_any_size_goes_on_to_the_shipped_fine_tuning(folder, bindings):
     arguments = given(TINY, bindings=bindings)

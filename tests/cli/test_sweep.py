@@ -2,6 +2,7 @@
 """`switchx sweep`: cells are trained once, go on, fail alone; the optimum has its place."""
 
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -51,9 +52,10 @@ def test_an_optimum_is_interior_where_both_neighbours_are_worse():
     assert found["values"] == {"A": "3e-1", "B": "x"}
     assert found["places"] == {"A": "interior", "B": "unordered"}
     assert said.endswith("; inside the grid in A; without an order in B.")
-    # A neighbour that is not finished, not finite, or differs elsewhere says nothing.
-    for other in ({("1", "x"): []}, {("1", "x"): [float("nan")]}):
-        assert optimum(bowl | other)[0]["places"]["A"] == "edge"
+    # One that diverged is worse; one that is not finished or differs elsewhere says nothing.
+    for other, place in (([], "edge"), ([float("nan")], "interior"), ([math.inf], "interior")):
+        assert optimum(bowl | {("1", "x"): other})[0]["places"]["A"] == place
+    assert optimum({("1", "x"): [float("nan")]})[0] is None
     elsewhere = {k: v for k, v in bowl.items() if k[0] != "1"} | {("1", "y"): [0.7]}
     assert "try values beyond it, in A" in optimum(elsewhere)[1]
     assert optimum({("1", "x"): []}) == (None, sweeps.sentence_of(None))

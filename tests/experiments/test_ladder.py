@@ -124,6 +124,20 @@ def test_what_has_a_capacity_is_evaluated_without(swept, tmp_path, monkeypatch):
     assert rates[1] / rates[0] == pytest.approx(math.sqrt(2), rel=1e-4)
 
 
+def test_flops_are_those_of_a_seed_that_is_run(swept, tmp_path, monkeypatch):
+    """A contender may begin with a finished run, of its own seed."""
+    monkeypatch.setattr(ladder, "_bytes_of_validation", lambda *_: 3000)
+
+    def missing(bindings):
+        raise ValueError(f"{bindings} is not there")
+
+    study = Trains(tmp_path)
+    monkeypatch.setattr(study, "placed", missing)
+    taught = OnLadder("16 experts", ("TEACHER='<pretrained 32 experts>'",))
+    with pytest.raises(ValueError, match="TEACHER='<pretrained 32_experts_seed100>'"):
+        ladder.train_all(study, Cells(tmp_path / "cells.jsonl"), Runs((taught,), seeds=(100,)))
+
+
 @pytest.mark.slow
 def test_a_run_beside_others_is_the_run_alone(tmp_path):
     """To the bit, so that cells may run beside anything."""
