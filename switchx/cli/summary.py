@@ -42,12 +42,12 @@ def print_summary(
     end = "finished" if outcome.is_finished else "stopped by a signal"
     newest = outcome.step if outcome.saved is None else outcome.saved
     is_saved = (run.checkpoints / str(newest)).is_dir()
-    saved = f"the state is saved at step {newest}"
-    if newest != outcome.step:
-        saved = f"step {outcome.step} is not saved, the newest checkpoint is of step {newest}"
-    if not is_saved:
-        saved = f"there is nothing to save at step {outcome.step}"
-        saved = f"step {outcome.step} is not saved" if newest != outcome.step else saved
+    saved = f"step {outcome.step} is not saved"
+    if newest == outcome.step:
+        what = "the state is saved" if is_saved else "there is nothing to save"
+        saved = f"{what} at step {newest}"
+    elif is_saved:
+        saved += f", the newest checkpoint is of step {newest}"
     parts = [Text(f"\nTraining {end}; {saved}", style="bold")]
     if numbers := _numbers(validation, metrics):
         parts.append(_aligned(numbers))
