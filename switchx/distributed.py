@@ -213,7 +213,7 @@ def _require_own(coordinator: str, seconds: float) -> None:
     For some seconds a cluster may not know the name of a machine that has begun, or have its
     old address.
     """
-    end = time.monotonic() + seconds
+    end, warn_at = time.monotonic() + seconds, time.monotonic() + WARN_AFTER_S
     host, port = address_of(coordinator)
     while True:
         try:
@@ -221,13 +221,17 @@ def _require_own(coordinator: str, seconds: float) -> None:
             socket.create_server((host, port), family=family).close()
             return
         except OSError as error:
+            said = (
+                f"process 0 cannot listen at coordinator={coordinator!r} ({error}); give an "
+                f"address of this machine ({socket.gethostname()}) and a free port, and start "
+                "one process with process_id=0"
+            )
             is_known = not isinstance(error, socket.gaierror) and error.errno != EADDRNOTAVAIL
             if is_known or _is_number(host) or time.monotonic() > end:
-                raise ValueError(
-                    f"process 0 cannot listen at coordinator={coordinator!r} ({error}); give "
-                    f"an address of this machine ({socket.gethostname()}) and a free port, and "
-                    "start one process with process_id=0"
-                ) from error
+                raise ValueError(said) from error
+            if time.monotonic() > warn_at:
+                print(f"switchx: {said}. Trying again", file=sys.stderr, flush=True)
+                warn_at = end
         time.sleep(0.2)
 
 

@@ -44,7 +44,9 @@ class TrainingInterrupted(KeyboardInterrupt):
             when = f"after step {outcome.step}" if outcome.step else "before its first step"
             saved = f"{when}; nothing is saved"
         elif newest != outcome.step:
-            saved = f"step {outcome.step} is not saved; {saved}"
+            copies = job.retention.local_dir
+            where = "not saved" if copies is None else f"copied to {copies} alone"
+            saved = f"step {outcome.step} is {where}; {saved}"
         super().__init__(f"training was interrupted; {saved}; the same call goes on from there")
         self.outcome = outcome
 

@@ -183,7 +183,7 @@ def run_together(
     try:
         prepared = prepare()
         statement = state(prepared)
-    except Exception as error:
+    except (ValueError, OSError) as error:
         with contextlib.suppress(ValueError, OSError):  # this process' own fault matters more
             connect(*peer, {FAILURE: str(error)}, **timeouts)
         raise

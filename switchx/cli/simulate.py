@@ -207,4 +207,5 @@ from switchx.training.offload import storage_spec
 
 storage_spec.StorageSpec.host_bytes = {chosen.capacity * trace.record_bytes}
 storage_spec.StorageSpec.policy = "{chosen.chosen}"
+STORAGE = @storage_spec.StorageSpec()
 """

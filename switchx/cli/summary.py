@@ -42,7 +42,10 @@ def print_summary(
     end = "finished" if outcome.is_finished else "stopped by a signal"
     newest = outcome.step if outcome.saved is None else outcome.saved
     is_saved = (run.checkpoints / str(newest)).is_dir()
-    saved = f"step {outcome.step} is not saved"
+    copies = job.retention.local_dir
+    saved = f"step {outcome.step} is " + (
+        "not saved" if copies is None else f"copied to {copies} alone"
+    )
     if newest == outcome.step:
         what = "the state is saved" if is_saved else "there is nothing to save"
         saved = f"{what} at step {newest}"

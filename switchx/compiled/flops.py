@@ -16,8 +16,10 @@ from switchx.compiled.hlo import NO_SHARES, Instruction, parse
 
 # The FLOPs that a TPU kernel declares (`pl.CostEstimate`).
 _KERNEL = re.compile(r'"tpu_custom_call".*"cost_estimate":\{"flops":"(\d+)"')
-# Products of GPUs that say no FLOPs: Hopper's kernels, cuDNN's attention, cuBLAS.
-_UNCOUNTED = re.compile(r'custom_call_target="(mosaic_gpu|__cudnn|__cublas)')
+# Products of GPUs that say no FLOPs: kernels, cuDNN's attention, cuBLAS.
+_UNCOUNTED = re.compile(
+    r'custom_call_target="(mosaic_gpu|__gpu\$xla\.gpu\.triton|__cudnn|__cublas)'
+)
 _WINDOW = (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
 
 

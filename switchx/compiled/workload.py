@@ -113,9 +113,11 @@ def layout_of(job: TrainingJob, sizes: Mapping[str, int]) -> Layout:
 
 
 def has_rules_of(job: TrainingJob, layout: Layout) -> bool:
-    """Whether the layout's rules place the job's state as the job's own do."""
+    """Whether the layout's rules place activations and state as the job's own do."""
     own, mesh = job.mesh.rules, layout.stage
     if own.optimizer_slices not in ((), OPTIMIZER_SLICES):
+        return False
+    if own.activations != layout.rules.activations:
         return False
     return all(
         own.spec(*array, mesh, table=table) == layout.rules.spec(*array, mesh, table=table)

@@ -330,11 +330,22 @@ def _quoted(binding: str) -> str:
     name, equals, value = binding.partition("=")
     if not equals or value.startswith(("@", "%")):
         return binding
-    try:  # what it refers to may stand in a list
-        ast.literal_eval(re.sub(r"[@%][\w./]+(\(\))?", "None", value))
+    try:
+        ast.literal_eval(value)
     except (ValueError, SyntaxError):
-        return f"{name}={value!r}"
-    return binding
+        is_literal = _holds_references(value)
+    else:
+        is_literal = True
+    return binding if is_literal else f"{name}={value!r}"
+
+
+def _holds_references(value: str) -> bool:
+    """Whether it is a list or dictionary of references to configurables and macros."""
+    try:
+        found = ast.literal_eval(re.sub(r"@[\w./]+(\(\))?|%[A-Z][\w./]*", "None", value))
+    except (ValueError, SyntaxError):
+        return False
+    return isinstance(found, list | tuple | dict)
 
 
 def _check_binding(binding: str) -> None:

@@ -70,7 +70,8 @@ class ChatForm(CompletionForm):
         prompt = prompt_of_chat(self._model, messages)
         number = next((each for each in most if each is not None), None)
         number = self._room_behind(prompt, limits) if number is None else number
-        most_name = "max_completion_tokens" if most[1] is None else "max_tokens"
+        is_old = most[0] is None and most[1] is not None
+        most_name = "max_tokens" if is_old else "max_completion_tokens"
         try:
             return super().read(values | {"prompt": prompt, "max_tokens": number}, limits)
         except Refusal as refusal:

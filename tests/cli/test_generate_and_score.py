@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import switchx
+from switchx.cli import expert_slots, simulate
 from switchx.cli.main import main
 from switchx.cli.text import lines as text
 from switchx.inference.score import Score, Scorer
@@ -180,6 +181,19 @@ def test_with_a_ring_lines_are_the_same(lines, tmp_path, capsys, cli):
     assert "h200: 2 calls moved chosen experts; decoder, 4 tokens" in captured.err
 
 
+def simulated_cache(host_bytes: int) -> str:
+    """As `switchx simulate cache` writes it."""
+    chosen = types.SimpleNamespace(capacity=1, chosen="decayed_lfu", hits=lambda *_, **__: 0.5)
+    trace = types.SimpleNamespace(num_keys=9, record_bytes=host_bytes)
+    return simulate._cache_gin(types.SimpleNamespace(model_dir="run"), trace, chosen)
+
+
+def test_a_simulated_cache_is_read_as_it_is_written(tmp_path):
+    (tmp_path / "cache.gin").write_text(simulated_cache(700))
+    found = expert_slots._simulated_cache(str(tmp_path / "cache.gin"))
+    assert found == {"policy": "decayed_lfu", "host_bytes": 700}
+
+
 @pytest.mark.slow  # tests/inference/test_expert_source.py reads by default
 def test_experts_of_a_quantized_model_are_read_from_its_file(
     folder, lines, tmp_path, capsys, cli
@@ -189,14 +203,7 @@ def test_experts_of_a_quantized_model_are_read_from_its_file(
     cli(*quantize)
     options = [f"--input={lines}", "--max_new_tokens=2", "--pruning=experts"]
     want = cli(*words(artifact, *options)).out
-    # As `switchx simulate cache` writes it.
-    cache.write_text(
-        "from __gin__ import dynamic_registration\n"
-        "from switchx.training.offload import storage_spec\n"
-        "storage_spec.StorageSpec.host_bytes = 700\n"
-        'storage_spec.StorageSpec.policy = "decayed_lfu"\n'
-        "STORAGE = @storage_spec.StorageSpec()\n"
-    )
+    cache.write_text(simulated_cache(700))
     slots = ["--expert_slots=1", f"--expert_cache={cache}", "--expert_prefetch"]
     captured = cli(*words(artifact, *options, *slots))
     assert captured.out == want

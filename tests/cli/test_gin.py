@@ -82,6 +82,8 @@ def test_text_needs_no_quotes(value, text):
         ("{'a': @tasks.Task()}", False),
         ("(%TEXT_COLUMN,)", False),
         ("50% of it", True),
+        ("[%s]", True),
+        ("{@x}", True),
         ("me@there", True),
     ],
 )

@@ -35,6 +35,7 @@ def test_a_product_and_a_batch_of_products():
     ("target", "is_seen"),
     [
         ("mosaic_gpu_v2", False),
+        ("__gpu$xla.gpu.triton", False),
         ("__cudnn$fmhaSoftmax", False),
         ("__cublas$gemm", False),
         ("tpu_custom_call", True),

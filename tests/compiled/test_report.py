@@ -117,6 +117,7 @@ def test_slots_are_held_to_what_the_configuration_asks_for(switch, router, slots
         (Rules(), True),
         (Rules(optimizer_slices=("data",)), True),
         (Rules(optimizer_slices=("data", "expert")), False),
+        (Rules(activations=(("B", ("data",)),)), False),
         (Rules(params=(("V", ("data",)),), may_stay_whole=()), False),
     ],
 )
