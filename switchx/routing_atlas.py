@@ -316,6 +316,7 @@ def remove_experts(
     """
     drawn = np.random.default_rng(seed).permutation(len(labels.label_R))
     is_drawn_R = np.zeros(len(drawn), bool)
+    drawn = drawn[np.isin(drawn, labels.text_B)]  # some texts have no rows
     for k in range(len(labels.names)):
         is_drawn_R[drawn[labels.label_R[drawn] == k][:most_texts]] = True
     kept = np.flatnonzero(is_drawn_R[labels.text_B])

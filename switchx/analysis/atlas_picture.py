@@ -82,7 +82,7 @@ def _draw_changes(axis, removed: KnockOuts, labels) -> None:
             linewidth=1,
             label=labels[k],
         )
-    largest = max(size_XK.max(), 1e-9)
+    largest = np.nanmax(size_XK, initial=1e-9)  # a label may have no text with rows
     axis.set_xscale("symlog", linthresh=10 ** math.floor(math.log10(largest) - 1))
     axis.axvline(0, color="0.4", linewidth=1)
     names = (f"{layer}: {e}" for layer, e in (removed.experts[x] for x in most))

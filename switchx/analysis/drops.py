@@ -349,7 +349,8 @@ def training_note(
         folder: `routing/` of the run that goes on, or that parameters are taken from.
         group_size: places of the largest groups that training has.
     """
-    router, path = switch.router, max(folder.glob("step_*.parquet"), default=None)
+    router, by_step = switch.router, lambda path: (len(path.name), path.name)
+    path = max(folder.glob("step_*.parquet"), default=None, key=by_step)
     drops_none = router.overflow == "dropless" or router.kind == "expert_choice"
     if path is None or drops_none or switch.expert_capacity is not None:
         return None

@@ -247,7 +247,7 @@ def checkpoints(run: RoutingRun) -> Section:
         return Section(title, "None was evaluated: `switchx eval --step=all` does.")
     names = ("neg_log_perplexity", "accuracy", "dropped_fraction")
     rows = [
-        (line["step"], *(float(line[name]) for name in names), _largest_violation(line))
+        (line["step"], *(_number(line[name]) for name in names), _largest_violation(line))
         for line in run.evaluations
     ]
     columns = ("step", "neg. log perplexity", "accuracy", "dropped", "largest MaxVio")
@@ -257,6 +257,11 @@ def checkpoints(run: RoutingRun) -> Section:
         "together, of a mixture those of each task, in the layer where it is largest.",
         tables=[Table(columns, rows)],
     )
+
+
+def _number(value: float | None) -> float:
+    """A number of a file of JSON, which has null where one is not finite."""
+    return math.nan if value is None else float(value)
 
 
 def _largest_violation(evaluation: dict) -> float:

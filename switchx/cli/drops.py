@@ -149,10 +149,18 @@ def _group_sizes(record, rule: str) -> list[int | None]:
     """The recorded size, 4 and 16 times as many as far as recorded batches have such groups."""
     if rule == "megatron":
         return [None]
-    batch = next(record.batches())
-    (_, T), whole = batch.group_shape, batch.token_BL.size
-    larger = [size for size in (4 * T, 16 * T) if size <= whole]
-    return [None, *(larger or [whole] * (whole > T))]
+    firsts = {}
+    for batch in record.batches():
+        firsts.setdefault(batch.stack, batch)
+        if len(firsts) == len(record.info.layers):
+            break
+    first, *_ = firsts.values()
+    (_, T), whole = first.group_shape, first.token_BL.size
+    # Of each stack: one that was recorded in part has no group of more places than it has.
+    parts = [x.token_BL.size for x in firsts.values() if len(x.token_BL) < x.batch_size]
+    most = min([whole, *parts])
+    larger = [size for size in (4 * T, 16 * T) if size <= most]
+    return [None, *(larger or [most] * (most > T))]
 
 
 def _model(arguments: argparse.Namespace, record):

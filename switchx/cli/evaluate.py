@@ -236,7 +236,9 @@ def print_checkpoints(lines: list[dict[str, Any]]) -> None:
     names = ("neg_log_perplexity", "accuracy", "dropped_fraction")
     table = Table("step", *names, box=None, pad_edge=False)
     for line in lines:
-        numbers = (f"{line[name]:.4f}" if name in line else "" for name in names)
+        found = {name: line[name] for name in names if name in line}
+        shown = {n: "nan" if x is None else f"{x:.4f}" for n, x in found.items()}
+        numbers = (shown.get(name, "") for name in names)
         table.add_row(f"{line['step']}", *numbers)
     Console(highlight=False, soft_wrap=True).print(table)
 

@@ -168,15 +168,25 @@ def evaluation_examples(
     made = EvaluationExamples(task, split, [], [], [], 0)
     num_cut = 0
     for record in (records[number] for number in range(count)):
-        tokens_L = task.objective.example(record, task.vocabulary).inputs
+        example = _with_longest_target(task, record)
+        tokens_L = example.inputs
         if task.too_long == "truncate":
-            cut = features.truncate(Example(tokens_L, tokens_L[:0]), task.vocabulary.eos_id)
+            cut = features.truncate(example, task.vocabulary.eos_id)
             num_cut += len(cut.inputs) < len(tokens_L)
             tokens_L = cut.inputs
         made.inputs.append(record["inputs"])
         made.targets.append(target_of(record))
         made.tokens.append(tokens_L)
     return dataclasses.replace(made, num_cut=num_cut)
+
+
+def _with_longest_target(task: Task, record: Mapping[str, str]) -> Example:
+    """The example whose target is the longest of the record's own and its choices."""
+    texts = {record["targets"], *getattr(target_of(record), "choices", ())}
+    examples = (
+        task.objective.example({**record, "targets": text}, task.vocabulary) for text in texts
+    )
+    return max(examples, key=lambda example: len(example.targets))
 
 
 def prediction_rows(

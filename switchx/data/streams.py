@@ -32,6 +32,8 @@ _MOST_SKIPPED = 100_000
 # Fewer records are permuted in memory; Grain's cipher works on blocks of 16 bits and would
 # look for an index below n for 65536 / n rounds.
 _FEW = 65_536
+# Epochs whose orders are kept: rows that share records are in several at a time.
+_EPOCHS = 8
 
 # Purposes of the random generators; a part of their seed.
 DRAW, START, SHUFFLE = range(3)
@@ -136,19 +138,23 @@ class Shuffled:
     def __init__(self, records: Sequence[Any], seed: Sequence[int]):
         self._records = records
         self._seed = tuple(seed)
-        self._epoch, self._order = None, None
+        self._orders: dict[int, np.ndarray | int] = {}
 
     def __getitem__(self, index: int) -> Any:
         size = len(self._records)
         epoch, position = divmod(index, size)
-        if self._epoch != epoch:
-            rng = np.random.default_rng((*self._seed, epoch))
-            # The permutation, or for many records the seed of Grain's.
-            self._order = rng.permutation(size) if size < _FEW else int(rng.integers(2**32))
-            self._epoch = epoch
+        if (order := self._orders.get(epoch)) is None:
+            if len(self._orders) == _EPOCHS:
+                del self._orders[next(iter(self._orders))]
+            order = self._orders[epoch] = self._order(epoch)
         if size < _FEW:
-            return self._records[int(self._order[position])]
-        return self._records[_permuted(position, size, self._order)]
+            return self._records[int(order[position])]
+        return self._records[_permuted(position, size, order)]
+
+    def _order(self, epoch: int) -> np.ndarray | int:
+        """The permutation of an epoch, or for many records the seed of Grain's."""
+        rng, size = np.random.default_rng((*self._seed, epoch)), len(self._records)
+        return rng.permutation(size) if size < _FEW else int(rng.integers(2**32))
 
 
 def _permuted(index: int, size: int, seed: int) -> int:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import sentencepiece
 
 from switchx.data.corpora.corpus import Account
-from switchx.data.corpora.text_files import Texts, find_texts
+from switchx.data.corpora.text_files import Texts, find_texts, has_records
 from switchx.data.mixtures import ProportionalRates
 from switchx.data.tokenizers import EOS_ID, PAD_ID, UNK_ID
 from switchx.fields import require
@@ -234,6 +234,8 @@ def _texts_of(inputs: str | Sequence[str], columns: Sequence[str] | None) -> Ite
     if any(found.left_out.values()):
         _log.info("%s", Account.of("text", found.files, found.left_out))
     for file in found.files:
+        if not has_records(file):
+            continue  # as training, which looks past empty shards
         for example in Texts.of([file], columns).examples(_DOCUMENT_CHARACTERS, Counter()):
             yield from example.values()
 

@@ -3,6 +3,7 @@
 
 import base64
 import dataclasses
+import math
 import re
 import xml.etree.ElementTree
 
@@ -12,6 +13,7 @@ import pytest
 from switchx.analysis import report
 from switchx.analysis.plots import load_figure
 from switchx.analysis.report import Section, Table, page
+from switchx.cli.evaluate import print_checkpoints
 from switchx.data.token_classes import token_classes
 from switchx.data.tokenizers import ByteVocabulary
 from tests.analysis.parsed_page import Parser
@@ -168,6 +170,15 @@ def test_one_evaluation_and_single_layers_are_said_so(run):
     single = dataclasses.replace(run, snapshots=[decoder])
     assert "No stack has two" in report.transition(single).text
     assert "No stack has two" in report.similarity(single).text
+
+
+def test_a_checkpoint_whose_loss_is_not_finite_has_its_row(run, capsys):
+    numbers = {"neg_log_perplexity": None, "accuracy": 0.5, "dropped_fraction": 0.0}
+    line = {"step": 3, **numbers, "routing": {"max_violation": [0.5]}}
+    (table,) = report.checkpoints(dataclasses.replace(run, evaluations=[line])).tables
+    assert math.isnan(table.rows[0][1]) and table.rows[0][2] == 0.5
+    print_checkpoints([line])
+    assert capsys.readouterr().out.splitlines()[1].split() == ["3", "nan", "0.5000", "0.0000"]
 
 
 def test_evaluations_of_other_tokens_are_left_out_and_counted(tmp_path):

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from switchx.analysis.drops import training_note
+from switchx.cli.drops import _group_sizes
 from switchx.cli.main import main
 from switchx.moe.config import SwitchConfig
-from switchx.routing_record import RecordWriter, open_record
+from switchx.routing_record import RecordInfo, RecordWriter, StackRecord, open_record
 from tests.analysis.recorded import write_record, write_run
 from tests.integration.runs import arguments
 
@@ -77,6 +78,30 @@ def test_training_says_at_its_start_what_the_run_before_dropped(finished_run, cl
     there.write_bytes(b"PAR1")
     note = training_note(there.parent, ["encoder 0"], SwitchConfig(8), 64)
     assert note.startswith(f"step_000012.parquet of {folder} says nothing of drops: ")
+
+
+def test_the_newest_record_is_that_of_the_last_step(tmp_path):
+    for step in ("000999000", "1000000"):
+        (tmp_path / f"step_{int(step):06d}.parquet").write_bytes(b"PAR1")
+    assert training_note(tmp_path, ["encoder 0"], SwitchConfig(8), 64).startswith(
+        f"step_1000000.parquet of {tmp_path.parent}"
+    )
+
+
+def test_sizes_of_groups_are_those_that_every_stack_recorded(tmp_path):
+    """Of a training batch that was recorded in part, the shorter stack has fewer places."""
+    layers = {"encoder": ["encoder 1"], "decoder": ["decoder 1"]}
+    info = RecordInfo(SwitchConfig(4, group_size=64), layers, 0, "train")
+    with RecordWriter(tmp_path / "record.parquet", info) as writer:
+        parts = {}
+        for stack, length in (("encoder", 64), ("decoder", 16)):
+            rank = np.zeros((1, 8, length, 1), np.int16)
+            token, nothing = np.ones(rank.shape[1:3], np.int32), np.zeros(rank.shape, bool)
+            prob = np.ones(rank.shape, np.float32)
+            parts[stack] = StackRecord(token, token, rank, prob, prob[..., 0], nothing, rank)
+        writer.add(0, parts, 16)
+    record = open_record(tmp_path / "record.parquet")
+    assert _group_sizes(record, "t5x") == [None, 128]  # 8 rows of 16 places of the decoder
 
 
 def test_a_plan_has_the_drops_of_its_groups(in_a_folder, cli, tmp_path):

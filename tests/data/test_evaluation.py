@@ -107,6 +107,22 @@ def test_choices_are_scored_one_after_another():
     assert json_text(value) == '{"a": [1.0, null, [null, "x"]], "b": {"c": null, "d": null}}'
 
 
+def test_inputs_of_a_decoder_leave_room_for_the_longest_answer():
+    """As in training; of choices the longest."""
+    corpus = pair_corpus((" ".join("56456456"), "7 8"))
+    task = make_task("t", corpus, InputsToTargets(), too_long="truncate")
+    found = evaluation_examples(task, "test", DecoderOnlyFeatures(8))
+    record = {"inputs": " ".join("56456456"), "targets": "7 8"}
+    example = task.objective.example(record, task.vocabulary)
+    want = DecoderOnlyFeatures(8).truncate(example, task.vocabulary.eos_id).inputs
+    assert found.tokens[0].tolist() == want.tolist() and len(want) + len(example.targets) == 8
+    facts = json.dumps({"choices": ["7", "7 8 9"], "label": 0})
+    chosen = ListCorpus(((" ".join("56456456"), "7", facts),), ("inputs", "targets", "facts"))
+    task = make_task("t", chosen, InputsToTargets(), too_long="truncate")
+    (tokens,) = evaluation_examples(task, "test", DecoderOnlyFeatures(8)).tokens
+    assert len(tokens) + len("789") + 1 == 8
+
+
 def test_the_first_examples_and_tasks_without_texts():
     task = make_task("t", CORPUS, InputsToTargets())
     assert len(evaluation_examples(task, "test", FEATURES, max_examples=1).inputs) == 1

@@ -68,6 +68,14 @@ def test_depends_on_seed_and_index_alone(num_records):
 def test_neighbouring_seeds_do_not_share_epochs():
     """Epoch e of seed s must not be epoch 0 of seed s + e."""
     later = [Shuffled(range(50), (0,))[50 + i] for i in range(50)]
+    # Rows that are in epochs beside each other compute an order once.
+    shuffled, epochs = Shuffled(range(50), (0,)), []
+    order = shuffled._order
+    shuffled._order = lambda epoch: epochs.append(epoch) or order(epoch)
+    assert [shuffled[50 * (i % 4) + i] for i in range(40)] == [
+        Shuffled(range(50), (0,))[50 * (i % 4) + i] for i in range(40)
+    ]
+    assert epochs == [0, 1, 2, 3]
     assert later != [Shuffled(range(50), (1,))[i] for i in range(50)]
 
 

@@ -119,6 +119,7 @@ def test_sample_is_even_and_bounded():
 def test_files(tmp_path):
     (tmp_path / "a.txt").write_text("".join(TEXTS))
     (tmp_path / "b.jsonl").write_text('{"inputs": "one number", "targets": "eine Zahl"}\n')
+    (tmp_path / "empty.jsonl").write_text("")  # as some shard may be
     output = tmp_path / "output/vocabulary"
     summary = train_sentencepiece(str(tmp_path), 400, str(output))
     assert sorted(p.name for p in output.iterdir()) == ["vocabulary.model", "vocabulary.vocab"]

@@ -58,7 +58,8 @@ def read_table(
 
 
 def columns_of(path: Folder) -> tuple[list[str], dict[str, tuple[str, ...]]]:
-    """Names of a table's columns, and of the classes of those that `datasets` knows as classes.
+    """Names of a table's columns, and of the classes that `datasets` knows, by their field: the
+    column and what lies within, `a/b`, without places in lists.
 
     Raises:
         ValueError: as `read_table`.
@@ -67,15 +68,27 @@ def columns_of(path: Folder) -> tuple[list[str], dict[str, tuple[str, ...]]]:
         about = (schema.metadata or {}).get(b"huggingface", b"{}")
         try:
             features = (json.loads(about).get("info") or {}).get("features") or {}
-            kinds = {name: each for name, each in features.items() if isinstance(each, dict)}
-            classes = {
-                name: tuple(each["names"])
-                for name, each in kinds.items()
-                if each.get("_type") == "ClassLabel"
-            }
+            classes = dict(_classes_in(features))
         except (ValueError, AttributeError, KeyError, TypeError) as error:
             raise OSError(f"its description by `datasets` is damaged ({error!r})") from error
         return schema.names, classes
+
+
+def _classes_in(feature: Any, path: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Fields below a feature of `datasets` that are classes, and the names of these."""
+    if isinstance(feature, list):
+        yield from _classes_in(*feature, path)
+    elif isinstance(feature, dict) and feature.get("_type") == "ClassLabel":
+        yield path, tuple(feature["names"])
+    elif isinstance(feature, dict) and feature.get("_type") in (
+        "Sequence",
+        "List",
+        "LargeList",
+    ):
+        yield from _classes_in(feature["feature"], path)
+    elif isinstance(feature, dict):
+        for name, inner in feature.items():
+            yield from _classes_in(inner, f"{path}/{name}".removeprefix("/"))
 
 
 @contextlib.contextmanager

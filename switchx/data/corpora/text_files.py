@@ -134,6 +134,13 @@ def is_text_file(name: Name, columns: Sequence[str] | None = None) -> bool:
     return name.kind == ".jsonl" or is_packed_json or is_table
 
 
+def has_records(file: Folder) -> bool:
+    """Whether a file is text or a table, or has a line of JSON."""
+    if name_of(file.name).kind in (".txt", *tables.KINDS):
+        return True
+    return next(json_lines(file, Counter()), None) is not None
+
+
 @dataclasses.dataclass(frozen=True)
 class Texts:
     """Files of text, and the fields of their records.

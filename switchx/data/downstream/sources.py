@@ -24,7 +24,7 @@ from switchx.data.downstream.texts import TextExample
 from switchx.fields import require
 
 # Version of the text functions; raise it whenever one of them writes other texts.
-TEXT_VERSION = 1
+TEXT_VERSION = 2
 FIELDS = ("inputs", "targets", "facts")
 # By split: alternatives, each of files that follow one another.
 Files = Mapping[str, tuple[tuple[RawFile, ...], ...]]
@@ -54,7 +54,7 @@ class Rows:
         splits: the splits that the source has, by name.
         place: path or name of the source, for messages.
         class_names: names of the classes, by field, of fields that TFDS or `datasets` knows as
-            classes.
+            classes; `a/b` is one within another, places in lists are left out.
     """
 
     splits: dict[str, SplitRows]
@@ -69,13 +69,19 @@ def rows_of_tfds(name: str, data_dir: str | None) -> Rows:
         ValueError: the data set is not there (`find_folder`).
     """
     folder = find_folder(name, data_dir)
-    names = {
-        field: tuple(feature.names)
-        for field, feature in folder.builder.info.features.items()
-        if getattr(feature, "names", None)
-    }
+    names = dict(_classes_in(folder.builder.info.features))
     splits = {split: _tfds_rows(folder, split) for split in folder.splits}
     return Rows(splits, folder.folder, names)
+
+
+def _classes_in(feature, path: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Fields below a feature of TFDS that are classes, and the names of these; a sequence has
+    what its feature has."""
+    if hasattr(feature, "items"):
+        for name, inner in feature.items():
+            yield from _classes_in(inner, f"{path}/{name}".removeprefix("/"))
+    elif names := getattr(feature, "names", None):
+        yield path, tuple(names)
 
 
 def _tfds_rows(folder: TfdsFolder, split: str) -> SplitRows:

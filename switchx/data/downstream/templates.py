@@ -137,8 +137,9 @@ def _fill(template: str, row: Row, rows: Rows, where: str) -> str:
 
 def _text(row: Row, field: str, rows: Rows, where: str) -> str:
     value = _value(row, field, where)
-    if field in rows.class_names:
-        return class_name(value, rows.class_names[field])
+    place = "/".join(name for name in field.split("/") if not name.isdecimal())
+    if place in rows.class_names and not isinstance(value, list | dict):
+        return class_name(value, rows.class_names[place])
     require(
         isinstance(value, str | int | float),
         f"{where}: the field {field!r} is a {type(value).__name__}; name a text or a number in "

@@ -135,3 +135,30 @@ def test_templates_of_parquet(tmp_path):
         "train", str(tmp_path / "data")
     )
     assert [source[n]["targets"] for n in range(3)] == ["3.8", "0.1", "10000000000.0"]
+
+
+def test_classes_within_a_column_have_names(tmp_path):
+    names = {"_type": "ClassLabel", "names": ["joy", "anger"]}
+    features = {
+        "text": {"dtype": "string", "_type": "Value"},
+        "labels": {"feature": names, "_type": "Sequence"},
+        "old": [names],
+        "inner": {"of": names, "number": {"dtype": "int64", "_type": "Value"}},
+    }
+    about = json.dumps({"info": {"features": features}})
+    columns = {"text": ["a", "b"], "labels": [[0, 1], [1]], "old": [[1], [0]],
+               "inner": [{"of": 0, "number": 0}, {"of": 1, "number": 1}]}  # fmt: skip
+    (tmp_path / "own").mkdir()
+    table = pyarrow.table(columns).replace_schema_metadata({"huggingface": about})
+    write(tmp_path / "own/train.parquet", table)
+
+    def targets(template: str) -> list[str]:
+        source = Templates(str(tmp_path / "own"), "{text}", template)
+        opened = source.open("train", str(tmp_path / "data"))
+        return [opened[n]["targets"] for n in range(2)]
+
+    assert targets("{labels/0} {old/0} {inner/of} {inner/number}") == [
+        "joy anger joy 0", "anger joy anger 1",
+    ]  # fmt: skip
+    with refused("the field 'labels' is a list; name a text or a number in it"):
+        targets("{labels}")

@@ -195,6 +195,15 @@ def test_templates_of_tfds(tmp_path):
     assert examples.metrics(["y", "World"]) == {
         "accuracy": 0.0, "exact_match": 50.0, "f1": 50.0,
     }  # fmt: skip
+    # Classes within others have names, too.
+    label = NEWS["label"]
+    nested = {"title": NEWS["title"], "labels": tfds.Sequence(label)}
+    nested |= {"inner": {"label": label}}
+    row = {"title": "t", "labels": [1, 0], "inner": {"label": 1}}
+    write(tmp_path, "nested", nested, train=[row])
+    corpus = Templates("tfds:nested", "{title}", "{labels/0} {labels/1} {inner/label}")
+    opened = corpus.open("train", str(tmp_path))
+    assert opened[0]["targets"] == "Sports World Sports"
     # A split that cannot be written so does not keep others from it.
     empty = rows[0] | {"more": {"ids": []}}
     write(tmp_path, "uneven", NEWS, train=rows, test=[empty])
