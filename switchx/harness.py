@@ -145,6 +145,8 @@ class SwitchxLM(LM):
             (read,), _ = token_lists([context], "inputs", *of) if context else ([[]], None)
             return read or [self._first]
         tokens = model.vocabulary.encode(context) if tokens is None else tokens
+        if tokens and model.text_format.inputs_end_with_eos:  # as it was trained
+            tokens = [*tokens, model.ids.eos_id]
         return model.prompt(tokens) or [self._first]
 
     def _scored(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:

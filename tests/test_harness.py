@@ -88,7 +88,7 @@ def asked(lm):
     return found["results"], answers
 
 
-def test_numbers_are_those_of_transformers(folder, capsys):
+def test_numbers_are_those_of_transformers(folder, capsys, monkeypatch):
     from lm_eval.models.huggingface import HFLM
     from transformers import PreTrainedTokenizerFast
 
@@ -105,6 +105,13 @@ def test_numbers_are_those_of_transformers(folder, capsys):
         "theirs", tokenizer=tokenizer, device="cpu", dtype="float32", batch_size=1,
         max_length=24, add_bos_token=start is not None,
     )  # fmt: skip
+
+    # A model that learnt nothing writes bytes that are no text, of which ours keeps what is whole
+    # (tests/data/test_bpe.py).
+    def by_library(vocabulary, ids):
+        return vocabulary._tokenizer.decode(ids, skip_special_tokens=False)
+
+    monkeypatch.setattr(type(ours.model.vocabulary), "_text", by_library)
     (want, their_answers), (got, our_answers) = asked(their), asked(ours)
     assert our_answers["local_answers"] == their_answers["local_answers"]
     for name in ("local_choices", "local_texts"):
@@ -146,6 +153,20 @@ def test_numbers_are_those_of_transformers(folder, capsys):
 
 @pytest.mark.slow  # two processes
 @pytest.mark.parametrize("folder", ["qwen"], indirect=True)
+def test_prompts_end_as_they_were_trained(folder):
+    """With eos, of a decoder that learnt pairs."""
+    from switchx.harness import SwitchxLM
+
+    values = json.loads((folder / "run/config.json").read_text())
+    source = {"objective": {"type": "InputsToTargets"}}
+    (folder / "run/config.json").write_text(json.dumps(values | {"source": source}))
+    lm = SwitchxLM(model_dir="run", batch_size=1)
+    (read, wanted), encode = lm._pair("what", " is"), lm.model.vocabulary.encode
+    assert read == [*lm.model.prompt(encode("what")), lm.model.ids.eos_id]
+    assert wanted == encode("what is")[len(encode("what")) :]
+    assert lm._inputs("what") == lm.model.prompts(["what"])[0]
+
+
 def test_the_harness_has_its_own_flags_and_needs_no_network_for_local_files(folder):
     words = [*"-m switchx.harness run --model switchx --model_args".split(), "model_dir=run"]
     words += "--tasks local_choices --include_path tasks".split()

@@ -190,8 +190,9 @@ def _from_t5x(arguments: argparse.Namespace, reporter) -> None:
     building.require_effect("MODEL", bindings)
     config = _in_dtype(config, arguments.dtype)
     reporter.note(f"reading {arguments.src}")
-    config, params = read_checkpoint(arguments.src, config)
-    _write(arguments, reporter, config, params, arguments.vocabulary)
+    with _scratch(pathlib.Path(arguments.dst)) as scratch:
+        config, params = read_checkpoint(arguments.src, config, scratch)
+        _write(arguments, reporter, config, params, arguments.vocabulary)
 
 
 def _in_dtype(config, dtype: str | None):
@@ -277,13 +278,7 @@ def _reads_as_t5(vocabulary) -> bool:
 
 def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
     from switchx.checkpoint.restore import choose_step, stored_params
-    from switchx.checkpoint.run_folder import (
-        RunFolder,
-        read_config,
-        read_decoding,
-        read_model_config,
-    )
-    from switchx.data.tasks import TextFormat
+    from switchx.checkpoint.run_folder import RunFolder, read_decoding, read_model_config
     from switchx.data.vocabularies import load_vocabulary
     from switchx.interop.huggingface import write_decoder
     from switchx.manifest import new_folder
@@ -301,24 +296,34 @@ def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
     else:
         with new_folder(arguments.dst) as folder:
             notes = write_decoder(folder, config, params, vocabulary, decoding)
-        with contextlib.suppress(ValueError):  # an objective of a user's own is not imported
-            learnt = read_config(source).get("source")
-            text_format = TextFormat.of_training(learnt, is_encoder_decoder=False)
-            if text_format.is_prompt_bidirectional:
-                notes.append(
-                    "prompts of this run see themselves whole; transformers reads them "
-                    "causally and gives other logits: train with "
-                    "--gin.InputsToTargets.is_prefix_bidirectional=False"
-                )
-            if text_format.inputs_end_with_eos:
-                notes.append(
-                    "prompts of this run end with the id of eos, "
-                    f"{vocabulary.eos_id}, which switchx puts behind them and a tokenizer of "
-                    "transformers does not: put it there"
-                )
+        notes += _notes_on_prompts(source, vocabulary)
     for note in notes:
         reporter.note(note)
     print(f"{arguments.dst}: written for transformers, from step {step}")
+
+
+def _notes_on_prompts(source, vocabulary) -> list[str]:
+    """What a decoder learnt of its prompts that transformers does not know."""
+    from switchx.checkpoint.run_folder import read_config
+    from switchx.data.tasks import TextFormat
+
+    notes = []
+    with contextlib.suppress(ValueError):  # an objective of a user's own is not imported
+        learnt = read_config(source).get("source")
+        text_format = TextFormat.of_training(learnt, is_encoder_decoder=False)
+        if text_format.is_prompt_bidirectional:
+            notes.append(
+                "prompts of this run see themselves whole; transformers reads them "
+                "causally and gives other logits: train with "
+                "--gin.InputsToTargets.is_prefix_bidirectional=False"
+            )
+        if text_format.inputs_end_with_eos:
+            notes.append(
+                f"prompts of this run end with the id of eos, {vocabulary.eos_id}, which "
+                "switchx puts behind them and a tokenizer of transformers does not: put it "
+                "there"
+            )
+    return notes
 
 
 def _write_t5(arguments, reporter, config, params, vocabulary, decoding) -> list[str]:
@@ -398,10 +403,12 @@ def _to_peft(arguments: argparse.Namespace, reporter) -> None:
     from switchx.checkpoint.adapter_run import AdapterRecord
     from switchx.checkpoint.items import read_items
     from switchx.checkpoint.restore import choose_step
-    from switchx.checkpoint.run_folder import RunFolder, read_model_config
+    from switchx.checkpoint.run_folder import RunFolder, read_model_config, read_rescaled
+    from switchx.data.vocabularies import load_vocabulary
     from switchx.interop.peft import write_adapters
     from switchx.manifest import new_folder
     from switchx.models.unroll import unrolled
+    from switchx.object_store import read_json_object
 
     source = RunFolder(arguments.src)
     record = AdapterRecord.read(source)
@@ -418,7 +425,20 @@ def _to_peft(arguments: argparse.Namespace, reporter) -> None:
             f"trained beside experts of {record.spec.bits} bits: beside others, such as those "
             "of the base in its own dtype, the model is another one"
         )
-    base = arguments.base or str(record.spec.base)
+    if not config.is_encoder_decoder:
+        for note in _notes_on_prompts(source, load_vocabulary(source.root)):
+            reporter.note(note)
+    base, rescaled = arguments.base or str(record.spec.base), None
+    if RunFolder(record.spec.base).config.is_file():
+        rescaled = read_rescaled(source)
+    described = pathlib.Path(base, "config.json")
+    kind = read_json_object(described).get("model_type") if described.is_file() else None
+    require(
+        rescaled is None or not arguments.base or kind not in (None, rescaled),
+        f"--base={base}: these adapters were trained beside weights that have the factors of "
+        f"{rescaled} multiplied into them, and do not fit its own; give what "
+        "--to=huggingface writes of the base",
+    )
     if not arguments.base:
         reporter.note(
             f"adapter_config.json names {base} as the base, which PEFT cannot open by itself; "

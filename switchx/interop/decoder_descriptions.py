@@ -107,6 +107,9 @@ def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
     try:
         again = read_config(kin, Fields(values, "config.json"))
         reasons = _differences(config, again)
+        if kin.model_type == "olmoe":  # whose norms of queries and keys are of these sizes
+            size = config.d_model // config.num_heads
+            reasons += unexpected(("d_head", config.d_head, size))
     except ValueError as error:
         reasons = [str(error)]
     require(
@@ -118,16 +121,23 @@ def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
     return kin, values | {"torch_dtype": dtype, "dtype": dtype}, notes
 
 
+def config_with_shared_expert(config: ModelConfig) -> ModelConfig:
+    """The configuration of `with_shared_expert`."""
+    switch = config.switch
+    if switch is None or switch.shared_d_ff is not None or not _family_of(config).shared_d_ff:
+        return config
+    switch = dataclasses.replace(switch, shared_d_ff=_NO_SHARED_D_FF, shared_gate=True)
+    return dataclasses.replace(config, switch=switch)
+
+
 def with_shared_expert(config: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
     """The same model, with a gated shared expert of zeros where its family has always one.
 
     So an upcycled Qwen2 is a Qwen2-MoE.
     """
-    switch = config.switch
-    if switch is None or switch.shared_d_ff is not None or not _family_of(config).shared_d_ff:
+    if (shared := config_with_shared_expert(config)) == config:
         return config, params
-    switch = dataclasses.replace(switch, shared_d_ff=_NO_SHARED_D_FF, shared_gate=True)
-    config, leaves = dataclasses.replace(config, switch=switch), tree.named_leaves(params)
+    config, leaves = shared, tree.named_leaves(params)
     for name, leaf in tree.named_leaves(abstract_params(config)).items():
         if name not in leaves:
             leaves[name] = np.zeros(leaf.shape, leaf.dtype)

@@ -192,6 +192,12 @@ def _read_decoder(
             f"{fields.where}: settings of training are not kept, nor written back: "
             f"{', '.join(lost)}; give LossConfig and ModelConfig.dropout_rate"
         )
+    rotary, most = config.rotary, config.max_length or math.inf
+    if rotary.original_length and (longest := rotary.factor * rotary.original_length) > most:
+        unused.append(
+            f"{fields.where}: positions go up to max_position_embeddings={most}, and the "
+            f"rope's scaling is for {longest:.0f}: set it so for longer texts"
+        )
     notes = (*_unread(tensors), *unused)
     kin = decoder_families.DECODERS[fields.text("model_type", "")]
     rescaled = kin.model_type if kin.has_multipliers else None

@@ -212,6 +212,7 @@ def _tensor_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     if config.is_encoder_decoder:
         description, _ = huggingface_config.describe(config)
         return FAMILIES[description["model_type"]].tensor_names(config)
+    config = decoder_descriptions.config_with_shared_expert(config)
     kin, *_ = decoder_descriptions.describe(config)
     return decoder_tensors.tensor_names(kin, config)
 
@@ -220,6 +221,7 @@ def _orders(config: ModelConfig) -> dict[str, np.ndarray]:
     """`decoder_tensors.orders`: rows of B are those of its weight."""
     if config.is_encoder_decoder:
         return {}
+    config = decoder_descriptions.config_with_shared_expert(config)
     kin, *_ = decoder_descriptions.describe(config)
     return decoder_tensors.orders(kin, config)
 

@@ -17,6 +17,7 @@ run, U buckets of relative positions
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -34,6 +35,7 @@ from switchx.fields import require
 from switchx.interop.tensor_folder import (
     in_dtype,
     letters_of,
+    on_disk,
     require_finite,
     require_same_tensors,
     shape_of,
@@ -291,11 +293,17 @@ _WAY_OUT = (
 )
 
 
-def read_checkpoint(folder: str | os.PathLike, config: ModelConfig) -> tuple[ModelConfig, dict]:
+def read_checkpoint(
+    folder: str | os.PathLike, config: ModelConfig, scratch: pathlib.Path | None = None
+) -> tuple[ModelConfig, dict]:
     """Parameters out of `checkpoint_<step>`, whichever layout they are in.
+
+    One array at a time is in memory, all layers of a scanned one.
 
     Args:
         config: the model, which the checkpoint itself does not tell.
+        scratch: folder for the parameters, which are then mapped from files; None keeps them in
+            memory.
 
     Returns:
         The configuration with unrolled layers, and the parameters as NumPy arrays.
@@ -322,21 +330,19 @@ def read_checkpoint(folder: str | os.PathLike, config: ModelConfig) -> tuple[Mod
     ours = places(config, source.shapes)
     expected = _expected(config, ours, source)
     require_same_tensors(expected, source.shapes, str(source.folder), _WAY_OUT)
-    arrays: dict[str, np.ndarray] = {}
-    params, last = {}, {place.name: parameter for parameter, place in ours.items()}
-    for parameter, place in ours.items():
-        if place.name not in arrays:
-            arrays[place.name] = source.read(place.name)
-        array = arrays[place.name]
+    params: dict[str, np.ndarray] = {}
+    by_name = sorted(ours.items(), key=lambda item: item[1].name)
+    array_of = functools.lru_cache(1)(source.read)
+    for parameter, place in by_name:
+        array = array_of(place.name)
         if place.repeat is not None:
             array = array.take(place.repeat, axis=_SCAN_AXIS)
         if letters_of(parameter) == "UH":
             array = _one_bias(parameter.partition("/")[0], source).T
         array = np.ascontiguousarray(array).reshape(shape_of(parameter, config))
-        params[parameter] = in_dtype(parameter, array, config.precision.params)
-        if last[place.name] == parameter:  # all blocks of a scanned array have been taken
-            del arrays[place.name]
-    return config, nested(params)
+        array = in_dtype(parameter, array, config.precision.params)
+        params[parameter] = on_disk(array, scratch)
+    return config, nested({parameter: params[parameter] for parameter in ours})
 
 
 def _expected(config, ours: dict[str, Place], source: T5XFolder) -> dict[str, tuple[int, ...]]:

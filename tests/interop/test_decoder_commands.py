@@ -175,6 +175,20 @@ def test_prompts_that_see_themselves_whole_are_no_model_of_transformers(tmp_path
         assert "prompts of this run end with the id of eos, 2, which switchx puts" in said
 
 
+def test_positions_that_end_before_the_rope_does_are_named(tmp_path, capsys):
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    rope["original_max_position_embeddings"] = 16
+    theirs("llama", max_position_embeddings=32, rope_parameters=rope).save_pretrained(
+        tmp_path / "theirs"
+    )
+    converted(tmp_path)
+    said = " ".join(capsys.readouterr().err.split())
+    assert (
+        "positions go up to max_position_embeddings=32, and the rope's scaling is for 64"
+        in said
+    )
+
+
 def test_settings_of_training_that_are_not_kept_are_named(tmp_path, capsys):
     theirs("olmoe", router_aux_loss_coef=0.05).save_pretrained(tmp_path / "theirs")
     converted(tmp_path)

@@ -16,10 +16,12 @@ from switchx.interop.decoder_tensors import tensor_names
 from switchx.interop.families import family_of
 from switchx.interop.huggingface import read_checkpoint
 from switchx.interop.huggingface_config import Fields
+from switchx.interop.peft import _tensor_names
 from switchx.interop.tensor_folder import torch_shapes
 from switchx.models.config import ModelConfig, Precision
 from switchx.models.flops import count_parameters
 from switchx.models.params import abstract_params
+from switchx.models.upcycle import upcycled_config
 from switchx.tree import named_leaves, num_elements
 from tests.data.refusals import refused
 from tests.interop.decoder_models import BASE, CASES
@@ -362,6 +364,21 @@ def test_sparse_blocks_need_not_end_with_the_last_block(kind, changes, sparse):
     config = read(valid(kind) | dict(mlp_only_layers=[]) | changes)
     assert config.switch.decoder_layers == sparse
     assert read(describe(config)[1]) == config
+
+
+def test_olmoe_has_norms_of_heads_that_make_up_the_model():
+    """transformers gives q_norm the size of the model, whatever head_dim is."""
+    config = read(PUBLISHED["olmoe_1b_7b"][1])
+    assert describe(config)[0].model_type == "olmoe"
+    with refused("as OlmoeForCausalLM<any>d_head=256 (expected 128)"):
+        describe(dataclasses.replace(config, d_head=256))
+
+
+def test_adapters_of_an_upcycled_qwen2_are_named_as_it_is_written():
+    """Its family has a shared expert, which is of zeros there."""
+    config = read(WITHOUT_GIN["qwen2_7b"][1])
+    names = _tensor_names(upcycled_config(config, 4, num_selected=2, every=1))
+    assert any("mlp.experts.3.down_proj" in name for each in names.values() for name in each)
 
 
 def test_two_families_that_are_one_model_are_said_to_be():

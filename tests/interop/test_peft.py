@@ -166,6 +166,15 @@ def test_adapters_of_granite_do_not_fit_weights_with_its_factors(tmp_path, capsy
     assert main([*words, f"--base={base.path}"]) == 0
     ours = our_logits(tmp_path / "run")
     np.testing.assert_allclose(our_logits(tmp_path / "again"), ours, rtol=1e-6, atol=1e-6)
+    # Beside Granite's own weights they are another model.
+    to_peft = ["convert", "--to=peft", str(tmp_path / "run"), str(tmp_path / "y")]
+    (tmp_path / "granite").mkdir()
+    model.config.save_pretrained(tmp_path / "granite")
+    for named in ("ibm-granite/granite", str(tmp_path / "granite")):
+        assert main([*to_peft, f"--base={named}"]) == 2
+        assert "do not fit its own; give what --to=huggingface" in capsys.readouterr().err
+    assert main(["convert", "--to=huggingface", str(base.path), str(tmp_path / "written")]) == 0
+    assert main([*to_peft, f"--base={tmp_path / 'written'}"]) == 0
     theirs = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     theirs.save_pretrained(tmp_path / "theirs_peft")
     words = ["convert", "--from=peft", str(tmp_path / "theirs_peft"), str(tmp_path / "x")]

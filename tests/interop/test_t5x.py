@@ -86,9 +86,13 @@ XXL = dataclasses.replace(SWITCH, activation="geglu", tie_embeddings=False)
 def test_by_layers(tmp_path, config, heads_apart):
     params = make_params(config)
     tree = by_layers(config, params, heads_apart=heads_apart)
-    got_config, got = read_checkpoint(write_t5x(tmp_path / "checkpoint_7", tree), config)
+    folder, scratch = write_t5x(tmp_path / "checkpoint_7", tree), tmp_path / "scratch"
+    scratch.mkdir()
+    got_config, got = read_checkpoint(folder, config, scratch)
     assert got_config == config
     assert_same_params(got, params)
+    # In files, and not in memory.
+    assert len(list(scratch.iterdir())) == len(named_leaves(params))
 
 
 @pytest.mark.parametrize("own_bias", [False, True])
