@@ -245,9 +245,9 @@ def _job_to_evaluate(model_dir, job: TrainingJob | None, split: str | None) -> T
     if job is None:
         require(
             not is_artifact(model_dir),
-            f"{folder.where} is quantized, and does not know its tasks; give the gin files "
-            "that do (in Python the job), such as operative_config.gin of the run it was made "
-            "from",
+            f"{folder.where} is quantized, and does not know its tasks; give gin files "
+            "of tasks that have metrics of texts (in Python the job), such as "
+            "operative_config.gin of a run of such tasks",
         )
         job = job_from_gin(configuration_of(folder))
     return dataclasses.replace(job, source=_with_split(job.source, split))

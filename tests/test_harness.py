@@ -106,7 +106,7 @@ def test_numbers_are_those_of_transformers(folder, capsys, monkeypatch):
         max_length=24, add_bos_token=start is not None,
     )  # fmt: skip
 
-    # A model that learnt nothing writes bytes that are no text, of which ours keeps what is whole
+    # What has learnt nothing writes bytes that are no text; of them ours keeps what is whole
     # (tests/data/test_bpe.py).
     def by_library(vocabulary, ids):
         return vocabulary._tokenizer.decode(ids, skip_special_tokens=False)

@@ -106,7 +106,7 @@ def test_the_version_is_that_of_the_package(capsys):
             "shipped/tiny is quantized already; give the run",
         ),
         (["reshape", "--output=made", "--experts=4"], "tiny is made for inference already"),
-        (["eval"], "such as operative_config.gin of the run it was made from"),
+        (["eval"], "such as operative_config.gin of a run of such tasks"),
     ],
 )
 def test_commands_that_need_a_run_say_what_the_name_is(in_a_folder, capsys, words, said):

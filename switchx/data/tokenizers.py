@@ -330,7 +330,8 @@ def read_sentencepiece(path: str) -> sentencepiece.SentencePieceProcessor:
     except RuntimeError as error:
         raise ValueError(
             f"vocabulary {path} is no SentencePiece model that can be read: {error}; "
-            "name a .model file, not the .vocab beside it"
+            "name a .model file (not the .vocab beside it), a tokenizer.json of that name, or "
+            "a folder of a run or of `switchx vocab`"
         ) from error
 
 

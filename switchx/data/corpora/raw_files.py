@@ -246,7 +246,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> Row:
 
 def _object(row, place: str) -> Row:
     require(
-        isinstance(row, dict), f"{place}: expected an object a row, got {type(row).__name__}"
+        isinstance(row, dict),
+        f"{place}: expected an object a row, got {type(row).__name__}; write one a line",
     )
     for name, value in row.items():
         require_characters(value, f"{place}: {name}")

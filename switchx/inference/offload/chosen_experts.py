@@ -300,7 +300,8 @@ def experts_of_checkpoint(config: ModelConfig, checkpoint: Folder, slots: int) -
         has_records(checkpoint),
         f"host_bytes with {checkpoint}, which has its experts in arrays of whole layers: an "
         "expert cannot be read from them by itself; use the folder of `switchx quantize`, or "
-        "train on with configs/storage/disk.gin, or leave host_bytes out",
+        "train on with configs/storage/disk.gin, or leave host_bytes (or "
+        "--expert_cache, which has it) out",
     )
     return expert_of_snapshot(checkpoint / RECORDS, config)
 
