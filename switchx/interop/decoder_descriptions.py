@@ -106,10 +106,7 @@ def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
             notes.append("transformers drops no token; here experts have a capacity")
     try:
         again = read_config(kin, Fields(values, "config.json"))
-        reasons = _differences(config, again)
-        if kin.model_type == "olmoe":  # whose norms of queries and keys are of these sizes
-            size = config.d_model // config.num_heads
-            reasons += unexpected(("d_head", config.d_head, size))
+        reasons = _differences(kin, config, again)
     except ValueError as error:
         reasons = [str(error)]
     require(
@@ -166,7 +163,7 @@ def _family_of(config: ModelConfig) -> Decoder:
     return DECODERS[{"head": "qwen3_moe", "all": "olmoe", "none": "mixtral"}[config.qk_norm]]
 
 
-def _differences(config: ModelConfig, again: ModelConfig) -> list[str]:
+def _differences(kin: Decoder, config: ModelConfig, again: ModelConfig) -> list[str]:
     """Where a model is not the one that its description is read as."""
 
     def traits(config: ModelConfig) -> dict[str, Any]:
@@ -194,7 +191,10 @@ def _differences(config: ModelConfig, again: ModelConfig) -> list[str]:
 
     ours, theirs = traits(config), traits(again)
     names = sorted(ours.keys() | theirs.keys())
-    return unexpected(*((name, ours.get(name), theirs.get(name)) for name in names))
+    found = [(name, ours.get(name), theirs.get(name)) for name in names]
+    if kin.model_type == "olmoe":  # its norms of queries have the size of the model
+        found.append(("d_head", config.d_head, config.d_model // config.num_heads))
+    return unexpected(*found)
 
 
 def _fixed(config) -> dict[str, Any]:
