@@ -164,7 +164,7 @@ def figure_of(results: dict[str, Any]) -> Figure | None:
     """Differences with their intervals, losses by bytes or quality by rate; else none."""
     if "points" in results:
         return plots.points_figure(results["points"])
-    if "intervals" in results:
+    if results.get("intervals"):
         first = next(iter(results["intervals"].values()))
         label = results.get("intervals_of", results["effect_of"])
         return plots.intervals_figure(results["intervals"], label, first.get("no_effect", 0.0))

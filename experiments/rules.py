@@ -348,7 +348,7 @@ def _exploratory_because(results: dict[str, Any]) -> str:
     rule = results.get("rule")
     if rule is None:
         text = "no rule was registered before the runs"
-        if "curves" in results or "trained_by" in results:
+        if "code" not in results and ("curves" in results or "trained_by" in results):
             text = f"all contenders had one learning rate, tuned for none of them, and {text}"
         return text
     if rule != digest(constants_of(results["experiment"])):

@@ -137,9 +137,9 @@ def trend(sizes: dict[str, float]) -> dict[str, float]:
 
 
 def curvature(sizes: dict[str, float]) -> dict[str, float]:
-    """Weights of the quadratic coefficient over log2 of the sizes: below 0 the gain of a
-    doubling falls."""
-    return _of_power(sizes, 2)
+    """Weights of the second derivative over log2 of the sizes, by least squares of a parabola:
+    by so much the gain of a doubling changes with each further one."""
+    return {name: 2 * weight for name, weight in _of_power(sizes, 2).items()}
 
 
 def _of_power(sizes: dict[str, float], power: int) -> dict[str, float]:
@@ -239,6 +239,22 @@ def estimate(finals: dict[str, Sequence[float]], weights: dict[str, float]) -> E
             return Estimate(mean, error, block_freedom, math.sqrt(rest), "seeds as blocks")
     error = math.sqrt(pooled * spread)
     return Estimate(mean, error, freedom, math.sqrt(pooled), "one variance")
+
+
+def finite_mean(qualities: Sequence[float | None]) -> float | None:
+    """Their mean; None where a run diverged."""
+    is_whole = all(each is not None and math.isfinite(each) for each in qualities)
+    return float(np.mean(qualities)) if is_whole else None
+
+
+def interval_over(
+    finals: dict[str, list[float | None]], name: str, control: str
+) -> dict[str, float] | None:
+    """`mean`, `low` and `high` of a difference, 95%; None where a run of either diverged."""
+    whole = {each: v for each, v in finals.items() if finite_mean(v) is not None}
+    if not {name, control} <= whole.keys():
+        return None
+    return dataclasses.asdict(estimate(whole, difference(name, control)).interval())
 
 
 def intervals(results: dict[str, Any]) -> dict[str, dict[str, float]]:

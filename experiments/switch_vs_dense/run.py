@@ -38,8 +38,8 @@ _FAN = "first rung, length 1"
 CAPTION = (
     "Above: small dots are seeds, bars 95% intervals of a cell's mean by one variance of all; "
     "the arrow goes to the compute that a dense model of the same loss needs, with a 95% "
-    "interval. Below: the first rung, with 95% intervals; a gain's dot is open where its "
-    "interval holds 0. The curves are exploratory: no rule reads them."
+    "interval. Below: the first rung, with 95% intervals; diamonds are what a doubling gains. "
+    "The curves are exploratory: no rule reads them."
 )
 _DENSE = OnLadder("dense", (DENSE,), rate_of="dense")
 _SPARSE = OnLadder("16 experts")
@@ -179,9 +179,8 @@ def _strips(results: dict[str, Any]) -> list[Strip]:
         )
         for a, b in zip(EXPERTS, EXPERTS[1:], strict=False)
     }
-    unclear = [name for name, each in gains.items() if each["low"] <= 0 <= each["high"]]
     by_experts = Strip("experts, first rung", "bits per byte", losses, ["dense"])
-    doubling = Strip("experts, doubled", "gain, bits per byte", gains, unclear, no_effect=0.0)
+    doubling = Strip("experts, doubled", "gain, bits per byte", gains, is_difference=True)
     return [by_experts, doubling]
 
 

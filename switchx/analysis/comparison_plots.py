@@ -61,14 +61,14 @@ class Strip:
         x, y: labels of its axes.
         values: `mean`, `low` and `high` by name, from left to right.
         hollow: names of those whose dot is open.
-        no_effect: place of a dotted line; None has none.
+        is_difference: whether 0 is no effect; it has a dotted line then, and values diamonds.
     """
 
     x: str
     y: str
     values: Mapping[str, Mapping[str, float]]
-    hollow: Collection[str]
-    no_effect: float | None = None
+    hollow: Collection[str] = ()
+    is_difference: bool = False
 
 
 def frontier_figure(
@@ -119,13 +119,13 @@ def _draw_frontier(axis, panel: Frontier, names: tuple[str, str]) -> None:
 
 
 def _draw_strip(axis, strip: Strip) -> None:
-    dark = COLOURS(0.9)
+    dark, marker = COLOURS(0.9), "D" if strip.is_difference else "o"
     for column, (name, each) in enumerate(strip.values.items()):
         axis.plot([column] * 2, [each["low"], each["high"]], color=dark, linewidth=1.5)
         face = "white" if name in strip.hollow else dark
-        axis.plot(column, each["mean"], "o", color=dark, markerfacecolor=face)
-    if strip.no_effect is not None:
-        axis.axhline(strip.no_effect, color="0.4", linestyle=":", linewidth=1)
+        axis.plot(column, each["mean"], marker, color=dark, markerfacecolor=face)
+    if strip.is_difference:
+        axis.axhline(0.0, color="0.4", linestyle=":", linewidth=1)
     axis.set_xticks(range(len(strip.values)), list(strip.values))
     axis.set(xlabel=strip.x, ylabel=strip.y)
 

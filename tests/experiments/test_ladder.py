@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """experiments/ladder.py: each contender at its own rate, without a capacity in evaluation."""
 
+import dataclasses
 import json
 import math
 import os
@@ -394,8 +395,18 @@ def test_fine_tuning_counts_what_the_dense_model_learns():
     assert len(adapted) == 4
     assert adapted["trec", run.DENSE][over]["mean"] == pytest.approx(0.05)
     assert adapted["glue_sst2", run.SPARSE][over]["mean"] == pytest.approx(4.75)
+    tasks["glue_sst2"][run.DENSE][0]["nats"] = None  # diverged
+    assert [*run.judge(results)["intervals"]] == ["trec"]
+    tasks["trec"][run.DENSE][0]["nats"] = None
+    assert run.judge(results)["verdict"] == rules.NOT_TESTABLE
     tasks["trec"][run.DENSE] = peaks(30.0, -0.3)
     assert run.judge(results)["verdict"] == rules.NOT_TESTABLE
+
+
+def test_the_rules_hash_covers_which_tasks_count():
+    constants = vars(fine_tuning)
+    other = dataclasses.replace(fine_tuning.METHOD, above=50.0)
+    assert rules.digest(constants) != rules.digest(constants | {"METHOD": other})
 
 
 def test_languages_are_judged_in_the_mean():
@@ -412,6 +423,9 @@ def test_languages_are_judged_in_the_mean():
     assert judged["claims"][0]["effect"]["mean"] == pytest.approx(0.1)
     means = [each["mean"] for each in judged["intervals"].values()]
     assert means == pytest.approx([0.2, 0.0]) and judged["verdict"] == rules.REPRODUCED
+    by["de"][run.SPARSE][0] = curves[run.SPARSE][0]["1"] = None  # diverged
+    judged = run.judge(results)
+    assert judged["verdict"] == rules.NOT_TESTABLE and [*judged["intervals"]] == ["en"]
 
 
 def test_quantization_is_judged_within_models():

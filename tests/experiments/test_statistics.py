@@ -118,7 +118,7 @@ def test_one_variance_is_that_of_the_analysis_of_variance():
     assert {e.freedom for e in each} == {12}
 
 
-def test_a_trend_is_the_slope_and_curvature_the_square():
+def test_a_trend_is_the_slope_and_curvature_its_change():
     sizes = {f"{n} experts": n for n in (2, 4, 8, 16, 32)}
     random = np.random.default_rng(2)
     finals = {name: random.normal(-4, 0.02, 4) for name in sizes}
@@ -126,8 +126,11 @@ def test_a_trend_is_the_slope_and_curvature_the_square():
     y = np.concatenate([*finals.values()])
     for weights, power in ((statistics.trend(sizes), 1), (statistics.curvature(sizes), 2)):
         assert statistics.estimate(finals, weights).mean == pytest.approx(
-            np.polyfit(x, y, power)[0]
+            power * np.polyfit(x, y, power)[0]
         )
+    line = {name: [3.0 * np.log2(n) ** 2] for name, n in sizes.items()}  # gains 9, 15, 21, 27
+    weights = statistics.curvature(sizes)
+    assert sum(weights[name] * line[name][0] for name in sizes) == pytest.approx(6.0)
     with pytest.raises(ValueError, match="more than 2 different sizes"):
         statistics.curvature({"a": 2, "b": 4})
 

@@ -58,6 +58,11 @@ class Recipe:
     keeps_order: bool = False
 
 
+class _Info(tfds.core.DatasetInfo):
+    # Nothing is read from a bucket; TFDS would make a temporary folder first, and leave it.
+    def initialize_from_bucket(self): ...
+
+
 class CorpusBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     """The TFDS builder that writes a recipe's examples."""
 
@@ -73,7 +78,7 @@ class CorpusBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     def _info(self):
         features = {field: tfds.features.Text() for field in self._recipe.fields}
-        return tfds.core.DatasetInfo(
+        return _Info(
             builder=self,
             features=tfds.features.FeaturesDict(features),
             description=self.name,
