@@ -50,7 +50,7 @@ from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, of_task
 from switchx.models.stages import without_experts
 from switchx.partitioning.compiler_options import CompilerOptions
-from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.mesh import MeshSpec, cpu_device
 from switchx.routing_record import RecordInfo, RecordWriter
 from switchx.shipped import folder_of
 from switchx.training.compilation_cache import compiled_programs_kept
@@ -464,7 +464,7 @@ def _load_with_slots(model_dir, step, mesh, expert_slots: int | ExpertSlots) -> 
         "expert_slots or ring_slots with a mesh: experts come to one device; leave out one of "
         "the two",
     )
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    with jax.default_device(cpu_device()):
         if asked.host_bytes is None:
             model, read = load(model_dir, step), None
         elif is_artifact(model_dir):

@@ -31,6 +31,7 @@ from switchx.checkpoint.run_folder import (
 from switchx.data.vocabularies import load_vocabulary
 from switchx.fields import require
 from switchx.models.params import abstract_params
+from switchx.partitioning.mesh import cpu_device
 from switchx.tree import Tree
 
 
@@ -103,5 +104,5 @@ def write_average(run: RunFolder, params: Tree, folder: RunFolder, origin: str) 
 
 
 def _on_cpu(run: RunFolder) -> Tree:
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    with jax.default_device(cpu_device()):
         return jax.tree.map(abstract, abstract_params(read_model_config(run)))

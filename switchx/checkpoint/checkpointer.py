@@ -62,7 +62,6 @@ from switchx.checkpoint.run_folder import RunFolder
 from switchx.fields import require
 from switchx.models.config import ModelConfig
 from switchx.object_store import Folder, free_bytes, remove
-from switchx.storage.record import StoreError
 from switchx.tree import Tree, named_leaves, nested, num_bytes
 
 logger = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ class Experts(Protocol):
 
     def save(self, folder: pathlib.Path) -> None:
         """Keeps them as they are in a new folder, this process' part of them where there are
-        several; raises StoreError where it cannot."""
+        several; raises StoreError or RecordError where it cannot."""
 
     def restore(self, folder: pathlib.Path) -> None:
         """Takes those of `save`."""
@@ -210,8 +209,9 @@ class Checkpointer:
             if self._experts is not None:
                 try:
                     self._experts.save(self._saved_experts(step))
-                except StoreError as error:
-                    raise self._save_error(error.strerror or str(error)) from error
+                except (OSError, ValueError) as error:  # no space, or a damaged record
+                    said = getattr(error, "strerror", None) or str(error)
+                    raise self._save_error(said) from error
                 # Process 0 moves the parts of all into the checkpoint.
                 multihost_utils.sync_global_devices("switchx_experts_saved")
             if score is not None:

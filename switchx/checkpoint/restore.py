@@ -31,6 +31,7 @@ from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
 from switchx.models.unroll import scanned_blocks, unrolled_blocks
 from switchx.object_store import Folder, way_out
+from switchx.partitioning.mesh import cpu_device
 from switchx.tree import Tree, named_leaves, nested
 
 logger = logging.getLogger(__name__)
@@ -180,7 +181,7 @@ def stored_params(
         ValueError: as `restore_params`; a damaged array is found as it is read.
     """
     folder = RunFolder(run)
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    with jax.default_device(cpu_device()):
         if AdapterRecord.read(folder) is not None:
             target = jax.tree.map(abstract, abstract_params(model))
             return model, restore_params(run, step, target, model=model)

@@ -8,6 +8,7 @@ Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.2; `pipe` as in Chen et a
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -145,6 +146,22 @@ def device_kind_of(mesh: Mesh | AbstractMesh) -> str:
     if isinstance(mesh, Mesh):
         return mesh.devices.flat[0].device_kind
     return mesh.abstract_device.device_kind
+
+
+def cpu_device() -> jax.Device:
+    """This process's first device of JAX's CPU back end.
+
+    Raises:
+        ValueError: `JAX_PLATFORMS` leaves that out.
+    """
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        platforms = os.environ.get("JAX_PLATFORMS")
+        raise ValueError(
+            f"JAX has no CPU back end beside the accelerator ({error}), and arrays on the host "
+            f"need it; JAX_PLATFORMS is {platforms!r}: use '{platforms},cpu', or unset it"
+        ) from error
 
 
 def batch_axes(mesh, rules: Rules) -> MeshAxes:

@@ -123,6 +123,7 @@ class Cache:
         if num_evicted:
             candidates = np.flatnonzero(self._is_resident_NE & ~is_asked_NE)
             evicted = self._policy.victims(candidates, num_evicted, place)
+            require(len(evicted) == num_evicted, f"{len(evicted)} victims of {num_evicted}")
         written_back = evicted[self._is_dirty_NE[evicted]]
         self._is_resident_NE[evicted] = self._is_dirty_NE[evicted] = False
         self._is_resident_NE[missed] = True
@@ -254,8 +255,9 @@ class NextUse:
         layer = keys // self._num_experts
         first = self._turn_SN[FORWARD, layer] - now
         steps_passed = np.where(self._is_routed_N[layer] | (first <= 0), 1.0, 0.0)
-        with np.errstate(divide="ignore"):
-            steps_passed += self._num_steps_N[layer] / self._num_uses_NE[keys] - 1
+        with np.errstate(divide="ignore", invalid="ignore"):  # 0 of 0 steps is unknown: far
+            steps = self._num_steps_N[layer] / self._num_uses_NE[keys]
+        steps_passed += np.nan_to_num(steps, nan=math.inf, posinf=math.inf) - 1
         by_chance = first + steps_passed * self._num_turns
         ahead_SK = self._turn_SN[:, layer] - now
         # A turn that has begun is still ahead of those that it has not served.

@@ -16,7 +16,7 @@ import pytest
 from switchx.checkpoint.checkpointer import Checkpointer, Retention
 from switchx.checkpoint.items import EXPERTS
 from switchx.checkpoint.run_folder import RunFolder
-from switchx.storage.record import ArrayType, Record, StoreError, StoreLayout
+from switchx.storage.record import ArrayType, Record, RecordError, StoreError, StoreLayout
 from switchx.storage.store import RecordStore
 from switchx.tree import nested
 from tests.processes import ROOT
@@ -101,7 +101,10 @@ def test_killed_at_any_moment_leaves_state_and_experts_of_one_step(tmp_path):
     assert not [each for each in os.listdir(checkpoints) if EXPERTS in each]
 
 
-def test_a_snapshot_that_fails_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "fault", (StoreError(28, "no space for records"), RecordError("no space for records"))
+)
+def test_a_snapshot_that_fails_leaves_the_checkpoint_before(fault, tmp_path, monkeypatch):
     experts = Stored(tmp_path / "store")
     with Checkpointer(RunFolder(tmp_path), KEEP, experts) as checkpointer:
         experts.train(1)
@@ -109,7 +112,7 @@ def test_a_snapshot_that_fails_leaves_the_checkpoint_before(tmp_path, monkeypatc
         experts.train(2)
 
         def full(folder):
-            raise StoreError(28, "no space for records")
+            raise fault
 
         with monkeypatch.context() as patch:
             patch.setattr(experts, "save", full)

@@ -191,6 +191,9 @@ def test_caches_below_a_layers_slots_and_other_or_damaged_records(tmp_path):
     assert read(1, 1).keys() == set(WEIGHTS) - {"w_gate_EDF"}
     with pytest.raises(ValueError, match=re.escape(f"record {file}: its bytes have changed")):
         read(1, 2)
+    shutil.rmtree(folder)
+    with refused(f"{folder} was removed after it was loaded"):
+        read(1, 0)
 
 
 @settings(max_examples=20, deadline=None)

@@ -20,6 +20,7 @@ from switchx.partitioning.mesh import (
     arranged,
     batch_axes,
     batch_parts,
+    cpu_device,
     is_box,
     machine_of,
 )
@@ -49,6 +50,16 @@ def test_data_takes_the_devices_that_other_axes_leave(spec, sizes, parts):
     assert batch_parts(mesh, Rules()) == parts
     assert batch_axes(mesh, Rules()) == tuple(axis for axis in sizes if axis != "model")
     assert sorted(device.id for device in mesh.devices.flat) == list(range(8))
+
+
+def test_a_machine_without_the_cpu_back_end_is_told_the_way_out(monkeypatch):
+    def unknown(backend):
+        raise RuntimeError(f"Unknown backend {backend}")
+
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr(jax, "local_devices", unknown)
+    with pytest.raises(ValueError, match="use 'cuda,cpu', or unset it"):
+        cpu_device()
 
 
 def test_axes_are_automatic():

@@ -105,6 +105,14 @@ def test_next_use_by_hand():
     assert policy.distances(np.array([5]), now).tolist() == [8 - 3]
 
 
+def test_next_use_has_room_in_a_trace_that_begins_within_a_step():
+    """No layer was passed forward yet: what will be used is unknown, and yet one goes."""
+    cache = Cache(2, NextUse(2, 4, sweeps=3))
+    for expert in range(4):
+        cache.request([expert], Place(0, 2, 0))
+    assert len(cache.resident) == 2
+
+
 def test_next_use_expects_what_is_used_often_first():
     """Decoding: two experts of the next layer, of which one is used in every step."""
     policy = NextUse(2, 2, sweeps=1)

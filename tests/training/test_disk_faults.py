@@ -8,13 +8,16 @@ import resource
 import subprocess
 import sys
 import zlib
+from unittest.mock import Mock
 
 import jax
+import numpy as np
 import pytest
 
 from switchx.checkpoint.checkpointer import SaveError
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.checkpoint.verify import checkpoint_faults
+from switchx.storage.trace import Trace
 from switchx.training.loop import train
 from switchx.training.offload.disk_program import LayeredProgram
 from switchx.training.offload.storage_spec import StorageSpec
@@ -104,6 +107,24 @@ def test_a_damaged_record_ends_the_step_and_is_named(begun):
         program.experts.restore(folder / "saved")
         _, metrics = program.train_step(copied(state), program.place(batch))
         assert int(metrics.is_skipped) == 0 and program.experts.updates == 2
+
+
+def test_read_is_what_was_used_and_a_lost_trace_hides_no_error(
+    begun, monkeypatch, caplog
+):
+    program, state, folder = begun
+    experts, fault = program.experts, OSError(28, "No space left on device")
+    monkeypatch.setattr(Trace, "save", Mock(side_effect=fault))
+    with pytest.raises(SaveError, match="the end"), program.scope():
+        experts.restore(folder / "saved")
+        experts.metrics()
+        assert all(experts.expected(run).all() for run in experts.runs)
+        program.train_step(copied(state), program.place(make_batch(MODEL, 8)))
+        experts.begin_sweeps(is_training=True)
+        expected = np.mean([experts.expected(run) for run in experts.runs])
+        assert expected == pytest.approx(experts.metrics()["touched_share"]) and expected < 1
+        raise SaveError("the end")
+    assert "trace.npz is not written (No space left on device)" in caplog.text
 
 
 def test_a_write_that_the_system_refuses_ends_the_step(begun):

@@ -259,6 +259,11 @@ def expert_of_snapshot(folder: pathlib.Path, config: ModelConfig) -> ReadExpert:
     updates = snapshot.read(0).updates
 
     def read(layer: int, expert: int) -> Weights:
+        if not folder.is_dir():
+            raise RecordError(
+                f"{folder} was removed after it was loaded, as a run that trains removes old "
+                "checkpoints; load the model again, or load an artifact or a copy, which stay"
+            )
         record = snapshot.read(layer * E + expert)
         if record.updates != updates:
             name = snapshot.layout.name(layer * E + expert)

@@ -26,6 +26,7 @@ from switchx.models.stages import (
     without_experts,
 )
 from switchx.optim.updates import global_norm
+from switchx.partitioning.mesh import cpu_device
 from switchx.storage.record import RecordError, StoreError
 from switchx.training.evaluate import PLAIN_LOSS, sampled
 from switchx.training.expert_copies import task_notes
@@ -96,7 +97,7 @@ class LayeredProgram(TrainingProgram):
     @property
     def abstract_params(self):
         """Shape structs of all parameters, those of experts on the host."""
-        on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        on_host = SingleDeviceSharding(cpu_device())
         experts = {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host)
             for name, leaf in tree.named_leaves(abstract_params(self.job.model)).items()

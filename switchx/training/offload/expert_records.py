@@ -17,6 +17,7 @@ that a run uses
 
 import collections
 import concurrent.futures
+import logging
 import pathlib
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -29,6 +30,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from switchx.fields import require
 from switchx.models.params import abstract_params
 from switchx.models.stages import Run, model_runs, stack_names
+from switchx.partitioning.mesh import cpu_device
 from switchx.storage.cache import BACKWARD, SWEEPS, UPDATE, Cache, Place, make_policy
 from switchx.storage.cached_store import CachedStore
 from switchx.storage.record import Record, StoreLayout
@@ -43,6 +45,8 @@ from switchx.tree import named_leaves
 
 # Steps within which an expert was used that is fetched before the router has chosen.
 LATELY = 8
+
+_log = logging.getLogger(__name__)
 
 
 class ExpertRecords:
@@ -119,7 +123,7 @@ class ExpertRecords:
     @property
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape structs of the experts in a state on the host, `[N, E, ...]` by name."""
-        on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        on_host = SingleDeviceSharding(cpu_device())
         repeats = collections.Counter(n for form in self._forms.values() for n in form.types)
         return {
             name: jax.ShapeDtypeStruct(
@@ -155,17 +159,22 @@ class ExpertRecords:
         """
         self._store.close()
         if jax.process_index() == 0 and (trace := self._trace.trace()) is not None:
-            trace.save(trace_file)
+            try:
+                trace.save(trace_file)
+            except OSError as error:  # what the run ends with counts more
+                _log.warning(f"{trace_file} is not written ({error.strerror})")
 
     def _keys(self, is_meant_E: np.ndarray) -> list[int]:
         """Keys of these experts in all layers."""
         return np.flatnonzero(np.tile(is_meant_E, len(self.layout.layers))).tolist()
 
     def _empty_cache(self) -> None:
+        """All experts are then expected in the next step, and later those that were used."""
         num_layers, sweeps = len(self.layout.layers), len(SWEEPS)
         policy = make_policy(self._spec.policy, num_layers, self._E, sweeps)
         self._cached = CachedStore(self._store, Cache(self._capacity, policy))
         self._requested.clear()
+        self._last_step_NE[:] = self._steps + 1 - LATELY
 
     def begin(self, draw: Callable[[Run], Mapping[str, Any]]) -> None:
         """Stores experts that were never updated.

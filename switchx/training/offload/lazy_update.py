@@ -28,6 +28,7 @@ from switchx import tree
 from switchx.optim.protocol import Optimizer
 from switchx.optim.schedules import Schedule
 from switchx.optim.updates import apply_updates
+from switchx.partitioning.mesh import cpu_device
 from switchx.storage.record import ArrayType, Record
 
 
@@ -79,7 +80,7 @@ class LazyUpdate:
     def __init__(self, optimizer: Optimizer, schedule: Schedule):
         """Builds an optimizer of `PER_EXPERT`; compiles at the first expert of each form."""
         self._optimizer = optimizer.build(schedule)
-        self._cpu = jax.local_devices(backend="cpu")[0]
+        self._cpu = cpu_device()
         self._mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=[self._cpu])
         self._init = jax.jit(self._optimizer.init)
         self._advance = jax.jit(self._advance_state)
