@@ -157,6 +157,24 @@ def test_what_is_guessed_and_how_many_slots_there_are_change_no_bit():
     assert backward == [(r.place, u.tolist()) for r, s, u in banks_of_none.fetched if s == 1]
 
 
+@pytest.mark.slow
+def test_backward_takes_the_choices_of_forward(monkeypatch):
+    """Computed again they might be others, of experts that are not in the bank."""
+    config, num_microbatches = CASES["bfloat16_biased"]
+    step, E, moved = layered_of(config, num_microbatches, 2), config.switch.num_experts, []
+    forward = step._forward
+
+    def another(*arguments):
+        message, used_JE, stats, ahead, chosen = forward(*arguments)
+        moved.append(np.where(chosen == E, E, (np.asarray(chosen) + 1) % E))
+        return message, np.ones_like(used_JE), stats, ahead, moved[-1]
+
+    monkeypatch.setattr(step, "_forward", another)
+    (_, _, _, stats, _), _ = layered(config, num_microbatches, guess="all")
+    counts = [np.bincount(each.ravel(), minlength=E + 1)[:E] for each in moved]
+    np.testing.assert_array_equal(stats.load_E, counts)
+
+
 def test_experts_of_a_run_are_drawn_as_those_of_the_whole_model():
     config, key = stacked(ENCODER_DECODER, 2, every=1), jax.random.key(3)
     leaves = tree.named_leaves(jax.jit(functools.partial(init_params, config))(key))

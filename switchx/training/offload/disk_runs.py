@@ -33,6 +33,7 @@ from switchx.models.stages import (
     split_blocks,
     stack_names,
 )
+from switchx.moe.replay import SUFFIX
 from switchx.moe.stats import RoutingStats, join_stacks
 from switchx.partitioning.constrain import (
     constrain_named,
@@ -104,6 +105,7 @@ class RunPrograms:
     def __init__(self, config: ModelConfig, loss: LossConfig, num_microbatches: int):
         # Backward computes a run again as it is; remat would do so within it once more.
         self._config = dataclasses.replace(config, remat="none")
+        self._replaying = _replaying(self._config)
         self._loss, self._num_microbatches = loss, num_microbatches
 
     def token_sums(self, dense: dict, x_BLD, batch: dict, loss: LossConfig) -> TokenSums:
@@ -184,7 +186,8 @@ class RunPrograms:
 
         Returns:
             Activations `[M, B, L, D]`; `used_JE` by all microbatches; in evaluation, the
-            statistics of the one that it has; `dense` of the next run.
+            statistics of the one that it has; `dense` of the next run; in training, the
+            choices `[M, B, L, J, S]` that backward gives to routers that replay.
         """
         ahead = self._neighbour(kind, 1)
         ahead = ahead and gathered_run(blocks, *ahead(blocks, place))
@@ -196,13 +199,16 @@ class RunPrograms:
             op = _op(kind, number, place)
             batch, key = microbatch_of(inputs, op)
             message, stats = chunk(mine, shared, batch, message, op, key=key)
-            return None, (message["x_BLD"], self._used(stats), stats)
+            chosen_BLJS = None
+            if is_training and self._replaying is not None and stats is not None:
+                chosen_BLJS = jnp.moveaxis(stats.choices[0].expert_BLS, 0, 2)
+            return None, (message["x_BLD"], self._used(stats), stats, chosen_BLJS)
 
         items = jnp.arange(message["x_BLD"].shape[0]), message
-        _, (x_MBLD, used_MJE, stats) = jax.lax.scan(microbatch, None, items)
+        _, (x_MBLD, used_MJE, stats, chosen_MBLJS) = jax.lax.scan(microbatch, None, items)
         stats = None if is_training else jax.tree.map(lambda leaf: leaf[0], stats)
         message = constrain_named({"x_BLD": x_MBLD})
-        return message, whole(jnp.any(used_MJE, axis=0)), stats, ahead
+        return message, whole(jnp.any(used_MJE, axis=0)), stats, ahead, chosen_MBLJS
 
     def _neighbour(self, kind: Kind, way: int):
         """The place of the run after (`way` 1) or before (-1); None where there is none.
@@ -246,6 +252,7 @@ class RunPrograms:
         d_blocks,
         d_shared,
         scale,
+        chosen_MBLJS,
     ):
         """The gradient of the input, the sums with this run's gradients, and the bank's.
 
@@ -255,16 +262,20 @@ class RunPrograms:
             d_blocks: gradients of the whole stack's blocks; this run's part of them is written.
             d_shared: gradients of the shared parameters, summed over runs; this run's are
                 added.
+            chosen_MBLJS: the choices of forward, or None. Computed again, a near tie might be
+                decided in another way, for an expert that is not in the bank.
         """
         ahead = self._neighbour(kind, -1)
         ahead = ahead and gathered_run(blocks, *ahead(blocks, place))
-        lane = stack_lane(self._config, self._loss, kind.stack, 1, None)
+        config = self._config if chosen_MBLJS is None else self._replaying
+        lane = stack_lane(config, self._loss, kind.stack, 1, None)
         mine = _run_params(kind.stack, blocks, dense, bank, place)
 
-        def differentiated(number, message, d_message):
+        def differentiated(number, message, d_message, chosen_BLJS):
             op = _op(kind, number, place)
+            given = self._with_choices(kind.stack, blocks, inputs, chosen_BLJS)
             (d_mine, d_shared, d_message), result, of_head = differentiate(
-                lane, mine, shared, inputs, message, op, d_message, scale
+                lane, mine, shared, given, message, op, d_message, scale
             )
             sums = d_shared, result.total
             if of_head is not None:
@@ -276,7 +287,7 @@ class RunPrograms:
             added, d_message = differentiated(*item)
             return jax.tree.map(jnp.add, total, added), d_message
 
-        items = jnp.arange(message["x_BLD"].shape[0]), message, d_message
+        items = jnp.arange(message["x_BLD"].shape[0]), message, d_message, chosen_MBLJS
         example, _ = jax.eval_shape(differentiated, *jax.tree.map(lambda x: x[0], items))
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), example)
         total = zeros[0], d_shared, *zeros[2:]
@@ -298,6 +309,29 @@ class RunPrograms:
         )
         measured = Measured(stats, value, sums, squares)
         return constrain_named(d_message), d_blocks, d_shared, d_bank, measured, ahead
+
+    def _with_choices(self, stack: str, blocks, inputs, chosen_BLJS):
+        """The inputs with a run's choices in the place of every run's; it reads its own."""
+        if chosen_BLJS is None:
+            return inputs
+        M, (B, L, J, S) = inputs["rows"][f"{stack}_segment_ids"].shape[1], chosen_BLJS.shape
+        repeats = jax.tree.leaves(blocks[stack])[0].shape[0]
+        of_all = jnp.broadcast_to(
+            chosen_BLJS[:, None, :, None], (B, M, L, repeats, J, S)
+        ).reshape(B, M, L, repeats * J, S)
+        return inputs | {"rows": inputs["rows"] | {stack + SUFFIX: of_all}}
+
+
+def _replaying(config: ModelConfig) -> ModelConfig | None:
+    """The model with routers that take the choices given; None where they cannot be given."""
+    switch = config.switch
+    if switch is None or switch.has_attention:
+        return None
+    if switch.router.kind != "top_k" or switch.router.overflow == "reroute":
+        return None
+    may_drop = switch.router.overflow != "dropless"
+    router = dataclasses.replace(switch.router, replay=True, replay_drops=may_drop)
+    return dataclasses.replace(config, switch=dataclasses.replace(switch, router=router))
 
 
 def gathered_run(blocks, stack: str, place):

@@ -10,7 +10,8 @@ remat `full` does. The experts of a run are fetched before its router has chosen
 that were chosen lately, with zeros in the place of all others. The router's choices are read
 one run late, while the next run computes. Where an expert was absent, it is fetched, and this
 run and the later ones are computed again: a wrong guess costs time and changes no number.
-Backward computes each run again from its input, with just the experts that forward used.
+Backward computes each run again from its input, with just the experts that forward used, and
+gives its routers what they chose then: a near tie might be decided in another way.
 
 Dims: B batch, L length, D model, M microbatches (in `message_shapes`: memory), J Switch layers
 of a run, E experts, S choices of a token, X choices of all tokens
@@ -98,16 +99,16 @@ class LayeredGradients:
             gradients of `dense`, and what each run measured (`joined` adds it up).
         """
         inputs, message, first = self._begin(self._split(dense)[0], batch, key)
-        messages, used, _, last = self._forward_sweep(
+        *forward, _ = self._forward_sweep(
             banks, dense, inputs, message, first, is_training=True
         )
-        return self._backward_sweep(banks, dense, inputs, messages, used, last, loss_scale)
+        return self._backward_sweep(banks, dense, inputs, *forward, loss_scale)
 
     def evaluate(self, dense: dict, batch: dict, banks: ExpertBanks):
         """The decoder's last activations `[B, L, D]`, without randomness and at the capacity of
         evaluation, and the statistics of all Switch layers (None for none)."""
         inputs, message, first = self._begin_eval(self._split(dense)[0], batch)
-        messages, _, stats, _ = self._forward_sweep(
+        messages, *_, stats = self._forward_sweep(
             banks, dense, inputs, message, first, is_training=False
         )
         of_stack: dict[str, list] = {name: [] for name in stack_names(self._config)}
@@ -120,11 +121,12 @@ class LayeredGradients:
     def _forward_sweep(
         self, banks: ExpertBanks, dense, inputs, message, first, *, is_training: bool
     ):
-        """Inputs of all runs and the output of the last, `used_JE` and statistics of all, and
-        the dense parameters of the last run (`first` has those of the first), gathered."""
+        """Inputs of all runs and the output of the last; `used_JE` and choices of all runs; the
+        dense parameters of the last (`first` has those of the first), gathered; statistics."""
         runs, (blocks, shared) = self.runs, self._split(dense)
         used = [banks.expected(run) for run in runs]
-        messages, chosen, stats = [message], [None] * len(runs), [None] * len(runs)
+        messages, choices = [message], [None] * len(runs)
+        chosen, stats = [None] * len(runs), [None] * len(runs)
         held: dict[int, Bank] = {}
         gathered = {0: first}
         number, unchecked = 0, None
@@ -134,7 +136,13 @@ class LayeredGradients:
                 self._hold(held, banks, FORWARD, used, range(number, end))
                 if end < len(runs):
                     banks.prefetch(runs[end], FORWARD, used[end])
-                message, chosen[number], stats[number], gathered[number + 1] = self._forward(
+                (
+                    message,
+                    chosen[number],
+                    stats[number],
+                    gathered[number + 1],
+                    choices[number],
+                ) = self._forward(
                     Kind.of(run),
                     is_training,
                     blocks,
@@ -160,9 +168,11 @@ class LayeredGradients:
             unchecked = number if number < len(runs) else None
             number += 1
         used = [np.asarray(each) for each in chosen]
-        return messages, used, stats, gathered[len(runs) - 1]
+        return messages, used, choices, gathered[len(runs) - 1], stats
 
-    def _backward_sweep(self, banks: ExpertBanks, dense, inputs, messages, used, last, scale):
+    def _backward_sweep(
+        self, banks: ExpertBanks, dense, inputs, messages, used, choices, last, scale
+    ):
         """See `gradients`; `last` has the dense parameters of the last run, gathered."""
         blocks, shared = self._split(dense)
         d_blocks, d_shared, d_message = self._zeros(blocks, shared, messages.pop())
@@ -186,6 +196,7 @@ class LayeredGradients:
                 d_blocks[run.stack],
                 d_shared,
                 scale,
+                choices.pop(),
             )
             results.insert(0, result)
             if run.is_first and number > 0:
