@@ -62,9 +62,10 @@ def checks(cells: list[Cell]) -> list[Check]:
 def compared() -> dict:
     """Every cell with its error, and the checks."""
     cells = pipeline_moe.cells() + se_moe.cells()
+    rows = [dataclasses.asdict(each) | {"holds": each.holds} for each in checks(cells)]
     return {
         "cells": [each.row() for each in cells],
-        "checks": [dataclasses.asdict(each) | {"holds": each.holds} for each in checks(cells)],
+        "checks": [{k: v for k, v in row.items() if k != "is_judged"} for row in rows],
     }
 
 

@@ -195,7 +195,12 @@ def judge(results: dict[str, Any]) -> dict[str, Any]:
     by_experts = {f"{n} experts": n for n in EXPERTS}
     if by_experts.keys() <= finals.keys():
         bend = estimate(finals, curvature(by_experts)).interval()
-        found["because"] += f" The gain of a doubling changes by {bend} with each further one."
+        sparse = {name: finals[name] for name in by_experts}
+        alone = estimate(sparse, trend(by_experts)).interval()
+        found["because"] += (
+            f" The gain of a doubling changes by {bend} with each further one. By the variance "
+            f"of the sparse models alone, which is not the rule's, a doubling gains {alone}."
+        )
     parts = {
         "The first rung:": results,
         "The second rung:": results.get("second"),
