@@ -30,7 +30,6 @@ import jax
 import pytest
 
 from switchx.cli.main import main
-from switchx.gin_config import building
 from tests.compilation import T5, TINY_RUN, compiled_once, on_devices, traced_once
 from tests.integration.runs import arguments, write_corpus
 from tests.way import traced
@@ -185,7 +184,6 @@ def working_in(folder: pathlib.Path, cache: pathlib.Path, stdlib: pathlib.Path):
         patch.setenv("XDG_CACHE_HOME", str(cache))
         patch.delenv("SWITCHX_DATA_DIR", raising=False)
         yield
-    building.gin.clear_config()
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ ARROWS = {
     "partitioning": ("axes", "tree", "fields"),
     "pipeline": ("partitioning",),
     "pipeline.schedule": ("fields",),
-    "storage": ("manifest", "npz", "fields"),
+    "storage": ("manifest", "npz", "fields", "files"),
     "storage.cache": ("fields",),
     "data": ("axes", "fields", "files", "object_store", "characters"),
     "optim": ("axes", "tree", "fields", "partitioning"),

@@ -31,13 +31,6 @@ from tests.gin_files import CONFIGS, RUNS, describe_run, names, required_macros
 FOLDERS = ("models", "tasks", "meshes", "optimizers", "runs", "storage", "xla")
 
 
-@pytest.fixture(autouse=True)
-def clean_gin():
-    """Gin's configuration is global; no test leaves one behind."""
-    yield
-    building.gin.clear_config()
-
-
 @pytest.fixture
 def build_job(tmp_path):
     """`build_job("runs/x.gin", SEED=1)`: the job, with what the files require supplied."""

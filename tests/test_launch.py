@@ -21,12 +21,6 @@ SLURM = LAUNCH / "slurm.sh"
 TPU_VM = LAUNCH / "tpu_vm.sh"
 
 
-@pytest.fixture(autouse=True)
-def clean_gin():
-    yield
-    building.gin.clear_config()
-
-
 def job_of(options):
     """The job of some options of `switchx train`."""
     return building.parse_job(*gin_of(_parse(_parser(), ["train", *options])))

@@ -54,8 +54,7 @@ def build_job(tmp_path):
         building.parse_files([*files, str(bytes_file)], bindings, [])
         return building.build("JOB", TrainingJob)
 
-    yield build
-    building.gin.clear_config()
+    return build
 
 
 @pytest.fixture
@@ -86,7 +85,6 @@ def test_a_mesh_file_leaves_nothing_of_a_mesh_bound_before(name, build_job):
     # others, but for those after it that bind the same.
     every = [f"meshes/{each}" for each in MESHES]
     for before in (every, every[::-1]):
-        building.gin.clear_config()
         assert build_job(TINY, *before, f"meshes/{name}", **stay) == job
 
 

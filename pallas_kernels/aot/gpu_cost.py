@@ -4,10 +4,9 @@
     python -m pallas_kernels.aot.gpu_cost
 
 prints, for the shapes of Table 1 of Kim et al. 2022 (arXiv:2211.10017), the microseconds that
-are expected of an H200; what the fit to all other measured cells says of each; what a tile of
-many rows takes, and what ping-pong would take; and how many SMs are busy with few active
-experts. The compiler's table (`gpu_budgets.json`) has the instructions of loop and epilogue,
-and their cycles in a simulation (gpu_simulation.py).
+are expected of an H200, and what the fit to all other measured cells says of each. The
+compiler's table (`gpu_budgets.json`) has the instructions of loop and epilogue, and their
+cycles in a simulation (gpu_simulation.py).
 
 A product takes what a launch takes, and then the longer of two: reading the weights at the
 card's rate, or the loop's cycles for the steps of the busiest SM's tiles. The launch is fitted,
@@ -19,9 +18,7 @@ Dims: R rows, D inputs, F outputs, E experts, N rows of a tile
 import dataclasses
 import functools
 import importlib
-import itertools
 import json
-import math
 import pathlib
 import re
 from collections.abc import Sequence
@@ -29,19 +26,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pallas_kernels.aot.case import EXPERTS, ROWS, Case, benchmark_cases, epilogue_cases
+from pallas_kernels.aot.case import Case, benchmark_cases
 from pallas_kernels.aot.gpu_simulation import Instruction, loop_cycles
-from pallas_kernels.bench.cells import MATRICES
-from pallas_kernels.grouped_matmul import tile_schedule
-from pallas_kernels.tiling.gpu import H200_SMS, best_parts, steps_of_busiest
+from pallas_kernels.tiling.gpu import H200_SMS, best_parts
 
 TABLE = pathlib.Path(__file__).with_name("gpu_budgets.json")
 CLOCK_HZ = 1.98e9  # of an H100 and an H200 (h200.txtpb), which a full load holds
 # That kernels which copy weights and multiply nothing read, by the card's name: on an H200 the
 # difference of two widths of weights over that of their times, on an H100 what a copy moves.
 READ_BYTES_PER_S = {"H200": 4.5e12, "H100": 2.95e12}
-# From the L2 cache to all SMs, as XLA's cost model of dots has it, measured on an H100.
-L2_BYTES_PER_S = 6.65e12
 # Warpgroups that multiply, of the tilings that are compiled: a scheduler's warps.
 WARPS = 2
 _INSTRUCTION = re.compile(r"^\s*(\S+):(\S+):(\S+):\S+:(\d+)\s+/\*[0-9a-f]+\*/\s+(.*)")
@@ -273,75 +266,6 @@ def _table() -> dict[str, dict[str, int]]:
     return list(json.loads(TABLE.read_text()).values())[-1]
 
 
-@dataclasses.dataclass(frozen=True)
-class TileCycles:
-    """Cycles of a whole tile of many rows: products, then an epilogue, besides copies from L2.
-
-    With ping-pong each warpgroup has tiles of its own, so that one's epilogue is hidden behind
-    the other's products. Its accumulators are as large, for half of the features or for half
-    of the rows: for the same products either the rows or the weights are copied twice, and
-    with half of the rows converted twice.
-
-    Attributes:
-        products: cycles of the loop.
-        epilogue: cycles until the store of the result is issued.
-        l2: cycles of the copies from the L2 cache, which go on during both as far as the ring
-            has stages.
-        total: cycles of products with epilogue, or of these copies where they take longer.
-        ping_pong: cycles for the same products with ping-pong, in the better of the two ways.
-    """
-
-    products: float
-    epilogue: float
-    l2: float
-    total: float
-    ping_pong: float
-
-
-def tile_cycles(row: dict[str, int], case: Case) -> TileCycles:
-    """The cycles of a tile whose rows fill it, without and with ping-pong.
-
-    Args:
-        row: the case's row in the compiler's table.
-    """
-    tiling, num_matrices = tiling_of(case), 1 + case.is_gated_unit
-    groups, products = tiling.warpgroups, _runs(row, case, num_matrices) * row["loop_cycles"]
-    epilogue = max(row["epilogue_instructions"] * groups, row["epilogue_latency"])
-    rate = L2_BYTES_PER_S / CLOCK_HZ / H200_SMS
-    x_bytes = case.D * tiling.tile_n * 2
-    w_bytes = case.D * num_matrices * tiling.tile_m * groups * (case.bits or 16) // 8
-    conversions = 1 if case.bits is None else groups
-    l2 = (x_bytes + w_bytes) / rate
-    return TileCycles(
-        products=products,
-        epilogue=epilogue,
-        l2=l2,
-        total=max(l2, products + epilogue),
-        ping_pong=min(
-            max(products, (groups * x_bytes + w_bytes) / rate),
-            max(conversions * products, (x_bytes + groups * w_bytes) / rate),
-        ),
-    )
-
-
-def tiles() -> list[dict[str, Any]]:
-    """A row for each product with many rows."""
-    return [
-        {"product": name, **dataclasses.asdict(tile_cycles(_table()[name], case))}
-        for name, case in many_rows().items()
-    ]
-
-
-def many_rows() -> dict[str, Case]:
-    """Forward products with many rows that the table has, by name."""
-    cases = benchmark_cases() | epilogue_cases()
-    return {
-        name: case
-        for name, case in cases.items()
-        if name.endswith(" many") and case.direction == "forward"
-    }
-
-
 def tiling_of(case: Case):
     """The default tiling of a forward product."""
     module = importlib.import_module(f"pallas_kernels.{case.op}.gpu")
@@ -350,50 +274,8 @@ def tiling_of(case: Case):
     return module.default_tiling(case.R, case.D, case.F, case.E, **options)
 
 
-def occupancy(case: Case, active: int) -> dict[str, float]:
-    """The occupancy of an H200 by `active` experts, which share a product's rows equally.
-
-    Returns:
-        Of the parts of D that the kernel takes, and beside them (`whole_`) of D in one part:
-        waves of tiles over all SMs, SMs with a tile on average, and the steps along D of the
-        busiest SM, with one for each store.
-    """
-    tiling, steps = tiling_of(case), case.D // tiling_of(case).tile_k
-    sizes_E = np.zeros(case.E, np.int32)
-    sizes_E[:active] = case.R // active
-    row_tiles = int(tile_schedule.row_tiles(sizes_E, case.R, tiling.tile_n).count[1])
-    tiles = row_tiles * -(-case.F // (tiling.tile_m * tiling.warpgroups))
-    parts = best_parts(tiles, steps, tiling.splits, H200_SMS)
-    found = {"parts": parts}
-    for name, count in (("", parts), ("whole_", 1)):
-        waves = tiles * count / H200_SMS
-        found |= {
-            f"{name}waves": waves,
-            f"{name}busy_sms": tiles * count / math.ceil(waves),
-            f"{name}steps": steps_of_busiest(count, tiles, steps, H200_SMS),
-        }
-    return found
-
-
-def occupancies() -> list[dict[str, Any]]:
-    """A row for each number of active experts of 32, of Table 1's shapes, 8 rows for each."""
-    rows = []
-    for (D, F), bits in itertools.product(MATRICES, (None, 8, 4)):
-        for active in (1, 2, 4, 8, EXPERTS):
-            op = "grouped_matmul" if bits is None else "quantized_grouped_matmul"
-            case = Case(op, ROWS["few"] * active, D, F, EXPERTS, bits=bits)
-            rows.append(
-                {
-                    "product": f"int{bits} {D}x{F}" if bits else f"bfloat16 {D}x{F}",
-                    "active": active,
-                    **occupancy(case, active),
-                }
-            )
-    return rows
-
-
 if __name__ == "__main__":
     print(f"launch {1e6 * launch_s():.1f} us")
-    for each in left_out() + predictions() + tiles() + occupancies():
+    for each in left_out() + predictions():
         shown = (f"{v:.3g}" if isinstance(v, float) else str(v) for v in each.values())
         print("  ".join(f"{key}={value}" for key, value in zip(each, shown, strict=True)))

@@ -7,13 +7,13 @@ many tokens lose nothing. One warpgroup copies (TMA), the others multiply; a rin
 runs through the tiles of a block without a stop, so the next tile's weights are on their way
 while the last one is stored. Blocks stay on their SM and take tiles in turn.
 
-Three variants were counted and are not implemented: a ping-pong schedule of warpgroups
-(`gpu_cost.TileCycles`); TMA copies of group scales into the stages' shared memory, for which
-every call would transpose the scales (they are prefetched into the L2 cache); results staged
-in halves for a fourth stage, which takes 3% of a tile with D 1,024. Loading weights ahead is
-faster with many rows alone (H200, int8: 120.6 us for 127.4 at 256 rows, 5% slower at 4). Rows
-that two blocks copy once, by multicast in clusters, would help tiles of many rows, by the
-count of their copies, and are not implemented.
+Three variants were counted and are not implemented: a ping-pong schedule of warpgroups, whose
+copies take longer than the epilogue that it hides; TMA copies of group scales into the stages'
+shared memory, for which every call would transpose the scales (they are prefetched into the L2
+cache); results staged in halves for a fourth stage, which takes 3% of a tile with D 1,024.
+Loading weights ahead is faster with many rows alone (H200, int8: 120.6 us for 127.4 at 256
+rows, 5% slower at 4). Rows that two blocks copy once, by multicast in clusters, would help
+tiles of many rows, by the count of their copies, and are not implemented.
 Dims: R rows, D inputs, F outputs, E experts; P tiles of rows, T rows of a tile,
 K one step of D, M features of a warpgroup,
 N tiles of M features, C warpgroups that multiply, G groups of D with a scale

@@ -7,7 +7,6 @@ before it writes (`set_aside`), as Orbax deletes what is in its way. See docs/ch
 """
 
 import contextlib
-import logging
 import math
 import pathlib
 import shutil
@@ -63,8 +62,6 @@ from switchx.fields import require
 from switchx.models.config import ModelConfig
 from switchx.object_store import Folder, free_bytes, remove
 from switchx.tree import Tree, named_leaves, nested, num_bytes
-
-logger = logging.getLogger(__name__)
 
 _EXPIRED = "expired"  # a deletion that is cut short is finished at the next start
 

@@ -251,8 +251,6 @@ def read_config(run: RunFolder) -> dict[str, Any]:
             f"{run.where} is not a run folder, its config.json cannot be read ({error}): "
             f"{run.found()}; {way_out(run.root, 'give the model_dir of a run')}"
         ) from error
-    # Runs of before kept some experts' gradients as factors: the same numbers.
-    config.get("step", {}).pop("factor_expert_gradients", None)
     return config
 
 

@@ -163,14 +163,12 @@ def _correlation(name: str, function, predictions, targets) -> MetricResult:
 def rank_results(
     scores: Sequence[Sequence[float]],
     is_right: Sequence[Sequence[bool]],
-    weights: Sequence[float] | None = None,
 ) -> list[MetricResult]:
     """Metrics of choosing the text with the highest score (T5's `rank_classification`).
 
     Args:
         scores: log-likelihoods of each example's choices; the first of equal ones is chosen.
         is_right: whether each of the same choices is right. Any right choice counts.
-        weights: weights of the examples; None is 1 for each.
 
     Returns:
         `accuracy`. Where all examples have equally many choices and one is right: with two
@@ -185,20 +183,19 @@ def rank_results(
         f"{len(sizes)} examples have scores and {len(is_right)} have choices, which must be "
         "equally many and at least one in each; score all choices of all examples",
     )
-    weight_N = np.ones(len(sizes)) if weights is None else np.asarray(weights, float)
     guess_N = np.array([int(np.argmax(each)) for each in scores])
     hit_N = [bool(right[guess]) for right, guess in zip(is_right, guess_N, strict=True)]
-    results = {"accuracy": np.average(hit_N, weights=weight_N)}
+    results = {"accuracy": np.mean(hit_N)}
     has_one_right = all(sum(map(bool, each)) == 1 for each in is_right)
     if has_one_right and len(set(sizes)) == 1:
         right_N = np.array([int(np.argmax(each)) for each in is_right])
-        results |= _class_results(np.array(scores, float), guess_N, right_N, weight_N)
+        results |= _class_results(np.array(scores, float), guess_N, right_N)
     return [MetricResult(name, 100 * float(each), "rank") for name, each in results.items()]
 
 
-def _class_results(score_NC, guess_N, right_N, weight_N) -> dict[str, float]:
+def _class_results(score_NC, guess_N, right_N) -> dict[str, float]:
     num_classes = score_NC.shape[1]
-    f1 = [_f1(guess_N, right_N, number, weight_N) for number in range(num_classes)]
+    f1 = [_f1(guess_N, right_N, number) for number in range(num_classes)]
     if num_classes != 2:
         return {f"mean_{num_classes}class_f1": statistics.fmean(f1)}
     # The probability of the second class rises with the difference of the scores. In single
@@ -206,15 +203,15 @@ def _class_results(score_NC, guess_N, right_N, weight_N) -> dict[str, float]:
     score_NC = score_NC.astype(np.float32)
     shifted_NC = np.exp(score_NC - score_NC.max(-1, keepdims=True))
     chance_N = (shifted_NC / shifted_NC.sum(-1, keepdims=True))[:, 1]
-    roc, precision_recall = _areas(chance_N, right_N == 1, weight_N)
+    roc, precision_recall = _areas(chance_N, right_N == 1)
     return {"f1": f1[1], "auc-roc": roc, "auc-pr": precision_recall}
 
 
-def _areas(chance_N, is_positive_N, weight_N) -> tuple[float, float]:
+def _areas(chance_N, is_positive_N) -> tuple[float, float]:
     """Areas under the ROC curve, by trapezoids, and under precision over recall, by steps."""
     chance, place_N = np.unique(-chance_N, return_inverse=True)  # the most likely first
-    found = np.bincount(place_N, weight_N * is_positive_N, len(chance)).cumsum()
-    false = np.bincount(place_N, weight_N * ~is_positive_N, len(chance)).cumsum()
+    found = np.bincount(place_N, is_positive_N, len(chance)).cumsum()
+    false = np.bincount(place_N, ~is_positive_N, len(chance)).cumsum()
     if not found[-1] or not false[-1]:
         return float("nan"), float("nan")  # of one class there is nothing to find
     recall, fall_out = found / found[-1], false / false[-1]
@@ -222,10 +219,9 @@ def _areas(chance_N, is_positive_N, weight_N) -> tuple[float, float]:
     return float(roc), float(np.sum(np.diff(recall, prepend=0) * found / (found + false)))
 
 
-def _f1(guess_N, right_N, number: int, weight_N=None) -> float:
-    weight_N = np.ones(len(right_N)) if weight_N is None else weight_N
-    both = weight_N @ ((guess_N == number) & (right_N == number))
-    either = weight_N @ (guess_N == number) + weight_N @ (right_N == number)
+def _f1(guess_N, right_N, number: int) -> float:
+    both = np.sum((guess_N == number) & (right_N == number))
+    either = np.sum(guess_N == number) + np.sum(right_N == number)
     return float(2 * both / either) if either else 0.0
 
 

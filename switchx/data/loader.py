@@ -183,7 +183,7 @@ class TrainLoader:
                 or does not hold this shard's rows.
         """
         _require_same(state["pipeline"], self._description())
-        held = dict(zip(_rows_of(state), state["cursors"], strict=True))
+        held = dict(zip(state["rows"], state["cursors"], strict=True))
         missing = [row for row in self._rows if row not in held]
         require(
             not missing,
@@ -256,7 +256,7 @@ def merge_states(states: Sequence[dict]) -> dict:
             f"the states of the data iterators are of steps {merged['step']} and "
             f"{state['step']}; pass those of one checkpoint",
         )
-        for row, cursor in zip(_rows_of(state), state["cursors"], strict=True):
+        for row, cursor in zip(state["rows"], state["cursors"], strict=True):
             require(
                 held.setdefault(row, cursor) == cursor,
                 f"two states of data iterators disagree about where row {row} of a batch goes "
@@ -383,13 +383,6 @@ def join_rows(parts: Sequence[tuple[Batch, np.ndarray]]) -> tuple[Batch, np.ndar
         return np.concatenate([np.asarray(array) for array in arrays])
 
     return {name: join([b[name] for b in batches]) for name in batches[0]}, join(cursors)
-
-
-def _rows_of(state: dict) -> Sequence[int]:
-    """Rows of the cursors; older states have the first row alone, and no gaps."""
-    if "rows" in state:
-        return state["rows"]
-    return range(state["first_row"], state["first_row"] + len(state["cursors"]))
 
 
 def _listed(rows: Iterable[int]) -> str:

@@ -14,32 +14,14 @@ from switchx.object_store import way_out
 
 # Module of an earlier version -> where its configurations are now.
 MOVED = {
-    "switchx.data.corpus_vocabulary": "switchx.data.vocabularies",
-    "switchx.data.saved_vocabulary": "switchx.data.vocabularies",
-    "switchx.data.span_corruption": "switchx.data.objectives",
-    "switchx.data.token_ids": "switchx.data.tokenizers",
-    "switchx.data.translation_mixture": "switchx.data.mixtures",
-    "switchx.models.router_config": "switchx.moe.config",
-    "switchx.models.switch_config": "switchx.moe.config",
     "switchx.partitioning.schedule": "switchx.pipeline.schedule",
     "switchx.storage.cache": "switchx.training.offload.storage_spec",
-    "switchx.training.adafactor": "switchx.optim.adafactor",
-    "switchx.training.adamw": "switchx.optim.adamw",
     "switchx.training.distillation": "switchx.training.distillation.soft_loss",
-    "switchx.training.retention": "switchx.checkpoint.checkpointer",
-    "switchx.training.schedules": "switchx.optim.schedules",
 }
 # Module -> its classes that have moved -> the modules that they are in now.
 MOVED_CLASSES = {
     "switchx.partitioning.mesh": {"CompilerOptions": "switchx.partitioning.compiler_options"}
 }
-# Bindings of earlier versions: a value that has another name, parameters without successors,
-# which changed no mathematics.
-_RENAMED = (
-    (r"(SwitchConfig\.dispatcher = )(['\"])sort\2", r"\1\2gather\2"),
-    (r"\b(saved_vocabulary|vocabularies)\.load_vocabulary\b", r"\1.SavedVocabulary"),
-)
-_GONE = ("StepConfig.factor_expert_gradients",)
 _IMPORT = re.compile(r"^from +([\w.]+) +import +(\w+)(?: +as +(\w+))?", re.MULTILINE)
 
 
@@ -168,10 +150,6 @@ def as_of_today(text: str) -> str:
             added = rf"\1{import_statement(now)}\n"
             if num_uses:
                 text = re.sub(imports, added, text, count=1, flags=re.MULTILINE)
-    for pattern, replacement in _RENAMED:
-        text = re.sub(pattern, replacement, text)
-    for name in _GONE:
-        text = re.sub(rf"^[\w/.]*\b{re.escape(name)} = .*$", "", text, flags=re.MULTILINE)
     return text
 
 

@@ -474,7 +474,4 @@ def model_from_description(description: dict[str, Any], where: str) -> ModelConf
                 not isinstance(value, int | float) or abs(value) <= most[name],
                 f"{where}: {name}={value!r:.40}; expected {most[name]} at most: do not use it",
             )
-    if isinstance(switch, dict) and switch.get("dispatcher") == "sort":
-        # The name of `gather` in files written before it was renamed.
-        description = description | {"switch": switch | {"dispatcher": "gather"}}
     return from_description(ModelConfig, description, where)

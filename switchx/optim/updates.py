@@ -74,16 +74,6 @@ def rms_by_name(params) -> dict[str, jax.Array]:
     return {name: rms(name, leaf) for name, leaf in tree.named_leaves(params).items()}
 
 
-def apply_updates(params, updates):
-    """`params + updates`, each in its parameter's dtype.
-
-    It does what `optax.apply_updates` does. The sum is rounded to the nearest value: below
-    float32, an update less than half the distance to a parameter's neighbour (2^-9 of a
-    bfloat16 parameter) is lost, so keep parameters that are trained in float32.
-    """
-    return jax.tree.map(lambda w, update: (w + update).astype(w.dtype), params, updates)
-
-
 def update_if(is_finite, update, kept: tuple, unmoved) -> tuple:
     """`update(*kept)`, or `(*kept, unmoved)` where `is_finite` is false; both in place.
 

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from switchx.fields import require, require_choice
+from switchx.files import write_atomically
 from switchx.npz import read_arrays
 from switchx.storage.cache import BACKWARD, FORWARD, SWEEPS, UPDATE, Place
 
@@ -98,14 +99,7 @@ class Trace:
             num_experts=np.int64(self.num_experts),
             record_bytes=np.int64(self.record_bytes),
         )
-        path = pathlib.Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        try:
-            partial.write_bytes(content.getvalue())
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_atomically(pathlib.Path(path), content.getvalue())
 
 
 class TraceLog:

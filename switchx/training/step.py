@@ -27,7 +27,6 @@ from switchx.models.params import init_params
 from switchx.moe.stats import RoutingStats
 from switchx.optim.multipliers import keep_frozen, without_frozen
 from switchx.optim.updates import (
-    apply_updates,
     clip_scale,
     global_norm,
     moved_average,
@@ -329,7 +328,7 @@ def take_step(
         updates, opt_state = optimizer.update(
             grads, opt_state, own, gradient_scale=unscale * clip
         )
-        updated = out_of_slices(into_slices(apply_updates(own, updates)))
+        updated = out_of_slices(into_slices(optax.apply_updates(own, updates)))
         if stats is not None:
             updated = with_balanced_routers(config.switch.router, params, updated, stats)
         updated = keep_frozen(step.rate_multipliers, params, updated)

@@ -314,8 +314,7 @@ def run(tmp_path_factory):
         program = compiled_program(job)
     with program.scope(), Checkpointer(folder, job.retention) as checkpointer:
         checkpointer.save(3, program.init_state(), metrics={"neg_log_perplexity": -1.0})
-    yield folder.root
-    building.gin.clear_config()
+    return folder.root
 
 
 def test_metrics_of_each_direction_are_sacrebleus_of_what_the_api_writes(run, cli, tmp_path):

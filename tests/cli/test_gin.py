@@ -179,38 +179,16 @@ def test_operative_config_builds_the_same_job_and_takes_bindings():
     assert (changed.model.switch.router.jitter, changed.batch_size) == (0.25, 4)
 
 
-EARLIER = pathlib.Path(__file__).with_name("earlier_operative_config.gin")
-
-
-def test_operative_config_of_an_earlier_version_builds_its_job():
-    """Written by the commit before modules moved: of pretrain_tiny.gin with the tasks of
-    multi30k_directions.gin, the mesh of pod.gin and the compiler options of overlap.gin."""
-    building.parse_files([str(EARLIER)], [])
-    job = building.build("JOB", TrainingJob)
-    building.require_effect("JOB", [])
-    assert job.model.switch.dispatcher == "gather"  # it was called sort
-    assert (job.mesh.fsdp, job.mesh.expert, len(job.compiler.gpu)) == (2, 2, 9)
-    assert job.source.tasks[0].vocabulary.size == 6144
-    assert (job.optimizer.decay_rate, job.schedule.warmup_steps) == (0.8, 1000)
-    pathlib.Path("again.gin").write_text(building.operative_config("JOB"))
-    building.parse_files(["again.gin", "meshes/one_device.gin"], ["FSDP_PARTS=1"])
-    again = building.build("JOB", TrainingJob)
-    assert (again.source, again.mesh.data, again.mesh.fsdp) == (job.source, 1, 1)
-
-
 def test_file_of_ones_own_may_name_modules_that_moved():
     text = (
         "from __gin__ import dynamic_registration\n"
-        "from switchx.training import adafactor  # now in optim\n"
-        "from switchx.training import retention as kept\n"
+        "from switchx.partitioning import schedule  # now in pipeline\n"
+        "from switchx.storage import cache as kept\n"
         "from switchx.training import job\n"
-        "adafactor.Adafactor.decay_rate = 0.7\n"
-        "job.TrainingJob.retention = @kept.Retention()\n"
-        "kept.Retention.keep_last = 2\n"
-        "from switchx.models import config\n"
-        "config.SwitchConfig.dispatcher = 'sort'\n"
-        "from switchx.training import step\n"
-        "step.StepConfig.factor_expert_gradients = None\n"
+        "schedule.ScheduleSpec.kind = 'gpipe'\n"
+        "job.TrainingJob.storage = @kept.StorageSpec()\n"
+        "job.TrainingJob.pipeline = @schedule.ScheduleSpec()\n"
+        "kept.StorageSpec.experts = 'host'\n"
         "from switchx.partitioning import mesh as places\n\n"
         "places.MeshSpec.data = 1\n"
         "places.CompilerOptions.gpu = ('xla_a=1',)\n"
@@ -219,11 +197,10 @@ def test_file_of_ones_own_may_name_modules_that_moved():
     job = job_of(files=my_gin(text))
     assert (job.mesh.data, job.compiler.gpu) == (1, ("xla_a=1",))
     assert job_of(files=my_gin(text.replace("\n\n", "\n"))) == job
-    assert (job.optimizer.decay_rate, job.retention.keep_last) == (0.7, 2)
-    assert job.model.switch.dispatcher == "gather"
-    said = refusal(files=my_gin("import switchx.training.adafactor\n"))
-    assert "my.gin:1: there is no module 'switchx.training.adafactor'" in said
-    assert "it is switchx.optim.adafactor now" in said
+    assert (job.pipeline.kind, job.storage.experts) == ("gpipe", "host")
+    said = refusal(files=my_gin("import switchx.partitioning.schedule\n"))
+    assert "my.gin:1: there is no module 'switchx.partitioning.schedule'" in said
+    assert "it is switchx.pipeline.schedule now" in said
 
 
 @pytest.mark.parametrize("name, now", files.MOVED.items())
@@ -270,7 +247,6 @@ def test_a_function_that_is_bound_is_refused(tmp_path, monkeypatch, maker):
         f"protocol.Optax.make = @{maker}\n"
     )
     assert job_of(files=my_gin(text)).optimizer.make.__name__ == "lion"
-    building.gin.clear_config()
     said = refusal(files=my_gin(text + f"{maker}.b1 = 0.8\n"))
     assert f"{maker} is bound (b1)" in said
     sys.modules.pop("my_makers", None)

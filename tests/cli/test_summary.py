@@ -28,8 +28,6 @@ TINY = "configs/runs/pretrain_tiny.gin"
 def clean_gin(monkeypatch):
     monkeypatch.setattr("sys.argv", ["switchx"])
     monkeypatch.setattr("switchx.cli.arguments.shutil.which", lambda name: None)
-    yield
-    building.gin.clear_config()
 
 
 @pytest.fixture

@@ -116,25 +116,17 @@ THREE = [[0.1, 0.5, 0.0], [-2, -1, -3], [3.0, 3.1, 3.2]]
 
 
 @pytest.mark.parametrize(
-    ("given_scores", "is_right", "weights", "expected"),
+    ("given_scores", "is_right", "expected"),
     [
-        (*TWO, None,
-         {"accuracy": 75, "f1": 66.6666667, "auc-roc": 66.6666667, "auc-pr": 50}),
-        (*TWO, [0.2, 1.0, 0.8, 0.5],
-         {"accuracy": 92, "f1": 90.9090909, "auc-roc": 86.6666667, "auc-pr": 83.3333333}),
-        (THREE, [[F, T, F], [T, F, F], [F, F, T]], None,
+        (*TWO, {"accuracy": 75, "f1": 66.6666667, "auc-roc": 66.6666667, "auc-pr": 50}),
+        (THREE, [[F, T, F], [T, F, F], [F, F, T]],
          {"accuracy": 66.6666667, "mean_3class_f1": 55.5555556}),
-        (THREE, [[F, T, F], [T, F, F], [F, F, T]], [0.2, 0.5, 1.0],
-         {"accuracy": 70.5882353, "mean_3class_f1": 48.1481481}),
-        (THREE, [[F, T, F], [T, F, T], [F, T, T]], None, {"accuracy": 66.6666667}),
-        ([[0.1, 0.5], [-2, -1, -3], [3.0]], [[F, T], [T, F, T], [T]], None,
-         {"accuracy": 66.6666667}),
-        ([[0.1, 0.5], [-2, -1, -3], [3.0]], [[F, T], [T, F, T], [T]], [0.2, 0.5, 1.0],
-         {"accuracy": 70.5882353}),
+        (THREE, [[F, T, F], [T, F, T], [F, T, T]], {"accuracy": 66.6666667}),
+        ([[0.1, 0.5], [-2, -1, -3], [3.0]], [[F, T], [T, F, T], [T]], {"accuracy": 66.6666667}),
     ],
 )  # fmt: skip
-def test_ranks_as_t5(given_scores, is_right, weights, expected):
-    found = {each.name: each.score for each in rank_results(given_scores, is_right, weights)}
+def test_ranks_as_t5(given_scores, is_right, expected):
+    found = {each.name: each.score for each in rank_results(given_scores, is_right)}
     assert found == pytest.approx(expected)
 
 
@@ -168,23 +160,20 @@ def test_classes_as_scikit_learn(pairs):
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from([-2.0, -1.0, 0.0, 1.0]), st.booleans(), st.integers(1, 3)),
+        st.tuples(st.sampled_from([-2.0, -1.0, 0.0, 1.0]), st.booleans()),
         min_size=2, max_size=30,
-    ).filter(lambda rows: len({right for _, right, _ in rows}) == 2)
+    ).filter(lambda rows: len({right for _, right in rows}) == 2)
 )  # fmt: skip
 def test_areas_as_scikit_learn(rows):
-    score, is_right, weight = map(np.array, zip(*rows, strict=True))
-    found = rank_results(
-        [[0.0, each] for each in score], [[not r, bool(r)] for r in is_right], weight
-    )
+    score, is_right = map(np.array, zip(*rows, strict=True))
+    found = rank_results([[0.0, each] for each in score], [[not r, bool(r)] for r in is_right])
     found = {each.name: each.score for each in found}
-    common = {"sample_weight": weight}
     assert found["auc-roc"] == pytest.approx(
-        100 * sklearn.metrics.roc_auc_score(is_right, score, **common)
+        100 * sklearn.metrics.roc_auc_score(is_right, score)
     )
-    want = sklearn.metrics.average_precision_score(is_right, score, **common)
+    want = sklearn.metrics.average_precision_score(is_right, score)
     assert found["auc-pr"] == pytest.approx(100 * want)
-    want = sklearn.metrics.f1_score(is_right, score > 0, zero_division=0, **common)
+    want = sklearn.metrics.f1_score(is_right, score > 0, zero_division=0)
     assert found["f1"] == pytest.approx(100 * want)
 
 

@@ -239,15 +239,7 @@ def test_shards_may_have_gaps_and_rows_in_common(load):
         alone.restore(loaders[0].state())
 
 
-def test_states_of_before_gaps_are_read_and_others_must_belong_together(load):
-    loader = load(shard=Shard((1,), 2))
-    expected = read(loader, 4)
-    loader = load(shard=Shard((1,), 2))
-    read(loader, 2)
-    state = loader.state()
-    state["first_row"] = state.pop("rows")[0]
-    loader.restore(state)
-    assert digests(read(loader, 2)) == digests(expected[2:])
+def test_states_must_belong_together(load):
     loaders = [load(shard=Shard((index,), 2)) for index in (0, 1, 1)]
     states = [loader.state() for loader in loaders]
     read(loaders[2], 1)

@@ -15,7 +15,6 @@ from experiments.elephants.tables import throughput
 from switchx.bench.peers import torch_peer
 from switchx.cli.main import main
 from switchx.data.corpora.multi30k import LANGUAGES
-from switchx.gin_config import building
 from tests.compilation import compiled_once
 from tests.data.words import sentences
 from tests.processes import ROOT
@@ -60,7 +59,6 @@ def folder(tmp_path_factory, session_cache):
             (base / f"multi30k/{split}.{language}").write_text(text, encoding="utf-8")
     with compiled_once(session_cache / "compiled"):
         yield base
-    building.gin.clear_config()
 
 
 def run(command: str, scripts) -> str:

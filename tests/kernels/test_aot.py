@@ -514,22 +514,6 @@ def test_every_shape_of_table_1_has_a_prediction():
     assert gpu_cost.predicted_s(8192, 1024, 4096, 32, 8) is None
 
 
-def test_cycles_of_a_tile_by_hand():
-    # Two warpgroups, 256 rows, 1,024 channels: 16 runs of 4 HGMMA of 1,024 cycles.
-    case = Case("grouped_matmul", 8192, 1024, 4096, 32)
-    row = {
-        "loop_cycles": 1024, "loop_hgmma": 4, "epilogue_instructions": 400,
-        "epilogue_latency": 700,
-    }  # fmt: skip
-    cycles = gpu_cost.tile_cycles(row, case)
-    assert (cycles.products, cycles.epilogue) == (16 * 1024, 800)
-    # Rows and 128 features are 786,432 bytes, of 6.65e12 a second for 132 SMs of 1.98e9 cycles;
-    # with tiles of half of the rows the features are copied twice.
-    bytes_per_cycle = 6.65e12 / 1.98e9 / 132
-    assert cycles.total == cycles.l2 == pytest.approx(786_432 / bytes_per_cycle)
-    assert cycles.ping_pong == pytest.approx(1_048_576 / bytes_per_cycle)
-
-
 def test_epilogues_are_read_to_the_end_of_the_loop_over_tiles():
     lines = [
         ".L_x_0:", "HGMMA.64x16x16.F32.BF16 R24", ".L_x_1:", "HGMMA.64x256x16.F32.BF16 R24",
@@ -546,28 +530,6 @@ def test_epilogues_are_read_to_the_end_of_the_loop_over_tiles():
     found = gpu_cost.read_loop(sass)
     assert (found["loop_instructions"], found["loop_hgmma"]) == (2, 1)
     assert (found["epilogue_instructions"], found["epilogue_latency"]) == (8, 16)
-
-
-def test_ping_pong_pays_for_no_product_with_many_rows():
-    rows = gpu_cost.tiles()
-    assert len(rows) == 4 * 3 + 3
-    for row in rows:
-        assert row["ping_pong"] > row["total"], row["product"]
-
-
-def test_few_active_experts_occupy_the_chip():
-    found = {(row["product"], row["active"]): row for row in gpu_cost.occupancies()}
-    assert len(found) == 4 * 3 * 5
-    for weights in ("bfloat16", "int8", "int4"):
-        for active in (1, 2, 4, 8, 32):
-            # 8 steps of 128 channels are not worth a sum.
-            assert found[f"{weights} 1024x4096", active]["parts"] == 1
-            row = found[f"{weights} 4096x1024", active]
-            assert row["steps"] <= row["whole_steps"]
-    # One expert's 8 tiles of 32 steps are 16 of 16; each has a store, which counts as a step.
-    row = found["bfloat16 4096x1024", 1]
-    assert (row["parts"], row["busy_sms"], row["whole_busy_sms"]) == (2, 16, 8)
-    assert (row["steps"], row["whole_steps"]) == (17, 33)
 
 
 @pytest.mark.parametrize("without", [0, 1, 2])

@@ -101,11 +101,6 @@ def test_switch_layers_that_do_not_fit_a_model_are_refused(model, switch, messag
         dataclasses.replace(model, switch=switch)
 
 
-def test_expert_choice_fits_an_encoder():
-    switch = SwitchConfig(8, stacks="encoder", router=EXPERT_CHOICE)
-    assert dataclasses.replace(T5, switch=switch).num_sparse_layers == 3
-
-
 def test_precision():
     assert Precision().compute_dtype == jnp.float32
     assert Precision(compute="bfloat16").compute_dtype == jnp.bfloat16

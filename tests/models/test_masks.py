@@ -29,21 +29,6 @@ def test_causal_mask_by_hand():
     np.testing.assert_array_equal(causal_mask(SEGMENT_BL)[0], np.array(expected_LM, bool))
 
 
-def test_a_prefix_is_seen_by_all_of_its_example():
-    prefix_BL = np.array([[1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]])
-    expected_LM = [
-        [1, 1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0],
-        [0, 0, 0, 1, 0, 0],  # of another example, it sees nothing
-        [0, 0, 0, 1, 1, 0],
-        [0, 0, 0, 0, 0, 0],
-    ]
-    mask_BLM = causal_mask(SEGMENT_BL, prefix_BL)
-    np.testing.assert_array_equal(mask_BLM[0], np.array(expected_LM, bool))
-    np.testing.assert_array_equal(mask_BLM[1], causal_mask(SEGMENT_BL)[1])
-
-
 def test_a_prefix_in_every_example_equals_a_loop():
     rng = np.random.default_rng(0)
     segment_BL = np.sort(rng.integers(0, 4, (3, 9)), axis=1)[:, ::-1]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from switchx.bench.equivalence import largest_errors
 from switchx.moe.dispatchers import FUNCTIONS, refusal
 from switchx.moe.plan import RoutingPlan
 from switchx.moe.sharded_dispatch import expert_specs
@@ -161,12 +162,7 @@ def assert_same(got, want):
 def largest_error(got, want) -> float:
     """Over all arrays, the largest difference relative to the array's largest number."""
 
-    def error(got, want):
-        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-        difference = np.max(np.abs(got - want), initial=0)
-        return np.inf if np.isnan(difference) else difference / max(np.abs(want).max(), 1e-30)
-
-    return max(jax.tree.leaves(jax.tree.map(error, got, want)))
+    return largest_errors({"all": got}, {"all": want})["all"]
 
 
 def compiled_hlo(spec: MeshSpec, name: str, problem: Problem, dtype=jnp.float32, devices=None):

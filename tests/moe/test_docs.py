@@ -51,12 +51,6 @@ def name_of(command: str) -> str:
     return command.rpartition("/")[2]
 
 
-@pytest.fixture(autouse=True)
-def clean_gin():
-    yield
-    building.gin.clear_config()
-
-
 @pytest.mark.parametrize("command", COMMANDS, ids=name_of)
 def test_command_builds_a_job_whose_gradient_can_be_traced(command):
     job = building.parse_job(*gin_of(_parse(_parser(), options_of(command))))

@@ -274,7 +274,6 @@ def test_commands_slice_parameters():
         mesh, rules = job.mesh.build(), job.mesh.rules
         tables.append(param_spec(rules, mesh, "embedding_VD", table.shape))
         kept.append(slice_spec(rules, mesh, "embedding_VD", table.shape))
-    building.gin.clear_config()
     columns, rows = PartitionSpec(None, "fsdp"), PartitionSpec("data", None)
     assert tables == [PartitionSpec(None, None), columns, rows]
     assert kept == [rows, columns, rows]

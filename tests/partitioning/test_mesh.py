@@ -295,8 +295,7 @@ def test_a_mesh_is_built_in_this_order():
 def overlap(tmp_path) -> CompilerOptions:
     files = ["runs/pretrain_tiny.gin", "xla/overlap.gin"]
     building.parse_files(files, [], [])
-    yield building.build("JOB", TrainingJob).compiler
-    building.gin.clear_config()
+    return building.build("JOB", TrainingJob).compiler
 
 
 def compiles(options: dict[str, str]) -> None:

@@ -54,7 +54,6 @@ def test_gin_file_has_the_choice_and_is_read_after_a_runs_own(run, few_checks, c
     last, name = capsys.readouterr().out.splitlines()[-2:]
     policy, num_bytes = re.fullmatch(r"(\w+), .* experts \(([\d,]+) bytes\)", last).groups()
     assert name == str(output)
-    building.gin.clear_config()
     use = run.parent / "use.gin"
     use.write_text(f"include {str(output)!r}\nSTORAGE = @storage_spec.StorageSpec()\n")
     building.parse_files([str(run / "operative_config.gin"), str(use)], [], [])

@@ -6,8 +6,7 @@ Also the step of an optimizer as the training step takes it.
 
 import jax
 import numpy as np
-
-from switchx.optim.updates import apply_updates
+import optax
 
 
 def donating_step(transformation):
@@ -16,7 +15,7 @@ def donating_step(transformation):
     def step(params, state, gradient, is_finite):
         def update(params, state):
             updates, state = transformation.update(gradient, state, params)
-            return apply_updates(params, updates), state
+            return optax.apply_updates(params, updates), state
 
         return jax.lax.cond(is_finite, update, lambda *kept: kept, params, state)
 

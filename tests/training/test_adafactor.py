@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec
 from switchx.compiled.collectives import collectives
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.schedules import Constant, InverseSquareRoot
-from switchx.optim.updates import apply_updates
 from switchx.partitioning.rules import Rules, param_shardings
 from tests.cases import slow
 from tests.compare import assert_close
@@ -30,7 +29,7 @@ def run(optimizer, params, gradients, **options):
     @jax.jit
     def step(gradient, state, params):
         updates, state = transformation.update(gradient, state, params, **options)
-        return updates, state, apply_updates(params, updates)
+        return updates, state, optax.apply_updates(params, updates)
 
     state, history = transformation.init(params), []
     for gradient in gradients:
@@ -248,7 +247,7 @@ def test_experts_over_eight_devices_as_on_one():
 
     def step(params, state, gradient):
         updates, state = transformation.update(gradient, state, params)
-        return apply_updates(params, updates), state
+        return optax.apply_updates(params, updates), state
 
     state = transformation.init(params)
     expected = jax.jit(step)(params, state, gradient)

@@ -74,7 +74,6 @@ WEIGHTY = dataclasses.replace(LOSS, balance_weight=0.5)
 # One with a gate, heads of keys for several of queries, and a shared expert.
 GATED = dataclasses.replace(MODERN, scan_layers=True)
 NO_BASE = LoRASpec("nowhere", rank=2, alpha=3.0)
-ROUTED = dataclasses.replace(NO_BASE, targets=("attention", "experts", "routers"))
 
 
 def drawn(shapes, seed=0):

@@ -109,9 +109,7 @@ def test_a_damaged_record_ends_the_step_and_is_named(begun):
         assert int(metrics.is_skipped) == 0 and program.experts.updates == 2
 
 
-def test_read_is_what_was_used_and_a_lost_trace_hides_no_error(
-    begun, monkeypatch, caplog
-):
+def test_read_is_what_was_used_and_a_lost_trace_hides_no_error(begun, monkeypatch, caplog):
     program, state, folder = begun
     experts, fault = program.experts, OSError(28, "No space left on device")
     monkeypatch.setattr(Trace, "save", Mock(side_effect=fault))

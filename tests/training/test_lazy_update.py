@@ -3,13 +3,13 @@
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from switchx import tree
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import LinearWarmup
-from switchx.optim.updates import apply_updates
 from switchx.storage.record import require_types
 from switchx.training.offload.lazy_update import LazyUpdate
 
@@ -84,7 +84,7 @@ def test_late_updates_are_those_in_time_and_those_of_the_whole_stack(optimizer):
             for g in grads.values():
                 g[n, e] *= is_touched(step, n, e)
         updates, state = update(tree.nested(grads), state, params, gradient_scale=0.5)
-        params = apply_updates(params, updates)
+        params = optax.apply_updates(params, updates)
     leaves = tree.named_leaves({"params": params, "opt_state": state})
     for at, record in dense.items():
         for name, array in record.arrays.items():

@@ -20,7 +20,7 @@ from switchx.optim.adamw import AdamW
 from switchx.optim.multipliers import multipliers, with_multipliers
 from switchx.optim.protocol import Optax
 from switchx.optim.schedules import Constant
-from switchx.optim.updates import apply_updates, moved_average
+from switchx.optim.updates import moved_average
 from switchx.partitioning.mesh import MeshSpec
 from switchx.training.loop import train
 from switchx.training.offload.disk_program import LayeredProgram
@@ -67,7 +67,7 @@ def test_updates_are_those_of_other_learning_rates(optimizer):
     for step in range(3):
         gradients = drawn_gradients(step)
         updates, state = ours.update(gradients, state, params, gradient_scale=0.5)
-        params = apply_updates(params, updates)
+        params = optax.apply_updates(params, updates)
     for name, rate in (("a", 0.025), ("b", 0.1)):
         alone = optimizer.build(Constant(rate))
         expected = {name: PARAMS[name]}
@@ -75,7 +75,7 @@ def test_updates_are_those_of_other_learning_rates(optimizer):
         for step in range(3):
             own = {name: drawn_gradients(step)[name]}
             updates, state = alone.update(own, state, expected, gradient_scale=0.5)
-            expected = apply_updates(expected, updates)
+            expected = optax.apply_updates(expected, updates)
         np.testing.assert_allclose(params[name]["w_DF"], expected[name]["w_DF"], rtol=1e-6)
 
 

@@ -15,13 +15,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from switchx import tree
 from switchx.axes import dims_of
 from switchx.models.layer_loop import LayerLoop, use_layer_loop
 from switchx.models.stack import scan_layers
 from switchx.models.stages import is_of_experts
-from switchx.optim.updates import apply_updates, global_norm
+from switchx.optim.updates import global_norm
 from switchx.training.microbatches import added_gradients, into_microbatches
 from switchx.training.offload.host_ring import layer_numbers, ring_scan
 from switchx.training.offload.host_stack import (
@@ -198,7 +199,7 @@ def sliced_update(optimizer, params, opt_state, grads, *, gradient_scale, is_fin
         own, kept = jax.tree.unflatten(structure, fetch(leaves, n))
         grad = jax.tree.map(lambda leaf: to_device(leaf, n)[None], grads)
         updates, kept = optimizer.update(grad, kept, own, gradient_scale=gradient_scale)
-        new = jax.tree.leaves((apply_updates(own, updates), kept))
+        new = jax.tree.leaves((optax.apply_updates(own, updates), kept))
         return [
             to_host(leaf, one[0], n) if is_one else leaf
             for leaf, one, is_one in zip(leaves, new, is_array, strict=True)

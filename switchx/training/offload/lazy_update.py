@@ -22,12 +22,12 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AxisType
 
 from switchx import tree
 from switchx.optim.protocol import Optimizer
 from switchx.optim.schedules import Schedule
-from switchx.optim.updates import apply_updates
 from switchx.partitioning.mesh import cpu_device
 from switchx.storage.record import ArrayType, Record
 
@@ -138,7 +138,7 @@ class LazyUpdate:
             updates, opt_state = self._optimizer.update(
                 now, state["opt_state"], state["params"], gradient_scale=gradient_scale
             )
-            params = apply_updates(state["params"], updates)
+            params = optax.apply_updates(state["params"], updates)
             return {"params": params, "opt_state": opt_state}
 
         return jax.lax.fori_loop(0, turns, turn, state)

@@ -9,7 +9,6 @@ import dataclasses
 import json
 
 PASSAGE = "This is the passage\n@highlight\nAnother sentence.\n@highlight\nThird sentence."
-_AB = "'A' is first. \"B\" follows."
 
 
 @dataclasses.dataclass(frozen=True)
