@@ -38,6 +38,7 @@ from switchx.bench.peers.layers import (
     folder_on_path,
     has_peer,
     maxtext_forward,
+    missing_of,
 )
 from switchx.bench.peers.pallas_grids import pallas_launches
 from switchx.compiled.devices import describe_devices
@@ -232,17 +233,31 @@ def run(note=print, peers: Sequence[str] = (), *, is_quick: bool = False) -> Rep
     folders = [folder_on_path(each) for each in peers]
     note(estimates_vs_times())
     report, rows = compiled_layer.run(note), []
-    for target in TARGETS[:1] if is_quick else TARGETS:
+    targets = TARGETS[:1] if is_quick else TARGETS
+    for target in targets:
         note(f"compiling layers of Switch-Base for {target}")
         rows += rows_of_child(__name__, target, str(int(is_quick)), *folders)
         if not is_quick:
             rows += rows_of_child(compiled_step.__name__, target)
-    for name in NEEDED:
-        if not any(row.get("layer") == name for row in rows):
-            why = "its code was not given; clone it and use --peer=FOLDER"
-            rows += [_not_compared(name, target, why) for target in TARGETS]
+    rows += [
+        _not_compared(name, target, _why_absent(name, target, folders, rows))
+        for name in NEEDED
+        for target in targets
+        if not any((row.get("layer"), row["target"]) == (name, target) for row in rows)
+    ]
     rows = with_ratios(rows)
     return Report(report.command, report.results + rows, report.checks + checks(rows))
+
+
+def _why_absent(name: str, target: str, folders: list[str], rows: list[dict]) -> str:
+    """Why a peer has no row of a target."""
+    missing = missing_of(name, folders)
+    if name in missing:
+        return "its code was not given; clone it and use --peer=FOLDER"
+    if missing:
+        return f"needs {', '.join(missing)}; install it as docs/compiled.md says"
+    not_run = (row["not_run"] for row in rows if row["target"] == target and "not_run" in row)
+    return next(not_run, "the compiler's process does not find its code")
 
 
 def estimates_vs_times() -> str:

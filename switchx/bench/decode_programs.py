@@ -45,7 +45,7 @@ def sampling(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
     greedy, *others = (_step(name, config, params) for name in WAYS)
     take_turns([greedy, *others], rounds, STEPS)
     rows = [
-        {"step": each.name, **in_ms(each), "vs_greedy": speedup(greedy, each)}
+        {"step": each.name, **in_ms(each), "time_vs_greedy": speedup(greedy, each)}
         for each in (greedy, *others)
     ]
     return rows, [Check("sampling_vs_greedy_step", speedup(greedy, others[0]), "<=1.3")]

@@ -291,7 +291,7 @@ def run(*, is_sample: bool = False, note=lambda text: None) -> Report:
         raise ValueError(
             f"check equivalence needs {NUM_DEVICES} devices, and there are "
             f"{len(jax.devices())}; simulate them on CPU with "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={NUM_DEVICES}"
+            f"JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count={NUM_DEVICES}"
         )
     cells, refused = all_cells()
     if is_sample:

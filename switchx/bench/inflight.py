@@ -111,10 +111,12 @@ def _compare(model, mix: Mix, rounds: int):
     arrivals = np.cumsum(rng.exponential(1.0, REQUESTS))
     workers = _workers(model, limits)
     try:
-        crowd = _warm_round(workers["in flight"], limits, prompts, sizes, 0 * arrivals)
+        crowd = settled(
+            lambda: _round(workers["in flight"], limits, prompts, sizes, 0 * arrivals)
+        )
         per_s = LOAD * REQUESTS * crowd["tokens_per_s"] / sum(map(len, crowd["answers"]))
         for worker in workers.values():
-            _warm_round(worker, limits, prompts, sizes, arrivals / per_s)
+            settled(lambda each=worker: _round(each, limits, prompts, sizes, arrivals / per_s))
         done, compiled = {name: [] for name in workers}, COMPILATIONS.number
         for number in range(rounds):
             for name in list(workers)[:: 1 if number % 2 else -1]:
@@ -155,11 +157,10 @@ def batch_by_batch(running: list, waiting: list) -> list:
     return [] if running else [each for each in waiting if each.group == waiting[0].group]
 
 
-def _warm_round(worker, limits, prompts, sizes, arrivals_s) -> Round:
-    """The first round that compiles nothing, or the last of `WARM_UPS`."""
+def settled(measure: Callable[[], Any]) -> Any:
+    """The result of the first round that compiles nothing, or of the last of `WARM_UPS`."""
     for _ in range(WARM_UPS):
-        compiled = COMPILATIONS.number
-        measured = _round(worker, limits, prompts, sizes, arrivals_s)
+        compiled, measured = COMPILATIONS.number, measure()
         if COMPILATIONS.number == compiled:
             break
     return measured

@@ -2,8 +2,9 @@
 """The serving part of `switchx bench decode`: requests a second and latencies of a server.
 
 Clients and server share the process and its cores. Each client sends its next request when it
-has an answer, over a connection that it keeps. Every answer is compared with the model's own.
-The baseline is `model.generate` for the same inputs in batches of as many as there are clients.
+has a whole answer, whose latency is measured, over a connection that it keeps. Every answer is
+compared with the model's own. The baseline is `model.generate` for the same inputs, in batches
+of as many as there are clients, `BATCH_SIZE` at most. All is compiled before the first round.
 """
 
 import concurrent.futures
@@ -11,12 +12,15 @@ import dataclasses
 import http.client
 import importlib.util
 import json
+import statistics
 import threading
 import time
 from typing import Any
 
 import numpy as np
 
+from switchx.bench.inflight import settled
+from switchx.inference.programs import COMPILATIONS
 from switchx.results import Check
 
 CONCURRENCY = (1, 8, 32)
@@ -39,14 +43,14 @@ class Tally:
         latencies_s: latencies of the answers in seconds, right or wrong.
         wrong, lost: number of answers that are not the model's, and of requests without an
             answer.
-        wall_s, baseline_s: seconds that all requests took with the server, and without one.
+        walls_s, baselines_s: seconds of each round with the server, and without one.
     """
 
     latencies_s: list[float] = dataclasses.field(default_factory=list)
     wrong: int = 0
     lost: int = 0
-    wall_s: float = 0.0
-    baseline_s: float = 0.0
+    walls_s: list[float] = dataclasses.field(default_factory=list)
+    baselines_s: list[float] = dataclasses.field(default_factory=list)
 
 
 def serving(
@@ -82,21 +86,26 @@ def serving(
         server = Server(Models([service]))
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
-        while not service.worker.is_ready:
+        while not service.worker.is_warm:
             if service.worker.error is not None:
                 raise RuntimeError("the server's worker ended") from service.worker.error
             time.sleep(0.1)
-        tallies = {number: Tally() for number in CONCURRENCY}
+        tallies, untimed = {number: Tally() for number in CONCURRENCY}, Tally()
         address = listener.getsockname()[:2]
+        for number in CONCURRENCY:
+            settled(lambda number=number: _ask(address, inputs, wanted, number, untimed))
+        compiled = COMPILATIONS.number
         for _ in range(rounds):
             for number, tally in tallies.items():
                 _ask(address, inputs, wanted, number, tally)
-                tally.baseline_s += _generate(model, inputs, number)
+                tally.baselines_s.append(_generate(model, inputs, number))
+        compiled = COMPILATIONS.number - compiled
         server.should_exit = True
         thread.join()
     service.close()
-    faults = sum(tally.wrong + tally.lost for tally in tallies.values())
+    faults = sum(tally.wrong + tally.lost for tally in (untimed, *tallies.values()))
     rows = [_row(number, tally) for number, tally in tallies.items()]
+    rows[0]["compilations"] = compiled
     return rows, [Check("serve_wrong_answers", float(faults), "==0")]
 
 
@@ -141,17 +150,19 @@ def _ask(address, inputs, wanted, concurrency: int, tally: Tally) -> None:
     with concurrent.futures.ThreadPoolExecutor(concurrency) as pool:
         for each in [pool.submit(client) for _ in range(concurrency)]:
             each.result()
-    tally.wall_s += time.perf_counter() - start_s
+    tally.walls_s.append(time.perf_counter() - start_s)
 
 
 def _row(concurrency: int, tally: Tally) -> dict[str, Any]:
     latencies_s = tally.latencies_s or [float("nan")]
     p50_s, p99_s = np.percentile(latencies_s, (50, 99))
+    answers = len(tally.latencies_s) / len(tally.walls_s)  # of a round
+    ratios = [b / a for a, b in zip(tally.walls_s, tally.baselines_s, strict=True)]
     return {
         "decoding": f"serving, concurrency {concurrency}",
         "requests": len(tally.latencies_s) + tally.lost,
-        "requests_per_s": len(tally.latencies_s) / tally.wall_s,
-        "vs_baseline": tally.baseline_s / tally.wall_s,
+        "requests_per_s": answers / statistics.median(tally.walls_s),
+        "vs_baseline": statistics.median(ratios),
         "p50_ms": 1e3 * float(p50_s),
         "p99_ms": 1e3 * float(p99_s),
         "wrong_answers": tally.wrong,

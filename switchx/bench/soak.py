@@ -106,8 +106,10 @@ def _write_model(folder: pathlib.Path) -> None:
 def _server(model_dir: str, log: pathlib.Path, note) -> Iterator[tuple]:
     """The process of a server, and its host and port; on leaving, it has ended."""
     command = [*python_words(), "-m", "switchx", "serve", f"--model_dir={model_dir}", *OPTIONS]
+    # The clients send no token.
+    env = {name: value for name, value in os.environ.items() if name != "SWITCHX_TOKEN"}
     with open(log, "wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file)
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=env)
     try:
         end_s = time.monotonic() + START_S
         pattern = r"listening on http://([\d.]+):(\d+)"

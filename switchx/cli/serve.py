@@ -51,14 +51,28 @@ LEAST_TOKEN_LENGTH = 16
 STOPPING_S = 1.0
 # It stands in addresses, labels of metrics and logs.
 _NAME = re.compile(r"[\w.:@+-]{1,100}", re.ASCII)
+# A name, or an address of version 4 or 6.
+_HOST = re.compile(r"[\w.-]+|[\da-f.]*(:[\da-f.]*){2,}", re.ASCII)
+
+
+def _host_names(text: str) -> list[str]:
+    names = [name.strip() for name in text.lower().split(",") if name.strip()]
+    for name in names:
+        if not _HOST.fullmatch(name):
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is no name of a host; leave out scheme and port, as in gpu.example"
+            )
+    return names
 
 
 FLAGS = {
     "--host=HOST": "address to listen on",
     "--port=N": (int, "0 takes a free one"),
     "--token_file=FILE": "its first line is the token that clients send",
-    "--allowed_hosts=NAME,NAME": "names that `Host` may have, beside localhost, where no token "
-    "is asked for",
+    "--allowed_hosts=NAME,NAME": (
+        _host_names,
+        "names that `Host` may have, beside localhost, where no token is asked for",
+    ),
     "--access_log=FILE": "a line of JSON for each request; - is the standard output (default: "
     "none)",
 }
@@ -83,7 +97,7 @@ def add_command(commands) -> None:
     shared.add_trust(parser)
     slots.add_loading(parser)
     shared.add_flags(parser, FLAGS, host="127.0.0.1", port=8000)
-    parser.set_defaults(allowed_hosts="")
+    parser.set_defaults(allowed_hosts=[])
     parser.add_argument(
         "--served_model_name",
         type=_model_name,
@@ -131,12 +145,12 @@ def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
             )
         address = f"[{host}]" if ":" in host else host
         reporter.note(f"listening on http://{address}:{port}")
-        hosts = [name.strip() for name in arguments.allowed_hosts.lower().split(",") if name]
         metrics = Metrics()
         # `loaded` keeps none: a model that is replaced goes.
         models = Models([_service(loaded.pop(name), limits, name, metrics) for name in folders])
         reloader = Reloader(models, folders)
-        hosts = None if token or not is_here_alone else hosts
+        hosts = arguments.allowed_hosts
+        hosts = None if token or not (is_here_alone or hosts) else hosts
         is_all_answered = Server(models, token, hosts, reloader).run_until_stopped(listener)
     services = models.services.values()
     keep_asked((each.model.fingerprint, each.worker.asked) for each in services)

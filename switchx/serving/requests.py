@@ -73,17 +73,20 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     """The whole body of a request.
 
     Raises:
-        Refusal: 408, it took too long; 413, it is too big; 415, it is not said to be JSON;
-            400, its length is no number.
+        Refusal: 408, it took too long; 413, it is too big; 415, it is not said to be JSON, or
+            is encoded; 400, its length is no number.
         ClientDisconnect: the client disconnected.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" or request.headers.get("content-encoding"):
+    if kind != "application/json":
         raise Refusal(
             415,
             f"Content-Type is {kind or 'missing'!r:.60}; send plain JSON, with "
             "Content-Type: application/json",
         )
+    if coding := request.headers.get("content-encoding"):
+        message = f"Content-Encoding is {coding!r:.60}; send plain JSON, without that header"
+        raise Refusal(415, message)
     length = request.headers.get("content-length", "0")
     if not length.isascii() or not length.isdigit():
         raise Refusal(400, f"Content-Length is {length!r:.40}; expected a number")

@@ -281,7 +281,8 @@ class Worker(threading.Thread):
         decoding of short prompts, for all batches and ways to shrink.
         """
         limits = self._limits
-        lengths = [length for length in PROMPT_LENGTHS if length <= limits.warm_up_tokens]
+        longest = min(limits.warm_up_tokens, limits.prompt_length(limits.max_input_tokens))
+        lengths = [length for length in PROMPT_LENGTHS if length <= longest]
         settings = self._model.decoding_config(**limits.warm_up(self._model.decoding))
         groups = [Group.of([0] * length, settings, limits) for length in lengths]
         if groups:  # nothing is compiled ahead with warm_up_tokens=0

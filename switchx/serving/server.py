@@ -6,6 +6,7 @@ one does not wait. SIGHUP has the models loaded again (models.py).
 """
 
 import contextlib
+import errno
 import logging
 import resource
 import signal
@@ -37,7 +38,8 @@ def open_socket(host: str, port: int) -> socket.socket:
     try:
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
-        option = "--host" if isinstance(error, socket.gaierror) else "--port"
+        is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        option = "--port" if is_port else "--host"
         raise OSError(
             f"cannot listen on {host}:{port}: {error}; use another {option}"
         ) from error

@@ -2,9 +2,11 @@
 """`switchx bench decode` measures what it says, on models small enough to wait for."""
 
 import dataclasses
+import time
 
 import pytest
 
+from pallas_kernels.bench.timing import Contender
 from switchx.bench import decode as bench
 from switchx.bench import decode_programs, offload, serving, speculation, train
 from switchx.bench.peers import ctranslate2_peer, torch_peer
@@ -41,6 +43,18 @@ def small(monkeypatch):
     ):
         for name, value in changes.items():
             monkeypatch.setattr(module, name, value)
+
+
+def test_a_step_that_samples_is_timed_over_a_greedy_one(small, monkeypatch):
+    """Of drafted tokens `vs_greedy` is a speed."""
+    step = {"greedy": lambda: None}
+    monkeypatch.setattr(
+        decode_programs, "_step",
+        lambda name, *_: Contender(name, step.get(name, lambda: time.sleep(0.001))),
+    )  # fmt: skip
+    (greedy, sampled, *_), _ = decode_programs.sampling(1)
+    assert greedy["time_vs_greedy"] == 1 < sampled["time_vs_greedy"]
+    assert "vs_greedy" not in sampled
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.bench import compiled_peers, decode, moe
+from switchx.bench import compiled_layer, compiled_peers, decode, moe
 from switchx.bench.peers import ctranslate2_peer, torch_peer
 from switchx.bench.peers import layers as peer_layers
 from switchx.bench.peers.layers import LayerShape
@@ -18,6 +18,7 @@ from switchx.interop.huggingface import describe
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import params_of
 from switchx.moe.layer import SwitchFFN
+from switchx.results import Report
 
 CONFIG = ModelConfig(
     "encoder_decoder", 16, 8, 16, 2, 4, 2, 2, activation="relu", switch=SwitchConfig(2)
@@ -147,6 +148,26 @@ def test_a_folder_that_is_no_clone_is_an_error(tmp_path, capsys):
     empty.mkdir()
     assert main(["bench", "compiled", f"--peer={empty}"]) == 2
     assert f"--peer={empty}: expected a clone of google/flaxformer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("modules", "why"),
+    [
+        (["flaxformer"], "needs not_there; install it as docs/compiled.md says"),
+        (["flaxformer", "not_there"], "no compiler"),
+    ],
+)
+def test_why_a_given_peer_is_not_compared(modules, why, tmp_path, monkeypatch):
+    for name in modules:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    monkeypatch.setitem(peer_layers.NEEDED, "flaxformer", ("flaxformer", "not_there"))
+    monkeypatch.setattr(compiled_layer, "run", lambda note: Report("bench compiled", [], []))
+    not_run = {"target": "v5e:2x2", "not_run": "no compiler"}
+    monkeypatch.setattr(compiled_peers, "rows_of_child", lambda *words: [not_run])
+    report = compiled_peers.run(lambda text: None, [str(tmp_path)], is_quick=True)
+    rows = [row for row in report.results if row.get("layer") == "flaxformer"]
+    assert rows == [{"layer": "flaxformer", "target": "v5e:2x2", "not_compared": why}]
 
 
 @pytest.mark.slow

@@ -174,6 +174,9 @@ def test_report_and_exit_status(two_cells, monkeypatch, cli):
     assert report["results"][-1] == {
         "router": "all", "dispatcher": "sliced", "meshes": 1, "refused": "no",
     }  # fmt: skip
+    monkeypatch.setattr(equivalence, "NUM_DEVICES", 99)
+    way_out = "JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=99"
+    assert way_out in cli.refused("check", "equivalence")
     failed = Report("check equivalence", [{"cells": 2}], [Check("cells", 2, ">=3")])
     monkeypatch.setattr(equivalence, "run", lambda **settings: failed)
     assert "does not hold" in cli("check", "equivalence", "--sample", status=1).out

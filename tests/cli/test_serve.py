@@ -5,6 +5,7 @@ import concurrent.futures
 import http.client
 import json
 import logging
+import operator
 import re
 import signal
 import threading
@@ -136,6 +137,8 @@ def metrics_of(address, headers) -> bytes:
         (["--model_dir=nothing"], "nothing is not a run folder"),
         (["--served_model_name=a/b"], "'a/b' is no name of a model; use letters, digits and"),
         (["--model=a=x"], "--model: not allowed with argument --model_dir"),
+        (["--allowed_hosts=::1,a.b:80"], "'a.b:80' is no name of a host; leave out scheme and"),
+        (["--allowed_hosts=http://a.b"], "'http://a.b' is no name of a host; leave out scheme"),
         (["--mesh=expert=3"], "mesh data=2 x expert=3 needs 6 devices, but there are 8 (cpu)"),
         (["--mesh=pipe=2"], "'pipe=2' is no axis of a mesh"),
         (["--mesh=model=2", "--expert_slots=1"], "expert_slots or ring_slots with a mesh"),
@@ -203,9 +206,13 @@ def test_requests_are_written_down_where_it_is_asked_for(tmp_path, caplog):
 def test_other_machines_without_a_token_are_warned_of(folder, cli, monkeypatch):
     from switchx.serving import server
 
-    monkeypatch.setattr(server.Server, "run", lambda self, sockets: None)
+    hosts = []  # of each server, or None for any
+    app = operator.attrgetter("config.app._hosts")
+    monkeypatch.setattr(server.Server, "run", lambda self, sockets: hosts.append(app(self)))
     monkeypatch.delenv(serve.TOKEN_VARIABLE, raising=False)
     options = [f"--model_dir={folder}", "--port=0", "--warm_up_tokens=0"]
     warning = "can be reached from other machines, and no token is asked for"
     assert warning in " ".join(cli("serve", *options, "--host=0.0.0.0").err.split())
     assert warning not in " ".join(cli("serve", *options).err.split())
+    cli("serve", *options, "--host=0.0.0.0", "--allowed_hosts=Gpu.example, ,fd00::1")
+    assert hosts == [None, [], ["gpu.example", "fd00::1"]]

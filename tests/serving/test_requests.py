@@ -68,16 +68,17 @@ def test_too_big(parts):
 
 
 @pytest.mark.parametrize(
-    ("headers", "status"),
+    ("headers", "status", "said"),
     [
-        ([("content-type", "text/plain")], 415),
-        ([("x", "y")], 415),
-        ([JSON, ("content-encoding", "br")], 415),
-        ([JSON, ("content-length", "-3")], 400),
+        ([("content-type", "text/plain")], 415, "Content-Type is 'text/plain'; send plain"),
+        ([("x", "y")], 415, "Content-Type is 'missing'; send plain JSON, with Content-Type:"),
+        ([JSON, ("content-encoding", "br")], 415, "Content-Encoding is 'br'; send plain JSON"),
+        ([JSON, ("content-length", "-3")], 400, "Content-Length is '-3'; expected a number"),
     ],
 )
-def test_wrong_heads(headers, status):
-    assert refused(request_of([b"{}"], *headers)).status == status
+def test_wrong_heads(headers, status, said):
+    refusal = refused(request_of([b"{}"], *headers))
+    assert refusal.status == status and said in refusal.message
 
 
 def read(body, limits=LIMITS, a_model=None):

@@ -430,6 +430,14 @@ def test_inputs_are_answered_once_the_first_programs_are_there(monkeypatch):
         served.stop(service)
 
 
+def test_no_program_is_compiled_unasked_that_no_request_can_use(service, monkeypatch):
+    limits = dataclasses.replace(service.limits, max_input_tokens=17, warm_up_tokens=128)
+    worker = Worker(service.model, limits, service.metrics)  # whose thread never runs
+    monkeypatch.setattr(worker, "compile_more", lambda group: None)
+    worker._warm_up()
+    assert {group.prompt_length for group in worker.compiler.planned} == {16, 32}
+
+
 def test_what_fits_larger_programs_does_not_wait_for_its_own(monkeypatch):
     limits = dataclasses.replace(served.LIMITS, max_new_tokens=64)
     with served.started(limits) as service:

@@ -122,6 +122,9 @@ def test_addresses_that_are_taken_or_of_this_machine():
         port = listener.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: .*--port"):
             open_socket("127.0.0.1", port)
+    for host in ("192.0.2.1", "not a host"):
+        with pytest.raises(OSError, match=f"cannot listen on {host}:0: .*use another --host"):
+            open_socket(host, 0)
     hosts = ("127.0.0.1", "127.3.3.3", "::1", "localhost", "0.0.0.0", "::", "example.org")
     assert [is_loopback(host) for host in hosts] == [True] * 4 + [False] * 3
 

@@ -2,15 +2,18 @@
 """What `switchx bench decode` measures of a server: requests, wrong answers, two policies."""
 
 import dataclasses
+import threading
 
 import jax
 import pytest
 
 from switchx.bench import inflight, serving
 from switchx.inference.config import DecodingConfig
+from switchx.inference.programs import COMPILATIONS
 from switchx.models.params import init_params
 from switchx.serving.limits import Limits
 from switchx.serving.request_queue import Group, QueuedInput
+from switchx.serving.scheduler import Worker
 from tests.serving import served
 
 SERVED = (("CONCURRENCY", (2,)), ("REQUESTS", 7), ("NEW_TOKENS", 4), ("BATCH_SIZE", 2))
@@ -34,6 +37,23 @@ def test_each_request_is_timed_and_compared(served_model):
     assert row["vs_baseline"] > 0
     assert 0 < row["p50_ms"] <= row["p99_ms"] and row["requests_per_s"] > 0
     assert (check.name, check.holds) == ("serve_wrong_answers", True)
+
+
+def test_what_compiles_is_not_timed(served_model, monkeypatch):
+    """Rounds are repeated, untimed, until one compiles nothing; the median of others counts."""
+    walls_s, were_warm = iter([50.0, 50.0, 50.0, 2.0, 1.0, 9.0]), []
+
+    def ask(address, inputs, wanted, concurrency, tally):
+        workers = (each for each in threading.enumerate() if isinstance(each, Worker))
+        were_warm.append(all(worker.is_warm for worker in workers))
+        tally.walls_s.append(next(walls_s))
+        tally.latencies_s.append(1.0)
+        COMPILATIONS.number += len(were_warm) < 3
+
+    monkeypatch.setattr(serving, "_ask", ask)
+    (row,), _ = serving.serving(*served_model, INPUTS, rounds=3)
+    assert len(were_warm) == 6 and all(were_warm) and row["compilations"] == 0
+    assert (row["requests"], row["requests_per_s"]) == (3, 0.5)
 
 
 def test_wrong_and_lost_answers_are_counted(served_model):

@@ -45,6 +45,15 @@ def test_what_grows_or_dies_is_seen():
     assert len(faults) == 4 and not any(faults.values())
 
 
+def test_the_server_asks_for_no_token(tmp_path, monkeypatch):
+    """Also where one is exported: the clients send none."""
+    script = 'echo "listening on http://1.2.3.4:5 ${SWITCHX_TOKEN-no token}"; exec sleep 60'
+    monkeypatch.setattr(soak, "python_words", lambda: ["sh", "-c", script])
+    monkeypatch.setenv("SWITCHX_TOKEN", "0123456789abcdef")
+    with soak._server("", tmp_path / "log", lambda text: None):
+        assert (tmp_path / "log").read_text().endswith("no token\n")
+
+
 @pytest.mark.slow
 def test_wrong_and_lost_answers_are_counted(address):
     """Of a model that says something else, and of a request that is refused."""

@@ -9,11 +9,12 @@ Dims: B rows of a batch, L tokens of a row, D model, F feed-forward, E experts
 import contextlib
 import dataclasses
 import functools
+import importlib.machinery
 import importlib.util
 import pathlib
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -57,7 +58,13 @@ def has_peer(name: str) -> bool:
     Neither is in a package index: clone google/flaxformer and `pip install aqtp`, or
     AI-Hypercomputer/maxtext, whose folder `src` has to be on the path.
     """
-    return all(importlib.util.find_spec(each) for each in NEEDED[name])
+    return not missing_of(name)
+
+
+def missing_of(name: str, folders: Sequence[str] = ()) -> list[str]:
+    """What a peer needs and is neither on the path nor in one of the folders."""
+    here, there = importlib.util.find_spec, importlib.machinery.PathFinder.find_spec
+    return [each for each in NEEDED[name] if not (here(each) or there(each, folders))]
 
 
 def folder_on_path(folder: str) -> str:
