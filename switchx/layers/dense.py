@@ -32,7 +32,20 @@ def weight(config, key, shape, *, fan_in: float, scale: float | None = None) -> 
     scale = config.init_scale if scale is None else scale
     stddev = math.sqrt(scale / fan_in) / _TRUNCATED_STDDEV
     dtype = config.precision.params
-    return nnx.Param(jax.random.truncated_normal(key, -2.0, 2.0, shape, dtype) * stddev)
+    drawn = jax.random.truncated_normal(key, -2.0, 2.0, shape, _at_least_float32(dtype))
+    return nnx.Param((drawn * stddev).astype(dtype))
+
+
+def normal(config, key, shape, stddev: float = 1.0) -> nnx.Param:
+    """A table of a model."""
+    dtype = config.precision.params
+    drawn = jax.random.normal(key, shape, _at_least_float32(dtype))
+    return nnx.Param((drawn * stddev).astype(dtype))
+
+
+def _at_least_float32(dtype):
+    """In bfloat16 JAX draws from 128 numbers, whose mean is not 0."""
+    return jnp.promote_types(dtype, jnp.float32)
 
 
 def zeros(config, *shape: int) -> nnx.Param:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from switchx.layers.dense import weight
+from switchx.layers.dense import normal, weight
 from switchx.layers.positions import sinusoids
 from switchx.partitioning.collectives import vary
 from switchx.partitioning.constrain import (
@@ -37,18 +37,16 @@ class Embedding(nnx.Module):
     def __init__(self, config, *, key):
         self.config = config
         key_tokens, key_positions, key_logits = jax.random.split(key, 3)
-        V, D, dtype = config.vocab_size, config.d_model, config.precision.params
+        V, D = config.vocab_size, config.d_model
         # T5 draws the table from normal(1.0) and divides tied logits by sqrt(D); GPT draws
         # it small and does not divide.
         stddev = 1.0 if config.scale_tied_logits or not config.tie_embeddings else 0.02
-        self.embedding_VD = nnx.Param(jax.random.normal(key_tokens, (V, D), dtype) * stddev)
+        self.embedding_VD = normal(config, key_tokens, (V, D), stddev)
         if config.separate_embeddings:
             key_encoder = jax.random.fold_in(key_tokens, 1)
-            table_VD = jax.random.normal(key_encoder, (V, D), dtype) * stddev
-            self.encoder_VD = nnx.Param(table_VD)
+            self.encoder_VD = normal(config, key_encoder, (V, D), stddev)
         if config.positions == "learned":
-            shape = (config.max_length, D)
-            self.positions_LD = nnx.Param(jax.random.normal(key_positions, shape, dtype) * 0.02)
+            self.positions_LD = normal(config, key_positions, (config.max_length, D), 0.02)
         if not config.tie_embeddings:
             self.w_logits_DV = weight(config, key_logits, (D, V), fan_in=D)
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from switchx.layers.dense import weight
+from switchx.layers.dense import normal, weight
 from switchx.layers.rotary import RotaryConfig
 from switchx.partitioning.constrain import constrain
 
@@ -157,8 +157,7 @@ class UntiedPositions(nnx.Module):
         keys = jax.random.split(key, 3)
         D, H, K = config.d_model, config.num_heads, config.d_head
         # Unit variance, as normed words have; the authors put a LayerNorm after the table.
-        table_LD = jax.random.normal(keys[0], (config.max_length, D), config.precision.params)
-        self.positions_LD = nnx.Param(table_LD)
+        self.positions_LD = normal(config, keys[0], (config.max_length, D))
         self.w_query_DHK = weight(config, keys[1], (D, H, K), fan_in=D)
         self.w_key_DHK = weight(config, keys[2], (D, H, K), fan_in=D)
 

@@ -130,7 +130,9 @@ def abstract_adapters(params: dict, spec: LoRASpec) -> dict:
         for letter, letters in zip("ab", own, strict=True):
             stacked = ("N" if dims.startswith("N") else "") + letters
             shape = tuple(sizes[each] for each in stacked)
-            found[f"{name}/{letter}_{letters}"] = jax.ShapeDtypeStruct(shape, leaf.dtype)
+            # As PEFT's: small updates of bfloat16 would be rounded away.
+            dtype = jnp.promote_types(leaf.dtype, jnp.float32)
+            found[f"{name}/{letter}_{letters}"] = jax.ShapeDtypeStruct(shape, dtype)
     missing = [target for target in spec.targets or () if target not in matched]
     require(
         not missing and bool(found),
@@ -210,7 +212,7 @@ def with_adapters(base: dict, adapters: dict, spec: LoRASpec, key=None) -> dict:
             return leaf
         (a_dims, a), (b_dims, b) = pairs[name]
         if target_of(name) == "routers":  # small, and read by no product that takes an adapter
-            return leaf + spec.scale * (a @ b).astype(leaf.dtype)
+            return (leaf + spec.scale * (a @ b)).astype(leaf.dtype)
         own = None if key is None or not spec.dropout else _key_of(key, name)
         if own is not None and a.ndim > len(a_dims):
             own = jax.random.split(own, a.shape[0])

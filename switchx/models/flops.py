@@ -202,9 +202,10 @@ def flops_per_sequence(
 def train_flops(config: ModelConfig, encoder_length: int, decoder_length: int) -> int:
     """FLOPs of a training step, one sequence: 3 times Kaplan's forward count.
 
-    The backward pass takes two products where the forward one takes one. What remat computes
-    again, the router, empty slots and the optimizer are not in it: divided by a step's
-    seconds it is the model's FLOPs/s, not the machine's.
+    The backward pass takes two products where the forward one takes one; all weights are taken
+    to be trained. What remat computes again, the router, empty slots and the optimizer are not
+    in it: divided by a step's seconds it is the model's FLOPs/s, not the machine's. Nor are the
+    attention's weights times values, which PaLM's MFU counts (`weighted_values`).
     """
     return 3 * flops_per_sequence(config, encoder_length, decoder_length).total
 

@@ -451,6 +451,7 @@ class SwitchConfig:
             f"SwitchConfig.shared_d_ff={self.shared_d_ff} with sublayers={self.sublayers!r}; "
             "use it where FFNs are sparse, or None",
         )
+        self._check_unread()
         require(
             not self.shared_gate or self.shared_d_ff is not None,
             "SwitchConfig.shared_gate=True with shared_d_ff=None, without a shared expert; "
@@ -513,6 +514,20 @@ class SwitchConfig:
                 f"{among if self.router.num_tasks > 1 else ''}: a token chooses an expert "
                 f"once; use {name}={self.num_candidates} at most",
             )
+
+    def _check_unread(self) -> None:
+        has_hidden = self.has_ffn or self.attention_experts == "ffn"
+        unread = {
+            "expert_bias": self.expert_bias and not self.has_ffn,
+            "d_ff": self.d_ff is not None and not has_hidden,
+            "expert_dropout_rate": bool(self.expert_dropout_rate) and not has_hidden,
+        }
+        found = [f"{name}={getattr(self, name)}" for name, is_set in unread.items() if is_set]
+        require(
+            not found,
+            f"SwitchConfig.{', '.join(found)} with sublayers={self.sublayers!r}: experts of "
+            f"attention, {self.attention_experts}, have no such thing; leave it out",
+        )
 
     def _check_choices(self) -> None:
         """Refuses choices of experts that these are too few for."""

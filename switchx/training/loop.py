@@ -347,8 +347,10 @@ class _Loop:
         seconds = self.watch.read()
         flops = train_flops(self.job.model, *self.job.sequence_lengths) * self.job.batch_size
         metrics = self.interval.metrics(seconds, flops)
-        if self.job.model.build is not None:
-            del metrics["model_flops_per_s"]  # counted for our own blocks alone
+        has_frozen = 0.0 in (factor for _, factor in self.job.step.rate_multipliers)
+        if self.job.model.build is not None or self.job.lora is not None or has_frozen:
+            # Counted for our own blocks, all of whose weights have gradients.
+            del metrics["model_flops_per_s"]
         metrics["learning_rate"] = float(self.job.schedule(max(num_updates(state) - 1, 0)))
         metrics["train_seconds"] = seconds
         if self.program.experts is not None:

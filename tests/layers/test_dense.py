@@ -59,6 +59,7 @@ def test_scale_dtype_and_key_decide(key):
     config = dataclasses.replace(CONFIG, init_scale=0.1, precision=Precision("bfloat16"))
     w = weight(config, key, (64, 64), fan_in=64)[...]
     assert (w.shape, w.dtype) == ((64, 64), jnp.bfloat16)
+    assert len(np.unique(np.asarray(w, np.float32))) > 500  # JAX draws 128 in bfloat16
     other = weight(config, jax.random.fold_in(key, 1), (64, 64), fan_in=64)[...]
     assert np.any(np.asarray(w) != np.asarray(other))
     deviations = [

@@ -145,6 +145,10 @@ def test_descriptions_are_frozen_and_can_be_keys():
             "scores by sqrt(2 d_head)",
         ),
         ({"relative_buckets": 2}, "relative_buckets=2 with relative_max_distance=128"),
+        (
+            {"qk_norm": "head"},
+            "ModelConfig.qk_norm='head' with scale_attention=False: 1 / sqrt",
+        ),
         ({"relative_max_distance": 16}, "relative_buckets=32 with relative_max_distance=16"),
         (
             {"switch": SWITCH, "num_decoder_layers": 5},
@@ -167,6 +171,11 @@ def test_a_model_that_cannot_be_is_refused(changes, message):
         (
             {"shared_d_ff": 8, "sublayers": "attention"},
             "SwitchConfig.shared_d_ff=8 with sublayers='attention'",
+        ),
+        (
+            {"expert_bias": True, "d_ff": 9, "sublayers": "attention"},
+            "SwitchConfig.expert_bias=True, d_ff=9 with sublayers='attention': experts of "
+            "attention, linear, have no such thing",
         ),
         (
             {"dispatcher": "sliced", "sublayers": "attention"},

@@ -36,6 +36,7 @@ from switchx.models.adapters import (
     merged,
     quantized_base,
 )
+from switchx.models.config import Precision
 from switchx.models.params import abstract_params
 from switchx.models.unroll import unrolled, unrolled_blocks
 from switchx.moe.experts import ExpertFFN, rows_product
@@ -323,6 +324,9 @@ def test_the_state_is_that_of_the_adapters_and_no_gradient_is_of_a_weight(bases)
     one = jax.devices()[:1]
     program = AdapterProgram(job, RunFolder("new"), one)
     state = program.abstract_state
+    halves = dataclasses.replace(wide, precision=Precision("bfloat16"))
+    kept = jax.eval_shape(lambda: init_adapters(halves, job.lora, jax.random.key(0)))
+    assert {leaf.dtype for leaf in jax.tree.leaves(kept)} == {jnp.dtype("float32")}
     size = tree.num_bytes(state.params)
     # Two moments, and the optimizer's counts.
     assert 2 * size <= tree.num_bytes(state.opt_state) <= 2 * size + 16
@@ -460,6 +464,7 @@ def test_the_commands_read_a_run_of_adapters_and_merge_it(
     assert "reshape --merge_adapter" in printed and "INIT_FROM" not in printed
     monkeypatch.chdir(in_a_folder)
     run = RunFolder(in_a_folder / "lora")
+    assert "model_flops_per_s" not in run.metrics.read_text()  # no weight has a gradient
     assert AdapterRecord.read(run).spec.bits == 4
     assert main(["reshape", "--model_dir=lora", "--output=whole", "--experts=2"]) == 2
     assert "has adapters; merge them first, with --merge_adapter" in capsys.readouterr().err

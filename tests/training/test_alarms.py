@@ -45,9 +45,9 @@ def line(load_E=EVEN, *, violation=None, dropped=0.0, floor=0.0, bias=0.0, prob_
 def watch(tmp_path):
     """`watch(lines, **fields)`: what each line raises, by kind and layer."""
 
-    def raised(lines, last_step=-1, first_lines=1, **fields):
+    def raised(lines, last_step=-1, first_lines=1, model=MODEL, **fields):
         alarms, run = RoutingAlarms(first_lines=first_lines, **fields), RunFolder(tmp_path)
-        watch = AlarmWatch(alarms, MODEL, run, last_step)
+        watch = AlarmWatch(alarms, model, run, last_step)
         if last_step < 0:
             assert watch.raised_by(0, line()) == []
         steps = range(max(last_step, 0) + 1, max(last_step, 0) + 1 + len(lines))
@@ -121,6 +121,11 @@ def test_a_bias_that_drifts_is_told_to_hooks(watch):
     assert [alarm.step for alarm in said] == [2, 4]
     assert said[0].value == pytest.approx(0.101)
     assert "beyond 100 updates of 0.001" in said[0].text
+    for changes in ({"bias_update_rate": 0.0}, {"bias_rule": "quantile"}):
+        router = dataclasses.replace(MODEL.switch.router, **changes)
+        switch = dataclasses.replace(MODEL.switch, router=router)
+        still = dataclasses.replace(MODEL, switch=switch)
+        assert watch([line(bias=101 * RATE)], model=still) == [[]]
 
 
 def test_a_router_that_tells_nothing(watch):

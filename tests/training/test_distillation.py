@@ -23,6 +23,7 @@ from switchx.data.vocabularies import save_vocabulary
 from switchx.models.config import SwitchConfig
 from switchx.models.unroll import unrolled
 from switchx.partitioning.mesh import MeshSpec
+from switchx.training.distillation import student
 from switchx.training.distillation.soft_loss import (
     Distillation,
     Teacher,
@@ -322,3 +323,12 @@ def test_other_groups_of_a_sparse_teacher_are_said(tmp_path):
     job = make_job(DENSE, distillation=Distillation(teacher))
     assert "may drop" not in program.notes[0]
     assert "may drop" not in DistilledProgram(job, jax.devices()[:1]).notes[-1]
+
+
+def test_a_teacher_without_places_for_the_rows_is_refused(monkeypatch):
+    """Its last place would stand for all that lie beyond."""
+    job = make_job(DENSE, distillation=Distillation("teacher"))
+    short = dataclasses.replace(DENSE, positions="learned", max_length=2)
+    monkeypatch.setattr(student, "read_model_config", lambda run: short)
+    with refused("tokens do not fit the 2 positions of the teacher in"):
+        student.teacher_config(job)

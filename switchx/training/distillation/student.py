@@ -176,6 +176,12 @@ def teacher_config(job: TrainingJob) -> ModelConfig:
     folder = RunFolder(job.distillation.teacher)
     teacher = as_teacher(read_model_config(folder), job.mesh)
     check_teacher(job.model, teacher, str(folder.where))
+    longest = max(job.sequence_lengths)
+    require(
+        not teacher.has_length_limit or longest <= teacher.max_length,
+        f"rows of {longest} tokens do not fit the {teacher.max_length} positions of the "
+        f"teacher in {folder.where}; use shorter rows, or another teacher",
+    )
     return teacher
 
 

@@ -206,13 +206,13 @@ class AlarmWatch:
     def _bias(self, routing: dict[str, np.ndarray]) -> Iterator[tuple]:
         switch, updates = self._model.switch, self._alarms.bias_updates
         rate = None if switch is None else switch.router.bias_update_rate
-        if None in (rate, updates) or "bias" not in routing:
-            return
+        if not rate or updates is None or "bias" not in routing or switch.router.has_quantiles:
+            return  # nothing moves it, or not by the rate a step
         limit = updates * rate
         for n in np.flatnonzero(np.abs(routing["bias"]) > limit):
             text = (
                 f"the mean of the selection bias is {routing['bias'][n]:.3g}, beyond "
-                f"{updates:g} updates of {rate:g}: in bfloat16 it hides how experts differ"
+                f"{updates:g} updates of {rate:g}: scores count for little beside it"
             )
             yield "bias", n, routing["bias"][n], limit, text
 
