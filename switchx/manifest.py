@@ -11,6 +11,7 @@ folder says of its origin has the commit of the code that wrote it.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -96,6 +97,13 @@ def read_manifest(folder: Folder, name: str, checksum: Checksum) -> dict[str, An
     return content | {checksum: claimed}
 
 
+def is_damage(error: OSError) -> bool:
+    """Whether an error of reading says something of what is stored; too many open files, a
+    refused login or a server that is away do not."""
+    of_files = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
+    return isinstance(error, FileNotFoundError) or error.errno in of_files
+
+
 def damages(folder: Folder, files: dict[str, list], checksum: Checksum | None) -> Iterator[str]:
     """All that is wrong with the files of a folder, a clause each.
 
@@ -103,10 +111,15 @@ def damages(folder: Folder, files: dict[str, list], checksum: Checksum | None) -
         files: files of the manifest, by name.
         checksum: kind of the checksums; None compares names and sizes alone, and reads no file.
             A file whose checksum is None is not read either.
+
+    Raises:
+        OSError: it cannot be read now, for a reason that is no damage (`is_damage`).
     """
     try:
         there = files_in(folder)
     except OSError as error:
+        if not is_damage(error):
+            raise
         yield f"it cannot be read ({error})"
         return
     for name, entry in files.items():
@@ -128,6 +141,8 @@ def damages(folder: Folder, files: dict[str, list], checksum: Checksum | None) -
             elif None not in (checksum, expected) and _of_file(path, checksum) != expected:
                 yield f"its file {name} has changed since it was written"
         except OSError as error:
+            if not is_damage(error):
+                raise
             yield f"it cannot be read ({error})"
 
 

@@ -10,6 +10,7 @@ import contextlib
 import math
 import pathlib
 import shutil
+import time
 from typing import Any, Protocol, Self
 
 import jax
@@ -116,6 +117,7 @@ class Checkpointer:
         self._saving = Manifest(0, None, {})  # of the save that is under way
         self._is_saving = False  # one was begun that `wait` has not seen end
         self._is_alone = False  # this process of several could not write its part
+        self._fault: Exception | None = None  # of what Orbax' thread did here after that
         if jax.process_index() == 0:
             if not run.is_in_store:
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +165,14 @@ class Checkpointer:
     @property
     def steps(self) -> tuple[int, ...]:
         """Steps with a checkpoint, the one being written among them, ascending."""
-        return tuple(sorted(self._manager.all_steps()))
+        steps = set(self._manager.all_steps())
+        if self._run.is_in_store:  # whole, if it was killed before Orbax' last file, too
+            steps |= {int(path.name) for path in self._whole()}
+        return tuple(sorted(steps))
+
+    def _whole(self) -> list[Folder]:
+        """The checkpoints that have a manifest, the newest first."""
+        return [path for path in checkpoint_paths(self._folder) if (path / MANIFEST).exists()]
 
     def save(
         self,
@@ -215,7 +224,7 @@ class Checkpointer:
                 self._scores[step] = score
             arguments = {item: SaveArrays(tree) for item, tree in items.items()}
             arguments["data"] = ocp.args.JsonSave(encode_data_state(data_state))
-            self._is_saving = True
+            self._is_saving, self._fault = True, None
             try:
                 self._manager.save(step, args=ocp.args.Composite(**arguments), force=True)
             except Exception as error:
@@ -225,7 +234,8 @@ class Checkpointer:
         """Raises the error of a save that has failed; cheap, for every step."""
         if not self._is_saving:
             return  # `wait` lists the checkpoints, in a store over the network
-        if self._arrays.has_failed() or not self._manager.is_saving_in_progress():
+        is_over = self._fault or not self._manager.is_saving_in_progress()
+        if self._arrays.has_failed() or is_over:
             self.wait()
 
     def wait(self) -> None:
@@ -242,6 +252,11 @@ class Checkpointer:
                 with contextlib.suppress(Exception):  # the same again
                     self._manager.wait_until_finished()
             raise self._save_error(str(error)) from error
+        while self._manager.is_saving_in_progress() and self._fault is None:
+            time.sleep(0.01)
+        if self._fault is not None and jax.process_count() > 1:
+            self._is_alone = True  # Orbax waits for the others, and they for this one
+            raise self._save_error(str(self._fault)) from self._fault
         try:
             self._manager.wait_until_finished()
         except Exception as error:
@@ -339,12 +354,16 @@ class Checkpointer:
 
     def _write_manifest(self) -> None:
         """Called by Orbax' thread on process 0 when all is written and nothing renamed."""
-        self._run.require_owned()
-        suffix = "" if self._run.is_in_store else UNFINISHED
-        folder = self._folder / f"{self._saving.step}{suffix}"
-        if self._experts is not None:
-            self._saved_experts(self._saving.step).rename(folder / EXPERTS)
-        write_manifest(folder, self._saving)
+        try:
+            self._run.require_owned()
+            suffix = "" if self._run.is_in_store else UNFINISHED
+            folder = self._folder / f"{self._saving.step}{suffix}"
+            if self._experts is not None:
+                self._saved_experts(self._saving.step).rename(folder / EXPERTS)
+            write_manifest(folder, self._saving)
+        except Exception as error:
+            self._fault = error
+            raise
 
     def _saved_experts(self, step: int) -> Folder:
         """Where the snapshot of experts is until the rest of the checkpoint is written."""
@@ -373,7 +392,7 @@ class Checkpointer:
             deadline = self._retention.save_deadline_s
             reason += f" (Retention.save_deadline_s={deadline}; a larger one waits longer)"
         reason = " ".join(reason.split()).replace(f"{self._folder}/", "")
-        complete = [path.name for path in reversed(checkpoint_paths(self._folder))]
+        complete = [path.name for path in reversed(self._whole())]
         what = f"checkpoint {step} could not be written to {self._folder}: {reason[-400:]}"
         intact = f"Intact: {', '.join(complete) or 'none'}"
         if self._run.is_in_store:
@@ -395,7 +414,11 @@ class Checkpointer:
         if not self._run.is_in_store:
             shutil.rmtree(self._folder / _EXPIRED, ignore_errors=True)
             return
-        steps = [int(path.name) for path in checkpoint_paths(self._folder)]
+        try:
+            self._run.require_owned()
+        except ValueError:
+            return  # they are another trainer's, by whose scores the best are kept
+        steps = [int(path.name) for path in self._whole()]
         for step in set(steps) - self._preservation.kept(steps):
             remove(self._folder / str(step), MANIFEST)
         self._manager.reload()

@@ -36,13 +36,18 @@ from switchx.checkpoint.parts import (
     require_of_all,
     require_unchanged,
 )
-from switchx.manifest import checksum_of, damages, read_manifest
+from switchx.manifest import checksum_of, damages, is_damage, read_manifest
 from switchx.object_store import Folder, kvstore, read_json_object
 from switchx.storage.record import RecordError
 from switchx.storage.snapshot import Snapshot
 from switchx.tree import Tree, named_leaves, nested
 
 EXPERTS = "experts"
+# TensorStore's words for what is no fault of the data.
+_OF_STORAGE = (
+    *("RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED"),
+    *("UNAUTHENTICATED", "ABORTED", "CANCELLED"),
+)
 # What matters of Orbax' log it also raises, and then our errors and warnings say it.
 logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
 
@@ -338,9 +343,14 @@ def _restored(reader, item: Folder, *target, **arguments) -> Tree:
         raise _unreadable(item, error) from error
 
 
-def _unreadable(item: Folder, error: Exception | str) -> ValueError:
-    """Orbax raises what its storage does."""
+def _unreadable(item: Folder, error: Exception | str) -> Exception:
+    """Orbax raises what its storage does, or a device."""
     fault = f"its arrays of {item.name} cannot be read: {' '.join(str(error).split())[:300]}"
+    if _is_no_damage(error):
+        return OSError(
+            f"checkpoint {item.parent}: {fault}; nothing says that it is damaged: run the same "
+            "command again, with what it lacks"
+        )
     if jax.process_count() == 1:
         return DamagedCheckpoint(item.parent, fault)
     # The other processes may have read theirs, and wait for this one.
@@ -348,6 +358,13 @@ def _unreadable(item: Folder, error: Exception | str) -> ValueError:
         f"checkpoint {item.parent}: {fault}; `switchx checkpoint verify` says whether it is "
         "damaged. Move it away to go on from an older one"
     )
+
+
+def _is_no_damage(error: Exception | str) -> bool:
+    if isinstance(error, OSError):
+        return not is_damage(error)
+    is_of_device = isinstance(error, MemoryError | jax.errors.JaxRuntimeError)
+    return is_of_device or str(error).startswith(_OF_STORAGE)
 
 
 def _placed(array: np.ndarray, target) -> jax.Array | np.ndarray:

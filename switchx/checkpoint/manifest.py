@@ -141,6 +141,8 @@ def damages(folder: Folder) -> Iterator[str]:
     try:
         files = read_manifest(folder).files
     except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and not manifest.is_damage(error):
+            raise
         yield str(error) if isinstance(error, ValueError) else f"it cannot be read ({error})"
         return
     small = {name: entry for name, entry in files.items() if _is_small(name, entry)}

@@ -11,6 +11,7 @@ from typing import Any
 
 from switchx.cli.arguments import add_flags, explain
 from switchx.fields import require
+from switchx.object_store import is_address
 
 FLAGS = ("coordinator", "num_processes", "process_id")
 HOSTS = {
@@ -134,6 +135,9 @@ def statement(
     from switchx.data.mixtures import splits_read
     from switchx.training.resume import flat_description
 
+    target = getattr(arguments, folder)
+    if not is_address(target):
+        target = os.path.abspath(os.path.expanduser(target))
     own = ("data_dir", "prefetch", "storage.path", "storage.host_bytes")
     said = {
         name: each
@@ -152,7 +156,7 @@ def statement(
         | {
             "vocabulary": job.vocabulary.fingerprint(),
             **{f"--{name}": getattr(arguments, name) for name in options},
-            folder: os.path.abspath(os.path.expanduser(getattr(arguments, folder))),
+            folder: target,
             "commit": commit,
             "jax": f"{jax.__version__} with jaxlib {jaxlib.__version__}",
         }

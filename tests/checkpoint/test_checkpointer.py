@@ -7,13 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
+from switchx import manifest
 from switchx.checkpoint.checkpointer import Checkpointer, Retention, SaveError
 from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder
@@ -201,6 +204,26 @@ def test_what_a_save_took_is_known_when_it_is_done(tmp_path):
         again.meter.failed()
     with reopened(tmp_path / "another") as other:
         assert other.meter.seconds_to_save() is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: memory"), OSError(24, "files")),
+)
+def test_what_a_reader_lacks_is_no_damage(error, tmp_path, monkeypatch):
+    with reopened(tmp_path) as checkpointer:
+        checkpointer.save(1, filled_state(1))
+    with monkeypatch.context() as patch, reopened(tmp_path) as checkpointer:
+        for reader in (ocp.StandardCheckpointer, ocp.PyTreeCheckpointer):
+            patch.setattr(reader, "restore", Mock(side_effect=error))
+        with pytest.raises(OSError, match="nothing says that it is damaged: run the same"):
+            checkpointer.resume(shapes(filled_state(0)))
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Stale file handle"):
+        stale = OSError(116, "Stale file handle")
+        patch.setattr(manifest, "files_in", Mock(side_effect=stale))
+        reopened(tmp_path)
+    with reopened(tmp_path) as checkpointer:
+        assert checkpointer.resume(shapes(filled_state(0)))[0] == 1
 
 
 def test_a_save_that_is_interrupted_is_no_other_error(tmp_path, monkeypatch):

@@ -136,11 +136,31 @@ def test_a_missing_shard_is_named_and_nothing_deleted(run, capsys):
     assert choose_step(run) == 2
 
 
+def test_a_save_that_fails_leaves_the_complete_one(run, monkeypatch):
+    def refused_by_the_store(folder, about):
+        raise OSError(5, "503 Slow Down")
+
+    saved(run, 1, keep_last=1)
+    monkeypatch.setattr(checkpointer_module, "write_manifest", refused_by_the_store)
+    with pytest.raises(SaveError, match="503 Slow Down. Intact: 1. Run the same"):
+        saved(run, 2, keep_last=1)
+    assert choose_step(run) == 1
+
+
+def test_a_save_that_was_killed_at_its_very_end_is_whole(run):
+    saved(run, 1)
+    remove(run.checkpoints / "1/commit_success.txt", "")
+    with Checkpointer(run, Retention()) as checkpointer:
+        assert checkpointer.steps == (checkpointer.latest_complete_step(),) == (1,)
+
+
 def test_the_trainer_before_ends_at_its_next_save(run, caplog):
     with run.locked():
         with Checkpointer(run, Retention()) as checkpointer:
             checkpointer.save(1, filled_state(1))
             checkpointer.wait()
+            checkpointer._retention = Retention(keep_last=1)
+            checkpointer._preservation.kept = lambda steps: set()  # by its own scores
             owner = json.loads((run.where / "trainer.json").read_text())
             other = json.dumps(owner | {"token": "another", "pid": 4711, "host": "node002"})
             (run.where / "trainer.json").write_text(other)

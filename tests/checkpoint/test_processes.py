@@ -12,6 +12,7 @@ import pytest
 from switchx import manifest
 from switchx.checkpoint import parts
 from switchx.checkpoint.restore import restore_params
+from tests.cases import slow
 from tests.checkpoint.two_processes import in_two
 from tests.processes import child_environment, free_port, run_together
 from tests.promises import saves
@@ -72,7 +73,12 @@ def test_values_that_one_process_finds_changed_are_set_aside_by_both(
 
 
 @pytest.mark.parametrize(
-    ("what", "said"), [("full_disk", "No space left on device"), ("killed", "process 1")]
+    ("what", "said"),
+    [
+        ("full_disk", "No space left on device"),
+        ("killed", "process 1"),
+        slow("no_manifest", "No space left on device"),
+    ],
 )
 def test_a_process_that_cannot_finish_ends_both_and_loses_nothing(
     tmp_path, session_cache, what, said

@@ -7,10 +7,12 @@ import pathlib
 import signal
 import sys
 import traceback
+from unittest.mock import Mock
 
 import jax
 import numpy as np
 
+from switchx.checkpoint import checkpointer as checkpointer_module
 from switchx.checkpoint import parts
 from switchx.checkpoint.checkpointer import Checkpointer, Retention
 from switchx.checkpoint.local_copies import LocalCopies
@@ -22,7 +24,7 @@ from tests.training.train_states import damage
 
 
 def main(port: str, index: str, folder: str, what: str) -> None:
-    """One of two processes; the second has the faults."""
+    """One of two processes; the second has the faults, but that of the manifest."""
     peers = connect(f"localhost:{port}", 2, int(index), {}, start_s=120, silence_s=20)
     try:
         with distributed(peers):
@@ -39,7 +41,11 @@ def _save(folder: str, what: str) -> list[int]:
     with Checkpointer(RunFolder(folder), Retention()) as checkpointer:
         checkpointer.save(1, state)
         checkpointer.wait()
-        if jax.process_index() == 1:
+        if what == "save no_manifest":
+            if jax.process_index() == 0:
+                no_space = OSError(28, os.strerror(28))
+                checkpointer_module.write_manifest = Mock(side_effect=no_space)
+        elif jax.process_index() == 1:
             _break(what)
         checkpointer.save(2, state)
         checkpointer.wait()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of several hosts; processes that use them: tests/integration."""
 
+import argparse
 import logging
 import os
 
@@ -141,6 +142,9 @@ def test_the_statement_is_of_what_has_to_be_equal():
         differing = state(make_job(**changes))
         assert {key for key in same if same[key] != differing[key]} == {name}
     assert state(job, "def") != same
+    of_store = argparse.Namespace(**vars(parsed()) | {"model_dir": "s3://bucket/run"})
+    said = hosts.statement(job, of_store, "abc", "model_dir")
+    assert said["model_dir"] == "s3://bucket/run"  # from any directory
 
 
 def test_other_processes_show_faults_and_a_launcher_is_told_to_go_on(capsys, monkeypatch):
