@@ -89,7 +89,7 @@ def train(
     Raises:
         ValueError: the job, its data or the folder do not fit; nothing was trained.
         TrainingInterrupted: a `KeyboardInterrupt`: the state was saved before. A second
-            Ctrl-C does not wait and is a plain `KeyboardInterrupt`.
+            Ctrl-C waits for a save alone and is a plain `KeyboardInterrupt`.
         SaveError, TrainingStopped: see `switchx.training.loop.train`.
     """
     require_job(job, "train")

@@ -127,8 +127,8 @@ class SwitchAttention(RoutedLayer, AttentionOutput):
         )
 
         def run_experts(x_ERD):
-            y_ERF = self.projections(constrain(x_ERD, "ERD"), key=key_experts)
-            return constrain(y_ERF, "ERF")
+            y_ERF = self.projections(constrain(x_ERD, "ERD", uneven="R"), key=key_experts)
+            return constrain(y_ERF, "ERF", uneven="R")
 
         y_GTF = FUNCTIONS[config.switch.dispatcher](routed.x_GTD, routed.plan, run_experts)
         heads = out_of_groups(y_GTF, B, L).reshape(B, L, 2, config.num_heads, config.d_head)

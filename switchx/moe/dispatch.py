@@ -67,8 +67,9 @@ class Dispatcher(Protocol):
 def gather_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
     """Gathers tokens into `[E, G * C, D]`, runs the experts, gathers back and gates."""
     token_GQ = token_of_slot(plan)
-    x_ERD = constrain(gather_into_slots(x_GTD, plan, token_GQ), "ERD")
-    return gather_from_slots(constrain(experts(x_ERD), "ERD"), plan, token_GQ)
+    x_ERD = constrain(gather_into_slots(x_GTD, plan, token_GQ), "ERD", uneven="R")
+    y_ERD = constrain(experts(x_ERD), "ERD", uneven="R")
+    return gather_from_slots(y_ERD, plan, token_GQ)
 
 
 def einsum_dispatch(x_GTD, plan: RoutingPlan, experts):
@@ -80,8 +81,8 @@ def einsum_dispatch(x_GTD, plan: RoutingPlan, experts):
     is_used_EGC1 = jnp.einsum("GTSEC->EGC", dispatch_GTSEC)[..., None] > 0
     x_EGCD = jnp.einsum("GTSEC,GTD->EGCD", dispatch_GTSEC, x_GTD)
     x_EGCD = jnp.where(is_used_EGC1, x_EGCD, 0)
-    y_ERD = experts(constrain(x_EGCD.reshape(E, G * C, D), "ERD"))
-    y_EGCD = constrain(y_ERD, "ERD").reshape(E, G, C, -1)
+    y_ERD = experts(constrain(x_EGCD.reshape(E, G * C, D), "ERD", uneven="R"))
+    y_EGCD = constrain(y_ERD, "ERD", uneven="R").reshape(E, G, C, -1)
     y_EGCD = jnp.where(is_used_EGC1, y_EGCD, 0)
     combine_GTEC = jnp.einsum(
         "GTSEC,GTS->GTEC", dispatch_GTSEC, plan.gate_GTS.astype(x_GTD.dtype)

@@ -62,13 +62,23 @@ def open_axes() -> set[str]:
     return set(mesh.axis_names) - set(mesh.manual_axes)
 
 
-def constrain(x, dims: str):
-    """Splits activation `x` as the rules say; returns it as it is outside of `use_mesh`."""
+def constrain(x, dims: str, uneven: str = ""):
+    """Splits activation `x` as the rules say; returns it as it is outside of `use_mesh`.
+
+    Args:
+        uneven: the dimension that may be split into parts that are not all full, which the
+            compiler pads; another one that does not divide stays whole.
+    """
     if num_devices() == 1:
         return x
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh, rules, shape = jax.sharding.get_abstract_mesh(), current_rules(), list(x.shape)
+    if uneven and not mesh.manual_axes:  # beside those XLA aborts
+        axes = rules.axes(uneven, mesh, table="activations")
+        at, parts = dims.index(uneven), math.prod(mesh.shape[axis] for axis in axes)
+        if shape[at] > parts:
+            shape[at] += -shape[at] % parts
     return jax.lax.with_sharding_constraint(
-        x, current_rules().spec(dims, x.shape, mesh, table="activations")
+        x, rules.spec(dims, shape, mesh, table="activations")
     )
 
 

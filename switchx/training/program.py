@@ -163,17 +163,20 @@ class TrainingProgram:
         job, axes = self.job, replica_axes(self.mesh, self.job.mesh.rules)
         rows, M = job.batch_size // job.step.num_microbatches, job.step.num_microbatches
         parts = math.prod(self.mesh.shape[axis] for axis in axes)
-        if M == 1 or has_whole_groups(job.model, rows, job.sparse_lengths, parts):
+        is_summed_apart = M > 1 or job.mesh.rules.optimizer_slices
+        has_whole = has_whole_groups(job.model, rows, job.sparse_lengths, parts)
+        if not is_summed_apart or has_whole:
             return ()
         why = f"some routing group of their {rows} rows is on several of {parts} replicas"
         way_out = "a smaller SwitchConfig.group_size"
         if job.model.switch.router.counts_first:
             why = "RouterConfig.balance_scope='batch' counts the load of the whole batch first"
             way_out = "balance_load='previous_step', or balance_scope='group',"
-        return (
-            f"gradients are summed over {'*'.join(axes)} in each of {M} microbatches: {why}; "
-            f"with {way_out} they are summed once a step",
-        )
+        on = "*".join(axes)
+        summed, then = f"summed over {on} in each of {M} microbatches", "summed once a step"
+        if M == 1:
+            summed, then = f"summed whole on all of {on}", "scattered to its slices"
+        return (f"gradients are {summed}: {why}; with {way_out} they are {then}",)
 
     def require_memory(self) -> None:
         """Checks that the state fits into memory; too large an allocation may hang, not fail.

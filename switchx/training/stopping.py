@@ -40,7 +40,8 @@ class StopRequest(threading.Event):
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[StopRequest]:
-    """An event that SIGTERM and the first Ctrl-C set; a second Ctrl-C interrupts at once.
+    """An event that SIGTERM and the first Ctrl-C set; a second Ctrl-C interrupts at
+    once, but for a save that is being written.
 
     Outside of the main thread, where Python takes no signals, nothing sets it.
     """
@@ -52,7 +53,7 @@ def stop_signals() -> Iterator[StopRequest]:
     def request(number, frame):
         if not stop.is_set():
             # From a thread, as this may have interrupted a write to the same stream.
-            text = "%s: stopping after this step; Ctrl-C, once more, does not wait"
+            text = "%s: stopping after this step; Ctrl-C, once more, waits for a save alone"
             name = signal.Signals(number).name
             threading.Thread(target=logger.info, args=(text, name)).start()
         stop.set()

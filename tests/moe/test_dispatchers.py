@@ -72,6 +72,19 @@ def test_four_tokens_of_decoding_cost_four_experts_not_all():
     np.testing.assert_allclose(few(x_BLD), slots(x_BLD), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["gather", slow("einsum")])
+def test_slots_that_do_not_divide_are_split_all_the_same(name):
+    """20 slots of an expert on 8 devices: each has 3 at most, and not all 20."""
+    rng, spec, own = np.random.default_rng(0), MeshSpec(), answerer(FUNCTIONS[name])
+    problem = make_problem([[rng.permutation(8)[:1] for _ in range(96)]], capacity=20)
+    whole = own.lower(*problem.arguments).compile().cost_analysis()["flops"]
+    run = answerer(FUNCTIONS[name])
+    with use_mesh(spec.build(), spec.rules):
+        split = run.lower(*problem.arguments).compile().cost_analysis()["flops"]
+    assert split < 0.25 * whole
+    assert_same(answer_on(spec, name, problem, run), own(*problem.arguments))
+
+
 @pytest.mark.parametrize("tokens", [slow(9), E])
 def test_up_to_as_many_tokens_as_experts(tokens):
     (few, x_BLD), (slots, _) = decode(layer(), tokens), decode(layer("einsum"), tokens)

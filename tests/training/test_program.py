@@ -138,6 +138,12 @@ def test_groups_on_several_replicas_are_said():
     (note,) = make_program(WIDE, mesh, step=IN_TWO).notes
     assert "over data in each of 2 microbatches" in note and "4 replicas" in note
     assert make_program(SPARSE, mesh, step=IN_TWO).notes == ()
+    # Of one microbatch it matters where each replica wants its slice.
+    cut = dataclasses.replace(mesh, rules=Rules(optimizer_slices=("data",)))
+    wider = with_switch(SPARSE, group_size=8 * LENGTH)
+    assert make_program(wider, mesh).notes == ()
+    (note,) = make_program(wider, cut).notes
+    assert "gradients are summed whole on all of data: some routing group" in note
     # Smaller groups are no way out where the whole batch is counted first.
     whole = with_switch(SPARSE, router=RouterConfig(jitter=0.0, balance_scope="batch"))
     (note,) = make_program(whole, mesh, step=IN_TWO).notes

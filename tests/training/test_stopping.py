@@ -43,7 +43,7 @@ def test_a_signal_is_answered_once(caplog):
             if thread is not threading.main_thread() and not thread.daemon:
                 thread.join(timeout=10)
     assert caplog.messages == [
-        "SIGTERM: stopping after this step; Ctrl-C, once more, does not wait"
+        "SIGTERM: stopping after this step; Ctrl-C, once more, waits for a save alone"
     ]
 
 
