@@ -104,13 +104,20 @@ def is_damage(error: OSError) -> bool:
     return isinstance(error, FileNotFoundError) or error.errno in of_files
 
 
-def damages(folder: Folder, files: dict[str, list], checksum: Checksum | None) -> Iterator[str]:
+def damages(
+    folder: Folder,
+    files: dict[str, list],
+    checksum: Checksum | None,
+    *,
+    must_be_read: bool = False,
+) -> Iterator[str]:
     """All that is wrong with the files of a folder, a clause each.
 
     Args:
         files: files of the manifest, by name.
         checksum: kind of the checksums; None compares names and sizes alone, and reads no file.
             A file whose checksum is None is not read either.
+        must_be_read: whether an error of reading that is no damage is raised.
 
     Raises:
         OSError: it cannot be read now, for a reason that is no damage (`is_damage`).
@@ -118,7 +125,7 @@ def damages(folder: Folder, files: dict[str, list], checksum: Checksum | None) -
     try:
         there = files_in(folder)
     except OSError as error:
-        if not is_damage(error):
+        if must_be_read and not is_damage(error):
             raise
         yield f"it cannot be read ({error})"
         return
@@ -141,7 +148,7 @@ def damages(folder: Folder, files: dict[str, list], checksum: Checksum | None) -
             elif None not in (checksum, expected) and _of_file(path, checksum) != expected:
                 yield f"its file {name} has changed since it was written"
         except OSError as error:
-            if not is_damage(error):
+            if must_be_read and not is_damage(error):
                 raise
             yield f"it cannot be read ({error})"
 

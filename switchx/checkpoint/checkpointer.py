@@ -234,8 +234,7 @@ class Checkpointer:
         """Raises the error of a save that has failed; cheap, for every step."""
         if not self._is_saving:
             return  # `wait` lists the checkpoints, in a store over the network
-        is_over = self._fault or not self._manager.is_saving_in_progress()
-        if self._arrays.has_failed() or is_over:
+        if self._arrays.has_failed() or self._fault or not self._is_writing():
             self.wait()
 
     def wait(self) -> None:
@@ -252,7 +251,7 @@ class Checkpointer:
                 with contextlib.suppress(Exception):  # the same again
                     self._manager.wait_until_finished()
             raise self._save_error(str(error)) from error
-        while self._manager.is_saving_in_progress() and self._fault is None:
+        while self._is_writing() and self._fault is None:
             time.sleep(0.01)
         if self._fault is not None and jax.process_count() > 1:
             self._is_alone = True  # Orbax waits for the others, and they for this one
@@ -265,6 +264,11 @@ class Checkpointer:
             self._remove_expired()
         self._is_saving = False
         self.meter.finished(self._folder / str(self._saving.step))
+
+    def _is_writing(self) -> bool:
+        """Whether Orbax' thread runs; its own flag stays set where the thread never began."""
+        thread = self._manager._finalize_thread
+        return thread.map(lambda each: each is not None and each.is_alive())
 
     def latest_complete_step(self) -> int | None:
         """The newest checkpoint whose files are there, or None where no save has finished yet.

@@ -135,20 +135,21 @@ def read_manifest(folder: Folder) -> Manifest:
     return about
 
 
-def damages(folder: Folder) -> Iterator[str]:
+def damages(folder: Folder, *, must_be_read: bool = False) -> Iterator[str]:
     """What is wrong with the files of a checkpoint, a clause each: whether they are there in
     their sizes, and the small ones as they were, but those of experts."""
     try:
         files = read_manifest(folder).files
     except (ValueError, OSError) as error:
-        if isinstance(error, OSError) and not manifest.is_damage(error):
+        is_passing = isinstance(error, OSError) and not manifest.is_damage(error)
+        if must_be_read and is_passing:
             raise
         yield str(error) if isinstance(error, ValueError) else f"it cannot be read ({error})"
         return
     small = {name: entry for name, entry in files.items() if _is_small(name, entry)}
     rest = {name: entry for name, entry in files.items() if name not in small}
-    yield from manifest.damages(folder, rest, None)
-    yield from manifest.damages(folder, small, "crc32")
+    yield from manifest.damages(folder, rest, None, must_be_read=must_be_read)
+    yield from manifest.damages(folder, small, "crc32", must_be_read=must_be_read)
 
 
 def _is_small(name: str, entry) -> bool:
@@ -157,5 +158,9 @@ def _is_small(name: str, entry) -> bool:
 
 
 def find_damage(folder: Folder) -> str | None:
-    """The first thing wrong with a checkpoint, or None when it is whole."""
-    return next(damages(folder), None)
+    """The first thing wrong with a checkpoint, or None when it is whole.
+
+    Raises:
+        OSError: it cannot be read now, which says nothing of it.
+    """
+    return next(damages(folder, must_be_read=True), None)

@@ -75,7 +75,7 @@ def checkpoint_faults(run: RunFolder, step: int) -> list[str]:
             for item in items_of(path)
             for fault in description_faults(path / item, _in_orbax(path, stored, item))
         ]
-    except ValueError as error:  # of Orbax' descriptions, and of the lists
+    except (ValueError, OSError) as error:  # of Orbax' descriptions, and of the lists
         return [getattr(error, "fault", str(error))]
     if faults:
         return faults
@@ -93,7 +93,7 @@ def checkpoint_faults(run: RunFolder, step: int) -> list[str]:
     if not faults:
         try:
             require_opens(path)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             faults.append(getattr(error, "fault", str(error)))
     return faults
 

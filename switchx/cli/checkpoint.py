@@ -92,14 +92,14 @@ def _add_average(action) -> None:
 
 def inspect(arguments: argparse.Namespace) -> int:
     from switchx.checkpoint.items import stored_items
-    from switchx.checkpoint.manifest import find_damage, read_manifest, scores_of
+    from switchx.checkpoint.manifest import damages, read_manifest, scores_of
     from switchx.checkpoint.run_folder import RunFolder, read_config
     from switchx.tree import named_leaves
 
     run = RunFolder(arguments.dir)
     checkpoints, manifests = [], []
     for path in reversed(_paths(run)):
-        row = {"step": int(path.name), "fault": find_damage(path)}
+        row = {"step": int(path.name), "fault": next(damages(path), None)}
         if row["fault"] is None:
             manifests.append(read_manifest(path))
             row["bytes"] = sum(size for size, _ in manifests[-1].files.values())

@@ -274,12 +274,6 @@ class ModelConfig:
             f"{self.switch and self.switch.sublayers!r}: experts that make queries and keys "
             "have none of these; use sublayers='ffn'",
         )
-        require(
-            self.qk_norm == "none" or self.scale_attention,
-            f"ModelConfig.qk_norm={self.qk_norm!r} with scale_attention=False: 1 / sqrt(K) is "
-            "in the query's initialization then, and a norm behind it takes it away; use "
-            "scale_attention=True, or qk_norm='none'",
-        )
 
     def _check_layers(self) -> None:
         for stack in ("encoder", "decoder"):

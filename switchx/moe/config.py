@@ -520,7 +520,6 @@ class SwitchConfig:
         unread = {
             "expert_bias": self.expert_bias and not self.has_ffn,
             "d_ff": self.d_ff is not None and not has_hidden,
-            "expert_dropout_rate": bool(self.expert_dropout_rate) and not has_hidden,
         }
         found = [f"{name}={getattr(self, name)}" for name, is_set in unread.items() if is_set]
         require(

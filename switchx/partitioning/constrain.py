@@ -72,7 +72,8 @@ def constrain(x, dims: str, uneven: str = ""):
     if num_devices() == 1:
         return x
     mesh, rules, shape = jax.sharding.get_abstract_mesh(), current_rules(), list(x.shape)
-    if uneven and not mesh.manual_axes:  # beside those XLA aborts
+    is_compiled = isinstance(x, jax.core.Tracer)  # arrays have equal parts
+    if uneven and is_compiled and not mesh.manual_axes:  # beside those XLA aborts
         axes = rules.axes(uneven, mesh, table="activations")
         at, parts = dims.index(uneven), math.prod(mesh.shape[axis] for axis in axes)
         if shape[at] > parts:

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from switchx import api
-from switchx.checkpoint.manifest import find_damage
+from switchx.checkpoint.manifest import damages
 from switchx.checkpoint.restore import checkpoint_paths
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.checkpoint.verify import checkpoint_faults
@@ -207,7 +207,7 @@ class ModelFolder:
         run = RunFolder(self.model_dir)
         newest = checkpoint_paths(run.checkpoints)[:1] if self.step is None else []
         for path in newest:
-            if damage := find_damage(path):
+            if damage := next(damages(path), None):
                 raise ValueError(f"the newest checkpoint, {path}, is not whole: {damage}")
         model = self.load()
         if model.fingerprint == fingerprint:

@@ -155,8 +155,20 @@ class TrainingProgram:
         return (
             *((said,) if unused else ()),
             *slot_notes(self.job.model.switch),
+            *self._norm_notes(),
             *self._replica_notes(),
             *whole_notes(self.job.mesh.rules, self.mesh, self.abstract_state.params),
+        )
+
+    def _norm_notes(self) -> tuple[str, ...]:
+        """What a new model would rather not have; runs that have it go on."""
+        model = self.job.model
+        if model.qk_norm == "none" or model.scale_attention or model.build is not None:
+            return ()
+        return (
+            f"ModelConfig.qk_norm={model.qk_norm!r} with scale_attention=False: 1 / sqrt(K) is "
+            "in the query's initialization then, and the norm behind it takes it away, so that "
+            "scores begin sqrt(K) too large; use scale_attention=True in a new run",
         )
 
     def _replica_notes(self) -> tuple[str, ...]:

@@ -226,6 +226,17 @@ def test_what_a_reader_lacks_is_no_damage(error, tmp_path, monkeypatch):
         assert checkpointer.resume(shapes(filled_state(0)))[0] == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(OSError(28, "No space"), SaveError), (KeyboardInterrupt(), KeyboardInterrupt)],
+)
+def test_a_save_that_orbax_does_not_begin_ends_at_once(error, raised, tmp_path, monkeypatch):
+    monkeypatch.setattr(ocp.AsyncCheckpointer, "save", Mock(side_effect=error))
+    with pytest.raises(raised), reopened(tmp_path) as checkpointer:
+        checkpointer.save(1, filled_state(1))
+    assert kept(tmp_path) == []
+
+
 def test_a_save_that_is_interrupted_is_no_other_error(tmp_path, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt

@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import shutil
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +100,13 @@ def test_a_sound_one_has_no_fault_and_one_never_finished_one(sound, tmp_path):
     assert checkpoint_faults(run, STEP) == [
         "it has no manifest.json, so it was not written to its end"
     ]
+
+
+def test_what_may_not_be_read_is_a_fault_beside_others(sound, monkeypatch):
+    refused = PermissionError(13, "Permission denied")
+    monkeypatch.setattr(manifest, "files_in", Mock(side_effect=refused))
+    (fault, *_) = checkpoint_faults(sound, STEP)
+    assert fault == "it cannot be read ([Errno 13] Permission denied)"
 
 
 def test_every_file_that_is_cut_or_gone_is_named(run):

@@ -145,10 +145,6 @@ def test_descriptions_are_frozen_and_can_be_keys():
             "scores by sqrt(2 d_head)",
         ),
         ({"relative_buckets": 2}, "relative_buckets=2 with relative_max_distance=128"),
-        (
-            {"qk_norm": "head"},
-            "ModelConfig.qk_norm='head' with scale_attention=False: 1 / sqrt",
-        ),
         ({"relative_max_distance": 16}, "relative_buckets=32 with relative_max_distance=16"),
         (
             {"switch": SWITCH, "num_decoder_layers": 5},

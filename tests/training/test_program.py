@@ -150,6 +150,15 @@ def test_groups_on_several_replicas_are_said():
     assert "with balance_load='previous_step', or" in note and "group_size" not in note
 
 
+def test_a_norm_that_takes_the_scale_away_is_said():
+    normed = dataclasses.replace(SPARSE, qk_norm="head")
+    (note,) = make_program(normed, MeshSpec()).notes
+    assert "scores begin sqrt(K) too large" in note
+    assert (
+        make_program(dataclasses.replace(normed, scale_attention=True), MeshSpec()).notes == ()
+    )
+
+
 @pytest.mark.slow  # of smaller groups: above
 def test_groups_on_several_replicas_keep_their_numbers():
     program = make_program(WIDE, MeshSpec(data=4, expert=2), step=IN_TWO)
