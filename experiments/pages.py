@@ -7,10 +7,12 @@ make experiments
 import dataclasses
 import datetime
 import json
+import math
 import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
 from matplotlib.figure import Figure
 
 from experiments import rules
@@ -56,12 +58,17 @@ def write_results(
     Returns:
         It, as `read_results` reads it.
     """
+    results = _judged(measured, judge)
+    text = json.dumps(results, indent=1)
+    write_atomically(folder / "results.json", f"{text}\n".encode())
+    return results
+
+
+def _judged(measured: dict[str, Any], judge: Callable) -> dict[str, Any]:
     measured = as_written(measured)
     results = rules.standing(as_written(measured | judge(measured)))
     if results["verdict"] not in rules.WORDS:
         raise ValueError(f"verdict={results['verdict']!r}; use one of {', '.join(rules.WORDS)}")
-    text = json.dumps(results, indent=1)
-    write_atomically(folder / "results.json", f"{text}\n".encode())
     return results
 
 
@@ -76,9 +83,18 @@ def judge_anew(folder: pathlib.Path) -> None:
     before, constants = read_results(folder), rules.constants_of(folder.name)
     is_its_rule = rules.digest(constants) == before.get("rule")
     judge = constants["judge"] if is_its_rule else dict
-    if write_results(folder, before, judge) != before:
+    if not agree(_judged(before, judge), before):
         today = {"judged": datetime.date.today().isoformat()}
         write_results(folder, before | today, judge)
+
+
+def agree(a: Any, b: Any) -> bool:
+    """Whether results are alike but for what another CPU rounds otherwise."""
+    leaves, of = zip(*map(jax.tree.flatten, (a, b)), strict=True)
+    return of[0] == of[1] and all(
+        x == y or isinstance(x, float) and math.isclose(x, y, rel_tol=1e-9)
+        for x, y in zip(*leaves, strict=True)
+    )
 
 
 def all_claims() -> dict[str, list[dict[str, Any]]]:

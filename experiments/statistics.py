@@ -143,10 +143,23 @@ def curvature(sizes: dict[str, float]) -> dict[str, float]:
 
 
 def _of_power(sizes: dict[str, float], power: int) -> dict[str, float]:
+    """Of what the lower powers leave of this one; by sums that are exact on any CPU, as
+    weights are in the digest of a rule."""
     if len({*sizes.values()}) <= power:
         raise ValueError(f"{sizes=}; give more than {power} different sizes")
-    powers = np.vander(np.log2([*sizes.values()]), power + 1)
-    return dict(zip(sizes, np.linalg.pinv(powers)[0].tolist(), strict=True))
+    logs, left = [math.log2(size) for size in sizes.values()], []
+    for exponent in range(power + 1):
+        column = [x**exponent for x in logs]
+        for lower in left:
+            share = _dot(lower, column) / _dot(lower, lower)
+            column = [x - share * y for x, y in zip(column, lower, strict=True)]
+        left.append(column)
+    squares = _dot(column, column)
+    return {name: x / squares for name, x in zip(sizes, column, strict=True)}
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return math.fsum(x * y for x, y in zip(a, b, strict=True))
 
 
 def _fit(x_N: np.ndarray, y_N: np.ndarray):
