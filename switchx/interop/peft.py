@@ -54,6 +54,7 @@ _PLAIN = {
     "use_bdlora": (None,),
     "arrow_config": (None,),
 }
+_TABLES = ("lm_head", "embed_tokens", "shared")
 # First values that PEFT takes out of the base's weights, also as it loads (PiSSA, OLoRA, ...).
 _CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
@@ -174,6 +175,10 @@ def read_adapters(
         for name, (path, letter, part) in places.items()
         if name in found
     }
+    none = sorted({each for each in found if each.partition(".lora_")[0].endswith(_TABLES)})
+    require(not none, f"{folder}: {none[:1]}, adapters of embeddings or of the head, cannot be "
+            "read; leave these out of target_modules, or merge them with PEFT and convert the "
+            "whole model")  # fmt: skip
     given = {name: array.shape for name, array in found.items()}
     require_same_tensors(expected, given, str(folder), "give the base that it was made for")
     for name, array in found.items():

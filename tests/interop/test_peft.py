@@ -148,6 +148,10 @@ def test_what_peft_saved_is_read(case, modules, tmp_path, capsys):
         assert "have [(4,)] rows; expected" in capsys.readouterr().err
     file.write_text(json.dumps(values))
     tensors = load_file(tmp_path / "peft/adapter_model.safetensors")
+    head = {f"base_model.model.lm_head.lora_{x}.weight": np.ones((4, 4)) for x in "AB"}
+    save_file(tensors | head, tmp_path / "peft/adapter_model.safetensors", {"format": "pt"})
+    assert main([*words[:-1], str(tmp_path / "x"), f"--base={base.path}"]) == 2
+    assert "lm_head.lora_A.weight'], adapters of embeddings" in capsys.readouterr().err
     name = sorted(tensors)[-1]
     tensors[name][1, 2] = np.nan
     save_file(tensors, tmp_path / "peft/adapter_model.safetensors", {"format": "pt"})
