@@ -135,7 +135,10 @@ class SwitchxLM(LM):
         if self._has_encoder:
             return self._inputs(context), encode(continuation)
         read = encode(context) if context else []
-        return self._inputs(context, read), encode(context + continuation)[len(read) :]
+        whole = encode(context + continuation)
+        if continuation and len(whole) <= len(read):
+            read = whole[:-1]
+        return self._inputs(context, read), whole[len(read) :]
 
     def _inputs(self, context: str, tokens: list[int] | None = None) -> list[int]:
         """Tokens that stand before what is predicted; at least one."""

@@ -335,7 +335,7 @@ class _Evaluation:
         """A hash of what the numbers depend on beside the checkpoint."""
         job = self._checked_job
         of_job = describe((job.model, job.source, job.batches, job.eval_batches))
-        of_texts = (sorted(self.wanted), describe(self.texts))
+        of_texts = (sorted(describe(self.wanted).items()), describe(self.texts))
         return hashlib.sha256(json_text((of_job, of_texts)).encode()).hexdigest()[:16]
 
 

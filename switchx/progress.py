@@ -76,6 +76,8 @@ class Reporter(abc.ABC):
         self._contexts.close()
 
     def begin(self, first_step: int, last_step: int) -> None:
+        if self._first is not None:  # of work before
+            self._first = first_step, self._clock()
         self._last_step = last_step
         self._show_bar(total=last_step, completed=first_step, description="compiling")
 
@@ -328,7 +330,10 @@ class _LineHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno < logging.WARNING and record.name.partition(".")[0] != "switchx":
             return
-        text = record.getMessage().strip()
+        try:
+            text = record.getMessage().strip()
+        except Exception:  # of another library's call
+            return self.handleError(record)
         if record.name == "py.warnings":
             text = text.partition("\n")[0]  # the line of code that follows says nothing
         level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "

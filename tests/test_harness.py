@@ -8,6 +8,7 @@ import functools
 import json
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -165,6 +166,12 @@ def test_prompts_end_as_they_were_trained(folder):
     assert read == [*lm.model.prompt(encode("what")), lm.model.ids.eos_id]
     assert wanted == encode("what is")[len(encode("what")) :]
     assert lm._inputs("what") == lm.model.prompts(["what"])[0]
+    ids = {"is (": [7, 8], "is (A": [7, 9]}  # the last token spans both
+    model = types.SimpleNamespace(vocabulary=types.SimpleNamespace(encode=ids.get))
+    merging = types.SimpleNamespace(
+        _has_encoder=False, model=model, _inputs=lambda _, read: read
+    )
+    assert SwitchxLM._pair(merging, "is (", "A") == ([7], [9])
 
 
 def test_the_harness_has_its_own_flags_and_needs_no_network_for_local_files(folder):

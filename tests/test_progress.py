@@ -72,6 +72,7 @@ def test_lines_are_neither_broken_nor_markup_and_log_records_are_some(clock):
     with reporter:
         logging.getLogger("switchx.data").info("preparing text")
         logging.getLogger("absl").warning("a library warns")
+        logging.getLogger("absl").warning("%s of %d", "3")  # its fault, which ends nothing
     assert out.getvalue() == ("   0.0s  preparing text\n   0.0s  warning: a library warns\n")
 
 
@@ -111,6 +112,10 @@ def test_time_left_of_a_resumed_run_counts_its_own_steps(clock):
     task = reporter._progress.tasks[0]
     assert task.fields["time_left"] == "5:32:40 left"  # 1996 steps of 10 s
     assert (task.completed, task.total) == (1004, 3000)
+    reporter.begin(0, 257)  # other work, at a pace of its own
+    clock.now += 12
+    reporter.stepped(1)
+    assert reporter._progress.tasks[0].fields["time_left"] == "0:51:12 left"
 
 
 def test_bar_goes_when_nothing_was_trained_and_stays_after_training(clock):

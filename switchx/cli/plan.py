@@ -407,7 +407,7 @@ def print_tiers(rows: list[dict[str, Any]], storage) -> None:
     console.print(table)
     for each in rows:
         if each.get("reason"):
-            console.print(f"{each['experts_in']}: {each['reason']}")
+            console.print(f"{each['experts_in']}: {each['reason']}", markup=False)
     for each in rows:
         if "day_written_bytes" in each:
             share = each["day_written_vs_endurance"]

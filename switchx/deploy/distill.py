@@ -23,7 +23,7 @@ from switchx.models.config import ModelConfig
 from switchx.partitioning.mesh import MeshSpec
 from switchx.pipeline.schedule import ScheduleSpec
 from switchx.training.distillation.soft_loss import Distillation, check_teacher
-from switchx.training.job import TrainingJob
+from switchx.training.job import InitConfig, TrainingJob
 from switchx.training.loop import train
 from switchx.training.offload.storage_spec import StorageSpec
 
@@ -86,6 +86,8 @@ def distilled(
         model=dataclasses.replace(config, switch=switch),
         distillation=Distillation(teacher.folder, teacher.step, starts_from_teacher=False),
         init_from=str(start),
+        init=InitConfig(),  # those of the run were for where it began
+        lora=None,  # merged
         train_steps=num_steps,
         log_every=min(job.log_every, num_steps),
         eval_every=num_steps,

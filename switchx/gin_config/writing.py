@@ -11,6 +11,7 @@ import os
 import re
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 from switchx.fields import describe, without_gin
 from switchx.gin_config.files import configs_dir, import_statement
@@ -108,7 +109,7 @@ class _Objects:
         if isinstance(value, os.PathLike):
             return repr(os.fspath(value))
         if value is None or isinstance(value, bool | int | float | str):
-            return repr(value)
+            return _literal(value)
         value = without_gin(value)
         return f"@{self._bound(value.__module__)}.{value.__qualname__}"
 
@@ -167,12 +168,18 @@ def model_gin(model) -> str:
         for field in dataclasses.fields(each):
             value = getattr(each, field.name)
             is_part = dataclasses.is_dataclass(value)
-            text = f"@{_class_name(value)}()" if is_part else repr(value)
+            text = f"@{_class_name(value)}()" if is_part else _literal(value)
             if field.name not in OF_THE_RUN:
                 lines.append(f"{_class_name(each)}.{field.name} = {text}")
         lines.append("")
     head = _MODEL_HEADER.format(file=MODEL_FILE, imports=imports)
     return head + "\n".join(lines) + "\n"
+
+
+def _literal(value: Any) -> str:
+    """A value as gin reads it: also NumPy's float64, which is a float, and infinities."""
+    text = float.__repr__(value) if isinstance(value, float) else repr(value)
+    return {"inf": "1e999", "-inf": "-1e999"}.get(text, text)
 
 
 def _nested(description) -> Iterator:

@@ -170,10 +170,11 @@ def read_adapters(
         f"{module}.lora_{letter}.weight": (name, letter, part)
         for name, module, letter, part in _places(config, shapes)
     }
+    modules = {name.split(".lora_")[0] for name in found}
     expected = {
         name: _to_torch(letter, np.empty(shapes[path].shape)[part]).shape
         for name, (path, letter, part) in places.items()
-        if name in found
+        if name.split(".lora_")[0] in modules
     }
     none = sorted({each for each in found if each.partition(".lora_")[0].endswith(_TABLES)})
     require(not none, f"{folder}: {none[:1]}, adapters of embeddings or of the head, cannot be "

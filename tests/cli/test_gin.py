@@ -7,6 +7,7 @@ import pathlib
 import re
 import sys
 
+import numpy as np
 import pytest
 
 from switchx.cli.main import main
@@ -358,6 +359,11 @@ def test_the_model_is_built_again_alone_and_after_a_run_file(tmp_path, model):
     model = dataclasses.replace(model, dropout_rate=0.0)
     file = tmp_path / "model.gin"
     file.write_text(model_gin(model))
+    rates = (
+        model_gin(dataclasses.replace(model, dropout_rate=of(0.5)))
+        for of in (float, np.float64)
+    )
+    assert len(set(rates)) == 1
     building.parse_files([str(file)], [])
     assert building.build("MODEL", ModelConfig) == model
 

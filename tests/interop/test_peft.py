@@ -152,7 +152,11 @@ def test_what_peft_saved_is_read(case, modules, tmp_path, capsys):
     save_file(tensors | head, tmp_path / "peft/adapter_model.safetensors", {"format": "pt"})
     assert main([*words[:-1], str(tmp_path / "x"), f"--base={base.path}"]) == 2
     assert "lm_head.lora_A.weight'], adapters of embeddings" in capsys.readouterr().err
-    name = sorted(tensors)[-1]
+    name, half = sorted(tensors)[-1], dict(tensors)
+    del half[name.replace("lora_B", "lora_A")]
+    save_file(half, tmp_path / "peft/adapter_model.safetensors", {"format": "pt"})
+    assert main([*words[:-1], str(tmp_path / "x"), f"--base={base.path}"]) == 2
+    assert "lora_A.weight" in capsys.readouterr().err
     tensors[name][1, 2] = np.nan
     save_file(tensors, tmp_path / "peft/adapter_model.safetensors", {"format": "pt"})
     assert main([*words[:-1], str(tmp_path / "x"), f"--base={base.path}"]) == 2
