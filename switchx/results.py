@@ -81,7 +81,7 @@ class Report:
         if as_json:
             print(self.as_json())
             return status
-        console = Console(highlight=False)
+        console = Console(markup=False, highlight=False)
         title = f"switchx {self.command}"
         for _, rows in itertools.groupby(self.results, key=lambda row: next(iter(row))):
             rows = list(rows)

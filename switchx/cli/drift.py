@@ -132,7 +132,9 @@ def _print(found, losses) -> None:
             *map(number, margins),
             number(each.largest_flipped_margin if each.differing else None),
         )
-    console = Console(highlight=False, soft_wrap=True, width=max(WIDTH, Console().width))
+    console = Console(
+        markup=False, highlight=False, soft_wrap=True, width=max(WIDTH, Console().width)
+    )
     console.print(table)
     tokens = sum(each.tokens for each in found.values())
     differing = sum(each.differing for each in found.values())

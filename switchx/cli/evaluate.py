@@ -240,7 +240,7 @@ def print_checkpoints(lines: list[dict[str, Any]]) -> None:
         shown = {n: "nan" if x is None else f"{x:.4f}" for n, x in found.items()}
         numbers = (shown.get(name, "") for name in names)
         table.add_row(f"{line['step']}", *numbers)
-    Console(highlight=False, soft_wrap=True).print(table)
+    Console(markup=False, highlight=False, soft_wrap=True).print(table)
 
 
 def print_tables(job, metrics: dict[str, Any]) -> None:
@@ -261,7 +261,7 @@ def print_tables(job, metrics: dict[str, Any]) -> None:
     texts = metrics.get("texts", {"tasks": {}, "mean": []})
     for row in rows_of_texts(texts):
         table.add_row(*row)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(markup=False, highlight=False, soft_wrap=True)
     console.print(table)
     for signature in signatures(texts):
         console.print(signature)

@@ -331,7 +331,7 @@ def print_search(found, hardware, devices: int, top: int) -> None:
 
     from switchx.planner.search import explain, num_bytes, seconds
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(markup=False, highlight=False, soft_wrap=True)
     plans = found.plans
     console.print(
         f"{devices} devices of {hardware.name} ({hardware.description}): "
@@ -379,7 +379,7 @@ def print_tiers(rows: list[dict[str, Any]], storage) -> None:
 
     from switchx.planner.search import num_bytes, seconds
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(markup=False, highlight=False, soft_wrap=True)
     console.print(
         f"\nExperts of the first plan by tier ({storage.tier} is planned), bytes of a device "
         "and its share of the host:"
@@ -407,7 +407,7 @@ def print_tiers(rows: list[dict[str, Any]], storage) -> None:
     console.print(table)
     for each in rows:
         if each.get("reason"):
-            console.print(f"{each['experts_in']}: {each['reason']}", markup=False)
+            console.print(f"{each['experts_in']}: {each['reason']}")
     for each in rows:
         if "day_written_bytes" in each:
             share = each["day_written_vs_endurance"]

@@ -69,7 +69,7 @@ def print_summary(
     }
     parts += [_aligned(places), Text("Next", style="bold")]
     # Longer than any table: lines that will be pasted must not be broken.
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(markup=False, highlight=False, soft_wrap=True)
     console.print(Group(*parts))
     # Without a checkpoint only training can go on.
     commands = next_commands(job, run, outcome, arguments)

@@ -64,6 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
         around = f"{row['low']:.4f} to {row['high']:.4f}" if len(row["losses"]) > 1 else ""
         numbers = f"{row['mean']:.4f}", around
         table.add_row(*row["values"].values(), done, *(numbers if row["losses"] else ()))
-    Console(highlight=False, soft_wrap=True).print(table)
+    Console(markup=False, highlight=False, soft_wrap=True).print(table)
     print(sweeps.sentence_of(optimum))
     return int(bool(failed))

@@ -134,5 +134,5 @@ def _list(arguments: argparse.Namespace) -> int:
     for row in rows:
         cells = (", ".join(v) if isinstance(v, list) else v or "" for v in row.values())
         table.add_row(*cells)
-    Console(width=140, soft_wrap=True).print(table)
+    Console(markup=False, width=140, soft_wrap=True).print(table)
     return 0

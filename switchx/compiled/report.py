@@ -173,7 +173,7 @@ def way_out(step: CompiledStep) -> str:
 
 def print_tables(report: Report) -> None:
     """Prints the row from top to bottom, its collectives, and the checks."""
-    console = Console(highlight=False)
+    console = Console(markup=False, highlight=False)
     for row in report.results:
         table = Table(
             title=f"switchx compile, {row['topology']}", title_justify="left", box=None

@@ -2,6 +2,7 @@
 """`switchx eval`: by the folder alone, with other settings, and by what the model writes."""
 
 import collections
+import dataclasses
 import json
 import re
 import shlex
@@ -19,7 +20,7 @@ from switchx.cli import evaluate
 from switchx.cli.main import main
 from switchx.data.text_metrics import METRICS
 from switchx.gin_config import building
-from switchx.model_evaluation import _mesh_of_texts
+from switchx.model_evaluation import _evaluation, _mesh_of_texts
 from switchx.partitioning.mesh import MeshSpec
 from switchx.routing_record import open_record
 from switchx.text_evaluation import metrics_of
@@ -133,6 +134,10 @@ def test_a_table_of_other_settings_is_not_gone_on_with(finished_run, capsys, cli
     assert len(evaluated(cli, given, output, "--step=every:12", other)) == 1
     assert main(["eval", given, output, "--step=all"]) == 2
     assert "evaluated with other settings; give another output" in capsys.readouterr().err
+    with _evaluation(finished_run.folder, None, None) as run:  # other metrics are, too
+        wanted = ({"a_task": (each(),)} for each in METRICS.values())
+        prints = {dataclasses.replace(run, wanted=each).fingerprint for each in wanted}
+        assert len(prints) == len(METRICS) > 1
     said = cli.refused("eval", given, output, "--step=every:7")
     assert "no complete checkpoint of a multiple of 7 steps" in said and "there are " in said
 

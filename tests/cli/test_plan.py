@@ -8,7 +8,7 @@ import re
 import gin
 import pytest
 
-from switchx.cli.plan import print_search, row
+from switchx.cli.plan import print_search, print_tiers, row
 from switchx.gin_config import building
 from switchx.hardware.spec import SPECS, load_hardware
 from switchx.models.config import ModelConfig
@@ -17,7 +17,7 @@ from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import SLICED_RULES, Rules
 from switchx.pipeline.schedule import ScheduleSpec
 from switchx.planner.layout import Layout
-from switchx.planner.search import predict, search
+from switchx.planner.search import ON_DEVICE, predict, search
 from switchx.training.job import TrainingJob
 from tests.planner.workloads import make_workload
 from tests.training.saved_runs import save_run
@@ -172,6 +172,12 @@ def test_a_table_of_tiers(cli):
     ).out
     assert "Experts of the first plan by tier (disk is planned)" in out
     assert "a step uses 50% of the experts" in out and "of what they last" in out
+
+
+def test_a_reason_is_printed_as_it_is(capsys):
+    rows = [{"experts_in": "host", "reason": "the spec has no [host]"}]
+    print_tiers(rows, ON_DEVICE)
+    assert "host: the spec has no [host]\n" in capsys.readouterr().out
 
 
 def test_ways_out_of_storage_work(folder, cli):

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ import switchx
 from switchx import tree
 from switchx.data.tokenizers import TokenIdVocabulary
 from switchx.data.vocabularies import save_vocabulary
+from switchx.deploy import distill
 from switchx.deploy.folders import run_steps
 from switchx.deploy.measure import (
     ValidationText,
@@ -23,8 +25,10 @@ from switchx.deploy.plan import GIB, DeployPlan, DeploySettings
 from switchx.deploy.steps import Deployment
 from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import without_capacity
+from switchx.models.adapters import LoRASpec
 from switchx.models.config import RouterConfig
 from switchx.models.params import forward
+from switchx.training.job import InitConfig
 from tests.data.refusals import refused
 from tests.training.jobs import SPARSE, make_job
 from tests.training.saved_runs import save_run
@@ -126,6 +130,21 @@ def test_a_reduced_model_is_taught_on_the_runs_task(run, tmp_path):
     assert model.config == plan.reduced and model.step == 0
     names = {each.name for each in made[1].path.iterdir()}
     assert names == {"checkpoints", "config.json", "model.gin", "step.json", "vocabulary.json"}
+
+
+def test_a_student_begins_as_it_was_reduced(run, tmp_path, monkeypatch):
+    """Whatever its run began with, and which rules that had."""
+    jobs, loaded = [], types.SimpleNamespace(params={})
+    monkeypatch.setattr(distill, "train", lambda job, *_, **__: jobs.append(job))
+    monkeypatch.setattr(distill.api, "load", lambda _: loaded)
+    afresh = InitConfig(step=3, rules=((".*experts.*", None),))
+    begun = make_job(MODEL, init_from=str(run[0]), init=afresh)
+    adapted = make_job(MODEL, lora=LoRASpec(base=str(run[0])))
+    teacher, start = taught_plan(run[0], run[0]).teacher, tmp_path / "start"
+    for job in (begun, adapted):
+        distill.distilled(teacher, job, MODEL, start, tmp_path / "run", 2, print)
+        assert jobs[-1].init_from == str(start)
+        assert jobs[-1].init == InitConfig() and jobs[-1].lora is None
 
 
 def test_teachers_that_cannot_teach_are_refused(run, tmp_path):

@@ -97,7 +97,7 @@ def test_on_one_device_all_are_the_same(want, name):
 
 
 def test_dropout_differs_between_devices_and_not_between_calls(key):
-    """Devices with other tokens, and those with other parts of F, drop other entries."""
+    """Devices with other tokens drop other entries."""
     problem, spec = make_problem(), MeshSpec(expert=4)
     bank = dataclasses.replace(problem.bank, key=key, dropout_rate=0.5)
     same = jax.tree.map(
@@ -108,7 +108,7 @@ def test_dropout_differs_between_devices_and_not_between_calls(key):
         y_GTD = run(*same, bank)
         np.testing.assert_array_equal(y_GTD, run(*same, bank))
     # The groups are alike, so all that tells them apart is what was dropped.
-    assert len({row.tobytes() for row in np.asarray(y_GTD)}) > 1
+    assert len({row.tobytes() for row in np.asarray(y_GTD)}) == len(y_GTD)
 
 
 def test_parts_of_an_exchange_have_masks_of_their_own(key):

@@ -90,7 +90,7 @@ def test_nodes_are_where_the_nodes_are():
 def test_pipelines_of_stacked_blocks_and_experts_beside_slices():
     assert any(plan.layout.pipe > 1 for plan in search_on_v5e(DENSE).plans)
     flat = dataclasses.replace(DENSE, scan_layers=False)
-    assert all(plan.layout.pipe == 1 for plan in search_on_v5e(flat).plans)
+    assert {plan.layout.pipe for plan in search_on_v5e(flat).plans} == {1}
     found = search_on_v5e()
     spread = [plan.layout for plan in found.plans if plan.layout.is_spread]
     assert {each.dispatcher for each in spread} == {"all_to_all"}
@@ -171,7 +171,7 @@ def test_groups_that_do_not_divide_are_counted():
     # They do so by a ragged all-to-all.
     found = search(workload, H200, 8)
     assert found.refused[SHARES_BY_ROWS] > 0
-    assert all(plan.layout.expert == 1 for plan in found.plans)
+    assert {plan.layout.expert for plan in found.plans} == {1}
 
 
 def test_a_batch_of_loads_is_not_split():
@@ -179,7 +179,7 @@ def test_a_batch_of_loads_is_not_split():
     switch = dataclasses.replace(SWITCH, router=router)
     workload = make_workload(dataclasses.replace(SPARSE, switch=switch))
     found = search(workload, V5E, 8)
-    assert all(plan.layout.num_microbatches == 1 for plan in found.plans)
+    assert {plan.layout.num_microbatches for plan in found.plans} == {1}
     assert (
         found.refused[
             "balance_scope='batch' counts first where there are microbatches: not planned"

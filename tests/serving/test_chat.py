@@ -214,6 +214,6 @@ def test_a_model_without_a_template_says_so(client, model, monkeypatch):
     assert response.status_code == 400 and "copy it" in response.json()["error"]["message"]
 
 
-def test_a_model_of_another_vocabulary_has_none_either(monkeypatch):
-    with pytest.raises(Exception, match="use /v1/completions"):
+def test_a_model_of_another_vocabulary_has_none_either():
+    with pytest.raises(Refusal, match="use /v1/completions"):
         prompt_of_chat(served.model(), TALK)

@@ -73,14 +73,6 @@ def test_not_prepared(tmp_path, own_cache):
         C4().open("train", str(tmp_path))
 
 
-def test_other_format(tmp_path):
-    prepare(tmp_path, "en", ("train",))
-    info = tmp_path / "c4/en/3.1.0/dataset_info.json"
-    info.write_text(info.read_text().replace('"array_record"', '"riegeli"'))
-    with refused(f"{info.parent} is in the format riegeli, expected array_record or tfrecord"):
-        C4().open("train", str(tmp_path))
-
-
 def test_options_are_checked(tmp_path):
     with refused("C4.variant='english'"):
         C4("english")

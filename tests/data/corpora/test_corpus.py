@@ -256,6 +256,7 @@ def test_what_cannot_be_read_is_no_full_disk(tmp_path, error, said):
     bad = Recipe("words", "key", ("text",), lambda: {"train": examples()})
     with refused(
         f"words cannot be prepared: {type(error).__name__} while its source is read: {error}"
+        f"<any>{said}"
     ):
         open_prepared(bad, "train", str(tmp_path))
     assert list(tmp_path.iterdir()) == []
