@@ -15,10 +15,9 @@ from typing import Any
 import jax
 from matplotlib.figure import Figure
 
-from experiments import rules
+from experiments import figures, rules
 from experiments.measured import Interval
 from experiments.statistics import intervals
-from switchx.analysis import comparison_plots as plots
 from switchx.analysis.plots import write_svg
 from switchx.fields import json_text
 from switchx.files import write_atomically
@@ -179,16 +178,18 @@ def publish_overview() -> None:
 def figure_of(results: dict[str, Any]) -> Figure | None:
     """Differences with their intervals, losses by bytes or quality by rate; else none."""
     if "points" in results:
-        return plots.points_figure(results["points"])
+        return figures.points_figure(results["points"])
     if results.get("intervals"):
         first = next(iter(results["intervals"].values()))
         label = results.get("intervals_of", results["effect_of"])
-        return plots.intervals_figure(results["intervals"], label, first.get("no_effect", 0.0))
+        return figures.intervals_figure(
+            results["intervals"], label, first.get("no_effect", 0.0)
+        )
     if "curves" in results:
         label = f"over {next(iter(results['curves']))} after the last step, nats per token"
-        return plots.intervals_figure(intervals(results), label)
+        return figures.intervals_figure(intervals(results), label)
     if "quality" in results:
-        return plots.rates_figure(results["quality"], "negative log perplexity, last step")
+        return figures.rates_figure(results["quality"], "negative log perplexity, last step")
     return None
 
 

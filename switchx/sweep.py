@@ -8,6 +8,7 @@ was killed goes on from its checkpoint.
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import json
 import math
@@ -21,7 +22,10 @@ import urllib.parse
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from switchx.analysis.comparison import Interval, interval_of, shown
+from switchx.checkpoint.restore import checkpoint_paths
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.fields import describe, require
 from switchx.files import write_atomically
@@ -148,26 +152,27 @@ class Cell:
 
     @property
     def loss(self) -> float | None:
-        """Validation loss after the last step, in nats a token, NaN where it is not finite.
+        """Validation loss after the last step, in nats a token, NaN where it is not finite or
+        training diverged before.
 
         None until that step is saved.
         """
         step = self.job.train_steps
         *_, last = [{"step": None}, *logged_lines(self.run.validation, step)]
         if last["step"] != step or not (self.run.checkpoints / str(step)).is_dir():
-            return None
+            return math.nan if self.is_diverged else None
         value = last["neg_log_perplexity"]
         return math.nan if value is None else -value
 
-
-def _with_floats(described):
-    """A job's description in which 1 is 1.0, as it is in training."""
-    if isinstance(described, dict):
-        return {name: _with_floats(value) for name, value in described.items()}
-    if isinstance(described, list | tuple):
-        return [_with_floats(value) for value in described]
-    is_integer = isinstance(described, int) and not isinstance(described, bool)
-    return float(described) if is_integer else described
+    @property
+    def is_diverged(self) -> bool:
+        """Whether the newest checkpoint is one after which training does not go on."""
+        newest = [path.name for path in checkpoint_paths(self.run.checkpoints)[:1]]
+        skipped = [self.run.skipped_batches / f"{step}.0.json" for step in newest]
+        in_a_row = [
+            json.loads(x.read_text()).get("in_a_row", 0) for x in skipped if x.is_file()
+        ]
+        return max(in_a_row, default=0) >= self.job.max_skipped_in_a_row
 
 
 def cells_of(sweep: Sweep) -> list[Cell]:
@@ -200,7 +205,11 @@ def cells_of(sweep: Sweep) -> list[Cell]:
             job = job_from_gin(sweep.gin_files, bindings, sweep.search_paths)
         # A slash is %2F.
         name = urllib.parse.quote(",".join([*own, f"seed={job.seed}"]), safe="=,+")
-        same = names.setdefault(json.dumps(_with_floats(describe(job))), name)
+        if len(name) > 240:  # file systems take 255 bytes
+            name = f"{name[:200]}...{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+        # 1 is 1.0 in training.
+        same = jax.tree.map(lambda x: float(x) if type(x) is int else x, describe(job))
+        same = names.setdefault(json.dumps(same), name)
         require(same == name, f"{same} and {name} are the same configuration; drop a value")
         if (run := RunFolder(output / name)).is_begun:
             check_same_run(run, job)
@@ -237,7 +246,8 @@ def run_cells(
 
     def ended(cell: Cell) -> None:
         if (loss := cell.loss) is not None:
-            note(f"{cell.name}: validation loss {loss:.4f}")
+            why = f" (it diverged: {cell.log})" * cell.is_diverged
+            note(f"{cell.name}: validation loss {loss:.4f}{why}")
             return
         said = cell.log.read_text(errors="replace").splitlines() if cell.log.exists() else []
         failed[cell.name] = said[-1] if said else "it ended before its last step"

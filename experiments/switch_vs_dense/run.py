@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from experiments import rules
 from experiments.experiment import ENGLISH
+from experiments.figures import Cell, Frontier, Strip, frontier_figure
 from experiments.ladder import (
     DENSE,
     R0,
@@ -30,7 +31,6 @@ from experiments.rules import OF_COMPUTE, Rule
 from experiments.statistics import curvature, difference, estimate, intervals, trend
 from experiments.step_times import step_times
 from experiments.study import Study, main
-from switchx.analysis.comparison_plots import Cell, Frontier, Strip, frontier_figure
 
 EXPERTS = (2, 4, 8, 16, 32)
 SEEDS = tuple(range(100, 107))

@@ -201,6 +201,13 @@ class LayerAtlas:
         return math.exp(information(self.load_E[:, None]).rows)
 
     @property
+    def together_by_chance(self) -> float:
+        """Mean of `coactivation_EE` where experts are alike: (S - 1) / (E - 1) where each token
+        makes S choices."""
+        others = self.together_EE.sum() - np.trace(self.together_EE)
+        return float(others) / max(self.load_E.sum() * (self.num_experts - 1), 1)
+
+    @property
     def coactivation_EE(self) -> np.ndarray:
         """N(i and j) / N(i), against (S - 1) / (E - 1); NaN on the diagonal and without i."""
         share_EE = np.full(self.together_EE.shape, np.nan)

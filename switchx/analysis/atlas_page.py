@@ -266,14 +266,13 @@ def coactivation(atlas: Atlas) -> Section:
     title, first = "Chosen together", atlas.layers[0]
     if first.num_choices == 1:
         return Section(title, "A token chooses one expert: no two are chosen together.")
-    chance = (first.num_choices - 1) / max(first.num_experts - 1, 1)
     shares = [each.coactivation_EE for each in _mapped(atlas)]
     pairs = [(each.layer, each.layer) for each in _mapped(atlas)]
     return Section(
         title,
         "N(i and j) / N(i): of the tokens that chose the row's expert, the percentage that "
-        f"chose the column's, too (OLMoE, arXiv:2409.02060). By chance {chance:.1%}."
-        f"{_maps_cut(atlas)}",
+        "chose the column's, too (OLMoE, arXiv:2409.02060). "
+        f"By chance {first.together_by_chance:.1%}.{_maps_cut(atlas)}",
         [plots.transition_figure(shares, pairs)],
     )
 

@@ -173,7 +173,9 @@ def _class_maps(values, classes, layers, limit: float, y: str, bar: str, **optio
     for axis, each, names, layer in zip(axes, values, classes, layers, strict=True):
         image = _map(axis, each, limit, layer, None, y)
         axis.axvline(len(names) - 1.5, color="white", linewidth=5)
-        axis.set_xticks(range(len(names)), names, rotation=35, ha="right")
+        # A dollar is no mathematics.
+        texts = [name.replace("$", r"\$") for name in names]
+        axis.set_xticks(range(len(texts)), texts, rotation=35, ha="right")
         axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
     _colour_bar(figure, image, axes, bar, **options)
     return figure

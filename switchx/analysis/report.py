@@ -314,10 +314,10 @@ def saturation_section(snapshots: Sequence[Snapshot], note: str = "") -> Section
             title, "This takes a run folder with two evaluations of the same tokens."
         )
     final, steps = snapshots[-1], np.array([each.step for each in snapshots])
-    choices = max(stack.expert_NTS.shape[-1] for stack in final.stacks)
-    rows = [
-        plots.Course("saturation", saturation_by_step(snapshots), choices / final.num_experts)
-    ]
+    chosen = np.concatenate([stack.expert_NTS.ravel() for stack in final.stacks])
+    tokens = sum(math.prod(stack.expert_NTS.shape[:2]) for stack in final.stacks)
+    chance = np.sum(chosen < final.num_experts) / tokens / final.num_experts
+    rows = [plots.Course("saturation", saturation_by_step(snapshots), chance)]
     return Section(
         title,
         f"Share of the run's sampled choices that are already those of step {steps[-1]}, where "

@@ -431,6 +431,11 @@ def _to_peft(arguments: argparse.Namespace, reporter) -> None:
     base, rescaled = arguments.base or str(record.spec.base), None
     if RunFolder(record.spec.base).config.is_file():
         rescaled = read_rescaled(source)
+    else:
+        reporter.note(
+            f"{record.spec.base} is not there: if it was converted from a Granite model, these "
+            "adapters fit what --to=huggingface writes of it, and not Granite's own weights"
+        )
     described = pathlib.Path(base, "config.json")
     kind = read_json_object(described).get("model_type") if described.is_file() else None
     require(

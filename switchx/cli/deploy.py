@@ -107,6 +107,7 @@ def _deploy(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, Any
     from switchx.fields import describe
     from switchx.gin_config import building
     from switchx.results import Check
+    from switchx.training.loop import open_evaluated
     from switchx.training.resume import check_same_model
 
     settings = _settings(arguments)
@@ -131,7 +132,8 @@ def _deploy(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, Any
         reporter.note("reading the validation text")
         return ValidationText.of(job, settings.batch_size, settings.input_length)
 
-    described = describe((job.source, job.batches, job.eval_batches))
+    records = [opened.records.fingerprint for opened in open_evaluated(job)]
+    described = describe((job.source, job.batches, job.eval_batches, records))
     deployment = Deployment(plan, text, described, _command(arguments), job)
     made = deployment.run(arguments.output, reporter.note)
     (optimized,) = (each.measured for each in made if "compiled" in each.measured)

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from switchx.fields import describe, without_gin
+from switchx.fields import describe, require, without_gin
 from switchx.gin_config.files import configs_dir, import_statement
 
 _MESH_IMPORTS = """\
@@ -178,6 +178,7 @@ def model_gin(model) -> str:
 
 def _literal(value: Any) -> str:
     """A value as gin reads it: also NumPy's float64, which is a float, and infinities."""
+    require(value == value, "a job has NaN, which gin cannot read; give a number")
     text = float.__repr__(value) if isinstance(value, float) else repr(value)
     return {"inf": "1e999", "-inf": "-1e999"}.get(text, text)
 
@@ -246,13 +247,13 @@ def mesh_gin(plan, why: str, command: str) -> str:
         "mesh.MeshSpec.rules = @rules.Rules()",
         "job.TrainingJob.pipeline = @schedule.ScheduleSpec()",
         "job.TrainingJob.storage = @storage_spec.StorageSpec()",
-        *(f"{name} = {_literal(value)}" for name, value in bound.items()),
+        *(f"{name} = {_as_in_configs(value)}" for name, value in bound.items()),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _literal(value) -> str:
-    """A value as in the configs: with double quotes, and a table of rules with one a line."""
+def _as_in_configs(value) -> str:
+    """A value with double quotes, and a table of rules with one a line."""
     if isinstance(value, tuple) and value and isinstance(value[0], tuple):
-        return "\n".join(["(", *(f"    {_literal(rule)}," for rule in value), ")"])
+        return "\n".join(["(", *(f"    {_as_in_configs(rule)}," for rule in value), ")"])
     return repr(value).replace("'", '"')

@@ -150,15 +150,16 @@ def read_adapters(
         }
         rows = {array.shape[:1] for name, array in found.items() if ".lora_A." in name}
         rank, alpha = values["r"], values["lora_alpha"]
+        dropout = values.get("lora_dropout") or 0
+        are_numbers = {type(alpha), type(dropout)} <= {int, float}
         require(
-            type(rank) is int and rows == {(rank,)} and type(alpha) in (int, float),
-            f"{folder}: {CONFIG} says r={rank!r:.80} and lora_alpha={alpha!r:.80}, matrices A "
-            f"in {WEIGHTS} have {sorted(rows)} rows; expected an integer, as many rows, and a "
-            "number: save it again",
+            type(rank) is int and rows == {(rank,)} and are_numbers,
+            f"{folder}: {CONFIG} says r={rank!r:.80}, lora_alpha={alpha!r:.80}, lora_dropout="
+            f"{dropout!r:.80}, matrices A in {WEIGHTS} have {sorted(rows)} rows; expected an "
+            "integer, two numbers, and r rows: save it again",
         )
         # rsLoRA divides by the root of the rank (arXiv:2312.03732).
         alpha *= math.sqrt(rank) if values.get("use_rslora") else 1.0
-        dropout = values.get("lora_dropout") or 0.0
         spec = LoRASpec(rank=rank, alpha=alpha, dropout=dropout, **base)
     except (OSError, SafetensorError, KeyError, TypeError) as error:
         raise ValueError(f"{folder} cannot be read: {error!r}; save it again") from error

@@ -38,15 +38,19 @@ def slice_sides(devices: int, dims: int) -> tuple[int, ...]:
     return min(found, key=sum)
 
 
+@functools.cache
+def divisors(number: int) -> tuple[int, ...]:
+    return tuple(each for each in range(1, number + 1) if number % each == 0)
+
+
 def factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
     """Every way to write a number as an ordered product of so many factors."""
     if factors == 1:
         yield (number,)
         return
-    for first in range(1, number + 1):
-        if number % first == 0:
-            for rest in factorizations(number // first, factors - 1):
-                yield first, *rest
+    for first in divisors(number):
+        for rest in factorizations(number // first, factors - 1):
+            yield first, *rest
 
 
 def lines_of(axes: tuple[str, ...], layout: Layout, sides: tuple[int, ...], wraps_at: int):

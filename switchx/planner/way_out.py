@@ -8,6 +8,8 @@ runs.
 
 import collections
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -26,6 +28,7 @@ from switchx.planner.search import (
     shortage,
 )
 from switchx.planner.storage_tiers import TIERS, Storage
+from switchx.planner.torus import divisors
 
 
 def no_plan_message(
@@ -77,12 +80,17 @@ def smallest_that_fits(
 def workable_devices(
     workload: Workload, hardware: Hardware, devices: int, storage: Storage = ON_DEVICE
 ) -> list[int]:
-    """The nearest numbers of devices, below and above, that some mesh has."""
-    most = min(2 * devices, hardware.max_devices or MOST_DEVICES)
-    nearest = []
-    for numbers in (range(devices - 1, 0, -1), range(devices + 1, most + 1)):
-        works = (n for n in numbers if _runs(workload, hardware, n, storage))
-        nearest.append(next(works, None))
+    """The nearest numbers of devices, below and above, that some mesh has.
+
+    `pipe` and the axes that split the batch divide its rows, `model` heads and d_ff: few do.
+    """
+    model, most = workload.model, min(2 * devices, hardware.max_devices or MOST_DEVICES)
+    sizes = workload.batch_size, math.gcd(model.num_heads, model.d_ff)
+    numbers = sorted({a * b for a, b in itertools.product(*map(divisors, sizes))})
+    below = [each for each in reversed(numbers) if each < devices]
+    above = [each for each in numbers if devices < each <= most]
+    works = functools.partial(_runs, workload, hardware, storage=storage)
+    nearest = [next(filter(works, each), None) for each in (below, above)]
     return [number for number in nearest if number is not None]
 
 

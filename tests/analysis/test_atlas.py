@@ -129,6 +129,14 @@ def test_layers_by_a_loop_over_tokens(record, labels, layers):
         # Of a random router each pair is as likely: (S - 1) / (E - 1) on average.
         off = layer.coactivation_EE[~np.eye(E, dtype=bool)].reshape(E, E - 1)
         np.testing.assert_allclose(off.sum(axis=1), S - 1)
+        assert layer.together_by_chance == pytest.approx((S - 1) / (E - 1))
+    # Experts that choose: token t is chosen by the first t experts, of 3.
+    chosen_TS = np.where(np.arange(3) < np.arange(4)[:, None], np.arange(3), 3)
+    own = dataclasses.replace(
+        layers[0], load_E=np.bincount(chosen_TS.ravel())[:3],
+        together_EE=atlas.coactivations(chosen_TS, 3),
+    )  # fmt: skip
+    assert own.together_by_chance == pytest.approx((0 + 0 + 2 + 6) / (2 * (1 + 2 + 3)))
 
 
 def test_arrivals_by_a_loop(record, layers):

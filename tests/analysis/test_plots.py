@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from switchx.analysis import plots
-from switchx.analysis.comparison_plots import intervals_figure
 from switchx.analysis.plots import schedule_boxes, schedule_figure
 from switchx.pipeline.schedule import ScheduleSpec
 
@@ -102,7 +101,10 @@ def test_maps_write_few_numbers_and_are_darkest_at_a_large_share():
         assert [axis.images[0].get_clim() for axis in panels(figure)] == [(0, limit)] * 2
 
 
-def test_classes_name_their_columns():
+def test_classes_name_their_columns(tmp_path):
+    names = [[r"a $\frac$", "all (9)"]]
+    plots.write_svg(plots.class_figure([np.eye(2)], names, ["encoder 1"]), tmp_path / "p.svg")
+    assert names[0][0] in (tmp_path / "p.svg").read_text()
     figure = plots.class_figure([np.eye(2)], [["digits (3)", "all (9)"]], ["encoder 1"])
     (axis,) = panels(figure)
     assert [tick.get_text() for tick in axis.get_xticklabels()] == ["digits (3)", "all (9)"]
@@ -139,20 +141,3 @@ def test_figure_has_a_row_a_stage_and_a_number_a_box(tmp_path):
     assert len(axis.texts) == len(axis.collections) == 2 * 3 * 4
     figure.savefig(tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 1000
-
-
-@pytest.mark.parametrize("no_effect", [0.0, 1.0])
-def test_dots_are_filled_where_an_interval_leaves_out_no_effect(no_effect):
-    differences = {
-        "ahead": {"mean": 0.5, "low": 0.1, "high": 0.9},
-        "undecided": {"mean": 0.1, "low": -0.2, "high": 0.4},
-    }
-    intervals = {
-        name: {end: value + no_effect for end, value in each.items()}
-        for name, each in differences.items()
-    }
-    (axis,) = intervals_figure(intervals, "x", no_effect).axes
-    bar_1, dot_1, bar_2, dot_2, line = axis.lines
-    assert list(bar_1.get_xdata()) == [no_effect + 0.1, no_effect + 0.9]
-    assert dot_1.get_markerfacecolor() != "white" and dot_2.get_markerfacecolor() == "white"
-    assert list(line.get_xdata()) == [no_effect, no_effect]

@@ -71,7 +71,7 @@ def test_the_ideal_by_hand():
     assert compiled_peers.ideal_flops(SHAPE, "backward", None) == 3 * (products + router)
 
 
-def test_a_recorded_routing_is_the_split(key):
+def test_a_recorded_routing_is_the_split():
     """Our own router sends the recorded rows where the split says."""
     shape = LayerShape(4, 16, 32, 16, 512, is_gated=True, capacity_factor=None)
     sizes_E = np.array([4096, 2048, 2048, 0])

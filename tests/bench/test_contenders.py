@@ -27,7 +27,7 @@ def test_switch_and_dense_do_equal_work():
 
 
 @pytest.mark.slow
-def test_a_contender_trains(monkeypatch):
+def test_a_contender_trains():
     switch = dataclasses.replace(train.switch_model(4).switch, every=1)
     small = dataclasses.replace(
         train.DENSE, d_model=16, d_ff=32, num_heads=2, d_head=8, num_encoder_layers=1,

@@ -118,7 +118,7 @@ def test_a_save_that_was_cut_short_is_deleted_and_the_older_taken(run, caplog):
 
 
 @pytest.mark.slow
-def test_a_missing_shard_is_named_and_nothing_deleted(run, capsys):
+def test_a_missing_shard_is_named_and_nothing_deleted(run):
     saved(run, 1, 2)
     path = run.checkpoints / "2"
     names = files_in(path)
@@ -289,7 +289,7 @@ def test_two_processes_save_and_resume(run, session_cache, what, newest):
     assert steps_of(run) == {"1", "2"} if newest == 2 else {"1"}
 
 
-def test_what_a_store_cannot_do_is_refused(run, tmp_path):
+def test_what_a_store_cannot_do_is_refused(run):
     with refused(
         f"{run.where} is in a store, which cannot rename the checkpoints after step 1"
     ):

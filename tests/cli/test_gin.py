@@ -3,6 +3,7 @@
 
 import dataclasses
 import importlib
+import math
 import pathlib
 import re
 import sys
@@ -15,6 +16,7 @@ from switchx.gin_config import building, files
 from switchx.gin_config.writing import model_gin, without_scopes
 from switchx.models.config import ModelConfig, Precision
 from switchx.training.job import TrainingJob
+from tests.data.refusals import refused
 from tests.gin_files import RUNS, describe_run, required_macros
 from tests.integration.runs import SMALL
 from tests.interop.folders import SWITCH, T5_1_1
@@ -145,7 +147,7 @@ def test_what_nothing_reads_is_refused():
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_shipped_run_sets_nothing_that_is_taken_for_misspelt(name, monkeypatch):
+def test_shipped_run_sets_nothing_that_is_taken_for_misspelt(name):
     """Macros that stay unread when a run takes another part are no mistakes."""
     describe_run(pathlib.Path("."))
     pathlib.Path("de.txt").write_text("ein Tor\n\nein Experte\n")
@@ -359,11 +361,14 @@ def test_the_model_is_built_again_alone_and_after_a_run_file(tmp_path, model):
     model = dataclasses.replace(model, dropout_rate=0.0)
     file = tmp_path / "model.gin"
     file.write_text(model_gin(model))
-    rates = (
-        model_gin(dataclasses.replace(model, dropout_rate=of(0.5)))
-        for of in (float, np.float64)
-    )
-    assert len(set(rates)) == 1
+    other = dataclasses.replace(model)
+    for value, text in ((0.5, "0.5"), (math.inf, "1e999"), ("it's", '"it\'s"')):
+        for of in {type(value), np.float64} if value == 0.5 else {type(value)}:
+            vars(other)["norm_epsilon"] = of(value)
+            assert f"config.ModelConfig.norm_epsilon = {text}\n" in model_gin(other)
+    vars(other)["norm_epsilon"] = np.float64("nan")
+    with refused("a job has NaN, which gin cannot read; give a number"):
+        model_gin(other)
     building.parse_files([str(file)], [])
     assert building.build("MODEL", ModelConfig) == model
 

@@ -80,6 +80,30 @@ def test_axes_in_another_order_name_the_same_cells(in_a_folder):
         pathlib.Path("s/sweep.json").write_text(json.dumps(swept.common))
     assert names[0] == names[1] and len(names[0]) == 8
     assert "NUM_EXPERTS=4,LEARNING_RATE=1,seed=0" in names[0]
+    # A file system's names are short.
+    values = [f"('corpus.txt', '{'x' * 300}{each}')" for each in "ab"]
+    swept = sweeps.parse_sweep("new", files, [f"FILES={','.join(values)}"])
+    (one, other) = (cell.log.name for cell in sweeps.cells_of(swept))
+    assert one != other and max(len(one), len(other)) <= 255
+
+
+def test_a_cell_that_diverged_is_worse_than_others_and_not_trained_again(
+    in_a_folder, one_device, steps_traced_once, capsys
+):
+    write_corpus(in_a_folder)
+    words = ["--gin.FILES=corpus.txt", "--gin.LEARNING_RATE=0.01,0.1,1e38", "--json"]
+    words.append("--gin.job.TrainingJob.max_skipped_in_a_row=2")
+    for done in (0, 3):
+        status, out, err = run(capsys, *words)
+        assert status == 0 and f"3 cells, {done} of them done before" in err
+        found = json.loads(out)
+        *_, last = found["results"]
+        assert (last["losses"], last["mean"], found["failed"]) == ({"0": None}, None, {})
+        if not done:
+            assert "LEARNING_RATE=1e38,seed=0: validation loss nan (it diverged: s/logs/" in err
+    better = min(found["results"][:2], key=lambda row: row["mean"])
+    where = "interior" if better is found["results"][1] else "edge"
+    assert found["optimum"]["places"] == {"LEARNING_RATE": where}
 
 
 def test_cells_are_trained_once_and_go_on(in_a_folder, one_device, steps_traced_once, capsys):

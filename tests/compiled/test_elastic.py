@@ -8,7 +8,6 @@ import pytest
 
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.compiled.elastic import job_for_devices
-from switchx.hardware.spec import hardware_of
 from switchx.models.stored_experts import storage_refusal
 from switchx.training.loop import train
 from switchx.training.offload.storage_spec import StorageSpec
@@ -107,21 +106,3 @@ def test_what_the_planner_does_not_know_is_refused():
             job_for_devices(make_job(SPARSE, **changes), V5E)
     with refused("no mesh of up to 8 devices of v5e runs this job<any>needs more memory<any>"):
         job_for_devices(JOB, small(V5E, 1000.0))
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("TPU v5 lite", "v5e"),
-        ("TPU v5", "v5p"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-    ],
-)
-def test_devices_are_known_by_their_kind(kind, name):
-    assert hardware_of(kind).name == name
-
-
-def test_unknown_devices_are_refused():
-    with refused("nothing says what a device 'cpu' can do; give --hardware=NAME, of a100<any>"):
-        hardware_of("cpu")

@@ -3,6 +3,7 @@
 
 import json
 import os
+import pathlib
 import re
 import shlex
 import shutil
@@ -20,7 +21,7 @@ from switchx.cli.main import main
 from switchx.deploy.folders import steps_done_twice
 from switchx.models.config import ModelConfig, SwitchConfig
 from tests.data.refusals import refused
-from tests.integration.runs import arguments
+from tests.integration.runs import arguments, write_corpus
 from tests.processes import ROOT, child_environment
 from tests.serving import served
 from tests.training.jobs import DENSE
@@ -98,6 +99,22 @@ def test_commands_of_the_page_run(run_folder, session_cache, capsys):
     assert main([*words, *QUICK]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {row["made"] for row in report["results"] if "made" in row} == {"before"}
+
+
+@pytest.mark.slow
+def test_other_text_is_measured_anew(in_a_folder, one_device, capsys):
+    write_corpus(in_a_folder)
+    options = arguments("run", "corpus.txt", "TRAIN_STEPS=1", "EVAL_EVERY=1")
+    assert main(["train", *options]) == 0
+    words = ["deploy", "--model_dir=run", "--output=out", "--platform=cpu", *QUICK, "--json"]
+    capsys.readouterr()
+    for made in ("now", "before", "now"):
+        assert main(words) == 0
+        report = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert {row["made"] for row in report["results"] if "made" in row} == {made}
+        if made == "before":
+            with pathlib.Path("corpus.txt").open("a") as corpus:
+                corpus.write("a line more\n")
 
 
 @pytest.mark.slow

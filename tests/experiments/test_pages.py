@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from experiments import experiment, ladder, pages, pretrained, rules, study
+from experiments import experiment, figures, ladder, pages, pretrained, rules, study
 from experiments.measured import Cells, Interval, Ratio, interval_of
 from experiments.pages import BEGIN, END, ROOT, page
 from experiments.study import Study
@@ -420,3 +420,20 @@ def test_quick_runs_end(name, quick_output):
     done = (runs / "cells.jsonl").read_text()
     run_quick(name, quick_output)  # there is nothing left to do
     assert (runs / "cells.jsonl").read_text() == done
+
+
+@pytest.mark.parametrize("no_effect", [0.0, 1.0])
+def test_dots_are_filled_where_an_interval_leaves_out_no_effect(no_effect):
+    differences = {
+        "ahead": {"mean": 0.5, "low": 0.1, "high": 0.9},
+        "undecided": {"mean": 0.1, "low": -0.2, "high": 0.4},
+    }
+    intervals = {
+        name: {end: value + no_effect for end, value in each.items()}
+        for name, each in differences.items()
+    }
+    (axis,) = figures.intervals_figure(intervals, "x", no_effect).axes
+    bar_1, dot_1, bar_2, dot_2, line = axis.lines
+    assert list(bar_1.get_xdata()) == [no_effect + 0.1, no_effect + 0.9]
+    assert dot_1.get_markerfacecolor() != "white" and dot_2.get_markerfacecolor() == "white"
+    assert list(line.get_xdata()) == [no_effect, no_effect]

@@ -272,7 +272,7 @@ def sentencepiece_arguments(folder, files, *bindings):
     return [*words, f"--gin_file={vocabulary}"]
 
 
-def test_vocabulary_that_is_another_than_the_runs(refused, files, monkeypatch, capsys):
+def test_vocabulary_that_is_another_than_the_runs(refused, files, capsys):
     """Trained anew under the same name: the configuration does not show it."""
     train_sentencepiece(str(files), 300, "v")
     words = sentencepiece_arguments("run", files)

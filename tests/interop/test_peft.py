@@ -142,7 +142,7 @@ def test_what_peft_saved_is_read(case, modules, tmp_path, capsys):
     assert main([*words[:-1], str(tmp_path / "x"), f"--base={base.path}"]) == 2
     assert "init_lora_weights='pissa' cannot be read" in capsys.readouterr().err
     values["init_lora_weights"] = True
-    for wrong in ({"r": 10**9}, {"r": 4.0}, {"lora_alpha": "x"}):
+    for wrong in ({"r": 10**9}, {"r": 4.0}, {"lora_alpha": "x"}, {"lora_dropout": "0.1"}):
         file.write_text(json.dumps(values | wrong))
         assert main([*words[:-1], str(tmp_path / "x"), f"--base={base.path}"]) == 2
         assert "have [(4,)] rows; expected" in capsys.readouterr().err

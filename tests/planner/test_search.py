@@ -10,10 +10,12 @@ import pytest
 from switchx.hardware.spec import load_hardware
 from switchx.models.config import ModelConfig
 from switchx.optim.adamw import AdamW
+from switchx.planner import way_out
 from switchx.planner.layout import Layout
 from switchx.planner.search import (
     DOES_NOT_FIT,
     GROUPS_DO_NOT_DIVIDE,
+    ON_DEVICE,
     SHARES_BY_ROWS,
     explain,
     layouts,
@@ -157,6 +159,21 @@ def test_devices_that_nothing_divides_into_and_the_fewest_that_would_do():
     below, above = workable_devices(make_workload(), V5E, 7)
     assert below < 7 < above
     assert search_on_v5e(devices=above).plans
+    for workload, devices in ((make_workload(), 12), (make_workload(DENSE, batch_size=12), 17)):
+        runs = {
+            n: way_out._runs(workload, V5E, n, ON_DEVICE) for n in range(1, 2 * devices + 1)
+        }
+        near = [n for n in range(devices) if runs.get(n)][-1:]
+        near += [n for n in range(devices + 1, 2 * devices + 1) if runs[n]][:1]
+        assert workable_devices(workload, V5E, devices) == near
+
+
+def test_no_number_of_devices_that_the_batch_excludes_is_tried(monkeypatch):
+    tried = []
+    monkeypatch.setattr(way_out, "_runs", lambda w, h, number, storage: tried.append(number))
+    workload = make_workload(batch_size=2**14)
+    assert workable_devices(workload, load_hardware("v5p"), 2**16 + 1) == []
+    assert len(tried) < 40
 
 
 def test_groups_that_do_not_divide_are_counted():

@@ -203,7 +203,10 @@ def test_layers_may_be_unrolled_between_device_and_disk(finished, one_device, tm
     for name, leaf in before.items():  # after one update
         np.testing.assert_allclose(after[name][1], leaf, atol=0.012, err_msg=name)
     fresh = RunFolder(tmp_path / "fresh")
-    train(disk_job(train_steps=0, init_from=str(run.root)), fresh, Events())
+    train(disk_job(train_steps=1, init_from=str(run.root)), fresh, Events())
+    begun, read = (tree.named_leaves(restore_params(r.root)) for r in (run, fresh))
+    for name, leaf in begun.items():
+        np.testing.assert_allclose(read[name], leaf, atol=0.012, err_msg=name)
 
 
 def test_what_does_not_fit_a_disk_is_refused(one_device, tmp_path):

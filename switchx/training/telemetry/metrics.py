@@ -211,6 +211,7 @@ class SkippedBatches:
             "batch": batch_digest(batch),
             "loss": repr(float(metrics.loss)),
             "grad_norm": repr(float(metrics.grad_norm)),
+            "in_a_row": int(metrics.skipped_in_a_row),
         }
         self._identities.append(identity)
         self._folder.mkdir(exist_ok=True)

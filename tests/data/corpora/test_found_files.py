@@ -44,7 +44,7 @@ def test_links_are_read_once_and_cycles_end(tmp_path, texts):
     assert found.left_out["link that leads to no file"] == [f"broken.txt -> {tmp_path}/nowhere"]
 
 
-def test_a_link_by_a_name_that_is_read_to_a_file_that_is_not(tmp_path, texts):
+def test_a_link_by_a_name_that_is_read_to_a_file_that_is_not(texts):
     """As the cache of Hugging Face's hub has them: the file itself is named by its hash."""
     (texts / "blobs").mkdir()
     (texts / "blobs/0123").write_text("two\n")

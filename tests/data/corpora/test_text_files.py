@@ -173,7 +173,7 @@ def test_unreadable_names_file(tmp_path):
         list(read_lines(not_packed))
 
 
-def test_permission_denied_names_file(tmp_path, monkeypatch):
+def test_permission_denied_names_file(monkeypatch):
     def deny(path, mode):
         raise PermissionError(13, "Permission denied", str(path))
 
