@@ -274,6 +274,18 @@ def test_what_is_taken_of_a_module_is_there():
     assert wrong == []
 
 
+def test_no_function_takes_the_place_of_another():
+    """A linter sees it only where nothing stands between them that calls the first."""
+    for path, tree in TREES.items():
+        for scope in ast.walk(tree):
+            plain = [
+                each.name for each in ast.iter_child_nodes(scope)
+                if isinstance(scope, ast.Module | ast.ClassDef)
+                and isinstance(each, ast.FunctionDef) and not each.decorator_list
+            ]  # fmt: skip
+            assert len(plain) == len({*plain}), (path, sorted(plain))
+
+
 def test_sizes_and_headers():
     wrong = []
     for path, tree in TREES.items():
