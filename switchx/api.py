@@ -127,7 +127,10 @@ class Model:
         text_format = TextFormat.of_training(
             describe(job.source, "job.source"), is_encoder_decoder=job.model.is_encoder_decoder
         )
-        return cls(job.model, params, job.vocabulary, step, text_format, fingerprint, devices)
+        folder = job.init_from if model_dir is None else model_dir
+        decoding = {} if folder is None else read_decoding(RunFolder(folder))
+        of = job.model, params, job.vocabulary, step, text_format, fingerprint, devices
+        return cls(*of, decoding=decoding)
 
     @property
     def num_params(self) -> int:

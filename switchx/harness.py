@@ -13,6 +13,7 @@ many do.
 """
 
 import logging
+import math
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -161,6 +162,8 @@ class SwitchxLM(LM):
         pairs = [(tokens, wanted) for tokens, (_, wanted) in zip(read, pairs, strict=True)]
         with compiled_programs_kept(None):
             found = sorted(scorer(pairs), key=lambda each: each[0])
+        unknown = sum(math.isnan(score.log_likelihood) for _, score in found)
+        require(not unknown, f"{unknown} log-likelihoods are NaN; see to the checkpoint")
         return [
             (score.log_likelihood, [next(iter(top)) for top in score.top_logprobs] == wanted)
             for (_, score), (_, wanted) in zip(found, pairs, strict=True)

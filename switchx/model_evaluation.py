@@ -300,7 +300,10 @@ class _Evaluation:
 
     @functools.cached_property
     def _program(self) -> TrainingProgram:
-        return compiled_program(self._checked_job)
+        job = self._checked_job
+        # Rates by parameter may be of adapters, which are merged here.
+        step = dataclasses.replace(job.step, rate_multipliers=())
+        return compiled_program(dataclasses.replace(job, step=step))
 
     def _likelihood(self, step: int) -> dict[str, Any]:
         job, program, folder = self._checked_job, self._program, self.folder

@@ -19,7 +19,7 @@ from switchx.data.mixtures import Mixture, evaluated_tasks
 from switchx.data.tasks import Task, TextFormat
 from switchx.data.text_metrics import METRICS, MetricResult
 from switchx.fields import describe, require
-from switchx.inference.generate import Generator
+from switchx.inference.generate import Generator, text_of
 from switchx.inference.model_mesh import ModelMesh
 from switchx.partitioning.mesh import PIPE
 from switchx.training.job import TrainingJob
@@ -132,7 +132,7 @@ def answer(
     require_readable(generator, questions)
     texts, num_unfinished = [""] * len(questions.prompts), 0
     for num_done, (number, (best, *_)) in enumerate(generator(questions.prompts), 1):
-        texts[number] = model.vocabulary.decode(best.tokens)
+        texts[number] = text_of(best, model.vocabulary, generator.stops)
         num_unfinished += not best.is_finished
         progressed(num_done)
     return Answers(texts, num_unfinished)
@@ -152,8 +152,11 @@ class JobTexts:
     and metrics are those of `switchx eval` on the same parameters: no token is dropped.
     """
 
-    def __init__(self, job: TrainingJob, mesh: jax.sharding.Mesh):
+    def __init__(self, job: TrainingJob, mesh: jax.sharding.Mesh, decoding=None):
         """Reads the examples of all tasks that have metrics.
+
+        Args:
+            decoding: defaults of decoding, as `read_decoding` returns them.
 
         Raises:
             ValueError: no task has metrics, an input cannot be read, or the model cannot be
@@ -178,7 +181,8 @@ class JobTexts:
             describe(job.source, "job.source"), is_encoder_decoder=job.model.is_encoder_decoder
         )
         devices = ModelMesh(mesh, job.mesh.rules)
-        self._model = Model(job.model, {}, job.vocabulary, 0, text_format, "", devices)
+        of = job.model, {}, job.vocabulary, 0, text_format, "", devices
+        self._model = Model(*of, decoding=decoding or {})
         generator = self._generator(self._model)
         self._questions = [
             ask(self._model, examples)

@@ -9,6 +9,8 @@ import jax
 import pytest
 
 import switchx
+from switchx.checkpoint.run_folder import RunFolder, read_config
+from switchx.data.bpe import read_bpe
 from switchx.data.evaluation import EvaluationExamples, evaluation_examples
 from switchx.data.features import EncoderDecoderFeatures
 from switchx.data.mixtures import Mixture
@@ -16,14 +18,18 @@ from switchx.data.objectives import InputsToTargets
 from switchx.data.tasks import Task
 from switchx.data.text_metrics import Accuracy, Bleu, ChrF, MetricResult
 from switchx.data.tokenizers import ByteVocabulary
+from switchx.data.vocabularies import read_or_trained
+from switchx.models.adapters import LoRASpec
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.partitioning.mesh import MeshSpec
 from switchx.text_evaluation import JobTexts, answer, ask, mean_results, rank_choices
 from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.programs import compiled_program
+from switchx.training.start import evaluator_of
 from switchx.training.text_evaluation import TextEvaluation
 from tests.data.fakes import VOCABULARY, ListCorpus, pair_corpus
 from tests.data.refusals import refused
+from tests.data.tokenizer_files import tokenizer_folder
 from tests.training.jobs import DENSE, TASK, make_job, make_params
 from tests.training.saved_runs import save_run
 
@@ -58,6 +64,9 @@ def test_answers_are_those_of_the_api_in_order(model, decoder):
         got = answer(each, each.generator(max_new_tokens=4), asked, done.append)
         want = each.generate([PREFIX + text for text in asked.examples.inputs], max_length=4)
         assert got.texts == want
+        ended = dataclasses.replace(each, decoding={"stop": [want[0][:1]]})
+        got = answer(ended, ended.generator(max_new_tokens=4), asked)
+        assert got.texts == [text.partition(want[0][:1])[0] for text in want]
         assert (got.num_unfinished, done) == (3, [1, 2, 3])  # random weights never end
 
 
@@ -130,6 +139,24 @@ def test_tasks_take_turns_and_those_without_metrics_are_not_asked(model):
     assert got.keys() == {"letters", "shorter"}
     assert [len(each.predictions) for each in got.values()] == [3, 1]
     assert got["shorter"].predictions == got["letters"].predictions[:1]
+
+
+@pytest.mark.parametrize("by", ["init_from", "lora"])
+def test_a_job_decodes_as_what_it_begins_with(by, tmp_path):
+    """Choosing among the ids that its vocabulary has, as `switchx eval` does."""
+    tokenizer = tokenizer_folder(tmp_path / "tokenizer", "neox")
+    size = read_bpe(tokenizer).size
+    model = dataclasses.replace(DENSE, vocab_size=size + 8)
+    base = RunFolder(save_run(tmp_path / "base", model))
+    base.config.write_text(json.dumps(read_config(base) | {"decoding": {"stop": ["e"]}}))
+    begins = str(base.root) if by == "init_from" else LoRASpec(str(base.root), 9)
+    task = dataclasses.replace(MEASURED, vocabulary=read_or_trained(str(tokenizer)))
+    spec = TextEvaluation(batch_size=2, max_new_tokens=4)
+    job = make_job(model, source=task, text_evaluation=spec, **{by: begins})
+    mesh = MeshSpec(data=1).build(jax.devices()[:1])
+    texts = evaluator_of(job, RunFolder(tmp_path / "run"), mesh, JobTexts)
+    decoding = texts._model.decoding_config()
+    assert decoding.stop == ("e",) and decoding.num_ids == size
 
 
 def test_what_a_job_cannot_write_is_refused_before_it_trains():

@@ -110,6 +110,11 @@ class RunLog:
     end: dict
     history: RoutingHistory | None
 
+    @property
+    def is_diverged(self) -> bool:
+        """Whether the last logged loss of training is not finite."""
+        return math.isnan([*self.losses["training"].values()][-1])
+
 
 def read_run_log(folder: str | os.PathLike) -> RunLog:
     """The log of a run folder, which may still be trained.
@@ -163,15 +168,20 @@ class Configuration:
     runs: Sequence[RunLog]
 
     @property
+    def going(self) -> list[RunLog]:
+        """The runs that did not diverge; all where none is left."""
+        return [run for run in self.runs if not run.is_diverged] or [*self.runs]
+
+    @property
     def last_step(self) -> int:
-        """The last step at which all runs were evaluated.
+        """The last step at which all runs that did not diverge were evaluated.
 
         Raises:
             ValueError: there is none.
         """
-        steps = _common(run.losses["validation"] for run in self.runs)
+        steps = _common(run.losses["validation"] for run in self.going)
         if not steps:
-            folders = ", ".join(run.folder for run in self.runs)
+            folders = ", ".join(run.folder for run in self.going)
             raise ValueError(
                 f"{folders} are seeds of one configuration and have no step at which all were "
                 "evaluated; leave one out, or train on"
@@ -180,7 +190,7 @@ class Configuration:
 
     @property
     def finals(self) -> dict[str, float]:
-        """Validation loss at the last step, by seed."""
+        """Validation loss at the last step, by seed; NaN of a run that diverged before."""
         step = self.last_step
         return {run.seed: run.losses["validation"].get(step, math.nan) for run in self.runs}
 
@@ -190,17 +200,19 @@ class Configuration:
 
     def loss_band(self, kind: str, cost: str) -> np.ndarray:
         """The loss by what it took, which is interpolated between logged steps."""
-        steps = _common(run.losses[kind] for run in self.runs)
-        values = [[run.losses[kind][step] for step in steps] for run in self.runs]
-        taken = [[np.r_[0, run.costs[name]] for name in ("step", cost)] for run in self.runs]
+        runs = self.going
+        steps = _common(run.losses[kind] for run in runs)
+        values = [[run.losses[kind][step] for step in steps] for run in runs]
+        taken = [[np.r_[0, run.costs[name]] for name in ("step", cost)] for run in runs]
         return _band(np.mean([np.interp(steps, *each) for each in taken], axis=0), values)
 
     def routing_band(self, name: str) -> np.ndarray:
         """The mean over layers of a number of `ROUTING`, by step."""
-        steps = _common(run.history.steps.tolist() for run in self.runs)
+        histories = [run.history for run in self.runs if run.history is not None]
+        steps = _common(history.steps.tolist() for history in histories)
         values = [
-            ROUTING[name](run.history)[np.isin(run.history.steps, steps)].mean(axis=-1)
-            for run in self.runs
+            ROUTING[name](history)[np.isin(history.steps, steps)].mean(axis=-1)
+            for history in histories
         ]
         return _band(steps, values)
 
@@ -309,8 +321,8 @@ class Comparison:
             rows.append([(cost, f"{kind} loss", bands[cost]) for cost in COSTS])
         return Section(
             "Loss",
-            "Lines are means over seeds, bands their 95% intervals. The first quarter of a "
-            "line may lie outside of its graph.",
+            "Lines are means over seeds that did not diverge, bands their 95% intervals. The "
+            "first quarter of a line may lie outside of its graph.",
             [panels_figure(rows)],
         )
 
@@ -327,7 +339,7 @@ class Comparison:
 
     def routing(self) -> Section:
         """Routing side by side, by step."""
-        sparse = [each for each in self.configurations if each.runs[0].history is not None]
+        sparse = [x for x in self.configurations if any(run.history for run in x.runs)]
         if not sparse:
             return Section("Routing", "All models are dense.")
         panels = [("step", n, {x.name: x.routing_band(n) for x in sparse}) for n in ROUTING]

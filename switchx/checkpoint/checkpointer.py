@@ -18,6 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from switchx.checkpoint.adapter_run import AdapterRecord
 from switchx.checkpoint.items import (
     EXPERTS,
     abstract,
@@ -335,7 +336,8 @@ class Checkpointer:
         else:
             experts = {} if self._experts is None else self._experts.abstract
             of_items = {item_name(name): leaf for name, leaf in experts.items()}
-            items = restore_items(path, nested(targets | of_items), model)
+            spec = getattr(AdapterRecord.read(self._run), "spec", None)
+            items = restore_items(path, nested(targets | of_items), model, spec)
             if experts:
                 leaves, updates = named_leaves(items), num_updates(items["train_state"])
                 self._experts.fill({n: leaves[item_name(n)] for n in experts}, updates)

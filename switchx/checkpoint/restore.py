@@ -223,7 +223,10 @@ def _in_layout_of(adapters: Tree, model: ModelConfig, spec: LoRASpec) -> Tree:
 
 
 def restore_items(
-    path: Folder, targets: dict[str, Tree | None], model: ModelConfig | None
+    path: Folder,
+    targets: dict[str, Tree | None],
+    model: ModelConfig | None,
+    spec: LoRASpec | None = None,
 ) -> dict[str, Tree]:
     """Items of a checkpoint as arrays of `model`, on any mesh and in its layout of layers.
 
@@ -234,11 +237,12 @@ def restore_items(
         targets: nested dictionaries of ShapeDtypeStructs with shardings, by item; see
             `read_items`.
         model: configuration of the model; None reads the layers as they are stored.
+        spec: the adapters that stand in the place of the parameters.
 
     Raises:
         ValueError: leaves are missing, extra, or of another shape or dtype; lists all.
     """
-    if model is None or stored_model(path, model) == model:
+    if model is None or stored_model(path, model, spec) == model:
         return read_items(path, targets)
     if model.scan_layers:
         stored = unrolled_blocks(jax.tree.map(_StackedStruct, targets))
@@ -250,16 +254,17 @@ def restore_items(
     return unrolled_blocks(jax.tree.map(_cut, repeats, arrays))
 
 
-def stored_model(path: Folder, model: ModelConfig) -> ModelConfig:
-    """The model with its layers as a checkpoint has them, scanned or unrolled.
+def stored_model(path: Folder, model: ModelConfig, spec: LoRASpec | None = None) -> ModelConfig:
+    """The model with its layers as a checkpoint has them, or its adapters, scanned or unrolled.
 
     The model itself where the checkpoint is of neither.
     """
     if not model.can_be_scanned:
         return model
     other = dataclasses.replace(model, scan_layers=not model.scan_layers)
-    stored = _shapes(stored_items(path).get("params", {}))
-    return other if stored == _shapes(abstract_params(other)) else model
+    stored, params = _shapes(stored_items(path).get("params", {})), abstract_params(other)
+    expected = params if spec is None else abstract_adapters(params, spec)
+    return other if stored == _shapes(expected) else model
 
 
 def _shapes(params: Tree) -> dict[str, tuple[int, ...]]:

@@ -274,17 +274,17 @@ def read_rescaled(run: RunFolder) -> str | None:
     It goes along with the weights: to runs with INIT_FROM, averages, models that were reshaped
     or deployed.
     """
-    found = _brought(run, "rescaled")
-    if found is None and run.adapter.is_file():
-        found = read_rescaled(RunFolder(read_json_object(run.adapter)["base"]))
-    return found
+    return _brought(run, "rescaled")
 
 
 def _brought(run: RunFolder, name: str):
-    """What a model came with by this name, or what INIT_FROM took; None without it."""
+    """What a model came with by this name, what INIT_FROM took, or what the base of adapters
+    has; None without it."""
     found = read_config(run).get(name)
     if found is None and run.initialization.is_file():
         found = read_json_object(run.initialization, _MOST_CONFIG_BYTES).get(name)
+    if found is None and run.adapter.is_file():
+        found = _brought(RunFolder(read_json_object(run.adapter)["base"]), name)
     return found
 
 

@@ -80,9 +80,9 @@ def checkpoint_faults(run: RunFolder, step: int) -> list[str]:
     if faults:
         return faults
     try:
-        expected = abstract_params(stored_model(path, read_model_config(run)))
-        if (record := AdapterRecord.read(run)) is not None:
-            expected = abstract_adapters(expected, record.spec)
+        spec = getattr(AdapterRecord.read(run), "spec", None)
+        expected = abstract_params(stored_model(path, read_model_config(run), spec))
+        expected = expected if spec is None else abstract_adapters(expected, spec)
         where = "it is not of the run's model: it"
         require_same_leaves(named_leaves(expected), named_leaves(stored["params"]), where)
     except ValueError as error:

@@ -83,7 +83,9 @@ def add_command(commands) -> None:
     shared.add_flags(parser, INPUTS)
     parser.set_defaults(text_column="text")
     shared.add_step(parser, "checkpoint of a run folder")
-    shared.add_flags(parser, {"--against_step=N": "checkpoint of the second model"})
+    second = {"--against_step=N": "checkpoint of the second model"}
+    second["--against_task=NAME"] = "task of the second model, where its experts are divided"
+    shared.add_flags(parser, second)
     shared.add_task(parser)
     shared.add_flags(parser, MEASURES, **DEFAULTS, capacity="dropless")
     shared.add_json(parser)
@@ -131,7 +133,7 @@ def _write(arguments: argparse.Namespace, reporter) -> dict:
     reporter.note(str(texts.account))
     folders = [(arguments.model_dir, arguments.step, arguments.task)]
     if arguments.against is not None:
-        folders.append((arguments.against, arguments.against_step, None))
+        folders.append((arguments.against, arguments.against_step, arguments.against_task))
     atlases = []
     with new_folder(output) as folder, compiled_programs_kept(None, reporter.note):
         for name, (model_dir, step, task) in zip(_names(folders), folders, strict=True):

@@ -65,6 +65,10 @@ def job_for_devices(
         "--mesh=auto does not plan buckets; leave them out, or name the mesh "
         "(configs/meshes)",
     )
+    require(
+        job.lora is None,
+        "--mesh=auto does not plan adapters (TrainingJob.lora); name the mesh (configs/meshes)",
+    )
     devices = list(jax.devices() if devices is None else devices)
     workload, reasons = workload_of(job), collections.Counter()
     for used in _device_sets(devices):

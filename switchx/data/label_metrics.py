@@ -183,6 +183,8 @@ def rank_results(
         f"{len(sizes)} examples have scores and {len(is_right)} have choices, which must be "
         "equally many and at least one in each; score all choices of all examples",
     )
+    unknown = sum(any(map(math.isnan, each)) for each in scores)
+    note = f"{unknown} examples have scores that are NaN; see to the checkpoint" * bool(unknown)
     guess_N = np.array([int(np.argmax(each)) for each in scores])
     hit_N = [bool(right[guess]) for right, guess in zip(is_right, guess_N, strict=True)]
     results = {"accuracy": np.mean(hit_N)}
@@ -190,7 +192,10 @@ def rank_results(
     if has_one_right and len(set(sizes)) == 1:
         right_N = np.array([int(np.argmax(each)) for each in is_right])
         results |= _class_results(np.array(scores, float), guess_N, right_N)
-    return [MetricResult(name, 100 * float(each), "rank") for name, each in results.items()]
+    return [
+        MetricResult(name, None if unknown else 100 * float(each), "rank", note=note or None)
+        for name, each in results.items()
+    ]
 
 
 def _class_results(score_NC, guess_N, right_N) -> dict[str, float]:

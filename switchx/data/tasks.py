@@ -173,7 +173,10 @@ class TextFormat:
             return vocabulary.encode(text)
         if vocabulary.sentinel_id(0) in vocabulary.encode("<extra_id_0>"):
             return vocabulary.encode(text)  # sentinels are pieces of its model
-        tokens = []
+        tokens, n = [], vocabulary.num_sentinels
+        for part in parts[1::2]:
+            has = f"the model has <extra_id_0> to <extra_id_{n - 1}>; use these"
+            require(int(part) < n, f"<extra_id_{part}> in a text: {has}")
         for i, part in enumerate(parts):
             tokens += [vocabulary.sentinel_id(int(part))] if i % 2 else vocabulary.encode(part)
         return tokens

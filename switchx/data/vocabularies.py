@@ -66,6 +66,7 @@ _EXPECTED = (
 
 # Examples of a corpus that are looked at, of one that has more.
 _MAX_EXAMPLES = 100_000
+_FACTS = "facts"  # of a downstream example, JSON: no text of it
 
 _log = logging.getLogger(__name__)
 
@@ -151,8 +152,9 @@ class CorpusVocabulary(LateVocabulary):
         """
         corpora = self.corpus if isinstance(self.corpus, tuple | list) else (self.corpus,)
         sources = [corpus.open("train", self.data_dir) for corpus in corpora]
+        has_facts = any(_FACTS in source.fields for source in sources)
         key = fingerprint_of(
-            "vocabulary 1",
+            "vocabulary 2" if has_facts else "vocabulary 1",
             sentencepiece.__version__,
             *(source.fingerprint for source in sources),
             self.size,
@@ -180,9 +182,9 @@ class CorpusVocabulary(LateVocabulary):
 
 
 def _texts(source: CorpusSource) -> Iterator[str]:
-    """All fields of examples that are spread evenly over a split."""
-    step = -(-len(source) // _MAX_EXAMPLES)
-    return (text for i in range(0, len(source), step) for text in source[i].values())
+    """All texts of examples that are spread evenly over a split."""
+    examples = map(source.__getitem__, range(0, len(source), -(-len(source) // _MAX_EXAMPLES)))
+    return (text for each in examples for name, text in each.items() if name != _FACTS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,6 +71,7 @@ def decoding_ids(vocabulary: Vocabulary) -> dict:
 
     Models of T5 choose among all rows of their table, as T5X and transformers have it.
     """
+    vocabulary = getattr(vocabulary, "resolved", vocabulary)
     first, *others = vocabulary.eos_ids
     return {
         "eos_id": first,

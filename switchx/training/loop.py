@@ -98,7 +98,8 @@ def train(
     reporter: Reporter,
     records: dict[Path, str] | None = None,
     devices: Sequence[jax.Device] | None = None,
-    text_evaluator: Callable[[TrainingJob, jax.sharding.Mesh], TextEvaluator] | None = None,
+    text_evaluator: Callable[[TrainingJob, jax.sharding.Mesh, dict], TextEvaluator]
+    | None = None,
     profile: ProfiledSteps | None = None,
     started_s: float | None = None,
     stop_on_alarm: bool = False,
@@ -143,7 +144,7 @@ def train(
         if run.is_begun:  # before anything in it is touched
             job = check_same_run(run, job)
         program = program_of(job, run, devices)
-        evaluator = evaluator_of(job, program.mesh, text_evaluator)
+        evaluator = evaluator_of(job, run, program.mesh, text_evaluator)
         program.require_memory()
         for note in program.notes:
             reporter.note(note)

@@ -17,7 +17,7 @@ from switchx.checkpoint.restore import (
     choose_step,
     restore_params,
 )
-from switchx.checkpoint.run_folder import RunFolder, read_rescaled
+from switchx.checkpoint.run_folder import RunFolder, read_decoding, read_rescaled
 from switchx.data.downstream.templates import Templates
 from switchx.data.mixtures import accounts_of, splits_read
 from switchx.fields import describe, require
@@ -136,8 +136,12 @@ def corpora_record(job: TrainingJob, run: RunFolder, note: Callable) -> dict[Pat
     return {run.corpora: json.dumps([*map(dataclasses.asdict, accounts)], indent=2)}
 
 
-def evaluator_of(job: TrainingJob, mesh: jax.sharding.Mesh, make) -> TextEvaluator | None:
+def evaluator_of(
+    job: TrainingJob, run: RunFolder, mesh: jax.sharding.Mesh, make
+) -> TextEvaluator | None:
     """The generator of texts for the job's evaluations, from `make`; None without them.
+
+    It decodes by the defaults that the run has, or that it takes from where it begins.
 
     Raises:
         ValueError: the job has some, and `make` is None.
@@ -149,7 +153,9 @@ def evaluator_of(job: TrainingJob, mesh: jax.sharding.Mesh, make) -> TextEvaluat
         "TrainingJob.text_evaluation generates texts, and train was given nothing that does; "
         "give text_evaluator=switchx.text_evaluation.JobTexts",
     )
-    return make(job, mesh)
+    first = job.init_from if job.lora is None else job.lora.base
+    is_taken = first is None or run.initialization.is_file()
+    return make(job, mesh, read_decoding(run if is_taken else RunFolder(first)))
 
 
 class _TeachersParams:

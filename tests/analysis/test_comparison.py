@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs compared, of folders written by hand: numbers against loops and scipy, the command."""
 
+import math
 import shutil
 
 import numpy as np
@@ -103,6 +104,23 @@ def test_the_headline_says_whether_seeds_tell_apart(folders, tmp_path):
     said = "3.0000 at step 6; of no other all seeds end with a finite loss. Validation sets"
     assert compared.headline.startswith(f"LEARNING_RATE=0.1: validation loss {said} differ")
     assert compared.overview().tables[0].rows[0][2] == "not finite"
+
+
+def test_a_seed_that_diverged_is_not_hidden_by_what_came_before(folders, tmp_path):
+    """Its log ends in steps that were all skipped, which have neither loss nor routing."""
+    lost = write_run(tmp_path / "lost", seed=9)
+    lines = [{"step": step, "neg_log_perplexity": None} for step in (2, 6)]
+    write_lines(lost / "metrics.jsonl", lines)
+    write_lines(lost / "validation.jsonl", [{"step": 0, "neg_log_perplexity": -7.0}])
+    alone, compared = compare(folders[:1]), compare([lost, folders[0]])
+    assert ": validation loss not finite at step 6." in compared.headline
+    (one,), (both,) = alone.configurations, compared.configurations
+    assert both.last_step == 6 and math.isnan(both.finals["9"])
+    for name in ("loss_band", "routing_band"):
+        asked = ("validation", "tokens") if name == "loss_band" else ("MaxVio",)
+        bands = (getattr(each, name)(*asked) for each in (one, both))
+        np.testing.assert_array_equal(*bands)
+    assert compared.routing().figures
 
 
 def test_what_differs_is_a_table_and_dense_models_are_compared(folders, tmp_path):

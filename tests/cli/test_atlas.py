@@ -138,6 +138,17 @@ def texts_of(*texts: str, targets=None) -> LabelledTexts:
     return LabelledTexts(list(texts), targets, ("a",), np.zeros(len(texts), int), None)
 
 
+def test_each_model_has_its_task(in_a_folder, cli, monkeypatch):
+    asked = []
+    load = lambda folder, step, task: asked.append(task)  # noqa: E731
+    monkeypatch.setattr("switchx.api.load", load)
+    for name, given in (("make_atlas", None), ("write_page", {})):
+        monkeypatch.setattr(f"switchx.routing_atlas.{name}", lambda *a, x=given, **k: x)
+    words = ["--task=a", "--against=b", "--against_task=c", "--output=out", "--json"]
+    cli.json("atlas", "tiny", *words)
+    assert asked == ["a", "c"]
+
+
 def test_models_without_text_have_no_atlas_and_two_of_one_name_have_two():
     with refused("mine is a dense model, which routes nothing; give one"):
         require_readable(model_of(DENSE), "mine")

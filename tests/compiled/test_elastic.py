@@ -8,6 +8,7 @@ import pytest
 
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.compiled.elastic import job_for_devices
+from switchx.models.adapters import LoRASpec
 from switchx.models.stored_experts import storage_refusal
 from switchx.training.loop import train
 from switchx.training.offload.storage_spec import StorageSpec
@@ -100,6 +101,10 @@ def test_lost_devices_change_no_loss_of_experts_in_host_memory(tmp_path):
 def test_what_the_planner_does_not_know_is_refused():
     for changes, message in (
         (dict(step=StepConfig(bucket_bytes=1024)), "<any>does not plan buckets; leave<any>"),
+        (
+            dict(lora=LoRASpec("nowhere")),
+            "--mesh=auto does not plan adapters (TrainingJob.lora)",
+        ),
         (dict(storage=StorageSpec("host")), "ModelConfig.scan_layers=False with<any>"),
     ):
         with refused(message):

@@ -136,6 +136,10 @@ def test_ranks_of_one_class_have_no_area_and_bad_scores_are_refused():
     for given_scores, is_right in (([], []), ([[1.0]], [[T, F]]), ([[]], [[]])):
         with refused("which must be equally many and at least one in each"):
             rank_results(given_scores, is_right)
+    for each in rank_results([[1, math.nan], [0, 1]], [[T, F]] * 2):
+        assert each.score is None and each.note.startswith(
+            "1 examples have scores that are NaN"
+        )
 
 
 ids = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), min_size=2, max_size=30)

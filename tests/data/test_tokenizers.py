@@ -308,7 +308,7 @@ def test_there_are_no_sentinels_and_no_empty_vocabulary():
         TokenIdVocabulary(0)
     with refused("special id 50 of a vocabulary of 0 to 49"):
         TokenIdVocabulary(50, start_id=50)
-    with refused("eos_ids=(), pad_id=0, start_id=0; expected one end at least"):
+    with refused("eos_ids=(), pad_id=0, start_id=0<any>; expected one end at least"):
         TokenIdVocabulary(50, eos_ids=())
 
 

@@ -28,6 +28,7 @@ from switchx.data.vocabulary_training import (
     train_model,
     train_sentencepiece,
 )
+from tests.data.fakes import ListCorpus
 from tests.data.refusals import refused
 from tests.data.words import sentences
 
@@ -230,6 +231,19 @@ def test_whatever_determines_it_is_in_its_name(corpus, tmp_path):
     changed = CorpusVocabulary(corpus, 500, data_dir=data_dir)
     assert changed.fingerprint() != original.fingerprint()
     assert len(list((tmp_path / "data/vocabularies").iterdir())) == 5
+
+
+def test_facts_of_examples_are_no_text(tmp_path):
+    """A vocabulary of none that has them keeps the name that it had."""
+    fields, words = ("inputs", "targets"), TEXT.split(" ")
+    pairs = tuple((a, a) for a in words)
+    of_pairs = CorpusVocabulary(ListCorpus(pairs, fields), 400, data_dir=str(tmp_path))
+    told = tuple((*pair, '{"example_id": "%%%"}') for pair in pairs)
+    vocabulary = CorpusVocabulary(
+        ListCorpus(told, (*fields, "facts")), 400, data_dir=str(tmp_path)
+    )
+    assert vocabulary.encode(TEXT) == of_pairs.encode(TEXT)
+    assert len({*(tmp_path / "vocabularies").iterdir()}) == 2
 
 
 def test_same_on_every_machine(corpus, tmp_path):

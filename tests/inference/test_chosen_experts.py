@@ -168,7 +168,7 @@ def test_predictions_change_no_token(name, beam_size):
     traffic = experts.traffic
     has_next = name == "gpt"
     assert (traffic.predicted > 0) == has_next == ("predicted were chosen" in str(traffic))
-    assert traffic.correct <= traffic.predicted
+    assert traffic.correct <= traffic.predicted and (traffic.correct > 0) == has_next
     # Moved for a request or for a prediction; what was requested is all that is traced.
     size = experts.source.expert_bytes
     missed = (traffic.requested - traffic.hits) * size

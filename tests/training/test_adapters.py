@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import switchx
 from pallas_kernels import dequantize, implementations, quantize
 from pallas_kernels.implementations import Device
 from switchx import tree
@@ -393,6 +394,27 @@ def test_a_run_goes_on_with_its_base_and_refuses_another(bases, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, restore_params(run.root), params)
     with refused("has adapters alone, and a whole model is read here; merge them first"):
         train(make_job(SPARSE, init_from=str(run.root)), RunFolder(tmp_path / "b"), Events())
+
+
+@pytest.mark.slow  # compiles both layouts
+@pytest.mark.usefixtures("one_device")
+def test_a_run_with_rates_by_parameter_goes_on_in_the_other_layout(bases, tmp_path):
+    run, whole = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "whole")
+    step = StepConfig(rate_multipliers=((r".*/b_\w+", 16.0),))
+
+    def job(steps, is_scanned=False):
+        model = dataclasses.replace(SPARSE, scan_layers=is_scanned)
+        spec = LoRASpec(bases(SPARSE), rank=2)
+        return make_job(model, train_steps=steps, lora=spec, optimizer=AdamW(), step=step)
+
+    for steps, is_scanned in ((2, False), (3, True), (4, False)):
+        train(job(steps, is_scanned), run, Events())
+        assert checkpoint_faults(run, steps) == []
+    train(job(4), whole, Events())
+    losses, want = ([line["loss"] for line in lines(each.metrics)] for each in (run, whole))
+    assert losses == pytest.approx(want, rel=1e-5)
+    found = switchx.evaluate(run.root, job(4))["cross_entropy"]
+    assert found == pytest.approx(lines(run.validation)[-1]["cross_entropy"], rel=1e-5)
 
 
 @pytest.mark.slow  # three steps; `restore_params` merges by the same function

@@ -242,6 +242,6 @@ def _records(
                 if not example.targets.strip():
                     tally["examples with no target text"] += 1
                 yield example.record()
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             fault = f"there is no field {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"{place}: row {number}: {fault}") from error

@@ -156,7 +156,8 @@ def _text(row: Row, field: str, rows: Rows, where: str) -> str:
 def _value(row: Row, field: str, where: str) -> Any:
     value, path = row, []
     for name in field.split("/"):
-        keys = list(value) if isinstance(value, dict) else range(len(value))
+        keys = list(value) if isinstance(value, dict) else ()
+        keys = range(len(value)) if isinstance(value, list) else keys
         key = int(name) if isinstance(value, list) and name.isdecimal() else name
         require(
             key in keys,

@@ -9,6 +9,7 @@ not told); a text function gives the examples of a row: none, one, or several.
 
 import dataclasses
 import json
+import numbers
 import re
 import string
 from collections.abc import Callable, Iterator, Sequence
@@ -82,7 +83,7 @@ def class_name(label: int, classes: Sequence[str]) -> str:
         ValueError: another number.
     """
     require(
-        -1 <= label < len(classes),
+        isinstance(label, numbers.Integral) and -1 <= label < len(classes),
         f"the label {label} is none of -1 to {len(classes) - 1}, {', '.join(classes)}; correct "
         "the row",
     )

@@ -21,6 +21,8 @@ def test_classes():
     some = texts.choice("qqp", ("q3", "q1"), classes)
     assert pairs(some, row) == [("qqp q3: Who? q1: How so?", "not_duplicate")]
     assert pairs(some, row | {"label": -1}) == [("qqp q3: Who? q1: How so?", "<unk>")]
+    with refused("the label None is none of -1 to 1, not_duplicate, duplicate"):
+        texts.class_name(None, ("not_duplicate", "duplicate"))
     with refused("the label 2 is none of -1 to 1, not_duplicate, duplicate"):
         list(some(row | {"label": 2}))
 
@@ -129,10 +131,11 @@ def test_wsc():
 
 
 def test_wsc_of_texts_with_miscounted_words():
-    for text, blanked in pronouns._MISCOUNTED.items():
+    assert len(pronouns._MISCOUNTED) == 2
+    for text in pronouns._MISCOUNTED:
         (found,) = pronouns.wsc_eval(WSC | {"text": text, "span2_text": "it"})
-        assert found.inputs == "wsc: " + blanked.replace(" X ", " *it* ")
-        assert "*it*" in found.inputs
+        assert found.inputs.count("*it*") == 1
+        assert "for *it* ," in found.inputs or "use *it* ," in found.inputs
 
 
 def test_spans_of_wsc_stand_in_the_text():

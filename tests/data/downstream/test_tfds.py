@@ -216,6 +216,7 @@ def test_templates_of_tfds(tmp_path):
         ("{more/id}", "there is no field 'more/id'; more has ids"),
         ("{more/ids/2}", "there is no field 'more/ids/2'; more/ids has 0, 1"),
         ("{more/ids}", "the field 'more/ids' is a list; name a text or a number in it"),
+        ("{title/0}", "there is no field 'title/0'; title has nothing"),
     ):
         with refused(f"Templates.inputs: {said}"):
             Templates("tfds:news", template, "{label}").open("train", str(tmp_path))
