@@ -207,6 +207,7 @@ def describe(value, where: str = "the configuration") -> Any:
         described = {
             field.name: describe(getattr(value, field.name), f"{where}.{field.name}")
             for field in dataclasses.fields(value)
+            if field.init
         }
         name = _type_name(type(value))
         return {"type": _importable(type(value), where) if "." in name else name} | described
@@ -278,6 +279,8 @@ def from_description(cls: type, description: dict[str, Any], where: str):
         inner = [each for each in classes if dataclasses.is_dataclass(each)]
         if inner and isinstance(values.get(name), dict):
             values[name] = from_description(inner[0], values[name], where)
+        elif isinstance(values.get(name), list) and _takes_tuples(hint):
+            values[name] = _tuples(values[name])
         elif inner and name in values and not isinstance(values[name], classes):
             raise ValueError(
                 f"{where}: {cls.__name__}.{name}={values[name]!r:.80} is no "
@@ -306,6 +309,15 @@ def from_description(cls: type, description: dict[str, Any], where: str):
                 f"{type(values[name]).__name__}, not what is written there; correct the file"
             )
     return cls(**values)
+
+
+def _takes_tuples(hint) -> bool:
+    return tuple in {typing.get_origin(each) or each for each in _alternatives(hint)}
+
+
+def _tuples(value):
+    """A value as it was before JSON, which has lists alone."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def fits(value, hint) -> bool:

@@ -211,14 +211,18 @@ def _evaluation(
     rank_choices: bool = False,
     bootstrap: int = 0,
     predictions: str | os.PathLike | None = None,
+    beam_size: int = 1,
+    max_new_tokens: int = 128,
+    length_penalty: float = 1.0,
     recording: "_Recording | None" = None,
     replayed: "_Replayed | None" = None,
-    **decoding,
 ) -> Iterator["_Evaluation"]:
     """What `evaluate` does for any step, its settings checked; arguments are those of it."""
     if job is not None:
         require_job(job, "evaluate")
     _require_writable(predictions, bootstrap)
+    names = ("beam_size", "max_new_tokens", "length_penalty")
+    decoding = dict(zip(names, (beam_size, max_new_tokens, length_penalty), strict=True))
     texts = _Texts(decoding, batch_size, max_examples, rank_choices, bootstrap, predictions)
     with contextlib.ExitStack() as stack:
         reporter = reporter or stack.enter_context(reporter_here("example"))

@@ -64,10 +64,10 @@ def test_answers_are_those_of_the_api_in_order(model, decoder):
         got = answer(each, each.generator(max_new_tokens=4), asked, done.append)
         want = each.generate([PREFIX + text for text in asked.examples.inputs], max_length=4)
         assert got.texts == want
+        assert (got.num_unfinished, done) == (3, [1, 2, 3])  # random weights never end
         ended = dataclasses.replace(each, decoding={"stop": [want[0][:1]]})
         got = answer(ended, ended.generator(max_new_tokens=4), asked)
         assert got.texts == [text.partition(want[0][:1])[0] for text in want]
-        assert (got.num_unfinished, done) == (3, [1, 2, 3])  # random weights never end
 
 
 def test_the_first_examples_of_a_split_and_inputs_that_are_cut(model):

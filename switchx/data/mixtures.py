@@ -8,6 +8,7 @@ seqio's do. `multi30k_directions` is one model for several languages, as Kim et 
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -42,7 +43,11 @@ class ProportionalRates:
         require_at_least(self, 1, "maximum")
 
     def of_sizes(self, sizes: Sequence[int]) -> list[float]:
-        return [min(size, self.maximum or size) ** (1 / self.temperature) for size in sizes]
+        exponent = 1 / self.temperature
+        sizes = [min(size, self.maximum or size) for size in sizes]
+        # Of the largest where powers would be too large.
+        unit = max(sizes) if exponent * math.log(max(1, *sizes)) > 600 else 1
+        return [(size / unit) ** exponent for size in sizes]
 
 
 @dataclasses.dataclass(frozen=True)

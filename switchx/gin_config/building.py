@@ -95,7 +95,8 @@ def parse_job(
 def _plain_functions(value):
     """The value just built, its functions out of gin's wrappers, which look them up in gin."""
     if isinstance(value, list | tuple):
-        return type(value)(map(_plain_functions, value))
+        make = getattr(value, "_make", type(value))  # of a NamedTuple
+        return make(map(_plain_functions, value))
     if isinstance(value, dict):
         return {name: _plain_functions(item) for name, item in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -94,6 +94,7 @@ class _Objects:
             fields = {
                 field.name: self.add(getattr(value, field.name))
                 for field in dataclasses.fields(value)
+                if field.init
             }
             instances = self.instances.setdefault(type(value), [])
             if fields not in instances:
@@ -169,7 +170,7 @@ def model_gin(model) -> str:
             value = getattr(each, field.name)
             is_part = dataclasses.is_dataclass(value)
             text = f"@{_class_name(value)}()" if is_part else _literal(value)
-            if field.name not in OF_THE_RUN:
+            if field.init and field.name not in OF_THE_RUN:
                 lines.append(f"{_class_name(each)}.{field.name} = {text}")
         lines.append("")
     head = _MODEL_HEADER.format(file=MODEL_FILE, imports=imports)
@@ -177,9 +178,11 @@ def model_gin(model) -> str:
 
 
 def _literal(value: Any) -> str:
-    """A value as gin reads it: also NumPy's float64, which is a float, and infinities."""
+    """A value as gin reads it: numbers and texts of other types, as NumPy's and enumerations',
+    are plain ones."""
     require(value == value, "a job has NaN, which gin cannot read; give a number")
-    text = float.__repr__(value) if isinstance(value, float) else repr(value)
+    kinds = [each for each in (bool, int, float, str) if isinstance(value, each)]
+    text = kinds[0].__repr__(value) if kinds else repr(value)
     return {"inf": "1e999", "-inf": "-1e999"}.get(text, text)
 
 

@@ -132,7 +132,10 @@ def with_vocabulary_of(run: RunFolder, job: TrainingJob) -> TrainingJob:
     """
     there, mixture = load_vocabulary(run.root), as_mixture(job.source)
     evaluated = mixture.evaluation or ()
-    for here in dict.fromkeys(task.vocabulary for task in (*mixture.tasks, *evaluated)):
+    unlike = []  # which may have lists, so that they are no keys
+    for task in (*mixture.tasks, *evaluated):
+        unlike += [task.vocabulary] * (task.vocabulary not in unlike)
+    for here in unlike:
         try:
             fingerprint = here.fingerprint()
         except (OSError, ValueError) as error:

@@ -109,6 +109,7 @@ def test_all_checkpoints_are_one_table_that_goes_on(finished_run, capsys, cli, t
     table = folder / "evaluations.jsonl"
     some = evaluated(cli, given, "--step=every:12")
     assert [line["step"] for line in some] == [12] and lines(table) == some
+    assert switchx.evaluate_checkpoints(folder, every=12) == some  # of the same settings
     one = evaluated(cli, given, f"--step={steps[0]}")
     kept = some[0] | {"accuracy": 0.125}  # what is there is not measured again
     table.write_text(json.dumps(kept) + "\n")

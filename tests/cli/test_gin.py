@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How gin files and bindings become a job: order, types, names that nothing reads."""
 
+import collections
 import dataclasses
+import enum
 import importlib
 import math
 import pathlib
@@ -353,6 +355,11 @@ job.Job.model = %MODEL
     assert without_scopes(once) == once
 
 
+def test_named_tuples_stay_what_they_are():
+    pair = collections.namedtuple("Pair", "a b", defaults=(0,))(1, (2,))
+    assert building._plain_functions([pair]) == [pair]
+
+
 HALF = dataclasses.replace(T5_1_1, precision=Precision(compute="bfloat16"), init_scale=0.1)
 
 
@@ -362,10 +369,11 @@ def test_the_model_is_built_again_alone_and_after_a_run_file(tmp_path, model):
     file = tmp_path / "model.gin"
     file.write_text(model_gin(model))
     other = dataclasses.replace(model)
-    for value, text in ((0.5, "0.5"), (math.inf, "1e999"), ("it's", '"it\'s"')):
-        for of in {type(value), np.float64} if value == 0.5 else {type(value)}:
-            vars(other)["norm_epsilon"] = of(value)
-            assert f"config.ModelConfig.norm_epsilon = {text}\n" in model_gin(other)
+    kinds = (enum.IntEnum("A", "one").one, "1"), (enum.StrEnum("B", "two").two, "'two'")
+    texts = (np.float64(0.5), "0.5"), (np.str_("it's"), '"it\'s"'), (math.inf, "1e999")
+    for value, text in (*kinds, *texts, (True, "True")):
+        vars(other)["norm_epsilon"] = value
+        assert f"config.ModelConfig.norm_epsilon = {text}\n" in model_gin(other)
     vars(other)["norm_epsilon"] = np.float64("nan")
     with refused("a job has NaN, which gin cannot read; give a number"):
         model_gin(other)

@@ -13,7 +13,7 @@ from switchx.fields import describe
 from switchx.gin_config import building
 from switchx.gin_config.building import ConfigurationError, job_from_gin
 from switchx.gin_config.writing import model_gin
-from switchx.models.config import ModelConfig
+from switchx.models.config import ModelConfig, model_from_description
 from tests.gin_files import CONFIGS, names, required_macros
 from tests.training.jobs import OwnConfig
 
@@ -149,3 +149,5 @@ def test_the_model_of_a_class_of_ones_own_is_written(in_a_folder):
     pathlib.Path("model.gin").write_text(model_gin(model))
     building.parse_files(["model.gin"], [])
     assert building.build("MODEL", ModelConfig) == model
+    read = model_from_description(json.loads(json.dumps(describe(model))), "here")
+    assert read == model and hash(read) == hash(model)

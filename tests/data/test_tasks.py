@@ -84,6 +84,7 @@ A, B = task("a"), task("b")
         (ProportionalRates(maximum=300), [0.25, 0.75]),  # 100 and min(900, 300)
         (ProportionalRates(temperature=2.0), [0.25, 0.75]),  # 10 and 30
         (ProportionalRates(temperature=2.0, maximum=400), [1 / 3, 2 / 3]),  # 10 and 20
+        (ProportionalRates(temperature=0.001), [9.0**-1000, 1.0]),  # beyond float's numbers
         ((1.0, 3.0), [0.25, 0.75]),
     ],
 )

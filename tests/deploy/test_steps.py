@@ -47,10 +47,15 @@ def run(tmp_path_factory):
 def test_prompts_are_the_first_halves_of_texts(run):
     _, text = run
     assert len(text.prompts) == 4 and len(text.batches) == 2
-    first_L = text.batches[0]["decoder_input_tokens"][0]
-    prompt = text.prompts[0]
-    assert prompt[0] == 0 and prompt == first_L[: len(prompt)].tolist()
-    assert 0 < len(prompt) <= 5
+    halves = []
+    for batch in text.batches:
+        arrays = (batch[f"decoder_{name}"] for name in ("input_tokens", "segment_ids"))
+        for token_L, segment_L in zip(*arrays, strict=True):
+            row = token_L[segment_L == 1].tolist()
+            halves.append(row[: (len(row) + 1) // 2])
+    assert text.prompts == [half[:5] for half in halves[:4]]
+    whole = ValidationText.of(make_job(MODEL), num_prompts=4, input_length=10**6)
+    assert whole.prompts == halves[:4] and halves[0][0] == 0
 
 
 @pytest.mark.slow

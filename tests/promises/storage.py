@@ -226,6 +226,8 @@ def late_updates(optimizers=OPTIMIZERS, num_steps: int = BIT_STEPS) -> Iterator[
         for settles in (False, True):
             with opened(job) as (program, folder):
                 trained(program, num_steps, *([program.experts.settle] if settles else []))
+                late_NE = program.experts._updates_NE < program.experts.updates
+                assert late_NE.any() != settles
                 if not settles:
                     yield "touched_share", name, program.experts.metrics()["touched_share"]
                 found.append(records_of(program, folder / "saved"))

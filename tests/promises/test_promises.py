@@ -11,7 +11,7 @@ from tests.processes import ROOT
 from tests.promises import planned_bytes
 from tests.promises.__main__ import main
 from tests.promises.compiled_steps import on_tpu
-from tests.promises.promises import PROMISES, judged
+from tests.promises.promises import PROMISES, WHAT, judged
 
 BRIEF = [each for each in PROMISES if each.brief is not None]
 SLOW = [each for each in PROMISES if each.brief is not each.measure]
@@ -88,7 +88,9 @@ def test_bounds_of_the_pages_are_those_of_the_promises(name):
 
 def test_the_page_has_the_table_of_the_checks(capsys):
     assert main(["--list"]) == 0
-    assert capsys.readouterr().out in (ROOT / "docs/promises.md").read_text(encoding="utf-8")
+    listed = capsys.readouterr().out
+    assert all(f"| `{name}` |" in listed for name in WHAT)
+    assert listed in (ROOT / "docs/promises.md").read_text(encoding="utf-8")
 
 
 def test_a_name_that_is_none_is_refused(capsys):

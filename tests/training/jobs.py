@@ -163,6 +163,7 @@ class OwnConfig(ModelConfig):
     """A model configuration of a class of one's own."""
 
     width: int = 3
+    widths: tuple[tuple[int, ...], ...] = ((2, 3), (4,))
 
 
 class Events(list):

@@ -12,12 +12,13 @@ import pytest
 
 from switchx.checkpoint.retention import Retention
 from switchx.checkpoint.run_folder import RunFolder, read_config, read_model_config
+from switchx.data.corpora.text_files import TextFiles
 from switchx.data.loader import Prefetch
 from switchx.data.mixtures import Mixture
 from switchx.data.objectives import InputsToTargets
 from switchx.data.text_metrics import Accuracy
 from switchx.data.tokenizers import ByteVocabulary
-from switchx.data.vocabularies import SavedVocabulary, save_vocabulary
+from switchx.data.vocabularies import CorpusVocabulary, SavedVocabulary, save_vocabulary
 from switchx.fields import describe
 from switchx.models.adapters import LoRASpec
 from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
@@ -226,6 +227,9 @@ def test_a_run_goes_on_with_other_tasks_to_evaluate_that_have_its_vocabulary(tmp
     check_same_run(run, job)
     source = with_vocabulary_of(run, job).source
     assert source.evaluation[0].vocabulary == source.tasks[0].vocabulary == TASK.vocabulary
+    of_files = CorpusVocabulary(TextFiles(["gone.txt"]), 300)  # has a list, and cannot be read
+    job = make_job(source=dataclasses.replace(TASK, vocabulary=of_files))
+    assert with_vocabulary_of(run, job).source.vocabulary == TASK.vocabulary
     (tmp_path / "elsewhere").mkdir()
     save_vocabulary(ByteVocabulary(num_sentinels=3), tmp_path / "elsewhere")
     odd = dataclasses.replace(other, vocabulary=SavedVocabulary(str(tmp_path / "elsewhere")))
