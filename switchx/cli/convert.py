@@ -9,6 +9,7 @@ import tempfile
 
 from switchx.cli import arguments as shared
 from switchx.fields import require
+from switchx.shipped import folder_of
 
 _NO_TOKENIZER = (
     "no tokenizer.json: texts of this model are token ids such as '12 5 7'; --vocabulary=FILE "
@@ -283,7 +284,7 @@ def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
     from switchx.interop.huggingface import write_decoder
     from switchx.manifest import new_folder
 
-    source = RunFolder(arguments.src)
+    source = RunFolder(folder_of(arguments.src))
     config = read_model_config(source)
     step = choose_step(source, arguments.step)
     vocabulary = load_vocabulary(source.root)
@@ -410,7 +411,7 @@ def _to_peft(arguments: argparse.Namespace, reporter) -> None:
     from switchx.models.unroll import unrolled
     from switchx.object_store import read_json_object
 
-    source = RunFolder(arguments.src)
+    source = RunFolder(folder_of(arguments.src))
     record = AdapterRecord.read(source)
     require(
         record is not None,

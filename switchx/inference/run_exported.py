@@ -383,7 +383,7 @@ def _read_manifest(folder: pathlib.Path) -> dict:
 
 def _token_list(tokens, index: int) -> list[int]:
     try:
-        return list(map(operator.index, tokens))
+        return [operator.index(None if isinstance(x, bool) else x) for x in tokens]
     except TypeError:
         what = f"input {index} is {tokens!r:.40}"
         raise ValueError(f"{what}; expected a list of token ids") from None

@@ -85,7 +85,7 @@ def decoding_ids(vocabulary: Vocabulary) -> dict:
 def _token_list(tokens, name: str, of: Vocabulary) -> list[int]:
     """Whole numbers without trailing padding."""
     try:
-        ids = list(map(operator.index, tokens))
+        ids = [operator.index(None if isinstance(x, bool) else x) for x in tokens]
     except TypeError:
         raise ValueError(
             f"{name} is {tokens!r:.40}; expected a list of token ids, or texts alone"

@@ -9,6 +9,7 @@ instead of it. A search has no tokens before its end, so it sends answers alone.
 import dataclasses
 import itertools
 import json
+import os
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -54,8 +55,8 @@ class Behind:
 
     def decode(self, ids: Sequence[int]) -> str:
         before = self.prompt[-CONTEXT:]
-        length = len(self.vocabulary.decode(before).rstrip(INCOMPLETE))
-        return self.vocabulary.decode([*before, *ids])[length:]
+        read, text = (self.vocabulary.decode(some) for some in (before, [*before, *ids]))
+        return text[len(os.path.commonprefix([read, text])) :]
 
 
 class GrowingText:
@@ -254,8 +255,10 @@ def logprobs_json(vocabulary, tokens, said, number: int, offset: int = 0, first:
     texts, top_texts, offsets = [], [], [offset + len(decoded(tokens[:first]))]
     for place, token in enumerate(tokens[first:], first):
         # A token's text may depend on those before it, not on all of them.
-        before = tokens[max(0, place - CONTEXT) : place]
-        length = len(decoded(before))
+        start = max(0, place - CONTEXT)
+        while start and not decoded(tokens[start:place]):  # pieces of characters alone
+            start = max(0, start - CONTEXT)
+        length = len(decoded(before := tokens[start:place]))
         kept = top[place] if top else None
         likeliest = dict(itertools.islice(kept.items(), number)) if kept else {}
         likeliest.setdefault(token, own[place - first])

@@ -22,7 +22,7 @@ from switchx.inference.running_batch import Hypothesis
 from switchx.inference.score import Score
 from switchx.models.config import ModelConfig
 from switchx.models.params import init_params
-from switchx.serving.answers import GrowingText, encoded
+from switchx.serving.answers import Behind, GrowingText, encoded, logprobs_json
 from switchx.serving.app import make_app
 from switchx.serving.completions import (
     CHUNK_BYTES,
@@ -209,6 +209,21 @@ def test_log_probabilities_are_the_models_own(openai):
     pieces = [chunk.choices[0].logprobs for chunk in chunks]
     for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
         assert sum((getattr(piece, name) for piece in pieces), []) == getattr(kept, name)
+
+
+def test_what_is_no_whole_character_stays_where_it_is():
+    """A prompt's own mark of it, and more pieces than a token's text depends on."""
+    vocabulary = ByteVocabulary()
+    gate = vocabulary.encode("gate")
+    for before in ("a\ufffd", "\ufffd" * 3):
+        assert Behind(vocabulary, vocabulary.encode(before)).decode(gate) == "gate"
+    smile = vocabulary.encode("\N{GRINNING FACE}")
+    assert Behind(vocabulary, smile[:2]).decode(smile[2:]) == "\N{GRINNING FACE}"
+    tokens = [*gate, *smile[1:2] * 12, *gate]
+    said = Score(0.0, len(tokens), [0.0] * len(tokens))
+    found = logprobs_json(vocabulary, tokens, said, 0)
+    assert "".join(found["tokens"]) == vocabulary.decode(tokens)
+    assert found["text_offset"][-3:] == [17, 18, 19]
 
 
 def test_n_best_of_a_search_and_of_samples(openai):
