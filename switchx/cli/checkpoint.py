@@ -13,7 +13,7 @@ DESCRIPTION = """\
 Looks at the checkpoints of a run folder.
 
   switchx checkpoint inspect DIR     steps, scores and sizes; names, shapes, dtypes, bytes and
-                                     sharding of the newest one's parameters
+                                     sharding of the newest one's arrays
   switchx checkpoint verify DIR      reads every byte of every checkpoint and names all faults
   switchx checkpoint average DIR OUT --steps=900,1000
                                      writes the mean of checkpoints as a new run folder
@@ -25,7 +25,7 @@ To train or to load on another mesh, or with layers scanned that were unrolled, 
 conversion. Nothing but `rewind` changes DIR.
 """
 INSPECT = """\
-Shows the steps of a run's checkpoints, and the parameters of one of them: names, shapes,
+Shows the steps of a run's checkpoints, and the arrays of one of them: names, shapes,
 dtypes, bytes, and how they were spread over the mesh that saved them. Reads no arrays.
 """
 VERIFY = """\

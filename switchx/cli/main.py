@@ -45,8 +45,8 @@ any setting of the gin files, several --gin_file are read in order:
 """
 EPILOG = """\
 `switchx COMMAND --help` explains one. Exit status: 0 done, 1 failed on the way or a check does
-not hold, 2 wrong input (nothing was done), 75 saved after a signal to one of several processes,
-130 interrupted.
+not hold, 2 wrong input (nothing was done), 3 training stopped itself, 75 saved after a signal
+(under a launcher or of several processes), 130 interrupted.
 """
 
 

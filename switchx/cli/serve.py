@@ -29,7 +29,7 @@ POST /v1/generate takes inputs (a text, or a list of texts or of lists of token 
 and the options of `switchx generate`, from max_new_tokens on. An answer is what
 that command gives: it does not depend on the requests that it is batched with.
 POST /v1/completions and GET /v1/models are for OpenAI's clients.
-GET / is a page to try it in, /healthz says whether it is ready, /metrics is for Prometheus.
+GET / is a page to try it in, /healthz/ready says whether it is, /metrics is for Prometheus.
 
 It listens on this machine alone unless --host says otherwise. A token, from --token_file or
 the environment's SWITCHX_TOKEN, is then asked for as `Authorization: Bearer TOKEN`. Without

@@ -19,8 +19,8 @@ and the operative configuration into the run folder.
 
 Started again with the same command, it resumes from the last complete checkpoint, to the
 bit; kill -9 does no harm. SIGTERM and Ctrl-C save before they leave, a second Ctrl-C
-waits for a save alone; one of several processes then leaves with status 75, for a launcher to
-start them again. --stop_on_alarm saves and ends with status 3 at the first alarm of the
+waits for a save alone; under a launcher or of several processes each then leaves with status
+75, to be started again. --stop_on_alarm saves and ends with status 3 at the first alarm of the
 routing; the same command goes on, past it. It ends with a summary on standard output, and says
 where compiled programs are kept (JAX_COMPILATION_CACHE_DIR; JAX_ENABLE_COMPILATION_CACHE=false
 keeps none).
