@@ -42,6 +42,7 @@ for word in "$@"; do
   if [ "$option" = --model_dir ]; then model_dir="$word"; fi
   option="$word"
 done
+case "$model_dir" in "~" | "~/"*) model_dir="$HOME${model_dir#\~}" ;; esac # as switchx reads it
 said="$(mktemp)"
 trap 'rm -f "$said"' EXIT
 

@@ -27,6 +27,7 @@ for word in "$@"; do
   if [ "$option" = --model_dir ]; then model_dir="$word"; fi
   option="$word"
 done
+case "$model_dir" in "~" | "~/"*) model_dir="$HOME${model_dir#\~}" ;; esac # as switchx reads it
 
 newest_checkpoint() {
   # Of an object store nothing is listed: there every restart counts.

@@ -95,16 +95,16 @@ def fails_after(folder, checkpoints: list[int], status: int) -> str:
     )
 
 
-@pytest.mark.parametrize("between", ["=", " "])
+@pytest.mark.parametrize("given", ["=HERE/run", " HERE/run", "=~/run"])
 @pytest.mark.parametrize("script", [SLURM, TPU_VM])
-def test_a_new_checkpoint_gives_all_restarts_back(tmp_path, script, between):
+def test_a_new_checkpoint_gives_all_restarts_back(tmp_path, script, given):
     # Three that leave a new checkpoint, and after the last of them as many without as ever.
     body = fails_after(tmp_path, [10, 20, 100], 1)
     program = tmp_path / "program"
     stub(tmp_path, "program", body)
     done = run_slurm(
-        tmp_path, body, *f"--model_dir{between}{tmp_path}/run".split(" "),
-        script=script, RESTARTS="2", SWITCHX=str(program),
+        tmp_path, body, *f"--model_dir{given}".replace("HERE", str(tmp_path)).split(" "),
+        script=script, RESTARTS="2", SWITCHX=str(program), HOME=str(tmp_path),
     )  # fmt: skip
     assert done.returncode == 1
     assert len((tmp_path / "log").read_text().split()) == 3 + 3

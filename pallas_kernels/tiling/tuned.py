@@ -105,6 +105,14 @@ def lookup(key: Key, tiling_type: type) -> Any:
             f"{key.device}; this version knows {', '.join(sorted(known))}: run `python -m "
             "pallas_kernels tune` again, or remove the file"
         )
+    needed = {
+        f.name for f in dataclasses.fields(tiling_type) if f.default is dataclasses.MISSING
+    }
+    if needed - set(fields) or not all(isinstance(each, int) for each in fields.values()):
+        raise ValueError(
+            f"{path} has the damaged tiling {fields} for {key.op} on {key.device}: run `python "
+            "-m pallas_kernels tune` again, or remove the file"
+        )
     return tiling_type(**fields)
 
 

@@ -86,9 +86,8 @@ def train_sentencepiece(
         sample_characters >= 1,
         f"sample_characters={sample_characters}; use at least 1, usually {SAMPLE_CHARACTERS:,}",
     )
+    require(size >= 1, f"size={size}; use some thousands of pieces, such as 32000")
     output = Path(output_dir).expanduser()
-    with _written_to(output):
-        output.mkdir(parents=True, exist_ok=True)
     _log.info("reading the text")
     if rates is None:
         texts = sample_evenly(_texts_of(inputs, columns), sample_characters)
@@ -103,6 +102,7 @@ def train_sentencepiece(
             f"{processor.id_to_piece(i)}\t{processor.get_score(i):g}".replace("\n", r"\n")
             for i in range(processor.get_piece_size())
         ]
+        output.mkdir(parents=True, exist_ok=True)
         write_atomically(output / VOCAB_FILE, ("\n".join(pieces) + "\n").encode())
         write_atomically(output / MODEL_FILE, model)
     num_characters = sum(map(len, texts))

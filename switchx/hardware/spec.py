@@ -144,7 +144,7 @@ class Network:
         efficiency: share of `bytes_per_s` that large messages reach.
         latency_s: latency of one message.
         torus_dims: dimensions of a torus; 0 where a switch connects all devices.
-        wraps_at: divisor of the sizes of the dimensions that are rings; others are lines.
+        wraps_at: divisor of the sizes of the dimensions that are rings; 0, all are lines.
     """
 
     bytes_per_s: float

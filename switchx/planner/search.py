@@ -191,7 +191,10 @@ def _indivisible(workload: Workload, hardware: Hardware, mesh: Layout) -> str | 
     model, switch = workload.model, workload.model.switch
     if switch is None and mesh.node * mesh.expert > 1:
         return "node x expert does not divide the experts"
-    if mesh.model > hardware.devices_per_node:
+    per_node, is_cut = hardware.devices_per_node, False
+    if mesh.size > per_node and not hardware.inside.torus_dims:
+        is_cut = per_node % mesh.model > 0  # a group of some node's last devices
+    if mesh.model > per_node or is_cut:
         return "the model axis would leave its node"
     if model.num_heads % mesh.model or model.d_ff % mesh.model:
         return "model does not divide heads or d_ff"

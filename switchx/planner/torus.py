@@ -68,7 +68,7 @@ def lines_of(axes: tuple[str, ...], layout: Layout, sides: tuple[int, ...], wrap
         order = [axis for axis in layout.shape if parts[axis][side] > 1]
         inner = order[order.index(next(axis for axis in order if axis in axes)) :]
         stride = math.prod(parts[axis][side] for axis in inner if axis not in axes)
-        is_ring = length * stride == whole and whole % wraps_at == 0
+        is_ring = length * stride == whole and wraps_at > 0 and whole % wraps_at == 0
         found.append(Line(length, (2 if is_ring else 1) / stride))
     return found
 

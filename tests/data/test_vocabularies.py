@@ -177,7 +177,7 @@ def test_no_text(tmp_path):
 
 
 def test_output_that_cannot_be_written(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "a.txt").write_text(TEXT)
     with refused(
         f"the vocabulary cannot be written to {tmp_path}/a.txt/output: [Errno 20] "
         f"Not a directory: '{tmp_path}/a.txt/output'"

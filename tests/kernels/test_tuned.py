@@ -107,6 +107,11 @@ def test_a_tiling_of_other_fields_is_an_error(tilings_file):
         ValueError, match="a tiling with stages .* knows rows, weight_rows: run"
     ):
         lookup(KEY, Tiling)
+    for damaged in ({"rows": 3}, {"rows": "a", "weight_rows": 4}):
+        content["entries"][0]["tiling"] = damaged
+        tilings_file.write_text(json.dumps(content))
+        with pytest.raises(ValueError, match="damaged tiling .* or remove the file"):
+            lookup(KEY, Tiling)
 
 
 def test_where_the_users_file_is(tilings_file, monkeypatch, tmp_path):

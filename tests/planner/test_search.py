@@ -170,6 +170,15 @@ def test_devices_that_nothing_divides_into_and_the_fewest_that_would_do():
         assert workable_devices(workload, V5E, devices) == near
 
 
+def test_no_group_of_a_model_axis_straddles_two_nodes():
+    six = dataclasses.replace(DENSE, num_heads=6, d_ff=24)
+    for name, sizes in (("h200x8x3", {1, 2}), ("h200x6x4", {1, 2, 3, 6})):
+        found = layouts(
+            make_workload(six, batch_size=24), load_hardware(name), 24, collections.Counter()
+        )
+        assert {each.model for each in found} == sizes
+
+
 def test_no_number_of_devices_that_the_batch_excludes_is_tried(monkeypatch):
     tried = []
     monkeypatch.setattr(way_out, "_runs", lambda w, h, number, storage: tried.append(number))

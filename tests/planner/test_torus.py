@@ -28,6 +28,7 @@ def lines(axes, sides, wraps_at=4, **sizes):
 def test_sides_are_rings_where_they_wrap_and_parts_are_lines():
     assert lines(("model",), (4, 4, 8), model=8) == [Line(8, 2)]
     assert lines(("model",), (4, 4, 8), wraps_at=16, model=8) == [Line(8, 1)]
+    assert lines(("model",), (4, 4, 8), wraps_at=0, model=8) == [Line(8, 1)]
     # As many sides as there are: 16 is two of 4, not a part of anything.
     assert lines(("model",), (4, 4, 8), model=16) == [Line(4, 2), Line(4, 2)]
     assert lines(("data", "model"), (4, 8), data=4, model=8) == [Line(4, 2), Line(8, 2)]
