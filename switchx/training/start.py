@@ -154,8 +154,9 @@ def evaluator_of(
         "give text_evaluator=switchx.text_evaluation.JobTexts",
     )
     first = job.init_from if job.lora is None else job.lora.base
-    is_taken = first is None or run.initialization.is_file()
-    return make(job, mesh, read_decoding(run if is_taken else RunFolder(first)))
+    has_own = (run.config if first is None else run.initialization).is_file()
+    folder = run if has_own else first and RunFolder(first)
+    return make(job, mesh, {} if folder is None else read_decoding(folder))
 
 
 class _TeachersParams:

@@ -287,7 +287,7 @@ def test_wrong_lines_are_named_before_anything_runs(folder, tmp_path, cli):
     said = cli.refused(*words(folder, f"--input={file}", f"--output={output}"))
     assert (
         f"{file}: line 3 has 2050 tokens, more than --max_input_tokens=2048; "
-        "line 4 cannot be read (sentinel 100 of 100" in said
+        "line 4 cannot be read (<extra_id_100> in a text" in said
     )
     assert not output.exists()
 

@@ -130,5 +130,5 @@ def test_models_without_a_choice_are_refused():
         model_of(RouterConfig(kind="hash", exploration="none")),
         dataclasses.replace(ENCODER_DECODER, switch=SwitchConfig(1, every=2)),
     ):
-        with refused("experts cannot be removed one by one; leave the knock-outs out"):
+        with refused("experts cannot be removed one by one<any>; leave the knock-outs out"):
             with_logit_biases(model, {})

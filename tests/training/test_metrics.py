@@ -314,7 +314,8 @@ def test_max_violation_is_that_of_single_batches():
 
 
 def metrics(loss, grad_norm):
-    return types.SimpleNamespace(loss=np.float32(loss), grad_norm=np.float32(grad_norm))
+    numbers = {"loss": np.float32(loss), "grad_norm": np.float32(grad_norm)}
+    return types.SimpleNamespace(**numbers, skipped_in_a_row=3)
 
 
 def test_a_batch_is_kept_with_its_identity(tmp_path):
@@ -330,6 +331,7 @@ def test_a_batch_is_kept_with_its_identity(tmp_path):
         "batch": digest,
         "loss": "nan",
         "grad_norm": "inf",
+        "in_a_row": 3,
     }
     with np.load(tmp_path / "skipped" / "7.0.npz") as kept:
         assert set(kept) == set(batch)
