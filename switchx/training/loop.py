@@ -110,8 +110,8 @@ def train(
         records: texts to keep in the run folder (the operative configuration, the commit),
             written once it is certain that the folder is this job's.
         devices: devices of the mesh, some of each process; None is all devices.
-        text_evaluator: function of the job and the mesh that returns the generator of texts for
-            `TrainingJob.text_evaluation`.
+        text_evaluator: function of the job, the mesh and the defaults of decoding that returns
+            the generator of texts for `TrainingJob.text_evaluation`.
         profile: steps to trace into the run folder.
         started_s: time at which this process began to work, by `time.perf_counter`; None is
             now.

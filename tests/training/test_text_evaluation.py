@@ -51,7 +51,7 @@ def evaluations(scores, asked=None):
         texts = TaskTexts({"accuracy": None if notes else score}, *columns, 1, 0, notes)
         return {"pairs": texts}
 
-    return lambda job, mesh: evaluate
+    return lambda job, mesh, decoding: evaluate
 
 
 def job_of(**changes):
