@@ -237,10 +237,8 @@ def _print(record, found, factors, target: float, model) -> None:
     from switchx.analysis.drops import sentence
 
     # Wider than any table: what is not as wide as a terminal wraps there, and nothing is cut.
-    console, first = (
-        Console(markup=False, highlight=False, soft_wrap=True, width=WIDTH),
-        found[0],
-    )
+    console = Console(markup=False, highlight=False, soft_wrap=True, width=WIDTH)
+    first = found[0]
     if not record.info.is_whole:
         console.print("The record was full: later batches were left out of it")
     if left_out := max(drops.left_out for drops in found):
