@@ -123,6 +123,7 @@ def test_each_of_several_names_is_checked():
         ("SwitchConfg.group_size=8", "there is no 'SwitchConfg' (did you mean SwitchConfig?)"),
         ("MODEL=@config.ModelConfg()", "no 'config.ModelConfg' (did you mean ModelConfig?)"),
         ("TRAIN_STEPS=-1", "train_steps=-1; use at least 0 (while building TrainingJob)"),
+        ("LossConfig.balance_weight=1e999", "LossConfig.balance_weight=inf; use at least 0"),
     ],
 )
 def test_mistake_in_a_binding_is_told_with_its_value(binding, said):

@@ -6,38 +6,19 @@ import dataclasses
 import jax
 import pytest
 
-from switchx.checkpoint.run_folder import RunFolder
 from switchx.compiled.elastic import job_for_devices
 from switchx.models.adapters import LoRASpec
 from switchx.models.stored_experts import storage_refusal
-from switchx.training.loop import train
 from switchx.training.offload.storage_spec import StorageSpec
 from switchx.training.step import StepConfig
 from tests.compiled.fewer_devices import V5E, losses_on_fewer
 from tests.data.refusals import refused
 from tests.planner.workloads import small
-from tests.training.jobs import SPARSE, Events, make_job, stacked
-from tests.training.saved_runs import losses_of
+from tests.training.jobs import SPARSE, make_job, stacked
 
 pytestmark = pytest.mark.usefixtures("steps_traced_once")
 
 JOB = make_job(SPARSE, batch_size=24, eval_every=4)
-
-
-@pytest.mark.slow  # trains three times
-def test_lost_devices_change_no_loss(tmp_path):
-    whole, elastic = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "elastic")
-    here = job_for_devices(JOB, V5E, jax.devices()[:7])
-    train(here.job, whole, Events(), devices=here.devices)
-    used = []
-    for count, steps in ((7, 2), (2, 4)):
-        here = job_for_devices(JOB, V5E, jax.devices()[:count])
-        job = dataclasses.replace(here.job, train_steps=steps)
-        train(job, elastic, events := Events(), devices=here.devices)
-        used.append((len(here.devices), here.num_idle))
-    assert used == [(6, 1), (2, 0)]
-    assert any("resumed from step 2" in note for note in events.notes)
-    assert losses_of(elastic) == pytest.approx(losses_of(whole), rel=1e-6)
 
 
 def test_microbatches_are_raised_until_it_fits():

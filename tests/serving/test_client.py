@@ -66,6 +66,7 @@ def test_several_answers_to_an_input_are_a_list(address, settings):
     assert [[answers[i, s].text for s in range(2)] for i in range(2)] == want
     assert all("sample" not in each.more for each in answers.values())
     pieces = [e for e in events if isinstance(e, NewTokens)]
+    assert bool(pieces) == ("seed" in settings)  # beams are not streamed
     for (number, sample), answer in answers.items() if pieces else ():
         own = [e.tokens for e in pieces if (e.input, e.sample) == (number, sample)]
         assert sum(own, []) == answer.tokens
