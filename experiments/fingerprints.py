@@ -17,10 +17,12 @@ def sha256(path: pathlib.Path) -> str:
 
 
 def code_fingerprint(name: str) -> str:
-    """Of all Python and gin files of this checkout that an experiment depends on."""
+    """Of all Python and gin files of this checkout that an experiment depends on, every run.py
+    among them: several train or sweep by another's."""
     digest = hashlib.sha256()
     paths = [path for top in _CODE for path in sorted((ROOT / top).rglob("*"))]
     shared = sorted((ROOT / "experiments").glob("*.py"))
+    shared += sorted((ROOT / "experiments").glob("*/run.py"))
     paths += [path for path in shared if path.name not in _MAKES_DATA]
     paths += sorted((ROOT / "experiments" / name).rglob("*"))
     for path in paths:

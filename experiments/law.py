@@ -11,7 +11,6 @@ Dims: X draws of the bootstrap, C cells
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -65,27 +64,25 @@ def _ln_dense_flops(flops_C: np.ndarray, losses_C: np.ndarray, losses: np.ndarra
 
 
 def _drawn(points: Sequence[Point], random: np.random.Generator) -> np.ndarray:
-    """Means of cells, as they would be of other seeds: by t, with one variance of all, as four
+    """Means of cells, as they would be of other seeds: by t, with the variance of each, as four
     seeds are too few to draw from; `[X, C]`."""
     means_C = [np.mean(point.losses) for point in points]
-    errors_C, freedom = errors_of(points)
-    return means_C + errors_C * random.standard_t(freedom or 1, (DRAWS, len(points)))
+    errors_C, freedom_C = errors_of(points)
+    return means_C + errors_C * random.standard_t(freedom_C, (DRAWS, len(points)))
 
 
 def half_widths(points: Sequence[Point]) -> np.ndarray:
-    """Half of the 95% intervals of the cells' means; 0 where each has one seed."""
-    errors_C, freedom = errors_of(points)
-    return errors_C * scipy.stats.t.ppf(0.975, freedom or 1)
+    """Half of the 95% intervals of the cells' means; 0 of a cell with one seed."""
+    errors_C, freedom_C = errors_of(points)
+    return errors_C * scipy.stats.t.ppf(0.975, freedom_C)
 
 
-def errors_of(points: Sequence[Point]) -> tuple[np.ndarray, int]:
-    """Standard errors of the cells' means by one variance, 0 where each has one seed, and its
-    degrees of freedom."""
-    freedom = sum(len(point.losses) - 1 for point in points)
-    squares = sum((len(point.losses) - 1) * np.var(point.losses, ddof=1) for point in points
-                  if len(point.losses) > 1)  # fmt: skip
-    sd = math.sqrt(squares / freedom) if freedom else 0.0
-    return np.array([sd / math.sqrt(len(point.losses)) for point in points]), freedom
+def errors_of(points: Sequence[Point]) -> tuple[np.ndarray, np.ndarray]:
+    """The standard error of each cell's mean, 0 of one seed, and its degrees of freedom, at
+    least 1. Seeds of some lengths differ far more than those of others."""
+    counts_C = np.array([len(point.losses) for point in points])
+    sds_C = [np.std(p.losses, ddof=1) if len(p.losses) > 1 else 0.0 for p in points]
+    return sds_C / np.sqrt(counts_C), np.maximum(counts_C - 1, 1)
 
 
 def speedups(

@@ -156,9 +156,10 @@ def begin(name: str) -> dict[str, Any]:
             f"{file} has rules and is {'changed' if commit else 'not committed'}: a rule is "
             f"committed before its first run; `git add {file} && git commit {file}`"
         )
-    code = ("switchx/*.py", "pallas_kernels/*.py", "configs/*.gin", ":(glob)experiments/*.py")
+    code = ("switchx/*.py", "pallas_kernels/*.py", "configs/*.gin", ":(glob)experiments/*.py",
+            ":(glob)experiments/*/run.py", f"experiments/{name}")  # fmt: skip
     status = ("status", "--porcelain", "--untracked-files=all", "--", *code)
-    changed = [line.split()[-1] for line in git(*status, f"experiments/{name}").splitlines()
+    changed = [line.split()[-1] for line in git(*status).splitlines()
                if line.endswith((".py", ".gin"))]  # fmt: skip
     if changed:
         raise ValueError(
@@ -275,7 +276,7 @@ def _claim(rule: Rule, results: dict[str, Any]) -> dict[str, Any]:
         "effect": dataclasses.asdict(interval),
         "effect_of": f"{rule.claim}, nats per token ({1 - rule.level:.1%} at look {look} of "
         f"{len(rule.looks)})",
-        "p": min(1.0, found.p() * ERROR / rule.level),
+        "p": min(1.0, found.p() * len(rule.looks)),
         "power": ends[rule.direction],
         "margin": margin,
         "look": look,

@@ -37,7 +37,8 @@ class Parabola:
     Attributes:
         vertex: rate at which the parabola is best; None where it has no maximum.
         rate: vertex rounded to a power of 2^(1/4); None where `problem` says why.
-        error: standard error of ln(vertex), by the delta method with `sd` a run.
+        error: standard error of ln(vertex), by the delta method with `sd` a run; None of three
+            points.
         curvature: loss of quality, in nats, at a rate that is e times too high or too low.
         residual: standard deviation of the points about the parabola; None of three points.
         problem: why the rate is not found, and the way out; empty where it is found.
@@ -118,7 +119,10 @@ def parabola(rates: Sequence[float], qualities: Sequence[float], sd: float = SD)
         return Parabola(None, None, None, float(-a), residual, problem)
     vertex = best_x - b / (2 * a)
     slope = np.array([b / (2 * a * a), -1 / (2 * a), 0.0])  # of the vertex, by coefficient
-    error = sd * math.sqrt(slope @ np.linalg.inv(powers.T @ powers) @ slope)
+    # Through three points every parabola fits, and where it peaks the rates have decided.
+    error = None
+    if residual is not None:
+        error = sd * math.sqrt(slope @ np.linalg.inv(powers.T @ powers) @ slope)
     rounded = 2 ** (round(4 * vertex / math.log(2)) / 4)
     return Parabola(
         math.exp(vertex), None if problem else rounded, error, float(-a), residual, problem
@@ -272,13 +276,21 @@ def interval_over(
 
 def intervals(results: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Each contender less the first one, of the `curves` of results.json, with 95% intervals by
-    `estimate`; none of those that diverged."""
+    `estimate`; none of those that diverged.
+
+    By the variance of both alone where each has three seeds: one of all is too small for a
+    contender whose seeds differ more than others', which four seeds seldom show.
+    """
     first, finals = next(iter(results["curves"])), finite_of(results)
-    return {
-        name: dataclasses.asdict(estimate(finals, difference(name, first)).interval())
-        for name in finals
-        if first in finals and name != first
-    }
+    found = {}
+    for name in finals:
+        if first in finals and name != first:
+            both = {each: finals[each] for each in (first, name)}
+            known = both if min(map(len, both.values())) > 2 else finals
+            found[name] = dataclasses.asdict(
+                estimate(known, difference(name, first)).interval()
+            )
+    return found
 
 
 def pocock(seeds: Sequence[int]) -> float:

@@ -47,7 +47,7 @@ def require_at_least(config, least: float, *names: str) -> None:
     """Raises ValueError where a field is below `least`, infinite, or no int64; None passes."""
 
     def holds(value) -> bool:
-        return value >= least and (value < 2**63 if isinstance(value, int) else value < math.inf)
+        return least <= value < (2**63 if isinstance(value, int) else math.inf)
 
     _require_each(config, names, holds, f"at least {least}")
 

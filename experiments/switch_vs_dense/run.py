@@ -36,13 +36,13 @@ EXPERTS = (2, 4, 8, 16, 32)
 SEEDS = tuple(range(100, 107))
 _FAN = "first rung, length 1"
 CAPTION = (
-    "Above: small dots are seeds, bars 95% intervals of a cell's mean by one variance of all "
-    "above. Cells are, from the left, half, once and double the first rung's length, and the "
+    "Above: small dots are seeds, bars 95% intervals of a cell's mean by its own variance. "
+    "Cells are, from the left, half, once and double the first rung's length, and the "
     "second rung; lengths of a half and of two have three seeds, the others four. The arrow "
     "goes from 16 experts to the compute at which the dashed line, straight between dense "
-    "cells, has the same loss, with a 95% interval. Below: the first rung at its length, by a "
-    "variance of its own; diamonds are what a doubling gains, above 0 a lower loss. All but "
-    "the second rung's difference is exploratory."
+    "cells, has the same loss, with a 95% interval. Below: the first rung at its length; "
+    "diamonds are what a doubling gains, above 0 a lower loss. All but the second rung's "
+    "difference is exploratory."
 )
 _DENSE = OnLadder("dense", (DENSE,), rate_of="dense")
 _SPARSE = OnLadder("16 experts")

@@ -23,8 +23,8 @@ from switchx.analysis.report import Section, Table
 from switchx.analysis.routing import RoutingHistory, read_history, read_lines
 from switchx.moe.balance import dead_experts, load_entropy, max_violation
 
-# Fewer values than these are too few for a bootstrap.
-FEW = 10
+# Fewer values than these are too few for a bootstrap, whose intervals of ten hold 91%.
+FEW = 40
 # What training takes.
 COSTS = ("step", "tokens", "model FLOPs", "wall-clock hours")
 # Numbers of every Switch layer, `[steps, N]`.
@@ -268,6 +268,8 @@ class Comparison:
         known = f"seeds {'' if lead.excludes(0) else 'do not '}tell them apart"
         if lead.low == lead.high:
             known = "one common seed cannot say whether others would agree"
+            if not best.finals.keys() & others[0].finals.keys():
+                known = "without a common seed nothing tells whether others would agree"
         if lead.mean < 0:
             return (
                 f"{best.name} ends lowest by the mean of its seeds: {loss}; in the seeds that "

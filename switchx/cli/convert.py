@@ -156,6 +156,9 @@ def _scratch(dst: pathlib.Path):
 def _write_read(arguments: argparse.Namespace, reporter, checkpoint) -> None:
     from switchx.inference.config import DecodingConfig
 
+    least = checkpoint.decoding.get("min_new_tokens")
+    if type(least) is int and least > DecodingConfig.max_new_tokens:  # a default of ours
+        checkpoint.decoding.setdefault("max_new_tokens", least)
     try:
         DecodingConfig(**checkpoint.decoding)
     except (ValueError, TypeError) as error:

@@ -4,7 +4,7 @@
 The `tokenizers` library (extra `bpe`) reads the file, which is kept byte for byte: what decides
 about ids is that file alone, and the special ids that the files beside it name. Ids stay as
 they are: id 0 is a word in Qwen. Chat templates and the tokenizer's other files are carried
-along, and nothing of them is run.
+along. Nothing of them is run but a chat template, in Jinja's sandbox (`serving/chat.py`).
 """
 
 import dataclasses
@@ -23,9 +23,10 @@ from switchx.object_store import read_json_object, require_no_lfs_pointer
 
 TOKENIZER_FILE = "tokenizer.json"
 _CONFIG, _ADDED = "tokenizer_config.json", "added_tokens.json"
+_SPECIAL = "special_tokens_map.json"
 # Files beside it, copied as they are.
 CHAT_TEMPLATE = "chat_template.jinja"
-CARRIED = (_CONFIG, "special_tokens_map.json", CHAT_TEMPLATE)
+CARRIED = (_CONFIG, _SPECIAL, CHAT_TEMPLATE)
 _MOST_BYTES = 1 << 27
 _HALF = "\N{REPLACEMENT CHARACTER}"
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
@@ -69,30 +70,35 @@ class BpeVocabulary(OwnIds):
 
     @property
     def chat_template(self) -> str:
-        """The Jinja template of a chat, which `/v1/chat/completions` renders.
+        """The Jinja template of a chat, which `/v1/chat/completions` renders; of several by
+        name `default`.
 
         Raises:
-            ValueError: there is none, or several by name.
+            ValueError: there is none.
         """
         folder = Path(self.path).expanduser().parent
         file = folder / CHAT_TEMPLATE
         template = None if file.is_file() else _values(folder / _CONFIG).get("chat_template")
+        if isinstance(template, list):
+            named = (each for each in template if isinstance(each, dict))
+            template = next(
+                (t.get("template") for t in named if t.get("name") == "default"), ""
+            )
         require(
-            file.is_file() or isinstance(template, str),
-            f"{folder} has no chat template, neither {CHAT_TEMPLATE} nor one chat_template in "
-            f"{_CONFIG}; copy it from the chat model's folder, or write prompts out and encode "
-            "them by encode_special",
+            file.is_file() or bool(template) and isinstance(template, str),
+            f"{folder} has no chat template, neither {CHAT_TEMPLATE} nor a chat_template in "
+            f"{_CONFIG}, of several the one named default; copy it from the chat model's "
+            "folder, or write prompts out and encode them by encode_special",
         )
         return file.read_text(encoding="utf-8") if template is None else template
 
     @property
     def special_texts(self) -> dict[str, str]:
         """Texts of special tokens by role (`bos_token`), which chat templates write."""
-        values = _values(Path(self.path).expanduser().parent / _CONFIG)
         texts = {
-            name: value["content"] if isinstance(value, dict) else value
-            for name, value in values.items()
-            if name in ("bos_token", "eos_token", "pad_token", "unk_token")
+            name: value.get("content") if isinstance(value, dict) else value
+            for name, value in _named(Path(self.path).expanduser().parent).items()
+            if name.endswith("_token")
         }
         return {name: text for name, text in texts.items() if isinstance(text, str)}
 
@@ -217,7 +223,8 @@ def read_tokenizer(content: bytes, where: str):
     require(
         isinstance(model, tokenizers.models.BPE),
         f"{where}: model.type is {type(model).__name__}, expected BPE; a Unigram model is read "
-        "as a SentencePiece model, with the checkpoint that it belongs to (`switchx convert`)",
+        "as a SentencePiece model, with the encoder-decoder that it belongs to (`switchx "
+        "convert`): a decoder-only model is converted without it, by --vocabulary=none",
     )
     require(
         not model.dropout,
@@ -237,8 +244,9 @@ def read_bpe(
     """The vocabulary of a folder of transformers, with the special ids that its files name.
 
     Ends are those of `generation_config.json`, else of `config.json`, else of
-    `tokenizer_config.json`; the one of `config.json` comes first, and ends texts of training.
-    Padding that is an end is none. A start is what the tokenizer puts before a text.
+    `tokenizer_config.json` or `special_tokens_map.json`; the one of `config.json` comes first,
+    and ends texts of training. Padding that is an end is none. A start is what the tokenizer
+    puts before a text.
 
     Args:
         generation, config: content of the model's `generation_config.json` and `config.json`;
@@ -252,7 +260,7 @@ def read_bpe(
     file = folder / TOKENIZER_FILE
     content = BpeVocabulary(path=str(file)).content
     tokenizer = read_tokenizer(content, str(file))
-    own = _values(folder / _CONFIG)
+    own = _named(folder)
     _require_added(folder, own, tokenizer)
     if generation is None:
         generation = _values(folder / "generation_config.json")
@@ -289,10 +297,15 @@ def read_bpe(
         path=str(file),
         pad_id=next((pad for pad in pads if pad not in ends), None),
         eos_ids=(first, *(end for end in dict.fromkeys(ends) if end != first)),
-        start_id=_start_id(tokenizer, own, ids(own, "bos"), str(folder)),
+        start_id=_start_id(tokenizer, str(folder)),
         named_bos=starts[0] if starts else None,
         named_pad=pads[0] if pads else None,
     )
+
+
+def _named(folder: Path) -> dict[str, Any]:
+    """What the files beside a tokenizer say of it and of its special tokens."""
+    return _values(folder / _SPECIAL) | _values(folder / _CONFIG)
 
 
 def _require_added(folder: Path, own: Mapping[str, Any], tokenizer) -> None:
@@ -324,14 +337,9 @@ def _require_added(folder: Path, own: Mapping[str, Any], tokenizer) -> None:
     )
 
 
-def _start_id(tokenizer, own: Mapping[str, Any], bos: list[int], where: str) -> int | None:
-    """The id that stands before a text: by `add_bos_token`, else by the post-processor."""
-    if isinstance(says := own.get("add_bos_token"), bool):
-        require(
-            not says or bool(bos),
-            f"{where}: add_bos_token is true in {_CONFIG}, and there is no bos_token; name it",
-        )
-        return bos[0] if says else None
+def _start_id(tokenizer, where: str) -> int | None:
+    """The id that stands before a text, by the post-processor: transformers 5 does not read
+    `add_bos_token` of a folder with a `tokenizer.json`."""
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     whole = tokenizer.encode("a", add_special_tokens=True).ids
     before = next(

@@ -66,6 +66,7 @@ def describe(config: ModelConfig) -> tuple[Decoder, dict[str, Any], list[str]]:
         "attention_bias": config.biases_of_attention == kin.flagged_bias,
         **dict(kin.only),
         **({"sliding_window": None} if kin.window else {}),
+        **({kin.window_flag: False} if kin.window_flag else {}),
         **_describe_rotary(kin, config.rotary),
     }
     if kin.qk_norm == "use_qk_norm":
@@ -184,7 +185,11 @@ def _differences(kin: Decoder, config: ModelConfig, again: ModelConfig) -> list[
             found["router bias"] = switch.router.has_bias  # whatever rate it was trained with
             places = ("every", "encoder_layers", "decoder_layers", "router")
             unread |= {f"SwitchConfig.{name}" for name in places}
-            unread.add("RouterConfig.bias_update_rate")
+            unread |= {"RouterConfig.bias_update_rate", "RouterConfig.balance_load"}
+            if switch.router.bias_rule != "quantile_logits":  # others add to scores alike
+                unread.add("RouterConfig.bias_rule")
+            if not switch.has_attention:
+                unread.add("SwitchConfig.attention_experts")
             if len(sparse_layers(config)) == config.num_decoder_layers:
                 unread.add("d_ff")
         return {name: value for name, value in found.items() if name not in unread}
@@ -194,6 +199,8 @@ def _differences(kin: Decoder, config: ModelConfig, again: ModelConfig) -> list[
     found = [(name, ours.get(name), theirs.get(name)) for name in names]
     if kin.model_type == "olmoe":  # its norms of queries have the size of the model
         found.append(("d_head", config.d_head, config.d_model // config.num_heads))
+    if kin.model_type == "llama":  # transformers refuses others
+        found.append(("d_model % num_heads", config.d_model % config.num_heads, 0))
     return unexpected(*found)
 
 

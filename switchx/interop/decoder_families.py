@@ -64,6 +64,7 @@ class Decoder:
             as the context hides nothing.
         whole_blocks: `max_window_layers` where a file has none, the number of first blocks
             without that window; None in a family that has it in all blocks.
+        window_flag: field without which there is no window.
         has_pairs: whether rotary positions turn features 2 i and 2 i + 1 together; ours are
             halves, and rows of queries and keys are put in that order.
         has_multipliers: whether embeddings, scores, sublayers and logits have factors, which
@@ -108,6 +109,7 @@ class Decoder:
     fraction: float | None = None
     window: tuple[int | None, ...] = ()
     whole_blocks: int | None = None
+    window_flag: str = ""
     has_pairs: bool = False
     has_multipliers: bool = False
     ffn: str = "mlp"
@@ -130,7 +132,7 @@ class Decoder:
     only: tuple[tuple[str, Any], ...] = ()
 
 
-_NO_WINDOW = (("use_sliding_window", False),)
+_QWEN_WINDOW = dict(window=(4096,), window_flag="use_sliding_window")
 # The experts of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2).
 _LIKE_DEEPSEEK = dict(
     num_experts="n_routed_experts", expert_d_ff="moe_intermediate_size", has_sigmoid=True,
@@ -142,8 +144,10 @@ DECODERS = {
     for each in (
         Decoder("llama", "LlamaForCausalLM", only=(("mlp_bias", False),)),
         Decoder("mistral", "MistralForCausalLM", bias="none", window=(4096,)),
-        Decoder("qwen2", "Qwen2ForCausalLM", bias="qkv", only=_NO_WINDOW),
-        Decoder("qwen3", "Qwen3ForCausalLM", qk_norm="head", only=_NO_WINDOW),
+        Decoder("qwen2", "Qwen2ForCausalLM", bias="qkv", whole_blocks=28, **_QWEN_WINDOW),
+        Decoder(
+            "qwen3", "Qwen3ForCausalLM", qk_norm="head", whole_blocks=28, **_QWEN_WINDOW
+        ),
         Decoder(
             "olmo2", "Olmo2ForCausalLM", qk_norm="all", norm_place="after", epsilon=1e-5,
         ),
@@ -151,7 +155,6 @@ DECODERS = {
             "mixtral", "MixtralForCausalLM", bias="none", epsilon=1e-5, theta=1e6,
             ffn="block_sparse_moe", matrices=("w1", "w3", "w2"),
             num_experts="num_local_experts", normalizes=True, window=(None,),
-            only=(("router_jitter_noise", 0.0),),
         ),
         Decoder(
             "granitemoe", "GraniteMoeForCausalLM", has_multipliers=True, ffn="block_sparse_moe",
@@ -170,11 +173,11 @@ DECODERS = {
             "qwen2_moe", "Qwen2MoeForCausalLM", bias="qkv", num_experts="num_experts",
             expert_d_ff="moe_intermediate_size", sparse="step",
             shared_d_ff="shared_expert_intermediate_size",
-            only=(("qkv_bias", True), *_NO_WINDOW),
+            only=(("qkv_bias", True),), **_QWEN_WINDOW,
         ),
         Decoder(
             "qwen3_moe", "Qwen3MoeForCausalLM", qk_norm="head", num_experts="num_experts",
-            expert_d_ff="moe_intermediate_size", sparse="step", only=_NO_WINDOW,
+            expert_d_ff="moe_intermediate_size", sparse="step", **_QWEN_WINDOW,
         ),
         Decoder(
             "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", bias="none", epsilon=1e-5, theta=5e5,
@@ -182,7 +185,7 @@ DECODERS = {
             expert_d_ff="moe_intermediate_size", normalizes=True,
             router_bias="moe_statics.e_score_correction_bias", sparse="range",
             shared_count="moe_num_shared_experts", num_shared=2, unread="mtp",
-            only=(("use_bias", False),),
+            only=(("use_bias", False), ("moe_norm_min", 1e-12)),
         ),
         Decoder(
             "glm4_moe", "Glm4MoeForCausalLM", qk_norm="use_qk_norm", flagged_bias="qkv",
@@ -331,6 +334,8 @@ def _sparse_blocks(kin: Decoder, fields: Fields, N: int) -> tuple[int, ...]:
 
 def _has_window(kin: Decoder, fields: Fields) -> bool:
     """Whether some block has the window of `sliding_window`."""
+    if kin.window_flag and not fields.flag(kin.window_flag, False):
+        return False
     if kin.whole_blocks is None:
         return True
     if (kinds := fields.values.get("layer_types")) is not None:

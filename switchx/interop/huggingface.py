@@ -61,7 +61,9 @@ _IDS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
 
 # What a decoder's config.json has and a ModelConfig has not.
 _ADAPTER = "adapter_config.json"
-_OF_TRAINING = "router_aux_loss_coef", "router_z_loss_coef", "attention_dropout"
+_OF_TRAINING = (
+    *("router_aux_loss_coef", "router_z_loss_coef", "router_jitter_noise", "attention_dropout"),
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,7 +52,9 @@ _PLAIN = {
     "alora_invocation_tokens": (None,),
     "use_qalora": (False, None),
     "use_bdlora": (None,),
-    "arrow_config": (None,),
+    **dict.fromkeys(
+        ("arrow_config", "kasa_config", "velora_config", "monteclora_config"), (None,)
+    ),
 }
 _TABLES = ("lm_head", "embed_tokens", "shared")
 # First values that PEFT takes out of the base's weights, also as it loads (PiSSA, OLoRA, ...).
@@ -177,7 +179,8 @@ def read_adapters(
         for name, (path, letter, part) in places.items()
         if name.split(".lora_")[0] in modules
     }
-    none = sorted({each for each in found if each.partition(".lora_")[0].endswith(_TABLES)})
+    plain = {each: each.partition(".lora_")[0].removesuffix(".weight") for each in found}
+    none = sorted(each for each, name in plain.items() if name.endswith(_TABLES))
     require(not none, f"{folder}: {none[:1]}, adapters of embeddings or of the head, cannot be "
             "read; leave these out of target_modules, or merge them with PEFT and convert the "
             "whole model")  # fmt: skip

@@ -54,7 +54,8 @@ class RotaryConfig:
 
     def __post_init__(self):
         check_choices(self)
-        require_above_zero(self, "low_frequency", "beta_slow", "attention_factor")
+        require_above_zero(self, "low_frequency", "high_frequency", "beta_slow", "beta_fast")
+        require_above_zero(self, "attention_factor")
         require_at_least(self, 1, "factor", "original_length")
         require(
             1 < self.theta < math.inf and 0 < self.fraction <= 1,

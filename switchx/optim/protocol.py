@@ -29,7 +29,10 @@ class Optax:
     """Any optimizer of Optax, or of a user's own module: `make(learning_rate=..., ...)`.
 
     Moments that mirror the parameters are split over a mesh as these are, other statistics
-    are whole on every device (`has_letters`).
+    are whole on every device (`has_letters`). One that computes over a whole array, such as a
+    trust ratio (lamb, lars) or clipping by block, takes all experts of a layer for one
+    parameter, and with `ModelConfig.scan_layers` all layers of a stack: there that is no free
+    choice, nor may it change when a run goes on.
 
     Attributes:
         make: optimizer's function in a module, such as `optax.lion`; it is called with

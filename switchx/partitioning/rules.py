@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from switchx import tree
 from switchx.axes import DIMENSIONS, dims_of
-from switchx.fields import require
+from switchx.fields import require, require_above_zero
 
 MeshAxes = tuple[str, ...]
 TABLES = ("activations", "params", "expert_params")
@@ -81,9 +81,7 @@ class Rules:
                 f"Rules.{name} names {', '.join(letters)}; use each letter once, out of "
                 f"{''.join(DIMENSIONS)}",
             )
-        require(
-            self.vocab_room > 0, f"Rules.vocab_room={self.vocab_room}; use a factor above 0"
-        )
+        require_above_zero(self, "vocab_room")
         self._check_vocabulary()
         batch = dict(self.activations).get("B", ())
         others = [axis for axis in self.optimizer_slices if axis not in batch]
@@ -156,6 +154,9 @@ class Rules:
         used, entries = {}, []
         for letter, size in zip(dims, shape, strict=True):
             axes = self.axes(letter, mesh, table=table)
+            if table == "expert_params" and letter == "H" and "F" in dims:
+                # Of experts that write heads (`EFHK`): F has the axis that both may have.
+                axes = tuple(axis for axis in axes if axis not in used)
             for axis in axes:
                 if axis in used:
                     raise ValueError(

@@ -23,7 +23,7 @@ from switchx.data.tokenizers import Vocabulary
 from switchx.inference.generate import positions_needed
 from switchx.serving.completions import FIELDS, CompletionForm, CompletionRequest, data_of
 from switchx.serving.limits import Limits
-from switchx.serving.requests import Refusal, fields_of, shown, wrong
+from switchx.serving.requests import Refusal, WholePrompt, fields_of, shown, wrong
 from switchx.serving.service import Events
 
 ROLES = ("system", "developer", "user", "assistant")
@@ -85,7 +85,7 @@ class ChatForm(CompletionForm):
         """The most new tokens of an answer, that the server gives and the model has places
         for."""
         config, most = self._model.config, limits.max_new_tokens
-        needed = positions_needed(config, len(self._model.prompt(prompt)), most)
+        needed = positions_needed(config, len(prompt), most)
         return most if needed is None else max(1, most - max(0, needed - config.max_length))
 
     async def stream(self, wanted: CompletionRequest, events: Events) -> AsyncIterator[bytes]:
@@ -123,8 +123,9 @@ class ChatForm(CompletionForm):
         return super()._json(wanted, choices) | about
 
 
-def prompt_of_chat(model: Model, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation, and of the head of the answer, behind a start token.
+def prompt_of_chat(model: Model, messages: list[dict[str, str]]) -> WholePrompt:
+    """Token ids of a conversation, and of the head of the answer: the template's alone, which
+    writes a start itself where the model is to read one.
 
     Raises:
         Refusal: 400, the model has no template, or its template refuses the messages.
@@ -143,9 +144,7 @@ def prompt_of_chat(model: Model, messages: list[dict[str, str]]) -> list[int]:
         )
     except (jinja2.TemplateError, ValueError, TypeError) as error:
         raise wrong("messages", f"the chat template: {str(error)[:300]}") from None
-    tokens, start = vocabulary.encode_special(text), model.prompt([])
-    # Templates write the start that is put before every prompt.
-    return tokens[len(start) :] if start and tokens[: len(start)] == start else tokens
+    return WholePrompt(vocabulary.encode_special(text))
 
 
 @functools.lru_cache(maxsize=8)
@@ -221,6 +220,6 @@ def _message(value, name: str, model: Model) -> dict[str, str]:
         raise wrong(
             "messages",
             f"{name}.content has the text of a special token, which would end or begin a turn; "
-            "leave it out, or write the prompt yourself for /v1/completions",
+            "leave it out, or give /v1/completions the whole prompt as token ids",
         )
     return {"role": role, "content": content}

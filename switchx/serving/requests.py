@@ -312,6 +312,10 @@ def number_of(option: Option, value) -> int | float:
     raise wrong(option.name, f"{option.name} is {shown(value)}; {expected}")
 
 
+class WholePrompt(list):
+    """Token ids before which nothing is put."""
+
+
 def prompt_of(model: Model, limits: Limits, fault, name: str, item) -> list[int]:
     """The token ids that the model reads for one input, a text or a list of token ids."""
 
@@ -325,7 +329,7 @@ def prompt_of(model: Model, limits: Limits, fault, name: str, item) -> list[int]
     elif not isinstance(item, str):
         raise wrong(name, f"{name} is {shown(item)}; expected a text, or a list of token ids")
     try:
-        (prompt,) = model.prompts([item])
+        (prompt,) = [[*item]] if isinstance(item, WholePrompt) else model.prompts([item])
     except CharacterError as error:
         raise wrong(name, str(error).replace(error.field, name, 1)) from None
     except ValueError as error:

@@ -143,6 +143,8 @@ def encode(record: Record, name: str) -> bytes:
     for array_name, array in record.arrays.items():
         array = np.asarray(array)
         _require_numbers(array, array_name)
+        if array.dtype.byteorder == ">":
+            array = array.astype(array.dtype.newbyteorder("<"))
         described.append([array_name, array.dtype.name, list(array.shape)])
         padding = -at % _ALIGNMENT
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

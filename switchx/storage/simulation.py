@@ -81,8 +81,10 @@ def run_policy(trace: Trace, capacity: int, name: PolicyName) -> tuple[np.ndarra
 
 
 def least_capacity(trace: Trace) -> int:
-    """Records of the largest request."""
-    return int(np.unique(trace.request_T, return_counts=True)[1].max())
+    """Records of the largest request; of training, which visits a layer in several sweeps and
+    may need all of its experts, those of a layer."""
+    largest = int(np.unique(trace.request_T, return_counts=True)[1].max())
+    return largest if trace.sweeps == 1 else max(largest, trace.num_experts)
 
 
 def simulate_capacities(trace: Trace) -> list[Simulation]:

@@ -35,8 +35,8 @@ def fused_batch_loss(
 ):
     """`training.losses.batch_loss`, in the scope of a mesh that `check_fused` has passed.
 
-    Its value and its raw gradients are the same, but for dropout where replicas run
-    microbatches: their number is in the key (`own_key`).
+    Its value and its raw gradients are the same, but for random numbers (dropout, the routers'
+    noise) where replicas run microbatches: their number is in the key (`own_key`).
     """
     mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
     slicing = Slicing.on(mesh, rules, bucket_bytes)

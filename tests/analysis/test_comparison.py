@@ -93,7 +93,8 @@ def test_the_headline_says_whether_seeds_tell_apart(folders, tmp_path):
     assert said.endswith("; seeds do not tell them apart.")
     far = [write_run(tmp_path / f"far_{s}", "9", s, 5.0 + 0.01 * s) for s in range(3)]
     assert compare([*folders[3:], *far]).headline.endswith("; seeds tell them apart.")
-    assert "one common seed cannot say" in compare(folders[2:4]).headline
+    assert "; one common seed cannot say" in compare([folders[2], folders[5]]).headline
+    assert "; without a common seed nothing tells" in compare(folders[2:4]).headline
     # The means and the one common seed disagree.
     ends = {("5", 0): 5.0, ("5", 1): 3.0, ("6", 0): 4.8, ("6", 2): 3.6}
     apart = [write_run(tmp_path / f"{r}_{s}", r, s, end) for (r, s), end in ends.items()]

@@ -136,8 +136,26 @@ def test_special_ids_come_from_a_text_that_asks_for_them(tmp_path, theirs):
     (folder / "chat_template.jinja").unlink()
     with refused(f"{folder} has no chat template, neither <any>"):
         _ = vocabulary.chat_template
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    assert vocabulary.chat_template == template
+    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": template}]
+    for there in (template, named):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": there}))
+        assert vocabulary.chat_template == template
+
+
+def test_special_tokens_may_be_named_in_their_own_file(tmp_path, theirs):
+    """What the tokenizer puts before a text is the start, whatever `add_bos_token` says."""
+    folder = tokenizer_folder(tmp_path / "theirs", "llama_2")
+    (folder / "generation_config.json").unlink()
+    (folder / "tokenizer_config.json").write_text('{"add_bos_token": false, "a_token": "b"}')
+    special = {"bos_token": {"content": "<s>"}, "eos_token": "<|im_end|>"}
+    (folder / "special_tokens_map.json").write_text(json.dumps(special))
+    vocabulary, tokenizer = read_bpe(folder), theirs(folder)
+    want = tokenizer("hello")["input_ids"]
+    assert [vocabulary.start_id, *vocabulary.encode("hello")] == want
+    assert vocabulary.eos_ids == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
+    assert vocabulary.special_texts == dict(
+        bos_token="<s>", eos_token="<|im_end|>", a_token="b"
+    )
 
 
 def test_the_file_is_kept_byte_for_byte_with_what_stands_beside_it(tmp_path, library):
@@ -191,10 +209,6 @@ EMPTY = dict.fromkeys(("generation_config.json", "tokenizer_config.json"), "{}")
         (
             EMPTY | {"tokenizer_config.json": '{"eos_token": "no"}'},
             "'no' is no token of",
-        ),
-        (
-            {"tokenizer_config.json": '{"add_bos_token": true}'},
-            "there is no bos_token; name",
         ),
     ],
 )

@@ -59,8 +59,8 @@ def test_dense_cells_on_no_law_are_read_between_neighbours():
 
 def test_few_seeds_make_wide_intervals():
     points = [Point("a", 1.0, (1.0, 1.2)), Point("b", 2.0, (2.0, 2.2))]
-    # sd 0.1414 of two degrees of freedom, whose t is 4.303.
-    np.testing.assert_allclose(law.half_widths(points), 4.303 * 0.1, rtol=1e-3)
+    # sd 0.1414 of one degree of freedom, whose t is 12.71.
+    np.testing.assert_allclose(law.half_widths(points), 12.706 * 0.1, rtol=1e-3)
     assert list(law.half_widths([Point("a", 1.0, (1.0,))])) == [0.0]
 
 

@@ -259,6 +259,9 @@ def test_a_window_of_no_block_hides_nothing():
     dots = WITHOUT_GIN["dots_llm1"][1] | dict(sliding_window=4096)
     for more in ({}, dict(layer_types=["full_attention"] * 62), dict(max_window_layers=70)):
         assert read(dots | more).max_length == 32768
+    qwen = PUBLISHED["qwen3_0_6b"][1] | dict(sliding_window=4, max_window_layers=28)
+    for more in ({}, dict(use_sliding_window=True)):
+        assert read(qwen | more).num_decoder_layers == 28
     kinds = ["full_attention"] * 61 + ["sliding_attention"]
     for more in (dict(max_window_layers=61), dict(layer_types=kinds)):
         with refused("sliding_window=4096 cannot be converted: switchx has no windows, and"):
@@ -342,7 +345,10 @@ def test_a_head_of_every_family_may_have_a_size_of_its_own():
         ),
         ("mixtral_8x7b", dict(sliding_window=[1]), "sliding_window=[1] cannot be converted"),
         ("olmoe_1b_7b", dict(clip_qkv=8.0), "clip_qkv=8.0 cannot be converted"),
-        ("qwen3_30b_a3b", dict(use_sliding_window=True), "use_sliding_window=True"),
+        (
+            "qwen3_30b_a3b", dict(use_sliding_window=True),
+            "sliding_window=4096 cannot be converted",
+        ),
         ("qwen3_30b_a3b", dict(mlp_only_layers=3), "mlp_only_layers=3; expected a list"),
     ],
 )  # fmt: skip
@@ -446,9 +452,21 @@ def test_a_bias_is_written_whatever_rate_it_was_trained_with():
     )  # fmt: skip
     config = read(ernie)
     assert config.switch.decoder_layers == (1, 2, 3)
+    trained = dict(
+        bias_rule="sign_centered", balance_load="previous_step", balance_scope="batch"
+    )
     for rate, refusal in ((0.001, None), (None, "router bias=False (expected True)")):
-        router = dataclasses.replace(config.switch.router, bias_update_rate=rate)
+        rules = dict(bias_update_rate=rate) | (trained if rate else {})
+        router = dataclasses.replace(config.switch.router, **rules)
         switch = dataclasses.replace(config.switch, router=router)
         with refused(refusal) if refusal else contextlib.nullcontext():
             kin, values, _ = describe(dataclasses.replace(config, switch=switch))
     assert read(values) == config and kin.model_type == "ernie4_5_moe"
+    with refused("moe_norm_min=0.5 cannot be converted"):  # the least sum of gates
+        read(ernie | dict(moe_norm_min=0.5))
+
+
+def test_a_llama_that_transformers_does_not_open_is_not_written():
+    llama = read(PUBLISHED["llama_3_8b"][1])
+    with refused("d_model % num_heads=1 (expected 0)"):
+        describe(dataclasses.replace(llama, num_heads=3, num_kv_heads=3, d_model=4096))

@@ -155,3 +155,7 @@ def test_the_texts_of_transformers_with_the_same_file(in_a_folder, one_device, n
     assert main(["generate", "--model_dir=ours", "--input=in.txt", "--max_new_tokens=2",
                  "--min_new_tokens=0", "--beam_size=1"]) == 0  # fmt: skip
     assert len(capsys.readouterr().out.split()) <= 2
+    # A longest text of ours, which no file gave, makes no file wrong.
+    (in_a_folder / "theirs/generation_config.json").write_text('{"min_new_tokens": 100}')
+    assert main(["convert", "--from=huggingface", "theirs", "long"]) == 0
+    assert switchx.load("long").decoding == {"min_new_tokens": 100, "max_new_tokens": 100}

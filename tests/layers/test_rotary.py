@@ -2,6 +2,7 @@
 """Rotations against complex numbers, grouped heads against repeated ones, in NumPy."""
 
 import cmath
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -74,6 +75,7 @@ def test_grouped_heads_are_repeated_ones(Z):
         (dict(scaling="llama3", factor=8.0), "scaling='llama3' needs original_length"),
         (dict(scaling="ntk"), "RotaryConfig.scaling='ntk' is unknown"),
         (dict(low_frequency=4.0), "use low_frequency < high_frequency"),
+        (dict(beta_fast=math.inf), "RotaryConfig.beta_fast=inf; use a number above 0"),
     ],
 )
 def test_frequencies_that_cannot_be_are_refused(changes, message):

@@ -53,6 +53,12 @@ EVERYTHING = AbstractMesh((1, 2, 2, 2, 2), ("data", "fsdp", "node", "expert", "m
         ("w_out_EFD/values", (8, 4, 6), PartitionSpec(("node", "expert"), "fsdp", "model")),
         ("w_in_EDF", (3, 8, 4, 6), PartitionSpec(None, ("node", "expert"), "fsdp", "model")),
         ("b_out_ED", (8, 4), PartitionSpec(("node", "expert"), "fsdp")),
+        # Of experts in attention: F comes first.
+        (
+            "w_query_out_EFHK",
+            (8, 4, 2, 3),
+            PartitionSpec(("node", "expert"), "model", None, None),
+        ),
         ("v_col_EF", (8, 4), PartitionSpec(("node", "expert"), "model")),
         # The router has experts in it and belongs to none; so a bias an expert.
         ("w_router_DE", (4, 8), PartitionSpec("fsdp", None)),

@@ -51,6 +51,12 @@ def test_all_dtypes_and_shapes_come_back(forms, updates):
     assert is_same(decode(data, "decoder_3/00002"), Record(arrays, updates))
 
 
+def test_numbers_of_the_other_order_of_bytes_come_back():
+    there = np.array([1.0, 2.5], ">f4")
+    back = decode(encode(Record({"w": there}, 0), "x"), "x").arrays["w"]
+    assert back.tolist() == there.tolist() and back.dtype == np.dtype("<f4")
+
+
 def test_every_bit_of_bfloat16_comes_back_in_order_aligned_and_read_only():
     bits = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
     got = decode(encode(Record({"a": bits}, 1), "x"), "x").arrays["a"]

@@ -11,6 +11,7 @@ from switchx.storage.simulation import (
     POLICIES,
     choose,
     decoding_trace,
+    least_capacity,
     run_policy,
     simulate,
     simulate_capacities,
@@ -115,6 +116,8 @@ def test_the_choice_its_worth_and_the_smallest_capacity():
     rates = [each.hits(each.chosen, half=0) for each in simulations]
     assert choose(simulations, rates[2]) is simulations[2]
     assert choose(simulations, 1.0) is simulations[-1]
+    # Training may need all of a layer's experts, however few the trace has.
+    assert least_capacity(training_trace(0.25)) == 32
 
 
 @pytest.mark.parametrize("name", POLICIES)

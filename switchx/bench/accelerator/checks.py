@@ -76,8 +76,9 @@ def _of_models(found: dict) -> dict[str, float | None]:
         case = f"bfloat16, batch {n}, 1 beams, loops in command buffers"
         values[f"decode_b{n}_vs_torch_card"] = of("decoding", case, "vs_torch")
     rows = [row for (part, _), row in found.items() if part == "decoding"]
-    differing = [row["texts_differing"] for row in rows if "texts_differing" in row]
-    differing += [row["measured"] for row in rows if row["unit"] == "texts differing"]
+    # Of our kernels against XLA's products, and of the card against the CPU: a program with
+    # other options of the compiler has the same kernels.
+    differing = [row["measured"] for row in rows if row["unit"] == "texts differing"]
     if differing:
         values["texts_differing"] = float(sum(differing))
     return values
