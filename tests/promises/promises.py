@@ -64,6 +64,8 @@ def judged(rows: Rows, bounds: dict[str, str]) -> tuple[list[dict[str, Any]], li
         values = np.array([value for found, _, value in rows if found == name])
         if not values.size:
             raise ValueError(f"{name}: nothing was measured")
+        if bound[:2] == "<=" and float(bound[2:]) >= 1:  # a ratio, which is 0 of nothing
+            values = np.where(values > 0, values, np.nan)
         # NumPy's functions keep a NaN, wherever it stands.
         distance = {"<=": values, ">=": -values, "==": np.abs(values - float(bound[2:]))}
         checks.append(Check(name, float(values[np.argmax(distance[bound[:2]])]), bound))

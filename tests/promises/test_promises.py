@@ -101,7 +101,7 @@ def test_a_name_that_is_none_is_refused(capsys):
 
 @pytest.mark.parametrize(
     ("bound", "values", "value"),
-    [("<=1", [0, 2, 1], 2), (">=1", [3, 0, 1], 0), ("==1", [1, 0.5, 1.2], 0.5)],
+    [("<=1", [0.5, 2, 1], 2), (">=1", [3, 0, 1], 0), ("==1", [1, 0.5, 1.2], 0.5)],
 )
 def test_the_farthest_row_decides(bound, values, value):
     _, [check] = judged([("x", "", each) for each in values], {"x": bound})
@@ -114,3 +114,4 @@ def test_the_farthest_row_decides(bound, values, value):
 def test_a_check_without_a_row_is_no_success():
     with pytest.raises(ValueError, match="y: nothing was measured"):
         judged([("x", "", 1.0)], {"y": "==1"})
+    assert not judged([("x", "", 0.0)], {"x": "<=1.05"})[1][0].holds
