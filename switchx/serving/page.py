@@ -51,13 +51,16 @@ def example_of(model: Model) -> str:
 
 
 def _setting(option: Option, default) -> str:
-    """A label and an input; one that is no number takes JSON, or a text."""
-    attributes = {"id": option.name, "data-setting": "", "title": option.help}
-    if option.type in (int, float) and not option.choices:
+    """A label and an input; one that is no number takes a list, JSON or a text."""
+    kind = ("texts" if option.type is str else "ids") if option.is_list else ""
+    attributes = {"id": option.name, "data-setting": kind, "title": option.help}
+    if option.type in (int, float) and not option.choices and not option.is_list:
         attributes |= {"type": "number", "step": "1" if option.type is int else "any"}
         bounds = {"min": option.least, "max": option.most}
         attributes |= {name: n for name, n in bounds.items() if n is not None}
     shown = json.dumps(default) if default not in (None, ()) else "none"
+    if option.name == "seed":  # of each request another one
+        shown = "random"
     attributes["placeholder"] = shown.strip('"')
     written = " ".join(f'{name}="{html.escape(str(v))}"' for name, v in attributes.items())
     return f"    <label>{option.name.replace('_', ' ')} <input {written}></label>\n"

@@ -206,24 +206,30 @@ def test_settings_are_sent_and_refusals_shown(page):
     page.value("document.getElementById('inputs').select()")
     page.write("gate")
     page.value("document.querySelector('details').open = true")
-    for name, text in (("temperature", "0.5"), ("seed", "7"), ("beam_size", "2")):
+    ids = page.value("[...document.querySelectorAll('[id]')].map((each) => each.id)")
+    assert len(ids) == len({*ids})
+    typed = {"temperature": "0.5", "seed": "7", "beam_size": "2"}
+    typed |= {"forced_prefix": "5, 6", "stop": "9"}
+    for name, text in typed.items():
         page.value(f"document.getElementById('{name}').focus()")
         page.write(text)
     page.press("Enter")
     page.wait_for(f"{STATUS}.includes('beam_size')")
     assert page.value("document.getElementById('status').className") == "error"
     wanted = {"inputs": ["gate"], "stream": True, "temperature": 0.5, "seed": 7, "beam_size": 2}
+    wanted |= {"forced_prefix": [5, 6], "stop": "9"}
     assert page.value("sent") == [wanted]
 
 
-def test_an_answer_can_be_stopped(page, service, monkeypatch):
+@pytest.mark.parametrize("key", ["Escape", None])
+def test_an_answer_can_be_stopped(page, service, monkeypatch, key):
     monkeypatch.setattr(service.worker, "candidates", list)  # no input is ever answered
     page.value("document.getElementById('inputs').select()")
     page.write("gate")
     page.press("Enter", chromium.CONTROL)
     served.wait_until(lambda: len(service.worker.queue) == 1)
-    assert not page.value("document.getElementById('stop').disabled")
-    page.press("Escape")
+    assert not page.value("document.getElementById('halt').disabled")
+    page.press("Escape") if key else page.value("document.getElementById('halt').click()")
     page.wait_for(f"{STATUS} === 'stopped'")
-    assert page.value("document.getElementById('stop').disabled")
+    assert page.value("document.getElementById('halt').disabled")
     served.wait_until(lambda: len(service.worker.queue) == 0)
