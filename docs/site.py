@@ -28,7 +28,8 @@ MOVED = {
 # Dataclasses of modules that gin files import, which say what was found and set nothing.
 RESULTS = (
     *("Account", "Alarm", "CorpusSource", "MetricResult", "OpenTask", "Schedule", "SpanCounts"),
-    *("StepMetrics", "TrainState", "WrittenTeacher"),
+    *("StepMetrics", "TrainState", "WrittenTeacher", "RoutingStats", "Choices", "TokenSums"),
+    "LossDenominators",
 )
 _LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^)\s#]+)(#[^)\s]*)?\)")
 
@@ -174,7 +175,54 @@ def gin_page() -> str:
             meaning = meanings.get(field.name, "")
             lines.append(f"| {' | '.join(map(_cell, (*cells, meaning)))} |")
         lines.append("")
-    return "\n".join(lines)
+    for function in configured_functions():
+        about, meanings = documented(function)
+        lines += [f"## {function.__name__}", "", f"`{function.__module__}`: {about}", ""]
+        lines += ["| parameter | type | default | meaning |", "|---|---|---|---|"]
+        for each in inspect.signature(function).parameters.values():
+            is_required = each.default is inspect.Parameter.empty
+            default = "required" if is_required else f"`{each.default!r}`"
+            cells = (f"`{each.name}`", f"`{_type(each.annotation)}`", default)
+            lines.append(f"| {' | '.join(map(_cell, (*cells, meanings.get(each.name, ''))))} |")
+        lines.append("")
+    return "\n".join([*lines, *_macros()])
+
+
+def configured_functions() -> list[types.FunctionType]:
+    """Functions of ours that gin files call or bind."""
+    found = set()
+    for path in (ROOT / "configs").rglob("*.gin"):
+        text = path.read_text(encoding="utf-8")
+        imported = r"^from (switchx[\w.]*) import (\w+)(?: as (\w+))?"
+        for package, module, alias in re.findall(imported, text, re.M):
+            there = vars(importlib.import_module(f"{package}.{module}"))
+            names = re.findall(rf"(?<![\w.]){alias or module}\.(\w+)(?:\(|\.\w+ =)", text)
+            found |= {each for name in names if inspect.isfunction(each := there.get(name))}
+    return sorted(found, key=lambda each: (each.__module__, each.__name__))
+
+
+def _macros() -> typing.Iterator[str]:
+    """A table of the names in capitals that gin files define: `--gin.NAME=VALUE` sets them."""
+    values, places, sets = ({} for _ in range(3))
+    for path in sorted((ROOT / "configs").rglob("*.gin")):
+        text = path.read_text(encoding="utf-8")
+        where = path.relative_to(ROOT / "configs").as_posix()
+        for name, value in re.findall(r"^([A-Z][A-Z0-9_]*) = (.*)$", text, re.M):
+            value = "(...)" if value == "(" else value.partition("  #")[0].partition(" # ")[0]
+            values.setdefault(name, {}).setdefault(value, where)
+            places.setdefault(name, []).append(where)
+        for parameter, name in re.findall(r"^([\w./]+) = %([A-Z][A-Z0-9_]*)$", text, re.M):
+            found = sets.setdefault(name, [])
+            found += [parameter] * (parameter not in found)
+    yield from ("## Macros", "")
+    yield "Names that configurations share. A later file or `--gin.NAME=VALUE` sets one again."
+    yield from ("", "| macro | value, and the first file that has it | sets |", "|---|---|---|")
+    for name in sorted(values):
+        shown = [f"`{value}` ({where})" for value, where in values[name].items()]
+        more = f"; {len(shown) - 3} other values" if len(shown) > 3 else ""
+        cells = f"`{name}`", ", ".join(shown[:3]) + more
+        parameters = ", ".join(f"`{each}`" for each in sets.get(name, ()))
+        yield f"| {' | '.join(map(_cell, (*cells, parameters)))} |"
 
 
 def configured_classes() -> list[type]:
@@ -211,10 +259,11 @@ def _hints(cls: type) -> dict:
     return {}
 
 
-def documented(cls: type) -> tuple[str, dict[str, str]]:
-    """A class's first paragraph, and the meaning of each attribute, its bases' among them."""
+def documented(cls: type | types.FunctionType) -> tuple[str, dict[str, str]]:
+    """The first paragraph of a class or a function, and the meaning of each attribute, its
+    bases' among them, or argument."""
     meanings: dict[str, str] = {}
-    for each in reversed(cls.__mro__):
+    for each in reversed(getattr(cls, "__mro__", (cls,))):
         meanings |= _attributes(inspect.cleandoc(each.__doc__ or ""))
     first = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[0]
     return " ".join(first.split()), meanings
@@ -222,7 +271,7 @@ def documented(cls: type) -> tuple[str, dict[str, str]]:
 
 def _attributes(text: str) -> dict[str, str]:
     found, names = {}, ()
-    _, _, section = text.partition("Attributes:\n")
+    section = re.split(r"^(?:Attributes|Args):\n", text, maxsplit=1, flags=re.M)[-1]
     for line in section.splitlines():
         if line and not line.startswith(" "):
             break

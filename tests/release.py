@@ -27,6 +27,8 @@ _LINK = re.compile(
     r"(?P<mark>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<path>(?!https?:|#)[^)]+)\)"
 )
 _NOTEBOOK = ROOT / "experiments/first_steps/first_steps.ipynb"
+# No command of a new user takes longer, the notebook's neither.
+MOST_S = 600
 
 
 def copied(folder: pathlib.Path) -> pathlib.Path:
@@ -93,7 +95,7 @@ def main(output: pathlib.Path) -> None:
             ["switchx", "train", *files, "--gin.CHECKPOINT_EVERY=20", *run],
             ["switchx", "report", *run],
             ["switchx", "tasks"],
-            ["jupyter-execute", "--timeout=1200", _NOTEBOOK.name],
+            ["jupyter-execute", f"--timeout={MOST_S}", _NOTEBOOK.name],
             ["python", "-c", _SERVE_AND_ASK, "serve", *run, "--port", str(port)],
         )
     print("\n".join(sorted(str(path) for path in output.iterdir())))
@@ -108,7 +110,7 @@ def _use(folder: pathlib.Path, requirement: str, *commands: list[str]) -> None:
     for program, *words in (install, *commands):
         print("$", program, *words, flush=True)
         command = [folder / "venv/bin" / program, *words]
-        subprocess.run(command, cwd=folder, env=environment, check=True)
+        subprocess.run(command, cwd=folder, env=environment, check=True, timeout=MOST_S)
 
 
 # The arguments are those of a `switchx serve` whose last one is its port.

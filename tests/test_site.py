@@ -94,6 +94,8 @@ def test_rows_of_the_gin_page_are_what_gin_sets(site):
         "| `kind` | `Literal['top_k', 'expert_choice', 'hash', 'task']` | `'top_k'` |",
         "| `base` | `str \\| PathLike` | required |",
         "| `switch` | `SwitchConfig \\| None` | `None` |",
+        "| `dataset` | `str` | required |",  # of downstream.task
+        "| `LEARNING_RATE` | ",
     ):
         assert any(each.startswith(row) for each in rows), row
 

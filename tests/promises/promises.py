@@ -167,7 +167,9 @@ WHAT = {
         "bytes that gradients and update of experts move, over one write and one read of "
         "gradients and one read and write of weights and moments"
     ),
-    "adafactor_bytes_vs_ideal": "the same of Adafactor, which reads a gradient four times",
+    "adafactor_bytes_vs_ideal": (
+        "the same of Adafactor, which reads a gradient four times; 1.5 was the aim"
+    ),
     "ppmoe_extra_collectives": (
         "collectives of Pipeline MoE's layer beyond those of a dense tensor-parallel one"
     ),
