@@ -112,12 +112,12 @@ FAMILIES = {kin.model_type: Family.of_t5(kin) for kin in (T5, MT5, UMT5, SWITCH)
 # What other families have that switchx has not.
 _MISSING = {
     "deepseek_v2": "latent attention (MLA)",
-    "deepseek_v3": "latent attention (MLA)",
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2"), "latent attention (MLA)"),
     "gpt_oss": "attention sinks, windows in every other block and MXFP4 weights",
     "granitemoehybrid": "state-space layers",
     "granitemoeshared": "shared experts beside multipliers",
     "hunyuan_v1_moe": "norms of queries and keys behind rotary positions",
-    "jetmoe": "these experts in attention",
+    "jetmoe": "experts in attention of this kind",
     "minimax": "linear attention",
     "phimoe": "routing by SparseMixer",
     "qwen3_next": "linear attention",

@@ -39,7 +39,7 @@ from switchx.interop.generation_config import (
     read_generation,
     write_generation,
 )
-from switchx.interop.huggingface_config import Fields, describe
+from switchx.interop.huggingface_config import Fields, describe, shown
 from switchx.interop.t5_tensors import EMBEDDINGS, LM_HEAD, SHARED
 from switchx.interop.tensor_folder import (
     TensorFolder,
@@ -188,6 +188,11 @@ def _read_decoder(
         generation, OURS, config.vocab_size, where, has_encoder=False
     )
     decoding.pop("other_eos_ids", None)  # the vocabulary has all ends
+    if (stored := fields.values.get("quantization_config")) is not None:
+        unused.append(
+            f"{fields.where}: quantization_config={shown(stored)} is not kept: tensors are "
+            "read as the numbers that they are"
+        )
     lost = [f"{name}={fields.values[name]}" for name in _OF_TRAINING if fields.values.get(name)]
     if lost:
         unused.append(
@@ -263,6 +268,18 @@ def write_decoder(
     if config != own:
         notes.append(f"{kin.architecture} has a shared expert: one of zeros is written")
     leaves, names = named_leaves(params), decoder_tensors.tensor_names(kin, config)
+    router = None if config.switch is None else config.switch.router
+    if (
+        router is not None
+        and router.expert_groups_per_token < router.num_expert_groups
+        and any(
+            np.min(leaf) <= 0 for name, leaf in leaves.items() if name.endswith("router_bias_E")
+        )
+    ):
+        notes.append(
+            "some biases of the router are not above 0: transformers 4 gives experts of groups "
+            "that are left out the score 0, and may choose them; read the folder by 5"
+        )
     tensors = _tensors(names, leaves, config, orders=decoder_tensors.orders(kin, config))
     write_safetensors(folder, tensors, MOST_SHARD_BYTES)
     ends = list(vocabulary.eos_ids)

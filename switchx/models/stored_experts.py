@@ -35,6 +35,11 @@ def storage_refusal(
     there = f"with StorageSpec.experts={tier!r}"
     if model.switch is None:
         return f"a dense model {there}: it has no experts; use experts='device'"
+    if model.switch.has_named_layers:
+        return (
+            f"sparse blocks that are named {there}: one program runs all runs of blocks, which "
+            "are to be alike; use experts='device', and a mesh that splits experts or D"
+        )
     if not model.scan_layers:
         return (
             f"ModelConfig.scan_layers=False {there}: one program runs all runs of blocks, "

@@ -47,6 +47,11 @@ def build_schedule(
             blocks are not stacked.
     """
     require_our_blocks(config, f"a pipeline of {num_stages} stages")
+    if config.switch is not None and config.switch.has_named_layers:
+        raise ValueError(
+            f"mesh axis 'pipe' of size {num_stages} with sparse blocks that are named: stages "
+            "are to be alike; use pipe=1, and expert or fsdp for the devices"
+        )
     if not config.scan_layers:
         raise ValueError(
             f"mesh axis 'pipe' of size {num_stages} with ModelConfig.scan_layers=False: a "

@@ -41,6 +41,9 @@ CASES = {
     "yarn": ("llama", dict(rope_parameters=dict(
         rope_type="yarn", rope_theta=1e4, **SCALED["yarn"]
     ))),
+    "linear": ("llama", dict(rope_parameters=dict(
+        rope_type="linear", rope_theta=1e4, factor=2.0
+    ))),
     "mistral": ("mistral", dict(head_dim=12, sliding_window=64)),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", dict(head_dim=12)),
@@ -54,7 +57,14 @@ CASES = {
     "ernie4_5_moe": ("ernie4_5_moe", dict(
         moe_num_experts=4, moe_k=2, moe_intermediate_size=24, moe_layer_start_index=0,
     )),
+    "ernie4_5_moe, dense first, none shared": ("ernie4_5_moe", dict(
+        moe_num_experts=4, moe_k=2, moe_intermediate_size=24, moe_layer_start_index=1,
+        moe_num_shared_experts=0,
+    )),
     "olmoe": ("olmoe", dict(num_experts=4, num_experts_per_tok=2)),
+    "olmoe, normalized, tied": ("olmoe", dict(
+        num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, tie_word_embeddings=True,
+    )),
     "qwen2_moe": ("qwen2_moe", dict(
         EXPERTS, shared_expert_intermediate_size=40, decoder_sparse_step=2
     )),

@@ -68,7 +68,9 @@ def test_an_option_is_read_writes_texts_and_is_written_back(case, tmp_path, caps
         [" ".join(map(str, prompt)) for prompt in PROMPTS], max_new_tokens=NEW_TOKENS
     )
     assert [[int(i) for i in text.split()] for text in texts] == their_texts(model, eos)
+    capsys.readouterr()
     assert main(["convert", "--to=huggingface", str(run), str(tmp_path / "back")]) == 0
+    assert ("router are not above 0" in capsys.readouterr().err) == ("groups" in case)
     want, got = (
         load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "back")
     )

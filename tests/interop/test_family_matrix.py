@@ -53,6 +53,7 @@ WIDER = dict(
 )  # fmt: skip
 SLICES = "v5p:2x2x1", "h200"
 WRITTEN_AS = {"mistral": "LlamaForCausalLM"}
+AS = {"mistral": "as Llama", "granitemoe": "as Mixtral"}
 PROMPTS = [[5, 9, 11, 4, 7], [6, 80, 31], [17]]
 PAIRS = [([5, 9, 11], [4, 7]), ([6, 80], [31, 8, 90]), ([17], [3])]
 T, ENDS = 12, (2, 40)
@@ -454,7 +455,7 @@ def report(row: Row):
     assert "</html>" in (row.folder / "tuned/report.html").read_text()[-100:]
 
 
-def record(row: Row):
+def record(row: Row, capsys):
     """Choices and gates of every token are theirs, and drops and drift are computed of them."""
     import torch
 
@@ -493,7 +494,10 @@ def record(row: Row):
     for hook in hooks:
         hook.remove()
     run("drops", file)
-    run("drift", file, file)
+    capsys.readouterr()
+    run("drift", file, file, "--json")
+    layers = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert layers and {each["differing_share"] for each in layers} == {0}
 
 
 def atlas(row: Row):
@@ -574,6 +578,9 @@ def table() -> str:
     for name in CELLS:
         is_out = [not kin.num_experts and name in OF_EXPERTS for kin in DECODERS.values()]
         rows.append([name, *("-" if each else "yes" for each in is_out)])
+        if name == "convert":  # back, of another class
+            for n, kin in enumerate(DECODERS, 1):
+                rows[-1][n] = AS.get(kin, "yes")
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 

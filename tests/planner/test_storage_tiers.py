@@ -232,9 +232,14 @@ def test_uniform_tokens_touch_what_counting_says():
     assert touched_share(make_workload(), Storage()) == pytest.approx(1 - (7 / 8) ** 256)
 
 
+NAMED = dataclasses.replace(
+    SPARSE, scan_layers=False,
+    switch=dataclasses.replace(SPARSE.switch, encoder_layers=(), decoder_layers=(1,)),
+)  # fmt: skip
 REFUSED = [
     (DENSE, "host", {}, {}, "a dense model with StorageSpec.experts='host'"),
     (dataclasses.replace(SPARSE, scan_layers=False), "disk", {}, {}, "use scan_layers=True"),
+    (NAMED, "host", {}, {}, "sparse blocks that are named with StorageSpec.experts='host'"),
     (SPARSE, "host", {}, {"bucket_bytes": 7}, "StepConfig.bucket_bytes=7 with"),
     (SPARSE, "host", {"slots": 3}, {}, "slots=3, but the decoder has 2 runs"),
     (SPARSE, "disk", {"slots": 3}, {}, "slots=3, but the model has 2 runs of blocks (decoder)"),

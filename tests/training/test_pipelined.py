@@ -207,6 +207,9 @@ def test_jobs_that_do_not_divide_are_refused():
         compiled_program(job(stacked(SPARSE, 4)))
     with refused("mesh axis 'pipe' of size 4 with ModelConfig.scan_layers=False"):
         compiled_program(job(SPARSE))
+    switch = dataclasses.replace(SPARSE.switch, encoder_layers=(), decoder_layers=(1,))
+    with refused("mesh axis 'pipe' of size 4 with sparse blocks that are named: stages are"):
+        compiled_program(job(dataclasses.replace(SPARSE, scan_layers=False, switch=switch)))
     rules = Rules(params=(("V", ("model",)),))
     with refused("Rules.params does not split"):
         compiled_program(job(stacked(SPARSE, 8), mesh=dataclasses.replace(mesh, rules=rules)))
