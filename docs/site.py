@@ -203,14 +203,13 @@ def configured_functions() -> list[types.FunctionType]:
 
 def _macros() -> typing.Iterator[str]:
     """A table of the names in capitals that gin files define: `--gin.NAME=VALUE` sets them."""
-    values, places, sets = ({} for _ in range(3))
+    values, sets = {}, {}
     for path in sorted((ROOT / "configs").rglob("*.gin")):
         text = path.read_text(encoding="utf-8")
         where = path.relative_to(ROOT / "configs").as_posix()
         for name, value in re.findall(r"^([A-Z][A-Z0-9_]*) = (.*)$", text, re.M):
             value = "(...)" if value == "(" else value.partition("  #")[0].partition(" # ")[0]
             values.setdefault(name, {}).setdefault(value, where)
-            places.setdefault(name, []).append(where)
         for parameter, name in re.findall(r"^([\w./]+) = %([A-Z][A-Z0-9_]*)$", text, re.M):
             found = sets.setdefault(name, [])
             found += [parameter] * (parameter not in found)
