@@ -125,8 +125,9 @@ def overview() -> str:
         for each in claims.get(folder.name, [found]):
             rows.append(row | _numbers(each) | _cost(found))
     return (
-        f"{table(rows)}\n\nTime: {hours_of_all():.1f} hours on two cores; an experiment that "
-        "had one of them counts half."
+        f"{table(rows)}\n\nTime: {hours_of_all():.1f} hours on two cores, of which the ladder "
+        f'(pages without a "Before") has {hours_of_all(is_ladder=True):.1f}; an experiment '
+        "that had one of them counts half."
     )
 
 
@@ -147,9 +148,14 @@ def _cost(found: dict[str, Any]) -> dict[str, str]:
     return {"hours": f"{found['wall_seconds'] / 3600:.1f}", "rule": found.get("rule", "")[:8]}
 
 
-def hours_of_all() -> float:
-    """Of two cores: an experiment that had one of them counts half."""
+def hours_of_all(*, is_ladder: bool = False) -> float:
+    """Of two cores: an experiment that had one of them counts half.
+
+    Args:
+        is_ladder: leaves out what was run before the ladder, whose results have no `code`.
+    """
     every = [found for folder in folders() if (found := read_results(folder))]
+    every = [found for found in every if "code" in found or not is_ladder]
     return sum(e["wall_seconds"] * min(e["environment"]["cores"], 2) / 2 for e in every) / 3600
 
 

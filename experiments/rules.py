@@ -387,6 +387,13 @@ def _seen_as(results: dict[str, Any]) -> dict[str, str | None]:
     return key | ({"code": results["code"]} if key["rule"] and "code" in results else {})
 
 
+def seen_again(name: str, code: str, seeds: Sequence[int]) -> list[int]:
+    """Those of some seeds that test nothing for an experiment's rule as it stands here, by code
+    of this fingerprint."""
+    key = {"experiment": name, "rule": digest(constants_of(name)), "code": code}
+    return sorted({*seeds} & seen_before(**key))
+
+
 def seen_before(**key: str | None) -> set[int]:
     """Seeds that are no test of a rule: those of an earlier rule of this experiment or of the
     same rule by other code, and those that any experiment without a rule had published before

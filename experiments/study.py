@@ -52,7 +52,7 @@ class Study(Experiment):
 
         Raises:
             ValueError: it was done by other code or by another rule, what it was begun with
-                is lost, or it may not begin (`rules.begin`).
+                is lost, or it may not begin (`rules.begin`, `at_look`).
         """
         file, code = self.begun, code_fingerprint(self.name)
         now = {"commit": git_commit(), "code": code}
@@ -91,6 +91,7 @@ class Study(Experiment):
                 f"rule can only judge what was begun with it; begin anew: "
                 f"{self.again(output='OTHER')}"
             )
+        self._require_a_look()
         return found
 
     def at_look(self, runs: Runs, rule: rules.Rule) -> Runs:
@@ -103,9 +104,34 @@ class Study(Experiment):
             ValueError: the rule has no such look, or that before it is not published, or
                 decided all claims, or a later one is published.
         """
-        runs = dataclasses.replace(runs, seeds=rule.seeds_at(self.look))
+        self._require_look(rule)
+        return dataclasses.replace(runs, seeds=rule.seeds_at(self.look))
+
+    def _require_a_look(self) -> None:
+        """Before anything is measured: raises as `at_look` where no rule has this look now."""
+        faults = []
+        for rule in rules.constants_of(self.name).get("RULES", ()):
+            try:
+                return self._require_look(rule)
+            except ValueError as fault:
+                faults.append(fault)
+        if faults:
+            raise faults[0]
+
+    def _require_look(self, rule: rules.Rule) -> None:
+        """Raises as `at_look`, and where other code has seen the seeds of a published run."""
         if self.is_quick:
-            return runs
+            return
+        seeds = rule.seeds_at(self.look)
+        if self.is_published and (
+            again := rules.seen_again(self.name, code_fingerprint(self.name), seeds)
+        ):
+            shown = ", ".join(map(str, again))
+            raise ValueError(
+                f"an earlier rule of {self.name}, or other code, has seen seeds {shown}, which "
+                "test nothing any more; go on at the commit of its page (`git worktree add`), "
+                f"or register a rule for seeds from {rules.next_seed()}"
+            )
         found, before = read_results(self.folder) or {}, self.look - 1
         is_its_rule = found.get("rule") == rules.digest(rules.constants_of(self.name))
         claims = all_claims().get(self.name, []) if is_its_rule else []
@@ -126,7 +152,6 @@ class Study(Experiment):
                 "leave it, or register another rule for seeds from "
                 f"{rules.next_seed()}"
             )
-        return runs
 
     def train(
         self, cells: Cells, name: str, gin_files: Sequence[str], bindings: Sequence[str]

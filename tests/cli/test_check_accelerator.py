@@ -174,6 +174,7 @@ def test_what_is_no_card_for_it(nvidia_smi, monkeypatch, tmp_path, cli, line, st
             ["--only=ladder"],
             "--only=ladder and --ladder=FILE of `python -m experiments.card` go",
         ),
+        (["--only=ladder", "--ladder=x"], "--ladder=x is no file that `python -m exper"),
         (["--output=full"], "--output=full has something in it"),
         (["--after=nowhere"], "--after=nowhere: nowhere/results.jsonl cannot be read"),
         (["--after=other"], "was measured on NVIDIA H100, this is rehearsal; cards are never"),

@@ -221,6 +221,10 @@ def test_the_same_seeds_by_other_code_are_exploratory(checkout, monkeypatch):
     checkout.commit()
     checkout.publish("runs", 0.0135, 4)
     monkeypatch.setattr(study, "code_fingerprint", lambda name: "other")
+    with pytest.raises(ValueError, match="has seen seeds 100, 101, 102, 103, which test noth"):
+        checkout.publish("runs2", 0.1, 4)
+    # Where the code changes behind the beginning.
+    monkeypatch.setattr(Study, "_require_a_look", lambda mine: None)
     again = checkout.publish("runs2", 0.1, 4)
     assert (again["verdict"], again["verdict_before"]) == ("exploratory", "reproduced")
     assert "or other code, had seen seeds 100, 101" in again["exploratory_because"]
@@ -265,8 +269,8 @@ def test_a_rule_that_was_changed_after_its_runs_is_exploratory(checkout):
         anew
     )
     assert "exploratory (was: reproduced)" in pages.overview()
-    again = checkout.publish("runs2", 0.1, 4)
-    assert again["exploratory_because"].startswith("an earlier rule, or other code, had seen")
+    with pytest.raises(ValueError, match="an earlier rule of asked, or other code, has seen"):
+        checkout.publish("runs2", 0.1, 4)
     checkout.run.write_text(RUN.replace("range(100, 107)", "range(200, 207)"))
     checkout.commit(day=3)
     unseen = checkout.publish("runs3", 0.1, 4, seeds=[200, 201, 202, 203])

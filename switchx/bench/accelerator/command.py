@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import tomllib
+import zipfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -130,6 +131,10 @@ def run(
         raise ValueError(
             "--only=ladder and --ladder=FILE of `python -m experiments.card` go together; give "
             "both or none"
+        )
+    if ladder is not None and not zipfile.is_zipfile(ladder):
+        raise ValueError(
+            f"--ladder={ladder} is no file that `python -m experiments.card` wrote; give one"
         )
     if seconds < (least := wanted[0].seconds + RESERVE_S):
         raise ValueError(
