@@ -88,6 +88,8 @@ def rows_of_groups(group_sizes_E, R: int):
 def rows_before(end_E, R: int):
     """`rows_of_groups` of the groups that end before these rows."""
     row_R = jax.lax.iota(jnp.int32, R)
+    if not end_E.shape[0]:
+        return jnp.zeros(R, jnp.int32), jnp.zeros(R, bool)
     # Comparing with all is one fused kernel; a binary search is a loop of them.
     expert_R = jnp.sum(row_R[:, None] >= end_E[None], axis=1, dtype=jnp.int32)
     return jnp.minimum(expert_R, end_E.shape[0] - 1), row_R < end_E[-1]

@@ -119,7 +119,8 @@ class Client:
         if not deadline_s > 0:
             raise ValueError(f"deadline_s={deadline_s}; use more than 0")
         self._deadline_s = deadline_s
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        headers = dict(options.pop("headers", None) or {})
+        headers |= {"Authorization": f"Bearer {token}"} if token else {}
         self._http = httpx2.AsyncClient(
             base_url=url.rstrip("/") + "/",
             headers=headers,
@@ -162,7 +163,9 @@ class Client:
         try:
             results = json.loads(content)["results"]
             answers = [_result(number, each) for number, each in enumerate(results)]
-        except (ValueError, KeyError, TypeError):
+            if len(answers) != (1 if isinstance(inputs, str) else len(inputs)):
+                raise ValueError("another number of answers")
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise _error(response.status_code, content) from None
         return answers[0] if isinstance(inputs, str) else answers
 
@@ -180,22 +183,27 @@ class Client:
         deadline = self._deadline(deadline_s)
         response = await self._send({"inputs": inputs, "stream": True, **settings}, deadline)
         try:
+            missing = set(range(1 if isinstance(inputs, str) else len(inputs)))
             events = aiter(httpx2.EventSource(response))
             while True:
-                async with _until(deadline):
-                    event = await anext(events, None)
-                if event is None:
+                try:
+                    async with _until(deadline):
+                        event = await anext(events, None)
+                except httpx2.SSEError as error:  # of a proxy
+                    raise ServerError(response.status_code, str(error)) from None
+                if event is None or event.event == "done" and missing:
                     raise ServerError(response.status_code, "the stream ended without its end")
-                values = event.json()
                 if event.event == "done":
                     return
-                if event.event == "error":
-                    raise _error(values["error"]["status"], event.data.encode())
                 try:
+                    values = event.json()
+                    if event.event == "error":
+                        raise _error(values["error"]["status"], event.data.encode())
                     found = _found(event.event, values)
-                except (KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, AttributeError):
                     raise _error(response.status_code, event.data.encode()) from None
                 for each in found:
+                    missing -= {each.input} if isinstance(each, Answer) else set()
                     yield each
         finally:
             await response.aclose()
@@ -234,10 +242,12 @@ class Client:
                     await response.aclose()
                 failed = _error(response.status_code, content, response.headers)
                 again_s = failed.retry_after_s
-                if failed.status not in BUSY or again_s is None:
+                if failed.status not in BUSY or again_s is None and failed.status != 429:
                     raise failed
             except httpx2.ConnectError as error:
-                failed, again_s = error, wait_s * random.uniform(0.5, 1.0)
+                failed, again_s = error, None
+            if not (again_s or 0) >= FIRST_WAIT_S:  # nothing said, now, or long ago
+                again_s = wait_s * random.uniform(0.5, 1.0)
                 wait_s = min(2 * wait_s, MOST_WAIT_S)
             if clock() + again_s >= deadline:
                 raise failed

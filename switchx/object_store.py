@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import secrets
 import shutil
 import socket
@@ -52,6 +53,11 @@ def as_folder(path: str | os.PathLike, name: str = "path") -> Folder:
     Raises:
         ValueError: the store is none that is known, or its package is not installed.
     """
+    if isinstance(path, pathlib.PurePath) and re.match("(gs|s3):/[^/]", str(path)):
+        raise ValueError(
+            f"{name}={str(path)!r} has lost a slash of its address, as a pathlib.Path does; "
+            "give a text"
+        )
     if not is_address(path):
         return absolute(path)
     scheme, _, rest = str(path).partition("://")

@@ -208,18 +208,22 @@ def _grouped_backward(settings: _Settings, saved, dy_RF):
     x_RD, group_sizes_E, gate_R = operands.x_RD, operands.group_sizes_E, operands.gate_R
     expert_R, is_used_R = rows_of_groups(group_sizes_E, len(x_RD))
 
-    def input_gradient(da_RF, w_EDF):
+    def input_gradient(da_RF, w_EDF, **dtype):
         return settings.module.forward(
             da_RF.astype(x_RD.dtype),
             w_EDF,
             group_sizes_E,
             transpose_w=not settings.transpose_w,
+            **dtype,
             **settings.options,
         )
 
     if residual is None:
         # The product is linear: the gates' gradient is that of the ungated rows times x.
-        dx_RD = input_gradient(dy_RF, operands.w_EDF.astype(x_RD.dtype))
+        # float16 has no room for rows that are not gated yet: 0 times infinity is NaN.
+        is_wide = gate_R is not None and x_RD.dtype == jnp.float16
+        wide = {"out_dtype": jnp.float32} if is_wide else {}
+        dx_RD = input_gradient(dy_RF, operands.w_EDF.astype(x_RD.dtype), **wide)
         da, dgate_R = [dy_RF], None
         if gate_R is not None:
             gate_R = jnp.where(is_used_R, gate_R.astype(jnp.float32), 0)

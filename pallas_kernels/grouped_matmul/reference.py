@@ -145,7 +145,10 @@ def forward(
     y_RF = y_RF.astype(out_dtype)
     if not has_residual:
         return y_RF
-    return y_RF, tuple(each.astype(x_RD.dtype) for each in residual)
+    most = jnp.finfo(
+        x_RD.dtype
+    ).max  # of float16 an argument may lie beyond, which is no number
+    return y_RF, tuple(jnp.clip(each, -most, most).astype(x_RD.dtype) for each in residual)
 
 
 def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | None = None):

@@ -61,6 +61,7 @@ def quantize(
     """
     method = method or ("mse" if bits == 4 else "absmax")
     dtype = name_of(dtype or f"int{bits}")
+    w_EDF = jnp.asarray(w_EDF) if isinstance(w_EDF, list | tuple) else w_EDF
     _check(w_EDF, bits, method, group_size, dtype)
     return _quantize(jnp.asarray(w_EDF), bits, method, group_size, dtype == FLOAT8.name)
 
@@ -92,9 +93,10 @@ def quantize_rows(x_RD, dtype="int8"):
         raise ValueError(
             f"dtype={dtype!r}; expected {' or '.join(VALUES_OF_8_BITS)}: use one of these"
         )
-    if jnp.ndim(x_RD) != 2 or not jnp.issubdtype(x_RD.dtype, jnp.floating):
+    x_RD = jnp.asarray(x_RD)
+    if x_RD.ndim != 2 or not x_RD.shape[1] or not jnp.issubdtype(x_RD.dtype, jnp.floating):
         raise ValueError(
-            f"x_RD has shape {jnp.shape(x_RD)} and dtype {jnp.result_type(x_RD)}; expected "
+            f"x_RD has shape {x_RD.shape} and dtype {x_RD.dtype}; expected "
             "floating point [rows, inputs]: reshape or cast it, or use quantize for matrices"
         )
     x_RD = x_RD.astype(jnp.float32)
@@ -173,7 +175,8 @@ def _check(w_EDF, bits, method, group_size, dtype) -> None:
             f"w_EDF has shape {w_EDF.shape} and dtype {w_EDF.dtype}; expected floating point "
             "[experts, inputs, outputs]"
         )
-    D = w_EDF.shape[1]
+    if not (D := w_EDF.shape[1]):
+        raise ValueError("w_EDF has D=0; expected matrices with inputs")
     if bits == 4 and D % 2:
         raise ValueError(
             f"w_EDF has D={D}; 4-bit values are stored in pairs along D: pad D to {D + 1}, or "

@@ -45,7 +45,7 @@ def quantized_grouped_matmul(
     rows are sorted past the groups cost nothing (section 3.5).
 
     It has no gradient: differentiating raises TypeError. Quantized weights are for
-    inference; `jax.lax.stop_gradient` around the call, or `grouped_matmul` with
+    inference; `jax.lax.stop_gradient` around its arguments, or `grouped_matmul` with
     `dequantize(w)`, says which of the two gradients is meant.
 
     Args:

@@ -140,7 +140,7 @@ def _read(path: pathlib.Path, mtime_ns: int, size: int) -> dict[Key, dict[str, i
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']}, expected {FORMAT}")
         return {Key(**entry["key"]): dict(entry["tiling"]) for entry in content["entries"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} holds no tuned tilings ({error}); {way_out}") from error
 
 

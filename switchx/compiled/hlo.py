@@ -126,18 +126,43 @@ class Instruction:
         """The number of times that the body of a `while` runs; None where the data decides.
 
         The compiler writes the number. The TPU compiler does not: there it is read from a
-        condition that compares a constant with a counter, which `lax.scan` and `fori_loop`
-        begin at 0.
+        condition that compares a constant with a counter, whose beginning and step are
+        constants, too, as those of `lax.scan` and `fori_loop` are.
         """
         if trips := _TRIPS.search(self.rest):
             return int(trips[1])
         condition = self.computation.computations[self.attributes["condition"].lstrip("%")]
         compared = condition.root
         if compared.opcode == "compare" and "direction=LT" in compared.rest:
-            bound = compared.operands[1]
-            if bound.opcode == "constant" and bound.type.startswith(("s32[]", "u32[]")):
-                return int(bound.arguments)
+            counter, bound = compared.operands
+            is_known = bound.opcode == "constant" and bound.type.startswith(("s32[]", "u32[]"))
+            if is_known and (counts := self._counter(counter)):
+                begin, step = counts
+                return max(0, -(-(int(bound.arguments) - begin) // step))
         return None
+
+    def _counter(self, counter: "Instruction") -> tuple[int, int] | None:
+        """The beginning and the step of a loop's counter; None where the data decides them.
+
+        Args:
+            counter: what the condition compares.
+        """
+
+        def made(each: "Instruction") -> "Instruction":
+            while each.opcode in ("copy", "bitcast"):
+                (each,) = each.operands
+            return each
+
+        parts = made(self.operands[0]), self.called[0].root
+        if counter.opcode != "get-tuple-element" or {x.opcode for x in parts} != {"tuple"}:
+            return 0, 1  # as of all loops of JAX that are not a user's own
+        number = int(counter.attributes["index"])
+        first, last = (made(each.operands[number]) for each in parts)
+        steps = [made(each) for each in last.operands] if last.opcode == "add" else []
+        steps = [int(each.arguments) for each in steps if each.opcode == "constant"]
+        if first.opcode != "constant" or len(steps) != 1 or steps[0] < 1:
+            return None
+        return int(first.arguments), steps[0]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ import gzip
 import importlib.util
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import time
@@ -348,6 +349,10 @@ def test_addresses_and_folders_and_the_drivers_that_orbax_has_for_them(tmp_path,
             base |= {"endpoint": "http://host:1", "aws_region": "mars-1"}
         assert spec["driver"] == "ocdbt" and spec["base"] == base
     assert build("/run/1", use_ocdbt=False) == {"driver": "file", "path": "/run/1"}
+    with refused(
+        "model_dir='s3:/bucket/run' has lost a slash of its address, as a pathlib.Path"
+    ):
+        object_store.as_folder(pathlib.Path("s3://bucket/run"), "model_dir")
     for address in ("http://host/run", "s3://", "gs:///"):
         with refused(f"model_dir='{address}' is no address of a store"):
             RunFolder(address)

@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import re
 from fractions import Fraction
 
 import jax
@@ -97,7 +98,7 @@ def test_a_tpus_convolutions_count_what_they_multiply():
 }
 
 %less (t: (s32[], f32[])) -> pred[] {
-  %n = s32[]{:T(128)} constant(5)
+  %n = s32[]{:T(128)} constant(12)
   %t = (s32[]{:T(128)}, f32[]) parameter(0)
   %i = s32[]{:T(128)} get-tuple-element(%t), index=0
   ROOT %l = pred[]{:T(512)} compare(%i, %n), direction=LT
@@ -105,15 +106,30 @@ def test_a_tpus_convolutions_count_what_they_multiply():
 
 %body (t: (s32[], f32[])) -> (s32[], f32[]) {
   %f = bf16[2,64,512] fusion(%x, %y), kind=kOutput, calls=%fused
+  %t.1 = (s32[]{:T(128)}, f32[]) parameter(0)
+  %i.1 = s32[]{:T(128)} get-tuple-element(%t.1), index=0
+  %two = s32[]{:T(128)} constant(2)
+  %i.2 = s32[]{:T(128)} add(%i.1, %two)
+  %z.1 = f32[] get-tuple-element(%t.1), index=1
+  ROOT %t.2 = (s32[]{:T(128)}, f32[]) tuple(%i.2, %z.1)
 }
 
 ENTRY %main () -> f32[] {
-  %w = (s32[], f32[]) while(%t), condition=%less, body=%body
+  %three = s32[]{:T(128)} constant(3)
+  %copy = s32[]{:T(128)} copy(%three)
+  %z = f32[] constant(0)
+  %t.3 = (s32[], f32[]) tuple(%copy, %z)
+  %w = (s32[], f32[]) while(%t.3), condition=%less, body=%body
   %a = f32[2,4,64,64] fusion(%x, %y), kind=kOutput, calls=%scores
 }
 """  # noqa: E501
     product, scores = 2 * (2 * 64) * 256 * 512, (2 * 4) * 2 * 64 * 64 * 64
-    assert matrix_flops(hlo) == 5 * product + scores
+    assert matrix_flops(hlo) == 5 * product + scores  # from 3 in twos, below 12
+    for data in ("%copy = s32[]{:T(128)} parameter(0)", "%two = s32[]{:T(128)} parameter(1)"):
+        name = data.partition(" = ")[0]
+        other = re.sub(rf"{name} = .*", data, hlo)
+        with pytest.raises(ValueError):
+            matrix_flops(other)
 
 
 ROWS = 16

@@ -210,6 +210,28 @@ def test_epilogue_and_its_gradients_against_a_plain_einsum(name, groups):
         np.testing.assert_allclose(got, want[key], rtol=1e-4, atol=2e-4, err_msg=key)
 
 
+@pytest.mark.parametrize("activation", [None, "silu", "gelu"])
+def test_gradients_of_float16_are_numbers_where_results_are(activation):
+    """A row whose gate is 0, products that float16 has not, and gates that bring them back."""
+    gate_R, sizes_E = jnp.array([0.0, 1e-3], jnp.float16), jnp.array([2], jnp.int32)
+    w_EDF = jnp.full((1, 64, 64), 20.0, jnp.float16)
+
+    def product(x_RD, gate_R):
+        return grouped_matmul(x_RD, w_EDF, sizes_E, gate_R=gate_R, activation=activation)
+
+    _, back = jax.vjp(product, jnp.full((2, 64), 100.0, jnp.float16), gate_R)
+    for each in back(jnp.full((2, 64), 60.0, jnp.float16)):
+        assert not np.isnan(np.asarray(each, np.float32)).any()
+    x_RD, _ = back(jnp.full((2, 64), 60.0, jnp.float16))
+    np.testing.assert_allclose(x_RD[:, 0], [0.0, 64 * 20 * 60e-3], rtol=2e-2)
+
+
+def test_no_experts_have_gradients():
+    x_RD, w_EDF, sizes_E = jnp.ones((3, D)), jnp.ones((0, D, F)), jnp.ones(0, jnp.int32)
+    gradient = jax.grad(lambda x: grouped_matmul(x, w_EDF, sizes_E).sum())(x_RD)
+    assert not gradient.any()
+
+
 def test_transposed_matrices_give_the_same():
     activation, names = PARTS["geglu"]
     sizes_E, turned = GROUPS["pruned_tail"], ("w_EDF", "w_gate_EDF")

@@ -139,6 +139,7 @@ def test_memory_is_that_of_one_expert():
     [
         (np.zeros((1, 3, 2), np.float32), {"bits": 4}, "D=3; 4-bit values .* pad D to 4"),
         (np.zeros((1, 4, 2), np.float32), {"bits": 5}, "bits=5; use 8 or 4"),
+        (np.zeros((1, 0, 2), np.float32), {"bits": 8}, "w_EDF has D=0; expected matrices with"),
         (np.zeros((1, 4, 2), np.float32), {"bits": 8, "group_size": 3}, "does not divide D=4"),
         (np.zeros((1, 4, 2), np.float32), {"bits": 8, "group_size": 0}, "does not divide D=4"),
         (np.zeros((1, 4, 2), np.float32), {"bits": 8, "method": "max"}, "use one of absmax"),

@@ -12,9 +12,10 @@ import threading
 import time
 
 import httpx2
+import numpy as np
 import pytest
 
-from switchx.client import Answer, Client, NewTokens, ServerError, generate
+from switchx.client import FIRST_WAIT_S, Answer, Client, NewTokens, ServerError, generate
 from tests.serving import served
 
 
@@ -163,11 +164,15 @@ BUSY = b'{"error": {"message": "the server is still compiling; try later"}}'
 
 def test_a_busy_server_is_asked_again_when_it_says():
     past = {"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}
-    replies = ((503, {"Retry-After": "1"}, BUSY), (429, past, BUSY), GOOD)
+    now, unsaid = (429, {"Retry-After": "0"}, BUSY), (429, {}, BUSY)
+    replies = ((503, {"Retry-After": "1"}, BUSY), (429, past, BUSY), now, unsaid, GOOD)
     with scripted(*replies) as (busy, times_s):
         answer = asked(busy, lambda client: client.generate("gate"))
     assert answer == Answer(0, "x", [5], -1.0, True, {"experts": [[1]]})
-    assert len(times_s) == 3 and times_s[1] - times_s[0] >= 1
+    assert len(times_s) == 5 and times_s[1] - times_s[0] >= 1
+    # It says nothing of a time that is to come: waits double, by chance half as long.
+    waits_s = np.diff(times_s[1:])
+    assert (waits_s >= 0.5 * FIRST_WAIT_S * 2 ** np.arange(3)).all()
 
 
 @pytest.mark.parametrize(
@@ -177,6 +182,8 @@ def test_a_busy_server_is_asked_again_when_it_says():
         ((503, {"Retry-After": "9"}, BUSY), "503: the server is still compiling"),  # too late
         ((502, {"Retry-After": "1"}, b"<h1>Bad gateway"), "no answer of switchx: <h1>Bad gate"),
         ((200, {}, b"[]"), r"no answer of switchx: \[\]"),
+        ((200, {}, b'{"results": []}'), r"no answer of switchx: {\"results\": \[\]}"),
+        ((200, {}, b'{"results": ["a"]}'), "no answer of switchx: "),
     ],
 )
 def test_what_is_not_asked_again(reply, message):
@@ -193,15 +200,24 @@ TIMED_OUT = (
 NO_ANSWER = b'event: answer\ndata: {"input": 0}\n\n'
 
 
-@pytest.mark.parametrize("end", [b"", TIMED_OUT, NO_ANSWER])
-def test_a_stream_that_ends_without_its_answers_is_an_error(end):
+UNSAID = b"event: done\ndata: {}\n\n"
+NO_JSON, NO_STATUS = b"event: tokens\ndata: {bad\n\n", b'event: error\ndata: {"error": {}}\n\n'
+EVENTS = "text/event-stream"
+
+
+@pytest.mark.parametrize(
+    ("end", "kind"),
+    [(each, EVENTS) for each in (b"", TIMED_OUT, NO_ANSWER, UNSAID, NO_JSON, NO_STATUS)]
+    + [(b"<h1>Sign in", "text/html")],
+)
+def test_a_stream_that_ends_without_its_answers_is_an_error(end, kind):
     async def ask(client):
         return [event async for event in client.stream("gate")]
 
-    reply = (200, {"Content-Type": "text/event-stream"}, end)
+    words = "504|without its end|no answer of switchx|content type 'text/event-stream'"
     with (
-        scripted(reply) as (broken, _),
-        pytest.raises(ServerError, match="504|without its end|no answer of switchx"),
+        scripted((200, {"Content-Type": kind}, end)) as (broken, _),
+        pytest.raises(ServerError, match=words),
     ):
         asked(broken, ask)
 
