@@ -158,11 +158,12 @@ class Instruction:
             return 0, 1  # as of all loops of JAX that are not a user's own
         number = int(counter.attributes["index"])
         first, last = (made(each.operands[number]) for each in parts)
-        steps = [made(each) for each in last.operands] if last.opcode == "add" else []
-        steps = [int(each.arguments) for each in steps if each.opcode == "constant"]
-        if first.opcode != "constant" or len(steps) != 1 or steps[0] < 1:
+        added = [made(each) for each in last.operands] if last.opcode == "add" else []
+        steps = [int(each.arguments) for each in added if each.opcode == "constant"]
+        if first.opcode in ("parameter", "get-tuple-element") or added and not steps:
             return None
-        return int(first.arguments), steps[0]
+        begin = int(first.arguments) if first.opcode == "constant" else 0
+        return begin, steps[0] if steps and steps[0] > 0 else 1  # 1 is fused with something
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

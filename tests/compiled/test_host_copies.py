@@ -27,7 +27,9 @@ HLO = f"""HloModule jit_step, is_scheduled=true
   %dynamic-update-slice-start.1 = (({STACK}, {SLICE}, s32[]), {STACK}, u32[]{{:S(2)}}) dynamic-update-slice-start(%stack, %dynamic-slice-done.1, %n)
   %bitcast.1 = f32[512]{{0}} bitcast(%fusion.1)
   %dynamic-update-slice-done.1 = {STACK} dynamic-update-slice-done(%dynamic-update-slice-start.1)
-  ROOT %tuple.1 = (s32[], {STACK}) tuple(%n, %dynamic-update-slice-done.1)
+  %one = s32[] constant(1)
+  %n.1 = s32[] add(%n, %one)
+  ROOT %tuple.1 = (s32[], {STACK}) tuple(%n.1, %dynamic-update-slice-done.1)
 }}
 
 %counted (state: (s32[], f32[8,4,64])) -> pred[] {{
