@@ -145,9 +145,8 @@ def forward(
     y_RF = y_RF.astype(out_dtype)
     if not has_residual:
         return y_RF
-    most = jnp.finfo(
-        x_RD.dtype
-    ).max  # of float16 an argument may lie beyond, which is no number
+    # An argument may lie beyond float16, where it would be infinite and its gradient no number.
+    most = jnp.finfo(x_RD.dtype).max
     return y_RF, tuple(jnp.clip(each, -most, most).astype(x_RD.dtype) for each in residual)
 
 
