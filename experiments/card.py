@@ -5,6 +5,7 @@
     switchx check accelerator --only=ladder --ladder=r2.npz --output=first
     switchx check accelerator --only=ladder --ladder=r2.npz --output=second --after=first
 
+Training reads more text than that of the lower rungs; validation is theirs, the same documents.
 What a call of `check accelerator` measured is carried to the next by `--after`, which refuses
 another card. The card's machine reads no text and needs neither gin nor Grain.
 """
@@ -17,10 +18,11 @@ import pathlib
 
 import numpy as np
 
-from experiments.experiment import ENGLISH, Experiment
+from experiments.experiment import ENGLISH, MORE_ENGLISH, Experiment
 from experiments.ladder import DENSE
 from experiments.pages import ROOT
 from switchx.data.loader import evaluation_batches
+from switchx.data.tasks import Task
 from switchx.fields import describe
 from switchx.gin_config.building import job_from_gin
 from switchx.training.job import TrainingJob
@@ -29,10 +31,10 @@ GIN_FILE = "configs/runs/ladder_r2.gin"
 CONTENDERS = {"dense": (DENSE,), "16 experts": ()}
 
 
-def rows_of(job: TrainingJob, split: str) -> dict[str, np.ndarray]:
+def rows_of(job: TrainingJob, source: Task, split: str) -> dict[str, np.ndarray]:
     """All rows of a split, packed, each once: features of whole batches [B, L], the last one
     filled up with padding."""
-    task = dataclasses.replace(job.source, evaluation_split=split)
+    task = dataclasses.replace(source, evaluation_split=split)
     batches = list(evaluation_batches(task, job.batches, data_dir=job.data_dir))
     return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
 
@@ -50,19 +52,26 @@ def cells_of(files: tuple[str, ...], rates: list[float], seeds: list[int], *bind
     }
 
 
-def write(output: pathlib.Path, jobs: dict[str, TrainingJob]) -> None:
-    """Writes cells, and the rows of training and validation.
+def write(
+    output: pathlib.Path, jobs: dict[str, TrainingJob], validated: tuple[str, ...]
+) -> None:
+    """Writes cells, and the rows of training and of validation, those of the files `validated`.
 
     A cell's case ends in a hash of its configuration and of the text, so that a call goes on
     only with cells that are the same.
     """
     job, digest = next(iter(jobs.values())), hashlib.sha256()
-    texts = job.source.corpus.open("validation", job.data_dir)
+    corpus = dataclasses.replace(job.source.corpus, path=validated)
+    texts = corpus.open("validation", job.data_dir)
     size = sum(len(example[field].encode()) for example in texts for field in texts.fields)
     arrays = {
         f"{split}/{name}": array.astype(np.uint16 if array.dtype == np.int32 else array.dtype)
-        for split in ("train", "validation")
-        for name, array in rows_of(job, split).items()
+        for split, source in (
+            ("train", job.source),
+            ("validation", dataclasses.replace(job.source, corpus=corpus)),
+        )
+        for name, array in rows_of(job, source, split).items()
+        if name != "decoder_input_tokens"  # the card's machine makes it of the targets
     }
     for array in arrays.values():
         digest.update(array)
@@ -89,9 +98,13 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--seeds", required=True, help="such as 900, which judges nothing")
     given = parser.parse_args(words)
     try:
-        files = Experiment("rates", given.output.parent, given.data).files(*ENGLISH)
+        experiment = Experiment("rates", given.output.parent, given.data)
+        validated, more = (
+            tuple(map(str, experiment.files(*patterns).values()))
+            for patterns in (ENGLISH, MORE_ENGLISH)
+        )
         rates, seeds = map(float, given.rates.split(",")), map(int, given.seeds.split(","))
-        write(given.output, cells_of(tuple(map(str, files.values())), [*rates], [*seeds]))
+        write(given.output, cells_of(validated + more, [*rates], [*seeds]), validated)
     except ValueError as error:
         parser.exit(2, f"{error}\n")
 

@@ -13,6 +13,8 @@ from switchx.files import write_atomically
 
 HASHES = ROOT / "experiments/data.json"
 ENGLISH = ("openstax/*.txt.gz", "movie_reviews/*.txt.gz")
+# Of the upper rungs, which would read those some five times.
+MORE_ENGLISH = ("ebooks/*.txt.gz",)
 # Over the bindings of a quick run: two small steps, an evaluation before and one after them.
 QUICK = (
     "TRAIN_STEPS=2", "EVAL_EVERY=2", "LOG_EVERY=1", "CHECKPOINT_EVERY=2", "BATCH_SIZE=8",

@@ -5,9 +5,9 @@
     python3 -m experiments.prepare_data --sources=FOLDER --output=DATA
 
 The first gets the repositories of `sources.toml` into FOLDER, each at its commit (git 2.35 or
-newer; 150 MB to load, 480 MB on disk); without `| sh` it only prints how. The second writes
+newer; 200 MB to load, 700 MB on disk); without `| sh` it only prints how. The second writes
 DATA, in a minute or two, and checks the hashes. Files are those of the repositories, gzipped,
-but for `openstax/`, `movie_reviews/` and `python_docs/`, whose rules are in
+but for `openstax/`, `movie_reviews/`, `python_docs/` and `ebooks/`, whose rules are in
 `experiments/texts.py`.
 
 A missing checkout, or a file missing in one, is named, and what needs it left out. The exit
@@ -36,6 +36,7 @@ _TABLES = tomllib.loads(PUBLISHED.with_name("sources.toml").read_text(encoding="
 # Commits by repository; folders by how names in `data.json` begin; names there that differ.
 SOURCES, FOLDERS, PARTS = (_TABLES[name] for name in ("commits", "folders", "parts"))
 REVIEWS = "nltk/nltk_data/packages/corpora/movie_reviews.zip"
+EBOOKS = "standardebooks/"
 
 
 def prepare(sources: pathlib.Path, output: pathlib.Path) -> dict[str, str]:
@@ -87,6 +88,10 @@ def contents(sources: pathlib.Path) -> dict[str, Callable[[], bytes]]:
     for name in published():
         if name.startswith(tuple(FOLDERS)):
             found[name] = functools.partial(of_repository, sources, name)
+    for repository in SOURCES:
+        if repository.startswith(EBOOKS):
+            name = f"ebooks/{repository.removeprefix(EBOOKS)}.txt.gz"
+            found[name] = lambda of=sources / repository: paragraphs(texts.ebook(of))
     for book, folder in books.items():
         name = f"openstax/{book.replace('-', '_')}.txt.gz"
         found[name] = lambda folder=folder: paragraphs(texts.book(folder))
@@ -153,6 +158,8 @@ def patterns(repository: str) -> list[str]:
     """Of the files that are read, as git takes them."""
     if repository.endswith("-book"):
         return ["/SUMMARY.md", "/contents/"]
+    if repository.startswith(EBOOKS):
+        return ["/src/epub/content.opf", "/src/epub/text/"]
     names = [name for name in published() if name.startswith(tuple(FOLDERS))]
     read = [REVIEWS, *itertools.chain.from_iterable(map(parts, names))]
     here = [path.removeprefix(repository) for path in read if path.startswith(f"{repository}/")]

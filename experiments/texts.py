@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of the three prepared text sets: OpenStax, movie reviews, Python's documentation.
+"""The rules of the prepared texts: OpenStax, movie reviews, e-books, Python's documentation.
 
 `experiments/prepare_data.py` gives them checkouts and writes what they make. Texts are lists of
 paragraphs. The rules are those that the published results were made with, oddities included:
@@ -15,6 +15,7 @@ import pathlib
 import re
 import zipfile
 from collections.abc import Iterable, Iterator
+from xml.etree import ElementTree
 
 # Of the glossaries' questions.
 SPLITS = ("train", "validation", "test")
@@ -54,6 +55,35 @@ def movie_reviews(corpus: pathlib.Path) -> Iterator[str]:
         for name in sorted(archive.namelist()):
             if name.endswith(".txt"):
                 yield " ".join(archive.read(name).decode().split())
+
+
+# Standard Ebooks
+
+_OPF, _XHTML = "{http://www.idpf.org/2007/opf}", "{http://www.w3.org/1999/xhtml}"
+_KIND = "{http://www.idpf.org/2007/ops}type"
+_WORD_JOINER = "\u2060"
+
+
+def ebook(folder: pathlib.Path) -> Iterator[str]:
+    """The paragraphs of a book, each on one line, titles of chapters among them; notes, their
+    marks, and what stands before and after the book are left out."""
+    package = folder / "src/epub/content.opf"
+    root = ElementTree.parse(package).getroot()
+    pages = {item.get("id"): item.get("href") for item in root.iter(f"{_OPF}item")}
+    for item in root.iter(f"{_OPF}itemref"):
+        page = package.parent / pages[item.get("idref")]
+        body = ElementTree.parse(page).getroot().find(f"{_XHTML}body")
+        if "bodymatter" in body.get(_KIND, "").split():
+            lines = (" ".join(text_of(each).split()) for each in body.iter(f"{_XHTML}p"))
+            yield from filter(None, lines)
+
+
+def text_of(element: ElementTree.Element) -> str:
+    """All text of an element but marks of notes."""
+    if element.get(_KIND) == "noteref":
+        return ""
+    inner = "".join(text_of(child) + (child.tail or "") for child in element)
+    return ((element.text or "") + inner).replace(_WORD_JOINER, "")
 
 
 # OpenStax

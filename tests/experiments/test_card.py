@@ -24,24 +24,36 @@ def jobs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     texts = map(json.loads, (TEXTS / "plays.jsonl").read_text().splitlines())
     (folder / "a.txt").write_text("\n\n".join(each["text"] for each in texts))
-    return card.cells_of((str(folder / "a.txt"),), [0.01], [900], *SMALL)
+    (folder / "more.txt").write_text("\n\n".join(f"Said {i} times." for i in range(900)))
+    files = str(folder / "a.txt"), str(folder / "more.txt")
+    return card.cells_of(files, [0.01], [900], *SMALL)
+
+
+def write(file, jobs):
+    """Cells that are validated on the first of their files."""
+    card.write(file, jobs, next(iter(jobs.values())).source.corpus.path[:1])
 
 
 @pytest.fixture(scope="module")
 def session(jobs, tmp_path_factory):
     file = tmp_path_factory.mktemp("card") / "cells.npz"
-    card.write(file, jobs)
+    write(file, jobs)
     return Session(is_rehearsal=True, output=file.parent, ladder=str(file))
 
 
+def first_file(job):
+    return dataclasses.replace(job.source.corpus, path=job.source.corpus.path[:1])
+
+
 def test_a_split_is_written_once_and_whole(jobs, session):
-    """Each word of validation is there once: by the tokens' texts."""
+    """Each word of validation is there once: by the tokens' texts. It is the first file's,
+    training both files'."""
     job = next(iter(jobs.values()))
     with np.load(session.ladder) as file:
         cells, weights = json.loads(str(file["cells"])), file["validation/decoder_loss_weights"]
         train = file["train/decoder_segment_ids"]
     assert [each["case"].rpartition(", ")[0] for each in cells] == [*jobs]
-    texts = [job.source.corpus.open(split, None) for split in ("validation", "train")]
+    texts = first_file(job).open("validation", None), job.source.corpus.open("train", None)
     encode = job.source.vocabulary.encode
     tokens = sum(len(encode(each["text"])) + 1 for each in texts[0])  # and the end of the text
     assert weights.sum() == tokens and len(weights) % job.batch_size == 0
@@ -70,7 +82,7 @@ def test_a_next_call_trains_what_a_next_file_asks_for(monkeypatch, jobs, session
     monkeypatch.setattr(ladder, "trained", lambda *of: trained.append(of) or -4.0)
     trained, files = [], (session.ladder, str(tmp_path / "more.npz"))
     more = {name: dataclasses.replace(job, seed=901) for name, job in jobs.items()}
-    card.write(files[1], jobs | {f"{name}, again": job for name, job in more.items()})
+    write(files[1], jobs | {f"{name}, again": job for name, job in more.items()})
     for after, file, num_cells in ((None, files[0], 2), ("0", files[1], 4)):
         found = command.run(
             tmp_path / str(len(trained)), only=["ladder"], ladder=file, is_rehearsal=True,
@@ -80,7 +92,7 @@ def test_a_next_call_trains_what_a_next_file_asks_for(monkeypatch, jobs, session
         assert len({row["case"] for row in found.rows}) == num_cells
     with np.load(session.ladder) as cells:
         tokens = cells["validation/decoder_loss_weights"].sum()
-    opened = next(iter(jobs.values())).source.corpus.open("validation", None)
+    opened = first_file(next(iter(jobs.values()))).open("validation", None)
     size = sum(len(each["text"].encode()) for each in opened)
     assert found.rows[0]["bits_per_byte"] == pytest.approx(4 * tokens / size / np.log(2))
 
@@ -94,8 +106,10 @@ def test_cells_begin_as_runs_do_and_go_on_where_a_call_ended(jobs, session, tmp_
     line = json.loads(RunFolder(tmp_path / "run").validation.read_text().splitlines()[0])
     with np.load(session.ladder) as file:
         cell, other = json.loads(str(file["cells"]))
-        text = [{n.partition("/")[2]: file[n] for n in file.files if n.startswith(split)}
-                for split in ("train", "validation")]  # fmt: skip
+        text = [ladder.rows_in(file, split) for split in ("train", "validation")]
+    for split, rows in zip(("train", "validation"), text, strict=True):
+        of_run = card.rows_of(job, job.source, split)
+        assert split == "validation" or all((rows[n] == of_run[n]).all() for n in of_run)
     assert line["step"] == 0
     begun = ladder.trained(cell, *text, steps=0)
     assert begun == pytest.approx(line["neg_log_perplexity"], rel=1e-5)

@@ -240,6 +240,43 @@ def test_documentation_is_what_was_translated(tmp_path):
     }
 
 
+BOOK = {
+    "content.opf": """<package xmlns="http://www.idpf.org/2007/opf"><manifest>
+        <item href="text/1.xhtml" id="one"/><item href="text/10.xhtml" id="ten"/>
+        <item href="text/notes.xhtml" id="notes"/></manifest><spine>
+        <itemref idref="ten"/><itemref idref="one"/><itemref idref="notes"/></spine>
+        </package>""",
+    "text/1.xhtml": ("bodymatter fiction", "<p>The <i>end</i>.</p>"),
+    "text/10.xhtml": (
+        "bodymatter",
+        '<h2>I</h2><p e:type="title">Loomings</p><section><p>Call me\n Ishmael.'
+        '<a href="#n1" e:type="noteref">1</a> Some years ago\u2060\u2014never mind.</p>'
+        "</section><blockquote><p><span>And I only am escaped</span>\n<br/>\n"
+        "<span>alone</span></p></blockquote><p> </p>",
+    ),
+    "text/notes.xhtml": ("backmatter", "<p>A note.</p>"),
+}
+
+
+def test_an_ebook_is_its_paragraphs_in_order(tmp_path):
+    page = (
+        '<html xmlns="http://www.w3.org/1999/xhtml" xmlns:e="http://www.idpf.org/2007/ops">'
+        '<head><title>-</title></head><body e:type="{}">{}</body></html>'
+    )
+    book = "standardebooks/herman-melville_moby-dick"
+    files = {
+        f"{book}/src/epub/{name}": text if isinstance(text, str) else page.format(*text)
+        for name, text in BOOK.items()
+    }
+    made = prepare_data.contents(write(tmp_path, files))
+    text = gzip.decompress(made["ebooks/herman-melville_moby-dick.txt.gz"]()).decode()
+    assert text == (
+        "Loomings\n\nCall me Ishmael. Some years ago\u2014never mind.\n\n"
+        "And I only am escaped alone\n\nThe end.\n"
+    )
+    assert prepare_data.patterns(book) == ["/src/epub/content.opf", "/src/epub/text/"]
+
+
 def test_files_of_repositories(tmp_path):
     few_shot, flickr = "tonyzhaozh/few-shot-learning/data", "multi30k/dataset/data/task1/raw"
     files = {

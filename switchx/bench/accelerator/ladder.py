@@ -13,7 +13,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from switchx.bench.accelerator.parts import Session, row
+from switchx.data.features import read_and_predicted
+from switchx.data.special_ids import PAD_ID
 from switchx.fields import from_description
 from switchx.models.config import ModelConfig
 from switchx.models.flops import train_flops
@@ -45,9 +47,7 @@ def ladder(session: Session) -> Iterator[dict[str, Any]]:
     start_s, longest_s = time.perf_counter(), 0.0
     with np.load(session.ladder) as file:
         cells = json.loads(str(file["cells"]))
-        text = {split: {name.partition("/")[2]: file[name] for name in file.files
-                        if name.startswith(f"{split}/")}
-                for split in ("train", "validation")}  # fmt: skip
+        text = {split: rows_in(file, split) for split in ("train", "validation")}
     wanted = [cell for cell in cells if session.is_wanted(cell["case"])]
     for done, cell in enumerate(wanted):
         begin_s = time.perf_counter()
@@ -64,6 +64,15 @@ def ladder(session: Session) -> Iterator[dict[str, Any]]:
         yield row(cell["case"], quality, "nats per token", seconds=seconds, steps=steps,
                   bits_per_byte=bits if math.isfinite(bits) else None,
                   training_flops=flops * cell["rows"] * steps)  # fmt: skip
+
+
+def rows_in(file: Mapping[str, np.ndarray], split: str) -> dict[str, np.ndarray]:
+    """Features [R, L] of a split. What a decoder reads is made of its targets."""
+    prefix = f"{split}/"
+    rows = {name.removeprefix(prefix): file[name] for name in file if name.startswith(prefix)}
+    targets, segments = rows["decoder_target_tokens"], rows["decoder_segment_ids"]
+    read = read_and_predicted(targets, segments, PAD_ID)[0]
+    return rows | {"decoder_input_tokens": read}
 
 
 def trained(cell: dict[str, Any], train: dict, validation: dict, steps: int) -> float:
